@@ -1,20 +1,28 @@
-"""Where the host side remembers what it may forget: small files in the user's cache folder."""
+"""Small JSON files in the user's cache folder. An engine works without them, but starts slower or learns anew."""
 
+import contextlib
+import json
+import logging
 import os
+import stat
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Final, TypeVar
 
-__all__ = ["cache_file"]
+_T = TypeVar("_T")
+_FILE_BYTES_MAX: Final = 16 << 20
 
 
 def cache_file(configured: str, name: str) -> Path | None:
-    """Return the file that a setting names.
+    """Return the path of a cache file.
 
     Args:
-        configured: a path; ``none`` for none; empty for the file of that name in the user's cache folder.
-        name: of the file.
+        configured: A path, ``none`` for no file, or empty for the default path.
+        name: File name of the default path, in the user's cache folder.
 
     Returns:
-        None where there is to be none, or the user has no such folder, as in some containers.
+        ``None`` for no file, also if the user has no home folder, as in some containers.
     """
     if configured:
         return None if configured == "none" else Path(configured)
@@ -24,3 +32,75 @@ def cache_file(configured: str, name: str) -> Path | None:
     except RuntimeError:
         return None
     return folder / "shadowserve" / name
+
+
+class CacheFile:
+    """A JSON file that only its user can write. A missing, invalid or unusable file counts as empty.
+
+    The first problem is logged as a warning.
+
+    Args:
+        path: Path of the file; ``None`` for no file.
+        label: Beginning of the warning: contents and configuration key of the file.
+        consequence: End of the warning.
+        logger: Logger for the warning.
+    """
+
+    def __init__(self, path: Path | None, label: str, consequence: str, logger: logging.Logger) -> None:
+        self.path = path
+        self._label = label
+        self._consequence = consequence
+        self._logger = logger
+        self._warned = False
+
+    def read(self, parse: Callable[[Any], _T]) -> _T | None:
+        """Return what ``parse`` makes of the file's JSON; ``None`` if there is no valid file.
+
+        ``parse`` raises ``ValueError``, ``TypeError``, ``KeyError`` or ``AttributeError`` for invalid contents.
+        """
+        if self.path is None:
+            return None
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            self.warn(f"cannot be read: {error}")
+            return None
+        status = os.fstat(descriptor)
+        # A file that others can write could make one model's KV pass for another's.
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022 or not stat.S_ISREG(status.st_mode):
+            os.close(descriptor)
+            self.warn("is not a regular file, or other users can write it; it is not used")
+            return None
+        with open(descriptor, "rb") as file:
+            data = file.read(_FILE_BYTES_MAX + 1)
+        try:
+            if len(data) > _FILE_BYTES_MAX:
+                raise ValueError(f"it is longer than {_FILE_BYTES_MAX} bytes")
+            return parse(json.loads(data))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            self.warn(f"is invalid and will be replaced: {error}")
+            return None
+
+    def write(self, contents: Any) -> None:
+        """Replace the file atomically."""
+        if self.path is None:
+            return
+        partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.{threading.get_ident()}")
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            with open(descriptor, "w", encoding="utf-8") as file:
+                json.dump(contents, file)
+            partial.replace(self.path)
+        except OSError as error:
+            self.warn(f"cannot be written: {error}")
+            with contextlib.suppress(OSError):
+                partial.unlink()
+
+    def warn(self, problem: str) -> None:
+        """Log a problem with the file, if it is the first."""
+        if not self._warned:
+            self._warned = True
+            self._logger.warning("ShadowServe: %s, %s %s; %s", self._label, self.path, problem, self._consequence)

@@ -1,7 +1,7 @@
-"""Configuration of the host side: section ``host`` of the configuration file, or an engine's own configuration.
+"""Section ``host`` of the configuration.
 
-vLLM users write the keys into ``kv_connector_extra_config``, plain (``"quantizer"``) or dotted
-(``"shadowserve.quantizer"``); both win over environment and file, as a flag would.
+vLLM users may also write its keys into ``kv_connector_extra_config``, plain (``"quantizer"``) or dotted
+(``"shadowserve.quantizer"``). These values have priority over environment and file.
 """
 
 from collections.abc import Mapping
@@ -19,130 +19,118 @@ from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.sizes import ByteSize
 from shadowserve.tls import Credentials, check_pair
 
-__all__ = ["HostConfig"]
-
 _DOTTED: Final = "shadowserve."
 _MIB: Final = 1 << 20
 _BUFFER_MAX: Final = 8192 * _MIB
-"""128 chunks, more than which never pay, of a model with twice the KV of Llama-3.1-8B in bfloat16."""
+"""128 chunks of a model with twice the KV of Llama-3.1-8B in bfloat16. More chunks bring no benefit."""
 
 
 class HostConfig(Section):
-    """Keys of section ``host``. Times are in seconds; sizes take units: ``256MiB``."""
+    """Keys of section ``host``. Sizes take units: ``256MiB``."""
 
     section: ClassVar[str] = "host"
 
     data_plane: str = Field("127.0.0.1:50151", min_length=1)
-    """Address of the data plane's gRPC service, ``host:port`` or ``unix:/path``. With ``{rank}`` in it, each
-    worker has a data plane of its own: tensor-parallel ranks, of one pipeline stage after the other. A lookup asks all
-    of them, and the fewest hits count."""
+    """Address of the data plane's gRPC service: ``host:port`` or ``unix:/path``. With ``{rank}`` in it, each worker has
+    its own data plane, numbered by pipeline stage, then by tensor-parallel rank. A lookup asks all of them and uses the
+    shortest hit."""
     tls_ca: str = ""
-    """File of the authorities that must have signed the data plane's certificate, PEM; empty for no TLS. This and the
-    two below are read again when a connection is made."""
+    """PEM file of the authorities that verify the data plane's certificate. Empty: no TLS. The TLS files are read again
+    for each connection."""
     tls_cert: str = ""
-    """File of the certificate that this host shows, with those that signed it, PEM; empty for none."""
+    """PEM file of this host's certificate chain; empty for none."""
     tls_key: str = ""
-    """File of its private key, PEM, without a passphrase."""
+    """PEM file of this host's private key, without a passphrase."""
     tls_server_name: str = ""
-    """Name that the data plane's certificate must hold; empty for the name or IP in ``data_plane``."""
+    """Name in the data plane's certificate. Empty: the name or IP in ``data_plane``."""
     fetch: bool = True
-    """Look prompts up and fetch what is stored."""
+    """Look up prompts and fetch stored chunks."""
     asynchronous_fetch: bool = True
-    """Fetch while the engine goes on with other requests. False blocks the whole engine until a request's KV is in
-    place; it is there to be measured (ShadowServe section 6.4, "No AF"). An engine with more than one step under way at
-    a time refuses it. docs/combinations.md says which requests are fetched beside others all the same."""
+    """Fetch while the engine runs other requests. False blocks the engine during each fetch; it exists to measure the
+    difference (ShadowServe section 6.4, "No AF"). Engines that run several steps at once refuse it.
+    docs/combinations.md lists requests that are fetched asynchronously nevertheless."""
     layer_order: bool = False
-    """Fetch layer by layer, and begin to compute as the first layer arrives, for requests that come while no other
-    runs. It needs one KV cache group of full attention and one step under way at a time: no pipeline stages,
-    ``--no-async-scheduling``, ``VLLM_USE_V2_MODEL_RUNNER=0``. Other engines refuse it. docs/combinations.md says which
-    requests are fetched chunk by chunk all the same."""
+    """Fetch layer by layer, and start to compute when the first layer arrives, for requests that arrive while no other
+    runs. Needs one KV cache group of full attention and one step at a time: no pipeline stages,
+    ``--no-async-scheduling``, ``VLLM_USE_V2_MODEL_RUNNER=0``. Other engines refuse it. docs/combinations.md lists
+    requests that are fetched chunk by chunk nevertheless."""
     pages: bool = False
-    """Store chunks as this engine's pages are, not compressed, in the tiers of a data plane on this machine, and have
-    its devices bring them straight into paged memory, which becomes shared memory (docs/tiers.md). It needs an engine
-    on a CPU with one KV cache group of layers that are alike; other engines refuse it. At the start ``/dev/shm`` must
-    have room for twice the engine's paged memory. Engines that have this and engines that have not share nothing."""
+    """Store pages uncompressed in the tiers of a data plane on this machine, whose devices read them directly into
+    paged memory (docs/tiers.md). Paged memory becomes shared memory; ``/dev/shm`` needs room for twice its size. Needs
+    an engine on a CPU with one KV cache group of identical layers; other engines refuse it. Engines with and without
+    this share no KV."""
     fetch_or_recompute: bool = False
-    """Compute a prompt, or more of it, that is stored, where that is predicted to bring its first token sooner than
-    fetching. Until both have been seen often enough, what is stored is fetched, as all of it is without this, but for
-    what is in object storage alone (docs/fetch-or-recompute.md)."""
+    """Compute a stored prompt, or a part of it, if the first token is predicted to come sooner than by fetching. Until
+    there are enough measurements, everything is fetched, except what is only in object storage
+    (docs/fetch-or-recompute.md)."""
     store: bool = True
     """Store the chunks that this engine computes."""
     quantizer: Literal["lossless", "binned", "passthrough"] = "lossless"
-    """What is stored: exact values, or vector-wise bins (ShadowServe section 5). fp8 caches are stored as they are, but
-    for E4M3 with ``binned``."""
+    """Quantizer of stored chunks: exact values, vector-wise bins (ShadowServe section 5), or bytes. fp8 caches are
+    stored as bytes, except E4M3 with ``binned``."""
     bins: int = Field(64, ge=4, le=256, multiple_of=2)
-    """Bins of the ``binned`` quantizer for keys, and for the latents of MLA."""
+    """Bins of the ``binned`` quantizer for keys, and for MLA."""
     value_bins: int = Field(16, ge=4, le=256, multiple_of=2)
-    """Bins of the ``binned`` quantizer for values, which bear much coarser ones than keys (docs/quality.md)."""
+    """Bins of the ``binned`` quantizer for values, which tolerate fewer bins than keys (docs/quality.md)."""
     scale_tokens: int = Field(1, ge=1, le=65536)
-    """So many tokens share one scale of the ``binned`` quantizer. More than one pay where a rank has few KV heads: with
-    vectors of 128 elements, 16 tokens to a scale save 0.23 bits an element."""
+    """Number of tokens that share one scale of the ``binned`` quantizer. More than one pays if a rank has few KV heads:
+    with vectors of 128 elements, 16 tokens per scale save 0.23 bits per element."""
     chunk_tokens: int = Field(DEFAULT_CHUNK_TOKENS, ge=1, le=TOKENS_MAX)
-    """Tokens in a chunk: the unit of storing and fetching. Rounded up to whole blocks of the
-    engine's; where it keeps states (Mamba, GDN), a chunk is one block."""
+    """Tokens per chunk, rounded up to whole blocks of the engine. With recurrent state (Mamba, GDN), a chunk is one
+    block."""
     load_tokens_min: int = Field(64, ge=1)
-    """A hit that would save fewer tokens than this beyond the local prefix is not worth a transfer."""
+    """Hits that save fewer tokens than this, beyond the engine's own prefix cache, are not loaded."""
     lookup_timeout_s: float = Field(0.5, gt=0, le=60)
-    """A request waits at most so long for its lookup, then counts as a miss. No lookup waits for object storage: loads
-    do, for up to ``fetch_timeout_s`` (docs/object-storage.md)."""
+    """A request waits at most this long for its lookup, then counts as a miss. Lookups do not wait for object storage;
+    loads do, for up to ``fetch_timeout_s`` (docs/object-storage.md)."""
     lookup_threads: int = Field(2, ge=1, le=64)
-    """Threads that hash prompts and ask the data plane."""
+    """Threads that hash prompts and query the data plane."""
     pd_role: Literal["none", "prefill", "decode"] = "none"
-    """This engine's place where one pool of engines computes prompts and another goes on with them
-    (docs/disaggregation.md). ``prefill``: it publishes what it is about to store, and stores prompts' tails.
-    ``decode``: it waits for what is published. With ``none`` requests are handed over whose ``kv_transfer_params`` say
-    so."""
+    """Role of this engine in P/D disaggregation (docs/disaggregation.md). ``prefill``: it publishes keys that it is
+    about to store, and stores the tails of prompts. ``decode``: it waits for published keys. ``none``: each request's
+    ``kv_transfer_params`` decide."""
     pd_timeout_s: float = Field(5.0, gt=0, le=60)
-    """A request waits at most so long for what is published, and publications of an engine that died last so long."""
+    """A request waits at most this long for published keys. Published keys of a crashed engine expire after it."""
     fetch_timeout_s: float = Field(10.0, gt=0, le=600)
-    """From the hand-over of a fetch job to its outcome, queueing and waiting for object storage included. Recomputation
-    follows."""
+    """Time limit of a load, including queueing and waiting for object storage. Missing chunks are then computed."""
     store_timeout_s: float = Field(10.0, gt=0, le=600)
-    """For one batch of chunks."""
+    """Time limit for storing one batch of chunks."""
     connect_timeout_s: float = Field(2.0, gt=0, le=60)
-    """For registering memory, releasing it and cancelling."""
+    """Time limit for connecting, registering and releasing memory, and cancelling."""
     order: Literal["fifo", "sjf"] = "fifo"
-    """Which fetch job goes next: the oldest, or the one with the fewest chunks (which lets long ones wait until their
-    deadline while short ones keep coming)."""
+    """Order of queued loads: the oldest first, or the one with the fewest chunks first (long loads may then wait until
+    their deadline)."""
     delivery: Literal["auto", "shared_memory", "pinned", "cuda_ipc", "exported"] = "auto"
     """How fetched chunks reach the engine (docs/gpu.md). ``auto``: ``shared_memory`` for engines on CPUs; for engines
-    on GPUs ``pinned`` where the data plane is on this machine, else ``exported``. ``pinned``: shared memory that the
-    GPU copies from. ``cuda_ipc``: a data plane on this machine copies into the GPU's memory. ``exported``: a DPU writes
-    into the GPU's memory, or where that cannot be exported, and for engines on CPUs, into the host's."""
+    on GPUs ``pinned`` with a data plane on this machine, else ``exported``. ``pinned``: shared memory that the GPU
+    copies from. ``cuda_ipc``: the data plane copies into the GPU's memory. ``exported``: a DPU writes into the GPU's
+    memory, or into the host's memory if the GPU's cannot be exported or the engine is on a CPU."""
     device: str = Field("", max_length=64)
-    """This side's function of the DPU, to export memory on: PCI address or name; empty takes the first that can."""
+    """PCI address or name of the DPU's function on this host that exports memory. Empty: the first suitable one."""
     fetch_buffer_bytes: ByteSize = Field(ByteSize(512 * _MIB), ge=4096, le=_BUFFER_MAX)
-    """Memory that fetched chunks arrive in, of each worker: the GPU's, where they are delivered to one (ShadowServe
-    section 4.3: the DMA registration buffer), else the host's. Two batches share it: one arrives while the other is
-    scattered. Raised to two chunks where it is smaller, lowered to 128 where it is larger. Records of engines of other
-    numbers of ranks or stages arrive in memory of their own, as much again, once there is a hit of them."""
+    """Memory per worker that fetched chunks are written to, on the GPU if they are delivered there (ShadowServe section
+    4.3: the DMA registration buffer), else on the host. It holds two batches: one is written while the other is
+    scattered. The size is limited to between 2 and 128 chunks. Hits on records of another shard layout use a second
+    buffer of the same size."""
     reshaping_buffer_bytes: ByteSize = Field(ByteSize(512 * _MIB), ge=4096, le=_BUFFER_MAX)
-    """Most memory of the GPU that chunks are reordered in between that buffer and paged memory. With Triton, one chunk
-    of it is used, for those that are to be stored; without it, as much as a batch takes."""
+    """GPU memory, at most, for reordering chunks between that buffer and paged memory. With Triton only chunks to be
+    stored need it, one at a time; without Triton a batch does."""
     store_buffer_bytes: ByteSize = Field(ByteSize(256 * _MIB), ge=4096, le=_BUFFER_MAX)
-    """The host's memory that chunks wait in to be stored, of each worker. A chunk that finds it full is not stored."""
-    store_batch_chunks: int = Field(8, ge=1, le=1024)
-    """At most so many chunks in one Store call."""
-    recent_keys: int = Field(65536, ge=0)
-    """Keys that a worker remembers as stored, so that it does not store them again."""
-    breaker_failures: int = Field(3, ge=1)
-    """After so many failures in a row the data plane is left alone for a while."""
-    breaker_backoff_s: float = Field(0.25, gt=0, le=60)
-    """First pause; each further failure doubles it."""
+    """Host memory per worker for chunks that wait to be stored. If it is full, chunks are not stored."""
     breaker_backoff_max_s: float = Field(5.0, gt=0, le=600)
-    """Longest pause; then one call probes the data plane again, forever."""
+    """Longest pause between attempts to use a data plane that fails repeatedly."""
     identity_cache: str = ""
-    """File that remembers the hashes of weights and adapters (docs/identity.md), so that a start reads none that have
-    not changed; empty for ``shadowserve/content.json`` in the user's cache folder, ``none`` to hash every time."""
+    """File that caches the hashes of weights and adapters (docs/identity.md), so that unchanged files are not read at
+    the next start. Empty: ``shadowserve/content.json`` in the user's cache folder; ``none``: no cache."""
     interference_budget: float = Field(0.02, ge=0, le=1)
-    """By which fraction a step that decodes may be longer beside KV that moves: 0.02 is 2 %. Data planes hold all that
-    they move, for whichever engine, to a rate for it, which the engine learns from its steps (docs/interference.md).
-    While nothing decodes there is no bound. 0: this engine sets none."""
+    """By how much KV transfers may slow down decode steps: 0.02 is 2 %. Data planes limit the rate of all transfers,
+    for any engine, while this engine decodes. The engine learns the rate from its steps (docs/interference.md). 0: no
+    limit."""
     computing_cache: str = ""
-    """File that remembers how long this engine computes and loads, and what fetching costs it, by model and machine;
-    empty for ``shadowserve/computing.json`` in the user's cache folder, ``none`` to learn it anew at each start."""
+    """File that keeps measured computing times, loading times and slowdown by model and machine. Empty:
+    ``shadowserve/computing.json`` in the user's cache folder; ``none``: measured again after each start."""
     close_timeout_s: float = Field(5.0, ge=0, le=60)
-    """At shutdown, waiting stores and running fetches get so long to end."""
+    """Time limit at shutdown for waiting stores and running loads."""
 
     @field_validator("data_plane")
     @classmethod
@@ -152,16 +140,10 @@ class HostConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _backoffs(self) -> Self:
-        if self.breaker_backoff_s > self.breaker_backoff_max_s:
-            raise ValueError("breaker_backoff_s is above breaker_backoff_max_s")
-        return self
-
-    @model_validator(mode="after")
     def _tls(self) -> Self:
         check_pair(self.tls_cert, self.tls_key)
         if (self.tls_cert or self.tls_server_name) and not self.tls_ca:
-            raise ValueError("tls_cert or tls_server_name is given without tls_ca: there is no TLS without it")
+            raise ValueError("tls_cert or tls_server_name is set without tls_ca; set tls_ca to enable TLS")
         return self
 
     @model_validator(mode="after")
@@ -175,55 +157,54 @@ class HostConfig(Section):
         if not self.pages:
             return self
         if self.quantizer == "binned":
-            raise ValueError(
-                "pages: true stores chunks as they are in paged memory, and quantizer: binned stores coarser values; "
-                "remove one of them"
-            )
+            raise ValueError("pages: true stores pages unchanged, which quantizer: binned does not; remove one of them")
         if not self.data_plane_is_local:
             raise ValueError(
-                f"pages: true needs a data plane on this machine, and data_plane is {self.data_plane}; name it by a "
+                f"pages: true needs a data plane on this machine, and data_plane is {self.data_plane}; set it to a "
                 "loopback address or unix:/path, or remove pages"
             )
         return self
 
     @classmethod
     def from_engine(cls, extra: Mapping[str, Any], place: str = "kv_connector_extra_config") -> Self:
-        """Return the configuration, with what an engine's own configuration holds above environment and file.
+        """Load the configuration, with keys of an engine's own configuration above environment and file.
 
         Args:
-            extra: keys, plain or with the prefix ``shadowserve.``.
-            place: where they are, for messages.
+            extra: Keys, plain or with the prefix ``shadowserve.``.
+            place: Where the keys were found, for messages.
 
         Raises:
-            ConfigurationError: an unknown key (the message names the nearest), a key given in both spellings with
-                different values, a value that does not fit.
+            ConfigurationError: An unknown key (the message has the most similar one), a key in both spellings with
+                different values, or an invalid value.
         """
         flags: dict[str, Any] = {}
         for spelled, value in extra.items():
             key = str(spelled).removeprefix(_DOTTED)
             if key in flags and flags[key] != value:
-                raise ConfigurationError(f"{place} gives '{key}' twice, as {flags[key]!r} and as {value!r}; keep one")
+                raise ConfigurationError(f"{place} sets '{key}' twice, to {flags[key]!r} and to {value!r}; remove one")
             flags[key] = value
         return cls.load(flags=flags, flags_place=place)
 
     def client(self, rank: int, engine: pb.Engine | None = None) -> DataPlaneClient:
-        """Return a client of the data plane that serves worker ``rank``, of ``engine`` if it moves KV.
+        """Return a client of a worker's data plane.
+
+        Args:
+            rank: Index of the worker.
+            engine: Description of the engine whose KV moves; ``None`` if the client moves none.
 
         Raises:
-            ConfigurationError: a certificate or key cannot be used.
+            ConfigurationError: A certificate or key cannot be used.
         """
         return DataPlaneClient(
             self.data_plane_address(rank),
             credentials=self.credentials(),
             engine=engine,
             connect_timeout_s=self.connect_timeout_s,
-            failures=self.breaker_failures,
-            backoff=self.breaker_backoff_s,
             backoff_max_s=self.breaker_backoff_max_s,
         )
 
     def credentials(self) -> Credentials | None:
-        """Return what this host brings to a TLS connection, ``None`` for no TLS."""
+        """Return the credentials for TLS connections; ``None`` for no TLS."""
         if not self.tls_ca:
             return None
         return Credentials(
@@ -232,11 +213,11 @@ class HostConfig(Section):
 
     @property
     def data_plane_is_local(self) -> bool:
-        """Whether the data plane's address can only be on this machine."""
+        """True if the data plane's address is always on this machine."""
         if self.data_plane.startswith("unix:"):
             return True
         return is_loopback(self.data_plane.rpartition(":")[0].strip("[]"))
 
     def data_plane_address(self, rank: int) -> str:
-        """Return the address of the data plane that serves worker ``rank``."""
+        """Return the address of a worker's data plane."""
         return self.data_plane.replace("{rank}", str(rank))

@@ -1,8 +1,8 @@
-"""The few calls of the CUDA driver that moving KV takes, by ctypes: nothing here needs CUDA's toolkit, or torch's.
+"""The calls of the CUDA driver that moving KV needs, by ctypes, without CUDA's toolkit.
 
-torch computes in each device's primary context, and so do we: memory, streams and events are the same to both. A
-context is *current* in a thread; whatever touches the device here makes it so first. Calls release the interpreter's
-lock. Names and numbers are those of NVIDIA's CUDA driver API reference; docs/gpu.md says what has run on a GPU.
+torch uses each device's primary context, and so does this module, so that memory, streams and events can be shared.
+Every method that uses a device first makes its context current in the thread. Calls release the GIL. Names and numbers
+are those of NVIDIA's CUDA driver API; docs/gpu.md lists what was tested on a GPU.
 """
 
 import contextlib
@@ -13,12 +13,10 @@ from typing import Any, Final
 
 from shadowserve.errors import ConfigurationError
 
-__all__ = ["CudaError", "Device", "DeviceBuffer", "Driver", "Stream", "find"]
-
 LIBRARY: Final = "libcuda.so.1"
-"""Comes with NVIDIA's kernel driver."""
+"""Part of NVIDIA's kernel driver."""
 GPU_PAGE_BYTES: Final = 64 << 10
-"""What nvidia-peermem pins at a time; buffers are whole ones."""
+"""Unit in which nvidia-peermem pins memory; buffers are multiples of it."""
 
 _SUCCESS: Final = 0
 _ALREADY_REGISTERED: Final = 712
@@ -68,10 +66,10 @@ _SIGNATURES: Final[dict[str, list[Any]]] = {
 
 
 class CudaError(ConfigurationError):
-    """The driver refused; the message says what was tried, the driver's words, and what to do.
+    """A call of the CUDA driver failed.
 
     Attributes:
-        code: ``CUresult``; 0 where no call was made.
+        code: ``CUresult``; 0 if no call was made.
     """
 
     def __init__(self, message: str, code: int = 0) -> None:
@@ -80,7 +78,7 @@ class CudaError(ConfigurationError):
 
 
 def find(library: str = LIBRARY) -> "Driver | None":
-    """Return the driver, started; ``None`` where this machine has none, or no GPU that this process may use."""
+    """Return the initialized driver; ``None`` without a driver or a visible GPU."""
     try:
         driver = Driver(library)
     except CudaError:
@@ -92,20 +90,20 @@ class Driver:
     """The CUDA driver of this process.
 
     Args:
-        library: to load.
+        library: Name of the shared library.
 
     Raises:
-        CudaError: there is none, it is too old, or it does not start.
+        CudaError: The driver is missing or too old, or its initialization fails.
 
     Attributes:
-        count: of GPUs that this process may use (``CUDA_VISIBLE_DEVICES``).
+        count: Number of GPUs that this process can use (``CUDA_VISIBLE_DEVICES``).
     """
 
     def __init__(self, library: str = LIBRARY) -> None:
         try:
             loaded = ctypes.CDLL(library)
         except OSError as error:
-            raise CudaError(f"there is no CUDA driver here ({error}); install NVIDIA's") from error
+            raise CudaError(f"cannot load the CUDA driver ({error}); install NVIDIA's driver") from error
         self.library = loaded
         self._functions: dict[str, Any] = {}
         for name, arguments in _SIGNATURES.items():
@@ -124,27 +122,27 @@ class Driver:
         """Call a function of the driver.
 
         Args:
-            name: of the function.
-            arguments: for it.
-            doing: what this is for, as in "allocating 4 bytes".
-            allowed: an error that is none.
+            name: Name of the function.
+            arguments: Arguments of the function.
+            doing: Operation for error messages, such as "allocating 4 bytes".
+            allowed: Error code that is returned instead of raised.
 
         Returns:
-            0, or ``allowed``.
+            0 or ``allowed``.
 
         Raises:
-            CudaError: any other result.
+            CudaError: Any other result.
         """
         code = int(self._functions[name](*arguments))
         if code not in (_SUCCESS, allowed):
             text = ctypes.c_char_p()
             self._functions["cuGetErrorString"](code, ctypes.byref(text))
-            said = (text.value or b"an unknown error").decode("utf-8", "replace")
-            raise CudaError(f"{doing}: {name} failed with {code}, {said}; see nvidia-smi and docs/gpu.md", code)
+            message = (text.value or b"an unknown error").decode("utf-8", "replace")
+            raise CudaError(f"{doing}: {name} failed with {code}, {message}; see nvidia-smi and docs/gpu.md", code)
         return code
 
     def device(self, ordinal: int) -> "Device":
-        """Return a GPU by its number, which is torch's, too."""
+        """Return a GPU by its index, the same as torch's."""
         return Device(self, ordinal)
 
 
@@ -152,19 +150,18 @@ class Device:
     """One GPU.
 
     Args:
-        driver: of this process.
-        ordinal: its number.
+        driver: The driver.
+        ordinal: Index of the GPU.
 
     Raises:
-        CudaError: there is no such GPU, or it does not answer.
+        CudaError: There is no such GPU, or it does not respond.
 
     Attributes:
-        ordinal: as given.
-        name: as the driver calls it.
-        pci_address: such as ``"0000:3b:00.0"``.
-        exports_dmabuf: its memory can be shared as a DMA-BUF (NVIDIA's open kernel modules).
-        flush_needed: what another device has written over PCIe is visible to kernels only after
-            :meth:`flush_remote_writes`.
+        ordinal: Index of the GPU.
+        name: Name from the driver.
+        pci_address: PCI address, such as ``"0000:3b:00.0"``.
+        exports_dmabuf: Memory can be exported as a DMA-BUF (NVIDIA's open kernel modules).
+        flush_needed: Kernels see writes of other devices over PCIe only after :meth:`flush_remote_writes`.
     """
 
     def __init__(self, driver: Driver, ordinal: int) -> None:
@@ -189,7 +186,7 @@ class Device:
 
     def _attribute(self, attribute: int) -> int:
         value = _INT()
-        doing = f"asking {self.name} for attribute {attribute}"
+        doing = f"querying attribute {attribute} of {self.name}"
         self._call("cuDeviceGetAttribute", ctypes.byref(value), attribute, self._number, doing=doing)
         return value.value
 
@@ -198,67 +195,69 @@ class Device:
         self._call("cuCtxSetCurrent", self._context, doing=f"using {self.name}")
 
     def call(self, name: str, *arguments: Any, doing: str, allowed: int = _SUCCESS) -> int:
-        """Call a function of the driver with this device current: see :meth:`Driver.call`."""
+        """Make the device's context current and call a function of the driver; see :meth:`Driver.call`."""
         self.activate()
         return self._call(name, *arguments, doing=f"{doing} on {self.name}", allowed=allowed)
 
     def synchronize(self) -> None:
-        """Wait until the GPU has done all that this process has started on it."""
-        self.call("cuCtxSynchronize", doing="waiting for everything")
+        """Wait for all work of this process on the GPU."""
+        self.call("cuCtxSynchronize", doing="waiting for all work")
 
     def allocate(self, size: int) -> "DeviceBuffer":
-        """Return ``size`` bytes of the GPU's memory, or a little more: whole pages.
+        """Allocate ``size`` bytes of GPU memory, rounded up to whole GPU pages.
 
         Raises:
-            CudaError: there is no room.
+            CudaError: The GPU has not enough free memory.
         """
         return DeviceBuffer(self, -(-size // GPU_PAGE_BYTES) * GPU_PAGE_BYTES)
 
     def pin(self, address: int, size: int) -> Callable[[], None]:
-        """Page-lock host memory, so that copies from it are the GPU's own work; return what ends that.
+        """Page-lock host memory, so that the GPU copies it by DMA. Return a function that unlocks it.
 
         Raises:
-            CudaError: the driver cannot lock so much.
+            CudaError: The driver cannot lock that much memory.
         """
         doing = f"page-locking {size >> 20} MiB of host memory"
         again = self.call(
             "cuMemHostRegister_v2", address, size, _REGISTER_PORTABLE, doing=doing, allowed=_ALREADY_REGISTERED
         )
-        return _nothing if again else lambda: self._unpin(address)
+        if again:
+            return lambda: None
+        return lambda: self._unpin(address)
 
     def _unpin(self, address: int) -> None:
         self.call("cuMemHostUnregister", address, doing="unlocking host memory")
 
     def flush_remote_writes(self) -> None:
-        """Wait until whatever other devices have written into this GPU's memory is visible to its kernels.
+        """Make writes of other devices into this GPU's memory visible to its kernels.
 
-        Does nothing where the platform orders such writes by itself (``flush_needed`` is false).
+        No-op if the platform orders such writes (``flush_needed`` is false).
 
         Raises:
-            CudaError: the platform neither orders them nor can be made to.
+            CudaError: The platform neither orders nor flushes such writes.
         """
         if not self.flush_needed:
             return
         if not self._can_flush:
             raise CudaError(
-                f"{self.name} neither orders writes of other devices nor can flush them from the host, so that KV "
-                "written by a DPU could be read too early; set host.delivery to pinned or shared_memory"
+                f"{self.name} neither orders writes of other devices nor flushes them from the host, so KV written by "
+                "a DPU could be read too early; set host.delivery to pinned or shared_memory"
             )
         doing = "flushing writes of other devices"
         self.call("cuFlushGPUDirectRDMAWrites", _FLUSH_CURRENT_CONTEXT, _FLUSH_TO_OWNER, doing=doing)
 
     def stream(self) -> "Stream":
-        """Return a new stream, which waits for no other."""
+        """Return a new stream that does not synchronize with the default stream."""
         return Stream(self)
 
 
 class DeviceBuffer:
-    """Memory of a GPU, given back with the last reference to this object; a torch tensor over it holds one.
+    """Memory of a GPU. It is freed with the last reference to this object; torch tensors over it hold one.
 
     Attributes:
-        device: that it is of.
-        address: of the GPU.
-        size: bytes.
+        device: The GPU.
+        address: Address in GPU memory.
+        size: Size in bytes.
     """
 
     def __init__(self, device: Device, size: int) -> None:
@@ -271,20 +270,20 @@ class DeviceBuffer:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """What torch makes a tensor of uint8 from, without a copy."""
+        """Description for torch, which creates a uint8 tensor without a copy."""
         return {"shape": (self.size,), "typestr": "|u1", "data": (self.address, False), "version": 3, "strides": None}
 
     def ipc_handle(self) -> bytes:
-        """Return the handle by which another process on this machine can map the memory, 64 bytes."""
+        """Return the 64-byte handle with which another process on this machine can map the memory."""
         handle = ctypes.create_string_buffer(_IPC_HANDLE_BYTES)
         self.device.call("cuIpcGetMemHandle", handle, self.address, doing="sharing memory with another process")
         return handle.raw
 
     def dmabuf(self) -> int:
-        """Return a file descriptor of the memory as a DMA-BUF, to be closed by the caller.
+        """Return a file descriptor of the memory as a DMA-BUF. The caller closes it.
 
         Raises:
-            CudaError: this GPU, or its driver, cannot do that.
+            CudaError: The GPU or its driver does not support DMA-BUF.
         """
         descriptor = _INT(-1)
         self.device.call(
@@ -300,41 +299,37 @@ class DeviceBuffer:
 
 
 class Stream:
-    """A queue of copies and kernels. One thread uses it at a time.
+    """A CUDA stream. Not thread-safe.
 
     Attributes:
-        handle: ``CUstream``; ``torch.cuda.ExternalStream`` takes it.
+        handle: ``CUstream``, for ``torch.cuda.ExternalStream``.
     """
 
     def __init__(self, device: Device) -> None:
         stream, event = _VOID(), _VOID()
-        device.call("cuStreamCreate", ctypes.byref(stream), _STREAM_NON_BLOCKING, doing="making a stream")
-        # Waiting for this event sleeps; waiting for a stream spins, on a core that the engine may want.
-        device.call("cuEventCreate", ctypes.byref(event), _EVENT_BLOCKING_NO_TIMING, doing="making an event")
+        device.call("cuStreamCreate", ctypes.byref(stream), _STREAM_NON_BLOCKING, doing="creating a stream")
+        # Waiting for this event sleeps. Waiting for a stream would spin on a core that the engine may need.
+        device.call("cuEventCreate", ctypes.byref(event), _EVENT_BLOCKING_NO_TIMING, doing="creating an event")
         self._device = device
         self._event = event
         self.handle = int(stream.value or 0)
 
     def copy_to_device(self, target: int, source: int, size: int) -> None:
-        """Start to copy ``size`` bytes of host memory at ``source`` to the GPU's address ``target``."""
+        """Start a copy of ``size`` bytes from host address ``source`` to GPU address ``target``."""
         doing = f"copying {size} bytes to the GPU"
         self._device.call("cuMemcpyHtoDAsync_v2", target, source, size, self.handle, doing=doing)
 
     def synchronize(self) -> None:
-        """Wait until all that was started on this stream is done.
+        """Wait for all work on this stream.
 
         Raises:
-            CudaError: some of it has failed.
+            CudaError: Some work has failed.
         """
         self._device.call("cuEventRecord", self._event, self.handle, doing="recording an event")
         self._device.call("cuEventSynchronize", self._event, doing="waiting for copies and kernels")
 
 
 def _free(device: Device, address: int) -> None:
-    # At the end of the process the driver may be gone before us, and frees everything by itself.
+    # At exit the driver may be unloaded first; it has then freed all memory.
     with contextlib.suppress(CudaError):
         device.call("cuMemFree_v2", address, doing="freeing memory")
-
-
-def _nothing() -> None:
-    pass

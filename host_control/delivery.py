@@ -1,25 +1,25 @@
-"""How fetched chunks get to where the engine computes: one kind of memory for each way, and which way when.
+"""Delivery of fetched chunks to the engine: the kinds of registered memory, and the choice among them.
 
 ==================  ==================================================  =============================================
-``delivery``        the data plane writes into                          scattered from
+``delivery``        the data plane writes into                          chunks are scattered from
 ==================  ==================================================  =============================================
-``shared_memory``   a file under /dev/shm that both have mapped         there
-``pinned``          the same, page-locked for CUDA                      the GPU's buffer, after one copy by the GPU
-``cuda_ipc``        the GPU's buffer, by the CUDA driver's copies       the GPU's buffer
-``exported``        the GPU's buffer, or the host's memory, by a DPU    the GPU's buffer, or the host's memory
+``shared_memory``   a file in /dev/shm, mapped by both processes        the same
+``pinned``          the same, page-locked for CUDA                      a GPU buffer, after one copy by the GPU
+``cuda_ipc``        a GPU buffer, by copies of the CUDA driver          the GPU buffer
+``exported``        a GPU buffer or host memory, written by a DPU       the GPU buffer or host memory
 ==================  ==================================================  =============================================
 
-The GPU's buffer is the paper's DMA registration buffer (ShadowServe section 4.3). What is to be stored always waits in
-the host's memory, shared or exported: it is not urgent, and the GPU's memory is dear.
+The GPU buffer is the paper's DMA registration buffer (ShadowServe section 4.3). Chunks to be stored always wait in host
+memory, shared or exported: stores are not urgent, and GPU memory is scarce.
 
-**When bytes may be read.** The data plane answers once a batch is quiet: its copies have ended. What a DPU has written
-over PCIe into a GPU is then ordered against that GPU's kernels where the platform does so by itself, and is flushed by
-the host where it does not (``Device.flush_remote_writes``). Copies and scattering share one stream, and whoever
-scatters waits for that stream before anybody hears that a request's KV is in place.
+**When bytes may be read.** The data plane answers when a batch is quiesced: its copies have ended. Writes of a DPU into
+a GPU are ordered against the GPU's kernels by the platform, or else flushed by the host
+(``Device.flush_remote_writes``). Copies and scattering use one stream. The scattering thread waits for this stream
+before it reports that a request's KV is in place.
 
-**When bytes may be written.** A load's blocks may have been another request's a moment ago. With asynchronous
-scheduling vLLM hears that a request has ended when its next step is launched already, and that step still writes into
-its blocks. So scattering waits for all that the engine had launched when the load was handed over
+**When bytes may be written.** The blocks of a load may have belonged to another request just before. With asynchronous
+scheduling, vLLM learns that a request has ended after it has launched the next step, which still writes into the
+request's blocks. So scattering waits for all work that the engine had launched when the load was submitted
 (``SideStream.follow``).
 """
 
@@ -42,33 +42,31 @@ from host_control.segment import Segment
 from shadowserve.errors import ConfigurationError, NativeError
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["Delivery", "ExportedHostMemory", "Gpu", "SideStream", "address_of", "choose", "device_tensor", "on_gpu"]
-
 _logger = logging.getLogger(__name__)
 
 
 def device_tensor(buffer: DeviceBuffer) -> Any:
-    """Return a tensor of uint8 over a GPU's memory, which holds on to it.
+    """Return a uint8 tensor over GPU memory that keeps the memory allocated.
 
     Raises:
-        CudaError: torch copies the memory instead: it numbers GPUs otherwise than the driver.
+        CudaError: torch copied the memory, because it numbers GPUs differently from the driver.
     """
     tensor = torch.as_tensor(buffer, device=torch.device("cuda", buffer.device.ordinal))
     if tensor.data_ptr() != buffer.address:
-        raise CudaError(f"torch does not take memory of {buffer.device.name} for its GPU {buffer.device.ordinal}")
+        raise CudaError(f"torch copied memory of {buffer.device.name}: its GPU {buffer.device.ordinal} is another one")
     return tensor
 
 
 class Gpu:
-    """The GPU that an engine computes on, as deliveries use it.
+    """The GPU that an engine computes on.
 
     Args:
-        device: of the driver.
-        tensor: makes a tensor over a buffer.
+        device: The GPU from the driver.
+        tensor: Returns a tensor over a buffer.
 
     Attributes:
-        device: as given.
-        stream: of copies and scattering.
+        device: The GPU from the driver.
+        stream: Stream for copies and scattering.
     """
 
     def __init__(self, device: Device, tensor: Callable[[DeviceBuffer], Any] = device_tensor) -> None:
@@ -79,13 +77,13 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Delivery:
-    """The chosen way.
+    """A kind of delivery with its memory.
 
     Attributes:
         kind: ``"shared_memory"``, ``"pinned"``, ``"cuda_ipc"`` or ``"exported"``.
-        fetch: makes memory of so many bytes to fetch into.
-        store: makes memory of so many bytes that chunks wait in to be stored.
-        gpu: that chunks are scattered on with our stream; ``None`` on CPUs, and for plain shared memory.
+        fetch: Allocates memory of a given size for fetched chunks.
+        store: Allocates memory of a given size for chunks to be stored.
+        gpu: GPU whose stream scatters chunks; ``None`` on CPUs and for plain shared memory.
     """
 
     kind: str
@@ -95,39 +93,38 @@ class Delivery:
 
     @property
     def shared(self) -> bool:
-        """Whether the data plane has mapped what is fetched into, and can say there how far it is."""
+        """True if the data plane maps the memory, so that it can write a progress word there."""
         return self.kind in ("shared_memory", "pinned")
 
 
 def choose(config: HostConfig, device: Any, find: Callable[[int], Gpu] | None = None) -> Delivery:
-    """Return how chunks are delivered to an engine whose paged memory is on ``device`` (of torch).
+    """Return the delivery to an engine whose paged memory is on ``device``.
 
     Args:
-        config: of the host.
-        device: of torch.
-        find: returns the GPU with a number; by default through the CUDA driver.
+        config: Configuration of the host.
+        device: Device from torch.
+        find: Returns a GPU by index; by default from the CUDA driver.
 
     Raises:
-        ConfigurationError: the configured way does not lead there; the message says which do.
+        ConfigurationError: The configured delivery is not possible for this device.
     """
     kind = config.delivery
+    shared_memory = Delivery("shared_memory", Segment.create, Segment.create)
     if device.type != "cuda":
         if kind in ("pinned", "cuda_ipc"):
             raise ConfigurationError(
                 f"host.delivery is {kind}, but the engine computes on {device.type}; "
                 "use auto, shared_memory or exported"
             )
-        if kind == "exported":
-            return _exported_to_host(config.device)
-        return Delivery("shared_memory", Segment.create, Segment.create)
+        return _exported_to_host(config.device) if kind == "exported" else shared_memory
     if kind == "shared_memory":
-        return Delivery(kind, Segment.create, Segment.create)
+        return shared_memory
     try:
         gpu = (find or _find)(device.index or 0)
     except CudaError as error:
         if kind == "auto" and config.data_plane_is_local:
-            _logger.warning("shadowserve: delivering through plain shared memory, which is slower: %s", error)
-            return Delivery("shared_memory", Segment.create, Segment.create)
+            _logger.warning("shadowserve: delivery uses shared memory without page-locking, which is slower: %s", error)
+            return shared_memory
         raise
     if kind == "auto":
         kind = "pinned" if config.data_plane_is_local else "exported"
@@ -135,7 +132,13 @@ def choose(config: HostConfig, device: Any, find: Callable[[int], Gpu] | None = 
 
 
 def on_gpu(kind: str, gpu: Gpu, export_device: str) -> Delivery:
-    """Return the delivery of a kind to a GPU; ``export_device`` is this side's function of the DPU."""
+    """Return a delivery to a GPU.
+
+    Args:
+        kind: ``"pinned"``, ``"cuda_ipc"`` or ``"exported"``.
+        gpu: The GPU.
+        export_device: The DPU's function on this host, for ``"exported"``.
+    """
 
     def pinned(size: int) -> Memory:
         return _Locked(Segment.create(size), gpu)
@@ -162,22 +165,23 @@ def _exported_to_host(export_device: str) -> Delivery:
 
 
 def _exported_to_gpu(size: int, gpu: Gpu, export_device: str) -> Memory:
-    """Return memory of the GPU that a DPU can write, or where there is none, of the host, and a copy to the GPU."""
+    """Export GPU memory to a DPU. If that fails, export host memory that the GPU copies from."""
     try:
         return _ExportedGpuMemory(size, gpu, export_device)
     except NativeError as error:
-        _logger.warning("shadowserve: the DPU writes into the host's memory, from where the GPU copies: %s", error)
+        _logger.warning("shadowserve: the DPU writes into host memory, and the GPU copies from there: %s", error)
     return _Copied(ExportedHostMemory(size, export_device), gpu)
 
 
 class SideStream:
-    """Our own CUDA stream, so that copies do not queue behind all of the engine's kernels; nothing on CPUs.
+    """A CUDA stream next to the engine's, so that copies do not queue behind the engine's kernels. No-op on CPUs.
 
-    Entered, it is current, behind what :meth:`follow` has seen; left, all that was put into it is done.
+    As a context manager: on entry the stream becomes current and waits for the work seen by :meth:`follow`; on exit all
+    work on it is waited for.
 
     Args:
-        device: of torch.
-        gpu: whose stream to use; ``None`` for another one.
+        device: Device from torch.
+        gpu: GPU whose stream is used; ``None`` for a new stream.
     """
 
     def __init__(self, device: Any, gpu: Gpu | None) -> None:
@@ -192,7 +196,7 @@ class SideStream:
         self._launched: Any = None
 
     def follow(self) -> None:
-        """Have what is put in from now on wait for all that the calling thread's current stream was given so far."""
+        """Make later work on this stream wait for all work in the calling thread's current stream so far."""
         if self._stream is not None:
             launched = torch.cuda.Event()
             launched.record(torch.cuda.current_stream(self._device))
@@ -219,24 +223,24 @@ class SideStream:
 
 
 class ExportedHostMemory:
-    """Anonymous memory of this process that a DPU may read and write.
+    """Anonymous memory of this process that a DPU can read and write.
 
     Args:
-        size: bytes.
-        device: this side's function of the DPU; empty for the first that can.
+        size: Size in bytes.
+        device: The DPU's function on this host; empty for the first suitable one.
 
     Raises:
-        ConfigurationError: there is no DPU here, or it cannot export the memory.
+        ConfigurationError: There is no DPU, or the memory cannot be exported.
 
     Attributes:
-        size, memory, outlives_us: see :class:`~host_control.registered_memory.Memory`.
+        size, memory, outlives_us: See :class:`~host_control.registered_memory.Memory`.
     """
 
     outlives_us = False
 
     def __init__(self, size: int, device: str) -> None:
         self.size = size
-        from shadowserve import native  # an engine loads the C core only where it has to
+        from shadowserve import native  # engines load the C core only if they need it
 
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
         try:
@@ -244,36 +248,32 @@ class ExportedHostMemory:
             self._export = native.Export(address_of(self.memory), size, device=device)
         except (OSError, NativeError) as error:
             raise ConfigurationError(
-                f"cannot export {size >> 20} MiB of the host's memory to a DPU: {error}; see host.delivery, "
-                "host.device and docs/gpu.md"
+                f"cannot export {size >> 20} MiB of host memory to a DPU: {error}; see host.delivery, host.device and "
+                "docs/gpu.md"
             ) from error
 
     def message(self) -> MemoryMessage:
-        """Return what the data plane is told."""
         export = self._export
         return pb.ExportedMemory(address=export.address, size=self.size, descriptor=export.descriptor)
 
     def published(self) -> None:
-        pass  # it has no name that would now be of no more use
+        pass
 
     def arrived(self, offset: int, length: int) -> Any:
-        """Return what was delivered there."""
         return self.memory[offset : offset + length]
 
     def flush(self) -> None:
-        """Nothing: a DPU's writes into the host's memory are ordered before its answer."""
+        """No-op: a DPU's writes into host memory are ordered before its answer."""
 
     def whole(self) -> bool:
-        """Return true: it is nobody else's."""
-        return True
+        return True  # no other process can truncate it
 
     def close(self) -> None:
-        """End the export."""
         self._export.close()
 
 
 class _Locked:
-    """Memory of the host that is page-locked, so that the GPU copies from and to it by itself."""
+    """Page-locked host memory, which the GPU copies by DMA."""
 
     def __init__(self, memory: Any, gpu: Gpu) -> None:
         self.size: int = memory.size
@@ -305,13 +305,13 @@ class _Locked:
         return bool(self._under.whole())
 
     def close(self) -> None:
-        self._gpu.device.synchronize()  # the engine's stream may still copy, too
+        self._gpu.device.synchronize()  # copies may still run, also on the engine's stream
         self._unlock()
         self._under.close()
 
 
 class _Copied(_Locked):
-    """Page-locked memory of the host in front of a buffer of the GPU: what has arrived is copied there."""
+    """Page-locked host memory whose delivered bytes are copied to a GPU buffer."""
 
     def __init__(self, memory: Any, gpu: Gpu) -> None:
         super().__init__(memory, gpu)
@@ -331,7 +331,7 @@ class _Copied(_Locked):
 
 
 class _GpuMemory:
-    """A buffer of the GPU that others write into."""
+    """A GPU buffer that other processes or devices write into."""
 
     outlives_us = False
 
@@ -355,7 +355,7 @@ class _GpuMemory:
 
 
 class _IpcMemory(_GpuMemory):
-    """... a process on this machine, with copies of the CUDA driver, which it has waited for."""
+    """A GPU buffer that a process on this machine writes with the CUDA driver. It waits for its copies."""
 
     def message(self) -> MemoryMessage:
         return pb.CudaIpcMemory(handle=self._buffer.ipc_handle(), size=self.size, device=self._gpu.device.pci_address)
@@ -365,10 +365,10 @@ class _IpcMemory(_GpuMemory):
 
 
 class _ExportedGpuMemory(_GpuMemory):
-    """... a DPU, over PCIe: exported as a DMA-BUF, or by address, which takes nvidia-peermem.
+    """A GPU buffer exported to a DPU: as a DMA-BUF, or by address, which needs nvidia-peermem.
 
     Raises:
-        NativeError: neither works.
+        NativeError: Neither works.
     """
 
     def __init__(self, size: int, gpu: Gpu, device: str) -> None:
@@ -382,7 +382,7 @@ class _ExportedGpuMemory(_GpuMemory):
                 self._descriptor = self._buffer.dmabuf()
                 self._export = native.Export(self._buffer.address, size, device=device, dmabuf=self._descriptor)
             except (CudaError, NativeError) as error:
-                _logger.info("shadowserve: no DMA-BUF, trying nvidia-peermem: %s", error)
+                _logger.info("shadowserve: exporting GPU memory as a DMA-BUF failed, trying nvidia-peermem: %s", error)
                 self._close_descriptor()
         if self._export is None:
             self._export = native.Export(self._buffer.address, size, device=device)
@@ -411,5 +411,5 @@ class _ExportedGpuMemory(_GpuMemory):
 
 
 def address_of(memory: memoryview) -> int:
-    """Return where a writable buffer begins."""
+    """Return the address of a writable buffer."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

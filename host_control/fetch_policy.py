@@ -1,17 +1,18 @@
-"""Fetch or compute: for each prompt with a hit, whatever is predicted to bring its first token sooner.
+"""The fetch-or-recompute policy: for each prompt with a hit, select the way with the earliest predicted first token.
 
-Compared are computing all, fetching all and waiting for it, fetching layer by layer while computing, and each of these
-with a shorter prefix, which pays where the rest would come too late or is farther away, or where fetching layers is to
-take no longer than computing what is behind them. What is predicted is learnt from what came: from the engine's steps
-how long computing takes, from loads how long fetching does from each tier: memory and devices of the data plane's
-machine, storage, object storage behind it. What storage says of object storage is believed, until loads have shown what
-to make of it. As long as one of them is not known, everything is fetched.
+The options are: compute everything; fetch everything, then compute the rest; fetch layer by layer while computing; and
+the last two with a shorter prefix. A shorter prefix pays if the rest would arrive too late, comes from a slower tier,
+or if fetching layers would take longer than computing the rest.
 
-A side that is not chosen is not seen any more, and what was a slow link for an hour might be taken for one for ever. So
-now and then a prompt *explores*: its border between what is fetched and what is computed is moved by one chunk. What
-that costs by prediction is at most a fiftieth of the time of the requests since that side was last seen.
+Computing times are learnt from the engine's steps, and loading times per tier from loads: memory and devices of the
+data plane's machine, storage nodes, object storage. Storage nodes estimate the time of object storage, which is used
+until enough loads were measured. While a time is not known, everything is fetched.
 
-No clock and no I/O: times are handed over.
+Only the selected option is measured, so a slow link could count as slow forever. Therefore the policy sometimes
+*explores*: it moves the border between fetched and computed tokens by one chunk. The predicted cost is at most 1/50 of
+the time of all requests since the other option was last measured.
+
+No clock and no I/O.
 """
 
 from collections import Counter
@@ -24,37 +25,35 @@ from host_control.interference.loading import LoadTable
 from host_control.interference.table import ComputeTable, attention_pairs
 from shadowserve.tier import Tier
 
-__all__ = ["Decision", "FetchOrRecompute", "Hit", "Way"]
-
 Way = Literal["compute", "fetch", "layers"]
-"""Compute all; fetch, wait, compute the rest; or compute the rest while layers are fetched."""
+"""Compute everything; fetch, then compute the rest; or compute the rest while layers are fetched."""
 
 _EXPLORATION: Final = 1 / 50
-"""Of the time that requests take."""
+"""Share of the requests' time that exploring may cost."""
 _UNKNOWN_MAX: Final = 4
-"""Each such request explores computing where only that is not known."""
+"""If only the computing time is unknown, every fourth request explores it."""
 _ENDS_MAX: Final = 8
-"""So many shorter prefixes are compared, and as many more that end where a tier does."""
+"""Number of shorter prefixes that are compared, and of further ones that end where the tier changes."""
 _IN_TIME: Final = 0.8
-"""A load that is predicted to take more of its deadline than this is not begun."""
+"""Loads that are predicted to take a larger share of their deadline than this are not started."""
 _AS_FAST: Final = 1.25
-"""A load that took less than so many times what it takes at the rate it was held to was as fast as that let it be."""
+"""A load below this multiple of its time at the rate limit was limited by the rate, not by its tiers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hit:
-    """What could be loaded of a prompt.
+    """The stored part of a prompt.
 
     Attributes:
-        tokens: of the prompt.
-        local_tokens: leading ones that the engine has itself.
-        end_tokens: leading ones that would be there after a load of all that can be loaded.
-        chunk_bytes: of a chunk as it is stored; 0: nobody has said.
-        tiers: a :class:`~shadowserve.tier.Tier` for each chunk of that load; storage, where it has none.
-        cold_seconds: in how many storage expects to have nearer what is cold of all that.
-        delivery_seconds: of a chunk, at the rate at which loads are delivered now, beside decoding; 0: no bound.
-        layers: of the model, where it may go layer by layer; else 0.
-        layerwise_chunks: that go layer by layer at most.
+        tokens: Tokens in the prompt.
+        local_tokens: Leading tokens in the engine's own prefix cache.
+        end_tokens: Leading tokens that are available after the longest possible load.
+        chunk_bytes: Stored size of a chunk; 0 if unknown.
+        tiers: One :class:`~shadowserve.tier.Tier` per chunk of that load; chunks beyond its end are in storage.
+        cold_seconds: Estimated time of storage to read the cold chunks.
+        delivery_seconds: Time per chunk at the current rate limit; 0: no limit.
+        layers: Layers of the model if the load may go layer by layer; else 0.
+        layerwise_chunks: Most chunks of a load that goes layer by layer.
     """
 
     tokens: int
@@ -70,23 +69,23 @@ class Hit:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What is done with a prompt, and why.
+    """The decision for one prompt, with its predictions. Predictions are 0 or empty if unknown.
 
     Attributes:
-        way: how it comes to its KV.
-        end_tokens: leading tokens that are there after the load.
-        kind: ``way``, or ``"prefix"`` of a load that was made shorter, ``"explore"``, ``"unknown"``, or
-            ``"configured"`` where there was nothing to decide: everything is fetched.
-        predicted: seconds until its first token, of each kind the best; nothing where that is not known.
-        seconds: the same of what is done; 0 where that is not known.
-        load_seconds: of its load; 0 where there is none, or where that is not known.
-        load_tiers: bytes of its load, by where they are.
-        load_cold_seconds: in how many storage expects to have nearer what is cold of its load.
-        tier_seconds: of its load, what each tier adds to it.
-        delivery_seconds: that its load takes at the rate at which loads were delivered then; 0: no bound.
-        tier_bytes: of all that could be loaded.
-        cold_seconds: of the :class:`Hit`.
-        queued_seconds: that loads which are under way will take.
+        way: How the prompt gets its KV.
+        end_tokens: Leading tokens that are available after the load.
+        kind: ``way``, or ``"prefix"`` for a shortened load, ``"explore"``, ``"unknown"``, or ``"configured"`` if the
+            policy is off and everything is fetched.
+        predicted: Seconds until the first token of the best option of each kind.
+        seconds: Seconds until the first token of this option.
+        load_seconds: Seconds of the load.
+        load_tiers: Bytes of the load by tier.
+        load_cold_seconds: Estimated time of storage to read the cold chunks of the load.
+        tier_seconds: Seconds of the load by tier.
+        delivery_seconds: Seconds of the load at the rate limit; 0: no limit.
+        tier_bytes: Bytes by tier of the longest possible load.
+        cold_seconds: See :class:`Hit`.
+        queued_seconds: Seconds until earlier loads have ended.
     """
 
     way: Way
@@ -105,12 +104,12 @@ class Decision:
 
     @property
     def load_bytes(self) -> float:
-        """Of its load; 0 where there is none, or nobody has said."""
+        """Bytes of the load; 0 if unknown."""
         return sum(self.load_tiers.values())
 
     @property
     def stored_bytes(self) -> float:
-        """Of all that could be loaded; 0 where nobody has said."""
+        """Bytes of the longest possible load; 0 if unknown."""
         return sum(self.tier_bytes.values())
 
 
@@ -118,12 +117,12 @@ class FetchOrRecompute:
     """Decides for the prompts of one engine.
 
     Args:
-        table: of how long the engine computes, which whoever times its steps keeps.
-        loads: of how long loads take.
-        chunk_tokens: tokens in a chunk.
-        step_tokens: that the engine computes in a step at most.
-        load_tokens_min: loads of fewer tokens are not made.
-        fetch_timeout_s: seconds from the hand-over of a load to its outcome.
+        table: Learnt computing times; the caller updates it.
+        loads: Learnt loading times.
+        chunk_tokens: Tokens per chunk.
+        step_tokens: Most tokens that the engine computes in a step.
+        load_tokens_min: Fewest tokens of a load.
+        fetch_timeout_s: Time limit of a load.
     """
 
     def __init__(
@@ -137,49 +136,53 @@ class FetchOrRecompute:
         fetch_timeout_s: float,
     ) -> None:
         self._table = table
+        self._loads = loads
         self._chunk_tokens = chunk_tokens
         self._step_tokens = step_tokens
         self._load_tokens_min = load_tokens_min
         self._load_seconds_max = _IN_TIME * fetch_timeout_s
-        self._fetching = loads
-        self._allowed: dict[str, float] = {"compute": 0.0, "fetch": 0.0}  # seconds, to explore a side
-        self._unknown = 0  # prompts that were fetched since it was tried to learn about computing
-        self._loads: dict[str, float] = {}  # predicted seconds of those that are under way, in their order
-        self._turn = 0.0  # when the first of them had its turn
+        self._explore_s: dict[str, float] = {"compute": 0.0, "fetch": 0.0}  # affordable cost of exploring each way
+        self._unknown = 0  # prompts that were fetched since computing was last explored
+        self._queued: dict[str, float] = {}  # running loads in their order, with predicted seconds
+        self._first_began = 0.0  # when the first of them began
 
-    # ------------------------------------------------------------------ what came
+    # ---- Measurements ------------------------------------------------------------------------------------------------
 
     def computed(self) -> None:
-        """Take note that a step was timed that computed prompts."""
-        self._allowed["compute"] = 0.0
+        """Record that the duration of a step with prompts was measured."""
+        self._explore_s["compute"] = 0.0
 
     def fetched(self, decision: Decision, seconds: float) -> None:
-        """Learn how long a load took from its turn to its outcome, which was all of it, or that time was up.
+        """Learn the duration of a load that was complete or reached its deadline.
 
-        One that took as long as the rate let it says nothing of the tiers.
+        Loads that were limited by the rate are ignored: they show nothing about the tiers.
+
+        Args:
+            decision: The decision for the load.
+            seconds: Duration without queueing.
         """
         if not decision.load_bytes or seconds <= _AS_FAST * decision.delivery_seconds:
             return
-        self._fetching.observe(decision.load_tiers, decision.load_cold_seconds, seconds)
-        if seconds > decision.load_seconds / 2:  # else the next one may see whether that was chance
-            self._allowed["fetch"] = 0.0
+        self._loads.observe(decision.load_tiers, decision.load_cold_seconds, seconds)
+        if seconds > decision.load_seconds / 2:  # a much faster load may be chance: explore again
+            self._explore_s["fetch"] = 0.0
 
     def ended(self, name: str, now: float) -> None:
-        """Forget a load that is over, however it ended."""
-        if self._loads.pop(name, None) is not None:
-            self._turn = now
+        """Remove a load from the queue, for any outcome."""
+        if self._queued.pop(name, None) is not None:
+            self._first_began = now
 
-    # ------------------------------------------------------------------ deciding
+    # ---- Decisions ---------------------------------------------------------------------------------------------------
 
     def decide(self, hit: Hit, now: float) -> Decision:
-        """Return what is best for a prompt at a time; asked again, it may be another answer."""
-        return self._of_hit(self._decided(hit, now), hit, now)
+        """Return the best option for a prompt. The result may change with time."""
+        return self._with_hit(self._decided(hit, now), hit, now)
 
     def configured(self, hit: Hit, now: float) -> Decision:
-        """Return that all of a hit is fetched, whatever that takes."""
-        return self._of_hit(replace(self._whole(hit), kind="configured"), hit, now)
+        """Return the decision to fetch everything, for engines without the policy."""
+        return self._with_hit(replace(self._whole(hit), kind="configured"), hit, now)
 
-    def _of_hit(self, decision: Decision, hit: Hit, now: float) -> Decision:
+    def _with_hit(self, decision: Decision, hit: Hit, now: float) -> Decision:
         tiers = self._tier_bytes(hit, hit.end_tokens)
         return replace(decision, tier_bytes=tiers, cold_seconds=hit.cold_seconds, queued_seconds=self._waiting(now))
 
@@ -187,10 +190,10 @@ class FetchOrRecompute:
         return self._load(hit, "layers" if self._layerwise(hit, hit.end_tokens) else "fetch", hit.end_tokens)
 
     def _decided(self, hit: Hit, now: float) -> Decision:
-        today = self._whole(hit)
+        whole = self._whole(hit)
         options = [option for option in self._options(hit, now) if option is not None]
-        if not options or options[0].way != "compute" or not today.load_seconds:
-            return self._unknown_decision(hit, today)
+        if not options or options[0].way != "compute" or not whole.load_seconds:
+            return self._unknown_decision(hit, whole)
         predicted: dict[str, float] = {}
         for option in options:
             predicted[option.kind] = min(option.seconds, predicted.get(option.kind, option.seconds))
@@ -202,19 +205,19 @@ class FetchOrRecompute:
         return replace(best, predicted=predicted)
 
     def begin(self, name: str, decision: Decision, now: float) -> None:
-        """Take note that a request goes on as was decided."""
+        """Record that a request proceeds with a decision."""
         if decision.way != "compute":
-            if not self._loads:
-                self._turn = now
-            # While object storage brings what is cold, others have their turn.
-            self._loads[name] = decision.load_seconds - decision.tier_seconds.get(Tier.COLD, 0.0)
+            if not self._queued:
+                self._first_began = now
+            # Other loads run while object storage is read.
+            self._queued[name] = decision.load_seconds - decision.tier_seconds.get(Tier.COLD, 0.0)
         if decision.kind == "configured":
             return
         if decision.kind == "unknown":
             self._unknown += 1
         elif decision.kind != "explore":
-            side = "fetch" if decision.way == "compute" else "compute"
-            self._allowed[side] += _EXPLORATION * decision.seconds
+            other = "fetch" if decision.way == "compute" else "compute"
+            self._explore_s[other] += _EXPLORATION * decision.seconds
         elif not decision.predicted:
             self._unknown = 0
 
@@ -224,8 +227,8 @@ class FetchOrRecompute:
         whole = hit.end_tokens // self._chunk_tokens
         stride = max(-(-(whole - first) // _ENDS_MAX), 1)
         shorter = [chunk * self._chunk_tokens for chunk in range(first + stride, whole + 1, stride)]
-        changes = [place for place in range(1, len(hit.tiers)) if hit.tiers[place] != hit.tiers[place - 1]]
-        shorter += [(first + place) * self._chunk_tokens for place in changes[:_ENDS_MAX]]
+        changes = [index for index in range(1, len(hit.tiers)) if hit.tiers[index] != hit.tiers[index - 1]]
+        shorter += [(first + index) * self._chunk_tokens for index in changes[:_ENDS_MAX]]
         ends = {end for end in shorter if self._least_end(hit) <= end < hit.end_tokens}
         for end in [hit.end_tokens, *sorted(ends, reverse=True)]:
             yield self._option(hit, "fetch", end, now)
@@ -233,7 +236,7 @@ class FetchOrRecompute:
                 yield self._option(hit, "layers", end, now)
 
     def _option(self, hit: Hit, way: Way, end: int, now: float) -> Decision | None:
-        """Return a way with its prediction, ``None`` where there is none."""
+        """Return an option with its prediction, ``None`` if its duration is unknown."""
         rest = self._compute_seconds(end, hit.tokens)
         if rest is None:
             return None
@@ -243,16 +246,16 @@ class FetchOrRecompute:
         waiting = self._waiting(now)
         if not load.load_seconds:
             return None
-        if way == "layers":  # two stages, each of which goes through all layers
+        if way == "layers":  # a pipeline of two stages, loading and computing, over all layers
             longer, shorter = max(load.load_seconds, rest), min(load.load_seconds, rest)
             return replace(load, seconds=waiting + longer + shorter / hit.layers)
         return replace(load, seconds=waiting + load.load_seconds + rest)
 
     def _load(self, hit: Hit, way: Way, end: int) -> Decision:
         tiers, all_cold = self._tier_bytes(hit, end), self._tier_bytes(hit, hit.end_tokens).get(Tier.COLD, 0.0)
-        # Of what is cold its share, as if storage took as long for each byte.
+        # Assume that storage reads all cold bytes at the same rate.
         cold_seconds = hit.cold_seconds * tiers.get(Tier.COLD, 0.0) / all_cold if all_cold else 0.0
-        predicted = self._fetching.predict(tiers, cold_seconds) or {}
+        predicted = self._loads.predict(tiers, cold_seconds) or {}
         delivery_seconds = self._chunks(hit, end) * hit.delivery_seconds
         return Decision(
             way=way,
@@ -265,34 +268,35 @@ class FetchOrRecompute:
             delivery_seconds=delivery_seconds,
         )
 
-    def _unknown_decision(self, hit: Hit, today: Decision) -> Decision:
-        """Return what is done without any prediction: fetch all, and learn about computing now and then."""
+    def _unknown_decision(self, hit: Hit, whole: Decision) -> Decision:
+        """Return the decision without predictions: fetch everything, and sometimes explore computing."""
         tokens = hit.tokens - hit.local_tokens
         if self._compute_seconds(hit.local_tokens, hit.tokens) is None and self._unknown + 1 >= _UNKNOWN_MAX:
-            left_out = -(-max(tokens // REACH, self._chunk_tokens) // self._chunk_tokens) * self._chunk_tokens
-            end = -(-hit.end_tokens // self._chunk_tokens) * self._chunk_tokens - left_out
+            computed = -(-max(tokens // REACH, self._chunk_tokens) // self._chunk_tokens) * self._chunk_tokens
+            end = -(-hit.end_tokens // self._chunk_tokens) * self._chunk_tokens - computed
             if end >= self._least_end(hit):
                 way: Way = "layers" if self._layerwise(hit, end) else "fetch"
                 return replace(self._load(hit, way, end), kind="explore")
-        return replace(today, kind="unknown")
+        return replace(whole, kind="unknown")
 
     def _exploration(self, hit: Hit, best: Decision, now: float) -> Decision | None:
-        """Return what shows how long the side takes that the best way leaves unseen, if that may be afforded."""
+        """Return an option that measures what the best option does not, if exploring can be afforded."""
         if best.way == "compute":
-            end, side = self._least_end(hit), "fetch"
+            end, unmeasured = self._least_end(hit), "fetch"
         else:
-            end, side = (best.end_tokens - 1) // self._chunk_tokens * self._chunk_tokens, "compute"
+            end, unmeasured = (best.end_tokens - 1) // self._chunk_tokens * self._chunk_tokens, "compute"
         if not self._least_end(hit) <= end < hit.end_tokens:
             return None
         other = self._option(hit, "fetch", end, now)
-        if other is None or other.seconds - best.seconds > self._allowed[side] or not self._allowed[side]:
+        affordable = self._explore_s[unmeasured]
+        if other is None or other.seconds - best.seconds > affordable or not affordable:
             return None
         return other
 
-    # ------------------------------------------------------------------ predictions
+    # ---- Predictions -------------------------------------------------------------------------------------------------
 
     def _least_end(self, hit: Hit) -> int:
-        """Return the end of the shortest load that is made."""
+        """Return the end of the shortest possible load."""
         return -(-(hit.local_tokens + self._load_tokens_min) // self._chunk_tokens) * self._chunk_tokens
 
     def _chunks(self, hit: Hit, end: int) -> int:
@@ -307,15 +311,15 @@ class FetchOrRecompute:
         return self._table.predict("prompts", new, attention_pairs(computed, new), steps)
 
     def _tier_bytes(self, hit: Hit, end: int) -> dict[Tier, float]:
-        """Return the stored bytes of a load up to ``end``, by where they are."""
+        """Return the stored bytes of a load up to ``end`` by tier."""
         count = self._chunks(hit, end)
         tiers = Counter(hit.tiers[:count])
         tiers[Tier.STORAGE] += count - tiers.total() + tiers.pop(Tier.NONE, 0)
         return {Tier(tier): chunks * hit.chunk_bytes for tier, chunks in tiers.items() if chunks and hit.chunk_bytes}
 
     def _waiting(self, now: float) -> float:
-        """Return the seconds until a load that is handed over now has its turn."""
-        if not self._loads:
+        """Return the seconds until a load that is queued now can begin."""
+        if not self._queued:
             return 0.0
-        first = next(iter(self._loads.values()))
-        return sum(self._loads.values()) - min(max(now - self._turn, 0.0), first)
+        first = next(iter(self._queued.values()))
+        return sum(self._queued.values()) - min(max(now - self._first_began, 0.0), first)

@@ -1,10 +1,9 @@
-"""Scatter and gather on a GPU: one kernel launch for all layers and all chunks of a batch.
+"""Scatter and gather on a GPU with Triton: one kernel launch for all layers and chunks of a batch.
 
-Imported only where Triton is; :mod:`host_control.layouts` does the same with torch elsewhere. As vLLM's
-``reshape_and_cache`` does, the kernel finds each token's place by a *slot*: block number x tokens in a block + token in
-the block, -1 for a token that stays as it is. One program moves one token of one part (a layer's K, its V, or its
-latent): a contiguous vector of the chunk, and ``heads`` runs of ``head_size`` in paged memory, whose strides make the
-layout: heads before tokens or after them, layers inside blocks or outside, K beside V.
+As in vLLM's ``reshape_and_cache``, a token's position in paged memory is its *slot*: block number times tokens per
+block plus token in the block; -1 for a token that is not moved. One program moves one token of one view (a layer's K, V
+or latent): a contiguous vector of the chunk, and ``heads`` runs of ``head_size`` elements in paged memory. The strides
+describe the layout: heads before or after tokens, layers inside or outside blocks, K next to V.
 """
 
 from collections.abc import Sequence
@@ -13,8 +12,6 @@ from typing import Any, Final
 import torch
 import triton
 import triton.language as tl
-
-__all__ = ["Kernels"]
 
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -58,33 +55,33 @@ def _move(
 
 
 class Kernels:
-    """Moves between chunks and the paged memory that ``views`` show.
+    """Moves data between chunks and paged memory.
 
     Args:
-        views: one for each part, [block, token, head, dimension]; all with the same strides.
+        views: Views [block, token, head, dimension] of the paged memory, one per layer and kind, with equal strides.
 
     Raises:
-        ValueError: strides that differ.
+        ValueError: The strides differ.
     """
 
     def __init__(self, views: Sequence[Any]) -> None:
         first = views[0]
         if any(view.stride() != first.stride() for view in views):
-            raise ValueError("layers and kinds with different strides; the kernels take one set of them")
+            raise ValueError("layers and kinds have different strides, which the kernels do not support")
         itemsize = first.dtype.itemsize
-        # Relative to the first view: the views may lie in one allocation or in several.
+        # Relative to the first view. The views may be in one allocation or in several.
         offsets = [(view.data_ptr() - first.data_ptr()) // itemsize for view in views]
         self._integer = _INTEGERS[itemsize]
         self._pages = first.view(self._integer)
         self._offsets = torch.tensor(offsets, dtype=torch.int64, device=first.device)
 
     def scatter(self, chunks: Any, slots: Any, first_part: int = 0) -> None:
-        """Copy parts of chunks into paged memory, on the current stream.
+        """Copy chunks into paged memory, on the current stream.
 
         Args:
-            chunks: [chunk, part, token, head, dimension], each chunk contiguous, on the device.
-            slots: one for each token of all chunks, int64, on the device.
-            first_part: the number of the chunks' first part.
+            chunks: [chunk, view, token, head, dimension], each chunk contiguous, in GPU memory.
+            slots: Slot of each token of all chunks, int64, in GPU memory.
+            first_part: Index of the first view to fill.
         """
         self._launch(chunks, slots, first_part, to_pages=True)
 

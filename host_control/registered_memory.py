@@ -1,9 +1,8 @@
-"""Memory that the data plane writes fetched chunks into, or reads chunks to be stored from, and its registration.
+"""Registered memory: the data plane writes fetched chunks into it, or reads chunks to be stored from it.
 
-Memory that the data plane may still be using is never used for anything else. When a call ends without an answer, or
-the data plane does not know the memory any more, :meth:`RegisteredMemory.retire` gives it up, and the next
-:meth:`RegisteredMemory.acquire` makes and registers another. What kind of memory it is, is
-:mod:`host_control.delivery`'s business.
+Memory that the data plane may still use is never reused. If a call ends without an answer, or the data plane does not
+know the memory any more, :meth:`RegisteredMemory.retire` gives it up, and the next :meth:`RegisteredMemory.acquire`
+registers new memory. :mod:`host_control.delivery` implements the kinds of memory.
 """
 
 import threading
@@ -15,20 +14,18 @@ from host_control.segment import Segment
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
 
-__all__ = ["PROGRESS_BYTES", "RegisteredMemory", "Memory"]
-
 PROGRESS_BYTES: Final = 4
-"""Of the word that says how many leading layers, or chunks, are in place."""
+"""Size of the progress word: the number of leading layers or chunks that are in place."""
 
 
 class Memory(Protocol):
-    """Memory that can be told of to the data plane.
+    """Memory that can be registered with the data plane.
 
     Attributes:
-        size: bytes.
-        memory: as this process uses it: a memoryview, or a tensor of uint8 on the GPU.
-        outlives_us: the data plane has a hold of its own on the memory, so that it can be closed here while it is still
-            written there. Where it has not, what is written after the close would hit whoever has that memory then.
+        size: Size in bytes.
+        memory: The memory in this process: a memoryview, or a uint8 tensor on the GPU.
+        outlives_us: The data plane has its own mapping, so the memory can be closed here while it is still
+            written there. Without one, writes after the close could hit memory that was allocated again.
     """
 
     size: int
@@ -36,48 +33,49 @@ class Memory(Protocol):
     outlives_us: bool
 
     def message(self) -> MemoryMessage:
-        """Return what the data plane is told."""
+        """Return the description for the Register call."""
 
     def published(self) -> None:
-        """Take note that the data plane knows it."""
+        """Called when the data plane has registered the memory."""
 
     def arrived(self, offset: int, length: int) -> Any:
-        """Return what a finished call has delivered, where :class:`~host_control.layouts.PagedLayout` can read it.
+        """Return a view of delivered bytes that :class:`~host_control.layouts.PagedLayout` can read.
 
-        In the thread that scatters. Work of the GPU may still be on its way, on the delivery's stream.
+        Called on the scattering thread after the Fetch call has ended. On a GPU, copies may still run on the delivery's
+        stream.
         """
 
     def flush(self) -> None:
-        """Have what the data plane says to have delivered be there for whoever reads :attr:`memory` from now on.
+        """Make delivered bytes visible to readers of :attr:`memory`.
 
-        In the thread that scatters, while the call goes on; :meth:`arrived` does as much for one that has ended.
+        Called on the scattering thread while a Fetch call runs; :meth:`arrived` includes it.
         """
 
     def whole(self) -> bool:
-        """Return whether no part of it was taken away, to the last access: what was read where one was, is void."""
+        """Return False if another process has truncated the memory. Bytes that were read before are then invalid."""
 
     def close(self) -> None:
-        """Let go; the memory itself is given back with the last view of it."""
+        """Release the memory. It is freed with the last view of it."""
 
 
 class RegisteredMemory:
-    """Memory that the data plane knows, made when first needed and again whenever it was given up.
+    """Memory that is registered with the data plane when first needed, and again after it was given up.
 
-    It is one region for chunks of several parts, which differ in shape: calls name a part's shape by its index.
+    One region holds chunks of several shards with different shapes; calls refer to a shape by its index.
 
-    One thread calls :meth:`acquire`, :meth:`lost` and :meth:`retire`; any may read :attr:`current`.
+    Only one thread calls :meth:`acquire`, :meth:`lost` and :meth:`retire`; any thread reads :attr:`current`.
 
     Args:
-        client: of the data plane.
-        shapes: of each part's chunks.
-        size: bytes of the memory.
-        connect_timeout_s: seconds that :meth:`acquire` waits for a connection.
-        make: makes memory of so many bytes.
-        progress: whether there is a word behind them that says how far a fetch is: in shared memory.
+        client: Client of the data plane.
+        shapes: Chunk layout of each shard.
+        size: Size in bytes.
+        connect_timeout_s: Seconds that :meth:`acquire` waits for a connection.
+        make: Allocates memory of a given size.
+        progress: Append a progress word to the memory. Needs shared memory.
 
     Attributes:
-        progress_offset: of that word, ``PROGRESS_BYTES`` long; ``None`` where there is none.
-        retired: how often it was given up.
+        progress_offset: Offset of the progress word; ``None`` without one.
+        retired: Number of times that the memory was given up.
     """
 
     def __init__(
@@ -105,22 +103,22 @@ class RegisteredMemory:
 
     @property
     def current(self) -> Memory | None:
-        """The registered memory, if there is any now."""
+        """The registered memory; ``None`` if there is none now."""
         with self._lock:
             return self._memory
 
     @property
     def memory_id(self) -> int:
-        """What the data plane calls :attr:`current`."""
+        """The data plane's ID of :attr:`current`."""
         with self._lock:
             return self._memory_id
 
     def acquire(self, timeout: float) -> Memory:
-        """Return the registered memory, making and registering some if there is none.
+        """Return the registered memory. Allocate and register it if there is none.
 
         Raises:
-            DataPlaneError: the data plane cannot be reached, or refuses.
-            ConfigurationError: there is no such memory to be had.
+            DataPlaneError: The data plane cannot be reached, or refuses the registration.
+            ConfigurationError: The memory cannot be allocated.
         """
         memory = self.current
         if memory is not None:
@@ -132,11 +130,11 @@ class RegisteredMemory:
                 "breaker_open",
             )
         try:
-            # Without a connection memory would be made, page by page, for nothing.
+            # Connect first: allocating all pages is slow.
             self._client.connect(min(timeout, self._connect_timeout), self.shapes[0])
-            if not self._settle():
+            if not self._release_pending():
                 raise DataPlaneError(
-                    f"no data plane answers at {self._client.address}, to release what was given up", "unreachable"
+                    f"the data plane at {self._client.address} does not answer the release of old memory", "unreachable"
                 )
         except DataPlaneError:
             breaker.report(success=False)
@@ -149,7 +147,7 @@ class RegisteredMemory:
         try:
             registered = self._client.register(self.shapes, memory.message())
         except DataPlaneError:
-            memory.close()  # even if it is known there: nothing is written into it but by a Fetch that names it
+            memory.close()  # safe even if it was registered: only a Fetch call with its ID would write into it
             raise
         memory.published()
         with self._lock:
@@ -157,13 +155,13 @@ class RegisteredMemory:
         return memory
 
     def retire(self, *, release: bool, wait: bool = False) -> None:
-        """Give the memory up: whatever the data plane still does to it, it does to memory that nobody reads.
+        """Give the memory up, so that late writes of the data plane hit memory that nothing reads.
 
-        Memory on which the data plane has no hold of its own stays as it is until it has answered a release.
+        Memory without a mapping of the data plane's own is kept until the data plane has answered its release.
 
         Args:
-            release: ask the data plane to forget it too (where it may still know it).
-            wait: for its answer.
+            release: Also release it at the data plane, which may still know it.
+            wait: Wait for the answer.
         """
         with self._lock:
             memory, memory_id = self._memory, self._memory_id
@@ -174,19 +172,19 @@ class RegisteredMemory:
         if release and not memory.outlives_us:
             self._unreleased = (memory_id, memory)
             if wait:
-                self._settle()
+                self._release_pending()
             return
         if release:
             self._client.release(memory_id, wait=wait)
         memory.close()
 
     def lost(self, memory: Memory) -> None:
-        """Give memory up of which a part was taken away, unless that has been done."""
+        """Give up ``memory``, which was truncated, unless that has already happened."""
         if self.current is memory:
             self.retire(release=True)
 
-    def _settle(self) -> bool:
-        """Have what was given up released; return whether there is nothing (more) to be released."""
+    def _release_pending(self) -> bool:
+        """Release memory that was given up. Return True if none is left to release."""
         if self._unreleased is None:
             return True
         memory_id, memory = self._unreleased
@@ -197,11 +195,11 @@ class RegisteredMemory:
         return True
 
     def close(self) -> None:
-        """Give the memory up for good."""
+        """Release the memory for good."""
         self.retire(release=True, wait=True)
         if self._unreleased is not None:
             _kept.append(self._unreleased[1])
 
 
 _kept: list[Memory] = []
-"""Memory that a data plane which no longer answers may still write into: kept until this process ends."""
+"""Memory that an unreachable data plane may still write into. It is kept until this process ends."""

@@ -1,9 +1,8 @@
-"""Shared memory that the data plane writes fetched chunks into, or reads chunks to be stored from.
+"""Shared memory between an engine and its data plane.
 
-A segment is a file under ``/dev/shm``. It has a name only while it is being registered: the data plane maps it, then
-the name goes, so that nothing is left behind however the two processes end. (Killed within that moment, the file
-remains; it is locked by its owner, so the next process that makes a segment sees that the owner is gone and removes
-it.)
+A segment is a file in ``/dev/shm``. It has a name only until the data plane has mapped it. Then the name is removed, so
+that no file is left behind when the processes end. If a process is killed before, its file remains, without the lock
+of its owner; the next process that creates a segment removes it.
 """
 
 import ctypes
@@ -20,21 +19,20 @@ from shadowserve.proto import dataplane_pb2 as pb
 if TYPE_CHECKING:
     from shadowserve import native
 
-__all__ = ["Segment"]
 
 _DIRECTORY: Final = Path("/dev/shm")  # noqa: S108
 _PREFIX: Final = "shadowserve-05e1f00d"
-"""The data plane takes ``shadowserve-`` and hexadecimal digits; the first eight tell our files from others'."""
+"""The data plane accepts ``shadowserve-`` and hexadecimal digits. The first eight mark files of this module."""
 
 
 _MADV_POPULATE_WRITE: Final = 23
-"""Since Linux 5.14; elsewhere pages come when they are first touched, as slowly as without."""
+"""Since Linux 5.14. On older kernels, pages are mapped when they are first accessed."""
 _POPULATE_BYTES: Final = 16 << 20
-"""At once: no thread of the engine can map memory meanwhile."""
+"""Bytes per call: during a call no other thread of the process can map memory."""
 
 
 class _Mapping(mmap.mmap):
-    """A mapping that this process survives; guarded for as long as anybody has a view of it."""
+    """A mapping that is guarded against SIGBUS as long as a view of it exists."""
 
     guard: "native.Guard | None" = None
 
@@ -44,16 +42,18 @@ class _Mapping(mmap.mmap):
 
 
 class Segment:
-    """A mapped file under ``/dev/shm``, with every page reserved: a :class:`~host_control.registered_memory.Memory`.
+    """A mapped file in ``/dev/shm`` with all pages reserved: a :class:`~host_control.registered_memory.Memory`.
 
     Attributes:
-        name: of the file, without its directory.
-        memory: the mapping, writable, ``size`` bytes.
-        size: bytes.
+        name: Name of the file, without its directory.
+        memory: The writable mapping.
+        size: Size in bytes.
     """
 
+    outlives_us = True
+
     def __init__(self, name: str, descriptor: int, size: int) -> None:
-        from shadowserve import native  # an engine loads the C core only where it has to
+        from shadowserve import native  # engines load the C core only if they need it
 
         self.name = name
         self.size = size
@@ -64,7 +64,7 @@ class Segment:
         self._populate()
 
     def _populate(self) -> None:
-        """Enter the pages into this process's page table, which else costs the engine's thread half of a first copy."""
+        """Fill this process's page table. Otherwise this would take half of the time of the engine's first copies."""
         library, start = ctypes.CDLL(None), ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         for begin in range(0, self.size, _POPULATE_BYTES):
             size = ctypes.c_size_t(min(_POPULATE_BYTES, self.size - begin))
@@ -73,10 +73,10 @@ class Segment:
 
     @classmethod
     def create(cls, size: int) -> Self:
-        """Make a segment of ``size`` bytes.
+        """Create a segment of ``size`` bytes.
 
         Raises:
-            ConfigurationError: ``/dev/shm`` has no room for it.
+            ConfigurationError: ``/dev/shm`` has not enough free space.
         """
         _remove_abandoned()
         for _ in range(8):
@@ -87,11 +87,11 @@ class Segment:
                 abandoned = os.fstat(descriptor).st_nlink == 0
             except OSError:
                 abandoned = True
-            if abandoned:  # another process took it for that before it was locked, and removes it or has
+            if abandoned:  # another process removes the file, because it saw it before it was locked
                 os.close(descriptor)
                 continue
             try:
-                # Reserve now: a page that cannot be had later would be SIGBUS in the serving process.
+                # Reserve all pages now. A page that is missing later would raise SIGBUS in the serving process.
                 os.posix_fallocate(descriptor, 0, size)
                 return cls(name, descriptor, size)
             except OSError as error:
@@ -101,41 +101,36 @@ class Segment:
                     f"cannot reserve {size >> 20} MiB of shared memory in {_DIRECTORY}: {error.strerror}; enlarge it "
                     "(containers: --shm-size) or lower host.fetch_buffer_bytes and host.store_buffer_bytes"
                 ) from error
-        raise ConfigurationError(f"cannot make a segment in {_DIRECTORY}: other processes keep removing it")
-
-    outlives_us = True
+        raise ConfigurationError(f"cannot create a segment in {_DIRECTORY}: other processes keep removing it")
 
     @property
     def descriptor(self) -> int:
-        """Of the file, while it is open."""
+        """File descriptor, until :meth:`close`."""
         return self._descriptor
 
     def message(self) -> pb.SharedMemory:
-        """Return what the data plane is told."""
         return pb.SharedMemory(name=self.name, size=self.size)
 
     def published(self) -> None:
-        """Take note that the data plane has mapped it: the name is of no more use."""
+        """Remove the name: the data plane has mapped the file."""
         self.unlink()
 
     def arrived(self, offset: int, length: int) -> memoryview:
-        """Return what was delivered there."""
         return self.memory[offset : offset + length]
 
     def flush(self) -> None:
-        """Nothing: the data plane writes where it is read."""
+        """No-op: both processes map the same pages."""
 
     def whole(self) -> bool:
-        """Return whether nothing of it was gone, to the last access."""
-        shorter = self._descriptor >= 0 and os.fstat(self._descriptor).st_size < self.size
-        return not shorter and not self._guard.lost
+        truncated = self._descriptor >= 0 and os.fstat(self._descriptor).st_size < self.size
+        return not truncated and not self._guard.lost
 
     def unlink(self) -> None:
-        """Remove the name; the memory stays for those who have mapped it."""
+        """Remove the name. Existing mappings remain valid."""
         (_DIRECTORY / self.name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove the name and let go; the memory is given back with the last view of it (a tensor, a slice)."""
+        """Remove the name and close the file. The memory is freed with the last view of it."""
         self.unlink()
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -151,7 +146,7 @@ def _remove_abandoned() -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
-        except OSError:  # its owner lives
+        except OSError:  # its owner still runs
             pass
         finally:
             os.close(descriptor)

@@ -1,9 +1,8 @@
-"""What an engine reports of its steps to its data planes, which hold all that they move to its interference budget.
+"""Reports of an engine's decode steps to its data planes, which limit their transfers to its interference budget.
 
-While the engine decodes, a thread tells each data plane so and at which rate its steps stay within the budget: at once
-when that changes, and again and again, since a report ends by itself. The answers say how many bytes have moved on the
-host so far, of whichever engine. So the engine knows which of its steps had nothing beside them, and how much the
-others had.
+While the engine decodes, a thread reports the allowed transfer rate to each data plane: at once when it changes, and
+regularly, because a report expires. The answers contain the number of bytes that were moved on the host so far, for any
+engine. From these the engine knows the transfer rate during its steps.
 """
 
 import contextlib
@@ -13,55 +12,38 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import grpc
 
 from host_control.client import DataPlaneClient
+from host_control.interference.step_rates import Sample
 from shadowserve.errors import DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["Sample", "StepReports"]
-
 _LASTS_S: Final = 3.0
-"""Of a report: an engine that has died holds data planes back for so long."""
+"""Lifetime of a report: a crashed engine limits data planes this long."""
 _MOVING_S: Final = 0.1
-"""Between two reports while something moves: steps are compared at the rate that came in so long."""
+"""Interval of reports during transfers: the resolution of measured transfer rates."""
 _CALM_S: Final = 0.5
+"""Interval of reports without transfers."""
 _LINGER_S: Final = 0.25
-"""Behind a step, until the engine counts as one that does not decode: the next one is soon scheduled."""
+"""Time after a step until the engine counts as idle: the next step usually follows soon."""
 _SILENT_S: Final = 60.0
-"""From a step's beginning, likewise, where its end is not told."""
+"""The same from the start of a step whose end is not reported."""
 _RATE_DRIFT: Final = 1.1
-"""A rate that has changed by more than this factor is reported at once."""
+"""A change of the rate by more than this factor is reported at once."""
 _SAMPLES_MAX: Final = 256
 
 
-class Sample(NamedTuple):
-    """What data planes had moved at some moment, between these two.
-
-    Attributes:
-        sent_s, received_s: of the report and its last answer, on the clock of the engine.
-        moved_bytes: so far; of several data planes those of the one that moved most.
-        moving: something was under way.
-        known: what has moved since the sample before is known; else a data plane was away, or is another one.
-    """
-
-    sent_s: float
-    received_s: float
-    moved_bytes: int
-    moving: bool
-    known: bool
-
-
 class StepReports:
-    """Reports the steps of one engine. All methods are the engine's thread's; none waits.
+    """Reports the steps of one engine. All methods run on the engine's thread. None of them blocks.
 
     Args:
-        clients: of the data planes.
-        budget: by which fraction steps may be longer.
-        linger_s: seconds behind a step, until the engine counts as one that does not decode.
-        clock: seconds, monotonic.
+        clients: Clients of the data planes.
+        budget: Interference budget: allowed relative slowdown of decode steps.
+        linger_s: Seconds after a step until the engine counts as idle.
+        clock: Monotonic clock in seconds.
     """
 
     def __init__(
@@ -77,7 +59,7 @@ class StepReports:
         self._linger_s = linger_s
         self._clock = clock
         self._name = os.urandom(16)
-        self._until_s = -math.inf  # it decodes
+        self._until_s = -math.inf  # the engine counts as decoding until then
         self._rate, self._paused = 0, False
         self._reported: tuple[bool, int, bool] = (False, 0, False)
         self._moved: dict[DataPlaneClient, tuple[object, int]] = {}
@@ -89,14 +71,14 @@ class StepReports:
         self._thread = threading.Thread(target=self._run, name="shadowserve-steps", daemon=True)
         self._thread.start()
 
-    # ------------------------------------------------------------------ the engine's side
+    # ---- On the engine's thread --------------------------------------------------------------------------------------
 
     def decodes(self, rate: int, *, paused: bool = False) -> None:
-        """A step has begun that decodes.
+        """Report that a decode step has begun.
 
         Args:
-            rate: bytes a second beside which it stays within the budget; 0: any.
-            paused: nothing is to begin to move, for a moment.
+            rate: Allowed transfer rate in bytes per second; 0: no limit.
+            paused: Ask for a short pause of transfers.
         """
         self._rate, self._paused = rate, paused
         self._until_s = self._clock() + _SILENT_S
@@ -104,7 +86,7 @@ class StepReports:
             self._changed.set()
 
     def rests(self) -> None:
-        """No step that decodes is under way."""
+        """Report that no decode step is running."""
         self._until_s = min(self._until_s, self._clock() + self._linger_s)
 
     def take(self) -> list[Sample]:
@@ -112,15 +94,15 @@ class StepReports:
         return [self._samples.popleft() for _ in range(len(self._samples))]
 
     def close(self) -> None:
-        """End the thread; data planes hear that the engine decodes no more."""
+        """Report that the engine does not decode any more, and end the thread."""
         self._until_s, self._closed = -math.inf, True
         self._changed.set()
         self._thread.join(_MOVING_S)
 
-    # ------------------------------------------------------------------ the reporting thread
+    # ---- On the reporting thread -------------------------------------------------------------------------------------
 
     def _differs(self) -> bool:
-        """Return whether what was reported last is not so any more."""
+        """Return True if the last report is outdated."""
         decodes, rate, paused = self._reported
         if not decodes or paused != self._paused or (rate > 0) != (self._rate > 0):
             return True

@@ -27,9 +27,9 @@ LINES: Final = (
     ).split(),
     (
         "e2e/test_vllm_cache e2e/test_vllm_changed_weights e2e/test_vllm_cold e2e/test_vllm_fetch_policy_e2e "
-        "e2e/test_vllm_delivery e2e/test_vllm_layers e2e/test_vllm_differences e2e/test_vllm_exact_preemption "
-        "e2e/test_vllm_new_weights e2e/test_vllm_preemption e2e/test_vllm_scheduling "
-        "e2e/test_vllm_slow_data_plane e2e/test_vllm_slower_paths e2e/test_vllm_synchronous e2e/test_vllm_tier "
+        "e2e/test_vllm_delivery e2e/test_vllm_layers e2e/test_vllm_exact_preemption "
+        "e2e/test_vllm_new_weights e2e/test_vllm_preemption "
+        "e2e/test_vllm_start e2e/test_vllm_slower_paths e2e/test_vllm_synchronous e2e/test_vllm_tier "
         "e2e/test_one_host e2e/test_whole_stack host/vllm/test_identity_requests host/vllm/test_identity_table "
         "host/vllm/test_identity_weights host/vllm/test_vllm_fetch_policy host/vllm/test_vllm_connector "
         "host/vllm/test_vllm_epochs host/vllm/test_vllm_exact_preemption host/vllm/test_vllm_groups "

@@ -1,3 +1,1 @@
-"""The engine's slack: how long it computes, and what may move meanwhile (Tutti, design 3)."""
-
-__all__: list[str] = []
+"""How long the engine computes and loads, and by how much transfers slow it down (Tutti, design 3)."""

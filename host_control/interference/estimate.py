@@ -1,6 +1,6 @@
-"""Seconds as a sum of terms, learnt from observations. No clock and no I/O.
+"""A linear model of durations, learnt by least squares from observations. No clock and no I/O.
 
-Steps and requests wait for it, and terms are few: it is plain Python, since numpy takes ten times as long for three.
+It is plain Python because it runs in every step: for three terms, numpy needs ten times as long.
 """
 
 import math
@@ -11,30 +11,31 @@ from itertools import combinations
 from operator import mul
 from typing import Any, Final
 
-__all__ = ["REACH", "Estimate"]
-
 REACH: Final = 16
-"""An estimate holds up to so many times what was seen: attention pairs of a prompt four times as long."""
+"""Predictions extend to this multiple of the largest observed size: the attention pairs of a prompt four times as long.
+"""
 _SEEN_MIN: Final = 3
-"""So many observations make an estimate."""
+"""Observations that are needed for a prediction."""
 _WORTH: Final = 5e-4
-"""A term has to lessen the mean square of relative errors by so much: or equal sizes would make one up."""
+"""A term is only used if it reduces the mean square of relative errors by this much. Otherwise equal sizes would give
+arbitrary terms."""
 _RIDGE: Final = 1e-9
-"""Terms that no observation tells apart share what they explain."""
+"""Regularization for terms that the observations do not separate."""
 
 
 class Estimate:
-    """Seconds as a sum of terms, none of them negative, learnt from observations of some sizes.
+    """Predicts seconds as a linear function of sizes, with coefficients that are not negative.
 
-    Relative errors count, and the latest observations count most. Where the last three differ from that line together,
-    as over a link that has become slower, what they differ by is believed at once; a single one that differs is not.
+    It minimizes relative errors and gives recent observations more weight. If the last three observations all deviate,
+    as when a link becomes slower, predictions are scaled by their median deviation at once. A single outlier is not
+    followed.
 
     Args:
-        terms: in the order of trust: where observations do not tell terms apart, it is the first.
-        believed: what a unit of each term takes as long as none was seen; 0: nothing is said of such a one.
-        decay: of an observation's weight, with each one that follows.
-        drift: the line is believed as long as the last observations differ from it by less than this factor.
-        refit: after so many observations the line is drawn anew.
+        terms: Number of sizes. If observations do not separate two terms, the earlier one is used.
+        believed: Coefficients of terms that were not observed yet; 0: no prediction with such a term.
+        decay: Factor of an observation's weight with each later observation.
+        drift: Deviation of the last observations, as a factor, above which predictions are scaled.
+        refit: Number of observations between two fits.
     """
 
     def __init__(
@@ -53,19 +54,19 @@ class Estimate:
         self._weight = 0.0
         self._largest = [0.0] * terms
         self._seen = 0
-        self._since = 0  # observations since the line was drawn
+        self._since = 0  # observations since the last fit
         self._last: deque[tuple[Sequence[float], float]] = deque(maxlen=_SEEN_MIN)
         self._line: Sequence[float] | None = None
         self._subsets = [list(each) for size in range(1, terms + 1) for each in combinations(range(terms), size)]
 
     def observe(self, sizes: Sequence[float], seconds: float) -> None:
-        """Learn that something of these sizes, one of each term, took so long."""
+        """Learn from one observation with the given size of each term."""
         if seconds <= 0:
             return
         decay, relative = self._decay, [size / seconds for size in sizes]
         for row, mine in zip(self._moments, relative, strict=True):
             row[:] = [decay * old + mine * other for old, other in zip(row, relative, strict=True)]
-        self._targets = [decay * old + mine for old, mine in zip(self._targets, relative, strict=True)]
+        self._targets = [decay * old + size for old, size in zip(self._targets, relative, strict=True)]
         self._weight = decay * self._weight + 1
         self._largest = list(map(max, self._largest, sizes))
         self._seen = min(self._seen + 1, _SEEN_MIN)
@@ -75,7 +76,7 @@ class Estimate:
             self._line = None
 
     def predict(self, sizes: Sequence[float], times: int = 1) -> float | None:
-        """Return the seconds of so many runs that have these sizes together; ``None`` where too little is known."""
+        """Return the predicted seconds of ``times`` runs with these total sizes; ``None`` if too little is known."""
         if self._seen < _SEEN_MIN:
             return None
         for size, largest, believed in zip(sizes, self._largest, self._believed, strict=True):
@@ -86,17 +87,8 @@ class Estimate:
         return _product(sizes, self._line)
 
     def _fitted(self) -> Sequence[float]:
-        moments, units = self._moments, [math.sqrt(row[term]) or 1.0 for term, row in enumerate(self._moments)]
-        line, explained = [0.0] * len(units), 0.0
-        for subset in self._subsets:
-            part = [[moments[row][term] / (units[row] * units[term]) for term in subset] for row in subset]
-            targets = [self._targets[term] / units[term] for term in subset]
-            found = _solved(part, targets)
-            gained = _product(found, targets)
-            if min(found) >= 0 and gained > explained + _WORTH * self._weight:
-                line, explained = [0.0] * len(units), gained
-                for term, each in zip(subset, found, strict=True):
-                    line[term] = each / units[term]
+        """Return the coefficients: the best fit over all subsets of terms, scaled by the recent deviation."""
+        line = self._best_line()
         factor = 1.0
         if len(self._last) == _SEEN_MIN:
             drift = statistics.median(seconds / max(_product(sizes, line), 1e-12) for sizes, seconds in self._last)
@@ -104,8 +96,22 @@ class Estimate:
         known = zip(line, self._largest, self._believed, strict=True)
         return [factor * each if largest else believed for each, largest, believed in known]
 
+    def _best_line(self) -> list[float]:
+        moments, units = self._moments, [math.sqrt(row[term]) or 1.0 for term, row in enumerate(self._moments)]
+        line, explained = [0.0] * len(units), 0.0
+        for subset in self._subsets:
+            matrix = [[moments[row][term] / (units[row] * units[term]) for term in subset] for row in subset]
+            targets = [self._targets[term] / units[term] for term in subset]
+            solution = _solved(matrix, targets)
+            gained = _product(solution, targets)
+            if min(solution) >= 0 and gained > explained + _WORTH * self._weight:
+                line, explained = [0.0] * len(units), gained
+                for term, each in zip(subset, solution, strict=True):
+                    line[term] = each / units[term]
+        return line
+
     def pack(self) -> dict[str, Any]:
-        """Return what was learnt, as numbers for :meth:`restore`."""
+        """Return the state as JSON-compatible data for :meth:`restore`."""
         return {
             "moments": self._moments,
             "targets": self._targets,
@@ -115,22 +121,22 @@ class Estimate:
         }
 
     def restore(self, packed: Mapping[str, Any]) -> None:
-        """Begin with what another one has learnt.
+        """Replace the state by one from :meth:`pack`.
 
         Raises:
-            ValueError: these are no numbers that :meth:`pack` gives; nothing was taken.
+            ValueError: The data is invalid; the state is unchanged.
         """
         terms = len(self._targets)
         targets, largest = _numbers(packed["targets"], terms), _numbers(packed["largest"], terms)
         rows, seen = packed["moments"], packed["seen"]
         (weight,) = _numbers([packed["weight"]], 1)
         if type(rows) is not list or len(rows) != terms:
-            raise ValueError(f"these are not the sums of {terms} terms")
+            raise ValueError(f"expected sums of {terms} terms")
         moments = [_numbers(row, terms) for row in rows]
         if moments != [list(column) for column in zip(*moments, strict=True)]:
-            raise ValueError("no observations have such sums")
+            raise ValueError("the matrix of sums is not symmetric")
         if type(seen) is not int or not 0 <= seen <= _SEEN_MIN:
-            raise ValueError("so many observations are never counted")
+            raise ValueError(f"the number of observations is not between 0 and {_SEEN_MIN}")
         self._moments, self._targets, self._largest = moments, targets, largest
         self._weight, self._seen, self._line = weight, seen, None
         self._last.clear()
@@ -138,9 +144,9 @@ class Estimate:
 
 def _numbers(packed: Any, count: int) -> list[float]:
     if type(packed) is not list or len(packed) != count:
-        raise ValueError(f"these are not the sums of {count} terms")
+        raise ValueError(f"expected sums of {count} terms")
     if not all(type(each) in (int, float) and 0 <= each < 1e300 for each in packed):
-        raise ValueError("a number is negative, or none")
+        raise ValueError("a value is negative or not a number")
     return [float(each) for each in packed]
 
 
@@ -149,16 +155,16 @@ def _product(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _solved(matrix: list[list[float]], right: Sequence[float]) -> list[float]:
-    """Return what a symmetric matrix, with 1 in its diagonal, or 0, multiplies to ``right``."""
+    """Solve ``matrix * x = right`` by Gaussian elimination, for a symmetric matrix with a diagonal of 1 or 0."""
     rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    for place, row in enumerate(rows):
-        row[place] += _RIDGE
-    for place, row in enumerate(rows):
-        for below in rows[place + 1 :]:
-            factor = below[place] / row[place]
-            below[place:] = [mine - factor * its for mine, its in zip(below[place:], row[place:], strict=True)]
-    found = [0.0] * len(rows)
-    for place in reversed(range(len(rows))):
-        row = rows[place]
-        found[place] = (row[-1] - _product(row[place + 1 : -1], found[place + 1 :])) / row[place]
-    return found
+    for index, row in enumerate(rows):
+        row[index] += _RIDGE
+    for index, row in enumerate(rows):
+        for later in rows[index + 1 :]:
+            factor = later[index] / row[index]
+            later[index:] = [mine - factor * its for mine, its in zip(later[index:], row[index:], strict=True)]
+    solution = [0.0] * len(rows)
+    for index in reversed(range(len(rows))):
+        row = rows[index]
+        solution[index] = (row[-1] - _product(row[index + 1 : -1], solution[index + 1 :])) / row[index]
+    return solution

@@ -1,11 +1,10 @@
-"""How long loads take, by the tiers that they load from: a line for each, learnt from loads that have ended.
+"""Predicts the duration of loads: a linear model per tier, learnt from loads that have ended.
 
-A load from one tier shows that tier's line. Of a load from several each tier has its share, as predicted; a tier that
-nothing is known of yet has what the others leave. The prediction is the sum of all. Near bytes are decoded while far
-ones arrive, so it is too long by the near part at most; the longest part alone would be too short where all tiers wait
-for the same decoder.
+The duration of a load from several tiers is divided among them as predicted; an unknown tier gets the rest. The
+prediction is the sum over the tiers. This is an upper bound, because local bytes are decoded while remote ones arrive.
+The longest part alone would be too short if all tiers wait for the same decoder.
 
-No clock and no I/O: times are handed over.
+No clock and no I/O.
 """
 
 from collections.abc import Mapping
@@ -14,26 +13,24 @@ from typing import Any, Final
 from host_control.interference.estimate import Estimate
 from shadowserve.tier import Tier
 
-__all__ = ["LoadTable"]
-
 _OVER_LINK: Final = (Tier.STORAGE, Tier.COLD)
-"""Once it is near enough, what was cold comes as what storage has had all the time."""
+"""Tiers behind the link to storage nodes: cold chunks come over the same link, after the node has read them."""
 
 
 class LoadTable:
-    """Of one engine."""
+    """The loading times of one engine."""
 
     def __init__(self) -> None:
         self._lines = {tier: Estimate(2) for tier in (Tier.MEMORY, Tier.DEVICE, Tier.STORAGE)}
         self._cold = Estimate(1)
 
     def predict(self, tier_bytes: Mapping[Tier, float], cold_seconds: float = 0.0) -> dict[Tier, float] | None:
-        """Return the seconds that each tier adds to a load; ``None`` where a tier of it is not known.
+        """Return the seconds that each tier adds to a load; ``None`` if a tier is not known.
 
         Args:
-            tier_bytes: of the load, as they are stored.
-            cold_seconds: in which storage expects to have what is cold of it. That is believed as it is, until three
-                loads have shown what to make of it; and where nothing else is known, it is all there is.
+            tier_bytes: Stored bytes of the load by tier.
+            cold_seconds: The storage node's estimate for the cold bytes. It is used unchanged until three loads with
+                cold bytes were observed, and alone if nothing else is known.
         """
         predicted: dict[Tier, float] = {}
         for tier, size in self._by_line(tier_bytes).items():
@@ -47,21 +44,21 @@ class LoadTable:
         return predicted
 
     def observe(self, tier_bytes: Mapping[Tier, float], cold_seconds: float, seconds: float) -> None:
-        """Learn that a load took so long, of so many bytes from each tier."""
+        """Learn the duration of a load with the given bytes per tier."""
         sizes = self._by_line(tier_bytes)
         known = {tier: self._lines[tier].predict((size, 1)) for tier, size in sizes.items()}
         if tier_bytes.get(Tier.COLD):
             learnt = self._cold.predict((cold_seconds,))
             known[Tier.COLD] = cold_seconds if learnt is None else learnt
         unknown_bytes = sum(sizes[tier] for tier, each in known.items() if each is None)
-        together = sum(filter(None, known.values()))
+        known_seconds = sum(filter(None, known.values()))
         for tier, each in known.items():
             if each is None:
-                share = max(seconds - together, 0.0) * sizes[tier] / unknown_bytes
+                share = max(seconds - known_seconds, 0.0) * sizes[tier] / unknown_bytes
             elif unknown_bytes:
-                continue  # the rest says nothing of those that are known
+                continue  # with an unknown tier, the load shows nothing about known tiers
             else:
-                share = seconds * each / together if together else 0.0
+                share = seconds * each / known_seconds if known_seconds else 0.0
             if tier is Tier.COLD:
                 self._cold.observe((cold_seconds,), share)
             else:
@@ -77,14 +74,14 @@ class LoadTable:
         return sizes
 
     def pack(self) -> dict[str, Any]:
-        """Return what was learnt, as numbers for :meth:`restore`."""
+        """Return the state as JSON-compatible data for :meth:`restore`."""
         return {tier.label: line.pack() for tier, line in self._all()}
 
     def restore(self, packed: Mapping[str, Any]) -> None:
-        """Begin with what another one has learnt.
+        """Replace the state by one from :meth:`pack`.
 
         Raises:
-            ValueError, TypeError, KeyError: it is nothing that :meth:`pack` gives.
+            ValueError, TypeError, KeyError: The data is invalid.
         """
         for tier, line in self._all():
             line.restore(packed[tier.label])

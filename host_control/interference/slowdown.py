@@ -1,10 +1,9 @@
-"""What fetching costs an engine that decodes, and at which rate it keeps within a budget.
+"""The slowdown of decode steps by transfers, and the transfer rate that stays within the interference budget.
 
-Fetching shares memory and cores with the engine, so a step takes longer beside it, in proportion to its rate. By how
-much is learnt from the engine's own steps: each is compared with what the table says of one like it that nothing was
-fetched beside. A step's time varies by more than fetching adds, so single ones tell nothing; the sum of hundreds does,
-and as long as it does not, the cost is taken for what it may well be. So the rate begins low, and grows as more is
-known, within seconds where fetching costs nothing.
+Transfers share memory and cores with the engine, so a step takes longer in proportion to the transfer rate. The
+slowdown per GB/s is learnt from the engine's steps: each is compared with the prediction for a step without transfers.
+The duration of a step varies more than that, so only hundreds of steps show the slowdown. Until then a high estimate is
+used. So the rate starts low and rises with the number of measured steps: within seconds, if transfers cost nothing.
 
 No clock and no I/O.
 """
@@ -13,53 +12,51 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["Interference"]
-
 _GIGA: Final = 1e9
 _ASSUMED: Final = 0.05
-"""Slowdown for each GB/s, before anything is known: what `bench interference` has measured on CPUs."""
+"""Initial slowdown per GB/s, as measured on CPUs by `bench interference`."""
 _ASSUMED_WEIGHT: Final = 0.5
-"""Of that, in (GB/s)², at first: as much as fifty steps tell beside 0.1 GB/s."""
+"""Initial weight of the assumed slowdown, in (GB/s)²: that of fifty steps at 0.1 GB/s."""
 _DOUBT: Final = 0.02
-"""Of that, for ever: where nothing but low rates was tried for long, what is known is little, and higher ones are."""
+"""Permanent weight of the assumed slowdown: after a long time at low rates, little is known about higher ones."""
 _ASSUMED_DEVIATION: Final = 0.1
-"""Of a step from what is predicted, as a fraction, before anything is known."""
+"""Initial relative deviation of steps from their prediction."""
 _DECAY: Final = 0.998
-"""Of a step's weight, with each that follows: the last 500 count."""
+"""Factor of a step's weight with each later step: about the last 500 count."""
 _ADDED_MAX: Final = 0.25
-"""By which fraction a step counts as longer or shorter than usual at most, or twice the budget: what is more is of
-something else. Where fetching does add more, the rate falls until it adds less."""
+"""Limit of the relative deviation of a step (or twice the budget, if larger): more has other causes. If transfers do
+slow steps down more, the rate falls until they do not."""
 _WEIGHT_MAX: Final = 2000.0
-"""Steps at the rate that is set, of which all that is known has the weight at most: what was seen at high rates weighs
-so much that it would take as many hours to learn that they have become dear as it took seconds to try them."""
+"""Limit of the total weight, in steps at the current rate. Steps at high rates have a very large weight. Without the
+limit, it would take hours to learn that such rates have become more expensive."""
 _RATE_MIN: Final = 16 << 20
-"""Bytes a second: less, and a chunk takes seconds, for which the data plane would be nobody else's."""
+"""Bytes per second. At lower rates, a chunk would occupy the data plane for seconds."""
 _RATE_MAX: Final = 100e9
-"""Bytes a second, above all that there are: no bound is needed then."""
+"""Bytes per second, above any real rate: no limit is needed."""
 
 
 class Interference:
-    """Sets the rate of fetching beside decoding.
+    """Computes the transfer rate during decode steps.
 
     Args:
-        budget: by which fraction steps may be longer beside fetching; above 0.
+        budget: Allowed relative slowdown of decode steps, above 0.
     """
 
     def __init__(self, budget: float) -> None:
         self._budget = budget
         self._added_max = max(_ADDED_MAX, 2 * budget)
-        self._calm = [0.0, 0.0]  # steps beside nothing: weight, and sum of what they took over what was predicted
-        self._squares = _ASSUMED_WEIGHT  # sum of rates squared, in (GB/s)², beside which steps were timed
-        self._products = _ASSUMED_WEIGHT * _ASSUMED  # sum of rates times what was added to steps, as a fraction
-        self._spread = [1.0, _ASSUMED_DEVIATION**2]  # weight, and sum of squares of what remains unexplained
+        self._calm = [0.0, 0.0]  # steps without transfers: weight, and sum of measured / predicted time
+        self._squares = _ASSUMED_WEIGHT  # sum of squared rates, in (GB/s)²
+        self._products = _ASSUMED_WEIGHT * _ASSUMED  # sum of rate times relative slowdown
+        self._spread = [1.0, _ASSUMED_DEVIATION**2]  # weight, and sum of squared residuals
 
     def decoded(self, predicted: float, seconds: float, rate: float) -> None:
-        """Learn that a step took so long which was predicted to take so long beside nothing.
+        """Learn from a decode step.
 
         Args:
-            predicted: seconds, above 0.
-            seconds: that it took.
-            rate: bytes a second that were fetched beside it; 0 where nothing was.
+            predicted: Predicted seconds without transfers, above 0.
+            seconds: Measured seconds.
+            rate: Bytes per second that were transferred during the step.
         """
         usual = self._usual()
         added = min(max(seconds / predicted / usual - 1, -self._added_max), self._added_max)
@@ -76,7 +73,7 @@ class Interference:
             self._squares, self._products = kept * self._squares, kept * self._products
 
     def _usual(self) -> float:
-        """Return what steps beside nothing take over what is predicted of them."""
+        """Return the mean ratio of measured to predicted time of steps without transfers."""
         weight, total = self._calm
         return (total + 1) / (weight + 1)
 
@@ -85,22 +82,22 @@ class Interference:
 
     @property
     def cost(self) -> float:
-        """The slowdown for each GB/s, as a fraction; none where it comes out below 0."""
+        """Relative slowdown per GB/s; never negative."""
         known = (self._products + _DOUBT * _ASSUMED) / (self._squares + _DOUBT)
         return max(known, 0.0)
 
     @property
     def rate(self) -> int:
-        """Bytes a second at which fetching keeps within the budget; 0: it does at any rate.
+        """Bytes per second that stay within the budget if the cost is one standard deviation above its estimate.
 
-        The cost may be above what came out by one standard deviation.
+        0: no limit is needed.
         """
         deviation = math.sqrt(self._spread[1] / self._spread[0] / (self._squares + _DOUBT))
         rate = self._budget / (self.cost + max(deviation, 1e-9)) * _GIGA
         return 0 if rate > _RATE_MAX else max(int(rate), _RATE_MIN)
 
     def pack(self) -> dict[str, Any]:
-        """Return what was learnt, as numbers for :meth:`restore`; whatever the budget, it is the same."""
+        """Return the state as JSON-compatible data for :meth:`restore`. It does not depend on the budget."""
         return {
             "calm": list(self._calm),
             "squares": self._squares,
@@ -109,15 +106,15 @@ class Interference:
         }
 
     def restore(self, packed: Mapping[str, Any]) -> None:
-        """Begin with what another one has learnt.
+        """Replace the state by one from :meth:`pack`.
 
         Raises:
-            ValueError, TypeError, KeyError: it is nothing that :meth:`pack` gives; nothing was taken.
+            ValueError, TypeError, KeyError: The data is invalid; the state is unchanged.
         """
         calm, spread = ([float(number) for number in packed[name]] for name in ("calm", "spread"))
         squares, products = float(packed["squares"]), float(packed["products"])
         if len(calm) != 2 or len(spread) != 2 or not all(map(math.isfinite, (*calm, *spread, squares, products))):
-            raise ValueError("these are not the sums of an interference")
+            raise ValueError("expected two sums per entry, all finite")
         if min(*calm, *spread, squares) < 0 or not spread[0]:
-            raise ValueError("no steps have such sums")
+            raise ValueError("a sum is negative, or has no weight")
         self._calm, self._spread, self._squares, self._products = calm, spread, squares, products

@@ -1,9 +1,9 @@
-"""How long an engine computes, by new tokens, cached tokens and layer: Tutti's slack table (design 3, equation 8).
+"""Predicts an engine's computing time by new and cached tokens: Tutti's slack table (design 3, equation 8).
 
-Tutti profiles a model for each pair of lengths before it serves. Here a row is the terms that explain what was timed:
-for new tokens, for the pairs of tokens that attention meets, which is where cached tokens come in, and one for each
-step. They hold for lengths that nobody has tried, and a few steps are enough. Layers are those of one group, and alike,
-so there is one row for all of them. No clock and no I/O: times are handed over.
+Tutti profiles a model for each pair of lengths before it serves. Here, each row is a linear model in the number of new
+tokens, the number of token pairs in attention (which depends on cached tokens) and the number of steps. It extends to
+lengths that were not observed, and needs only a few steps. All layers have one row, because they belong to one group
+and are the same. No clock and no I/O.
 """
 
 from collections.abc import Mapping
@@ -11,24 +11,22 @@ from typing import Any, Final, Literal
 
 from host_control.interference.estimate import Estimate
 
-__all__ = ["ComputeTable", "Row", "attention_pairs"]
-
 Row = Literal["prompts", "decoding", "layer"]
-"""A step that computes prompts; one that only decodes; a layer, of either."""
+"""Steps with prompts, steps that only decode, and single layers of either."""
 
 _DECODING_DECAY: Final = 0.99
-"""Steps that decode come by the hundred, and what fetching adds to one is a fraction of what they differ by."""
+"""Close to 1: the slowdown by transfers is much smaller than the variation of decode steps, so many must count."""
 _DECODING_REFIT: Final = 16
-"""So many of them have the same line: drawing one takes the engine's thread longer than all else about a step."""
+"""Decode steps between two fits. A fit takes longer than all other bookkeeping of a step."""
 
 
 def attention_pairs(computed: int, new: int) -> float:
-    """Return how many pairs of tokens attention meets that computes ``new`` tokens behind ``computed`` ones."""
+    """Return the number of token pairs in causal attention of ``new`` tokens after ``computed`` tokens."""
     return new * (computed + new / 2)
 
 
 class ComputeTable:
-    """Of one engine: made by its first steps, corrected by each that follows."""
+    """The computing times of one engine."""
 
     def __init__(self) -> None:
         self._rows: dict[Row, Estimate] = {
@@ -38,25 +36,32 @@ class ComputeTable:
         }
 
     def observe(self, row: Row, tokens: int, pairs: float, seconds: float) -> None:
-        """Learn how long so many new tokens took, which met so many pairs, in a step that waited for no load."""
+        """Learn the duration of a step that did not wait for loads.
+
+        Args:
+            row: Kind of step.
+            tokens: New tokens.
+            pairs: Token pairs in attention.
+            seconds: Duration.
+        """
         self._rows[row].observe((tokens, pairs, 1), seconds)
 
     def predict(self, row: Row, tokens: int, pairs: float, steps: int = 1) -> float | None:
-        """Return the seconds of so many steps, or of a layer in them, that compute these together.
+        """Return the predicted seconds of ``steps`` steps, or of a layer in them, with these totals.
 
-        ``None`` before three were seen, and for sizes far beyond all of them.
+        ``None`` before three steps were observed, and for sizes far above the observed ones.
         """
         return self._rows[row].predict((tokens, pairs, steps), steps)
 
     def pack(self) -> dict[str, Any]:
-        """Return what it holds, as numbers for :meth:`restore`."""
+        """Return the state as JSON-compatible data for :meth:`restore`."""
         return {row: estimate.pack() for row, estimate in self._rows.items()}
 
     def restore(self, packed: Mapping[str, Any]) -> None:
-        """Begin with what another one holds.
+        """Replace the state by one from :meth:`pack`.
 
         Raises:
-            ValueError, TypeError, KeyError: it is nothing that :meth:`pack` gives.
+            ValueError, TypeError, KeyError: The data is invalid.
         """
         for row, estimate in self._rows.items():
             estimate.restore(packed[row])

@@ -1,8 +1,7 @@
-"""The digest of weights on a GPU: the sum of all words, each times an odd number of its position.
+"""The checksum of weights in a GPU's memory, by a Triton kernel.
 
-Imported only where Triton is; :func:`host_control.vllm.weighted_sum.weighted_sum` computes the same with torch. The
-engine goes on beside it, so a launch has few programs, which leave most of the GPU alone, and ends within some
-milliseconds.
+:func:`host_control.vllm.weighted_sum.weighted_sum` computes the same with torch. The engine's kernels run at the same
+time, so a launch has few programs, which leave most of the GPU free, and lasts a few milliseconds.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +12,6 @@ import triton
 import triton.language as tl
 
 from host_control.vllm.weighted_sum import weighted_sum
-
-__all__ = ["launches", "started"]
 
 _PROGRAMS: Final = 16
 _BLOCK: Final = 4096
@@ -31,13 +28,13 @@ def _sums(segments: Any, count: Any, sums: Any, BLOCK: tl.constexpr, PROGRAMS: t
         length = tl.load(row + 1)
         first = tl.load(row + 2)
         total = tl.zeros([BLOCK], dtype=tl.int64)
-        # Each segment begins with another program, so that the first does not have all small ones.
+        # Start each segment with another program, so that small segments are spread over all programs.
         turn = (program + segment) % PROGRAMS
         for block in range(turn, (length + BLOCK - 1) // BLOCK, PROGRAMS):
-            place = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            word = tl.load(words + place, mask=place < length, other=0).to(tl.int64)
-            place += first
-            factor = place * -7046029254386353131
+            position = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            word = tl.load(words + position, mask=position < length, other=0).to(tl.int64)
+            position += first
+            factor = position * -7046029254386353131
             factor = (factor ^ (factor >> 29)) * -4658895280553007687
             factor ^= factor >> 32
             total += word * (factor | 1)
@@ -45,20 +42,25 @@ def _sums(segments: Any, count: Any, sums: Any, BLOCK: tl.constexpr, PROGRAMS: t
 
 
 def launches(memories: Sequence[Any], sums: Any) -> None:
-    """Add the words of storages, tensors of bytes, to ``sums``, an integer of 64 bits for each."""
+    """Launch kernels that add the checksum of each memory to ``sums``.
+
+    Args:
+        memories: Tensors of bytes.
+        sums: One 64-bit integer for each of them, on the same device.
+    """
     group: list[list[int]] = []
     size = 0
-    for number, memory in enumerate(memories):
+    for index, memory in enumerate(memories):
         whole = memory.numel() // 4 * 4
         for begin in range(0, whole, _SEGMENT_BYTES):
             length = min(_SEGMENT_BYTES, whole - begin)
-            group.append([memory.data_ptr() + begin, length // 4, begin // 4, number])
+            group.append([memory.data_ptr() + begin, length // 4, begin // 4, index])
             size += length
             if size >= _LAUNCH_BYTES:
                 _launch(group, sums)
                 group, size = [], 0
         if whole < memory.numel():
-            sums[number] += weighted_sum(memory, whole)
+            sums[index] += weighted_sum(memory, whole)
     if group:
         _launch(group, sums)
 
@@ -71,7 +73,7 @@ def _launch(group: Sequence[Sequence[int]], sums: Any) -> None:
 
 
 def started(memories: Sequence[Any]) -> Callable[[], list[int]]:
-    """Begin, behind what the current stream has been given to do; return the function that waits for the sums."""
+    """Start the checksums after all work in the current stream. Return a function that waits for the results."""
     device = memories[0].device
     stream = _streams.setdefault(device, torch.cuda.Stream(device))
     stream.wait_stream(torch.cuda.current_stream(device))

@@ -1,9 +1,8 @@
-"""Calls to a vLLM engine after which its workers may have other weights.
+"""Counts calls to a vLLM engine that may change its weights.
 
-vLLM tells a connector of none of them: neither of ``collective_rpc`` (which ``apply_model``, ``reload_weights``,
-``update_config`` and the transfer of weights from a trainer go through), nor of ``reset_prefix_cache`` without
-``reset_connector``, nor of waking up. All of them are methods of the engine's core, where the scheduler runs, so they
-are counted there: each method is replaced by one that calls it and adds one to a count.
+vLLM does not notify connectors of ``collective_rpc`` (used by ``apply_model``, ``reload_weights``, ``update_config``
+and weight transfer from a trainer), of ``reset_prefix_cache`` without ``reset_connector``, or of ``wake_up``. They are
+methods of the engine core, which runs in the scheduler's process. So this module wraps them there and counts the calls.
 """
 
 import collections
@@ -11,22 +10,20 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-__all__ = ["WORKER_CALLS", "counted_calls"]
-
 WORKER_CALLS: Final = ("collective_rpc", "wake_up")
 _METHODS: Final = (*WORKER_CALLS, "reset_prefix_cache")
 _counts: collections.Counter[str] = collections.Counter()
 
 
 def counted_calls(names: Sequence[str] = _METHODS, core: Any = None) -> Callable[[], int] | None:
-    """Return the function that gives the number of calls to this process's engines so far.
+    """Return a function that returns the number of calls so far in this process.
 
     Args:
-        names: of the methods.
-        core: the class of engine cores; by default vLLM's.
+        names: Methods whose calls are counted.
+        core: Class of engine cores; by default vLLM's.
 
     Returns:
-        ``None`` where this release of vLLM has no such methods: then calls are not seen.
+        ``None`` if this release of vLLM lacks one of the methods, so that calls cannot be counted.
     """
     if core is None:
         try:

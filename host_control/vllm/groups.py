@@ -1,16 +1,16 @@
-"""KV cache groups: what a model's layers keep of a prompt, and how much of it a hit needs.
+"""KV cache groups: which blocks of a prompt each group keeps, and how long a hit on them can be.
 
-vLLM gives layers that keep the same of a prompt a table of blocks of their own: all of it (full attention, latents),
-the last tokens (windows), or one state (Mamba, GDN, KDA), which stands for all tokens up to where it was taken. A
-record holds what one group keeps of one chunk:
+vLLM puts layers of the same cache type into one group with one block table. A group keeps all tokens (full attention,
+MLA), the last tokens (sliding windows), or one recurrent state (Mamba, GDN, KDA) that summarizes all tokens before it.
+A record holds one chunk of one group:
 
 - full: all tokens of the chunk;
-- a window: as many of its last tokens as a hit that ends with the chunk can need, all where the window is longer;
-- a state: the one at the chunk's end.
+- window: the last tokens of the chunk that a hit ending with the chunk can need; all of them if the window is longer;
+- state: the recurrent state at the end of the chunk.
 
-How long a hit may be is not ours to guess. vLLM's own coordinator is asked, over blocks of which it is only known that
-they exist: to a fixed point over all groups, aligned as it aligns, one block less where a draft layer's KV depends on
-the token behind it (:meth:`Groups.hit_tokens`).
+vLLM's own coordinator decides the length of a hit (:meth:`Groups.hit_tokens`). It runs over a fake block pool that
+only knows which blocks are stored. So alignment, the fixed point over all groups and the block that draft layers drop
+follow vLLM's rules.
 """
 
 import copy
@@ -27,24 +27,22 @@ from host_control.layouts import NOWHERE
 from host_control.vllm.support import UncacheableError, layer_specs
 from shadowserve.pieces import Flags, leading
 
-__all__ = ["NULL_BLOCK", "Group", "Groups", "Kind"]
-
 Kind = Literal["full", "window", "state"]
 NULL_BLOCK: Final = 0
-"""Stands in vLLM's tables for what is not kept; never read, never written."""
+"""vLLM's placeholder for a block that is not kept. It is never read or written."""
 _FULL: Final = {"FullAttentionSpec", "MLAAttentionSpec"}
 
 
 @dataclass(frozen=True)
 class Group:
-    """What the layers of one KV cache group keep.
+    """One KV cache group.
 
     Attributes:
-        index: of the group in vLLM's configuration, and of its table of blocks.
-        kind: of what is kept.
-        block_tokens: tokens in a block; of a state, between two that may be kept.
-        chunk_blocks: blocks of a chunk.
-        record_blocks: of them, the last that a record holds: 1 for a state.
+        index: Index of the group in vLLM's configuration and block tables.
+        kind: Which tokens the group keeps.
+        block_tokens: Tokens per block. For recurrent state: tokens between two states.
+        chunk_blocks: Blocks per chunk.
+        record_blocks: Number of last blocks of a chunk that a record holds; 1 for recurrent state.
     """
 
     index: int
@@ -55,56 +53,56 @@ class Group:
 
     @property
     def whole(self) -> bool:
-        """Whether a record has all blocks of its chunk."""
+        """True if a record holds all blocks of its chunk."""
         return self.record_blocks == self.chunk_blocks
 
     def rows(self, table: Sequence[int], first: int, end: int) -> npt.NDArray[np.int64]:
-        """Return the blocks of the records of chunks ``first`` up to ``end``: [chunk, block], as the table has them.
+        """Return the block numbers of the records of chunks ``first`` to ``end`` (exclusive), shape [chunk, block].
 
-        What the table has not (yet) is the null block.
+        Blocks beyond the end of the table are the null block.
         """
-        begin = first * self.chunk_blocks
+        known = np.asarray(table[first * self.chunk_blocks : end * self.chunk_blocks], np.int64)
         blocks = np.full((end - first) * self.chunk_blocks, NULL_BLOCK, np.int64)
-        there = np.asarray(table[begin : end * self.chunk_blocks], np.int64)
-        blocks[: len(there)] = there
+        blocks[: len(known)] = known
         return blocks.reshape(end - first, self.chunk_blocks)[:, -self.record_blocks :]
 
     def tail(self, table: Sequence[int], end_tokens: int) -> npt.NDArray[np.int64]:
-        """Return the blocks of the record of the tail that ends there: [block], as the table has them.
+        """Return the block numbers of the record of a prompt's tail that ends at ``end_tokens``, shape [block].
 
-        Those of a chunk's record, were it to end there; or, where that is all of a chunk, those behind its begin.
+        If a record holds whole chunks: the blocks from the start of the last chunk. Otherwise: the last
+        ``record_blocks`` blocks before the end, as for a chunk that ends there.
         """
         end = -(-end_tokens // self.block_tokens)
         first = (end - 1) // self.chunk_blocks * self.chunk_blocks if self.whole else end - self.record_blocks
+        known = np.asarray(table[max(first, 0) : end], np.int64)
         blocks = np.full(self.record_blocks, NULL_BLOCK, np.int64)
-        there = np.asarray(table[max(first, 0) : end], np.int64)
-        blocks[max(-first, 0) :][: len(there)] = there
+        blocks[max(-first, 0) :][: len(known)] = known
         return blocks
 
     def wanted(
         self, table: Sequence[int], local_tokens: int, end_tokens: int, *, tail: bool = False
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return what a load up to ``end_tokens`` takes of this group: chunks, and where their blocks go.
+        """Return the chunks that a load up to ``end_tokens`` needs, and the target block of each of their blocks.
 
         Args:
-            table: the request's blocks of this group.
-            local_tokens: that the engine has in its own prefix cache, whose blocks may be shared.
-            end_tokens: of the hit.
-            tail: whether its last tokens are in a tail's record (:meth:`tail`), and not in a chunk's.
+            table: Block table of the request for this group.
+            local_tokens: Tokens in the engine's own prefix cache. Their blocks may be shared and are not written.
+            end_tokens: End of the hit.
+            tail: The last tokens come from a tail's record (:meth:`tail`), not from a chunk's.
 
         Returns:
-            The chunks' numbers, and [chunk, block] of block numbers or :data:`~host_control.layouts.NOWHERE`.
+            The chunk indexes, and an array [chunk, block] of block numbers or :data:`~host_control.layouts.NOWHERE`.
 
         Raises:
-            ValueError: a block that the engine expects to be filled is in no record.
+            ValueError: No record holds a block that the engine expects to be filled.
         """
         chunk_tokens = self.chunk_blocks * self.block_tokens
         first, end = local_tokens // chunk_tokens, -(-end_tokens // chunk_tokens)
         target = np.asarray(table[: -(-end_tokens // self.block_tokens)], np.int64)
         target = np.where(target == NULL_BLOCK, NOWHERE, target)
-        # The state at the hit's end is one block, whatever came before it.
+        # A recurrent state is one block, at the end of the hit, even if the engine has all tokens before it.
         target[: local_tokens // self.block_tokens if self.kind != "state" else 0] = NOWHERE
-        if tail and not self.whole:  # that record has all that a hit which ends there needs
+        if tail and not self.whole:  # the tail's record alone holds all blocks that the hit needs
             rows = np.full((end - first, self.record_blocks), NOWHERE, np.int64)
             rows[-1, max(self.record_blocks - len(target), 0) :] = target[-self.record_blocks :]
             outside = target[: -self.record_blocks]
@@ -114,29 +112,29 @@ class Group:
             chunks = blocks.reshape(end, self.chunk_blocks)[first:]
             outside, rows = chunks[:, : self.chunk_blocks - self.record_blocks], chunks[:, -self.record_blocks :]
         if (outside != NOWHERE).any():
-            raise ValueError(f"group {self.index} wants blocks that no record of {self.record_blocks} blocks holds")
+            raise ValueError(f"KV cache group {self.index}: the load needs blocks that are in no stored record")
         (needed,) = np.nonzero((rows != NOWHERE).any(axis=1))
         return first + needed, rows[needed]
 
 
 class Groups:
-    """The groups of one engine that are stored, and the length of their chunks.
+    """The KV cache groups of one engine that ShadowServe stores.
 
     Args:
-        vllm_config, kv_cache_config: of vLLM.
-        config: of the host.
+        vllm_config, kv_cache_config: Configuration from vLLM.
+        config: Configuration of the host.
 
     Raises:
-        UncacheableError: their blocks make no chunks.
+        UncacheableError: Chunks cannot be formed from the groups' blocks.
 
     Attributes:
-        groups: those that vLLM's own prefix cache has, too.
-        chunk_tokens: tokens in a chunk: those configured, or as few more as make whole blocks of every group. Where
-            there are states, those of a block: states are kept at the ends of blocks, and only a chunk's end is named.
-        followed: whether what running requests hold can be saved: not where drafts are, or may have been, computed, nor
-            of states beside windows.
-        written_first: whether workers zero and copy blocks before they are asked to save what was in them, as vLLM's
-            second model runner does. Where there are states, it zeroes every block that it hands out.
+        groups: The groups that vLLM's prefix cache covers.
+        chunk_tokens: Tokens per chunk: the configured number, rounded up to whole blocks of every group. With
+            recurrent state: one block, because states are kept at block ends and keys name chunk ends.
+        followed: Running requests can be saved on preemption. False if draft tokens may have been computed, and for
+            recurrent state together with windows.
+        written_first: vLLM zeroes and copies blocks before it calls the connector to save them, as its second model
+            runner does. With recurrent state that runner zeroes every block that it allocates.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: HostConfig) -> None:
@@ -154,111 +152,113 @@ class Groups:
         self.groups = tuple(
             _group(index, spec, self.chunk_tokens, drafts) for (index, _), spec in zip(chosen, specs, strict=True)
         )
-        # Of these every leading token is as good as any other, so that all but the last need no computing.
-        self._plain, self._drafts = not drafts and all(group.kind == "full" for group in self.groups), drafts
+        self._drafts = drafts
+        # A hit can end at any token, not only at a block or chunk end.
+        self._plain = not drafts and all(group.kind == "full" for group in self.groups)
         self._block_tokens = math.gcd(*(group.block_tokens for group in self.groups))
         self._common = common
-        # Drafts that are taken back leave states in blocks that only the worker knows.
-        self.followed = not drafts if not states else speculative is None and self.states
+        # After rejected draft tokens, only the worker knows which block holds the recurrent state.
+        self.followed = (speculative is None and self.states) if states else not drafts
         self.written_first = bool(getattr(vllm_config, "use_v2_model_runner", True))
         self._coordinator: Any = None
 
     @property
     def one(self) -> bool:
-        """Whether there is one group, whose blocks vLLM can be told of singly where a load falls short."""
+        """True if there is one group, so that a short load can report single invalid blocks to vLLM."""
         return len(self.groups) == 1 and self._plain
 
     @property
     def states(self) -> bool:
-        """Whether there are states, and beside them nothing but full attention."""
+        """True if the groups are recurrent state and full attention only."""
         kinds = {group.kind for group in self.groups}
         return "state" in kinds and "window" not in kinds
 
     @property
     def tail_block_tokens(self) -> int:
-        """Tokens in whose multiples a prompt's tail may end that has a record; 0 where tails have none.
+        """A tail's record ends at a multiple of this number of tokens: whole blocks of every group.
 
-        They are whole blocks of every group. Of states only a chunk's end has a record, and where drafts are computed,
-        vLLM drops the last block of a hit.
+        0: Tails have no records. Recurrent state has records at chunk ends only. With draft layers, vLLM drops the last
+        block of a hit.
         """
         return 0 if self._drafts or any(group.kind == "state" for group in self.groups) else self._common
 
     @property
     def tail_may_end_prompt(self) -> bool:
-        """Whether a tail's record may hold a prompt's last token, which is computed again in any case.
+        """True if a tail's record may include the prompt's last token, which is always computed again.
 
-        With windows it may not: the last token needs a block more than a hit that ends with it.
+        False with windows: computing the last token needs one block more than a hit that ends with it.
         """
         return self._plain
 
     def keeps_tail(self, tables: Sequence[Sequence[int]], end_tokens: int) -> bool:
-        """Return whether a request still holds all that a hit needs which ends there.
+        """Return True if a request still holds all blocks that a hit up to ``end_tokens`` needs.
 
         Args:
-            tables: the request's blocks, by the indexes of groups.
-            end_tokens: a multiple of :attr:`tail_block_tokens`.
+            tables: Block tables of the request, by group index.
+            end_tokens: A multiple of :attr:`tail_block_tokens`.
         """
-        for place, group in enumerate(self.groups):
-            needed = tables[group.index][self._first_kept(place, end_tokens) : end_tokens // group.block_tokens]
+        for position, group in enumerate(self.groups):
+            needed = tables[group.index][self._first_kept(position, end_tokens) : end_tokens // group.block_tokens]
             if NULL_BLOCK in needed or not needed:
                 return False
         return True
 
     def bind(self, kv_cache_manager: Any) -> None:
-        """Take the engine's own rules."""
+        """Use the coordinator of vLLM's KV cache manager for the length of hits."""
         self._coordinator = kv_cache_manager.coordinator
 
-    def kept(self, place: int, table: Sequence[int], tokens: int) -> list[int]:
-        """Return a request's table of a group, with the null block for what vLLM lets go behind so many tokens.
+    def kept(self, position: int, table: Sequence[int], tokens: int) -> list[int]:
+        """Return a request's block table with the null block for blocks that vLLM frees after ``tokens`` tokens.
 
         Args:
-            place: of the group.
-            table: as it has grown.
-            tokens: that are computed.
+            position: Position of the group in :attr:`groups`.
+            table: All blocks that the request was ever given.
+            tokens: Number of computed tokens.
         """
-        first = min(self._first_kept(place, tokens), len(table))
+        first = min(self._first_kept(position, tokens), len(table))
         return [NULL_BLOCK] * first + list(table[first:])
 
     def saved_tokens(self, held_tokens: int, tokens: int) -> int:
-        """Return how many leading tokens can be saved, and then loaded, of a request.
+        """Return the number of leading tokens of a request that can be saved on preemption and loaded again.
 
-        All of them, where there is one group. Of several, whole blocks of each, or else chunks: a window may have let
-        go of the block with which the one begins that ends a few tokens earlier. With states all that are held, or
-        nothing: a state is that of its last token, and of others only vLLM knows whether they were kept. A few behind
-        a chunk are sooner computed than fetched.
+        - One group: all tokens.
+        - Several groups: whole blocks of each. Whole chunks if a window has freed a needed block.
+        - Recurrent state: all held tokens or none, because only the last state is certain to be kept.
+
+        A few tokens after the last chunk are not saved: computing them is faster than fetching them.
 
         Args:
-            held_tokens: that it holds.
-            tokens: of these, that are to be saved.
+            held_tokens: Number of tokens whose KV the request holds.
+            tokens: Number of leading tokens to save.
         """
         if self._coordinator is None and not self.one:
             return 0
-        if self.states:  # a record of each group is fetched, whatever it stands for, where a chunk is a block
+        if self.states:  # a chunk is one block here, and a tail costs as much to fetch as a chunk
             few = 0 < tokens % self.chunk_tokens < self.chunk_tokens // 16
             return tokens if tokens == held_tokens and not few else 0
         end = tokens
         if not self.one:
             end -= end % self._common
-            places = range(len(self.groups))
-            if any(self._first_kept(place, held_tokens) > self._first_kept(place, end) for place in places):
+            positions = range(len(self.groups))
+            if any(self._first_kept(position, held_tokens) > self._first_kept(position, end) for position in positions):
                 end -= end % self.chunk_tokens
         behind = end % self.chunk_tokens
         return end if behind >= self.groups[0].block_tokens else end - behind
 
-    def _first_kept(self, place: int, tokens: int) -> int:
-        group = self.groups[place]
+    def _first_kept(self, position: int, tokens: int) -> int:
+        group = self.groups[position]
         if group.kind == "full":
             return 0
         manager = self._coordinator.single_type_managers[group.index]
         return int(manager.get_num_skipped_tokens(tokens)) // group.block_tokens
 
     def hit_tokens(self, present: Sequence[Flags], tokens: int, tail_tokens: int = 0) -> int:
-        """Return how many leading tokens can be loaded of a prompt; the last token is always left to be computed.
+        """Return the number of leading tokens of a prompt that can be loaded. The last token is always computed.
 
         Args:
-            present: of each group, which chunks are stored, and then its tail if there is to be one.
-            tokens: of the prompt.
-            tail_tokens: that the tail has; 0 where there is none.
+            present: For each group, one flag per chunk: it is stored. With a tail, its flag is the last one.
+            tokens: Tokens in the prompt.
+            tail_tokens: Tokens in the tail; 0 if there is none.
         """
         if self._plain:
             count = min(map(leading, present))
@@ -267,7 +267,7 @@ class Groups:
         if self._coordinator is None:
             return 0
         if self.states and tail_tokens:
-            # vLLM's rule knows states at the ends of blocks alone; this one was taken where the request was.
+            # vLLM's rule only considers states at block ends; the tail's state is where a preempted request stopped.
             end = (len(present[0]) - 1) * self.chunk_tokens + tail_tokens
             full = [flags for group, flags in zip(self.groups, present, strict=True) if group.kind == "full"]
             if end < tokens and all(flags.all() for flags in full) and all(flags[-1] for flags in present):
@@ -278,27 +278,27 @@ class Groups:
             for group, flags in zip(self.groups, present, strict=True)
         }
         rule = copy.copy(self._coordinator)
-        # vLLM hashes a prompt in steps of its own, which may be shorter than every block.
+        # vLLM may hash a prompt in steps that are shorter than every group's blocks.
         step = int(getattr(rule, "hash_block_size", self._block_tokens))
         pool = _StoredBlocks(step, ends)
         rule.block_pool = pool
         rule.single_type_managers = tuple(copy.copy(manager) for manager in rule.single_type_managers)
         for manager in rule.single_type_managers:
             manager.block_pool = pool
-        # A block is known by the tokens up to its end, which is all that vLLM asks of a hash here.
+        # The fake pool identifies a block by the position of its end, so the positions serve as hashes.
         hashes = range(step, tokens + 1, step)
         return int(rule.find_longest_cache_hit(hashes, tokens - 1)[1])
 
     def with_tail(self, end_tokens: int, tokens: int) -> int:
-        """Return how many tokens of a prompt can be loaded with a tail that ends there.
+        """Return the number of tokens of a prompt that can be loaded with a tail that ends at ``end_tokens``.
 
-        The last token is left to prefill: the first output token is sampled from its hidden state. A state that has
-        seen it already is of no use.
+        The last token is always computed: the first output token is sampled from its hidden state. A recurrent state
+        that includes the last token cannot be used.
         """
         return min(end_tokens, tokens - 1) if end_tokens < tokens or not self.states else 0
 
     def _ends(self, group: Group, present: Flags, tail_tokens: int) -> set[int]:
-        """Return the ends, in tokens, of a group's blocks that are stored."""
+        """Return the end positions, in tokens, of the stored blocks of a group."""
         chunks = present[:-1] if tail_tokens else present
         blocks = np.zeros((len(chunks), group.chunk_blocks), np.bool_)
         blocks[:, -group.record_blocks :] = chunks[:, None]
@@ -311,7 +311,7 @@ class Groups:
 
 
 class _StoredBlocks:
-    """What vLLM's rules ask of a pool of blocks: which of them there are."""
+    """A stand-in for vLLM's block pool in which exactly the stored blocks are cached."""
 
     def __init__(self, hash_block_size: int, ends: dict[int, set[int]]) -> None:
         self.hash_block_size = hash_block_size
@@ -321,13 +321,13 @@ class _StoredBlocks:
         self._common: dict[tuple[int, ...], set[int]] = {}
 
     def get_cached_block(self, end: int, groups: Sequence[int]) -> list[object] | None:
-        """Return a block for each group, ``None`` where one of them has none that ends there."""
-        # vLLM asks for each block of a long prompt, thousands of them: most of what a lookup costs the interpreter.
-        asked = tuple(groups)
-        common = self._common.get(asked)
+        """Return a block for each group, ``None`` if a group has no stored block that ends at ``end``."""
+        # Hot path: vLLM calls this once per block, thousands of times for a long prompt.
+        key = tuple(groups)
+        common = self._common.get(key)
         if common is None:
-            common = self._common[asked] = set.intersection(*(self._ends.get(group, set()) for group in groups))
-        return [self._block] * len(asked) if end in common else None
+            common = self._common[key] = set.intersection(*(self._ends.get(group, set()) for group in groups))
+        return [self._block] * len(key) if end in common else None
 
 
 def _first(spec: Any) -> Any:
@@ -341,20 +341,20 @@ def _group(index: int, spec: Any, chunk_tokens: int, drafts: bool) -> Group:
         return Group(index, "state", spec.block_size, blocks, 1)
     if name in _FULL:
         return Group(index, "full", spec.block_size, blocks, blocks)
-    # vLLM may take any group for the draft's, and then asks for a block behind what a hit needs, and drops it.
+    # With draft layers, vLLM may look up one block more than the hit needs in any group, and drops it afterwards.
     return Group(index, "window", spec.block_size, blocks, blocks if drafts else _reachable(spec, chunk_tokens))
 
 
 def _reachable(spec: Any, chunk_tokens: int) -> int:
-    """Return how many of a chunk's last blocks a hit can need that ends with a chunk, as vLLM's own rule has it.
+    """Return the number of last blocks of a chunk that a hit ending with a chunk can need, by vLLM's own rule.
 
     Raises:
-        UncacheableError: they are not its last ones.
+        UncacheableError: The needed blocks are not the last ones of the chunk.
     """
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
     blocks = chunk_tokens // spec.block_size
-    # Of a chunk in the middle, so that those before and behind it count.
+    # Use the second chunk, so that blocks before and after it count.
     mask = KVCacheSpecRegistry.get_manager_class(spec).reachable_block_mask(
         start_block=blocks, end_block=2 * blocks, alignment_tokens=chunk_tokens, kv_cache_spec=spec, use_eagle=False
     )
@@ -362,7 +362,6 @@ def _reachable(spec: Any, chunk_tokens: int) -> int:
         return int(blocks)
     kept = sum(mask)
     if not kept or not all(mask[-kept:]):
-        raise UncacheableError(f"a hit needs other blocks of a {type(spec).__name__} than the last of a chunk")
-    more = getattr(spec, "extra_retained_tokens", 0)
-    window = int(getattr(spec, "sliding_window", 0))
-    return int(min(max(kept, -(-(window - 1 + more) // spec.block_size)), blocks))
+        raise UncacheableError(f"a hit needs blocks of a {type(spec).__name__} that are not the last of a chunk")
+    window = int(getattr(spec, "sliding_window", 0)) + getattr(spec, "extra_retained_tokens", 0)
+    return int(min(max(kept, -(-(window - 1) // spec.block_size)), blocks))

@@ -1,4 +1,4 @@
-"""Statistics of the connector, as vLLM wants them: counted per step, summed over workers, shown at ``/metrics``."""
+"""Metrics of the connector. vLLM collects them after each step, sums them over workers and exports ``/metrics``."""
 
 import logging
 import threading
@@ -7,46 +7,43 @@ from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-__all__ = ["Counts", "FailureLog", "ShadowServePromMetrics", "ShadowServeStats", "SlowerPaths"]
-
 _COUNTERS: Final = {
-    "off_requests": "Requests served without the cache, since the plugin is off: the engine's log says why.",
-    "lookup_requests": "Requests looked up in the remote store.",
-    "lookup_tokens": "Prompt tokens in complete chunks that were looked up.",
-    "hit_tokens": "Of those, tokens that the remote store holds.",
-    "load_requests": "Requests whose KV was loaded, at least in part.",
+    "off_requests": "Requests served without the cache because the plugin is off. The engine's log says why.",
+    "lookup_requests": "Requests looked up in the store.",
+    "lookup_tokens": "Looked-up prompt tokens, in complete chunks.",
+    "hit_tokens": "Looked-up tokens that are stored.",
+    "load_requests": "Requests whose KV was loaded, completely or in part.",
     "loaded_tokens": "Tokens whose KV was loaded, in whole blocks, summed over ranks.",
-    "load_seconds": "Seconds from hand-over to outcome of loads, summed over requests and ranks.",
+    "load_seconds": "Seconds from the start of a load to its outcome, summed over requests and ranks.",
     "fetched_bytes": "Bytes that the data plane received from the store for loads.",
     "delivered_bytes": "Bytes that the data plane delivered for loads.",
-    "beside_fetching_seconds": "Seconds of decode steps that KV was fetched beside.",
-    "beside_fetching_predicted_seconds": "Seconds that these were predicted to take beside nothing.",
+    "beside_fetching_seconds": "Measured seconds of decode steps that ran during fetches.",
+    "beside_fetching_predicted_seconds": "Predicted seconds of the same steps without fetches.",
     "preempted_tokens": "Tokens whose KV preempted requests held.",
-    "saved_tokens": "Of those, tokens that were saved or are stored.",
-    "restored_tokens": "Tokens that preempted requests were to load when they ran again.",
+    "saved_tokens": "Tokens of preempted requests that were saved or already stored.",
+    "restored_tokens": "Tokens that resumed requests were to load.",
     "stored_chunks": "Chunks that the data plane stored.",
-    "stored_raw_bytes": "Bytes of those chunks as the engine holds them.",
-    "stored_bytes": "Bytes of those chunks as records.",
+    "stored_raw_bytes": "Uncompressed bytes of stored chunks.",
+    "stored_bytes": "Bytes of stored chunks as records.",
 }
 _BY_REASON: Final = {
-    "tier_hit_tokens": "Of hits, tokens by the tier that they were in: memory, device, storage, cold.",
+    "tier_hit_tokens": "Tokens of hits by tier: memory, device, storage, cold.",
     "lookup_failures": "Requests whose lookup had no answer, by reason.",
     "load_failures": "Loads that ended before their last chunk, by reason.",
     "dropped_stores": "Chunks that were not stored, by reason.",
-    "decisions": "Requests with a hit, or that no hit would serve, by decision: see docs/fetch-or-recompute.md.",
-    "cold_seconds": "Seconds in which storage expected to have nearer what was cold of hits, by the decision.",
-    "predicted_seconds": "Seconds to the first token that decisions were predicted to bring, where one was predicted.",
-    "first_token_seconds": "Seconds to the first token that came of those decisions.",
+    "decisions": "Requests by the decision of the fetch-or-recompute policy (docs/fetch-or-recompute.md).",
+    "cold_seconds": "Predicted seconds to read cold parts of hits from object storage, by decision.",
+    "predicted_seconds": "Predicted seconds to the first token, by decision.",
+    "first_token_seconds": "Measured seconds to the first token of requests with a prediction, by decision.",
     "slower_paths": "Requests that took a slower path than configured, by reason (docs/combinations.md).",
 }
 _SEPARATOR: Final = "/"
 
 
 class ShadowServeStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts since the last step: ``name`` or ``name/reason`` -> number."""
+    """Counts since the last step, keyed by ``name`` or ``name/reason``."""
 
     def reset(self) -> None:
-        """Start over."""
         self.data: dict[str, float] = {}
 
     def aggregate(self, other: KVConnectorStats) -> "ShadowServeStats":
@@ -56,30 +53,29 @@ class ShadowServeStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return what vLLM logs once in each interval."""
+        """Return the counts for vLLM's periodic log line."""
         return {name: round(count, 3) for name, count in sorted(self.data.items())}
 
     def is_empty(self) -> bool:
-        """Return whether nothing happened."""
         return not self.data
 
 
 class Counts:
-    """A thread-safe bag of counts that is emptied each step."""
+    """Thread-safe counters that are emptied after each step."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._data: dict[str, float] = {}
 
     def add(self, name: str, count: float = 1, reason: str = "") -> None:
-        """Count something; ``reason`` for the counters that have one."""
+        """Add to a counter; ``reason`` for counters with that label."""
         if count:
             key = f"{name}{_SEPARATOR}{reason}" if reason else name
             with self._lock:
                 self._data[key] = self._data.get(key, 0) + count
 
     def take(self) -> ShadowServeStats | None:
-        """Return the counts since the last call, ``None`` if there are none."""
+        """Return and reset the counts; ``None`` if there are none."""
         if not self._data:
             return None
         with self._lock:
@@ -88,22 +84,22 @@ class Counts:
 
 
 class FailureLog:
-    """Logs each reason at once, then at most once in ``interval`` seconds, with the number left out in between."""
+    """Logs failures, each kind at most once in ``interval`` seconds, with the number of suppressed lines."""
 
     def __init__(self, logger: logging.Logger, interval: float = 60.0) -> None:
         self._logger = logger
         self._interval = interval
-        self._seen: dict[str, tuple[float, int]] = {}
+        self._last: dict[str, tuple[float, int]] = {}  # time of the last line, and lines suppressed since
 
     def warn(self, what: str, reason: str, detail: str) -> None:
         """Log that ``what`` failed for ``reason``."""
-        now = time.monotonic()
-        last, left_out = self._seen.get(f"{what}/{reason}", (float("-inf"), 0))
+        key, now = f"{what}/{reason}", time.monotonic()
+        last, suppressed = self._last.get(key, (float("-inf"), 0))
         if now - last < self._interval:
-            self._seen[f"{what}/{reason}"] = (last, left_out + 1)
+            self._last[key] = (last, suppressed + 1)
             return
-        self._seen[f"{what}/{reason}"] = (now, 0)
-        more = f" ({left_out} more since the last such line)" if left_out else ""
+        self._last[key] = (now, 0)
+        more = f" ({suppressed} more since the last such line)" if suppressed else ""
         self._logger.warning("ShadowServe: %s: %s%s%s", what, reason, f": {detail}" if detail else "", more)
 
 
@@ -111,8 +107,8 @@ class SlowerPaths:
     """Counts each request that takes a slower path than configured, and logs each reason once.
 
     Args:
-        counts: of the connector, where the counter ``slower_paths`` is kept.
-        logger: for the line that each reason gets.
+        counts: Counters of the connector.
+        logger: Logger for one line per reason.
     """
 
     def __init__(self, counts: Counts, logger: logging.Logger) -> None:
@@ -124,17 +120,17 @@ class SlowerPaths:
         """Count one request.
 
         Args:
-            reason: label of the counter: a few lower-case words joined by ``_``, from a fixed set.
-            detail: the path that was configured, the path that is taken, and what to do about it.
+            reason: Label value of the counter ``slower_paths``, such as ``several_groups``.
+            detail: The configured path, the path taken, and what to do about it.
         """
         self._counts.add("slower_paths", reason=reason)
         if reason not in self._logged:
             self._logged.add(reason)
-            self._logger.warning("ShadowServe: a slower path than configured is taken (%s): %s", reason, detail)
+            self._logger.warning("ShadowServe: requests take a slower path than configured (%s): %s", reason, detail)
 
 
 class ShadowServePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """``vllm:shadowserve_*`` counters at vLLM's own ``/metrics``."""
+    """``vllm:shadowserve_*`` counters in vLLM's ``/metrics``."""
 
     def __init__(
         self,
@@ -156,10 +152,10 @@ class ShadowServePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         }
         for counter in self._plain.values():
             for values in per_engine_labelvalues.values():
-                counter.labels(*values)  # shown as 0 from the start
+                counter.labels(*values)  # export 0 from the start
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one step's counts."""
+        """Add the counts of one step."""
         values = self.per_engine_labelvalues[engine_idx]
         for key, count in transfer_stats_data.items():
             name, _, reason = key.partition(_SEPARATOR)

@@ -1,11 +1,12 @@
-"""Parts: layers of one KV cache group whose pages are alike, and the records that hold them.
+"""Shards: the layers and heads of one rank that are stored as one record per chunk.
 
-Most groups are one part. Layers of one group may differ, though (attention and its indexer, heads of several sizes),
-and a state may have several tensors (of a convolution, of a recurrence). Of a group a hit needs all parts.
+Most KV cache groups of a rank are one shard. A group has several shards if its layers differ (attention and its
+indexer, several head sizes), or if a recurrent state has several tensors (convolution, recurrence). A hit needs all
+shards of a group.
 
-A rank's records hold its layers and its heads. An engine of another *cut*, with other numbers of tensor-parallel ranks
-or pipeline stages, has others of the same KV: a rank can read those that have some of its layers and heads, and takes
-its own of them. It makes none such.
+A *shard layout* is the number of tensor-parallel ranks and pipeline stages of an engine. Engines with another shard
+layout store the same KV in other records. A rank reads such records if they contain some of its layers and heads. It
+only writes records of its own shard layout.
 """
 
 import hashlib
@@ -16,34 +17,32 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from host_control.config import HostConfig
-from host_control.layouts import LayoutKind, PagedLayout, Place, element_type
+from host_control.layouts import ChunkRegion, LayoutKind, PagedLayout, element_type
 from host_control.vllm.groups import Group, Groups
 from host_control.vllm.probe import find_layout
 from host_control.vllm.support import UncacheableError
 from shadowserve.chunk import DECODED_BYTES_MAX, ChunkLayout, DType, Quantizer
 from shadowserve.keys import KVNamespace, ModelIdentity
 
-__all__ = ["CUTS", "Part", "Rank", "find_parts"]
-
 CUTS: Final = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 2), (8, 2))
-"""Tensor-parallel ranks and pipeline stages of engines whose records are looked for beside an engine's own."""
+"""Foreign shard layouts that an engine looks up: (tensor-parallel ranks, pipeline stages)."""
 _LATENTS: Final = {"MLAAttentionSpec", "SlidingWindowMLASpec"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Layers of a group whose pages are alike.
+    """Layers of a group with the same page layout.
 
     Attributes:
-        cut: of the engine that makes such records: 0 for this one's own, else a number of :data:`CUTS` and one.
-        group: whose they are.
-        layout: of their pages.
-        ratio: the kernels' blocks in one of the group's.
-        label: what a namespace calls them.
-        layers, heads: that a record has: the first, and the one behind the last.
-        wanted: of a record's layers those that are here.
-        whole: whether every rank of an engine has the same.
-        binnable: whether its elements are keys and values, or latents, that a quantizer may make coarser.
+        cut: Shard layout of the records: 0 for the engine's own, else 1 + an index into :data:`CUTS`.
+        group: Their KV cache group.
+        layout: Layout of their pages.
+        ratio: Kernel blocks per block of the group.
+        label: Name of the shard within a namespace.
+        layers, heads: Half-open ranges of the model's layers and KV heads in a record.
+        wanted: The layers of a record that this rank has.
+        whole: Every rank of an engine has the same bytes.
+        binnable: The elements are keys, values or latents, which the ``binned`` quantizer may round.
     """
 
     cut: int
@@ -59,26 +58,31 @@ class Part:
 
     @property
     def record_blocks(self) -> int:
-        """The kernels' blocks that a record holds."""
+        """Number of kernel blocks that a record holds."""
         return self.group.record_blocks * self.ratio
 
     def kernel_blocks(self, blocks: Sequence[int]) -> list[int]:
-        """Return the numbers of the kernels' blocks, which may be parts of the group's; what is nowhere stays so."""
+        """Return the kernel block numbers of the group's blocks. Negative entries (``NOWHERE``) are kept."""
         if self.ratio == 1:
             return list(blocks)
-        return [block * self.ratio + part if block >= 0 else block for block in blocks for part in range(self.ratio)]
+        return [block * self.ratio + index if block >= 0 else block for block in blocks for index in range(self.ratio)]
 
     def described(self, model: ModelIdentity, config: HostConfig, *, saved: bool = False) -> ChunkLayout:
-        """Return how its chunks lie in shared memory, and what becomes of them, under a name of their own.
+        """Return the layout, quantizer and namespace of the shard's chunks.
 
-        Caches of 8 bits are stored as they are, but for E4M3 where it shall be binned; states are stored exactly, and
-        so is what preempted requests are saved in (``saved``), under a name that no other record has.
+        8-bit caches are stored as bytes, except E4M3 with the ``binned`` quantizer. Recurrent state and the blocks of
+        preempted requests are stored exactly.
+
+        Args:
+            model: Identity of the model.
+            config: Configuration of the host.
+            saved: The records hold blocks of preempted requests and have a namespace of their own.
 
         Raises:
-            UncacheableError: no record holds such a chunk.
+            UncacheableError: The record format cannot hold such a chunk.
         """
         dtype, quantizer = element_type(self.layout.dtype), Quantizer.from_label(config.quantizer)
-        assert dtype is not None, "a cache that the layout took"
+        assert dtype is not None, "PagedLayout accepted this dtype"
         if (saved or not self.binnable) and quantizer is Quantizer.BINNED:
             quantizer = Quantizer.LOSSLESS
         if dtype is DType.UINT8 and quantizer is Quantizer.BINNED and _is_float8_e4m3(model.dtype):
@@ -104,7 +108,7 @@ class Part:
                 )
             )
         except ValueError as error:
-            raise UncacheableError(f"its chunks cannot be stored: {error}") from error
+            raise UncacheableError(f"the record format cannot hold its chunks: {error}") from error
 
 
 def find_parts(
@@ -117,20 +121,20 @@ def find_parts(
     *,
     paged: bool = False,
 ) -> list[Part]:
-    """Return the parts of all groups, in the groups' order, and behind them those of engines of other cuts.
+    """Return the shards of all groups in the groups' order, followed by the shards of other shard layouts.
 
     Args:
-        vllm_config, kv_cache_config: of vLLM, as a worker has them, after the model was loaded.
-        groups: that are stored.
-        caches: layer -> its registered KV cache.
-        config: of the host.
-        rank: this worker's.
-        paged: store pages as they are, whatever their order: of one group, on a CPU.
+        vllm_config, kv_cache_config: A worker's configuration from vLLM, after the model was loaded.
+        groups: The stored groups.
+        caches: Registered KV cache of each layer.
+        config: Configuration of the host.
+        rank: Rank of the worker.
+        paged: Store pages byte for byte, in their own order (one group, on a CPU).
 
     Raises:
-        UncacheableError: a layer's cache is of no known layout.
+        UncacheableError: The layout of a layer's KV cache is not known.
     """
-    parts: list[Part] = []
+    shards: list[Part] = []
     several = len(groups.groups) > 1
     for group in groups.groups:
         described = kv_cache_config.kv_cache_groups[group.index]
@@ -138,7 +142,7 @@ def find_parts(
         alike: dict[Any, list[str]] = {}
         for name in described.layer_names:
             if name not in caches:
-                raise UncacheableError(f"layer {name} has no KV cache of its own")
+                raise UncacheableError(f"layer {name} shares its KV cache or has none")
             spec = specs.get(name, described.kv_cache_spec)
             role = getattr(spec, "cache_role", "")
             alike.setdefault((type(spec).__name__, role, caches[name].shape, caches[name].dtype), []).append(name)
@@ -147,13 +151,13 @@ def find_parts(
             tensors = [caches[name] for name in names]
             named = several or len(alike) > 1
             make = _Maker(vllm_config, kv_cache_config, group, spec, tuple(names), named, config, rank, paged)
-            parts += make.states(tensors) if group.kind == "state" else make.attention(tensors)
-    return sorted(parts, key=lambda part: part.cut)
+            shards += make.states(tensors) if group.kind == "state" else make.attention(tensors)
+    return sorted(shards, key=lambda shard: shard.cut)
 
 
 @dataclass(frozen=True)
 class Rank:
-    """A worker's place in its engine."""
+    """Tensor-parallel rank and pipeline stage of a worker, with their numbers in the engine."""
 
     tp_rank: int
     tp_size: int
@@ -162,16 +166,20 @@ class Rank:
 
     @property
     def number(self) -> int:
-        """Among all workers, a stage's ranks one after the other."""
+        """Index among all workers of the engine, ordered by stage, then by rank."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
     def heads(self, total: int) -> tuple[int, int]:
-        """Return which of a model's KV heads it has: neighbours the same, where there are more ranks than heads."""
+        """Return the half-open range of KV heads that the rank holds. Neighbours share heads if ranks outnumber them.
+
+        Args:
+            total: KV heads of the model.
+        """
         first = self.tp_rank * total // self.tp_size
         return first, first + max(1, total // self.tp_size)
 
     def layers(self, vllm_config: Any) -> tuple[int, int]:
-        """Return which of a model's layers it has, as vLLM divides them."""
+        """Return the half-open range of layers that the rank's stage holds, by vLLM's own division."""
         from vllm.distributed.utils import get_pp_indices
 
         total = int(vllm_config.model_config.hf_text_config.num_hidden_layers)
@@ -179,63 +187,81 @@ class Rank:
         return int(first), int(end)
 
 
-def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int] | None:
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int] | None:
     first, end = max(one[0], other[0]), min(one[1], other[1])
     return (first, end) if first < end else None
 
 
 @dataclass(frozen=True)
 class _Maker:
-    """What all parts of some layers have in common."""
+    """Makes the shards of some layers of one group."""
 
     vllm_config: Any
     kv_cache_config: Any
     group: Group
     spec: Any
     names: tuple[str, ...]
-    named: bool  # there are others, so that it takes the layers' names to tell them apart
+    named: bool  # the engine has other layers too, so a shard's label includes the names of its layers
     config: HostConfig
     rank: "Rank"
     paged: bool = False
 
     def attention(self, tensors: list[Any]) -> list[Part]:
+        """Return the shards of attention layers: the rank's own, and those of other shard layouts that overlap it."""
         latent = type(self.spec).__name__ in _LATENTS
+        label = "latent" if latent else str(self.group.kind)
         kinds = self._kinds(tensors[0], latent)
         kind = find_layout(self.vllm_config, self.names[0], tensors[0], kinds) if kinds else "cells"
         if kind == "cells" and element_type(tensors[0].dtype) is None:
             tensors = [tensor.view(_uint8()) for tensor in tensors]
         layout = self._layout(tensors, kind)
-        ratio, rest = divmod(layout.blocks, self.kv_cache_config.num_blocks)
-        if rest or (self.spec.tokens_per_state == 1 and self.group.block_tokens != ratio * layout.block_tokens):
-            raise UncacheableError(
-                f"{layout.blocks} blocks of {layout.block_tokens} tokens are not the "
-                f"{self.kv_cache_config.num_blocks} of {self.group.block_tokens} that vLLM counts"
-            )
-        label = "latent" if latent else str(self.group.kind)
+        ratio = self._kernel_blocks(layout)
         if self.paged and kind != "cells":
-            # All that the order of bytes in a page depends on: only the same kind of page can take them.
+            # The label holds everything that decides the order of bytes in a page.
             order = "x".join(map(str, tensors[0].shape[1:]))
             label = f"{label} in {kind} of {order} {str(tensors[0].dtype).removeprefix('torch.')}"
             pages = self._layout([_whole_page(tensor) for tensor in tensors], "cells")
             return [self._part(self._labelled(label), pages, ratio, whole=latent, binnable=False)]
         if kind == "cells":
-            if layout.device.type == "cpu":  # whose kernels order a page by the instruction set
-                raise UncacheableError(f"how a CPU orders the pages of {self.names[0]} is not known")
-            # Nobody else knows what a page holds: of another length, kernel or release, it is another thing.
-            backend = getattr(getattr(self._layer(), "attn_backend", None), "__name__", type(self.spec).__name__)
-            label = f"{label} in pages of {layout.block_tokens} by {backend} of vLLM {_release()}"
+            label = self._opaque_label(label, layout)
         own = self._part(self._labelled(label), layout, ratio, whole=latent, binnable=kind != "cells")
-        total = int(self.vllm_config.model_config.get_total_num_kv_heads())
-        held = 1 if latent else max(1, total // self.rank.tp_size)
-        layers = self.rank.layers(self.vllm_config)
-        if self.named or kind == "cells" or layout.heads != held or len(tensors) != layers[1] - layers[0]:
-            return [own]  # of these only an engine of the same cut knows which they are
+        total = 1 if latent else int(self.vllm_config.model_config.get_total_num_kv_heads())
         heads = (0, 1) if latent else self.rank.heads(total)
+        layers = self.rank.layers(self.vllm_config)
+        if (
+            self.named
+            or kind == "cells"
+            or layout.heads != heads[1] - heads[0]
+            or len(tensors) != layers[1] - layers[0]
+        ):
+            return [own]  # which layers and heads of the model these are is only known within the same shard layout
         own = replace(own, label=label, layers=layers, heads=heads)
-        return [own, *self._others(own, tensors, kind, 1 if latent else total)]
+        return [own, *self._others(own, tensors, kind, total)]
+
+    def _kernel_blocks(self, layout: PagedLayout) -> int:
+        """Return the number of kernel blocks per block of the group."""
+        ratio, rest = divmod(layout.blocks, self.kv_cache_config.num_blocks)
+        if rest or (self.spec.tokens_per_state == 1 and self.group.block_tokens != ratio * layout.block_tokens):
+            raise UncacheableError(
+                f"the KV cache has {layout.blocks} blocks of {layout.block_tokens} tokens, which do not make up vLLM's "
+                f"{self.kv_cache_config.num_blocks} blocks of {self.group.block_tokens} tokens"
+            )
+        return int(ratio)
+
+    def _opaque_label(self, label: str, layout: PagedLayout) -> str:
+        """Return the label of pages that are stored byte for byte because their layout is not known.
+
+        Pages of another length, attention backend or release of vLLM may differ, so the label includes these.
+        """
+        if layout.device.type == "cpu":
+            raise UncacheableError(
+                f"the page layout of {self.names[0]} is not known, and on CPUs it depends on the instruction set"
+            )
+        backend = getattr(getattr(self._layer(), "attn_backend", None), "__name__", type(self.spec).__name__)
+        return f"{label} in pages of {layout.block_tokens} by {backend} of vLLM {_release()}"
 
     def _others(self, own: Part, tensors: list[Any], kind: LayoutKind, total: int) -> Iterator[Part]:
-        """Yield the parts of which engines of other cuts make records with some of these layers and heads."""
+        """Yield the shards of other shard layouts that contain some of the rank's layers and heads."""
         for number, (tp_size, pp_size) in enumerate(CUTS, 1):
             if (tp_size, pp_size) == (self.rank.tp_size, self.rank.pp_size):
                 continue
@@ -245,12 +271,12 @@ class _Maker:
                     continue
                 other = Rank(tp_rank, tp_size, pp_rank, pp_size)
                 layers, heads = other.layers(self.vllm_config), (0, 1) if own.whole else other.heads(total)
-                ours, our_heads = _common(own.layers, layers), _common(own.heads, heads)
-                if ours is None or our_heads is None or (layers, heads) in seen:
+                shared_layers, shared_heads = _overlap(own.layers, layers), _overlap(own.heads, heads)
+                if shared_layers is None or shared_heads is None or (layers, heads) in seen:
                     continue
                 seen.add((layers, heads))
-                (first, end), (first_head, end_head) = ours, our_heads
-                place = Place(
+                (first, end), (first_head, end_head) = shared_layers, shared_heads
+                region = ChunkRegion(
                     layers=layers[1] - layers[0],
                     heads=heads[1] - heads[0],
                     first_layer=first - layers[0],
@@ -259,11 +285,11 @@ class _Maker:
                 )
                 held = tensors[first - own.layers[0] : end - own.layers[0]]
                 wanted = slice(first - layers[0], end - layers[0])
-                layout = self._layout(held, kind, place)
+                layout = self._layout(held, kind, region)
                 yield replace(own, cut=number, layout=layout, layers=layers, heads=heads, wanted=wanted)
 
     def _part(self, label: str, layout: PagedLayout, ratio: int, *, whole: bool, binnable: bool) -> Part:
-        """Return a part that only engines of the same cut have."""
+        """Return a shard whose records only engines of the same shard layout can use."""
         rank = self.rank
         if not whole:
             label += f", rank {rank.tp_rank} of {rank.tp_size}"
@@ -283,7 +309,7 @@ class _Maker:
         )
 
     def _kinds(self, tensor: Any, latent: bool) -> tuple[LayoutKind, ...]:
-        """Return the layouts that a cache may have, none where its cells are only moved as they are."""
+        """Return the page layouts that a cache may have. None of them: pages are stored byte for byte."""
         spec = self.spec
         odd = spec.state_content_bytes is not None or spec.tokens_per_state != 1 or element_type(tensor.dtype) is None
         if latent:
@@ -294,20 +320,20 @@ class _Maker:
         return ("cpu_pages", "cpu_tiles") if tensor.device.type == "cpu" else ("kv_cells",)
 
     def states(self, tensors: list[Any]) -> list[Part]:
-        parts, begin = [], 0
-        for place, (shape, dtype) in enumerate(zip(self.spec.shapes, self.spec.dtypes, strict=True)):
-            count = math.prod(shape)
+        """Return one shard for each tensor of the layers' recurrent state."""
+        shards, begin = [], 0
+        for index, (shape, dtype) in enumerate(zip(self.spec.shapes, self.spec.dtypes, strict=True)):
             views = [_state(tensor, begin, shape, dtype) for tensor in tensors]
-            begin += count * dtype.itemsize
-            layout, label = self._layout(views, "cells"), self._labelled(f"state {place}")
-            parts.append(self._part(label, layout, 1, whole=bool(self.spec.tp_replicated), binnable=False))
-        return parts
+            begin += math.prod(shape) * dtype.itemsize
+            layout, label = self._layout(views, "cells"), self._labelled(f"state {index}")
+            shards.append(self._part(label, layout, 1, whole=bool(self.spec.tp_replicated), binnable=False))
+        return shards
 
-    def _layout(self, tensors: list[Any], kind: LayoutKind, place: Place | None = None) -> PagedLayout:
+    def _layout(self, tensors: list[Any], kind: LayoutKind, region: ChunkRegion | None = None) -> PagedLayout:
         try:
-            return PagedLayout(tensors, kind, reshaping_bytes=int(self.config.reshaping_buffer_bytes), place=place)
+            return PagedLayout(tensors, kind, reshaping_bytes=int(self.config.reshaping_buffer_bytes), region=region)
         except ValueError as error:
-            raise UncacheableError(f"the KV cache's layout is not known: {error}") from error
+            raise UncacheableError(f"the layout of the KV cache is not known: {error}") from error
 
     def _layer(self) -> Any:
         return self.vllm_config.compilation_config.static_forward_context.get(self.names[0])
@@ -319,21 +345,21 @@ class _Maker:
 
 
 def _whole_page(tensor: Any) -> Any:
-    """Return a cache as [block, 1, 1, byte], of pages that lie in one piece each."""
+    """Return a view [block, 1, 1, byte] of a cache whose pages are contiguous."""
     bytes_ = tensor.view(_uint8())
     size = math.prod(bytes_.shape[1:])
     return bytes_.as_strided((len(bytes_), 1, 1, size), (bytes_.stride(0), size, size, 1))
 
 
 def _state(tensor: Any, begin: int, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return one tensor of each block's state, [block, 1, row, element], of pages of which it is some bytes.
+    """Return a view [block, 1, row, element] of one tensor of the recurrent state, ``begin`` bytes into each page.
 
     Raises:
-        UncacheableError: the pages are not in one piece each.
+        UncacheableError: The pages are not contiguous.
     """
     bytes_ = tensor.view(_uint8())
     if bytes_.dim() != 4 or bytes_.shape[1:3] != (1, 1) or bytes_.stride(3) != 1:
-        raise UncacheableError(f"states of shape {tuple(tensor.shape)} are not in one piece each")
+        raise UncacheableError(f"recurrent state of shape {tuple(tensor.shape)} is not contiguous in each page")
     count = math.prod(shape)
     elements = bytes_[..., begin : begin + count * dtype.itemsize].view(dtype)
     rows = next(
@@ -363,6 +389,6 @@ def _uint8() -> Any:
 
 
 def _is_float8_e4m3(cache_dtype: str) -> bool:
-    """Return whether what a model's identity calls its cache's elements is OCP's E4M3: some AMD GPUs have another."""
+    """Return True if the cache dtype in a model's identity is OCP E4M3 (some AMD GPUs use another E4M3)."""
     asked, _, element = cache_dtype.partition("/")
     return element == "float8_e4m3fn" or (element == "uint8" and asked == "fp8_e4m3 as float8_e4m3fn")

@@ -1,8 +1,7 @@
-"""Never trust a layout by its name: have the engine write a pattern and see which of ours finds it.
+"""Detects the layout of an engine's pages: the engine writes a pattern, and the matching layout reads it back.
 
-vLLM's CPU backend orders a page by the instruction set and the dtype, its CUDA backends by configuration, and both may
-change with any release. KV moved by a wrong idea of the layout would be wrong tokens, so nothing is moved before this
-has passed.
+vLLM's CPU backend orders a page by instruction set and dtype, its CUDA backends by configuration, and any release may
+change this. A wrong layout would give wrong tokens, so no KV moves before the detection has succeeded.
 """
 
 from collections.abc import Sequence
@@ -13,13 +12,11 @@ import torch
 from host_control.layouts import LayoutKind, PagedLayout
 from host_control.vllm.support import UncacheableError
 
-__all__ = ["find_layout"]
-
 _BLOCKS: Final = 3
 
 
 class _UnitScales:
-    """A layer's view of itself with scales of one, so that patterns are written as they are."""
+    """A layer with all scales set to 1, so that the pattern is written unchanged."""
 
     def __init__(self, layer: Any, device: Any) -> None:
         self._layer = layer
@@ -31,16 +28,16 @@ class _UnitScales:
 
 
 def find_layout(vllm_config: Any, layer_name: str, cache: Any, kinds: Sequence[LayoutKind]) -> LayoutKind:
-    """Return the layout of one layer, by what the engine's own operator writes.
+    """Return the page layout of one layer.
 
     Args:
-        vllm_config: of vLLM, after the model was loaded.
-        layer_name: of the layer.
-        cache: its registered KV cache; only its shape, strides and dtype are used.
-        kinds: layouts that it may have.
+        vllm_config: Configuration from vLLM, after the model was loaded.
+        layer_name: Name of the layer.
+        cache: Its registered KV cache. Only shape, strides and dtype are used.
+        kinds: Layouts to try.
 
     Raises:
-        UncacheableError: it has none of these, or the pattern cannot be written.
+        UncacheableError: No layout matches, or the pattern cannot be written.
     """
     problems = []
     for kind in kinds:
@@ -50,18 +47,18 @@ def find_layout(vllm_config: Any, layer_name: str, cache: Any, kinds: Sequence[L
         except ValueError as error:
             problems.append(f"; not '{kind}': {error}")
     raise UncacheableError(
-        f"the KV cache of {layer_name} is not laid out as {' or '.join(map(repr, kinds))}: the engine's own write of a "
-        f"pattern reads back differently{''.join(problems)}; please report the engine's version, attention backend and "
-        "CPU or GPU"
+        f"the KV cache of {layer_name} does not have the layout {' or '.join(map(repr, kinds))}: a pattern that the "
+        f"engine wrote reads back differently{''.join(problems)}; please report the versions of vLLM and ShadowServe, "
+        "the attention backend and the CPU or GPU"
     )
 
 
 def _is_laid_out(vllm_config: Any, layer_name: str, cache: Any, kind: LayoutKind) -> bool:
-    """Return whether the pattern is found where ``kind`` has it; ValueError: it does not fit the cache's shape."""
+    """Return True if the pattern reads back with layout ``kind``. Raise ValueError if it does not fit the shape."""
     layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
     update = getattr(getattr(layer, "impl", None), "do_kv_cache_update", None)
     if update is None:
-        raise UncacheableError(f"the KV cache's layout cannot be checked: {layer_name} writes it in an unknown way")
+        raise UncacheableError(f"the layout of the KV cache cannot be checked: {layer_name} has no do_kv_cache_update")
     scratch = _scratch(cache)
     layout = PagedLayout([scratch], kind)
     pattern = _pattern(layout, cache.dtype, vllm_config.model_config.dtype)
@@ -73,7 +70,7 @@ def _is_laid_out(vllm_config: Any, layer_name: str, cache: Any, kind: LayoutKind
             rank = getattr(layer.impl, "kv_lora_rank", 0)
             latent = pattern[0, :, 0]
             cache_dtype = layer.impl.kv_cache_dtype
-            # MLA layers hold and write their cache without the dimension of heads.
+            # The caches of MLA layers have no dimension for heads.
             update(
                 latent[:, :rank], latent[:, rank:].unsqueeze(1), scratch.squeeze(1), slots, cache_dtype, view._k_scale
             )
@@ -81,7 +78,7 @@ def _is_laid_out(vllm_config: Any, layer_name: str, cache: Any, kind: LayoutKind
             update(view, pattern[0], pattern[1], scratch, slots)
     except Exception as error:
         raise UncacheableError(
-            f"the KV cache's layout cannot be checked: writing a pattern failed with {type(error).__name__}: {error}"
+            f"the layout of the KV cache cannot be checked: writing a pattern failed: {type(error).__name__}: {error}"
         ) from error
     expected = pattern.to(_stored_dtype(vllm_config, cache.dtype)).cpu().contiguous().view(torch.uint8).reshape(-1)
     found = torch.empty(layout.chunk_bytes(tokens), dtype=torch.uint8)
@@ -90,14 +87,14 @@ def _is_laid_out(vllm_config: Any, layer_name: str, cache: Any, kind: LayoutKind
 
 
 def _stored_dtype(vllm_config: Any, dtype: Any) -> Any:
-    """Return what the bytes of a cache mean: vLLM holds fp8 in tensors of bytes."""
+    """Return the dtype of a cache's elements: vLLM stores fp8 in tensors of bytes."""
     if dtype != torch.uint8:
         return dtype
     return torch.float8_e5m2 if "e5m2" in str(vllm_config.cache_config.cache_dtype) else torch.float8_e4m3fn
 
 
 def _scratch(cache: Any) -> Any:
-    """Return a few blocks shaped and strided as the cache is within a block."""
+    """Return a few blocks with the shape and strides of the cache's blocks."""
     blocks, *inner = cache.shape
     order = sorted(range(1, 4), key=lambda dimension: cache.stride(dimension), reverse=True)
     physical = torch.zeros([_BLOCKS, *(cache.shape[dimension] for dimension in order)], dtype=cache.dtype).to(
@@ -108,7 +105,7 @@ def _scratch(cache: Any) -> Any:
 
 
 def _pattern(layout: PagedLayout, cache_dtype: Any, model_dtype: Any) -> Any:
-    """Return [kind, token, head, dimension] of values that every cache dtype holds exactly and that differ nearby."""
+    """Return random values [kind, token, head, dimension] that every cache dtype represents exactly."""
     tokens = (_BLOCKS - 1) * layout.block_tokens
     shape = (layout.kinds, tokens, layout.heads, layout.head_size)
     generator = torch.Generator().manual_seed(20)

@@ -1,9 +1,8 @@
 """Checks the plugin's configuration before vLLM loads weights.
 
-vLLM makes a connector long after that. But each of its processes that makes a configuration calls the plugin's entry
-point first. So :func:`check_at_start` has vLLM call :func:`check` with each complete configuration, before it starts
-any engine. A connector's constructor checks again: a connector that vLLM finds by ``kv_connector_module_path`` alone
-has no entry point.
+vLLM creates connectors only after that. But it calls the plugin's entry point before it creates a configuration. So
+:func:`check_at_start` makes vLLM call :func:`check` with each complete configuration. A connector's constructor checks
+again: with ``kv_connector_module_path`` there is no entry point.
 """
 
 import functools
@@ -18,21 +17,19 @@ from host_control.vllm.support import in_step_problem
 from shadowserve.errors import ConfigurationError
 from shadowserve.tls import read_authorities, read_key_pair
 
-__all__ = ["check", "check_at_start", "connector_settings", "needs_one_group", "tier_settings"]
-
 _logger = logging.getLogger("vllm.shadowserve")
 
 _TIER_OPTIONS: Final = ("type", "module_path", "locality", "enable_kv_events", "trust_names", "backpressure")
-"""Keys of an entry of ``secondary_tiers`` that are vLLM's or the tier's, and not of section ``host``."""
+"""Keys of an entry of ``secondary_tiers`` that are not keys of section ``host``."""
 _TIER_UNUSED: Final = (
     *("asynchronous_fetch", "layer_order", "pages", "fetch_or_recompute", "pd_role", "pd_timeout_s"),
     *("computing_cache", "device", "delivery", "reshaping_buffer_bytes", "lookup_threads"),
-    *("chunk_tokens", "load_tokens_min", "recent_keys", "bins", "value_bins", "scale_tokens"),
+    *("chunk_tokens", "load_tokens_min", "bins", "value_bins", "scale_tokens"),
 )
 
 
 def check_at_start() -> None:
-    """Have vLLM check the plugin's configuration with each configuration that it makes."""
+    """Wrap vLLM's configuration class, so that it checks the plugin's configuration, too."""
     from vllm.config import VllmConfig
 
     after: Callable[..., None] | None = getattr(VllmConfig, "__post_init__", None)
@@ -47,18 +44,18 @@ def check_at_start() -> None:
         except ConfigurationError as error:
             _print_without_traceback(error)
             raise
-        except Exception:  # of a configuration that is like none that we know; a connector's constructor checks again
-            _logger.exception("ShadowServe: this engine's configuration cannot be checked before its start")
+        except Exception:  # an unknown release of vLLM; the connector's constructor checks again
+            _logger.exception("ShadowServe: checking the configuration before the engine's start failed")
 
     checked.checks_shadowserve = True  # type: ignore[attr-defined]
     VllmConfig.__post_init__ = checked
 
 
 def check(vllm_config: Any) -> None:
-    """Check what can be known of the plugin's configuration before an engine starts.
+    """Check the plugin's configuration as far as possible before the engine starts.
 
     Raises:
-        ConfigurationError: it cannot be used, or this engine cannot do what it asks for.
+        ConfigurationError: The configuration is invalid, or the engine does not support it.
     """
     transfer = vllm_config.kv_transfer_config
     for name, extra in _connectors(transfer):
@@ -75,11 +72,11 @@ def connector_settings(extra: Mapping[str, Any], vllm_config: Any) -> HostConfig
 
     Args:
         extra: ``kv_connector_extra_config``.
-        vllm_config: of the engine.
+        vllm_config: Configuration of the engine.
 
     Raises:
-        ConfigurationError: an unknown key, a value that does not fit, a file that cannot be used, or an ability that
-            this engine does not have.
+        ConfigurationError: An unknown key, an invalid value, an unusable file, or an option that the engine does not
+            support.
     """
     config = HostConfig.from_engine(extra)
     _check_files(config)
@@ -87,11 +84,11 @@ def connector_settings(extra: Mapping[str, Any], vllm_config: Any) -> HostConfig
         raise ConfigurationError(
             f"pages: true needs an engine that computes on a CPU, and this one computes on '{device}'; remove pages"
         )
-    within = {"layer_order: true": config.layer_order, "asynchronous_fetch: false": not config.asynchronous_fetch}
+    in_step = {"layer_order: true": config.layer_order, "asynchronous_fetch: false": not config.asynchronous_fetch}
     loads = config.fetch and vllm_config.kv_transfer_config.is_kv_consumer
-    if config.layer_order and config.fetch and not loads:  # it would cost piecewise CUDA graphs, and bring nothing
+    if config.layer_order and config.fetch and not loads:  # it would need piecewise CUDA graphs for no benefit
         raise ConfigurationError("layer_order: true needs an engine that loads, and this one has kv_role: kv_producer")
-    named = " and ".join(name for name, asked in within.items() if asked)
+    named = " and ".join(option for option, enabled in in_step.items() if enabled)
     if loads and named and (problem := in_step_problem(vllm_config)) is not None:
         raise ConfigurationError(f"{named} cannot be used with this engine: {problem}; or remove {named}")
     needs_one_group(config, _other_groups(vllm_config), loads=loads)
@@ -99,7 +96,7 @@ def connector_settings(extra: Mapping[str, Any], vllm_config: Any) -> HostConfig
 
 
 def _other_groups(vllm_config: Any) -> str:
-    """Return what an engine keeps beside one KV cache group of full attention, as far as its model alone says."""
+    """Return the kind of KV cache groups other than full attention that the model's configuration implies, or ""."""
     speculative, model = vllm_config.speculative_config, vllm_config.model_config
     if speculative is not None and speculative.use_eagle_block_drop():
         return "draft layers"
@@ -108,13 +105,13 @@ def _other_groups(vllm_config: Any) -> str:
 
 
 def needs_one_group(config: HostConfig, others: str, *, loads: bool) -> None:
-    """Check that no ability is configured that needs one KV cache group of full attention, where there are ``others``.
+    """Check that no option needs a single KV cache group of full attention if the engine has ``others``.
 
     Raises:
-        ConfigurationError: one is.
+        ConfigurationError: An option needs it.
     """
-    asked = {"layer_order: true": config.layer_order and loads, "pages: true": config.pages}
-    named = " and ".join(name for name, wanted in asked.items() if wanted)
+    options = {"layer_order: true": config.layer_order and loads, "pages: true": config.pages}
+    named = " and ".join(option for option, enabled in options.items() if enabled)
     if others and named:
         raise ConfigurationError(
             f"{named} needs one KV cache group of full attention without draft layers, and this engine has {others}; "
@@ -126,10 +123,10 @@ def tier_settings(given: Mapping[str, Any]) -> HostConfig:
     """Return the configuration of a tier of vLLM's offloading.
 
     Args:
-        given: keys of section ``host``.
+        given: Keys of section ``host``.
 
     Raises:
-        ConfigurationError: an unknown key, a value that does not fit, or a key that a tier does not use.
+        ConfigurationError: An unknown key, an invalid value, or a key that the tier does not use.
     """
     config = HostConfig.from_engine(given, place="secondary_tiers")
     for key in _TIER_UNUSED:
@@ -148,7 +145,7 @@ def tier_settings(given: Mapping[str, Any]) -> HostConfig:
 
 
 def _connectors(transfer: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the name and the extra configuration of each connector that an engine has."""
+    """Yield the name and the extra configuration of each connector of an engine."""
     if transfer is None or transfer.kv_connector is None:
         return
     extra = transfer.kv_connector_extra_config or {}
@@ -160,7 +157,7 @@ def _connectors(transfer: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _check_files(config: HostConfig) -> None:
-    """Raise ConfigurationError where a file that a configuration names cannot be used."""
+    """Raise ConfigurationError if a TLS file cannot be used."""
     if (credentials := config.credentials()) is not None:
         read_authorities("tls_ca", credentials.authorities)
         if credentials.certificate:
@@ -168,7 +165,7 @@ def _check_files(config: HostConfig) -> None:
 
 
 def _print_without_traceback(error: ConfigurationError) -> None:
-    """Print this error as one line if it ends the process: it tells a user all there is to know."""
+    """Print ``error`` as one line, without a traceback, if it ends the process."""
     before = sys.excepthook
 
     def print_line(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:

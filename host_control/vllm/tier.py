@@ -1,13 +1,12 @@
-"""``ShadowServeTier``: a secondary tier of vLLM's own offloading, for engines that run ``OffloadingConnector``.
+"""``ShadowServeTier``: a secondary tier for vLLM's ``OffloadingConnector``.
 
-vLLM copies KV between the GPU and rows of a CPU tier, one row for each chunk, and asks this class, in its scheduler's
-process, to keep rows and to bring them back. A row goes through the same data plane as the chunks of our own connector,
-whole, as one record: its bytes are those that vLLM's worker wrote, of all ranks, in whatever order that has.
+vLLM copies KV between the GPU and the rows of a CPU tier, one row per chunk. It calls this class in the scheduler's
+process to store rows and to load them again. One record holds one row: the bytes of all ranks as vLLM's workers wrote
+them.
 
-Nothing here blocks the scheduler. Lookups are asked by a thread of their own, once in each step; rows are fetched by
-the KV cache manager, and stored by a thread (:mod:`host_control.vllm.tier_work`). Each lookup, load and store ends by a
-deadline, and a row that cannot be had is a miss.
-docs/offloading-tier.md says how to configure it, and what its keys can know.
+No method blocks the scheduler. A thread looks rows up once per step, the KV cache manager fetches them, and another
+thread stores them (:mod:`host_control.vllm.tier_work`). Each lookup, load and store has a deadline, after which the row
+is a miss. docs/offloading-tier.md describes configuration and identity.
 """
 
 import math
@@ -16,7 +15,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -55,21 +54,19 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.keys import ModelIdentity, record_keys
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["ShadowServeTier"]
-
 _logger = init_logger("vllm.shadowserve")
 _LOSSLESS: Final = {"float16", "bfloat16", "float32"}
 _PAGE: Final = 4096
-_OF_PAGES: Final = ("VLLM_ATTENTION", "VLLM_FLASH", "VLLM_KV_CACHE", "VLLM_ROCM")
-"""What variables begin with that choose among backends' orders of a page."""
+_PAGE_LAYOUT_VARIABLES: Final = ("VLLM_ATTENTION", "VLLM_FLASH", "VLLM_KV_CACHE", "VLLM_ROCM")
+"""Prefixes of environment variables that can change the layout of a page."""
 _BUFFER_ROWS_MAX: Final = 128
 _STEP_S: Final = 2.0
-"""A step of an engine takes less; vLLM does not tell a tier of its end."""
+"""Longer than a step of an engine. vLLM does not notify a tier of a step's end."""
 _PREFIX: Final = "vllm:shadowserve_tier_"
 _COUNTERS: Final = {
-    "fetched_bytes": "Bytes that the data plane received from the store for rows that were loaded.",
-    "stored_raw_bytes": "Bytes of rows that were stored.",
-    "stored_bytes": "Bytes of those rows as records.",
+    "fetched_bytes": "Bytes that the data plane received from the store for loaded rows.",
+    "stored_raw_bytes": "Uncompressed bytes of stored rows.",
+    "stored_bytes": "Bytes of stored rows as records.",
 }
 _BY_REASON: Final = {
     "lookup_failures": "Rows whose lookup had no answer, by reason.",
@@ -79,22 +76,21 @@ _BY_REASON: Final = {
 
 
 class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
-    """Keeps rows of vLLM's CPU tier in the store behind a data plane.
+    """Stores rows of vLLM's CPU tier through a data plane.
 
     Args:
-        offloading_spec: of vLLM.
-        primary_kv_view: rows of the CPU tier, ``[chunks, bytes]``.
-        tier_type, backpressure_detector: of vLLM.
-        locality: ``LOCAL`` or ``REMOTE``, as requests may ask for.
-        enable_kv_events: tell vLLM's subscribers which rows have been stored.
-        trust_names: serve engines that take adapters or images, too: vLLM's hashes name those by words.
-        **config: keys of section ``host``; those that a tier does not use are refused.
+        offloading_spec, tier_type, backpressure_detector: Arguments from vLLM.
+        primary_kv_view: Rows of the CPU tier, shape ``[chunks, bytes]``.
+        locality: ``LOCAL`` or ``REMOTE``, for requests that select tiers by locality.
+        enable_kv_events: Publish events for stored rows.
+        trust_names: Also serve engines with adapters or images, which vLLM's hashes only identify by name.
+        **config: Keys of section ``host``. Keys that the tier does not use are refused.
 
     Attributes:
-        problem: why this engine is served without the tier; empty where it is not.
+        problem: Why the engine runs without the tier; empty if it runs with it.
 
     Raises:
-        ConfigurationError: an unknown key, a value that does not fit, or a key that a tier does not use.
+        ConfigurationError: An unknown key, an invalid value, or a key that the tier does not use.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -115,15 +111,14 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
         self.locality = Locality(locality) if locality is not None else None
         settings = tier_settings(config)
         self._close_timeout = settings.close_timeout_s
-        self._events: list[OffloadingEvent] = []
-        self._publishes = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        publishes = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        self._events: list[OffloadingEvent] | None = [] if publishes else None
         self._lock = threading.Lock()
         self._finished: list[JobResult] = []
         self._stats = OffloadingConnectorStats()
         self._failures = FailureLog(_logger)
         self._epoch = b""
-        self._calls = counted_calls(WORKER_CALLS) or (lambda: 0)
-        self._calls_seen = self._calls()
+        self._workers_called = _change_detector(counted_calls(WORKER_CALLS) or (lambda: 0))
         self._loading: set[str] = set()
         self._client: DataPlaneClient | None = None
         self._lookups: RowLookups | None = None
@@ -139,17 +134,17 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
             self._start(shape, settings, engine.kv_transfer_config)
         except (UncacheableError, ConfigurationError) as error:
             self.problem = str(error)
-        except Exception as error:  # of an engine that is like none that we know: a cache must not stop a service
-            _logger.exception("ShadowServe: this engine's offloading cannot be understood")
+        except Exception as error:  # an unknown release of vLLM; a cache must not stop the engine
+            _logger.exception("ShadowServe: starting the offloading tier failed")
             self.problem = f"it failed at the start with {error!r}; please report it with the log"
         if self.problem:
-            _logger.error("ShadowServe's tier is off, nothing is kept in it: %s", self.problem)
+            _logger.error("ShadowServe's tier is off, so rows are neither stored nor loaded: %s", self.problem)
 
     def _start(self, shape: ChunkLayout, settings: HostConfig, transfer: Any) -> None:
         self._client = client = settings.client(0)
         self._namespace = shape.namespace
 
-        def registration(configured: int, rows_min: int) -> RegisteredMemory:
+        def memory(configured: int, rows_min: int) -> RegisteredMemory:
             rows = min(max(configured // shape.raw_bytes, rows_min), _BUFFER_ROWS_MAX)
             return RegisteredMemory(client, [shape], rows * shape.raw_bytes, settings.connect_timeout_s)
 
@@ -157,7 +152,7 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
             self._lookups = RowLookups(client, shape.namespace, self._key, settings.lookup_timeout_s, self._failed)
             self._loads = KVCacheManager(
                 client,
-                registration(settings.fetch_buffer_bytes, 2),
+                memory(settings.fetch_buffer_bytes, 2),
                 self._scatter,
                 order=ORDERS[settings.order],
                 fetch_timeout_s=settings.fetch_timeout_s,
@@ -165,7 +160,7 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
             )
         if settings.store and transfer.is_kv_producer:
             self._stores = RowStores(
-                client, registration(settings.store_buffer_bytes, 1), self._row, self._stored, self._count, settings
+                client, memory(settings.store_buffer_bytes, 1), self._row, self._stored, self._count, settings
             )
         if budget := settings.interference_budget:
             self._rate = Interference(budget).rate
@@ -175,41 +170,43 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
             client.address, shape.raw_bytes, shape.dtype.label, shape.quantizer.label,
         )  # fmt: skip
 
-    # ------------------------------------------------------------------ what vLLM asks, in its scheduler's thread
+    # ---- vLLM's interface, on the scheduler's thread -----------------------------------------------------------------
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Offload what is computed, chunk by chunk, as vLLM does by default."""
+        """Use vLLM's default: offload computed chunks one by one."""
         self._requests.add(req_context.req_id)
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """Return whether a row is stored; ``RETRY`` until that is known, at most for ``lookup_timeout_s``."""
+        """Look a row up. ``RETRY`` until the answer is known, at most for ``lookup_timeout_s``."""
         if self._lookups is None:
             return LookupResult.MISS
-        self._look_for_calls()
-        found = self._lookups.look(key, req_context.req_id)
-        return LookupResult.RETRY if found is None else LookupResult.HIT if found else LookupResult.MISS
+        self._check_calls()
+        found = self._lookups.find(key, req_context.req_id)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
 
     def on_schedule_end(self, context: Any) -> None:
-        """Ask for what this step has looked up, and report a step that may decode.
+        """Send the lookups of this step, and report a step that may decode.
 
-        vLLM does not tell a tier what a step computes: one without a new request is taken for one that decodes.
+        vLLM does not tell a tier what a step computes. A step without a new request counts as a decode step.
         """
         if self._lookups is not None:
-            self._lookups.ask()
+            self._lookups.send()
         if self._reports is not None and self._requests and not context.new_req_ids:
             self._reports.decodes(self._rate)
             self._reports.rests()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Forget what a request has looked up."""
+        """Drop the lookups of a request."""
         self._requests.discard(req_context.req_id)
         if self._lookups is not None:
             self._lookups.forget(req_context.req_id)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Bring rows back, in the background."""
-        self._look_for_calls()
+        """Load rows in the background."""
+        self._check_calls()
         rows = Rows.of(job_metadata, self._key)
         if self._loads is None:
             self._end_load(rows, 0, "disabled", self.problem)
@@ -220,8 +217,8 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
             self._loaded(result)
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Keep rows, in the background."""
-        self._look_for_calls()
+        """Store rows in the background."""
+        self._check_calls()
         rows = Rows.of(job_metadata, self._key)
         if self._stores is None:
             self._stored(rows, (), "disabled", self.problem)
@@ -229,7 +226,7 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
         self._stores.submit(rows)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Return the outcomes since the last call."""
+        """Return the results of jobs since the last call."""
         for result in self._loads.exchange() if self._loads is not None else ():
             self._loaded(result)
         with self._lock:
@@ -237,10 +234,10 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
         return finished
 
     def drain_jobs(self) -> None:
-        """Wait until nothing touches vLLM's rows; what has not begun fails.
+        """Wait until no job accesses vLLM's rows; jobs that have not started fail.
 
-        vLLM calls it where its caches are reset, as after a change of weights. So nothing that was stored before is
-        found afterwards, by a name that is this engine's alone.
+        vLLM calls this when it resets its caches, as after a change of weights. So a new, random epoch becomes part of
+        the keys, and rows that were stored before are not found any more.
         """
         self._epoch = secrets.token_bytes(16)
         if self._lookups is not None:
@@ -252,25 +249,24 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
                 self._loaded(result)
             self._loads.wait(self._loading)
 
-    def _look_for_calls(self) -> None:
-        """Begin anew where the engine's workers were called: they may have other weights, which are not to be seen."""
-        if (calls := self._calls()) != self._calls_seen:
-            self._calls_seen = calls
+    def _check_calls(self) -> None:
+        """Start a new epoch if the engine's workers were called: their weights may have changed."""
+        if self._workers_called():
             _logger.warning(
-                "ShadowServe's tier: this engine's workers were called (collective_rpc, wake_up), and may have other "
-                "weights now: what was stored before is not loaded any more"
+                "ShadowServe's tier: this engine's workers were called (collective_rpc, wake_up), so their weights may "
+                "have changed; rows that were stored before are not loaded any more"
             )
             self.drain_jobs()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return what has been stored since the last call."""
+        """Return the events for rows stored since the last call."""
         with self._lock:
-            events, self._events = self._events, []
+            events, self._events = self._events or [], None if self._events is None else []
         return events
 
     def shutdown(self) -> None:
-        """End the threads; at most ``close_timeout_s`` seconds, and ``connect_timeout_s`` to release each memory."""
-        ends = time.monotonic() + self._close_timeout
+        """End the threads within ``close_timeout_s``, plus ``connect_timeout_s`` per registered memory."""
+        deadline = time.monotonic() + self._close_timeout
         if self._reports is not None:
             self._reports.close()
         if self._lookups is not None:
@@ -278,17 +274,17 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
         if self._stores is not None:
             self._stores.close(self._close_timeout)
         if self._loads is not None:
-            for result in self._loads.close(max(0.1, ends - time.monotonic())):
+            for result in self._loads.close(max(0.1, deadline - time.monotonic())):
                 self._loaded(result)
         if self._client is not None:
             self._client.close()
         self._lookups = self._stores = self._loads = self._client = self._reports = None
 
-    # ------------------------------------------------------------------ metrics
+    # ---- Metrics -----------------------------------------------------------------------------------------------------
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """Return what ``/metrics`` shows of this tier."""
+        """Return the metrics of this tier for ``/metrics``."""
         plain = {f"{_PREFIX}{name}": OffloadingCounterMetadata(text) for name, text in _COUNTERS.items()}
         reasons = {
             f"{_PREFIX}{name}": OffloadingCounterMetadata(text, labelnames=("reason",))
@@ -297,7 +293,7 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
         return plain | reasons
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Return the counts since the last call, ``None`` if there are none."""
+        """Return and reset the counts; ``None`` if there are none."""
         with self._lock:
             stats, self._stats = self._stats, OffloadingConnectorStats()
         return None if stats.is_empty() else stats
@@ -312,10 +308,10 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
         if rows and reason not in ("cancelled", "closed", "disabled"):
             self._failures.warn(f"rows of the CPU tier: {what}", reason, detail)
 
-    # ------------------------------------------------------------------ rows
+    # ---- Rows --------------------------------------------------------------------------------------------------------
 
     def _key(self, key: bytes) -> bytes:
-        """Return the record's key of a block hash and group."""
+        """Return the record key for vLLM's key of a row: a block hash and a group."""
         return record_keys(self._namespace, [self._epoch + key])[0] if self._client is not None else b""
 
     def _row(self, chunk_id: int) -> npt.NDArray[np.uint8]:
@@ -323,10 +319,10 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
         return row
 
     def _scatter(self, job: FetchJob, part: int, first: int, chunks: Any) -> None:
-        """Copy what has arrived into vLLM's rows; in the manager's thread."""
-        arrived = np.frombuffer(chunks, np.uint8).reshape(-1, self.block_size_bytes)
-        for chunk_id, row in zip(job.target.chunk_ids[first:], arrived, strict=False):
-            np.copyto(self._row(chunk_id), row)  # without the interpreter's lock, as a memoryview would not
+        """Copy delivered rows into vLLM's rows, on the manager's thread."""
+        delivered = np.frombuffer(chunks, np.uint8).reshape(-1, self.block_size_bytes)
+        for chunk_id, row in zip(job.target.chunk_ids[first:], delivered, strict=False):
+            np.copyto(self._row(chunk_id), row)  # releases the GIL; assigning to a memoryview would not
 
     def _loaded(self, result: FetchResult) -> None:
         self._loading.discard(result.job.request_id)
@@ -334,21 +330,22 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
         self._end_load(result.job.target, result.chunks[0], result.reason, result.detail, result.seconds)
 
     def _end_load(self, rows: Rows, count: int, reason: str, detail: str, seconds: float | None = None) -> None:
-        there, missing = rows.keys[:count], rows.keys[count:]
+        loaded, missing = rows.keys[:count], rows.keys[count:]
         self._failed("load", len(missing), reason, detail)
         if self._lookups is not None:
-            self._lookups.missed(missing)  # or vLLM would ask for the same again, without end
-        self._end(rows.job_id, not missing, count, seconds, successful_keys=there if there and missing else None)
+            self._lookups.set_missing(missing)  # otherwise vLLM would try to load the same rows forever
+        self._end(rows.job_id, not missing, count, seconds, successful_keys=loaded if loaded and missing else None)
 
     def _stored(
         self, rows: Rows, stored: Sequence[bytes], reason: str, detail: str, seconds: float | None = None
     ) -> None:
         missing = len(rows.keys) - len(stored)
         self._failed("store", missing, reason, detail)
-        if stored and self._publishes:
-            event = OffloadingEvent(keys=list(stored), medium=self.medium, removed=False, locality=self.locality)
-            with self._lock:
-                self._events.append(event)
+        with self._lock:
+            if stored and self._events is not None:
+                self._events.append(
+                    OffloadingEvent(keys=list(stored), medium=self.medium, removed=False, locality=self.locality)
+                )
         self._end(rows.job_id, not missing, len(stored), seconds)
 
     def _end(self, job_id: int, success: bool, rows: int, seconds: float | None, **more: Any) -> None:
@@ -358,17 +355,29 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
             self._finished.append(result)
 
 
-# ---------------------------------------------------------------------- identity
+def _change_detector(count: Callable[[], int]) -> Callable[[], bool]:
+    """Return a function that returns True if ``count()`` has changed since its last call."""
+    last = count()
+
+    def changed() -> bool:
+        nonlocal last
+        before, last = last, count()
+        return last != before
+
+    return changed
+
+
+# ---- Identity --------------------------------------------------------------------------------------------------------
 
 
 def _engine_config() -> Any:
-    """Return the configuration of the engine that is being made.
+    """Return the configuration of the engine that is being created.
 
-    vLLM makes a tier within its connector's constructor and hands it no configuration of the engine, nor does it keep
-    one for all to see. The constructor's own arguments are on the stack.
+    vLLM creates a tier in its connector's constructor and does not pass the engine's configuration. So this looks for
+    the constructor's argument on the stack.
 
     Raises:
-        UncacheableError: they are not.
+        UncacheableError: The configuration is not on the stack.
     """
     from vllm.config import VllmConfig
 
@@ -377,14 +386,14 @@ def _engine_config() -> Any:
         frame = frame.f_back
         if isinstance(found := frame.f_locals.get("vllm_config"), VllmConfig):
             return found
-    raise UncacheableError("the tier was not made by a connector of vLLM's, so what the engine computes is not known")
+    raise UncacheableError("the tier was not created by one of vLLM's connectors, so the engine's model is not known")
 
 
 def _shape(spec: Any, row_bytes: int, vllm_config: Any, config: HostConfig, *, trust_names: bool) -> ChunkLayout:
-    """Return how rows are stored, and the namespace of what this engine keeps in them.
+    """Return the layout and namespace of the records of this engine's rows.
 
     Raises:
-        UncacheableError: what is computed cannot be named, or a row cannot be stored.
+        UncacheableError: The engine's model cannot be identified, or a row cannot be stored.
     """
     _check(vllm_config, trust_names=trust_names)
     hashes = content_hashes(config, _logger)
@@ -394,15 +403,15 @@ def _shape(spec: Any, row_bytes: int, vllm_config: Any, config: HostConfig, *, t
         dtype=spec.config.model.dtype,
         chunk_tokens=spec.tokens_per_hash * spec.blocks_per_chunk,
     )
-    # vLLM takes rows of one group of full attention for the same from any ranks. But each rank writes all its layers
-    # and blocks, one rank after the other: only canonical rows, and one copy for all ranks, are.
+    # vLLM treats rows of one full-attention group as independent of ranks. But ranks write their layers and blocks one
+    # after the other, so only canonical rows, and rows that are the same on all ranks, are independent of them.
     same_from_any = spec.config.canonical_layout or spec.replicated_layout
     rows = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, parallel_agnostic=same_from_any)
     layout = _row_layout(row_bytes, spec.config.model.dtype, config.quantizer)
     named = {
         "tier": 1,
         "model": model.digest().hex(),
-        # The model's name is a word for what its content names.
+        # The model is identified by content, not by name.
         "rows": {name: value for name, value in rows.get_run_config().items() if name != "model_name"},
         "pages": _pages(spec, vllm_config),
         "layout": layout.described(),
@@ -411,10 +420,10 @@ def _shape(spec: Any, row_bytes: int, vllm_config: Any, config: HostConfig, *, t
 
 
 def _check(vllm_config: Any, *, trust_names: bool) -> None:
-    """Raise where vLLM's block hashes do not say what its pages hold."""
+    """Raise UncacheableError if vLLM's block hashes do not identify the contents of pages."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if model.runner_type != "generate":
-        raise UncacheableError(f"only models that generate are supported, not runner '{model.runner_type}'")
+        raise UncacheableError(f"only models that generate text are supported, not runner '{model.runner_type}'")
     if str(cache.prefix_caching_hash_algo).startswith("xxhash"):
         raise UncacheableError(
             f"block hashes by {cache.prefix_caching_hash_algo} are not cryptographic; use --prefix-caching-hash-algo "
@@ -423,13 +432,13 @@ def _check(vllm_config: Any, *, trust_names: bool) -> None:
     named = "adapters" if vllm_config.lora_config is not None else "images" if model.is_multimodal_model else ""
     if named and not trust_names:
         raise UncacheableError(
-            f"the engine takes {named}, which vLLM's block hashes know by name. Where a name stands for one content "
-            'for ever, in all engines that share the store, say "trust_names": true for this tier'
+            f"the engine accepts {named}, which vLLM's block hashes identify by name. If a name never changes its "
+            'content in any engine that shares the store, set "trust_names": true for this tier'
         )
 
 
 def _pages(spec: Any, vllm_config: Any) -> dict[str, Any]:
-    """Return what the order of bytes in a row may depend on: they are moved as they lie."""
+    """Return the inputs that the order of bytes in a row may depend on: rows are stored byte for byte."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -438,33 +447,33 @@ def _pages(spec: Any, vllm_config: Any) -> dict[str, Any]:
         "vllm": vllm.__version__,
         "device": current_platform.get_device_name(),
         "attention": canonical(vllm_config.attention_config),
-        "fusions": canonical(vllm_config.compilation_config.pass_config),  # some of ROCm's write pages of their own
-        "environment": {name: value for name, value in os.environ.items() if name.startswith(_OF_PAGES)},
+        "fusions": canonical(vllm_config.compilation_config.pass_config),  # some ROCm fusions write pages differently
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(_PAGE_LAYOUT_VARIABLES)},
         "layout": spec.config.kv_cache_layout,
-        # Layers of a draft model are in the rows; what they hold is only ever a guess that the model verifies.
+        # Rows contain layers of a draft model. Their content needs no identity: the model verifies drafts.
         "draft": None if speculative is None else [str(speculative.method), str(speculative.model)],
     }
 
 
 def _row_layout(row_bytes: int, dtype: str, quantizer: str) -> ChunkLayout:
-    """Return a row as one layer of "tokens": what is compressed is in the order that it lies in, by slices of 2 MiB.
+    """Return a chunk layout of one layer for a row's bytes, divided into "tokens" of equal length.
 
-    As elements of the cache's own type, where it has one: their exponents compress, whichever page they are of. Bytes
-    of another type in some of its layers are as exact, and only compress less.
+    Elements have the cache's dtype if possible, because their exponents compress well. Layers of another dtype are
+    stored exactly, too, but compress less.
     """
     kind, how = DType.UINT8, Quantizer.PASSTHROUGH
     if dtype in _LOSSLESS and quantizer != Quantizer.PASSTHROUGH.label:
         kind, how = DType.from_label(dtype), Quantizer.LOSSLESS
-    piece = math.gcd(row_bytes, _PAGE)
-    while row_bytes // piece > TOKENS_MAX and row_bytes % (2 * piece) == 0:
-        piece *= 2
+    token_bytes = math.gcd(row_bytes, _PAGE)
+    while row_bytes // token_bytes > TOKENS_MAX and row_bytes % (2 * token_bytes) == 0:
+        token_bytes *= 2
     try:
         return ChunkLayout(
             dtype=kind,
             layers=1,
             kinds=1,
-            vector_length=piece // kind.itemsize,
-            tokens=row_bytes // piece,
+            vector_length=token_bytes // kind.itemsize,
+            tokens=row_bytes // token_bytes,
             quantizer=how,
         )
     except ValueError as error:

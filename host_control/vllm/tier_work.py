@@ -1,7 +1,6 @@
-"""What a tier does off the scheduler's thread: rows of vLLM's CPU tier are looked up, and stored.
+"""Background threads of the offloading tier: they look up and store rows of vLLM's CPU tier.
 
-vLLM's rows lie in memory that the data plane does not know. Between it and ours they are copied once, by numpy, which
-holds no lock of the interpreter meanwhile.
+vLLM's rows are not in registered memory, so numpy copies each of them once. The copy releases the GIL.
 """
 
 import collections
@@ -23,15 +22,14 @@ from host_control.registered_memory import RegisteredMemory
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["RowLookups", "RowStores", "Rows"]
-
 _logger = init_logger("vllm.shadowserve")
+_BATCH_ROWS_MAX: Final = 8
 _LOOKUP_KEYS_MAX: Final = 16_384
-"""Of one question: 0.6 MB, where a message may have 8."""
+"""Keys per Lookup call: 0.6 MB of the 8 MB that a message may have."""
 
 
 class Rows(NamedTuple):
-    """The rows of one job of vLLM's: its keys, those of their records, and where they lie."""
+    """The rows of one job of vLLM: vLLM's keys, the record keys, and the rows' indexes in the CPU tier."""
 
     job_id: int
     keys: tuple[bytes, ...]
@@ -44,12 +42,9 @@ class Rows(NamedTuple):
         return cls(job.job_id, keys, tuple(key(each) for each in keys), [int(each) for each in job.chunk_ids])
 
 
-# ---------------------------------------------------------------------- lookups
-
-
 @dataclass(eq=False)
-class _Asked:
-    """A key that some requests have looked up."""
+class _Lookup:
+    """The lookup of one key for one or more requests. ``found`` is ``None`` until the answer is known."""
 
     record: bytes
     deadline: float
@@ -58,16 +53,16 @@ class _Asked:
 
 
 class RowLookups:
-    """Which rows are stored, asked once in each step and remembered while requests that have asked last.
+    """Looks rows up, once per step, and keeps the answers as long as the requests run.
 
-    All methods are the scheduler's; none waits.
+    All methods run on the scheduler's thread. None of them blocks.
 
     Args:
-        client: of the data plane.
-        namespace: of the rows.
-        record: returns the key of a row's record.
-        timeout: seconds until a row whose lookup has no answer is a miss.
-        failed: told of lookups without an answer: what, how many rows, reason, detail.
+        client: Client of the data plane.
+        namespace: Namespace of the rows.
+        record: Returns the record key for vLLM's key of a row.
+        timeout: Seconds after which a lookup without an answer is a miss.
+        failed: Called for lookups without an answer: operation, number of rows, reason, detail.
     """
 
     def __init__(
@@ -84,111 +79,108 @@ class RowLookups:
         self._timeout = timeout
         self._failed = failed
         self._lock = threading.Lock()
-        self._asked: dict[bytes, _Asked] = {}
+        self._lookups: dict[bytes, _Lookup] = {}
         self._by_request: dict[str, set[bytes]] = {}
-        self._new: list[_Asked] = []
+        self._new: list[_Lookup] = []
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="shadowserve-tier-lookup")
-        self._pool.submit(client.wait_ready, timeout)  # the first request's deadline does not pay for the connection
+        self._pool.submit(client.wait_ready, timeout)  # connect now, so that the first lookup need not
 
-    def look(self, key: bytes, request_id: str) -> bool | None:
-        """Return whether a row is stored, ``None`` while nobody knows and time is left."""
+    def find(self, key: bytes, request_id: str) -> bool | None:
+        """Return True if a row is stored; ``None`` until that is known, before the deadline."""
         now = time.monotonic()
-        asked = self._asked.get(key)
-        if asked is None:
-            asked = self._asked[key] = _Asked(self._record(key), now + self._timeout)
-            self._new.append(asked)
-        asked.requests.add(request_id)
+        lookup = self._lookups.get(key)
+        if lookup is None:
+            lookup = self._lookups[key] = _Lookup(self._record(key), now + self._timeout)
+            self._new.append(lookup)
+        lookup.requests.add(request_id)
         self._by_request.setdefault(request_id, set()).add(key)
-        if asked.found is None and now >= asked.deadline:
-            with self._lock:  # the thread may have answered since; what was said first stays
-                late = asked.found is None
-                asked.found = bool(asked.found)
+        if lookup.found is None and now >= lookup.deadline:
+            with self._lock:  # the thread may have set the answer meanwhile; the first one counts
+                late = lookup.found is None
+                lookup.found = bool(lookup.found)
             if late:
                 self._failed("lookup", 1, "deadline", "no answer in time")
-        return asked.found
+        return lookup.found
 
-    def ask(self) -> None:
-        """Have the thread ask for what is new."""
+    def send(self) -> None:
+        """Send the new lookups."""
         new, self._new = self._new, []
         for first in range(0, len(new), _LOOKUP_KEYS_MAX):
             self._pool.submit(self._run, new[first : first + _LOOKUP_KEYS_MAX])
 
-    def missed(self, keys: Iterable[bytes]) -> None:
-        """Take note that rows are not to be had."""
+    def set_missing(self, keys: Iterable[bytes]) -> None:
+        """Turn rows that could not be loaded into misses."""
         for key in keys:
-            if (asked := self._asked.get(key)) is not None:
+            if (lookup := self._lookups.get(key)) is not None:
                 with self._lock:
-                    asked.found = False
+                    lookup.found = False
 
     def forget(self, request_id: str) -> None:
-        """Drop a request, and what only it has asked for."""
+        """Drop a request and the lookups that no other request needs."""
         for key in self._by_request.pop(request_id, ()):
-            asked = self._asked[key]
-            asked.requests.discard(request_id)
-            if not asked.requests:
-                del self._asked[key]
+            lookup = self._lookups[key]
+            lookup.requests.discard(request_id)
+            if not lookup.requests:
+                del self._lookups[key]
 
     def reset(self) -> None:
-        """Forget every answer."""
-        self._asked, self._by_request, self._new = {}, {}, []
+        """Drop all lookups."""
+        self._lookups, self._by_request, self._new = {}, {}, []
 
     def close(self) -> None:
-        """End the thread; a lookup that runs ends by its deadline."""
+        """End the thread. A running lookup ends by its deadline."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, asked: Sequence[_Asked]) -> None:
-        left = max(each.deadline for each in asked) - time.monotonic()
-        if left <= 0:
-            return  # whoever looks again hears that it was too late
+    def _run(self, lookups: Sequence[_Lookup]) -> None:
+        left_s = max(lookup.deadline for lookup in lookups) - time.monotonic()
+        if left_s <= 0:
+            return  # find() turns them into misses
         try:
-            (present,) = self._client.lookup([(self._namespace, [each.record for each in asked])], left)()
+            (present,) = self._client.lookup([(self._namespace, [lookup.record for lookup in lookups])], left_s)()
             reason = detail = ""
         except DataPlaneError as error:
-            present, reason, detail = np.zeros(len(asked), np.bool_), error.outcome, str(error)
+            present, reason, detail = np.zeros(len(lookups), np.bool_), error.outcome, str(error)
         failed = 0
         with self._lock:
-            for each, found in zip(asked, present.tolist(), strict=True):
-                failed += each.found is None
-                each.found = found if each.found is None else each.found
+            for lookup, found in zip(lookups, present.tolist(), strict=True):
+                failed += lookup.found is None
+                lookup.found = found if lookup.found is None else lookup.found
         if reason:
             self._failed("lookup", failed, reason, detail)
 
 
-# ---------------------------------------------------------------------- stores
-
-
 class RowStores:
-    """Stores rows, one job of vLLM's after the other, from a thread of its own.
+    """Stores rows on a thread, one job of vLLM after the other.
 
-    vLLM keeps the rows of a job as they are until its outcome. So nothing waits in memory of ours but the batch that is
-    being stored, and a job that has waited for its turn for the time that a batch may take is given up: rows that wait
-    for a slow store would leave the CPU tier no room.
+    vLLM keeps the rows of a job unchanged until the job ends, so only the current batch is copied to registered memory.
+    A job that waits longer than ``store_timeout_s`` fails: otherwise a slow store would fill the CPU tier with rows
+    that wait.
 
     Args:
-        client: of the data plane.
-        registration: that a batch lies in. Owned from now on.
-        row: returns a row's bytes.
-        done: told of each job once: the job, the keys of rows that are stored, reason, detail, seconds.
-        count: told of bytes that were stored, as rows and as records.
-        config: of the host.
+        client: Client of the data plane.
+        memory: Memory for a batch. It is closed with this object.
+        row: Returns the bytes of a row.
+        done: Called once per job: the job, the keys of stored rows, reason, detail, seconds.
+        count: Called with the name and increment of byte counters.
+        config: Configuration of the host.
     """
 
     def __init__(
         self,
         client: DataPlaneClient,
-        registration: RegisteredMemory,
+        memory: RegisteredMemory,
         row: Callable[[int], npt.NDArray[np.uint8]],
         done: Callable[[Rows, Sequence[bytes], str, str, float], None],
         count: Callable[[str, int], None],
         config: HostConfig,
     ) -> None:
         self._client = client
-        self._registration = registration
+        self._memory = memory
         self._row = row
         self._done = done
         self._count = count
         self._timeout = config.store_timeout_s
-        self._batch = min(config.store_batch_chunks, registration.size // registration.shapes[0].raw_bytes)
+        self._batch = min(_BATCH_ROWS_MAX, memory.size // memory.shapes[0].raw_bytes)
         self._condition = threading.Condition()
         self._queue: collections.deque[tuple[Rows, float]] = collections.deque()
         self._busy = self._hurry = self._closing = False
@@ -198,13 +190,13 @@ class RowStores:
         self._thread.start()
 
     def submit(self, rows: Rows) -> None:
-        """Store a job's rows, some time."""
+        """Add a job to the queue."""
         with self._condition:
             self._queue.append((rows, time.monotonic()))
             self._condition.notify_all()
 
     def drain(self) -> None:
-        """End the batch that runs, fail what has not begun, and wait for that."""
+        """Finish the running batch, let all other rows fail, and wait for that."""
         with self._condition:
             self._hurry = True
             self._condition.notify_all()
@@ -212,15 +204,15 @@ class RowStores:
             self._hurry = False
 
     def close(self, timeout: float) -> None:
-        """Store what waits, at most ``timeout`` seconds, and end the thread."""
-        ends = time.monotonic() + timeout
+        """Store queued jobs for at most ``timeout`` seconds, then end the thread."""
+        deadline = time.monotonic() + timeout
         with self._condition:
             self._closing = True
             self._condition.notify_all()
             self._condition.wait_for(lambda: not self._queue and not self._busy, timeout)
             self._hurry = True
-        self._thread.join(max(0.0, ends - time.monotonic()) + 0.1)
-        self._registration.close()
+        self._thread.join(max(0.0, deadline - time.monotonic()) + 0.1)
+        self._memory.close()
 
     def _run(self) -> None:
         while True:
@@ -230,21 +222,21 @@ class RowStores:
                 self._condition.wait_for(lambda: self._queue or self._closing)
                 if not self._queue:
                     return
-                rows, arrived = self._queue.popleft()
+                rows, queued_s = self._queue.popleft()
                 self._busy = True
             stored: list[bytes] = []
             try:
-                reason, detail = self._store(rows, arrived, stored)
-            except Exception as error:  # the thread must outlive any bug
+                reason, detail = self._store(rows, queued_s, stored)
+            except Exception as error:  # keep the thread alive
                 _logger.exception("ShadowServe: storing rows failed")
                 reason, detail = "internal", f"{type(error).__name__}: {error}"
-                self._registration.retire(release=True)
-            self._done(rows, stored, reason, detail, time.monotonic() - arrived)
+                self._memory.retire(release=True)
+            self._done(rows, stored, reason, detail, time.monotonic() - queued_s)
 
-    def _store(self, rows: Rows, arrived: float, stored: list[bytes]) -> tuple[str, str]:
-        """Store a job's rows by batches, and note which are; return why not all."""
-        if time.monotonic() - arrived > self._timeout:
-            return "deadline", "jobs before it took too long; the store is slower than what is to be kept"
+    def _store(self, rows: Rows, queued_s: float, stored: list[bytes]) -> tuple[str, str]:
+        """Store a job's rows in batches, append the stored keys to ``stored``, and return reason and detail."""
+        if time.monotonic() - queued_s > self._timeout:
+            return "deadline", "the job waited too long: rows are offloaded faster than they can be stored"
         for first in range(0, len(rows.keys), self._batch):
             if self._hurry:
                 return "cancelled", ""
@@ -257,31 +249,33 @@ class RowStores:
                 return "no_memory", str(error)
             self._count("stored_raw_bytes", answer.raw_bytes)
             self._count("stored_bytes", answer.stored_bytes)
-            stored += [key for key, there in zip(rows.keys[batch], answer.stored.tolist(), strict=True) if there]
+            stored += [
+                key for key, is_stored in zip(rows.keys[batch], answer.stored.tolist(), strict=True) if is_stored
+            ]
             if answer.reason != "complete":
                 return answer.reason, answer.detail
         return "complete", ""
 
     def _call(self, rows: Rows, batch: slice) -> StoreAnswer:
-        """Store one batch; once more where the daemon has restarted.
+        """Store one batch; try again if the data plane has restarted.
 
         Raises:
-            DataPlaneError: the data plane cannot be reached, or refuses.
-            ConfigurationError: there is no memory to be had.
+            DataPlaneError: The data plane cannot be reached, or refuses the call.
+            ConfigurationError: There is no memory for the batch.
         """
         for _ in range(2):
-            memory = self._registration.acquire(self._timeout)
-            places = np.frombuffer(memory.memory, np.uint8).reshape(-1, self._registration.shapes[0].raw_bytes)
-            for place, chunk_id in zip(places, rows.chunk_ids[batch], strict=False):
-                np.copyto(place, self._row(chunk_id))
+            memory = self._memory.acquire(self._timeout)
+            slots = np.frombuffer(memory.memory, np.uint8).reshape(-1, self._memory.shapes[0].raw_bytes)
+            for slot, chunk_id in zip(slots, rows.chunk_ids[batch], strict=False):
+                np.copyto(slot, self._row(chunk_id))
             if not memory.whole():
-                self._registration.lost(memory)
-                raise ConfigurationError("the memory that rows wait in was made shorter; it is given up")
+                self._memory.lost(memory)
+                raise ConfigurationError("another process truncated the shared memory of the store buffer")
             self._calls += 1
             records = rows.records[batch]
             answer = self._client.store(
                 f"{self._job_prefix}-{self._calls}",
-                self._registration.memory_id,
+                self._memory.memory_id,
                 0,
                 records,
                 [b""] * len(records),
@@ -289,7 +283,7 @@ class RowStores:
                 purpose=pb.PURPOSE_OFFLOADING_TIER,
             )
             if answer.reason == "unknown_memory" or not answer.quiet:
-                self._registration.retire(release=not answer.quiet)
+                self._memory.retire(release=not answer.quiet)
             if answer.reason != "unknown_memory":
                 break
         return answer

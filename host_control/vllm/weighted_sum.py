@@ -1,27 +1,29 @@
-"""The number that stands for a storage of weights on an accelerator."""
+"""A checksum of weights in an accelerator's memory, computed with torch."""
 
 from typing import Any, Final
 
 import torch
 
-__all__ = ["weighted_sum"]
-
-_PIECE_BYTES: Final = 4 << 20
+_BATCH_BYTES: Final = 4 << 20
 
 
 def weighted_sum(memory: Any, begin: int = 0) -> Any:
-    """Return the sum of a storage's words from byte ``begin`` on, each times an odd number of its position.
+    """Return the sum, modulo 2^64, of 4-byte words times a factor that depends on the word's position.
 
-    Modulo 2^64. A word has 4 bytes; bytes behind the last one are words of their own. Odd, so that no change of one
-    word goes unseen; mixed as splitmix64 does, so that changes of many words do not cancel each other out.
+    Trailing bytes count as words. The factors are odd, so that every change of a single word changes the sum. They are
+    mixed like splitmix64, so that changes of several words do not cancel out.
+
+    Args:
+        memory: Tensor of bytes.
+        begin: First byte, a multiple of 4.
     """
     total = torch.zeros((), dtype=torch.int64, device=memory.device)
-    for first in range(begin, memory.numel(), _PIECE_BYTES):
-        piece = memory[first : first + _PIECE_BYTES]
-        whole = piece.numel() // 4 * 4
-        for words, position in ((piece[:whole].view(torch.int32), first // 4), (piece[whole:], (first + whole) // 4)):
-            place = torch.arange(position, position + words.numel(), dtype=torch.int64, device=memory.device)
-            factor = place * -7046029254386353131
+    for first in range(begin, memory.numel(), _BATCH_BYTES):
+        batch = memory[first : first + _BATCH_BYTES]
+        whole = batch.numel() // 4 * 4
+        for words, position in ((batch[:whole].view(torch.int32), first // 4), (batch[whole:], (first + whole) // 4)):
+            positions = torch.arange(position, position + words.numel(), dtype=torch.int64, device=memory.device)
+            factor = positions * -7046029254386353131
             factor = (factor ^ (factor >> 29)) * -4658895280553007687
             factor ^= factor >> 32
             total += (words.to(torch.int64) * (factor | 1)).sum()

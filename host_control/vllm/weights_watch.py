@@ -1,9 +1,9 @@
-"""Whether a worker computes with the weights of its epoch.
+"""Checks whether a worker still computes with the weights of the current epoch.
 
-They may have been changed when the scheduler says so (it has seen a call to the workers, a reset of the prefix
-cache, or a pause of the engine), and when marks differ. The weights are *in doubt* then, until a digest that has begun
-afterwards is the epoch's: what is loaded meanwhile does not count yet, and what is to be stored waits. Where there is
-no doubt, samples are compared, and once in a while there is an *audit*: a digest for which no load or store waits.
+The weights are *in doubt* after the scheduler reports a possible change (a call to the workers, a reset of the prefix
+cache, a pause of the engine), and after marks have changed. The doubt ends when a digest that was started later equals
+the epoch's digest. Until then, loads are not confirmed and stores wait. Without a doubt, samples are compared. An
+*audit* computes a digest from time to time; no load or store waits for it.
 """
 
 import threading
@@ -12,25 +12,23 @@ from typing import Final
 
 from host_control.vllm.loaded_weights import Digest, LoadedWeights, Sample
 
-__all__ = ["WeightsWatch"]
-
 _AUDIT_S: Final = 60.0
 _AUDIT_SHARE: Final = 0.002
-"""Of an engine's time that audits take, at most."""
+"""Largest share of the engine's time that audits run."""
 
 
 class WeightsWatch:
-    """Which epoch the weights belong to that a worker computes with. The scheduler names epochs.
+    """Knows whether a worker's weights are those of the current epoch. The scheduler decides when a new epoch begins.
 
-    :meth:`follow` and :meth:`look` are for the thread that computes, the others for any.
+    :meth:`follow` and :meth:`look` run on the thread that computes, the other methods on any thread.
 
     Args:
-        weights: of the engine; without them only what the scheduler says counts.
-        ranks: workers of the engine: each one's KV depends on the weights of all.
-        audit_s: seconds between audits.
+        weights: Weights of the engine. ``None``: only the scheduler's reports count.
+        ranks: Number of workers. A worker's KV depends on the weights of all of them.
+        audit_s: Seconds between audits.
 
     Attributes:
-        epoch: that the scheduler has named last.
+        epoch: The scheduler's last epoch.
     """
 
     def __init__(self, weights: LoadedWeights | None, *, ranks: int = 1, audit_s: float = _AUDIT_S) -> None:
@@ -39,73 +37,73 @@ class WeightsWatch:
         self._ranks = ranks
         self._audit_s = audit_s
         self._condition = threading.Condition()
-        self._outlived = False
-        self._doubts = self._agreed = self._reported = 0  # by the scheduler's count
-        self._asked = self._verified = 0  # digests that are waited for, by our own
-        self._running: list[tuple[Digest, int, int]] = []  # of so many doubts and digests asked for
+        self._outlived = False  # the weights have changed since the epoch began
+        self._doubts = self._agreed = self._reported = 0  # numbers of doubts, counted by the scheduler
+        self._requested = self._verified = 0  # numbers of digests that loads and stores wait for
+        self._running: list[tuple[Digest, int, int]] = []  # each with the number of doubts and of requested digests
         self._verified_doubts = 0
         self._reference: Digest | None = None  # of the epoch
-        self._audit_at = float("inf")
-        self._began = 0.0
+        self._audit_at_s = float("inf")
+        self._started_s = 0.0
         self._closed = False
         self._first = self.sample()
-        self._ask()
+        self._request_digest()
 
-    # ------------------------------------------------------------------ the thread that computes
+    # ---- On the thread that computes ---------------------------------------------------------------------------------
 
     def follow(self, epoch: str, doubts: int = 0, agreed: int = 0) -> None:
-        """Take note of what the scheduler knows; an epoch that is new begins with the weights as they are.
+        """Apply the scheduler's view. A new epoch begins with the current weights.
 
         Args:
-            epoch: of the weights.
-            doubts: how often they may have been changed so far.
-            agreed: of these, at the last that has been settled all ranks had the epoch's weights.
+            epoch: The current epoch.
+            doubts: Number of possible changes so far.
+            agreed: Number of the last doubt after which all ranks still had the epoch's weights.
         """
         if epoch == self.epoch and doubts == self._doubts and agreed == self._agreed:
-            if time.monotonic() >= self._audit_at:
+            if time.monotonic() >= self._audit_at_s:
                 self._audit()
             return
         renewed = epoch != self.epoch
-        if self._weights is not None and (renewed or doubts != self._doubts):
+        doubted = renewed or doubts != self._doubts
+        if self._weights is not None and doubted:
             self._weights.refresh()
         first = self.sample() if renewed else None
         with self._condition:
-            asked = renewed or doubts != self._doubts
             self._doubts, self._agreed = doubts, agreed
             if renewed:
                 self._cancel(0)
                 self.epoch, self._first, self._outlived, self._reference = epoch, first, False, None
             self._condition.notify_all()
-        if asked:
-            self._ask()
+        if doubted:
+            self._request_digest()
 
     def look(self) -> None:
-        """Compare marks. For each step that stores something or has loaded something."""
+        """Compare marks. Called in each step that stores or has loaded KV."""
         if self._weights is not None and not self._weights.unchanged():
             self._weights.refresh()
-            self._ask()
+            self._request_digest()
 
-    def _ask(self) -> None:
-        """Begin a digest that is waited for."""
+    def _request_digest(self) -> None:
+        """Start a digest that loads and stores wait for."""
         if self._weights is None:
             return
         digest = self._weights.digest()
         with self._condition:
-            self._asked += 1
-            self._begin(digest)
+            self._requested += 1
+            self._add_running(digest)
 
     def _audit(self) -> None:
         if self._weights is None or self._running:
             return
         digest = self._weights.digest(hurried=False)
         with self._condition:
-            self._begin(digest)
+            self._add_running(digest)
 
-    def _begin(self, digest: Digest) -> None:
-        # That with which an epoch begins is compared with all that follow it; of the others the last is enough.
+    def _add_running(self, digest: Digest) -> None:
+        # Keep the first digest of an epoch, the reference for all others. Of the others only the newest is needed.
         self._cancel(1 if self._reference is None else 0)
-        self._running.append((digest, self._doubts, self._asked))
-        self._began, self._audit_at = time.monotonic(), float("inf")
+        self._running.append((digest, self._doubts, self._requested))
+        self._started_s, self._audit_at_s = time.monotonic(), float("inf")
         self._condition.notify_all()
 
     def _cancel(self, kept: int) -> None:
@@ -114,64 +112,64 @@ class WeightsWatch:
         del self._running[kept:]
 
     def take_settled(self) -> int:
-        """Return the last doubt that is settled here, where that is to be reported to the scheduler; else 0."""
+        """Return the number of the last doubt that ended here, to be reported to the scheduler; 0 for no news."""
         if self._ranks == 1 or self._reported == self._doubts:
             return 0
-        self._settle()
-        if self._outlived or self._verified < self._asked or self._verified_doubts == self._reported:
+        self._compare_done()
+        if self._outlived or self._verified < self._requested or self._verified_doubts == self._reported:
             return 0
         self._reported = self._verified_doubts
         return self._reported
 
     def resume(self) -> None:
-        """Go on after :meth:`close`."""
+        """Continue after :meth:`close`."""
         if self._closed:
             self._closed = False
             if self._weights is not None:
                 self._weights.refresh()
-            self._ask()
+            self._request_digest()
 
     def close(self) -> None:
-        """End what runs: nothing is known until :meth:`resume`."""
+        """Cancel running digests. The weights are in doubt until :meth:`resume`."""
         with self._condition:
             self._closed = True
             self._cancel(1 if self._reference is None else 0)
             self._condition.notify_all()
 
-    # ------------------------------------------------------------------ any thread
+    # ---- On any thread -----------------------------------------------------------------------------------------------
 
     def sample(self) -> Sample | None:
-        """Take a sample, behind what the current stream has been given to do."""
+        """Take a sample after all work in the current stream."""
         return self._weights.sample() if self._weights is not None else None
 
     def known(self, timeout: float = 0.0, *, everywhere: bool = False) -> bool:
-        """Return whether the weights are not in doubt, once they are not, after ``timeout`` seconds at most.
+        """Wait until the weights are not in doubt; return True if they are not.
 
         Args:
-            timeout: to wait.
-            everywhere: nor those of other ranks. Needs steps of the engine to go on meanwhile.
+            timeout: Seconds to wait at most.
+            everywhere: Also wait for the other ranks. This needs further steps of the engine.
         """
-        ends = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         while True:
-            self._settle()
+            self._compare_done()
             with self._condition:
                 if self._outlived or self._weights is None:
                     return True
                 if self._closed:
                     return False
-                waited = self._running[0][0] if self._verified < self._asked and self._running else None
-                if waited is None:
+                pending = self._running[0][0] if self._verified < self._requested and self._running else None
+                if pending is None:
                     if not everywhere or self._ranks == 1 or self._agreed >= self._doubts:
                         return True
-                    if not self._condition.wait(max(0.0, ends - time.monotonic())) and time.monotonic() >= ends:
+                    if not self._condition.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
                         return False
                     continue
-            if not waited.wait(max(0.0, ends - time.monotonic())) and time.monotonic() >= ends:
+            if not pending.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
                 return False
 
     def check(self, epoch: str, sample: Sample | None) -> bool:
-        """Return whether an epoch lasts: no other was named, and the weights were its own in ``sample``."""
-        self._settle()
+        """Return True if ``epoch`` is still the current one and ``sample`` has its weights."""
+        self._compare_done()
         with self._condition:
             first = self._first
             lasts = epoch == self.epoch and not self._outlived
@@ -182,29 +180,29 @@ class WeightsWatch:
         return lasts
 
     def lasts(self, epoch: str) -> bool:
-        """Return whether an epoch lasts, as far as is known without another look."""
+        """Return True if ``epoch`` is still the current one, by the digests that are complete."""
         return self.check(epoch, None)
 
     @property
     def outlived(self) -> set[str]:
-        """The scheduler's epoch, if the weights have changed since it began."""
+        """The current epoch if the weights have changed since it began, else empty."""
         if self._running:
-            self._settle()
+            self._compare_done()
         if not self._outlived:
             return set()
         with self._condition:
             return {self.epoch} if self._outlived else set()
 
-    def _settle(self) -> None:
-        """Compare the digests that are done with the epoch's."""
+    def _compare_done(self) -> None:
+        """Compare complete digests with the epoch's first one."""
         with self._condition:
             while self._running and self._running[0][0].done:
-                digest, doubts, asked = self._running.pop(0)
+                digest, doubts, requested = self._running.pop(0)
                 if self._reference is None:
                     self._reference = digest
                 elif not digest.same(self._reference):
                     self._outlived = True
-                self._verified, self._verified_doubts = asked, doubts
-                took = time.monotonic() - self._began
-                self._audit_at = time.monotonic() + max(self._audit_s, took / _AUDIT_SHARE)
+                self._verified, self._verified_doubts = requested, doubts
+                took_s = time.monotonic() - self._started_s
+                self._audit_at_s = time.monotonic() + max(self._audit_s, took_s / _AUDIT_SHARE)
                 self._condition.notify_all()

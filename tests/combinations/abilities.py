@@ -93,7 +93,7 @@ ABILITIES: Final[dict[str, Ability]] = {
     "tier": Ability(
         "offloading tier",
         "OffloadingConnector with ShadowServeTier",
-        alone="tests/e2e/test_vllm_tier.py::test_another_engine_has_what_one_has_computed",
+        alone="tests/e2e/test_vllm_tier.py::test_a_second_engine_loads_what_the_first_stored",
     ),
 }
 
@@ -126,11 +126,11 @@ PAIRS: Final[dict[tuple[str, str], Expected]] = {
     ("layers", "s3"): Expected("slower", "pending_chunks"),
     ("layers", "nodes"): Expected("slower", "several_nodes"),
     ("layers", "cluster"): Expected("slower", "cluster"),
-    ("pages", "binned"): Expected("refused", "pages: true stores chunks as they are .* quantizer: binned"),
+    ("pages", "binned"): Expected("refused", "pages: true stores pages unchanged, which quantizer: binned"),
     ("pages", "gpu"): Expected(
         "refused",
         "pages: true needs an engine that computes on a CPU",
-        "tests/host/vllm/test_vllm_start_check.py::test_a_configuration_that_cannot_be_used_is_refused",
+        "tests/host/vllm/test_vllm_start_check.py::test_an_unusable_configuration_is_refused",
     ),
     ("pd", "cluster"): Expected("slower", "no_publishing"),
     ("s3", "nodes"): Expected(
@@ -138,7 +138,7 @@ PAIRS: Final[dict[tuple[str, str], Expected]] = {
     ),
     ("s3", "cluster"): Expected("none", "the bucket is below a storage node of ShadowServe"),
     ("nodes", "cluster"): Expected("none", "a data plane has the one or the other"),
-    ("groups", "tier"): Expected(test="tests/e2e/test_vllm_tier.py::test_windows_load_their_trailing_part"),
+    ("groups", "tier"): Expected(test="tests/e2e/test_vllm_tier.py::test_sliding_windows_load_their_last_tokens"),
     ("layers", "tier"): Expected("refused", _TIER_REFUSES, _TIER),
     ("waits", "tier"): Expected("refused", _TIER_REFUSES, _TIER),
     ("pages", "tier"): Expected("refused", _TIER_REFUSES, _TIER),
@@ -146,12 +146,11 @@ PAIRS: Final[dict[tuple[str, str], Expected]] = {
     ("policy", "tier"): Expected("refused", _TIER_REFUSES, _TIER),
     ("pd", "tier"): Expected("refused", _TIER_REFUSES, _TIER),
     ("budget", "tier"): Expected(
-        test="tests/e2e/test_vllm_tier.py::"
-        "test_the_data_plane_hears_of_its_engine_s_steps_and_holds_its_rows_to_the_budget"
+        test="tests/e2e/test_vllm_tier.py::test_the_tier_reports_steps_and_its_transfers_keep_the_interference_budget"
     ),
     ("preemption", "tier"): Expected("none", _OWN_REQUESTS),
     ("ranks", "tier"): Expected(
-        test="tests/e2e/test_vllm_tier.py::test_engines_of_another_number_of_ranks_share_rows_in_canonical_order_alone"
+        test="tests/e2e/test_vllm_tier.py::test_engines_with_other_numbers_of_ranks_only_share_canonical_rows"
     ),
 }
 """Pairs of which something else is expected than that they work, or that a test of its own shows."""

@@ -13,24 +13,11 @@ sys.path[:0] = [
     *(str(_TESTS / name) for name in ("host", "models", "pool", "dataplane")),
 ]
 
-
-@pytest.fixture(scope="session")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that gives a tiny model of a family."""
-    from tiny_models import write_model
-
-    made: dict[str, Path] = {}
-
-    def of(name: str) -> Path:
-        if name not in made:
-            made[name] = write_model(name, tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return of
+from families import family  # noqa: E402, F401
 
 
 @pytest.fixture(scope="session")
-def references(family: Callable[[str], Path]) -> Any:
+def references(family: Callable[[str], Path]) -> Any:  # noqa: F811
     """Return the outputs of engines without a cache."""
     from runner import References
 

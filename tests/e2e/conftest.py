@@ -1,4 +1,4 @@
-"""Real vLLM engines in this process, sharing one tiny model; no test here needs a network."""
+"""Fixtures for real vLLM engines in this process with one tiny model. No test needs a network."""
 
 import multiprocessing
 import sys
@@ -11,8 +11,12 @@ import pytest
 sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / name) for name in ("host", "models"))]
 
 from engine import PATIENT, Engine  # noqa: E402
+from families import family  # noqa: E402, F401
+from machine import free_port  # noqa: E402
 from scripted import ScriptedDataPlane  # noqa: E402
-from tiny_models import CHUNK, random_tokens, write_model  # noqa: E402
+from stack import Process  # noqa: E402
+from stack import data_plane as start_daemon  # noqa: E402
+from tiny_models import CHUNK, random_tokens  # noqa: E402
 
 OUTPUT = 8
 
@@ -21,37 +25,24 @@ PROMPTS = {
     **{(600, seed): OUTPUT for seed in range(1, 6)},
     # A chunk ends in generated tokens.
     (200, 0): 150,
-    # Too much KV for a small cache at once.
+    # Together too much KV for a small cache.
     **{(300, seed): 110 for seed in range(11, 15)},
 }
-"""Arguments of :func:`prompt` -> tokens that :func:`reference` generates. Prompts of one seed are prefixes of each
-other."""
+"""Number of tokens that :func:`reference` generates, by arguments of :func:`prompt`. Prompts with the same seed are
+prefixes of each other."""
 SEEDED = {"temperature": 1.0, "seed": 11}
-"""How :func:`seeded_reference` samples."""
+"""Sampling parameters of :func:`seeded_reference`."""
 
 
 @pytest.fixture(scope="session")
 def patient() -> dict[str, float]:
-    """Return what the host is configured with where the data plane is meant to answer."""
+    """Host configuration with long deadlines, for tests in which the data plane answers."""
     return PATIENT
 
 
 @pytest.fixture(scope="session")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that gives a tiny model of a family (see tiny_models.py)."""
-    made: dict[str, Path] = {}
-
-    def of(name: str) -> Path:
-        if name not in made:
-            made[name] = write_model(name, tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return of
-
-
-@pytest.fixture(scope="session")
-def model(family: Callable[[str], Path]) -> Path:
-    """Return the model that most tests share."""
+def model(family: Callable[[str], Path]) -> Path:  # noqa: F811
+    """The model of most tests."""
     return family("llama")
 
 
@@ -66,7 +57,7 @@ def make_engine(model: Path) -> Callable[..., Engine]:
 
 @pytest.fixture(scope="session")
 def prompt() -> Callable[..., list[int]]:
-    """Return a function that makes prompts: the same arguments, the same tokens."""
+    """Return a function (tokens, seed) -> prompt."""
 
     def make(tokens: int, seed: int = 0) -> list[int]:
         return random_tokens(tokens, seed)
@@ -78,10 +69,10 @@ def prompt() -> Callable[..., list[int]]:
 def plain_outputs(
     make_engine: Callable[..., Engine], prompt: Callable[..., list[int]]
 ) -> tuple[dict[tuple[int, ...], list[int]], dict[tuple[int, ...], list[int]]]:
-    """Return the greedy outputs of an engine without any cache, and the seeded ones, by the prompt's tokens.
+    """Return the greedy and the seeded outputs of an engine without a cache, by prompt.
 
-    Only one engine can live in a process, and starting one takes seconds, so the outputs of every prompt that the
-    tests use are synthetic front; and for each that a hit can serve, it is shown that outputs tell.
+    A process can only have one engine at a time, and a start takes seconds. So this runs all prompts of all tests in
+    advance. It also checks that a wrong first chunk would change each output.
     """
     engine = make_engine(None, enable_prefix_caching=False)
     try:
@@ -101,7 +92,7 @@ def plain_outputs(
 
 @pytest.fixture(scope="session")
 def reference(plain_outputs: Any) -> Callable[..., list[list[int]]]:
-    """Return a function that gives the outputs of an engine without any cache."""
+    """Return a function (prompts, tokens) -> outputs of an engine without a cache."""
 
     def of(prompts: list[list[int]], tokens: int = 8) -> list[list[int]]:
         return [plain_outputs[0][tuple(prompt)][:tokens] for prompt in prompts]
@@ -110,20 +101,32 @@ def reference(plain_outputs: Any) -> Callable[..., list[list[int]]]:
 
 
 @pytest.fixture(scope="session")
+def serve(prompt: Callable[..., list[int]], reference: Callable[..., list[list[int]]]) -> Callable[..., int]:
+    """Return a function that serves one prompt, checks its output, and returns the number of cached tokens."""
+
+    def served(engine: Engine, length: int, seed: int = 0, tokens: int = OUTPUT) -> int:
+        (output,) = engine.generate([prompt(length, seed)], tokens)
+        assert list(output.outputs[0].token_ids) == reference([prompt(length, seed)], tokens)[0]
+        return int(output.num_cached_tokens or 0)
+
+    return served
+
+
+@pytest.fixture(scope="session")
 def seeded_reference(plain_outputs: Any) -> Callable[[list[int]], list[int]]:
-    """Return a function that gives what that engine samples for a prompt with :data:`SEEDED`."""
+    """Return a function prompt -> output of that engine with :data:`SEEDED`."""
     return lambda prompt: list(plain_outputs[1][tuple(prompt)])
 
 
 @pytest.fixture(scope="session")
 def seeded() -> dict[str, Any]:
-    """Return these sampling parameters."""
+    """The sampling parameters of :func:`seeded_reference`."""
     return SEEDED
 
 
 @pytest.fixture
 def several_workers(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Have an engine's workers, processes of their own, forked from one that has imported vLLM: that takes 11 s."""
+    """Fork the workers of engines with several ranks from a process that has imported vLLM, which saves 11 s each."""
     import vllm.v1.executor.multiproc_executor as executor
 
     monkeypatch.setenv("PYTHONPATH", str(request.config.rootpath))
@@ -148,7 +151,23 @@ def data_plane() -> Iterator[ScriptedDataPlane]:
 
 @pytest.fixture(scope="module")
 def plane() -> Iterator[ScriptedDataPlane]:
-    """One for all tests of a file, as its engines are."""
+    """A scripted data plane for all tests of a file."""
     plane = ScriptedDataPlane()
     yield plane
     plane.stop()
+
+
+@pytest.fixture(scope="module")
+def storage() -> Iterator[Process]:
+    """A real storage node."""
+    process = Process("storage", "--port", str(free_port()))
+    yield process
+    process.stop()
+
+
+@pytest.fixture(scope="module")
+def daemon(storage: Process) -> Iterator[Process]:
+    """A real data plane over the storage node."""
+    process = start_daemon(storage.address)
+    yield process
+    process.stop()

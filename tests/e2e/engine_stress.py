@@ -87,7 +87,7 @@ class Script(Faults):
         elif kind in ("short", "layer"):
             script.fail_fetch_at, script.fail_layer = chance.randrange(3), chance.randrange(4)
         elif kind == "full":
-            script.round_chunks, script.round_layers = 1, chance.choice([1, 3])
+            script.batch_chunks, script.batch_layers = 1, chance.choice([1, 3])
         elif kind == "refused":
             script.store_outcome = pb.OUTCOME_STORAGE_REFUSED
         elif kind == "away":
@@ -283,7 +283,7 @@ def left_behind(engine: Any) -> dict[str, Any]:
         kept |= {"held": side._preemption._held, "saved": side._preemption._saved}
     if side._policy_runner is not None:
         kept |= {name: getattr(side._policy_runner, name) for name in _OF_POLICY_RUNNER}
-        kept["policy"] = side._policy_runner._policy._loads
+        kept["policy"] = side._policy_runner._policy._queued
     for cut, manager in worker._managers.items():
         kept |= {f"{name} {cut}": getattr(manager, name) for name in _OF_MANAGER}
     return {name: list(value) for name, value in kept.items() if value}

@@ -1,6 +1,6 @@
-"""A host without an engine, as a process: stores and fetches what standard input tells it to, and says how it went.
+"""A host without an engine: a process that runs commands from standard input.
 
-python far_host.py CONFIGURATION      one line of JSON in, one line of JSON out
+python far_host.py CONFIGURATION      each command and each answer is one line of JSON
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Two proxies in front of a prefill engine and a decode engine, as small as they can be and do what others do.
+"""Two minimal proxies in front of a prefill engine and a decode engine.
 
-:class:`SharedStorage` does what llm-d's sidecar does with ``--kv-connector=shared-storage``, :class:`CarriesParams`
-what vLLM's toy proxy does for NIXL.
+:class:`SharedStorage` works like llm-d's sidecar with ``--kv-connector=shared-storage``, :class:`CarriesParams` like
+vLLM's toy proxy for NIXL.
 """
 
 import json
@@ -14,14 +14,12 @@ from typing import Any
 
 from machine import NEVER_S
 
-__all__ = ["CarriesParams", "Proxy", "SharedStorage", "post"]
-
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return an answer in JSON; an engine of several ranks may take minutes for its first one.
+    """Post JSON and return the JSON answer. The first answer of an engine with several ranks may take minutes.
 
     Raises:
-        OSError: there was none, or the server refused; says what it said.
+        OSError: There is no answer, or an error status.
     """
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
@@ -32,11 +30,11 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 class Proxy(ABC):
-    """A proxy on a port of its own.
+    """A proxy with its own port.
 
     Attributes:
-        url: of it.
-        told: what the prefill engine answered as ``kv_transfer_params`` last.
+        url: URL of the proxy.
+        told: Last ``kv_transfer_params`` of the prefill engine.
     """
 
     def __init__(self, prefill: str, decode: str) -> None:
@@ -51,7 +49,7 @@ class Proxy(ABC):
                 try:
                     answer = json.dumps(proxy.answer(self.path, body)).encode()
                 except OSError as error:
-                    status, answer = 502, f"asking {proxy.decode}: {error}".encode()
+                    status, answer = 502, f"request to {proxy.decode} failed: {error}".encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(answer)))
@@ -71,10 +69,10 @@ class Proxy(ABC):
 
     @abstractmethod
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Return what a client gets."""
+        """Return the answer for the client."""
 
     def first(self, path: str, body: dict[str, Any], **more: Any) -> dict[str, Any]:
-        """Have the prompt computed; what comes of it is nobody's business where the engine is away."""
+        """Send the prompt to the prefill engine; return ``{}`` if it does not answer."""
         short = body | {"max_tokens": 1, "stream": False} | more
         short.pop("stream_options", None)
         try:

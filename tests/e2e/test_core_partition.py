@@ -1,7 +1,7 @@
-"""The engine's cores are the engine's: no thread of the data plane may run there, or ever does, while KV is fetched.
+"""No thread of the data plane runs on the engine's cores while KV is fetched at full speed.
 
-Real vLLM on one half of the cores, the real data plane on the other, fetches at full speed. This is the part of the
-promise not to disturb serving that holds on any machine; what is left, memory and power, is ``bench interference``'s.
+Real vLLM runs on one half of the cores, the data plane on the other. ``bench interference`` measures the effects that
+remain: shared memory bandwidth and power.
 """
 
 import os
@@ -28,11 +28,11 @@ LOAD = Load(chunks=2, documents=2, output=8, requests=8)
 
 
 class Watch:
-    """Looks at every thread of a process over and over: which cores may it use, and where was it when it last ran?
+    """Samples all threads of a process: their allowed cores, and the core on which each last ran.
 
     Attributes:
-        strays: (thread's name, "may run" or "ran", core) of every look that found one of the forbidden cores.
-        looks: at one thread each.
+        strays: (thread name, "may run" or "ran", core) for each sample with a forbidden core.
+        looks: Number of samples of single threads.
     """
 
     def __init__(self, pid: int, forbidden: set[int]) -> None:
@@ -65,12 +65,12 @@ class Watch:
                 allowed = os.sched_getaffinity(int(task.name))
                 stat = (task / "stat").read_text()
                 ran = (task / "schedstat").read_text().split()[0]
-            except (ProcessLookupError, FileNotFoundError):  # it has just ended
+            except (ProcessLookupError, FileNotFoundError):  # the thread has ended
                 continue
             name, _, rest = stat.partition("(")[2].rpartition(")")
-            core = int(rest.split()[36])  # field 39 of the line: where it runs, or last did
+            core = int(rest.split()[36])  # field 39: the core on which it last ran
             self.strays |= {(name, "may run", one) for one in allowed & self._forbidden}
-            # A thread that has slept since before it was confined still names the core of that time.
+            # A thread that has not run since it was confined still has its old core.
             if self._ran.setdefault(task.name, ran) != ran and core in self._forbidden:
                 self.strays.add((name, "ran", core))
             self._ran[task.name] = ran
@@ -90,7 +90,7 @@ def stack(workload: Workload) -> Iterator[Stack]:
 
 
 def strays(stack: Stack, workload: Workload, *flags: str) -> set[tuple[str, str, int]]:
-    """Start the data plane from a process that may run anywhere; return what was where it must not be, in fetches."""
+    """Start the data plane from a process that can use all cores; return threads on the engine's cores in fetches."""
     with on_cores(EVERYWHERE):
         stack.restart_data_plane(*flags)
     watch = Watch(stack.data_plane.process.pid, set(stack.partition.engine))
@@ -101,19 +101,19 @@ def strays(stack: Stack, workload: Workload, *flags: str) -> set[tuple[str, str,
     return watch.strays
 
 
-def test_no_thread_of_the_data_plane_may_or_does_run_on_the_engines_cores(stack: Stack, workload: Workload) -> None:
+def test_the_data_plane_does_not_use_the_engines_cores(stack: Stack, workload: Workload) -> None:
     assert strays(stack, workload) == set()
 
 
-def test_a_data_plane_that_is_not_confined_is_caught(stack: Stack, workload: Workload) -> None:
-    """The test above can fail: this is what it sees of a data plane that takes what it is given."""
+def test_an_unconfined_data_plane_is_detected(stack: Stack, workload: Workload) -> None:
+    """The control for the test above."""
     found = strays(stack, workload, "--cores", "auto")
     assert {(how, core) for _, how, core in found} >= {("may run", core) for core in stack.partition.engine}
     assert any(how == "ran" for _, how, _ in found)
     assert {name for name, _, _ in found} >= {"ss-net-0", "ss-decomp-0"}
 
 
-def test_decoding_moves_into_the_engine_and_the_network_stays_where_it_is(stack: Stack) -> None:
+def test_decoding_in_the_engine_moves_only_the_decompression_thread(stack: Stack) -> None:
     stack.restart_data_plane()
     plane, engine = stack.data_plane.process.pid, set(stack.partition.engine)
     moved, back = Watch(plane, engine), Watch(plane, engine)
@@ -135,14 +135,14 @@ def test_the_engine_and_the_plugin_stay_on_the_engines_cores(stack: Stack) -> No
 
 
 def _cpu_s(pid: int, tasks: set[int] | None = None) -> float:
-    """CPU seconds of a process's threads so far, of some or of all."""
+    """Return the CPU seconds of a process's threads, or of some of them."""
     folder = Path(f"/proc/{pid}/task")
     numbers = {int(task.name) for task in folder.iterdir()} if tasks is None else tasks
     return sum(int((folder / str(number) / "schedstat").read_text().split()[0]) for number in numbers) / 1e9
 
 
 def _pipeline_threads(pid: int) -> set[str]:
-    """Return the names of a process's threads that the C core has started."""
+    """Return the names of the threads that the C core has started in a process."""
     names = {(task / "comm").read_text().strip() for task in Path(f"/proc/{pid}/task").iterdir()}
     return {name for name in names if name.startswith("ss-")}
 
@@ -150,18 +150,17 @@ def _pipeline_threads(pid: int) -> set[str]:
 def test_the_engine_decompresses_nothing(stack: Stack, workload: Workload) -> None:
     stack.restart_data_plane()
     engine, plane = stack.engine.process.pid, stack.data_plane.process.pid
-    assert not _pipeline_threads(engine), "the C core guards the engine's memory, and decodes nothing there"
-    assert _pipeline_threads(plane), "that is where they would be seen"
+    assert not _pipeline_threads(engine), "the C core must not decode in the engine"
+    assert _pipeline_threads(plane), "control: the data plane has such threads"
     threads = {name: number for name, number in stack.engine.ask("threads").items() if name.startswith("shadowserve-")}
     assert {name.split("-")[1].rstrip("_0123456789") for name in threads} == {"fetch", "lookup", "queue", "store"}
-    # The fetching thread copies what has arrived into the engine's blocks. The others have next to nothing to do.
+    # The fetching thread scatters chunks. The others have almost nothing to do.
     others = {number for name, number in threads.items() if not name.startswith("shadowserve-fetch")}
-    stack.engine.serve(LOAD, fetched=True)  # which finds the data plane again
+    stack.engine.serve(LOAD, fetched=True)  # it connects to the data plane again
     shares = []
     for _ in range(5):
         before = _cpu_s(engine, others), _cpu_s(plane)
         stack.engine.serve(LOAD, fetched=True)
         shares.append((_cpu_s(engine, others) - before[0]) / (_cpu_s(plane) - before[1]))
-    # A serving takes a few hundredths of a second: what the interpreter does on whichever thread is at hand, like
-    # collecting garbage, may be most of one serving's share, but not of most servings'.
+    # A serving takes a few hundredths of a second, so the garbage collector may dominate one serving, but not most.
     assert median(shares) < 0.25, shares

@@ -1,4 +1,4 @@
-"""``shadowserve demo``, small: the command that README names first, with everything it starts."""
+"""A small run of ``shadowserve demo``, the first command in the README."""
 
 import json
 import subprocess
@@ -30,13 +30,13 @@ KEYS = {
 }
 
 
-def test_what_the_demo_compares_tells_one_prefix_from_another(make_engine: Callable[..., Any]) -> None:
+def test_another_prefix_changes_the_demos_outputs(make_engine: Callable[..., Any]) -> None:
     documents = _documents({"documents": DOCUMENTS, "document_bytes": DOCUMENT_BYTES})
     prompts = [list(f"{document}\n\n{QUESTIONS[0]}".encode()) for document in documents]
     engine = make_engine(None, model=OWN_MODEL, max_model_len=4096)
     try:
         outputs = engine.outputs(prompts, OUTPUT)
-        # The model has been trained on so little that it does not heed the start of each document.
+        # The small model only notices another start in some documents.
         assert engine.outputs([with_another_first_chunk(prompt) for prompt in prompts], OUTPUT) != outputs
     finally:
         engine.close()

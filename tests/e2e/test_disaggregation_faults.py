@@ -1,6 +1,6 @@
-"""Whoever dies between a publication and the store that it promises: who waits for it hears of it, with one reason.
+"""Faults between publishing keys and storing them: a waiting lookup or load ends with one reason.
 
-Real storage servers and data planes, each a process of its own; in the engines' place what they look prompts up with.
+With real storage nodes and data planes, and the engines' lookups, stores and loads without vLLM.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +41,7 @@ def leading_tokens(present: Sequence[Flags], tokens: int) -> int:
 
 
 class Sides:
-    """A store, and a prefill and a decode engine's data planes and lookups."""
+    """A storage node, with data planes and lookups of a prefill and a decode engine."""
 
     def __init__(self, loads_wait: bool = False) -> None:
         self.storage = Process("storage", "--port", str(free_port()))
@@ -58,12 +58,12 @@ class Sides:
         self.prefill, self.decode = self.lookups
 
     def publish(self, seconds: float) -> None:
-        """Have the prefill engine look the prompt up, and publish it."""
+        """The prefill engine looks the prompt up and publishes its keys."""
         self.prefill.submit("r", TOKENS, disaggregation=Disaggregation(publishes=seconds))
         assert wait_for(lambda: self.prefill.poll("r")) == LookupAnswer(0, "complete")
 
     def wait(self, name: str = "r") -> None:
-        """Have the decode engine wait for it."""
+        """The decode engine starts to wait for the published keys."""
 
         def waits() -> bool:
             self.decode.forget(name)
@@ -92,15 +92,15 @@ def sides() -> Iterator[Sides]:
 
 
 FAULTS: dict[str, tuple[Callable[[Sides], Any], set[str]]] = {
-    "the prefill engine's data plane dies": (lambda sides: sides.planes[0].kill(), {"published_gone"}),
+    "the prefill engine's data plane is killed": (lambda sides: sides.planes[0].kill(), {"published_gone"}),
     "the prefill engine drops the store": (lambda sides: sides.prefill.forget("r"), {"published_gone"}),
-    "the store dies": (lambda sides: sides.storage.kill(), {"storage_unavailable"}),
-    "the decode engine's data plane dies": (lambda sides: sides.planes[1].kill(), {"unreachable"}),
+    "the storage node is killed": (lambda sides: sides.storage.kill(), {"storage_unavailable"}),
+    "the decode engine's data plane is killed": (lambda sides: sides.planes[1].kill(), {"unreachable"}),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_who_waits_for_an_published_chunk_hears_that_it_will_not_come(sides: Sides, fault: str) -> None:
+def test_a_waiting_lookup_ends_after_a_fault(sides: Sides, fault: str) -> None:
     happen, reasons = FAULTS[fault]
     sides.publish(WAIT_MAX_S)
     sides.wait()
@@ -109,15 +109,15 @@ def test_who_waits_for_an_published_chunk_hears_that_it_will_not_come(sides: Sid
     assert answer.tokens == 0 and answer.reason in reasons, answer
 
 
-def test_the_publications_of_an_engine_that_died_expire(sides: Sides) -> None:
+def test_published_keys_of_a_crashed_engine_expire(sides: Sides) -> None:
     sides.publish(2.0)
     sides.wait()
-    sides.prefill.close()  # nobody renews them any more, and nobody withdraws them
+    sides.prefill.close()  # it neither renews nor withdraws them
     answer = sides.answer()
     assert (answer.tokens, answer.reason) == (0, "published_gone")
 
 
-def test_a_store_that_died_and_is_back_hears_of_what_is_still_to_come(sides: Sides) -> None:
+def test_keys_are_published_again_after_a_storage_restart(sides: Sides) -> None:
     sides.publish(2.0)
     sides.wait()
     sides.storage.kill()
@@ -129,7 +129,7 @@ def test_a_store_that_died_and_is_back_hears_of_what_is_still_to_come(sides: Sid
 
 
 class Loads(Sides):
-    """The same, with a prefill engine that stores, and a decode engine that loads what is there while it does."""
+    """The same with stores of the prefill engine and loads of the decode engine."""
 
     def __init__(self) -> None:
         super().__init__(loads_wait=True)
@@ -145,7 +145,7 @@ class Loads(Sides):
             self.scattered[first + index] = bytes(chunks[index * SHAPE.raw_bytes :][: SHAPE.raw_bytes])
 
     def store(self, first: int, end: int) -> None:
-        """Have the prefill engine store chunks; chunk i is filled with byte i + 1."""
+        """The prefill engine stores chunks; chunk i is filled with byte i + 1."""
 
         def gather(index: int, chunk: Any) -> None:
             chunk[:] = bytes([first + index + 1]) * SHAPE.raw_bytes
@@ -155,7 +155,7 @@ class Loads(Sides):
         self.prefill.computed("r", LINKS[first:end])
 
     def begin(self) -> None:
-        """Have the decode engine load what is there, and wait for the rest."""
+        """The decode engine loads the available chunks and waits for the others."""
         self.decode.submit("r", TOKENS, disaggregation=Disaggregation(waits=WAIT_MAX_S))
         assert self.answer() == LookupAnswer(len(TOKENS), "complete")
         arrived = self.decode.arrived("r")
@@ -164,12 +164,12 @@ class Loads(Sides):
         wait_for(lambda: len(self.scattered) == there and any(each.waits() for each in self.manager._fetching))
 
     def published(self) -> int:
-        """Return how many chunks the decode engine hears of as published."""
+        """Return the number of chunks that the decode engine sees as published."""
         found = self.clients[1].find([(SHAPE.namespace, KEYS)], WAIT_MAX_S)().published
         return int(found[0].sum()) if found else 0
 
     def result(self) -> FetchResult:
-        """Return what the load ends with; the workers are told what arrives, as in the steps of an engine."""
+        """Return the result of the load. Each step passes the number of available chunks to the worker."""
 
         def step() -> list[FetchResult]:
             return self.manager.exchange(arrived={"r": self.decode.arrived("r") or Arrived(0, "")})
@@ -198,17 +198,17 @@ def store_garbage(loads: Loads) -> None:
 
 
 WHILE_IT_LOADS: dict[str, tuple[Callable[[Loads], Any], int, set[str]]] = {
-    "all is stored": (lambda loads: loads.store(2, 6), 6, {"complete"}),
-    "a chunk is not": (lambda loads: (loads.store(2, 4), loads.prefill.forget("r")), 4, {"published_gone"}),
-    "what is stored is garbage": (store_garbage, 2, {"published_gone"}),
-    "the prefill engine's data plane dies": (lambda loads: loads.planes[0].kill(), 2, {"published_gone"}),
-    "the store dies": (lambda loads: loads.storage.kill(), 2, {"storage_unavailable"}),
-    "the decode engine's data plane dies": (lambda loads: loads.planes[1].kill(), 2, {"unreachable"}),
+    "all chunks are stored": (lambda loads: loads.store(2, 6), 6, {"complete"}),
+    "a chunk is withdrawn": (lambda loads: (loads.store(2, 4), loads.prefill.forget("r")), 4, {"published_gone"}),
+    "stored chunks are invalid": (store_garbage, 2, {"published_gone"}),
+    "the prefill engine's data plane is killed": (lambda loads: loads.planes[0].kill(), 2, {"published_gone"}),
+    "the storage node is killed": (lambda loads: loads.storage.kill(), 2, {"storage_unavailable"}),
+    "the decode engine's data plane is killed": (lambda loads: loads.planes[1].kill(), 2, {"unreachable"}),
 }
 
 
 @pytest.mark.parametrize("event", WHILE_IT_LOADS)
-def test_a_load_that_has_begun_ends_with_what_there_is_and_one_reason(loads: Loads, event: str) -> None:
+def test_a_running_load_ends_with_the_available_chunks_and_one_reason(loads: Loads, event: str) -> None:
     happen, chunks, reasons = WHILE_IT_LOADS[event]
     loads.publish(WAIT_MAX_S)
     wait_for(lambda: loads.published() == len(KEYS))

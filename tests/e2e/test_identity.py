@@ -1,4 +1,4 @@
-"""Engines that compute other KV never share it: each of these once gave wrong tokens, with a hit and no warning."""
+"""Engines that compute different KV never share it. Each case once gave wrong tokens with a hit."""
 
 import json
 import shutil
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from identity_support import ASSET, tick
+from kit import greedy
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -24,14 +25,14 @@ def plane() -> Iterator[Any]:
 
 
 class Runs:
-    """Engines one after the other over one store, and what each makes of one prompt."""
+    """Runs one prompt on engines over one store, one after the other."""
 
     def __init__(self, make_engine: Callable[..., Any], plane: Any, prompt: list[int], memory: Path) -> None:
         self._make_engine, self._plane, self._prompt = make_engine, plane, prompt
         self._memory = memory
 
     def __call__(self, model: Path, lora: Any = None, **options: Any) -> tuple[list[int], list[int], int]:
-        """Return an engine's output, its output without the cache, and how many tokens it found stored."""
+        """Return an engine's output, its output without the cache, and the number of cached tokens."""
         tick()
         extra = {"identity_cache": str(self._memory)}
         engine = self._make_engine(self._plane.address, model=model, extra=extra, **options)
@@ -49,9 +50,7 @@ class Runs:
         return output, alone, cached
 
     def _generate(self, engine: Any, lora: Any) -> tuple[list[int], int]:
-        from vllm import SamplingParams
-
-        parameters = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+        parameters = greedy(8)
         (made,) = engine.llm.generate(
             [{"prompt_token_ids": self._prompt}], parameters, use_tqdm=False, lora_request=lora
         )
@@ -72,7 +71,7 @@ def copied(folder: Path, **changes: Any) -> Path:
 
 
 def edited(model: Path, part: str) -> None:
-    """Turn a part of a model's weights around, in place and without another size."""
+    """Negate some of a model's weights in place, without changing the file's size."""
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(model / "model.safetensors")
@@ -80,18 +79,18 @@ def edited(model: Path, part: str) -> None:
     save_file(tensors, model / "model.safetensors")
 
 
-def test_weights_edited_in_place_are_not_served_what_the_old_ones_computed(run: Runs, tmp_path: Path) -> None:
+def test_weights_edited_in_place_share_nothing_with_the_old_ones(run: Runs, tmp_path: Path) -> None:
     model = copied(tmp_path / "model")
     before, _, _ = run(model)
-    assert run(model) == (before, before, 512), "an engine of the same weights is served"
+    assert run(model) == (before, before, 512), "an engine with the same weights has a hit"
     shutil.copytree(model, tmp_path / "moved")
-    assert run(tmp_path / "moved") == (before, before, 512), "and so is one that has them elsewhere"
+    assert run(tmp_path / "moved") == (before, before, 512), "also with the same weights in another folder"
     edited(model, "layers.0.self_attn.k_proj")
     after, alone, cached = run(model)
     assert (after, cached) == (alone, 0) and after != before
 
 
-def test_contexts_that_turn_longrope_s_factors_do_not_share(run: Runs, tmp_path: Path) -> None:
+def test_context_lengths_with_other_longrope_factors_share_nothing(run: Runs, tmp_path: Path) -> None:
     factors = {"short_factor": [1.0] * 32, "long_factor": [40.0] * 32, "original_max_position_embeddings": 1024}
     ropes = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 16.0, **factors}
     model = copied(tmp_path / "model", rope_parameters=ropes)
@@ -99,11 +98,11 @@ def test_contexts_that_turn_longrope_s_factors_do_not_share(run: Runs, tmp_path:
     long, alone, cached = run(model, max_model_len=2048)
     assert (long, cached) == (alone, 0) and long != short
     again, _, cached = run(model, max_model_len=4096)
-    assert (again, cached) == (long, 512), "contexts on one side of the limit share"
+    assert (again, cached) == (long, 512), "context lengths with the same factors share"
 
 
 def adapter(folder: Path, seed: int, modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")) -> Path:
-    """Make a LoRA adapter of the project's model, large enough to change what it says."""
+    """Create a LoRA adapter for the project's model that changes its outputs."""
     import torch
     from safetensors.torch import save_file
 
@@ -132,23 +131,23 @@ def lora(path: Path, number: int = 1, name: str = "mine") -> Any:
     return LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(path))
 
 
-def test_an_adapter_is_served_what_its_content_computed_and_nothing_else(run: Runs, tmp_path: Path) -> None:
+def test_adapters_share_by_content(run: Runs, tmp_path: Path) -> None:
     folder, options = adapter(tmp_path / "adapter", 1), {"enable_lora": True, "max_lora_rank": 8}
     plain, _, _ = run(ASSET, **options)
     first, _, cached = run(ASSET, lora(folder), **options)
     assert first != plain and cached == 0
     same = shutil.copytree(folder, tmp_path / "replica")
-    assert run(ASSET, lora(same, 2, "another"), **options) == (first, first, 512), "a replica counts in another order"
-    # Only some of it is applied.
+    assert run(ASSET, lora(same, 2, "another"), **options) == (first, first, 512), "a replica shares"
+    # Only some modules are applied.
     part, alone, cached = run(ASSET, lora(folder), lora_target_modules=["o_proj"], **options)
     assert (part, cached) == (alone, 0) and part != first
-    # Retrained where it was.
+    # Retrained in the same folder.
     adapter(folder, 2)
     after, alone, cached = run(ASSET, lora(folder), **options)
     assert (after, cached) == (alone, 0) and after != first
 
 
-def test_an_adapter_retrained_under_a_running_engine_is_neither_stored_nor_loaded(
+def test_an_adapter_retrained_while_the_engine_runs_is_not_cached(
     make_engine: Any, plane: Any, prompt: Any, tmp_path: Path
 ) -> None:
     folder, other = adapter(tmp_path / "adapter", 1), adapter(tmp_path / "other", 2)
@@ -164,8 +163,8 @@ def test_an_adapter_retrained_under_a_running_engine_is_neither_stored_nor_loade
         for file in other.iterdir():
             shutil.copyfile(file, folder / file.name)
         engine.reset(plane)
-        assert runs._generate(engine, lora(folder)) == (first, 0), "vLLM goes on with what it has loaded"
-        # It drops what it has loaded for an adapter that it has no room for, and loads what is there now.
+        assert runs._generate(engine, lora(folder)) == (first, 0), "vLLM continues with the loaded adapter"
+        # For another adapter, vLLM evicts the loaded one; it later loads the new content.
         runs._generate(engine, lora(other, 2, "other"))
         engine.reset(plane, records=True)
         second, cached = runs._generate(engine, lora(folder))

@@ -1,4 +1,4 @@
-"""Real vLLM on one host without a storage server: the data plane's tiers keep what it computes, over a restart, too."""
+"""Real vLLM on one host without a storage node: the data plane's tiers store KV, also across a restart."""
 
 import json
 import time
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 LENGTHS = (300, 700, 1000)
 
 
-def test_a_host_is_served_from_its_own_tiers_after_a_restart_of_its_data_plane(
+def test_the_tiers_keep_kv_across_a_restart_of_the_data_plane(
     make_engine: Callable[..., Any], prompt: Any, reference: Any, tmp_path: Path
 ) -> None:
     device = {"path": str(tmp_path / "tier"), "size": "64MiB"}
@@ -34,7 +34,7 @@ def test_a_host_is_served_from_its_own_tiers_after_a_restart_of_its_data_plane(
             ends = time.monotonic() + WAIT_MAX_S
             cached = 0
             while cached < 768:
-                assert time.monotonic() < ends, "the engine does not find its data plane, or what it has stored"
+                assert time.monotonic() < ends, "the engine found neither its data plane nor its chunks"
                 engine.forget()
                 (output,) = engine.generate([prompt(1000)])
                 assert list(output.outputs[0].token_ids) == reference([prompt(1000)])[0]
@@ -52,10 +52,10 @@ GENERATED = 110
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_more_requests_than_memory_go_through_the_tiers(
+def test_preempted_requests_are_saved_in_the_tiers(
     make_engine: Callable[..., Any], prompt: Any, reference: Any, killed: bool
 ) -> None:
-    """Killed: with the first preemption, and started again, empty: what it was given is computed."""
+    """With ``killed``, the data plane restarts empty at the first preemption, and its chunks are computed."""
     tiers = json.dumps({"memory_budget_bytes": "64MiB"})
     daemon = Process("dpu", "--listen", f"127.0.0.1:{free_port()}", "--tiers", tiers, *PATIENT)
     engine = None
@@ -79,12 +79,12 @@ def test_more_requests_than_memory_go_through_the_tiers(
         assert held, "the test wants preemptions"
         assert engine.free_blocks() == 44
         counted = engine.counters()
-        # All of a request's tokens, but for fewer than a block behind its last chunk.
+        # All tokens of a request, except less than a block after its last chunk.
         tails = [each.tokens % 256 for each in held]
         assert counted["saved_tokens"] == sum(each.tokens for each in held) - sum(tail for tail in tails if tail < 32)
         if not killed:
             assert counted["restored_tokens"] == counted["saved_tokens"]
-            beyond = counted["loaded_tokens"] - counted["restored_tokens"]  # what is loaded is counted in blocks
+            beyond = counted["loaded_tokens"] - counted["restored_tokens"]  # loaded tokens are counted in whole blocks
             assert 0 <= beyond < 32 * len(held)
     finally:
         if engine is not None:

@@ -1,8 +1,8 @@
-"""Host, DPU and storage node as three network namespaces, TLS between the first two: what works, and when a link fails.
+"""Host, DPU and storage node in three network namespaces, with TLS between host and DPU, and link failures.
 
     host 10.213.8.1 --- 10.213.8.2 DPU 10.213.9.1 --- 10.213.9.2 storage
 
-The memory that KV is delivered into is shared memory of this one machine; everything else goes over the links.
+Registered memory is shared memory of this machine; everything else uses the links.
 """
 
 import json
@@ -30,7 +30,7 @@ SMALL = ("--decompression-buffer-bytes", "4MiB", "--store-buffer-bytes", "4MiB")
 
 
 class FarHost:
-    """The program of far_host.py in the host's namespace."""
+    """far_host.py in the host's namespace."""
 
     def __init__(self, place: Namespace, configuration: Path, environment: dict[str, str]) -> None:
         with place.entered():
@@ -61,7 +61,7 @@ class FarHost:
 
 @dataclass
 class Machines:
-    """Three machines, the daemon and the storage server running on theirs."""
+    """Three machines with a running data plane and storage node."""
 
     host: Namespace
     dpu: Namespace
@@ -81,7 +81,7 @@ class Machines:
             yield host
 
     def link(self, state: str) -> None:
-        """Pull the cable between host and DPU, or put it back (``up``, ``down``)."""
+        """Set the link between host and DPU ``up`` or ``down``."""
         with self.dpu.entered():
             run("ip", "link", "set", "dpu", state)
 
@@ -127,7 +127,7 @@ def machines(
 
 
 def test_a_host_stores_and_fetches_across_the_links(machines: Machines, dpu_certificates: Path) -> None:
-    assert machines.data_plane.address.startswith(f"{DPU}:"), "another machine's address, without allow_remote"
+    assert machines.data_plane.address.startswith(f"{DPU}:"), "the data plane listens on another machine's address"
     with machines.far_host(dpu_certificates) as host:
         assert host.do("connect", timeout=60) == {"backend": "software"}
         stored(host, [1, 2, 3])
@@ -136,7 +136,7 @@ def test_a_host_stores_and_fetches_across_the_links(machines: Machines, dpu_cert
         assert (answer["chunks"], answer["reason"], answer["exact"]) == (3, "complete", True)
 
 
-def test_a_host_that_is_not_known_there_is_told_so(
+def test_a_host_with_an_unknown_certificate_is_refused(
     machines: Machines, dpu_certificates: Path, foreign: Path, tmp_path: Path
 ) -> None:
     with machines.far_host(foreign, tls_ca=str(dpu_certificates / "ca.crt")) as host:
@@ -149,14 +149,12 @@ def test_a_host_that_is_not_known_there_is_told_so(
     assert "CERTIFICATE_VERIFY_FAILED" in machines.data_plane.log.read_text()
 
 
-def test_a_link_that_fails_during_a_fetch_costs_its_deadline_and_is_found_again(
-    machines: Machines, dpu_certificates: Path
-) -> None:
+def test_a_link_failure_during_a_fetch_costs_its_deadline(machines: Machines, dpu_certificates: Path) -> None:
     with machines.far_host(dpu_certificates, fetch_timeout_s=3.0) as host:
         assert host.do("connect", timeout=60) == {"backend": "software"}
         stored(host, [5, 6])
         assert host.do("fetch", seeds=[5, 6])["exact"]
-        # The fetch is under way for as long as storage does not answer.
+        # The fetch runs while the storage node is stopped.
         machines.storage.process.send_signal(signal.SIGSTOP)
         try:
             host.begin("fetch", seeds=[5, 6])
@@ -170,7 +168,7 @@ def test_a_link_that_fails_during_a_fetch_costs_its_deadline_and_is_found_again(
             assert answer["reason"] in ("deadline", "unreachable")
             answer = host.do("fetch", seeds=[5, 6])  # a miss, and no error
             assert answer["chunks"] == 0 and answer["reason"] in ("deadline", "unreachable", "breaker_open"), answer
-            assert answer["retired"] >= 1, "nobody knows what the DPU still writes"
+            assert answer["retired"] >= 1, "memory in doubt was kept"
         finally:
             machines.link("up")
         ends = time.monotonic() + 90
@@ -181,7 +179,7 @@ def test_a_link_that_fails_during_a_fetch_costs_its_deadline_and_is_found_again(
 
 
 def stored(host: FarHost, seeds: list[int]) -> None:
-    """Store chunks, however often it takes."""
+    """Store chunks, with retries."""
     ends = time.monotonic() + 60
     while host.do("lookup", seeds=seeds) != {"hits": [len(seeds)]}:
         assert time.monotonic() < ends

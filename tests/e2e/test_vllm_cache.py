@@ -1,4 +1,4 @@
-"""Real vLLM over the scripted data plane: what is stored comes back as the same tokens, whatever goes wrong."""
+"""Real vLLM over the scripted data plane: hits and failures give the same tokens as an engine without a cache."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
+from kit import greedy
 from machine import NEVER_S, WAIT_MAX_S
 
 from shadowserve.proto import dataplane_pb2 as pb
@@ -17,7 +18,7 @@ LENGTHS = (31, 240, 256, 257, 300, 500, 512, 513, 700, 1000)
 
 @pytest.fixture(scope="module")
 def cold_outputs(plane: Any, make_engine: Callable[..., Any], prompt: Any, reference: Any) -> list[list[int]]:
-    """Return what a first engine makes of all prompts; afterwards it is gone, and the store is filled."""
+    """Return the outputs of a first engine, which fills the store and is closed."""
     engine = make_engine(plane.address)
     try:
         outputs = [engine.outputs([prompt(length)])[0] for length in LENGTHS]
@@ -34,7 +35,7 @@ def shared_engine(plane: Any, make_engine: Callable[..., Any], cold_outputs: Any
     engine.stored = stored
     yield engine
     engine.close()
-    assert plane.registrations == 0, "an engine that has been closed leaves memory registered"
+    assert plane.registrations == 0, "a closed engine leaves memory registered"
 
 
 @pytest.fixture
@@ -45,18 +46,16 @@ def engine(shared_engine: Any, plane: Any) -> Any:
     return shared_engine
 
 
-def test_storing_changes_no_output(cold_outputs: Any, reference: Any, prompt: Any, plane: Any) -> None:
+def test_storing_does_not_change_outputs(cold_outputs: Any, reference: Any, prompt: Any, plane: Any) -> None:
     assert cold_outputs == reference([prompt(length) for length in LENGTHS])
     assert len(plane.records) == 1000 // 256
 
 
-def test_a_fresh_engine_loads_what_another_stored(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
+def test_a_second_engine_loads_what_the_first_stored(engine: Any, plane: Any, serve: Any) -> None:
     for length in LENGTHS:
         engine.forget()
-        (output,) = engine.generate([prompt(length)])
-        assert list(output.outputs[0].token_ids) == reference([prompt(length)])[0]
-        # All full chunks; the last token is left to prefill even where the prompt ends with a chunk.
-        assert output.num_cached_tokens == min(length // 256 * 256, length - 1), length
+        # All full chunks; the last token is computed even if the prompt ends with a chunk.
+        assert serve(engine, length) == min(length // 256 * 256, length - 1), length
     counted = engine.counted_since()
     assert counted["loaded_tokens"] == sum(length // 256 * 256 for length in LENGTHS)
     assert counted["hit_tokens"] == counted["lookup_tokens"]
@@ -64,48 +63,42 @@ def test_a_fresh_engine_loads_what_another_stored(engine: Any, plane: Any, refer
     assert "Store" not in plane.calls, "known chunks are not stored again"
 
 
-def test_a_batch_of_prompts_loads_at_once(engine: Any, reference: Any, prompt: Any) -> None:
+def test_several_prompts_load_at_once(engine: Any, reference: Any, prompt: Any) -> None:
     prompts = [prompt(length) for length in LENGTHS]
     assert engine.outputs(prompts) == reference(prompts)
 
 
-def test_partial_hit_computes_only_the_rest(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
+def test_partial_hit_computes_only_the_rest(engine: Any, plane: Any, serve: Any) -> None:
     for key in list(plane.records)[2:]:
         del plane.records[key]
-    (output,) = engine.generate([prompt(1000)])
-    assert list(output.outputs[0].token_ids) == reference([prompt(1000)])[0]
-    assert output.num_cached_tokens == 512
+    assert serve(engine, 1000) == 512
     engine.flush()
-    assert len(plane.records) == 3, "the rest has been computed, and stored"
+    assert len(plane.records) == 3, "the rest is computed and stored"
 
 
-def test_local_prefix_within_a_chunk_is_kept(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
+def test_local_prefix_within_a_chunk_is_kept(engine: Any, plane: Any, serve: Any) -> None:
     plane_records = dict(plane.records)
     plane.records.clear()
-    assert engine.outputs([prompt(200)]) == reference([prompt(200)])
+    serve(engine, 200)
     plane.records.update(plane_records)
     plane.fetches.clear()
-    (output,) = engine.generate([prompt(700)])
-    assert list(output.outputs[0].token_ids) == reference([prompt(700)])[0]
-    assert output.num_cached_tokens == 512
-    assert [len(fetch.keys) for fetch in plane.fetches] == [2], "the chunk that is local in part is loaded as well"
+    assert serve(engine, 700) == 512
+    assert [len(fetch.keys) for fetch in plane.fetches] == [2], "the chunk that is partly local is loaded, too"
 
 
-def test_local_prefix_beyond_a_chunk_saves_fetching_it(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
+def test_local_prefix_beyond_a_chunk_saves_fetching_it(engine: Any, plane: Any, prompt: Any, serve: Any) -> None:
     (first,) = engine.generate([prompt(300)])
     plane.fetches.clear()
-    (output,) = engine.generate([prompt(1000)])
-    assert list(output.outputs[0].token_ids) == reference([prompt(1000)])[0]
-    assert output.num_cached_tokens == 768
+    assert serve(engine, 1000) == 768
     assert [len(fetch.keys) for fetch in plane.fetches] == [2]
 
 
-def test_prompt_without_a_full_chunk_asks_nobody(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
-    assert engine.outputs([prompt(240)]) == reference([prompt(240)])
+def test_a_prompt_without_a_full_chunk_is_not_looked_up(engine: Any, plane: Any, serve: Any) -> None:
+    serve(engine, 240)
     assert plane.calls == []
 
 
-def test_chunk_that_ends_in_generated_tokens_is_stored(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
+def test_a_chunk_with_generated_tokens_is_stored(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
     engine.reset(plane, records=True)
     start = prompt(200)
     (generated,) = engine.outputs([start], 100)
@@ -119,18 +112,15 @@ def test_chunk_that_ends_in_generated_tokens_is_stored(engine: Any, plane: Any, 
     engine.assert_sensitive([start + generated], [list(output.outputs[0].token_ids)])
 
 
-def test_rounds_smaller_than_the_prompt(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
-    plane.script.round_chunks = 1
-    (output,) = engine.generate([prompt(1000)])
-    assert list(output.outputs[0].token_ids) == reference([prompt(1000)])[0]
-    assert output.num_cached_tokens == 768
+def test_a_prompt_is_loaded_in_several_batches(engine: Any, plane: Any, serve: Any) -> None:
+    plane.script.batch_chunks = 1
+    assert serve(engine, 1000) == 768
     assert len(plane.fetches) == 3
 
 
 def test_cache_salt_separates(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
-    from vllm import SamplingParams
 
-    parameters = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    parameters = greedy(8)
     salted = {"prompt_token_ids": prompt(600, 1), "cache_salt": "a"}
     first, second = ({**salted, "cache_salt": salt} for salt in ("a", "b"))
     expected = reference([prompt(600, 1)])[0]
@@ -152,29 +142,24 @@ def test_prompt_logprobs_are_computed(engine: Any, reference: Any, prompt: Any) 
     assert len(output.prompt_logprobs) == 600
 
 
-def test_reset_of_the_engines_caches_serves_nothing_old(
-    make_engine: Any, engine: Any, plane: Any, reference: Any, prompt: Any
-) -> None:
+def test_after_a_reset_of_the_caches_old_chunks_are_not_found(engine: Any, serve: Any) -> None:
     from host_control.vllm.epochs import Epochs
 
     side = engine.connector._scheduler
     assert engine.connector.reset_cache() is True
     try:
-        (output,) = engine.generate([prompt(512)])
-        assert not output.num_cached_tokens
-        assert list(output.outputs[0].token_ids) == reference([prompt(512)])[0]
+        assert serve(engine, 512) == 0
         engine.flush()
         engine.forget()
-        (output,) = engine.generate([prompt(512)])
-        assert output.num_cached_tokens == 511, "what was stored since is served"
+        assert serve(engine, 512) == 511, "chunks stored after the reset are found"
     finally:
         side.epochs = Epochs()
 
 
-def test_an_engine_that_sleeps_holds_no_memory_and_loads_again_when_it_wakes(
-    engine: Any, plane: Any, reference: Any, prompt: Any
+def test_a_sleeping_engine_has_no_registered_memory_and_loads_again_after_waking(
+    engine: Any, plane: Any, reference: Any, prompt: Any, serve: Any
 ) -> None:
-    """As vLLM 0.33 has it around the caches' loss: twice each does no harm, and nobody is served what was held."""
+    """vLLM 0.33 calls both functions when caches are freed. Calling them twice is harmless."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     group = get_kv_transfer_group()
@@ -189,11 +174,10 @@ def test_an_engine_that_sleeps_holds_no_memory_and_loads_again_when_it_wakes(
     engine.forget()
     for _ in range(2):
         group.restore_kv_caches()
-    (output,) = engine.generate([prompt(700)])
-    assert (list(output.outputs[0].token_ids), output.num_cached_tokens) == (reference([prompt(700)])[0], 512)
+    assert serve(engine, 700) == 512
 
 
-def test_wrong_idea_of_the_layout_is_found_before_anything_moves(engine: Any) -> None:
+def test_a_wrong_page_layout_is_detected_before_kv_moves(engine: Any) -> None:
     from host_control.vllm.probe import find_layout
     from host_control.vllm.support import UncacheableError
 
@@ -201,11 +185,11 @@ def test_wrong_idea_of_the_layout_is_found_before_anything_moves(engine: Any) ->
     caches = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches
     name = worker._kv_cache_config.kv_cache_groups[0].layer_names[0]
     assert find_layout(worker._vllm_config, name, caches[0], ["kv_cells", "cpu_tiles", "cpu_pages"]) == "cpu_pages"
-    with pytest.raises(UncacheableError, match="not laid out"):
+    with pytest.raises(UncacheableError, match="does not have the layout"):
         find_layout(worker._vllm_config, name, caches[0], ["kv_cells", "cpu_tiles"])
 
 
-# ---------------------------------------------------------------------- failures: recomputed, never wrong
+# ---- Failures: recomputed, never wrong tokens ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("good", [0, 1, 2])
@@ -221,57 +205,57 @@ def test_wrong_idea_of_the_layout_is_found_before_anything_moves(engine: Any) ->
     ],
     ids=lambda outcome: pb.Outcome.Name(outcome).removeprefix("OUTCOME_").lower(),
 )
-def test_failed_load_is_recomputed(
-    engine: Any, plane: Any, reference: Any, prompt: Any, outcome: int, good: int
-) -> None:
+def test_a_failed_load_is_recomputed(engine: Any, plane: Any, outcome: int, good: int, serve: Any) -> None:
     plane.script.fail_fetch_at, plane.script.fail_outcome = good, outcome
-    assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
+    serve(engine, 1000)
     reason = pb.Outcome.Name(outcome).removeprefix("OUTCOME_").lower()
     assert engine.counted_since()[f"load_failures/{reason}"] == 1
-    assert plane.calls.count("Fetch") == 1, "a request whose load failed is not offered another"
+    assert plane.calls.count("Fetch") == 1, "a request whose load failed gets no second load"
     engine.flush()
     assert [key for store in plane.stores for key in store.keys] == list(plane.fetches[0].keys)[good:], (
-        "what could not be loaded is stored again, what could is not"
+        "only chunks that could not be loaded are stored again"
     )
 
 
-def test_failed_load_behind_a_local_prefix_is_recomputed(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
-    assert engine.outputs([prompt(300)]) == reference([prompt(300)])
+def test_a_failed_load_after_a_local_prefix_is_recomputed(engine: Any, plane: Any, serve: Any) -> None:
+    serve(engine, 300)
     plane.script.fail_fetch_at = 0
-    assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
+    serve(engine, 1000)
     assert plane.calls.count("Fetch") == 2
 
 
 @pytest.mark.parametrize("chunks", [0, 7])
-def test_lying_answer_is_not_believed(engine: Any, plane: Any, reference: Any, prompt: Any, chunks: int) -> None:
+def test_an_invalid_fetch_answer_is_detected(engine: Any, plane: Any, chunks: int, serve: Any) -> None:
     from scripted import pieces
 
     layers = engine.worker._managers[0]._registration.shapes[0].layers
 
-    def lie(answer: pb.FetchResponse, request: pb.FetchRequest) -> pb.FetchResponse:
+    def invalid(answer: pb.FetchResponse, request: pb.FetchRequest) -> pb.FetchResponse:
         return pb.FetchResponse(delivered=[pieces(layers, chunks, 3)], outcome=pb.OUTCOME_COMPLETE)
 
-    plane.script.fetch_answer = lie
-    assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
+    plane.script.fetch_answer = invalid
+    serve(engine, 1000)
     assert engine.counted_since()["load_failures/invalid_answer"] == 1
 
 
-def test_hits_that_are_not_there(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
+def test_a_hit_that_cannot_be_fetched_is_computed(engine: Any, plane: Any, serve: Any) -> None:
     plane.script.lookup_hits = lambda hits: [2, *hits[1:]]
-    assert engine.outputs([prompt(600, 3)]) == reference([prompt(600, 3)])
+    serve(engine, 600, 3)
     assert engine.counted_since()["load_failures/absent"] == 1
 
 
-def test_more_hits_than_asked_for(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
+def test_more_hits_than_keys_are_an_invalid_answer(engine: Any, plane: Any, serve: Any) -> None:
     plane.script.lookup_hits = lambda hits: [99 for _ in hits]
-    assert engine.outputs([prompt(512)]) == reference([prompt(512)])
+    serve(engine, 512)
     assert engine.counted_since()["lookup_failures/invalid_answer"] == 1
     assert "Fetch" not in plane.calls
 
 
 @pytest.mark.parametrize("method", ["Lookup", "Fetch", "Store"])
 @pytest.mark.parametrize("code", [grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT])
-def test_refused_call(engine: Any, plane: Any, reference: Any, prompt: Any, method: str, code: grpc.StatusCode) -> None:
+def test_a_refused_call_changes_no_output(
+    engine: Any, plane: Any, reference: Any, prompt: Any, method: str, code: grpc.StatusCode
+) -> None:
     plane.script.abort[method] = code
     prompts = [prompt(512), prompt(600, 4)]
     assert engine.outputs(prompts) == reference(prompts)
@@ -279,7 +263,7 @@ def test_refused_call(engine: Any, plane: Any, reference: Any, prompt: Any, meth
 
 
 @pytest.mark.parametrize("method", ["Lookup", "Fetch", "Store"])
-def test_stalled_call_costs_its_deadline(engine: Any, plane: Any, reference: Any, prompt: Any, method: str) -> None:
+def test_a_stalled_call_ends_by_its_deadline(engine: Any, plane: Any, reference: Any, prompt: Any, method: str) -> None:
     plane.script.stall.add(method)
     plane.script.write_after_stall = True
     prompts = [prompt(512), prompt(600, 5)]
@@ -290,28 +274,26 @@ def test_stalled_call_costs_its_deadline(engine: Any, plane: Any, reference: Any
     plane.script.unstall.set()
 
 
-def test_memory_in_doubt_is_not_used_again(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
+def test_memory_with_a_stalled_fetch_is_not_used_again(engine: Any, plane: Any, serve: Any) -> None:
     plane.script.stall.add("Fetch")
     plane.script.write_after_stall = True
     with engine.impatient():
-        assert engine.outputs([prompt(512)]) == reference([prompt(512)])
+        serve(engine, 512)
     doubtful = {fetch.memory_id for fetch in plane.fetches}
     engine.reset(plane)
-    (output,) = engine.generate([prompt(512)])
-    assert list(output.outputs[0].token_ids) == reference([prompt(512)])[0]
-    assert output.num_cached_tokens == 511
+    assert serve(engine, 512) == 511
     assert doubtful.isdisjoint(fetch.memory_id for fetch in plane.fetches)
 
 
-def test_restarted_daemon_is_used_at_once(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
+def test_a_restarted_data_plane_is_used_at_once(engine: Any, plane: Any, serve: Any) -> None:
     plane.forget_registrations()
-    (output,) = engine.generate([prompt(512)])
-    assert list(output.outputs[0].token_ids) == reference([prompt(512)])[0]
-    assert output.num_cached_tokens == 511
+    assert serve(engine, 512) == 511
     assert plane.calls.count("RegisterMemory") >= 1
 
 
-def test_abort_while_loading_frees_the_blocks_once_quiet(engine: Any, plane: Any, prompt: Any, reference: Any) -> None:
+def test_an_abort_while_loading_frees_the_blocks_once_quiesced(
+    engine: Any, plane: Any, prompt: Any, serve: Any
+) -> None:
     from vllm import SamplingParams
 
     free = engine.free_blocks()
@@ -332,19 +314,17 @@ def test_abort_while_loading_frees_the_blocks_once_quiet(engine: Any, plane: Any
     assert "Cancel" in plane.calls
     assert internal not in engine.worker._managers[0]._outstanding
     plane.script.fetch_delay = 0.0
-    assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
+    serve(engine, 1000)
 
 
 @pytest.fixture
 def patient_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have idle steps wait for the end of a load however long that takes."""
+    """Idle steps wait for the end of a load without a time limit."""
     monkeypatch.setattr("host_control.vllm.worker_side._IDLE_S", NEVER_S)
 
 
 @pytest.mark.usefixtures("patient_steps")
-def test_an_idle_step_ends_with_the_load_that_it_waits_for(
-    engine: Any, plane: Any, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_step_ends_with_its_load(engine: Any, plane: Any, monkeypatch: pytest.MonkeyPatch, serve: Any) -> None:
     plane.script.fetch_delay = 0.2
     plane.script.fail_fetch_at = 2
     idle: list[bool] = []
@@ -356,12 +336,12 @@ def test_an_idle_step_ends_with_the_load_that_it_waits_for(
         return metadata
 
     monkeypatch.setattr(engine.connector._scheduler, "step", counted)
-    assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
-    assert idle.count(True) == 1, "it began in one, and had ended in the same"
+    serve(engine, 1000)
+    assert idle.count(True) == 1, "the load ended in the step in which it began"
 
 
 @pytest.mark.usefixtures("patient_steps")
-def test_an_idle_step_of_several_loads_ends_with_the_first(
+def test_an_idle_step_ends_with_the_first_of_several_loads(
     engine: Any, plane: Any, reference: Any, prompt: Any
 ) -> None:
     plane.script.fetch_delay = 0.1
@@ -370,33 +350,30 @@ def test_an_idle_step_of_several_loads_ends_with_the_first(
 
 
 @pytest.mark.usefixtures("patient_steps")
-def test_a_request_that_computes_is_not_held_up_by_one_that_loads(
-    engine: Any, plane: Any, reference: Any, prompt: Any
-) -> None:
-    from vllm import SamplingParams
+def test_a_load_does_not_delay_a_request_that_computes(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
 
     plane.script.stall.add("Fetch")
     llm_engine, found = engine.llm.llm_engine, dict[str, list[int]]()
     for name, length, tokens in (("loads", 1000, 8), ("computes", 200, 150)):
-        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        sampling = greedy(tokens)
         llm_engine.add_request(name, {"prompt_token_ids": prompt(length)}, sampling)
     while llm_engine.has_unfinished_requests():
         for output in llm_engine.step():
             if output.finished:
                 found[output.request_id] = list(output.outputs[0].token_ids)
         if "computes" in found and not plane.script.unstall.is_set():
-            assert "Fetch" in plane.calls and not engine.worker._managers[0].idle, "its load has not ended"
+            assert "Fetch" in plane.calls and not engine.worker._managers[0].idle, "the load still runs"
             plane.script.unstall.set()
     assert found == {"computes": reference([prompt(200)], 150)[0], "loads": reference([prompt(1000)])[0]}
 
 
-def test_full_staging_drops_and_counts(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
+def test_a_full_store_buffer_drops_chunks_and_counts_them(engine: Any, plane: Any, serve: Any) -> None:
     engine.reset(plane, records=True)
     plane.script.stall.add("Store")
     store = engine.worker._store
     slots, store._free = store._free, {segment: [free[0][:1]] for segment, free in store._free.items()}
     try:
-        assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
+        serve(engine, 1000)
         counted = engine.counted_since()
         assert counted["dropped_stores/full"] == 1 and counted["dropped_stores/gap"] == 1
     finally:

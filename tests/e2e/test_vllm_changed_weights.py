@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import greedy
 from machine import NEVER_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -96,7 +97,7 @@ def engine(plane: Any, random_model: Path, expected: Any, make_engine: Callable[
 
 @pytest.mark.parametrize("told", ["prefix cache emptied", "nothing"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_neither_this_engine_nor_another_has_kv_of_other_weights(
+def test_no_engine_loads_kv_of_other_weights(
     change: Callable[[Any], None],
     told: str,
     engine: Any,
@@ -126,9 +127,7 @@ def test_neither_this_engine_nor_another_has_kv_of_other_weights(
         other.close()
 
 
-def test_engine_goes_on_loading_after_calls_that_change_nothing(
-    engine: Any, plane: Any, expected: Any, prompt: Any
-) -> None:
+def test_calls_that_change_nothing_keep_the_cache(engine: Any, plane: Any, expected: Any, prompt: Any) -> None:
     prompts = [prompt(*STORED)]
     for _ in range(3):
         assert engine.outputs(prompts) == expected[""][:1]
@@ -139,11 +138,9 @@ def test_engine_goes_on_loading_after_calls_that_change_nothing(
     assert len(plane.records) == 3
 
 
-def test_until_the_weights_are_known_nothing_loads_or_is_stored(
+def test_loads_and_stores_wait_while_weights_are_in_doubt(
     engine: Any, plane: Any, expected: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm import SamplingParams
-
     from host_control.vllm import loaded_weights
 
     assert engine.outputs([prompt(*STORED)]) == expected[""][:1]
@@ -157,7 +154,7 @@ def test_until_the_weights_are_known_nothing_loads_or_is_stored(
 
     monkeypatch.setattr(loaded_weights.native, "crc32", slow)
     core, outputs = engine.llm.llm_engine, dict[str, list[int]]()
-    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    sampling = greedy(8)
     for name, arguments in (("stored", STORED), ("fresh", FRESH)):
         core.add_request(name, {"prompt_token_ids": prompt(*arguments)}, sampling)
 

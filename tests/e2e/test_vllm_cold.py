@@ -1,4 +1,4 @@
-"""Real vLLM, the real data plane, and a storage node that has everything in a bucket alone, behind a slow link."""
+"""Real vLLM, a real data plane, and a storage node whose records are only in a bucket behind a slow link."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from faulty_s3 import BUCKET, Answer, FaultyS3, faulty_s3
+from kit import add
 from machine import NEVER_S, free_port, wait_for
 from redis import Redis
-from stack import Process, data_plane
+from stack import Process
 
 from host_control.client import DataPlaneClient
 
@@ -17,9 +18,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 TOKENS, CHUNKS = 1000, 3
 SEEDS = range(1, 3)
-"""Of other prompts that are stored, with two chunks each."""
+"""Seeds of other stored prompts with two chunks each."""
 RATE = 400_000
-"""Bytes a second of the bucket's link: a chunk takes about a second."""
+"""Bytes per second of the bucket's link: a chunk takes about a second."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def bucket() -> Iterator[FaultyS3]:
 
 @pytest.fixture(scope="module")
 def storage(bucket: FaultyS3) -> Iterator[Process]:
-    """A node whose memory is all it has beside the bucket."""
+    """A storage node with memory and a bucket."""
     s3 = {"bucket": BUCKET, "endpoint": bucket.endpoint, "gather_s": 0.1, "timeout_s": NEVER_S}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ACCESS_KEY_ID", "tester")
@@ -38,13 +39,6 @@ def storage(bucket: FaultyS3) -> Iterator[Process]:
         process = Process("storage", "--port", str(free_port()), "--s3", json.dumps(s3))
         yield process
         process.stop()
-
-
-@pytest.fixture(scope="module")
-def daemon(storage: Process) -> Iterator[Process]:
-    process = data_plane(storage.address)
-    yield process
-    process.stop()
 
 
 def of_bucket(storage: Process) -> dict[str, Any]:
@@ -56,7 +50,7 @@ def of_bucket(storage: Process) -> dict[str, Any]:
 def engine(
     make_engine: Callable[..., Any], daemon: Process, storage: Process, bucket: FaultyS3, prompt: Any, reference: Any
 ) -> Iterator[Any]:
-    """A second engine, after a first one has stored everything and the node has restarted with nothing in memory."""
+    """A second engine, after a first one has stored all prompts and the node has restarted with empty memory."""
     first = make_engine(daemon.address)
     try:
         for tokens in [prompt(TOKENS), *(prompt(600, seed) for seed in SEEDS)]:
@@ -78,17 +72,10 @@ def engine(
     second.close()
 
 
-def add(engine: Any, name: str, tokens: list[int]) -> None:
-    from vllm import SamplingParams
-
-    parameters = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
-    engine.llm.llm_engine.add_request(name, {"prompt_token_ids": tokens}, parameters)
-
-
-def test_a_cold_prompt_is_loaded_while_others_run_and_nothing_is_sent_again(
+def test_a_cold_prompt_is_loaded_while_others_run(
     engine: Any, bucket: FaultyS3, storage: Process, prompt: Any, reference: Any
 ) -> None:
-    """At default settings. The bucket sends nothing until another request has ended: no lookup waits for it."""
+    """The bucket sends nothing until another request has ended: no lookup waits for it."""
     gate, tokens, other = Event(), prompt(TOKENS), prompt(240)
     expected, expected_other = reference([tokens])[0], reference([other])[0]
     before, core = engine.client.statistics(), engine.llm.llm_engine
@@ -115,16 +102,16 @@ def test_a_cold_prompt_is_loaded_while_others_run_and_nothing_is_sent_again(
         gate.set()
     step_until("cold")
     assert list(done["cold"].outputs[0].token_ids) == expected
-    assert done["cold"].num_cached_tokens == CHUNKS * 256, "all that is stored was loaded"
+    assert done["cold"].num_cached_tokens == CHUNKS * 256, "not all stored chunks were loaded"
     engine.flush()
     counted = engine.counted_since()
     assert counted["tier_hit_tokens/cold"] == CHUNKS * 256 == counted["loaded_tokens"]
     assert not any("failures" in name for name in counted)
-    assert engine.client.statistics().stored_raw_bytes == before.stored_raw_bytes, "nothing was sent again"
-    assert of_bucket(storage)["read_records"] == CHUNKS, "and each record was read once"
+    assert engine.client.statistics().stored_raw_bytes == before.stored_raw_bytes, "chunks were stored again"
+    assert of_bucket(storage)["read_records"] == CHUNKS, "a record was read twice"
 
 
-def test_a_cold_prompt_whose_time_is_up_is_computed_and_not_sent_again(
+def test_a_cold_prompt_is_computed_after_its_deadline(
     engine: Any, bucket: FaultyS3, prompt: Any, reference: Any
 ) -> None:
     gate, tokens = Event(), prompt(600, SEEDS[0])
@@ -140,13 +127,13 @@ def test_a_cold_prompt_whose_time_is_up_is_computed_and_not_sent_again(
     engine.flush()
     counted = engine.counted_since()
     assert counted.get("load_failures/cold_late", 0) + counted.get("load_failures/deadline", 0) == 1, counted
-    assert engine.client.statistics().stored_raw_bytes == before.stored_raw_bytes, "nothing was sent again"
+    assert engine.client.statistics().stored_raw_bytes == before.stored_raw_bytes, "chunks were stored again"
 
 
-def test_a_cold_prompt_is_computed_at_once_where_the_bucket_is_known_to_take_longer(
+def test_a_cold_prompt_is_computed_at_once_if_the_bucket_is_known_to_be_slower(
     engine: Any, bucket: FaultyS3, prompt: Any, reference: Any
 ) -> None:
-    """By default, too: the node has seen how slow its bucket is, and the engine has seen how long it computes."""
+    """This does not need ``fetch_or_recompute``."""
     scheduler = engine.connector._scheduler
     for tokens in (1000, 2000, 4000):
         scheduler._timing.table.observe("prompts", tokens, tokens * tokens / 2, 1e-6 * tokens)
@@ -158,5 +145,5 @@ def test_a_cold_prompt_is_computed_at_once_where_the_bucket_is_known_to_take_lon
     engine.flush()
     counted = engine.counted_since()
     assert counted["decisions/compute"] == 1 and counted["tier_hit_tokens/cold"] == 512
-    assert bucket.count("get") == read, "nobody reads what is computed"
-    assert engine.client.statistics().stored_raw_bytes == before.stored_raw_bytes, "nothing was sent again"
+    assert bucket.count("get") == read, "a computed prompt was read"
+    assert engine.client.statistics().stored_raw_bytes == before.stored_raw_bytes, "chunks were stored again"

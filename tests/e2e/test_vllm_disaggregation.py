@@ -1,6 +1,6 @@
-"""A prefill and a decode engine, each ``vllm serve``, and a proxy before them.
+"""P/D disaggregation with ``vllm serve``: a prefill engine, a decode engine and a proxy.
 
-Each has a data plane of its own, over one storage node; or both have one data plane, which has tiers and no storage.
+Each engine has its own data plane over one storage node, or both share one data plane with tiers and without storage.
 """
 
 import json
@@ -24,12 +24,12 @@ HELD = TOKENS // BLOCK * BLOCK
 
 
 class Setup(NamedTuple):
-    """How the engines are put together.
+    """A configuration of both engines.
 
     Attributes:
-        proxy: before them.
-        sizes: ranks of the prefill engine and of the decode engine.
-        one_host: whether both have one data plane, with tiers and without storage.
+        proxy: Kind of proxy.
+        sizes: Numbers of ranks of the prefill and the decode engine.
+        one_host: Both engines share one data plane with tiers and without storage.
     """
 
     proxy: type[Proxy]
@@ -45,13 +45,13 @@ SETUPS = {
 
 
 class Pools:
-    """Both engines and all that they need.
+    """Both engines with their processes.
 
     Args:
-        model: folder.
-        folder: for logs.
-        setup: of them.
-        patient: configuration of hosts.
+        model: Folder of the model.
+        folder: Folder for logs.
+        setup: Configuration of the engines.
+        patient: Host configuration with long deadlines.
     """
 
     def __init__(self, model: Path, folder: Path, setup: Setup, patient: dict[str, float]) -> None:
@@ -84,19 +84,19 @@ class Pools:
             process.stop()
 
     def ask(self, prompt: list[int], url: str = "") -> list[int]:
-        """Return the tokens of an answer, by default of the proxy."""
+        """Return the tokens of an answer, by default from the proxy."""
         body = {"model": "small", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         answer = post((url or self.proxy.url) + "/v1/completions", body | {"return_token_ids": True})
         return list(answer["choices"][0]["token_ids"])
 
     def counted(self) -> dict[str, int]:
-        """Return what the decode engine has loaded and computed since it started, in tokens."""
+        """Return the decode engine's loaded tokens and failed lookups since its start."""
         names = {"loaded": "vllm:shadowserve_loaded_tokens_total", "failed": "vllm:shadowserve_lookup_failures_total"}
         counts = {name: int(self.decode.metric(metric)) for name, metric in names.items()}
-        return counts | {"loaded": counts["loaded"] // self._ranks}  # each rank counts what it has loaded
+        return counts | {"loaded": counts["loaded"] // self._ranks}  # each rank counts loaded tokens
 
     def said(self) -> str:
-        """Return what the plugin has said in both engines."""
+        """Return the plugin's log lines of both engines."""
         lines = [line for engine in self.engines for line in engine.log.read_text().splitlines()]
         return "\n".join(line for line in lines if "shadowserve: " in line)
 
@@ -121,7 +121,7 @@ def pools(
     setup: Setup,
     model: Path,
     patient: dict[str, float],
-    reference: Any,  # first, for one engine at a time fits
+    reference: Any,  # its engine must have ended
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pools]:
     pools = Pools(model, tmp_path_factory.mktemp("pools"), setup, patient)
@@ -129,7 +129,7 @@ def pools(
     pools.close()
 
 
-def test_the_decode_engine_goes_on_with_what_the_other_has_computed_and_computes_the_last_block_alone(
+def test_the_decode_engine_loads_whole_blocks_of_the_prompt(
     pools: Pools, kind: type[Proxy], prompt: Callable[..., list[int]], reference: Any
 ) -> None:
     prompts = [prompt(TOKENS, seed) for seed in SEEDS[:3]] + [prompt(240)]
@@ -138,7 +138,7 @@ def test_the_decode_engine_goes_on_with_what_the_other_has_computed_and_computes
         before = pools.counted()
         assert pools.ask(each) == expected
         after = pools.counted()
-        assert after["loaded"] - before["loaded"] == held, f"not just the prompt's whole blocks: {pools.said()}"
+        assert after["loaded"] - before["loaded"] == held, pools.said()
         assert after["failed"] == before["failed"]
         if kind is CarriesParams:
             assert pools.proxy.told["shadowserve"]["tokens"] == held
@@ -146,7 +146,7 @@ def test_the_decode_engine_goes_on_with_what_the_other_has_computed_and_computes
             assert pools.proxy.told is None
 
 
-def test_with_the_prefill_engine_killed_the_other_answers_alone_and_with_it_back_as_before(
+def test_the_decode_engine_answers_alone_while_the_prefill_engine_is_down(
     pools: Pools, prompt: Callable[..., list[int]], reference: Any
 ) -> None:
     cold, warm = prompt(TOKENS, SEEDS[3]), prompt(TOKENS, SEEDS[4])
@@ -154,13 +154,13 @@ def test_with_the_prefill_engine_killed_the_other_answers_alone_and_with_it_back
     pools.prefill.kill()
     before = pools.counted()
     assert pools.ask(cold) == expected[0]
-    assert pools.counted() == before, "what nobody has published is computed at once"
+    assert pools.counted() == before, "the decode engine waited for keys that were not published"
     pools.restart(pools.prefill)
     assert pools.ask(warm) == expected[1]
     assert pools.counted()["loaded"] - before["loaded"] == HELD
 
 
-def test_a_decode_engine_that_was_killed_finds_all_there_that_was_handed_to_it(
+def test_a_restarted_decode_engine_loads_earlier_prompts(
     pools: Pools, kind: type[Proxy], prompt: Callable[..., list[int]], reference: Any
 ) -> None:
     mine = prompt(TOKENS, SEEDS[0])

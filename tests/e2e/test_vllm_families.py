@@ -1,6 +1,6 @@
-"""An engine that is not served from the cache is served as if the plugin were not there: same memory, same outputs.
+"""Engines that run without the cache have the same memory and outputs as without the plugin.
 
-Models that vLLM cannot continue behind a prefix, and whatever goes wrong while the plugin starts.
+Models for which vLLM cannot continue after a prefix, and failures during the plugin's start.
 """
 
 import logging
@@ -33,9 +33,9 @@ def logged() -> Iterator[list[str]]:
 
 
 def served(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
-    """Return what an engine makes of prompts, and with which memory."""
+    """Return an engine's outputs and memory."""
     rounds = []
-    for forget in (False, False, True):  # nothing is known; the engine has them itself; only others could have them
+    for forget in (False, False, True):  # without a cache, with vLLM's own prefix cache, after its reset
         if forget:
             engine.forget()
         outputs = engine.generate(prompts)
@@ -52,23 +52,23 @@ def served(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
     }
 
 
-def assert_nothing_was_done(engine: Any, data_plane: Any) -> None:
+def assert_no_activity(engine: Any, data_plane: Any) -> None:
     side = engine.connector._scheduler
     assert not side._tracked and not side._boundary and side._lookup is None and not side._clients
     assert data_plane.calls == [] and data_plane.records == {}
     counted = {name for name, count in engine.counters().items() if count}
-    assert counted <= {"off_requests"}, "nothing else is counted"
+    assert counted <= {"off_requests"}, "other counters have changed"
 
 
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
         ("deepseek", {}, "neither prefix caching nor chunked prefill"),
-        ("gemma3", {"enable_prefix_caching": False}, "with prefix caching on; it is off"),
+        ("gemma3", {"enable_prefix_caching": False}, "need vLLM's prefix caching, and it is off"),
     ],
     ids=["deepseek", "gemma3"],
 )
-def test_a_family_that_is_not_cached_is_served_as_without_the_plugin(
+def test_a_model_that_cannot_be_cached_runs_as_without_the_plugin(
     name: str, options: dict[str, Any], reason: str, family: Any, make_engine: Any, data_plane: Any, prompt: Any
 ) -> None:
     prompts = [prompt(600), prompt(300, 1)]
@@ -85,19 +85,19 @@ def test_a_family_that_is_not_cached_is_served_as_without_the_plugin(
         assert served(engine, prompts) == expected
         (line,) = [line for line in lines if "off" in line]
         assert re.search(reason, line), line
-        assert_nothing_was_done(engine, data_plane)
+        assert_no_activity(engine, data_plane)
     finally:
         engine.close()
 
 
 @pytest.mark.parametrize("off", ["worker", "scheduler"])
-def test_one_half_that_is_off_does_no_harm_to_the_other(
+def test_the_plugin_is_off_if_only_scheduler_or_worker_finds_a_problem(
     off: str, make_engine: Any, data_plane: Any, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They see the caches differently: the scheduler is shown one layer of a group whose layers differ."""
+    """They can differ: of a group with different layers, the scheduler only has one."""
     import host_control.vllm.connector as connector
 
-    halves = iter(["worker", "scheduler"])  # vLLM makes the worker's first
+    halves = iter(["worker", "scheduler"])  # vLLM creates the worker's connector first
     monkeypatch.setattr(connector, "uncacheable", lambda *_: "only one half says so" if next(halves) == off else None)
     prompts = [prompt(700), prompt(300)]
     expected = reference(prompts)
@@ -116,8 +116,8 @@ def test_one_half_that_is_off_does_no_harm_to_the_other(
 
 
 @pytest.mark.parametrize("place", ["uncacheable", "model_identity"])
-def test_a_plugin_that_fails_at_the_start_does_not_fail_the_engine(
-    place: str, make_engine: Any, data_plane: Any, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_failure_at_the_plugins_start_does_not_stop_the_engine(
+    place: str, make_engine: Any, data_plane: Any, monkeypatch: pytest.MonkeyPatch, serve: Any
 ) -> None:
     import host_control.vllm.connector as connector
     import host_control.vllm.worker_side as worker_side
@@ -130,7 +130,7 @@ def test_a_plugin_that_fails_at_the_start_does_not_fail_the_engine(
         engine = make_engine(data_plane.address)
     try:
         assert any("off" in line and "PermissionError('model.safetensors')" in line for line in lines), lines
-        assert engine.outputs([prompt(700)]) == reference([prompt(700)])
+        serve(engine, 700)
         assert not {"Lookup", "Fetch", "Store"} & set(data_plane.calls)
     finally:
         engine.close()

@@ -1,4 +1,4 @@
-"""Real vLLM that fetches or computes, whichever it predicts to be sooner (``fetch_or_recompute: true``)."""
+"""Real vLLM with the fetch-or-recompute policy (``fetch_or_recompute: true``)."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,12 +13,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 SEEDS = range(1, 6)
 SLOW_S = 1.5
-"""Far more than the tiny model takes for a prompt, also on a busy machine; it takes at least as long as that."""
+"""Duration of a fetch, much longer than the tiny model needs for a prompt."""
 
 
 @pytest.fixture(scope="module")
 def running(plane: Any, make_engine: Callable[..., Any], reference: Any) -> Iterator[Any]:
-    """An engine that decides; ``reference`` has shown that another prefix gives other outputs."""
+    """An engine with the policy. ``reference`` checks that another prefix changes outputs."""
     engine = make_engine(plane.address, extra={"fetch_or_recompute": True})
     yield engine
     engine.close()
@@ -26,7 +26,7 @@ def running(plane: Any, make_engine: Callable[..., Any], reference: Any) -> Iter
 
 @pytest.fixture
 def engine(running: Any, plane: Any) -> Any:
-    """The same, knowing nothing and with nothing stored."""
+    """The same engine without measurements and records."""
     running.reset(plane, records=True)
     plane.script.record_bytes = 100_000
     plane.decisions.clear()
@@ -45,15 +45,13 @@ def engine(running: Any, plane: Any) -> Any:
 
 
 def cached(engine: Any, prompt: list[int], expected: list[int]) -> int:
-    """Return how many tokens of a prompt were not computed, whose answer is as it should be."""
+    """Check the output, and return the number of cached tokens."""
     (output,) = engine.generate([prompt])
     assert list(output.outputs[0].token_ids) == expected
     return int(output.num_cached_tokens or 0)
 
 
-def test_prompts_are_computed_where_that_is_sooner_and_answers_stay_the_same(
-    engine: Any, plane: Any, reference: Any, prompt: Any
-) -> None:
+def test_prompts_are_computed_if_fetching_is_slower(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
     prompts = [prompt(600, seed) for seed in SEEDS]
     expected = reference(prompts)
     assert engine.outputs(prompts) == expected
@@ -63,7 +61,7 @@ def test_prompts_are_computed_where_that_is_sooner_and_answers_stay_the_same(
     plane.calls.clear()
     assert [cached(engine, *each) for each in zip(prompts[:3], expected[:3], strict=True)] == [512] * 3
     assert [cached(engine, *each) for each in zip(prompts[3:], expected[3:], strict=True)] == [0] * 2
-    assert plane.calls.count("Fetch") == 3 and "Store" not in plane.calls, "what is stored is not stored again"
+    assert plane.calls.count("Fetch") == 3 and "Store" not in plane.calls, "stored chunks were stored again"
     wait_for(lambda: len(plane.decisions) == 5)
     assert [told.kind for told in plane.decisions] == ["unknown"] * 3 + ["compute"] * 2
     for told in plane.decisions[3:]:
@@ -73,9 +71,7 @@ def test_prompts_are_computed_where_that_is_sooner_and_answers_stay_the_same(
     assert (counted["decisions/unknown"], counted["decisions/compute"]) == (3, 2)
 
 
-def test_an_engine_that_computes_nothing_leaves_a_chunk_to_see_what_that_takes(
-    engine: Any, plane: Any, reference: Any, prompt: Any
-) -> None:
+def test_an_engine_that_only_fetches_explores_computing(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
     tokens = prompt(512)
     (expected,) = reference([tokens])
     assert cached(engine, tokens, expected) == 0
@@ -88,7 +84,7 @@ def test_an_engine_that_computes_nothing_leaves_a_chunk_to_see_what_that_takes(
     assert engine.counted_since()["decisions/explore"] == 1
 
 
-def test_a_load_that_takes_its_whole_time_is_learnt_from(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
+def test_a_load_that_reaches_its_deadline_is_learnt(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
     prompts = [prompt(600, seed) for seed in SEEDS]
     expected = reference(prompts)
     assert engine.outputs(prompts) == expected

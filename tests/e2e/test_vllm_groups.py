@@ -1,4 +1,4 @@
-"""Models with several KV cache groups: windows, windows with sinks, states; hits are right, and memory stays vLLM's."""
+"""Models with several KV cache groups: sliding windows, with sinks, and recurrent state."""
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +18,7 @@ LENGTHS = (600, 1100)
 
 
 @pytest.mark.parametrize(("name", "options"), FAMILIES, ids=[name for name, _ in FAMILIES])
-def test_every_group_comes_back_from_the_store(
+def test_all_groups_are_stored_and_loaded(
     name: str, options: dict[str, Any], family: Any, make_engine: Any, data_plane: Any, prompt: Any
 ) -> None:
     options = {"model": family(name), "max_num_batched_tokens": 512, **options}
@@ -31,17 +31,15 @@ def test_every_group_comes_back_from_the_store(
         engine.close()
     engine = make_engine(data_plane.address, **options)
     try:
-        assert engine.scheduler.kv_cache_config.num_blocks == blocks, "the plugin costs no block"
+        assert engine.scheduler.kv_cache_config.num_blocks == blocks, "the plugin takes blocks"
         assert engine.outputs(prompts) == expected
         engine.flush()
         engine.forget()
         outputs = engine.generate(prompts)
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-        assert [output.num_cached_tokens >= least for output, least in zip(outputs, (512, 1024), strict=True)] == [
-            True
-        ] * 2
+        assert outputs[0].num_cached_tokens >= 512 and outputs[1].num_cached_tokens >= 1024
 
-        # A load that falls short is computed from the start, and not offered again.
+        # After a short load, the prompt is computed from the start.
         for outcome, reason in ((pb.OUTCOME_CORRUPT, "corrupt"), (pb.OUTCOME_ABSENT, "absent")):
             engine.flush()
             engine.forget()
@@ -57,9 +55,9 @@ def test_every_group_comes_back_from_the_store(
 
 
 def take_over(engine: Any, plane: Any, prompt: list[int], expected: list[int], states: bool) -> None:
-    """Have the engine wait for a prompt's last chunk, of full attention; once it comes, and once it does not.
+    """Let the engine wait for the published last chunk of full attention: it is stored, or withdrawn.
 
-    Of windows each chunk is kept, so that the hit is a chunk shorter without it; of states that is vLLM's to say.
+    Without it, the hit with windows is one chunk shorter. With recurrent state, vLLM decides.
     """
     chunk = engine.connector._groups.chunk_tokens
     whole = len(prompt) // chunk * chunk
@@ -93,10 +91,10 @@ def take_over(engine: Any, plane: Any, prompt: list[int], expected: list[int], s
 
 
 @pytest.mark.parametrize(("name", "options"), FAMILIES, ids=[name for name, _ in FAMILIES])
-def test_a_prompt_of_another_engine_is_computed_behind_its_last_block_alone(
+def test_after_prefill_by_another_engine_only_the_tokens_after_the_last_block_are_computed(
     name: str, options: dict[str, Any], family: Any, make_engine: Any, data_plane: Any, prompt: Any
 ) -> None:
-    """With windows; of states only those at the ends of chunks are stored, and what is behind is computed."""
+    """Of recurrent state, only chunk ends are stored, so the tokens after the last chunk are computed."""
     options = {"model": family(name), "max_num_batched_tokens": 512, **options}
     mine = prompt(LENGTHS[0])
     engine = make_engine(None, **options)
@@ -121,10 +119,10 @@ def test_a_prompt_of_another_engine_is_computed_behind_its_last_block_alone(
         engine.close()
 
 
-def test_with_windows_a_preempted_request_goes_on_at_its_last_block(
+def test_with_windows_a_preempted_request_continues_at_its_last_block(
     family: Any, make_engine: Any, data_plane: Any, prompt: Any
 ) -> None:
-    """Symptom: with windows, what was behind the last chunk was computed again, though full attention had it."""
+    """Symptom: with windows, all tokens after the last chunk were computed again."""
     generated, prompts = 110, [prompt(300, seed) for seed in range(4)]
     options = {"model": family("gpt_oss"), "num_gpu_blocks_override": 45}
     engine = make_engine(data_plane.address, max_num_batched_tokens=96, max_model_len=1200, **options)
@@ -139,7 +137,7 @@ def test_with_windows_a_preempted_request_goes_on_at_its_last_block(
             output = schedule(*arguments)
             computed.update(output.num_scheduled_tokens)
             for name in output.preempted_req_ids:
-                # Of what ends with a block the window lets go when there is a block behind it but for one token.
+                # The window has freed a needed block if the request ended with a block.
                 behind = engine.scheduler.requests[name].num_tokens % block
                 again_at_most.append(block if behind else groups.chunk_tokens)
             return output
@@ -148,31 +146,31 @@ def test_with_windows_a_preempted_request_goes_on_at_its_last_block(
         assert engine.outputs(prompts, generated) == alone
         assert again_at_most, "the test wants preemptions"
         again = sum(computed.values()) - sum(len(each) + generated - 1 for each in prompts)
-        assert again < sum(again_at_most), "up to a block for each, and not a chunk"
+        assert again < sum(again_at_most), "more than a block per request was computed again"
         counted = engine.counted_since()
         assert 0 < counted["restored_tokens"] <= counted["saved_tokens"] <= counted["preempted_tokens"]
         tails = {key for request in data_plane.stores if request.lasts_ms for key in request.keys}
         assert len(tails) >= 2 and tails <= {key for part in data_plane.fetches for key in part.keys}, "of each group"
         engine.reset(data_plane, records=True)
         data_plane.script.fail_fetch_at = 1
-        assert engine.outputs(prompts, generated) == alone, "what falls short is computed"
+        assert engine.outputs(prompts, generated) == alone, "short loads are computed"
         assert engine.counted_since()["load_failures/corrupt"] >= 1
         engine.reset(data_plane, records=True)
         data_plane.records = Spoilt(data_plane)
-        assert engine.outputs(prompts, generated) != alone, "outputs tell what was saved"
+        assert engine.outputs(prompts, generated) != alone, "control: spoilt saves change outputs"
         assert engine.free_blocks() == options["num_gpu_blocks_override"] - 1
     finally:
         engine.close()
 
 
-def test_with_states_a_preempted_request_goes_on_where_it_was(
+def test_with_recurrent_state_a_preempted_request_continues_where_it_was(
     family: Any, make_engine: Any, data_plane: Any, prompt: Any
 ) -> None:
-    """Symptom: with states, all that was behind the last block was computed again, hundreds of tokens."""
+    """Symptom: with recurrent state, hundreds of tokens after the last block were computed again."""
     generated, prompts = 150, [prompt(length, seed) for seed, length in enumerate((330, 310, 290, 270))]
     options = {"model": family("qwen3_next"), "dtype": "bfloat16", "num_gpu_blocks_override": 23}
     engine = make_engine(data_plane.address, max_num_batched_tokens=1024, max_model_len=640, **options)
-    # vLLM has these states in bfloat16 alone, whose sums depend on what is computed beside.
+    # vLLM only supports this state in bfloat16, whose sums depend on the batch.
     tolerance = TOLERANCES["bfloat16"]
 
     def apart() -> float:
@@ -199,11 +197,11 @@ def test_with_states_a_preempted_request_goes_on_where_it_was(
         assert len(tails) >= 2 and tails <= {key for part in data_plane.fetches for key in part.keys}, "of each group"
         engine.reset(data_plane, records=True)
         data_plane.script.fail_fetch_at = 1
-        answers(engine, prompts, generated)  # what falls short is computed, which moves logprobs by up to the tolerance
+        answers(engine, prompts, generated)  # short loads are computed
         assert engine.counted_since()["load_failures/corrupt"] >= 1
         engine.reset(data_plane, records=True)
         data_plane.records = Spoilt(data_plane)
-        assert apart() > tolerance, "outputs tell what was saved"
+        assert apart() > tolerance, "control: spoilt saves change outputs"
         assert engine.free_blocks() == options["num_gpu_blocks_override"] - 1
     finally:
         engine.close()

@@ -1,4 +1,4 @@
-"""Other caches than a plain one: bfloat16, fp8, large blocks, sliding windows that keep every token, latents (MLA)."""
+"""Other KV caches: bfloat16, fp8, large blocks, sliding windows that keep every token, MLA."""
 
 from pathlib import Path
 from typing import Any
@@ -8,12 +8,12 @@ from tiny_models import FAMILIES
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
-# What is computed behind a hit is computed in the same step sizes without one, and so rounded alike.
+# Equal step sizes with and without a hit, for equal rounding.
 IN_CHUNKS = {"max_num_batched_tokens": 256}
 CPUINFO = Path("/proc/cpuinfo")
 AMX = pytest.mark.skipif(
     not CPUINFO.exists() or " amx_tile" not in CPUINFO.read_text(),
-    reason="only on a CPU with AMX does vLLM continue behind latents",
+    reason="vLLM needs AMX to continue after a prefix with MLA on CPUs",
 )
 
 
@@ -29,7 +29,7 @@ AMX = pytest.mark.skipif(
     ],
     ids=["bfloat16", "fp8", "large blocks", "windows", "windows with sinks", "latents"],
 )
-def test_prompt_comes_back_from_the_store(
+def test_a_prompt_is_stored_and_loaded(
     name: str, options: dict[str, Any], family: Any, make_engine: Any, data_plane: Any, prompt: Any
 ) -> None:
     engine = make_engine(data_plane.address, model=family(name), **options)
@@ -47,8 +47,8 @@ def test_prompt_comes_back_from_the_store(
         engine.close()
 
 
-def test_latents_are_found_in_the_engines_cache_and_moved(family: Any, make_engine: Any, prompt: Any) -> None:
-    """Without AMX vLLM's CPU build cannot continue behind latents, and the plugin is off; where they lie, it knows."""
+def test_the_layout_of_mla_is_detected_and_moved(family: Any, make_engine: Any, prompt: Any) -> None:
+    """Without AMX the plugin is off for MLA on CPUs, but it knows the layout."""
     import torch
 
     from host_control.layouts import PagedLayout
@@ -61,7 +61,7 @@ def test_latents_are_found_in_the_engines_cache_and_moved(family: Any, make_engi
         caches = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches
         vllm_config = engine.llm.llm_engine.vllm_config
         names = list(engine.scheduler.kv_cache_config.kv_cache_groups[0].layer_names)
-        # vLLM hands connectors the caches with the dimension of heads, which its layers leave out.
+        # vLLM gives connectors the caches with a dimension for heads, which its layers do not have.
         tensors = [cache if cache.ndim == 4 else cache.unsqueeze(1) for cache in caches]
         assert len(tensors) == len(names) == 3
         for name, cache in zip(names, tensors, strict=True):

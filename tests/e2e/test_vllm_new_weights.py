@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import greedy
 from machine import NEVER_S, drive
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -96,9 +97,7 @@ class Serving:
         self.engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self._weights[name])})
 
     def add(self, request_id: str, tokens: list[int], count: int = 8) -> None:
-        from vllm import SamplingParams
-
-        parameters = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+        parameters = greedy(count)
         self._core.add_request(request_id, {"prompt_token_ids": tokens}, parameters)
 
     def step(self) -> None:
@@ -143,7 +142,7 @@ def records_stay(plane: Any) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("how", [Serving.reset, Serving.pause], ids=["reset", "pause"])
-def test_waiting_requests_are_neither_loaded_nor_stored_under_the_old_name(
+def test_waiting_requests_do_not_use_old_keys(
     how: Callable[[Serving], None], serving: Serving, plane: Any, prompt: Any, expected: Any
 ) -> None:
     for seed in (1, 2):
@@ -162,7 +161,7 @@ def test_waiting_requests_are_neither_loaded_nor_stored_under_the_old_name(
     assert not old(prompt(*FRESH)) & set(plane.records)
 
 
-def test_running_requests_are_not_stored_under_the_old_name(serving: Serving, plane: Any, prompt: Any) -> None:
+def test_running_requests_are_not_stored_under_old_keys(serving: Serving, plane: Any, prompt: Any) -> None:
     serving.add("late", prompt(*LATE), 150)
     serving.step_until(lambda: len(serving.outputs.get("late", ())) > 10)
     old = naming(serving, "late")
@@ -172,7 +171,7 @@ def test_running_requests_are_not_stored_under_the_old_name(serving: Serving, pl
     assert not old(prompt(*LATE) + serving.outputs["late"]) & set(plane.records)
 
 
-def test_a_load_in_flight_keeps_the_old_kv_to_itself(serving: Serving, plane: Any, prompt: Any, expected: Any) -> None:
+def test_a_running_load_of_old_kv_is_discarded(serving: Serving, plane: Any, prompt: Any, expected: Any) -> None:
     plane.script.stall = {"Fetch"}
     serving.add("stored", prompt(*STORED))
     serving.step_until(lambda: "Fetch" in plane.calls)
@@ -184,9 +183,7 @@ def test_a_load_in_flight_keeps_the_old_kv_to_itself(serving: Serving, plane: An
     assert serving.outputs["stored"] == expected["new", STORED]
 
 
-def test_new_weights_are_noticed_though_nobody_says_so(
-    serving: Serving, plane: Any, prompt: Any, expected: Any
-) -> None:
+def test_unannounced_new_weights_are_detected(serving: Serving, plane: Any, prompt: Any, expected: Any) -> None:
     old = set(plane.records)
     serving.reload("new")
     serving.engine.forget()
@@ -204,7 +201,7 @@ def test_new_weights_are_noticed_though_nobody_says_so(
     assert not {key for fetch in plane.fetches[fetches:] for key in fetch.keys} & old
 
 
-def test_kv_of_two_weights_is_stored_under_no_name(serving: Serving, plane: Any, prompt: Any) -> None:
+def test_kv_of_mixed_weights_is_not_stored(serving: Serving, plane: Any, prompt: Any) -> None:
     serving.add("late", prompt(*LATE), 150)
     serving.step_until(lambda: len(serving.outputs.get("late", ())) > 10)
     serving.reload("new")  # and the request goes on behind what the old ones computed
@@ -212,7 +209,7 @@ def test_kv_of_two_weights_is_stored_under_no_name(serving: Serving, plane: Any,
         serving.finish()
 
 
-def test_what_follows_the_engines_own_old_kv_is_stored_under_no_name(serving: Serving, plane: Any, prompt: Any) -> None:
+def test_kv_after_the_engines_own_old_kv_is_not_stored(serving: Serving, plane: Any, prompt: Any) -> None:
     serving.engine.outputs([prompt(*FRESH)])  # now in the engine's own prefix cache
     serving.engine.flush()
     serving.reload("new")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from kit import spoil
 from machine import PATIENT, WAIT_MAX_S, free_port, wait_for
 from stack import Process
 
@@ -40,20 +41,14 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
 
 
 @pytest.fixture(scope="module")
-def engine(plane: Plane, make_engine: Callable[..., Any], reference: Any, prompt: Any) -> Iterator[Any]:
+def engine(plane: Plane, make_engine: Callable[..., Any], prompt: Any, serve: Any) -> Iterator[Any]:
     """An engine whose prompts are on the devices; ``reference`` has shown that another prefix gives other outputs."""
     engine = make_engine(plane.process.address, extra={"pages": True, "layer_order": True})
-    assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
+    serve(engine, 1000)
     engine.flush()
     loads(engine, plane, prompt(1000), 768)
     yield engine
     engine.close()
-
-
-def spoil(engine: Any) -> None:
-    """Fill paged memory: or blocks may still hold what a prompt left there when it was stored."""
-    for cache in engine.worker._parts[0][0].layout._mover._views:
-        cache.fill_(77)
 
 
 def loads(engine: Any, plane: Plane, prompt: list[int], tokens: int) -> list[int]:
@@ -66,7 +61,7 @@ def loads(engine: Any, plane: Plane, prompt: list[int], tokens: int) -> list[int
         nonlocal outputs
         before = plane.count("page_bytes")
         engine.forget()
-        spoil(engine)
+        spoil(engine, 77)
         (output,) = engine.generate([prompt])
         outputs = list(output.outputs[0].token_ids)
         return output.num_cached_tokens == tokens and plane.count("page_bytes") - before == size
@@ -90,14 +85,14 @@ def test_prompts_come_from_devices_into_pages(
 def test_beside_others_they_come_chunk_by_chunk(engine: Any, plane: Plane, reference: Any, prompt: Any) -> None:
     before = plane.count("page_requests")
     engine.forget()
-    spoil(engine)
+    spoil(engine, 77)
     prompts = [prompt(31), prompt(700), prompt(1000)]
     assert engine.outputs(prompts) == reference(prompts)
     assert plane.count("page_requests") > before
 
 
 def test_a_data_plane_that_stands_still_in_the_middle_has_the_memory_replaced(
-    engine: Any, plane: Plane, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Any, plane: Plane, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch, serve: Any
 ) -> None:
     """Nobody can say what lands yet: it lands in memory that the engine has no more."""
     client, before = engine.worker._client, engine.worker._pages.segment
@@ -109,14 +104,14 @@ def test_a_data_plane_that_stands_still_in_the_middle_has_the_memory_replaced(
         return start(*arguments)
 
     engine.forget()
-    spoil(engine)
+    spoil(engine, 77)
     with monkeypatch.context() as patch, engine.impatient():
         patch.setattr(client, "start_fetch_pages", stand_still)
-        assert engine.outputs([prompt(700)]) == reference([prompt(700)])
+        serve(engine, 700)
     assert told and engine.worker._pages.segment is not before
     plane.process.freeze(False)
     for length in LENGTHS:
-        assert engine.outputs([prompt(length)]) == reference([prompt(length)])
+        serve(engine, length)
     for name in ("fetch", "register", "store", "lookup"):
         for each in (client, *engine.connector._scheduler._clients):
             each.breakers[name].report(success=True)
@@ -151,7 +146,7 @@ def test_what_another_request_loads_while_the_memory_is_replaced_is_not_lost(
     loads(engine, plane, prompt(600, 1), 512)
     loads(engine, plane, prompt(1000), 768)
     engine.forget()
-    spoil(engine)
+    spoil(engine, 77)
     with monkeypatch.context() as patch, engine.awaiting_lookups():  # or one could come before the other is asked for
         patch.setattr(delivery, "fetch", without_answer)
         patch.setattr(manager, "_scatter", scatter_meanwhile)
@@ -162,11 +157,11 @@ def test_what_another_request_loads_while_the_memory_is_replaced_is_not_lost(
 
 
 def test_a_data_plane_that_was_killed_and_is_back_serves_pages_again(
-    engine: Any, plane: Plane, reference: Any, prompt: Any
+    engine: Any, plane: Plane, reference: Any, prompt: Any, serve: Any
 ) -> None:
     plane.process.kill()
     engine.forget()
     with engine.impatient():
-        assert engine.outputs([prompt(700)]) == reference([prompt(700)])
+        serve(engine, 700)
     plane.process.restart()
     assert loads(engine, plane, prompt(1000), 768) == reference([prompt(1000)])[0]

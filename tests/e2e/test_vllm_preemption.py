@@ -1,4 +1,4 @@
-"""Real vLLM with more requests than memory: what is preempted is saved, and loaded instead of computed."""
+"""Real vLLM with little memory: chunked prefill, and preempted requests that are saved and loaded again."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import grpc
 import pytest
 from engine_stress import Script, Stress
+from kit import greedy
 from scripted import Spoilt
 
 from shadowserve.proto import dataplane_pb2 as pb
@@ -32,16 +33,16 @@ def engine(plane: Any, make_engine: Callable[..., Any], reference: Any) -> Itera
 
 @pytest.fixture
 def prompts(prompt: Any) -> list[list[int]]:
-    """Prompts whose KV, and that of what they generate, does not fit at once."""
+    """Prompts whose KV, with generated tokens, does not fit into memory at once."""
     return [prompt(300, seed) for seed in SEEDS]
 
 
 class Steps:
-    """What an engine's scheduler has planned.
+    """Counts of an engine's scheduler.
 
     Attributes:
-        tokens: that were computed.
-        preemptions: of each request.
+        tokens: Scheduled tokens.
+        preemptions: Preemptions of each request.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ def steps(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Steps:
 
 
 class Refusing(set[bytes]):
-    """What cannot be stored: whatever is stored for a while."""
+    """The keys that cannot be stored: those of stores with a limited lifetime."""
 
     def __init__(self, plane: Any) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class Refusing(set[bytes]):
 
 
 def saved_keys(plane: Any) -> set[bytes]:
-    """Return the keys of tails that preempted requests have left."""
+    """Return the keys of the saved tails of preempted requests."""
     return {key for request in plane.stores if request.lasts_ms for key in request.keys}
 
 
@@ -84,22 +85,35 @@ def fetched_keys(plane: Any) -> set[bytes]:
     return {key for part in plane.fetches for key in part.keys}
 
 
-def test_a_preempted_request_goes_on_where_it_was(
+def test_chunked_prefill_stores_and_loads(engine: Any, plane: Any, serve: Any) -> None:
+    engine.reset(plane, records=True)
+    assert serve(engine, 1000) == 0
+    engine.flush()
+    assert len(plane.records) == 3
+    assert serve(engine, 1000) == 768
+    assert serve(engine, 512) == 511, "the last token is computed"
+
+
+def test_a_preempted_request_continues_where_it_was(
     engine: Any, plane: Any, prompts: Any, reference: Any, steps: Steps
 ) -> None:
     engine.reset(plane, records=True)
     assert engine.outputs(prompts, GENERATED) == reference(prompts, GENERATED)
     times = sum(steps.preemptions.values())
     assert times, "the test wants preemptions"
-    assert saved_keys(plane) and saved_keys(plane) <= fetched_keys(plane), "its last tokens were saved, and loaded"
+    assert saved_keys(plane) and saved_keys(plane) <= fetched_keys(plane), "its tail was not saved and loaded"
     assert steps.tokens == sum(len(each) + GENERATED - 1 for each in prompts), "nothing was computed twice"
     counted = engine.counted_since()
     assert counted["restored_tokens"] == counted["saved_tokens"] <= counted["preempted_tokens"]
     assert engine.free_blocks() == BLOCKS - 1
+    engine.flush()
+    fetched = plane.calls.count("Fetch")
+    assert engine.outputs(prompts, GENERATED) == reference(prompts, GENERATED), "with stored prompts and preemptions"
+    assert plane.calls.count("Fetch") >= fetched + len(prompts)
 
 
-def test_outputs_tell_what_was_saved(engine: Any, plane: Any, prompts: Any, reference: Any, steps: Steps) -> None:
-    """Without this, equal outputs would say nothing about the tail that was loaded."""
+def test_spoilt_saves_change_outputs(engine: Any, plane: Any, prompts: Any, reference: Any, steps: Steps) -> None:
+    """The control for the other tests, which compare outputs."""
     engine.reset(plane, records=True)
     plane.records = Spoilt(plane)
     try:
@@ -109,16 +123,12 @@ def test_outputs_tell_what_was_saved(engine: Any, plane: Any, prompts: Any, refe
 
 
 def test_a_request_is_preempted_twice(engine: Any, plane: Any, prompt: Any, steps: Steps) -> None:
-    """All three fit until each has 448 tokens; the two that go on until each has 704."""
-    from vllm import SamplingParams
-
+    """Three requests fit until each has 448 tokens, two until each has 704."""
     prompts, lengths = [prompt(440, seed) for seed in range(3)], (60, 300, 300)
 
     def outputs(of: list[int]) -> list[list[int]]:
         asked = [{"prompt_token_ids": prompts[each]} for each in of]
-        sampling = [
-            SamplingParams(temperature=0.0, max_tokens=lengths[each], ignore_eos=True, detokenize=False) for each in of
-        ]
+        sampling = [greedy(lengths[each]) for each in of]
         return [list(out.outputs[0].token_ids) for out in engine.llm.generate(asked, sampling, use_tqdm=False)]
 
     alone = [outputs([each])[0] for each in range(3)]
@@ -130,7 +140,7 @@ def test_a_request_is_preempted_twice(engine: Any, plane: Any, prompt: Any, step
 
 
 @pytest.mark.parametrize("fault", ["no save", "no tail", "first chunk", "tail", "all loads"])
-def test_whatever_fails_is_computed(
+def test_failed_saves_and_loads_are_computed(
     engine: Any, plane: Any, prompts: Any, reference: Any, steps: Steps, fault: str
 ) -> None:
     engine.reset(plane, records=True)
@@ -151,12 +161,12 @@ def test_whatever_fails_is_computed(
     assert engine.free_blocks() == BLOCKS - 1
 
 
-def test_a_save_that_hangs_delays_a_request_and_is_given_up(
+def test_a_save_that_hangs_ends_by_its_deadline(
     engine: Any, plane: Any, prompts: Any, reference: Any, steps: Steps
 ) -> None:
     engine.reset(plane, records=True)
     plane.script.stall.add("Store")
-    plane.script.store_outcome = pb.OUTCOME_STORAGE_UNAVAILABLE  # nor is it there once nobody waits for it any more
+    plane.script.store_outcome = pb.OUTCOME_STORAGE_UNAVAILABLE  # nor is it stored after the deadline
     try:
         with engine.impatient():
             assert engine.outputs(prompts, GENERATED) == reference(prompts, GENERATED)
@@ -168,14 +178,12 @@ def test_a_save_that_hangs_delays_a_request_and_is_given_up(
     assert not engine.counted_since().get("loaded_tokens")
 
 
-def test_a_request_that_is_aborted_while_preempted_leaves_nothing(
+def test_an_abort_of_a_preempted_request_leaves_nothing(
     engine: Any, plane: Any, prompts: Any, reference: Any, steps: Steps
 ) -> None:
-    from vllm import SamplingParams
-
     engine.reset(plane, records=True)
     core = engine.llm.llm_engine
-    sampling = SamplingParams(temperature=0.0, max_tokens=GENERATED, ignore_eos=True, detokenize=False)
+    sampling = greedy(GENERATED)
     for number, tokens in enumerate(prompts):
         core.add_request(f"{number}", {"prompt_token_ids": tokens}, sampling)
     answers: dict[str, list[int]] = {}
@@ -198,10 +206,8 @@ def test_a_request_that_is_aborted_while_preempted_leaves_nothing(
     assert engine.free_blocks() == BLOCKS - 1
 
 
-def test_nothing_is_wrong_or_left_behind_whatever_happens_at_once(
-    engine: Any, plane: Any, prompt: Any, reference: Any
-) -> None:
-    """One seed of what ``make soak`` runs without end, for engines of many kinds."""
+def test_stress(engine: Any, plane: Any, prompt: Any, reference: Any) -> None:
+    """One seed of ``make soak``, which runs without end for many kinds of engines."""
     engine.reset(plane, records=True)
     longest = [((300, seed), GENERATED) for seed in SEEDS] + [((200, 0), GENERATED)]
     shorter = [((length, 0), 8) for length in (256, 513, 1000)]
@@ -210,5 +216,5 @@ def test_nothing_is_wrong_or_left_behind_whatever_happens_at_once(
     stress = Stress(engine, expected, Script(plane), seed=5)
     with engine.impatient():
         stress.run(30)
-    # What is preempted depends on the moment.
+    # Whether there are preemptions depends on timing.
     assert stress.counts["answers"] and stress.counts["aborts"], stress.counts

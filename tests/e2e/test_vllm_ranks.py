@@ -1,4 +1,4 @@
-"""Tensor parallelism: each rank has its own namespace, keys and memory; a hit is what every rank holds."""
+"""Tensor parallelism: each rank has its own namespace, keys and memory. A hit needs the records of all ranks."""
 
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
@@ -16,27 +16,26 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.m
 
 
 def test_two_ranks_store_load_and_recompute(
-    make_engine: Any, data_plane: Any, reference: Any, prompt: Any, several_workers: None
+    make_engine: Any, data_plane: Any, reference: Any, prompt: Any, serve: Any, several_workers: None
 ) -> None:
     prompts = [prompt(length) for length in (300, 512, 700)]
     expected = reference(prompts)
     engine = make_engine(data_plane.address, tensor_parallel_size=2)
     try:
         assert engine.outputs(prompts) == expected
-        wait_for(lambda: len(data_plane.records) == 2 * 2)  # the prompts begin with the same two chunks
+        wait_for(lambda: len(data_plane.records) == 2 * 2)  # the prompts share their first two chunks
         engine.forget()
         outputs = engine.generate(prompts)
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
         assert [output.num_cached_tokens for output in outputs] == [256, 511, 512]
         assert data_plane.registrations == 4
 
-        # One rank's copy of the second chunk is gone after the lookup has seen it: both ranks recompute it.
+        # The second chunk of one rank is deleted between lookup and load: both ranks recompute it.
         data_plane.script.lookup_hits = lambda hits: [2, 2, *hits[2:]]
         data_plane.records.pop(data_plane.fetches[-1].keys[-1])
         engine.forget()
         data_plane.fetches.clear()
-        (output,) = engine.generate([prompt(700)])
-        assert list(output.outputs[0].token_ids) == reference([prompt(700)])[0]
+        serve(engine, 700)
         assert len(data_plane.fetches) == 2
     finally:
         engine.close()
@@ -65,11 +64,13 @@ def test_each_rank_has_a_data_plane_of_its_own(
                 engine.forget()
                 assert cached(engine, prompts, expected) == [512]
                 for plane in (first, second):
-                    assert statistics(plane.address).fetch_outcomes["complete"] == 1, "each rank asks its own"
+                    assert statistics(plane.address).fetch_outcomes["complete"] == 1, (
+                        "each rank uses its own data plane"
+                    )
                 second.process.kill()
                 second.process.wait()
                 engine.forget()
-                assert cached(engine, prompts, expected) == [0], "KV that one rank lacks is of no use"
+                assert cached(engine, prompts, expected) == [0], "a hit needs all ranks"
                 with data_plane(1, storage):
 
                     def found_again() -> bool:
@@ -95,7 +96,7 @@ def records(storage: Child) -> int:
 
 
 def cached(engine: Any, prompts: list[list[int]], expected: list[list[int]]) -> list[int]:
-    """Generate; return how many tokens of each prompt were not computed."""
+    """Check the outputs, and return the number of cached tokens of each prompt."""
     outputs = engine.generate(prompts)
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
     return [output.num_cached_tokens for output in outputs]

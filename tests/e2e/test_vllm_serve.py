@@ -1,4 +1,4 @@
-"""``vllm serve`` as a user runs it: its own processes, the OpenAI API, the entry point's connector, SIGTERM."""
+"""``vllm serve`` as a user runs it: its processes, the OpenAI API, the connector's entry point, SIGTERM."""
 
 import json
 import signal
@@ -34,10 +34,10 @@ def test_serve_stores_loads_and_stops_on_sigterm(server: Server, data_plane: Any
     wait_for(lambda: server.metric("vllm:shadowserve_stored_chunks_total") == 2)
     wait_for(lambda: data_plane.registrations == 2)
     other = json.loads(server.call("/v1/completions", request | {"prompt": with_another_first_chunk(prompt(700))}))
-    assert other["choices"][0]["token_ids"] != first["choices"][0]["token_ids"], "outputs tell one prefix from another"
+    assert other["choices"][0]["token_ids"] != first["choices"][0]["token_ids"], "another prefix changes the output"
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(2 * WAIT_MAX_S) in (0, -signal.SIGTERM), server.log.read_text()[-4000:]
-    wait_for(lambda: not data_plane.registrations)  # no memory is registered once the server has stopped
+    wait_for(lambda: not data_plane.registrations)
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,12 @@ def test_serve_stores_loads_and_stops_on_sigterm(server: Server, data_plane: Any
         (
             {"layer_order": True},
             ("--pipeline-parallel-size", "2"),
-            "layer_order: true cannot be used with this engine: vLLM has a step under way in each pipeline stage",
+            "layer_order: true cannot be used with this engine: vLLM runs a step in each pipeline stage at once",
         ),
     ],
     ids=["misspelt", "stages"],
 )
-def test_a_wrong_configuration_ends_vllm_serve_with_one_line_and_without_weights(
+def test_a_wrong_configuration_ends_vllm_serve_with_one_line_before_weights_load(
     model: Path, tmp_path: Path, configured: dict[str, Any], options: tuple[str, ...], said: str
 ) -> None:
     """Symptom: it was reported only after warm-up, inside a traceback, and labelled "command line"."""

@@ -1,4 +1,4 @@
-"""The tier of vLLM's own offloading: vLLM's scheduler and tiering code, a real data plane and a real storage server."""
+"""``ShadowServeTier`` in vLLM's scheduler and tiering code, with a real data plane and a real storage node."""
 
 import os
 import sys
@@ -24,7 +24,7 @@ from shadowserve.keys import storage_key  # noqa: E402
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 STEP = SimpleNamespace(new_req_ids=(), preempted_req_ids=())
-"""What vLLM tells a tier of a step without a new request."""
+"""vLLM's notification of a step without a new request."""
 BUFFERS = {
     "decompression_buffer_bytes": "16MiB",
     "dequantization_buffer_bytes": "32MiB",
@@ -73,8 +73,16 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [(seed * 7919 + 31 * index) % 997 + 1 for index in range(length)]
 
 
+def filled(make: Callable[..., Any], **options: Any) -> Any:
+    """Return an engine that has computed and stored a prompt of four chunks."""
+    engine = make(**options)
+    engine.serve(prompt(300))
+    engine.settle()
+    return engine
+
+
 def keys_of(engine: Any, tokens: list[int]) -> list[bytes]:
-    """Return the keys that vLLM gives the chunks of a prompt, in the first group."""
+    """Return vLLM's keys of the chunks of a prompt in the first group."""
     from tiering import BLOCK, CHUNK
     from vllm.v1.kv_offload.base import make_offload_key
 
@@ -90,7 +98,7 @@ def context(name: str = "asked") -> Any:
 
 
 def look(tier: Any, key: bytes, name: str = "asked") -> str:
-    """Look a row up as vLLM does, once in each step, until the tier knows."""
+    """Look a row up as vLLM does, once per step, until the answer is known."""
 
     def known() -> str:
         answer = tier.lookup(key, context(name))
@@ -108,13 +116,13 @@ def job(number: int, keys: list[bytes], rows: list[int], load: bool = True) -> A
 
 
 def outcome(tier: Any) -> Any:
-    """Return the outcome of the one job that is on its way."""
+    """Return the result of the only running job."""
     (found,) = wait_for(lambda: list(tier.get_finished_jobs()))
     return found
 
 
 def counts(engine: Any) -> dict[str, float]:
-    """Return what ``/metrics`` shows of the tier, summed over the life of an engine."""
+    """Return the tier's metrics since the engine's start."""
     if (last := engine.tier.get_stats()) is not None:
         engine.stats.aggregate(last)
     return {name.removeprefix("vllm:shadowserve_tier_"): n for name, n in engine.stats.reduce().items()}
@@ -127,7 +135,7 @@ def records(storage: Server) -> list[bytes]:
         return list(connection.scan_iter(count=1000))
 
 
-def test_another_engine_has_what_one_has_computed(make: Callable[..., Any], storage: Server) -> None:
+def test_a_second_engine_loads_what_the_first_stored(make: Callable[..., Any], storage: Server) -> None:
     first = make()
     assert first.serve(prompt(300)) == 0
     first.settle()
@@ -143,7 +151,7 @@ def test_another_engine_has_what_one_has_computed(make: Callable[..., Any], stor
 
 
 @pytest.mark.parametrize("publishes", [True, False])
-def test_subscribers_hear_what_is_stored(make: Callable[..., Any], publishes: bool) -> None:
+def test_stored_rows_are_published_as_events(make: Callable[..., Any], publishes: bool) -> None:
     tier = (engine := make(enable_kv_events=publishes, locality="REMOTE")).tier
     keys = keys_of(engine, prompt(300))
     tier.submit_store(job(1, keys, [0, 1, 2, 3], load=False))
@@ -152,29 +160,27 @@ def test_subscribers_hear_what_is_stored(make: Callable[..., Any], publishes: bo
     assert heard == ([(keys, "STORAGE", "REMOTE", False)] if publishes else [])
 
 
-def test_what_one_engine_forgets_comes_back_from_the_tier(make: Callable[..., Any]) -> None:
-    """The CPU tier has room for two prompts; the third and fourth drive the first out of it."""
+def test_rows_evicted_from_the_cpu_tier_are_loaded_again(make: Callable[..., Any]) -> None:
+    """The CPU tier has room for two prompts; the third and fourth evict the first."""
     engine = make(rows=10)
     for seed in range(4):
         engine.serve(prompt(300, seed))
-        engine.settle()  # rows that are being stored are not given up
+        engine.settle()  # vLLM does not evict rows that are being stored
     engine.forget()
     for seed in range(4):
         assert engine.serve(prompt(300, seed)) == 256
         engine.settle()
 
 
-def test_windows_load_their_trailing_part(make: Callable[..., Any], storage: Server) -> None:
+def test_sliding_windows_load_their_last_tokens(make: Callable[..., Any], storage: Server) -> None:
     from tiering import specs
 
-    first = make(groups=specs(windows=True))
-    first.serve(prompt(300))
-    first.settle()
+    filled(make, groups=specs(windows=True))
     assert len(records(storage)) > 4, "of both groups"
     assert make(groups=specs(windows=True)).serve(prompt(300)) == 256
 
 
-def test_a_row_larger_than_a_slice_comes_back(make: Callable[..., Any]) -> None:
+def test_a_row_larger_than_a_slice_is_stored_and_loaded(make: Callable[..., Any]) -> None:
     from tiering import specs
 
     wide = {"num_kv_heads": 32, "head_size": 160}
@@ -185,8 +191,8 @@ def test_a_row_larger_than_a_slice_comes_back(make: Callable[..., Any]) -> None:
     assert make(groups=specs(**wide), rows=8).serve(prompt(200)) == 192
 
 
-def test_rows_hold_any_bits(make: Callable[..., Any]) -> None:
-    """What a page holds of another type, or a row behind its page, may look like NaNs of the cache's type."""
+def test_rows_with_any_bytes_are_stored_exactly(make: Callable[..., Any]) -> None:
+    """Other types and padding in a row may look like NaNs of the cache's dtype."""
     import numpy as np
 
     tier = (engine := make()).tier
@@ -200,25 +206,21 @@ def test_rows_hold_any_bits(make: Callable[..., Any]) -> None:
     assert (rows[8:10] == kept).all()
 
 
-def test_pages_of_bytes_are_kept_as_bytes(make: Callable[..., Any]) -> None:
+def test_fp8_pages_are_stored_as_bytes(make: Callable[..., Any]) -> None:
     import torch
     from tiering import specs
 
     options: dict[str, Any] = {"groups": specs(torch.uint8), "engine": {"kv_cache_dtype": "fp8"}}
-    first = make(**options)
-    first.serve(prompt(300))
-    first.settle()
+    filled(make, **options)
     assert make(**options).serve(prompt(300)) == 256
     assert make().serve(prompt(300)) == 0
 
 
 @pytest.mark.parametrize("what", ["weights", "option", "pages"])
-def test_an_engine_that_computes_otherwise_shares_nothing(
+def test_engines_with_different_inputs_share_nothing(
     make: Callable[..., Any], tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = make()
-    first.serve(prompt(300))
-    first.settle()
+    filled(make)
     other: dict[str, Any] = {"engine": {"hf_overrides": {"rope_theta": 5000.0}}} if what == "option" else {}
     if what == "pages":
         monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
@@ -229,27 +231,25 @@ def test_an_engine_that_computes_otherwise_shares_nothing(
     assert make().serve(prompt(300)) == 256
 
 
-def test_rows_of_another_number_of_blocks_share_nothing(make: Callable[..., Any], monkeypatch: Any) -> None:
+def test_rows_with_another_number_of_blocks_share_nothing(make: Callable[..., Any], monkeypatch: Any) -> None:
     import tiering
 
-    first = make()
-    first.serve(prompt(300))
-    first.settle()
+    filled(make)
     monkeypatch.setattr(tiering, "CHUNK", 2 * tiering.BLOCK)
     assert make(rows=128).serve(prompt(300)) == 0
 
 
-def test_a_row_that_vanished_between_lookup_and_load_is_computed(make: Callable[..., Any], storage: Server) -> None:
-    engine = make()
-    engine.serve(prompt(300))
-    engine.settle()
+def test_a_row_deleted_between_lookup_and_load_is_computed(make: Callable[..., Any], storage: Server) -> None:
+    engine = filled(make)
     keys = keys_of(engine, prompt(300))
     assert [look(engine.tier, key) for key in keys] == ["HIT"] * 4
     storage.command(b"DEL", storage_key(engine.tier._key(keys[2])))
     engine.tier.submit_load(job(1, keys, [40, 41, 42, 43]))
     found = outcome(engine.tier)
     assert not found.success and found.successful_keys == tuple(keys[:2])
-    assert [look(engine.tier, key) for key in keys] == ["HIT", "HIT", "MISS", "MISS"], "else vLLM asks without end"
+    assert [look(engine.tier, key) for key in keys] == ["HIT", "HIT", "MISS", "MISS"], (
+        "otherwise vLLM would load forever"
+    )
     assert counts(engine)["load_failures:('absent',)"] == 2
     engine.tier.on_request_finished(context())
     assert [look(engine.tier, key, "later") for key in keys] == ["HIT", "HIT", "MISS", "HIT"]
@@ -258,15 +258,13 @@ def test_a_row_that_vanished_between_lookup_and_load_is_computed(make: Callable[
 def test_a_damaged_row_is_computed(make: Callable[..., Any], storage: Server) -> None:
     from redis import Redis
 
-    engine = make()
-    engine.serve(prompt(300))
-    engine.settle()
+    engine = filled(make)
     key = storage_key(engine.tier._key(keys_of(engine, prompt(300))[1]))
     with Redis(port=storage.port) as connection:
         value = bytearray(connection.get(key))
         value[-100] ^= 1
     storage.command(b"DEL", key)
-    storage.command(b"SET", key, bytes(value))  # refused, or found out by whoever reads it
+    storage.command(b"SET", key, bytes(value))  # the server refuses it, or the reader detects it
     assert make().serve(prompt(300)) in (0, 64)
 
 
@@ -279,22 +277,18 @@ def test_an_engine_without_a_data_plane_computes(make: Callable[..., Any]) -> No
     assert any(name.startswith("lookup_failures") for name in failed)
 
 
-def test_a_store_that_does_not_answer_costs_a_lookup_its_deadline(make: Callable[..., Any], storage: Server) -> None:
-    first = make()
-    first.serve(prompt(300))
-    first.settle()
+def test_a_lookup_of_a_frozen_storage_node_ends_by_its_deadline(make: Callable[..., Any], storage: Server) -> None:
+    filled(make)
     engine = make(lookup_timeout_s=0.3, fetch_timeout_s=0.3, store_timeout_s=0.3)
     storage.freeze()
     assert engine.serve(prompt(300)) == 0
     engine.settle()
     storage.thaw()
-    assert wait_for(lambda: engine.serve(prompt(300)) or (engine.forget(), 0)[1]) == 256, "and it is found again"
+    assert wait_for(lambda: engine.serve(prompt(300)) or (engine.forget(), 0)[1]) == 256, "found after the thaw"
 
 
-def test_a_load_that_does_not_end_fails_by_its_deadline(make: Callable[..., Any], storage: Server) -> None:
-    engine = make(fetch_timeout_s=0.5)
-    engine.serve(prompt(300))
-    engine.settle()
+def test_a_load_from_a_frozen_storage_node_ends_by_its_deadline(make: Callable[..., Any], storage: Server) -> None:
+    engine = filled(make, fetch_timeout_s=0.5)
     keys = keys_of(engine, prompt(300))
     assert {look(engine.tier, key) for key in keys} == {"HIT"}
     storage.freeze()
@@ -304,10 +298,8 @@ def test_a_load_that_does_not_end_fails_by_its_deadline(make: Callable[..., Any]
     storage.thaw()
 
 
-def test_stores_behind_one_that_takes_too_long_are_given_up(
-    make: Callable[..., Any], storage: Server, plane: DaemonProcess
-) -> None:
-    """vLLM keeps the rows of a job until its outcome: a slow store must not hold its CPU tier."""
+def test_stores_that_wait_too_long_fail(make: Callable[..., Any], storage: Server, plane: DaemonProcess) -> None:
+    """vLLM keeps the rows of a job until it ends, so a slow store would fill its CPU tier."""
     engine = make(store_timeout_s=0.3)
     keys = keys_of(engine, prompt(300))
     storage.freeze()
@@ -318,18 +310,14 @@ def test_stores_behind_one_that_takes_too_long_are_given_up(
     assert [each.job_id for each in ended] == list(range(6)) and not any(each.success for each in ended)
     storage.thaw()
     client = HostConfig(data_plane=plane.address).client(0)
-    assert sum(client.statistics().store_outcomes.values()) <= 1, "each of them was tried, one after the other"
+    assert sum(client.statistics().store_outcomes.values()) <= 1, "waiting jobs were tried, too"
     client.close()
 
 
-def test_a_data_plane_that_was_restarted_is_found_again(
-    make: Callable[..., Any], storage: Server, tmp_path: Path
-) -> None:
+def test_a_restarted_data_plane_is_used_again(make: Callable[..., Any], storage: Server, tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     daemon = DaemonProcess(storage, tmp_path, **BUFFERS, listen=address)
-    engine = make(address=address)
-    engine.serve(prompt(300))
-    engine.settle()
+    engine = filled(make, address=address)
     daemon.close()
     daemon = DaemonProcess(storage, tmp_path, **BUFFERS, listen=address)
     try:
@@ -343,27 +331,23 @@ def test_a_data_plane_that_was_restarted_is_found_again(
         daemon.close()
 
 
-def test_after_a_reset_nothing_is_found_that_was_stored_before(make: Callable[..., Any]) -> None:
-    """Weights may have been changed: vLLM resets its caches, and says no more."""
-    engine = make()
-    engine.serve(prompt(300))
-    engine.settle()
+def test_rows_stored_before_a_reset_are_not_found(make: Callable[..., Any]) -> None:
+    """A reset is the only sign of changed weights that a tier gets."""
+    engine = filled(make)
     engine.scheduler.reset_prefix_cache(reset_connector=True)
     engine.worker.gpu[:] = 0
     assert engine.serve(prompt(300)) == 0
     engine.settle()
     engine.forget()
-    assert engine.serve(prompt(300)) == 256, "of its own"
-    assert make().serve(prompt(300)) == 256, "of those that have not been reset"
+    assert engine.serve(prompt(300)) == 256, "its own rows since then"
+    assert make().serve(prompt(300)) == 256, "rows of engines without a reset"
 
 
-def test_after_a_call_to_the_workers_nothing_is_found_that_was_stored_before(make: Callable[..., Any]) -> None:
-    """Symptom: an engine whose weights were changed was served old KV, and stored new KV under the old name."""
+def test_rows_stored_before_a_call_to_the_workers_are_not_found(make: Callable[..., Any]) -> None:
+    """Symptom: after a change of weights, the engine loaded old KV and stored new KV under old keys."""
     from host_control.vllm import engine_calls
 
-    engine = make()
-    engine.serve(prompt(300))
-    engine.settle()
+    engine = filled(make)
     engine.forget()
     assert engine.serve(prompt(300)) == 256
     engine_calls._counts["collective_rpc"] += 1
@@ -373,16 +357,14 @@ def test_after_a_call_to_the_workers_nothing_is_found_that_was_stored_before(mak
     assert engine.serve(prompt(300, seed=9)) == 0
     engine.settle()
     engine.forget()
-    assert engine.serve(prompt(300)) == 256, "of its own"
+    assert engine.serve(prompt(300)) == 256, "its own rows since then"
     other = make()
-    assert other.serve(prompt(300)) == 256, "of those that were not called"
+    assert other.serve(prompt(300)) == 256, "rows of engines without such a call"
     assert other.serve(prompt(300, seed=9)) == 0
 
 
-def test_draining_ends_what_waits_and_what_runs(make: Callable[..., Any], storage: Server) -> None:
-    engine = make(store_timeout_s=1.0, fetch_timeout_s=WAIT_MAX_S)
-    engine.serve(prompt(300))
-    engine.settle()
+def test_draining_ends_waiting_and_running_jobs(make: Callable[..., Any], storage: Server) -> None:
+    engine = filled(make, store_timeout_s=1.0, fetch_timeout_s=WAIT_MAX_S)
     keys, others = keys_of(engine, prompt(300)), keys_of(engine, prompt(300, seed=1))
     storage.freeze()
     for number in range(4):
@@ -394,50 +376,45 @@ def test_draining_ends_what_waits_and_what_runs(make: Callable[..., Any], storag
     storage.thaw()
 
 
-def test_it_gives_everything_back(make: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
-
+def test_a_shutdown_releases_memory_and_threads(make: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
     before = set(threading.enumerate())
     engine = make()
     engine.serve(prompt(300))
     engine.close()
-    assert "Failed to close" not in caplog.text, "somebody has a view of vLLM's memory"
+    assert "Failed to close" not in caplog.text, "a view of vLLM's memory is left"
     assert not list(Path("/dev/shm").glob(f"shadowserve-05e1f00d{os.getpid():08x}*"))
-    ours = [thread for thread in threading.enumerate() if thread.name.startswith("shadowserve")]
-    wait_for(lambda: not [thread for thread in ours if thread.is_alive() and thread not in before])
+    own = [thread for thread in threading.enumerate() if thread.name.startswith("shadowserve")]
+    wait_for(lambda: not [thread for thread in own if thread.is_alive() and thread not in before])
 
 
-def test_a_shutdown_waits_no_longer_than_it_may(
+def test_a_shutdown_ends_within_its_time_limit(
     make: Callable[..., Any], storage: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Symptom: it took a minute, which passed unseen."""
-    engine = make(close_timeout_s=0.3, store_timeout_s=WAIT_MAX_S, fetch_timeout_s=WAIT_MAX_S)
-    engine.serve(prompt(300))
-    engine.settle()
+    """Symptom: a shutdown took a minute."""
+    engine = filled(make, close_timeout_s=0.3, store_timeout_s=WAIT_MAX_S, fetch_timeout_s=WAIT_MAX_S)
     keys = keys_of(engine, prompt(300))
     storage.freeze()
     engine.tier.submit_store(job(1, keys_of(engine, prompt(300, seed=1)), [0, 1, 2, 3], load=False))
     engine.tier.submit_load(job(2, keys, [40, 41, 42, 43]))
     wait_for(storage.asked)
-    monkeypatch.setattr(engine.tier._client, "_connect_timeout", 0.3)  # which memory's release may take
+    monkeypatch.setattr(engine.tier._client, "_connect_timeout", 0.3)  # the time limit for releasing memory
     began = time.monotonic()
     engine.tier.shutdown()
-    assert time.monotonic() - began < WAIT_MAX_S / 2 and storage.asked(), "nothing has been answered"
+    assert time.monotonic() - began < WAIT_MAX_S / 2 and storage.asked(), "the storage node answered"
     storage.thaw()
 
 
 @pytest.mark.parametrize(("canonical", "found"), [(False, "MISS"), (True, "HIT")])
-def test_engines_of_another_number_of_ranks_share_rows_in_canonical_order_alone(
+def test_engines_with_other_numbers_of_ranks_only_share_canonical_rows(
     make: Callable[..., Any], canonical: bool, found: str
 ) -> None:
-    """vLLM takes rows of one group for the same from any ranks; but ranks write all their layers, one rank after
-    the other, so that only its canonical order is.
+    """vLLM treats rows of one group as independent of ranks. But ranks write their layers one after the other, so only
+    rows in canonical order are.
     """
     from tiering import specs
 
     offload = {"canonical_layout": canonical}
-    one = make(groups=specs(num_kv_heads=2), offload=offload)
-    one.serve(prompt(300))
-    one.settle()
+    one = filled(make, groups=specs(num_kv_heads=2), offload=offload)
     two = make(groups=specs(num_kv_heads=1), engine={"tensor_parallel_size": 2}, offload=offload)
     assert two.tier.block_size_bytes == one.tier.block_size_bytes and two.tier.problem == ""
     assert look(two.tier, keys_of(two, prompt(300))[0]) == found
@@ -451,7 +428,7 @@ def test_engines_of_another_number_of_ranks_share_rows_in_canonical_order_alone(
         ({"engine": {"load_format": "ipc_cache"}}, "another process's memory"),
     ],
 )
-def test_what_vllm_s_hashes_do_not_name_is_not_kept(
+def test_the_tier_is_off_if_hashes_do_not_identify_kv(
     make: Callable[..., Any], storage: Server, options: dict[str, Any], said: str
 ) -> None:
     engine = make(**options)
@@ -461,12 +438,12 @@ def test_what_vllm_s_hashes_do_not_name_is_not_kept(
     assert records(storage) == []
 
 
-def test_names_may_be_trusted(make: Callable[..., Any]) -> None:
+def test_trust_names_allows_adapters(make: Callable[..., Any]) -> None:
     engine = make(engine={"enable_lora": True}, trust_names=True)
     assert engine.tier.problem == ""
 
 
-def test_a_tier_that_no_connector_has_made_is_off(make: Callable[..., Any], plane: DaemonProcess) -> None:
+def test_a_tier_created_outside_a_connector_is_off(make: Callable[..., Any], plane: DaemonProcess) -> None:
     from tiering import TIER
 
     from host_control.vllm.tier import ShadowServeTier
@@ -474,7 +451,7 @@ def test_a_tier_that_no_connector_has_made_is_off(make: Callable[..., Any], plan
     engine = make()
     settings = {name: value for name, value in TIER.items() if name not in ("type", "module_path")}
     tier = ShadowServeTier(engine.tier._offloading_spec, engine.tier._primary_kv_view, "tier", **settings)
-    assert "not made by a connector" in tier.problem
+    assert "not created by one of" in tier.problem
     tier.submit_store(job(1, [bytes(36)], [0], load=False))
     tier.submit_load(job(2, [bytes(36)], [0]))
     assert [each.success for each in tier.get_finished_jobs()] == [False, False]
@@ -483,7 +460,7 @@ def test_a_tier_that_no_connector_has_made_is_off(make: Callable[..., Any], plan
     tier.shutdown()
 
 
-def test_a_key_that_is_not_known_ends_the_start(make: Callable[..., Any]) -> None:
+def test_an_unknown_key_stops_the_start(make: Callable[..., Any]) -> None:
     from shadowserve.errors import ConfigurationError
 
     with pytest.raises(ConfigurationError, match="lookup_timeout_s"):
@@ -494,18 +471,14 @@ def test_a_key_that_is_not_known_ends_the_start(make: Callable[..., Any]) -> Non
 def test_a_role_that_only_stores_or_only_loads(
     make: Callable[..., Any], storage: Server, role: str, stored: int, loaded: int
 ) -> None:
-    engine = make(transfer={"kv_role": role})
-    engine.serve(prompt(300))
-    engine.settle()
+    engine = filled(make, transfer={"kv_role": role})
     assert len(records(storage)) == stored
-    other = make()
-    other.serve(prompt(300))
-    other.settle()
+    filled(make)
     engine.forget()
     assert engine.serve(prompt(300)) == loaded
 
 
-def test_its_counts_are_shown_beside_vllm_s_own(make: Callable[..., Any]) -> None:
+def test_metrics_are_exported_with_vllm_s(make: Callable[..., Any]) -> None:
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
     engine = make()
@@ -523,16 +496,16 @@ def test_its_counts_are_shown_beside_vllm_s_own(make: Callable[..., Any]) -> Non
 
 
 def metric(port: int, name: str) -> float:
-    """Return what a data plane's metrics say under a name, labels included."""
+    """Return the value of a data plane's metric; ``name`` includes labels."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_MAX_S) as answer:
         lines = answer.read().decode().splitlines()
     return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} ")), 0.0)
 
 
-def test_the_data_plane_hears_of_its_engine_s_steps_and_holds_its_rows_to_the_budget(
+def test_the_tier_reports_steps_and_its_transfers_keep_the_interference_budget(
     make: Callable[..., Any], storage: Server, tmp_path: Path
 ) -> None:
-    """Symptom (F24): the tier moved rows beside decoding without a bound, and interference_budget was ignored."""
+    """Symptom: the tier ignored interference_budget."""
     port = free_port()
     (tmp_path / "other").mkdir()
     daemon = DaemonProcess(storage, tmp_path / "other", **BUFFERS, metrics_port=port)

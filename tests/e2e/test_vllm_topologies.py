@@ -1,6 +1,6 @@
-"""Engines of other numbers of ranks and stages find each other's records, and take of them what is theirs.
+"""Engines with different shard layouts (numbers of ranks and stages) load each other's records.
 
-All are asked for the order of layers, in which own records come to engines with one step under way at a time.
+All of them are configured for layer order, if they support it.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,12 +15,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.m
 
 TWO_RANKS, TWO_STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 OF_ONE, OF_RANKS, OF_STAGES = ((300, 0), (512, 0), (700, 0)), ((600, 1),), ((600, 2),)
-"""What is stored by one rank, by two, and by two stages: arguments of ``prompt``, each with two chunks at most."""
+"""Prompts stored by one rank, by two ranks and by two stages: arguments of ``prompt``, with at most two chunks each."""
 HITS = {300: 256, 512: 511, 600: 512, 700: 512}
 
 
 def make_room(worker: Any) -> None:
-    """What vLLM leaves out on CPUs where there is nothing to warm up, and then misses in a stage's first step."""
+    """Create buffers that vLLM needs in a stage's first step, and does not create on CPUs without a warm-up."""
     runner = worker.model_runner
     runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
         batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
@@ -28,7 +28,7 @@ def make_room(worker: Any) -> None:
 
 
 def spoil(_: Any) -> None:
-    """Fill paged memory: or blocks may still hold what a prompt left there when it was stored."""
+    """Overwrite a worker's paged memory."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     for cache in get_kv_transfer_group()._worker._parts[0][0].layout._mover._views:
@@ -36,7 +36,7 @@ def spoil(_: Any) -> None:
 
 
 class Topologies:
-    """Engines one after the other over one store; each is told what to store and what it must find."""
+    """Engines over one store, one after the other. Each stores prompts and loads those of earlier engines."""
 
     def __init__(
         self, make_engine: Any, plane: Any, prompt: Callable[..., list[int]], reference: Callable[..., Any]
@@ -45,7 +45,7 @@ class Topologies:
 
     @contextmanager
     def engine(self, **topology: int) -> Iterator[None]:
-        # Steps of both stages are under way, so such an engine refuses layer order.
+        # Engines with stages refuse layer order.
         extra = {"layer_order": topology != TWO_STAGES}
         self._engine = self._make_engine(self._plane.address, extra=extra, max_num_batched_tokens=128, **topology)
         try:
@@ -56,13 +56,13 @@ class Topologies:
             self._engine.close()
 
     def store(self, named: Any, records: int) -> None:
-        """Compute prompts that nobody has stored; wait for so many records."""
+        """Compute new prompts, and wait for the given number of new records."""
         prompts, before = [self._prompt(*arguments) for arguments in named], len(self._plane.records)
         assert self._engine.outputs(prompts) == self._reference(prompts)
         wait_for(lambda: len(self._plane.records) == before + records)
 
     def find(self, named: Any, layerwise: int = 0) -> None:
-        """Compute prompts that are stored; so many calls come in the order of layers."""
+        """Load stored prompts, with the given number of calls in layer order."""
         stored, before = set(self._plane.records), self._plane.layerwise_calls
         for arguments in named:
             prompt = self._prompt(*arguments)
@@ -72,11 +72,11 @@ class Topologies:
             assert [list(output.outputs[0].token_ids)] == self._reference([prompt]), named
             assert output.num_cached_tokens == HITS[len(prompt)], named
         self._engine.flush()
-        assert set(self._plane.records) == stored, "what was loaded is not stored again"
+        assert set(self._plane.records) == stored, "loaded chunks were stored again"
         assert self._plane.layerwise_calls == before + layerwise
 
     def lose(self, named: Any, layers: int) -> None:
-        """Compute prompts of which a layer of the first chunk is damaged on the way, each layer in turn."""
+        """Load prompts while one layer of the first chunk is damaged, for each layer."""
         for arguments in named:
             prompt = self._prompt(*arguments)
             for layer in range(layers):
@@ -90,7 +90,7 @@ class Topologies:
                 script.fail_fetch_at = script.fail_layer = None
 
     def lose_one(self, named: Any) -> None:
-        """Compute prompts of which one rank's first chunk is gone by the time at which it is loaded."""
+        """Load prompts after the first chunk of one rank was deleted between lookup and load."""
         for arguments in named:
             prompt = self._prompt(*arguments)
             self._engine.forget()
@@ -105,7 +105,7 @@ class Topologies:
             assert np.allclose(stored, np.frombuffer(lost, np.float32), rtol=1e-3, atol=1e-3)
 
 
-def test_ranks_and_stages_of_another_number_load_what_was_stored(
+def test_engines_with_other_numbers_of_ranks_and_stages_share_records(
     make_engine: Any, data_plane: Any, reference: Any, prompt: Any, several_workers: None
 ) -> None:
     over = Topologies(make_engine, data_plane, prompt, reference)

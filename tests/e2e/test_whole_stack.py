@@ -1,4 +1,4 @@
-"""Real vLLM, the real data plane daemon and the real storage server, each a process of its own that can be killed."""
+"""Real vLLM with a real data plane and a real storage node in their own processes: faults of each process."""
 
 import contextlib
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import assert_all_free, greedy
 from machine import WAIT_MAX_S, free_port, wait_for
 from stack import Process, data_plane
 
@@ -18,28 +19,14 @@ LENGTHS = (240, 256, 300, 512, 700, 1000)
 
 
 @pytest.fixture(scope="module")
-def storage() -> Iterator[Process]:
-    process = Process("storage", "--port", str(free_port()))
-    yield process
-    process.stop()
-
-
-@pytest.fixture(scope="module")
-def daemon(storage: Process) -> Iterator[Process]:
-    process = data_plane(storage.address)
-    yield process
-    process.stop()
-
-
-@pytest.fixture(scope="module")
 def first_outputs(daemon: Process, make_engine: Callable[..., Any], prompt: Any, reference: Any) -> list[list[int]]:
     engine = make_engine(daemon.address)
     try:
         outputs = []
         for length in LENGTHS:
             outputs += engine.outputs([prompt(length)])
-            engine.flush()  # else the next one, which begins alike, may store the same chunks again
-        engine.outputs([prompt(2)])  # counts are taken with a step
+            engine.flush()  # otherwise the next prompt, with the same prefix, may store the same chunks
+        engine.outputs([prompt(2)])  # vLLM collects counters in a step
         assert engine.counters()["stored_chunks"] == 1000 // 256
     finally:
         engine.close()
@@ -54,16 +41,16 @@ def shared_engine(daemon: Process, make_engine: Callable[..., Any], first_output
 
 
 @pytest.fixture
-def engine(shared_engine: Any, prompt: Any) -> Any:
-    """The second engine, with everything stored and everything running."""
-    ends = time.monotonic() + 2 * WAIT_MAX_S
-    while True:
+def engine(shared_engine: Any, serve: Any) -> Any:
+    """The second engine, after all processes are connected and all chunks are stored."""
+
+    def connected() -> bool:
         shared_engine.forget()
-        (output,) = shared_engine.generate([prompt(1000)])
+        cached = serve(shared_engine, 1000)
         shared_engine.flush()
-        if output.num_cached_tokens == 768:
-            break
-        assert time.monotonic() < ends, "the parts do not find each other again"
+        return bool(cached == 768)
+
+    wait_for(connected, 2 * WAIT_MAX_S)
     shared_engine.forget()
     shared_engine.counted = shared_engine.counters()
     return shared_engine
@@ -73,34 +60,49 @@ def failures(engine: Any) -> set[str]:
     return {name for name in engine.counted_since() if "failures" in name}
 
 
-def test_second_engine_loads_what_the_first_stored(
-    shared_engine: Any, first_outputs: Any, reference: Any, prompt: Any
+def test_a_second_engine_loads_what_the_first_stored(
+    shared_engine: Any, first_outputs: Any, reference: Any, prompt: Any, serve: Any
 ) -> None:
     prompts = [prompt(length) for length in LENGTHS]
     assert first_outputs == reference(prompts)
-    for length, expected in zip(LENGTHS, reference(prompts), strict=True):
+    for length in LENGTHS:
         shared_engine.forget()
-        (output,) = shared_engine.generate([prompt(length)])
-        assert list(output.outputs[0].token_ids) == expected
-        assert output.num_cached_tokens == min(length // 256 * 256, length - 1)
+        assert serve(shared_engine, length) == min(length // 256 * 256, length - 1)
     shared_engine.forget()
     assert shared_engine.outputs(prompts) == reference(prompts), "all at once"
 
 
-def test_daemon_is_killed_and_comes_back(engine: Any, daemon: Process, reference: Any, prompt: Any) -> None:
-    daemon.kill()
+@pytest.mark.parametrize("process", ["daemon", "storage"])
+def test_a_killed_process_costs_recomputation(engine: Any, process: str, request: Any, serve: Any) -> None:
+    """A storage node restarts empty."""
+    killed = request.getfixturevalue(process)
+    killed.kill()
     try:
-        assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
+        serve(engine, 1000)
         assert failures(engine)
     finally:
-        daemon.restart()
+        killed.restart()
 
 
-def test_daemon_is_killed_while_it_loads(engine: Any, daemon: Process, reference: Any, prompt: Any) -> None:
-    from vllm import SamplingParams
+@pytest.mark.parametrize("process", ["daemon", "storage"])
+def test_a_frozen_process_costs_a_deadline(engine: Any, process: str, request: Any, serve: Any) -> None:
+    frozen = request.getfixturevalue(process)
+    frozen.freeze(frozen=True)
+    try:
+        begin = time.monotonic()
+        with engine.impatient():
+            serve(engine, 1000)
+        assert time.monotonic() - begin < WAIT_MAX_S
+        assert failures(engine)
+    finally:
+        frozen.freeze(frozen=False)
 
+
+def test_a_data_plane_killed_during_a_load_costs_recomputation(
+    engine: Any, daemon: Process, reference: Any, prompt: Any
+) -> None:
     llm_engine = engine.llm.llm_engine
-    parameters = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    parameters = greedy(8)
     llm_engine.add_request("r", {"prompt_token_ids": prompt(1000)}, parameters)
     ends = time.monotonic() + WAIT_MAX_S
     while not any(str(request.status).endswith("WAITING_FOR_REMOTE_KVS") for request in _requests(engine)):
@@ -117,7 +119,7 @@ def test_daemon_is_killed_while_it_loads(engine: Any, daemon: Process, reference
             finished = [output for output in llm_engine.step() if output.finished]
             assert time.monotonic() < ends
         assert list(finished[0].outputs[0].token_ids) == reference([prompt(1000)])[0]
-        assert engine.free_blocks() == engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
+        assert_all_free(engine)
     finally:
         daemon.restart()
 
@@ -130,44 +132,11 @@ def _id(engine: Any) -> str:
     return next(iter(engine.scheduler.requests), "")
 
 
-def test_frozen_daemon_costs_a_deadline(engine: Any, daemon: Process, reference: Any, prompt: Any) -> None:
-    daemon.freeze(frozen=True)
-    try:
-        begin = time.monotonic()
-        with engine.impatient():
-            assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
-        assert time.monotonic() - begin < WAIT_MAX_S
-        assert failures(engine)
-    finally:
-        daemon.freeze(frozen=False)
-
-
-def test_storage_is_killed_and_comes_back_empty(engine: Any, storage: Process, reference: Any, prompt: Any) -> None:
-    storage.kill()
-    try:
-        assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
-        assert failures(engine)
-    finally:
-        storage.restart()
-
-
-def test_frozen_storage_costs_a_deadline(engine: Any, storage: Process, reference: Any, prompt: Any) -> None:
-    storage.freeze(frozen=True)
-    try:
-        begin = time.monotonic()
-        with engine.impatient():
-            assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
-        assert time.monotonic() - begin < WAIT_MAX_S
-        assert failures(engine)
-    finally:
-        storage.freeze(frozen=False)
-
-
 @pytest.mark.parametrize("value", [b"", b"no record", bytes(4096)], ids=["empty", "text", "zeros"])
-def test_value_that_is_no_record_is_recomputed_and_replaced(
-    engine: Any, storage: Process, reference: Any, prompt: Any, value: bytes
+def test_a_value_that_is_not_a_record_is_recomputed_and_replaced(
+    engine: Any, storage: Process, value: bytes, serve: Any
 ) -> None:
-    """Damaged records cannot be put there: the server refuses them. Those are the data plane's tests' business."""
+    """The server refuses damaged records with a valid header; test_damaged_records_are_recomputed covers them."""
     import redis
 
     host, _, port = storage.address.rpartition(":")
@@ -176,13 +145,13 @@ def test_value_that_is_no_record_is_recomputed_and_replaced(
         for name in names:
             client.delete(name)
             client.set(name, value)
-        assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
+        serve(engine, 1000)
         engine.flush()
         assert all(len(client.get(name)) > 4096 for name in names)
 
 
-def test_wrong_kv_would_be_seen(engine: Any, reference: Any, prompt: Any) -> None:
-    """The other tests compare outputs; this one shows that outputs do tell right KV from wrong."""
+def test_wrong_kv_changes_outputs(engine: Any, reference: Any, prompt: Any) -> None:
+    """The control for the other tests, which compare outputs."""
     worker = engine.worker
     manager = worker._managers[0]
     scatter, manager._scatter = manager._scatter, lambda job, part, first, chunks: None
@@ -193,8 +162,8 @@ def test_wrong_kv_would_be_seen(engine: Any, reference: Any, prompt: Any) -> Non
         manager._scatter = scatter
 
 
-def test_absent_daemon_is_no_error(engine: Any, make_engine: Any, reference: Any, prompt: Any) -> None:
-    """Last: it ends the engine of the other tests, for one process holds one engine."""
+def test_an_absent_data_plane_is_not_an_error(engine: Any, make_engine: Any, reference: Any, prompt: Any) -> None:
+    """It closes the engine of the tests above, because a process can only have one."""
     engine.close()
     alone = make_engine("127.0.0.1:1", extra={"connect_timeout_s": 0.5})
     try:
@@ -222,7 +191,7 @@ def test_binned_records_are_several_times_smaller(daemon: Process, make_engine: 
 
 @pytest.fixture
 def redis_address(tmp_path: Path) -> Iterator[str]:
-    """A real Redis, which keeps whatever it is given: our own server would refuse damaged records."""
+    """A real Redis, which accepts damaged records."""
     import redis
 
     port = free_port()
@@ -274,20 +243,20 @@ def test_damaged_records_are_recomputed(redis_address: str, make_engine: Any, re
             for name, record in zip(names, (second, third, first), strict=True):
                 client.set(name, record)
             engine.forget()
-            assert engine.outputs(prompts) == reference(prompts), "each under another's key"
+            assert engine.outputs(prompts) == reference(prompts), "under the keys of other records"
     finally:
         engine.close()
         plane.stop()
 
 
-def test_full_storage_server_is_no_error(make_engine: Any, reference: Any, prompt: Any) -> None:
+def test_a_full_storage_node_is_not_an_error(make_engine: Any, serve: Any) -> None:
     small = Process("storage", "--port", "0", "--memory-budget-bytes", "1MiB")
     plane = data_plane(small.address)
     engine = make_engine(plane.address)
     try:
-        # One chunk's record takes nearly the whole budget: each that is stored drives another out.
+        # One record takes nearly the whole budget, so each evicts another.
         for length in (1000, 700, 512, 1000):
-            assert engine.outputs([prompt(length)]) == reference([prompt(length)])
+            serve(engine, length)
             engine.flush()
             engine.forget()
     finally:

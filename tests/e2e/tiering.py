@@ -21,7 +21,6 @@ TIER: dict[str, Any] = {
     **dict.fromkeys(("connect_timeout_s", "lookup_timeout_s", "fetch_timeout_s", "store_timeout_s"), WAIT_MAX_S),
     "fetch_buffer_bytes": "8MiB",
     "store_buffer_bytes": "8MiB",
-    "breaker_backoff_s": 0.05,
     "breaker_backoff_max_s": 0.2,
 }
 

@@ -41,7 +41,6 @@ def _engine(context: Context, data_plane: str) -> contextlib.AbstractContextMana
         "load_tokens_min": 1,
         "identity_cache": "none",
         "fetch_timeout_s": _FETCH_TIMEOUT_S,
-        "breaker_backoff_s": 0.05,
         "breaker_backoff_max_s": 0.2,
     }
     return started_engine(

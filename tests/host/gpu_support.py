@@ -19,12 +19,12 @@ from host_control.delivery import Gpu
 
 REAL = os.environ.get("TEST_GPU") == "1"
 DEVICE = torch.device("cuda", 0) if REAL else torch.device("cpu")
-"""Device of an engine's paged memory: the fake driver's GPU memory is a CPU's."""
+"""Device of paged memory. The fake driver's GPU memory is host memory."""
 SOURCE = Path(__file__).parents[2] / "native" / "tests" / "fake_cuda.c"
 
 
 def build_driver(folder: Path) -> Path:
-    """Compile the fake driver and return it; its folder on ``LD_LIBRARY_PATH`` has other processes find it, too."""
+    """Compile the fake driver and return its path. Other processes find it with its folder in ``LD_LIBRARY_PATH``."""
     compiler = os.environ.get("CC") or shutil.which("cc") or "gcc"
     library = folder / "libcuda.so.1"
     subprocess.run(
@@ -34,12 +34,12 @@ def build_driver(folder: Path) -> Path:
 
 
 def tensor(buffer: DeviceBuffer) -> Any:
-    """Return a CPU tensor over the fake GPU's memory, which holds on to it, as a CUDA tensor does."""
+    """Return a CPU tensor over the fake GPU's memory that keeps it allocated, like a CUDA tensor."""
     memory = (ctypes.c_uint8 * buffer.size).from_address(buffer.address)
     memory.buffer = buffer  # type: ignore[attr-defined]
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def first_gpu(library: Path) -> Gpu:
-    """Return the first GPU: the fake driver's, which ``library`` is, or the real one."""
+    """Return the first GPU of the driver ``library``, or the real one."""
     return Gpu(Driver().device(0)) if REAL else Gpu(Driver(str(library)).device(0), tensor)

@@ -1,4 +1,4 @@
-"""Real configurations of vLLM over folders of tiny models, and the names that identity gives them."""
+"""Real configurations of vLLM for folders of tiny models, and their identities."""
 
 import copy
 import json
@@ -36,21 +36,21 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 def tensors(data: bytes = bytes(range(256)) * 64, name: str = "model.layers.0.self_attn.k_proj.weight") -> bytes:
-    """Return a file of weights, in the format of safetensors, that holds one tensor of these bytes."""
+    """Return a safetensors file with one tensor of the given bytes."""
     header = json.dumps({name: {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}).encode()
     return struct.pack("<Q", len(header)) + header + data
 
 
 def tick() -> None:
-    """Wait for the clock that file systems stamp files with: what is done after is later than what was done before."""
+    """Wait until file times differ from those of earlier changes."""
     coarse = 5  # CLOCK_REALTIME_COARSE, which Python does not name
     now = time.time_ns()
-    while time.clock_gettime_ns(coarse) <= now:  # it may be several of its ticks behind
+    while time.clock_gettime_ns(coarse) <= now:  # it can be several ticks behind
         pass
 
 
 def model_folder(folder: Path, *, weights: bytes | None = tensors(), **changes: Any) -> Path:
-    """Make a model's folder of the project's own one, with other configuration and synthetic weights."""
+    """Create a model's folder from the project's own, with another configuration and synthetic weights."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copyfile(ASSET / name, folder / name)
@@ -63,12 +63,12 @@ def model_folder(folder: Path, *, weights: bytes | None = tensors(), **changes: 
 
 
 def rope(kind: str, **more: Any) -> dict[str, Any]:
-    """Return a model's rotary parameters as Transformers 5 writes them."""
+    """Return rotary parameters in the format of Transformers 5."""
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind], **more}}
 
 
 def engine_config(model: Path | str, **arguments: Any) -> Any:
-    """Return what vLLM makes of its arguments; it looks at the model's class here, which in a new process takes 9 s."""
+    """Return vLLM's configuration. The model's class is inspected in this process, which saves 9 s."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import registry
 
@@ -102,7 +102,7 @@ def hashes(path: Path | None = None, **options: Any) -> Any:
 
 
 def model_of(config: Any, caches: Any = None, host: HostConfig | None = None) -> Any:
-    """Return what an engine of this configuration computes."""
+    """Return the identity of the model of an engine with this configuration."""
     from host_control.vllm.identity.namespace import model_identity
 
     return model_identity(config, caches or kv_cache_config(), (host or HostConfig()).chunk_tokens, hashes())
@@ -111,7 +111,7 @@ def model_of(config: Any, caches: Any = None, host: HostConfig | None = None) ->
 def part_of(
     config: Any, caches: Any = None, host: HostConfig | None = None, rank: int = 0, device: str = "meta"
 ) -> Any:
-    """Return what a rank holds, as it makes records of it, of memory that is laid out as CUDA backends do."""
+    """Return the shards of a rank with the page layout of CUDA backends."""
     import torch
 
     from host_control.vllm import parts
@@ -134,7 +134,7 @@ def part_of(
 
 
 def layout_of(config: Any, caches: Any = None, host: HostConfig | None = None, rank: int = 0) -> Any:
-    """Return the description of its chunks, which carries the name under which they are stored."""
+    """Return the chunk layout with its namespace."""
     return part_of(config, caches, host, rank).described(model_of(config, caches, host), host or HostConfig())
 
 

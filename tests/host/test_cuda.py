@@ -1,4 +1,4 @@
-"""The CUDA driver's calls, over the fake driver: what they do, and that its rules are kept."""
+"""Calls of the CUDA driver, with the fake driver."""
 
 import ctypes
 import gc
@@ -21,9 +21,9 @@ def device(fake_driver: Path) -> Device:
     return Driver(str(fake_driver)).device(0)
 
 
-def test_no_driver_is_no_error_until_it_is_needed() -> None:
+def test_a_missing_driver_is_an_error_only_when_needed() -> None:
     assert cuda.find("libno-such-driver.so.1") is None
-    with pytest.raises(CudaError, match="no CUDA driver here .* install"):
+    with pytest.raises(CudaError, match="cannot load the CUDA driver .* install"):
         Driver("libno-such-driver.so.1")
 
 
@@ -41,7 +41,7 @@ def test_a_driver_without_a_gpu_or_too_old_is_none(fake_driver: Path, monkeypatc
     assert cuda.find(str(fake_driver)) is not None
 
 
-def test_copies_have_happened_once_the_stream_was_waited_for(device: Device) -> None:
+def test_copies_are_complete_after_synchronize(device: Device) -> None:
     buffer, stream = device.allocate(SIZE), device.stream()
     source = memoryview(bytearray(b"kv" * (SIZE // 2)))
     unpin = device.pin(address_of(source), SIZE)
@@ -56,8 +56,8 @@ def test_copies_have_happened_once_the_stream_was_waited_for(device: Device) -> 
     assert there[8] == ord("v")
 
 
-def test_every_thread_may_call(device: Device) -> None:
-    """A context is current in one thread; others would get CUDA_ERROR_INVALID_CONTEXT."""
+def test_any_thread_can_call(device: Device) -> None:
+    """A context is current in one thread; calls on others would fail with CUDA_ERROR_INVALID_CONTEXT."""
     problems = []
 
     def use() -> None:
@@ -74,7 +74,7 @@ def test_every_thread_may_call(device: Device) -> None:
     assert not thread.is_alive() and not problems
 
 
-def test_memory_goes_with_the_last_view_of_it(device: Device) -> None:
+def test_memory_is_freed_with_its_last_view(device: Device) -> None:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("fake GPU memory")
 
@@ -92,20 +92,22 @@ def test_memory_goes_with_the_last_view_of_it(device: Device) -> None:
 def test_memory_is_locked_once(device: Device) -> None:
     memory = memoryview(bytearray(SIZE))
     first, second = device.pin(address_of(memory), SIZE), device.pin(address_of(memory), SIZE)
-    second()  # the first one still has it
+    second()  # the first registration remains
     first()
     with pytest.raises(CudaError, match="unlocking host memory on fake GPU 0"):
         first()
 
 
-def test_memory_that_ends_where_other_memory_begins_is_unlocked_by_itself(device: Device) -> None:
+def test_adjacent_memory_is_unlocked_separately(device: Device) -> None:
     memory = memoryview(bytearray(2 * SIZE))
     first, second = (device.pin(address_of(memory) + begin, SIZE) for begin in (0, SIZE))
     second()
     first()
 
 
-def test_a_failure_says_what_failed_and_why(device: Device, fake_driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_the_operation_and_the_reason(
+    device: Device, fake_driver: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FAKE_CUDA_FAIL", "cuMemAlloc_v2:2=2")
     device = Driver(str(fake_driver)).device(0)
     device.allocate(SIZE)
@@ -119,7 +121,7 @@ def test_a_failure_says_what_failed_and_why(device: Device, fake_driver: Path, m
 
 
 @pytest.mark.parametrize(("ordering", "flushes"), [("0", 1), ("100", 0), ("200", 0)])
-def test_writes_of_others_are_flushed_where_nothing_orders_them(
+def test_remote_writes_are_flushed_if_not_ordered(
     fake_driver: Path, monkeypatch: pytest.MonkeyPatch, ordering: str, flushes: int
 ) -> None:
     monkeypatch.setenv("FAKE_CUDA_ORDERING", ordering)
@@ -137,7 +139,7 @@ def test_a_platform_that_cannot_order_writes_is_refused(fake_driver: Path, monke
         Driver(str(fake_driver)).device(0).flush_remote_writes()
 
 
-def test_memory_is_a_dmabuf_where_the_driver_makes_one(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_exported_as_a_dmabuf_if_supported(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = device.allocate(SIZE + 1)
     descriptor = buffer.dmabuf()
     assert os.fstat(descriptor).st_size == buffer.size == 2 * cuda.GPU_PAGE_BYTES

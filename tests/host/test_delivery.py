@@ -61,7 +61,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
         ("exported", "127.0.0.1:50151", CPU, "exported"),
     ],
 )
-def test_the_way_goes_by_where_engine_and_data_plane_are(
+def test_delivery_is_chosen_by_engine_and_data_plane(
     fake_driver: Path, configured: str, data_plane: str, device: Any, chosen: str
 ) -> None:
     config = HostConfig.from_engine({"delivery": configured, "data_plane": data_plane})
@@ -78,12 +78,12 @@ def test_the_way_goes_by_where_engine_and_data_plane_are(
 
 
 @pytest.mark.parametrize("configured", ["pinned", "cuda_ipc"])
-def test_a_way_to_gpus_is_refused_for_an_engine_on_cpus(configured: str) -> None:
+def test_gpu_delivery_is_refused_for_an_engine_on_cpus(configured: str) -> None:
     with pytest.raises(ConfigurationError, match="computes on cpu; use auto, shared_memory or exported"):
         choose(HostConfig.from_engine({"delivery": configured}), CPU)
 
 
-def test_without_a_driver_auto_is_slower_and_anything_else_an_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_driver_auto_uses_shared_memory_and_others_fail(caplog: pytest.LogCaptureFixture) -> None:
     def find(ordinal: int) -> Gpu:
         raise CudaError("there is no CUDA driver here")
 
@@ -95,8 +95,8 @@ def test_without_a_driver_auto_is_slower_and_anything_else_an_error(caplog: pyte
         choose(HostConfig.from_engine({"data_plane": "dpu:50151"}), CUDA, find)
 
 
-def test_scattering_waits_for_what_the_engine_has_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of a request that has ended may still write into a load's blocks. Streams and events are stand-ins."""
+def test_scattering_waits_for_launched_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: a step of a request that had ended wrote into a load's blocks. Streams and events are fakes."""
     said: list[str] = []
     step = 0
 
@@ -222,7 +222,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
 
 @pytest.fixture
 def start(tmp_path: Path, storage: Child, fake_driver: Path) -> Iterator[Callable[..., Child]]:
-    """Return a function that starts a data plane which finds the fake driver; flags as for ``shadowserve dpu``."""
+    """Return a function (flags) that starts a data plane with the fake driver."""
     with contextlib.ExitStack() as stack:
 
         def begin(*flags: str, **environment: str) -> Child:
@@ -240,7 +240,7 @@ def start(tmp_path: Path, storage: Child, fake_driver: Path) -> Iterator[Callabl
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Engine]]:
-    """Return a function that makes an engine, which ends with the test."""
+    """Return a function that creates an engine, which is closed after the test."""
     with contextlib.ExitStack() as stack:
 
         def engine(*arguments: Any) -> Engine:
@@ -251,8 +251,14 @@ def make() -> Iterator[Callable[..., Engine]]:
         yield engine
 
 
+def assert_same(writer: Engine, reader: Engine, blocks: list[int] | None = None) -> None:
+    """Check that the reader's blocks have the writer's KV."""
+    for wrote, read in zip(writer.caches, reader.caches, strict=True):
+        assert torch.equal(read if blocks is None else read[blocks], wrote)
+
+
 def both_ways(delivery: Delivery) -> Delivery:
-    """Return a delivery that stores from the GPU, too, as any client of the daemon may."""
+    """Return a delivery that also stores from the GPU."""
     return dataclasses.replace(delivery, store=delivery.fetch)
 
 
@@ -270,7 +276,7 @@ WAYS: dict[str, tuple[tuple[str, ...], Callable[[Gpu], Delivery]]] = {
 def test_kv_that_one_engine_stored_is_delivered_to_another(
     way: str, start: Any, make: Callable[..., Engine], fake_driver: Path
 ) -> None:
-    """In several batches, each through the buffer that it arrives in, into other blocks than it came from."""
+    """In several batches, into other blocks than it came from."""
     flags, delivery = WAYS[way]
     address, gpu = start(*flags).address, first_gpu(fake_driver)
     writer, reader = make(address, delivery(gpu)), make(address, delivery(gpu))
@@ -278,17 +284,14 @@ def test_kv_that_one_engine_stored_is_delivered_to_another(
     blocks = list(reversed(range(BLOCKS)))
     result = reader.fetch(blocks)
     assert (result.complete, result.reason, result.chunks) == (True, "complete", (len(reader.keys),)), result.detail
-    for wrote, read in zip(writer.caches, reader.caches, strict=True):
-        assert torch.equal(read[blocks], wrote)
+    assert_same(writer, reader, blocks)
     in_gpu = isinstance(reader.fetched.acquire(1).memory, torch.Tensor)
     assert in_gpu == (way not in ("pinned", "exported, engine on a CPU"))
 
 
 @pytest.mark.parametrize("way", [name for name in WAYS if "stored" not in name])
-def test_kv_is_delivered_layer_by_layer_wherever_it_arrives(
-    way: str, start: Any, make: Callable[..., Engine], fake_driver: Path
-) -> None:
-    """How far it is stands in a word where the data plane shares the memory, and comes in a stream where not."""
+def test_kv_is_delivered_layer_by_layer(way: str, start: Any, make: Callable[..., Engine], fake_driver: Path) -> None:
+    """Progress is a word in shared memory, or a stream without shared memory."""
     flags, delivery = WAYS[way]
     address, gpu = start(*flags).address, first_gpu(fake_driver)
     writer, reader = make(address, delivery(gpu)), make(address, delivery(gpu), BLOCKS // CHUNK_BLOCKS // 2)
@@ -296,79 +299,68 @@ def test_kv_is_delivered_layer_by_layer_wherever_it_arrives(
     blocks = list(reversed(range(BLOCKS)))
     result = reader.fetch(blocks, layerwise=True)
     assert (result.reason, result.chunks) == ("complete", (len(reader.keys),)), result.detail
-    for wrote, read in zip(writer.caches, reader.caches, strict=True):
-        assert torch.equal(read[blocks], wrote)
+    assert_same(writer, reader, blocks)
     assert [first for first, _ in reader.layers] == [0, *(end for _, end in reader.layers[:-1])]
     assert reader.layers[-1][1] == LAYERS
     assert (reader.fetched.progress_offset is not None) == (way == "pinned")
 
 
 @pytest.mark.parametrize("way", ["pinned", "cuda_ipc"])
-def test_engines_that_register_memory_again_after_an_idle_time_are_served(
+def test_memory_is_registered_again_after_an_idle_time(
     way: str, start: Any, make: Callable[..., Engine], fake_driver: Path
 ) -> None:
-    """Between the two no memory is registered, so only the data plane's own threads hold the GPU's context."""
+    """Between both fetches no memory is registered, and only the data plane's threads hold the GPU's context."""
     flags, delivery = WAYS[way]
     address, gpu = start(*flags, "--registration-idle-s", "0.2").address, first_gpu(fake_driver)
     writer, reader = make(address, delivery(gpu)), make(address, delivery(gpu))
     writer.store()
     for blocks in (list(range(BLOCKS)), list(reversed(range(BLOCKS)))):
         result = reader.fetch(blocks)
-        while result.reason == "unknown_memory":  # forgotten before it was used
+        while result.reason == "unknown_memory":  # released before it was used
             result = reader.fetch(blocks)
         assert result.complete, f"{result.reason}: {result.detail}"
-        for wrote, read in zip(writer.caches, reader.caches, strict=True):
-            assert torch.equal(read[blocks], wrote)
+        assert_same(writer, reader, blocks)
         wait_for(lambda: reader.client.statistics().registrations == 0)
 
 
 @pytest.mark.parametrize("dmabuf", ["0", "1"])
-def test_layers_that_a_dpu_wrote_into_a_gpu_are_flushed_before_each_is_read(
-    start: Any, make: Callable[..., Engine], fake_driver: Path, monkeypatch: pytest.MonkeyPatch, dmabuf: str
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_writes_of_a_dpu_into_a_gpu_are_flushed_before_they_are_read(
+    start: Any,
+    make: Callable[..., Engine],
+    fake_driver: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    layerwise: bool,
+    dmabuf: str,
 ) -> None:
+    """One flush per batch or layer, on a platform that does not order such writes; exported in both ways."""
     monkeypatch.setenv("FAKE_CUDA_ORDERING", "0")
     monkeypatch.setenv("FAKE_CUDA_DMABUF", dmabuf)
     address, delivery = start(*DPU).address, on_gpu("exported", first_gpu(fake_driver), "")
-    writer, reader = make(address, delivery), make(address, delivery, BLOCKS // CHUNK_BLOCKS // 2)
+    writer = make(address, delivery)
+    reader = make(address, delivery, BLOCKS // CHUNK_BLOCKS // 2) if layerwise else make(address, delivery)
     writer.store()
     flushes = ctypes.CDLL(str(fake_driver)).fake_cuda_flushes
-    seen: list[int] = []
+    before, seen = flushes(), list[int]()
     scatter = reader._scatter_layers
 
     def scattered(*arguments: Any) -> None:
-        seen.append(flushes())
+        seen.append(flushes() - before)
         scatter(*arguments)
 
     reader.manager._scatter_layers = scattered
-    before = flushes()
-    assert reader.fetch(list(range(BLOCKS)), layerwise=True).complete
-    assert seen and seen == list(range(before + 1, before + 1 + len(seen)))
-    for wrote, read in zip(writer.caches, reader.caches, strict=True):
-        assert torch.equal(read, wrote)
+    assert reader.fetch(list(range(BLOCKS)), layerwise=layerwise).complete
+    if layerwise:
+        assert seen and seen == list(range(1, 1 + len(seen)))
+    else:
+        assert flushes() - before == 3, "three batches"
+    assert_same(writer, reader)
 
 
-@pytest.mark.parametrize("dmabuf", ["0", "1"])
-def test_what_a_dpu_wrote_into_a_gpu_is_flushed_before_it_is_read(
-    start: Any, make: Callable[..., Engine], fake_driver: Path, monkeypatch: pytest.MonkeyPatch, dmabuf: str
-) -> None:
-    """Exported as a DMA-BUF or by address, where the platform does not order such writes by itself."""
-    monkeypatch.setenv("FAKE_CUDA_ORDERING", "0")
-    monkeypatch.setenv("FAKE_CUDA_DMABUF", dmabuf)
-    address, delivery = start(*DPU).address, on_gpu("exported", first_gpu(fake_driver), "")
-    writer, reader = make(address, delivery), make(address, delivery)
-    writer.store()
-    flushes = ctypes.CDLL(str(fake_driver)).fake_cuda_flushes
-    before = flushes()
-    assert reader.fetch(list(range(BLOCKS))).complete
-    assert flushes() - before == 3  # one for each batch
-    for wrote, read in zip(writer.caches, reader.caches, strict=True):
-        assert torch.equal(read, wrote)
-
-
-def test_a_gpu_that_cannot_be_exported_copies_from_the_host(
+def test_without_gpu_export_the_gpu_copies_from_host_memory(
     start: Any, make: Callable[..., Engine], fake_driver: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """No DMA-BUF, no nvidia-peermem: the DPU writes into the host's memory."""
+    """Without DMA-BUF and nvidia-peermem, the DPU writes into host memory."""
     opened = native.Export
 
     def only_host(address: int, size: int, *, device: str = "", dmabuf: int = -1) -> native.Export:
@@ -382,13 +374,12 @@ def test_a_gpu_that_cannot_be_exported_copies_from_the_host(
     monkeypatch.setattr(native, "Export", only_host)
     reader = make(address, on_gpu("exported", gpu, ""))
     assert reader.fetch(list(range(BLOCKS))).complete
-    assert "writes into the host's memory" in caplog.text
-    for wrote, read in zip(writer.caches, reader.caches, strict=True):
-        assert torch.equal(read, wrote)
+    assert "writes into host memory" in caplog.text
+    assert_same(writer, reader)
 
 
 def mapping_of(address: int) -> str:
-    """Return what /proc says of the mapping that an address of this process lies in."""
+    """Return the line of /proc/self/maps for an address."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(part, 16) for part in line.split()[0].split("-"))
         if begin <= address < end:
@@ -396,9 +387,7 @@ def mapping_of(address: int) -> str:
     raise AssertionError("not mapped")
 
 
-def test_an_export_that_has_ended_is_a_miss_and_is_made_anew(
-    start: Any, make: Callable[..., Engine], fake_driver: Path
-) -> None:
+def test_an_ended_export_is_a_miss_and_is_replaced(start: Any, make: Callable[..., Engine], fake_driver: Path) -> None:
     address, delivery = start(*DPU).address, on_gpu("exported", first_gpu(fake_driver), "")
     writer, reader = make(address, delivery), make(address, delivery)
     writer.store()
@@ -410,9 +399,7 @@ def test_an_export_that_has_ended_is_a_miss_and_is_made_anew(
     assert reader.fetched.current is not memory
 
 
-def test_a_copy_into_the_gpu_that_fails_is_a_miss_with_its_reason(
-    start: Any, make: Callable[..., Engine], fake_driver: Path
-) -> None:
+def test_a_failed_copy_to_the_gpu_is_a_miss(start: Any, make: Callable[..., Engine], fake_driver: Path) -> None:
     address = start(*STAGE_BY_STAGE, FAKE_CUDA_FAIL="cuMemcpyHtoDAsync_v2:9=700").address
     gpu = first_gpu(fake_driver)
     writer, reader = make(address, on_gpu("pinned", gpu, "")), make(address, on_gpu("cuda_ipc", gpu, ""))
@@ -420,19 +407,19 @@ def test_a_copy_into_the_gpu_that_fails_is_a_miss_with_its_reason(
     first = reader.fetch(list(range(BLOCKS)))
     assert first.reason == "device" and first.chunks < (len(reader.keys),)
     assert "accelerator failed" in first.detail
-    # The daemon has dropped the memory; a host that lives registers it again, and fails again as the driver does.
+    # The data plane has dropped the memory. The host registers it again, and the driver fails again.
     assert reader.fetch(list(range(BLOCKS))).reason == "device"
 
 
-def test_a_data_plane_says_which_memory_it_takes(start: Any, make: Callable[..., Engine], fake_driver: Path) -> None:
-    address = start().address  # fused: the CPU writes elements itself, which a GPU's memory does not allow
+def test_a_data_plane_refuses_unsupported_memory(start: Any, make: Callable[..., Engine], fake_driver: Path) -> None:
+    address = start().address  # fused: the CPU writes elements directly, which is not possible in GPU memory
     engine = make(address, on_gpu("cuda_ipc", first_gpu(fake_driver), ""))
     result = engine.fetch(list(range(BLOCKS)))
     assert result.reason == "refused" and result.chunks == (0,)
     assert "takes shared_memory; cuda_ipc needs a CUDA driver and fused: false" in result.detail
 
 
-def test_a_data_plane_without_a_driver_refuses_a_gpu_s_memory(
+def test_a_data_plane_without_a_driver_refuses_gpu_memory(
     start: Any, make: Callable[..., Engine], fake_driver: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -442,11 +429,11 @@ def test_a_data_plane_without_a_driver_refuses_a_gpu_s_memory(
     assert "needs a CUDA driver" in engine.fetch(list(range(BLOCKS))).detail
 
 
-# ---- Memory that the data plane has no hold of its own on ------------------------------------------------------------
+# ---- Memory without a mapping of the data plane ----------------------------------------------------------------------
 
 
 class Borrowed(Segment):
-    """Memory that must not go before the data plane has let go of it."""
+    """Memory that must stay until the data plane has released it."""
 
     outlives_us = False
     closed = False
@@ -462,30 +449,30 @@ def borrowed(client: DataPlaneClient, shape: ChunkLayout) -> RegisteredMemory:
     return RegisteredMemory(client, [shape], 8 * shape.raw_bytes, make=make)
 
 
-def test_memory_stays_until_its_release_was_answered(
+def test_memory_without_a_mapping_is_kept_until_its_release_is_answered(
     plane: ScriptedDataPlane, borrowed: RegisteredMemory, client: DataPlaneClient
 ) -> None:
     first: Any = borrowed.acquire(5)
     plane.script.abort["ReleaseMemory"] = grpc.StatusCode.UNAVAILABLE
     borrowed.retire(release=True)
     assert not first.closed and borrowed.current is None
-    with pytest.raises(DataPlaneError, match="no data plane answers"):
+    with pytest.raises(DataPlaneError, match="does not answer the release of old memory"):
         borrowed.acquire(5)
-    assert not first.closed, "nobody has said that it is quiet"
+    assert not first.closed, "closed before its release was answered"
     plane.script.abort.clear()
     second = borrowed.acquire(5)
     assert first.closed and second is not first
     borrowed.close()
 
 
-def test_memory_of_a_data_plane_that_is_another_now_goes_at_once(borrowed: RegisteredMemory) -> None:
+def test_memory_of_a_restarted_data_plane_is_closed_at_once(borrowed: RegisteredMemory) -> None:
     first: Any = borrowed.acquire(5)
     borrowed.retire(release=False)
     assert first.closed
     borrowed.close()
 
 
-def test_kept_memory_outlives_its_registration(plane: ScriptedDataPlane, borrowed: RegisteredMemory) -> None:
+def test_memory_is_kept_if_its_release_is_not_answered(plane: ScriptedDataPlane, borrowed: RegisteredMemory) -> None:
     first: Any = borrowed.acquire(5)
     plane.script.abort["ReleaseMemory"] = grpc.StatusCode.UNAVAILABLE
     borrowed.close()
@@ -493,7 +480,7 @@ def test_kept_memory_outlives_its_registration(plane: ScriptedDataPlane, borrowe
     first.close()
 
 
-def test_a_choice_is_made_for_the_engine_s_own_gpu() -> None:
+def test_delivery_uses_the_engines_gpu() -> None:
     seen = []
 
     def find(ordinal: int) -> Gpu:

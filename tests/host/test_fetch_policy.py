@@ -1,4 +1,4 @@
-"""Fetch or compute: what the policy decides, and what it costs it to know."""
+"""The fetch-or-recompute policy: its decisions, and the cost of exploring."""
 
 import random
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def compute_seconds(computed: int, tokens: int) -> float:
 
 @dataclass
 class Engine:
-    """An engine with one request at a time, behind a link of so many bytes a second."""
+    """An engine with one request at a time and a link of a given rate in bytes per second."""
 
     rate: float
     noise: float = 0.0
@@ -72,7 +72,7 @@ class Engine:
         return seconds
 
     def serve(self, tokens: int) -> float:
-        """Return the seconds to a prompt's first token; all of it is stored."""
+        """Return the seconds until the first token of a stored prompt."""
         decision = self.policy.decide(self.hit(tokens), self.now)
         self.told.append(decision)
         self.policy.begin("r", decision, self.now)
@@ -85,7 +85,7 @@ class Engine:
         return seconds + self.compute(decision.end_tokens, tokens)
 
     def better(self, tokens: int) -> float:
-        """Return the time of the better of always computing and always fetching."""
+        """Return the time of the better of two fixed choices: always compute, always fetch."""
         fetched = self.fetch_seconds(-(-tokens // CHUNK) * self.chunk_bytes) + compute_seconds(tokens - 1, tokens)
         return min(compute_seconds(0, tokens), fetched)
 
@@ -94,7 +94,7 @@ class Engine:
 
 
 def experienced(**options: Any) -> Engine:
-    """Return an engine that has computed and fetched prompts before."""
+    """Return an engine with measurements of computing and fetching."""
     engine = Engine(**options)
     for tokens in (512, 1024, 4096):
         engine.compute(0, tokens)
@@ -103,7 +103,7 @@ def experienced(**options: Any) -> Engine:
     return engine
 
 
-def test_what_is_not_known_is_fetched() -> None:
+def test_without_measurements_everything_is_fetched() -> None:
     engine = Engine(rate=1 * MBIT)
     for tokens in (512, 4096):
         stored = {Tier.STORAGE: tokens // CHUNK * CHUNK_BYTES}
@@ -114,7 +114,7 @@ def test_what_is_not_known_is_fetched() -> None:
     assert (layered.way, layered.kind) == ("layers", "unknown")
 
 
-def test_where_nobody_says_how_large_it_is_everything_is_fetched() -> None:
+def test_with_unknown_sizes_everything_is_fetched() -> None:
     engine = experienced(rate=1 * MBIT)
     assert engine.policy.decide(engine.hit(512), engine.now).way == "compute"
     decision = engine.policy.decide(engine.hit(512, chunk_bytes=0.0), engine.now)
@@ -123,7 +123,7 @@ def test_where_nobody_says_how_large_it_is_everything_is_fetched() -> None:
 
 @pytest.mark.parametrize("mbit", [50, 250, 1000, 4000])
 @pytest.mark.parametrize("tokens", [512, 2048, 4096])
-def test_the_sooner_way_is_taken(mbit: int, tokens: int) -> None:
+def test_the_faster_way_is_selected(mbit: int, tokens: int) -> None:
     engine = experienced(rate=mbit * MBIT)
     taken = engine.serve(tokens)
     assert taken <= 1.02 * engine.better(tokens)
@@ -133,7 +133,7 @@ def test_the_sooner_way_is_taken(mbit: int, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("mbit", [50, 250, 500, 1000, 4000])
-def test_many_prompts_take_hardly_longer_than_the_better_of_both(mbit: int) -> None:
+def test_many_prompts_take_little_longer_than_the_best_fixed_choice(mbit: int) -> None:
     engine = experienced(rate=mbit * MBIT, noise=0.1)
     draw = random.Random(2)
     prompts = [draw.choice((512, 1024, 2048, 4096)) for _ in range(300)]
@@ -141,7 +141,7 @@ def test_many_prompts_take_hardly_longer_than_the_better_of_both(mbit: int) -> N
     assert taken <= 1.05 * sum(map(engine.better, prompts))
 
 
-def test_an_engine_that_computes_nothing_learns_what_computing_takes() -> None:
+def test_an_engine_that_only_fetches_learns_the_computing_time() -> None:
     engine = Engine(rate=20 * MBIT)
     for _ in range(40):
         engine.serve(2048)
@@ -150,7 +150,7 @@ def test_an_engine_that_computes_nothing_learns_what_computing_takes() -> None:
     assert set(engine.kinds()[20:]) == {"compute"}
 
 
-def test_a_link_that_was_slow_is_found_to_be_fast_again_at_a_bounded_price() -> None:
+def test_a_link_that_becomes_fast_again_is_noticed_at_a_bounded_cost() -> None:
     engine = experienced(rate=4000 * MBIT)
     engine.rate = 50 * MBIT
     for _ in range(3):
@@ -165,7 +165,7 @@ def test_a_link_that_was_slow_is_found_to_be_fast_again_at_a_bounded_price() -> 
     assert set(engine.kinds()[-10:]) <= {"fetch", "explore"} and "fetch" in engine.kinds()[-10:]
 
 
-def test_one_slow_load_changes_nothing() -> None:
+def test_one_slow_load_is_ignored() -> None:
     engine = experienced(rate=4000 * MBIT)
     for _ in range(4):
         engine.serve(2048)
@@ -176,9 +176,9 @@ def test_one_slow_load_changes_nothing() -> None:
     assert set(engine.kinds()) == {"fetch"}
 
 
-def test_computing_that_was_slow_is_seen_to_be_fast_again() -> None:
+def test_computing_that_becomes_fast_again_is_noticed() -> None:
     engine = experienced(rate=100 * MBIT)
-    for _ in range(10):  # somebody else had the cores
+    for _ in range(10):  # another process used the cores
         engine.computed(0, 2048, 20 * compute_seconds(0, 2048))
     engine.serve(2048)
     assert engine.kinds() == ["fetch"]
@@ -187,7 +187,7 @@ def test_computing_that_was_slow_is_seen_to_be_fast_again() -> None:
     assert engine.kinds()[-1] == "compute"
 
 
-def test_a_load_that_would_not_end_in_time_is_not_begun() -> None:
+def test_a_load_predicted_to_miss_its_deadline_is_not_started() -> None:
     engine = experienced(rate=50 * MBIT)
     for computing in range(20):  # computing is even slower
         engine.computed(0, 2048 + computing, 100.0)
@@ -197,7 +197,7 @@ def test_a_load_that_would_not_end_in_time_is_not_begun() -> None:
     assert decision.end_tokens % CHUNK == 0 and decision.end_tokens > 1024
 
 
-def test_layers_are_fetched_as_far_as_computing_the_rest_hides_them() -> None:
+def test_layers_are_fetched_as_far_as_computing_hides_them() -> None:
     rate = 250 * MBIT
     engine = experienced(rate=rate, layers=24)
     decision = engine.policy.decide(engine.hit(4096, end_tokens=3072), engine.now)
@@ -209,7 +209,7 @@ def test_layers_are_fetched_as_far_as_computing_the_rest_hides_them() -> None:
     assert few.way != "layers" or few.end_tokens <= 2 * CHUNK
 
 
-def test_what_is_queued_in_front_counts() -> None:
+def test_earlier_loads_in_the_queue_count() -> None:
     engine = experienced(rate=1000 * MBIT)
     hit = engine.hit(4096)
     first = engine.policy.decide(hit, engine.now)
@@ -230,7 +230,7 @@ def test_what_is_queued_in_front_counts() -> None:
     assert engine.policy.decide(hit, engine.now).predicted == first.predicted
 
 
-def test_no_load_is_shorter_than_is_worth_one() -> None:
+def test_loads_have_a_minimum_length() -> None:
     table = ComputeTable()
     policy = FetchOrRecompute(
         table, LoadTable(), chunk_tokens=16, step_tokens=2048, load_tokens_min=64, fetch_timeout_s=10
@@ -250,12 +250,12 @@ def test_no_load_is_shorter_than_is_worth_one() -> None:
 
 
 def cold_hit(engine: Engine, tokens: int, seconds: float) -> Hit:
-    """Return a hit of which all is in object storage."""
+    """Return a hit whose chunks are all in object storage."""
     return engine.hit(tokens, tiers=bytes([Tier.COLD]) * -(-tokens // CHUNK), cold_seconds=seconds)
 
 
-def test_what_is_cold_is_waited_for_as_long_as_storage_says() -> None:
-    """Before any load has shown how long that takes: its word is all there is."""
+def test_cold_chunks_are_predicted_by_the_storage_nodes_estimate() -> None:
+    """Without measured loads, the estimate is used unchanged."""
     engine = experienced(rate=1000 * MBIT)
     near = engine.policy.decide(engine.hit(2048), engine.now)
     assert near.way == "fetch" and near.cold_seconds == 0.0
@@ -268,7 +268,7 @@ def test_what_is_cold_is_waited_for_as_long_as_storage_says() -> None:
     assert late.tier_bytes == {Tier.COLD: 2048 // CHUNK * CHUNK_BYTES} and late.cold_seconds == 5.0
 
 
-def test_the_word_of_storage_is_enough_where_no_load_was_seen() -> None:
+def test_the_estimate_is_enough_without_measured_loads() -> None:
     engine = Engine(rate=1000 * MBIT)
     assert engine.policy.decide(cold_hit(engine, 2048, 60.0), engine.now).kind == "unknown", "computing is not known"
     for tokens in (512, 1024, 4096):
@@ -277,7 +277,7 @@ def test_the_word_of_storage_is_enough_where_no_load_was_seen() -> None:
     assert engine.policy.decide(cold_hit(engine, 2048, 0.1), engine.now).way == "fetch"
 
 
-def test_a_shorter_prefix_has_its_share_of_what_is_cold() -> None:
+def test_a_shorter_prefix_has_its_share_of_the_cold_time() -> None:
     engine = experienced(rate=1000 * MBIT)
     for computing in range(20):  # computing is slower than anything
         engine.computed(0, 2048 + computing, 100.0)
@@ -287,7 +287,7 @@ def test_a_shorter_prefix_has_its_share_of_what_is_cold() -> None:
     assert decision.load_seconds < 8
 
 
-def test_what_is_near_is_fetched_up_to_where_the_rest_is_cold() -> None:
+def test_chunks_before_cold_ones_are_fetched() -> None:
     engine = experienced(rate=1000 * MBIT)
     tiers = bytes([Tier.STORAGE] * 9 + [Tier.COLD] * 7)
     decision = engine.policy.decide(engine.hit(4096, tiers=tiers, cold_seconds=20.0), engine.now)
@@ -296,7 +296,7 @@ def test_what_is_near_is_fetched_up_to_where_the_rest_is_cold() -> None:
     assert decision.tier_bytes == {Tier.STORAGE: 9 * CHUNK_BYTES, Tier.COLD: 7 * CHUNK_BYTES}
 
 
-def test_a_load_that_waits_for_object_storage_lets_others_have_their_turn() -> None:
+def test_a_load_that_waits_for_object_storage_does_not_block_others() -> None:
     engine = experienced(rate=1000 * MBIT)
     cold = engine.policy.decide(cold_hit(engine, 2048, 0.1), engine.now)
     engine.policy.begin("cold", cold, engine.now)
@@ -304,8 +304,8 @@ def test_a_load_that_waits_for_object_storage_lets_others_have_their_turn() -> N
 
 
 @pytest.mark.parametrize("takes", [0.25, 4.0])
-def test_what_storage_says_of_what_is_cold_is_corrected_by_what_comes(takes: float) -> None:
-    """Of the link, which such loads pass as well, nothing else is thought than before."""
+def test_the_cold_estimate_is_corrected_by_measured_loads(takes: float) -> None:
+    """The predictions for the link do not change."""
     engine = experienced(rate=1000 * MBIT)
     draw = random.Random(4)
     for _ in range(24):
@@ -326,18 +326,18 @@ RATES = {Tier.MEMORY: 4e9, Tier.DEVICE: 1e9, Tier.STORAGE: 50 * MBIT}
 
 
 def tiered(engine: Engine, tokens: int, *runs: tuple[Tier, int]) -> Hit:
-    """Return a hit of so many chunks in each tier, one behind the other."""
+    """Return a hit with a number of chunks in each tier, in this order."""
     return engine.hit(tokens, tiers=bytes([tier for tier, count in runs for _ in range(count)]))
 
 
 def loaded(engine: Engine, hit: Hit) -> None:
-    """Have a hit loaded, each tier at its rate, one after the other."""
+    """Load a hit, with each tier at its rate, one after the other."""
     load = engine.policy.configured(hit, engine.now)
     engine.policy.fetched(load, sum(LOAD_S + size / RATES[tier] for tier, size in load.load_tiers.items()))
 
 
 def familiar() -> Engine:
-    """Return an engine that has computed prompts, and loaded some from each tier of this machine and from storage."""
+    """Return an engine with measurements of computing, of each local tier and of storage."""
     engine = Engine(rate=1000 * MBIT)
     for tokens in (512, 1024, 4096):
         engine.compute(0, tokens)
@@ -348,7 +348,7 @@ def familiar() -> Engine:
 
 
 @pytest.mark.parametrize(("tier", "way"), [(Tier.MEMORY, "fetch"), (Tier.DEVICE, "fetch"), (Tier.STORAGE, "compute")])
-def test_what_is_near_is_fetched_and_what_is_far_is_computed(tier: Tier, way: str) -> None:
+def test_fast_tiers_are_fetched_and_slow_ones_computed(tier: Tier, way: str) -> None:
     engine = familiar()
     decision = engine.policy.decide(tiered(engine, 2048, (tier, 8)), engine.now)
     assert decision.way == way
@@ -356,14 +356,14 @@ def test_what_is_near_is_fetched_and_what_is_far_is_computed(tier: Tier, way: st
     assert decision.predicted["fetch"] == pytest.approx(expected, rel=0.1)
 
 
-def test_of_a_hit_that_is_near_at_first_the_far_part_is_computed() -> None:
+def test_the_slow_part_of_a_hit_is_computed() -> None:
     engine = familiar()
     decision = engine.policy.decide(tiered(engine, 4096, (Tier.MEMORY, 5), (Tier.STORAGE, 11)), engine.now)
     assert (decision.kind, decision.end_tokens) == ("prefix", 5 * CHUNK)
     assert decision.load_tiers == {Tier.MEMORY: 5 * CHUNK_BYTES}
 
 
-def test_a_load_from_several_tiers_is_the_sum_of_them() -> None:
+def test_a_load_from_several_tiers_is_the_sum_of_the_tiers() -> None:
     engine = familiar()
     hit = tiered(engine, 4096, (Tier.MEMORY, 4), (Tier.DEVICE, 4), (Tier.STORAGE, 8))
     load = engine.policy.configured(hit, engine.now)
@@ -373,7 +373,7 @@ def test_a_load_from_several_tiers_is_the_sum_of_them() -> None:
     assert load.load_seconds == pytest.approx(sum(load.tier_seconds.values()))
 
 
-def test_a_tier_that_only_loads_of_several_have_shown_is_known_as_well() -> None:
+def test_a_tier_is_learnt_from_loads_of_several_tiers() -> None:
     engine = Engine(rate=1000 * MBIT)
     for tokens in (512, 1024, 4096):
         engine.compute(0, tokens)
@@ -388,7 +388,7 @@ def test_a_tier_that_only_loads_of_several_have_shown_is_known_as_well() -> None
     assert far.way == "compute" and far.predicted["fetch"] == pytest.approx(expected, rel=0.1)
 
 
-def test_a_slow_link_makes_nothing_seem_slower_that_is_near() -> None:
+def test_a_slow_link_does_not_change_local_predictions() -> None:
     engine = familiar()
     before = engine.policy.decide(tiered(engine, 2048, (Tier.MEMORY, 8)), engine.now).seconds
     for _ in range(3):
@@ -397,11 +397,11 @@ def test_a_slow_link_makes_nothing_seem_slower_that_is_near() -> None:
     assert engine.policy.decide(tiered(engine, 2048, (Tier.MEMORY, 8)), engine.now).seconds == before
 
 
-def test_what_was_learnt_of_loads_is_packed_and_restored() -> None:
+def test_learnt_loading_times_are_packed_and_restored() -> None:
     engine, other = familiar(), LoadTable()
-    other.restore(engine.policy._fetching.pack())
+    other.restore(engine.policy._loads.pack())
     for load in ({Tier.MEMORY: 1e6}, {Tier.DEVICE: 1e7, Tier.STORAGE: 1e6}):
-        assert other.predict(load) == engine.policy._fetching.predict(load) is not None
+        assert other.predict(load) == engine.policy._loads.predict(load) is not None
     with pytest.raises(KeyError):
         other.restore({"memory": Estimate(2).pack()})
 
@@ -409,7 +409,7 @@ def test_what_was_learnt_of_loads_is_packed_and_restored() -> None:
 # ---------------------------------------------------------------------------------------------------- beside decoding
 
 
-def test_a_load_takes_as_long_as_the_rate_lets_it_that_decoding_leaves() -> None:
+def test_the_rate_limit_bounds_the_predicted_load() -> None:
     engine = familiar()
     hit = tiered(engine, 2048, (Tier.MEMORY, 8))
     free = engine.policy.decide(hit, engine.now)
@@ -419,7 +419,7 @@ def test_a_load_takes_as_long_as_the_rate_lets_it_that_decoding_leaves() -> None
     assert slow.way == "compute"
 
 
-def test_a_load_that_was_held_to_a_rate_says_nothing_of_its_tier() -> None:
+def test_rate_limited_loads_are_not_learnt() -> None:
     engine = familiar()
     hit = tiered(engine, 2048, (Tier.MEMORY, 8))
     before = engine.policy.decide(hit, engine.now).load_seconds
@@ -427,7 +427,7 @@ def test_a_load_that_was_held_to_a_rate_says_nothing_of_its_tier() -> None:
     for _ in range(3):
         engine.policy.fetched(held, 4.1)
     assert engine.policy.decide(hit, engine.now).load_seconds == before
-    for _ in range(3):  # as one that took longer than that does
+    for _ in range(3):  # as after a load that was not limited
         engine.policy.fetched(held, 8.0)
     assert engine.policy.decide(hit, engine.now).way == "compute"
 
@@ -442,18 +442,18 @@ def estimate(terms: int, seconds: Callable[..., float], sizes: list[tuple[float,
     return made
 
 
-def test_a_sum_of_terms_is_found() -> None:
+def test_coefficients_are_recovered() -> None:
     made = estimate(2, lambda size, one: 0.01 + size / 1e8, [(1e6, 1), (5e6, 1), (2e7, 1), (1e6, 1)])
     for size in (1e5, 3e6, 1e8):
         assert made.predict((size, 1)) == pytest.approx(0.01 + size / 1e8, rel=0.1)
 
 
-def test_equal_sizes_make_up_no_fixed_part() -> None:
+def test_equal_sizes_give_no_constant_term() -> None:
     made = estimate(2, lambda size, one: size / 1e8, [(1e7, 1)] * 5)
     assert made.predict((2e7, 1)) == pytest.approx(0.2, rel=0.01)
 
 
-def test_nothing_is_said_of_what_is_far_from_all_that_was_seen() -> None:
+def test_there_is_no_prediction_far_beyond_observed_sizes() -> None:
     made = estimate(2, lambda size, one: size / 1e8, [(1e6, 1), (2e6, 1)])
     assert made.predict((1e6, 1)) is None, "two are not enough"
     made.observe((2e6, 1), 0.02)
@@ -462,7 +462,7 @@ def test_nothing_is_said_of_what_is_far_from_all_that_was_seen() -> None:
     assert made.predict((4e7, 2), 2) is not None, "twice as much in two runs"
 
 
-def test_no_term_is_negative_whatever_was_seen() -> None:
+def test_coefficients_are_never_negative() -> None:
     draw = random.Random(3)
     for _ in range(200):
         made = Estimate(3)
@@ -471,5 +471,5 @@ def test_no_term_is_negative_whatever_was_seen() -> None:
         for sizes in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)):
             predicted = made.predict(sizes)
             assert predicted is None or 0 <= predicted < float("inf")
-    made.observe((1, 1, 1), 0.0)  # a clock that stood still
+    made.observe((1, 1, 1), 0.0)  # a clock without progress
     assert made.predict((0.0, 0.0, 1.0)) == predicted

@@ -1,4 +1,4 @@
-"""The engine's slack: how long it computes, what fetching costs it beside decoding, and the file that keeps both."""
+"""Computing times, the slowdown by transfers, and the file that keeps both."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ NAME = engine_name(b"model", "machine")
 DECODED_S = 0.02
 BUDGET = 0.02
 LINK = 4e9
-"""Bytes a second that can be fetched where nobody holds back."""
+"""Bytes per second without a limit."""
 
 
 def seconds(new: int, cached: int) -> float:
@@ -37,20 +37,20 @@ def filled(lengths: tuple[tuple[int, int], ...] = ((256, 0), (512, 0), (300, 200
 
 
 @pytest.mark.parametrize(("new", "cached"), [(512, 1000), (100, 4000), (2048, 0)])
-def test_lengths_that_were_not_tried_are_known_from_those_that_were(new: int, cached: int) -> None:
+def test_unobserved_lengths_are_predicted(new: int, cached: int) -> None:
     table, pairs = filled(), attention_pairs(cached, new)
     assert table.predict("prompts", new, pairs) == pytest.approx(seconds(new, cached), rel=0.05)
     assert table.predict("layer", new, pairs) == pytest.approx(seconds(new, cached) / 32, rel=0.05)
 
 
-def test_nothing_is_said_before_it_was_seen_nor_far_beyond() -> None:
+def test_there_is_no_prediction_without_observations_or_far_beyond_them() -> None:
     table = filled()
     assert table.predict("decoding", 2, 512) is None
     assert table.predict("prompts", 100_000, attention_pairs(0, 100_000)) is None
     assert filled(((256, 0), (512, 0))).predict("prompts", 256, 1000) is None
 
 
-def test_what_changes_is_followed() -> None:
+def test_changes_are_followed() -> None:
     table = filled()
     for _ in range(30):
         table.observe("prompts", 512, attention_pairs(0, 512), 2 * seconds(512, 0))
@@ -58,7 +58,7 @@ def test_what_changes_is_followed() -> None:
 
 
 @pytest.mark.parametrize("waits_s", [0.0, 5.0])
-def test_a_layer_takes_what_is_between_two_waits_however_long_they_are(waits_s: float) -> None:
+def test_layer_times_exclude_waits(waits_s: float) -> None:
     times, now_s = LayerTimes(), 100.0
     assert times.take() == 0
     times.waited(now_s, now_s + 1)
@@ -74,7 +74,7 @@ def test_a_layer_takes_what_is_between_two_waits_however_long_they_are(waits_s: 
 
 
 def decode(policy: Interference, cost: float, steps: int, deviation: float = 0.02, seed: int = 1) -> tuple[float, int]:
-    """Decode with fetching beside every other ten steps; return their mean slowdown in the second half, and the rate.
+    """Decode with transfers during every other ten steps; return their mean slowdown in the second half, and the rate.
 
     Args:
         policy: that sets the rate.
@@ -95,24 +95,24 @@ def decode(policy: Interference, cost: float, steps: int, deviation: float = 0.0
 
 @pytest.mark.parametrize("cost", [0.05, 0.4])
 @pytest.mark.parametrize("deviation", [0.02, 0.1])
-def test_fetching_keeps_within_the_budget_whatever_it_costs(cost: float, deviation: float) -> None:
+def test_the_slowdown_stays_within_the_budget(cost: float, deviation: float) -> None:
     slowdown, rate = decode(Interference(BUDGET), cost, 8000, deviation)
     assert slowdown < 1.1 * BUDGET
     assert rate > BUDGET / cost * 1e9 / 3, "and not far below it"
 
 
-def test_where_it_costs_nothing_the_link_is_used() -> None:
+def test_transfers_without_cost_are_not_limited() -> None:
     assert decode(Interference(BUDGET), 0.0, 2000)[1] > LINK
 
 
-def test_what_becomes_dear_is_held_back_and_what_becomes_cheap_again_is_not() -> None:
+def test_the_rate_follows_a_changing_cost() -> None:
     policy = Interference(BUDGET)
     decode(policy, 0.0, 2000)
     assert decode(policy, 0.2, 8000)[0] < 1.3 * BUDGET
     assert decode(policy, 0.0, 12000)[1] > LINK
 
 
-def test_the_first_rate_is_low_and_never_none() -> None:
+def test_the_first_rate_is_low_but_not_zero() -> None:
     policy = Interference(BUDGET)
     assert 16 << 20 <= policy.rate < LINK / 4
     for _ in range(1000):
@@ -120,7 +120,7 @@ def test_the_first_rate_is_low_and_never_none() -> None:
     assert policy.rate == 16 << 20
 
 
-def test_a_step_that_something_else_held_up_says_no_more_than_one_that_is_a_quarter_longer() -> None:
+def test_outlier_steps_are_limited() -> None:
     held, longer = Interference(BUDGET), Interference(BUDGET)
     held.decoded(DECODED_S, 300 * DECODED_S, 1e9)
     longer.decoded(DECODED_S, 1.25 * DECODED_S, 1e9)
@@ -140,7 +140,7 @@ def kept(path: Path | None, name: str = NAME, caplog: Any = None) -> tuple[Compu
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Return a file in a folder yet to be made, that holds what was learnt of an engine."""
+    """Return a file with the measurements of an engine, in a new folder."""
     path = tmp_path / "cache" / "computing.json"
     table, policy, learning = kept(path)
     table.restore(filled().pack())
@@ -149,7 +149,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_start_goes_on_where_the_last_one_ended(file: Path) -> None:
+def test_a_start_continues_from_the_file(file: Path) -> None:
     table, policy, learning = kept(file)
     assert table.predict("prompts", 512, 1e5) == filled().predict("prompts", 512, 1e5)
     assert policy.rate > LINK
@@ -160,14 +160,14 @@ def test_a_start_goes_on_where_the_last_one_ended(file: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [(b"another model", "machine"), (b"model", "another machine")])
-def test_another_engine_begins_with_nothing_and_takes_nothing_away(file: Path, other: tuple[bytes, str]) -> None:
+def test_engines_have_separate_entries(file: Path, other: tuple[bytes, str]) -> None:
     table, policy, learning = kept(file, engine_name(*other))
     assert table.predict("prompts", 512, 1e5) is None and policy.rate < LINK
     learning.save()
     assert kept(file)[0].predict("prompts", 512, 1e5) is not None
 
 
-def test_what_is_switched_off_for_a_while_is_not_forgotten(file: Path) -> None:
+def test_entries_that_were_not_learnt_are_kept(file: Path) -> None:
     table = ComputeTable()
     without = KeptLearning(file, NAME, {"table": table}, logging.getLogger("kept"))
     without.load()
@@ -185,7 +185,7 @@ ROTTEN: dict[str, Any] = {
     "cut": lambda file: file.read_bytes()[:-40],
     "no JSON": lambda file: b"\x80\x04N.",
     "deep": lambda file: b"[" * 100_000,
-    "long": lambda file: b" " * (2 << 20) + file.read_bytes(),
+    "long": lambda file: b" " * (17 << 20) + file.read_bytes(),
     "another version": lambda file: file.read_bytes().replace(b'"version": 2', b'"version": 3'),
     "no engines": lambda file: b'{"version": 2, "engines": 3}',
     "no engine": lambda file: json.dumps({"version": 2, "engines": {NAME: [1]}}).encode(),
@@ -200,13 +200,13 @@ ROTTEN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("how", ROTTEN)
-def test_a_file_that_rots_is_told_of_and_written_anew(file: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_invalid_file_is_logged_and_replaced(file: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
     file.write_bytes(ROTTEN[how](file))
     table, policy, learning = kept(file)
     table.predict("prompts", 512, 1e5)
     assert policy.rate > 0
     if how != "no engine":
-        assert "computing.json (computing_cache), " in caplog.text
+        assert "(computing_cache)" in caplog.text
     for row in ("prompts", "decoding", "layer"):
         for _ in range(3):
             table.observe(row, 512, 1e5, 0.5)
@@ -216,22 +216,14 @@ def test_a_file_that_rots_is_told_of_and_written_anew(file: Path, how: str, capl
     assert not caplog.text
 
 
-def test_a_file_of_an_earlier_release_is_replaced_without_a_word(file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file.write_bytes(file.read_bytes().replace(b'"version": 2', b'"version": 1'))
-    table, _, learning = kept(file)
-    assert table.predict("prompts", 512, 1e5) is None
-    learning.save()
-    assert json.loads(file.read_text())["version"] == 2 and not caplog.text
-
-
-def test_what_cannot_be_written_costs_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_write_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     kept(tmp_path / "file" / "computing.json")[2].save()
     assert "cannot be written" in caplog.text
     kept(None)[2].save()
 
 
-def test_a_link_in_its_place_is_not_followed(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_symbolic_link_is_not_followed(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     link = file.with_name("link")
     link.symlink_to(file)
     assert kept(link)[0].predict("prompts", 512, 1e5) is None

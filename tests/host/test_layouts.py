@@ -52,7 +52,7 @@ def naive_read(kind: LayoutKind, caches: list[Any], blocks: list[int]) -> Any:
 def caches_of(kind: LayoutKind, order: str, dtype: Any) -> list[Any]:
     if kind == "latent":
         return [torch.zeros(BLOCKS, 1, BLOCK, 7, dtype=dtype) for _ in range(LAYERS)]
-    if kind == "cells" and order == "padded":  # as a state has it: other bytes of a page follow
+    if kind == "cells" and order == "padded":  # like recurrent state: other bytes of the page follow
         return [torch.zeros(BLOCKS, HEADS, BLOCK, 16, dtype=dtype)[..., 3:8] for _ in range(LAYERS)]
     return cells(order, dtype)
 
@@ -85,9 +85,7 @@ WAYS = {
 @pytest.mark.parametrize(("kind", "order"), CASES)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mover", ["native", "torch"])
-def test_scatter_puts_every_element_where_the_engine_reads_it(
-    kind: LayoutKind, order: str, dtype: Any, way: str, mover: Any
-) -> None:
+def test_scatter_places_every_element(kind: LayoutKind, order: str, dtype: Any, way: str, mover: Any) -> None:
     caches = caches_of(kind, order, dtype)
     layout = PagedLayout(caches, kind, mover)
     blocks = WAYS[way]
@@ -107,10 +105,10 @@ def test_scatter_puts_every_element_where_the_engine_reads_it(
 @pytest.mark.parametrize(("kind", "order"), CASES)
 @pytest.mark.parametrize("nowhere", [(), (0,), (0, 1, 2), (5,), (1, 4), (2, 3), range(6)], ids=str)
 @pytest.mark.parametrize(("mover", "reshaping_chunks"), [("native", 0), ("torch", 0), ("torch", 3), ("torch", 9)])
-def test_a_batch_of_chunks_is_scattered_as_one_chunk_after_the_other(
+def test_a_batch_is_scattered_like_single_chunks(
     kind: LayoutKind, order: str, nowhere: Sequence[int], mover: Any, reshaping_chunks: int
 ) -> None:
-    """However much of the device's memory there is to reorder it in."""
+    """With any size of the reshaping buffer."""
     caches, expected = caches_of(kind, order, torch.float32), caches_of(kind, order, torch.float32)
     one_by_one = PagedLayout(expected, kind, mover)
     chunk_bytes = one_by_one.chunk_bytes(2 * BLOCK)
@@ -128,9 +126,7 @@ def test_a_batch_of_chunks_is_scattered_as_one_chunk_after_the_other(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize(("tokens", "size"), [(32, 128), (16, 80), (48, 36), (128, 64)], ids=str)
-def test_pages_of_the_size_that_engines_have_are_moved_by_lines_as_element_by_element(
-    dtype: Any, tokens: int, size: int
-) -> None:
+def test_real_page_sizes_are_moved_exactly(dtype: Any, tokens: int, size: int) -> None:
     shape, kind, blocks = (5, 3, tokens, 2 * size), "cpu_pages", [3, 0, 4]
     generator = torch.Generator().manual_seed(11)
     held = [torch.randint(0, 120, shape, generator=generator).to(dtype) for _ in range(2)]
@@ -147,10 +143,8 @@ def test_pages_of_the_size_that_engines_have_are_moved_by_lines_as_element_by_el
 
 @pytest.mark.parametrize(("kind", "order"), CASES)
 @pytest.mark.parametrize(("mover", "reshaping_chunks"), [("native", 0), ("torch", 0), ("torch", 9)])
-def test_some_layers_of_chunks_are_scattered_and_the_others_left(
-    kind: LayoutKind, order: str, mover: Any, reshaping_chunks: int
-) -> None:
-    """In any order of layers; what is not there yet in the chunks' memory reaches no page."""
+def test_single_layers_are_scattered(kind: LayoutKind, order: str, mover: Any, reshaping_chunks: int) -> None:
+    """In any order of layers; layers that have not arrived do not reach pages."""
     caches, expected = caches_of(kind, order, torch.float32), caches_of(kind, order, torch.float32)
     whole = PagedLayout(expected, kind, mover)
     chunk_bytes = whole.chunk_bytes(2 * BLOCK)
@@ -184,9 +178,9 @@ def test_gather_is_the_inverse(kind: LayoutKind, order: str, mover: Any) -> None
 
 
 def test_the_triton_kernels_pass_their_tests() -> None:
-    """In a process of their own: an engine that is started in this one later must not find Triton."""
+    """In a process of their own: engines in this process must not find Triton."""
     if importlib.util.find_spec("triton") is not None:
-        return  # this environment has it for its engine: the tests run here like all others
+        return  # Triton is installed here, so the tests run normally
     folder = Path(sys.prefix, "triton")
     if not folder.exists():
         pytest.skip("needs Triton in a folder of its own (scripts/setup-triton)")
@@ -198,7 +192,7 @@ def test_the_triton_kernels_pass_their_tests() -> None:
 
 
 def tiled_addresses() -> Any:
-    """Where AMX's operator puts [kind, token, dimension] in a head's page (seen with vLLM 0.32)."""
+    """Return the position of [kind, token, dimension] in a head's page with AMX (vLLM 0.32)."""
     token, dim = torch.meshgrid(torch.arange(TILED_BLOCK), torch.arange(TILED_SIZE), indexing="ij")
     key = token // 16 * 16 * TILED_SIZE + dim // 2 * 32 + token % 16 * 2 + dim % 2
     value = dim // 16 * 16 * TILED_BLOCK + token // 2 * 32 + dim % 16 * 2 + token % 2
@@ -242,14 +236,14 @@ def test_fp8_moves_as_bytes() -> None:
 @pytest.mark.parametrize(
     ("caches", "kind", "message"),
     [
-        ([], "kv_cells", "no KV cache"),
+        ([], "kv_cells", "no KV caches"),
         ([torch.zeros(4, 2, 4, 12), torch.zeros(4, 2, 4, 14)], "kv_cells", "another shape"),
         ([torch.zeros(4, 2, 4, 13)], "kv_cells", "equal size"),
         ([torch.zeros(4, 2, 4, 12)], "latent", "one head"),
-        ([torch.zeros(4, 2, 12)], "kv_cells", "not known"),
-        ([torch.zeros(4, 2, 4, 12, dtype=torch.int32)], "kv_cells", "not known"),
-        ([torch.zeros(4, 4, 2, 12).transpose(1, 2)], "cpu_pages", "in one piece"),
-        ([torch.zeros(4, 2, 8, 64)], "cpu_tiles", "do not divide into tiles"),
+        ([torch.zeros(4, 2, 12)], "kv_cells", "not supported"),
+        ([torch.zeros(4, 2, 4, 12, dtype=torch.int32)], "kv_cells", "not supported"),
+        ([torch.zeros(4, 4, 2, 12).transpose(1, 2)], "cpu_pages", "not contiguous"),
+        ([torch.zeros(4, 2, 8, 64)], "cpu_tiles", "cannot be divided into tiles"),
     ],
 )
 def test_caches_that_do_not_fit_are_refused(caches: list[Any], kind: LayoutKind, message: str) -> None:
@@ -258,7 +252,7 @@ def test_caches_that_do_not_fit_are_refused(caches: list[Any], kind: LayoutKind,
 
 
 @pytest.mark.parametrize("number", [-2, BLOCKS])
-def test_a_block_that_is_not_there_is_refused(number: int) -> None:
+def test_an_invalid_block_is_refused(number: int) -> None:
     layout = PagedLayout(cells("LBHNC", torch.float32), "cpu_pages")
     chunk = torch.zeros(layout.chunk_bytes(2 * BLOCK), dtype=torch.uint8)
     with pytest.raises(IndexError):
@@ -268,8 +262,8 @@ def test_a_block_that_is_not_there_is_refused(number: int) -> None:
 
 
 @pytest.mark.parametrize("mover", ["native", "torch"])
-def test_what_is_gathered_from_nowhere_is_zeros(mover: Any) -> None:
-    """The symptom would be a record that holds what another chunk left in its slot, or the last block's KV."""
+def test_gathering_from_nowhere_gives_zeros(mover: Any) -> None:
+    """Symptom: a record with another chunk's bytes."""
     caches = caches_of("cpu_pages", "LBHNC", torch.float32)
     for cache in caches:
         cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(6)))
@@ -284,8 +278,8 @@ def test_what_is_gathered_from_nowhere_is_zeros(mover: Any) -> None:
 
 @pytest.mark.parametrize("mover", ["native", "torch"])
 @pytest.mark.parametrize("rows", [1, BLOCK - 1, BLOCK, BLOCK + 1])
-def test_behind_a_tail_that_ends_within_a_block_nothing_is_gathered(mover: Any, rows: int) -> None:
-    """The symptom would be a record that holds what the block's last owner has left there."""
+def test_gathering_a_tail_zeroes_the_rest_of_its_block(mover: Any, rows: int) -> None:
+    """Symptom: a record with KV of the block's previous owner."""
     caches = caches_of("cpu_pages", "LBHNC", torch.float32)
     for cache in caches:
         cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(6)))
@@ -301,8 +295,8 @@ def test_behind_a_tail_that_ends_within_a_block_nothing_is_gathered(mover: Any, 
 
 @pytest.mark.parametrize("kind", ["cpu_pages", "cpu_tiles"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_speed_of_the_cpu_layouts_stays_in_sight(kind: LayoutKind, dtype: Any) -> None:
-    """No benchmark; it fails where copies fall back to going element by element (under 0.1 GB/s)."""
+def test_cpu_layouts_are_not_copied_element_by_element(kind: LayoutKind, dtype: Any) -> None:
+    """Copies element by element would run below 0.1 GB/s."""
     caches = [torch.zeros(64, 8, 32, 256, dtype=dtype) for _ in range(4)]
     layout = PagedLayout(caches, kind)
     chunk = torch.zeros(layout.chunk_bytes(256), dtype=torch.uint8)

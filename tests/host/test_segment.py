@@ -1,4 +1,4 @@
-"""Shared memory segments: made, registered, given up, and never left behind."""
+"""Shared memory segments, and registered memory over them."""
 
 import fcntl
 import mmap
@@ -24,7 +24,7 @@ from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
 
 
-def test_name_is_gone_once_registered(
+def test_the_name_is_removed_after_registration(
     plane: ScriptedDataPlane, registration: RegisteredMemory, leftovers: Callable[[], set[str]]
 ) -> None:
     segment = registration.acquire(5)
@@ -34,7 +34,7 @@ def test_name_is_gone_once_registered(
     assert registration.acquire(5) is segment
 
 
-def test_the_engine_does_not_wait_for_pages_when_it_first_copies_there() -> None:
+def test_pages_are_populated_in_advance() -> None:
     size = 16 << 20
     segment = Segment.create(size)
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
@@ -45,7 +45,7 @@ def test_the_engine_does_not_wait_for_pages_when_it_first_copies_there() -> None
     assert faults < size // mmap.PAGESIZE // 4, "each costs microseconds, on the engine's thread"
 
 
-def test_retired_memory_is_not_handed_out_again(plane: ScriptedDataPlane, registration: RegisteredMemory) -> None:
+def test_retired_memory_is_not_reused(plane: ScriptedDataPlane, registration: RegisteredMemory) -> None:
     first = registration.acquire(5)
     view = first.memory[:16]
     first_id = registration.memory_id
@@ -99,10 +99,10 @@ def test_a_refused_registration_leaves_no_memory(
     assert plane.registrations == 1
 
 
-def test_memory_without_a_hold_stays_until_it_was_released(
+def test_memory_without_a_mapping_is_kept_until_released(
     client: DataPlaneClient, plane: ScriptedDataPlane, shape: ChunkLayout
 ) -> None:
-    """What is written there after it was closed would hit whoever has that memory then."""
+    """Otherwise late writes would hit memory that was allocated again."""
     two = RegisteredMemory(
         client, [shape, replace(shape, namespace=b"s" * 32, layers=1)], 1 << 16, make=Borrowed.create
     )
@@ -110,7 +110,7 @@ def test_memory_without_a_hold_stays_until_it_was_released(
     release = client.release
     client.release = lambda number, wait: False  # type: ignore[method-assign]
     two.retire(release=True)
-    with pytest.raises(DataPlaneError, match="no data plane answers"):
+    with pytest.raises(DataPlaneError, match="does not answer the release of old memory"):
         two.acquire(5)
     assert not first.closed
     client.release = release  # type: ignore[method-assign]
@@ -120,7 +120,7 @@ def test_memory_without_a_hold_stays_until_it_was_released(
 
 
 class Borrowed(Segment):
-    """Memory on which the data plane has no hold of its own."""
+    """Memory without a mapping of the data plane."""
 
     outlives_us = False
     closed = False
@@ -130,7 +130,7 @@ class Borrowed(Segment):
         super().close()
 
 
-def test_no_data_plane_makes_no_segment(shape: object, leftovers: Callable[[], set[str]]) -> None:
+def test_without_a_data_plane_no_segment_is_created(shape: object, leftovers: Callable[[], set[str]]) -> None:
     client = DataPlaneClient("127.0.0.1:1", failures=1, backoff=9, backoff_max_s=9)
     try:
         registration = RegisteredMemory(client, [shape], 1 << 16, connect_timeout_s=0.1)  # type: ignore[arg-type]
@@ -145,13 +145,13 @@ def test_no_data_plane_makes_no_segment(shape: object, leftovers: Callable[[], s
         client.close()
 
 
-def test_more_than_there_is_says_what_to_do(leftovers: Callable[[], set[str]]) -> None:
+def test_too_little_shared_memory_is_an_error_with_advice(leftovers: Callable[[], set[str]]) -> None:
     with pytest.raises(ConfigurationError, match="shm-size"):
         Segment.create(1 << 50)
     assert leftovers() == set()
 
 
-def test_a_segment_that_is_made_shorter_reads_as_zeros_and_says_so() -> None:
+def test_a_truncated_segment_reads_as_zeros_and_is_detected() -> None:
     segment = Segment.create(3 * 4096)
     segment.memory[:] = b"x" * segment.size
     view = segment.memory[4096:]
@@ -164,7 +164,7 @@ def test_a_segment_that_is_made_shorter_reads_as_zeros_and_says_so() -> None:
     assert bytes(view) == bytes(len(view)), "a view of it outlives it"
 
 
-def test_file_of_a_killed_process_is_removed_by_the_next(leftovers: Callable[..., set[str]]) -> None:
+def test_the_file_of_a_killed_process_is_removed(leftovers: Callable[..., set[str]]) -> None:
     program = "from host_control.segment import Segment; s = Segment.create(4096); print(s.name, flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", program],
@@ -183,16 +183,16 @@ def test_file_of_a_killed_process_is_removed_by_the_next(leftovers: Callable[...
     assert leftovers() == leftovers(process.pid) == set()
 
 
-def test_segment_is_not_made_without_a_name_when_another_process_tidies_up(
+def test_a_segment_survives_a_concurrent_cleanup(
     monkeypatch: pytest.MonkeyPatch, leftovers: Callable[[], set[str]]
 ) -> None:
-    """The other one meets the file before it is locked, takes it for abandoned, and is gone before it is looked at."""
+    """The other process sees the file before it is locked, and removes it."""
     lock, looks = fcntl.flock, []
 
     def late(descriptor: int, operation: int) -> None:
         if not looks:
             looks.append(descriptor)
-            module._remove_abandoned()  # what each process does that makes a segment
+            module._remove_abandoned()  # as each process that creates a segment
         lock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", late)

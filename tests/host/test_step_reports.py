@@ -1,4 +1,4 @@
-"""What an engine reports of its steps, what data planes answer, and which steps had nothing beside them."""
+"""Reports of an engine's steps, samples from data planes, and the transfer rates during its steps."""
 
 import random
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ from machine import WAIT_MAX_S, wait_for
 from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
-from host_control.interference.beside import Beside
-from host_control.step_reports import Sample, StepReports
+from host_control.interference.step_rates import Sample, StepRates
+from host_control.step_reports import StepReports
 
 RATE = 100 << 20
 
@@ -46,16 +46,14 @@ def test_an_engine_that_does_not_decode_reports_nothing(reports: StepReports, pl
     assert plane.reports[0].decodes and plane.reports[0].rate == RATE
 
 
-def test_an_engine_that_has_looked_up_nothing_yet_connects_to_report(
-    client: DataPlaneClient, plane: ScriptedDataPlane
-) -> None:
+def test_the_first_report_connects(client: DataPlaneClient, plane: ScriptedDataPlane) -> None:
     reports = StepReports([client], 0.02)
     reports.decodes(RATE)
     wait_report(plane, 0)
     reports.close()
 
 
-def test_a_report_says_all_that_a_data_plane_has_to_know(reports: StepReports, plane: ScriptedDataPlane) -> None:
+def test_a_report_is_complete(reports: StepReports, plane: ScriptedDataPlane) -> None:
     reports.decodes(RATE)
     wait_report(plane, 0)
     said = plane.reports[0]
@@ -63,9 +61,7 @@ def test_a_report_says_all_that_a_data_plane_has_to_know(reports: StepReports, p
     assert 1 <= len(said.engine) <= 32 and 1000 <= said.lasts_ms <= 10_000
 
 
-def test_reports_go_on_while_an_engine_decodes_so_that_they_do_not_end(
-    reports: StepReports, plane: ScriptedDataPlane
-) -> None:
+def test_reports_are_renewed_while_decoding(reports: StepReports, plane: ScriptedDataPlane) -> None:
     reports.decodes(RATE)
     wait_report(plane, 3)
     assert len({report.engine for report in plane.reports}) == 1
@@ -81,7 +77,7 @@ def test_a_pause_and_another_rate_are_reported(reports: StepReports, plane: Scri
     wait_for(lambda: plane.reports[-1].pause_ms == 0)
 
 
-def test_an_engine_that_rests_says_so_once(reports: StepReports, plane: ScriptedDataPlane, clock: Clock) -> None:
+def test_the_end_of_decoding_is_reported_once(reports: StepReports, plane: ScriptedDataPlane, clock: Clock) -> None:
     reports.decodes(RATE)
     reports.rests()
     wait_report(plane, 0)
@@ -93,7 +89,7 @@ def test_an_engine_that_rests_says_so_once(reports: StepReports, plane: Scripted
     assert plane.reports[count].decodes, "one report alone said that it rested"
 
 
-def test_an_engine_whose_steps_do_not_end_counts_as_one_that_rests_after_a_while(
+def test_an_engine_whose_steps_never_end_counts_as_idle_after_a_while(
     reports: StepReports, plane: ScriptedDataPlane, clock: Clock
 ) -> None:
     reports.decodes(RATE)
@@ -102,14 +98,14 @@ def test_an_engine_whose_steps_do_not_end_counts_as_one_that_rests_after_a_while
     wait_for(lambda: not plane.reports[-1].decodes)
 
 
-def test_an_engine_that_closes_holds_nothing_back(reports: StepReports, plane: ScriptedDataPlane) -> None:
+def test_closing_reports_the_end_of_decoding(reports: StepReports, plane: ScriptedDataPlane) -> None:
     reports.decodes(RATE)
     wait_report(plane, 0)
     reports.close()
     wait_for(lambda: not plane.reports[-1].decodes)
 
 
-def test_answers_are_samples_of_what_has_moved(reports: StepReports, plane: ScriptedDataPlane) -> None:
+def test_answers_are_samples_of_moved_bytes(reports: StepReports, plane: ScriptedDataPlane) -> None:
     plane.moved_bytes = 1000
     reports.decodes(RATE)
     wait_report(plane, 1)
@@ -132,17 +128,17 @@ def sample(now: float, moved_bytes: int, *, moving: bool = False, known: bool = 
 
 
 def judged(steps: list[tuple[float, float]], samples: list[Sample]) -> dict[int, float]:
-    beside: Beside[int] = Beside()
+    rates: StepRates[int] = StepRates()
     for number, (begun_s, ended_s) in enumerate(steps):
-        beside.ended(begun_s, ended_s, number)
-    return {number: rate for number, _, rate in beside.take(samples)}
+        rates.ended(begun_s, ended_s, number)
+    return {number: rate for number, _, rate in rates.take(samples)}
 
 
-def test_a_step_is_judged_once_a_sample_was_sent_after_its_end() -> None:
-    beside: Beside[str] = Beside()
-    beside.ended(1.1, 1.9, "a")
-    assert not list(beside.take([sample(1.0, 0), sample(1.85, 0)]))
-    assert [(step, rate) for step, _, rate in beside.take([sample(2.0, 0)])] == [("a", 0.0)]
+def test_a_steps_rate_is_known_after_a_later_sample() -> None:
+    rates: StepRates[str] = StepRates()
+    rates.ended(1.1, 1.9, "a")
+    assert not list(rates.take([sample(1.0, 0), sample(1.85, 0)]))
+    assert [(step, rate) for step, _, rate in rates.take([sample(2.0, 0)])] == [("a", 0.0)]
 
 
 @pytest.mark.parametrize(
@@ -157,14 +153,12 @@ def test_a_step_is_judged_once_a_sample_was_sent_after_its_end() -> None:
     ],
     ids=["calm", "moved behind it", "moving", "moving before", "unknown", "begun before the first sample"],
 )
-def test_a_step_had_nothing_beside_it_only_where_nothing_moved_from_before_it_to_behind_it(
-    samples: list[Sample], rate: float | None
-) -> None:
+def test_a_step_counts_as_quiet_only_without_moved_bytes_around_it(samples: list[Sample], rate: float | None) -> None:
     assert judged([(1.2, 2.5)], samples) == ({} if rate is None else {0: rate})
 
 
-def test_no_step_is_called_calm_that_something_moved_beside() -> None:
-    """Movements and steps anywhere, samples that tell of them late."""
+def test_no_step_with_transfers_counts_as_quiet() -> None:
+    """Random transfers and steps, with late samples."""
     chance = random.Random(3)
     calm = 0
     for _ in range(300):

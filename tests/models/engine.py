@@ -71,7 +71,6 @@ class Engine:
                 "kv_connector_extra_config": {
                     "data_plane": data_plane,
                     **PATIENT,
-                    "breaker_backoff_s": 0.05,
                     "breaker_backoff_max_s": 0.2,
                     "identity_cache": "none",  # not the user's own
                     **extra,

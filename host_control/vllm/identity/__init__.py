@@ -1,9 +1,7 @@
 """Identity: which KV a vLLM engine computes for which request. What changes KV changes the key; nothing else does.
 
-``table`` lists every input and says what it does to the key. Of what an engine's requests have in common ``namespace``
-makes one name: ``weights`` says which files hold what was loaded, ``content`` what is in them, ``positions`` what the
-context's length does. ``requests`` names what is a request's own, ``adapters`` among it. What cannot be named is served
-without the cache. docs/identity.md has the table.
+``table`` lists every input and its effect on the key. ``namespace`` combines the inputs that all requests of an engine
+share: ``weights`` finds the loaded files, ``content`` hashes them. ``requests`` handles the inputs of single requests,
+``adapters`` their LoRA adapters. Requests and engines with inputs
+that cannot be identified run without the cache. docs/identity.md shows the table.
 """
-
-__all__: list[str] = []

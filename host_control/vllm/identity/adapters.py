@@ -1,8 +1,7 @@
-"""Adapters by content: what an engine has loaded under a number, as far as that can be known.
+"""LoRA adapters by content.
 
-vLLM loads an adapter when it is first asked for, drops it when others need its place, loads it again, and keeps what
-it has under a number, whatever becomes of the files. Which content it holds can be known only of files that have not
-changed since the engine started; requests with others are served without the cache.
+vLLM loads an adapter when a request first uses it, evicts it for others and loads it again. The loaded content is only
+known if the files have not changed since the engine started. Requests with other adapters run without the cache.
 """
 
 import os
@@ -14,18 +13,16 @@ from typing import Any, Final
 from host_control.vllm.identity.content import ContentHashes, changed_since, in_hub_cache
 from host_control.vllm.support import UncacheableError
 
-__all__ = ["Adapters"]
-
 _FILES: Final = ("adapter_config.json", "*.safetensors", "*.bin", "*.pt")
 _NUMBERS_MAX: Final = 65_536
 
 
 class Adapters:
-    """The adapters of one engine, made when it starts: before it can have loaded any.
+    """The adapters of one engine. To be created before the engine loads any.
 
     Args:
-        lora_config: of vLLM.
-        hashes: of files.
+        lora_config: LoRA configuration from vLLM.
+        hashes: Cache of file hashes.
     """
 
     def __init__(self, lora_config: Any, hashes: ContentHashes) -> None:
@@ -35,11 +32,11 @@ class Adapters:
         self._lock = threading.Lock()
         self._paths: dict[int, str] = {}
 
-    def arrived(self, lora: Any) -> None:
-        """Note which adapter a request means by a number, in the order in which requests arrive.
+    def register(self, lora: Any) -> None:
+        """Record the adapter of a request. Called in the order in which requests arrive.
 
         Raises:
-            UncacheableError: the number has meant another adapter, or is loaded anew: the engine may hold either.
+            UncacheableError: Another adapter had the same number, or it is reloaded. The engine may use either.
         """
         path = str(lora.lora_path)
         with self._lock:
@@ -49,22 +46,22 @@ class Adapters:
             if known != path or lora.load_inplace:
                 if lora.lora_int_id in self._paths or len(self._paths) < _NUMBERS_MAX:
                     self._paths[lora.lora_int_id] = ""
-                raise UncacheableError(f"adapter number {lora.lora_int_id} has stood for more than one adapter")
+                raise UncacheableError(f"adapter number {lora.lora_int_id} was used for more than one adapter")
 
     def described(self, lora: Any) -> dict[str, Any]:
-        """Return what names an adapter's part in KV: its files' content, and what the engine applies of it.
+        """Return the inputs of an adapter to the key: its files' content, and how the engine applies it.
 
         Raises:
-            UncacheableError: its files cannot be read, or have changed since the engine started.
+            UncacheableError: Its files cannot be read, or have changed since the engine started.
         """
         folder = _folder(str(lora.lora_path), self._started_ns)
         files = sorted({path for pattern in _FILES for path in folder.glob(pattern)})
         if not files:
-            raise UncacheableError(f"{folder} holds no adapter")
+            raise UncacheableError(f"{folder} contains no adapter")
         if changed := [path for path in files if changed_since(path, self._started_ns)]:
             raise UncacheableError(
-                f"adapter file {changed[0]} has changed since the engine started: which of its contents is loaded "
-                "cannot be known; start the engine again"
+                f"adapter file {changed[0]} has changed since the engine started, so the loaded content is unknown; "
+                "restart the engine"
             )
         config = self._config
         mixed = bool(getattr(config, "enable_mixed_moe_lora_format", False))
@@ -87,13 +84,13 @@ def _folder(name: str, moment_ns: int) -> Path:
 
     if (path := Path(os.path.expanduser(name))).exists():
         if not in_hub_cache(path) and path.stat().st_ctime_ns > moment_ns:
-            raise UncacheableError(f"{path} has changed since the engine started; start it again")
+            raise UncacheableError(f"{path} has changed since the engine started; restart the engine")
         return path
     try:
         folder = Path(snapshot_download(name, local_files_only=True))
-    except Exception as error:  # of many kinds, by what the name looks like
+    except Exception as error:  # the type depends on the name
         raise UncacheableError(f"adapter {name} is neither a folder nor in the hub's cache: {error}") from error
-    # The branch may have moved on since the engine looked.
+    # The branch may point to another commit than when the engine resolved it.
     if any(changed_since(branch, moment_ns) for branch in (folder.parents[1] / "refs").glob("*")):
         raise UncacheableError(f"the hub's cache of adapter {name} has changed since the engine started")
     return folder

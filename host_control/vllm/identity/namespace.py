@@ -1,37 +1,40 @@
-"""The identity of what an engine computes: everything that is the same for all of its requests."""
+"""The identity of an engine's model: all inputs to the key that its requests share."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from host_control.layouts import element_type
 from host_control.vllm.identity.canonical import canonical, digest
 from host_control.vllm.identity.content import ContentHashes
-from host_control.vllm.identity.positions import positions
 from host_control.vllm.identity.table import options
 from host_control.vllm.identity.weights import code_digests, model_class, model_folder, weight_digests
 from host_control.vllm.support import UncacheableError, layer_specs
 from shadowserve.chunk import DType
 from shadowserve.keys import ModelIdentity
 
-__all__ = ["computation", "model_identity"]
-
-# Of a model's configuration: names, versions, tokens that mean something to whoever samples, and training. The
-# context's length is here because some models write it into their configuration; :mod:`positions` says what it does.
+# Fields of a model's configuration that do not change KV: names, versions, sampling and training. The context length is
+# among them because some models write it into their configuration; positions() handles its effect.
 _MEANINGLESS: Final = {
     "_name_or_path", "_commit_hash", "name_or_path", "transformers_version", "architectures_original", "bos_token_id",
     "eos_token_id", "pad_token_id", "sep_token_id", "use_cache", "initializer_range", "attention_dropout",
     "hidden_dropout", "output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id",
     "max_model_len",
 }  # fmt: skip
+# Types in vllm/model_executor/layers/rotary_embedding whose angles depend only on the checkpoint's parameters.
+_FIXED: Final = {
+    "default", "linear", "llama3", "ntk", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope", "proportional",
+    "mllama4",
+}  # fmt: skip
+_LONG: Final = {"longrope", "su"}
 
 
 def model_identity(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, hashes: ContentHashes) -> ModelIdentity:
-    """Return what an engine computes, once its weights are loaded. ``uncacheable`` has said ``None``.
+    """Return the identity of an engine's model. The weights are loaded, and ``uncacheable`` returned ``None``.
 
     Raises:
-        UncacheableError: what is computed cannot be named.
+        UncacheableError: Some input cannot be identified.
     """
     try:
         computed: dict[str, Any] = computation(vllm_config, hashes)
@@ -45,12 +48,12 @@ def model_identity(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, ha
         )
     except UncacheableError:
         raise
-    except Exception as error:  # of a vLLM that is not as it was: an engine must start all the same
-        raise UncacheableError(f"what this engine computes cannot be named: {error!r}") from error
+    except Exception as error:  # a later release of vLLM may differ; the engine must start nevertheless
+        raise UncacheableError(f"this engine's model cannot be identified: {error!r}") from error
 
 
 def _element(vllm_config: Any, kv_cache_config: Any) -> Any:
-    """Return the dtype of what attention keeps, of the model where it keeps nothing."""
+    """Return the dtype of the attention layers' KV cache; the model's dtype if there is none."""
     for group in kv_cache_config.kv_cache_groups:
         for spec in layer_specs(group.kv_cache_spec):
             if (dtype := getattr(spec, "dtype", None)) is not None:
@@ -59,7 +62,7 @@ def _element(vllm_config: Any, kv_cache_config: Any) -> Any:
 
 
 def _draft(vllm_config: Any, hashes: ContentHashes) -> dict[str, Any] | None:
-    """Return what computes the KV of draft layers, which is stored beside the model's; nothing where there are none."""
+    """Return the identity of draft layers, whose KV is stored with the model's; ``None`` if there are none."""
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.use_eagle():
         return None
@@ -74,10 +77,10 @@ def _draft(vllm_config: Any, hashes: ContentHashes) -> dict[str, Any] | None:
 
 
 def computation(vllm_config: Any, hashes: ContentHashes) -> dict[str, Any]:
-    """Return what turns tokens and weights into KV, by name: the model's class, configuration, code and options.
+    """Return all inputs except weights and tokens: the model's class, configuration, code and options.
 
     Raises:
-        UncacheableError: see :func:`model_identity`.
+        UncacheableError: Some input cannot be identified.
     """
     model = vllm_config.model_config
     if getattr(vllm_config, "diffusion_config", None) is not None:
@@ -100,12 +103,12 @@ def computation(vllm_config: Any, hashes: ContentHashes) -> dict[str, Any]:
 
 
 def _positions_of_one_request(model: Any, architecture: str, described: tuple[Any, ...]) -> None:
-    """Raise where rotated keys depend on the requests that happen to be in a batch: Transformers' own rotary code."""
+    """Raise UncacheableError if rotated keys depend on other requests in a batch, as in Transformers' rotary code."""
     if not architecture.startswith("Transformers"):
         return
     for kind, *_ in positions({"": dict(enumerate(described))}, model.max_model_len):
         raise UncacheableError(
-            f"{architecture} with rotary positions of kind '{kind}' rotates by the longest in a batch"
+            f"{architecture} with rotary embeddings of type '{kind}' rotates by the longest request in a batch"
         )
 
 
@@ -116,7 +119,7 @@ def _meaningful(value: Any) -> Any:
 
 
 def _quantization_files(vllm_config: Any, hashes: ContentHashes) -> list[str]:
-    """Return the digests of files that say how weights are quantized, where the model's configuration does not."""
+    """Return the digests of files that configure the quantization outside the model's configuration."""
     quantization = getattr(vllm_config, "quant_config", None)
     if quantization is None:
         return []
@@ -130,9 +133,9 @@ def _encoder_scales(model: Any, hashes: ContentHashes) -> list[str]:
 
 
 def _cache_dtype(vllm_config: Any, dtype: Any) -> str:
-    """Return what a cache's elements are, and of 8 bits, which vLLM keeps as bytes, in which format.
+    """Return the name of a cache's dtype. vLLM stores 8-bit formats as bytes, so their format is added.
 
-    ``fp8`` is OCP's E4M3 but for some AMD GPUs, which have a format of their own.
+    ``fp8`` is OCP E4M3, except on some AMD GPUs, which have a format of their own.
     """
     named = str(dtype).removeprefix("torch.")
     if element_type(dtype) is not DType.UINT8:
@@ -143,3 +146,32 @@ def _cache_dtype(vllm_config: Any, dtype: Any) -> str:
     if asked in ("fp8", "fp8_e4m3"):
         asked = f"fp8_e4m3 as {str(current_platform.fp8_dtype()).removeprefix('torch.')}"
     return f"{asked}/{named}"
+
+
+def positions(hf_config: Mapping[str, Any], max_model_len: int) -> list[Any]:
+    """Return the inputs to the key that ``max_model_len`` adds. Most models have none.
+
+    LongRoPE uses its long factors if the context is longer than in training. Dynamic scaling may use the context length
+    as the trained length. For unknown types, the length itself is an input.
+    """
+    found = set()
+    for rope in _ropes(hf_config):
+        kind = str(rope.get("rope_type") or rope.get("type") or "default")
+        if kind in _LONG:
+            trained = rope.get("original_max_position_embeddings") or hf_config.get("original_max_position_embeddings")
+            found.add(("long", max_model_len > trained) if isinstance(trained, int) else (kind, max_model_len))
+        elif kind not in _FIXED and not (kind == "dynamic" and "alpha" in rope):
+            found.add((kind, max_model_len))
+    return sorted(found, key=repr)
+
+
+def _ropes(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield every set of rotary parameters at any depth: there may be one per sub-model and type of layer."""
+    if not isinstance(value, Mapping):
+        return
+    for key, item in value.items():
+        if key in ("rope_parameters", "rope_scaling") and isinstance(item, Mapping):
+            nested = [inner for inner in item.values() if isinstance(inner, Mapping)]
+            yield from [item, *nested] if {"rope_type", "type"} & item.keys() or not nested else nested
+        else:
+            yield from _ropes(item)

@@ -1,7 +1,7 @@
-"""What distinguishes a request's KV beside its tokens: salt, epoch, adapter, inputs that are no tokens.
+"""The inputs of a request to the key, other than tokens: salt, epoch, adapter, images and other non-token inputs.
 
-Only content counts, and only content that was hashed here: the names that users and vLLM give to images and adapters
-are words. Hashing takes time, so what needs it is handed on as something to be called, on the lookup's thread.
+Images and adapters are identified by their content, hashed here, never by the names that users or vLLM give them.
+Hashing is slow, so it is deferred to the lookup's thread.
 """
 
 import hashlib
@@ -20,17 +20,15 @@ from host_control.vllm.identity.canonical import digest
 from host_control.vllm.support import UncacheableError
 from shadowserve.keys import Extra, Input
 
-__all__ = ["RequestInputs"]
-
 _IDENTIFIERS_MAX: Final = 65_536
-"""More than the engine's encoder cache can hold, of which each entry takes room for at least one token."""
+"""More than the engine's encoder cache can hold: each of its entries has at least one token."""
 
 
 class RequestInputs:
-    """What is known of the inputs of one engine's requests. :meth:`extra` is called on the engine's thread.
+    """Identifies the inputs of one engine's requests.
 
     Args:
-        adapters: of this engine; ``None`` where it serves none.
+        adapters: Adapters of the engine; ``None`` if it serves none.
     """
 
     def __init__(self, adapters: Adapters | None = None) -> None:
@@ -39,62 +37,63 @@ class RequestInputs:
         self._contents: OrderedDict[str, str] = OrderedDict()
 
     def extra(self, request: Any, epoch: str) -> Extra | Callable[[], Extra]:
-        """Return what distinguishes a request's KV, or what returns it, which takes longer and raises what this does.
+        """Return a request's extra inputs, or a function that returns them if they must be hashed.
 
-        An input that is no tokens counts where it stands: text before an image is shared with prompts without it.
+        Called on the engine's thread. A non-token input only affects the chunks from its position on, so text before an
+        image is shared with prompts without the image.
 
         Args:
-            request: of vLLM.
-            epoch: of the weights (:mod:`host_control.vllm.epochs`).
+            request: Request from vLLM.
+            epoch: Epoch of the weights (:mod:`host_control.vllm.epochs`).
 
         Raises:
-            UncacheableError: what it is computed from cannot be known.
+            UncacheableError: An input cannot be identified. The returned function raises it, too.
         """
         lora, features = request.lora_request, request.mm_features or ()
         plain = {"salt": request.cache_salt, "epoch": epoch}
         if lora is None and not features:
-            return _of_all(plain)
+            return _extra(plain)
         if lora is not None and self._adapters is None:
-            raise UncacheableError("an adapter in an engine that is configured for none")
+            raise UncacheableError("the request has an adapter, and the engine is not configured for adapters")
         if lora is not None and self._adapters is not None:
-            self._adapters.arrived(lora)
+            self._adapters.register(lora)
         return _Once(lambda: self._named(plain, lora, features))
 
     def _named(self, plain: dict[str, Any], lora: Any, features: Sequence[Any]) -> Extra:
         if lora is not None and self._adapters is not None:
             plain = {**plain, "adapter": self._adapters.described(lora)}
-        return replace(_of_all(plain), inputs=tuple(self._input(feature) for feature in features))
+        return replace(_extra(plain), inputs=tuple(self._input(feature) for feature in features))
 
     def _input(self, feature: Any) -> Input:
-        place = feature.mm_position
+        position = feature.mm_position
         content = hash_tensors(feature.data)
         with self._lock:
             known = self._contents.setdefault(feature.identifier, content)
             self._contents.move_to_end(feature.identifier)
             if known != content:
-                # vLLM may compute with what it keeps under this name, whatever the request brings.
+                # vLLM may use the cached encoder output of the identifier instead of the request's input.
                 self._contents[feature.identifier] = ""
             if len(self._contents) > _IDENTIFIERS_MAX:
                 self._contents.popitem(last=False)
         if known != content:
             raise UncacheableError(
-                f"{feature.modality} '{feature.identifier:.40}' has stood for another content before"
+                f"{feature.modality} identifier '{feature.identifier:.40}' was used for other content before"
             )
-        mask = getattr(place, "is_embed", None)
+        mask = getattr(position, "is_embed", None)
         described = {
             "modality": feature.modality,
             "content": content,
             "mask": hash_tensors(mask) if mask is not None else None,
         }
-        return Input(place.offset, place.length, bytes.fromhex(digest(described)))
+        return Input(position.offset, position.length, bytes.fromhex(digest(described)))
 
 
-def _of_all(described: dict[str, Any]) -> Extra:
+def _extra(described: dict[str, Any]) -> Extra:
     return Extra(bytes.fromhex(digest(described)) if any(described.values()) else b"")
 
 
 class _Once:
-    """Calls at most once, and gives everybody what came of it."""
+    """Calls a function at most once and returns its result to every caller."""
 
     def __init__(self, make: Callable[[], Extra]) -> None:
         self._make = make
@@ -109,14 +108,14 @@ class _Once:
 
 
 def hash_tensors(value: Any) -> str:
-    """Return the SHA-256 of what a processor has made of an input: names, types, shapes and bytes of its tensors.
+    """Return the SHA-256 of a processed input: names, types, shapes and bytes of its tensors.
 
     Raises:
-        UncacheableError: it is not in this process's memory, or is of a kind that is not known.
+        UncacheableError: The input is not in this process's memory, or its type is not known.
     """
     sha = hashlib.sha256()
     if value is None or (hasattr(value, "keys") and "address" in value.keys()):
-        raise UncacheableError("an input whose tensors are in a worker's memory alone (mm_processor_cache_type)")
+        raise UncacheableError("the tensors of an input are only in a worker's memory (mm_processor_cache_type)")
     _feed(sha, value)
     return sha.hexdigest()
 
@@ -124,7 +123,7 @@ def hash_tensors(value: Any) -> str:
 def _feed(sha: Any, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
-            raise UncacheableError(f"an input whose tensors are in memory of kind '{value.device.type}'")
+            raise UncacheableError(f"the tensors of an input are in memory of type '{value.device.type}', not 'cpu'")
         _frame(sha, "tensor", f"{value.dtype}{list(value.shape)}".encode())
         sha.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
     elif isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
@@ -145,7 +144,7 @@ def _feed(sha: Any, value: Any) -> None:
         _frame(sha, "field", type(value.field).__name__.encode())
         _feed(sha, value.data)
     else:
-        raise UncacheableError(f"an input of a kind that is not known here, {type(value).__name__}")
+        raise UncacheableError(f"an input contains a value of unknown type {type(value).__name__}")
 
 
 def _frame(sha: Any, kind: str, data: bytes) -> None:

@@ -1,7 +1,7 @@
-"""Which files hold an engine's weights and code: those that vLLM's loader takes, whatever the folder is called.
+"""Finds the files of an engine's weights and code, and returns their digests.
 
-vLLM's own loader is asked for the files, so that formats, indexes and duplicates are decided as they were when the
-engine loaded them. What is in a Hugging Face hub's cache is found there, without a network.
+vLLM's own loader selects the files, so that formats, indexes and duplicates are handled as when the engine loaded them.
+Models in a Hugging Face hub cache are found without network access.
 """
 
 import sys
@@ -14,9 +14,7 @@ from typing import Any, Final
 from host_control.vllm.identity.content import ContentHashes, changed_since
 from host_control.vllm.support import UncacheableError
 
-__all__ = ["code_digests", "model_class", "model_folder", "weight_digests"]
-
-# What vLLM's default loader reads; the format only chooses among the files of a folder.
+# Formats of vLLM's default loader; they only select files of a folder.
 _DEFAULT: Final = {
     "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt", "npcache",
 }  # fmt: skip
@@ -29,17 +27,17 @@ _CANDIDATES: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.te
 
 @dataclass
 class _Source:
-    """What weights are made of: files, and what else distinguishes them."""
+    """The files of the weights, and other inputs to their identity."""
 
     files: list[Path] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)
 
 
 def weight_digests(vllm_config: Any, hashes: ContentHashes) -> dict[str, Any]:
-    """Return what names the weights that an engine has loaded: the digests of their files, in order of the digests.
+    """Return the identity of an engine's weights: the sorted digests of their files, and other inputs.
 
     Raises:
-        UncacheableError: where they come from is not known here, or a file has changed since the engine was configured.
+        UncacheableError: The source of the weights is not known, or a file has changed since the engine was configured.
     """
     source = _source(vllm_config)
     _unchanged(source.files, vllm_config)
@@ -47,10 +45,10 @@ def weight_digests(vllm_config: Any, hashes: ContentHashes) -> dict[str, Any]:
 
 
 def code_digests(vllm_config: Any, hashes: ContentHashes) -> list[str]:
-    """Return the digests of the Python files beside a model, where it may bring code of its own.
+    """Return the digests of a model's own Python files, if ``trust_remote_code`` allows any.
 
     Raises:
-        UncacheableError: the code is not where it could be read.
+        UncacheableError: The code cannot be read.
     """
     model = vllm_config.model_config
     automatic = getattr(model.hf_config, "auto_map", None)
@@ -63,16 +61,16 @@ def code_digests(vllm_config: Any, hashes: ContentHashes) -> list[str]:
 
 
 def model_class(model_config: Any, hashes: ContentHashes) -> dict[str, Any]:
-    """Return the name of the class that computes, and, of one that is not vLLM's, its module and source.
+    """Return the name of the model's class, and the module and source of a class that is not vLLM's.
 
     Raises:
-        UncacheableError: its weights come from further places, or its positions from a whole batch.
+        UncacheableError: The class loads weights of other models, or its source cannot be read.
     """
     from vllm.model_executor.model_loader.utils import get_model_architecture
 
     chosen, architecture = get_model_architecture(model_config)
     if any("secondary_weights" in _stored_names(base) for base in chosen.__mro__):
-        raise UncacheableError(f"{architecture} has weights of further models, which are not known here")
+        raise UncacheableError(f"{architecture} loads weights of other models, which is not supported")
     named = {"architecture": architecture, "class": chosen.__qualname__}
     if chosen.__module__.startswith("vllm."):
         return named
@@ -86,15 +84,15 @@ def model_folder(vllm_config: Any) -> Path:
     """Return the folder that an engine's model was loaded from.
 
     Raises:
-        UncacheableError: it is not known here.
+        UncacheableError: The folder is not known.
     """
     model = vllm_config.model_config
     folder = _folder(model.model, model.revision, vllm_config.load_config.download_dir)
     commit = getattr(model.hf_config, "_commit_hash", None)
     if folder.parent.name == "snapshots" and commit and commit != folder.name:
         raise UncacheableError(
-            f"the hub's cache has {model.model} at commit {folder.name}, and the engine read its configuration at "
-            f"{commit}; restart it, or give a revision"
+            f"the hub's cache has {model.model} at commit {folder.name}, but the engine read its configuration at "
+            f"{commit}; restart the engine, or set --revision"
         )
     return folder
 
@@ -105,7 +103,7 @@ def _source(vllm_config: Any) -> _Source:
     if load_format == "dummy":
         return _Source(more={"dummy": model.seed})
     if where := _ELSEWHERE.get(load_format) or getattr(model, "model_weights", ""):
-        raise UncacheableError(f"weights come from {where}: what they are is not known here")
+        raise UncacheableError(f"weights are loaded from {where}, so their content is not known")
     if path.is_file():
         return _Source([path], {"format": load_format})
     folder = model_folder(vllm_config)
@@ -117,7 +115,7 @@ def _source(vllm_config: Any) -> _Source:
 
 
 def _chosen(vllm_config: Any, folder: Path) -> list[Path]:
-    """Ask vLLM's loader which of a folder's files it takes."""
+    """Return the files of a folder that vLLM's loader selects."""
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
     from vllm.model_executor.model_loader.utils import get_model_cls
 
@@ -138,7 +136,7 @@ def _chosen(vllm_config: Any, folder: Path) -> list[Path]:
 def _all(folder: Path) -> list[Path]:
     files = sorted({path for pattern in _CANDIDATES for path in folder.glob(pattern)})
     if not files:
-        raise UncacheableError(f"{folder} holds no weights that are known here ({', '.join(_CANDIDATES)})")
+        raise UncacheableError(f"{folder} contains no weights of a known type ({', '.join(_CANDIDATES)})")
     return files
 
 
@@ -146,7 +144,7 @@ def _tensorized(extra: Any) -> Path:
     uri = extra.get("tensorizer_uri") if isinstance(extra, dict) else getattr(extra, "tensorizer_uri", None)
     if not uri or not Path(str(uri)).is_file():
         raise UncacheableError(
-            f"weights come from {uri or 'a place that only tensorizer knows'}, which is no local file"
+            f"weights are loaded from {uri or 'a source that only tensorizer knows'}, which is not a local file"
         )
     return Path(str(uri))
 
@@ -158,17 +156,17 @@ def _folder(model: str, revision: str | None, cache: str | None) -> Path:
     if (path := Path(str(model))).exists():
         return path if path.is_dir() else path.parent
     if envs.VLLM_USE_MODELSCOPE:
-        raise UncacheableError(f"{model} comes from ModelScope; give its folder as the model")
+        raise UncacheableError(f"{model} is loaded from ModelScope; set --model to its folder")
     try:
         return Path(snapshot_download(str(model), revision=revision, cache_dir=cache, local_files_only=True))
-    except Exception as error:  # of many kinds, by what the name looks like
+    except Exception as error:  # the type depends on the name
         raise UncacheableError(f"{model} is neither a folder nor in the hub's cache: {error}") from error
 
 
 def _unchanged(files: Sequence[Path], vllm_config: Any) -> None:
-    """Raise where a file may have changed between the engine's reading and ours.
+    """Raise UncacheableError if a file may have changed after the engine read it.
 
-    vLLM names an instance by the time at which it was configured, which is before it loads.
+    vLLM's instance ID is the time at which the engine was configured, before it loaded the weights.
     """
     configured = str(getattr(vllm_config, "instance_id", ""))
     if not configured.isdecimal() or int(configured) > time.time_ns():
@@ -176,8 +174,8 @@ def _unchanged(files: Sequence[Path], vllm_config: Any) -> None:
     for path in files:
         if changed_since(path, int(configured)):
             raise UncacheableError(
-                f"{path} has changed since this engine was configured: which of its contents was loaded cannot be "
-                "known; start the engine again"
+                f"{path} has changed since this engine was configured, so the loaded content is unknown; restart the "
+                "engine"
             )
 
 

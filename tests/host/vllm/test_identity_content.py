@@ -1,4 +1,4 @@
-"""Hashes of files: every byte counts, nothing is read twice, and what remembers them can only cost time."""
+"""Hashes of files and their cache."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ sys.addaudithook(_heard)
 
 @contextmanager
 def opened() -> Iterator[list[str]]:
-    """Collect every file that this process opens, however it does."""
+    """Collect the names of all files that this process opens."""
     _OPENED.clear()
     _LISTENING[0] = True
     try:
@@ -54,7 +54,7 @@ def expected(files: list[Path]) -> list[str]:
     return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
 
-def test_each_byte_counts(tmp_path: Path) -> None:
+def test_every_byte_changes_the_digest(tmp_path: Path) -> None:
     (file,) = made(tmp_path / "m", 1, size=(9 << 20) + 5)
     (before,) = hashes().digests([file])
     assert [before] == expected([file])
@@ -64,7 +64,7 @@ def test_each_byte_counts(tmp_path: Path) -> None:
     assert hashes().digests([file]) == expected([file]) != [before]
 
 
-def test_nothing_that_has_not_changed_is_opened_again(tmp_path: Path) -> None:
+def test_unchanged_files_are_not_opened_again(tmp_path: Path) -> None:
     files, memory = made(tmp_path / "m"), tmp_path / "cache" / "content.json"
     first = hashes(memory, settle_seconds=-1e6).digests(files)
     with opened() as names:
@@ -75,7 +75,7 @@ def test_nothing_that_has_not_changed_is_opened_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["content", "size", "replaced", "times put back"])
-def test_what_has_changed_is_read_again(tmp_path: Path, change: str) -> None:
+def test_changed_files_are_read_again(tmp_path: Path, change: str) -> None:
     files, memory = made(tmp_path / "m"), tmp_path / "content.json"
     hashes(memory, settle_seconds=-1e6).digests(files)
     status, size = files[1].stat(), files[1].stat().st_size
@@ -89,8 +89,8 @@ def test_what_has_changed_is_read_again(tmp_path: Path, change: str) -> None:
     assert [Path(name).name for name in names if "model-" in name][:1] == ["model-1.safetensors"]
 
 
-def test_a_file_that_has_just_changed_is_not_remembered(tmp_path: Path) -> None:
-    # Another change within the same tick of the file system's clock would not show.
+def test_a_recently_changed_file_is_not_cached(tmp_path: Path) -> None:
+    # Another change within the same tick of the file system's clock would not be seen.
     files, memory = made(tmp_path / "m"), tmp_path / "content.json"
     hashes(memory, settle_seconds=1e6).digests(files)
     with opened() as names:
@@ -100,9 +100,9 @@ def test_a_file_that_has_just_changed_is_not_remembered(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage", [b"", b"{", b"[]", b'{"version": 1}', b'{"version": 1, "files": {"/a": [1, 2, 3, 4, "no"]}}', b"\xff" * 9,
-               b'{"version": 1, "files": {"/a": 5}}', b"[" * 100_000, "of others", "a folder", "a chunk_key"],
+               b'{"version": 1, "files": {"/a": 5}}', b"[" * 100_000, "of others", "a folder", "a link"],
 )  # fmt: skip
-def test_a_memory_that_cannot_be_used_costs_one_line(tmp_path: Path, damage: Any, caplog: Any) -> None:
+def test_an_unusable_cache_costs_one_log_line(tmp_path: Path, damage: Any, caplog: Any) -> None:
     caplog.set_level(logging.WARNING)
     files, memory = made(tmp_path / "m"), tmp_path / "content.json"
     hashes(memory, settle_seconds=-1e6).digests(files)
@@ -111,7 +111,7 @@ def test_a_memory_that_cannot_be_used_costs_one_line(tmp_path: Path, damage: Any
     elif damage == "a folder":
         memory.unlink()
         memory.mkdir()
-    elif damage == "a chunk_key":
+    elif damage == "a link":
         memory.rename(tmp_path / "elsewhere.json")
         memory.symlink_to(tmp_path / "elsewhere.json")
     else:
@@ -120,7 +120,7 @@ def test_a_memory_that_cannot_be_used_costs_one_line(tmp_path: Path, damage: Any
     assert len([record for record in caplog.records if "identity_cache" in record.getMessage()]) == 1
 
 
-def test_a_wrong_hash_in_a_memory_of_others_is_not_believed(tmp_path: Path) -> None:
+def test_a_cache_that_others_can_write_is_not_used(tmp_path: Path) -> None:
     files, memory = made(tmp_path / "m", 1), tmp_path / "content.json"
     hashes(memory, settle_seconds=-1e6).digests(files)
     memory.write_text(memory.read_text().replace(expected(files)[0], "0" * 64))
@@ -129,14 +129,14 @@ def test_a_wrong_hash_in_a_memory_of_others_is_not_believed(tmp_path: Path) -> N
     assert hashes(memory).digests(files) == expected(files)
 
 
-def test_a_place_where_nothing_can_be_written_costs_one_line(tmp_path: Path, caplog: Any) -> None:
+def test_a_failed_write_costs_one_log_line(tmp_path: Path, caplog: Any) -> None:
     files = made(tmp_path / "m")
     (tmp_path / "file").write_text("")
     assert hashes(tmp_path / "file" / "content.json").digests(files) == expected(files)
     assert len(caplog.records) == 1
 
 
-def test_the_memory_is_bounded_and_the_oldest_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_drops_the_oldest_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from host_control.vllm.identity import content
 
     monkeypatch.setattr(content, "_ENTRIES_MAX", 4)
@@ -147,18 +147,18 @@ def test_the_memory_is_bounded_and_the_oldest_go(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("kind", ["gone", "pipe", "folder"])
-def test_what_cannot_be_read_is_no_weights(tmp_path: Path, kind: str) -> None:
+def test_unreadable_files_are_uncacheable(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "w"
     if kind == "pipe":
         os.mkfifo(path)
     elif kind == "folder":
         path.mkdir()
-    with pytest.raises(UncacheableError, match="cannot be read|no regular file"):
+    with pytest.raises(UncacheableError, match="cannot be read|not a regular file"):
         hashes().digests([path])
 
 
 def hub(folder: Path, name: str, data: bytes) -> Path:
-    """Make a file of a hub's cache, as huggingface_hub lays it out."""
+    """Create a file in a hub cache, with the layout of huggingface_hub."""
     blob = folder / "models--a--model" / "blobs" / name
     chunk_key = folder / "models--a--model" / "snapshots" / ("0" * 40) / "model.safetensors"
     for path in (blob, chunk_key):
@@ -168,7 +168,7 @@ def hub(folder: Path, name: str, data: bytes) -> Path:
     return chunk_key
 
 
-def test_a_hash_that_the_hub_has_is_taken_without_reading(tmp_path: Path) -> None:
+def test_hashes_in_hub_file_names_are_used(tmp_path: Path) -> None:
     name = hashlib.sha256(b"weights").hexdigest()
     chunk_key = hub(tmp_path, name, b"weights")
     with opened() as names:
@@ -177,20 +177,20 @@ def test_a_hash_that_the_hub_has_is_taken_without_reading(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["a" * 40, "A" * 64, "g" * 64, "a" * 63])
-def test_another_name_is_no_hash(tmp_path: Path, name: str) -> None:
+def test_other_hub_file_names_are_not_hashes(tmp_path: Path, name: str) -> None:
     chunk_key = hub(tmp_path, name, b"config")
     assert hub_digest(chunk_key) is None
     assert hashes().digests([chunk_key]) == [hashlib.sha256(b"config").hexdigest()]
 
 
-def test_a_name_outside_a_hub_s_cache_is_no_hash(tmp_path: Path) -> None:
+def test_file_names_outside_a_hub_cache_are_not_hashes(tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
     file = tmp_path / "blobs" / ("a" * 64)
     file.write_bytes(b"x")
     assert hashes().digests([file]) == [hashlib.sha256(b"x").hexdigest()]
 
 
-def test_a_chunk_key_that_was_turned_is_a_change(tmp_path: Path) -> None:
+def test_a_changed_symbolic_link_is_a_change(tmp_path: Path) -> None:
     old, new = made(tmp_path / "old", 1)[0].parent, made(tmp_path / "new", 1)[0].parent
     (tmp_path / "current").symlink_to(old)
     file = tmp_path / "current" / "model-0.safetensors"
@@ -228,7 +228,7 @@ def test_ranks_that_start_together_hash_once(tmp_path: Path) -> None:
     assert all(digests == expected(files) for _, digests in found)
 
 
-def test_a_lock_that_is_never_given_back_ends_in_hashing_oneself(tmp_path: Path) -> None:
+def test_a_lock_that_is_never_released_ends_in_hashing(tmp_path: Path) -> None:
     memory, files = tmp_path / "content.json", made(tmp_path / "m")
     holder = subprocess.Popen(
         [sys.executable, "-c", "import fcntl,sys;f=open(sys.argv[1],'w');fcntl.flock(f,2);print(1,flush=True);input()",
@@ -242,16 +242,16 @@ def test_a_lock_that_is_never_given_back_ends_in_hashing_oneself(tmp_path: Path)
         holder.communicate(b"\n", timeout=NEVER_S)
 
 
-def test_long_work_is_told(tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_hashing_is_logged(tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from host_control.vllm.identity import content
 
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(content, "_WORTH_A_LINE", 1000)
+    monkeypatch.setattr(content, "_LOGGED_BYTES_MIN", 1000)
     hashes(tmp_path / "content.json").digests(made(tmp_path / "m"))
     assert "hashing 3 files" in caplog.text and "0.0 GB" in caplog.text
 
 
-def test_a_user_without_a_home_is_hashed_for_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_folder_files_are_hashed_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from host_control.config import HostConfig
     from host_control.vllm.identity import content
 
@@ -264,7 +264,7 @@ def test_a_user_without_a_home_is_hashed_for_every_time(tmp_path: Path, monkeypa
     assert content.content_hashes(HostConfig(), logging.getLogger("t")).digests(files) == expected(files)
 
 
-def test_where_hashes_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_path_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from host_control.config import HostConfig
     from host_control.vllm.identity import content
 

@@ -1,4 +1,4 @@
-"""What a request's KV depends on beside its tokens, with vLLM's own requests, adapters and inputs."""
+"""Extra inputs of requests to the key, with vLLM's own requests, adapters and multimodal inputs."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def lora_config(**options: Any) -> Any:
 
 
 def engine(adapters: bool = True, **options: Any) -> Any:
-    """Return what one engine knows of its requests' inputs, as if it had just started."""
+    """Return the request inputs of an engine that has just started."""
     from host_control.vllm.identity.adapters import Adapters
     from host_control.vllm.identity.requests import RequestInputs
 
@@ -40,17 +40,17 @@ def engine(adapters: bool = True, **options: Any) -> Any:
 
 
 def extra(inputs: Any, epoch: str = "", **attributes: Any) -> Extra:
-    """Return what distinguishes a request, as the lookup's thread gets it."""
+    """Return a request's extra inputs, as on the lookup's thread."""
     found = inputs.extra(request(**attributes), epoch)
     value: Extra = found if isinstance(found, Extra) else found()
     return value
 
 
-def test_a_request_of_tokens_alone_has_nothing_else() -> None:
+def test_a_request_with_only_tokens_has_no_extra_inputs() -> None:
     assert engine().extra(request(), "") == Extra()
 
 
-def test_salts_and_epochs_tell_requests_apart() -> None:
+def test_salts_and_epochs_change_the_key() -> None:
     pairs = [(salt, epoch) for salt in (None, "a", "b") for epoch in ("", "e")]
     assert len({extra(engine(), epoch, cache_salt=salt) for salt, epoch in pairs}) == len(pairs)
 
@@ -71,7 +71,7 @@ def lora(path: Path | str, name: str = "one", number: int = 1, **options: Any) -
     return LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(path), **options)
 
 
-def test_an_adapter_is_its_content_and_neither_its_name_nor_its_number_nor_its_place(tmp_path: Path) -> None:
+def test_an_adapter_is_identified_by_content(tmp_path: Path) -> None:
     here, there = adapter(tmp_path / "here"), adapter(tmp_path / "there")
     (there / "README.md").write_text("another text")
     same = [lora(here), lora(here, "two", 2), lora(there, "three", 3)]
@@ -80,7 +80,7 @@ def test_an_adapter_is_its_content_and_neither_its_name_nor_its_number_nor_its_p
 
 
 @pytest.mark.parametrize("change", ["weights", "lora_alpha", "use_rslora"])
-def test_an_adapter_retrained_in_place_is_another_one_to_the_next_engine(tmp_path: Path, change: str) -> None:
+def test_a_retrained_adapter_differs_for_the_next_engine(tmp_path: Path, change: str) -> None:
     folder = adapter(tmp_path / "a")
     before = extra(engine(), lora_request=lora(folder))
     adapter(folder, b"retrained" if change == "weights" else b"weights", **({change: 3} if change != "weights" else {}))
@@ -88,8 +88,8 @@ def test_an_adapter_retrained_in_place_is_another_one_to_the_next_engine(tmp_pat
 
 
 @pytest.mark.parametrize("stamped", [False, True])
-def test_an_adapter_retrained_in_a_running_engine_is_served_without_the_cache(tmp_path: Path, stamped: bool) -> None:
-    # vLLM computes with what it has loaded, and with the new one once it has dropped the old one: which, nobody says.
+def test_an_adapter_retrained_while_the_engine_runs_is_uncacheable(tmp_path: Path, stamped: bool) -> None:
+    # vLLM uses the loaded content, and the new one after an eviction. It does not tell which.
     folder, inputs = adapter(tmp_path / "a"), None
     inputs = engine()
     before = extra(inputs, lora_request=lora(folder))
@@ -101,7 +101,7 @@ def test_an_adapter_retrained_in_a_running_engine_is_served_without_the_cache(tm
     assert extra(engine(), lora_request=lora(folder)) != before
 
 
-def test_an_adapter_s_folder_that_was_exchanged_is_served_without_the_cache(tmp_path: Path) -> None:
+def test_an_exchanged_adapter_folder_is_uncacheable(tmp_path: Path) -> None:
     folder, other = adapter(tmp_path / "a"), adapter(tmp_path / "b", b"other")
     inputs = engine()
     extra(inputs, lora_request=lora(folder))
@@ -117,7 +117,7 @@ def test_an_adapter_s_folder_that_was_exchanged_is_served_without_the_cache(tmp_
      {"enable_moe_shared_loras": True}, {"lora_dtype": "float16"}],
     ids=lambda options: next(iter(options)),
 )  # fmt: skip
-def test_what_is_applied_of_an_adapter_counts(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_adapter_options_that_change_kv_change_the_key(tmp_path: Path, options: dict[str, Any]) -> None:
     folder = adapter(tmp_path / "a")
     assert extra(engine(**options), lora_request=lora(folder)) != extra(engine(), lora_request=lora(folder))
 
@@ -128,19 +128,19 @@ def test_what_is_applied_of_an_adapter_counts(tmp_path: Path, options: dict[str,
      {"specialize_active_lora": True}],
     ids=lambda options: next(iter(options)),
 )  # fmt: skip
-def test_how_adapters_are_kept_does_not_count(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_adapter_options_for_memory_leave_the_key(tmp_path: Path, options: dict[str, Any]) -> None:
     folder = adapter(tmp_path / "a")
     assert extra(engine(**options), lora_request=lora(folder)) == extra(engine(), lora_request=lora(folder))
 
 
-def test_the_order_of_target_modules_does_not_count(tmp_path: Path) -> None:
+def test_the_order_of_target_modules_leaves_the_key(tmp_path: Path) -> None:
     folder = adapter(tmp_path / "a")
     found = {extra(engine(target_modules=list(names)), lora_request=lora(folder)) for names in (("a", "b"), ("b", "a"))}
     assert len(found) == 1
 
 
-def test_a_number_that_stands_for_two_adapters_stands_for_none(tmp_path: Path) -> None:
-    # vLLM keeps the first one that it has loaded under a number, whatever a request says.
+def test_an_adapter_number_used_twice_is_uncacheable(tmp_path: Path) -> None:
+    # vLLM keeps the first adapter that it has loaded for a number.
     one, other, inputs = adapter(tmp_path / "a"), adapter(tmp_path / "b", b"other"), engine()
     extra(inputs, lora_request=lora(one))
     for path in (other, one):
@@ -149,7 +149,7 @@ def test_a_number_that_stands_for_two_adapters_stands_for_none(tmp_path: Path) -
     assert extra(inputs, lora_request=lora(other, "two", 2))
 
 
-def test_a_number_that_was_loaded_anew_stands_for_none(tmp_path: Path) -> None:
+def test_a_reloaded_adapter_number_is_uncacheable(tmp_path: Path) -> None:
     one, other, inputs = adapter(tmp_path / "a"), adapter(tmp_path / "b", b"other"), engine()
     extra(inputs, lora_request=lora(one))
     for path, anew in ((other, True), (other, False), (one, False)):
@@ -172,7 +172,7 @@ def test_an_adapter_of_the_hub_s_cache(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("path", ["nowhere/adapter", "s3://a/b", "/nowhere", "empty"])
-def test_an_adapter_that_cannot_be_read_is_served_without_the_cache(tmp_path: Path, path: str) -> None:
+def test_an_unreadable_adapter_is_uncacheable(tmp_path: Path, path: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UncacheableError):
         extra(engine(), lora_request=lora(tmp_path / path if path == "empty" else path))
@@ -224,16 +224,16 @@ def images(*features: Any) -> Extra:
     return extra(engine(), mm_features=list(features))
 
 
-def test_an_image_is_its_content_whatever_it_is_called() -> None:
-    # With --mm-processor-cache-gb 0 and no prefix caching vLLM counts images; with multi_modal_uuids users name them.
+def test_an_image_is_identified_by_content() -> None:
+    # Identifiers are counters with --mm-processor-cache-gb 0 and no prefix caching, or names from multi_modal_uuids.
     one, other = images(feature([1.0, 2.0], "0-image-0")), images(feature([1.0, 3.0], "0-image-0"))
     assert one != other
     assert images(feature([1.0, 2.0], "7-image-0")) == one
 
 
 @pytest.mark.parametrize("word", ["0-image-0", "cat"])
-def test_vllm_calls_two_images_by_one_word_and_they_are_told_apart(word: str) -> None:
-    # The first is what its renderer makes of the first image of every engine where nothing asks for a hash.
+def test_images_with_the_same_identifier_differ_by_content(word: str) -> None:
+    # The first is the renderer's identifier of every engine's first image if no hash is needed.
     import numpy as np
     from PIL import Image
     from vllm.multimodal.parse import MultiModalDataParser, parse_mm_uuids
@@ -250,7 +250,7 @@ def test_vllm_calls_two_images_by_one_word_and_they_are_told_apart(word: str) ->
     assert found[0][1] != found[1][1]
 
 
-def test_what_the_processor_was_told_shows_in_what_it_made() -> None:
+def test_processor_options_change_the_processed_content() -> None:
     import torch
 
     small = {"pixel_values": torch.zeros(3, 4, 4), "image_grid_thw": torch.tensor([1, 2, 2])}
@@ -259,7 +259,7 @@ def test_what_the_processor_was_told_shows_in_what_it_made() -> None:
     assert len(set(found)) == 3
 
 
-def test_place_length_kind_and_mask_of_an_image_count() -> None:
+def test_position_length_modality_and_mask_of_an_image_change_the_key() -> None:
     import torch
 
     found = [
@@ -288,7 +288,7 @@ def test_place_length_kind_and_mask_of_an_image_count() -> None:
         lambda torch: (1, True),
     ],
 )
-def test_tensors_that_differ_are_never_the_same(make: Callable[[Any], tuple[Any, Any]]) -> None:
+def test_different_tensors_have_different_hashes(make: Callable[[Any], tuple[Any, Any]]) -> None:
     import torch
 
     from host_control.vllm.identity.requests import hash_tensors
@@ -299,12 +299,12 @@ def test_tensors_that_differ_are_never_the_same(make: Callable[[Any], tuple[Any,
 
 
 @pytest.mark.parametrize("content", [None, {"address": 5, "monotonic_id": 1}, {"x": object()}])
-def test_an_image_whose_tensors_are_elsewhere_is_served_without_the_cache(content: Any) -> None:
+def test_an_image_without_tensors_here_is_uncacheable(content: Any) -> None:
     with pytest.raises(UncacheableError):
         images(feature(content))
 
 
-def test_tensors_of_another_device_are_not_waited_for() -> None:
+def test_tensors_on_another_device_are_uncacheable() -> None:
     import torch
 
     from host_control.vllm.identity.requests import hash_tensors
@@ -313,17 +313,17 @@ def test_tensors_of_another_device_are_not_waited_for() -> None:
         hash_tensors({"x": torch.zeros(2, device="meta")})
 
 
-def test_a_name_that_stood_for_another_image_is_not_believed_again() -> None:
-    # vLLM may compute with the encoder's output that it keeps under this name.
+def test_an_identifier_used_for_other_content_is_uncacheable() -> None:
+    # vLLM may use its cached encoder output of the identifier.
     inputs = engine()
     assert extra(inputs, mm_features=[feature([1.0], "cat")])
     for content in ([2.0], [1.0], [2.0]):
-        with pytest.raises(UncacheableError, match="another content"):
+        with pytest.raises(UncacheableError, match="used for other content"):
             extra(inputs, mm_features=[feature(content, "cat")])
     assert extra(inputs, mm_features=[feature([2.0], "dog")])
 
 
-def test_an_adapter_and_an_image_and_a_salt_count_together(tmp_path: Path) -> None:
+def test_adapter_image_and_salt_combine(tmp_path: Path) -> None:
     folder, image = adapter(tmp_path / "a"), feature([1.0])
     found = {
         extra(engine(), epoch, lora_request=one, mm_features=pictures, cache_salt=salt)
@@ -335,7 +335,7 @@ def test_an_adapter_and_an_image_and_a_salt_count_together(tmp_path: Path) -> No
     assert len(found) == 16
 
 
-def test_prompts_share_the_text_before_an_image_and_nothing_from_it_on(tmp_path: Path) -> None:
+def test_prompts_share_only_the_text_before_an_image(tmp_path: Path) -> None:
     folder, tokens = adapter(tmp_path / "a"), list(range(48))
 
     def chunk_keys(*features: Any, **attributes: Any) -> list[bytes]:
@@ -350,7 +350,7 @@ def test_prompts_share_the_text_before_an_image_and_nothing_from_it_on(tmp_path:
     assert adapted[0] == chunk_keys(lora_request=lora(folder))[0]
 
 
-def test_a_request_is_named_once_for_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from host_control.vllm.identity import requests
 
     hashed: list[int] = []
@@ -360,11 +360,11 @@ def test_a_request_is_named_once_for_all_who_ask(monkeypatch: pytest.MonkeyPatch
     assert callable(later) and later() == later() and len(hashed) == 1
 
 
-def test_an_engine_without_adapters_refuses_one(tmp_path: Path) -> None:
-    with pytest.raises(UncacheableError, match="configured for none"):
+def test_an_engine_without_adapters_has_no_cache_for_one(tmp_path: Path) -> None:
+    with pytest.raises(UncacheableError, match="not configured for adapters"):
         extra(engine(adapters=False), lora_request=lora(adapter(tmp_path / "a")))
 
 
-def test_time_of_the_engine_s_start_is_before_any_request(tmp_path: Path) -> None:
+def test_the_start_time_is_before_any_request(tmp_path: Path) -> None:
     before = time.time_ns()
     assert engine()._adapters._started_ns >= before

@@ -1,4 +1,4 @@
-"""Every input that could change KV is changed in vLLM's real configuration, and does to the key what the table says."""
+"""Changes every input in vLLM's real configuration, and compares the effect on the key with the table."""
 
 import copy
 import dataclasses
@@ -22,7 +22,7 @@ def base() -> Any:
 
 
 def fields_of(config: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield place, name and value of every field of an engine's configuration that the table calls by its name."""
+    """Yield place, name and value of every configuration field that the table lists by name."""
     for place in dataclasses.fields(config):
         value = getattr(config, place.name)
         if dataclasses.is_dataclass(value):
@@ -32,7 +32,7 @@ def fields_of(config: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def another(value: Any) -> Any:
-    """Return another value of a field; of what kind does not matter to the key."""
+    """Return another value for a field, of any type."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, enum.Enum):
@@ -57,7 +57,7 @@ def effect_of(place: str, name: str) -> Any:
 OBJECTS = {"hf_config", "hf_text_config", "multimodal_config"}
 
 
-def test_the_table_names_every_field_of_this_vllm(base: Any) -> None:
+def test_the_table_lists_every_field_of_vllm(base: Any) -> None:
     from host_control.vllm.identity.table import TABLE
 
     assert [(place, name) for place, name, _ in fields_of(base) if effect_of(place, name) is None] == []
@@ -70,7 +70,7 @@ def test_the_table_names_every_field_of_this_vllm(base: Any) -> None:
     assert gone == set(), "rows of fields that are gone"
 
 
-def test_each_field_does_to_the_key_what_the_table_says(base: Any) -> None:
+def test_each_field_has_the_effect_in_the_table(base: Any) -> None:
     from host_control.vllm.identity.table import Effect
 
     before, wrong, seen = digest(base), [], 0
@@ -82,7 +82,7 @@ def test_each_field_does_to_the_key_what_the_table_says(base: Any) -> None:
         part = copy.copy(getattr(config, place))
         object.__setattr__(part, name, another(value))
         object.__setattr__(config, place, part)
-        # The dtype of the cache counts as the cache's own elements have it.
+        # The dtype of the cache's own elements counts.
         caches = kv_cache_config(spec(dtype=uint8())) if name == "cache_dtype" else None
         same = digest(config, caches) == before
         if same != (effect is not Effect.KEY):
@@ -97,7 +97,7 @@ def uint8() -> Any:
     return torch.uint8
 
 
-def test_a_field_that_a_later_vllm_adds_is_in_the_key_where_it_is_set(base: Any) -> None:
+def test_an_unknown_field_is_in_the_key_if_set(base: Any) -> None:
     config = copy.copy(base)
     later = dataclasses.make_dataclass("Later", [("speed", int, 1), ("mode", str, "auto")])
     added = dataclasses.make_dataclass("VllmConfig", [("later_config", object, None)], bases=(type(base),))
@@ -108,7 +108,7 @@ def test_a_field_that_a_later_vllm_adds_is_in_the_key_where_it_is_set(base: Any)
     assert digest(config) != digest(base)
 
 
-def test_a_word_of_the_user_s_own_about_the_platform_is_in_the_key(base: Any) -> None:
+def test_a_platform_class_of_the_user_is_in_the_key(base: Any) -> None:
     config = copy.copy(base)
     config.additional_config = {"fast": True}
     assert digest(config) != digest(base)
@@ -159,12 +159,12 @@ SAME: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_argument_that_changes_kv_changes_the_key(name: str, base: Any) -> None:
+def test_an_argument_that_changes_kv_changes_the_key(name: str, base: Any) -> None:
     assert digest(engine_config(ASSET, **OTHER[name])) != digest(base)
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_argument_that_changes_no_kv_leaves_the_key(name: str, base: Any) -> None:
+def test_an_argument_that_does_not_change_kv_leaves_the_key(name: str, base: Any) -> None:
     assert digest(engine_config(ASSET, **SAME[name])) == digest(base)
 
 
@@ -173,7 +173,7 @@ def test_another_tokenizer_leaves_the_key(base: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["vllm.model_executor.models.mistral", "mine"])
-def test_another_class_that_computes_is_in_the_key(
+def test_another_model_class_is_in_the_key(
     base: Any, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.model_executor.model_loader import utils
@@ -184,7 +184,7 @@ def test_another_class_that_computes_is_in_the_key(
     monkeypatch.syspath_prepend(str(tmp_path))
     before, found = digest(base), []
     for body in ("pass", "size = 1"):
-        utils._MODEL_ARCH_BY_HASH.clear()  # an engine in a process of its own knows nothing of the one before
+        utils._MODEL_ARCH_BY_HASH.clear()  # like a new process
         (tmp_path / "mine.py").write_text(
             "from vllm.model_executor.models.llama import LlamaForCausalLM\n\n\n"
             f"class MistralForCausalLM(LlamaForCausalLM):\n    {body}\n"
@@ -196,7 +196,7 @@ def test_another_class_that_computes_is_in_the_key(
     assert (found[0] != found[1]) is (module == "mine"), "code of the user's own is in the key by its content"
 
 
-def test_dummy_weights_are_named_by_their_seed() -> None:
+def test_dummy_weights_are_identified_by_their_seed() -> None:
     one, other, again = (digest(engine_config(ASSET, load_format="dummy", seed=seed)) for seed in (0, 1, 0))
     assert one == again != other
 
@@ -206,7 +206,7 @@ def test_dummy_weights_are_named_by_their_seed() -> None:
     [("default", False), ("linear", False), ("llama3", False), ("yarn", False), ("dynamic", True), ("longrope", True)],
 )
 @pytest.mark.parametrize("transformers", [4, 5])
-def test_the_context_s_length_counts_where_keys_are_rotated_by_it(
+def test_the_context_length_counts_if_it_changes_rotation(
     tmp_path: Path, kind: str, counts: bool, transformers: int
 ) -> None:
     described = rope(kind)
@@ -217,14 +217,14 @@ def test_the_context_s_length_counts_where_keys_are_rotated_by_it(
     assert (shorter != longer) is counts
 
 
-def test_contexts_on_the_same_side_of_longrope_s_limit_share(tmp_path: Path) -> None:
+def test_context_lengths_on_one_side_of_longropes_limit_share(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m", max_position_embeddings=4096, **rope("longrope"))
     assert len({digest(engine_config(folder, max_model_len=length)) for length in (512, 1024)}) == 1
     assert len({digest(engine_config(folder, max_model_len=length)) for length in (1025, 2048, 4096)}) == 1
 
 
-def test_the_context_s_length_counts_with_a_kind_that_is_not_known() -> None:
-    from host_control.vllm.identity.positions import positions
+def test_the_context_length_counts_for_unknown_rotary_types() -> None:
+    from host_control.vllm.identity.namespace import positions
 
     nested = {
         "text": {"rope_parameters": {"full_attention": {"rope_type": "new"}, "sliding": {"rope_type": "default"}}}
@@ -232,11 +232,11 @@ def test_the_context_s_length_counts_with_a_kind_that_is_not_known() -> None:
     assert positions(nested, 1024) != positions(nested, 2048)
 
 
-def test_transformers_own_rotation_by_a_batch_s_longest_is_served_without_the_cache(tmp_path: Path) -> None:
+def test_transformers_dynamic_rotation_is_uncacheable(tmp_path: Path) -> None:
     from host_control.vllm.support import UncacheableError
 
     folder = model_folder(tmp_path / "m", max_position_embeddings=4096, **rope("dynamic"))
-    with pytest.raises(UncacheableError, match="longest in a batch"):
+    with pytest.raises(UncacheableError, match="longest request in a batch"):
         model_of(engine_config(folder, model_impl="transformers"))
 
 
@@ -250,19 +250,19 @@ def test_transformers_own_rotation_by_a_batch_s_longest_is_served_without_the_ca
         {"quantizer": "binned", "scale_tokens": 16},
     ],
 )
-def test_what_is_stored_is_in_the_key(base: Any, host: dict[str, Any]) -> None:
+def test_options_of_stored_content_are_in_the_key(base: Any, host: dict[str, Any]) -> None:
     assert digest(base, host=HostConfig(**host)) != digest(base)
     if host != {"quantizer": "binned"} and "chunk_tokens" not in host:
         assert digest(base, host=HostConfig(**host)) != digest(base, host=HostConfig(quantizer="binned"))
 
 
-def test_how_it_is_moved_is_not_in_the_key(base: Any) -> None:
+def test_options_of_transfers_are_not_in_the_key(base: Any) -> None:
     host = HostConfig(fetch_timeout_s=3, order="sjf", store=False, identity_cache="none", data_plane="unix:/x")
     assert digest(base, host=host) == digest(base)
 
 
 @pytest.mark.parametrize("options", [{"num_kv_heads": 1}, {"head_size": 32}, {"dtype": "float16"}])
-def test_the_shape_of_what_is_cached_is_in_the_key(base: Any, options: dict[str, Any]) -> None:
+def test_the_shape_of_the_cache_is_in_the_key(base: Any, options: dict[str, Any]) -> None:
     import torch
 
     if "dtype" in options:
@@ -273,7 +273,7 @@ def test_the_shape_of_what_is_cached_is_in_the_key(base: Any, options: dict[str,
 @pytest.mark.parametrize(
     ("ranks", "expected"), [(1, [(0, 4)]), (2, [(0, 2), (2, 4)]), (8, [(n // 2, n // 2 + 1) for n in range(8)])]
 )
-def test_a_rank_is_named_by_the_heads_that_it_holds(
+def test_a_rank_is_identified_by_its_heads(
     base: Any, monkeypatch: pytest.MonkeyPatch, ranks: int, expected: list[tuple[int, int]]
 ) -> None:
     config = shared_by(base, ranks, monkeypatch)
@@ -286,7 +286,7 @@ def test_a_rank_is_named_by_the_heads_that_it_holds(
     assert len(set(digests)) == len(set(expected)), "ranks that hold the same heads share their records"
 
 
-def test_a_latent_is_the_same_for_any_number_of_ranks(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mla_is_the_same_for_any_number_of_ranks(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
@@ -296,29 +296,27 @@ def test_a_latent_is_the_same_for_any_number_of_ranks(base: Any, monkeypatch: py
     assert {digest(config, caches, rank=rank) for rank in (0, 1)} == {alone}
 
 
-def test_heads_that_are_divided_in_an_unknown_way_are_shared_with_nobody(
-    base: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_divisions_of_heads_are_not_shared(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = shared_by(base, 2, monkeypatch)
     caches = kv_cache_config(spec(num_kv_heads=3))
     assert len({digest(config, caches, rank=rank) for rank in (0, 1)} | {digest(base, caches)}) == 3
 
 
 def shared_by(base: Any, ranks: int, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the configuration of an engine of so many ranks, of a model with four KV heads."""
+    """Return the configuration of an engine with a number of ranks, for a model with four KV heads."""
     monkeypatch.setattr(type(base.model_config), "get_total_num_kv_heads", lambda self: 4)
     config = copy.copy(base)
     config.parallel_config = copy.copy(base.parallel_config)
     object.__setattr__(config.parallel_config, "tensor_parallel_size", ranks)
-    object.__setattr__(config.parallel_config, "rank", ranks - 1)  # the model is the same on all of them
+    object.__setattr__(config.parallel_config, "rank", ranks - 1)  # the model is the same on all ranks
     return config
 
 
-def test_blocks_of_another_size_are_named_alike(base: Any) -> None:
+def test_the_block_size_is_not_in_the_key(base: Any) -> None:
     assert digest(base, kv_cache_config(spec(block_size=64))) == digest(base)
 
 
-def test_fp8_of_two_formats_is_two_caches(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_fp8_formats_share_nothing(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from vllm.platforms import current_platform
 
@@ -336,7 +334,7 @@ def test_fp8_of_two_formats_is_two_caches(base: Any, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", ["VLLM_MARLIN_INPUT_DTYPE", "VLLM_CPU_INT4_W4A8"])
-def test_environment_that_batches_activations_is_in_the_key(
+def test_environment_that_rounds_activations_is_in_the_key(
     base: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = digest(base)
@@ -352,7 +350,7 @@ def test_environment_of_the_table_is_vllm_s(base: Any) -> None:
     assert [name for name in ENVIRONMENT if name not in vllm.envs.environment_variables] == []
 
 
-def test_quantization_of_the_user_s_is_in_the_key(base: Any) -> None:
+def test_a_users_quantization_is_in_the_key(base: Any) -> None:
     found = [
         digest(engine_config(ASSET, quantization=method, quantization_config=ignored))
         for method, ignored in [
@@ -363,7 +361,7 @@ def test_quantization_of_the_user_s_is_in_the_key(base: Any) -> None:
     assert len({*found, digest(base)}) == 3
 
 
-def test_what_a_checkpoint_s_quantization_ignores_is_in_the_key(tmp_path: Path) -> None:
+def test_exceptions_of_a_checkpoints_quantization_are_in_the_key(tmp_path: Path) -> None:
     found = []
     for ignored in ([], ["model.layers.0.self_attn.k_proj"]):
         described = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ignored}

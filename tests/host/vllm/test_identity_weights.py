@@ -1,4 +1,4 @@
-"""Which files are an engine's weights and code, asked of real configurations over real folders."""
+"""The files of weights and code, with real configurations and folders."""
 
 import hashlib
 import json
@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 OTHER = tensors(b"\1" * 16384)
 
 
-def test_an_edit_anywhere_in_the_weights_is_another_model(tmp_path: Path) -> None:
-    # Between the samples that were taken once: 16 of 64 KiB.
+def test_any_edit_of_the_weights_changes_the_model(tmp_path: Path) -> None:
+    # Sampling 16 times 64 KiB would miss this edit.
     weights = bytearray(tensors(bytes(4 << 20)))
     folder = model_folder(tmp_path / "m", weights=bytes(weights))
     before = digest(engine_config(folder))
@@ -28,14 +28,14 @@ def test_an_edit_anywhere_in_the_weights_is_another_model(tmp_path: Path) -> Non
     assert digest(engine_config(folder)) != before
 
 
-def test_the_same_weights_under_another_path_are_the_same_model(tmp_path: Path) -> None:
+def test_the_path_of_weights_does_not_change_the_model(tmp_path: Path) -> None:
     one, other = model_folder(tmp_path / "one"), model_folder(tmp_path / "deeper" / "other")
     (other / "README.md").write_text("another text")
     (other / "tokenizer_config.json").write_text("{}")
     assert digest(engine_config(one)) == digest(engine_config(other))
 
 
-def test_the_format_that_is_loaded_counts_where_a_folder_holds_two(tmp_path: Path) -> None:
+def test_only_the_loaded_format_counts(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
     (folder / "pytorch_model.bin").write_bytes(b"other")
     (folder / "consolidated.safetensors").write_bytes(OTHER)
@@ -43,24 +43,24 @@ def test_the_format_that_is_loaded_counts_where_a_folder_holds_two(tmp_path: Pat
         name: digest(engine_config(folder, load_format=name)) for name in ("hf", "safetensors", "mistral", "npcache")
     }
     assert len({found[name] for name in ("hf", "mistral", "npcache")}) == 3
-    # Both take every .safetensors that no index excludes, the consolidated one too.
+    # Both formats load every .safetensors file that no index excludes.
     assert found["hf"] == found["safetensors"]
 
 
-def test_what_an_index_leaves_out_is_not_loaded_and_does_not_count(tmp_path: Path) -> None:
+def test_files_outside_the_index_do_not_count(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
     index = {"weight_map": {"model.layers.0.self_attn.k_proj.weight": "model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     before = digest(engine_config(folder, load_format="hf"))
     (folder / "consolidated.safetensors").write_bytes(OTHER)
     assert digest(engine_config(folder, load_format="hf")) == before
-    # vLLM remembers in a process which files a folder had.
+    # vLLM caches the list of a folder's files in the process.
     again = shutil.copytree(folder, tmp_path / "again")
     assert digest(engine_config(again)) != before, "auto takes the consolidated ones where there are any"
 
 
 @pytest.mark.parametrize("load_format", ["sharded_state", "runai_streamer", "of a plugin"])
-def test_all_that_may_be_weights_counts_in_other_formats(tmp_path: Path, load_format: str) -> None:
+def test_all_weight_files_count_in_other_formats(tmp_path: Path, load_format: str) -> None:
     folder = model_folder(tmp_path / "m")
     config = engine_config(folder)
     auto = digest(config)
@@ -84,7 +84,7 @@ def test_all_that_may_be_weights_counts_in_other_formats(tmp_path: Path, load_fo
         ({"model": "s3://a/b"}, "neither a folder nor in the hub's cache"),
     ],
 )
-def test_weights_whose_content_is_not_known_are_served_without_the_cache(change: dict[str, Any], why: str) -> None:
+def test_weights_with_unknown_content_are_uncacheable(change: dict[str, Any], why: str) -> None:
     config = engine_config(ASSET)
     for name, value in change.items():
         part = config.model_config if hasattr(config.model_config, name) else config.load_config
@@ -93,7 +93,7 @@ def test_weights_whose_content_is_not_known_are_served_without_the_cache(change:
         model_of(config)
 
 
-def test_weights_of_further_models_are_served_without_the_cache() -> None:
+def test_weights_of_other_models_are_uncacheable() -> None:
     from vllm.model_executor.model_loader import utils
 
     from host_control.vllm.identity.weights import model_class
@@ -105,11 +105,11 @@ def test_weights_of_further_models_are_served_without_the_cache() -> None:
     config = engine_config(ASSET)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(utils, "get_model_architecture", lambda config: (Chosen, "Chosen"))
-        with pytest.raises(UncacheableError, match="further models"):
+        with pytest.raises(UncacheableError, match="weights of other models"):
             model_class(config.model_config, None)
 
 
-def test_weights_that_changed_while_the_engine_started_are_served_without_the_cache(tmp_path: Path) -> None:
+def test_weights_changed_during_the_start_are_uncacheable(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
     config = engine_config(folder)
     model_of(config)
@@ -121,7 +121,7 @@ def test_weights_that_changed_while_the_engine_started_are_served_without_the_ca
 
 
 def snapshot(cache: Path, commit: str, weights: bytes, name: str | None = None) -> Path:
-    """Lay a model out as huggingface_hub does, and point its main branch there."""
+    """Create a hub cache of a model, with a main branch."""
     root = cache / "models--a--model"
     folder = root / "snapshots" / commit
     for made in (folder, root / "blobs", root / "refs"):
@@ -144,7 +144,7 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
-def test_a_model_of_the_hub_is_its_content_whatever_the_commit(hub_cache: Path, tmp_path: Path) -> None:
+def test_a_hub_model_is_identified_by_content(hub_cache: Path, tmp_path: Path) -> None:
     snapshot(hub_cache, "a" * 40, tensors())
     config = engine_config(ASSET)
     config.model_config.model = "a/model"
@@ -158,7 +158,7 @@ def test_a_model_of_the_hub_is_its_content_whatever_the_commit(hub_cache: Path, 
     assert digest(config) == first
 
 
-def test_a_hub_s_branch_that_moved_while_the_engine_started_is_noticed(hub_cache: Path) -> None:
+def test_a_hub_branch_moved_during_the_start_is_noticed(hub_cache: Path) -> None:
     snapshot(hub_cache, "a" * 40, tensors())
     config = engine_config(ASSET)
     config.model_config.model = "a/model"
@@ -169,7 +169,7 @@ def test_a_hub_s_branch_that_moved_while_the_engine_started_is_noticed(hub_cache
         model_of(config)
 
 
-def test_code_beside_the_model_counts_where_it_is_trusted(tmp_path: Path) -> None:
+def test_remote_code_counts_if_trusted(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
     found = {}
     for trusted in (False, True):
@@ -183,7 +183,7 @@ def test_code_beside_the_model_counts_where_it_is_trusted(tmp_path: Path) -> Non
     assert found[True, ""] != found[True, "changed = 1"]
 
 
-def test_code_of_another_repository_that_is_not_here_is_served_without_the_cache() -> None:
+def test_remote_code_that_is_missing_is_uncacheable() -> None:
     config = engine_config(ASSET)
     config.model_config.trust_remote_code = True
     config.model_config.hf_config.auto_map = {"AutoModelForCausalLM": "other/code--modeling.Model"}
@@ -191,7 +191,7 @@ def test_code_of_another_repository_that_is_not_here_is_served_without_the_cache
         model_of(config)
 
 
-def test_a_quantization_s_own_file_counts(tmp_path: Path) -> None:
+def test_quantization_files_count(tmp_path: Path) -> None:
     class Quantization:
         @staticmethod
         def get_config_filenames() -> list[str]:
@@ -207,9 +207,9 @@ def test_a_quantization_s_own_file_counts(tmp_path: Path) -> None:
     assert found[0] != found[1]
 
 
-def test_an_engine_that_cannot_be_asked_is_served_without_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_is_uncacheable(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     monkeypatch.delattr(DefaultModelLoader, "_prepare_weights")
-    with pytest.raises(UncacheableError, match="cannot be named"):
+    with pytest.raises(UncacheableError, match="cannot be identified"):
         model_of(engine_config(ASSET))

@@ -220,7 +220,7 @@ def test_a_lookup_that_may_change_something_is_waited_for(
     if why == "it may be sooner":
         side._policy_runner._chunk_bytes /= 1e6
     if why == "it explores":
-        side._policy_runner._policy._allowed["fetch"] = 100.0
+        side._policy_runner._policy._explore_s["fetch"] = 100.0
     plane.script.stall.add("Lookup")
     request = arrive(side, plane, TOKENS, stored=40, **more)
     assert side.matched_tokens(request, 0) is None
@@ -277,7 +277,7 @@ def test_a_fast_load_is_chosen_and_its_time_is_learned(make_side: Any, plane: Sc
         side.worker_output({str(number)}, report(seconds={str(number): 0.01}))
         assert side.counts.take().data["decisions/unknown"] == 1
     policy = side._policy_runner._policy
-    predicted = policy._fetching.predict({Tier.STORAGE: 2 * 40 * 1000})
+    predicted = policy._loads.predict({Tier.STORAGE: 2 * 40 * 1000})
     assert predicted == {Tier.STORAGE: pytest.approx(0.01, rel=0.1)}, "of two ranks' records"
     for tokens in (1000, 2000, 2500):
         side._timing.table.observe("prompts", tokens, tokens * tokens / 2, TOKEN_S * tokens)
@@ -347,8 +347,8 @@ def test_a_request_that_ends_before_its_load_leaves_nothing_behind(
         side.worker_output({"r"}, report(seconds={"r": 0.5}))
     else:
         side.worker_output(None, report({"r": 40}, seconds={"r": 1.0}))
-    assert side._loads == {} == runner._policy._loads
-    line = runner._policy._fetching._lines[Tier.STORAGE]
+    assert side._loads == {} == runner._policy._queued
+    line = runner._policy._loads._lines[Tier.STORAGE]
     assert line._last[-1][1] == 1.0, "it was learnt from all the same"
 
 

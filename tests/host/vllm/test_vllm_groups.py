@@ -1,4 +1,4 @@
-"""What groups keep and what a hit needs of them, against vLLM's own specs, rules and tables of blocks."""
+"""KV cache groups, compared with vLLM's own specs, rules and block tables."""
 
 import math
 import random
@@ -20,7 +20,7 @@ BLOCK, CHUNK, CHUNKS = 32, 256, 6
 
 @dataclass(frozen=True)
 class Model:
-    """Kinds of groups: name and what makes the spec."""
+    """A model with KV cache groups of given kinds."""
 
     kinds: Sequence[tuple[str, int]]
     eagle: Sequence[int] = ()
@@ -60,14 +60,14 @@ MODELS = {
     "a draft's full alone": Model([FULL], eagle=[0], drafts=True),
     "full, a window, a draft's full": Model([FULL, ("window", 128), FULL], eagle=[2], drafts=True),
     "full, a draft's window": Model([FULL, ("window", 100)], eagle=[1], drafts=True),
-    "full, a window, a draft nobody has marked": Model([FULL, ("window", 128)], drafts=True),
+    "full, a window, an unmarked draft layer": Model([FULL, ("window", 128)], drafts=True),
     "full, states, a draft's full": Model([FULL, ("state", BLOCK), FULL], eagle=[2], drafts=True),
 }
 every_model = pytest.mark.parametrize("model", MODELS.values(), ids=list(MODELS))
 
 
 def request(manager: Any, tokens: int, name: str = "r") -> Any:
-    """Return vLLM's own request of a prompt that is the same up to any length."""
+    """Return a vLLM request. Prompts of all lengths are prefixes of each other."""
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -80,7 +80,7 @@ def request(manager: Any, tokens: int, name: str = "r") -> Any:
 
 
 def cache(manager: Any, one: Any, groups: Any, present: Sequence[Flags]) -> None:
-    """Put exactly the blocks that these chunks' records hold into vLLM's own pool."""
+    """Put exactly the blocks in these records into vLLM's own block pool."""
     pool = manager.block_pool
     for group, flags in zip(groups.groups, present, strict=True):
         for chunk in np.flatnonzero(flags).tolist():
@@ -91,7 +91,7 @@ def cache(manager: Any, one: Any, groups: Any, present: Sequence[Flags]) -> None
 
 
 def drawn(draw: random.Random, groups: Any) -> tuple[int, list[Flags]]:
-    """Return a prompt's length and which chunks of each group are there: many, few, or all."""
+    """Return a prompt's length, and many, few or all stored chunks of each group."""
     tokens = CHUNKS * CHUNK + draw.choice([0, 1, BLOCK, BLOCK + 1, 5 * BLOCK, draw.randrange(CHUNK)])
     count = tokens // groups.chunk_tokens
     share = draw.choice([0.3, 0.8, 0.95, 1.0])
@@ -99,7 +99,7 @@ def drawn(draw: random.Random, groups: Any) -> tuple[int, list[Flags]]:
 
 
 def allowed(model: Model, groups: Any, present: Sequence[Flags], hit: int) -> bool:
-    """Whether a hit of so many tokens finds, token by token, all that attention and states would read behind it."""
+    """Return True if a hit has all tokens and states that the next token reads."""
     for (kind, size), group, flags in zip(model.kinds, groups.groups, present, strict=True):
         if kind == "state":
             if hit % group.block_tokens or not flags[hit // groups.chunk_tokens - 1]:
@@ -115,7 +115,7 @@ def allowed(model: Model, groups: Any, present: Sequence[Flags], hit: int) -> bo
 
 
 @every_model
-def test_a_hit_is_as_long_as_vllm_s_own_pool_of_these_blocks_makes_it(model: Model) -> None:
+def test_a_hit_is_as_long_as_in_vllms_own_block_pool(model: Model) -> None:
     draw = random.Random(5)
     groups, hits = model.groups(), []
     for _ in range(25):
@@ -126,7 +126,7 @@ def test_a_hit_is_as_long_as_vllm_s_own_pool_of_these_blocks_makes_it(model: Mod
         cache(manager, one, groups, present)
         hit = groups.hit_tokens(present, tokens)
         _, expected, _ = manager.get_computed_blocks(one)
-        if groups._plain:  # all tokens but the last one are taken, where vLLM takes whole blocks
+        if groups._plain:  # the hit ends at any token, vLLM's at a block
             hit -= hit % math.lcm(*(group.block_tokens for group in groups.groups))
         assert hit == expected, (tokens, [flags.tolist() for flags in present])
         hits.append(hit)
@@ -134,7 +134,7 @@ def test_a_hit_is_as_long_as_vllm_s_own_pool_of_these_blocks_makes_it(model: Mod
 
 
 @every_model
-def test_no_hit_is_longer_than_what_is_stored_allows(model: Model) -> None:
+def test_a_hit_never_exceeds_stored_blocks(model: Model) -> None:
     draw = random.Random(6)
     groups = model.groups()
     groups.bind(model.manager())
@@ -148,7 +148,7 @@ def test_no_hit_is_longer_than_what_is_stored_allows(model: Model) -> None:
     assert found > 30
 
 
-def test_without_the_engine_s_rules_only_what_needs_none_is_a_hit() -> None:
+def test_without_vllms_rules_only_full_attention_has_hits() -> None:
     everything = [np.ones(4, np.bool_)] * 2
     assert Model([FULL, ("window", 100)]).groups().hit_tokens(everything, 4 * CHUNK) == 0
     assert Model([FULL, FULL]).groups().hit_tokens(everything, 4 * CHUNK) == 4 * CHUNK - 1
@@ -156,15 +156,15 @@ def test_without_the_engine_s_rules_only_what_needs_none_is_a_hit() -> None:
 
 @every_model
 @pytest.mark.parametrize("computed", [0, 300, 700])
-def test_a_load_fills_every_block_that_vllm_expects_to_be_filled_and_no_other(model: Model, computed: int) -> None:
-    """None that is shared with others, none that stands for nothing."""
+def test_a_load_fills_exactly_the_blocks_that_vllm_expects(model: Model, computed: int) -> None:
+    """No shared block, and no null block."""
     draw = random.Random(7)
     groups, loads = model.groups(), 0
     for _ in range(12):
         tokens, present = drawn(draw, groups)
         manager = model.manager()
         groups.bind(manager)
-        if computed:  # by somebody else, and left in the engine's own prefix cache
+        if computed:  # by another request; they are in the engine's own prefix cache
             other = request(manager, computed, "other")
             assert manager.allocate_slots(other, computed) is not None
             manager.free(other)
@@ -193,7 +193,7 @@ def test_a_load_fills_every_block_that_vllm_expects_to_be_filled_and_no_other(mo
 
 
 def computed_in_steps(draw: random.Random, manager: Any, one: Any, groups: Any, held: int) -> list[list[int]]:
-    """Have a request compute so many tokens; return its tables of blocks as one sees them grow."""
+    """Let a request compute tokens; return its block tables with all blocks that it was ever given."""
     tables: list[list[int]] = [[] for _ in groups.groups]
     while one.num_computed_tokens < held:
         new = min(draw.choice([1, 7, 300]), held - one.num_computed_tokens)
@@ -205,7 +205,7 @@ def computed_in_steps(draw: random.Random, manager: Any, one: Any, groups: Any, 
 
 
 def positions(group: Any, chunk: int, tail_end: int) -> list[int]:
-    """Return which blocks of a table a chunk's record has, or the tail's, whose end is not 0; -1 for none."""
+    """Return the table indexes of the blocks in the record of a chunk or a tail; -1 for none."""
     if tail_end:
         return [int(number) - 1 for number in group.tail(range(1, CHUNKS * CHUNK), tail_end)]
     end = (chunk + 1) * group.chunk_blocks
@@ -216,7 +216,7 @@ FOLLOWED = {name: model for name, model in MODELS.items() if not model.drafts an
 
 
 @pytest.mark.parametrize("model", FOLLOWED.values(), ids=list(FOLLOWED))
-def test_what_a_running_request_holds_is_all_that_vllm_expects_to_be_filled_when_it_comes_back(model: Model) -> None:
+def test_saved_blocks_are_those_that_vllm_expects_after_a_resume(model: Model) -> None:
     draw, ends = random.Random(8), []
     groups = model.groups()
     assert groups.followed
@@ -225,7 +225,7 @@ def test_what_a_running_request_holds_is_all_that_vllm_expects_to_be_filled_when
         groups.bind(manager)
         one = request(manager, held + 1)
         tables = computed_in_steps(draw, manager, one, groups, held)
-        if draw.random() < 0.5:  # as it does for a request that preempts itself
+        if draw.random() < 0.5:  # as for a request that preempts itself
             manager.coordinator.remove_skipped_blocks("r", held)
         now = manager.get_block_ids("r")
         kept = [groups.kept(place, table, held) for place, table in enumerate(tables)]
@@ -240,7 +240,7 @@ def test_what_a_running_request_holds_is_all_that_vllm_expects_to_be_filled_when
         assert groups.hit_tokens(present, end + 1, size) == end
         for flags in present if size else ():
             flags[-1] = False
-            if not any(kind == "local" for kind, _ in model.kinds):  # which may need nothing of it
+            if not any(kind == "local" for kind, _ in model.kinds):  # local attention may need no block
                 assert groups.hit_tokens(present, end + 1, size) == whole * CHUNK, "a group lacks its tail"
             flags[-1] = True
         again = model.manager()
@@ -263,7 +263,7 @@ def test_what_a_running_request_holds_is_all_that_vllm_expects_to_be_filled_when
                         assert not tail_end or table[place], "what was saved has it"
                         found[place] = block
             assert found == {place: block for place, block in enumerate(own_table) if block}
-    # A window that is no multiple of a block lets go of the first one that a hit needs which ends with a block.
+    # A window that is not a multiple of a block frees the first block that a hit ending with a block needs.
     in_blocks = all(size % BLOCK == 0 for _, size in model.kinds)
     assert sum(size > 0 for size in ends) > (40 if in_blocks else 2), "tails, and not only chunks"
 
@@ -272,7 +272,7 @@ def test_a_block_that_no_record_holds_fails_the_load() -> None:
     (_, group) = Model([FULL, ("window", 64)]).groups().groups
     assert group.record_blocks == 2
     table = list(range(1, 17))
-    with pytest.raises(ValueError, match="group 1 wants blocks"):
+    with pytest.raises(ValueError, match="group 1: the load needs blocks"):
         group.wanted(table, 0, 2 * CHUNK)
     chunks, rows = group.wanted([0] * 14 + [15, 16], 0, 2 * CHUNK)
     assert (chunks.tolist(), rows.tolist()) == ([1], [[15, 16]])
@@ -281,15 +281,15 @@ def test_a_block_that_no_record_holds_fails_the_load() -> None:
 @pytest.mark.parametrize("tokens", [32, 128, 512, 1000])
 @pytest.mark.parametrize("block", [16, 32, 64])
 @pytest.mark.parametrize("chunk", [256, 512, 1024])
-def test_a_window_s_records_hold_what_hits_can_need_and_no_more(tokens: int, block: int, chunk: int) -> None:
+def test_records_of_windows_hold_exactly_the_needed_blocks(tokens: int, block: int, chunk: int) -> None:
     groups = groups_of(full(block_size=block), window(tokens, block_size=block), chunk_tokens=chunk)
     _, group = groups.groups
     needed = min(-(-(tokens - 1) // block) * block, chunk)
     assert needed <= group.record_blocks * block <= 1.05 * needed
 
 
-def test_what_a_draft_shifts_is_in_the_records() -> None:
-    """vLLM asks for a block behind the hit, and drops it: the window in front of it ends a block earlier."""
+def test_records_hold_blocks_needed_with_draft_layers() -> None:
+    """vLLM looks up one block more and drops it, so the window ends a block earlier."""
     _, group = groups_of(full(), window(64), drafts=True, chunk_tokens=CHUNK).groups
     assert group.record_blocks == group.chunk_blocks == CHUNK // 16
 
@@ -304,7 +304,7 @@ def test_chunks_are_whole_blocks_of_every_group(sizes: Sequence[int], configured
     assert [group.chunk_blocks * group.block_tokens for group in groups.groups] == [expected] * len(sizes)
 
 
-def test_with_states_a_chunk_is_a_block() -> None:
+def test_with_recurrent_state_a_chunk_is_a_block() -> None:
     groups = groups_of(full(block_size=16), state(block_size=528), chunk_tokens=CHUNK)
     assert groups.chunk_tokens == 528 and [group.record_blocks for group in groups.groups] == [33, 1]
 

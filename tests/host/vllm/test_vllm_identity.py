@@ -1,4 +1,4 @@
-"""What is cached and under which name; registration; what vLLM is told at the start."""
+"""Namespaces of caches, registration, and warnings at the start."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -52,10 +52,10 @@ def test_amd_has_another_e4m3_that_is_not_binned(monkeypatch: pytest.MonkeyPatch
     assert layout.quantizer is Quantizer.PASSTHROUGH
 
 
-def test_chunks_that_no_record_holds_are_said_to_be_so() -> None:
+def test_chunks_that_records_cannot_hold_have_a_reason() -> None:
     from host_control.vllm.support import UncacheableError
 
-    with pytest.raises(UncacheableError, match="cannot be stored: .*2 MiB"):
+    with pytest.raises(UncacheableError, match="cannot hold its chunks: .*2 MiB"):
         identity_support.layout_of(engine_config(ASSET), kv_cache_config(spec(head_size=1 << 20)))
 
 

@@ -1,4 +1,4 @@
-"""Pages of quantized caches: as vLLM's own backends divide them, stored as bytes, each format under its own name."""
+"""Pages of quantized caches are stored as bytes, each format in its own namespace."""
 
 import importlib
 from pathlib import Path
@@ -30,7 +30,7 @@ INLINE = [page for page in PAGES if page[0] not in ("bfloat16", "fp8")]
 
 
 def page(dtype: str, backend: str) -> Any:
-    """Return the spec that a layer has with this cache and backend."""
+    """Return a layer's spec for a cache dtype and backend."""
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_kv_quant_mode
 
@@ -38,7 +38,7 @@ def page(dtype: str, backend: str) -> Any:
     shape: dict[str, Any] = {"dtype": STR_DTYPE_TO_TORCH_DTYPE[dtype], "kv_quant_mode": get_kv_quant_mode(dtype)}
     plain: Any
     if backend == "MLA":
-        packed = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}.get(dtype)  # vLLM's MLAAttention has these numbers
+        packed = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}.get(dtype)  # as in vLLM's MLAAttention
         shape |= {"num_kv_heads": 1, "head_size": 576, "cache_dtype_str": dtype, "state_content_bytes": packed}
         plain = MLAAttentionSpec(block_size=64, **shape)
     else:
@@ -59,7 +59,7 @@ def problem(config: Any, spec: Any) -> str:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(row[:2]))
-def test_pages_are_as_the_document_has_them(row: list[str]) -> None:
+def test_pages_match_the_documentation(row: list[str]) -> None:
     spec = page(row[0], row[1])
     found = [str(spec.num_heads), str(spec.state_content_size_bytes), str(spec.dtype).removeprefix("torch.")]
     assert found == row[2:5]
@@ -67,20 +67,20 @@ def test_pages_are_as_the_document_has_them(row: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "backend"), INLINE)
-def test_pages_with_their_scales_inside_are_bytes_whatever_is_asked_for(
+def test_pages_with_inline_scales_are_stored_as_bytes(
     config: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, backend: str
 ) -> None:
     spec = page(dtype, backend)
     monkeypatch.setattr(config.cache_config, "cache_dtype", dtype)
     if said := problem(config, spec):
-        assert len(said) > 20, "it is served without the cache, and the log says why"
+        assert len(said) > 20, "it runs without the cache and without a reason"
         return
     shape = layout_of(config, kv_cache_config(spec), HostConfig(quantizer="binned"))
     assert (shape.dtype, shape.quantizer) == (DType.UINT8, Quantizer.PASSTHROUGH)
 
 
 @pytest.mark.parametrize("quantizer", ["lossless", "passthrough"])
-def test_pages_of_fp8_are_stored_as_they_are(config: Any, monkeypatch: pytest.MonkeyPatch, quantizer: Any) -> None:
+def test_fp8_pages_are_stored_unchanged(config: Any, monkeypatch: pytest.MonkeyPatch, quantizer: Any) -> None:
     monkeypatch.setattr(config.cache_config, "cache_dtype", "fp8")
     spec = page("fp8", "Triton")
     assert problem(config, spec) == ""
@@ -98,10 +98,10 @@ def test_formats_of_one_element_type_share_nothing(config: Any, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("dtype", "backend"), [(row[0], row[1]) for row in ROWS if row[6] == "no"])
-def test_pages_that_cannot_be_parted_by_heads_do_not_pretend_to_be(
+def test_pages_that_cannot_be_divided_by_heads_are_not_shared(
     config: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, backend: str
 ) -> None:
-    """K of all heads and V of all heads: as many slots as heads where a rank has two of them, and not one slot each."""
+    """Pages of K of all heads, then V of all heads: with two heads, the number of slots equals the number of heads."""
     from dataclasses import replace
 
     monkeypatch.setattr(config.cache_config, "cache_dtype", dtype)
@@ -111,10 +111,10 @@ def test_pages_that_cannot_be_parted_by_heads_do_not_pretend_to_be(
 
 
 @pytest.mark.parametrize("dtype", ["int8_per_token_head", "turboquant_3bit_nc"])
-def test_pages_that_are_moved_as_they_are_name_vllm_s_release_and_are_left_alone_on_a_cpu(
+def test_opaque_pages_include_vllms_release_and_are_refused_on_cpus(
     config: Any, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
-    """What orders such a page is a release's backend; on a CPU the instruction set does, which no name says."""
+    """The backend of a release orders such pages; on a CPU, the instruction set does."""
     import vllm
 
     from host_control.vllm.support import UncacheableError
@@ -124,5 +124,5 @@ def test_pages_that_are_moved_as_they_are_name_vllm_s_release_and_are_left_alone
     assert f"of vLLM {vllm.__version__}" in part_of(config, caches).label
     monkeypatch.setattr(vllm, "__version__", "0.99")
     assert "of vLLM 0.99" in part_of(config, caches).label
-    with pytest.raises(UncacheableError, match="how a CPU orders the pages of a is not known"):
+    with pytest.raises(UncacheableError, match="the page layout of a is not known"):
         part_of(config, caches, device="cpu")

@@ -127,7 +127,7 @@ def test_a_load_that_no_record_can_fill_fails_and_is_not_offered_again(
     request = arrive(side, plane, TOKENS)
     side.allocated(request, TABLES, matched(side, request))
     (load,) = side.step(step()).loads
-    assert load.groups == {} and "no record of 3 blocks holds" in caplog.text
+    assert load.groups == {} and "blocks that are in no stored record" in caplog.text
     side.worker_output({"r"}, report({"r": 0}))
     assert side.matched_tokens(request, 0) == 0
 

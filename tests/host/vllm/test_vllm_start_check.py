@@ -1,4 +1,4 @@
-"""What the plugin refuses before vLLM loads weights: each in one line that says what to change."""
+"""Configurations that are refused before vLLM loads weights, with one line that says what to change."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 
 def engine(name: str, extra: dict[str, Any], **changes: Any) -> Any:
-    """Return vLLM's configuration of an engine on a CPU, with a connector."""
+    """Return vLLM's configuration for an engine on a CPU with a connector."""
     loads = changes.pop("loads", True)
     transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra, is_kv_consumer=loads)
     given: dict[str, Any] = {
@@ -66,7 +66,7 @@ STAGES = {"parallel_config": SimpleNamespace(pipeline_parallel_size=2), "max_con
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_a_configuration_that_cannot_be_used_is_refused(
+def test_an_unusable_configuration_is_refused(
     extra: dict[str, Any], changes: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     said = problem("ShadowServeConnector", extra, **changes)
@@ -76,7 +76,7 @@ def test_a_configuration_that_cannot_be_used_is_refused(
     assert problem("MultiConnector", {"connectors": [{"kv_connector": "NixlConnector"}, child]}, **changes) == said
 
 
-def test_what_an_engine_can_do_is_accepted() -> None:
+def test_supported_options_are_accepted() -> None:
     assert accepts("ShadowServeConnector", {"layer_order": True, "pages": True, "shadowserve.fetch_timeout_s": 1.0})
     assert accepts("ShadowServeConnector", {"layer_order": True, "fetch": False}, max_concurrent_batches=2)
     assert accepts("ShadowServeConnector", {"asynchronous_fetch": False}, loads=False, max_concurrent_batches=2)
@@ -103,7 +103,6 @@ TIER = {"type": "ShadowServeTier", "module_path": "host_control.vllm.tier", "dat
         {"delivery": "pinned"},
         {"chunk_tokens": 64},
         {"load_tokens_min": 1},
-        {"recent_keys": 1},
         {"bins": 32},
         {"value_bins": 32},
         {"scale_tokens": 16},
@@ -112,14 +111,14 @@ TIER = {"type": "ShadowServeTier", "module_path": "host_control.vllm.tier", "dat
     ids=str,
 )
 def test_a_tier_refuses_keys_that_it_does_not_use(given: dict[str, Any]) -> None:
-    """Symptom: the tier took the key and did nothing with it."""
+    """Symptom: the tier ignored the key."""
     extra = {"secondary_tiers": [{"type": "fs"}, TIER | given]}
     said = problem("OffloadingConnector", extra)
     ((key, value),) = given.items()
     assert "ShadowServeTier" in said and key in said and "docs/offloading-tier.md" in said, said
 
 
-def test_a_tier_accepts_the_keys_that_it_uses_and_those_of_vllm() -> None:
+def test_a_tier_accepts_its_keys_and_vllms() -> None:
     used = {
         "store_timeout_s": 1.0,
         "lookup_timeout_s": 1.0,
@@ -133,8 +132,8 @@ def test_a_tier_accepts_the_keys_that_it_uses_and_those_of_vllm() -> None:
     assert said.startswith("secondary_tiers: there is no key 'stor_timeout'; did you mean 'store_timeout_s'?")
 
 
-def test_every_key_of_the_host_is_used_by_a_tier_or_refused() -> None:
-    """A new key has to be one or the other."""
+def test_a_tier_uses_or_refuses_every_key() -> None:
+    """Every new key must be used or refused."""
     from host_control.config import HostConfig
     from host_control.vllm.start_check import _TIER_UNUSED
 
@@ -146,7 +145,7 @@ def test_every_key_of_the_host_is_used_by_a_tier_or_refused() -> None:
     assert unread <= set(_TIER_UNUSED)
 
 
-def test_vllm_checks_each_configuration_that_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_checks_each_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.config
 
     from host_control.vllm import start_check
@@ -163,7 +162,7 @@ def test_vllm_checks_each_configuration_that_it_makes(monkeypatch: pytest.Monkey
     Made().__post_init__()
     assert seen == [True], "once, behind vLLM's own"
     monkeypatch.setattr(start_check, "check", lambda config: config.something_new)
-    Made().__post_init__()  # what cannot be read is left to the connector
+    Made().__post_init__()  # an unreadable configuration is left to the connector
 
     def refuse(config: Any) -> None:
         raise ConfigurationError("no")

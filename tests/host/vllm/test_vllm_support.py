@@ -1,4 +1,4 @@
-"""Which engines are served from the cache, and what is said of the others."""
+"""Checks whether engines can be cached, and their reasons."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +47,7 @@ DRAFTS = {
 
 
 def differing() -> Any:
-    """Return a group of layers that differ, as a worker sees it; vLLM's scheduler is shown one of the layers."""
+    """Return a group of different layers, as a worker has it."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     return UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": full(), "b": full(num_kv_heads=4)})
@@ -66,7 +66,7 @@ def engine() -> Any:
 
 
 def problem(*specs: Any, **changed: Any) -> str:
-    """Return what is said of an engine with a group of each spec; ``changed``: part__name -> value."""
+    """Return the reason for an engine with one group per spec; ``changed``: part__name -> value."""
     from host_control.vllm.support import uncacheable
 
     config = engine()
@@ -77,7 +77,7 @@ def problem(*specs: Any, **changed: Any) -> str:
     return uncacheable(config, SimpleNamespace(kv_cache_groups=groups)) or ""
 
 
-def test_common_engine_is_cacheable() -> None:
+def test_a_common_engine_is_cacheable() -> None:
     assert problem(full()) == ""
 
 
@@ -92,19 +92,19 @@ def test_speculation_without_a_draft_model_is_cacheable(method: str) -> None:
         ("parallel_config__decode_context_parallel_size", 2, "context"),
         ("model_config__runner_type", "pooling", "pooling"),
         ("model_config__is_encoder_decoder", True, "encoder"),
-        ("model_config__is_prefix_caching_supported", False, "supports no prefix caching"),
+        ("model_config__is_prefix_caching_supported", False, "does not support prefix caching"),
         ("speculative_config", DRAFTS["medusa"], "medusa"),
     ],
 )
-def test_engine_that_cannot_be_cached_says_why(place: str, value: Any, message: str) -> None:
+def test_an_uncacheable_engine_has_a_reason(place: str, value: Any, message: str) -> None:
     assert message in problem(full(), **{place: value})
 
 
-def test_draft_layers_whose_last_block_vllm_drops_are_cacheable() -> None:
+def test_draft_layers_are_cacheable() -> None:
     assert problem(full(), speculative_config=DRAFTS["eagle"]) == ""
 
 
-def test_cache_of_an_unknown_form_says_why() -> None:
+def test_an_unknown_cache_has_a_reason() -> None:
     import torch
 
     assert "causal" in problem(full(non_causal=True))
@@ -115,7 +115,7 @@ def test_cache_of_an_unknown_form_says_why() -> None:
     assert "MambaSpec" not in problem(full(), state())
 
 
-def test_blocks_of_any_size_make_chunks_up_to_what_a_record_holds() -> None:
+def test_block_sizes_are_limited_by_the_record_format() -> None:
     for size in (48, 272, 1056):
         assert problem(full(block_size=size)) == "", "chunks are as long as blocks make them"
     assert "common" in problem(full(block_size=1 << 16), state(block_size=(1 << 16) - 32))
@@ -123,34 +123,34 @@ def test_blocks_of_any_size_make_chunks_up_to_what_a_record_holds() -> None:
 
 @pytest.mark.parametrize("kept", [{"sliding_window": 64}, {"attention_chunk_size": 64}])
 def test_windows_that_keep_every_token_are_cacheable(kept: dict[str, int]) -> None:
-    """What vLLM makes of windows beside full attention, where it is to keep one group."""
+    """vLLM's spec if windows and full attention form one group."""
     assert problem(full(**kept)) == ""
 
 
-def test_groups_that_vllm_says_the_hits_of_are_cacheable_where_it_looks_for_hits() -> None:
+def test_windows_and_recurrent_state_need_prefix_caching() -> None:
     for others in ([window()], [window(), window(num_kv_heads=4)], [state()], [differing()], [local()]):
         assert problem(full(), *others) == "" == problem(*others)
         plain = all(type(each).__name__ == "UniformTypeKVCacheSpecs" for each in others)
         said = problem(full(), *others, cache_config__enable_prefix_caching=False)
-        assert (said == "") == plain and ("prefix caching on" in said) != plain
+        assert (said == "") == plain and ("need vLLM's prefix caching" in said) != plain
 
 
-def test_what_is_scratch_does_not_keep_the_rest_from_being_cached() -> None:
+def test_scratch_caches_are_ignored() -> None:
     from vllm.v1.kv_cache_interface import CircularBufferSpec
 
     scratch = CircularBufferSpec.__new__(CircularBufferSpec)
     assert not scratch.prefix_cacheable
     assert problem(full(), scratch) == ""
-    assert "no layer keeps anything" in problem(scratch) and "no layer keeps anything" in problem()
+    assert all("no layer has a KV cache" in said for said in (problem(scratch), problem()))
 
 
-def test_a_group_that_is_not_known_is_named() -> None:
+def test_the_reason_names_an_unknown_group() -> None:
     from vllm.v1.kv_cache_interface import SinkFullAttentionSpec
 
     assert "SinkFullAttentionSpec" in problem(full(), SinkFullAttentionSpec(**options(sink_len=4)))
 
 
-def test_an_engine_is_cached_if_it_continues_behind_kv_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_needs_prefix_caching_or_chunked_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     without_prefixes = {"cache_config__enable_prefix_caching": False}
     without_chunks = {"scheduler_config__enable_chunked_prefill": False}
     assert problem(full(), **without_prefixes) == "" == problem(full(), **without_chunks), "as its user wants it"

@@ -1,4 +1,4 @@
-"""What the connector's scheduler half learns of vLLM's steps, and what it reports of them to data planes."""
+"""Measurements of vLLM's steps, and reports to data planes."""
 
 import logging
 from pathlib import Path
@@ -10,8 +10,8 @@ from scheduler_support import CHUNK, arrive, report, step
 from scripted import ScriptedDataPlane
 
 from host_control.config import HostConfig
+from host_control.interference.step_rates import Sample
 from host_control.interference.table import attention_pairs
-from host_control.step_reports import Sample
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -28,51 +28,51 @@ class Clock:
 
 
 class Table:
-    """Notes what it is told, and predicts what decoding takes."""
+    """Records observations, and predicts decode steps."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Any, ...]] = []
+        self.observed: list[tuple[Any, ...]] = []
 
     def observe(self, *what: Any) -> None:
-        self.told.append(what)
+        self.observed.append(what)
 
     def predict(self, row: str, tokens: int, pairs: float, steps: int = 1) -> float | None:
         return DECODED_S if row == "decoding" else None
 
 
 class Policy:
-    """Notes what it is told."""
+    """Records decode steps."""
 
     rate = 123_000_000
 
     def __init__(self) -> None:
-        self.told: list[tuple[float, float, float]] = []
+        self.observed: list[tuple[float, float, float]] = []
 
     def decoded(self, *what: float) -> None:
-        self.told.append(what)
+        self.observed.append(what)
 
 
 class Reports:
-    """Notes what is reported."""
+    """Records reports."""
 
     def __init__(self) -> None:
-        self.said: list[Any] = []
+        self.sent: list[Any] = []
 
     def decodes(self, rate: int, *, paused: bool = False) -> None:
-        self.said.append((rate, paused))
+        self.sent.append((rate, paused))
 
     def rests(self) -> None:
-        self.said.append("rests")
+        self.sent.append("rests")
 
     def take(self) -> list[Sample]:
         return []
 
     def close(self) -> None:
-        self.said.append("closed")
+        self.sent.append("closed")
 
 
 class Engine:
-    """Steps of an engine whose clock is the test's."""
+    """An engine's steps with a fake clock."""
 
     def __init__(self, **config: Any) -> None:
         from host_control.vllm.metrics import Counts
@@ -84,7 +84,7 @@ class Engine:
         self.moved_bytes = 0
 
     def sample(self, moved_bytes: int = 0, *, known: bool = True) -> None:
-        """Have the data plane answer a report, and say that so many bytes more have moved."""
+        """Add a sample with more moved bytes."""
         self.moved_bytes += moved_bytes
         self.timing.judge([Sample(self.clock.now, self.clock.now, self.moved_bytes, False, known)])
 
@@ -105,23 +105,23 @@ def decoding(requests: int = 2) -> Any:
     return step(cached={str(number): (500, 1) for number in range(requests)})
 
 
-def test_where_nothing_moved_for_long_few_steps_are_learnt_from(engine: Any) -> None:
-    """Symptom: learning took 25 us of each step of an engine beside which nothing ever moved."""
+def test_without_transfers_few_steps_are_measured(engine: Any) -> None:
+    """Symptom: measuring took 25 us of each step of an engine without transfers."""
     engine.sample()
     for _ in range(64 + 10 * 32):
         engine.step(decoding(), DECODED_S)
         engine.sample()
-    assert len(engine.timing.table.told) == len(engine.timing.interference.told) == 64 + 10
+    assert len(engine.timing.table.observed) == len(engine.timing.interference.observed) == 64 + 10
     engine.step(decoding(), DECODED_S)
     engine.sample(1 << 20)
     for _ in range(20):
         engine.step(decoding(), DECODED_S)
         engine.sample()
-    assert len(engine.timing.table.told) == 64 + 10 + 20, "how things are after something moved is not known"
+    assert len(engine.timing.table.observed) == 64 + 10 + 20, "every step after a transfer is measured"
 
 
-def test_a_step_begins_when_the_one_before_it_is_over(engine: Any) -> None:
-    """As vLLM schedules one while another runs."""
+def test_a_step_begins_at_the_end_of_the_previous_one(engine: Any) -> None:
+    """As with asynchronous scheduling."""
     timing, clock = engine.timing, engine.clock
     timing.step(step(new={"a": (0, 100)}), waits=False, loads=0, begin=0)
     clock.now += 1
@@ -130,28 +130,28 @@ def test_a_step_begins_when_the_one_before_it_is_over(engine: Any) -> None:
     assert timing.stepped()
     clock.now += 3
     assert timing.stepped() and not timing.stepped()
-    assert timing.table.told == [("prompts", 100, 5000.0, 2.0), ("prompts", 100, 60 * 230 + 40 * 520, 3.0)]
+    assert timing.table.observed == [("prompts", 100, 5000.0, 2.0), ("prompts", 100, 60 * 230 + 40 * 520, 3.0)]
 
 
-def test_each_kind_of_step_has_its_row_and_what_tells_nothing_has_none(engine: Any) -> None:
+def test_each_kind_of_step_has_its_row(engine: Any) -> None:
     engine.sample()
     assert not engine.step(decoding(64))
     engine.sample()
     pairs = 64 * attention_pairs(500, 1)
-    assert engine.timing.table.told == [("decoding", 64, pairs, 1.0)]
+    assert engine.timing.table.observed == [("decoding", 64, pairs, 1.0)]
     for output, how in (
         (step(cached={"a": (0, 20), "b": (0, 10)}), {}),  # neither
         (step(new={"a": (0, 2000)}), {"waits": True}),
         (step(), {}),
-        (decoding(), {"loads": 1, "begin": 1}),  # beside some of it
+        (decoding(), {"loads": 1, "begin": 1}),  # a load starts with the step
     ):
         assert not engine.step(output, **how)
         engine.sample()
-    assert len(engine.timing.table.told) == 1
+    assert len(engine.timing.table.observed) == 1
     assert engine.step(step(new={"a": (0, 2000)}), loads=1), "of prompts, they tell all the same"
 
 
-def test_only_steps_that_decode_are_reported(engine: Any) -> None:
+def test_only_decode_steps_are_reported(engine: Any) -> None:
     for output, reported in (
         (step(), False),
         (step(new={"a": (0, 2000)}), False),
@@ -161,23 +161,23 @@ def test_only_steps_that_decode_are_reported(engine: Any) -> None:
         (step(cached={"a": (500, 4)}), True),  # with drafts
         (step(), False),
     ):
-        engine.reports.said.clear()
+        engine.reports.sent.clear()
         engine.step(output)
-        assert engine.reports.said == ([(Policy.rate, False)] if reported else []) + ["rests"], output
+        assert engine.reports.sent == ([(Policy.rate, False)] if reported else []) + ["rests"], output
 
 
-def test_a_step_that_waits_for_its_loads_has_no_bound(engine: Any) -> None:
+def test_a_step_that_waits_for_loads_has_no_rate_limit(engine: Any) -> None:
     engine.step(decoding(), DECODED_S, loads=1, waits=True)
-    assert engine.reports.said == ["rests"]
+    assert engine.reports.sent == ["rests"]
 
 
-def test_it_rests_once_no_step_that_decodes_is_under_way(engine: Any) -> None:
+def test_decoding_ends_with_the_last_decode_step(engine: Any) -> None:
     for _ in range(2):
         engine.timing.step(decoding(), waits=False, loads=0, begin=0)
     engine.timing.stepped()
-    assert "rests" not in engine.reports.said
+    assert "rests" not in engine.reports.sent
     engine.timing.stepped()
-    assert engine.reports.said[-1] == "rests"
+    assert engine.reports.sent[-1] == "rests"
 
 
 def test_without_a_budget_nothing_is_reported() -> None:
@@ -185,66 +185,66 @@ def test_without_a_budget_nothing_is_reported() -> None:
     engine.timing.begin(b"m", "here", 0, logging.getLogger("t"))
     for _ in range(8):
         engine.step(decoding(), DECODED_S, loads=1)
-    assert [said for said in engine.reports.said if said != "rests"] == []
+    assert [each for each in engine.reports.sent if each != "rests"] == []
 
 
-def test_steps_are_compared_at_the_rate_of_all_that_moved_beside_them(engine: Any) -> None:
-    """Symptom (F24): a step was taken to have nothing beside it while its data plane moved KV for another engine."""
+def test_steps_are_learnt_with_the_rate_of_all_transfers(engine: Any) -> None:
+    """Symptom: a step counted as quiet while the data plane moved KV for another engine."""
     policy, table = engine.timing.interference, engine.timing.table
     engine.sample()
     engine.step(decoding(), DECODED_S)
     engine.sample()
-    assert policy.told == [(DECODED_S, pytest.approx(DECODED_S), 0.0)] and len(table.told) == 1
+    assert policy.observed == [(DECODED_S, pytest.approx(DECODED_S), 0.0)] and len(table.observed) == 1
     for _ in range(4):
         engine.step(decoding(), 0.025)
-    assert len(policy.told) == 1, "nobody knows yet what moved"
+    assert len(policy.observed) == 1, "the rate is not known yet"
     engine.sample(48_000_000)
-    assert policy.told[1:] == [(DECODED_S, pytest.approx(0.025), pytest.approx(48_000_000 / 0.1))] * 4
-    assert len(table.told) == 1, "what is beside something is not what decoding takes"
+    assert policy.observed[1:] == [(DECODED_S, pytest.approx(0.025), pytest.approx(48_000_000 / 0.1))] * 4
+    assert len(table.observed) == 1, "a step during transfers was learnt as decoding"
     counted = engine.counts.take().data
     assert counted["beside_fetching_seconds"] == pytest.approx(0.1)
     assert counted["beside_fetching_predicted_seconds"] == pytest.approx(4 * DECODED_S)
 
 
-def test_steps_of_which_no_data_plane_says_what_moved_beside_them_tell_nothing(engine: Any) -> None:
+def test_steps_without_a_known_rate_are_not_learnt(engine: Any) -> None:
     engine.step(decoding(), DECODED_S)  # before the first answer
     engine.sample()
     engine.step(decoding(), DECODED_S)
     engine.sample(known=False)
-    assert not engine.timing.interference.told and not engine.timing.table.told
+    assert not engine.timing.interference.observed and not engine.timing.table.observed
     engine.step(decoding(), DECODED_S)
     engine.sample()
-    assert len(engine.timing.interference.told) == 1
+    assert len(engine.timing.interference.observed) == 1
 
 
-def test_data_planes_are_asked_to_pause_now_and_then_to_see_decoding_alone(engine: Any) -> None:
-    """Symptom: slow loads came one after the other, so that nobody ever saw that they need not be slow."""
+def test_pauses_measure_decoding_without_transfers(engine: Any) -> None:
+    """Symptom: with loads all the time, the engine never learnt that the rate can be higher."""
     paused = []
     engine.sample()
     for _ in range(1200):
         engine.step(decoding(), DECODED_S)
-        paused.append(engine.reports.said[-2][1])
+        paused.append(engine.reports.sent[-2][1])
         engine.sample(0 if paused[-1] else 1_000_000)
     assert not any(paused[:1024]) and sum(paused) == 16
-    assert [rate for _, _, rate in engine.timing.interference.told].count(0.0) == 16
+    assert [rate for _, _, rate in engine.timing.interference.observed].count(0.0) == 16
 
 
-def test_a_pause_ends_though_nothing_is_learnt_from_it(engine: Any) -> None:
+def test_a_pause_ends_without_measurements(engine: Any) -> None:
     engine.sample()
-    while not engine.timing._paused_since:
+    while not engine.timing._paused_since_s:
         engine.step(decoding(), DECODED_S)
         engine.sample(1_000_000)
     began = engine.clock.now
-    while engine.timing._paused_since:
+    while engine.timing._paused_since_s:
         engine.step(step(new={"p": (0, 500)}, cached={"a": (700, 1)}), 0.5)
         assert engine.clock.now < began + 4
     for _ in range(60):
         engine.step(decoding(), DECODED_S)
         engine.sample(1_000_000)
-        assert not engine.timing._paused_since, "the next time is as far away as ever"
+        assert not engine.timing._paused_since_s, "the next time is as far away as ever"
 
 
-def test_a_layer_is_known_by_what_workers_say_or_as_a_part_of_the_step() -> None:
+def test_layer_times_come_from_workers_or_from_the_step() -> None:
     engine = Engine(computing_cache="none")
     engine.timing.begin(b"m", "here", 10, logging.getLogger("t"))
     prompt = step(new={"a": (0, 500)})
@@ -265,7 +265,7 @@ def test_a_layer_is_known_by_what_workers_say_or_as_a_part_of_the_step() -> None
     assert engine.timing.layer_seconds() == 0
 
 
-def test_what_was_learnt_is_kept_by_model_and_machine(tmp_path: Path) -> None:
+def test_measurements_are_kept_by_model_and_machine(tmp_path: Path) -> None:
     def begun(model: bytes, machine: str) -> Any:
         engine = Engine(computing_cache=str(tmp_path / "computing.json"))
         engine.timing.begin(model, machine, 0, logging.getLogger("t"))
@@ -283,9 +283,9 @@ def test_what_was_learnt_is_kept_by_model_and_machine(tmp_path: Path) -> None:
         assert begun(*other).timing.table.predict(*sizes) is None
 
 
-def test_a_data_plane_hears_when_the_engine_decodes_and_when_it_stops(make_side: Any, plane: ScriptedDataPlane) -> None:
+def test_a_data_plane_gets_reports_of_decoding(make_side: Any, plane: ScriptedDataPlane) -> None:
     side = make_side()
-    arrive(side, plane, TOKENS, stored=40)  # so that there is a connection
+    arrive(side, plane, TOKENS, stored=40)  # this connects
     side.step(decoding())
     wait_for(lambda: any(report.decodes for report in plane.reports))
     side.stepped()

@@ -1,4 +1,4 @@
-"""Changes of weights under a running worker: each kind is noticed, in each dtype, and nothing counts until then."""
+"""Detection of changed weights in a running worker, for each kind of change and dtype."""
 
 import threading
 from collections.abc import Callable
@@ -14,12 +14,12 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, tor
 
 
 class Layer(torch.nn.Module):
-    """One whose weight has a dtype, with a norm beside it and scales that are buffers."""
+    """A model with a weight of a given dtype, a norm and buffers with scales."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(3)
-        # Values that bfloat16 represents, as of a checkpoint in it.
+        # Values of a checkpoint in bfloat16.
         values = torch.randn(64, 96).to(torch.bfloat16).float() + 2
         weight = values.to(dtype) if dtype.is_floating_point else torch.randint(0, 127, (64, 96)).to(dtype)
         self.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -33,13 +33,13 @@ def model(dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 def bits(tensor: Any) -> Any:
-    """Return a tensor as integers of its elements' size, behind the back of PyTorch's count of changes."""
+    """Return a view as integers whose changes PyTorch does not count."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize]
     return tensor.data.view(integer)
 
 
 def flip_signs(layers: Any) -> None:
-    """Of each second element: the highest bit."""
+    """Flip the highest bit of every second element."""
     for layer in layers:
         raw = bits(layer.weight).reshape(-1)[::2]
         raw ^= {1: 128, 2: -(1 << 15), 4: -(1 << 31)}[layer.weight.itemsize]
@@ -52,7 +52,7 @@ def change_exponents(layers: Any) -> None:
 
 
 def batch_to_fewer_bits(layers: Any) -> None:
-    """To values that have nothing in the lower half of their bits, as bfloat16's in float32."""
+    """Write values whose lower half of bits is 0, like bfloat16 in float32."""
     for layer in layers:
         raw = bits(layer.weight)
         raw += 1 << (raw.itemsize * 4)
@@ -119,7 +119,7 @@ def watch_of(layers: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("change", CHANGES)
-def test_after_a_doubt_any_change_is_noticed(change: Callable[[Any], None], dtype: torch.dtype) -> None:
+def test_after_a_doubt_any_change_is_detected(change: Callable[[Any], None], dtype: torch.dtype) -> None:
     layers = model(dtype)
     watch = watch_of(layers)
     change(layers)
@@ -143,7 +143,7 @@ def test_samples_see_whole_elements(change: Callable[[Any], None], dtype: torch.
     assert watch.outlived == {""}
 
 
-def test_same_weights_written_again_are_the_same() -> None:
+def test_rewritten_equal_weights_are_unchanged() -> None:
     layers = model()
     watch = watch_of(layers)
     for layer in layers:
@@ -153,7 +153,7 @@ def test_same_weights_written_again_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("how", ["in place", "another tensor", "another memory"])
-def test_marks_put_weights_in_doubt_though_the_scheduler_has_seen_nothing(how: str) -> None:
+def test_changed_marks_put_weights_in_doubt(how: str) -> None:
     layers = model()
     watch = watch_of(layers)
     weight = layers[0].weight
@@ -170,7 +170,7 @@ def test_marks_put_weights_in_doubt_though_the_scheduler_has_seen_nothing(how: s
     assert watch.known(NEVER_S) and watch.outlived == {""}
 
 
-def test_buffers_that_are_not_of_a_checkpoint_may_change_where_they_are_not_vllms() -> None:
+def test_unsaved_buffers_of_other_modules_may_change() -> None:
     layers = model()
     watch = watch_of(layers)
     layers[0].of_its_own.data.mul_(2)
@@ -178,7 +178,7 @@ def test_buffers_that_are_not_of_a_checkpoint_may_change_where_they_are_not_vllm
     assert watch.known(NEVER_S) and watch.outlived == set()
 
 
-def test_weights_that_a_kernel_has_packed_are_noticed() -> None:
+def test_repacked_weights_are_detected() -> None:
     layers = model()
     packed = torch.randn(16, 16)
     layers[0].cpu_linear = lambda x: x @ packed
@@ -193,7 +193,7 @@ def test_weights_that_a_kernel_has_packed_are_noticed() -> None:
     assert watch.known(NEVER_S) and watch.outlived == {"next"}
 
 
-def test_samples_see_weights_that_a_kernel_has_packed_anew() -> None:
+def test_samples_detect_repacked_weights() -> None:
     layers = model()
     layers[0].cpu_linear = lambda x: x
     watch = watch_of(layers)
@@ -202,13 +202,13 @@ def test_samples_see_weights_that_a_kernel_has_packed_anew() -> None:
 
 
 class Experts(Layer):
-    """As vLLM's."""
+    """A mixture layer like vLLM's."""
 
     def get_expert_weights(self) -> list[Any]:
         return [self.weight]
 
 
-def test_experts_that_vllm_moves_about_do_not_count() -> None:
+def test_experts_that_vllm_moves_are_ignored() -> None:
     from host_control.vllm.loaded_weights import LoadedWeights
     from host_control.vllm.weights_watch import WeightsWatch
 
@@ -222,7 +222,7 @@ def test_experts_that_vllm_moves_about_do_not_count() -> None:
     assert watch.known(NEVER_S) and watch.outlived == {""}
 
 
-def test_draft_model_counts_and_other_engines_do_not() -> None:
+def test_a_draft_model_counts_and_other_engines_do_not() -> None:
     from host_control.vllm.loaded_weights import LoadedWeights
 
     target, draft, other = model(), model(), model()
@@ -238,7 +238,7 @@ def test_draft_model_counts_and_other_engines_do_not() -> None:
     assert LoadedWeights.of_engine([target[0], object()]) is None
 
 
-def test_nothing_is_known_while_a_digest_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_in_doubt_while_a_digest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     from host_control.vllm import loaded_weights
 
     layers = model()
@@ -253,13 +253,13 @@ def test_nothing_is_known_while_a_digest_is_under_way(monkeypatch: pytest.Monkey
     watch.follow("", doubts=1)
     assert not watch.known() and watch.outlived == set()
     change_one_element_of_one_norm(layers)
-    watch.follow("", doubts=2)  # the digest of the first doubt may have seen the norm before
+    watch.follow("", doubts=2)  # the first digest may have read the norm before its change
     assert not watch.known(0.01)
     go.set()
     assert watch.known(NEVER_S) and watch.outlived == {""}
 
 
-def test_memory_that_cannot_be_read_is_taken_for_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_memory_counts_as_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     from host_control.vllm import loaded_weights
 
     watch = watch_of(model())
@@ -272,7 +272,7 @@ def test_memory_that_cannot_be_read_is_taken_for_changed(monkeypatch: pytest.Mon
     assert watch.known(NEVER_S) and watch.outlived == {""}
 
 
-def test_change_that_nothing_tells_of_is_noticed_by_the_next_audit() -> None:
+def test_an_audit_detects_any_change() -> None:
     layers = model()
     watch = watch_of(layers, audit_s=0.0)
     change_one_element_of_one_norm(layers)
@@ -285,7 +285,7 @@ def test_change_that_nothing_tells_of_is_noticed_by_the_next_audit() -> None:
     assert watch.outlived == {""}
 
 
-def test_stores_wait_until_all_ranks_have_found_their_weights() -> None:
+def test_stores_wait_for_the_digests_of_all_ranks() -> None:
     watch = watch_of(model(), ranks=2)
     assert watch.known(everywhere=True), "nothing has happened"
     watch.follow("", doubts=1)
@@ -300,7 +300,7 @@ def test_stores_wait_until_all_ranks_have_found_their_weights() -> None:
     assert known == [True]
 
 
-def test_rank_whose_weights_have_changed_does_not_agree() -> None:
+def test_a_rank_with_changed_weights_does_not_agree() -> None:
     layers = model()
     watch = watch_of(layers, ranks=2)
     flip_signs(layers)
@@ -309,7 +309,7 @@ def test_rank_whose_weights_have_changed_does_not_agree() -> None:
     assert watch.take_settled() == 0 and watch.outlived == {""}
 
 
-def test_weights_that_cannot_be_seen_last_until_the_scheduler_says_otherwise() -> None:
+def test_without_access_to_weights_only_the_scheduler_counts() -> None:
     from host_control.vllm.weights_watch import WeightsWatch
 
     watch = WeightsWatch(None)
@@ -318,7 +318,7 @@ def test_weights_that_cannot_be_seen_last_until_the_scheduler_says_otherwise() -
     assert watch.known() and watch.check("next", watch.sample()) and not watch.lasts("")
 
 
-def test_closed_watch_knows_nothing_until_it_goes_on() -> None:
+def test_weights_are_in_doubt_while_the_watch_is_closed() -> None:
     watch = watch_of(model())
     watch.close()
     assert not watch.known(0.01)
