@@ -53,7 +53,7 @@ class StorePlan:
     manifest: Manifest
 
     def manifest_of(self, index: int) -> Manifest:
-        """Return the manifest of an encoded chunk, for :func:`shadowserve.record.encode_head`."""
+        """Return the manifest of an encoded chunk, for :func:`shadowserve.record.encode_header`."""
         first, count = int(self.pieces[index]["slice_first"]), int(self.pieces[index]["slice_count"])
         filled = self.manifest.copy()
         for name in ("encoded_length", "checksum", "decoded_crc32"):
@@ -178,7 +178,7 @@ def _find_headers(
             return headers, GroupEnd(chunk, fault=header), False
         headers[chunk] = header
         if whole[chunk]:
-            bodies, chunks = bodies + header.record_length - header.head_length, chunks + 1
+            bodies, chunks = bodies + header.record_length - header.header_length, chunks + 1
             if bodies > buffers.decompression or chunks > whole_max:
                 break  # the last one will be found not to fit
     return headers, None, False

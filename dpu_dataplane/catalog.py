@@ -34,7 +34,7 @@ from shadowserve import native
 from shadowserve.errors import StorageError, StorageRefusedError
 from shadowserve.pieces import Flags
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.record import HeadPeek
+from shadowserve.record import HeaderPeek
 from shadowserve.tier import Tier
 
 _LOOKUP_KEYS: Final = 512
@@ -78,7 +78,7 @@ class Catalog:
         self._source = source
         self._metrics = metrics
         self.codecs = frozenset(native.codec_implementations())
-        self._cache: HeaderCache[tuple[Stored, HeadPeek]] = HeaderCache(HEADER_CACHE_BYTES)
+        self._cache: HeaderCache[tuple[Stored, HeaderPeek]] = HeaderCache(HEADER_CACHE_BYTES)
         self._quarantine: OrderedDict[tuple[bytes, bytes], float] = OrderedDict()  # to its end
         self._quarantine_s = config.quarantine_s
         self._delete_corrupt = config.delete_corrupt

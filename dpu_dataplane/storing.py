@@ -30,7 +30,7 @@ from shadowserve.errors import StorageError, StorageRefusedError, StorageUnavail
 from shadowserve.native import Result
 from shadowserve.pieces import pack
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.record import encode_head
+from shadowserve.record import encode_header
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +248,7 @@ class Storer:
         index, layout = encoded.indexes[position], store.layout
         key, (codec, _) = store.keys[index], self._encoding(store)
         manifest, parent = encoded.plan.manifest_of(position), store.parent_of(index)
-        header = encode_head(key, codec, layout, manifest, parent=parent, in_blocks=store.plain)
+        header = encode_header(key, codec, layout, manifest, parent=parent, in_blocks=store.plain)
         record = Encoded(encoded.batch, position, header, store.lasts_ms, store.plain)
         result, text = await self._source.put(job, key, record)
         if result is not Result.OK:

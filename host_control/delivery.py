@@ -233,10 +233,10 @@ class ExportedHostMemory:
         ConfigurationError: There is no DPU, or the memory cannot be exported.
 
     Attributes:
-        size, memory, outlives_us: See :class:`~host_control.registered_memory.Memory`.
+        size, memory, peer_keeps_mapping: See :class:`~host_control.registered_memory.Memory`.
     """
 
-    outlives_us = False
+    peer_keeps_mapping = False
 
     def __init__(self, size: int, device: str) -> None:
         self.size = size
@@ -256,16 +256,16 @@ class ExportedHostMemory:
         export = self._export
         return pb.ExportedMemory(address=export.address, size=self.size, descriptor=export.descriptor)
 
-    def published(self) -> None:
+    def on_registered(self) -> None:
         pass
 
-    def arrived(self, offset: int, length: int) -> Any:
+    def view(self, offset: int, length: int) -> Any:
         return self.memory[offset : offset + length]
 
     def flush(self) -> None:
         """No-op: a DPU's writes into host memory are ordered before its answer."""
 
-    def whole(self) -> bool:
+    def intact(self) -> bool:
         return True  # no other process can truncate it
 
     def close(self) -> None:
@@ -278,7 +278,7 @@ class _Locked:
     def __init__(self, memory: Any, gpu: Gpu) -> None:
         self.size: int = memory.size
         self.memory: Any = memory.memory
-        self.outlives_us: bool = memory.outlives_us
+        self.peer_keeps_mapping: bool = memory.peer_keeps_mapping
         self._under = memory
         self._gpu = gpu
         self._address = address_of(self.memory)
@@ -292,17 +292,17 @@ class _Locked:
         message: MemoryMessage = self._under.message()
         return message
 
-    def published(self) -> None:
-        self._under.published()
+    def on_registered(self) -> None:
+        self._under.on_registered()
 
-    def arrived(self, offset: int, length: int) -> Any:
-        return self._under.arrived(offset, length)
+    def view(self, offset: int, length: int) -> Any:
+        return self._under.view(offset, length)
 
     def flush(self) -> None:
         self._under.flush()
 
-    def whole(self) -> bool:
-        return bool(self._under.whole())
+    def intact(self) -> bool:
+        return bool(self._under.intact())
 
     def close(self) -> None:
         self._gpu.device.synchronize()  # copies may still run, also on the engine's stream
@@ -322,7 +322,7 @@ class _Copied(_Locked):
             raise
         self._tensor = gpu.tensor(self._buffer)
 
-    def arrived(self, offset: int, length: int) -> Any:
+    def view(self, offset: int, length: int) -> Any:
         self._gpu.stream.copy_to_device(self._buffer.address + offset, self._address + offset, length)
         return self._tensor[offset : offset + length]
 
@@ -333,7 +333,7 @@ class _Copied(_Locked):
 class _GpuMemory:
     """A GPU buffer that other processes or devices write into."""
 
-    outlives_us = False
+    peer_keeps_mapping = False
 
     def __init__(self, size: int, gpu: Gpu) -> None:
         self.size = size
@@ -341,13 +341,13 @@ class _GpuMemory:
         self._buffer = gpu.device.allocate(size)
         self.memory = gpu.tensor(self._buffer)
 
-    def published(self) -> None:
+    def on_registered(self) -> None:
         pass
 
     def flush(self) -> None:
         pass
 
-    def whole(self) -> bool:
+    def intact(self) -> bool:
         return True
 
     def close(self) -> None:
@@ -360,7 +360,7 @@ class _IpcMemory(_GpuMemory):
     def message(self) -> MemoryMessage:
         return pb.CudaIpcMemory(handle=self._buffer.ipc_handle(), size=self.size, device=self._gpu.device.pci_address)
 
-    def arrived(self, offset: int, length: int) -> Any:
+    def view(self, offset: int, length: int) -> Any:
         return self.memory[offset : offset + length]
 
 
@@ -400,7 +400,7 @@ class _ExportedGpuMemory(_GpuMemory):
         self._gpu.device.activate()
         self._gpu.device.flush_remote_writes()
 
-    def arrived(self, offset: int, length: int) -> Any:
+    def view(self, offset: int, length: int) -> Any:
         self.flush()
         return self.memory[offset : offset + length]
 

@@ -170,7 +170,7 @@ class LayerFetch:
         except Exception as error:
             _logger.exception("scattering layers failed")
             raise _Ended(Reason.SCATTER_FAILED, f"{type(error).__name__}: {error}") from error
-        if not self._memory.whole():
+        if not self._memory.intact():
             lost = "another process truncated the memory that chunks arrive in; it is given up"
             _logger.error("shadowserve: %s", lost)
             self.registration.lost(self._memory)

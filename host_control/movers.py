@@ -258,9 +258,9 @@ class BatchMover:
         if not fetch.cancelled and not fetch.scatter_error:
             try:
                 for run in delivered.runs:
-                    chunks = memory.arrived(run.offset, run.count * self._chunk_bytes[run.shard])
+                    chunks = memory.view(run.offset, run.count * self._chunk_bytes[run.shard])
                     self._scatter(fetch.job, run.shard, run.first, chunks)
-                if memory.whole():
+                if memory.intact():
                     for run in delivered.runs:
                         fetch.placed[run.shard] += run.count
                 else:

@@ -24,21 +24,21 @@ class Memory(Protocol):
     Attributes:
         size: Size in bytes.
         memory: The memory in this process: a memoryview, or a uint8 tensor on the GPU.
-        outlives_us: The data plane has its own mapping, so the memory can be closed here while it is still
+        peer_keeps_mapping: The data plane has its own mapping, so the memory can be closed here while it is still
             written there. Without one, writes after the close could hit memory that was allocated again.
     """
 
     size: int
     memory: Any
-    outlives_us: bool
+    peer_keeps_mapping: bool
 
     def message(self) -> MemoryMessage:
         """Return the description for the Register call."""
 
-    def published(self) -> None:
+    def on_registered(self) -> None:
         """Called when the data plane has registered the memory."""
 
-    def arrived(self, offset: int, length: int) -> Any:
+    def view(self, offset: int, length: int) -> Any:
         """Return a view of delivered bytes that :class:`~host_control.layouts.PagedLayout` can read.
 
         Called on the scattering thread after the Fetch call has ended. On a GPU, copies may still run on the delivery's
@@ -48,10 +48,10 @@ class Memory(Protocol):
     def flush(self) -> None:
         """Make delivered bytes visible to readers of :attr:`memory`.
 
-        Called on the scattering thread while a Fetch call runs; :meth:`arrived` includes it.
+        Called on the scattering thread while a Fetch call runs; :meth:`view` includes it.
         """
 
-    def whole(self) -> bool:
+    def intact(self) -> bool:
         """Return False if another process has truncated the memory. Bytes that were read before are then invalid."""
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class RegisteredMemory:
         except DataPlaneError:
             memory.close()  # safe even if it was registered: only a Fetch call with its ID would write into it
             raise
-        memory.published()
+        memory.on_registered()
         with self._lock:
             self._memory, self._memory_id = memory, registered.memory_id
         return memory
@@ -169,7 +169,7 @@ class RegisteredMemory:
         if memory is None:
             return
         self.retired += 1
-        if release and not memory.outlives_us:
+        if release and not memory.peer_keeps_mapping:
             self._unreleased = (memory_id, memory)
             if wait:
                 self._release_pending()

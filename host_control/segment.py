@@ -50,7 +50,7 @@ class Segment:
         size: Size in bytes.
     """
 
-    outlives_us = True
+    peer_keeps_mapping = True
 
     def __init__(self, name: str, descriptor: int, size: int) -> None:
         from shadowserve import native  # engines load the C core only if they need it
@@ -111,17 +111,17 @@ class Segment:
     def message(self) -> pb.SharedMemory:
         return pb.SharedMemory(name=self.name, size=self.size)
 
-    def published(self) -> None:
+    def on_registered(self) -> None:
         """Remove the name: the data plane has mapped the file."""
         self.unlink()
 
-    def arrived(self, offset: int, length: int) -> memoryview:
+    def view(self, offset: int, length: int) -> memoryview:
         return self.memory[offset : offset + length]
 
     def flush(self) -> None:
         """No-op: both processes map the same pages."""
 
-    def whole(self) -> bool:
+    def intact(self) -> bool:
         truncated = self._descriptor >= 0 and os.fstat(self._descriptor).st_size < self.size
         return not truncated and not self._guard.lost
 

@@ -395,7 +395,7 @@ class StoreQueue:
             source = batch[0].segment
             if source is not segment:
                 batch = self._move(batch, segment)
-            if not source.whole():  # bytes of truncated memory read as zeros
+            if not source.intact():  # bytes of truncated memory read as zeros
                 self._registration.lost(source)
                 self._drop(batch, Reason.NO_MEMORY, "another process truncated the memory that chunks wait in")
                 return

@@ -188,7 +188,7 @@ def stored_and_loaded(
         if ENTROPY in stored:
             plain = record.encode(KEY, native.Codec.NONE, layout, kv)
             stored[ENTROPY] += len(plain) - sum(
-                symbols.size - column_entropy(symbols) for symbols in _symbols(record.parse_head(plain), plain)
+                symbols.size - column_entropy(symbols) for symbols in _symbols(record.parse_header(plain), plain)
             )
         decoded = torch.from_numpy(np.frombuffer(record.decode(data, KEY, layout), np.uint8).copy())
         elements = decoded.view(TORCH_DTYPES[treatment.dtype]).float()

@@ -43,7 +43,7 @@ class ObjectFields(NamedTuple):
         tenant: Number of the owning tenant.
         length: Bytes of the value.
         generation: Number of the write; in an expectation 0 means any.
-        head_length: Bytes of the record's header; 0 if the value is not a record.
+        header_length: Bytes of the record's header; 0 if the value is not a record.
         name_length: Bytes of the key's text after the value.
         flags: Flags of the index.
     """
@@ -52,7 +52,7 @@ class ObjectFields(NamedTuple):
     tenant: int
     length: int
     generation: int = 0
-    head_length: int = 0
+    header_length: int = 0
     name_length: int = 0
     flags: int = 0
 

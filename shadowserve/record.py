@@ -24,7 +24,7 @@ from shadowserve.errors import CorruptRecordError, MismatchError, NativeError, N
 from shadowserve.keys import KEY_BYTES, RECORD_VERSION
 
 MAGIC: Final = b"SSKV"
-HEADER_BYTES: Final = 160
+FIXED_HEADER_BYTES: Final = 160
 
 MANIFEST_DTYPE: Final = np.dtype(
     [
@@ -42,7 +42,7 @@ MANIFEST_DTYPE: Final = np.dtype(
 """One manifest entry, 40 bytes."""
 
 _HEADER: Final = struct.Struct("<4sHHIIQBBBBHHIIIIQ32s32sII")
-_HEADER_BYTES_OF: Final = {1: 128, 2: HEADER_BYTES, 3: HEADER_BYTES}
+_HEADER_BYTES_OF: Final = {1: 128, 2: FIXED_HEADER_BYTES, 3: FIXED_HEADER_BYTES}
 """Length of the fixed fields by version. Version 2 adds the parent's key. Version 3 adds zeros before the body, so that
 the body begins at a device's block."""
 _PADDED_VERSION: Final = 3
@@ -50,11 +50,11 @@ _BLOCK_BYTES: Final = 4096
 _NO_PARENT: Final = bytes(KEY_BYTES)
 _CHECKSUM_OFFSET: Final = 12
 _CHECKSUM_ZEROED: Final = bytes(4)
-assert _HEADER.size + KEY_BYTES == HEADER_BYTES and MANIFEST_DTYPE.itemsize == 40
+assert _HEADER.size + KEY_BYTES == FIXED_HEADER_BYTES and MANIFEST_DTYPE.itemsize == 40
 
-HEAD_BYTES_MAX: Final = 1 << 20
+HEADER_BYTES_MAX: Final = 1 << 20
 """Longest header with manifest; limits a reader's buffer."""
-assert HEADER_BYTES + SLICES_MAX * MANIFEST_DTYPE.itemsize <= HEAD_BYTES_MAX
+assert FIXED_HEADER_BYTES + SLICES_MAX * MANIFEST_DTYPE.itemsize <= HEADER_BYTES_MAX
 
 Manifest = npt.NDArray[np.void]
 """Array of :data:`MANIFEST_DTYPE`, in the order of the chunk's layout."""
@@ -87,7 +87,7 @@ class Head:
         key: Record key, 32 bytes.
         codec: Codec byte; this build may not know the codec.
         layout: Layout of the chunk.
-        head_length: Bytes of fixed fields, manifest and zeros before the body.
+        header_length: Bytes of fixed fields, manifest and zeros before the body.
         record_length: Bytes of the whole record.
         parent: Key of the previous chunk's record in the prompt, 32 bytes; empty for the first chunk and in version 1.
         manifest: The manifest as stored, unchecked.
@@ -96,7 +96,7 @@ class Head:
     key: bytes
     codec: int
     layout: ChunkLayout
-    head_length: int
+    header_length: int
     record_length: int
     parent: bytes
     manifest: Manifest
@@ -143,7 +143,7 @@ def slices_of(heads: Sequence[Head]) -> Manifest:
     layout, counts = heads[0].layout, [len(head.manifest) for head in heads]
     chunk_tokens = layout.layers * layout.kinds * layout.tokens
     of, last = np.repeat(np.arange(len(heads)), counts), np.cumsum(counts) - 1
-    head_lengths, lengths = np.array([(head.head_length, head.record_length) for head in heads], np.int64).T
+    head_lengths, lengths = np.array([(head.header_length, head.record_length) for head in heads], np.int64).T
     layers, kinds, tokens, first, scales = (
         manifest[name].astype(np.int64) for name in ("layer", "kind", "tokens", "token_first", "scales_length")
     )
@@ -170,7 +170,7 @@ def slices_of(heads: Sequence[Head]) -> Manifest:
     return manifest
 
 
-def encode_head(
+def encode_header(
     key: bytes,
     codec: native.Codec,
     layout: ChunkLayout,
@@ -199,17 +199,17 @@ def encode_head(
     if len(key) != KEY_BYTES or len(parent) not in (0, KEY_BYTES):
         raise ValueError(f"a key has {KEY_BYTES} bytes, this one {len(key)}, its parent's {len(parent)}")
     placed = manifest.copy()
-    padding = -(native.OBJECT_HEADER_BYTES + HEADER_BYTES + placed.nbytes) % _BLOCK_BYTES if in_blocks else 0
-    head_length = HEADER_BYTES + placed.nbytes + padding
+    padding = -(native.OBJECT_HEADER_BYTES + FIXED_HEADER_BYTES + placed.nbytes) % _BLOCK_BYTES if in_blocks else 0
+    header_length = FIXED_HEADER_BYTES + placed.nbytes + padding
     stored = placed["scales_length"].astype(np.uint64) + placed["encoded_length"]
-    placed["offset"] = head_length + np.cumsum(stored) - stored
+    placed["offset"] = header_length + np.cumsum(stored) - stored
     header = _HEADER.pack(
         MAGIC,
         _PADDED_VERSION if padding else RECORD_VERSION,
-        HEADER_BYTES,
-        head_length,
+        FIXED_HEADER_BYTES,
+        header_length,
         0,
-        head_length + int(stored.sum()),
+        header_length + int(stored.sum()),
         codec,
         layout.quantizer,
         layout.dtype,
@@ -231,15 +231,15 @@ def encode_head(
     return bytes(head)
 
 
-def head_length(data: Data) -> int:
+def header_length(data: Data) -> int:
     """Return how many bytes the head at the start of ``data`` claims to have; 0 where none can begin like that."""
     if len(data) < _HEADER.size or data[:4] != MAGIC:
         return 0
     length: int = _HEADER.unpack_from(data)[3]
-    return length if length <= HEAD_BYTES_MAX else 0
+    return length if length <= HEADER_BYTES_MAX else 0
 
 
-class HeadPeek(NamedTuple):
+class HeaderPeek(NamedTuple):
     """Fields of a header that a lookup needs."""
 
     key: bytes
@@ -248,13 +248,13 @@ class HeadPeek(NamedTuple):
     record_length: int
 
 
-def peek_head(data: Data) -> HeadPeek:
+def peek_header(data: Data) -> HeaderPeek:
     """Check version, lengths and checksum of the header at the start of ``data``, without layout and manifest.
 
-    A lookup checks hundreds of headers in a few milliseconds. Raises as :func:`parse_head`.
+    A lookup checks hundreds of headers in a few milliseconds. Raises as :func:`parse_header`.
     """
     fields = _read_header(memoryview(data))
-    return HeadPeek(fields[-4], fields[-3], fields[6], fields[5])
+    return HeaderPeek(fields[-4], fields[-3], fields[6], fields[5])
 
 
 def _read_header(view: memoryview) -> tuple[Any, ...]:
@@ -273,7 +273,7 @@ def _read_header(view: memoryview) -> tuple[Any, ...]:
         header_length != _HEADER_BYTES_OF[version]
         or claimed != header_length + count * MANIFEST_DTYPE.itemsize + padding
         or padding >= (_BLOCK_BYTES if version == _PADDED_VERSION else 1)
-        or claimed > HEAD_BYTES_MAX
+        or claimed > HEADER_BYTES_MAX
         or record_length < claimed
     ):
         raise CorruptRecordError("the record's lengths contradict each other")
@@ -321,7 +321,7 @@ def _layout(namespace: bytes, dtype: int, layers: int, *numbers: int) -> ChunkLa
     )
 
 
-def parse_head(data: Data) -> Head:
+def parse_header(data: Data) -> Head:
     """Parse the header at the start of ``data``; more bytes may follow it.
 
     Raises:
@@ -357,7 +357,7 @@ def verify(data: Data, key: bytes) -> Head:
     Raises:
         NotARecordError, CorruptRecordError, MismatchError: The record is invalid, or has another key.
     """
-    head = parse_head(data)
+    head = parse_header(data)
     head.expect(key)
     view = memoryview(data)
     if len(view) != head.record_length:
@@ -384,7 +384,7 @@ def encode(key: bytes, codec: native.Codec, layout: ChunkLayout, kv: Data, *, pa
         codec: Codec, one that this build can encode.
         layout: Layout of the chunk.
         kv: KV in that layout, ``layout.raw_bytes`` bytes.
-        parent: As for :func:`encode_head`.
+        parent: As for :func:`encode_header`.
 
     Raises:
         ValueError: ``kv`` or a key has another length.
@@ -417,7 +417,7 @@ def encode(key: bytes, codec: native.Codec, layout: ChunkLayout, kv: Data, *, pa
         entry["decoded_crc32"] = native.crc32(symbols)
         body += scales
         body += stream
-    return encode_head(key, codec, layout, manifest, parent=parent) + bytes(body)
+    return encode_header(key, codec, layout, manifest, parent=parent) + bytes(body)
 
 
 def decode(data: Data, key: bytes, layout: ChunkLayout) -> bytearray:

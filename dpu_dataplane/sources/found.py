@@ -8,7 +8,7 @@ from typing import Final, Generic, NamedTuple, Self, TypeVar
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import CorruptRecordError, NotARecordError, RecordError, StorageError, StorageRefusedError
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.record import Head, HeadPeek, head_length, parse_head, peek_head
+from shadowserve.record import Head, HeaderPeek, header_length, parse_header, peek_header
 from shadowserve.tier import Tier
 
 HEADER_CACHE_BYTES: Final = 32 << 20
@@ -29,7 +29,7 @@ class Stored(NamedTuple):
     @property
     def header_bytes(self) -> int:
         """Length of the header; 0 if the value is no record, or if its header claims more bytes than the value has."""
-        size = head_length(self.header)
+        size = header_length(self.header)
         return size if size <= self.length else 0
 
 
@@ -84,10 +84,10 @@ def fault_of(error: RecordError) -> Fault:
     return Fault(pb.OUTCOME_MISMATCH, str(error))
 
 
-def inspect_header(stored: Stored, key: bytes, namespace: bytes, codecs: Collection[int]) -> Fault | HeadPeek:
+def inspect_header(stored: Stored, key: bytes, namespace: bytes, codecs: Collection[int]) -> Fault | HeaderPeek:
     """Check a header as far as a lookup must: it is whole, of this key and namespace, and this build decodes it."""
     try:
-        peek = peek_head(stored.header)
+        peek = peek_header(stored.header)
     except RecordError as error:
         return fault_of(error)
     if fault := _truncated(stored, peek.record_length):
@@ -104,13 +104,13 @@ def check_header(
 ) -> Fault | Head:
     """Check all of a header but its manifest, as a fetch must; ``body_max`` bounds the encoded bytes of the chunk."""
     try:
-        header = parse_head(stored.header)
+        header = parse_header(stored.header)
         header.expect(key, layout)
     except RecordError as error:
         return fault_of(error)
     if fault := _truncated(stored, header.record_length) or _undecodable(header.codec, codecs):
         return fault
-    if header.record_length - header.head_length > body_max:
+    if header.record_length - header.header_length > body_max:
         return Fault(pb.OUTCOME_CORRUPT, "its body is larger than any encoding of such a chunk")
     return header
 

@@ -39,8 +39,8 @@ from host_control.vllm.identity.requests import RequestInputs
 from host_control.vllm.loads import has_own_logits_processors
 from host_control.vllm.metadata import ShadowServeMetadata, WorkerHandshake, WorkerReport
 from host_control.vllm.metrics import ShadowServePromMetrics, ShadowServeStats
-from host_control.vllm.parts import Rank
 from host_control.vllm.scheduler_side import SchedulerSide
+from host_control.vllm.shards import Rank
 from host_control.vllm.start_check import connector_settings, needs_one_group
 from host_control.vllm.support import UncacheableError, uncacheable
 from host_control.vllm.worker_side import WorkerSide

@@ -34,7 +34,7 @@ class LoadOperation:
     Attributes:
         request_id: Name of the request.
         epoch: Epoch of the weights that the chunks were computed with.
-        shard_layout: Shard layout of the records (:class:`host_control.vllm.parts.Part`).
+        shard_layout: Shard layout of the records (:class:`host_control.vllm.shards.Shard`).
         groups: What it takes of each group, by the group's index; empty where the load is impossible.
         layerwise: Layer by layer, in the step that computes on it.
         in_step: All of it before the step that computes on it begins.

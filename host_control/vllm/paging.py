@@ -12,7 +12,7 @@ from host_control.fetch import FetchJob, Placed
 from host_control.layouts import NOWHERE
 from host_control.pages import PageDelivery, SharedPages
 from host_control.vllm.groups import Groups
-from host_control.vllm.parts import Part
+from host_control.vllm.shards import Shard
 from host_control.vllm.weights_watch import WeightsWatch
 from shadowserve.errors import ConfigurationError
 
@@ -66,7 +66,11 @@ class PagePlacer:
     """
 
     def __init__(
-        self, delivery: PageDelivery, part: Part, watch: Callable[[], WeightsWatch], slower: "SlowerPaths | None" = None
+        self,
+        delivery: PageDelivery,
+        part: Shard,
+        watch: Callable[[], WeightsWatch],
+        slower: "SlowerPaths | None" = None,
     ) -> None:
         self._delivery = delivery
         self._part = part

@@ -268,7 +268,7 @@ class RowStores:
             slots = np.frombuffer(memory.memory, np.uint8).reshape(-1, self._memory.shapes[0].raw_bytes)
             for slot, chunk_id in zip(slots, rows.chunk_ids[batch], strict=False):
                 np.copyto(slot, self._row(chunk_id))
-            if not memory.whole():
+            if not memory.intact():
                 self._memory.lost(memory)
                 raise ConfigurationError("another process truncated the shared memory of the store buffer")
             self._calls += 1

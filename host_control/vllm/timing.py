@@ -225,8 +225,8 @@ class Timing:
             if self.interference is not None and predicted:
                 self.interference.decoded(predicted, seconds, rate)
                 if rate:
-                    self._counts.add("beside_fetching_predicted_seconds", predicted)
-                    self._counts.add("beside_fetching_seconds", seconds)
+                    self._counts.add("decode_during_fetch_predicted_seconds", predicted)
+                    self._counts.add("decode_during_fetch_seconds", seconds)
             if rate:
                 self._busy_steps += 1
                 limit = _FIRST_PAUSE_STEPS if predicted is None else _PAUSE_EVERY_STEPS

@@ -111,7 +111,7 @@ class WeightsWatch:
             digest.cancel()
         del self._running[kept:]
 
-    def take_settled(self) -> int:
+    def take_verified(self) -> int:
         """Return the number of the last doubt that ended here, to be reported to the scheduler; 0 for no news."""
         if self._ranks == 1 or self._reported == self._doubts:
             return 0

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from host_control.lookup import SAVED
-from host_control.vllm.parts import Part
+from host_control.vllm.shards import Shard
 from shadowserve.chunk import ChunkLayout
 
 OTHER_LAYOUTS: Final = 1
@@ -27,7 +27,7 @@ class WorkerShards:
     """
 
     def __init__(self) -> None:
-        self.parts: dict[int, list[Part]] = {}
+        self.parts: dict[int, list[Shard]] = {}
         self.shapes: dict[int, list[ChunkLayout]] = {}
 
     def layouts_of(self, key: int) -> list[int]:

@@ -25,7 +25,7 @@ from host_control.vllm.loaded_weights import LoadedWeights
 from host_control.vllm.metadata import ShadowServeMetadata, StoreOperation, WorkerHandshake, WorkerReport
 from host_control.vllm.metrics import Counts, FailureLog, SlowerPaths
 from host_control.vllm.paging import PagePlacer, share_pages
-from host_control.vllm.parts import Rank, find_parts
+from host_control.vllm.shards import Rank, find_shards
 from host_control.vllm.support import UncacheableError, offloading_problem
 from host_control.vllm.weights_watch import WeightsWatch
 from host_control.vllm.worker_loads import WorkerLoads
@@ -113,7 +113,7 @@ class WorkerSide:
             return
         self._pages = share_pages(config, engine.kv_cache_config, groups, caches, self._logger)
         try:
-            parts = find_parts(
+            parts = find_shards(
                 engine.vllm_config,
                 engine.kv_cache_config,
                 groups,
@@ -129,10 +129,10 @@ class WorkerSide:
             model = model_identity(engine.vllm_config, engine.kv_cache_config, groups.chunk_tokens, hashes)
             shards = self._shards
             for part in parts:
-                shards.parts.setdefault(part.cut, []).append(part)
-                shards.shapes.setdefault(part.cut, []).append(part.described(model, config))
+                shards.parts.setdefault(part.shard_layout, []).append(part)
+                shards.shapes.setdefault(part.shard_layout, []).append(part.described(model, config))
             if any(shape.quantizer is Quantizer.BINNED for shape in shards.shapes[0]):
-                shards.parts[SAVED] = [replace(part, cut=SAVED) for part in shards.parts[0]]
+                shards.parts[SAVED] = [replace(part, shard_layout=SAVED) for part in shards.parts[0]]
                 shards.shapes[SAVED] = [part.described(model, config, saved=True) for part in shards.parts[0]]
         except (UncacheableError, ConfigurationError) as error:
             self.problem = str(error)  # the scheduler side learns of it and logs it
@@ -326,7 +326,7 @@ class WorkerSide:
 
     def take_report(self) -> WorkerReport | None:
         """Return the report to the scheduler side, None where there is nothing to report."""
-        outlived, settled_doubt = self._watch.outlived, self._watch.take_settled()
+        outlived, settled_doubt = self._watch.outlived, self._watch.take_verified()
         if not (self._loads.has_report or self._stores.saves or outlived or settled_doubt):
             return None  # as in most steps
         report = self._loads.take_report()

@@ -15,7 +15,7 @@ from host_control.transfer import Reason
 from host_control.vllm.groups import Groups
 from host_control.vllm.metadata import ShadowServeMetadata, StoreOperation
 from host_control.vllm.metrics import Counts, FailureLog
-from host_control.vllm.parts import Part, Rank
+from host_control.vllm.shards import Rank, Shard
 from host_control.vllm.weights_watch import WeightsWatch
 from host_control.vllm.worker_shards import WorkerShards
 from shadowserve.keys import record_keys
@@ -80,7 +80,7 @@ class WorkerStores:
             self.gather(operations, pb.PURPOSE_PREEMPTION)
             self._saves[request_id] = self.queue.staged if self.queue is not None else 0
 
-    def _stored_by_another_rank(self, part: Part) -> bool:
+    def _stored_by_another_rank(self, part: Shard) -> bool:
         """Tell if all ranks hold this KV and share a data plane: then rank 0 stores it."""
         return part.whole and self._rank.tp_rank > 0 and self._config.data_plane_address(0) == self._config.data_plane
 

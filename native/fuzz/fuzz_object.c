@@ -25,7 +25,7 @@ static void make_sound(uint8_t *header) {
 /* Seals an object of the same fields, as far as there is memory for it, and looks for a changed byte. */
 static void check_sealed(struct ss_object_fields fields, const uint8_t *value, size_t size) {
     fields.length = (uint32_t)size;
-    fields.head_length = fields.head_length < size ? fields.head_length : (uint32_t)size;
+    fields.header_length = fields.header_length < size ? fields.header_length : (uint32_t)size;
     fields.name_length %= 100;
     uint64_t bytes = ss_object_bytes(fields.length, fields.name_length);
     uint8_t *object = calloc(1, (size_t)bytes);
@@ -63,7 +63,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     }
     if (ss_object_read(header, &found) == SS_OK) {
         uint32_t unit = ss_object_unit(found.length);
-        CHECK(found.head_length <= found.length && (uint64_t)unit * 448 >= found.length, "fields");
+        CHECK(found.header_length <= found.length && (uint64_t)unit * 448 >= found.length, "fields");
         CHECK(ss_object_check(header, &found, 0, 0, NULL) == SS_OK, "the header alone");
         uint32_t units = (uint32_t)(rest / unit), whole = found.length / unit;
         (void)ss_object_check(header, &found, choices >> 4, units < whole ? units : 0, value);

@@ -18,10 +18,10 @@
  */
 struct ss_object_fields {
     uint8_t key[32];
-    uint64_t generation;  /* of the write that made it */
-    uint32_t length;      /* bytes of the value */
-    uint32_t head_length; /* of a record's head, the first bytes of the value; 0: no record */
-    uint32_t name_length; /* bytes of text behind the value */
+    uint64_t generation;    /* of the write that made it */
+    uint32_t length;        /* bytes of the value */
+    uint32_t header_length; /* of a record's head, the first bytes of the value; 0: no record */
+    uint32_t name_length;   /* bytes of text behind the value */
     uint16_t tenant;
     uint16_t flags; /* of the index; not interpreted here */
 };
@@ -36,7 +36,7 @@ SS_API uint32_t ss_object_unit(uint32_t length);
 
 /*
  * ss_object_seal() writes header and padding around a value that is in place at object + 2048 and a name behind it.
- * SS_BAD_ARGUMENT where 'size' is less than ss_object_bytes() says, or head_length more than length.
+ * SS_BAD_ARGUMENT where 'size' is less than ss_object_bytes() says, or header_length more than length.
  */
 SS_API enum ss_result ss_object_seal(void *object, uint64_t size, const struct ss_object_fields *fields);
 

@@ -35,7 +35,7 @@ struct ss_index_record {
     uint16_t reserved;
     uint32_t extent;         /* first 4 KiB block on the device; in memory alone (device 255) bytes beside the value */
     uint32_t length;         /* bytes of the value; on the device there are 2 KiB of header before it */
-    uint32_t head_length;    /* of these the record's head; under 2 MiB */
+    uint32_t header_length;  /* of these the record's head; under 2 MiB */
     uint32_t accessed_s;     /* since 1970 */
     uint32_t pinned_until_s; /* likewise; 0: not pinned */
     uint32_t generation; /* grows with each put of the pool, and may wrap: of two devices' puts the later one counts */

@@ -52,7 +52,7 @@ static void insert_random(struct ss_index *index, uint32_t now_s) {
     record->name_blocks = (record->flags & SS_INDEX_NAMED) != 0 ? (uint8_t)random_below(18) : 0;
     record->extent = (uint32_t)random64() >> 1;
     record->length = (uint32_t)random_below(1 << 24);
-    record->head_length = (uint32_t)random_below(record->length < 1 << 20 ? record->length + 1 : 1 << 20);
+    record->header_length = (uint32_t)random_below(record->length < 1 << 20 ? record->length + 1 : 1 << 20);
     record->generation = (uint32_t)random64();
     record->expires_at_ms = random_below(4) == 0 ? (uint64_t)now_s * 1000 + random_below(400000) + 1000 : 0;
     record->pinned_until_s = random_below(8) == 0 ? now_s + (uint32_t)random_below(50) : 0;
@@ -155,7 +155,7 @@ static void change_random(struct ss_index *index, uint32_t now_s) {
     }
     switch (random_below(7)) {
     case 6: {
-        uint32_t length = model->record.head_length + (uint32_t)random_below(10000);
+        uint32_t length = model->record.header_length + (uint32_t)random_below(10000);
         bool resized = ss_index_resize(index, slot, length) == SS_OK;
         CHECK(resized == (model->record.device == 255), "only what is in memory alone gets another length");
         model->record.length = resized ? length : model->record.length;
@@ -397,7 +397,7 @@ static void test_refused_records(void) {
     bad[0].extent = 998;
     bad[1].length++;
     bad[2].length = UINT32_MAX;
-    bad[3].head_length = good.length + 1;
+    bad[3].header_length = good.length + 1;
     bad[4].reserved = 1;
     bad[5].name_blocks = 1;
     bad[6].flags = SS_INDEX_EVERY_TENANT;

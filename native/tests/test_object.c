@@ -9,7 +9,7 @@ enum { HEADER = 2048, PAGE = 4096 };
 static struct ss_object_fields fields_of(uint32_t length, uint32_t name_length) {
     struct ss_object_fields fields = {.generation = 7,
                                       .length = length,
-                                      .head_length = length / 2,
+                                      .header_length = length / 2,
                                       .name_length = name_length,
                                       .tenant = 3,
                                       .flags = 5};
@@ -49,7 +49,7 @@ static void test_what_was_sealed_is_sound(uint32_t length, uint32_t name_length)
 
     CHECK(ss_object_read(object, &found) == SS_OK, "read");
     CHECK(memcmp(found.key, fields.key, 32) == 0 && found.generation == 7 && found.length == length &&
-              found.head_length == length / 2 && found.name_length == name_length && found.tenant == 3 &&
+              found.header_length == length / 2 && found.name_length == name_length && found.tenant == 3 &&
               found.flags == 5,
           "the fields");
     CHECK(ss_object_check(object, &fields, 0, units, object + HEADER) == SS_OK, "all units of %u", length);
@@ -128,7 +128,7 @@ static void test_what_does_not_fit_is_not_sealed(void) {
     uint8_t object[8192];
 
     CHECK(ss_object_seal(object, 8191, &fields) == SS_BAD_ARGUMENT, "too small");
-    fields.head_length = 5001;
+    fields.header_length = 5001;
     CHECK(ss_object_seal(object, 8192, &fields) == SS_BAD_ARGUMENT, "the head is longer than the value");
     fields = fields_of(0, 65537);
     CHECK(ss_object_seal(object, UINT64_MAX, &fields) == SS_BAD_ARGUMENT, "a name that is too long");
@@ -153,7 +153,7 @@ static void test_a_forged_header_is_read_without_harm(void) {
         uint8_t bytes[4] = {(uint8_t)crc, (uint8_t)(crc >> 8), (uint8_t)(crc >> 16), (uint8_t)(crc >> 24)};
         memcpy(header + 12, bytes, 4);
         if (ss_object_read(header, &found) == SS_OK) {
-            CHECK(found.head_length <= found.length && found.name_length <= 65536, "fields that cannot be");
+            CHECK(found.header_length <= found.length && found.name_length <= 65536, "fields that cannot be");
             CHECK(units_of(found.length) <= 448, "units");
         }
         (void)ss_object_check(header, &fields, 0, 1, object + HEADER);

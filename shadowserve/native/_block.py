@@ -423,7 +423,7 @@ def object_header(header: "ReadableBuffer") -> ObjectFields:
         tenant=found.tenant,
         length=found.length,
         generation=found.generation,
-        head_length=found.head_length,
+        header_length=found.header_length,
         name_length=found.name_length,
         flags=found.flags,
     )
@@ -475,7 +475,7 @@ def _describe(described: Any, fields: ObjectFields) -> None:
     described.key = fields.key
     described.tenant, described.flags = fields.tenant, fields.flags
     described.generation, described.length = fields.generation, fields.length
-    described.head_length, described.name_length = fields.head_length, fields.name_length
+    described.header_length, described.name_length = fields.header_length, fields.name_length
 
 
 def _has_header(size: int) -> None:

@@ -48,7 +48,7 @@ INDEX_RECORD_DTYPE: Final = np.dtype(
         ("reserved", "<u2"),
         ("extent", "<u4"),
         ("length", "<u4"),
-        ("head_length", "<u4"),
+        ("header_length", "<u4"),
         ("accessed_s", "<u4"),
         ("pinned_until_s", "<u4"),
         ("generation", "<u4"),
@@ -120,7 +120,7 @@ class IndexEntry(NamedTuple):
     """First 4 KiB block on the device; in memory alone (device 255) bytes that it takes beside its value."""
     length: int
     """Bytes of the value."""
-    head_length: int
+    header_length: int
     accessed_s: int
     pinned_until_s: int
     generation: int
@@ -292,7 +292,7 @@ class Index:
         extent: int = 0,
         length: int,
         now_s: int,
-        head_length: int = 0,
+        header_length: int = 0,
         name_blocks: int = 0,
         flags: int = 0,
         expires_at_ms: int = 0,
@@ -318,7 +318,7 @@ class Index:
             tenant,
             extent,
             length,
-            head_length,
+            header_length,
             now_s,
             pinned_until_s,
             generation,

@@ -26,7 +26,7 @@ from shadowserve.native import Extents
 from shadowserve.pool.interleaver import Interleaver
 
 BLOCK_BYTES: Final = 4096
-HEADER_BYTES: Final = 2048
+FIXED_HEADER_BYTES: Final = 2048
 _HUGE_PAGE_BYTES: Final = 2 << 20
 _MEASURED_BYTES: Final = 8 << 20
 _MAP_HUGETLB: Final = 0x40000
@@ -37,7 +37,7 @@ _NODES: Final = Path("/sys/devices/system/node")
 
 def object_blocks(length: int) -> int:
     """Return the blocks of an object with a value of ``length`` bytes, in memory or on a device."""
-    return -(-(HEADER_BYTES + length) // BLOCK_BYTES)
+    return -(-(FIXED_HEADER_BYTES + length) // BLOCK_BYTES)
 
 
 def memory_nodes(folder: Path = _NODES) -> list[int]:
@@ -124,7 +124,7 @@ class Buffer:
 
     def value(self, start: int, end: int) -> memoryview:
         """Return the bytes ``[start, end)`` of the value of the object that begins here, read-only."""
-        begin = self.first * BLOCK_BYTES + HEADER_BYTES
+        begin = self.first * BLOCK_BYTES + FIXED_HEADER_BYTES
         return self.arena.readable[begin + start : begin + end]
 
 
@@ -218,7 +218,7 @@ class Arenas:
         The loan ends with :meth:`end_loan`, or with the last view. So the memory of a value that was refused, or whose
         client has left, is freed without any call.
         """
-        address = buffer.address + HEADER_BYTES
+        address = buffer.address + FIXED_HEADER_BYTES
         loan = self._loans[address] = _Loan(buffer)
         self.lent_bytes += buffer.size
         returned = self._returned  # not self: the views must not keep the pool alive
@@ -226,7 +226,7 @@ class Arenas:
         def give_back(_: Any) -> None:
             returned.append(loan)  # runs in any thread with any lock held, so it does nothing else
 
-        array = np.frombuffer(buffer.view(HEADER_BYTES, HEADER_BYTES + length), dtype=np.uint8)
+        array = np.frombuffer(buffer.view(FIXED_HEADER_BYTES, FIXED_HEADER_BYTES + length), dtype=np.uint8)
         loan.reference = weakref.ref(array, give_back)
         return memoryview(array)
 
@@ -255,7 +255,7 @@ class Arenas:
     def _end(self, loan: _Loan) -> None:
         if not loan.ended:
             loan.ended = True
-            del self._loans[loan.buffer.address + HEADER_BYTES]
+            del self._loans[loan.buffer.address + FIXED_HEADER_BYTES]
             self.lent_bytes -= loan.buffer.size
             self.release(loan.buffer)
 

@@ -271,7 +271,7 @@ class Core:
                 disk.quarantine.waiting.append(Quarantined(*place, quarantine, self.clock_ms()))
         if write is not None:
             self.free_old_copies(entry.tenant, entry.key, write.old_copies, logged=logged)
-        self._detach(entry.slot, entry.tenant, entry.length, entry.fields.head_length)
+        self._detach(entry.slot, entry.tenant, entry.length, entry.fields.header_length)
         if remember:
             self.index.evict(entry.slot)
         else:
@@ -328,7 +328,7 @@ class Core:
             The old extent on ``disk``, which the record of the new object frees; and the copies on other devices, to be
             freed when the new object is durable.
         """
-        self._detach(old.slot, old.tenant, old.length, old.fields.head_length)
+        self._detach(old.slot, old.tenant, old.length, old.fields.header_length)
         write = self.writes.cancel(old.slot, True)
         home = self.disk_of(old)
         old_copies = [] if write is None else write.old_copies

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from shadowserve.native import NO_PARENT, IndexFlag, IndexPlace
-from shadowserve.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer, object_blocks
+from shadowserve.pool.arena import BLOCK_BYTES, FIXED_HEADER_BYTES, Buffer, object_blocks
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk, Extent
 from shadowserve.pool.entries import MEMORY_ONLY, Entry, PoolItem
@@ -214,7 +214,7 @@ class DevicePool(Pool):
             buffer = self._space.memory(blocks, parent, parsed[1])
             if buffer is None:
                 raise self._waiting.busy_error("all of the pool's memory is in use")
-            buffer.view(HEADER_BYTES, HEADER_BYTES + len(value))[:] = value
+            buffer.view(FIXED_HEADER_BYTES, FIXED_HEADER_BYTES + len(value))[:] = value
             core.counters.copied_bytes += len(value)
         try:
             ticket = self._store(parsed, buffer, len(value), header_bytes, expires_at_ms, parent)
@@ -288,7 +288,7 @@ class DevicePool(Pool):
             extent=extent,
             length=length,
             now_s=self._core.now_s(),
-            head_length=header_bytes,
+            header_length=header_bytes,
             name=name,
             flags=IndexFlag.RECORD if header_bytes else 0,
             expires_at_ms=expires_at_ms or 0,
@@ -332,7 +332,7 @@ class DevicePool(Pool):
             extent=home.extent,
             length=entry.length,
             now_s=self._core.now_s(),
-            head_length=fields.head_length,
+            header_length=fields.header_length,
             flags=fields.flags,
             expires_at_ms=fields.expires_at_ms,
             pinned_until_s=fields.pinned_until_s,

@@ -41,7 +41,7 @@ class Entry:
         """Expected fields of the object's header."""
         fields = self.fields
         return ObjectFields(
-            self.key, self.tenant, self.length, self.generation, head_length=fields.head_length, flags=fields.flags
+            self.key, self.tenant, self.length, self.generation, header_length=fields.header_length, flags=fields.flags
         )
 
 
@@ -53,7 +53,7 @@ class PoolItem(Item):
     def __init__(self, entry: Entry, buffer: Buffer | None) -> None:
         fields = entry.fields
         self.length = entry.length
-        self.header_bytes = fields.head_length
+        self.header_bytes = fields.header_length
         self.expires_at_ms = fields.expires_at_ms or None
         self.value = None if buffer is None else buffer.value(0, entry.length)
         self.entry = entry

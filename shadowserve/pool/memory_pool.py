@@ -135,7 +135,7 @@ class MemoryPool(Pool):
             extent=item.size - item.length,
             length=item.length,
             now_s=core.turn_s,
-            head_length=item.header_bytes,
+            header_length=item.header_bytes,
             flags=IndexFlag.RECORD if item.header_bytes else 0,
             expires_at_ms=item.expires_at_ms or 0,
             generation=core.next_generation(),

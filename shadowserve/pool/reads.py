@@ -19,7 +19,7 @@ from typing import Final
 from shadowserve.block import Operation, Priority
 from shadowserve.errors import is_passing
 from shadowserve.native import Result, check_object, object_unit
-from shadowserve.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer
+from shadowserve.pool.arena import BLOCK_BYTES, FIXED_HEADER_BYTES, Buffer
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.entries import Entry
@@ -233,8 +233,10 @@ class Reader:
     def _verified(read: _Read) -> str | None:
         entry, buffer = read.entry, read.buffer
         assert buffer is not None
-        data = buffer.view(HEADER_BYTES if read.first_unit == 0 else BLOCK_BYTES + HEADER_BYTES, buffer.size)
-        return failure_of(entry, read.verdict, buffer.view(0, HEADER_BYTES), read.first_unit, read.units, data)
+        data = buffer.view(
+            FIXED_HEADER_BYTES if read.first_unit == 0 else BLOCK_BYTES + FIXED_HEADER_BYTES, buffer.size
+        )
+        return failure_of(entry, read.verdict, buffer.view(0, FIXED_HEADER_BYTES), read.first_unit, read.units, data)
 
     def finish(self, reads: list[_Read], completions: list[Completion]) -> None:
         """Make copies and leases of sound reads, and drop objects whose read has failed."""
@@ -300,7 +302,7 @@ def failure_of(
 def _parts(length: int, first_unit: int, units: int) -> list[tuple[int, int]]:
     """Return offsets and lengths to read for some units of an object, in blocks. The object's header comes first."""
     unit = object_unit(length)
-    end = min(HEADER_BYTES + (first_unit + units) * unit, HEADER_BYTES + length)
+    end = min(FIXED_HEADER_BYTES + (first_unit + units) * unit, FIXED_HEADER_BYTES + length)
     end = -(-end // BLOCK_BYTES) * BLOCK_BYTES
     if first_unit == 0:
         return [(0, end)]

@@ -12,7 +12,7 @@ from typing import Final
 from shadowserve.block import Operation, Priority
 from shadowserve.errors import is_passing
 from shadowserve.native import ANY, Result, object_unit
-from shadowserve.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer
+from shadowserve.pool.arena import BLOCK_BYTES, FIXED_HEADER_BYTES, Buffer
 from shadowserve.pool.clears import SCAN_LINES
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
@@ -154,7 +154,7 @@ class Scrubber:
                 check.failure = "io_error"
                 continue
             entry, buffer = check.entry, check.buffer
-            header, data = buffer.view(0, HEADER_BYTES), buffer.view(HEADER_BYTES, buffer.size)
+            header, data = buffer.view(0, FIXED_HEADER_BYTES), buffer.view(FIXED_HEADER_BYTES, buffer.size)
             check.failure = failure_of(entry, check.verdict, header, 0, _units(entry), data)
 
     def finish(self, checks: list[_Check]) -> None:

@@ -222,7 +222,7 @@ class Space:
 
     def _is_held_back(self, slot: int) -> bool:
         fields = self._core.index.read(slot)
-        return fields.head_length > 0 and self.held_back((fields.tenant, chunk_key(fields.key)))
+        return fields.header_length > 0 and self.held_back((fields.tenant, chunk_key(fields.key)))
 
     def _heaviest(self, device: int) -> int | None:
         """Return the tenant that is most beyond an equal share of the budget and has an object on the device."""

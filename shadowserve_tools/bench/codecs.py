@@ -113,7 +113,7 @@ def _real_kv() -> Patterns:
         raise ShadowServeError(f"{REAL_KV} is not there: 'bench codecs' runs from the project's repository")
     data, chunks = REAL_KV.read_bytes(), []
     while data:
-        head = record.parse_head(data)
+        head = record.parse_header(data)
         chunk = record.decode(data[: head.record_length], head.key, head.layout)
         chunks.append(np.frombuffer(chunk, np.uint16).reshape(-1, head.layout.tokens, head.layout.vector_length))
         data = data[head.record_length :]

@@ -389,7 +389,7 @@ def _naive_fetch(server: "redis.Redis", layout: ChunkLayout, key: bytes, target:
     """Fetch a chunk as a user would by hand: GET, zlib, and numpy for symbols times scales, rounded to bfloat16."""
     value: bytes = server.get(storage_key(key))
     position = 0
-    for entry in record.parse_head(value).slices:
+    for entry in record.parse_header(value).slices:
         begin = int(entry["offset"])
         middle = begin + int(entry["scales_length"])
         scales = np.frombuffer(value[begin:middle], np.float32)

@@ -245,7 +245,7 @@ def _verify(key: bytes, value: Argument) -> "_RecordInfo | str":
         header = record.verify(value, name)
     except RecordError as error:
         return str(error)
-    return _RecordInfo(header.head_length, header.parent)
+    return _RecordInfo(header.header_length, header.parent)
 
 
 class _Answers(NamedTuple):

@@ -19,7 +19,7 @@ from shadowserve import native
 from shadowserve.errors import StorageError
 from shadowserve.keys import storage_key
 from shadowserve.native import Result
-from shadowserve.record import head_length
+from shadowserve.record import header_length
 from shadowserve.resp import NEED_DATA, CommandReader, Limits
 
 _LIMITS = Limits(bulk_bytes_max=1 << 26, total_bytes_max=1 << 27, large_bulk_bytes=1 << 27)
@@ -72,7 +72,7 @@ class ScriptedSource(Source):
         self._check()
         await self.free.wait()
         found = (self.records.get(key) for key in keys)
-        return [None if data is None else Stored(len(data), data[: head_length(data) or 64]) for data in found]
+        return [None if data is None else Stored(len(data), data[: header_length(data) or 64]) for data in found]
 
     async def receive(self, job: Job, key: bytes, first: int, memory: memoryview) -> Result:
         self._check()

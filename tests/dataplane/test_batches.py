@@ -19,7 +19,7 @@ CODECS = set(native.codec_implementations())
 
 def stored(shape: ChunkLayout, keys: list[bytes]) -> list[Stored]:
     records = [make_record(shape, key, index, ["deflate", "none"][index % 2]) for index, key in enumerate(keys)]
-    return [Stored(len(data), data[: record.head_length(data)]) for data in records]
+    return [Stored(len(data), data[: record.header_length(data)]) for data in records]
 
 
 GROUPS = [(SHAPE, KEYS, stored(SHAPE, KEYS)), (OTHER, keys_of(OTHER, 6), stored(OTHER, keys_of(OTHER, 6)))]
@@ -87,7 +87,7 @@ def test_slices_are_those_of_their_pieces(layerwise: bool) -> None:
     plan = plan_fetch(groups, layerwise, buffers, CODECS)
     for piece, (first, end) in zip(plan.pieces, plan.layers, strict=True):
         shape, _, found = GROUPS[piece["group"]]
-        slices = record.parse_head(found[piece["chunk"]].header).slices
+        slices = record.parse_header(found[piece["chunk"]].header).slices
         manifest = slices[(slices["layer"] >= first) & (slices["layer"] < end)]
         mine = plan.slices[piece["slice_first"] :][: piece["slice_count"]]
         assert (mine["offset"] + piece["record_offset"] == manifest["offset"]).all()
@@ -108,11 +108,11 @@ def test_a_chunk_without_a_lookup_is_left_for_the_next_batch() -> None:
 @pytest.mark.parametrize("chunk", [0, 3])
 def test_a_faulty_manifest_ends_its_group_at_its_chunk(chunk: int, name: str, value: int, reason: str) -> None:
     shape, keys, found = GROUPS[0]
-    header = record.parse_head(found[chunk].header)
+    header = record.parse_header(found[chunk].header)
     manifest = header.manifest.copy()
     manifest[name][0] = value
-    forged = record.encode_head(keys[chunk], native.Codec(header.codec), shape, manifest)
-    records = dict(enumerate(found)) | {chunk: Stored(record.peek_head(forged).record_length, forged)}
+    forged = record.encode_header(keys[chunk], native.Codec(header.codec), shape, manifest)
+    records = dict(enumerate(found)) | {chunk: Stored(record.peek_header(forged).record_length, forged)}
     buffers = Buffers(decompression=1 << 20, dequantization=None, dma_source=None, store=0)
     plan = plan_fetch([part_of(shape, keys, records)], False, buffers, CODECS)
     assert (plan.pieces["chunk"].tolist(), plan.full) == (list(range(chunk)), False)

@@ -173,7 +173,7 @@ async def test_a_damaged_layer_is_not_reported(redis: Server, layer: int) -> Non
         keys = stored(redis)
         await client.register(SHAPE, CHUNKS)
         damaged = bytearray(make_record(SHAPE, keys[2], 2))
-        slices = record.parse_head(bytes(damaged)).slices
+        slices = record.parse_header(bytes(damaged)).slices
         damaged[int(slices["offset"][slices["layer"] == layer][0]) + 3] ^= 4
         redis.put(keys[2], bytes(damaged))
         layers, answer = await streamed(client.stub.FetchLayers(request(client, keys)))

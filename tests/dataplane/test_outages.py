@@ -223,7 +223,7 @@ class Liar:
                 parts.append(b"$-1\r\n")
                 continue
             value = self.values[name]
-            head = value[: record.head_length(value)]
+            head = value[: record.header_length(value)]
             parts.append(b"*2\r\n:%d\r\n$%d\r\n%b\r\n" % (len(value), len(head), head))
         return b"".join(parts)
 

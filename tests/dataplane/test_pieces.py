@@ -148,7 +148,7 @@ async def test_only_wanted_pieces_are_fetched(client: Client, storage: Server, o
 
 
 def _ranges(data: bytes, layers: Flags) -> list[tuple[int, int]]:
-    head = record.parse_head(data)
+    head = record.parse_header(data)
     found = []
     for layer in np.flatnonzero(layers).tolist():
         slices = head.slices[head.slices["layer"] == layer]
@@ -227,7 +227,7 @@ async def test_a_damaged_layer_does_not_affect_its_neighbours(redis: Server, ord
     async with running(redis, delete_corrupt=False) as (daemon, client):
         groups = await groups_of(client, redis)
         victim, layer = groups[0], 3
-        slices = record.parse_head(victim.records[1]).slices
+        slices = record.parse_header(victim.records[1]).slices
         begin = int(slices["offset"][slices["layer"] == layer][0])
         damaged = bytearray(victim.records[1])
         damaged[begin + 3] ^= 4

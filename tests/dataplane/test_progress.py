@@ -69,7 +69,7 @@ async def test_a_damaged_layer_is_not_reported_as_in_place(redis: Server, layer:
     async with running(redis, delete_corrupt=False) as (_, client):
         keys = await prepared(client, redis)
         damaged = bytearray(make_record(SHAPE, keys[2], 2))
-        slices = record.parse_head(bytes(damaged)).slices
+        slices = record.parse_header(bytes(damaged)).slices
         damaged[int(slices["offset"][slices["layer"] == layer][0]) + 3] ^= 4
         redis.put(keys[2], bytes(damaged))
         word = Word(client)

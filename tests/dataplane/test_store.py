@@ -65,7 +65,7 @@ async def test_records_name_the_chunk_before_them(storage: Server) -> None:
         fill(client, shape, 3)
         answer = await client.store(keys, parents=[b"", keys[0], keys[1]])
         assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
-        assert [record.parse_head(get(storage, key)).parent for key in keys] == [b"", keys[0], keys[1]]
+        assert [record.parse_header(get(storage, key)).parent for key in keys] == [b"", keys[0], keys[1]]
 
 
 async def test_stored_chunks_are_fetched_by_another_daemon(storage: Server) -> None:

@@ -219,7 +219,7 @@ class Stress:
             self._gone(name)
         elif luck < 0.1:
             # vLLM refuses where a request holds blocks that does not run: it loads, or has loaded.
-            holds = self._engine.connector._scheduler._loading or self._engine.scheduler.kv_holding_waiting
+            holds = self._engine.connector._scheduler._loads or self._engine.scheduler.kv_holding_waiting
             preempts = not holds and self._chance.random() < 0.5
             renames = self._chance.random() < 0.1
             self._engine.llm.reset_prefix_cache(reset_running_requests=preempts, reset_connector=renames)
@@ -234,7 +234,7 @@ class Stress:
 
     def _spoil(self) -> None:
         """Fill blocks that hold nothing, or they may still hold the right KV where nobody has put it."""
-        parts = self._engine.worker._parts.get(0, ())
+        parts = self._engine.worker._shards.parts.get(0, ())
         if len(parts) != 1 or not hasattr(parts[0].layout, "_mover"):
             return
         queue = self._engine.scheduler.kv_cache_manager.block_pool.free_block_queue
@@ -276,26 +276,22 @@ def left_behind(engine: Any) -> dict[str, Any]:
     """Return what the plugin still knows of requests, by its name; all empty once every one has ended."""
     side, worker = engine.connector._scheduler, engine.worker
     kept: dict[str, Any] = {name: getattr(side, name) for name in _OF_SCHEDULER}
-    kept |= {name: getattr(worker, name) for name in _OF_WORKER}
-    kept |= {"lookups": side._lookup._lookups, "published": side._lookup._coming._published}
+    kept |= {name: getattr(worker._loads, name) for name in _OF_LOADS}
+    kept |= {"layerwise": worker._loads.layers.requests, "saves": worker._stores._saves}
+    kept |= {"loaded": worker._loads._report.loaded, "seconds": worker._loads._report.seconds}
+    kept |= {"lookups": side._lookup._lookups, "published": side._lookup._publications._published}
     kept |= {"waiting": side.waiting._entries, "begun": side.waiting._begun}
-    if side._preemption is not None:
-        kept |= {"held": side._preemption._held, "saved": side._preemption._saved}
     if side._policy_runner is not None:
-        kept |= {name: getattr(side._policy_runner, name) for name in _OF_POLICY_RUNNER}
+        kept["first tokens"] = side._policy_runner._waiting
         kept["policy"] = side._policy_runner._policy._queued
-    for cut, manager in worker._managers.items():
+    for cut, manager in worker._loads.managers.items():
         kept |= {f"{name} {cut}": getattr(manager, name) for name in _OF_MANAGER}
     return {name: list(value) for name, value in kept.items() if value}
 
 
-_OF_SCHEDULER: Final = ("_tracked", "_boundary", "_new_loads", "_loading", "_unconfirmed", "_requests", "_cancels")
-_OF_WORKER: Final = (
-    *("_results", "_synchronous", "layerwise", "_bad_blocks"),
-    *("_failed_loads", "_ended", "_seconds", "_saves"),
-)
-_OF_POLICY_RUNNER: Final = ("_waiting", "_loads", "_in_steps", "_load_seconds")
-_OF_MANAGER: Final = ("_outstanding", "_fetching", "_completion", "_landed")
+_OF_SCHEDULER: Final = ("_requests", "_loads")
+_OF_LOADS: Final = ("_results", "_bad_blocks", "_failed")
+_OF_MANAGER: Final = ("_outstanding", "_queue", "_completion")
 
 
 class Processes(Faults):

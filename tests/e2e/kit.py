@@ -20,7 +20,7 @@ def add(engine: Any, name: str, prompt: list[int], tokens: int = 8) -> None:
 
 def spoil(engine: Any, value: float = 3.0) -> None:
     """Overwrite paged memory, so that blocks do not contain the KV of earlier requests."""
-    for cache in engine.worker._parts[0][0].layout._mover._views:
+    for cache in engine.worker._shards.parts[0][0].layout._mover._views:
         cache.fill_(value)
 
 

@@ -12,7 +12,7 @@ from redis import Redis
 from stack import Process, data_plane
 
 from host_control.client import DataPlaneClient
-from host_control.disaggregation import Arrived, Disaggregation
+from host_control.disaggregation import Available, Disaggregation
 from host_control.lookup import LookupAnswer, PrefixLookup
 from host_control.manager import FetchJob, FetchResult, KVCacheManager
 from host_control.registered_memory import RegisteredMemory
@@ -68,7 +68,7 @@ class Sides:
         def waits() -> bool:
             self.decode.forget(name)
             self.decode.submit(name, TOKENS, disaggregation=Disaggregation(waits=WAIT_MAX_S))
-            wait_for(lambda: self.decode.poll(name) or self.decode._coming._waiting)
+            wait_for(lambda: self.decode.poll(name) or self.decode._publications._waits)
             return self.decode.poll(name) is None
 
         wait_for(waits)
@@ -158,10 +158,10 @@ class Loads(Sides):
         """The decode engine loads the available chunks and waits for the others."""
         self.decode.submit("r", TOKENS, disaggregation=Disaggregation(waits=WAIT_MAX_S))
         assert self.answer() == LookupAnswer(len(TOKENS), "complete")
-        arrived = self.decode.arrived("r")
-        self.manager.exchange([FetchJob(request_id="r", keys=(tuple(KEYS),), arrived=arrived)])
+        arrived = self.decode.available("r")
+        self.manager.exchange([FetchJob(request_id="r", keys=(tuple(KEYS),), available=arrived)])
         there = arrived.chunks if arrived else 0
-        wait_for(lambda: len(self.scattered) == there and any(each.waits() for each in self.manager._fetching))
+        wait_for(lambda: len(self.scattered) == there and any(each.waits() for each in self.manager._queue))
 
     def published(self) -> int:
         """Return the number of chunks that the decode engine sees as published."""
@@ -172,7 +172,7 @@ class Loads(Sides):
         """Return the result of the load. Each step passes the number of available chunks to the worker."""
 
         def step() -> list[FetchResult]:
-            return self.manager.exchange(arrived={"r": self.decode.arrived("r") or Arrived(0, "")})
+            return self.manager.exchange(available={"r": self.decode.available("r") or Available(0, "")})
 
         (result,) = wait_for(step)
         return result

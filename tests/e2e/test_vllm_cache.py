@@ -183,10 +183,12 @@ def test_a_wrong_page_layout_is_detected_before_kv_moves(engine: Any) -> None:
 
     worker = engine.worker
     caches = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches
-    name = worker._kv_cache_config.kv_cache_groups[0].layer_names[0]
-    assert find_layout(worker._vllm_config, name, caches[0], ["kv_cells", "cpu_tiles", "cpu_pages"]) == "cpu_pages"
+    name = worker._engine.kv_cache_config.kv_cache_groups[0].layer_names[0]
+    assert (
+        find_layout(worker._engine.vllm_config, name, caches[0], ["kv_cells", "cpu_tiles", "cpu_pages"]) == "cpu_pages"
+    )
     with pytest.raises(UncacheableError, match="does not have the layout"):
-        find_layout(worker._vllm_config, name, caches[0], ["kv_cells", "cpu_tiles"])
+        find_layout(worker._engine.vllm_config, name, caches[0], ["kv_cells", "cpu_tiles"])
 
 
 # ---- Failures: recomputed, never wrong tokens ------------------------------------------------------------------------
@@ -228,7 +230,7 @@ def test_a_failed_load_after_a_local_prefix_is_recomputed(engine: Any, plane: An
 def test_an_invalid_fetch_answer_is_detected(engine: Any, plane: Any, chunks: int, serve: Any) -> None:
     from scripted import pieces
 
-    layers = engine.worker._managers[0]._registration.shapes[0].layers
+    layers = engine.worker._loads.managers[0]._registration.shapes[0].layers
 
     def invalid(answer: pb.FetchResponse, request: pb.FetchRequest) -> pb.FetchResponse:
         return pb.FetchResponse(delivered=[pieces(layers, chunks, 3)], outcome=pb.OUTCOME_COMPLETE)
@@ -312,7 +314,7 @@ def test_an_abort_while_loading_frees_the_blocks_once_quiesced(
         assert time.monotonic() < ends
     assert engine.free_blocks() == free
     assert "Cancel" in plane.calls
-    assert internal not in engine.worker._managers[0]._outstanding
+    assert internal not in engine.worker._loads.managers[0]._outstanding
     plane.script.fetch_delay = 0.0
     serve(engine, 1000)
 
@@ -320,7 +322,7 @@ def test_an_abort_while_loading_frees_the_blocks_once_quiesced(
 @pytest.fixture
 def patient_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle steps wait for the end of a load without a time limit."""
-    monkeypatch.setattr("host_control.vllm.worker_side._IDLE_S", NEVER_S)
+    monkeypatch.setattr("host_control.vllm.worker_loads._IDLE_S", NEVER_S)
 
 
 @pytest.mark.usefixtures("patient_steps")
@@ -362,7 +364,7 @@ def test_a_load_does_not_delay_a_request_that_computes(engine: Any, plane: Any, 
             if output.finished:
                 found[output.request_id] = list(output.outputs[0].token_ids)
         if "computes" in found and not plane.script.unstall.is_set():
-            assert "Fetch" in plane.calls and not engine.worker._managers[0].idle, "the load still runs"
+            assert "Fetch" in plane.calls and not engine.worker._loads.managers[0].idle, "the load still runs"
             plane.script.unstall.set()
     assert found == {"computes": reference([prompt(200)], 150)[0], "loads": reference([prompt(1000)])[0]}
 
@@ -370,8 +372,11 @@ def test_a_load_does_not_delay_a_request_that_computes(engine: Any, plane: Any, 
 def test_a_full_store_buffer_drops_chunks_and_counts_them(engine: Any, plane: Any, serve: Any) -> None:
     engine.reset(plane, records=True)
     plane.script.stall.add("Store")
-    store = engine.worker._store
-    slots, store._free = store._free, {segment: [free[0][:1]] for segment, free in store._free.items()}
+    store = engine.worker._stores.queue
+    slots, store._slots._free = (
+        store._slots._free,
+        {segment: [free[0][:1]] for segment, free in store._slots._free.items()},
+    )
     try:
         serve(engine, 1000)
         counted = engine.counted_since()
@@ -379,6 +384,6 @@ def test_a_full_store_buffer_drops_chunks_and_counts_them(engine: Any, plane: An
     finally:
         plane.script.unstall.set()
         engine.flush()
-        store._free = slots
+        store._slots._free = slots
         for (free,) in slots.values():
             free.sort()

@@ -168,7 +168,7 @@ def test_loads_and_stores_wait_while_weights_are_in_doubt(
     fetches = len(plane.fetches)
     try:
         step_until(lambda: len(outputs.get("fresh", ())) == 8 and len(plane.fetches) > fetches)
-        step_until(lambda: engine.worker._results)
+        step_until(lambda: engine.worker._loads._results)
         for _ in range(20):
             core.step()
         assert "stored" not in outputs and len(plane.records) == 3

@@ -93,7 +93,7 @@ def test_a_cold_prompt_is_loaded_while_others_run(
 
     try:
         add(engine, "cold", tokens)
-        wait_for(lambda: core.step() == [] and engine.connector._scheduler._loading)
+        wait_for(lambda: core.step() == [] and engine.connector._scheduler._loads)
         add(engine, "other", other)
         step_until("other")
         assert "cold" not in done

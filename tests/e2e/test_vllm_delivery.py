@@ -30,7 +30,7 @@ def test_an_engine_stores_from_and_loads_into_exported_memory(
             monkeypatch.setattr(client, "start_fetch_layers", lambda *given: streams.append(given) or start(*given))
             for _ in range(2):
                 engine.forget()
-                for cache in engine.worker._parts[0][0].layout._mover._views:
+                for cache in engine.worker._shards.parts[0][0].layout._mover._views:
                     cache.fill_(3.0)  # or blocks may still hold what was computed there
                 (output,) = engine.generate([tokens])
                 assert [list(output.outputs[0].token_ids)] == reference([tokens])
@@ -40,7 +40,10 @@ def test_an_engine_stores_from_and_loads_into_exported_memory(
             with engine.awaiting_lookups():
                 assert engine.outputs([prompt(31), tokens]) == reference([prompt(31), tokens])
             assert len(streams) == 2, "beside a request that runs, chunk by chunk"
-            for part in (engine.worker._managers[0], engine.worker._store):  # to fetch into, and to store from
+            for part in (
+                engine.worker._loads.managers[0],
+                engine.worker._stores.queue,
+            ):  # to fetch into, and to store from
                 assert isinstance(part._registration.current, ExportedHostMemory)
         finally:
             engine.close()

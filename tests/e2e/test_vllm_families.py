@@ -54,7 +54,7 @@ def served(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
 
 def assert_no_activity(engine: Any, data_plane: Any) -> None:
     side = engine.connector._scheduler
-    assert not side._tracked and not side._boundary and side._lookup is None and not side._clients
+    assert not side._requests and side._lookup is None and not side._clients
     assert data_plane.calls == [] and data_plane.records == {}
     counted = {name for name, count in engine.counters().items() if count}
     assert counted <= {"off_requests"}, "other counters have changed"

@@ -47,7 +47,7 @@ def engine(running: Any, decides: Any, plane: Any, prompt: Any) -> Any:
 
 
 def layers(engine: Any) -> int:
-    return int(engine.worker._parts[0][0].layout.layers)
+    return int(engine.worker._shards.parts[0][0].layout.layers)
 
 
 def test_outputs_are_the_same(engine: Any, plane: Any, serve: Any) -> None:
@@ -125,23 +125,24 @@ def test_a_failed_layer_after_a_decision_is_recomputed(deciding: Any, plane: Any
     assert plane.layerwise_calls == 1
     counted = deciding.counted_since()
     assert counted["decisions/layers"] == 1 and counted["load_failures/corrupt"] == 1
-    side = deciding.connector._scheduler._policy_runner
-    line = side._policy._loads._lines[Tier.STORAGE]
-    assert side._loads == {} == side._policy._queued and line._last[-1][1] == 0.2
+    side = deciding.connector._scheduler
+    policy = side._policy_runner._policy
+    line = policy._loads._lines[Tier.STORAGE]
+    assert side._loads == {} == policy._queued and line._last[-1][1] == 0.2
 
 
 def test_a_layer_computes_before_the_next_one_arrives(
     engine: Any, plane: Any, monkeypatch: pytest.MonkeyPatch, serve: Any
 ) -> None:
     """Each layer is sent only after the engine has waited for the one before."""
-    manager, asked = engine.worker._managers[0], threading.Semaphore(1)
-    wait = manager.wait_layer
+    manager, asked = engine.worker._loads.managers[0], threading.Semaphore(1)
+    wait = manager.wait
 
-    def waited(names: Any, layer: int) -> None:
+    def waited(names: Any, layer: int | None = None) -> None:
         wait(names, layer)
         asked.release()
 
-    monkeypatch.setattr(manager, "wait_layer", waited)
+    monkeypatch.setattr(manager, "wait", waited)
     plane.script.before_layer = lambda layer: asked.acquire(timeout=WAIT_MAX_S)
     begin = time.monotonic()
     serve(engine, 700)

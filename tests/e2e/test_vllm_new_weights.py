@@ -127,9 +127,9 @@ def naming(serving: Serving, request_id: str) -> Callable[[list[int]], set[bytes
     from shadowserve.keys import prefix_chain, record_keys
 
     scheduler = serving.engine.connector._scheduler
-    (tracked,) = [one for name, one in scheduler._tracked.items() if name.startswith(request_id)]
-    (((_, namespace),),) = scheduler._lookup._cuts[0]
-    model, extra = scheduler._model, tracked.extra
+    (tracked,) = [one for name, one in scheduler._requests.items() if name.startswith(request_id)]
+    (((_, namespace),),) = scheduler._lookup._prober.layouts[0]
+    model, extra = scheduler._lookup._model, tracked.extra
     return lambda tokens: set(record_keys(namespace, prefix_chain(model, tokens, chunk_tokens=CHUNK, extra=extra)))
 
 

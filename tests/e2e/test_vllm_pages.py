@@ -54,7 +54,7 @@ def engine(plane: Plane, make_engine: Callable[..., Any], prompt: Any, serve: An
 def loads(engine: Any, plane: Plane, prompt: list[int], tokens: int) -> list[int]:
     """Have the engine load a prompt until all of it comes from devices: what was stored just now is written soon."""
     page_bytes = engine.worker._pages.page_bytes
-    size = tokens // 32 * page_bytes * engine.worker._parts[0][0].layout.layers
+    size = tokens // 32 * page_bytes * engine.worker._shards.parts[0][0].layout.layers
     outputs: list[int] = []
 
     def all_of_it() -> bool:
@@ -74,9 +74,9 @@ def test_prompts_come_from_devices_into_pages(
     engine: Any, plane: Plane, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layer by layer, as nothing else runs; each is told of as it comes."""
-    manager, told = type(engine.worker._managers[0]), list[int]()
-    tell = manager._tell
-    monkeypatch.setattr(manager, "_tell", lambda *arguments: (told.append(arguments[2]), tell(*arguments)))
+    pages, told = engine.worker._loads.managers[0]._pages, list[int]()
+    tell = pages.tell
+    monkeypatch.setattr(pages, "tell", lambda fetch, layers: (told.append(layers), tell(fetch, layers)))
     for length in LENGTHS:
         assert loads(engine, plane, prompt(length), length // 256 * 256) == reference([prompt(length)])[0]
     assert told, "layers were told of while they came"
@@ -122,8 +122,8 @@ def test_what_another_request_loads_while_the_memory_is_replaced_is_not_lost(
     engine: Any, plane: Plane, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Symptom: other tokens. What was scattered between copy and mapping was written to memory that nobody had more."""
-    pages, delivery, manager = engine.worker._pages, engine.worker._page_delivery, engine.worker._managers[0]
-    fetch, scatter, copy = delivery.fetch, manager._scatter, ctypes.memmove
+    pages, delivery, manager = engine.worker._pages, engine.worker._page_delivery, engine.worker._loads.managers[0]
+    fetch, scatter, copy = delivery.fetch, manager._batches._scatter, ctypes.memmove
     before, copied, scattered = pages.segment, threading.Event(), threading.Event()
 
     def without_answer(*arguments: Any) -> Any:
@@ -149,7 +149,7 @@ def test_what_another_request_loads_while_the_memory_is_replaced_is_not_lost(
     spoil(engine, 77)
     with monkeypatch.context() as patch, engine.awaiting_lookups():  # or one could come before the other is asked for
         patch.setattr(delivery, "fetch", without_answer)
-        patch.setattr(manager, "_scatter", scatter_meanwhile)
+        patch.setattr(manager._batches, "_scatter", scatter_meanwhile)
         patch.setattr(ctypes, "memmove", copy_slowly)
         prompts = [prompt(31), prompt(600, 1), prompt(1000)]
         assert engine.outputs(prompts) == reference(prompts)

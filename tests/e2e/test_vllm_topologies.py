@@ -31,7 +31,7 @@ def spoil(_: Any) -> None:
     """Overwrite a worker's paged memory."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    for cache in get_kv_transfer_group()._worker._parts[0][0].layout._mover._views:
+    for cache in get_kv_transfer_group()._worker._shards.parts[0][0].layout._mover._views:
         cache.fill_(3.0)
 
 

@@ -106,7 +106,7 @@ def test_a_data_plane_killed_during_a_load_costs_recomputation(
     llm_engine.add_request("r", {"prompt_token_ids": prompt(1000)}, parameters)
     ends = time.monotonic() + WAIT_MAX_S
     while not any(str(request.status).endswith("WAITING_FOR_REMOTE_KVS") for request in _requests(engine)):
-        if not engine.connector._scheduler._loading:
+        if not engine.connector._scheduler._loads:
             present = engine.connector._scheduler._lookup.present(_id(engine))
             daemon.freeze(frozen=present is not None and bool(present[0].any()))
         llm_engine.step()
@@ -153,13 +153,13 @@ def test_a_value_that_is_not_a_record_is_recomputed_and_replaced(
 def test_wrong_kv_changes_outputs(engine: Any, reference: Any, prompt: Any) -> None:
     """The control for the other tests, which compare outputs."""
     worker = engine.worker
-    manager = worker._managers[0]
-    scatter, manager._scatter = manager._scatter, lambda job, part, first, chunks: None
+    manager = worker._loads.managers[0]
+    scatter, manager._batches._scatter = manager._batches._scatter, lambda job, part, first, chunks: None
     try:
         prompts = [prompt(length) for length in LENGTHS]
         assert engine.outputs(prompts) != reference(prompts)
     finally:
-        manager._scatter = scatter
+        manager._batches._scatter = scatter
 
 
 def test_an_absent_data_plane_is_not_an_error(engine: Any, make_engine: Any, reference: Any, prompt: Any) -> None:

@@ -68,11 +68,11 @@ def _resp(data: bytes) -> None:
 
 
 def _record(data: bytes) -> None:
-    for parser in (record.peek_head, record.head_length, record.parse_head):
+    for parser in (record.peek_header, record.header_length, record.parse_header):
         with contextlib.suppress(RecordError):
             parser(data)
     with contextlib.suppress(RecordError):
-        head = record.parse_head(data)
+        head = record.parse_header(data)
         record.verify(data, head.key)
 
 

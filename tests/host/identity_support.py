@@ -129,7 +129,7 @@ def part_of(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "find_layout", lambda *_: "latent" if latent else "kv_cells")
         patch.setattr(parts.Rank, "layers", lambda *_: (0, len(group.layer_names)))
-        own, *_ = parts.find_parts(config, caches, Groups(plain, caches, host), memory, host, place)
+        own, *_ = parts.find_shards(config, caches, Groups(plain, caches, host), memory, host, place)
     return own
 
 

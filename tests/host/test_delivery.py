@@ -348,7 +348,7 @@ def test_writes_of_a_dpu_into_a_gpu_are_flushed_before_they_are_read(
         seen.append(flushes() - before)
         scatter(*arguments)
 
-    reader.manager._scatter_layers = scattered
+    reader.manager._layers.scatter = scattered
     assert reader.fetch(list(range(BLOCKS)), layerwise=layerwise).complete
     if layerwise:
         assert seen and seen == list(range(1, 1 + len(seen)))
@@ -435,7 +435,7 @@ def test_a_data_plane_without_a_driver_refuses_gpu_memory(
 class Borrowed(Segment):
     """Memory that must stay until the data plane has released it."""
 
-    outlives_us = False
+    peer_keeps_mapping = False
     closed = False
 
     def close(self) -> None:

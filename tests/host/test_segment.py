@@ -122,7 +122,7 @@ def test_memory_without_a_mapping_is_kept_until_released(
 class Borrowed(Segment):
     """Memory without a mapping of the data plane."""
 
-    outlives_us = False
+    peer_keeps_mapping = False
     closed = False
 
     def close(self) -> None:
@@ -155,12 +155,12 @@ def test_a_truncated_segment_reads_as_zeros_and_is_detected() -> None:
     segment = Segment.create(3 * 4096)
     segment.memory[:] = b"x" * segment.size
     view = segment.memory[4096:]
-    assert segment.whole()
+    assert segment.intact()
     os.ftruncate(segment._descriptor, 4096)
-    assert not segment.whole(), "before anybody touches it"
+    assert not segment.intact(), "before anybody touches it"
     assert bytes(view) == bytes(len(view))
     segment.close()
-    assert not segment.whole()
+    assert not segment.intact()
     assert bytes(view) == bytes(len(view)), "a view of it outlives it"
 
 

@@ -342,7 +342,7 @@ def sealed(length: int, name: bytes = b"", **fields: int) -> tuple[bytearray, Ob
 
 
 def test_an_object_says_what_it_is() -> None:
-    memory, expected = sealed(70_000, "schlüssel".encode(), generation=9, head_length=100, flags=5)
+    memory, expected = sealed(70_000, "schlüssel".encode(), generation=9, header_length=100, flags=5)
     assert native.object_header(memory) == expected
     value = memoryview(memory)[2048 : 2048 + 70_000]
     assert native.check_object(memory, expected, value, 0, 2) is Result.OK

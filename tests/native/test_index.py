@@ -228,7 +228,7 @@ def test_a_record_has_the_same_bytes_by_struct_numpy_and_c(index: Index) -> None
         device=3,
         extent=0x1020304,
         length=70_000,
-        head_length=2048,
+        header_length=2048,
         flags=IndexFlag.RECORD | IndexFlag.NAMED,
         name_blocks=native.blocks_of(70_000, 5000) - native.blocks_of(70_000),
         expires_at_ms=1 << 41,
@@ -285,7 +285,7 @@ def test_a_slot_without_an_object_is_nothing(index: Index) -> None:
 
 def test_an_object_that_no_log_may_hold_is_refused(index: Index) -> None:
     with pytest.raises(NativeError, match="putting an object"):
-        index.insert(0, KEYS[0], device=0, length=10, head_length=11, now_s=1)
+        index.insert(0, KEYS[0], device=0, length=10, header_length=11, now_s=1)
     with pytest.raises(ValueError, match="32 bytes"):
         index.find(0, b"short")
     with pytest.raises(NativeError, match="making an index for 0 objects"):

@@ -81,7 +81,7 @@ class Chain:
             name = hashlib.sha256(f"{label} {number}".encode()).digest()
             kv = bytes([number % 251]) * layout.raw_bytes
             value = record.encode(name, native.Codec.NONE, layout, kv, parent=parent)
-            self.records.append((name, value, record.parse_head(value).head_length, parent))
+            self.records.append((name, value, record.parse_header(value).header_length, parent))
             parent = name
 
     @property

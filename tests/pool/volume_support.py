@@ -218,6 +218,6 @@ def fields_of(entry: IndexEntry) -> ObjectFields:
         tenant=entry.tenant,
         length=entry.length,
         generation=entry.generation,
-        head_length=entry.head_length,
+        header_length=entry.header_length,
         flags=entry.flags,
     )

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from shadowserve import native
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.native import Codec
-from shadowserve.record import HEADER_BYTES, MANIFEST_DTYPE, Head, Manifest, encode
+from shadowserve.record import FIXED_HEADER_BYTES, MANIFEST_DTYPE, Head, Manifest, encode
 
 KEY = bytes(range(32))
 NAMESPACE = bytes(range(100, 132))
@@ -21,8 +21,8 @@ BUILT_IN = sorted(native.codec_implementations())
 HEADER_FIELDS = (
     ("magic", "4s"),
     ("version", "H"),
-    ("header_length", "H"),
-    ("head_length", "I"),
+    ("fixed_length", "H"),
+    ("header_length", "I"),
     ("checksum", "I"),
     ("record_length", "Q"),
     ("codec", "B"),
@@ -117,13 +117,13 @@ def read_header(record: bytes) -> dict[str, Any]:
 
 
 def read_manifest(record: bytes) -> Manifest:
-    return np.frombuffer(record[HEADER_BYTES : read_header(record)["head_length"]], MANIFEST_DTYPE).copy()
+    return np.frombuffer(record[FIXED_HEADER_BYTES : read_header(record)["header_length"]], MANIFEST_DTYPE).copy()
 
 
 def seal(record: bytes) -> bytes:
     """Return the record with a right checksum over its head, as a faulty or hostile writer would make it."""
     sealed = bytearray(record)
-    header_bytes = min(read_header(record)["head_length"], len(record))
+    header_bytes = min(read_header(record)["header_length"], len(record))
     sealed[12:16] = bytes(4)
     sealed[12:16] = struct.pack("<I", zlib.crc32(sealed[:header_bytes]))
     return bytes(sealed)
@@ -133,9 +133,9 @@ def forge(record: bytes, manifest: Manifest | None = None, body: bytes | None = 
     """Return the record with other parts, header lengths that fit them unless given, and a right checksum."""
     original = read_header(record)
     manifest = read_manifest(record) if manifest is None else manifest
-    body = record[original["head_length"] :] if body is None else body
-    header_bytes = HEADER_BYTES + manifest.nbytes
-    lengths = {"slices": len(manifest), "head_length": header_bytes, "record_length": header_bytes + len(body)}
+    body = record[original["header_length"] :] if body is None else body
+    header_bytes = FIXED_HEADER_BYTES + manifest.nbytes
+    lengths = {"slices": len(manifest), "header_length": header_bytes, "record_length": header_bytes + len(body)}
     values = original | lengths | header
     return seal(HEADER.pack(*(values[name] for name, _ in HEADER_FIELDS)) + manifest.tobytes() + body)
 

@@ -31,13 +31,13 @@ from shadowserve.chunk import DECODED_BYTES_MAX, DType, Quantizer
 from shadowserve.errors import CorruptRecordError, MismatchError
 from shadowserve.native import Codec
 from shadowserve.record import (
-    HEADER_BYTES,
+    FIXED_HEADER_BYTES,
     MANIFEST_DTYPE,
     decode,
     encode,
-    encode_head,
+    encode_header,
     layer_bounds,
-    parse_head,
+    parse_header,
     plan_slices,
     verify,
 )
@@ -79,7 +79,7 @@ VERSIONS = {"v1": b"", "v2": PARENT}
 def test_a_record_of_every_version_is_read_for_ever(name: str, version: str) -> None:
     codec, layout = GOLDEN[name]
     record = (ASSETS / f"{version}-{name}.bin").read_bytes()
-    assert parse_head(record).parent == VERSIONS[version]
+    assert parse_header(record).parent == VERSIONS[version]
     if codec not in BUILT_IN:
         with pytest.raises(MismatchError, match="cannot decode"):
             decode(record, KEY, layout)
@@ -102,8 +102,8 @@ def test_a_record_without_a_codec_is_written_as_its_version_was() -> None:
 
 def test_a_record_tells_its_parent() -> None:
     layout = make_layout()
-    assert parse_head(encode(KEY, Codec.NONE, layout, pattern(layout), parent=PARENT)).parent == PARENT
-    assert parse_head(encode(KEY, Codec.NONE, layout, pattern(layout))).parent == b""
+    assert parse_header(encode(KEY, Codec.NONE, layout, pattern(layout), parent=PARENT)).parent == PARENT
+    assert parse_header(encode(KEY, Codec.NONE, layout, pattern(layout))).parent == b""
     with pytest.raises(ValueError, match="its parent's 31"):
         encode(KEY, Codec.NONE, layout, pattern(layout), parent=PARENT[:31])
 
@@ -112,12 +112,12 @@ def test_the_header_is_laid_out_as_documented() -> None:
     layout = make_layout(Quantizer.BINNED, DType.FLOAT16, layers=5, kinds=1, tokens=7, vector_length=6)
     record = make_record(layout, Codec.NONE)
     header = read_header(record)
-    assert HEADER.size == HEADER_BYTES == 160
+    assert HEADER.size == FIXED_HEADER_BYTES == 160
     assert header == {
         "magic": b"SSKV",
         "version": 2,
-        "header_length": 160,
-        "head_length": 160 + 40 * 5,
+        "fixed_length": 160,
+        "header_length": 160 + 40 * 5,
         "checksum": zlib.crc32(record[:12] + bytes(4) + record[16 : 160 + 40 * 5]),
         "record_length": len(record),
         "codec": 0,
@@ -143,7 +143,7 @@ def test_a_header_names_the_bins_of_values_and_the_tokens_of_a_scale() -> None:
     layout = make_layout(Quantizer.BINNED, tokens=7, bins=64, value_bins=16, scale_tokens=3)
     header = read_header(make_record(layout))
     assert (header["bins"], header["value_bins"], header["scale_tokens"]) == (64, 16, 3)
-    assert parse_head(make_record(layout)).layout == layout
+    assert parse_header(make_record(layout)).layout == layout
     assert (
         read_header(make_record(replace(layout, scale_tokens=1)))["scale_tokens"] == 0
     )  # as before there was a choice
@@ -152,7 +152,7 @@ def test_a_header_names_the_bins_of_values_and_the_tokens_of_a_scale() -> None:
 def test_keys_and_values_are_quantized_with_bins_of_their_own() -> None:
     layout = make_layout(Quantizer.BINNED, DType.FLOAT32, layers=2, tokens=6, vector_length=50, bins=64, value_bins=16)
     record = make_record(layout, Codec.NONE)
-    for entry in parse_head(record).slices:
+    for entry in parse_header(record).slices:
         begin = int(entry["offset"]) + int(entry["scales_length"])
         symbols = np.frombuffer(record[begin : begin + int(entry["encoded_length"])], np.int8)
         assert np.abs(symbols.astype(int)).max() == (7 if entry["kind"] else 31)
@@ -162,7 +162,7 @@ def test_tokens_that_share_a_scale_store_it_once() -> None:
     layout = make_layout(Quantizer.BINNED, DType.FLOAT32, layers=1, tokens=7, vector_length=50, scale_tokens=3)
     record = make_record(layout, Codec.NONE)
     kv = as_values(pattern(layout), DType.FLOAT32).reshape(2, 7, 50)
-    for entry, vectors in zip(parse_head(record).slices, kv, strict=True):
+    for entry, vectors in zip(parse_header(record).slices, kv, strict=True):
         assert entry["scales_length"] == 3 * 4
         scales = np.frombuffer(record[int(entry["offset"]) :][:12], np.float32)
         largest = [np.abs(vectors[first : first + 3]).max() for first in (0, 3, 6)]
@@ -172,9 +172,9 @@ def test_tokens_that_share_a_scale_store_it_once() -> None:
 def test_the_manifest_is_laid_out_as_documented() -> None:
     layout = make_layout(Quantizer.BINNED, DType.FLOAT16, tokens=7, vector_length=6)
     record = make_record(layout, Codec.NONE)
-    offset = HEADER_BYTES + 40 * 4
+    offset = FIXED_HEADER_BYTES + 40 * 4
     for index in range(4):
-        entry = struct.unpack_from("<QIIIIIIII", record, HEADER_BYTES + 40 * index)
+        entry = struct.unpack_from("<QIIIIIIII", record, FIXED_HEADER_BYTES + 40 * index)
         stored = record[offset : offset + 4 * 7 + 7 * 6]
         crcs = (zlib.crc32(stored), zlib.crc32(stored[4 * 7 :]))
         assert entry == (offset, index // 2, index % 2, 0, 7, 4 * 7, 7 * 6, *crcs)
@@ -305,7 +305,7 @@ def test_planned_slices_cover_the_chunk_in_order_with_as_few_cuts_as_will_do(
     assert pieces.max() * layout.token_decoded_bytes <= DECODED_BYTES_MAX
     assert pieces.shape[1] == 1 or -(-tokens // (pieces.shape[1] - 1)) * layout.token_decoded_bytes > DECODED_BYTES_MAX
     assert manifest["layer"].tolist() == sorted(manifest["layer"].tolist())
-    assert parse_head(encode_head(KEY, Codec.NONE, layout, manifest)).layout == layout
+    assert parse_header(encode_header(KEY, Codec.NONE, layout, manifest)).layout == layout
 
 
 def test_every_range_of_layers_is_one_range_of_bytes() -> None:
@@ -330,10 +330,10 @@ def test_every_range_of_layers_is_one_range_of_bytes() -> None:
         assert delivered == kv[first * layer_bytes : (last + 1) * layer_bytes]
         if first == last:
             covered += end - begin
-    assert covered == len(record) - head.head_length
-    assert layer_range(head, 0, 4) == (head.head_length, len(record))
+    assert covered == len(record) - head.header_length
+    assert layer_range(head, 0, 4) == (head.header_length, len(record))
     bounds = layer_bounds(record).tolist()
-    assert bounds == layer_bounds(record[: head.head_length]).tolist()
+    assert bounds == layer_bounds(record[: head.header_length]).tolist()
     ranges = [layer_range(head, layer, layer) for layer in range(layout.layers)]
     assert list(itertools.pairwise(bounds)) == ranges
 
@@ -341,7 +341,7 @@ def test_every_range_of_layers_is_one_range_of_bytes() -> None:
 def test_layers_of_a_head_that_has_changed_are_not_told() -> None:
     record = make_record(make_layout())
     layer_bounds(record)
-    for position in (8, 40, HEADER_BYTES, HEADER_BYTES + 9):
+    for position in (8, 40, FIXED_HEADER_BYTES, FIXED_HEADER_BYTES + 9):
         damaged = bytearray(record)
         damaged[position] ^= 1
         with pytest.raises(CorruptRecordError):
@@ -356,7 +356,7 @@ def test_a_reader_takes_slices_that_were_cut_otherwise() -> None:
     manifest["encoded_length"] = manifest["tokens"] * 4
     for entry, piece in zip(manifest, (kv[:4], kv[4:16], kv[16:]), strict=True):
         entry["checksum"] = entry["decoded_crc32"] = zlib.crc32(piece)
-    assert decode(encode_head(KEY, Codec.NONE, layout, manifest) + kv, KEY, layout) == kv
+    assert decode(encode_header(KEY, Codec.NONE, layout, manifest) + kv, KEY, layout) == kv
 
 
 # ---- Layouts ---------------------------------------------------------------------------------------------------------

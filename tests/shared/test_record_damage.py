@@ -30,16 +30,16 @@ from shadowserve.chunk import DType, Quantizer
 from shadowserve.errors import CorruptRecordError, MismatchError, NotARecordError, RecordError
 from shadowserve.native import Codec
 from shadowserve.record import (
-    HEAD_BYTES_MAX,
-    HEADER_BYTES,
+    FIXED_HEADER_BYTES,
+    HEADER_BYTES_MAX,
     MAGIC,
     MANIFEST_DTYPE,
     Manifest,
     decode,
-    encode_head,
-    head_length,
-    parse_head,
-    peek_head,
+    encode_header,
+    header_length,
+    parse_header,
+    peek_header,
     plan_slices,
     slices_of,
     verify,
@@ -61,7 +61,7 @@ def test_each_flipped_bit_is_found_before_anything_is_decoded(codec: Codec) -> N
 def test_each_flipped_bit_of_a_head_under_a_right_checksum_is_found(codec: Codec) -> None:
     layout = make_layout(Quantizer.BINNED)
     record = make_record(layout, codec)
-    header_bytes = read_header(record)["head_length"]
+    header_bytes = read_header(record)["header_length"]
     for bit, damaged in flipped(record[:header_bytes]):
         if 12 <= bit // 8 < 16:
             continue  # the checksum itself
@@ -76,7 +76,7 @@ def test_each_flipped_bit_of_a_stream_under_a_right_checksum_is_found_when_decod
     layout = make_layout(Quantizer.LOSSLESS, layers=1, kinds=1, tokens=8, vector_length=8)
     record = make_record(layout, codec)
     manifest = read_manifest(record)
-    body = record[read_header(record)["head_length"] :]
+    body = record[read_header(record)["header_length"] :]
     for _, damaged in flipped(body):
         manifest["checksum"] = zlib.crc32(damaged)
         try:
@@ -89,14 +89,14 @@ def test_each_flipped_bit_of_a_stream_under_a_right_checksum_is_found_when_decod
 @pytest.mark.parametrize("codec", BUILT_IN)
 def test_each_truncation_is_found(codec: Codec) -> None:
     record = make_record(codec=codec)
-    header_bytes = read_header(record)["head_length"]
+    header_bytes = read_header(record)["header_length"]
     for length in range(len(record)):
         with pytest.raises(NotARecordError if length < 4 else CorruptRecordError):
             verify(record[:length], KEY)
         if length < header_bytes:
             with pytest.raises(RecordError):
-                parse_head(record[:length])
-    assert parse_head(record[:header_bytes]) is not None
+                parse_header(record[:length])
+    assert parse_header(record[:header_bytes]) is not None
 
 
 def test_bytes_behind_the_record_are_found() -> None:
@@ -122,38 +122,38 @@ def test_arbitrary_bytes_behind_the_magic_end_as_a_record_error(rest: bytes) -> 
     with pytest.raises(RecordError):
         verify(MAGIC + rest, KEY)
     with pytest.raises(RecordError):
-        verify(seal((MAGIC + b"\1\0\x80\0" + rest).ljust(HEADER_BYTES, b"\0")), KEY)
+        verify(seal((MAGIC + b"\1\0\x80\0" + rest).ljust(FIXED_HEADER_BYTES, b"\0")), KEY)
 
 
 def test_a_peek_at_a_head_tells_what_reading_it_tells() -> None:
     record = make_record(codec=Codec.LZ4)
-    head = parse_head(record)
-    length = head_length(record)
-    assert length == head.head_length == head_length(record[:HEADER_BYTES])
-    assert peek_head(record[:length]) == (head.key, head.layout.namespace, head.codec, head.record_length)
+    head = parse_header(record)
+    length = header_length(record)
+    assert length == head.header_length == header_length(record[:FIXED_HEADER_BYTES])
+    assert peek_header(record[:length]) == (head.key, head.layout.namespace, head.codec, head.record_length)
 
 
 def test_a_peek_at_a_head_finds_the_damage_that_reading_it_finds() -> None:
     record = make_record()
-    head = record[: head_length(record)]
+    head = record[: header_length(record)]
     for _, damaged in flipped(head):
         with pytest.raises(RecordError) as read:
-            parse_head(damaged)
+            parse_header(damaged)
         with pytest.raises(read.type):
-            peek_head(damaged)
+            peek_header(damaged)
     for length in range(len(head)):
         with pytest.raises(RecordError):
-            peek_head(head[:length])
+            peek_header(head[:length])
 
 
 @pytest.mark.parametrize("value", [b"", b"SSKV", bytes(500), make_record()[:127], b"X" + make_record()[1:]])
 def test_what_cannot_begin_a_record_claims_no_head(value: bytes) -> None:
-    assert head_length(value) == 0
-    assert head_length(memoryview(value)) == 0
+    assert header_length(value) == 0
+    assert header_length(memoryview(value)) == 0
 
 
 def test_a_head_that_claims_more_than_any_has_claims_none() -> None:
-    assert head_length(forge(make_record(), head_length=HEAD_BYTES_MAX + 1)) == 0
+    assert header_length(forge(make_record(), header_length=HEADER_BYTES_MAX + 1)) == 0
 
 
 # ---- Sound records of something else ---------------------------------------------------------------------------------
@@ -207,14 +207,14 @@ def test_a_codec_that_was_not_built_in_is_a_mismatch_and_not_damage(monkeypatch:
 @pytest.mark.parametrize(
     "header",
     [
-        {"header_length": 64},
-        {"header_length": 256},
-        {"head_length": HEADER_BYTES},
-        {"head_length": 2**32 - 1},
+        {"fixed_length": 64},
+        {"fixed_length": 256},
+        {"header_length": FIXED_HEADER_BYTES},
+        {"header_length": 2**32 - 1},
         {"slices": 0},
         {"slices": 3},
         {"slices": 2**32 - 1},
-        {"slices": 2**32 - 1, "head_length": (HEADER_BYTES + 40 * (2**32 - 1)) % 2**32},
+        {"slices": 2**32 - 1, "header_length": (FIXED_HEADER_BYTES + 40 * (2**32 - 1)) % 2**32},
         {"record_length": 0},
         {"record_length": 2**64 - 1},
         {"quantizer": 3},
@@ -245,17 +245,17 @@ def test_a_header_that_contradicts_itself_is_corrupt(header: dict[str, Any]) -> 
         verify(forge(make_record(), **header), KEY)
 
 
-@pytest.mark.parametrize("length", [0, HEADER_BYTES, HEADER_BYTES + 4 * 40 - 1])
+@pytest.mark.parametrize("length", [0, FIXED_HEADER_BYTES, FIXED_HEADER_BYTES + 4 * 40 - 1])
 def test_a_record_shorter_than_its_head_is_corrupt_to_who_sees_only_the_head(length: int) -> None:
     with pytest.raises(CorruptRecordError, match="contradict"):
-        peek_head(forge(make_record(), record_length=length))
+        peek_header(forge(make_record(), record_length=length))
 
 
 def test_a_head_above_the_longest_is_corrupt_even_if_it_is_all_there() -> None:
-    count = (HEAD_BYTES_MAX - HEADER_BYTES) // MANIFEST_DTYPE.itemsize
-    assert peek_head(forge(make_record(), np.zeros(count, MANIFEST_DTYPE))).key == KEY
+    count = (HEADER_BYTES_MAX - FIXED_HEADER_BYTES) // MANIFEST_DTYPE.itemsize
+    assert peek_header(forge(make_record(), np.zeros(count, MANIFEST_DTYPE))).key == KEY
     with pytest.raises(CorruptRecordError, match="contradict"):
-        peek_head(forge(make_record(), np.zeros(count + 1, MANIFEST_DTYPE)))
+        peek_header(forge(make_record(), np.zeros(count + 1, MANIFEST_DTYPE)))
 
 
 def test_an_empty_manifest_is_corrupt() -> None:
@@ -307,10 +307,10 @@ def test_a_manifest_that_does_not_cover_the_chunk_is_corrupt(change: Callable[[M
     manifest = read_manifest(record)
     change(manifest)
     with pytest.raises(CorruptRecordError, match="does not cover"):
-        _ = parse_head(forge(record, manifest)).slices  # what a data plane goes by, which has only the head
-    sound = parse_head(record)
+        _ = parse_header(forge(record, manifest)).slices  # what a data plane goes by, which has only the head
+    sound = parse_header(record)
     with pytest.raises(CorruptRecordError, match="does not cover"):
-        slices_of([sound, parse_head(forge(record, manifest)), sound])
+        slices_of([sound, parse_header(forge(record, manifest)), sound])
     with pytest.raises(CorruptRecordError):
         verify(forge(record, manifest), KEY)
 
@@ -323,13 +323,13 @@ def test_manifests_whose_faults_cancel_out_are_corrupt(name: str) -> None:
     for by in (1, -1):
         manifest = read_manifest(record)
         shift(name, 3, by)(manifest)
-        heads.append(parse_head(forge(record, manifest, record_length=len(record))))
+        heads.append(parse_header(forge(record, manifest, record_length=len(record))))
     with pytest.raises(CorruptRecordError, match="does not cover"):
         slices_of(heads)
 
 
 def test_manifests_are_those_of_their_heads() -> None:
-    heads = [parse_head(make_record(codec=codec)) for codec in (Codec.NONE, Codec.DEFLATE, Codec.NONE)]
+    heads = [parse_header(make_record(codec=codec)) for codec in (Codec.NONE, Codec.DEFLATE, Codec.NONE)]
     assert slices_of(heads).tobytes() == b"".join(head.manifest.tobytes() for head in heads)
     assert len(slices_of([])) == 0
 
@@ -337,7 +337,7 @@ def test_manifests_are_those_of_their_heads() -> None:
 def test_a_head_of_more_tokens_than_a_chunk_has_is_corrupt() -> None:
     """So many that a position could wrap around to a sound one."""
     with pytest.raises(CorruptRecordError, match="at most 65536"):
-        parse_head(forge(make_record(), tokens=2**32 - 1))
+        parse_header(forge(make_record(), tokens=2**32 - 1))
 
 
 def rename_kind(manifest: Manifest) -> Manifest:
@@ -380,13 +380,13 @@ def call_scales(manifest: Manifest) -> Manifest:
 @pytest.mark.parametrize("change", [rename_kind, rename_token, merge, insert_empty, leave_out, call_scales])
 def test_a_manifest_that_covers_the_chunk_by_a_trick_is_corrupt(change: Callable[[Manifest], Manifest]) -> None:
     record = make_record(codec=Codec.NONE)
-    body = record[head_length(record) :]
+    body = record[header_length(record) :]
     manifest = change(read_manifest(record))
     stored = manifest["scales_length"].astype(int) + manifest["encoded_length"]
     body = body[: stored.sum()]
-    manifest["offset"] = HEADER_BYTES + manifest.nbytes + np.cumsum(stored) - stored
+    manifest["offset"] = FIXED_HEADER_BYTES + manifest.nbytes + np.cumsum(stored) - stored
     for entry in manifest:
-        begin = int(entry["offset"]) - HEADER_BYTES - manifest.nbytes
+        begin = int(entry["offset"]) - FIXED_HEADER_BYTES - manifest.nbytes
         length = int(entry["scales_length"]) + int(entry["encoded_length"])
         entry["checksum"] = zlib.crc32(body[begin : begin + length])
     with pytest.raises(CorruptRecordError, match="does not cover"):
@@ -398,8 +398,8 @@ def test_a_slice_above_2_mib_is_corrupt() -> None:
     record = make_record(layout, Codec.NONE)
     whole = read_manifest(record)[:1].copy()
     whole["tokens"], whole["encoded_length"] = 520, 520 * 4096
-    whole["offset"] = HEADER_BYTES + 40
-    body = record[read_header(record)["head_length"] :]
+    whole["offset"] = FIXED_HEADER_BYTES + 40
+    body = record[read_header(record)["header_length"] :]
     whole["checksum"] = whole["decoded_crc32"] = zlib.crc32(body)
     with pytest.raises(CorruptRecordError, match="does not cover"):
         verify(forge(record, whole, body), KEY)
@@ -413,7 +413,7 @@ def test_a_stream_that_swells_is_given_only_its_slice() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(CorruptRecordError, match="does not decode"):
-            decode(encode_head(KEY, Codec.DEFLATE, layout, manifest) + bomb, KEY, layout)
+            decode(encode_header(KEY, Codec.DEFLATE, layout, manifest) + bomb, KEY, layout)
         assert tracemalloc.get_traced_memory()[1] < 2 * len(bomb) + (1 << 20)
     finally:
         tracemalloc.stop()
@@ -422,15 +422,15 @@ def test_a_stream_that_swells_is_given_only_its_slice() -> None:
 @pytest.mark.parametrize(
     "header",
     [
-        {"slices": 2**32 - 1, "head_length": 2**32 - 1, "record_length": 2**64 - 1},
-        {"slices": (HEAD_BYTES_MAX - HEADER_BYTES) // 40 + 1},
+        {"slices": 2**32 - 1, "header_length": 2**32 - 1, "record_length": 2**64 - 1},
+        {"slices": (HEADER_BYTES_MAX - FIXED_HEADER_BYTES) // 40 + 1},
         {"layers": 2**32 - 1, "tokens": 2**32 - 1, "vector_length": 2**20},
     ],
     ids=str,
 )
 def test_a_hostile_head_costs_no_memory_beyond_its_own(header: dict[str, Any]) -> None:
     slices = header.get("slices", 4)
-    consistent = {"head_length": HEADER_BYTES + 40 * slices, "record_length": 1 << 40}
+    consistent = {"header_length": FIXED_HEADER_BYTES + 40 * slices, "record_length": 1 << 40}
     record = forge(make_record(), **({key: value % 2**32 for key, value in consistent.items()} | header))
     tracemalloc.start()
     try:
@@ -444,7 +444,7 @@ def test_a_hostile_head_costs_no_memory_beyond_its_own(header: dict[str, Any]) -
 def test_scales_that_are_not_finite_are_corrupt() -> None:
     layout = make_layout(Quantizer.BINNED, layers=1, kinds=1, tokens=1)
     record = make_record(layout, Codec.NONE)
-    body = struct.pack("<f", float("nan")) + record[read_header(record)["head_length"] + 4 :]
+    body = struct.pack("<f", float("nan")) + record[read_header(record)["header_length"] + 4 :]
     manifest = read_manifest(record)
     manifest["checksum"] = zlib.crc32(body)
     with pytest.raises(CorruptRecordError, match="cannot be dequantized"):
@@ -459,7 +459,9 @@ INTERESTING = st.one_of(
 
 @settings(max_examples=500)
 @given(
-    changes=st.lists(st.tuples(st.integers(0, (HEADER_BYTES + 4 * 40) // 4 - 1), INTERESTING), min_size=1, max_size=6),
+    changes=st.lists(
+        st.tuples(st.integers(0, (FIXED_HEADER_BYTES + 4 * 40) // 4 - 1), INTERESTING), min_size=1, max_size=6
+    ),
     relative=st.booleans(),
 )
 def test_any_words_in_a_sealed_head_end_as_a_record_error_or_as_the_same_record(
@@ -472,7 +474,7 @@ def test_any_words_in_a_sealed_head_end_as_a_record_error_or_as_the_same_record(
         struct.pack_into("<I", record, word * 4, (old + value) % (1 << 32) if relative else value)
     sealed = seal(bytes(record))
     try:
-        head = parse_head(sealed)
+        head = parse_header(sealed)
         assert head.slices["offset"].max() < len(sealed)
         assert [layer_range(head, layer, layer) for layer in range(min(head.layout.layers, 9))]
         kv = decode(sealed, KEY, layout)

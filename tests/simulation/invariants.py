@@ -67,7 +67,7 @@ def _chunks(store: Pool) -> _Present:
     assert isinstance(store, Pool)
     for slot in store._index.scan(ANY, 0, 1 << 20, 1 << 20)[1]:
         entry = store._index.read(slot)
-        if entry.head_length:
+        if entry.header_length:
             parent = None if entry.parent == NO_PARENT else (entry.tenant, entry.parent)
             found[entry.tenant, entry.key] = entry.generation, parent
     return found

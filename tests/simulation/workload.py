@@ -197,7 +197,7 @@ class Workload:
             parent = chunk_name(chain, number - 2) if number > 1 else b""
             body = bytes([variant]) * layout.raw_bytes
             found = self._records[key, variant] = record.encode(name, native.Codec.NONE, layout, body, parent=parent)
-        return found, record.verify(found, name).head_length
+        return found, record.verify(found, name).header_length
 
     def _get(self, tenant: str) -> Call:
         key = self._key()

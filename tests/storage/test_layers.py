@@ -39,7 +39,7 @@ def record_of(number: int, *, layers: int = LAYERS, layer_bytes: int = 2048) -> 
 
 def layer_of(value: bytes, layer: int) -> bytes:
     """Return a layer's bytes slice by slice from the manifest, independently of the server's code."""
-    slices = record.parse_head(value).slices
+    slices = record.parse_header(value).slices
     parts = slices[slices["layer"] == layer]
     sizes = parts["scales_length"].astype(int) + parts["encoded_length"]
     return b"".join(value[at : at + size] for at, size in zip(parts["offset"].astype(int), sizes, strict=True))

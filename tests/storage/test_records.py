@@ -126,10 +126,10 @@ def test_kv_meta_returns_length_and_header_of_records_and_nil_otherwise(client: 
     client.call("SET", "plain", "value")
     client.call("SET", storage_key(b"z" * 32), "no record under a chunk's key")
     reply = client.call("KV.META", keys[0], "absent", keys[2], "plain", storage_key(b"z" * 32), keys[1], keys[0])
-    heads = [record.parse_head(value).head_length for value in values]
+    heads = [record.parse_header(value).header_length for value in values]
     expected = [[len(value), value[:head]] for value, head in zip(values, heads, strict=True)]
     assert reply == [expected[0], None, expected[2], None, None, expected[1], expected[0]]
-    assert record.parse_head(reply[0][1]).record_length == len(values[0])  # type: ignore[index, arg-type]
+    assert record.parse_header(reply[0][1]).record_length == len(values[0])  # type: ignore[index, arg-type]
 
 
 def test_kv_meta_of_a_whole_prefix_takes_one_round_trip(client: Client) -> None:

@@ -11,7 +11,7 @@ from typing import Final, Literal
 from dpu_dataplane.sources.found import Cold, Stored
 from shadowserve import resp
 from shadowserve.errors import ProtocolError
-from shadowserve.record import HEAD_BYTES_MAX
+from shadowserve.record import HEADER_BYTES_MAX
 
 HEADER_GUESS: Final = 4096
 """Bytes to request from servers without KV.META: the headers of chunks of up to 99 slices (49 layers of K and V)."""
@@ -21,11 +21,11 @@ TOTAL_BYTES_MAX: Final = 96 << 20
 """Most bytes of an answer: 1,024 headers of 96 KiB; those of 32 layers have 2.6 KiB."""
 
 _LIMITS: Final = resp.Limits(
-    bulk_bytes_max=HEAD_BYTES_MAX,
+    bulk_bytes_max=HEADER_BYTES_MAX,
     items_max=ITEMS_MAX,
     depth_max=4,
     total_bytes_max=TOTAL_BYTES_MAX,
-    large_bulk_bytes=HEAD_BYTES_MAX + 1,  # never: headers are small
+    large_bulk_bytes=HEADER_BYTES_MAX + 1,  # never: headers are small
 )
 _BEGIN: Final = re.compile(rb"\*([1-9][0-9]{0,3})\r\n(?=\*2\r\n:|\$-1\r\n)")
 _ENTRY: Final = re.compile(rb"\*2\r\n:(0|[1-9][0-9]{0,17})\r\n\$(0|[1-9][0-9]{0,6})\r\n")
@@ -101,7 +101,7 @@ class AnswerReader:
             if match is not None:
                 size = int(match[2])
                 begin, end = match.end(), match.end() + size
-                if size > HEAD_BYTES_MAX or self._total_bytes + size > TOTAL_BYTES_MAX:
+                if size > HEADER_BYTES_MAX or self._total_bytes + size > TOTAL_BYTES_MAX:
                     raise ProtocolError("Protocol error: an answer larger than the limits allow")
                 if end + 2 > len(data):
                     break

@@ -34,7 +34,7 @@ from shadowserve.pieces import Flags
 from shadowserve.pool.arena import BLOCK_BYTES
 from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.disk import Disk
-from shadowserve.record import parse_head
+from shadowserve.record import parse_header
 
 _KNOWN_MAX: Final = 65_536
 """Record layouts that are cached: 16 Mi tokens at 256 tokens a chunk."""
@@ -164,16 +164,16 @@ class DevicePageLoader(PageLoader):
 def _describe(key: bytes, stored: Stored, layout: ChunkLayout) -> _Known | None:
     """Return how to read a record; None if it does not hold pages."""
     try:
-        header = parse_head(stored.header)
+        header = parse_header(stored.header)
         header.expect(key, layout)
         slices = header.slices
     except RecordError:
         return None
     row_bytes = layout.tokens * layout.vector_length
     whole = len(slices) == layout.layers and bool((slices["encoded_length"] == row_bytes).all())
-    if header.codec != native.Codec.NONE or not whole or not begins_in_blocks(header.head_length):
+    if header.codec != native.Codec.NONE or not whole or not begins_in_blocks(header.header_length):
         return None
-    return _Known(layout, stored.length, header.head_length, slices["checksum"].astype(np.uint32).tobytes())
+    return _Known(layout, stored.length, header.header_length, slices["checksum"].astype(np.uint32).tobytes())
 
 
 @dataclass(frozen=True)

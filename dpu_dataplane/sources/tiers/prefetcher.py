@@ -527,7 +527,7 @@ class Prefetcher:
                         turn.moved_bytes = 0
                         return
             header = await asyncio.to_thread(verify, memory, record.key)
-            if self._tiers.add(record.key, memory, bytes(memory[: header.head_length])) is None:
+            if self._tiers.add(record.key, memory, bytes(memory[: header.header_length])) is None:
                 self._keep(request, record.key, record.size)
         finally:
             self._tiers.free(memory)

@@ -30,7 +30,7 @@ from shadowserve.pool.pool import Pool
 from shadowserve.pool.thread import PoolThread
 from shadowserve.pool.types import DEFAULT_TENANT, ENTRIES_PER_HOLD, Address, Lease
 from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError
-from shadowserve.record import parse_head
+from shadowserve.record import parse_header
 from shadowserve.tier import Tier
 
 _BATCH_SHARE: Final = 4
@@ -58,8 +58,8 @@ def ranges_of(count: int) -> Iterator[range]:
 
 def _is_paged(stored: Stored) -> bool:
     try:
-        header = parse_head(stored.header)
-        return header.codec == native.Codec.NONE and begins_in_blocks(header.head_length)
+        header = parse_header(stored.header)
+        return header.codec == native.Codec.NONE and begins_in_blocks(header.header_length)
     except RecordError:
         return False
 
@@ -271,7 +271,7 @@ class Tiers:
             None, or the error of a pool that is too busy now.
         """
         self._headers.drop(key)
-        parent = parse_head(header).parent
+        parent = parse_header(header).parent
         ends_ms = wall_clock_ms() + lasts_ms if lasts_ms else None
         try:
             with self.lock:

@@ -85,7 +85,7 @@ enum ss_result ss_object_seal(void *object, uint64_t size, const struct ss_objec
     uint64_t bytes = ss_object_bytes(fields->length, fields->name_length);
     uint64_t used = (uint64_t)HEADER_BYTES + fields->length + fields->name_length;
 
-    if (size < bytes || fields->head_length > fields->length || fields->name_length > NAME_BYTES_MAX) {
+    if (size < bytes || fields->header_length > fields->length || fields->name_length > NAME_BYTES_MAX) {
         return SS_BAD_ARGUMENT;
     }
     const uint8_t *value = header + HEADER_BYTES, *name = value + fields->length;
@@ -98,7 +98,7 @@ enum ss_result ss_object_seal(void *object, uint64_t size, const struct ss_objec
     put_number(header + AT_FLAGS, fields->flags, 2);
     put_number(header + AT_UNIT, unit, 4);
     put_number(header + AT_LENGTH, fields->length, 4);
-    put_number(header + AT_HEAD_LENGTH, fields->head_length, 4);
+    put_number(header + AT_HEAD_LENGTH, fields->header_length, 4);
     memcpy(header + AT_KEY, fields->key, sizeof fields->key);
     put_number(header + AT_GENERATION, fields->generation, 8);
     put_number(header + AT_NAME_LENGTH, fields->name_length, 4);
@@ -123,11 +123,11 @@ enum ss_result ss_object_read(const void *object, struct ss_object_fields *field
     memcpy(fields->key, header + AT_KEY, sizeof fields->key);
     fields->generation = get_number(header + AT_GENERATION, 8);
     fields->length = (uint32_t)get_number(header + AT_LENGTH, 4);
-    fields->head_length = (uint32_t)get_number(header + AT_HEAD_LENGTH, 4);
+    fields->header_length = (uint32_t)get_number(header + AT_HEAD_LENGTH, 4);
     fields->name_length = (uint32_t)get_number(header + AT_NAME_LENGTH, 4);
     fields->tenant = (uint16_t)get_number(header + AT_TENANT, 2);
     fields->flags = (uint16_t)get_number(header + AT_FLAGS, 2);
-    if (get_number(header + AT_UNIT, 4) != ss_object_unit(fields->length) || fields->head_length > fields->length ||
+    if (get_number(header + AT_UNIT, 4) != ss_object_unit(fields->length) || fields->header_length > fields->length ||
         fields->name_length > NAME_BYTES_MAX) {
         return SS_BAD_DATA;
     }

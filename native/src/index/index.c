@@ -122,7 +122,7 @@ void ss_index_count(struct ss_index *index, const struct entry *entry, int64_t s
 bool ss_index_valid(const struct ss_index_record *record, uint32_t blocks) {
     return record->kind == SS_INDEX_PUT && record->reserved == 0 && record->name_blocks <= NAME_BLOCKS_MAX &&
            (record->name_blocks == 0 || (record->flags & SS_INDEX_NAMED) != 0) &&
-           record->head_length <= record->length && record->head_length <= HEAD_LENGTH_MAX &&
+           record->header_length <= record->length && record->header_length <= HEAD_LENGTH_MAX &&
            (record->flags & SS_INDEX_EVERY_TENANT) == 0 &&
            (uint64_t)record->extent + ss_index_blocks(record->length, 0) + record->name_blocks <= blocks;
 }
@@ -133,7 +133,7 @@ static void fill(struct entry *entry, const struct ss_index_record *record, uint
     entry->flags = record->flags;
     entry->extent = record->extent;
     entry->length = record->length;
-    entry->head_length = record->head_length & HEAD_LENGTH_MAX;
+    entry->header_length = record->header_length & HEAD_LENGTH_MAX;
     entry->name_blocks = record->name_blocks & NAME_BLOCKS_MAX;
     entry->generation = record->generation;
     entry->pinned_until_s = record->pinned_until_s;
@@ -213,7 +213,7 @@ enum ss_result ss_index_read(const struct ss_index *index, uint32_t slot, struct
     record->tenant = entry->tenant;
     record->extent = entry->extent;
     record->length = entry->length;
-    record->head_length = entry->head_length;
+    record->header_length = entry->header_length;
     record->accessed_s = entry->accessed_s;
     record->pinned_until_s = entry->pinned_until_s;
     record->generation = entry->generation;
@@ -294,7 +294,7 @@ enum ss_result ss_index_resize(struct ss_index *index, uint32_t slot, uint32_t l
         return SS_NOT_FOUND;
     }
     struct entry *entry = &index->entries[slot];
-    if (length < entry->head_length) {
+    if (length < entry->header_length) {
         return SS_BAD_ARGUMENT;
     }
     ss_index_count(index, entry, -1);

@@ -62,7 +62,7 @@ struct entry {
     uint32_t first_child;
     uint32_t previous_sibling;
     uint32_t next_sibling;
-    uint32_t head_length : 21;
+    uint32_t header_length : 21;
     uint32_t name_blocks : 5;
     uint32_t list : 2; /* of a dangling parent: LIST_BLOCKED if no descendant may be evicted, else LIST_NONE */
     uint32_t frequency : 2;

@@ -319,8 +319,10 @@ class ColdReader:
             if buffer is not None:
                 buffer[:] = data
             head = record.verify(data if buffer is None else buffer, read.key)
-            if head.head_length != read.place.header_bytes:
-                raise RecordError(f"its header has {head.head_length} bytes, the entry says {read.place.header_bytes}")
+            if head.header_length != read.place.header_bytes:
+                raise RecordError(
+                    f"its header has {head.header_length} bytes, the entry says {read.place.header_bytes}"
+                )
         except RecordError as error:
             self._give_back(buffer)
             self._catalog.hide(read.contents)
@@ -368,7 +370,7 @@ class ColdReader:
         found = pool.peek(read.address)
         if found is not None and found.is_cold:
             try:
-                pool.put(read.address, buffer, header_bytes=head.head_length, parent=head.parent)
+                pool.put(read.address, buffer, header_bytes=head.header_length, parent=head.parent)
                 found = pool.peek(read.address)
             except (BusyError, OutOfBudgetError):
                 found = None

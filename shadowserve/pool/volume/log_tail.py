@@ -96,7 +96,7 @@ def _is_complete(entry: IndexEntry, blocks: int, read: ReadBlocks) -> bool:
         tenant=entry.tenant,
         length=entry.length,
         generation=entry.generation,
-        head_length=entry.head_length,
+        header_length=entry.header_length,
         flags=entry.flags,
     )
     first, units = object_units(entry.length, 0, entry.length)

@@ -186,7 +186,7 @@ def _check_object(reader: BlockReader, entry: IndexEntry) -> str | None:
         tenant=entry.tenant,
         length=entry.length,
         generation=entry.generation,
-        head_length=entry.head_length,
+        header_length=entry.header_length,
         flags=entry.flags,
     )
     first, count = object_units(entry.length, 0, entry.length)

@@ -36,7 +36,7 @@ from shadowserve.native import Result
 from shadowserve.pieces import leading
 from shadowserve.pool.config import PoolConfig
 from shadowserve.pool.prefetch_policy import PrefetchPolicy
-from shadowserve.record import encode_head, head_length
+from shadowserve.record import encode_header, header_length
 
 SHAPE = layout(layers=8)
 MIB = 1 << 20
@@ -226,7 +226,7 @@ class BehindTiers(Behind):
 
     def put(self, key: bytes, value: bytes) -> None:
         with self.source._tiers.lock:
-            self.pool.put(address_of(key), value, header_bytes=head_length(value) or 0)
+            self.pool.put(address_of(key), value, header_bytes=header_length(value) or 0)
 
     def hold(self) -> None:
         wait_for(lambda: not self.pool.busy)
@@ -302,7 +302,7 @@ class Bench:
         )
         try:
             assert await asyncio.to_thread(self.pipeline.encode, batch_) is Result.OK
-            head = encode_head(key, codec, SHAPE, plan.manifest_of(0))
+            head = encode_header(key, codec, SHAPE, plan.manifest_of(0))
             return (await self.source.put(job, key, Encoded(batch_, 0, head, lasts_ms)))[0]
         finally:
             batch_.release()
@@ -398,8 +398,8 @@ async def test_stored_records_are_found_with_their_lengths(bench: Bench) -> None
     found = await bench.source.find(keys)
     for record, entry in zip(records, found[::2], strict=True):
         assert isinstance(entry, Stored)
-        assert (entry.length, entry.header[: head_length(record)]) == (len(record), record[: head_length(record)])
-    assert found[1] is None or (isinstance(found[1], Stored) and head_length(found[1].header) == 0)
+        assert (entry.length, entry.header[: header_length(record)]) == (len(record), record[: header_length(record)])
+    assert found[1] is None or (isinstance(found[1], Stored) and header_length(found[1].header) == 0)
     assert [found[3], found[5]] == [None, None]
     assert list(await bench.source.find([])) == []
 
@@ -408,12 +408,12 @@ async def test_headers_of_any_length_and_of_many_keys_are_found(bench: Bench) ->
     long = layout(layers=120)
     keys = keys_of(SHAPE, 3000, seed=2)
     record = make_record(long, keys[1700], 0)
-    assert head_length(record) > 4096
+    assert header_length(record) > 4096
     bench.behind.put(keys[1700], record)
     found = await bench.source.find(keys)
     assert [index for index, entry in enumerate(found) if entry is not None] == [1700]
     entry = found[1700]
-    assert isinstance(entry, Stored) and entry.header[: head_length(record)] == record[: head_length(record)]
+    assert isinstance(entry, Stored) and entry.header[: header_length(record)] == record[: header_length(record)]
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
@@ -424,7 +424,7 @@ async def test_planned_pieces_are_delivered_exactly(bench: Bench, layerwise: boo
         done, chunks = await bench.deliver(keys, layerwise=layerwise)
         assert (*end_of(done, 5 * layerwise), done.stop, done.failures) == (5, Result.OK, None, {})
         assert chunks == [expected(SHAPE, key, record) for key, record in zip(keys, records, strict=True)]
-        assert done.received_bytes >= sum(len(record) - head_length(record) for record in records)
+        assert done.received_bytes >= sum(len(record) - header_length(record) for record in records)
 
 
 @pytest.mark.parametrize("layerwise", [False, True])

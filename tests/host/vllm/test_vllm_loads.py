@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 def worker_of(groups: Any, **config: Any) -> Any:
     """Return the worker's half without a data plane: each load ends at once, and brings nothing."""
-    from host_control.vllm.parts import Rank
+    from host_control.vllm.shards import Rank
     from host_control.vllm.worker_side import WorkerSide
 
     worker = WorkerSide(

@@ -202,8 +202,8 @@ def test_steps_are_learnt_with_the_rate_of_all_transfers(engine: Any) -> None:
     assert policy.observed[1:] == [(DECODED_S, pytest.approx(0.025), pytest.approx(48_000_000 / 0.1))] * 4
     assert len(table.observed) == 1, "a step during transfers was learnt as decoding"
     counted = engine.counts.take().data
-    assert counted["beside_fetching_seconds"] == pytest.approx(0.1)
-    assert counted["beside_fetching_predicted_seconds"] == pytest.approx(4 * DECODED_S)
+    assert counted["decode_during_fetch_seconds"] == pytest.approx(0.1)
+    assert counted["decode_during_fetch_predicted_seconds"] == pytest.approx(4 * DECODED_S)
 
 
 def test_steps_without_a_known_rate_are_not_learnt(engine: Any) -> None:

@@ -291,7 +291,7 @@ def test_stores_wait_for_the_digests_of_all_ranks() -> None:
     watch.follow("", doubts=1)
     assert watch.known(NEVER_S)
     assert not watch.known(everywhere=True)
-    assert watch.take_settled() == 1 and watch.take_settled() == 0
+    assert watch.take_verified() == 1 and watch.take_verified() == 0
     known: list[bool] = []
     storing = threading.Thread(target=lambda: known.append(watch.known(NEVER_S, everywhere=True)))
     storing.start()
@@ -306,7 +306,7 @@ def test_a_rank_with_changed_weights_does_not_agree() -> None:
     flip_signs(layers)
     watch.follow("", doubts=1)
     assert watch.known(NEVER_S)
-    assert watch.take_settled() == 0 and watch.outlived == {""}
+    assert watch.take_verified() == 0 and watch.outlived == {""}
 
 
 def test_without_access_to_weights_only_the_scheduler_counts() -> None:

@@ -24,17 +24,17 @@ from host_control.vllm.support import UncacheableError
 from shadowserve.chunk import DECODED_BYTES_MAX, ChunkLayout, DType, Quantizer
 from shadowserve.keys import KVNamespace, ModelIdentity
 
-CUTS: Final = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 2), (8, 2))
+SHARD_LAYOUTS: Final = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 2), (8, 2))
 """Foreign shard layouts that an engine looks up: (tensor-parallel ranks, pipeline stages)."""
 _LATENTS: Final = {"MLAAttentionSpec", "SlidingWindowMLASpec"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class Shard:
     """Layers of a group with the same page layout.
 
     Attributes:
-        cut: Shard layout of the records: 0 for the engine's own, else 1 + an index into :data:`CUTS`.
+        shard_layout: Shard layout of the records: 0 for the engine's own, else 1 + an index into :data:`SHARD_LAYOUTS`.
         group: Their KV cache group.
         layout: Layout of their pages.
         ratio: Kernel blocks per block of the group.
@@ -45,7 +45,7 @@ class Part:
         binnable: The elements are keys, values or latents, which the ``binned`` quantizer may round.
     """
 
-    cut: int
+    shard_layout: int
     group: Group
     layout: PagedLayout
     ratio: int
@@ -111,7 +111,7 @@ class Part:
             raise UncacheableError(f"the record format cannot hold its chunks: {error}") from error
 
 
-def find_parts(
+def find_shards(
     vllm_config: Any,
     kv_cache_config: Any,
     groups: Groups,
@@ -120,7 +120,7 @@ def find_parts(
     rank: "Rank",
     *,
     paged: bool = False,
-) -> list[Part]:
+) -> list[Shard]:
     """Return the shards of all groups in the groups' order, followed by the shards of other shard layouts.
 
     Args:
@@ -134,7 +134,7 @@ def find_parts(
     Raises:
         UncacheableError: The layout of a layer's KV cache is not known.
     """
-    shards: list[Part] = []
+    shards: list[Shard] = []
     several = len(groups.groups) > 1
     for group in groups.groups:
         described = kv_cache_config.kv_cache_groups[group.index]
@@ -152,7 +152,7 @@ def find_parts(
             named = several or len(alike) > 1
             make = _Maker(vllm_config, kv_cache_config, group, spec, tuple(names), named, config, rank, paged)
             shards += make.states(tensors) if group.kind == "state" else make.attention(tensors)
-    return sorted(shards, key=lambda shard: shard.cut)
+    return sorted(shards, key=lambda shard: shard.shard_layout)
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class _Maker:
     rank: "Rank"
     paged: bool = False
 
-    def attention(self, tensors: list[Any]) -> list[Part]:
+    def attention(self, tensors: list[Any]) -> list[Shard]:
         """Return the shards of attention layers: the rank's own, and those of other shard layouts that overlap it."""
         latent = type(self.spec).__name__ in _LATENTS
         label = "latent" if latent else str(self.group.kind)
@@ -260,9 +260,9 @@ class _Maker:
         backend = getattr(getattr(self._layer(), "attn_backend", None), "__name__", type(self.spec).__name__)
         return f"{label} in pages of {layout.block_tokens} by {backend} of vLLM {_release()}"
 
-    def _others(self, own: Part, tensors: list[Any], kind: LayoutKind, total: int) -> Iterator[Part]:
+    def _others(self, own: Shard, tensors: list[Any], kind: LayoutKind, total: int) -> Iterator[Shard]:
         """Yield the shards of other shard layouts that contain some of the rank's layers and heads."""
-        for number, (tp_size, pp_size) in enumerate(CUTS, 1):
+        for number, (tp_size, pp_size) in enumerate(SHARD_LAYOUTS, 1):
             if (tp_size, pp_size) == (self.rank.tp_size, self.rank.pp_size):
                 continue
             seen = {(own.layers, own.heads)}
@@ -286,17 +286,17 @@ class _Maker:
                 held = tensors[first - own.layers[0] : end - own.layers[0]]
                 wanted = slice(first - layers[0], end - layers[0])
                 layout = self._layout(held, kind, region)
-                yield replace(own, cut=number, layout=layout, layers=layers, heads=heads, wanted=wanted)
+                yield replace(own, shard_layout=number, layout=layout, layers=layers, heads=heads, wanted=wanted)
 
-    def _part(self, label: str, layout: PagedLayout, ratio: int, *, whole: bool, binnable: bool) -> Part:
+    def _part(self, label: str, layout: PagedLayout, ratio: int, *, whole: bool, binnable: bool) -> Shard:
         """Return a shard whose records only engines of the same shard layout can use."""
         rank = self.rank
         if not whole:
             label += f", rank {rank.tp_rank} of {rank.tp_size}"
         if rank.pp_size > 1:
             label += f", stage {rank.pp_rank} of {rank.pp_size}"
-        return Part(
-            cut=0,
+        return Shard(
+            shard_layout=0,
             group=self.group,
             layout=layout,
             ratio=ratio,
@@ -319,7 +319,7 @@ class _Maker:
             return ()
         return ("cpu_pages", "cpu_tiles") if tensor.device.type == "cpu" else ("kv_cells",)
 
-    def states(self, tensors: list[Any]) -> list[Part]:
+    def states(self, tensors: list[Any]) -> list[Shard]:
         """Return one shard for each tensor of the layers' recurrent state."""
         shards, begin = [], 0
         for index, (shape, dtype) in enumerate(zip(self.spec.shapes, self.spec.dtypes, strict=True)):
