@@ -274,7 +274,7 @@ def _read_header(view: memoryview) -> tuple[Any, ...]:
         or claimed != header_length + count * MANIFEST_DTYPE.itemsize + padding
         or padding >= (_BLOCK_BYTES if version == _PADDED_VERSION else 1)
         or claimed > HEADER_BYTES_MAX
-        or record_length < claimed
+        or not claimed <= record_length < 1 << 63
     ):
         raise CorruptRecordError("the record's lengths contradict each other")
     if len(view) < claimed:

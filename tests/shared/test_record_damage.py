@@ -457,6 +457,12 @@ INTERESTING = st.one_of(
 )
 
 
+def test_a_record_length_of_2_to_the_63_is_corrupt() -> None:
+    """Symptom: slices_of() raised OverflowError, and a fetch ended as an internal error."""
+    with pytest.raises(CorruptRecordError, match="lengths contradict"):
+        parse_header(forge(make_record(), record_length=1 << 63))
+
+
 @settings(max_examples=500)
 @given(
     changes=st.lists(
