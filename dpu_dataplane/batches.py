@@ -268,7 +268,7 @@ def _cut(index: int, group: Wanted, heads: Mapping[int, Head], manifest: Manifes
     table["codec"] = [head.codec for head in heads.values()]
     slices = np.zeros(len(manifest), native.SLICE_DTYPE)
     slices["offset"] = manifest["offset"]  # from the record's first byte, until it is known where the piece begins
-    slices["registration_offset"] = (
+    slices["destination_offset"] = (
         _raw_offsets(manifest["tokens"], layout) + ((chunks - np.arange(len(chunks))) * layout.raw_bytes)[of]
     )
     slices["decoded_length"] = manifest["tokens"] * layout.token_decoded_bytes
@@ -395,7 +395,7 @@ def plan_store(
     pieces["result"] = native.Result.SKIPPED
     slices = np.zeros(len(keys) * count, native.SLICE_DTYPE)
     starts = np.array(positions, np.int64) * layout.raw_bytes
-    slices["registration_offset"] = (starts[:, None] + _raw_offsets(manifest["tokens"], layout)[None, :]).ravel()
+    slices["destination_offset"] = (starts[:, None] + _raw_offsets(manifest["tokens"], layout)[None, :]).ravel()
     slices["decoded_length"] = np.tile(manifest["tokens"] * layout.token_decoded_bytes, len(keys))
     slices["scales_length"] = np.tile(manifest["scales_length"], len(keys))
     slices["vectors"] = np.tile(manifest["tokens"], len(keys))

@@ -57,6 +57,10 @@ class Request:
     def is_whole(self) -> bool:
         return b"\r\n\r\n" in self.data or b"\n\n" in self.data
 
+    @property
+    def closed(self) -> bool:
+        return self.socket.fileno() < 0
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
@@ -125,7 +129,8 @@ class Front:
             timeout_s = _RETRY_S
         for key, _ in self._selector.select(timeout_s):
             if isinstance(key.data, Request):
-                self._read(key.data)
+                if not key.data.closed:  # closed by an accept of this turn, which made room for a newer connection
+                    self._read(key.data)
             elif key.fileobj is self._listener:
                 self._accept()
         now_s = time.monotonic()

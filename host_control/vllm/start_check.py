@@ -25,7 +25,7 @@ _logger = logging.getLogger("vllm.shadowserve")
 _TIER_OPTIONS: Final = ("type", "module_path", "locality", "enable_kv_events", "trust_names", "backpressure")
 """Keys of an entry of ``secondary_tiers`` that are vLLM's or the tier's, and not of section ``host``."""
 _TIER_UNUSED: Final = (
-    *("asynchronous_fetch", "layer_order", "pages", "fetch_or_recompute", "disaggregation", "pd_timeout_s"),
+    *("asynchronous_fetch", "layer_order", "pages", "fetch_or_recompute", "pd_role", "pd_timeout_s"),
     *("computing_cache", "device", "delivery", "reshaping_buffer_bytes", "lookup_threads"),
     *("chunk_tokens", "load_tokens_min", "recent_keys", "bins", "value_bins", "scale_tokens"),
 )

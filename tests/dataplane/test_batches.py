@@ -97,7 +97,7 @@ def test_slices_are_those_of_their_pieces(layerwise: bool) -> None:
         assert (mine["offset"] + piece["record_offset"] == manifest["offset"]).all()
         assert int((mine["scales_length"] + mine["encoded_length"]).sum()) == piece["body_length"]
         assert (mine["checksum"] == manifest["checksum"]).all() and (mine["vectors"] == manifest["tokens"]).all()
-        places = [place_of(shape, int(offset)) for offset in mine["registration_offset"]]
+        places = [place_of(shape, int(offset)) for offset in mine["destination_offset"]]
         assert places == [(piece["chunk"], layer) for layer in manifest["layer"]]
 
 
@@ -134,5 +134,5 @@ def test_store_batches_have_room_for_the_worst(codec: native.Codec) -> None:
     plan = plan_store(KEYS[:3], [1, 4, 6], shape, codec, bound)
     offsets = plan.pieces["decompression_offset"].astype(np.int64)
     assert (np.diff(offsets) >= bound).all()
-    firsts = plan.slices["registration_offset"][plan.pieces["slice_first"]]
+    firsts = plan.slices["destination_offset"][plan.pieces["slice_first"]]
     assert firsts.tolist() == [shape.raw_bytes, 4 * shape.raw_bytes, 6 * shape.raw_bytes]

@@ -49,7 +49,7 @@ def test_a_fetch_becomes_a_timeline(tmp_path: Path, fused: str) -> None:
     received = sum(event["args"]["output_bytes"] for event in spans if event["cat"] == "net")
     decoded = sum(event["args"]["input_bytes"] for event in spans if event["cat"] == "decompress")
     assert decoded < received < decoded + 1000
-    assert {event["name"] for event in spans if event["pid"] == 1} == {"turn", "heads", "plan", "round", "fetch"}
+    assert {event["name"] for event in spans if event["pid"] == 1} == {"turn", "heads", "plan", "batch", "fetch"}
     assert document["otherData"]["dropped"] == 0
 
 
@@ -159,11 +159,11 @@ def data_plane(tmp_path: Path) -> Iterator[tuple[str, Any]]:
 
 def test_time_counts_once_for_each_thread() -> None:
     spans = [
-        span("net", 0, 10, round=1),
-        span("decompress", 10, 40, round=1, input_bytes=5, output_bytes=7),
-        span("decompress", 20, 40, round=1),
-        span("dequantize", 40, 50, round=1),
-        span("decompress", 10, 30, thread=1, round=1),
+        span("net", 0, 10, batch=1),
+        span("decompress", 10, 40, batch=1, input_bytes=5, output_bytes=7),
+        span("decompress", 20, 40, batch=1),
+        span("dequantize", 40, 50, batch=1),
+        span("decompress", 10, 30, thread=1, batch=1),
         span("fetch", 0, 1000, core=-1),
     ]
     net, decompress, dequantize = stage_times(spans)

@@ -171,12 +171,12 @@ TABLE: Final = (
         "disable_flashinfer_q_quantization use_prefill_query_quantization indexer_kv_dtype "
         "indexer_sparse_logits use_non_causal",
         _K,
-        "they batch queries or leave tokens out: more than rounding of sums",
+        "they round queries or leave tokens out: more than rounding of sums",
     ),
     Input("attention_config", "*", _R, "backends and tile sizes; sums in another order"),
     Input(
         "mamba_config",
-        "enable_stochastic_rounding stochastic_rounding_philox_batches",
+        "enable_stochastic_rounding stochastic_rounding_philox_rounds",
         _K,
         "states are rounded at random",
     ),
@@ -283,7 +283,7 @@ TABLE: Final = (
         "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4 VLLM_ROCM_USE_AITER_FP4_ASM_GEMM VLLM_CPU_INT4_W4A8 "
         "VLLM_ROCM_USE_AITER_FP8BMM VLLM_ROCM_USE_AITER_FP4BMM VLLM_MLA_DISABLE",
         _K,
-        "where they are set: they batch activations or route them elsewhere",
+        "where they are set: they round activations or route them elsewhere",
     ),
     Input("environment", "VLLM_USE_MODELSCOPE", _O, "which files were loaded is not known; give the folder"),
     Input("environment", "*", _R, "kernels, threads, network, logs"),

@@ -164,7 +164,7 @@ def test_who_says_nothing_stores_whole_chunks_and_is_told_nothing(make_side: Any
 def test_behind_a_proxy_that_says_nothing_the_configuration_does(
     make_side: Any, plane: ScriptedDataPlane, disaggregation: str
 ) -> None:
-    side = make_side(disaggregation=disaggregation)
+    side = make_side(pd_role=disaggregation)
     if disaggregation == "decode":
         hold(plane)
     request = arrive(side)
