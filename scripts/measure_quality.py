@@ -28,22 +28,6 @@ import torch
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 
-__all__ = [
-    "TREATMENTS",
-    "ASSETS",
-    "Outcome",
-    "Treatment",
-    "column_entropy",
-    "draw",
-    "kv_bytes",
-    "load_documents",
-    "measure",
-    "prefill",
-    "score",
-    "stored_and_loaded",
-    "windows",
-]
-
 CHUNK_TOKENS = 256
 ASSETS = Path(__file__).resolve().parents[1] / "tests" / "assets"
 KEY = bytes(32)  # a record needs some key and namespace; nothing here depends on which

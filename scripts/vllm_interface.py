@@ -26,8 +26,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DOCUMENT", "RECORDED", "VERSIONS", "Ours", "Sources", "described", "differences", "document", "recorded"]
-
 ROOT = Path(__file__).resolve().parents[1]
 RECORDED = ROOT / "tests" / "assets" / "vllm"
 DOCUMENT = ROOT / "docs" / "vllm-versions.md"

@@ -11,8 +11,6 @@ from shadowserve import __version__
 from shadowserve.errors import ConfigurationError, ShadowServeError
 from shadowserve_tools.lazy import LazyGroup, missing_package
 
-__all__ = ["main"]
-
 COMMANDS: Final = {
     "storage": "shadowserve_tools.programs.storage:storage",
     "dpu": "shadowserve_tools.programs.dpu:dpu",

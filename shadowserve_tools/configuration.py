@@ -6,8 +6,6 @@ import click
 
 from shadowserve.errors import ConfigurationError
 
-__all__ = ["config"]
-
 
 def _folder() -> Path:
     """Return where the files are: in the checkout that this runs in, else in the installed package."""

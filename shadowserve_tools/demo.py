@@ -35,8 +35,6 @@ from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve.native import BACKENDS
 from shadowserve_tools.processes import Child, free_port, start_data_plane, start_storage, started
 
-__all__ = ["demo"]
-
 OWN_MODEL: Final = Path(__file__).parents[1] / "tests" / "assets" / "model"
 SERVED_NAME: Final = "demo"
 QUIET_S: Final = 3.0

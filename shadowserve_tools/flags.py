@@ -13,8 +13,6 @@ from shadowserve.config import CONFIG_FILE_VARIABLE, Section
 from shadowserve.errors import ConfigurationError
 from shadowserve.sizes import ByteSize
 
-__all__ = ["Program", "limits", "metavar", "section_flags"]
-
 _LIMITS: Final = {
     "ge": "at least {}",
     "gt": "above {}",

@@ -13,8 +13,6 @@ import click
 from shadowserve.config_errors import unknown
 from shadowserve.errors import NotInstalledError
 
-__all__ = ["LazyGroup", "missing_package"]
-
 _OWN: Final = ("shadowserve", "host_control", "dpu_dataplane", "storage_kv", "shadowserve_tools")
 _ENGINE: Final = ("vllm", "torch", "triton", "transformers")
 

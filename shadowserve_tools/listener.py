@@ -10,8 +10,6 @@ from typing import Final, Literal
 from shadowserve.addresses import split_address
 from shadowserve.resp import NEED_DATA, ErrorReply, Limits, ReplyReader, encode_command
 
-__all__ = ["Listener", "ask", "identify"]
-
 TIMEOUT_S: Final = 2.0
 _ANSWER_BYTES_MAX: Final = 1 << 20
 _HTTP2_SETTINGS: Final = b"\x04"

@@ -15,8 +15,6 @@ from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.sizes import human_size
 from shadowserve.tls import Credentials
 
-__all__ = ["PlaneWatcher"]
-
 _COUNTERS: Final = ("rounds", "fetched_bytes", "delivered_bytes", "stored_raw_bytes", "stored_bytes", "lookup_keys")
 _TIMEOUT_S: Final = 5.0
 

@@ -10,8 +10,6 @@ import click
 from shadowserve.errors import ShadowServeError
 from shadowserve.native import BlockDevice
 
-__all__ = ["pool"]
-
 _OBJECT_BYTES: Final = 64 << 10
 """What an object is taken to have at least when nobody says how many there may be: room for a million in 64 GiB."""
 _OBJECTS_MIN: Final = 1024

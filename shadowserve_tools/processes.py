@@ -16,8 +16,6 @@ from typing import Final
 
 from shadowserve.errors import ShadowServeError
 
-__all__ = ["Child", "free_port", "start_data_plane", "start_redis", "start_storage", "started"]
-
 STOP_TIMEOUT_S: Final = 20.0
 _READY: Final = re.compile(r"^ready (?P<address>\S+)$", re.MULTILINE)
 _TUNING: Final = "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1"

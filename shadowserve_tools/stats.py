@@ -24,8 +24,6 @@ from shadowserve_tools.listener import identify
 from shadowserve_tools.plane_stats import PlaneWatcher
 from shadowserve_tools.storage_client import Login, StorageClient
 
-__all__ = ["Sample", "Watcher", "stats"]
-
 _SECTIONS: Final = (
     "server",
     "clients",

@@ -16,8 +16,6 @@ from shadowserve.errors import (
 from shadowserve.resp import ErrorReply
 from shadowserve.resp_client import RespClient
 
-__all__ = ["Login", "StorageClient"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Login:

@@ -12,8 +12,6 @@ from typing import Any, Final
 
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["DECISION", "STAGES", "StageTime", "chrome_trace", "lanes", "stage_times"]
-
 STAGES: Final = ("net", "decompress", "dequantize", "dma")
 """Steps that the pipeline's threads take, in the order of the data."""
 DECISION: Final = "decision"

@@ -23,8 +23,6 @@ from shadowserve_tools.processes import start_data_plane, start_storage
 from shadowserve_tools.report import machine
 from shadowserve_tools.timeline import DECISION, STAGES, chrome_trace, stage_times
 
-__all__ = ["record", "trace"]
-
 GRACE_S: Final = 30.0
 """For a recording to be put together and sent: it may be of hundreds of thousands of spans."""
 

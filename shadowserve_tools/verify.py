@@ -12,8 +12,6 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.native import BlockDevice
 from shadowserve.pool.volume.verification import Finding, Verification, verify_volume
 
-__all__ = ["verify"]
-
 EXIT_CODES = """
 \b
 Exit codes:

@@ -16,8 +16,6 @@ import click
 
 from shadowserve_tools.lazy import LazyGroup
 
-__all__ = ["bench"]
-
 BENCHES: Final = (
     "serving",
     "stages",

@@ -1,4 +1,12 @@
-"""``shadowserve bench commands``: what small commands cost the storage server, against Redis."""
+"""Compares the CPU time of small commands with that of Redis.
+
+Method: redis-benchmark sends SET and GET of 3 bytes, one at a time over 50 connections, to this server and to Redis
+in turns. The CPU time of the server's process counts, since the clients share its cores. ``NAME_over_redis`` is
+commands per CPU second over that of Redis. The server is made for values of megabytes: a small command may cost three
+times as much as in Redis.
+
+Prediction: Redis needs 2.4 us, nearly all in the kernel. The same system calls need 3 us here, and Python 4: 0.34.
+"""
 
 import contextlib
 import os
@@ -15,10 +23,9 @@ import click
 import psutil
 
 from shadowserve.errors import ShadowServeError
+from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Child, start_redis, start_storage
-from shadowserve_tools.report import Chart, Cost, Output, Report, cpu_s, output_options, repeat
-
-__all__ = ["commands"]
+from shadowserve_tools.report import Cost, Output, Report, cpu_s, output_options, repeat
 
 _COMMANDS: Final = ("SET", "GET")
 _STORES: Final = ("ShadowServe", "Redis")

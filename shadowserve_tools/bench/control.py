@@ -1,4 +1,13 @@
-"""``shadowserve bench control``: what the control plane costs the engine's thread, and how long a lookup takes."""
+"""Measures the cost of the connector on the engine's thread, and the latency of a lookup.
+
+Method: the connector's share of a scheduler iteration, with 256 requests that each decode a token, on vLLM's own
+structures; and a lookup of a prompt of 128K tokens, hashing included, through a data plane to a storage node that has
+all of it. Both with one KV cache group and with three. Then the queue: 256 requests wait, and with each iteration one
+starts, one arrives, one ends and every second time one is preempted.
+
+Prediction: 0.04 ms for an iteration, 0.02 ms more with three groups; 12 ms for a lookup, 22 ms with three groups;
+0.01 to 0.04 ms for the queue.
+"""
 
 import dataclasses
 import logging
@@ -22,10 +31,9 @@ from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS, KVNamespace, prefix_chain, record_keys
 from shadowserve_tools.bench.parts.workload import MODEL, Workload, client, llama_8b, put
+from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import start_data_plane, start_storage
-from shadowserve_tools.report import Chart, Output, Report, output_options
-
-__all__ = ["control"]
+from shadowserve_tools.report import Output, Report, output_options
 
 BLOCK_TOKENS: Final = 16
 _WAITING: Final = 256

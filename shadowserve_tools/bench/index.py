@@ -1,4 +1,14 @@
-"""``shadowserve bench index``: memory and time of the index of what is stored, with ten million objects in it."""
+"""Measures memory and time of the index of stored objects.
+
+Method: ten million objects of four tenants on four devices, in chains of 128, one in ten with an expiry. 200,000 are
+evicted and inserted again from Python; then the process's resident size counts, less that before. Other 200,000 are
+looked up in random order, by a loop in C and one by one from Python. The last row recovers a million objects in
+random order, which is the worst one. ``step_us`` is the cost of an engine step in the policies for tiers, with 256
+requests in the queue. Times are CPU time of one thread.
+
+Prediction: 97.9 bytes for each object (88 for the entry, 6.7 for the table, 2 for the ghost queue, 1.2 for expiries).
+A lookup in C is two cache misses, 0.2 to 0.3 us; from Python 1.8 us. Recovery 1 s for a million. A step 35 us.
+"""
 
 import gc
 import time
@@ -13,9 +23,8 @@ from numpy.typing import NDArray
 from shadowserve import native
 from shadowserve.pool.next_use import NextUse
 from shadowserve.pool.prefetch_policy import Hop, PrefetchPolicy, Waiting
-from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
-
-__all__ = ["index"]
+from shadowserve_tools.charts import Chart
+from shadowserve_tools.report import Output, Report, output_options, tracked
 
 _PART: Final = 250_000
 """Records that are made at a time: 32 MB."""

@@ -1,4 +1,14 @@
-"""``shadowserve bench layers``: computing as the first layer arrives, against waiting for all of a prefix."""
+"""Measures loading layer by layer, so that the engine computes as soon as the first layer has arrived.
+
+Method: real vLLM with ``layer_order``, a model of 24 small layers, and prompts whose first half is stored behind a
+link. The link's rate is set so that the transfer takes 0.9 of the time of computing the rest. Each prompt is served
+layer by layer and chunk by chunk, over the link and without it, in turns. Answers must equal those of the engine
+without a cache, and another prefix must give another answer. With ``--s3`` the stored half is in a bucket behind the
+node.
+
+Prediction: with C the time of computing the rest, chunk by chunk needs 1.9 C and layer by layer 1.04 C: at most 1.83,
+1.6 to 1.75 with lookup and scattering. ``remote_over_local`` 1.04. Without a link 1.0 to 1.05. S3 adds 2 %.
+"""
 
 import contextlib
 import functools
@@ -36,10 +46,9 @@ from shadowserve_tools.bench.parts.serving import (
 from shadowserve_tools.bench.parts.workload import client as store_client
 from shadowserve_tools.bench.peers.buckets import CREDENTIALS, MISSING, ceph_gateway
 from shadowserve_tools.bench.peers.network import Link, linked
+from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import start_data_plane, start_storage
-from shadowserve_tools.report import Chart, Output, Report, output_options
-
-__all__ = ["Bed", "layers"]
+from shadowserve_tools.report import Output, Report, output_options
 
 _LOCAL_GBIT_PER_S: Final = 100.0
 """Of a link that is none: more than the cores move."""

@@ -1,4 +1,13 @@
-"""``shadowserve bench recovery``: how long a storage server takes to know again what its devices hold."""
+"""Measures how long a storage node takes to recover the contents of its devices at start.
+
+Method: volumes of a quarter, half and all of a million objects are opened as at a server's start: the snapshot is
+read past the page cache and replayed, then a log with a tenth as many changes, then extents and eviction queues are
+restored. Once with records, and once with values of other keys ("named"), whose texts of 32 bytes the volume has.
+Objects' bytes take no part: they are verified when they are read.
+
+Prediction: 145 MB of metadata take 0.1 s to read and 0.1 s to check; inserting takes 0.5 s, order and extents as much
+again: 1 s for a million records, 1.5 s for named keys.
+"""
 
 import tempfile
 import time
@@ -11,9 +20,8 @@ import numpy as np
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.native import INDEX_RECORD_DTYPE, BlockDevice, Index, IndexFlag, IndexRecordKind
-from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
-
-__all__ = ["build", "recovery"]
+from shadowserve_tools.charts import Chart
+from shadowserve_tools.report import Output, Report, output_options, tracked
 
 _OBJECT_BYTES: Final = 4096
 _LOGGED_SHARE: Final = 0.1

@@ -35,8 +35,6 @@ from shadowserve_tools.doctor.finding import Finding, Machine, look
 from shadowserve_tools.doctor.reach import Node, Plane, data_plane, storage_node
 from storage_kv.config import StorageConfig
 
-__all__ = ["doctor"]
-
 _COLOURS: Final = {"ok": "green", "warning": "yellow", "failed": "red"}
 _HERE: Final = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 _ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}

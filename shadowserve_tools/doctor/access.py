@@ -6,8 +6,6 @@ from shadowserve.errors import ConfigurationError
 from shadowserve_tools.doctor.finding import Finding, Machine
 from storage_kv.config import StorageConfig
 
-__all__ = ["access"]
-
 
 def access(machine: Machine, config: StorageConfig) -> Iterator[Finding]:
     """Look at the users file and at what protects an address that other machines reach.

@@ -10,8 +10,6 @@ from shadowserve_tools.doctor.finding import Finding, Machine
 from shadowserve_tools.doctor.host import cards
 from shadowserve_tools.doctor.pci import BLUEFIELDS
 
-__all__ = ["accelerators", "arm_cores", "card", "core_lists", "huge_pages", "isolation", "unit", "xlio"]
-
 CORES_FULL: Final = 16
 """Of the BlueField-3 that the paper measured, and configs/bluefield.yaml is written for."""
 XLIO_HUGE_BYTES: Final = 1 << 30

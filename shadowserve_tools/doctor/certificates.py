@@ -7,8 +7,6 @@ from typing import Final
 from shadowserve.errors import ConfigurationError
 from shadowserve_tools.doctor.finding import Finding, Machine
 
-__all__ = ["certificates"]
-
 DAYS_LEFT_MIN: Final = 30
 """Time enough to make new ones."""
 _MAKE: Final = "make certificates: scripts/make-certificates, or your own authority"

@@ -10,8 +10,6 @@ from host_control.config import HostConfig
 from shadowserve.errors import ConfigurationError
 from shadowserve_tools.doctor.finding import Finding
 
-__all__ = ["VLLM_KEYS", "EngineConfig", "engine_config", "transfer_config"]
-
 WHAT: Final = "kv-transfer-config"
 VLLM_KEYS: Final = (
     "kv_connector",

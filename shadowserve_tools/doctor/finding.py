@@ -7,8 +7,6 @@ from typing import Literal
 
 from shadowserve.errors import NotInstalledError
 
-__all__ = ["Finding", "Machine", "look"]
-
 
 @dataclass(frozen=True)
 class Finding:

@@ -9,8 +9,6 @@ from typing import Final
 from shadowserve_tools.doctor.finding import Finding, Machine
 from shadowserve_tools.doctor.pci import BLUEFIELDS, Function, functions, redirecting_bridges, relation
 
-__all__ = ["card", "cards", "doca", "gpus"]
-
 DOCA_MAJOR_MIN: Final = 3
 """The first with doca_mmap_enable_thread_safety()."""
 DMABUF_KERNEL: Final = (5, 12)

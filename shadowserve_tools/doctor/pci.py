@@ -8,8 +8,6 @@ from typing import Final, Literal
 
 from shadowserve_tools.doctor.finding import Machine
 
-__all__ = ["BLUEFIELDS", "Function", "functions", "redirecting_bridges", "relation"]
-
 BLUEFIELDS: Final = {0xA2DC: "BlueField-3", 0xA2D6: "BlueField-2"}
 """Network functions of the cards, by PCI device; the vendor is MELLANOX."""
 

@@ -13,8 +13,6 @@ from typing import Final
 from shadowserve.errors import NotInstalledError
 from shadowserve_tools.doctor.finding import Finding
 
-__all__ = ["cores", "engine", "interpreter", "locked_memory", "native_core", "shared_memory"]
-
 TESTED_VLLM: Final = "0.32.0"
 
 

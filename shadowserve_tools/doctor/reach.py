@@ -15,8 +15,6 @@ from shadowserve.tls import Credentials
 from shadowserve_tools.doctor.finding import Finding
 from shadowserve_tools.listener import Listener, ask, identify
 
-__all__ = ["Node", "Plane", "data_plane", "storage_node"]
-
 TIMEOUT_S: Final = 5.0
 _REFUSALS: Final = {
     "-NOAUTH": "the doctor, as the data plane, has no password for it",

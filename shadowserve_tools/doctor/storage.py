@@ -12,8 +12,6 @@ from shadowserve.pool.config import DeviceConfig
 from shadowserve.sizes import human_size
 from shadowserve_tools.doctor.finding import Finding, Machine
 
-__all__ = ["device_access", "devices", "memory", "namespaces"]
-
 
 def device_access() -> Iterator[Finding]:
     """Whether this build and the running kernel have io_uring, which devices are best accessed by."""

@@ -7,8 +7,6 @@ import click
 from dpu_dataplane.config import DataPlaneConfig
 from shadowserve_tools.flags import Program, section_flags
 
-__all__ = ["dpu"]
-
 
 @click.command(cls=Program, section=DataPlaneConfig)
 @section_flags(DataPlaneConfig)

@@ -7,8 +7,6 @@ import click
 from shadowserve_tools.flags import Program, section_flags
 from storage_kv.config import StorageConfig
 
-__all__ = ["storage"]
-
 
 @click.command(cls=Program, section=StorageConfig)
 @section_flags(StorageConfig)

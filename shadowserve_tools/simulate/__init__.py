@@ -6,8 +6,6 @@ import click
 
 from shadowserve_tools.lazy import LazyGroup
 
-__all__ = ["SIMULATIONS", "simulate"]
-
 SIMULATIONS: Final = ("bluefield", "objectcache", "tiers", "ssd")
 
 

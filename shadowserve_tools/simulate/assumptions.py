@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["PAPER_TOKENS", "RANGED", "Fitted", "Given", "described", "given"]
-
 
 def given(value: float, source: str, meaning: str, low: float | None = None, high: float | None = None) -> Any:
     """Return a number as a dataclass's field that knows its source, what it is, and how far off it may be."""

@@ -8,13 +8,11 @@ import click
 from pydantic import TypeAdapter, ValidationError
 
 from shadowserve.sizes import ByteSize
-from shadowserve_tools.charts import Point
-from shadowserve_tools.report import Chart, Output, Report, output_options
+from shadowserve_tools.charts import Chart, Point
+from shadowserve_tools.report import Output, Report, output_options
 from shadowserve_tools.simulate.assumptions import PAPER_TOKENS, Fitted, Given, described
 from shadowserve_tools.simulate.model import CHANGES, PAPER_SLICE_BYTES, Design, Model, Result, Setting, swing
 from shadowserve_tools.simulate.targets import TARGETS
-
-__all__ = ["COMBINATIONS", "assumption_rows", "bluefield", "report_of", "stage_rows", "target_rows"]
 
 COMBINATIONS: Final = (
     (), ("fusion",), ("slices",), ("huffman",), ("kvrans",), ("fusion", "slices"), ("fusion", "slices", "kvrans"),

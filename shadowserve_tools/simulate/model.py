@@ -13,8 +13,6 @@ from typing import Final
 
 from shadowserve_tools.simulate.assumptions import PAPER_TOKENS, RANGED, Fitted, Given
 
-__all__ = ["CHANGES", "PAPER_SLICE_BYTES", "Design", "Model", "Result", "Setting", "swing"]
-
 CHANGES: Final = {
     "fusion": "dequantize and DMA slice by slice, so that elements may pass through the cache",
     "slices": "slices smaller than the paper's 2 MiB (--slice-bytes), handed on one by one",

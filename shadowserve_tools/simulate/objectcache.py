@@ -6,10 +6,9 @@ from typing import Any, Final, NamedTuple
 
 import click
 
-from shadowserve_tools.report import Chart, Output, Report, output_options
+from shadowserve_tools.charts import Chart
+from shadowserve_tools.report import Output, Report, output_options
 from storage_kv.egress import Demand, Policy, allocate, ttft_s
-
-__all__ = ["STORED_SHARE", "TABLE_A8", "WORKLOAD_A", "Request", "handed_on", "objectcache", "outcome", "report_of"]
 
 LAYERS: Final = 32
 TOKEN_LAYER_BYTES: Final = 4096

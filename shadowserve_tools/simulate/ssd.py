@@ -9,22 +9,9 @@ from typing import Any, Final
 
 import click
 
-from shadowserve_tools.report import Chart, Output, Report, output_options
+from shadowserve_tools.charts import Chart
+from shadowserve_tools.report import Output, Report, output_options
 from shadowserve_tools.simulate.assumptions import described, given
-
-__all__ = [
-    "FITTED",
-    "PAPER_CROSSOVERS",
-    "SYSTEMS",
-    "Fitted",
-    "Machine",
-    "System",
-    "assumption_rows",
-    "cost",
-    "crossover",
-    "report_of",
-    "ssd",
-]
 
 LAYERS: Final = 32
 TOKEN_LAYER_BYTES: Final = 4096

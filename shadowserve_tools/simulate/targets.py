@@ -12,8 +12,6 @@ from typing import Final, Literal
 
 from shadowserve_tools.simulate.model import Design, Model, Setting
 
-__all__ = ["TARGETS", "TOLERANCE", "Target"]
-
 Kind = Literal["fitted", "predicted"]
 TOLERANCE: Final = 0.05
 """Relative error that is allowed."""

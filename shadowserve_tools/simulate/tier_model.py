@@ -18,8 +18,6 @@ from shadowserve.pool.entries import MEMORY_ONLY
 from shadowserve.pool.next_use import NextUse
 from shadowserve_tools.simulate.tier_assumptions import Assumed, Shape
 
-__all__ = ["FOREVER_S", "POLICIES", "Policy", "Predicted", "Request", "Session", "Tier", "Trace", "trace"]
-
 FOREVER_S: Final = 0xFFFF_FFFF
 _ORACLE_SEES: Final = 200
 """Requests that the oracle is told of before they come: as many as it has time to prepare for."""

@@ -21,8 +21,6 @@ from shadowserve.pool.prefetch_policy import PrefetchPolicy, Waiting
 from shadowserve_tools.simulate.tier_assumptions import Assumed
 from shadowserve_tools.simulate.tier_model import FOREVER_S, Policy, Predicted, Request, Session, Tier, Trace
 
-__all__ = ["Outcome", "Rules", "outcome"]
-
 _WARM_UP_SHARE: Final = 0.2
 """Of the requests, not counted: the tiers find their order."""
 _PLANNED_BYTES: Final = 8e9

@@ -5,13 +5,12 @@ from typing import Any, Final
 
 import click
 
-from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
+from shadowserve_tools.charts import Chart
+from shadowserve_tools.report import Output, Report, output_options, tracked
 from shadowserve_tools.simulate.assumptions import described
 from shadowserve_tools.simulate.tier_assumptions import MODELS, TABLE_4, WORKLOADS, Assumed
 from shadowserve_tools.simulate.tier_model import POLICIES, trace
 from shadowserve_tools.simulate.tier_run import Outcome, Rules, outcome
-
-__all__ = ["outcomes", "tiers"]
 
 REQUESTS_MIN: Final = 3_000
 """Of a seed."""

@@ -18,8 +18,6 @@ from typing import Final
 from shadowserve.errors import ShadowServeError
 from shadowserve.pool.buffers import allocate
 
-__all__ = ["Disk", "Disks", "drop_cached", "plain_rate", "working_folder"]
-
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108
 _BLKIO: Final = Path("/sys/fs/cgroup/blkio")
 _PIECE_BYTES: Final = 256 << 10

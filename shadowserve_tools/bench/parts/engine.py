@@ -22,8 +22,6 @@ from typing import Any, Final
 
 import numpy as np
 
-__all__ = ["SETTLING_STEPS", "Watch", "decoded_tokens", "main", "model_config", "prompt", "write_weights"]
-
 BLOCK_TOKENS: Final = 32
 """The smallest that vLLM's CPU attention takes."""
 IDLE_S: Final = 0.001

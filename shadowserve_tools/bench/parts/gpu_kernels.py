@@ -13,8 +13,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["HAS_TRITON", "TABLE_SIZE", "decompress", "table"]
-
 TABLE_SIZE: Final = 4096
 HAS_TRITON: Final = importlib.util.find_spec("triton") is not None
 _LANES: Final = 128

@@ -20,8 +20,6 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.native._library import check, ffi, lib
 from shadowserve_tools.report import tracked
 
-__all__ = ["Run", "Slices", "Treated", "in_turns", "memcpy", "memory", "nothing", "together"]
-
 TOGETHER_MAX: Final = 3
 """Streams that codecs/literal_inflate.c decodes in turns (SS_LITERAL_INFLATE_LANES)."""
 TAKEN: Final = 4

@@ -11,8 +11,6 @@ from shadowserve.keys import storage_key
 from shadowserve.pool.buffers import allocate
 from shadowserve.resp import encode_array_header, encode_bulk_header, encode_command
 
-__all__ = ["LeanSocket", "answer_lengths", "plain_record"]
-
 _RECEIVED_BYTES: Final = 4 << 20
 """At most at a time: all answers go over the same memory, as the buffers of a data plane are used again."""
 _TIMEOUT_S: Final = 60.0

@@ -18,8 +18,6 @@ from typing import Final, Protocol
 
 import numpy as np
 
-__all__ = ["Control", "FetchLoop", "Fetcher"]
-
 COPY_BYTES: Final = 32 << 20
 """Twice this is as much as the last-level cache of most machines: a copy goes through memory."""
 SLICE_BYTES: Final = 1 << 20

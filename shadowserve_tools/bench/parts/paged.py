@@ -23,8 +23,6 @@ from shadowserve_tools.bench.parts.workload import MODEL, kv_patterns
 from shadowserve_tools.bench.tiers import await_line
 from shadowserve_tools.processes import Child, free_port, start_data_plane
 
-__all__ = ["BLOCK_TOKENS", "CHUNK_BLOCKS", "MANY", "TIMEOUT_S", "DevicePlane", "PagedKv", "PagedMemory"]
-
 BLOCK_TOKENS: Final = 16
 CHUNK_BLOCKS: Final = DEFAULT_CHUNK_TOKENS // BLOCK_TOKENS
 MANY: Final = 512

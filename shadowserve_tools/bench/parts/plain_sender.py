@@ -13,8 +13,6 @@ import threading
 
 from shadowserve.pool.buffers import allocate
 
-__all__ = ["REQUEST_BYTES", "main"]
-
 REQUEST_BYTES = 16
 
 

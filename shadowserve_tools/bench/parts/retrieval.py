@@ -34,8 +34,6 @@ from shadowserve_tools.bench.parts.disks import Disk, drop_cached
 from shadowserve_tools.report import measure
 from storage_kv.config import StorageConfig
 
-__all__ = ["Files", "Offered", "OurPool", "Prefix", "Retrieval", "Store"]
-
 _POLL_MS: Final = 100
 _STALLED_S: Final = 120.0
 _TENANT: Final = 0

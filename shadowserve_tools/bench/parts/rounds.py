@@ -21,8 +21,6 @@ from shadowserve_tools.bench.parts.kernels import memory, together
 from shadowserve_tools.bench.parts.workload import Workload
 from shadowserve_tools.report import Cost, measure
 
-__all__ = ["Alone", "Rounds", "connected"]
-
 DEADLINE_NS: Final = 60_000_000_000
 ROOM_BYTES: Final = 4096
 """For each chunk, beside what it holds: more than the alignment of occupancies."""

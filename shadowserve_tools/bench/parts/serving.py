@@ -30,22 +30,6 @@ from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.engine import model_config
 from shadowserve_tools.processes import Child, start_data_plane, start_storage
 
-__all__ = [
-    "Engine",
-    "Load",
-    "Model",
-    "Partition",
-    "Served",
-    "Stack",
-    "arrivals",
-    "model_options",
-    "model_options_with",
-    "p95",
-    "plugin",
-    "shape_options",
-    "started_engine",
-]
-
 DECODING_THREADS: Final = ("ss-decomp", "ss-dequant", "ss-dma")
 """How the data plane names its threads between receiving and the engine's memory."""
 VOCABULARY: Final = 2048

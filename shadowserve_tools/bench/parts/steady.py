@@ -7,8 +7,6 @@ from host_control.client import DataPlaneClient
 from shadowserve.errors import ShadowServeError
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["BUDGET", "SteadySteps"]
-
 BUDGET: Final = 0.02
 _LASTS_S: Final = 10.0
 _AGAIN_S: Final = 3.0

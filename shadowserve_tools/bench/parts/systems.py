@@ -25,22 +25,6 @@ from shadowserve_tools.bench.peers.installed import installed, lmcache_daemon
 from shadowserve_tools.bench.peers.network import LOOPBACK, Network
 from shadowserve_tools.processes import Child, start_data_plane, start_redis, start_storage
 
-__all__ = [
-    "LOCAL",
-    "LOCAL_SHM",
-    "OFF",
-    "OURS",
-    "OURS_LAYERS",
-    "REDIS",
-    "REDIS_SHM",
-    "Answers",
-    "Place",
-    "System",
-    "check_cached",
-    "ours",
-    "peers",
-]
-
 OFF: Final = "no cache"
 OURS: Final = "ShadowServe, lossless"
 OURS_LAYERS: Final = "ShadowServe, lossless, layer by layer"

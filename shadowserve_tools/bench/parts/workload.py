@@ -37,8 +37,6 @@ from shadowserve_tools.storage_client import Login, StorageClient
 if TYPE_CHECKING:
     import redis
 
-__all__ = ["MODEL", "Workload", "client", "default_codec", "kv_patterns", "llama_8b", "put", "uncompressed"]
-
 MODEL: Final = ModelIdentity(model="bench/llama-3.1-8b", dtype="bfloat16")
 ROPE_BASE: Final = 500_000.0
 """Llama 3's; the rotations of a key's channels slow down from one to the next by a 64th root of it."""

@@ -16,8 +16,6 @@ from shadowserve.pool.cold.http import HttpClient
 from shadowserve.pool.cold.signing import Credentials, signed_headers
 from shadowserve_tools.processes import free_port, started
 
-__all__ = ["BUCKET", "CREDENTIALS", "MISSING", "bucket_server", "ceph_gateway"]
-
 _REPOSITORY: Final = Path(__file__).resolve().parents[3]
 _SCRIPT: Final = _REPOSITORY / "scripts" / "ceph"
 _PROGRAMS: Final = ("ceph-mon", "ceph-osd", "radosgw")

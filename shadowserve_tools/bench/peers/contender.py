@@ -8,8 +8,6 @@ import psutil
 
 from shadowserve_tools.report import Cost, measure
 
-__all__ = ["Contender", "family"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Contender:

@@ -31,8 +31,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CLEARED", "Values"]
-
 Bytes = npt.NDArray[np.uint8]
 
 CLEARED = 0xA5

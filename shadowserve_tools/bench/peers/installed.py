@@ -21,20 +21,6 @@ from shadowserve_tools.bench.peers.contender import Contender, family
 from shadowserve_tools.bench.peers.network import LOOPBACK, Network
 from shadowserve_tools.processes import Child, free_port, started
 
-__all__ = [
-    "DEFAULT_PYTHON",
-    "ENVIRONMENT",
-    "Bed",
-    "LMCacheDaemon",
-    "Start",
-    "installed",
-    "lmcache",
-    "lmcache_daemon",
-    "lmcache_server",
-    "mooncake",
-    "start_installed",
-]
-
 DEFAULT_PYTHON: Final = Path(__file__).resolve().parents[3] / ".venv-peers" / "bin" / "python"
 START_TIMEOUT_S: Final = 180.0
 CALL_TIMEOUT_S: Final = 120.0

@@ -15,8 +15,6 @@ from typing import Final
 
 from shadowserve.errors import ShadowServeError
 
-__all__ = ["LOOPBACK", "Link", "Namespace", "Network", "join", "linked", "run"]
-
 _CLONE_NEWNET: Final = 0x40000000
 _STORE_ADDRESS: Final = "10.213.{}.1"
 _CLIENT_ADDRESS: Final = "10.213.{}.2"

@@ -26,17 +26,6 @@ from shadowserve_tools.bench.peers.driver import CLEARED, Bytes, Values
 from shadowserve_tools.bench.peers.network import LOOPBACK, Network
 from shadowserve_tools.processes import Child, start_redis, started
 
-__all__ = [
-    "CONNECTIONS",
-    "Memory",
-    "Reader",
-    "fastest",
-    "plain_reader",
-    "plain_sockets",
-    "redis_reader",
-    "filled_redis",
-]
-
 CONNECTIONS: Final = (1, 2, 4)
 """Numbers of connections to try; the fastest counts."""
 TRIAL_CHUNKS: Final = 4
