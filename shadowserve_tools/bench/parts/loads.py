@@ -1,9 +1,10 @@
-"""What runs beside a decoding engine: fetches at full speed, and controls that tell our doing from the machine's.
+"""Loads beside a decoding engine: fetches at full speed, and controls that separate ShadowServe's effect from the
+machine's.
 
-A control keeps a core busy without a line of our code: ``spin`` touches no memory to speak of, so what it slows down
-shares the core's execution units or its clock; ``copy`` moves as many bytes a second through memory as fetches deliver,
-and ``write`` only writes as many, which whoever delivers them has to.
-``python -m shadowserve_tools.bench.parts.loads spin|copy|write`` is one of them, as a process.
+A control keeps a core busy without ShadowServe's code. ``spin`` uses no memory, so it slows down only what shares the
+core's execution units or clock. ``copy`` copies as many bytes per second as fetches deliver, and ``write`` only writes
+as many, which is unavoidable for any delivery. ``python -m shadowserve_tools.bench.parts.loads spin|copy|write`` is one
+of them, as a process.
 """
 
 import contextlib
@@ -19,29 +20,29 @@ from typing import Final, Protocol
 import numpy as np
 
 COPY_BYTES: Final = 32 << 20
-"""Twice this is as much as the last-level cache of most machines: a copy goes through memory."""
+"""Twice this size fills the last-level cache of most machines: a copy goes through memory."""
 SLICE_BYTES: Final = 1 << 20
-"""Copied between two looks at the clock."""
+"""Bytes between two readings of the clock."""
 STOP_TIMEOUT_S: Final = 60.0
 
 
 class Fetcher(Protocol):
-    """Fetches the leading chunks of a workload, by default all."""
+    """Fetches the leading chunks of a workload; None fetches all."""
 
     def fetch(self, count: int | None = None) -> None: ...
 
 
 class FetchLoop:
-    """Fetches a workload over and over, while the context lasts, from a thread that only waits for the data plane.
+    """Fetches a workload repeatedly while the context lasts, from a thread that only waits for the data plane.
 
     Args:
-        target: that fetches.
-        fetch_bytes: of what it fetches.
-        count: leading chunks of the workload that it fetches; by default all.
+        target: Target of the fetches.
+        fetch_bytes: Bytes of one fetch.
+        count: Number of leading chunks to fetch; None for all.
 
     Attributes:
-        bytes: delivered by fetches that ended while it was running.
-        seconds: that these took.
+        bytes: Bytes of the fetches that ended while the loop ran.
+        seconds: Their duration.
     """
 
     def __init__(self, target: Fetcher, fetch_bytes: int, count: int | None = None) -> None:
@@ -53,12 +54,12 @@ class FetchLoop:
 
     @property
     def rate(self) -> float:
-        """Bytes a second."""
+        """Bytes per second."""
         return self.bytes / self.seconds
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Start with a fetch, and end with one; an error of a fetch comes out here."""
+        """Start and end with a complete fetch. An error of a fetch is raised at the end."""
         stop, errors = threading.Event(), []
 
         def loop() -> None:
@@ -86,11 +87,11 @@ class FetchLoop:
 
 
 class Control:
-    """A process that keeps one core busy while :meth:`running`, and stands still else: ``with Control(...)``.
+    """A process that keeps one core busy while :meth:`running`, and is stopped otherwise: ``with Control(...)``.
 
     Args:
         kind: ``"spin"``, ``"copy"`` or ``"write"``.
-        rate: bytes a second that are copied or written.
+        rate: Bytes per second to copy or write.
     """
 
     def __init__(self, kind: str, rate: float = 0.0) -> None:

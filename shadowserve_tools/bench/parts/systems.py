@@ -1,7 +1,7 @@
-"""The systems that ``serving`` compares, each as a user would set it up, from its store to what the engine is told.
+"""The systems that ``bench serving`` compares, each set up as a user would, from its store to the engine's
+connector.
 
-Stores are at one end of a link, engines with what stands beside them at either: at the stores' end they reach them over
-loopback, at the other over the link.
+Stores are at one end of a link. Engines are at the same end, and reach the stores over loopback, or at the other end.
 """
 
 import contextlib
@@ -41,11 +41,11 @@ class Place:
     """Where systems run.
 
     Attributes:
-        folder: for logs.
-        partition: who runs on which cores.
-        network: stores are at one of its ends.
-        peers_python: of the environment of scripts/setup-peers.
-        size: bytes of all the KV.
+        folder: Folder of logs.
+        partition: Cores of the programs.
+        network: Network with the stores at one end.
+        peers_python: Python of the environment of scripts/setup-peers.
+        size: Bytes of all KV.
     """
 
     folder: Path
@@ -56,7 +56,7 @@ class Place:
 
     @property
     def sides(self) -> dict[bool, Callable[[], AbstractContextManager[None]]]:
-        """How one enters the end that engines are at: over loopback, or (true) over the link."""
+        """Context of the engines' end of the network, for loopback (False) and for the link (True)."""
         sides = {False: self.network.store_side}
         return sides if self.network is LOOPBACK else sides | {True: self.network.client_side}
 
@@ -67,21 +67,21 @@ def _nothing(*_arguments: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """An engine's cache, running; without further words, none.
+    """A running cache of an engine; by default none.
 
     Attributes:
-        name: for tables.
-        linked: whether a link lies between the engine's end and the store.
-        brief: whether one request for each of half of the documents will do.
-        fills: whether it keeps what it computes, and not what another one has kept.
-        often: whether it computes more documents than prompts are about, so that a hundredth can be told.
-        side: enters the engine's end.
-        transfer: what the engine is told.
-        processes: that work for it, beside the engine.
-        stored: returns once so many chunks are where the system keeps them.
-        forget: empties what is nearer to the engine than that.
-        packages: that the engine needs beside its own.
-        data_plane: address of ours.
+        name: Name in tables.
+        linked: True if a link is between engine and store.
+        brief: True if one request for each of half of the documents is enough.
+        fills: False if it reads what another system has stored.
+        often: True if it computes more documents than prompts are about, for a ratio of one per cent.
+        side: Context of the engine's end of the network.
+        transfer: Configuration of the engine's connector.
+        processes: Processes of the system, the engine excluded.
+        stored: Returns when the given number of chunks is stored.
+        forget: Empties the caches between the engine and the store.
+        packages: Additional Python packages of the engine.
+        data_plane: Address of ShadowServe's data plane.
     """
 
     name: str = OFF
@@ -99,23 +99,23 @@ class System:
 
 
 class Answers:
-    """What the systems answer: to the same question about the same document, the same tokens."""
+    """Answers of the systems. The same question about the same document must give the same tokens."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[int, int], tuple[str, list[int]]] = {}
 
     def check(self, system: str, document: int, question: int, result: dict[str, Any], cached: int) -> None:
-        """Make sure of a request's result, and of where its KV came from.
+        """Check a request's answer, and where its KV came from.
 
         Args:
-            system: that served it.
-            document: that it was about.
-            question: that it was.
-            result: what the engine says of it.
-            cached: tokens that were not to be computed.
+            system: Name of the system.
+            document: Number of the document.
+            question: Number of the question.
+            result: The engine's result.
+            cached: Expected number of tokens that are not computed.
 
         Raises:
-            ShadowServeError: the answer is another one, or check_cached() finds something.
+            ShadowServeError: The answer differs from the first system's, or :func:`check_cached` raises.
         """
         other, first = self._first.setdefault((document, question), (system, result["answer"]))
         if result["answer"] != first:
@@ -125,10 +125,10 @@ class Answers:
 
 
 def check_cached(system: str, document: int, result: dict[str, Any], cached: int) -> None:
-    """Make sure of where a request's KV came from.
+    """Check where a request's KV came from.
 
     Raises:
-        ShadowServeError: it was computed and should have been fetched, or the other way round.
+        ShadowServeError: It was computed instead of fetched, or fetched instead of computed.
     """
     if result["cached"] != cached:
         about = f"{system}, a question about document {document}"
@@ -136,9 +136,9 @@ def check_cached(system: str, document: int, result: dict[str, Any], cached: int
 
 
 def ours(stack: ExitStack, place: Place) -> list[System]:
-    """Start a storage node, and a data plane at each end: lossless, which is the default, like all else.
+    """Start a storage node, and a data plane at each end, with their defaults.
 
-    Beside each engine with the defaults there is one that goes layer by layer, to the same data plane.
+    For each engine with the defaults there is one with ``layer_order``, on the same data plane.
     """
     network, cores = place.network, json.dumps(place.partition.data_plane)
     password = secrets.token_hex(16)  # what listens beyond loopback has one
@@ -181,10 +181,10 @@ def ours(stack: ExitStack, place: Place) -> list[System]:
 
 
 def peers(stack: ExitStack, place: Place) -> tuple[list[System], dict[str, str]]:
-    """Start LMCache's servers, alone and before Redis, each with its defaults and in its strongest mode.
+    """Start LMCache's servers, with their own memory and with Redis, with defaults and in their strongest mode.
 
     Returns:
-        Those that run, and for each of the others' names why it does not.
+        The running systems, and the reason of each absent one by name.
     """
     absent: dict[str, str] = {}
     systems: list[System] = []
@@ -219,7 +219,7 @@ def _redis(stack: ExitStack, place: Place, name: str, strongest: bool) -> list[S
 def _lmcache(
     stack: ExitStack, place: Place, name: str, strongest: bool, redis: Child | None = None, *, linked: bool = False
 ) -> System:
-    """Start a server of LMCache's at this end."""
+    """Start LMCache's server at this end of the network."""
     side = place.sides[linked]
     log = f"{name.replace(', ', '-').replace(' ', '-').lower()}-{'far' if linked else 'near'}"
     starting = lmcache_daemon(log, place.peers_python, place.folder, place.size, redis, strongest=strongest)
@@ -272,7 +272,7 @@ def _until(there: Callable[[], bool], who: str) -> None:
 
 
 def _ask(url: str, body: bytes | None = None) -> bytes:
-    """Ask LMCache's server, by GET or with a body by POST, past any proxy."""
+    """Send a GET, or a POST with a body, to LMCache's server, without a proxy."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(urllib.request.Request(url, body, {"Content-Type": "application/json"}), timeout=60) as answer:
         content: bytes = answer.read()
