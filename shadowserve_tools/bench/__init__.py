@@ -1,10 +1,11 @@
-"""``shadowserve bench``: measurements that anyone can repeat, reported as ratios within one run.
+"""``shadowserve bench``: repeatable measurements, reported as ratios within one run.
 
-A benchmark prints a table and, with ``--json``, writes ``{"bench", "machine", "rows", "ratios", ...}``; with ``--plot``
-it draws its charts. Ratios are medians of pairs with their spread, since absolute figures of a shared machine say
-little. docs/benchmarks/ keeps the figures.
+A benchmark prints a table. ``--json`` writes ``{"bench", "machine", "rows", "ratios", ...}``, ``--plot`` draws its
+charts, and ``--explain`` prints its method and prediction. Ratios are medians of pairs with their spread, because
+absolute figures of a shared machine say little. docs/results.json has the results.
 
-Each benchmark is the module of its name. What they are made of is in ``parts``, what they compare with in ``peers``.
+Each benchmark is the module of its name. ``parts`` has workloads, loads, engines and measurements that benchmarks
+share, ``peers`` the systems that they compare with.
 """
 
 import signal
@@ -66,13 +67,13 @@ NEEDS: Final = {
     "control": ["vllm", "redis"],
     "pages": ["torch"],
 }
-"""Packages of others that a benchmark imports late: better missed before it has measured for minutes."""
+"""Packages that a benchmark imports late. They are checked before minutes are spent on measuring."""
 
 
 @click.group(cls=LazyGroup, places={name: f"shadowserve_tools.bench.{name}:{name}" for name in BENCHES}, needs=NEEDS)
 @click.pass_context
 def bench(context: click.Context) -> None:
-    """Measure, against a peer or a limit in the same run."""
+    """Measure ShadowServe against a peer or a limit in the same run."""
     # Whoever ends a benchmark ends what it has started, too: SIGTERM unwinds the stack as Ctrl-C does.
     if threading.current_thread() is threading.main_thread():
         before = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))

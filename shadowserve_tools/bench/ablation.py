@@ -38,17 +38,17 @@ DATA_PLANE_FLAGS: Final[dict[str, tuple[str, ...]]] = {
     NO_CP: ("--chunked-pipeline", "false"),
     NO_MM: ("--memory-management", "false"),
 }
-"""NO_AF is the engine's business: ``asynchronous_fetch``. FULL and NO_AF stand side by side, and share a data plane."""
+"""Flags of the data plane. FULL and NO_AF use the same data plane: ``asynchronous_fetch`` is the engine's key."""
 
 CARD: Final = "emulated card"
 CARD_NO_MM: Final = "emulated card, no memory management"
 PAPER_NO_MM: Final = {"least": 6.96, "largest": 11.73}
-"""How many times as long TTFT is in figure 14."""
+"""Ratios of TTFT in the paper's figure 14."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What one system did in one turn: one request at a time, requests at the loaded rate, and all at once."""
+    """Results of one system in one turn: one request at a time, requests at the loaded rate, and all at once."""
 
     unloaded: Served
     loaded: Served
@@ -67,15 +67,7 @@ def ablation(
     output: Output, model: Model, load: Load, requests_max: int, output_tokens: int, requests: int, unloaded: int,
     loaded: float, repeats: int,
 ) -> None:  # fmt: skip
-    """Serve with all techniques, and with one of them switched off at a time, everything else the same.
-
-    Without asynchronous fetching the engine waits for each fetch. Without the chunked pipeline the data plane takes a
-    chunk through all stages before the next. Without memory management it allocates and registers buffers for each
-    chunk. Engine, model and cores are those of `bench interference`.
-
-    A CPU has nothing to register with, so memory management is switched off over an emulated BlueField, too: where
-    registering takes as long as it took a server, and as long as the paper's figures say that it took a card.
-    """
+    """Serve with all of the paper's techniques, and with one switched off at a time."""
     load = replace(load, output=output_tokens, requests=requests)
     runs: dict[str, list[_Run]] = defaultdict(list)
     with Progress(transient=True) as progress:
@@ -111,10 +103,10 @@ def _unloaded(running: Stack, load: Load, count: int) -> Served:
 def _on_card(
     model: Model, load: Load, unloaded: int, repeats: int, tell: Callable[[], None]
 ) -> dict[str, list[Served]]:
-    """Return what one request at a time met over the emulator, in each turn.
+    """Return the results of single requests over the emulated card, in each turn.
 
-    What registering must have taken the paper's card is taken so many times as long here as this machine is slower
-    with a prompt than the card was: behind the emulator there is a CPU.
+    The paper's cost of registering is multiplied by the ratio of this machine's time for a prompt to the card's,
+    because behind the emulator there is a CPU.
     """
     predictor, paper = card.Model(), card.Setting(bandwidth_gbps=40)
     kv_bytes = load.chunks * DEFAULT_CHUNK_TOKENS * model.kv_bytes

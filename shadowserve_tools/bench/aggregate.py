@@ -36,26 +36,26 @@ from shadowserve_tools.processes import start_storage
 from shadowserve_tools.report import Cost, Output, Report, cpu_s, measure, output_options, repeat
 
 TOKEN_LAYER_BYTES: Final = 2694
-"""Stored, of a token and layer: Llama-8B's 4,096 in bfloat16, lossless (docs/benchmarks/codecs.md: 1.52)."""
+"""Stored bytes of a token and layer: Llama-8B's 4,096 in bfloat16, compressed lossless by 1.52 (``bench codecs``)."""
 WAYS: Final = ("KV.LAYERS", "GETRANGE, 64 ahead", "GETRANGE, one by one")
 _AHEAD: Final = 64
-"""Requests that are sent before their answers have come: as many as keep the connection busy."""
+"""Requests in flight: enough to keep the connection busy."""
 MEMORY, CEPH = "memory", "ceph"
 _PREFIXES: Final = 4
 _ROOM_PREFIXES: Final = 2.5
-"""Prefixes that memory has room for: half of it may be sent at a time, and none stays until its next turn."""
+"""Prefixes that fit in memory: half of it may be in transit, and none stays until its next turn."""
 _BUCKET: Final = "kv-bench"
 _STORED_S: Final = 120
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """A prefix that is stored in chunks of so many tokens.
+    """A stored prefix with ``chunk_tokens`` tokens in each chunk.
 
     Attributes:
-        keys: of its records, in order.
-        body: where a record's layers begin.
-        piece: bytes of a layer of a chunk.
+        keys: Keys of its records, in order.
+        body: Offset of the layers in a record.
+        piece: Bytes of a layer of a chunk.
     """
 
     chunk_tokens: int
@@ -69,7 +69,7 @@ class Prefix:
         return self.layers * len(self.keys) * self.piece
 
     def ranges(self) -> list[bytes]:
-        """Return a GETRANGE for each chunk of each layer."""
+        """Return a GETRANGE command for each chunk of each layer."""
         return [
             encode_command("GETRANGE", key, begin, begin + self.piece - 1)
             for begin in range(self.body, self.body + self.layers * self.piece, self.piece)
@@ -77,7 +77,7 @@ class Prefix:
         ]
 
     def whole(self) -> bytes:
-        """Return the one request."""
+        """Return the KV.LAYERS command."""
         return encode_command("KV.LAYERS", f"0-{self.layers - 1}", 0, 0, *self.keys)
 
 
@@ -92,7 +92,7 @@ def _read_tokens(_context: click.Context, _parameter: click.Parameter, text: str
 
 
 class _Fetched(NamedTuple):
-    """What it took to fetch a prefix: of all, of the server's threads, of the node, of the bucket."""
+    """Cost of fetching a prefix: of all processes, of the server's threads, and the requests of node and bucket."""
 
     cost: Cost
     server_cpu_s: float
@@ -101,15 +101,15 @@ class _Fetched(NamedTuple):
 
 
 class _Bed:
-    """A node that has a prefix, in memory, or in Ceph's gateway below it and nowhere else when it is asked for it.
+    """A storage node with a prefix in memory, or only in Ceph's gateway behind it.
 
     Attributes:
-        client: a connection to it.
-        moved_bytes: of a prefix.
+        client: Connection to the node.
+        moved_bytes: Bytes of a prefix.
     """
 
     def __init__(self, stack: ExitStack, below: str, size: int, tokens: int, layers: int) -> None:
-        """Start it and store the prefix, or as many as drive each other out of its memory, with chunks of a size."""
+        """Start the node and store a prefix, or, over Ceph, as many prefixes as evict each other."""
         self._in_ceph = below == CEPH
         prefix_bytes = tokens * layers * TOKEN_LAYER_BYTES
         budget = (_ROOM_PREFIXES if self._in_ceph else 4) * prefix_bytes + (0 if self._in_ceph else 256 << 20)
@@ -134,14 +134,14 @@ class _Bed:
         self._turns = itertools.cycle(prefixes)
 
     def next(self) -> Prefix:
-        """Return the prefix that was asked for the longest ago."""
+        """Return the prefix with the oldest request."""
         return next(self._turns)
 
     def fetch(self, way: Callable[["_Bed"], object]) -> _Fetched:
-        """Fetch a prefix, and see what it takes.
+        """Fetch a prefix and return the cost.
 
         Raises:
-            ShadowServeError: it was not where it was meant to be.
+            ShadowServeError: The prefix was not in the tier that is measured.
         """
         requests, bucket, before_s = self._requests(), self._bucket(), cpu_s(self._process)
         cost = measure(lambda: way(self))
@@ -163,7 +163,7 @@ class _Bed:
         return self._operator.info("s3") if self._in_ceph else {}
 
     def _await(self, records: int) -> None:
-        """Wait until the bucket has so many."""
+        """Wait until the bucket has this number of records."""
         ends_s = time.monotonic() + _STORED_S
         while self._bucket()["records"] < records:
             if time.monotonic() > ends_s:
@@ -173,7 +173,7 @@ class _Bed:
 
 @dataclass
 class _Findings:
-    """What the report is made of."""
+    """Data of the report."""
 
     report: Report
     repeats: int
@@ -205,14 +205,7 @@ class _Findings:
 )
 @output_options
 def aggregate(sizes: list[int], tokens: int, layers: int, repeats: int, below: Sequence[str], output: Output) -> None:
-    """Fetch a prefix layer by layer from a storage server, by one request and by one for each chunk and layer.
-
-    The client receives into memory that is there already and looks at nothing. ``aggregate_over_single`` is how many
-    times faster one request is than a request at a time; ``aggregate_over_ahead`` than 64 of them on their way; the
-    server's CPU time is of all its threads. Requests are those that the server has counted. Over Ceph, a gateway on
-    this machine with its objects in memory, the node has room for less than three prefixes and is asked for four in
-    turn, so each comes from the bucket, by ranges.
-    """
+    """Fetch a prefix layer by layer with one request, and with one request for each chunk and layer."""
     report = Report(
         "aggregate",
         ["below", "chunk_tokens", "way", "requests", "s3_requests", "ms", "GB_per_s", "server_cpu_s_per_GB",
@@ -236,7 +229,7 @@ def aggregate(sizes: list[int], tokens: int, layers: int, repeats: int, below: S
 
 
 def _compare(found: _Findings, bed: _Bed, where: str, size: int) -> None:
-    """Take turns, and add rows and ratios of one size of chunks."""
+    """Measure in turns, and add the rows and ratios of one chunk size."""
     repeats, report = found.repeats, found.report
     ways: list[Callable[[_Bed], None]] = [_aggregated, partial(_ranged, ahead=_AHEAD), partial(_ranged, ahead=1)]
     fetched: list[list[_Fetched]] = [[] for _ in ways]
@@ -285,7 +278,7 @@ def _stored(client: LeanSocket, size: int, tokens: int, layers: int, number: int
 
 
 def _check(bed: _Bed) -> None:
-    """See that both ways bring the same bytes of the last layer of the last chunk."""
+    """Check that both commands return the same bytes of the last layer of the last chunk."""
     client, prefix = bed.client, bed.next()
     client.socket.sendall(prefix.ranges()[-1])
     by_range = bytes(client.receive(len(encode_bulk_header(prefix.piece)) + prefix.piece + 2))[-prefix.piece - 2 :]

@@ -52,9 +52,9 @@ MIXED: Final = "any order"
 READ_SEED, WRITTEN_SEED = 1, 2
 ARENA_BYTES: Final = 256 << 20
 SPARE_BYTES: Final = 192 << 20
-"""Of a device beside the chunks: log, snapshots, and room that evicting ahead keeps free."""
+"""Space of a device besides the chunks: log, snapshots, and free space for evicting ahead."""
 WRITTEN_SHARE: Final = 4
-"""A quarter as many chunks are written over and over as are read."""
+"""Chunks that are read, for each chunk that is written repeatedly."""
 MEGA: Final = 1_000_000
 
 NOTHING: Final = "decoding beside nothing"
@@ -63,25 +63,25 @@ FREE: Final = "decoding beside fetching, no bound"
 PAGES_WITHIN: Final = "decoding beside pages from a device, within the budget"
 PAGES_FREE: Final = "decoding beside pages from a device, no bound"
 OFTEN: Final = 8
-"""Phases beside fetching in a round, of each kind."""
+"""Phases with fetches in a round, of each kind."""
 PAGES_OFTEN: Final = 6
-"""Phases beside pages within the budget in a round, for one without a bound."""
+"""Phases with pages within the budget in a round, for one without a bound."""
 PAGES_LONGER: Final = 6
-"""So many times as many steps has a phase beside pages: they come ten times a second, with pauses between."""
+"""Steps of a phase with pages, in phases of others. Pages come in bursts, ten times a second."""
 PAGES_LAYERS, PAGES_HEADS = 4, 2
 """Of the KV that comes as pages: a MiB a chunk, as of what is fetched."""
 FETCH_CHUNKS: Final = 16
-"""Of a MiB each, a layer of 256 tokens."""
+"""Chunks of a fetch, a MiB each: a layer of 256 tokens."""
 FETCH_S: Final = 0.05
-"""A fetch within the budget is of so many chunks as take about so long, since a phase begins and ends with one."""
+"""Duration of a fetch within the budget. A phase begins and ends with a complete one."""
 PAGES_S: Final = 0.1
-"""A load of pages, likewise: as long as a data plane's turn."""
+"""Duration of a load of pages: a turn of the data plane."""
 MIXED_MIN: Final = 0.95
 
 
 @dataclass
 class _Disk:
-    """Bytes a second that were read, alone and beside writes, and what was written, by the order of both."""
+    """Read rates alone and beside writes, and what was written, by the order of both."""
 
     alone: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     beside: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -90,12 +90,12 @@ class _Disk:
 
 @dataclass
 class _Steps:
-    """What was measured of decode steps.
+    """Measurements of decode steps.
 
     Attributes:
-        seconds: of each, by what was beside it.
-        over: what a phase's steps took over those of the phases before and after it, which nothing was beside.
-        rates: bytes a second that came beside each phase.
+        seconds: Duration of each step, by the load beside it.
+        over: Steps of a phase over those of the unloaded phases before and after it.
+        rates: Bytes per second of the load in each phase.
     """
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -126,13 +126,7 @@ def budget(
     output: Output, model: Model, load: Load, requests_max: int, read_chunks: int, chunk_kib: int, cap: int, turns: int,
     batch: int, learning: int, rounds: int, rounds_max: int, phase_steps: int, folder: Path | None,
 ) -> None:  # fmt: skip
-    """Read from a pool's device while it is written to, and decode while the data plane fetches.
-
-    A prefix is taken back cold, alone and while other chunks are written without end, with and without strict order. As
-    root on Linux with cgroup v1 the device is a loop device whose reads are capped; else it is a file. Then a steady
-    batch of real vLLM decodes, and beside it KV is fetched, or comes from a device as pages, within the budget, at the
-    rate that the plugin's own policy sets, and without a bound.
-    """
+    """Read from a pool's device while it is written to, and decode while the data plane transfers KV."""
     prefix = Prefix(read_chunks, chunk_kib << 10, seed=READ_SEED)
     disk, steps = _Disk(), _Steps()
     with ExitStack() as stack:
@@ -178,7 +172,7 @@ def budget(
 def _measure_disk(
     disk: _Disk, prefix: Prefix, cap: int, turns: int, folder: Path | None, tell: Callable[[], None]
 ) -> bool:
-    """Fill in what was read and written; return whether the device was capped."""
+    """Measure reads and writes; return whether the device was capped."""
     written = Prefix(max(len(prefix.names) // WRITTEN_SHARE, 1), prefix.chunk_bytes, seed=WRITTEN_SEED)
     size = (prefix.size + written.size) * 9 // 8 + SPARE_BYTES
     with ExitStack() as stack:
@@ -202,7 +196,7 @@ def _measure_disk(
 
 
 def _read(disk: _Disk, pool: OurPool, prefix: Prefix, written: Prefix, name: str) -> None:
-    """Take the prefix back alone and beside writes, to be compared with each other."""
+    """Read the prefix alone and beside writes."""
     pool.cool()
     alone = pool.retrieve(prefix)
     pool.cool()
@@ -217,11 +211,11 @@ def _read(disk: _Disk, pool: OurPool, prefix: Prefix, written: Prefix, name: str
 
 
 class _Pages:
-    """Paged memory that a device's pages come into, as the plugin has them: by turns of the data plane.
+    """Paged memory that receives a device's pages, as in the plugin: in turns of the data plane.
 
     Attributes:
-        rate: bytes a second; 0: as fast as they come.
-        chunk_bytes: of each chunk.
+        rate: Bytes per second; 0 for no bound.
+        chunk_bytes: Bytes of a chunk.
     """
 
     def __init__(self, paged: PagedMemory, chunk_bytes: int) -> None:
@@ -229,12 +223,11 @@ class _Pages:
         self.rate, self.chunk_bytes = 0, chunk_bytes
 
     def fetch(self, count: int | None = None) -> None:
-        """Have the leading chunks brought, by default all."""
+        """Load the leading chunks, by default all."""
         self._steps.report(self.rate)
         self._paged.retrieve((MANY // CHUNK_BLOCKS if count is None else count) * CHUNK_BLOCKS)
 
     def clear(self) -> None:
-        """Overwrite the memory."""
         self._paged.clear()
 
     def verify(self) -> None:
@@ -252,13 +245,13 @@ def _paged(stack: ExitStack, running: Stack) -> _Pages:
 
 @dataclass(frozen=True)
 class _Moving:
-    """What moves KV beside decoding, and the policy that sets its rate.
+    """A load beside decoding, and the policy that sets its rate.
 
     Attributes:
-        target: that it moves into.
-        chunk_bytes: of a chunk.
-        chunks: that there are.
-        policy: sets its rate within the budget.
+        target: Target of the transfer.
+        chunk_bytes: Bytes of a chunk.
+        chunks: Number of chunks.
+        policy: Policy that sets the rate within the budget.
     """
 
     target: Target | _Pages
@@ -267,7 +260,7 @@ class _Moving:
     policy: Interference
 
     def loop(self, rate: int) -> FetchLoop:
-        """Return a loop that moves at a rate, in parts of a moment each; 0: all at once, without a bound."""
+        """Return a loop that transfers at a rate, in short parts; 0: everything at once, without a bound."""
         self.target.rate = rate
         if not rate:
             wanted = self.chunks
@@ -277,7 +270,7 @@ class _Moving:
         return FetchLoop(self.target, count * self.chunk_bytes, count)
 
     def verify(self) -> None:
-        """Move all once more, and compare it with what was stored."""
+        """Transfer everything once more and compare it with what was stored."""
         self.target.rate = 0
         self.target.clear()
         self.target.fetch()
@@ -286,13 +279,13 @@ class _Moving:
 
 @dataclass(frozen=True)
 class _Phase:
-    """Decoding beside something.
+    """A kind of decoding phase.
 
     Attributes:
-        moving: what is beside it.
-        within: the budget holds.
-        steps: in a phase.
-        middle: which of a phase's steps stands for them.
+        moving: Load of the phase.
+        within: True if the budget holds.
+        steps: Number of steps.
+        middle: Statistic of a phase's steps.
     """
 
     moving: _Moving
@@ -302,13 +295,13 @@ class _Phase:
 
 
 def _mean(steps: Sequence[float]) -> float:
-    """Return their mean, each counted as twice their median at most: what takes longer waited for something else."""
+    """Return the mean, with each step capped at twice the median: a longer one waited for something else."""
     most = 2 * statistics.median(steps)
     return statistics.mean(min(step, most) for step in steps)
 
 
 class _Decoding:
-    """A steady batch, and KV that moves beside it at the rate that a policy sets."""
+    """A steady batch, and a load at the rate that a policy sets."""
 
     def __init__(self, engine: Engine, batch: int) -> None:
         self._engine, self._batch = engine, batch
@@ -324,7 +317,7 @@ class _Decoding:
             self._phases[name] = _Phase(moving, within, steps, middle)
 
     def round(self, beside: list[str], steps: _Steps) -> None:
-        """Decode a phase beside each, all of one length, and one beside nothing before and after it."""
+        """Decode a phase with each load, all of one length, and an unloaded one before and after each."""
         length = self._phases[beside[0]].steps
         self._engine.ask("decode_start", batch=self._batch, tokens=DECODED_TOKENS, beside=len(beside), steps=length)
         self._decoded = 0
@@ -352,7 +345,7 @@ class _Decoding:
     def _note(
         self, seconds: list[float], durations: list[float], rate: float, policies: list[Interference]
     ) -> list[float]:
-        """Have policies learn from steps as the plugin does, add them to what was measured, and return them."""
+        """Let policies learn from steps as in the plugin, record the steps, and return them."""
         for duration in durations:
             pairs = self._batch * attention_pairs(DECODED_TOKENS + self._decoded, 1)
             self._decoded += 1

@@ -38,12 +38,7 @@ _TIMEOUT_S: Final = 600
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Pairs of runs.")
 @output_options
 def commands(count: int, clients: int, repeats: int, output: Output) -> None:
-    """Have redis-benchmark send SET and GET of 3 bytes, one at a time, to this server and to Redis in turn.
-
-    What counts is the CPU time of the server's process for each command: where clients share its cores, rates are as
-    much theirs. ``NAME_over_redis`` is commands per CPU second over Redis', the median of the pairs. ``load`` is the
-    machine's load average behind the runs; redis-benchmark and the server are about two of it.
-    """
+    """Compare the CPU time of small SET and GET commands with that of Redis."""
     for program in ("redis-server", "redis-benchmark"):
         if not shutil.which(program):
             raise ShadowServeError(
@@ -76,7 +71,7 @@ def commands(count: int, clients: int, repeats: int, output: Output) -> None:
 
 
 def _run(server: Child, flags: list[str]) -> Callable[[], Cost]:
-    """Return what has redis-benchmark send commands to a server, and returns what they cost the server."""
+    """Return a function that runs redis-benchmark against a server and returns the server's cost."""
     host, _, port = server.address.rpartition(":")
     process = psutil.Process(server.process.pid)
 

@@ -40,9 +40,9 @@ _WAITING: Final = 256
 _WAITING_BLOCKS: Final = 256
 _TIERS: Final = '{"memory_budget_bytes": "64MiB"}'
 _STEP_S: Final = 0.002
-"""Between two iterations of the queue: a decode step leaves more."""
+"""Time between two iterations of the queue: shorter than a decode step."""
 STEPS: Final = 1024
-"""Four times a chunk's tokens: each request completes four chunks by decoding, so their share of the cost is in it."""
+"""Four times a chunk's tokens: each request completes four chunks, so that their cost is included."""
 
 
 @click.command()
@@ -50,18 +50,7 @@ STEPS: Final = 1024
 @click.option("--prompt-chunks", default=512, show_default=True, type=click.IntRange(1), help="Chunks of the lookup.")
 @output_options
 def control(requests: int, prompt_chunks: int, output: Output) -> None:
-    """Time the connector's share of a scheduler iteration, and a lookup of a 128K-token prompt; of one group and three.
-
-    The iteration is vLLM's own data structures with every request decoding one token, and no fetches: what a busy
-    engine pays when ShadowServe has nothing to do for it. The lookup goes through the data plane to a storage server
-    that holds the whole prompt; it runs on a thread of its own, so its time is latency, not the engine's. A model of
-    three groups has full attention, a window of 1,024 tokens and states, in blocks of one length, as vLLM makes them
-    beside states: a chunk is a block, and of each group there are as many.
-
-    The queue is one of 256 requests of 256 blocks each, all of them stored. In each iteration one begins, one comes and
-    one ends, and in every second one is preempted: what the engine's thread says of that, and, on a thread of its own,
-    what it takes to tell a data plane with tiers.
-    """
+    """Measure the connector's part of a scheduler iteration, and a lookup of a prompt of 128K tokens."""
     report = Report("control", ["what", "median_ms", "worst_ms", "runs"])
     whole = llama_8b(prompt_chunks, layers=1)
     kept = {"": [whole], " of three groups": [_small(whole, kind) for kind in ("full", "window", "state")]}
@@ -101,7 +90,7 @@ def control(requests: int, prompt_chunks: int, output: Output) -> None:
 
 
 def _small(workload: Workload, kind: str) -> Workload:
-    """Return records of another group of the same prompt, as small as they may be: a lookup reads none of it."""
+    """Return records of another group of the same prompt, as small as possible: a lookup does not read them."""
     layout = KVNamespace(model=MODEL, group=f"{kind} of three", layers=(0, 1), heads=(0, 1)).name(
         ChunkLayout(
             dtype=DType.BFLOAT16,
@@ -118,7 +107,7 @@ def _small(workload: Workload, kind: str) -> Workload:
 
 
 def _scheduler_side(workloads: Sequence[Workload], data_plane: str) -> Any:
-    """Return the connector's half in a scheduler, of a model whose groups are stored as these workloads are."""
+    """Return the scheduler's half of the connector, for a model whose groups are stored as these workloads."""
     try:
         from host_control.vllm.metadata import WorkerHandshake
         from host_control.vllm.scheduler_side import SchedulerSide
@@ -134,7 +123,7 @@ def _scheduler_side(workloads: Sequence[Workload], data_plane: str) -> Any:
 
 
 def _groups(config: HostConfig, count: int) -> Any:
-    """Return what the connector makes of a model with one group, or with three, and vLLM's own rules for those."""
+    """Return the groups of the connector for a model with one group, or with three and vLLM's rules for them."""
     import torch
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
@@ -221,9 +210,9 @@ def _request(name: str, tokens: list[int]) -> Any:
 
 
 def _steps(side: Any, count: int, groups: int) -> list[float]:
-    """Milliseconds of each of many iterations in which every request decodes one token, of a model of so many groups.
+    """Return the milliseconds of iterations in which every request decodes one token.
 
-    Of three, the last keeps states: vLLM says of each where it lies in the step that computes it.
+    The last of three groups has recurrent state: vLLM names its blocks in the step that computes it.
     """
     from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
 

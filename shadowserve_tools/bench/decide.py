@@ -36,7 +36,7 @@ _WAYS: Final = {"no cache": "compute", "always fetch": "fetch", "deciding": "dec
 _OFF, _ALWAYS, _DECIDING = _WAYS
 _FREE_GBIT_PER_S: Final = 100.0
 _HEALED: Final = 3
-"""So many prompts in a row that are fetched show that it is known that the link is fast again."""
+"""Number of fetched prompts in a row that show that the policy knows the link's new rate."""
 _REQUESTS_MAX: Final = 400
 
 Tell = Callable[[str], None]
@@ -44,7 +44,7 @@ Tell = Callable[[str], None]
 
 @dataclass
 class _Cell:
-    """A prompt of so many tokens over a link of such a rate: what it met, by system."""
+    """A prompt length over a link of one rate, with the results by system."""
 
     tokens: int
     gbit_per_s: float
@@ -53,7 +53,7 @@ class _Cell:
 
     @property
     def better(self) -> str:
-        """Name of the system without decisions that is quicker here."""
+        """Name of the better system without a policy."""
         return min((_OFF, _ALWAYS), key=lambda name: statistics.median(self.ttft_s[name]))
 
     def over_better(self, name: str) -> list[float]:
@@ -94,12 +94,7 @@ def decide(
     repeats: int,
     output: Output,
 ) -> None:
-    """Ask a real engine prompts that are stored behind links of several rates: computed, fetched, or as it decides.
-
-    It learns from what it decides itself. With each link's first prompts, one of each length, it learns that link; they
-    do not count in a cell, but in the whole. After the slowest link the first one comes back, and prompts are asked
-    until it fetches again. The network is that of `bench layers`, and so are the cores, and what it takes.
-    """
+    """Serve stored prompts over links of several rates: computed, fetched, or as the policy decides."""
     results = _Results()
     with ExitStack() as stack:
         network = stack.enter_context(linked())
@@ -132,7 +127,7 @@ def _store(bed: Bed, prompts: Sequence[int], results: _Results) -> None:
     """Compute each prompt twice and store it, then fetch it once.
 
     Raises:
-        ShadowServeError: its answer does not depend on what is stored, or another one comes of that.
+        ShadowServeError: The answer does not depend on the stored part, or differs with a cache.
     """
     bed.engine.ask("hits", way=_WAYS[_DECIDING])
     bed.engine.ask("reading", only=True)
@@ -160,7 +155,7 @@ def _stored(tokens: int) -> int:
 def _measure(
     bed: Bed, network: Link, prompts: Sequence[int], rate: float, repeats: int, results: _Results, tell: Tell
 ) -> None:
-    """Ask each prompt with each system over one link, in turns."""
+    """Serve each prompt with each system over one link, in turns."""
     network.limit(rate)
     tell(f"learning {rate:g} Gbit/s")
     bed.engine.ask("hits", way=_WAYS[_DECIDING])
@@ -250,7 +245,7 @@ def _report(results: _Results, links: Sequence[float]) -> Report:
 
 
 def _whole(results: _Results) -> float:
-    """Return the time of all prompts that were decided in the grid, over that of the better system of each cell."""
+    """Return the time of all prompts under the policy, over that of the better system of each cell."""
     taken = sum(seconds for *_, seconds in results.learning_s)
     better = {(cell.tokens, cell.gbit_per_s): statistics.median(cell.ttft_s[cell.better]) for cell in results.cells}
     least = sum(better[tokens, rate] for tokens, rate, _ in results.learning_s)

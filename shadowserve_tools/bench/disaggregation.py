@@ -41,18 +41,18 @@ from shadowserve_tools.processes import start_data_plane, start_storage
 from shadowserve_tools.report import Output, Report, output_options
 
 _REST_TOKENS: Final = 200
-"""Behind a prompt's whole chunks: of a user's prompt some are, and they are the tail's."""
+"""Tokens after a prompt's whole chunks; they are in the tail."""
 _TIMEOUT_S: Final = 60
-"""What is late here is to be seen as late, not to be computed instead."""
+"""Long, so that a late transfer is measured as late and not computed instead."""
 _BUDGET_BYTES_MIN: Final = 16 << 20
 _STORED_SHARE: Final = 2 / 3
-"""Of its bytes a chunk's record has about so many: what goes from a full store is as large as what comes."""
+"""Size of a record in parts of its chunk. Evicted values have the same size as stored ones."""
 _STEP_TOKENS: Final = 4 * DEFAULT_CHUNK_TOKENS
 _STEPS: Final = ("prefill", "handed over", "warm hit", "warm hit beside storing")
 
 
 class _Pools:
-    """A prefill engine and a decode engine, each with a data plane of its own, and one store."""
+    """A prefill engine and a decode engine, each with its own data plane, and one storage node."""
 
     def __init__(self, stack: ExitStack, folder: Path, model: Model, load: Load) -> None:
         partition = Partition.halves()
@@ -109,17 +109,16 @@ class _Pools:
         return answer
 
     def serve(self, engine: Engine, seed: int, output: int = 0) -> dict[str, Any]:
-        """Return what a prompt met."""
         request = {"seed": seed, "tokens": self.tokens, "output": output or self._output, "at": 0.0}
         (result,) = engine.ask("serve", requests=[request])
         found: dict[str, Any] = result
         return found
 
     def hit(self, seed: int) -> dict[str, Any]:
-        """Have the decode engine answer a prompt, of which it computes the last block alone.
+        """Return the result of a prompt in the decode engine, which must compute the last block only.
 
         Raises:
-            ShadowServeError: it computed more.
+            ShadowServeError: The engine computed more.
         """
         result = self.serve(self.decode, seed)
         if result["cached"] != self._held:
@@ -127,10 +126,11 @@ class _Pools:
         return result
 
     def turn(self, seed: int, other: int) -> list[dict[str, Any]]:
-        """Have a new prompt computed and handed over, between two warm hits; return what each of _STEPS met.
+        """Return the results of each of _STEPS: a new prompt in the prefill and the decode engine, and warm hits
+        around it.
 
-        Then another one is computed, and while its end is stored the first is hit once more: all that happens in a
-        hand-over happens there, too, but that anybody waits for it.
+        Then another prompt is computed, and while its end is stored the first one is hit again. That has the same work
+        as disaggregation, but waits for nothing.
         """
         before = self.hit(seed - 1)
         computed = self.serve(self.prefill, seed, 1)
@@ -149,10 +149,9 @@ class _Pools:
 
 
 def _fill(store: str, size: int, value_bytes: int) -> None:
-    """Have a store hold so many bytes that nobody asks for, so that what comes is put in the place of what goes.
+    """Fill a storage node, so that new values evict old ones.
 
-    A store in operation is full. While it still grows, each page that it takes is one that this machine perhaps has
-    never used: where a hypervisor gives those out when they are touched, as here, that is most of what a SET costs.
+    A store in operation is full. While it grows, it touches new pages, which are slow on a virtual machine.
     """
     address = split_address(store)
     try:
@@ -171,15 +170,7 @@ def _fill(store: str, size: int, value_bytes: int) -> None:
 @click.option("--output-tokens", default=8, show_default=True, type=click.IntRange(2, 128), help="Of each answer.")
 @output_options
 def disaggregation(output: Output, model: Model, load: Load, requests_max: int, output_tokens: int) -> None:
-    """Have one engine compute prompts, and another one answer them, while the first still stores.
-
-    The request goes to the second engine the moment the first has answered, as a proxy sends it. The time to its first
-    token is held against that of a warm hit: the same engine, prompts of the same length, everything stored long ago.
-    In both cases no token is computed but those of the last block. What storing costs on these cores, where nobody
-    waits for it, is seen in a warm hit while the end of another prompt is stored. Both engines share one half of the
-    cores, and take turns; the first one's data plane is there, too, and the second one's shares the other half with
-    the storage server, which is full.
-    """
+    """Compute prompts in one engine and answer them in another, while the first one is still storing."""
     load = Load(chunks=load.chunks + 1, documents=load.documents, output=output_tokens)
     turns: list[list[dict[str, Any]]] = []
     with ExitStack() as stack:

@@ -89,14 +89,7 @@ def gpu(
     layers: int, chunks: int, batch: int, hidden: int, kv_rate: float, steps: int, repeats: int, cpu: bool,
     output: Output,
 ) -> None:  # fmt: skip
-    """Measure what ShadowServe does on the serving GPU: scatter each round of fetched KV into paged memory.
-
-    Scattering against a copy of the same bytes within the GPU; decode steps (the matrix products of a Llama layer, at
-    small batches bound by memory) beside scattering and beside a stand-in for decompressing the same KV on the GPU
-    (its module says what that is), at the rate of a 20 Gbit/s link, as figures 3 and 15 of the paper; and fetches from
-    a store through the data plane into the GPU's paged memory, by each delivery that a machine with a GPU has, alone
-    and at that rate beside decode steps.
-    """
+    """Scatter fetched KV into paged memory of a GPU, alone and beside decode steps; and fetch into it."""
     if not cpu and not torch.cuda.is_available():
         raise ShadowServeError(
             f"bench gpu needs a GPU, and torch {torch.__version__} finds none here; run it where there is one (a CUDA "
@@ -116,7 +109,7 @@ def gpu(
 
 
 class _Paged:
-    """An engine's paged memory with room for some chunks, and one round of KV to scatter into it."""
+    """An engine's paged memory, and one batch of KV to scatter into it."""
 
     def __init__(self, plan: _Plan, order: str, mover: Any, chunks: int) -> None:
         blocks = chunks * CHUNK_BLOCKS
@@ -127,13 +120,13 @@ class _Paged:
         self.blocks = np.random.default_rng(1).permutation(blocks).tolist()
 
     def scatter(self, chunks: Any) -> None:
-        """Scatter a round, on the current stream."""
+        """Scatter a batch on the current stream."""
         count = len(chunks) // self.layout.chunk_bytes(CHUNK_TOKENS) * CHUNK_BLOCKS
         self.layout.scatter(chunks, self.blocks[:count], CHUNK_BLOCKS)
 
 
 def _seconds(plan: _Plan, run: Callable[[], None]) -> float:
-    """Return what a run takes: the GPU's own time, by events; or a CPU's, by the clock."""
+    """Return the duration of a run: by events on a GPU, by the clock on a CPU."""
     if plan.device.type == "cpu":
         begin = time.perf_counter()
         run()
@@ -179,7 +172,7 @@ def _scatter(report: Report, plan: _Plan) -> None:
 
 
 class _Engine:
-    """The matrix products of decode steps: a Llama layer's weights, used again and again, on a stream of its own."""
+    """The matrix products of decode steps, with a Llama layer's weights used repeatedly, on its own stream."""
 
     def __init__(self, plan: _Plan) -> None:
         hidden, wide = plan.hidden, plan.hidden * 7 // 2
@@ -205,7 +198,7 @@ class _Engine:
 
 @contextmanager
 def _beside(plan: _Plan, work: Callable[[], object] | None, each_bytes: int) -> Iterator[None]:
-    """Run ``work``, which takes ``each_bytes`` of KV, at the planned rate in a thread and a stream of its own."""
+    """Run ``work``, which handles ``each_bytes`` of KV, at the planned rate in its own thread and stream."""
     if work is None:
         yield
         return
@@ -342,7 +335,7 @@ class _Target:
                 yield cls(plan, manager, paged, workload)
 
     def fetch(self) -> float:
-        """Fetch everything, and return the seconds until all of it is in place."""
+        """Fetch everything and return the duration."""
         self._count += 1
         job = FetchJob(request_id=str(self._count), keys=(tuple(self._workload.keys),))
         begin = time.perf_counter()

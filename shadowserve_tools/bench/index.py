@@ -29,9 +29,9 @@ from shadowserve_tools.report import Output, Report, output_options, tracked
 _PART: Final = 250_000
 """Records that are made at a time: 32 MB."""
 _SAMPLE: Final = 200_000
-"""Objects that are asked for, evicted and put again: too many for a cache."""
+"""Objects that are looked up, evicted and inserted: too many for a cache."""
 _CHAIN: Final = 128
-"""Objects that are each other's parents: a prompt of 32 K tokens."""
+"""Objects in a chain of parents: a prompt of 32K tokens."""
 _DEVICES: Final = 4
 _TENANTS: Final = 4
 _LENGTH: Final = 500_000
@@ -49,11 +49,7 @@ Records = NDArray[np.void]
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Of each measurement.")
 @output_options
 def index(objects: int, repeats: int, output: Output) -> None:
-    """Memory for each object, and what finding, putting, evicting and recovering take.
-
-    Objects are in chains of 128 over four devices, of four tenants, and one in ten expires. Nothing is in a cache: each
-    of the objects asked for is another one.
-    """
+    """Measure memory of each object in the index, and the time of finding, inserting, evicting and recovering it."""
     report = Report("index", ["operation", "objects", "us_each"])
     keys = _Keys(objects)
     before = _resident()
@@ -76,7 +72,7 @@ def index(objects: int, repeats: int, output: Output) -> None:
 
 
 class _Keys:
-    """Keys by their numbers, without keeping them."""
+    """Keys computed from their numbers."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -93,7 +89,7 @@ class _Keys:
         return words.view(np.uint8)
 
     def records(self, begin: int, end: int) -> Records:
-        """Return what a snapshot says of the objects from ``begin`` to before ``end``."""
+        """Return the snapshot records of the objects from ``begin`` to before ``end``."""
         numbers = np.arange(begin, end, dtype=np.uint64)
         records = np.zeros(end - begin, native.INDEX_RECORD_DTYPE)
         records["kind"] = native.IndexRecordKind.PUT
@@ -134,7 +130,7 @@ def _fill(table: native.Index, keys: _Keys, objects: int) -> None:
 
 
 def _evict_and_put(report: Report, table: native.Index, count: int) -> None:
-    """Evict objects and put them in again, from Python; the ghost queue gets its memory by that."""
+    """Evict objects and insert them again, from Python; this also fills the ghost queue."""
     evicted: list[native.IndexEntry] = []
 
     def evict() -> None:
@@ -193,7 +189,7 @@ def _find(report: Report, table: native.Index, keys: _Keys, count: int, repeats:
 
 
 def _recover(report: Report, objects: int, repeats: int) -> None:
-    """Replay, order and reserve in C alone, in the order of a snapshot that is old: a random one."""
+    """Replay, order and reserve in C alone, in a random order, which is the worst one of a snapshot."""
     blocks = objects * native.blocks_of(_LENGTH)
     # A million objects of this length lie on 0.5 TB.
     records = _Keys(objects).records(0, objects)
@@ -218,7 +214,7 @@ def _recover(report: Report, objects: int, repeats: int) -> None:
 
 
 def _step(report: Report, repeats: int) -> None:
-    """Tell of the order of requests that wait, and plan what is moved up for them, as in each step of an engine."""
+    """Measure ordering waiting requests and planning their prefetches, as in each step of an engine."""
     keys = [bytes(key) for key in _Keys(_WAITING**2).of(np.arange(_WAITING**2, dtype=np.uint64))]
     table = native.Index(len(keys))
     for key in keys:

@@ -38,10 +38,10 @@ from shadowserve_tools.report import Output, Report, half_width, output_options
 OURS: Final = "shadowserve"
 IN_ENGINE: Final = "in-engine decompression"
 KEPT: Final = "kept by the engine"
-"""Plain vLLM whose own prefix cache has every document: nothing is fetched."""
+"""Plain vLLM with every document in its own prefix cache: nothing is fetched."""
 FETCH_CHUNKS: Final = 8
 FETCH_LAYERS: Final = 8
-"""A fetch loop's workload: 64 MiB, twice a last-level cache, in a round of some tens of milliseconds."""
+"""Layers of the loop's workload: 64 MiB, twice a last-level cache."""
 FETCH_ALONE_S: Final = 0.5
 """For how long fetches are timed that the controls are to be as fast as."""
 NOTHING: Final = "nothing"
@@ -52,13 +52,13 @@ SPINNING: Final = "a process that spins on a data plane's core"
 COPYING: Final = "a process that copies as fast there"
 WRITING: Final = "a process that only writes as fast there"
 OFTEN: Final = 3
-"""Phases beside fetching in a round, of each kind, and beside the writing control, for one beside another control."""
+"""Phases with fetches in a round, of each kind, and with the writing control, for one with another control."""
 DECODED_TOKENS: Final = 256
-"""Of context, of each request that decodes steadily: short steps are many steps, and weights are what they stream."""
+"""Context tokens of each request that decodes: with short steps there are many, bound by the weights."""
 SLOWDOWN_MAX: Final = 0.02
 HALF_WIDTH_MAX: Final = 0.01
 RATE_MIN: Final = 4e9
-"""Bytes of KV a second that the goal is set for."""
+"""Lowest KV rate for which the goal holds, in bytes per second."""
 
 Tell = Callable[[str], None]
 Beside = Callable[[], AbstractContextManager[None]]
@@ -66,7 +66,7 @@ Beside = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """The options of :func:`interference`; ``loaded`` is a part of ShadowServe's highest throughput."""
+    """Options of :func:`interference`; ``loaded`` is a part of ShadowServe's highest throughput."""
 
     lengths: list[int]
     loaded: float
@@ -80,15 +80,15 @@ class _Plan:
 
 @dataclass
 class _Results:
-    """What was measured.
+    """Measurements.
 
     Attributes:
-        lengths: runs of (output tokens, requests offered a second, system).
-        steps: seconds of decode steps, by what ran beside them.
-        over_alone: each phase's median step over that of the phases before and after it, which nothing ran beside.
-        cpu_over_alone: the same of a step's CPU time. What else runs on the machine, and takes a core away for a while,
-            is not in it; waiting for memory is, and so is a core that is shared with another hyperthread.
-        fetched: what the fetches beside them delivered.
+        lengths: Runs by output tokens, offered requests per second and system.
+        steps: Seconds of decode steps, by the load beside them.
+        over_alone: Each phase's median step over that of the unloaded phases before and after it.
+        cpu_over_alone: The same for a step's CPU time. It leaves out what other programs take from the core, but
+            has waiting for memory.
+        fetched: Loops of fetches, by load.
     """
 
     lengths: dict[tuple[int, float, str], list[Served]] = field(default_factory=lambda: defaultdict(list))
@@ -125,14 +125,7 @@ _COUNT = click.IntRange(1)
 @click.option("--phase-steps", default=10, show_default=True, type=click.IntRange(1, 16), help="Between two changes.")
 @output_options
 def interference(output: Output, model: Model, load: Load, requests_max: int, **options: Any) -> None:
-    """Serve on half of the cores while the data plane fetches on the other half, and decodes there or on the engine's.
-
-    In-engine decompression is the very same engine and data plane, only that the data plane's decoding threads are
-    moved onto the engine's cores, which is what decompressing in the engine comes to on a CPU; its network stays where
-    it is. The engine is real vLLM with a Llama of random weights, and keeps no prefix itself. And a steady batch
-    decodes while the data plane fetches at full speed for somebody else: how much longer is a step? Phases of some
-    steps, with and without fetching beside them, take turns, so that each is compared with its neighbours.
-    """
+    """Serve on half of the cores while the data plane fetches on the other half, and decodes there or in the engine."""
     plan = _Plan(**options)
     load = replace(load, output=max(plan.lengths))
     results = _Results()
@@ -155,7 +148,7 @@ def interference(output: Output, model: Model, load: Load, requests_max: int, **
 
 
 def holding(load: Load, beside: int, steps: int) -> Load:
-    """Return a load whose requests are as large as those that decode steadily beside so many things."""
+    """Return a load with requests as large as those that decode beside ``beside`` loads."""
     tokens = DECODED_TOKENS + decoded_tokens(beside, steps)
     return replace(load, output=max(load.output, tokens - load.prompt_tokens))
 
@@ -164,7 +157,7 @@ def holding(load: Load, beside: int, steps: int) -> Load:
 
 
 def _measure_decoding(results: _Results, running: Stack, plan: _Plan, tell: Tell) -> None:
-    """Fill in the decode phases."""
+    """Measure the decode phases."""
     with ExitStack() as stack:
         targets = []
         for name, quantizer in ((LOSSLESS, Quantizer.LOSSLESS), (BINNED, Quantizer.BINNED)):
@@ -203,7 +196,7 @@ def _measure_decoding(results: _Results, running: Stack, plan: _Plan, tell: Tell
 
 
 def rounds_until_narrow(at_least: int, at_most: int, wanted: Sequence[Sequence[float]]) -> Iterator[int]:
-    """Count rounds until the medians of what they add to ``wanted`` are known to ± ``HALF_WIDTH_MAX``."""
+    """Count rounds until the medians of ``wanted`` are known to ± ``HALF_WIDTH_MAX``."""
     for number in range(max(at_least, at_most)):
         if number >= at_least and all(half_width(values) <= HALF_WIDTH_MAX for values in wanted):
             return
@@ -211,7 +204,7 @@ def rounds_until_narrow(at_least: int, at_most: int, wanted: Sequence[Sequence[f
 
 
 def _decode_round(results: _Results, running: Stack, plan: _Plan, beside: Sequence[tuple[str, Beside]]) -> None:
-    """Decode a phase beside each, and one beside nothing before and after it."""
+    """Decode a phase beside each load, and an unloaded one before and after each."""
     engine = running.engine
     engine.ask("decode_start", batch=plan.batch, tokens=DECODED_TOKENS, beside=len(beside), steps=plan.phase_steps)
 
@@ -237,9 +230,10 @@ def _decode_round(results: _Results, running: Stack, plan: _Plan, beside: Sequen
 
 
 def _measure_lengths(results: _Results, running: Stack, keeping: Engine, plan: _Plan, load: Load, tell: Tell) -> None:
-    """Serve outputs of each length at the loaded rate, by turns with decoding on its own cores and on the engine's.
+    """Serve outputs of each length at the loaded rate, decoding on the data plane's cores and in the engine, in
+    turns.
 
-    And with nothing to fetch, by an engine that is ``keeping`` every document.
+    The same requests also go to ``keeping``, an engine that has every document.
     """
     turn = itertools.count()
     for length in plan.lengths:
@@ -287,7 +281,7 @@ def _report_decoding(report: Report, results: _Results) -> None:
 
 
 def _slowdown_goal(width: float, rate: float) -> str:
-    """Return what a slowdown is to reach: nothing where its interval is too wide to tell, or too little was fetched."""
+    """Return the goal of a slowdown; none if its interval is too wide or the KV rate too low."""
     if width > HALF_WIDTH_MAX:
         return f"no result: ± {width:.2g} is wider than {HALF_WIDTH_MAX:g}; at most {SLOWDOWN_MAX:g}"
     if rate < RATE_MIN:

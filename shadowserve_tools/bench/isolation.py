@@ -38,13 +38,7 @@ _ABSENT_OF: Final = {"GET": b"$-1\r\n", "EXISTS": b":0\r\n", "STRLEN": b":0\r\n"
 @click.option("--samples", default=20_000, show_default=True, type=click.IntRange(100), help="Of each kind.")
 @output_options
 def isolation(samples: int, output: Output) -> None:
-    """Ask, as one tenant, for keys that another has and for keys that nobody has, in random order.
-
-    ``guess`` is how often one would be right who takes the slower of two such answers for the foreign key's: 0.5 is
-    chance. The same for two halves of the absent keys is what chance looks like here, and for keys of one's own what a
-    difference looks like. ``guess_beyond_chance`` is the distance from 0.5, over what two equal samples of this size
-    stay within 99 times in 100.
-    """
+    """Measure whether the time of an answer tells one tenant what another one has."""
     report = Report("isolation", ["command", "kind", "median_us", "p99_us", "guess", "samples"])
     password = secrets.token_hex(16)
     beyond, own = [], []
@@ -87,7 +81,7 @@ def isolation(samples: int, output: Output) -> None:
 
 
 class _Asker:
-    """A connection of one user, with as little around it as Python allows."""
+    """A connection of one user, with as little Python as possible."""
 
     def __init__(self, address: str, name: str, password: str) -> None:
         host, _, port = address.rpartition(":")
@@ -97,7 +91,7 @@ class _Asker:
             raise ShadowServeError(f"the storage server does not take its own user {name}; please report this")
 
     def ask(self, command: bytes) -> bytes:
-        """Return what answers a command, less than 64 KiB, in one piece."""
+        """Send a command and return its answer, less than 64 KiB, in one piece."""
         self._socket.sendall(command)
         return self._socket.recv(1 << 16)
 
@@ -109,7 +103,7 @@ class _Asker:
 
 
 def _times(asker: _Asker, command: str, keys: dict[str, list[bytes]], samples: int) -> dict[str, npt.NDArray[np.int64]]:
-    """Return nanoseconds of answers by the kind of key, asked in random order after some that do not count."""
+    """Return the nanoseconds of answers by kind of key, in random order, after a warm-up."""
     asked = {kind: [encode_command(command, key) for key in keys[kind]] for kind in keys}
     order = [kind for kind in keys for _ in range(samples)]
     random.SystemRandom().shuffle(order)
@@ -131,12 +125,12 @@ def _times(asker: _Asker, command: str, keys: dict[str, list[bytes]], samples: i
 
 
 def _guess(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64]) -> float:
-    """Return how often one of ``first`` is greater than one of ``second``, ties counted half (Mann and Whitney's U)."""
+    """Return how often a value of ``first`` exceeds one of ``second``, ties counted half (Mann and Whitney's U)."""
     ordered = np.sort(second)
     below = np.searchsorted(ordered, first, "left") + np.searchsorted(ordered, first, "right")
     return float(below.mean() / 2 / len(second))
 
 
 def _chance(samples: int) -> float:
-    """Return how far from 0.5 two equal samples stay, 99 times in 100."""
+    """Return the distance from 0.5 that two equal samples keep 99 times in 100."""
     return float(2.576 * np.sqrt((2 * samples + 1) / (12 * samples * samples)))

@@ -51,9 +51,9 @@ from shadowserve_tools.processes import start_data_plane, start_storage
 from shadowserve_tools.report import Output, Report, output_options
 
 _LOCAL_GBIT_PER_S: Final = 100.0
-"""Of a link that is none: more than the cores move."""
+"""Rate of a link without a limit: more than the cores move."""
 _TCP_SHARE: Final = 0.957
-"""Of a link's rate."""
+"""Part of a link's rate that TCP carries."""
 _TIMEOUT_S: Final = 120
 
 
@@ -75,15 +75,15 @@ _SYSTEMS: Final = {
 }
 _BUCKET: Final = "kv-bench"
 _FILL_BYTES: Final = 4 << 20
-"""Of a value that is no record, and so gets into memory alone."""
+"""Size of a value that is no record, and so is stored in memory only."""
 _ROUNDING_TOKENS: Final = 128
-"""For a last block that is not full, and vLLM's block that stands for none."""
+"""Tokens of a last block that is not full, and of vLLM's null block."""
 _NO_CACHE: Final = "no cache"
 
 
 @dataclass
 class _Case:
-    """A prompt of which so many chunks are stored, and what it met: seconds to the first token, by system."""
+    """A prompt with ``chunks`` stored chunks, and its times to the first token by system."""
 
     tokens: int
     chunks: int
@@ -97,7 +97,7 @@ class _Case:
 
     @property
     def prompt(self) -> list[int]:
-        """The same prefix for all lengths would be stored already for the second: each has its own."""
+        """Tokens of the prompt. Each length has its own, so that nothing of it is stored yet."""
         return prompt(self.tokens, self.tokens, VOCABULARY)
 
     def pairs(self, system: str, other: str) -> list[float]:
@@ -107,7 +107,7 @@ class _Case:
 class Bed:
     """An engine, its data plane, and a store behind a link; ``host`` has more keys of the plugin's configuration.
 
-    With ``one_request`` the engine has blocks for a single one, and others wait.
+    With ``one_request`` the engine has blocks for a single request, and others wait.
     """
 
     def __init__(
@@ -170,23 +170,23 @@ class Bed:
         self.plane = stack.enter_context(contextlib.closing(DataPlaneClient(address)))
 
     def restart_plane(self, *flags: str) -> None:
-        """Start the data plane with more flags, in the place of the one that runs, if one does."""
+        """Start the data plane with more flags; stop the running one first."""
         self._plane.close()
         with self._network.client_side():
             self._plane.enter_context(self._start_plane(*flags))
 
     def ask(self, tokens: Sequence[int]) -> dict[str, Any]:
-        """Return what a prompt met."""
+        """Serve a prompt and return its result."""
         request = {"prompt": list(tokens), "tokens": len(tokens), "output": 1, "at": 0.0}
         (result,) = self.engine.ask("serve", timeout_s=_TIMEOUT_S, requests=[request])
         found: dict[str, Any] = result
         return found
 
     def serve(self, tokens: Sequence[int], cached: int) -> dict[str, Any]:
-        """Return what a prompt met of which so many tokens are stored.
+        """Serve a prompt of which ``cached`` tokens are stored, and return its result.
 
         Raises:
-            ShadowServeError: more or less was computed.
+            ShadowServeError: More or less was computed.
         """
         result = self.ask(tokens)
         if result["cached"] != cached:
@@ -194,16 +194,16 @@ class Bed:
         return result
 
     def bucket(self) -> dict[str, int]:
-        """Return what the store says of its bucket."""
+        """Return the store's INFO about its bucket."""
         with self._network.store_side():
             found: dict[str, int] = self._operator.info("s3")
         return found
 
     def chill(self) -> None:
-        """Have the store forget what it has in memory, once all of that is in its bucket.
+        """Evict everything from the store's memory once it is in the bucket.
 
         Raises:
-            ShadowServeError: it does not get there.
+            ShadowServeError: It does not get there in time.
         """
         with self._network.store_side():
             ends_s = time.monotonic() + _TIMEOUT_S
@@ -216,7 +216,7 @@ class Bed:
                 self._operator.set(f"fill:{next(self._filled)}", value)
 
     def store(self, tokens: Sequence[int]) -> None:
-        """Have chunks computed and stored that are not yet."""
+        """Compute and store the chunks of a prompt."""
         self.engine.ask("reading", only=False)
         self.serve(tokens, 0)
         self.engine.ask("settle")
@@ -253,14 +253,9 @@ def layers(
     repeats: int,
     output: Output,
 ) -> None:
-    """Ask a real engine prompts of which a part is stored, layer by layer and chunk by chunk, over a link and without.
+    """Serve prompts with a stored prefix, layer by layer and chunk by chunk, over a link and without.
 
-    With --s3 the store has a bucket below it, on a gateway of Ceph's beside it with its objects in memory; in 'S3' what
-    is stored is there alone when it is asked for.
-
-    The link's rate is such that moving what is stored takes about as long as computing the rest. Store and data plane
-    live in two network namespaces with a rate-limited link between, which takes root (or CAP_SYS_ADMIN and
-    CAP_NET_ADMIN) and iproute2. The engine has one half of the cores, everything else the other.
+    Store and engine are in two network namespaces, which needs root (or CAP_SYS_ADMIN and CAP_NET_ADMIN) and iproute2.
     """
     cases = [_case(text) for text in prompts]
     with ExitStack() as stack:
@@ -288,10 +283,10 @@ def _case(text: str) -> _Case:
 
 
 def _prepare(bed: Bed, network: Link, case: _Case, transfer: float) -> None:
-    """Compute a prompt, store its prefix, and find the link's rate for it.
+    """Compute a prompt, store its prefix, and set the link's rate for it.
 
     Raises:
-        ShadowServeError: what is stored does not decide the answer, or is not what was asked for.
+        ShadowServeError: The answer does not depend on the stored prefix, or differs with a cache.
     """
     network.limit(_LOCAL_GBIT_PER_S)
     bed.engine.ask("reading", only=True)
@@ -315,7 +310,7 @@ def _prepare(bed: Bed, network: Link, case: _Case, transfer: float) -> None:
 
 
 def _turn(bed: Bed, network: Link, case: _Case, number: int) -> None:
-    """Ask once with each system, forwards and backwards by turns; one after the other, so that they make pairs."""
+    """Serve once with each system, in reverse order every second time."""
     answers = set()
     for name in bed.systems if number % 2 == 0 else reversed(bed.systems):
         system = _SYSTEMS[name]

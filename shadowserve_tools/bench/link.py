@@ -58,7 +58,7 @@ from shadowserve_tools.processes import Child, start_data_plane, start_storage
 from shadowserve_tools.report import Cost, Output, Report, output_options, repeat
 
 FLOPS_PER_TOKEN: Final = 2 * 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
-"""Of prefilling a token with Llama-3.1-8B: two for each weight of its layers' matrices; attention itself left out."""
+"""Prefill of a token with Llama-3.1-8B: two operations for each weight of its matrices, without attention."""
 COLUMNS: Final = (
     "link_Gbit_per_s", "system", "GB_per_s", "over_link", "cpu_s_per_GB", "prefill_to_match_tokens_per_s", "note",
 )  # fmt: skip
@@ -95,14 +95,10 @@ def link(
     peers_python: Path,
     output: Output,
 ) -> None:
-    """Fetch a prompt of Llama-3.1-8B's shape through links of given rates, with everybody's store behind them.
+    """Fetch a prompt of Llama-3.1-8B's shape through links of limited rates, with ShadowServe and with peers.
 
-    Stores and clients live in two network namespaces with a rate-limited link between, which takes root (or
-    CAP_SYS_ADMIN and CAP_NET_ADMIN) and iproute2; nothing of the machine's own network is touched, and nothing is left
-    behind. Rates above 8 Gbit/s are better measured on a real link: here both ends share the cores.
-
-    "prefill to match" is the speed at which an engine would compute the same tokens in the same time: below it,
-    fetching wins, above it, computing. The last row is the most that this machine's cores could do.
+    Stores and clients are in two network namespaces, which needs root (or CAP_SYS_ADMIN and CAP_NET_ADMIN) and
+    iproute2. The machine's own network is not changed.
     """
     report = Report("link", COLUMNS)
     counts = {rate: max(1, round(rate * chunks_per_gbit)) for rate in rates}
@@ -135,7 +131,7 @@ def link(
 def _contenders(
     stack: ExitStack, network: Link, logs: Path, lossless: Workload, binned: Workload, peers_python: Path
 ) -> tuple[list[Contender], dict[str, str]]:
-    """Start everybody: stores behind the link, clients in front of it."""
+    """Start all systems: stores behind the link, clients in front of it."""
     chunks = len(lossless.keys)
     bed = Bed(peers_python, logs, raw_values(logs, lossless), chunks, network)
     values = Values(bed.values_file)
@@ -227,7 +223,7 @@ def _rows(report: Report, rate: float, raw_bytes: int, costs: Costs, workload: W
 
 
 def _recompute(report: Report, workload: Workload) -> None:
-    """Add the row of an engine on these cores that does nothing but the matrix products of Llama-3.1-8B's prefill."""
+    """Add the row of an engine on these cores that only computes the matrix products of Llama-3.1-8B's prefill."""
     tokens_per_s = _matrix_flops() / FLOPS_PER_TOKEN
     report.row(
         system="recompute on these cores, at most",
@@ -240,7 +236,7 @@ def _recompute(report: Report, workload: Workload) -> None:
 def _matrix_flops() -> float:
     """Return the best floating-point operations per second of a layer's largest product, over 256 tokens.
 
-    In bfloat16 with the library that vLLM's CPU engine uses, or in single precision with numpy where torch is missing.
+    It uses bfloat16 with torch, as vLLM's CPU engine does, or single precision with numpy if torch is missing.
     """
     rows, inner, columns = 256, 4096, 14336
     multiply: Callable[[], object]
@@ -260,7 +256,7 @@ def _matrix_flops() -> float:
 
 
 def _ratios(report: Report, measured: dict[float, Costs], lossless: Workload, binned: Workload) -> None:
-    """Compare what is exact with exact peers, and what is lossy with both kinds."""
+    """Compare lossless KV with exact peers, and binned KV with both kinds."""
 
     def add(prefix: str, workload: Workload, kind: str, name: str, factor: float, words: str) -> None:
         for rate, costs in measured.items():

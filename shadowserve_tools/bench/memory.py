@@ -31,12 +31,7 @@ SEGMENT_BYTES = 64 << 20
 @click.command()
 @output_options
 def memory(output: Output) -> None:
-    """Fetch prompts of 4K, 32K and 128K tokens and watch the data plane's resident size.
-
-    It should stay within its configured buffers plus 200 MiB. Two layers of Llama-3.1-8B's shape, so that the run is
-    short: what could grow with the prompt is the number of chunks, not their size. The registration's shared memory is
-    the engine's and does not count.
-    """
+    """Fetch prompts of 4K, 32K and 128K tokens and measure the data plane's resident size."""
     report = Report("memory", ["prompt_tokens", "batches", "resident_MiB", "buffers_MiB"])
     over = []
     with ExitStack() as stack:
@@ -79,7 +74,7 @@ def memory(output: Output) -> None:
 
 
 class _Watch:
-    """Keeps the largest resident size of a process, less shared memory, which is the registration's."""
+    """Samples the largest resident size of a process, without shared memory."""
 
     def __init__(self, pid: int) -> None:
         self.peak_bytes = 0

@@ -42,11 +42,11 @@ from shadowserve_tools.storage_client import Login, StorageClient
 _SETTLED_S: Final = 120.0
 _BUFFERS: Final = ("--decompression-buffer-bytes", "32MiB", "--store-buffer-bytes", "32MiB", "--connections", "1")
 _TCP_SHARE: Final = 0.957
-"""Of a link's rate, what TCP carries."""
+"""Part of a link's rate that TCP carries."""
 
 
 class _Node:
-    """A storage node over the bucket, on a link of its own; it can be killed and started again."""
+    """A storage node over the bucket, on its own link; it can be killed and started again."""
 
     def __init__(self, network: Link, host: str, logs: Path, endpoint: str, password: str) -> None:
         self._network, self._logs = network, logs
@@ -68,17 +68,16 @@ class _Node:
             self._child = self._life.enter_context(started(name, command, self._logs, environment=self._environment))
 
     def kill(self) -> None:
-        """Have it end at once, whatever it is doing."""
         self._child.process.kill()
         self._life.close()
 
     def bucket(self) -> dict[str, str]:
-        """Return what it says of the bucket."""
+        """Return its INFO about the bucket."""
         with self._network.store_side(), StorageClient(self._login, CALL_TIMEOUT_S) as client:
             return client.info(("s3",))
 
     def await_known(self, records: int) -> None:
-        """Wait until it knows of so many records in the bucket, and none of its own waits to be written."""
+        """Wait until it knows of ``records`` records in the bucket and has written all of its own."""
         until = time.monotonic() + _SETTLED_S
         while (found := self.bucket())["records"] != str(records) or found["waiting_records"] != "0":
             if time.monotonic() > until:
@@ -93,7 +92,7 @@ class _Node:
 def _host(
     network: Link, folder: Path, prefixes: Sequence[Workload], addresses: Sequence[str], password: str
 ) -> Iterator[list[Target]]:
-    """Run a data plane over some nodes, with memory for a prefix; yield what each prefix is fetched with."""
+    """Run a data plane over some nodes, with memory for a prefix; yield the target of each prefix."""
     folder.mkdir()
     where = ["--listen", f"unix:{folder}/dpu.sock", "--storage-nodes", json.dumps(addresses), *_BUFFERS]
     environment = {"SHADOWSERVE_DPU_STORAGE_PASSWORD": password}
@@ -111,7 +110,7 @@ def _host(
 
 @dataclass
 class _Tally:
-    """What came of requests."""
+    """Outcomes of requests."""
 
     requests: int = 0
     failed: int = 0
@@ -158,17 +157,7 @@ def nodes(
     rate: float, hosts: int, prefixes: int, chunks: int, layers: int, rounds: int, phase_s: float, repeats: int,
     output: Output,
 ) -> None:  # fmt: skip
-    """Fetch prefixes of Llama-3.1-8B's shape through data planes that spread them over two storage nodes.
-
-    Both nodes are over one bucket: Ceph's gateway where it is installed, else the tests' own server. Each has a link
-    of its own to the hosts, of the same rate; namespaces as in ``bench link``. Of the prefixes as many are one node's
-    as are the other's. Everything is stored in one of the nodes, and the other one finds it in the bucket.
-
-    ``two_over_one`` is how much faster all hosts are done when both nodes serve. A data plane fetches a prefix at a
-    time, so it takes many hosts to keep both links busy. Then one of them is killed under load,
-    and started again: ``failed_requests`` are those that did not bring all of a prefix, ``wrong_bytes`` what did not
-    have the bytes that were stored.
-    """
+    """Fetch prefixes of Llama-3.1-8B's shape through data planes that spread them over two storage nodes."""
     report = Report(
         "nodes",
         ["what", "requests", "GB_per_s", "over_links", "failed", "wrong_bytes", "longest_ms"],
@@ -213,7 +202,7 @@ def nodes(
 
 
 def _shared_out(addresses: Sequence[str], each: int, chunks: int, layers: int) -> list[Workload]:
-    """Return prefixes of which as many are one node's as another's, taking turns."""
+    """Return prefixes, as many of one node as of the other, alternating."""
     found: dict[str, list[Workload]] = {address: [] for address in addresses}
     while any(len(own) < each for own in found.values()):
         prefix = llama_8b(chunks, layers=layers)
@@ -227,7 +216,7 @@ def _measure(
     report: Report, planes: Sequence[Sequence[Sequence[Target]]], stored: Sequence[Workload], rate: float, rounds: int,
     repeats: int,
 ) -> None:  # fmt: skip
-    """Have all hosts fetch all prefixes, from one node and from two in turns."""
+    """Fetch all prefixes from all hosts, from one node and from two in turns."""
     tallies = [_Tally(), _Tally()]
 
     def run(number: int) -> Cost:
@@ -257,7 +246,7 @@ def _measure(
 
 
 def _kill_one(node: _Node, hosts: Sequence[Sequence[Target]], stored: Sequence[Workload], phase_s: float) -> _Tally:
-    """Have all hosts go on fetching while a node is killed and started again; return what came of it."""
+    """Fetch from all hosts while a node is killed and started again; return the outcomes."""
     tallies = [_Tally() for _ in hosts]
     ended = threading.Event()
 
@@ -292,17 +281,17 @@ def _numbered(hosts: Sequence[Sequence[Target]]) -> list[tuple[Sequence[Target],
 
 
 def _turned(own: Sequence[Target], stored: Sequence[Workload], first: int) -> Iterator[tuple[Target, Workload]]:
-    """Yield a host's prefixes; each host begins with another one, so that they do not all ask the same node."""
+    """Yield a host's prefixes. Each host begins with another one, so that they use different nodes."""
     for index in range(len(own)):
         turned = (index + first) % len(own)
         yield own[turned], stored[turned]
 
 
 def _side_by_side(runs: Sequence[Callable[[], None]]) -> None:
-    """Run all at the same time, each in a thread.
+    """Run all functions at the same time, each in a thread.
 
     Raises:
-        Exception: what the first that failed has raised.
+        Exception: The first error of a thread.
     """
     errors: list[Exception] = []
 

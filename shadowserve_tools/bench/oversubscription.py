@@ -37,21 +37,21 @@ from shadowserve_tools.report import Output, Report, output_options
 _OFF, _TIER = "recompute", "tier"
 _TIMEOUT_S: Final = 600.0
 _ALONE: Final = 3
-"""Times that the requests that fit are asked for in a turn: one per cent is to be seen, and a turn varies by two."""
+"""Turns with the requests that fit, for each other turn: one per cent counts, and a turn varies by two."""
 _KV_SCALE: Final = 2
-"""Of float32 over bfloat16: what is computed behind other KV is rounded otherwise, and float32 leaves answers alone."""
+"""Bytes of float32 over bfloat16. Only float32 gives equal answers when the order of computing differs."""
 
 
 @dataclass
 class _Cell:
-    """A system under a demand: what it met in each turn.
+    """A system under a demand, with the results of each turn.
 
     Attributes:
-        demand: KV of all requests as they end, over what the engine holds.
-        requests: at once.
-        seconds: until the last answer was complete.
-        preemptions, computed: of requests; tokens.
-        limits: see :func:`limit`.
+        demand: KV of all requests at their end, over what the engine holds.
+        requests: Number of requests at once.
+        seconds: Time until the last answer is complete.
+        preemptions, computed: Numbers of preempted requests, and of computed tokens.
+        limits: See :func:`limit`.
     """
 
     system: str
@@ -64,7 +64,7 @@ class _Cell:
 
     @property
     def rates(self) -> list[float]:
-        """Requests a second, of each turn."""
+        """Requests per second of each turn."""
         return [self.requests / seconds for seconds in self.seconds]
 
 
@@ -78,11 +78,11 @@ class _Requests:
 
     @property
     def blocks(self) -> int:
-        """Of the engine: as many requests fit to their end, and the block that stands for none."""
+        """Blocks of the engine: ``fit`` requests fit to their end, and vLLM's null block."""
         return self.fit * -(-(self.prompt + self.output) // BLOCK_TOKENS) + 1
 
     def orders(self, demand: int, turn: int) -> list[dict[str, Any]]:
-        """Return them as an engine takes them. Each demand of each turn has prompts of its own."""
+        """Return the requests in the engine's format. Each demand of each turn has its own prompts."""
         first = 1 + 1000 * (10 * turn + demand)
         seeds = range(first, first + demand * self.fit)
         return [{"seed": seed, "tokens": self.prompt, "output": self.output, "at": 0.0} for seed in seeds]
@@ -108,12 +108,7 @@ def oversubscription(
     repeats: int,
     output: Output,
 ) -> None:
-    """Ask a real engine more at once than its memory holds: with tiers that save what is preempted, and without.
-
-    Two engines with as many blocks take turns on one half of the cores: plain vLLM, which computes again what it has
-    preempted, and one with the plugin, whose data plane keeps in memory, on the other half, what it stores. Both have
-    vLLM's own prefix cache, so that what nobody has written over in the meantime is not computed again.
-    """
+    """Serve more requests at once than the engine's memory holds, with tiers for preempted KV and without."""
     requests = _Requests(prompt_tokens, output_tokens, fit)
     cells = [_Cell(system, demand, demand * fit) for demand in demands for system in (_OFF, _TIER)]
     equal: list[float] = []
@@ -183,10 +178,10 @@ def _serve(engine: Engine, orders: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def _measure(engine: Engine, cell: _Cell, requests: _Requests, turn: int) -> list[list[int]]:
-    """Ask everything at once; return the answers.
+    """Serve everything at once; return the answers.
 
     Raises:
-        ShadowServeError: they do not depend on prompts; or more, or less, fits than was meant to.
+        ShadowServeError: Answers do not depend on prompts, or the number of preemptions is not as intended.
     """
     results = _serve(engine, requests.orders(cell.demand, turn))
     pressure = engine.ask("pressure")
@@ -206,13 +201,13 @@ def _measure(engine: Engine, cell: _Cell, requests: _Requests, turn: int) -> lis
 
 
 def limit(steps: Sequence[tuple[float, int, int, int]]) -> float:
-    """Return how many times as fast a turn were, had it computed nothing twice, and were all else as it was.
+    """Return the speed of a turn without repeated computing, relative to the turn.
 
-    A step's seconds are taken for a sum of its own, of each request's, and of each token's beyond one of a request:
-    that is what a token costs which is computed again.
+    A step's duration is modelled as a sum: one part for the step, one for each request, one for each further token. The
+    last is the cost of a token that is computed again.
 
     Args:
-        steps: seconds, requests, their tokens, tokens of these that are computed again.
+        steps: Seconds, requests, tokens and repeated tokens of each step.
     """
     seconds, requests, tokens, again = np.array(steps).T
     terms = np.stack([np.ones_like(seconds), requests, tokens - requests], axis=1)

@@ -45,15 +45,15 @@ from shadowserve_tools.charts import Chart
 from shadowserve_tools.report import Cost, Output, Report, measure, output_options, repeat
 
 FEW: Final = CHUNK_BLOCKS
-"""Blocks of the smaller one of two retrievals that are compared: one chunk."""
+"""Blocks of the smaller retrieval: one chunk."""
 SLOT: Final = 1.2
-"""Of time, for a retrieval whose control is measured: so many times the longest one."""
+"""Length of a time slot for measuring control, in longest retrievals."""
 ASKED: Final = 8
-"""Slots that make a pair, in turns: what threads take that nobody asks anything comes in fits, ten times a second."""
+"""Slots of a pair, in turns: the CPU time of idle threads comes in bursts, ten times a second."""
 PAGES, COMPRESSED = "pages", "compressed"
 VECTORED, PAGE_BY_PAGE, ONE_BY_ONE = "vectored, a layer", "page by page, a layer", "one page after the other"
 BANDWIDTHS: Final = (1, 2, 4, 8, 16, 32)
-"""GB/s of devices, for the table of what wins: from one SATA SSD to several of PCIe 5."""
+"""GB/s of devices in the table of the faster form: from one SATA SSD to several of PCIe 5."""
 CORES: Final = (1, 2, 4, 8)
 
 
@@ -70,13 +70,7 @@ CORES: Final = (1, 2, 4, 8)
 )
 @output_options
 def pages(layers: int, heads: int, repeats: int, folder: Path | None, output: Output) -> None:
-    """Retrieve 16 and 512 blocks into paged memory, from an SSD that holds pages as they are; and compressed records.
-
-    Through the host's own client and a data plane with one device. ``control_growth`` counts requests to devices;
-    ``control_cpu_growth`` is the CPU time of all threads of the data plane but the device's own, which reads and
-    checks, less what they take while nothing is asked: all in turns, in equal slots of time. Beside them, the device
-    alone: a layer's pages as one vectored request, and as a request for each page.
-    """
+    """Retrieve 16 and 512 blocks into paged memory, from an SSD that has them as pages, and as compressed records."""
     report = Report("pages", ["what", "blocks", "wall_ms", "GB_per_s", "cpu_s_per_GB", "control_ms", "requests"])
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -131,13 +125,13 @@ def pages(layers: int, heads: int, repeats: int, folder: Path | None, output: Ou
 
 
 def _control_ms(own: Sequence[Cost], idle: Sequence[Cost]) -> list[float]:
-    """Return what a retrieval's control takes beyond what is taken while nothing is asked, of ASKED at a time."""
+    """Return the milliseconds of a retrieval's control beyond those of an idle slot; means of ASKED slots."""
     more = [1e3 * (with_.cpu_s - without.cpu_s) for with_, without in zip(own, idle, strict=True)]
     return [statistics.mean(more[first : first + ASKED]) for first in range(0, len(more), ASKED)]
 
 
 def _what_wins(report: Report, plain: Sequence[Cost], coded: Sequence[Cost], raw: int, stored: float) -> None:
-    """Say from how many GB/s of devices on pages are sooner, for numbers of cores: what binds is device or cores."""
+    """Add a chart of the device rate from which pages are faster, by number of cores: device or cores are the limit."""
     plain_s, coded_s = (statistics.median(each.cpu_s for each in own) / raw * 1e9 for own in (plain, coded))
     report.more["model"] = {"stored_share": stored, "pages_cpu_s_per_GB": plain_s, "compressed_cpu_s_per_GB": coded_s}
     series: dict[str, list[tuple[float, float]]] = {}
@@ -157,7 +151,7 @@ def _what_wins(report: Report, plain: Sequence[Cost], coded: Sequence[Cost], raw
 
 
 def _measured(paged: PagedMemory, count: int, requests: dict[int, list[float]]) -> Cost:
-    """Retrieve some blocks, compare every byte, and note how many requests to the device that took."""
+    """Retrieve ``count`` blocks, compare every byte, and record the number of device requests."""
     paged.clear()
     before = paged.plane.count("page_requests_total")
     cost = measure(lambda: paged.retrieve(count), [paged.plane.process])
@@ -167,10 +161,7 @@ def _measured(paged: PagedMemory, count: int, requests: dict[int, list[float]]) 
 
 
 def _control(paged: PagedMemory, count: int, slot_s: float) -> Cost:
-    """Return the CPU time of the control in a slot of time, in which some blocks are retrieved, or none.
-
-    A slot is as long for any number of blocks, so that what idle threads take is the same in it.
-    """
+    """Return the control's CPU time in a slot of fixed length, in which ``count`` blocks are retrieved."""
     begin_s, before_s = time.perf_counter(), paged.plane.control_s()
     if count:
         paged.retrieve(count)
@@ -179,7 +170,7 @@ def _control(paged: PagedMemory, count: int, slot_s: float) -> Cost:
 
 
 class _Compressed:
-    """The same as records on a device: fetched, decoded, and scattered into pages."""
+    """The same KV as records on a device: fetched, decoded, and scattered into pages."""
 
     def __init__(self, stack: ExitStack, logs: Path, disk: Path, kv: PagedKv) -> None:
         import torch
@@ -227,8 +218,8 @@ class _Compressed:
 def _by_pages(file: Path, kv: PagedKv, repeats: int) -> dict[str, list[Cost]]:
     """Read all layers of 512 blocks with a device alone: vectored, page by page, and one page after the other.
 
-    Costs are seconds on the clock, and CPU seconds of the thread that asks. Page by page nothing is compared with
-    checksums, which is the device's thread's work where a layer is one request.
+    Costs are elapsed time and CPU time of the calling thread. Only vectored requests check checksums, on the device's
+    thread.
     """
     row = MANY * kv.page_bytes
     with closing(native.BlockDevice(file, size=kv.layers * row)) as device:
@@ -285,7 +276,7 @@ def _timed(run: Callable[[int], None], layers: int) -> Callable[[], Cost]:
 
 
 def _ended(device: native.BlockDevice, operations: list[Operation]) -> None:
-    """Submit, and wait until all have ended."""
+    """Submit operations and wait until all have ended."""
     device.submit(operations)
     left = len(operations)
     while left:

@@ -35,13 +35,13 @@ from shadowserve_tools.processes import start_storage
 from shadowserve_tools.report import Cost, Output, Report, cpu_s, measure, output_options, repeat, tracked
 
 DISTINCT: Final = 16
-"""Chunks that are stored. Longer rounds fetch them again, to where they were: the work is the same, the memory less."""
+"""Stored chunks. Longer batches fetch them again to the same places, so that less memory is necessary."""
 FEW: Final = 2
-"""Chunks of a short round, in which how it begins and ends weighs more; it has a goal of its own."""
+"""Chunks of a short batch. It has its own goal, because start and end weigh more."""
 SHORT_TURNS: Final = 4
-"""Of shorter rounds for each turn of the longest, at most: a moment of something else weighs more in less time."""
+"""Most turns of shorter batches for each turn of the longest: noise weighs more in less time."""
 SHORT_ROUNDS: Final = 8
-"""For each long one, which takes as long as 32 of them: their median is the other half of the pair."""
+"""Short batches for each long one; their median is the other half of the pair."""
 STAGES: Final = {
     native.Stage.NET: "net",
     native.Stage.DECOMPRESS: "decompress",
@@ -73,15 +73,7 @@ def pipeline(
     repeats: int,
     output: Output,
 ) -> None:
-    """Run rounds through the pipeline, fused and stage by stage, and each of its stages alone on the same chunks.
-
-    Chunks of Llama-3.1-8B's shape, lossless. The ideal is the larger of the slowest stage alone, on all cores, and all
-    CPU work, the storage server's included, over the cores: the stages run in parallel, but on loopback they share the
-    machine with the server. Where there are two cores, also with the server on one half of them and the pipeline on the
-    other ("apart"), as on two hosts: the ideal is then the larger of what each of the two works, over its own cores.
-    Shorter rounds have up to four turns for each of the longest. Then rounds of a long prompt, whose time for each
-    chunk should be that of a short one.
-    """
+    """Run batches through the pipeline, fused and stage by stage, and each of its stages alone."""
     if codec and codec.upper() not in native.Codec.__members__:
         raise click.BadParameter(f"{codec} is none of {', '.join(map(str.lower, native.Codec.__members__))}")
     report = Report("pipeline", ["chunks", "stages", "wall_s", "cpu_s", "GB_per_s", "ideal_s", "over_ideal", "stolen"])
@@ -121,11 +113,11 @@ def pipeline(
 
 @dataclass
 class _Served:
-    """A workload that a storage server holds.
+    """A workload in a storage node.
 
     Attributes:
-        cores: that the pipeline is on.
-        server_cores: that the server is on; None where it shares those.
+        cores: Cores of the pipeline.
+        server_cores: Cores of the server; None if it shares those.
     """
 
     workload: Workload
@@ -140,7 +132,7 @@ class _Served:
 
     @contextmanager
     def placed(self, *, apart: bool) -> Iterator[None]:
-        """Have the server on half of the cores, if ``apart``, and what this thread starts meanwhile on the others."""
+        """Place the server on half of the cores, if ``apart``, and threads that start meanwhile on the others."""
         before = self.cores
         if apart:
             half = len(before) // 2
@@ -158,12 +150,13 @@ class _Served:
             os.sched_setaffinity(thread.id, self.server_cores or self.cores)
 
     def ideal(self, cost: Cost, server_s: float, alone_s: list[float]) -> float:
-        """Return what a round would ideally take.
+        """Return the ideal time of a batch.
 
         Args:
-            cost: of the round, all CPU time included.
-            server_s: CPU time of the server, of that.
-            alone_s: that each stage takes alone; no bound with the server apart, where receiving in Python is slower.
+            cost: Cost of the batch, all CPU time included.
+            server_s: CPU time of the server.
+            alone_s: Time of each stage alone. It is no bound with the server apart, where receiving in Python is
+                slower.
         """
         if self.server_cores is None:
             return max(cost.cpu_s / len(self.cores), *alone_s)
@@ -183,16 +176,16 @@ def _served(workload: Workload, connections: int) -> Iterator[_Served]:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Rounds of one number of chunks, and what they would ideally take.
+    """Batches of one number of chunks, and their ideal times.
 
     Attributes:
-        chunks: of each round.
-        raw_bytes: that each delivers.
-        whole: cost of each.
-        ideals: seconds; one for each.
-        alone: GB/s of a core, of what comes out of each stage.
-        together: the same while all stages run.
-        stolen: part of the time that CPUs had work, meanwhile, which the host of this virtual machine gave to others.
+        chunks: Chunks of a batch.
+        raw_bytes: Bytes that a batch delivers.
+        whole: Costs of the batches.
+        ideals: Ideal seconds of each.
+        alone: Output of each stage alone, GB/s of a core.
+        together: The same while all stages run.
+        stolen: Part of the CPUs' busy time that the host of this virtual machine gave to others.
     """
 
     chunks: int
@@ -210,12 +203,12 @@ class _Comparison:
 
 @dataclass
 class _Mode:
-    """Comparisons of a pipeline whose stages are fused, or separate."""
+    """Comparisons of one pipeline."""
 
     comparisons: list[_Comparison] = field(default_factory=list)
 
     def worst(self, counts: list[int]) -> list[float]:
-        """Return the ratios to the ideal for that one of some numbers of chunks whose median is the largest."""
+        """Return the ratios to the ideal of the number of chunks with the largest median."""
         compared = (comparison.over_ideal for comparison in self.comparisons if comparison.chunks in counts)
         return max(compared, key=statistics.median)
 
@@ -235,7 +228,7 @@ class _Mode:
 
 
 def _compare(served: _Served, rounds: Rounds, alone: Alone, mode: _Mode, name: str, chunks: int, repeats: int) -> None:
-    """Run rounds and stages in turns, and add what came out."""
+    """Run batches and stages in turns, and add the comparison."""
     stages = alone.runs(name != SEPARATE)
     server_s: list[float] = []
 
@@ -278,7 +271,7 @@ def _compare(served: _Served, rounds: Rounds, alone: Alone, mode: _Mode, name: s
 
 
 def _stolen(began: Any) -> float:
-    """Return what part of the time that CPUs had work was given to others since then, as the host tells it."""
+    """Return the part of the CPUs' busy time since then that the host gave to others."""
     now = psutil.cpu_times()
     spent = {name: getattr(now, name) - getattr(began, name) for name in now._fields}
     worked = sum(spent[name] for name in ("user", "nice", "system", "irq", "softirq", "steal"))
@@ -286,7 +279,7 @@ def _stolen(began: Any) -> float:
 
 
 def _growth(served: _Served, long: int, repeats: int) -> list[float]:
-    """Return the time of a chunk in a long round over that in short ones, for pairs of one and several of them."""
+    """Return the time of a chunk in a long batch over that in short ones; a pair has one long and several short."""
     short, parties = len(served.workload.keys), [served.server]
     pairs = []
     with closing(served.rounds(long, fused=True)) as rounds:

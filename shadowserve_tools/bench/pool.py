@@ -37,28 +37,28 @@ SYSTEMS: Final = (FULL, POOL_ONLY, PASSTHROUGH_ONLY, NEITHER)
 
 _MEGA: Final = 1_000_000
 _ONE_DEVICE_SHARE: Final = 4
-"""A system of one device takes a quarter of the prefix back: its time for all of it is four times that."""
+"""A system with one device reads a quarter of the prefix, and the table has four times its time."""
 _ALONE_SHARE: Final = 3
-"""A device alone is read for a third as long as the pool reads it."""
+"""A device alone is read for a third of the pool's time."""
 _LEARNING_SHARE: Final = 4
-"""The organizer sees a quarter of the prefix read before the prefix is placed..."""
+"""Part of the prefix, as a divisor, that is read before the placement, to measure bandwidths..."""
 _LEARNING_ROUNDS: Final = 4
-"""...so often that it has seen each device read for seconds, and not for the quarter of one in which it began."""
+"""...and the number of such reads, so that each device is read for seconds."""
 _SPARE_BYTES: Final = 192 << 20
-"""Of a device beside the chunks: log, snapshots, what a file system needs, and room that evicting ahead keeps free."""
+"""Space of a device besides the chunks: log, snapshots, file system, and free space for evicting ahead."""
 _ARENA_BYTES: Final = 256 << 20
-"""To read into, beside what memory holds by its share."""
+"""Memory to read into, besides memory's share of the prefix."""
 
 
 @dataclass(frozen=True)
 class _Round:
-    """What was measured in turn: each system, and each device alone, in bytes a second."""
+    """Measurements of one turn: each system, and the bytes per second of each device alone."""
 
     taken: dict[str, Retrieval]
     alone: list[float]
 
     def seconds(self, name: str, size: int) -> float:
-        """Return the time of so many bytes by one system."""
+        """Return a system's time for ``size`` bytes."""
         return size * self.taken[name].wall_s / self.taken[name].size
 
 
@@ -79,12 +79,7 @@ class _Round:
 def pool(
     chunks: int, chunk_kib: int, caps: str, memory: int, repeats: int, folder: Path | None, output: Output
 ) -> None:
-    """Store a prefix over devices of different speed and memory, and take it back, cold, as one request does.
-
-    Four ways: the pool engine on all devices; its placement over file systems (pool only); the pool engine on one
-    device, without memory (passthrough only); plain files on one device. As root on Linux with cgroup v1 the
-    devices are loop devices whose reads are capped; else they are files, as fast as they are.
-    """
+    """Store a prefix over memory and devices of different speed, and read it back cold."""
     speeds = [speed * _MEGA for speed in _numbers(caps)]
     prefix = Prefix(chunks, chunk_kib << 10)
     report = Report("pool", ["devices", "system", "seconds", "GB_per_s", "cpu_s_per_GB", "orchestration_us_per_chunk"])
@@ -135,7 +130,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _open_full(stack: ExitStack, shared: Sequence[Disk], memory: int, prefix: Prefix, size: int) -> OurPool:
-    """Open the pool on all devices, and have its organizer find out how fast they are, from another prefix's reads."""
+    """Open the pool on all devices, and let it measure their bandwidths with reads of another prefix."""
     kept = prefix.size * memory // (memory + sum(disk.cap for disk in shared))
     full = stack.enter_context(closing(OurPool(shared, None, memory, 2 * kept + _ARENA_BYTES, size)))
     other = Prefix(max(len(prefix.names) // _LEARNING_SHARE, 1), prefix.chunk_bytes, seed=3)
@@ -149,7 +144,7 @@ def _open_full(stack: ExitStack, shared: Sequence[Disk], memory: int, prefix: Pr
 def _open(
     stack: ExitStack, disks: Disks, full: OurPool, prefix: Prefix, size: int, speeds: Sequence[int]
 ) -> dict[str, Store]:
-    """Open the other ways; devices alike for each, and shares as the pool's organizer found them."""
+    """Open the other systems, with equal devices and the shares that the pool has measured."""
     fastest = max(speeds)
     found = full.statistics()
     shares = [found.memory_share, *(device.share for device in found.devices)]
@@ -228,7 +223,7 @@ def _judge(report: Report, rounds: Sequence[_Round], prefix: Prefix, memory: int
 
 
 def _judge_partial(report: Report, rounds: Sequence[_Round], suffix: str) -> None:
-    """Compare with the two halves of the design, as figure 10 of the paper does; once for each kind of devices."""
+    """Compare with the two halves of the design, as figure 10 of the paper."""
     for name, system in (("pool_only_over_full", POOL_ONLY), ("passthrough_only_over_full", PASSTHROUGH_ONLY)):
         ratios = [each.seconds(system, 1) / each.seconds(FULL, 1) for each in rounds]
         paper = {POOL_ONLY: "1.8", PASSTHROUGH_ONLY: "2.3"}[system]
@@ -244,7 +239,7 @@ def _judge_cpu(report: Report, rounds: Sequence[_Round]) -> None:
 
 
 def _judge_placement(report: Report, before: Statistics, after: Statistics) -> None:
-    """Compare what was put where between the two with the shares that the organizer had decided on, memory's first."""
+    """Compare the placed bytes with the shares that the pool had decided on, memory first."""
     shares = [before.memory_share, *(device.share for device in before.devices)]
     used = [new.used_bytes - old.used_bytes for new, old in zip(after.devices, before.devices, strict=True)]
     placed = [after.used_bytes - before.used_bytes - sum(used), *used]
@@ -253,7 +248,7 @@ def _judge_placement(report: Report, before: Statistics, after: Statistics) -> N
 
 
 def _judge_organizer(report: Report, shared: Sequence[Disk], learned: Statistics) -> None:
-    """Compare what the organizer has measured with the caps."""
+    """Compare the bandwidths that the pool measured with the caps."""
     rates = [device.bandwidth_bytes_per_s for device in learned.devices]
     errors = [abs(rate / disk.cap - 1) for rate, disk in zip(rates, shared, strict=True)]
     report.ratio("organizer_error", [max(errors)], "none; of a bandwidth, as the organizer measured it")

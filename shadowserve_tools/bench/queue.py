@@ -32,7 +32,7 @@ from shadowserve_tools.report import Output, Report, output_options
 
 
 class _System(NamedTuple):
-    """Whether it prefetches; whether its KV lies on the SSD, or else in the store; or is in memory already."""
+    """Where the KV of waiting requests is: prefetched or not, on the SSD or in the store, or in memory already."""
 
     prefetches: bool = False
     on_ssd: bool = False
@@ -50,15 +50,15 @@ _SYSTEMS: Final = {
 }
 _WAITING: Final = 2
 _SPARE: Final = 4 * _WAITING
-"""Times a prompt's KV that tiers have memory for: a quarter of it is for what is brought ahead."""
+"""Prompts that fit in the tiers' memory; a quarter of it is for prefetched KV."""
 _FIRST, _WARM = 900, 901
 """Seeds of the prompt that is computed first, and of the one that shows that all is connected."""
 _WARM_TRIES: Final = 20
 _FIRST_TOKENS: Final = 512
 _FIRST_OUTPUT: Final = 128
-"""Of the first: it has blocks that the next one lacks, and takes in steps between which the others are let in."""
+"""Output of the first request. It holds the blocks, and the others are admitted between its steps."""
 _BEHIND_S: Final = 0.1
-"""By then it has been looked up."""
+"""Time after which the first request has been looked up."""
 
 
 @click.command()
@@ -88,11 +88,7 @@ def queue(
     repeats: int,
     output: Output,
 ) -> None:
-    """Ask a real engine for an answer, and behind it two prompts that are stored; it has blocks for one of them.
-
-    Counted from a request's turn, when it has blocks, to its first token. The data plane begins anew before each run.
-    The network is that of `bench layers`, and so are the cores, and what it takes.
-    """
+    """Serve two stored prompts that wait behind another request, because the engine has blocks for one."""
     with ExitStack() as stack:
         network = stack.enter_context(linked())
         network.limit(gbit_per_s)
@@ -110,7 +106,7 @@ def queue(
 
 
 class _Case:
-    """The prompts, and what they met."""
+    """The prompts and their results."""
 
     def __init__(self, bed: Bed, disk: Path, model: Model, tokens: int, output_tokens: int) -> None:
         self._bed = bed
@@ -131,7 +127,7 @@ class _Case:
         """Compute and store the prompts, and fill the device.
 
         Raises:
-            ShadowServeError: what is stored does not decide the answer.
+            ShadowServeError: The answer does not depend on the stored part.
         """
         self._bed.engine.ask("reading", only=True)
         for seed, tokens in enumerate(self._prompts):
@@ -146,7 +142,7 @@ class _Case:
         self._fetch_all()
 
     def _ask(self, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-        """Return what prompts met, of which the others came just behind the first."""
+        """Serve prompts, all others just after the first, and return their results."""
         orders = [
             {
                 "prompt": list(tokens),
@@ -170,7 +166,7 @@ class _Case:
             raise ShadowServeError(f"{result['answer']} with a cache, {answer} without")
 
     def _begin(self, system: _System) -> None:
-        """Start the data plane anew, and wait until the engine has found it."""
+        """Restart the data plane, and wait until the engine uses it."""
         tiers: dict[str, Any] = self._memory | {"ahead_requests": None if system.prefetches else 0}
         if system.on_ssd:
             tiers["devices"] = [self._device]
@@ -181,7 +177,7 @@ class _Case:
         raise ShadowServeError("the engine does not fetch from a data plane that was started anew")
 
     def run(self, name: str) -> None:
-        """Have the prompts wait behind one that is computed."""
+        """Let the prompts wait behind one that is computed, and record their times."""
         system = _SYSTEMS[name]
         self._begin(system)
         if system.resident:
@@ -195,7 +191,7 @@ class _Case:
         self._ttft_s[name].append(statistics.fmean(result["ttft_s"] for result in waiting))
 
     def report(self, gbit_per_s: float) -> Report:
-        """Return the figures."""
+        """Return the report."""
         report = Report("queue", ["system", "link_Gbit_per_s", "next_ms", "after_it_ms", "ttft_ms"])
         for name, system in _SYSTEMS.items():
             following = [statistics.median(times) * 1e3 for times in zip(*self._turn_s[name], strict=True)]

@@ -38,12 +38,7 @@ _KINDS: Final = {"records": "seconds_per_million_objects", _NAMED: "seconds_per_
 )
 @output_options
 def recovery(objects: int, pairs: int, directory: Path | None, output: Output) -> None:
-    """Open volumes of a quarter, half and all of so many objects: read the snapshot, replay the log, be ready.
-
-    Once with records, whose keys need no text, once with values of other keys, whose texts of 32 bytes the volume has.
-    A tenth as many changes as there are objects lie in the log behind the snapshot. The file is read past the page
-    cache. The objects' bytes are not there: recovery does not read them.
-    """
+    """Open volumes as at a server's start: read the snapshot, replay the log, be ready."""
     report = Report("recovery", ["keys", "objects", "log_records", "metadata_MB", "seconds", "us_per_object"])
     series: dict[str, list[tuple[float, float]]] = {}
     for kind, ratio in _KINDS.items():
@@ -75,7 +70,7 @@ class _Opened:
 
 
 def _open(path: Path, objects: int) -> _Opened:
-    """Recover a volume as a storage server does, and return how long that took."""
+    """Recover a volume as a storage node does, and return the time."""
     from shadowserve.pool.volume.volume import Volume
 
     with closing(BlockDevice(path)) as device:
@@ -94,7 +89,7 @@ def _open(path: Path, objects: int) -> _Opened:
 
 
 def build(path: Path, objects: int, *, named: bool = False) -> None:
-    """Make a volume that knows of so many objects, without their bytes: a sparse file."""
+    """Make a volume with the metadata of ``objects`` objects, without their bytes, in a sparse file."""
     from shadowserve.pool.volume.format import RecordKind, pack_record
     from shadowserve.pool.volume.volume import Volume
 
@@ -125,7 +120,7 @@ def build(path: Path, objects: int, *, named: bool = False) -> None:
 
 
 def _fill(index: Index, objects: int, first: int, *, named: bool) -> bytes:
-    """Put objects into an index, whose places on the device begin with ``first``; return their keys."""
+    """Add objects to an index, on extents from ``first`` on; return their keys."""
     keys = np.random.default_rng(0).bytes(32 * objects)
     records = np.zeros(objects, INDEX_RECORD_DTYPE)
     records["kind"], records["flags"] = IndexRecordKind.PUT, IndexFlag.NAMED if named else IndexFlag.RECORD

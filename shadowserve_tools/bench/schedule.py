@@ -43,16 +43,16 @@ MIXES: Final = {
     "B": (WORKLOAD_A, 50.0),
     "C": ((*WORKLOAD_A[:2], Request("32K", 0.5), Request("32K", 0.875), *WORKLOAD_A[2:]), 50.0),
 }
-"""The paper's workloads: their requests, and Gbps of the link."""
+"""The paper's workloads: requests, and Gbps of the link."""
 MARGIN_GBPS: Final = 5.0
 COMPARED: Final = {"shortest_remaining", "calibrated_stall_opt"}
-"""With ``equal``: the node's default and the paper's."""
+"""Policies that ``equal`` is compared with: the node's default and the paper's."""
 CHUNKS: Final = 16
 _RECORD_TOKENS: Final = 16
 _FREE: Final = ""
-"""In place of a policy: each request alone on a link without bound."""
+"""Stands for a policy: each request alone on a link without a bound."""
 _HELD: Final = ", held"
-"""Behind a policy: a request's rate is its own until all have ended, as in the paper, and nothing is handed on."""
+"""Suffix of a policy: a request keeps its rate until all have ended, as in the paper."""
 HELD: Final = tuple(f"{policy}{_HELD}" for policy in ("equal", "calibrated_stall_opt"))
 _EPOCH_S, _BEGINNING_EPOCH_S, _HELD_EPOCH_S = "0.02", "0.002", "10"
 """The node's default; one in which requests have their rates soon after they come; one that no mix outlasts."""
@@ -61,19 +61,19 @@ RATIOS: Final = (
     ("calibrated", *HELD, "at least 1.2; rates are held, as in the paper"),
     ("calibrated_handed_on", "equal", "calibrated_stall_opt", "none; rates are handed on"),
 )
-"""What they are called, what of, and their goals."""
+"""Name of each ratio, its two policies, and its goal."""
 _BEGUN_S: Final = 0.03
-"""All requests have come within it."""
+"""Time after which all requests have come."""
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """A request of a mix, made smaller.
+    """A request of a mix, scaled down.
 
     Attributes:
-        keys: of its records.
-        piece: bytes of a layer of a chunk.
-        window_s: that it computes with each layer.
+        keys: Keys of its records.
+        piece: Bytes of a layer of a chunk.
+        window_s: Time of computing a layer.
     """
 
     keys: list[bytes]
@@ -109,16 +109,7 @@ def _read_mixes(_context: click.Context, _parameter: click.Parameter, text: str)
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Rounds of all policies.")
 @output_options
 def schedule(rate: float, time_share: float, mixes: list[str], policies: str, repeats: int, output: Output) -> None:
-    """Have the paper's mixes of requests answered layer by layer over a link that the storage node shares.
-
-    A real server, a connection for each request, all of them at the same time. A client computes for its window with
-    each layer, once that has arrived and the one before is computed. Bytes and times are ObjectCache's table A8's,
-    both made smaller. ``added_ms`` is by how much the times to first token of a mix are above those of its requests
-    alone on a link without bound; ``model_ms`` what arithmetic says of it. Ratios are of ``added_ms``: that of
-    ``equal`` over the node's default's and over the paper's. In the paper a rate is held until a request has ended,
-    and nobody else gets it: so the paper's ratio is of two that are ``held``, and that of rates which are handed on
-    stands beside it.
-    """
+    """Serve the paper's mixes of requests layer by layer over a link that requests share."""
     chosen = [*(policy for policy in POLICIES if policy in {*policies.split(","), "equal", *COMPARED}), *HELD]
     report = Report("schedule", ["mix", "policy", "link_Gbit_per_s", "ttft_ms", "added_ms", "model_ms"])
     drawn: dict[str, list[tuple[str, float]]] = {policy: [] for policy in reversed(chosen)}
@@ -163,7 +154,7 @@ def _model_s(requests: Sequence[Request], cap_gbps: float, policy: str) -> float
 def _by_request(
     requests: Sequence[Request], found: dict[str, list[list[float]]]
 ) -> dict[str, list[dict[str, str | float]]]:
-    """Return each policy's median TTFT of each request."""
+    """Return the median TTFT of each request by policy."""
     return {
         policy: [
             {**request._asdict(), "ttft_ms": 1e3 * statistics.median(ttfts[number] for ttfts in rounds)}
@@ -193,7 +184,7 @@ def _rounds(
     address: str, operator: LeanSocket, mix: Sequence[Scaled], policies: Sequence[str], link: float, margin: float,
     repeats: int, name: str,
 ) -> dict[str, list[list[float]]]:  # fmt: skip
-    """Return, for each policy and _FREE, each round's times to first token, in seconds, in the order of the mix."""
+    """Return each round's times to the first token in seconds, by policy and for _FREE, in the order of the mix."""
     found: dict[str, list[list[float]]] = {policy: [] for policy in (_FREE, *policies)}
     operator.call("CONFIG", "SET", "egress_margin", str(margin))
     for round_number in tracked(range(1 + repeats), f"mix {name}"):
@@ -213,14 +204,14 @@ def _rounds(
 
 
 def _hold(operator: LeanSocket) -> None:
-    """Have the next epoch last until all requests have ended. No answer is asked for: it would have a share of it."""
+    """Make the next epoch last until all requests have ended. The command has no answer, which would have a share."""
     time.sleep(_BEGUN_S)
     skip, hold = ("CLIENT", "REPLY", "SKIP"), ("CONFIG", "SET", "egress_epoch_s", _HELD_EPOCH_S)
     operator.socket.sendall(encode_command(*skip) + encode_command(*hold))
 
 
 def _together(address: str, mix: Sequence[Scaled], asked: Callable[[], None] | None = None) -> list[float]:
-    """Return each request's seconds from when all ask until it has computed its last layer; call ``asked`` then."""
+    """Start all requests at once, call ``asked``, and return each request's time until its last layer is computed."""
     ttfts = [0.0] * len(mix)
     errors: list[Exception] = []
     gate = threading.Barrier(len(mix) + (asked is not None))
@@ -250,7 +241,7 @@ def _together(address: str, mix: Sequence[Scaled], asked: Callable[[], None] | N
 
 
 def _ask(client: LeanSocket, request: Scaled, gate: threading.Barrier) -> float:
-    """Receive layers in one thread and compute with them in this one, which sleeps for a window with each."""
+    """Receive layers in one thread and compute in this one, which sleeps for a window with each layer."""
     head, *layers = answer_lengths(LAYERS, [request.piece] * len(request.keys))
     arrived = [threading.Event() for _ in layers]
     failures: list[Exception] = []

@@ -81,24 +81,24 @@ FILLING: Final = "filling"
 ALONE: Final = "alone"
 ARRIVING: Final = "arriving"
 _FETCHES_MAX: Final = 1000
-"""Of a recording, which ends by its time."""
+"""Most fetches of a recording, which ends by time."""
 _TCP_SHARE: Final = 0.957
-"""Of a link's rate."""
+"""Part of a link's rate that TCP carries."""
 WRITES: Final = 15
-"""Whose median is what writing takes."""
+"""Number of writes; their median counts."""
 AWAKENING_TOKENS: Final = 8
-"""Of an answer that does not count, before one that does."""
+"""Output tokens of the warm-up request before each measured one."""
 _WARM_UP: Final = 1 << 20
-"""Seeds from here on are of prompts that nobody else asks about."""
+"""First seed of prompts that no measured request uses."""
 _QUESTIONS: Final = 1 << 10
-"""Seeds from here on are of questions."""
+"""First seed of questions."""
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """The options of :func:`serving`."""
+    """Options of :func:`serving`."""
 
     load: Load
     links: Sequence[float]
@@ -109,13 +109,15 @@ class _Plan:
 
 @dataclass
 class _Results:
-    """Results of requests, by what was done, the link's rate (0: loopback) and the system; in the same order for each.
+    """Results of requests.
 
-    Each has what :meth:`~shadowserve_tools.bench.parts.engine._Engine.serve` says, and ``cpu_s`` of all processes. Of
-    requests that arrived at a rate they are the run's, and ``tokens_per_s`` are, too. ``fetching`` is the part of
-    retrieval, by the link's rate, that our data plane fetched in; ``link_s`` the seconds that the link alone takes for
-    a document's bytes; ``over_link`` how many times as long the data plane fetched; ``writing_s`` the seconds that
-    memory takes for a document's KV.
+    Attributes:
+        requests: Results by what was measured, the link's rate (0: loopback) and the system, in the same order for
+            each. Requests that arrive at a rate have ``cpu_s`` and ``tokens_per_s`` of their run.
+        fetching: Part of the retrieval in which ShadowServe's data plane fetched, by the link's rate.
+        link_s: Time of the link alone for a document's bytes.
+        over_link: Duration of the data plane's fetch over that.
+        writing_s: Time of writing a document's KV to memory.
     """
 
     requests: dict[tuple[str, float, str], list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
@@ -125,14 +127,14 @@ class _Results:
     writing_s: float = 0.0
 
     def pairs(self, what: str, rate: float, ours: str, others: str, name: str = "ttft_s") -> list[float]:
-        """Return one system's figures over another's, request by request; of none where there are none."""
+        """Return one system's figures over another's, request by request; empty if one is missing."""
         own, theirs = (self.requests.get((what, rate, system), []) for system in (ours, others))
         return [mine[name] / its[name] for mine, its in zip(own, theirs, strict=False)]
 
     def limits(self, rate: float, others: str) -> list[float]:
-        """Return what a first token of ours would take over another's, if all were free but what nobody goes without.
+        """Return the limit of a first token's ratio: only the unavoidable parts take time.
 
-        That is a link, writing the document's KV to memory meanwhile, and then the last tokens.
+        These are the link, or writing the document's KV to memory, whichever takes longer, and then the last tokens.
         """
         own, theirs = (self.requests.get((ALONE, rate, system), []) for system in (OURS, others))
         moved = max(self.link_s.get(rate, 0.0), self.writing_s)
@@ -171,18 +173,7 @@ def serving(
     rounds: int,
     peers_python: Path,
 ) -> None:
-    """Ask real vLLM questions about long documents that it has computed before, and forgotten: it was restarted.
-
-    The same for vLLM without a cache, with LMCache's multiprocess mode over its CPU tier and over Redis, and with
-    ShadowServe as it comes, lossless, its storage node behind a socket; through links of given rates, too, where
-    network namespaces may be made. LMCache has its defaults, too, and then, more briefly, the strongest mode that it is
-    known to have here. The engine has half of the cores, everything else the other half. Systems take
-    turns; a system whose answers are not those of the engine without a cache ends the benchmark.
-
-    A first token's time is that of its lookup, of blocks' allocation, of retrieval (of which ours says how much was
-    fetching, and how much of scattering no fetching hid) and of the tokens behind the prefix. Blocked is what of
-    everything before these no computing hid.
-    """
+    """Serve questions about stored documents with real vLLM, with ShadowServe, with LMCache and without a cache."""
     load = replace(load, output=output_tokens, rate=rate, requests=load.documents)
     plan = _Plan(load=load, links=links, fills=max(fills, load.documents), repeats=repeats, rounds=rounds)
     results = _Results(writing_s=_writing_s(load.chunks * DEFAULT_CHUNK_TOKENS * model.kv_bytes))
@@ -203,7 +194,7 @@ def serving(
 
 
 def _network(stack: ExitStack, links: Sequence[float]) -> tuple[Network, str]:
-    """Return a link, or loopback, and why there is no link."""
+    """Return a link, or loopback and the reason for it."""
     if not links:
         return LOOPBACK, ""
     try:
@@ -213,7 +204,7 @@ def _network(stack: ExitStack, links: Sequence[float]) -> tuple[Network, str]:
 
 
 def _writing_s(size: int) -> float:
-    """Return the seconds in which all cores together write so many bytes of memory."""
+    """Return the time in which all cores together write ``size`` bytes of memory."""
     cores, found = len(usable_cores()), []
     parts = np.array_split(memory(size), cores)
     with ThreadPoolExecutor(cores) as pool:
@@ -225,15 +216,15 @@ def _writing_s(size: int) -> float:
 
 
 class _Bench:
-    """Everything that runs.
+    """All running programs.
 
     Args:
-        folder: for the model and for logs.
-        model: the engine's.
-        plan: options.
-        requests_max: that an engine runs at one time.
-        network: between engines and stores.
-        peers_python: of the peers' environment.
+        folder: Folder of the model and of logs.
+        model: Shape of the engine's model.
+        plan: Options.
+        requests_max: Number of requests that an engine runs at one time.
+        network: Network between engines and stores.
+        peers_python: Python of the peers' environment.
     """
 
     def __init__(
@@ -251,7 +242,7 @@ class _Bench:
         self._answers = Answers()
 
     def start(self, stack: ExitStack, tell: Tell) -> dict[str, str]:
-        """Start all but engines with a cache; return which systems do not run, and why."""
+        """Start all programs but engines with a cache; return the reason of each absent system by name."""
         place, load = self._place, self._load
         # The benchmark's own threads keep off the engine's cores, too.
         stack.enter_context(on_cores(place.partition.data_plane))
@@ -298,25 +289,25 @@ class _Bench:
         return found
 
     def _awake(self, engine: Engine) -> None:
-        """Have an engine serve a prompt of less than a chunk, as one in operation has just done.
+        """Serve a short prompt that does not count.
 
-        Behind another engine's turn all that it touches comes from memory again, which is not what is compared.
+        After another engine's turn all of its data comes from memory, as never in operation.
         """
         tokens = prompt(_WARM_UP, TAIL_TOKENS, VOCABULARY)
         engine.ask("serve", requests=[{"prompt": tokens, "output": AWAKENING_TOKENS, "at": 0.0}])
 
     def _documents(self, system: System) -> range:
-        """Return the documents that a system is asked about: the first half of them, if it is measured briefly."""
+        """Return the documents that a system is asked about: the first half if it is measured briefly."""
         return range((self._load.documents + 1) // 2 if system.brief else self._load.documents)
 
     def _filled(self, system: System) -> range:
-        """Return the documents that a system computes and keeps: more of them, where a hundredth is to be told."""
+        """Return the documents that a system computes and keeps: more of them for a ratio of one per cent."""
         return range(self._plan.fills) if system.often else self._documents(system)
 
     # ---- Filling -----------------------------------------------------------------------------------------------------
 
     def fill(self, results: _Results, tell: Tell) -> None:
-        """Have every system compute every document that it is asked about once, and keep it; some, more of them."""
+        """Compute and keep every document with every system, in turns."""
         near = [system for system in self._systems if system.fills and not system.linked]
         with ExitStack() as stack:
             engines = [(System(often=True), self._plain)]
@@ -345,9 +336,9 @@ class _Bench:
     # ---- Measuring ---------------------------------------------------------------------------------------------------
 
     def measure(self, results: _Results, tell: Tell) -> None:
-        """Restart the engines and ask about the documents again: beside the stores, then at the far end of links.
+        """Restart the engines and ask about the documents again: next to the stores, then over links.
 
-        Those of one place run at one time: all of them would need more memory than machines have that run one.
+        Engines of one end run at a time, because all of them need too much memory.
         """
         for far, rates in ((False, (0.0,)), (True, self._plan.links)):
             systems = [system for system in self._systems if system.linked == far]
@@ -417,7 +408,7 @@ class _Bench:
             results.requests[ARRIVING, 0.0, system.name].append(result | more)
 
     def _record(self, results: _Results, rate: float, turns: Sequence[tuple[System, Engine]]) -> None:
-        """Ask about each document once more, and record how long the data plane fetched."""
+        """Ask about each document once more, and record how long the data plane fetches."""
         ((system, engine),) = [each for each in turns if each[0].name == OURS]
         found: list[dict[str, Any]] = []
 
@@ -436,7 +427,7 @@ class _Bench:
 
 @contextmanager
 def _idle(engine: Engine) -> Iterator[None]:
-    """Have the plugin store nothing, and no prompt wait for its lookup, while the context lasts."""
+    """Switch storing and waiting for lookups off while the context lasts."""
     engine.ask("hits", way="compute")
     engine.ask("reading", only=True)
     try:
@@ -447,7 +438,7 @@ def _idle(engine: Engine) -> Iterator[None]:
 
 
 def _cpu(engine: Engine, system: System) -> float:
-    """Return the CPU seconds of all processes that serve."""
+    """Return the CPU time of all processes that serve."""
     return sum(map(cpu_s, [psutil.Process(engine.process.pid), *system.processes]))
 
 

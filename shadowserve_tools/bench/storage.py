@@ -39,31 +39,31 @@ from shadowserve_tools.processes import Child, start_redis, start_storage, start
 from shadowserve_tools.report import Cost, Output, Report, measure, output_options, tracked
 
 OURS: Final = {"memory": "shadowserve", "pool": "shadowserve, pool"}
-"""Our server by its engine."""
+"""ShadowServe's server by engine."""
 FLOORS: Final = {"blocking": "plain socket", "polled": "plain socket, polled"}
-"""A program that only sends, by how it does; the faster one in a round bounds what a server can do."""
+"""A program that only sends, by method; the faster one in a turn is the floor."""
 REDIS: Final = "redis"
 TUNED: Final = "redis tuned"
 
 _WAKE_BYTES: Final = 256 << 10
-"""A client that is woken for a few segments of 64 KiB at a time costs both ends more than all that is copied."""
+"""A client that wakes for each few segments of 64 KiB costs both ends more than copying."""
 _MEMORY_BYTES: Final = 64 << 20
-"""Of distinct values, and of memory that a client receives into: twice this machine's last cache."""
+"""Bytes of distinct values, and of a client's receive memory: twice this machine's last-level cache."""
 _ROOM: Final = 4
-"""Times the bytes of all values that our engines have room for, in memory and on devices: nothing is evicted."""
+"""Space of ShadowServe's engines in all values, in memory and on devices: nothing is evicted."""
 _ROOM_MIN: Final = 256 << 20
-"""Of the pool's memory no value may take more than half."""
+"""Least memory of the pool: no value may take more than half of it."""
 _POOL_DEVICES: Final = 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked for.
+    """Requests of one kind.
 
     Attributes:
-        name: as the table and the chart have it.
-        value_bytes: of each stored value.
-        piece_bytes: of each answer; smaller than the value where GETRANGE asks for it.
+        name: Name in the table and the chart.
+        value_bytes: Bytes of each stored value.
+        piece_bytes: Bytes of each answer; smaller than the value for GETRANGE.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Case:
 
 @dataclass(frozen=True)
 class System:
-    """A server, and how to talk to it."""
+    """A server and its protocol."""
 
     name: str
     child: Child
@@ -96,7 +96,7 @@ class System:
     speaks_resp: bool = True
 
     def requests(self, case: Case) -> list[bytes]:
-        """Return what to send for each answer of a case."""
+        """Return the requests of a case."""
         return case.requests() if self.speaks_resp else [b"%*d" % (REQUEST_BYTES, case.piece_bytes)]
 
     def answer_bytes(self, case: Case) -> int:
@@ -106,7 +106,7 @@ class System:
 
 @dataclass(frozen=True)
 class Run:
-    """What moving some bytes took."""
+    """Cost of a transfer."""
 
     GB_per_s: float
     server_s_per_GB: float
@@ -114,7 +114,7 @@ class Run:
 
 
 class LeanClient:
-    """Connections that ask and receive into memory that is there already: as little as a client can do."""
+    """Connections that receive into prepared memory: the lowest cost of a client."""
 
     def __init__(self, system: System, case: Case, connections: int) -> None:
         self._system = system
@@ -130,7 +130,7 @@ class LeanClient:
             memory[:] = bytes(len(memory))
 
     def move(self, answers: int) -> Run:
-        """Ask for ``answers`` answers, the connections at the same time and each for one after the other."""
+        """Receive ``answers`` answers, with all connections at the same time and one request in flight on each."""
         count = max(1, answers // len(self._sockets))
         server = psutil.Process(self._system.child.process.pid)
         indexes = range(len(self._sockets))
@@ -154,7 +154,7 @@ class LeanClient:
             self._receive(sock, place[-self._wake_bytes :], 1)
 
     def _receive(self, sock: socket.socket, place: memoryview, wake_bytes: int) -> None:
-        """Receive what fills a place, and be woken where so many bytes are there, which have to come."""
+        """Receive into ``place``; wake when ``wake_bytes`` bytes are there."""
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
         while place:
             received = sock.recv_into(place, len(place), socket.MSG_WAITALL)
@@ -166,7 +166,7 @@ class LeanClient:
         return self._system.child.log.read_text(errors="replace")[-2000:]
 
     def answer(self) -> bytes:
-        """Return the first answer that the first connection received last time."""
+        """Return the first answer of the first connection's last run."""
         return bytes(self._memory[0][: self._answer_bytes])
 
     def close(self) -> None:
@@ -185,13 +185,7 @@ class LeanClient:
 def storage(
     sizes: str, connections: str, mebibytes: int, repeats: int, io_threads: int, engines: str, output: Output
 ) -> None:
-    """GET whole values, and GETRANGE pieces of the largest as the data plane does, on loopback.
-
-    Against redis-server as it comes and with allocator settings that suit large values, and against a program that only
-    sends, in the two ways that there are. All are asked for one answer after the other by the same client, whose CPU
-    time is counted apart. Our server takes part once with each engine; the pool has its devices on files, and all
-    values in its memory.
-    """
+    """Read whole values with GET, and parts with GETRANGE, on loopback."""
     chosen = list(dict.fromkeys(engines.split(",")))
     if not set(chosen) <= set(OURS):
         raise click.BadParameter(f"{engines!r} is no list of {', '.join(OURS)}", param_hint="--engines")
@@ -252,7 +246,7 @@ def _systems(logs: Path, io_threads: int, engines: Sequence[str], room: int) -> 
 
 
 def _start_ours(stack: ExitStack, folder: Path, engine: str, io_threads: int, room: int) -> Child:
-    """Run our server with an engine that has ``room`` bytes, in a folder of its own."""
+    """Run a storage node with an engine that has space for ``room`` bytes."""
     folder.mkdir()
     flags = ["--io-threads", str(io_threads), "--engine", engine, "--memory-budget-bytes", str(max(room, _ROOM_MIN))]
     if engine == "pool":
@@ -263,7 +257,7 @@ def _start_ours(stack: ExitStack, folder: Path, engine: str, io_threads: int, ro
 
 
 def _read_from_devices(systems: Sequence[System]) -> int:
-    """Return the bytes that our servers have read from devices for clients."""
+    """Return the bytes that storage nodes have read from devices for clients."""
     total = 0
     for system in systems:
         if system.name == OURS["pool"]:
@@ -279,7 +273,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _value(case: Case, number: int) -> memoryview:
-    """Return what is stored as a value: 64-bit numbers, so that no piece is like another."""
+    """Return a value of 64-bit numbers, in which no two parts are equal."""
     value = allocate(case.value_bytes)
     words = value.cast("Q")
     block = memoryview(bytearray(1 << 16)).cast("Q")
@@ -306,7 +300,7 @@ def _store(systems: Sequence[System], case: Case) -> None:
 def _take_turns(
     systems: Sequence[System], case: Case, connections: int, answers: int, repeats: int
 ) -> dict[str, list[Run]]:
-    """Return what each system took, by its name; they take turns, forwards and back, so that all see one machine."""
+    """Return the runs of each system by name, in turns of both orders."""
     with ExitStack() as stack:
         clients = {}
         for system in systems:
@@ -325,7 +319,7 @@ def _take_turns(
 
 
 def _verify(system: System, case: Case, client: LeanClient) -> None:
-    """Compare what was received into the first place with what it must be."""
+    """Compare the bytes of the first place with the stored ones."""
     client.move(1)
     body = memoryview(client.answer())[len(encode_bulk_header(case.piece_bytes)) : -2]
     expected = _value(case, 0)[: case.piece_bytes]
@@ -334,7 +328,7 @@ def _verify(system: System, case: Case, client: LeanClient) -> None:
 
 
 Measured = Mapping[tuple[str, int, str], Sequence[Run]]
-"""Runs by case, number of connections and system; all of one case and number took turns."""
+"""Runs by case, number of connections and system. Those of one case and number took turns."""
 
 
 def _add_ratios(report: Report, measured: Measured, engines: Sequence[str]) -> None:

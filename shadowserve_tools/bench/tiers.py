@@ -43,14 +43,14 @@ PEER_MEMORY, PEER_DISK = "LMCache, memory", "LMCache, files"
 DEVICE: Final = "device alone"
 BOUND: Final = "what the three parts allow"
 IN_FLIGHT: Final = 32
-"""Pieces that the device alone is asked for at a time."""
+"""Requests in flight at the device alone."""
 PIECE_BYTES: Final = 1 << 20
 POLL_MS: Final = 100
 LINE_TIMEOUT_S: Final = 60.0
 MORE: Final = 2
-"""Chunks behind those that are measured: one to touch memory with, and one that storage alone has."""
+"""Additional chunks: one to touch memory with, and one that only the storage node has."""
 SPARE: Final = 5
-"""Times the records that tiers have memory for: a quarter of it receives what one round has devices bring."""
+"""Records that fit in the tiers' memory, in all records: a quarter of it receives reads of devices."""
 
 
 @click.command()
@@ -64,14 +64,7 @@ SPARE: Final = 5
 @peers_option
 @output_options
 def tiers(chunks: int, repeats: int, folder: Path | None, peers_python: Path, output: Output) -> None:
-    """Fetch a prompt of Llama-3.1-8B's shape from each tier of a data plane, and from all in one round.
-
-    Lossless, as by default, verified, into memory that an engine shares: from the data plane's memory; from a file on
-    an SSD that a restart has left cold; from a storage server; and a third from each. Against LMCache's server, with
-    shared memory: from its memory, and from its files, read past the page cache. SSD is also compared with its limit:
-    what the device gives to who just reads, or what decoding from memory takes; and the mixture with its own: the
-    slowest of its parts alone, or all CPU time of them over the cores.
-    """
+    """Fetch a prompt of Llama-3.1-8B's shape from each tier of a data plane, and from all at once."""
     chunks -= chunks % 3
     report = Report("tiers", ["system", "GB_per_s", "cpu_s_per_GB", "wall_s", "runs", "note"])
     workload = llama_8b(chunks + MORE)
@@ -108,16 +101,16 @@ def tiers(chunks: int, repeats: int, folder: Path | None, peers_python: Path, ou
 
 
 class _Plane:
-    """A data plane with tiers that is started again before each run.
+    """A data plane with tiers that is restarted before each run.
 
     Args:
-        logs: folder for what it prints.
-        storage: that it is over.
-        workload: to fetch, with MORE chunks behind.
-        tiers: configuration of it; None for none.
-        alone: without the storage.
-        prime: so many leading chunks are fetched after each start, behind one that goes to every place.
-        connects: the last chunk is fetched, too, once, as nothing else before a run opens connections to storage.
+        logs: Folder of its logs.
+        storage: Its storage node.
+        workload: Chunks to fetch, with MORE at the end.
+        tiers: Configuration of its tiers; None for none.
+        alone: True to run without the storage node.
+        prime: Leading chunks that are fetched after each start, after one chunk was fetched to every place.
+        connects: True to fetch the last chunk once, too, which opens the connections to the storage node.
     """
 
     def __init__(
@@ -147,7 +140,7 @@ class _Plane:
         logs.mkdir(exist_ok=True)
 
     def restart(self) -> None:
-        """Start it again, cold but for what was asked to be there."""
+        """Restart the data plane, with only the primed chunks in memory."""
         self.close()
         plane = self._stack.enter_context(start_data_plane(self._logs, self._address, *self._flags))
         self._processes[:] = [psutil.Process(child.process.pid) for child in (plane, self._storage)]
@@ -177,7 +170,7 @@ class _Plane:
 
 
 def _ours(stack: ExitStack, logs: Path, disk: Path, workload: Workload) -> list[Contender]:
-    """Fill the tiers, and return what fetches from each."""
+    """Fill the tiers, and return the contender of each."""
     storage = stack.enter_context(start_storage(logs))
     put(workload, storage.address)
     chunks = len(workload.keys) - MORE
@@ -207,7 +200,7 @@ def _ours(stack: ExitStack, logs: Path, disk: Path, workload: Workload) -> list[
 
 
 def await_line(child: Child, text: str) -> None:
-    """Wait until a program has logged something."""
+    """Wait until a program has logged ``text``."""
     ends = time.monotonic() + LINE_TIMEOUT_S
     while text not in child.log.read_text():
         if time.monotonic() > ends:
@@ -216,10 +209,7 @@ def await_line(child: Child, text: str) -> None:
 
 
 class _Device:
-    """Reads a file past the page cache, many pieces at a time, and does nothing with them: what the device has to give.
-
-    As the pool asks for them, since threads that read get less of some devices. The file is made, and written.
-    """
+    """Reads a file past the page cache with many requests in flight, as the pool does, and discards the bytes."""
 
     def __init__(self, file: Path, size: int) -> None:
         self._file = file
@@ -231,7 +221,7 @@ class _Device:
         self._memory = memory(pieces * PIECE_BYTES)
 
     def read(self) -> None:
-        """Read all of it."""
+        """Read the whole file."""
         address = self._memory.ctypes.data
         reads = [
             Operation(
@@ -254,15 +244,13 @@ class _Device:
 
 
 def _bounds(parts: Sequence[list[Cost]], thirds: Sequence[list[Cost]]) -> list[Cost]:
-    """Return what a call takes at best that has a third from each part.
+    """Return the least cost of a call with a third from each part.
+
+    Such a call takes no less than the slowest third alone, nor than a third of all parts' CPU time over the cores.
 
     Args:
-        parts: costs of calls with all of it from each.
-        thirds: of calls with as much from each as the one that has a third from each. They begin and end as a whole one
-            does, so the slowest takes more than a third of its part's: the other call takes no less.
-
-    Each part has all cores where it is alone, and together they have no more: nor does it take less than a third of the
-    CPU time of all parts over the cores.
+        parts: Costs of calls with everything from one part.
+        thirds: Costs of calls with a third from one part. They begin and end like a whole call.
     """
     cores = len(psutil.Process().cpu_affinity() or [0])
     bounds = []

@@ -25,13 +25,13 @@ def table(device: Any) -> Any:
 
 
 def decompress(symbols: Any, states: Any, target: Any, *, use_triton: bool = HAS_TRITON) -> None:
-    """Turn a chunk's symbols into elements, on the current stream.
+    """Convert a chunk's symbols to elements on the current stream.
 
     Args:
         symbols: uint8, [symbol, lane].
-        states: from :func:`table`.
-        target: bfloat16, of the same shape.
-        use_triton: else with torch, a launch or three for each symbol: for tests.
+        states: Result of :func:`table`.
+        target: bfloat16 of the same shape.
+        use_triton: False to use torch with up to three launches for each symbol, for tests.
     """
     if not use_triton:
         _decompress_torch(symbols, states, target)

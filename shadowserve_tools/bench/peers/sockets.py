@@ -1,8 +1,8 @@
-"""Redis read as leanly as Python can, and plain sockets, which are the limit of everything that uses TCP.
+"""A lean Redis client in Python, and plain sockets, which are the limit of every transfer over TCP.
 
-Both clients send a request of some bytes and receive the answer with ``recv_into`` where it belongs, on one to four
-connections, each with a thread of its own. ``python -m shadowserve_tools.bench.peers.sockets`` is the plain sockets'
-server: it holds the chunks and sends the bytes that it is asked for.
+Both clients send requests and receive answers with ``recv_into`` at their final place, on one to four connections with
+a thread each. ``python -m shadowserve_tools.bench.peers.sockets`` is the plain sockets' server: it has the chunks in
+memory and sends the requested bytes.
 """
 
 import argparse
@@ -35,11 +35,11 @@ _TIMEOUT_S: Final = 60.0
 
 
 class Memory:
-    """Where raw values go, and what they have to be.
+    """Receive memory for raw values.
 
     Args:
-        values: the chunks.
-        chunks: how many there is room for.
+        values: The chunks.
+        chunks: Number of chunks that fit.
     """
 
     def __init__(self, values: Values, chunks: int) -> None:
@@ -56,16 +56,16 @@ class Memory:
 
 
 class Reader:
-    """Receives chunks over several connections at once, piece by piece, each into its place.
+    """Receives chunks over several connections at once, piece by piece, each to its place.
 
     Args:
         address: ``host:port`` of the server.
-        connections: how many, and how many threads.
-        memory: where to.
-        piece_bytes: bytes to ask for in one request.
-        ask: makes the request for ``length`` bytes from ``first`` of chunk ``index``: its bytes, what the answer has to
-            begin with, and how many bytes end it.
-        ahead: requests under way on each connection.
+        connections: Number of connections and threads.
+        memory: Receive memory.
+        piece_bytes: Bytes of one request.
+        ask: Returns the request for ``length`` bytes from ``first`` of chunk ``index``, the expected start of the
+            answer, and the length of its trailer.
+        ahead: Requests in flight on each connection.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ def _line(connection: socket.socket, length: int) -> bytes:
 
 
 def _next(pieces: "deque[tuple[int, int]]") -> tuple[int, int] | None:
-    """Take the next piece; None where another thread took the last one."""
+    """Take the next piece; None if another thread took the last one."""
     try:
         return pieces.popleft()
     except IndexError:
@@ -143,9 +143,10 @@ def _next(pieces: "deque[tuple[int, int]]") -> tuple[int, int] | None:
 
 
 def redis_reader(address: str, connections: int, memory: Memory, *, pieces: bool) -> Reader:
-    """Return a reader of chunks that :func:`filled_redis` has stored: GET, or GETRANGE of 2 MiB at a time.
+    """Return a reader of the chunks of :func:`filled_redis`: GET, or GETRANGE of 2 MiB at a time.
 
-    One request at a time on a connection: Redis copies replies that it cannot send yet, which costs more than waiting.
+    One request is in flight on a connection: Redis copies replies that it cannot send yet, which costs more than
+    waiting.
     """
     size = memory.rows.shape[1]
 
@@ -166,7 +167,7 @@ def _key(index: int) -> bytes:
 def filled_redis(
     logs: Path, values: Values, chunks: int, *, tuned: bool, network: Network = LOOPBACK
 ) -> Iterator[Child]:
-    """Run a Redis server that holds the chunks; see :func:`~shadowserve_tools.processes.start_redis`."""
+    """Run a Redis server with the chunks; see :func:`~shadowserve_tools.processes.start_redis`."""
     import redis
 
     with contextlib.ExitStack() as stack:
@@ -182,7 +183,7 @@ def filled_redis(
 
 @contextlib.contextmanager
 def plain_sockets(logs: Path, values_file: Path, chunks: int, network: Network = LOOPBACK) -> Iterator[Child]:
-    """Run the server that sends what it is asked for, and nothing else."""
+    """Run the server that only sends."""
     command = [sys.executable, "-m", __name__, network.host, str(values_file), str(chunks)]
     with contextlib.ExitStack() as stack:
         with network.store_side():
@@ -191,7 +192,7 @@ def plain_sockets(logs: Path, values_file: Path, chunks: int, network: Network =
 
 
 def plain_reader(address: str, connections: int, memory: Memory) -> Reader:
-    """Return a reader for :func:`plain_sockets`, which is asked ahead so that it never waits."""
+    """Return a reader for :func:`plain_sockets`, with requests in flight so that it never waits."""
 
     def ask(index: int, first: int, length: int) -> tuple[bytes, bytes, int]:
         return _ASK.pack(index, first, length), b"", 0
