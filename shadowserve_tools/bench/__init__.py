@@ -74,7 +74,7 @@ NEEDS: Final = {
 @click.pass_context
 def bench(context: click.Context) -> None:
     """Measure ShadowServe against a peer or a limit in the same run."""
-    # Whoever ends a benchmark ends what it has started, too: SIGTERM unwinds the stack as Ctrl-C does.
+    # SIGTERM unwinds the stack like Ctrl-C, which also ends the programs that the benchmark has started.
     if threading.current_thread() is threading.main_thread():
         before = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
         context.call_on_close(lambda: signal.signal(signal.SIGTERM, before))

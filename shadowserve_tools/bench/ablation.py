@@ -57,10 +57,10 @@ class _Run:
 
 @click.command()
 @model_options
-@click.option("--output-tokens", default=32, show_default=True, type=click.IntRange(2), help="Of each answer.")
-@click.option("--requests", default=16, show_default=True, type=click.IntRange(1), help="Of each loaded run.")
-@click.option("--unloaded", default=4, show_default=True, type=click.IntRange(1), help="Of each unloaded run.")
-@click.option("--loaded", default=0.6, show_default=True, help="Offered rate, in parts of the highest throughput.")
+@click.option("--output-tokens", default=32, show_default=True, type=click.IntRange(2), help="Tokens of an answer.")
+@click.option("--requests", default=16, show_default=True, type=click.IntRange(1), help="Requests of a loaded run.")
+@click.option("--unloaded", default=4, show_default=True, type=click.IntRange(1), help="Requests of an unloaded run.")
+@click.option("--loaded", default=0.6, show_default=True, help="Offered rate, relative to the highest throughput.")
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Turns of each system.")
 @output_options
 def ablation(
@@ -112,7 +112,7 @@ def _on_card(
     kv_bytes = load.chunks * DEFAULT_CHUNK_TOKENS * model.kv_bytes
     paper_s = predictor.ttft_s(paper, card.Design()) * kv_bytes / (paper.prompt_tokens * predictor.given.token_bytes)
     cards: dict[str, list[Served]] = defaultdict(list)
-    # As in the paper; and what the host exports, the card need not register.
+    # As in the paper. The card does not register memory that the host exports.
     host = {"quantizer": "binned", "delivery": "exported"}
     with Stack(Partition.halves(), model, load, 1, backend="doca", **host) as running:
         for _ in range(repeats):

@@ -128,7 +128,7 @@ class _Bed:
         prefixes = []
         for number in range(_PREFIXES if self._in_ceph else 1):
             prefixes.append(_stored(self.client, size, tokens, layers, number))
-            if self._in_ceph:  # what is evicted before does not get there
+            if self._in_ceph:  # records that are evicted before do not reach the bucket
                 self._await(sum(len(prefix.keys) for prefix in prefixes))
         self._chunks, self.moved_bytes = len(prefixes[0].keys), prefixes[0].moved_bytes
         self._turns = itertools.cycle(prefixes)
@@ -190,18 +190,18 @@ class _Findings:
     show_default=True,
     callback=_read_tokens,
     metavar="TOKENS,...",
-    help="Of a chunk.",
+    help="Tokens of a chunk, with commas between.",
 )
-@click.option("--tokens", default=2048, show_default=True, type=click.IntRange(256), help="Of the prefix.")
-@click.option("--layers", default=32, show_default=True, type=click.IntRange(1, 256), help="Of the model.")
-@click.option("--repeats", default=7, show_default=True, type=click.IntRange(1), help="Rounds of all ways.")
+@click.option("--tokens", default=2048, show_default=True, type=click.IntRange(256), help="Tokens of the prefix.")
+@click.option("--layers", default=32, show_default=True, type=click.IntRange(1, 256), help="Layers of the model.")
+@click.option("--repeats", default=7, show_default=True, type=click.IntRange(1), help="Number of turns.")
 @click.option(
     "--below",
     type=click.Choice([MEMORY, CEPH]),
     multiple=True,
     default=[MEMORY] if MISSING else [MEMORY, CEPH],
     show_default="both where Ceph is installed",
-    help="Where the records are: the node's memory, or an object gateway of Ceph's below a node that has nothing else.",
+    help="Tier of the records: the node's memory, or a Ceph bucket behind it; repeatable.",
 )
 @output_options
 def aggregate(sizes: list[int], tokens: int, layers: int, repeats: int, below: Sequence[str], output: Output) -> None:
@@ -304,7 +304,7 @@ def _ranged(bed: _Bed, ahead: int) -> None:
         client.socket.sendall(b"".join(some))
         if ahead == 1:
             client.receive(size)
-        elif begin:  # the half before this one, which is on its way meanwhile
+        elif begin:  # the previous half, which is in transit meanwhile
             client.receive(size * (ahead // 2))
     if ahead > 1:
         client.receive(size * (len(commands) % (ahead // 2) or min(len(commands), ahead // 2)))

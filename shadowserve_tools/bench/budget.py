@@ -57,7 +57,7 @@ WRITTEN_SHARE: Final = 4
 """Chunks that are read, for each chunk that is written repeatedly."""
 MEGA: Final = 1_000_000
 
-NOTHING: Final = "decoding beside nothing"
+NOTHING: Final = "decoding without a load"
 WITHIN: Final = "decoding beside fetching, within the budget"
 FREE: Final = "decoding beside fetching, no bound"
 PAGES_WITHIN: Final = "decoding beside pages from a device, within the budget"
@@ -69,7 +69,7 @@ PAGES_OFTEN: Final = 6
 PAGES_LONGER: Final = 6
 """Steps of a phase with pages, in phases of others. Pages come in bursts, ten times a second."""
 PAGES_LAYERS, PAGES_HEADS = 4, 2
-"""Of the KV that comes as pages: a MiB a chunk, as of what is fetched."""
+"""Shape of the KV in pages: a MiB a chunk, like the fetched chunks."""
 FETCH_CHUNKS: Final = 16
 """Chunks of a fetch, a MiB each: a layer of 256 tokens."""
 FETCH_S: Final = 0.05
@@ -104,22 +104,32 @@ class _Steps:
 
 
 @click.command()
-@model_options_with(layers=4)  # steps are shorter, so that there are more of them
-@click.option("--read-chunks", default=96, show_default=True, type=click.IntRange(8), help="That are read, in a turn.")
+@model_options_with(layers=4)  # short steps, so that there are more of them
+@click.option("--read-chunks", default=96, show_default=True, type=click.IntRange(8), help="Chunks to read in a turn.")
 @click.option("--chunk-kib", default=7424, show_default=True, type=click.IntRange(64, 1 << 20), help="KiB of a chunk.")
 @click.option("--cap", default=200, show_default=True, type=click.IntRange(1), help="MB/s that the device reads.")
-@click.option("--turns", default=3, show_default=True, type=click.IntRange(1), help="Of reading, each beside each.")
+@click.option("--turns", default=3, show_default=True, type=click.IntRange(1), help="Turns of reading.")
 @click.option("--batch", default=2, show_default=True, type=click.IntRange(1), help="Requests that decode steadily.")
-@click.option("--learning", default=8, show_default=True, type=click.IntRange(1), help="Rounds that do not count.")
-@click.option("--rounds", default=24, show_default=True, type=click.IntRange(6), help="That do, at least.")
 @click.option(
-    "--rounds-max", default=60, show_default=True, type=click.IntRange(1), help="Where intervals are too wide."
+    "--learning",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Rounds in which the policy learns; they do not count.",
 )
-@click.option("--phase-steps", default=4, show_default=True, type=click.IntRange(1, 64), help="Between two changes.")
+@click.option("--rounds", default=24, show_default=True, type=click.IntRange(6), help="Least rounds that count.")
+@click.option(
+    "--rounds-max",
+    default=60,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Most rounds, if intervals are too wide.",
+)
+@click.option("--phase-steps", default=4, show_default=True, type=click.IntRange(1, 64), help="Steps of a phase.")
 @click.option(
     "--folder",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Where the device's file goes; by default memory, if it has room.",
+    help="Folder of the device's file. [default: memory, if it has space]",
 )
 @output_options
 def budget(
@@ -358,7 +368,7 @@ class _Decoding:
         return durations
 
 
-# ---- What came of it -------------------------------------------------------------------------------------------------
+# ---- Report ----------------------------------------------------------------------------------------------------------
 
 
 def _report(disk: _Disk, steps: _Steps, policies: dict[str, Interference], capped: bool) -> Report:
@@ -394,7 +404,7 @@ def _report(disk: _Disk, steps: _Steps, policies: dict[str, Interference], cappe
         report.ratio(f"{moved}rate_left_GB_per_s", [rate / 1e9 for rate in left], "none")
         report.ratio(f"{moved}rate_left_GB_per_s_half_width", [half_width(left) / 1e9], "none")
         report.ratio(f"{moved}rate_off_GB_per_s", [rate / 1e9 for rate in unbound], "none")
-        report.ratio(f"{moved}cost_for_each_GB_per_s", [policies[moved].cost], "none; as the policy has learnt it")
+        report.ratio(f"{moved}cost_for_each_GB_per_s", [policies[moved].cost], "none; as the policy has learned it")
     report.more["capped"] = capped
     bars = [(name, statistics.median(over)) for name, over in steps.over.items()]
     report.charts.append(

@@ -51,9 +51,9 @@ Patterns = npt.NDArray[np.uint16]
 
 
 @click.command()
-@click.option("--layers", default=4, show_default=True, type=click.IntRange(1, 32), help="Of Llama-8B's shape.")
+@click.option("--layers", default=4, show_default=True, type=click.IntRange(1, 32), help="Layers of Llama-8B's shape.")
 @click.option("--mebibytes", default=64, show_default=True, type=click.IntRange(1, 1024), help="Elements in a run.")
-@click.option("--repeats", default=9, show_default=True, type=click.IntRange(1, 100), help="Turns that count.")
+@click.option("--repeats", default=9, show_default=True, type=click.IntRange(1, 100), help="Number of turns.")
 @output_options
 def codecs(layers: int, mebibytes: int, repeats: int, output: Output) -> None:
     """Encode and decode slices of 256 tokens with every codec and instruction set, on one core."""
@@ -295,7 +295,7 @@ def _measured(
         for name, own in zip(close, again, strict=True):
             found[name].speeds["compared"] = own
     for subject in subjects:
-        subject.runs.clear()  # with the memory that they hold
+        subject.runs.clear()  # releases their memory
     for subject in found.values():
         median = {what: float(np.median(own)) for what, own in subject.speeds.items()}
         report.row(

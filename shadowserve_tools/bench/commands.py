@@ -33,7 +33,7 @@ _TIMEOUT_S: Final = 600
 
 
 @click.command()
-@click.option("--count", default=200_000, show_default=True, type=click.IntRange(100), help="Of commands in a run.")
+@click.option("--count", default=200_000, show_default=True, type=click.IntRange(100), help="Commands of a run.")
 @click.option("--clients", default=50, show_default=True, type=click.IntRange(1), help="Connections.")
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Pairs of runs.")
 @output_options

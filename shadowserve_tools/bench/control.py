@@ -216,7 +216,7 @@ def _steps(side: Any, count: int, groups: int) -> list[float]:
     """
     from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
 
-    # Prompts of different lengths: one request in every step completes a chunk, not all of them in one.
+    # Prompts have different lengths, so that one request completes a chunk in each step, and not all in the same one.
     prompts = [1000 + index for index in range(count)]
     requests = {f"running-{length}": _request(f"running-{length}", [length] * length) for length in prompts}
     block = BLOCK_TOKENS if groups == 1 else DEFAULT_CHUNK_TOKENS

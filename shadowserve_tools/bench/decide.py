@@ -49,7 +49,7 @@ class _Cell:
     tokens: int
     gbit_per_s: float
     ttft_s: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _WAYS})
-    loaded: list[float] = field(default_factory=list)  # share of the prompt, where it was decided
+    loaded: list[float] = field(default_factory=list)  # fetched share of the prompt, under the policy
 
     @property
     def better(self) -> str:
@@ -65,7 +65,7 @@ class _Cell:
 class _Results:
     cells: list[_Cell] = field(default_factory=list)
     learning_s: list[tuple[int, float, float]] = field(default_factory=list)  # tokens, rate, time to the first token
-    healing_s: list[float] = field(default_factory=list)  # of each prompt, after the link has become fast again
+    healing_s: list[float] = field(default_factory=list)  # time of each prompt after the link is fast again
     stored_bytes: dict[int, int] = field(default_factory=dict)
     answers: dict[int, list[int]] = field(default_factory=dict)
 
@@ -74,16 +74,18 @@ class _Results:
 @shape_options(layers=12, hidden=256, heads=4, head_size=64)
 @click.option(
     "--prompt", "prompts", default=(512, 2048, 4096), show_default=True, multiple=True, metavar="TOKENS",
-    type=click.IntRange(DEFAULT_CHUNK_TOKENS), help="Tokens of a prompt, all stored; may be given several times.",
+    type=click.IntRange(DEFAULT_CHUNK_TOKENS), help="Tokens of a stored prompt; repeatable.",
 )  # fmt: skip
 @click.option(
     "--link", "links", default=(4.0, 1.0, 0.25, 0.05), show_default=True, multiple=True, metavar="GBIT",
-    type=click.FloatRange(0.001, 100), help="Rate of the link, Gbit/s, in this order; may be given several times.",
+    type=click.FloatRange(0.001, 100), help="Rate of the link in Gbit/s, in this order; repeatable.",
 )  # fmt: skip
-@click.option("--layer-order", is_flag=True, help="Let prompts come layer by layer, too, where that is sooner.")
+@click.option(
+    "--layer-order", is_flag=True, help="Also load layer by layer, where the policy predicts that it is faster."
+)
 @click.option(
     "--repeats", default=5, show_default=True, type=click.IntRange(1, 50),
-    help="Pairs that count of the longest prompt; of one that has a fourth of its tokens four times as many.",
+    help="Pairs of the longest prompt; shorter prompts have proportionally more.",
 )  # fmt: skip
 @output_options
 def decide(
@@ -167,7 +169,7 @@ def _measure(
     for _ in range(repeats):
         tell(f"asking over {rate:g} Gbit/s")
         for cell in cells:
-            # What disturbs the machine disturbs short prompts by more, and they are soon asked.
+            # Short prompts are noisier, and take less time.
             for _ in range(round(max(prompts) / cell.tokens)):
                 for name in _WAYS if next(number) % 2 == 0 else reversed(_WAYS):
                     bed.engine.ask("hits", way=_WAYS[name])
@@ -181,7 +183,7 @@ def _ask(bed: Bed, cell: _Cell, name: str, answer: list[int]) -> None:
         cell.loaded.append(result["cached"] / stored)
     elif result["cached"] != (0 if name == _OFF else stored):
         raise ShadowServeError(f"{name}: {result['cached']} tokens of {cell.tokens} were not computed")
-    # What is computed behind a part of it is rounded otherwise.
+    # Answers after a partial hit may differ by rounding.
     if result["cached"] in (0, stored) and result["answer"] != answer:
         raise ShadowServeError(f"{name} gives {result['answer']} instead of {answer}")
 

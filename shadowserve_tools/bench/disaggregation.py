@@ -48,7 +48,7 @@ _BUDGET_BYTES_MIN: Final = 16 << 20
 _STORED_SHARE: Final = 2 / 3
 """Size of a record in parts of its chunk. Evicted values have the same size as stored ones."""
 _STEP_TOKENS: Final = 4 * DEFAULT_CHUNK_TOKENS
-_STEPS: Final = ("prefill", "handed over", "warm hit", "warm hit beside storing")
+_STEPS: Final = ("prefill", "continued", "warm hit", "warm hit beside storing")
 
 
 class _Pools:
@@ -56,7 +56,7 @@ class _Pools:
 
     def __init__(self, stack: ExitStack, folder: Path, model: Model, load: Load) -> None:
         partition = Partition.halves()
-        # The benchmark's own threads keep off the engines' cores, too.
+        # Keep the benchmark's own threads off the engines' cores.
         stack.enter_context(on_cores(partition.data_plane))
         (folder / "model").mkdir()
         config = model.config(load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS)
@@ -71,8 +71,8 @@ class _Pools:
         self.tokens = (load.chunks - 1) * DEFAULT_CHUNK_TOKENS + _REST_TOKENS
         self._held = self.tokens // BLOCK_TOKENS * BLOCK_TOKENS
         self._output = load.output
-        # Of plain vLLM that computes in the same steps as the prefill engine, and answers when asked once more: then it
-        # computes the last tokens in a step of their own, as a hit does. bfloat16 sums are rounded as they are batched.
+        # Answers of plain vLLM, in the same steps as the prefill engine. The second request computes the last tokens in
+        # a step of their own, like a hit: the rounding of bfloat16 sums depends on the batch.
         with started_engine(
             "plain", folder, partition.engine, model, load, 1, step_tokens=_STEP_TOKENS, prefix_caching=True
         ) as plain:
@@ -93,7 +93,7 @@ class _Pools:
             told |= dict.fromkeys(
                 ("pd_timeout_s", "lookup_timeout_s", "fetch_timeout_s", "store_timeout_s"), _TIMEOUT_S
             )
-            # Chunks are stored while later ones are computed, as vLLM does with prompts that are longer than a step.
+            # Chunks are stored while later ones are computed: prompts are longer than a step.
             engine = started_engine(
                 place, folder, partition.engine, model, load, 1, plugin(told), step_tokens=_STEP_TOKENS
             )
@@ -134,18 +134,18 @@ class _Pools:
         """
         before = self.hit(seed - 1)
         computed = self.serve(self.prefill, seed, 1)
-        handed = self.hit(seed)
+        continued = self.hit(seed)
         self.prefill.ask("settle")
         warm = self.hit(seed)
         wanted = self._answers[seed]
-        if not handed["answer"] == warm["answer"] == wanted:
-            raise ShadowServeError(f"prompt {seed}: {handed['answer']}, then {warm['answer']}, instead of {wanted}")
-        if handed["answer"] == before["answer"]:
+        if not continued["answer"] == warm["answer"] == wanted:
+            raise ShadowServeError(f"prompt {seed}: {continued['answer']}, then {warm['answer']}, instead of {wanted}")
+        if continued["answer"] == before["answer"]:
             raise ShadowServeError("the answer does not depend on the prompt: equal answers would show nothing")
         self.serve(self.prefill, other, 1)
         beside = self.hit(seed)
         self.prefill.ask("settle")
-        return [computed, handed, warm | {"ttft_s": statistics.fmean([before["ttft_s"], warm["ttft_s"]])}, beside]
+        return [computed, continued, warm | {"ttft_s": statistics.fmean([before["ttft_s"], warm["ttft_s"]])}, beside]
 
 
 def _fill(store: str, size: int, value_bytes: int) -> None:
@@ -167,7 +167,7 @@ def _fill(store: str, size: int, value_bytes: int) -> None:
 
 @click.command()
 @model_options_with(chunks=15, requests_max=1)
-@click.option("--output-tokens", default=8, show_default=True, type=click.IntRange(2, 128), help="Of each answer.")
+@click.option("--output-tokens", default=8, show_default=True, type=click.IntRange(2, 128), help="Tokens of an answer.")
 @output_options
 def disaggregation(output: Output, model: Model, load: Load, requests_max: int, output_tokens: int) -> None:
     """Compute prompts in one engine and answer them in another, while the first one is still storing."""
@@ -179,7 +179,7 @@ def disaggregation(output: Output, model: Model, load: Load, requests_max: int, 
         advance: Callable[[str], None] = lambda what: progress.update(task, advance=1, description=what)  # noqa: E731
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         pools = _Pools(stack, folder, model, load)
-        pools.serve(pools.prefill, 0, 1)  # connections, and memory that is used for the first time
+        pools.serve(pools.prefill, 0, 1)  # open connections, and touch memory for the first time
         pools.hit(0)
         for seed in range(1, load.documents + 1):
             advance(f"prompt {seed}")
@@ -195,16 +195,16 @@ def _report(turns: list[list[dict[str, Any]]], tokens: int) -> Report:
         ttft_ms = statistics.median(result["ttft_s"] for result in results) * 1e3
         report.row(what=what, ttft_ms=ttft_ms, tokens=tokens, computed_tokens=computed)
     both_ms = statistics.median(turn[0]["ttft_s"] + turn[1]["ttft_s"] for turn in turns) * 1e3
-    report.row(what="prefill and handed over", ttft_ms=both_ms, tokens=tokens)
+    report.row(what="prefill and continued", ttft_ms=both_ms, tokens=tokens)
     for name, other, goal in (
         ("warm_hit", 2, "at most 1.15"),
         ("hit_beside_storing", 3, "none"),
         ("prefill", 0, "none"),
     ):
         pairs, limits = ([turn[step]["ttft_s"] / turn[other]["ttft_s"] for turn in turns] for step in (1, 3))
-        # Nobody hands over sooner than a hit takes that waits for nobody, beside the same storing.
+        # The limit is a hit that waits for nothing, beside the same storing.
         report.ratio(f"disaggregation_ttft_over_{name}", pairs, goal, limits if name == "warm_hit" else ())
     bars = [(str(row["what"]), float(row["ttft_ms"])) for row in report.rows[: len(_STEPS)]]
     title = "Time to first token"
-    report.charts.append(Chart(title, x="", y="ms", series={title: bars}, kind="bars", highlight=["handed over"]))
+    report.charts.append(Chart(title, x="", y="ms", series={title: bars}, kind="bars", highlight=["continued"]))
     return report

@@ -72,7 +72,7 @@ codec_option: Final = click.option(
     default=default_codec(),
     show_default=True,
     type=click.Choice([codec.name.lower() for codec in native.Codec if codec is not native.Codec.NONE]),
-    help="Of what ShadowServe stores.",
+    help="Codec of ShadowServe's records.",
 )
 peers_option: Final = click.option(
     "--peers-python",
@@ -85,7 +85,7 @@ peers_option: Final = click.option(
 
 @click.command()
 @click.option("--chunks", default=16, show_default=True, type=click.IntRange(1, 256), help="Chunks of 256 tokens.")
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Number of pairs.")
 @codec_option
 @peers_option
 @output_options

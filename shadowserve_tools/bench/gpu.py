@@ -73,8 +73,14 @@ class _Plan:
 
 
 @click.command()
-@click.option("--layers", default=32, show_default=True, type=click.IntRange(1), help="Of the model, Llama-3.1-8B's.")
-@click.option("--chunks", default=8, show_default=True, type=click.IntRange(1), help="Of 256 tokens, in a round.")
+@click.option(
+    "--layers",
+    default=32,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Layers of the model, Llama-3.1-8B's by default.",
+)
+@click.option("--chunks", default=8, show_default=True, type=click.IntRange(1), help="Chunks of 256 tokens in a batch.")
 @click.option("--batch", default=32, show_default=True, type=click.IntRange(1), help="Sequences in a decode step.")
 @click.option("--hidden", default=4096, show_default=True, type=click.IntRange(64), help="Size of a decode step.")
 @click.option(
@@ -214,7 +220,7 @@ def _beside(plan: _Plan, work: Callable[[], object] | None, each_bytes: int) -> 
                         work()
                     due += each_bytes / (plan.kv_rate * 1e9)
                     ending.wait(max(0.0, due - time.perf_counter()))
-        except BaseException as error:  # of the main thread's business
+        except BaseException as error:  # the main thread raises it
             failures.append(error)
 
     thread = threading.Thread(target=loop, name="beside")

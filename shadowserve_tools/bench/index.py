@@ -45,8 +45,10 @@ Records = NDArray[np.void]
 
 
 @click.command()
-@click.option("--objects", default=10_000_000, show_default=True, type=click.IntRange(1000, 1 << 28), help="How many.")
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Of each measurement.")
+@click.option(
+    "--objects", default=10_000_000, show_default=True, type=click.IntRange(1000, 1 << 28), help="Number of objects."
+)
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Repeats of a measurement.")
 @output_options
 def index(objects: int, repeats: int, output: Output) -> None:
     """Measure memory of each object in the index, and the time of finding, inserting, evicting and recovering it."""
@@ -164,7 +166,7 @@ def _find(report: Report, table: native.Index, keys: _Keys, count: int, repeats:
     from_python: list[float] = []
     with_read: list[float] = []
     for _ in tracked(range(repeats), "finding"):
-        # Of one tenant, since a call is for one; each time others.
+        # Keys of one tenant, because a call is for one; other keys each time.
         chains = random.choice(keys.count // _CHAIN // _TENANTS or 1, max(count // _CHAIN, 1)) * _TENANTS
         numbers = (chains[:, None] * _CHAIN + np.arange(_CHAIN)).ravel().astype(np.uint64)
         numbers = random.permutation(numbers[numbers < keys.count])
@@ -191,7 +193,7 @@ def _find(report: Report, table: native.Index, keys: _Keys, count: int, repeats:
 def _recover(report: Report, objects: int, repeats: int) -> None:
     """Replay, order and reserve in C alone, in a random order, which is the worst one of a snapshot."""
     blocks = objects * native.blocks_of(_LENGTH)
-    # A million objects of this length lie on 0.5 TB.
+    # A million objects of this length need 0.5 TB.
     records = _Keys(objects).records(0, objects)
     np.random.default_rng(2).shuffle(records)
     times = []

@@ -114,15 +114,21 @@ _COUNT = click.IntRange(1)
 @click.command()
 @model_options
 @click.option("--lengths", default="4,8,16,32", show_default=True, callback=_numbers, help="Output tokens.")
-@click.option("--loaded", default=0.8, show_default=True, help="Offered rate, in parts of the highest throughput.")
-@click.option("--requests", default=8, show_default=True, type=_COUNT, help="Of each run.")
-@click.option("--repeats", default=3, show_default=True, type=_COUNT, help="Pairs for each length.")
+@click.option("--loaded", default=0.8, show_default=True, help="Offered rate, relative to the highest throughput.")
+@click.option("--requests", default=8, show_default=True, type=_COUNT, help="Requests of a run.")
+@click.option("--repeats", default=3, show_default=True, type=_COUNT, help="Number of pairs for each length.")
 @click.option("--batch", default=2, show_default=True, type=_COUNT, help="Requests that decode steadily.")
-@click.option("--rounds", default=20, show_default=True, type=click.IntRange(3), help="Of steady decoding, at least.")
 @click.option(
-    "--rounds-max", default=120, show_default=True, type=_COUNT, help="Where intervals are too wide after fewer."
+    "--rounds", default=20, show_default=True, type=click.IntRange(3), help="Least rounds of steady decoding."
 )
-@click.option("--phase-steps", default=10, show_default=True, type=click.IntRange(1, 16), help="Between two changes.")
+@click.option(
+    "--rounds-max",
+    default=120,
+    show_default=True,
+    type=_COUNT,
+    help="Most rounds, if intervals are too wide after fewer.",
+)
+@click.option("--phase-steps", default=10, show_default=True, type=click.IntRange(1, 16), help="Steps of a phase.")
 @output_options
 def interference(output: Output, model: Model, load: Load, requests_max: int, **options: Any) -> None:
     """Serve on half of the cores while the data plane fetches on the other half, and decodes there or in the engine."""
@@ -249,7 +255,7 @@ def _measure_lengths(results: _Results, running: Stack, keeping: Engine, plan: _
             tell(f"{length} tokens at {load.rate:.2g}/s")
 
 
-# ---- What came of it -------------------------------------------------------------------------------------------------
+# ---- Report ----------------------------------------------------------------------------------------------------------
 
 
 def _report(results: _Results) -> Report:
@@ -294,18 +300,18 @@ def _report_ratios(report: Report, results: _Results) -> None:
         width = half_width(results.over_alone[name])
         goal = _slowdown_goal(width, results.fetched[name].rate)
         slowdowns, limits = ([over - 1 for over in results.over_alone[beside]] for beside in (name, WRITING))
-        # Writing is as fast as binned KV comes.
+        # The writing control has the rate of binned KV.
         report.ratio(f"{prefix}decode_step_slowdown", slowdowns, goal, limits if name == BINNED else ())
         report.ratio(
             f"{prefix}decode_step_slowdown_half_width", [width], f"at most {HALF_WIDTH_MAX:g}; 95 % confidence"
         )
         cpu = [over - 1 for over in results.cpu_over_alone[name]]
-        report.ratio(f"{prefix}decode_step_slowdown_in_cpu_time", cpu, "none; without what a busy machine adds to it")
+        report.ratio(f"{prefix}decode_step_slowdown_in_cpu_time", cpu, "none; without the noise of a busy machine")
     for name, beside, goal in (
         ("decode_step_slowdown_in_engine", DECODING_IN_ENGINE, "none; decoded on the engine's cores"),
         ("decode_step_slowdown_by_spinning", SPINNING, "none; what a busy core costs on this machine"),
         ("decode_step_slowdown_by_copying", COPYING, "none; what memory traffic costs on this machine"),
-        ("decode_step_slowdown_by_writing", WRITING, "none; what nobody can do without who delivers KV"),
+        ("decode_step_slowdown_by_writing", WRITING, "none; unavoidable for any delivery of KV"),
     ):
         report.ratio(name, [over - 1 for over in results.over_alone[beside]], goal)
     ours, theirs, kept = (

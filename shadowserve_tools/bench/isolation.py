@@ -35,7 +35,9 @@ _ABSENT_OF: Final = {"GET": b"$-1\r\n", "EXISTS": b":0\r\n", "STRLEN": b":0\r\n"
 
 
 @click.command()
-@click.option("--samples", default=20_000, show_default=True, type=click.IntRange(100), help="Of each kind.")
+@click.option(
+    "--samples", default=20_000, show_default=True, type=click.IntRange(100), help="Samples of each kind of key."
+)
 @output_options
 def isolation(samples: int, output: Output) -> None:
     """Measure whether the time of an answer tells one tenant what another one has."""

@@ -60,7 +60,7 @@ _TIMEOUT_S: Final = 120
 class _System(NamedTuple):
     layerwise: bool
     over_link: bool
-    cold: bool = False  # the store has it in a bucket below, and not in its memory
+    cold: bool = False  # the store has the records in its bucket, not in memory
 
 
 _CHUNKWISE, _LAYERWISE = "chunk by chunk, link", "layer by layer, link"
@@ -123,7 +123,7 @@ class Bed:
         **host: Any,
     ) -> None:
         partition = Partition.halves()
-        stack.enter_context(on_cores(partition.data_plane))  # the benchmark's own threads keep off the engine's
+        stack.enter_context(on_cores(partition.data_plane))  # keep the benchmark's own threads off the engine's cores
         (folder / "model").mkdir()
         load = Load(chunks=-(-tokens_max // DEFAULT_CHUNK_TOKENS), documents=1)
         tokens = load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS
@@ -161,7 +161,7 @@ class Bed:
         }
         told |= dict.fromkeys(("lookup_timeout_s", "fetch_timeout_s", "store_timeout_s"), _TIMEOUT_S / 2) | host
         held: dict[str, Any] = {"kv_cache_bytes": model.kv_bytes * (tokens + _ROUNDING_TOKENS)} if one_request else {}
-        # One step for all that a prompt computes, as engines do that only compute prompts.
+        # A prompt is computed in one step, as in engines that only compute prompts.
         engine = started_engine(
             "engine", folder, partition.engine, model, load, 1, plugin(told), step_tokens=load.prompt_tokens,
             **held,
@@ -228,21 +228,21 @@ class Bed:
 @shape_options(layers=24, hidden=256, heads=4, head_size=64)
 @click.option(
     "--prompt", "prompts", default=("4096:8", "8192:16"), show_default=True, multiple=True, metavar="TOKENS:CHUNKS",
-    help="Tokens of a prompt, and the chunks of 256 that are stored of it; may be given several times.",
+    help="Tokens of a prompt, and its stored chunks of 256 tokens; repeatable.",
 )  # fmt: skip
 @click.option(
     "--transfer", default=0.9, show_default=True, type=click.FloatRange(0.05, 20),
-    help="Time that the link takes for the stored chunks, over the time to the first token where it takes none.",
+    help="Time of the link for the stored chunks, relative to the time to the first token without it.",
 )  # fmt: skip
 @click.option(
     "--connections", default=2, show_default=True, type=click.IntRange(1, 64),
-    help="Of the data plane to the store: what each brings of a layer comes as fast as its share of the link.",
+    help="Connections from the data plane to the store.",
 )  # fmt: skip
 @click.option(
     "--s3/--no-s3", "over_s3", default=not MISSING, show_default="where Ceph is installed",
-    help="Also have the store read what is asked for from a bucket of Ceph's below it.",
+    help="Also measure a store that reads from a Ceph bucket.",
 )  # fmt: skip
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Number of pairs.")
 @output_options
 def layers(
     model: Model,

@@ -74,16 +74,16 @@ Costs = dict[Contender, list[Cost]]
     show_default=True,
     multiple=True,
     type=click.FloatRange(0.1, 100),
-    help="Of the link, in Gbit/s; may be given several times.",
+    help="Rate of the link, in Gbit/s; repeatable.",
 )
 @click.option(
     "--chunks-per-gbit",
     default=2.0,
     show_default=True,
     type=click.FloatRange(0.1, 64),
-    help="Chunks of 256 tokens to fetch for each Gbit/s, so that each rate takes as long.",
+    help="Chunks of 256 tokens for each Gbit/s, so that all rates take equally long.",
 )
-@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1, 50), help="Number of pairs.")
 @codec_option
 @peers_option
 @output_options
@@ -172,13 +172,13 @@ def _contenders(
 def _ours_and_naive(
     stack: ExitStack, network: Link, logs: Path, lossless: Workload, binned: Workload, values: Values
 ) -> list[Contender]:
-    password = secrets.token_hex(16)  # what listens beyond loopback has one
+    password = secrets.token_hex(16)  # required beyond loopback
     with network.store_side():
         storage = stack.enter_context(
             start_storage(logs, "--host", network.host, environment={"SHADOWSERVE_STORAGE_PASSWORD": password})
         )
     with network.client_side():
-        # Its own clients are on this side of the link and in another namespace: a Unix socket reaches them.
+        # Clients in another namespace reach the data plane through a Unix socket.
         data_plane = stack.enter_context(
             start_data_plane(
                 logs,
@@ -195,7 +195,7 @@ def _ours_and_naive(
         UNCOMPRESSED: uncompressed_like(lossless, values)
     }
     contenders = []
-    with network.store_side():  # filling a store does not wait for the link
+    with network.store_side():  # fill the stores without the link
         for each in (*stored.values(), simple):
             put(each, storage.address, password)
     for name, each in stored.items():

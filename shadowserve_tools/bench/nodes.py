@@ -140,18 +140,22 @@ class _Tally:
 
 @click.command()
 @click.option(
-    "--rate", default=0.5, show_default=True, type=click.FloatRange(0.01, 100), help="Of each link, in Gbit/s."
+    "--rate", default=0.5, show_default=True, type=click.FloatRange(0.01, 100), help="Rate of each link, in Gbit/s."
 )
 @click.option("--hosts", default=12, show_default=True, type=click.IntRange(1, 64), help="Data planes that fetch.")
-@click.option("--prefixes", default=8, show_default=True, type=click.IntRange(2, 1024), help="An even number of them.")
-@click.option("--chunks", default=4, show_default=True, type=click.IntRange(1, 64), help="Of each prefix.")
-@click.option("--layers", default=1, show_default=True, type=click.IntRange(1, 32), help="Of a chunk.")
-@click.option("--rounds", default=1, show_default=True, type=click.IntRange(1), help="Of each host over all prefixes.")
+@click.option(
+    "--prefixes", default=8, show_default=True, type=click.IntRange(2, 1024), help="Number of prefixes, even."
+)
+@click.option("--chunks", default=4, show_default=True, type=click.IntRange(1, 64), help="Chunks of a prefix.")
+@click.option("--layers", default=1, show_default=True, type=click.IntRange(1, 32), help="Layers of a chunk.")
+@click.option(
+    "--rounds", default=1, show_default=True, type=click.IntRange(1), help="Passes of each host over all prefixes."
+)
 @click.option(
     "--phase", "phase_s", default=3.0, show_default=True, type=click.FloatRange(0.1, 600), metavar="SECONDS",
-    help="Before a node is killed, while it is away, and after it has come back.",
+    help="Time before a node is killed, while it is down, and after its return.",
 )  # fmt: skip
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Pairs that count.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Number of pairs.")
 @output_options
 def nodes(
     rate: float, hosts: int, prefixes: int, chunks: int, layers: int, rounds: int, phase_s: float, repeats: int,
@@ -167,7 +171,7 @@ def nodes(
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         with network.store_side():
             endpoint, kind = stack.enter_context(bucket_server(logs))
-        password = secrets.token_hex(16)  # what listens beyond loopback has one
+        password = secrets.token_hex(16)  # required beyond loopback
         both = [stack.enter_context(closing(_Node(network, host, logs, endpoint, password))) for host in network.hosts]
         for node in both:
             node.start()

@@ -90,14 +90,16 @@ class _Requests:
 
 @click.command()
 @shape_options(layers=4, hidden=768, heads=2, head_size=64)
-@click.option("--prompt-tokens", default=100, show_default=True, type=click.IntRange(1), help="Of each prompt.")
-@click.option("--output-tokens", default=300, show_default=True, type=click.IntRange(2), help="Of each answer.")
-@click.option("--fit", default=16, show_default=True, type=click.IntRange(1), help="So many requests fit at one time.")
+@click.option("--prompt-tokens", default=100, show_default=True, type=click.IntRange(1), help="Tokens of a prompt.")
+@click.option("--output-tokens", default=300, show_default=True, type=click.IntRange(2), help="Tokens of an answer.")
+@click.option(
+    "--fit", default=16, show_default=True, type=click.IntRange(1), help="Requests that fit into the engine's memory."
+)
 @click.option(
     "--demand", "demands", default=(1, 3, 5), show_default=True, multiple=True, type=click.IntRange(1, 9),
-    help="So many times as many come at once; may be given several times.",
+    help="Requests at once, in requests that fit; repeatable.",
 )  # fmt: skip
-@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1, 50), help="Turns that count.")
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1, 50), help="Number of turns.")
 @output_options
 def oversubscription(
     model: Model,
@@ -118,7 +120,7 @@ def oversubscription(
         task = progress.add_task("starting", total=1 + repeats * (len(cells) + more))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         engines = _engines(stack, folder, model, requests, max(demands))
-        for engine in engines.values():  # connections, and memory that is used for the first time
+        for engine in engines.values():  # open connections, and touch memory for the first time
             _serve(engine, requests.orders(1, _ALONE * repeats))
         progress.advance(task)
         for turn in range(repeats):
@@ -139,14 +141,14 @@ def oversubscription(
 
 def _engines(stack: ExitStack, folder: Path, model: Model, requests: _Requests, demand_max: int) -> dict[str, Engine]:
     partition = Partition.halves()
-    stack.enter_context(on_cores(partition.data_plane))  # the benchmark's own threads keep off the engines'
+    stack.enter_context(on_cores(partition.data_plane))  # keep the benchmark's own threads off the engines' cores
     (folder / "model").mkdir()
     tokens = requests.prompt + requests.output
     load = Load(chunks=-(-tokens // DEFAULT_CHUNK_TOKENS), documents=1)
     config = model.config(load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS)
     (folder / "model" / "config.json").write_text(json.dumps(config))
     write_weights(folder / "model", config)
-    # All that comes at one time, and as much again: what is left of the turn before.
+    # Space for all requests of a turn, and for the rest of the turn before.
     budget = 2 * demand_max * requests.fit * load.prompt_tokens * model.kv_bytes * _KV_SCALE + (64 << 20)
     address = f"unix:{folder}/dpu.sock"
     flags = ("--listen", address, "--cores", json.dumps(partition.data_plane))
@@ -230,7 +232,7 @@ def _report(cells: Sequence[_Cell], equal: Sequence[float]) -> Report:
     for demand in sorted({cell.demand for cell in cells} - {1}, reverse=True):
         tier, one, off = of[_TIER, demand], of.get((_TIER, 1)), of[_OFF, demand]
         if one is not None:
-            pairs = [mine / its for mine, its in zip(tier.rates, one.rates, strict=False)]  # those of its turn
+            pairs = [mine / its for mine, its in zip(tier.rates, one.rates, strict=False)]  # pairs of the same turn
             report.ratio(f"throughput_{demand}x_over_1x", pairs, goals.get((demand, "1x"), "none"))
         pairs = [mine / its for mine, its in zip(tier.rates, off.rates, strict=True)]
         goal = goals.get((demand, "recompute"), "none")

@@ -58,15 +58,15 @@ CORES: Final = (1, 2, 4, 8)
 
 
 @click.command()
-@click.option("--layers", default=32, show_default=True, type=click.IntRange(1, 128), help="Of the model.")
+@click.option("--layers", default=32, show_default=True, type=click.IntRange(1, 128), help="Layers of the model.")
 @click.option(
-    "--heads", default=2, show_default=True, type=click.IntRange(2, 8), help="KV heads, of Llama's 8: a rank's."
+    "--heads", default=2, show_default=True, type=click.IntRange(2, 8), help="KV heads of one rank; Llama has 8."
 )
-@click.option("--repeats", default=7, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
+@click.option("--repeats", default=7, show_default=True, type=click.IntRange(1, 50), help="Number of pairs.")
 @click.option(
     "--folder",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="On the device to measure; without it, where temporary files go.",
+    help="Folder on the device to measure. [default: folder of temporary files]",
 )
 @output_options
 def pages(layers: int, heads: int, repeats: int, folder: Path | None, output: Output) -> None:

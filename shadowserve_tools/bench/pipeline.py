@@ -49,19 +49,21 @@ STAGES: Final = {
     native.Stage.DMA: "deliver",
 }
 FUSED, SEPARATE, APART = "fused", "separate", "fused, apart"
-"""Stages in one go; one after the other; and in one go on cores that the storage server is not on, as on two hosts."""
+"""Stages fused; stage by stage; fused on cores without the storage node, as on two hosts."""
 GOAL_ONE: Final = "at most 1.2"
 GOAL_MANY: Final = "at most 1.08"
 
 
 @click.command()
 @click.option("--chunks", default=64, show_default=True, type=click.IntRange(1, 256), help="1, 2, 4 .. up to these.")
-@click.option("--layers", default=32, show_default=True, type=click.IntRange(1, 32), help="Of each chunk.")
+@click.option("--layers", default=32, show_default=True, type=click.IntRange(1, 32), help="Layers of a chunk.")
 @click.option("--long", default=512, show_default=True, type=click.IntRange(1, 2048), help="Chunks of a long prompt.")
-@click.option("--long-layers", default=16, show_default=True, type=click.IntRange(1, 32), help="Of its chunks.")
-@click.option("--connections", default=2, show_default=True, type=click.IntRange(1, 16), help="To the storage server.")
-@click.option("--codec", help="Of the chunks; without it, what a data plane stores with.")
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Turns that count.")
+@click.option("--long-layers", default=16, show_default=True, type=click.IntRange(1, 32), help="Layers of its chunks.")
+@click.option(
+    "--connections", default=2, show_default=True, type=click.IntRange(1, 16), help="Connections to the storage node."
+)
+@click.option("--codec", help="Codec of the chunks. [default: that of a data plane]")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Number of turns.")
 @output_options
 def pipeline(
     chunks: int,
@@ -167,7 +169,7 @@ class _Served:
 def _served(workload: Workload, connections: int) -> Iterator[_Served]:
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        # One that sends to one connection after the other leaves a core idle as a round begins.
+        # With a single thread, the server would leave a core idle at the start of a batch.
         storage = stack.enter_context(start_storage(logs, "--io-threads", str(connections)))
         put(workload, storage.address)
         sockets = [stack.enter_context(closing(connection)) for connection in connected(storage.address, connections)]
@@ -235,7 +237,7 @@ def _compare(served: _Served, rounds: Rounds, alone: Alone, mode: _Mode, name: s
     def round_() -> Cost:
         before = cpu_s(served.server)
         cost = rounds.verified(chunks, [served.server])
-        server_s.append(cpu_s(served.server) - before)  # which has nothing to do before and after
+        server_s.append(cpu_s(served.server) - before)  # the server is idle before and after
         return cost
 
     before, began = rounds.statistics(), psutil.cpu_times()
@@ -246,14 +248,14 @@ def _compare(served: _Served, rounds: Rounds, alone: Alone, mode: _Mode, name: s
         description=f"{name}, {chunks} chunks",
     )
     after, stolen = rounds.statistics(), _stolen(began)
-    # The compute stages were timed on one thread; a pipeline has one for each core. The network has its own already.
+    # The compute stages ran on one thread; a pipeline has one for each core. The network stage has its own threads.
     walls = [
         [cost.wall_s if stage == "net" else cost.wall_s / len(served.cores) for cost in own]
         for stage, own in zip(stages, costs, strict=True)
     ]
     ideals = [
         served.ideal(cost, server, list(alone_s))
-        for cost, server, *alone_s in zip(whole, server_s[1:], *walls, strict=True)  # the first one warmed up
+        for cost, server, *alone_s in zip(whole, server_s[1:], *walls, strict=True)  # without the warm-up
     ]
     together = {
         STAGES[stage]: (after[stage].output_bytes - before[stage].output_bytes)

@@ -64,16 +64,16 @@ class _Round:
 
 @click.command()
 @click.option(
-    "--chunks", default=512, show_default=True, type=click.IntRange(8), help="Of the prefix, 256 tokens each."
+    "--chunks", default=512, show_default=True, type=click.IntRange(8), help="Chunks of the prefix, 256 tokens each."
 )
 @click.option("--chunk-kib", default=7424, show_default=True, type=click.IntRange(64, 1 << 20), help="KiB of a chunk.")
 @click.option("--caps", default="200,120,80", show_default=True, help="MB/s of the devices, with commas between.")
 @click.option("--memory", default=100, show_default=True, type=click.IntRange(1), help="MB/s that memory counts with.")
-@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1, 50), help="Rounds that count.")
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1, 50), help="Number of turns.")
 @click.option(
     "--folder",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Where the devices' files go; by default memory, if it has room.",
+    help="Folder of the devices' files. [default: memory, if it has space]",
 )
 @output_options
 def pool(

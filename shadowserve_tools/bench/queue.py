@@ -39,20 +39,20 @@ class _System(NamedTuple):
     resident: bool = False
 
 
-_RESIDENT, _PROMOTED, _FETCHED = "resident", "prefetched, link", "fetched, link"
-_SSD_PROMOTED, _SSD_FETCHED = "prefetched, SSD", "fetched, SSD"
+_RESIDENT, _PREFETCHED, _FETCHED = "resident", "prefetched, link", "fetched, link"
+_SSD_PREFETCHED, _SSD_FETCHED = "prefetched, SSD", "fetched, SSD"
 _SYSTEMS: Final = {
     _RESIDENT: _System(resident=True),
-    _PROMOTED: _System(prefetches=True),
+    _PREFETCHED: _System(prefetches=True),
     _FETCHED: _System(),
-    _SSD_PROMOTED: _System(prefetches=True, on_ssd=True),
+    _SSD_PREFETCHED: _System(prefetches=True, on_ssd=True),
     _SSD_FETCHED: _System(on_ssd=True),
 }
 _WAITING: Final = 2
 _SPARE: Final = 4 * _WAITING
 """Prompts that fit in the tiers' memory; a quarter of it is for prefetched KV."""
 _FIRST, _WARM = 900, 901
-"""Seeds of the prompt that is computed first, and of the one that shows that all is connected."""
+"""Seeds of the prompt that is computed first, and of the one that shows that everything is connected."""
 _WARM_TRIES: Final = 20
 _FIRST_TOKENS: Final = 512
 _FIRST_OUTPUT: Final = 128
@@ -67,7 +67,7 @@ _BEHIND_S: Final = 0.1
     "--prompt", "tokens", default=4096, show_default=True, type=click.IntRange(DEFAULT_CHUNK_TOKENS),
     help="Tokens of each prompt.",
 )  # fmt: skip
-@click.option("--output-tokens", default=8, show_default=True, type=click.IntRange(1), help="Of each answer.")
+@click.option("--output-tokens", default=8, show_default=True, type=click.IntRange(1), help="Tokens of an answer.")
 @click.option(
     "--link", "gbit_per_s", default=1.0, show_default=True, type=click.FloatRange(0.001, 100),
     help="Rate of the link to the store, Gbit/s.",
@@ -75,9 +75,9 @@ _BEHIND_S: Final = 0.1
 @click.option(
     "--folder",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="On the SSD; without it, where temporary files go.",
+    help="Folder on the SSD. [default: folder of temporary files]",
 )
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Number of pairs.")
 @output_options
 def queue(
     model: Model,
@@ -120,7 +120,7 @@ class _Case:
         prompt_bytes = (tokens + DEFAULT_CHUNK_TOKENS) * model.kv_bytes
         self._memory = {"memory_budget_bytes": _SPARE * prompt_bytes + (64 << 20), "scrub_bytes_per_s": 0}
         self._device = {"path": str(disk / "tier"), "size": _SPARE * prompt_bytes + (64 << 20)}
-        self._turn_s: dict[str, list[list[float]]] = defaultdict(list)  # of each run, of each prompt
+        self._turn_s: dict[str, list[list[float]]] = defaultdict(list)  # by run and prompt
         self._ttft_s: dict[str, list[float]] = defaultdict(list)
 
     def prepare(self) -> None:
@@ -203,10 +203,10 @@ class _Case:
                 ttft_ms=statistics.median(self._ttft_s[name]) * 1e3,
             )
         for ratio, name, other, goal in (
-            ("prefetched_over_resident", _PROMOTED, _RESIDENT, "at most 1.1"),
-            ("prefetched_over_fetched", _PROMOTED, _FETCHED, "none; what prefetch gains, over the link"),
-            ("ssd_prefetched_over_resident", _SSD_PROMOTED, _RESIDENT, "at most 1.1"),
-            ("ssd_prefetched_over_fetched", _SSD_PROMOTED, _SSD_FETCHED, "none; what prefetch gains, from the SSD"),
+            ("prefetched_over_resident", _PREFETCHED, _RESIDENT, "at most 1.1"),
+            ("prefetched_over_fetched", _PREFETCHED, _FETCHED, "none; what prefetch gains, over the link"),
+            ("ssd_prefetched_over_resident", _SSD_PREFETCHED, _RESIDENT, "at most 1.1"),
+            ("ssd_prefetched_over_fetched", _SSD_PREFETCHED, _SSD_FETCHED, "none; what prefetch gains, from the SSD"),
         ):
             pairs = zip(self._turn_s[name], self._turn_s[other], strict=True)
             report.ratio(ratio, [sum(mine) / sum(its) for mine, its in pairs], goal)
@@ -222,7 +222,7 @@ class _Case:
                     ]
                 },
                 kind="bars",
-                highlight=[_PROMOTED, _SSD_PROMOTED],
+                highlight=[_PREFETCHED, _SSD_PREFETCHED],
             )
         )
         return report

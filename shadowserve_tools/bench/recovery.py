@@ -31,10 +31,12 @@ _KINDS: Final = {"records": "seconds_per_million_objects", _NAMED: "seconds_per_
 
 
 @click.command()
-@click.option("--objects", type=click.IntRange(1), default=1_000_000, show_default=True, help="In the largest volume.")
+@click.option(
+    "--objects", type=click.IntRange(1), default=1_000_000, show_default=True, help="Objects of the largest volume."
+)
 @click.option("--pairs", type=click.IntRange(1), default=3, show_default=True, help="Restarts of each volume.")
 @click.option(
-    "--directory", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Where the volume's file goes."
+    "--directory", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of the volume's file."
 )
 @output_options
 def recovery(objects: int, pairs: int, directory: Path | None, output: Output) -> None:

@@ -55,7 +55,7 @@ _HELD: Final = ", held"
 """Suffix of a policy: a request keeps its rate until all have ended, as in the paper."""
 HELD: Final = tuple(f"{policy}{_HELD}" for policy in ("equal", "calibrated_stall_opt"))
 _EPOCH_S, _BEGINNING_EPOCH_S, _HELD_EPOCH_S = "0.02", "0.002", "10"
-"""The node's default; one in which requests have their rates soon after they come; one that no mix outlasts."""
+"""The node's default; a short one, after which new requests have rates; one longer than any mix."""
 RATIOS: Final = (
     ("shortest", "equal", "shortest_remaining", "at least 1.2"),
     ("calibrated", *HELD, "at least 1.2; rates are held, as in the paper"),
@@ -94,7 +94,7 @@ def _read_mixes(_context: click.Context, _parameter: click.Parameter, text: str)
 @click.command()
 @click.option(
     "--rate", default=1.0, show_default=True, type=click.FloatRange(0.01, 100), metavar="GBIT/S",
-    help="The paper's 80 Gbps, made so small; its 50 in proportion.",
+    help="Rate of the link that stands for the paper's 80 Gbps.",
 )  # fmt: skip
 @click.option(
     "--time",
@@ -102,11 +102,22 @@ def _read_mixes(_context: click.Context, _parameter: click.Parameter, text: str)
     default=0.5,
     show_default=True,
     type=click.FloatRange(0.001, 1),
-    help="Of the paper's times.",
+    help="Scale of the paper's times.",
 )
-@click.option("--mixes", default="A,B,C", show_default=True, callback=_read_mixes, help="Which of the paper's.")
-@click.option("--policies", default=",".join(POLICIES), show_default=True, help="Which, besides those compared.")
-@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Rounds of all policies.")
+@click.option(
+    "--mixes",
+    default="A,B,C",
+    show_default=True,
+    callback=_read_mixes,
+    help="Workloads of the paper, with commas between.",
+)
+@click.option(
+    "--policies",
+    default=",".join(POLICIES),
+    show_default=True,
+    help="Policies to measure besides those in ratios, with commas between.",
+)
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Number of turns.")
 @output_options
 def schedule(rate: float, time_share: float, mixes: list[str], policies: str, repeats: int, output: Output) -> None:
     """Serve the paper's mixes of requests layer by layer over a link that requests share."""
@@ -265,7 +276,7 @@ def _ask(client: LeanSocket, request: Scaled, gate: threading.Barrier) -> float:
     done_s = began_s
     for event in arrived:
         event.wait()
-        # A window behind what it has waited for; not behind when this thread has woken, which is no part of computing.
+        # Computing starts when the layer has arrived, not when this thread wakes.
         done_s = max(done_s, time.perf_counter() if not failures else 0.0) + request.window_s
         time.sleep(max(0.0, done_s - time.perf_counter()))
     receiver.join()

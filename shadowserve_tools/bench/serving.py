@@ -143,21 +143,35 @@ class _Results:
 
 @click.command()
 @model_options_with(chunks=8, requests_max=4)
-@click.option("--output-tokens", default=16, show_default=True, type=click.IntRange(2, 128), help="Of each answer.")
+@click.option(
+    "--output-tokens", default=16, show_default=True, type=click.IntRange(2, 128), help="Tokens of an answer."
+)
 @click.option(
     "--rate", default=0.25, show_default=True, type=click.FloatRange(0.01, 100),
-    help="Conversations a second, where they arrive at a rate.",
+    help="Conversations per second, when they arrive at a rate.",
 )  # fmt: skip
 @click.option(
     "--link", "links", default=(1.0, 4.0), show_default=True, multiple=True, type=click.FloatRange(0.1, 100),
-    help="Between engine and stores, in Gbit/s; may be given several times.",
+    help="Rate of the link between engine and stores, in Gbit/s; repeatable.",
 )  # fmt: skip
 @click.option(
     "--fills", default=16, show_default=True, type=click.IntRange(1),
-    help="Documents that are computed without a cache and with ours, at least those that prompts are about.",
+    help="Documents to compute without a cache and with ShadowServe, at least --documents.",
 )  # fmt: skip
-@click.option("--repeats", default=2, show_default=True, type=click.IntRange(1), help="Of each document, and link.")
-@click.option("--rounds", default=1, show_default=True, type=click.IntRange(1), help="Of those that arrive at a rate.")
+@click.option(
+    "--repeats",
+    default=2,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Questions about each document, for each link.",
+)
+@click.option(
+    "--rounds",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Turns with conversations that arrive at a rate.",
+)
 @peers_option
 @output_options
 def serving(
@@ -244,7 +258,7 @@ class _Bench:
     def start(self, stack: ExitStack, tell: Tell) -> dict[str, str]:
         """Start all programs but engines with a cache; return the reason of each absent system by name."""
         place, load = self._place, self._load
-        # The benchmark's own threads keep off the engine's cores, too.
+        # Keep the benchmark's own threads off the engine's cores.
         stack.enter_context(on_cores(place.partition.data_plane))
         folder = place.folder / "model"
         folder.mkdir()
@@ -271,8 +285,8 @@ class _Bench:
                     started_engine(
                         name, self._place.folder, self._place.partition.engine, self._model, self._load,
                         self._requests_max, system.transfer, packages=system.packages,
-                        # With or without a cache, the tokens behind the document are a step of their own: their
-                        # sums are the same ones, in the same order.
+                        # With and without a cache, the tokens after the document are computed in a step of their own:
+                        # their sums have the same order.
                         step_tokens=self._load.chunks * DEFAULT_CHUNK_TOKENS,
                     )
                 )  # fmt: skip
@@ -349,7 +363,7 @@ class _Bench:
                 for index, system in enumerate(systems):
                     tell("starting engines")
                     turns.append((system, stack.enter_context(self._engine(system, f"measured-{index}"))))
-                for system, engine in turns:  # connections, and the pages of memory that is used for the first time
+                for system, engine in turns:  # open connections, and touch memory for the first time
                     system.forget()
                     self._ask(engine, 0, 0)
                 for rate in rates:
@@ -386,7 +400,7 @@ class _Bench:
         result = self._ask(engine, document, question)
         result["cpu_s"] = _cpu(engine, system) - begin
         self._answers.check(system.name, document, question, result, self._cached(system))
-        if system.name == OURS_LAYERS and "retrieval_s" in result:  # no step waited for layers: it was set aside
+        if system.name == OURS_LAYERS and "retrieval_s" in result:  # it was loaded chunk by chunk
             raise ShadowServeError(f"{system.name} loaded document {document} chunk by chunk: see its log")
         results.requests[ALONE, rate, system.name].append(result)
 
@@ -401,8 +415,8 @@ class _Bench:
         cost = (_cpu(engine, system) - begin) / len(served)
         seconds = max(result["end_s"] for result in served)
         for document, result in enumerate(served):
-            # What is computed beside it depends on when it came, and bfloat16 sums are rounded as they are batched: a
-            # later token may be another one, in the same system from one time to the next.
+            # The requests of a batch depend on their arrival, and the rounding of bfloat16 sums on the batch: later
+            # tokens may differ from run to run, in the same system.
             check_cached(system.name, document, result, self._cached(system))
             more = {"cpu_s": cost, "tokens_per_s": load.output * len(served) / seconds}
             results.requests[ARRIVING, 0.0, system.name].append(result | more)
@@ -442,7 +456,7 @@ def _cpu(engine: Engine, system: System) -> float:
     return sum(map(cpu_s, [psutil.Process(engine.process.pid), *system.processes]))
 
 
-# ---- What came of it -------------------------------------------------------------------------------------------------
+# ---- Report ----------------------------------------------------------------------------------------------------------
 
 
 def _report(results: _Results, absent: dict[str, str], plan: _Plan) -> Report:

@@ -61,9 +61,9 @@ with socket.create_server(("127.0.0.1", 0)) as listener:
 
 
 @click.command()
-@click.option("--largest", default=8192, show_default=True, type=click.IntRange(64), help="Size to stop at, KiB.")
-@click.option("--mebibytes", default=64, show_default=True, type=click.IntRange(1, 1024), help="Moved in a run.")
-@click.option("--repeats", default=7, show_default=True, type=click.IntRange(1, 100), help="Turns that count.")
+@click.option("--largest", default=8192, show_default=True, type=click.IntRange(64), help="Largest size, in KiB.")
+@click.option("--mebibytes", default=64, show_default=True, type=click.IntRange(1, 1024), help="MiB of a run.")
+@click.option("--repeats", default=7, show_default=True, type=click.IntRange(1, 100), help="Number of turns.")
 @output_options
 def stages(largest: int, mebibytes: int, repeats: int, output: Output) -> None:
     """Run each stage alone, on one core: receive, decompress, dequantize, deliver, and decode with all fused."""
@@ -219,7 +219,7 @@ def _fill(connection: socket.socket, target: "np.typing.NDArray[np.uint8]", size
             connection.sendall(request)
 
 
-# ---- What it comes to ------------------------------------------------------------------------------------------------
+# ---- Report ----------------------------------------------------------------------------------------------------------
 
 
 def _ratios(report: Report, decoding: _Curves, receiving: _Curves) -> None:

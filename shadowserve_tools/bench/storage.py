@@ -122,7 +122,7 @@ class LeanClient:
         self._answer_bytes = system.answer_bytes(case)
         self._wake_bytes = min(_WAKE_BYTES, self._answer_bytes)
         self._sockets = [socket.create_connection(system.address) for _ in range(connections)]
-        # As many places for all systems: a header must not leave room for one less, which stays in the cache then.
+        # The same number of places for all systems: with one less, because of a header, they would stay in the cache.
         places = max(1, _MEMORY_BYTES // connections // case.piece_bytes)
         self._memory = [allocate(places * self._answer_bytes) for _ in self._sockets]
         for sock, memory in zip(self._sockets, self._memory, strict=True):
@@ -175,12 +175,16 @@ class LeanClient:
 
 
 @click.command()
-@click.option("--sizes", default="2,8,32", show_default=True, help="MiB of the values, with commas between.")
-@click.option("--connections", default="1,2,4", show_default=True, help="Numbers of connections, likewise.")
-@click.option("--mebibytes", default=512, show_default=True, type=click.IntRange(1, 1 << 16), help="Moved in a run.")
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
-@click.option("--io-threads", default=0, show_default=True, type=click.IntRange(0, 128), help="Of our server.")
-@click.option("--engines", default="memory,pool", show_default=True, help=f"Of our server: of {', '.join(OURS)}.")
+@click.option("--sizes", default="2,8,32", show_default=True, help="Sizes of the values in MiB, with commas between.")
+@click.option("--connections", default="1,2,4", show_default=True, help="Numbers of connections, with commas between.")
+@click.option("--mebibytes", default=512, show_default=True, type=click.IntRange(1, 1 << 16), help="MiB of a run.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Number of pairs.")
+@click.option(
+    "--io-threads", default=0, show_default=True, type=click.IntRange(0, 128), help="Threads of ShadowServe's server."
+)
+@click.option(
+    "--engines", default="memory,pool", show_default=True, help=f"Engines of ShadowServe's server: {', '.join(OURS)}."
+)
 @output_options
 def storage(
     sizes: str, connections: str, mebibytes: int, repeats: int, io_threads: int, engines: str, output: Output

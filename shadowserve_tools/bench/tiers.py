@@ -55,11 +55,11 @@ SPARE: Final = 5
 
 @click.command()
 @click.option("--chunks", default=24, show_default=True, type=click.IntRange(3, 96), help="Chunks of 256 tokens.")
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Number of pairs.")
 @click.option(
     "--folder",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="On the device to measure; without it, where temporary files go.",
+    help="Folder on the device to measure. [default: folder of temporary files]",
 )
 @peers_option
 @output_options
@@ -146,7 +146,7 @@ class _Plane:
         self._processes[:] = [psutil.Process(child.process.pid) for child in (plane, self._storage)]
         self._target = self._stack.enter_context(Target.opened(plane.address, self._workload))
         if self._has_devices:
-            await_line(plane, "memory_registered")  # which takes cores for a moment after a start
+            await_line(plane, "memory_registered")  # registering takes cores for a moment after a start
         chunks = len(self._workload.keys) - MORE
         self._target.touch(chunks)
         if self._connects:
@@ -175,7 +175,7 @@ def _ours(stack: ExitStack, logs: Path, disk: Path, workload: Workload) -> list[
     put(workload, storage.address)
     chunks = len(workload.keys) - MORE
     room = {"memory_budget_bytes": SPARE * workload.stored_bytes, "scrub_bytes_per_s": 0}
-    room |= {"write_bytes_under_way_max": 2 * workload.stored_bytes}  # one fetch is to fill the device
+    room |= {"write_bytes_under_way_max": 2 * workload.stored_bytes}  # one fetch must fill the device
 
     def on_disk(name: str, **more: Any) -> dict[str, Any]:
         (disk / name).mkdir(exist_ok=True)
@@ -191,7 +191,7 @@ def _ours(stack: ExitStack, logs: Path, disk: Path, workload: Workload) -> list[
         MEMORY: _Plane(logs / "memory", storage, workload, room, prime=chunks),
         SSD: _Plane(logs / "ssd", storage, workload, on_disk(SSD), alone=True),
         REMOTE: _Plane(logs / "remote", storage, workload, None),
-        # What comes from storage is not written to the device, where the next run would find it.
+        # Records from the storage node are not written to the device, where the next run would find them.
         MIXED: _Plane(logs / "mixed", storage, workload, mixed, prime=chunks // 3, connects=True),
     }
     for plane in planes.values():
@@ -280,7 +280,7 @@ def _ratios(
     goal = "at least 0.9; its slowest third alone, or the CPU time of all over the cores"
     cores = len(psutil.Process().cpu_affinity() or [0])
     busy = {name: [cost.cpu_s / cores / cost.wall_s for cost in runs_of(costs, name)] for name in (MEMORY, MIXED)}
-    # A call that waits for nothing but its own begin and end does not keep its cores busy all the time, either.
+    # The limit is a call with everything in memory: it does not keep its cores busy all the time, either.
     report.ratio("mixed_over_sum", wall_gains(mixed, bounds), goal, busy[MEMORY])
     parts = (resident, ssd, runs_of(costs, REMOTE))
     divided = _bounds(parts, [[Cost(own.wall_s / 3, own.cpu_s / 3) for own in each] for each in parts])

@@ -103,7 +103,7 @@ def may_link() -> bool:
         return False
 
 
-OTHERS_INSTALL = {"fetch", "link", "serving"}
+OTHERS_INSTALL = {"fetch", "link", "serving", "tiers"}
 """Benchmarks that name the peers that are not installed."""
 LACKING = {
     *(() if may_link() else ("link", "layers", "nodes", "decide", "queue")),

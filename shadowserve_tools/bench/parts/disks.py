@@ -200,7 +200,7 @@ def _retried(function: Callable[[], None]) -> None:
 
 def plain_rate(disk: Disk, size: int) -> float:
     """Return the bytes per second of a plain sequential read of ``size`` bytes from the start of a device."""
-    memory = allocate(1 << 20)[2048:]  # which is a page's begin
+    memory = allocate(1 << 20)[2048:]  # start of a page
     piece = memory[:_PIECE_BYTES]
     descriptor = os.open(disk.path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     try:

@@ -205,7 +205,7 @@ class _Engine:
         durations = []
         for _ in range(SETTLING_STEPS + steps):
             begin, cpu = time.perf_counter(), time.process_time()
-            while not self._core.step():  # where steps overlap, one may return before it has anything to say
+            while not self._core.step():  # overlapping steps may return without output
                 if not self._core.has_unfinished_requests():
                     raise RuntimeError("the decoding requests have come to their end")
             durations.append((time.perf_counter() - begin, time.process_time() - cpu))
@@ -222,10 +222,10 @@ class _Engine:
     def store(self, seeds: Iterable[int], tokens: int) -> int:
         """Compute prompts, wait until their KV is stored, and return the number of stored chunks."""
         before = self._counter("stored_chunks")
-        for seed in seeds:  # one after the other: the segment that they wait in is not made for all at once
+        for seed in seeds:  # one after the other: the store buffer does not hold all of them
             self.serve([{"seed": seed, "tokens": tokens, "output": 1, "at": 0.0}])
             self.settle()
-        self.serve([{"seed": 0, "tokens": 2, "output": 2, "at": 0.0}])  # counts are taken with a step
+        self.serve([{"seed": 0, "tokens": 2, "output": 2, "at": 0.0}])  # counters are updated with a step
         return self._counter("stored_chunks") - before
 
     @property

@@ -99,11 +99,11 @@ def memory(size: int) -> npt.NDArray[np.uint8]:
     As the pipeline's buffers are. Where the allocator puts an array decides otherwise whether a copy runs at full speed
     or at a quarter of it.
     """
-    # Private: shared memory has huge pages where a system was told so only.
+    # Private memory: shared memory has huge pages only if the system is configured so.
     region = mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     region.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(region, np.uint8)[:size]
-    array.fill(0xA5)  # so that every page is there
+    array.fill(0xA5)  # touches every page
     return array
 
 

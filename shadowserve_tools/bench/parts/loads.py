@@ -71,7 +71,7 @@ class FetchLoop:
                     self.bytes += self._fetch_bytes
                     if stop.is_set():
                         return
-            except Exception as error:  # of another thread: raised below
+            except Exception as error:  # raised below, in the caller's thread
                 errors.append(error)
 
         self._target.fetch(self._count)
@@ -101,7 +101,7 @@ class Control:
         command = [sys.executable, "-m", "shadowserve_tools.bench.parts.loads", *self._arguments]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
-        self._process.stdout.readline()  # its memory is touched
+        self._process.stdout.readline()  # then its memory is touched
         self._process.send_signal(signal.SIGSTOP)
         return self
 
@@ -131,13 +131,13 @@ def _move(rate: float, writes_only: bool) -> None:
     print("ready", flush=True)
     position, due = 0, time.perf_counter()
     while True:
-        if writes_only:  # by the C library, with string stores, which do not read what they overwrite
+        if writes_only:  # memset's string stores do not read what they overwrite
             ctypes.memset(target.ctypes.data + position, 1, SLICE_BYTES)
         else:
             target[position : position + SLICE_BYTES] = source[position : position + SLICE_BYTES]
         position = (position + SLICE_BYTES) % COPY_BYTES
         now = time.perf_counter()
-        # Time that it stood still is not synthetic for.
+        # Time in which the process was stopped is not made up for.
         due = max(due + SLICE_BYTES / rate, now - 0.01)
         if due > now:
             time.sleep(due - now)

@@ -93,7 +93,7 @@ class DevicePlane:
         """Restart the data plane: its memory is empty then."""
         self._running.close()
         child: Child = self._running.enter_context(start_data_plane(self._logs, "", *self._flags))
-        await_line(child, "memory_registered")  # which takes cores for a moment after a start
+        await_line(child, "memory_registered")  # registering takes cores for a moment after a start
         self.process = psutil.Process(child.process.pid)
         self.client = self._running.enter_context(closing(DataPlaneClient(child.address, connect_timeout_s=TIMEOUT_S)))
 

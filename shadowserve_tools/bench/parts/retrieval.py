@@ -173,7 +173,7 @@ class OurPool(Store):
     ) -> None:
         devices = [
             DeviceConfig.model_validate(
-                # A device that is used whole takes no size.
+                # A whole device has no configured size.
                 {
                     "path": disk.path,
                     "bytes_max" if Path(disk.path).is_block_device() else "size": size,
@@ -193,7 +193,9 @@ class OurPool(Store):
             }
         )
         self._lock = threading.Lock()
-        self._pool = _CoolingPool(config, ticks=time.thread_time_ns)  # this thread's: others use the machine, too
+        self._pool = _CoolingPool(
+            config, ticks=time.thread_time_ns
+        )  # CPU time of this thread, since others use the machine, too
         self._pool.start(self._lock)
         self._poll = select.poll()
         for descriptor in self._pool.descriptors():
@@ -351,7 +353,7 @@ class Files(Store):
         self._disks = [disk for _, disk in folders]
         self._readers = ThreadPoolExecutor(_READERS, "files")
         self._interleaver = Interleaver(shares)
-        self._paths: dict[int, Path] = {}  # of the chunks that are not in memory
+        self._paths: dict[int, Path] = {}  # paths of the chunks that are not in memory
 
     def put(self, prefix: Prefix) -> None:
         available = [True] * (1 + len(self._folders))

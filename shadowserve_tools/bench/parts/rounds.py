@@ -60,7 +60,7 @@ def _plan(workload: Workload, chunks: int, buffers: Buffers) -> FetchPlan:
     plan = plan_fetch([Wanted(keys, workload.layout, whole, found)], False, buffers, set(native.Codec))
     if len(plan.pieces) != chunks:
         raise ShadowServeError(f"{len(plan.pieces)} of {chunks} chunks fit the buffers; please report this")
-    plan.slices["registration_offset"] %= workload.raw_bytes
+    plan.slices["destination_offset"] %= workload.raw_bytes
     return plan
 
 
@@ -103,7 +103,9 @@ class Rounds:
             decompression=room, dequantization=None if fused else decoded, dma_source=None if fused else raw, store=0
         )
         self._plan = _plan(workload, chunks_max, buffers)
-        self._target = memory(workload.raw_bytes)  # from a page on, as an engine's: else kvrans decodes in two steps
+        self._target = memory(
+            workload.raw_bytes
+        )  # page-aligned, like an engine's: otherwise kvrans decodes in two steps
 
     def close(self) -> None:
         self._pipeline.close()
@@ -254,7 +256,7 @@ class Alone:
             connection.sendall(b"*4\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts))
             left = len(f"${end - begin}\r\n") + end - begin + 2
             while left:
-                # The few bytes around the body land beside it, which is no matter here.
+                # The few bytes around the body are stored next to it, which does not matter here.
                 received = connection.recv_into(view[place + begin : place + begin + left], 0, socket.MSG_WAITALL)
                 if received == 0:
                     raise ShadowServeError("storage closed the connection")

@@ -202,7 +202,7 @@ class Engine:
             self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            pass  # the log says why, below
+            pass  # the message below has the log
         ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
         line = self.process.stdout.readline() if ready else ""
         if not line:
@@ -282,7 +282,7 @@ def started_engine(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # The process's mask holds for all of its threads; vLLM's own way of binding would leave one core of them idle.
+        # The process's mask binds all threads; vLLM's own binding would leave one of the cores idle.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(len(cores)),
     }
@@ -296,7 +296,7 @@ def started_engine(
         "max_requests": requests_max,
         "kv_cache_bytes": model.kv_bytes * tokens * (requests_max + 1),
         "dtype": "bfloat16",
-        # Every request has to be fetched or computed: what an earlier one left in the engine must not serve it.
+        # Every request must be fetched or computed, not served from an earlier one's blocks.
         "prefix_caching": False,
         "step_tokens": step_tokens,
         "packages": list(map(str, packages)),
@@ -342,10 +342,10 @@ def shape_options(layers: int, hidden: int, heads: int, head_size: int) -> _Deco
     """Add options for the shape of the engine's model to a command; its argument is ``model``."""
     count, width = click.IntRange(1), click.IntRange(32)
     options = (
-        click.option("--layers", default=layers, show_default=True, type=count, help="Of the engine's model."),
-        click.option("--hidden", default=hidden, show_default=True, type=width, help="Its hidden size."),
-        click.option("--heads", default=heads, show_default=True, type=count, help="Its heads, KV heads too."),
-        click.option("--head-size", default=head_size, show_default=True, type=width, help="Of each head."),
+        click.option("--layers", default=layers, show_default=True, type=count, help="Layers of the engine's model."),
+        click.option("--hidden", default=hidden, show_default=True, type=width, help="Hidden size of the model."),
+        click.option("--heads", default=heads, show_default=True, type=count, help="Heads, and KV heads."),
+        click.option("--head-size", default=head_size, show_default=True, type=width, help="Size of a head."),
     )
 
     def decorate(command: _Command) -> _Command:
@@ -364,9 +364,18 @@ def model_options_with(*, layers: int = 8, chunks: int = 6, requests_max: int = 
     """Add options for model and prompts to a command; its arguments are ``model``, ``load`` and ``requests_max``."""
     count = click.IntRange(1)
     options = (
-        click.option("--prompt-chunks", "chunks", default=chunks, show_default=True, type=count, help="Of 256 tokens."),
-        click.option("--documents", default=4, show_default=True, type=count, help="That prompts are about."),
-        click.option("--requests-max", default=requests_max, show_default=True, type=count, help="Served at one time."),
+        click.option(
+            "--prompt-chunks",
+            "chunks",
+            default=chunks,
+            show_default=True,
+            type=count,
+            help="Chunks of 256 tokens in a prompt.",
+        ),
+        click.option("--documents", default=4, show_default=True, type=count, help="Number of documents."),
+        click.option(
+            "--requests-max", default=requests_max, show_default=True, type=count, help="Requests that run at one time."
+        ),
     )
 
     def decorate(command: _Command) -> _Command:
@@ -432,7 +441,7 @@ class Stack:
         self._exit.close()
 
     def _start(self) -> None:
-        # The benchmark's own threads keep off the engine's cores, too.
+        # Keep the benchmark's own threads off the engine's cores.
         self._exit.enter_context(on_cores(self.partition.data_plane))
         self.folder = Path(self._exit.enter_context(tempfile.TemporaryDirectory()))
         cores = json.dumps(self.partition.data_plane)
@@ -442,11 +451,11 @@ class Stack:
         connector = {
             "data_plane": self.data_plane.address,
             "store_buffer_bytes": self._load.chunks * DEFAULT_CHUNK_TOKENS * self._model.kv_bytes,
-            # Everything that is late here is to be seen as late, not to be computed instead.
+            # A late transfer must be measured as late, not computed instead.
             "lookup_timeout_s": 60,
             "fetch_timeout_s": 60,
             "breaker_backoff_max_s": 0.25,
-            # Fetching is to come as fast as it can: what that does to the engine is what is measured.
+            # Fetches run at full speed: their effect on the engine is measured.
             "interference_budget": 0,
             **self._host,
         }
@@ -488,7 +497,7 @@ class Stack:
         """Restart the data plane with other flags at its old address; the engine registers again."""
         self._plane.close()
         self.data_plane = self._start_data_plane(self.data_plane.address, *flags, environment=environment)
-        time.sleep(2 * 0.25)  # the plugin's breaker may just have seen it gone
+        time.sleep(2 * 0.25)  # the plugin's circuit breaker may have opened
         self.engine.ask("serve", requests=[{"seed": 0, "tokens": self._load.prompt_tokens, "output": 1, "at": 0.0}])
 
     @contextlib.contextmanager

@@ -141,7 +141,7 @@ def ours(stack: ExitStack, place: Place) -> list[System]:
     For each engine with the defaults there is one with ``layer_order``, on the same data plane.
     """
     network, cores = place.network, json.dumps(place.partition.data_plane)
-    password = secrets.token_hex(16)  # what listens beyond loopback has one
+    password = secrets.token_hex(16)  # required beyond loopback
     with network.store_side():
         storage = stack.enter_context(
             start_storage(
@@ -161,7 +161,7 @@ def ours(stack: ExitStack, place: Place) -> list[System]:
                     environment={"SHADOWSERVE_DPU_STORAGE_PASSWORD": password},
                 )
             )  # fmt: skip
-        # What is late here is to be seen as late, not to be computed instead.
+        # A late transfer must be measured as late, not computed instead.
         late = {"lookup_timeout_s": 60, "fetch_timeout_s": 60}
         config = {"data_plane": address, "identity_cache": str(place.folder / "content.json"), **late}
         processes = [psutil.Process(child.process.pid) for child in (storage, plane)]

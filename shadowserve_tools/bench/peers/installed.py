@@ -28,7 +28,7 @@ ENVIRONMENT: Final = {
     "LMCACHE_DISABLE_BANNER": "1",
     "LMCACHE_LOG_LEVEL": "WARNING",
     "LMCACHE_TRACK_USAGE": "false",  # it would report to its makers
-    "PYTHONPATH": "",  # our own packages must not be found before the peers'
+    "PYTHONPATH": "",  # ShadowServe's packages must not hide the peers'
 }
 
 
@@ -89,7 +89,7 @@ def start_installed(
             continue
         try:
             contender = stack.enter_context(start(bed, name))
-        except (ShadowServeError, OSError) as error:  # a package without its program ends as the latter
+        except (ShadowServeError, OSError) as error:  # OSError: the package has no program
             absent[name] = f"does not run here: {str(error).partition(chr(10))[0]}"
             continue
         running.append(dataclasses.replace(contender, note=versions[peer]))
@@ -192,7 +192,7 @@ def lmcache_daemon(
         "--http-port": str(http),
         "--l1-size-gb": str(max(1, -(-size * 3 // 2 >> 30))),
         "--eviction-policy": "LRU",
-        "--supported-transfer-mode": "engine_driven",  # what a worker on a CPU asks for, unless told otherwise
+        "--supported-transfer-mode": "engine_driven",  # the default of a worker on a CPU
     }
     if strongest:
         flags |= {"--shm-name": f"shadowserve-bench-{port}", "--max-workers": "2"}
@@ -290,7 +290,7 @@ class _Driver:
             self._process.stdin.write(json.dumps({"do": what, "count": count}).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # the answer says why, or that there is none
+            pass  # the answer has the reason
         self.answer(CALL_TIMEOUT_S)
 
     def answer(self, timeout_s: float) -> None:

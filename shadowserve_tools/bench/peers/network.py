@@ -53,8 +53,8 @@ class Link(Network):
 
     def limit(self, gbit_per_s: float) -> None:
         """Set the rate of each link, of Ethernet frames. TCP carries 95.7 % of it."""
-        # The burst is as large as it can be without a short transfer passing the limit unseen, and the queue holds
-        # 20 ms: what a switch port has.
+        # The burst is the largest that does not let a short transfer exceed the limit. The queue holds 20 ms, like that
+        # of a switch port.
         rate, burst = f"{round(gbit_per_s * 1000)}mbit", "256kb"
         shape = "root", "tbf", "rate", rate, "burst", burst, "latency", "20ms"
         with self.store_side():
