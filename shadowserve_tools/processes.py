@@ -1,4 +1,4 @@
-"""Child processes of the demo and the benchmarks: started, awaited, watched, and always stopped."""
+"""Child processes of the demo and the benchmarks: started, awaited, and always stopped."""
 
 import contextlib
 import os
@@ -19,21 +19,21 @@ from shadowserve.errors import ShadowServeError
 STOP_TIMEOUT_S: Final = 20.0
 _READY: Final = re.compile(r"^ready (?P<address>\S+)$", re.MULTILINE)
 _TUNING: Final = "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1"
-"""Of Redis's allocator: it keeps the memory of large replies.
+"""Settings of Redis's allocator that keep the memory of large replies.
 
-By default each reply above 8 MiB is a fresh mapping, whose page faults cost Redis three times the rest of its work.
+By default each reply above 8 MiB is a new mapping, whose page faults cost Redis three times its other work.
 """
 
 
 @dataclass(frozen=True)
 class Child:
-    """A running program of ours.
+    """A running child process.
 
     Attributes:
-        name: for messages.
-        process: the process.
-        log: file that holds everything it printed.
-        address: ``host:port`` that it said it listens on.
+        name: Name in messages.
+        process: The process.
+        log: File with its output.
+        address: ``host:port`` that it listens on.
     """
 
     name: str
@@ -60,18 +60,18 @@ def started(
     environment: Mapping[str, str] | None = None,
     timeout_s: float = 30.0,
 ) -> Iterator[Child]:
-    """Run a program while the context lasts; enter it once the program has printed ``ready``.
+    """Run a program while the context lasts. The context begins when the program has printed ``ready``.
 
     Args:
-        name: for messages and the log's name.
-        command: program and arguments.
-        log_folder: where its output goes, as ``<name>.log``.
-        ready: what it prints once it serves; group ``address``, if any, becomes the child's address.
-        environment: added to ours.
-        timeout_s: to become ready.
+        name: Name in messages, and of the log.
+        command: Program and arguments.
+        log_folder: Folder of its output, ``<name>.log``.
+        ready: Output of a program that is ready; group ``address``, if any, becomes the child's address.
+        environment: Additional environment variables.
+        timeout_s: Time to become ready.
 
     Raises:
-        ShadowServeError: it ended or was silent instead; the message holds the end of its log.
+        ShadowServeError: It ended or was not ready in time; the message has the end of its log.
     """
     log = log_folder / f"{name}.log"
     with log.open("wb") as output:
@@ -100,7 +100,7 @@ def _await(
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """End the program as a user would; and whatever is left of its process group as nobody should have to."""
+    """Stop the program with SIGTERM, and kill the rest of its process group."""
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     try:
@@ -115,7 +115,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 def start_storage(
     log_folder: Path, *flags: str, environment: Mapping[str, str] | None = None
 ) -> contextlib.AbstractContextManager[Child]:
-    """Run a storage server on a free port of loopback; ``flags`` as for ``shadowserve storage``."""
+    """Run a storage node on a free port of loopback; ``flags`` as for ``shadowserve storage``."""
     command = [sys.executable, "-m", "shadowserve_tools", "storage", "--port", "0", *flags]
     return started("storage", command, log_folder, environment=environment)
 
@@ -131,10 +131,10 @@ def start_data_plane(
 
 @contextlib.contextmanager
 def start_redis(log_folder: Path, *, host: str = "127.0.0.1", tuned: bool = False) -> Iterator[Child]:
-    """Run a Redis server in memory only, as it comes or ``tuned`` for large values.
+    """Run a Redis server in memory only, with defaults or ``tuned`` for large values.
 
     Raises:
-        ShadowServeError: it is not installed, or does not start.
+        ShadowServeError: It is not installed, or does not start.
     """
     if not shutil.which("redis-server"):
         raise ShadowServeError("redis-server, a peer to compare with, is not installed; run scripts/setup")

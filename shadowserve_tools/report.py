@@ -57,8 +57,8 @@ class Output:
 def output_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add ``--json`` and ``--plot`` to a command, as its argument ``output``; and ``--explain`` to a benchmark."""
 
-    @click.option("--json", "json_file", type=_FILE, help="Write the result as data, too.")
-    @click.option("--plot", "plot_file", type=_FILE, callback=_check_plot, help="Draw the result, as .png or .svg.")
+    @click.option("--json", "json_file", type=_FILE, help="Write the result as JSON.")
+    @click.option("--plot", "plot_file", type=_FILE, callback=_check_plot, help="Draw the result as .png or .svg.")
     @functools.wraps(command)
     def with_output(*args: Any, json_file: Path | None, plot_file: Path | None, **options: Any) -> None:
         command(*args, output=Output(json_file, plot_file), **options)

@@ -70,7 +70,7 @@ NEEDS: Final = {
 """Packages that a benchmark imports late. They are checked before minutes are spent on measuring."""
 
 
-@click.group(cls=LazyGroup, places={name: f"shadowserve_tools.bench.{name}:{name}" for name in BENCHES}, needs=NEEDS)
+@click.group(cls=LazyGroup, modules={name: f"shadowserve_tools.bench.{name}:{name}" for name in BENCHES}, needs=NEEDS)
 @click.pass_context
 def bench(context: click.Context) -> None:
     """Measure ShadowServe against a peer or a limit in the same run."""

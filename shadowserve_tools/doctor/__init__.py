@@ -1,9 +1,9 @@
-"""``shadowserve doctor``: what this machine has, what is missing, and how to remedy it.
+"""``shadowserve doctor``: checks this machine and the programs on it, and proposes remedies.
 
-``process`` looks at the interpreter, the C core and limits; ``host`` and ``bluefield`` at either side of a BlueField,
-through ``pci``; ``storage`` at memory and devices; ``certificates`` at TLS's files; ``connector`` at what vLLM gets;
-``reach`` asks storage nodes and data planes, and ``listener`` finds out what else listens. Each check is a function
-that yields findings.
+``process`` checks the interpreter, the C core and limits; ``host`` and ``bluefield`` the two sides of a BlueField, with
+``pci``; ``storage`` memory and devices; ``certificates`` the files of TLS; ``connector`` vLLM's configuration;
+``reach`` storage nodes and data planes, and ``listener`` other programs that listen. Each check is a function that
+yields findings.
 """
 
 import json
@@ -38,7 +38,7 @@ from storage_kv.config import StorageConfig
 _COLOURS: Final = {"ok": "green", "warning": "yellow", "failed": "red"}
 _HERE: Final = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 _ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Addresses to listen on that stand for all, and those to connect to instead."""
+"""Wildcard addresses to listen on, and the addresses to connect to instead."""
 _TLS_FILES: Final = ("tls_ca", "tls_client_ca", "tls_cert", "tls_key")
 _CORE_LISTS: Final = ("net_cores", "decompress_cores", "dequantize_cores", "dma_cores", "store_cores")
 
@@ -49,14 +49,14 @@ Check = Callable[[], Iterator[Finding]]
 
 @dataclass(frozen=True)
 class Asked:
-    """What the doctor was asked to look at.
+    """Options of the doctor.
 
     Attributes:
-        machine: the system whose files are read.
-        file: of a configuration; None for that of the service which is installed.
-        storage: address of the storage node; None for the configured one.
-        data_plane: address of the data plane; None for the configured one.
-        transfer: the text of vLLM's ``--kv-transfer-config``; None without one.
+        machine: System whose files are read.
+        file: Configuration file; None for that of the installed service.
+        storage: Address of the storage node; None for the configured one.
+        data_plane: Address of the data plane; None for the configured one.
+        transfer: Text of vLLM's ``--kv-transfer-config``; None without one.
     """
 
     machine: Machine
@@ -66,7 +66,7 @@ class Asked:
     transfer: str | None
 
     def has(self, section: type[Section]) -> bool:
-        """Return whether the given file has a section."""
+        """Return True if the given file has a section."""
         return self.file is not None and section.section in _sections(self.file)
 
 
@@ -74,18 +74,18 @@ class Asked:
 @click.option(
     "--role",
     type=click.Choice(["host", "data-plane", "bluefield", "storage"]),
-    help="What the machine is for: engines, a data plane on CPU cores, a data plane on a BlueField, or a storage node. "
-    "[default: bluefield on a BlueField's own system, else what --config is for, else host]",
+    help="Role of the machine: engines, a data plane on CPU cores, a data plane on a BlueField, or a storage node. "
+    "[default: bluefield on a BlueField's own system, else that of --config, else host]",
 )
 @click.option(
     "--config", type=click.Path(dir_okay=False), envvar=CONFIG_FILE_VARIABLE, help="The program's YAML file: its "
-    "addresses, memory, cores, devices and certificates are looked at."
+    "addresses, memory, cores, devices and certificates are checked."
 )  # fmt: skip
 @click.option(
     "--kv-transfer-config",
     "transfer",
     metavar="JSON",
-    help="As it is given to vLLM: checked as the plugin would, which includes reaching the data plane.",
+    help="vLLM's option of this name: checked like in the plugin, including the connection to the data plane.",
 )
 @click.option("--storage", metavar="HOST:PORT", help="Storage server. [default: as configured]")
 @click.option("--data-plane", metavar="HOST:PORT", help="Data plane. [default: as configured]")
@@ -94,7 +94,7 @@ class Asked:
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     default=Path("/"),
     show_default=True,
-    help="Look for hardware and settings in the system under this folder: a mounted image, say.",
+    help="Root of the system to check, such as a mounted image.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 def doctor(
@@ -106,15 +106,15 @@ def doctor(
     root: Path,
     as_json: bool,
 ) -> None:
-    """Say what this machine has, what is missing, and how to remedy it.
+    """Check this machine, and propose a remedy for everything that is missing.
 
-    Storage nodes and data planes are asked in their own protocols. Exits with 1 when something will not work; a program
-    that merely does not run now is a warning.
+    Storage nodes and data planes are checked in their own protocols. The exit code is 1 if something will not work; a
+    program that is not running is only a warning.
     """
     asked = Asked(Machine(root), config, storage, data_plane, transfer)
     role = role or _role(asked)
     if transfer is not None and role != "host":
-        raise click.UsageError(f"--kv-transfer-config is of an engine: use it with --role host, not {role}")
+        raise click.UsageError(f"--kv-transfer-config belongs to an engine: use it with --role host, not {role}")
     checks = {
         "host": _host_checks,
         "data-plane": _data_plane_checks,
@@ -132,7 +132,7 @@ def doctor(
 
 
 def _role(asked: Asked) -> Role:
-    """Return what a machine is for: what it is, or what the given file is for."""
+    """Return the role of a machine: by its hardware, or by the given file."""
     if asked.machine.is_bluefield:
         return "bluefield"
     if asked.transfer is not None or asked.file is None or asked.has(HostConfig):
@@ -176,12 +176,12 @@ def _host_checks(asked: Asked) -> Iterator[Check]:
     if own:
         yield plane_configured
         yield from _reach_storage(asked, plane)
-    elif asked.storage:  # the card's business, and perhaps on a network that the host is not on
+    elif asked.storage:  # the card's storage may be in a network that the host cannot reach
         yield from _reach_storage(asked, plane)
 
 
 def _engine(asked: Asked) -> tuple[EngineConfig | None, Check | None]:
-    """Return what vLLM's ``--kv-transfer-config`` stands for, and the check of it; twice None without it."""
+    """Return the engine that vLLM's ``--kv-transfer-config`` describes, and its check; twice None without it."""
     if asked.transfer is None:
         return None, None
     try:
@@ -200,7 +200,7 @@ def _data_plane_checks(asked: Asked) -> Iterator[Check]:
 
 
 def _reach_data_plane(asked: Asked, config: DataPlaneConfig) -> Iterator[Check]:
-    """What a data plane of either kind needs: memory, devices of its tiers, certificates, storage."""
+    """Yield the checks of every data plane: memory, devices of its tiers, certificates, storage."""
     machine = asked.machine
     yield partial(node.memory, machine, config.memory_budgets())
     if config.tiers is not None:
@@ -257,17 +257,17 @@ def _storage_checks(asked: Asked) -> Iterator[Check]:
 
 
 def _moving(configured: Check) -> Iterator[Check]:
-    """Where KV is moved: on a host and at a data plane."""
+    """Yield the checks of programs that move KV: hosts and data planes."""
     yield from (process.interpreter, process.native_core, process.decoding)
     yield from (process.locked_memory, process.cores, configured)
 
 
 def _reach_storage(asked: Asked, plane: DataPlaneConfig) -> Iterator[Check]:
-    """Whether storage answers: at the address that was given or, without one, at all that the data plane has."""
+    """Yield a check of the storage node at the given address, or of each one in the data plane's configuration."""
     addresses = [asked.storage] if asked.storage else [*(plane.storage_nodes or plane.storage_cluster)]
     addresses = addresses or [plane.storage]
     if addresses == [""]:
-        return  # tiers alone
+        return  # local tiers only
     several = "storage_nodes" if plane.storage_nodes else "storage_cluster" if plane.storage_cluster else "storage"
     own, _ = _configuration(StorageConfig, asked, optional=True)
     names = plane.storage_tls_ca, plane.storage_tls_cert, plane.storage_tls_key
@@ -296,13 +296,13 @@ def _reach_storage(asked: Asked, plane: DataPlaneConfig) -> Iterator[Check]:
 def _configuration(
     section: type[_S], asked: Asked, what: str = "configuration", *, optional: bool = False
 ) -> tuple[_S, Check]:
-    """Return what a program would run with (the defaults, where that is nothing), and the check that says so.
+    """Return a program's configuration (the defaults if there is none), and the check of it.
 
     Args:
-        section: of the program.
-        asked: has the file.
-        what: the name of the finding.
-        optional: the given file need not have the section.
+        section: Section of the program.
+        asked: Options with the file.
+        what: Name of the finding.
+        optional: True if the given file may lack the section.
     """
     file = _file(section, asked)
     if optional and file is not None and asked.file is not None and not asked.has(section):
@@ -324,7 +324,7 @@ def _configuration(
 
 
 def _sections(file: str) -> tuple[str, ...]:
-    """Return the sections of a configuration file; none of one that cannot be read, which its program says."""
+    """Return the sections of a configuration file; empty if it is unreadable, which its program reports."""
     try:
         return sections_of(file)
     except ConfigurationError:
@@ -332,7 +332,7 @@ def _sections(file: str) -> tuple[str, ...]:
 
 
 def _file(section: type[Section], asked: Asked) -> str | None:
-    """Return the file that a program reads: the given one, else that of the service which is installed."""
+    """Return the file that a program reads: the given one, or that of the installed service."""
     installed = asked.machine.path(f"/etc/shadowserve/{section.section}.yaml")
     return asked.file or (str(installed) if installed.is_file() else None)
 
@@ -342,7 +342,7 @@ def _own_address(config: StorageConfig | DataPlaneConfig) -> str:
 
 
 def _reached(listen: str) -> str:
-    """Return the address at which this machine reaches what listens on ``listen``."""
+    """Return the address at which this machine connects to what listens on ``listen``."""
     if listen.startswith("unix:"):
         return listen
     name, port = split_address(listen)
@@ -350,11 +350,11 @@ def _reached(listen: str) -> str:
 
 
 def _start(config: StorageConfig | DataPlaneConfig, asked: Asked, address: str) -> str:
-    """Return the command that starts a program at ``address``, here or where that is.
+    """Return the command that starts a program at ``address``, on this machine or another one.
 
     Args:
-        config: that the program would have here.
-        asked: has the machine, where the program may be a service, and the file.
+        config: Configuration of the program on this machine.
+        asked: Options with the machine, where the program may be a service, and the file.
         address: ``host:port``, or ``unix:/path``.
     """
     name, colon, port = address.rpartition(":")
@@ -374,12 +374,12 @@ def _start(config: StorageConfig | DataPlaneConfig, asked: Asked, address: str) 
 
 
 def _tls_files(config: Section) -> Mapping[str, str]:
-    """Return the files that a program's TLS keys name; which of the keys there are depends on the program."""
+    """Return the files of a program's TLS keys."""
     return {key: str(getattr(config, key)) for key in _TLS_FILES if key in type(config).model_fields}
 
 
 def _print(role: Role, findings: list[Finding]) -> None:
-    """Print for people. Commands are never cut or broken within a word: they are there to be copied."""
+    """Print findings for people. Commands are not wrapped within a word, so that they can be copied."""
     click.echo(f"{role}, ShadowServe {__version__}")
     column = max(len(finding.what) for finding in findings)
     indent = " " * (column + 11)

@@ -47,7 +47,7 @@ def _pair(certificate: str, key: str) -> Finding:
 
 
 def _open_key(machine: Machine, name: str) -> Iterator[Finding]:
-    """A key that others can read; one that cannot be read at all has been told of."""
+    """Yield a warning for a key that others can read. An unreadable key has its own finding."""
     path = machine.path(name)
     if path.exists() and path.stat().st_mode & 0o007:
         yield Finding("tls_key", "warning", f"{name} can be read by everyone", f"chmod o= {name}")

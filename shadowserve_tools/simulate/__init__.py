@@ -9,6 +9,6 @@ from shadowserve_tools.lazy import LazyGroup
 SIMULATIONS: Final = ("bluefield", "objectcache", "tiers", "ssd")
 
 
-@click.group(cls=LazyGroup, places={name: f"shadowserve_tools.simulate.{name}:{name}" for name in SIMULATIONS})
+@click.group(cls=LazyGroup, modules={name: f"shadowserve_tools.simulate.{name}:{name}" for name in SIMULATIONS})
 def simulate() -> None:
     """Predict what would be on hardware that is not here; docs/simulation.md has the method."""

@@ -22,13 +22,13 @@ class Target:
     """One published figure.
 
     Attributes:
-        name: what it is, with its unit.
-        paper: its value.
-        kind: whether the value was put in.
-        source: in the paper.
-        model: gives the model's value.
-        gain: a ratio, above 1 for a gain and below for a loss.
-        known_miss: it is known to be missed; docs/simulation.md says what the model lacks.
+        name: Meaning, with its unit.
+        paper: Published value.
+        kind: States if the value was an input.
+        source: Place in the paper.
+        model: Returns the model's value.
+        gain: A ratio, above 1 for a gain and below for a loss.
+        known_miss: True if the model is known to miss it; docs/simulation.md has the reason.
     """
 
     name: str

@@ -24,16 +24,16 @@ from shadowserve_tools.simulate.tier_model import FOREVER_S, Policy, Predicted, 
 _WARM_UP_SHARE: Final = 0.2
 """Of the requests, not counted: the tiers find their order."""
 _PLANNED_BYTES: Final = 8e9
-"""What is planned at a time: the next event plans again."""
+"""Bytes that are planned at a time: the next event plans again."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What may be asked of the policies that are told who waits.
+    """Options of the policies that know the waiting requests.
 
     Attributes:
-        lookahead: requests ahead that are prefetched; the paper's K.
-        late_stalls: whether a block that is late stops all that decode, as a page fault; else its request alone waits.
+        lookahead: Requests ahead that are prefetched; the paper's K.
+        late_stalls: True if a late block stops all decoding, like a page fault; otherwise only its request waits.
     """
 
     lookahead: int = 1
@@ -41,14 +41,14 @@ class Rules:
 
 
 class Outcome(NamedTuple):
-    """What became of the requests that were counted.
+    """Results of the counted requests.
 
     Attributes:
-        tpot_mean_ms: of tokens.
-        tpot_p95_ms: of requests.
-        hit_rate: bytes that were in the GPU's memory as their request's turn came, of all.
-        wasted_bytes: moved up ahead and never used.
-        wait_ms: mean, from coming to the first iteration.
+        tpot_mean_ms: Mean over tokens.
+        tpot_p95_ms: 95th percentile over requests.
+        hit_rate: Bytes in the GPU's memory at their request's turn, of all.
+        wasted_bytes: Bytes that were prefetched and never used.
+        wait_ms: Mean from arrival to the first iteration.
     """
 
     tpot_mean_ms: float
@@ -64,11 +64,11 @@ class _Job(NamedTuple):
 
     key: bytes
     size: int
-    request: Request | None  # that it is loaded for; None: ahead
+    request: Request | None  # the waiting request; None for a prefetch
 
 
 def outcome(asked: Trace, policy: Policy, step_ms: float, given: Assumed, rules: Rules) -> Outcome:
-    """Return what a policy makes of a trace, whose iterations take ``step_ms`` where nothing moves."""
+    """Return the results of a policy for a trace, whose iterations take ``step_ms`` without transfers."""
     run = _Run(asked, policy, step_ms / 1e3, given, rules)
     run.go()
     counted = run.requests[int(_WARM_UP_SHARE * len(run.requests)) :]
@@ -99,7 +99,7 @@ class _Run:
         self.hops = given.hops()
         self.hbm = Tier(given.hbm_gb * 1e9, len(self.session_of), policy.eviction, self._left_hbm)
         self.memory = Tier(given.memory_gb * 1e9, len(self.session_of), IndexPolicy.LRU, self._left_memory)
-        # The oracle begins as early as is sure to suffice, not sooner: what decodes may be what should go instead.
+        # The oracle starts as early as is certain to suffice. Earlier it might evict KV that is being decoded with.
         ahead_s = self.hops[0].seconds(asked.running_bytes_max)
         self.prefetch = PrefetchPolicy(None, ahead_s) if policy.foresees else PrefetchPolicy(rules.lookahead)
         self.predicted = Predicted(self.sessions, self.hbm) if policy.predicts else None
@@ -108,13 +108,13 @@ class _Run:
         self.now = self.steps = self.running_bytes = 0.0
         self.come = self.told = 0
         self.queue: deque[Request] = deque()
-        self.running: list[tuple[float, int]] = []  # the iteration that it ends with, and its number
-        self.links: tuple[deque[_Job], deque[_Job]] = (deque(), deque())  # the first of each is on its way
+        self.running: list[tuple[float, int]] = []  # last iteration and number of each running request
+        self.links: tuple[deque[_Job], deque[_Job]] = (deque(), deque())  # the first job of each link is in transit
         self.ends = [math.inf, math.inf]
         self.moving: set[bytes] = set()
-        self.ahead: dict[bytes, int] = {}  # blocks moved up ahead that nobody has used
+        self.ahead: dict[bytes, int] = {}  # prefetched blocks without a use
         self.wasted_bytes = 0
-        self.passing: set[bytes] = set()  # static: blocks whose place is below
+        self.passing: set[bytes] = set()  # static: blocks whose tier is below
         self.filled: tuple[Tier, ...] = ()  # tiers that cannot hold everything
         self._fill()
 
@@ -186,7 +186,7 @@ class _Run:
             self._prefetch()
 
     def _stall(self, seconds: float) -> None:
-        """Let time pass in which nothing decodes."""
+        """Advance the time without decoding."""
         self.now += seconds
 
     # ---- Requests
@@ -261,9 +261,9 @@ class _Run:
     # ---- Moving
 
     def _fault(self, request: Request) -> None:
-        """Move what is missing while nothing decodes."""
+        """Move missing blocks without decoding."""
         session = request.session
-        while self.links[0] and self.moving & request.lacks:  # what is on its way already arrives first
+        while self.links[0] and self.moving & request.lacks:  # transfers that have begun arrive first
             self._stall(max(0.0, self.ends[0] - self.now))
             self._land(0)
         seconds = 0.0
@@ -289,7 +289,7 @@ class _Run:
                 self._issue(_Job(key, size, request), None)
 
     def _issue(self, job: _Job, sake: int | None) -> bool:
-        """Put a block on its next hop, before others if a request waits for it; return whether there is room for it."""
+        """Queue a block's next hop, first if a request waits for it; return False if there is no space for it."""
         hop = 0 if self.memory.slot(job.key) else 1
         if not (self.hbm, self.memory)[hop].reserve(job.size, sake):
             assert job.request is None, "half of the memory holds what decodes, and a block finds no room"
@@ -328,7 +328,7 @@ class _Run:
             self._publish(session.known[0], session)
 
     def _prefetch(self) -> None:
-        """Move up ahead what the policy says, where a link is free."""
+        """Prefetch what the policy selects while a link is free."""
         if self.predicted is not None:
             self._prefetch_predicted(self.predicted)
         elif self.policy.foresees is not None and not all(self.links):
@@ -336,7 +336,7 @@ class _Run:
             for move in self.prefetch.plan(self._waiting(), self.hops, promised):
                 assert isinstance(move.request, int)
                 if not self._begin(self.requests[move.request], move.hop, move.size):
-                    return  # what runs later would only be driven out again
+                    return  # KV of later requests would only be evicted again
 
     def _waiting(self) -> Iterator[Waiting]:
         gap_s = self.step_s * self.asked.mean_tokens / max(1, len(self.running))
@@ -351,7 +351,7 @@ class _Run:
                 return
 
     def _begin(self, request: Request, hop: int, size: float) -> bool:
-        """Issue a request's first blocks in a tier, at most so many bytes; return whether there was room for them."""
+        """Issue a request's first blocks in a tier, up to a number of bytes; return False if there was no space."""
         session = request.session
         for key, length in zip(session.keys, session.sizes, strict=True):
             lies_there = (hop == 0) == bool(self.memory.slot(key))

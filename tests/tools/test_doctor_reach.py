@@ -279,5 +279,5 @@ def test_an_engine_that_would_share_nothing_with_those_that_run_is_a_warning(sto
     assert on_host(storage.address, plane.address)["engines"][0] == "ok"
     for keys in ({"chunk_tokens": 512}, {"quantizer": "binned"}):
         state, found, _ = on_host(storage.address, plane.address, **keys)["engines"]
-        assert state == "warning" and "none has this one's chunks" in found
+        assert state == "warning" and "none has this engine's chunks" in found
     client.close()

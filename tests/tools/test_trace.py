@@ -132,7 +132,7 @@ def test_the_decisions_of_a_data_plane_that_serves_are_printed(tmp_path: Path, d
     assert said in " ".join(done.output.split())
     assert "compute 100.0 ms, fetch 250.0 ms" in " ".join(done.output.split())
     store = (
-        "stored: 4.0 MB, 3.0 MB of it in cold, 1.0 MB of it in memory, 50.0 ms until storage has what is cold, "
+        "stored: 4.0 MB, 3.0 MB of it in cold, 1.0 MB of it in memory, 50.0 ms to load cold records, "
         "behind 10.0 ms of other loads"
     )
     assert store in " ".join(done.output.split())
