@@ -8,11 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
+
+from rich.progress import Progress
 
 from shadowserve.errors import ShadowServeError
 
@@ -127,6 +130,39 @@ def start_data_plane(
     command = [sys.executable, "-m", "shadowserve_tools", "dpu", "--listen", "127.0.0.1:0"]
     command += ["--storage", storage, *flags]
     return started("dpu", command, log_folder, environment=environment)
+
+
+class Programs(contextlib.ExitStack):
+    """Programs of a benchmark, with a folder for their logs and a progress bar. All end with the context.
+
+    Attributes:
+        logs: Folder of the logs; it is removed at the end.
+    """
+
+    logs: Path
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self.logs = Path(self.enter_context(tempfile.TemporaryDirectory()))
+        return self
+
+    def storage(self, *flags: str, environment: Mapping[str, str] | None = None) -> Child:
+        """Start a storage node on a free port of loopback; ``flags`` as for ``shadowserve storage``."""
+        return self.enter_context(start_storage(self.logs, *flags, environment=environment))
+
+    def data_plane(self, storage: str, *flags: str, environment: Mapping[str, str] | None = None) -> Child:
+        """Start a data plane for the storage node at ``storage``; ``flags`` as for ``shadowserve dpu``."""
+        return self.enter_context(start_data_plane(self.logs, storage, *flags, environment=environment))
+
+    def disk(self, folder: Path | None) -> Path:
+        """Make a temporary folder on the device of ``folder``; by default where temporary files are."""
+        return Path(self.enter_context(tempfile.TemporaryDirectory(prefix="shadowserve-bench-", dir=folder)))
+
+    def progress(self, total: float | None, first: str = "starting") -> Callable[[str], None]:
+        """Show a progress bar of ``total`` steps; the returned function ends a step and names the next one."""
+        bar = self.enter_context(Progress(transient=True))
+        task = bar.add_task(first, total=total)
+        return lambda step: bar.update(task, advance=1, description=step)
 
 
 @contextlib.contextmanager

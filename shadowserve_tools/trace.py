@@ -1,9 +1,8 @@
 """``shadowserve trace``: one fetch as a timeline, one track for each core and stage."""
 
 import json
-import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +18,7 @@ from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.tls import Credentials
 from shadowserve_tools.bench.fetch import Target
 from shadowserve_tools.bench.parts.workload import llama_8b, put
-from shadowserve_tools.processes import start_data_plane, start_storage
+from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import machine
 from shadowserve_tools.timeline import DECISION, STAGES, chrome_trace, stage_times
 
@@ -129,12 +128,11 @@ def _record_own(seconds: float, fetches: int, chunks: int, settings: Sequence[st
             raise click.UsageError(f"--set {setting}: give KEY=VALUE, such as fused=false")
         flags += [f"--{key.replace('_', '-')}", value]
     workload = llama_8b(chunks)
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        storage = stack.enter_context(start_storage(logs))
-        plane = stack.enter_context(start_data_plane(logs, storage.address, *flags))
+    with Programs() as programs:
+        storage = programs.storage()
+        plane = programs.data_plane(storage.address, *flags)
         put(workload, storage.address)
-        target = stack.enter_context(Target.opened(plane.address, workload))
+        target = programs.enter_context(Target.opened(plane.address, workload))
         target.fetch()
         target.clear()
         spans, dropped = record(plane.address, seconds, fetches, target.fetch)

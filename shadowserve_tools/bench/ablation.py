@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import click
-from rich.progress import Progress
 
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.serving import Load, Model, Partition, Served, Stack, model_options, p95
 from shadowserve_tools.charts import Chart
+from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Output, Report, output_options
 from shadowserve_tools.simulate import model as card
 
@@ -70,23 +70,21 @@ def ablation(
     """Serve with all of the paper's techniques, and with one switched off at a time."""
     load = replace(load, output=output_tokens, requests=requests)
     runs: dict[str, list[_Run]] = defaultdict(list)
-    with Progress(transient=True) as progress:
-        total = repeats * (len(DATA_PLANE_FLAGS) + 2 + len(PAPER_NO_MM))
-        task = progress.add_task("starting the engine", total=total)
+    with Programs() as programs:
+        tell = programs.progress(repeats * (len(DATA_PLANE_FLAGS) + 2 + len(PAPER_NO_MM)), "starting the engine")
         with Stack(Partition.halves(), model, load, requests_max) as running:
             capacity = running.engine.serve(load, fetched=True).throughput
             for turn in range(repeats):
                 for system, flags in DATA_PLANE_FLAGS.items():
-                    progress.update(task, description=system)
+                    tell(system)
                     if system != NO_AF:
                         running.restart_data_plane(*flags)
                     running.engine.ask("switch", asynchronous=system != NO_AF)
                     offered = replace(load, rate=loaded * capacity, seed=turn)
                     runs[system].append(_measure(running, offered, unloaded))
                     running.engine.ask("switch", asynchronous=True)
-                    progress.update(task, advance=1)
-        progress.update(task, description="starting the engine")
-        cards = _on_card(model, load, unloaded, repeats, lambda: progress.update(task, description=CARD, advance=1))
+
+        cards = _on_card(model, load, unloaded, repeats, tell)
     _report(runs, cards).finish(output)
 
 
@@ -101,7 +99,7 @@ def _unloaded(running: Stack, load: Load, count: int) -> Served:
 
 
 def _on_card(
-    model: Model, load: Load, unloaded: int, repeats: int, tell: Callable[[], None]
+    model: Model, load: Load, unloaded: int, repeats: int, tell: Callable[[str], None]
 ) -> dict[str, list[Served]]:
     """Return the results of single requests over the emulated card, in each turn.
 
@@ -118,7 +116,7 @@ def _on_card(
         for _ in range(repeats):
             running.restart_data_plane()
             cards[CARD].append(_unloaded(running, load, unloaded))
-            tell()
+            tell(CARD)
             slower = cards[CARD][-1].ttft / paper_s
             us_per_mib = {CARD_NO_MM: predictor.given.register_us_per_mib}
             for name, times in PAPER_NO_MM.items():
@@ -127,7 +125,7 @@ def _on_card(
                 cost = {"DOCA_EMULATOR_REGISTER_US_PER_MIB": f"{us:.0f}"}
                 running.restart_data_plane("--memory-management", "false", environment=cost)
                 cards[name].append(_unloaded(running, load, unloaded))
-                tell()
+                tell(name)
     return cards
 
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-from rich.progress import Progress
 
 from host_control.interference.slowdown import Interference
 from host_control.interference.table import ComputeTable, attention_pairs
@@ -45,6 +44,7 @@ from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition
 from shadowserve_tools.bench.parts.steady import BUDGET, SteadySteps
 from shadowserve_tools.bench.parts.workload import llama_8b, put
 from shadowserve_tools.charts import Chart
+from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Output, Report, half_width, output_options
 
 STRICT: Final = "strict order"
@@ -139,18 +139,16 @@ def budget(
     """Read from a pool's device while it is written to, and decode while the data plane transfers KV."""
     prefix = Prefix(read_chunks, chunk_kib << 10, seed=READ_SEED)
     disk, steps = _Disk(), _Steps()
-    with ExitStack() as stack:
-        progress = stack.enter_context(Progress(transient=True))
-        task = progress.add_task("reading", total=turns + learning + rounds)
-        capped = _measure_disk(disk, prefix, cap * MEGA, turns, folder, lambda: progress.update(task, advance=1))
-        progress.update(task, description="starting the engine")
+    with Programs() as programs:
+        tell = programs.progress(turns + learning + rounds, "reading")
+        capped = _measure_disk(disk, prefix, cap * MEGA, turns, folder, tell)
         load = holding(load, 2 * OFTEN, phase_steps)
         load = holding(load, PAGES_OFTEN + 1, PAGES_LONGER * phase_steps)
-        running = stack.enter_context(Stack(Partition.halves(), model, load, requests_max))
+        running = programs.enter_context(Stack(Partition.halves(), model, load, requests_max))
         workload = llama_8b(FETCH_CHUNKS, layers=1, quantizer=Quantizer.BINNED)
         put(workload, running.storage.address)
-        target = stack.enter_context(Target.opened(running.data_plane.address, workload))
-        paged = _paged(stack, running)
+        target = programs.enter_context(Target.opened(running.data_plane.address, workload))
+        paged = _paged(programs, running)
         fetching, bringing = (
             _Moving(each, chunk_bytes, chunks, Interference(BUDGET))
             for each, chunk_bytes, chunks in (
@@ -165,12 +163,12 @@ def budget(
             decoding.round([WITHIN] * 2 * OFTEN, _Steps())
             decoding.round([PAGES_WITHIN] * PAGES_OFTEN, _Steps())
             rates = [f"{each.policy.rate / 1e9:.2f}" for each in (fetching, bringing)]
-            progress.update(task, advance=1, description=f"learning: {' and '.join(rates)} GB/s")
+            tell(f"learning: {' and '.join(rates)} GB/s")
         for number in rounds_until_narrow(rounds, rounds_max, [steps.over[name] for name in (WITHIN, PAGES_WITHIN)]):
             order = slice(None, None, -1 if number % 2 else 1)
             decoding.round(([WITHIN, FREE] * OFTEN)[order], steps)
             decoding.round([*[PAGES_WITHIN] * PAGES_OFTEN, PAGES_FREE][order], steps)
-            progress.update(task, advance=1, description="decoding")
+            tell("decoding")
         for moving in (fetching, bringing):
             moving.verify()
     _report(disk, steps, {"": fetching.policy, "pages_": bringing.policy}, capped).finish(output)
@@ -180,7 +178,7 @@ def budget(
 
 
 def _measure_disk(
-    disk: _Disk, prefix: Prefix, cap: int, turns: int, folder: Path | None, tell: Callable[[], None]
+    disk: _Disk, prefix: Prefix, cap: int, turns: int, folder: Path | None, tell: Callable[[str], None]
 ) -> bool:
     """Measure reads and writes; return whether the device was capped."""
     written = Prefix(max(len(prefix.names) // WRITTEN_SHARE, 1), prefix.chunk_bytes, seed=WRITTEN_SEED)
@@ -201,7 +199,7 @@ def _measure_disk(
             for turn in range(turns):
                 for name in (STRICT, MIXED)[:: -1 if turn % 2 else 1]:
                     _read(disk, pools[name], prefix, written, name)
-                tell()
+                tell("reading")
         return not disks.why_not
 
 

@@ -8,15 +8,12 @@ times as much as in Redis.
 Prediction: Redis needs 2.4 us, nearly all in the kernel. The same system calls need 3 us here, and Python 4: 0.34.
 """
 
-import contextlib
 import os
 import shutil
 import statistics
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 import click
@@ -24,7 +21,7 @@ import psutil
 
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools.charts import Chart
-from shadowserve_tools.processes import Child, start_redis, start_storage
+from shadowserve_tools.processes import Child, Programs, start_redis
 from shadowserve_tools.report import Cost, Output, Report, cpu_s, output_options, repeat
 
 _COMMANDS: Final = ("SET", "GET")
@@ -46,11 +43,10 @@ def commands(count: int, clients: int, repeats: int, output: Output) -> None:
             )
     report = Report("commands", ["command", "store", "cpu_us_per_command", "commands_per_s", "load"])
     series: dict[str, list[tuple[str, float]]] = {store: [] for store in _STORES}
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with Programs() as programs:
         servers = [
-            stack.enter_context(start_storage(folder, "--io-threads", "1")),
-            stack.enter_context(start_redis(folder)),
+            programs.storage("--io-threads", "1"),
+            programs.enter_context(start_redis(programs.logs)),
         ]
         for command in _COMMANDS:
             flags = ["-c", str(clients), "-t", command.lower(), "-n", str(count)]

@@ -12,11 +12,9 @@ Prediction: 0.04 ms for an iteration, 0.02 ms more with three groups; 12 ms for 
 import dataclasses
 import logging
 import math
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -32,7 +30,7 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS, KVNamespace, prefix_chain, record_keys
 from shadowserve_tools.bench.parts.workload import MODEL, Workload, client, llama_8b, put
 from shadowserve_tools.charts import Chart
-from shadowserve_tools.processes import start_data_plane, start_storage
+from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Output, Report, output_options
 
 BLOCK_TOKENS: Final = 16
@@ -55,19 +53,18 @@ def control(requests: int, prompt_chunks: int, output: Output) -> None:
     whole = llama_8b(prompt_chunks, layers=1)
     kept = {"": [whole], " of three groups": [_small(whole, kind) for kind in ("full", "window", "state")]}
     steps, lookups, commands = {}, {}, {}
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        storage = stack.enter_context(start_storage(logs))
-        data_plane = stack.enter_context(start_data_plane(logs, storage.address))
+    with Programs() as programs:
+        storage = programs.storage()
+        data_plane = programs.data_plane(storage.address)
         for what, workloads in kept.items():
             for workload in workloads:
                 put(workload, storage.address)
             side = _scheduler_side(workloads, data_plane.address)
-            stack.callback(side.close)
+            programs.callback(side.close)
             steps[what] = _steps(side, requests, len(workloads))
             lookups[what], commands[what] = _lookups(side, whole, storage.address)
-        tiered = stack.enter_context(start_data_plane(logs, storage.address, "--tiers", _TIERS))
-        queue_ms, told_ms = _queue_steps(stack, tiered.address)
+        tiered = programs.data_plane(storage.address, "--tiers", _TIERS)
+        queue_ms, told_ms = _queue_steps(programs, tiered.address)
     for name, found in ((f"iteration{{}}, {requests} running requests", steps), ("lookup{}", lookups)):
         for what, samples in found.items():
             row = {"median_ms": float(np.median(samples)), "worst_ms": max(samples), "runs": len(samples)}

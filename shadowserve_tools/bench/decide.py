@@ -13,15 +13,11 @@ after 150 prompts: exploring may cost a fiftieth of the time.
 
 import itertools
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import click
-from rich.progress import Progress
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
@@ -30,6 +26,7 @@ from shadowserve_tools.bench.parts.engine import prompt
 from shadowserve_tools.bench.parts.serving import VOCABULARY, Model, shape_options
 from shadowserve_tools.bench.peers.network import Link, linked
 from shadowserve_tools.charts import Chart
+from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import INTERVAL_VALUES_MIN, Output, Report, half_width, output_options
 
 _WAYS: Final = {"no cache": "compute", "always fetch": "fetch", "deciding": "decide"}
@@ -98,18 +95,12 @@ def decide(
 ) -> None:
     """Serve stored prompts over links of several rates: computed, fetched, or as the policy decides."""
     results = _Results()
-    with ExitStack() as stack:
-        network = stack.enter_context(linked())
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with Programs() as programs:
+        network = programs.enter_context(linked())
         network.limit(_FREE_GBIT_PER_S)
-        progress = stack.enter_context(Progress(transient=True))
-        task = progress.add_task("starting", total=1 + len(links) * (repeats + 1) + 1)
-
-        def tell(what: str) -> None:
-            progress.update(task, advance=1, description=what)
-
+        tell = programs.progress(1 + len(links) * (repeats + 1) + 1)
         bed = Bed(
-            stack, folder, network, model, max(prompts), 2, fetch_or_recompute=True, layer_order=layer_order
+            programs, programs.logs, network, model, max(prompts), 2, fetch_or_recompute=True, layer_order=layer_order
         )  # fmt: skip
         tell("storing")
         _store(bed, prompts, results)

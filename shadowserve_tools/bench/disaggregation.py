@@ -13,14 +13,11 @@ them takes 70 ms, most of it hidden behind fetching the first twelve: 1.2 times 
 import json
 import socket
 import statistics
-import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
 import click
-from rich.progress import Progress
 
 from shadowserve.addresses import split_address
 from shadowserve.cores import on_cores
@@ -37,7 +34,7 @@ from shadowserve_tools.bench.parts.serving import (
     started_engine,
 )
 from shadowserve_tools.charts import Chart
-from shadowserve_tools.processes import start_data_plane, start_storage
+from shadowserve_tools.processes import Programs, start_data_plane, start_storage
 from shadowserve_tools.report import Output, Report, output_options
 
 _REST_TOKENS: Final = 200
@@ -173,16 +170,13 @@ def disaggregation(output: Output, model: Model, load: Load, requests_max: int, 
     """Compute prompts in one engine and answer them in another, while the first one is still storing."""
     load = Load(chunks=load.chunks + 1, documents=load.documents, output=output_tokens)
     turns: list[list[dict[str, Any]]] = []
-    with ExitStack() as stack:
-        progress = stack.enter_context(Progress(transient=True))
-        task = progress.add_task("starting", total=load.documents + 1)
-        advance: Callable[[str], None] = lambda what: progress.update(task, advance=1, description=what)  # noqa: E731
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        pools = _Pools(stack, folder, model, load)
+    with Programs() as programs:
+        tell = programs.progress(load.documents + 1)
+        pools = _Pools(programs, programs.logs, model, load)
         pools.serve(pools.prefill, 0, 1)  # open connections, and touch memory for the first time
         pools.hit(0)
         for seed in range(1, load.documents + 1):
-            advance(f"prompt {seed}")
+            tell(f"prompt {seed}")
             turns.append(pools.turn(seed, load.documents + seed))
     _report(turns, pools.tokens).finish(output)
 

@@ -17,7 +17,6 @@ times its throughput. Binned: 0.22 CPU s/GB, 1.7 times the throughput. 16 times 
 
 import functools
 import secrets
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -56,7 +55,7 @@ from shadowserve_tools.bench.peers.sockets import (
     redis_reader,
 )
 from shadowserve_tools.charts import Chart
-from shadowserve_tools.processes import Child, start_data_plane, start_storage
+from shadowserve_tools.processes import Child, Programs, start_data_plane, start_storage
 from shadowserve_tools.report import Cost, Output, Report, output_options, repeat
 
 if TYPE_CHECKING:
@@ -96,11 +95,10 @@ def fetch(chunks: int, repeats: int, codec: str, peers_python: Path, output: Out
     report = Report("fetch", ["system", "GB_per_s", "cpu_s_per_GB", "wall_s", "runs", "note"])
     lossless = llama_8b(chunks, codec=codec)
     binned = llama_8b(chunks, quantizer=Quantizer.BINNED, codec=codec)
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        bed = Bed(peers_python, logs, raw_values(logs, lossless), chunks)
-        contenders = _ours_and_naive(stack, bed, lossless, binned)
-        others, absent = _others(stack, bed)
+    with Programs() as programs:
+        bed = Bed(peers_python, programs.logs, raw_values(programs.logs, lossless), chunks)
+        contenders = _ours_and_naive(programs, bed, lossless, binned)
+        others, absent = _others(programs, bed)
         contenders += others
         costs = dict(zip(contenders, repeat(repeats, *(_run(each, chunks) for each in contenders)), strict=True))
     raw_bytes = lossless.raw_bytes

@@ -11,13 +11,11 @@ Prediction: scattering reaches 0.7 of the copy's speed. A decode step is at most
 GPU's memory bandwidth.
 """
 
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -35,7 +33,7 @@ from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.parts.gpu_kernels import HAS_TRITON, decompress, table
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 from shadowserve_tools.charts import Chart
-from shadowserve_tools.processes import start_data_plane, start_storage
+from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Output, Report, output_options, tracked
 
 HEADS: Final = 8
@@ -273,12 +271,11 @@ def _fetch(report: Report, plan: _Plan) -> None:
     ways = {"shared_memory": ()} if plan.device.type == "cpu" else {"pinned": (), "cuda_ipc": ("--fused", "false")}
     bars = []
     for delivery, flags in ways.items():
-        with ExitStack() as stack:
-            logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            storage = stack.enter_context(start_storage(logs))
+        with Programs() as programs:
+            storage = programs.storage()
             put(workload, storage.address)
-            address = stack.enter_context(start_data_plane(logs, storage.address, *flags)).address
-            target = stack.enter_context(_Target.opened(plan, address, delivery, workload))
+            address = programs.data_plane(storage.address, *flags).address
+            target = programs.enter_context(_Target.opened(plan, address, delivery, workload))
             seconds = [target.fetch() for _ in range(plan.repeats + 1)][1:]
             _decode_beside_fetches(report, plan, delivery, target, workload.raw_bytes)
             target.verify()

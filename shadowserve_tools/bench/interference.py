@@ -24,7 +24,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import click
-from rich.progress import Progress
 
 from shadowserve.chunk import Quantizer
 from shadowserve_tools.bench.fetch import Target
@@ -33,6 +32,7 @@ from shadowserve_tools.bench.parts.loads import Control, FetchLoop
 from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, Served, Stack, model_options, p95
 from shadowserve_tools.bench.parts.workload import llama_8b, put
 from shadowserve_tools.charts import Chart
+from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Output, Report, half_width, output_options
 
 OURS: Final = "shadowserve"
@@ -135,20 +135,14 @@ def interference(output: Output, model: Model, load: Load, requests_max: int, **
     plan = _Plan(**options)
     load = replace(load, output=max(plan.lengths))
     results = _Results()
-    with ExitStack() as stack:
-        progress = stack.enter_context(Progress(transient=True))
-        total = 2 + plan.rounds + plan.repeats * len(plan.lengths)
-        task = progress.add_task("starting the engine", total=total)
-
-        def tell(what: str) -> None:
-            progress.update(task, advance=1, description=what)
-
+    with Programs() as programs:
+        tell = programs.progress(2 + plan.rounds + plan.repeats * len(plan.lengths), "starting the engine")
         decoding = holding(load, 3 * OFTEN + 1, plan.phase_steps)
-        running = stack.enter_context(Stack(Partition.halves(), model, decoding, requests_max))
+        running = programs.enter_context(Stack(Partition.halves(), model, decoding, requests_max))
         tell("decoding")
         _measure_decoding(results, running, plan, tell)
         tell("starting an engine that keeps prefixes")
-        keeping = stack.enter_context(running.engine_that_keeps())
+        keeping = programs.enter_context(running.engine_that_keeps())
         _measure_lengths(results, running, keeping, plan, load, tell)
     _report(results).finish(output)
 

@@ -12,10 +12,7 @@ import random
 import secrets
 import socket
 import statistics
-import tempfile
 import time
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Final
 
 import click
@@ -26,7 +23,7 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.keys import storage_key
 from shadowserve.resp import encode_command
 from shadowserve_tools.charts import Chart
-from shadowserve_tools.processes import start_storage
+from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Output, Report, output_options, tracked
 
 _COMMANDS: Final = ("GET", "EXISTS", "STRLEN")
@@ -44,12 +41,11 @@ def isolation(samples: int, output: Output) -> None:
     report = Report("isolation", ["command", "kind", "median_us", "p99_us", "guess", "samples"])
     password = secrets.token_hex(16)
     beyond, own = [], []
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        users = folder / "users.acl"
+    with Programs() as programs:
+        users = programs.logs / "users.acl"
         users.write_text("".join(f"user {name} on >{password} ~* +@all tenant={name}\n" for name in ("ann", "bob")))
-        server = stack.enter_context(start_storage(folder, "--users-file", str(users), "--io-threads", "1"))
-        ann, bob = (stack.enter_context(_Asker(server.address, name, password)) for name in ("ann", "bob"))
+        server = programs.storage("--users-file", str(users), "--io-threads", "1")
+        ann, bob = (programs.enter_context(_Asker(server.address, name, password)) for name in ("ann", "bob"))
         keys = {
             kind: [storage_key(secrets.token_bytes(32)) for _ in range(_KEYS)] for kind in ("foreign", "own", "absent")
         }

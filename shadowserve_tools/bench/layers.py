@@ -16,7 +16,6 @@ import itertools
 import json
 import secrets
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,7 +25,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import click
-from rich.progress import Progress
 
 from host_control.client import DataPlaneClient
 from shadowserve.cores import on_cores
@@ -47,7 +45,7 @@ from shadowserve_tools.bench.parts.workload import client as store_client
 from shadowserve_tools.bench.peers.buckets import CREDENTIALS, MISSING, ceph_gateway
 from shadowserve_tools.bench.peers.network import Link, linked
 from shadowserve_tools.charts import Chart
-from shadowserve_tools.processes import start_data_plane, start_storage
+from shadowserve_tools.processes import Programs, start_data_plane, start_storage
 from shadowserve_tools.report import Output, Report, output_options
 
 _LOCAL_GBIT_PER_S: Final = 100.0
@@ -258,20 +256,18 @@ def layers(
     Store and engine are in two network namespaces, which needs root (or CAP_SYS_ADMIN and CAP_NET_ADMIN) and iproute2.
     """
     cases = [_case(text) for text in prompts]
-    with ExitStack() as stack:
-        network = stack.enter_context(linked())
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with Programs() as programs:
+        network = programs.enter_context(linked())
         network.limit(_LOCAL_GBIT_PER_S)
         tokens = max(case.tokens for case in cases)
-        bed = Bed(stack, folder, network, model, tokens, connections, over_s3, layer_order=True)
-        progress = stack.enter_context(Progress(transient=True))
-        task = progress.add_task("measuring", total=len(cases) * (repeats + 1))
+        bed = Bed(programs, programs.logs, network, model, tokens, connections, over_s3, layer_order=True)
+        tell = programs.progress(len(cases) * (repeats + 1))
         for case in cases:
             _prepare(bed, network, case, transfer)
-            progress.advance(task)
+            tell("measuring")
             for number in range(repeats):
                 _turn(bed, network, case, number)
-                progress.advance(task)
+                tell("measuring")
     _report(cases, model.layers, repeats).finish(output)
 
 

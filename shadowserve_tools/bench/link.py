@@ -13,7 +13,6 @@ fp8.
 
 import functools
 import secrets
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -54,7 +53,7 @@ from shadowserve_tools.bench.peers.sockets import (
     redis_reader,
 )
 from shadowserve_tools.charts import Chart
-from shadowserve_tools.processes import Child, start_data_plane, start_storage
+from shadowserve_tools.processes import Child, Programs, start_data_plane, start_storage
 from shadowserve_tools.report import Cost, Output, Report, output_options, repeat
 
 FLOPS_PER_TOKEN: Final = 2 * 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
@@ -102,13 +101,12 @@ def link(
     """
     report = Report("link", COLUMNS)
     counts = {rate: max(1, round(rate * chunks_per_gbit)) for rate in rates}
-    with ExitStack() as stack:
-        network = stack.enter_context(linked())
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with Programs() as programs:
+        network = programs.enter_context(linked())
         chunks = max(counts.values())
         lossless = llama_8b(chunks, codec=codec)
         binned = llama_8b(chunks, quantizer=Quantizer.BINNED, codec=codec)
-        contenders, absent = _contenders(stack, network, logs, lossless, binned, peers_python)
+        contenders, absent = _contenders(programs, network, programs.logs, lossless, binned, peers_python)
         measured: dict[float, Costs] = {}
         for rate, count in counts.items():
             network.limit(rate)

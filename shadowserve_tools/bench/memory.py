@@ -8,9 +8,8 @@ Prediction: the buffers plus 80 MiB for Python with gRPC and numpy, whatever the
 200 MiB.
 """
 
-import tempfile
 import threading
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,7 +20,7 @@ from host_control.client import DataPlaneClient
 from shadowserve_tools.bench.fetch import Target
 from shadowserve_tools.bench.parts.workload import llama_8b, put
 from shadowserve_tools.charts import Chart
-from shadowserve_tools.processes import start_data_plane, start_storage
+from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Output, Report, output_options
 
 ALLOWANCE_BYTES = 200 << 20
@@ -34,11 +33,10 @@ def memory(output: Output) -> None:
     """Fetch prompts of 4K, 32K and 128K tokens and measure the data plane's resident size."""
     report = Report("memory", ["prompt_tokens", "batches", "resident_MiB", "buffers_MiB"])
     over = []
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        storage = stack.enter_context(start_storage(logs))
-        data_plane = stack.enter_context(start_data_plane(logs, storage.address))
-        plane = stack.enter_context(closing(DataPlaneClient(data_plane.address, connect_timeout_s=10)))
+    with Programs() as programs:
+        storage = programs.storage()
+        data_plane = programs.data_plane(storage.address)
+        plane = programs.enter_context(closing(DataPlaneClient(data_plane.address, connect_timeout_s=10)))
         for chunks in (16, 128, 512):
             workload = llama_8b(chunks, layers=2)
             put(workload, storage.address)

@@ -14,7 +14,6 @@ import json
 import secrets
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +34,7 @@ from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 from shadowserve_tools.bench.peers.buckets import BUCKET, CREDENTIALS, bucket_server
 from shadowserve_tools.bench.peers.network import Link, linked
 from shadowserve_tools.charts import Chart
-from shadowserve_tools.processes import Child, free_port, start_data_plane, started
+from shadowserve_tools.processes import Child, Programs, free_port, start_data_plane, started
 from shadowserve_tools.report import Cost, Output, Report, measure, output_options, repeat
 from shadowserve_tools.storage_client import Login, StorageClient
 
@@ -166,13 +165,15 @@ def nodes(
         "nodes",
         ["what", "requests", "GB_per_s", "over_links", "failed", "wrong_bytes", "longest_ms"],
     )
-    with ExitStack() as stack:
-        network = stack.enter_context(linked(2))
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with Programs() as programs:
+        network = programs.enter_context(linked(2))
         with network.store_side():
-            endpoint, kind = stack.enter_context(bucket_server(logs))
+            endpoint, kind = programs.enter_context(bucket_server(programs.logs))
         password = secrets.token_hex(16)  # required beyond loopback
-        both = [stack.enter_context(closing(_Node(network, host, logs, endpoint, password))) for host in network.hosts]
+        both = [
+            programs.enter_context(closing(_Node(network, host, programs.logs, endpoint, password)))
+            for host in network.hosts
+        ]
         for node in both:
             node.start()
         stored = _shared_out([node.address for node in both], prefixes // 2, chunks, layers)
@@ -184,7 +185,7 @@ def nodes(
         network.limit(rate)
         planes = [
             [
-                stack.enter_context(_host(network, logs / f"{name}-{number}", stored, addresses, password))
+                programs.enter_context(_host(network, programs.logs / f"{name}-{number}", stored, addresses, password))
                 for number in range(hosts)
             ]
             for name, addresses in (("one", [both[0].address]), ("two", [node.address for node in both]))

@@ -14,7 +14,6 @@ together. ``throughput_5x_over_1x`` 1.07 to 1.15, ``throughput_1x_over_off`` 0.9
 import itertools
 import json
 import statistics
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ from typing import Any, Final
 
 import click
 import numpy as np
-from rich.progress import Progress
 
 from shadowserve.cores import on_cores
 from shadowserve.errors import ShadowServeError
@@ -31,7 +29,7 @@ from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.engine import BLOCK_TOKENS, write_weights
 from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, plugin, shape_options, started_engine
 from shadowserve_tools.charts import Chart
-from shadowserve_tools.processes import start_data_plane
+from shadowserve_tools.processes import Programs, start_data_plane
 from shadowserve_tools.report import Output, Report, output_options
 
 _OFF, _TIER = "recompute", "tier"
@@ -114,19 +112,17 @@ def oversubscription(
     requests = _Requests(prompt_tokens, output_tokens, fit)
     cells = [_Cell(system, demand, demand * fit) for demand in demands for system in (_OFF, _TIER)]
     equal: list[float] = []
-    with ExitStack() as stack:
-        progress = stack.enter_context(Progress(transient=True))
+    with Programs() as programs:
         more = (_ALONE - 1) * sum(cell.demand == 1 for cell in cells)
-        task = progress.add_task("starting", total=1 + repeats * (len(cells) + more))
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        engines = _engines(stack, folder, model, requests, max(demands))
+        tell = programs.progress(repeats * (len(cells) + more))
+        engines = _engines(programs, programs.logs, model, requests, max(demands))
         for engine in engines.values():  # open connections, and touch memory for the first time
             _serve(engine, requests.orders(1, _ALONE * repeats))
-        progress.advance(task)
+
         for turn in range(repeats):
             answers: dict[tuple[str, int], list[list[int]]] = {}
             for cell in cells if turn % 2 == 0 else reversed(cells):
-                progress.update(task, advance=1, description=f"{cell.system}, {cell.demand} times")
+                tell(f"{cell.system}, {cell.demand} times")
                 answers[cell.system, cell.demand] = _measure(engines[cell.system], cell, requests, turn)
             for demand in demands:
                 pairs = list(zip(answers[_OFF, demand], answers[_TIER, demand], strict=True))
@@ -134,7 +130,7 @@ def oversubscription(
         alone = [cell for cell in cells if cell.demand == 1]
         for turn in range(repeats, _ALONE * repeats):
             for cell in alone if turn % 2 == 0 else reversed(alone):
-                progress.update(task, advance=1, description=f"{cell.system}, {cell.demand} times")
+                tell(f"{cell.system}, {cell.demand} times")
                 _measure(engines[cell.system], cell, requests, turn)
     _report(cells, equal).finish(output)
 

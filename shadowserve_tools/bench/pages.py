@@ -15,7 +15,6 @@ import functools
 import mmap
 import secrets
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -42,6 +41,7 @@ from shadowserve_tools.bench.parts.paged import (
     PagedMemory,
 )
 from shadowserve_tools.charts import Chart
+from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Cost, Output, Report, measure, output_options, repeat
 
 FEW: Final = CHUNK_BLOCKS
@@ -72,12 +72,11 @@ CORES: Final = (1, 2, 4, 8)
 def pages(layers: int, heads: int, repeats: int, folder: Path | None, output: Output) -> None:
     """Retrieve 16 and 512 blocks into paged memory, from an SSD that has them as pages, and as compressed records."""
     report = Report("pages", ["what", "blocks", "wall_ms", "GB_per_s", "cpu_s_per_GB", "control_ms", "requests"])
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shadowserve-pages-", dir=folder)))
+    with Programs() as programs:
+        disk = programs.disk(folder)
         kv = PagedKv(layers, heads)
-        paged = PagedMemory(stack, logs, disk / PAGES, kv)
-        compressed = _Compressed(stack, logs, disk / COMPRESSED, kv)
+        paged = PagedMemory(programs, programs.logs, disk / PAGES, kv)
+        compressed = _Compressed(programs, programs.logs, disk / COMPRESSED, kv)
         requests: dict[int, list[float]] = {FEW: [], MANY: []}
         costs = repeat(
             repeats,

@@ -15,12 +15,10 @@ import itertools
 import os
 import socket
 import statistics
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -31,7 +29,7 @@ from shadowserve.cores import usable_cores
 from shadowserve_tools.bench.parts.rounds import Alone, Rounds, connected
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 from shadowserve_tools.charts import Chart
-from shadowserve_tools.processes import start_storage
+from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Cost, Output, Report, cpu_s, measure, output_options, repeat, tracked
 
 DISTINCT: Final = 16
@@ -167,12 +165,13 @@ class _Served:
 
 @contextmanager
 def _served(workload: Workload, connections: int) -> Iterator[_Served]:
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with Programs() as programs:
         # With a single thread, the server would leave a core idle at the start of a batch.
-        storage = stack.enter_context(start_storage(logs, "--io-threads", str(connections)))
+        storage = programs.storage("--io-threads", str(connections))
         put(workload, storage.address)
-        sockets = [stack.enter_context(closing(connection)) for connection in connected(storage.address, connections)]
+        sockets = [
+            programs.enter_context(closing(connection)) for connection in connected(storage.address, connections)
+        ]
         yield _Served(workload, psutil.Process(storage.process.pid), sockets, usable_cores())
 
 

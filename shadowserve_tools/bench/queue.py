@@ -11,15 +11,12 @@ is 0.8 of *fetched*.
 
 import json
 import statistics
-import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import click
-from rich.progress import Progress
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
@@ -28,6 +25,7 @@ from shadowserve_tools.bench.parts.engine import prompt
 from shadowserve_tools.bench.parts.serving import VOCABULARY, Model, shape_options
 from shadowserve_tools.bench.peers.network import linked
 from shadowserve_tools.charts import Chart
+from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Output, Report, output_options
 
 
@@ -89,18 +87,22 @@ def queue(
     output: Output,
 ) -> None:
     """Serve two stored prompts that wait behind another request, because the engine has blocks for one."""
-    with ExitStack() as stack:
-        network = stack.enter_context(linked())
+    with Programs() as programs:
+        network = programs.enter_context(linked())
         network.limit(gbit_per_s)
-        own = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shadowserve-queue-", dir=folder)))
-        progress = stack.enter_context(Progress(transient=True))
-        task = progress.add_task("starting", total=len(_SYSTEMS) * repeats + 1)
-        case = _Case(Bed(stack, own, network, model, tokens, 2, one_request=True), disk, model, tokens, output_tokens)
+        disk = programs.disk(folder)
+        tell = programs.progress(len(_SYSTEMS) * repeats + 1)
+        case = _Case(
+            Bed(programs, programs.logs, network, model, tokens, 2, one_request=True),
+            disk,
+            model,
+            tokens,
+            output_tokens,
+        )
         case.prepare()
         for number in range(repeats):
             for name in _SYSTEMS if number % 2 == 0 else reversed(_SYSTEMS):
-                progress.update(task, advance=1, description=name)
+                tell(name)
                 case.run(name)
     case.report(gbit_per_s).finish(output)
 

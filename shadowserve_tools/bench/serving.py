@@ -18,7 +18,6 @@ Prediction: a first token takes 145 ms, 0.053 of computing. ``ttft_over_lmcache`
 
 import json
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,6 @@ from typing import Any, Final
 import click
 import numpy as np
 import psutil
-from rich.progress import Progress
 
 from shadowserve.cores import on_cores, usable_cores
 from shadowserve.errors import ShadowServeError
@@ -67,6 +65,7 @@ from shadowserve_tools.bench.parts.systems import (
 )
 from shadowserve_tools.bench.peers.network import LOOPBACK, Link, Network, linked
 from shadowserve_tools.charts import Chart
+from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Output, Report, cpu_s, output_options
 from shadowserve_tools.trace import record
 
@@ -191,17 +190,11 @@ def serving(
     load = replace(load, output=output_tokens, rate=rate, requests=load.documents)
     plan = _Plan(load=load, links=links, fills=max(fills, load.documents), repeats=repeats, rounds=rounds)
     results = _Results(writing_s=_writing_s(load.chunks * DEFAULT_CHUNK_TOKENS * model.kv_bytes))
-    with ExitStack() as stack:
-        progress = stack.enter_context(Progress(transient=True))
-        task = progress.add_task("starting", total=None)
-
-        def tell(what: str) -> None:
-            progress.update(task, advance=1, description=what)
-
-        network, why_not = _network(stack, links)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        bench = _Bench(folder, model, plan, requests_max, network, peers_python)
-        absent = bench.start(stack, tell) | ({"a link": why_not} if why_not else {})
+    with Programs() as programs:
+        tell = programs.progress(None)
+        network, why_not = _network(programs, links)
+        bench = _Bench(programs.logs, model, plan, requests_max, network, peers_python)
+        absent = bench.start(programs, tell) | ({"a link": why_not} if why_not else {})
         bench.fill(results, tell)
         bench.measure(results, tell)
     _report(results, absent, plan).finish(output)

@@ -12,10 +12,8 @@ stages.
 
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -27,7 +25,7 @@ from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.parts.kernels import Run, Slices, Treated, in_turns, memcpy, memory, nothing
 from shadowserve_tools.bench.parts.workload import client, default_codec, kv_patterns
 from shadowserve_tools.charts import Chart
-from shadowserve_tools.processes import start_storage, started
+from shadowserve_tools.processes import Programs, started
 from shadowserve_tools.report import Output, Report, output_options
 
 if TYPE_CHECKING:
@@ -71,10 +69,9 @@ def stages(largest: int, mebibytes: int, repeats: int, output: Output) -> None:
     decoding, receiving = _Curves(), _Curves()
     for size in (size for size in SLICE_SIZES if size <= largest * KIB):
         _measure_slices(report, decoding, size, mebibytes << 20, repeats)
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        storage = stack.enter_context(start_storage(logs))
-        sender = stack.enter_context(started("sender", [sys.executable, "-c", SENDER], logs))
+    with Programs() as programs:
+        storage = programs.storage()
+        sender = programs.enter_context(started("sender", [sys.executable, "-c", SENDER], programs.logs))
         for size in (size for size in REQUEST_SIZES if size <= largest * KIB):
             _measure_net(report, receiving, storage.address, sender.address, size, mebibytes << 20, repeats)
     _ratios(report, decoding, receiving)

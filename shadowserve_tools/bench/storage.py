@@ -17,7 +17,6 @@ import shutil
 import socket
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -35,7 +34,7 @@ from shadowserve.resp import encode_bulk_header, encode_command
 from shadowserve_tools.bench.parts.plain_sender import REQUEST_BYTES
 from shadowserve_tools.bench.parts.workload import client
 from shadowserve_tools.charts import Chart
-from shadowserve_tools.processes import Child, start_redis, start_storage, started
+from shadowserve_tools.processes import Child, Programs, start_redis, start_storage, started
 from shadowserve_tools.report import Cost, Output, Report, measure, output_options, tracked
 
 OURS: Final = {"memory": "shadowserve", "pool": "shadowserve, pool"}
@@ -200,9 +199,10 @@ def storage(
         cases.append(Case(f"GETRANGE {smallest} of {largest} MiB", largest << 20, smallest << 20))
     report = Report("storage", ["case", "connections", "system", *Run.__annotations__])
     measured: dict[tuple[str, int, str], list[Run]] = {}
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        systems = stack.enter_context(_systems(logs, io_threads, chosen, _ROOM * _MEMORY_BYTES * len(mebi_sizes)))
+    with Programs() as programs:
+        systems = programs.enter_context(
+            _systems(programs.logs, io_threads, chosen, _ROOM * _MEMORY_BYTES * len(mebi_sizes))
+        )
         for case in tracked(cases, "storing"):
             _store(systems, case)
         for case in tracked(cases, "measuring"):

@@ -15,7 +15,6 @@ import functools
 import json
 import os
 import select
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -34,7 +33,7 @@ from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 from shadowserve_tools.bench.peers.contender import Contender
 from shadowserve_tools.bench.peers.installed import Bed, Start, lmcache_server, start_installed
 from shadowserve_tools.charts import Chart
-from shadowserve_tools.processes import Child, start_data_plane, start_storage
+from shadowserve_tools.processes import Child, Programs, start_data_plane, start_storage
 from shadowserve_tools.report import Cost, Output, Report, measure, output_options, repeat
 
 MEMORY, SSD, REMOTE, MIXED = "memory", "SSD", "storage node", "memory + SSD + storage node"
@@ -68,18 +67,17 @@ def tiers(chunks: int, repeats: int, folder: Path | None, peers_python: Path, ou
     chunks -= chunks % 3
     report = Report("tiers", ["system", "GB_per_s", "cpu_s_per_GB", "wall_s", "runs", "note"])
     workload = llama_8b(chunks + MORE)
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shadowserve-tiers-", dir=folder)))
-        contenders = _ours(stack, logs, disk, workload)
-        bed = Bed(peers_python, logs, raw_values(logs, workload), chunks)
+    with Programs() as programs:
+        disk = programs.disk(folder)
+        contenders = _ours(programs, programs.logs, disk, workload)
+        bed = Bed(peers_python, programs.logs, raw_values(programs.logs, workload), chunks)
         files = disk / "lmcache"
         files.mkdir()
         starts: dict[str, tuple[str, Start]] = {
             PEER_MEMORY: ("lmcache", lmcache_server),
             PEER_DISK: ("lmcache", functools.partial(lmcache_server, folder=files)),
         }
-        peers, absent = start_installed(stack, bed, starts)
+        peers, absent = start_installed(programs, bed, starts)
         contenders += peers
         stored = workload.stored_bytes * chunks // len(workload.keys)
         device = functools.partial(measure, _Device(disk / "alone", stored).read)
