@@ -42,15 +42,15 @@ COLUMN_KINDS = 8  # tables of "entropy" in each slice
 TABLE_ENTRY_BITS = 5  # what each symbol that occurs costs in a table
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]
-"""For each layer, keys and values: (1, KV heads, tokens, head size)."""
+"""Keys and values of each layer: (1, KV heads, tokens, head size)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Treatment:
-    """How chunks are stored.
+    """Way of storing chunks.
 
     Attributes:
-        quantizer, dtype, bins, value_bins, scale_tokens: as of ChunkLayout.
+        quantizer, dtype, bins, value_bins, scale_tokens: See ChunkLayout.
     """
 
     quantizer: Quantizer = Quantizer.BINNED
@@ -61,7 +61,7 @@ class Treatment:
 
     @property
     def label(self) -> str:
-        """What the table calls it."""
+        """Name in the table."""
         if self.quantizer is not Quantizer.BINNED:
             return self.quantizer.name.lower()
         bins = f"binned {self.bins}" + (f"/{self.value_bins}" if self.value_bins else "")
@@ -88,17 +88,17 @@ class Outcome:
     """One row of the table; means over windows.
 
     Attributes:
-        treatment: as Treatment.label.
-        dtype: of the cache.
-        family: which curve of the plot it belongs to.
-        bits_per_element: stored bits, scales and heads included, by the name of the codec; ``"entropy"`` is what a
-            coder with a table for each of eight kinds of columns could reach (binned only).
-        error: root mean square of the change in K and V, over that of K and V.
+        treatment: See Treatment.label.
+        dtype: Dtype of the cache.
+        family: Curve of the plot.
+        bits_per_element: Stored bits by codec, scales and headers included; ``"entropy"`` is the bound of a coder
+            with a table for each of eight kinds of columns (binned only).
+        error: Root mean square of the change in K and V, over that of K and V.
         divergence: Kullback-Leibler divergence of the predictions from those on the kept cache, in bits per byte.
-        bits_per_byte: of the scored text.
-        change: of bits_per_byte against the float32 cache that was never stored.
-        change_error: standard error of ``change``.
-        agreement: share of positions whose most likely next byte is the same.
+        bits_per_byte: Bits per byte of the scored text.
+        change: Change of bits_per_byte against the float32 cache without storing.
+        change_error: Standard error of ``change``.
+        agreement: Share of positions with the same most likely next byte.
     """
 
     treatment: str
@@ -190,13 +190,13 @@ def _symbols(head: record.Head, data: bytes) -> Iterator[npt.NDArray[np.int8]]:
 
 
 def column_entropy(symbols: npt.NDArray[np.int8]) -> int:
-    """Return the bytes that an order-0 coder needs with a table for each of a few kinds of columns, tables included.
+    """Return the bytes of an order-0 coder with a table for each of a few kinds of columns, tables included.
 
-    Columns are put together whose symbols are spread alike: sorted by their spread into classes of equal size, then
-    moved to the class that codes them best, a few times.
+    Columns with similar distributions share a table: they are sorted by spread into classes of equal size, then moved
+    to the class that codes them best, a few times.
 
     Args:
-        symbols: of a slice, a row for each token.
+        symbols: Symbols of a slice, a row for each token.
     """
     columns = symbols.shape[1]
     places = np.arange(columns) * 256
@@ -249,7 +249,7 @@ def _relative_error(cache: KVCache, other: KVCache) -> float:
 
 @dataclass
 class _Sample:
-    """What one treatment came to in each window."""
+    """Results of one treatment in each window."""
 
     bits: list[float] = field(default_factory=list)
     change: list[float] = field(default_factory=list)
@@ -259,7 +259,7 @@ class _Sample:
     stored: list[dict[str, int]] = field(default_factory=list)
 
     def outcome(self, treatment: Treatment, elements: int) -> Outcome:
-        """Return the row of a treatment that was given so many elements in each window."""
+        """Return the row of a treatment with ``elements`` elements in each window."""
         spread = statistics.stdev(self.change) if len(self.change) > 1 else 0.0
         return Outcome(
             treatment=treatment.label,
@@ -292,14 +292,14 @@ def measure(
     codecs: Sequence[native.Codec] = (native.Codec.DEFLATE,),
     treatments: Sequence[Treatment] = TREATMENTS,
 ) -> tuple[float, list[Outcome]]:
-    """Return the bits per byte without storing anything, and one Outcome for each of ``treatments``.
+    """Return the bits per byte without storing, and one Outcome for each of ``treatments``.
 
     Args:
-        model: a transformers model in single precision.
-        texts: windows of tokens, all longer than ``prefix``.
-        prefix: tokens of each that are prefilled and stored, a multiple of 256.
-        codecs: of the records.
-        treatments: what to compare.
+        model: A transformers model in single precision.
+        texts: Windows of tokens, all longer than ``prefix``.
+        prefix: Tokens that are prefilled and stored, a multiple of 256.
+        codecs: Codecs of the records.
+        treatments: Treatments to compare.
     """
     baseline: list[float] = []
     samples = {treatment: _Sample() for treatment in treatments}
@@ -412,7 +412,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure, print the table, and write it where asked to."""
+    """Measure, print the table, and write the files of the command line."""
     from transformers import AutoModelForCausalLM
 
     options = _arguments()

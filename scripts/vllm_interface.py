@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Records what of vLLM host_control uses, for each release that it shall work with, and compares.
+"""Records the parts of vLLM that host_control uses, for each supported release, and compares them.
 
-    scripts/vllm_interface.py                   compare the installed vLLM with what is recorded
-    scripts/vllm_interface.py --record          write tests/assets/vllm/VERSION.json anew from it, and the document
+    scripts/vllm_interface.py                   compare the installed vLLM with the record
+    scripts/vllm_interface.py --record          write tests/assets/vllm/VERSION.json from it, and the document
     scripts/vllm_interface.py --record --fetch  the same of the release that has no CPU build, from PyPI: 150 MB of /tmp
-    scripts/vllm_interface.py --source FOLDER   of sources that lie somewhere: in the folder that holds vllm/
+    scripts/vllm_interface.py --source FOLDER   use the sources in the folder that holds vllm/
 
-Sources are parsed and never run, so a release that cannot be installed here is read as well as one that is. What is
-imported from vLLM is found in our own sources; of classes that ours derive from, all public members count. What vLLM
-hands over as an object is named in ``OBJECTS``, by what is read of it.
+Sources are parsed and never run, so that a release without a build for this machine can be read, too. ShadowServe's
+own sources show what is imported from vLLM. Of classes that ShadowServe derives from, all public members count. Objects
+that vLLM passes are listed in ``OBJECTS``, with the attributes that are read.
 """
 
 import argparse
@@ -103,7 +103,7 @@ NOTES = {
     "SecondaryTierManager.config_info": "nothing is shown",
     "SecondaryTierManager.config_info_keys": "nothing is shown",
 }
-"""What is done about each difference, by class and member: nobody has looked at one that has no note."""
+"""How each difference is handled, by class and member. A difference without a note has not been reviewed."""
 
 
 class Sources:
@@ -125,7 +125,7 @@ class Sources:
         return None
 
     def find(self, module: str, name: str) -> tuple[str, ast.AST] | None:
-        """Return where a name is defined and by what, behind all that only hand it on; ``None`` where it is not."""
+        """Return the module and the node that define a name, through re-exports; ``None`` if there is none."""
         if (tree := self._tree(module)) is None:
             return None
         for node in _statements(tree.body):
@@ -150,7 +150,7 @@ class Sources:
         return ".".join([*parts, *(node.module or "").split(".")]).rstrip(".")
 
     def members(self, module: str, node: ast.ClassDef) -> dict[str, str]:
-        """Return what a class has, its own over what it inherits: name -> form."""
+        """Return the members of a class, inherited ones included: name -> form."""
         found: dict[str, str] = {}
         for base in reversed(node.bases):
             parent = self.find(module, base.id) if isinstance(base, ast.Name) else None
@@ -191,7 +191,7 @@ def _is_self(node: ast.AST) -> bool:
 
 
 def _form(node: ast.FunctionDef) -> str:
-    """Return what a caller and an heir of a function have to know: its kind and its parameters."""
+    """Return the kind and the parameters of a function, which its callers and overrides depend on."""
     names = {each.id if isinstance(each, ast.Name) else getattr(each, "attr", "") for each in node.decorator_list}
     words = [word for word in ("abstractmethod", "classmethod", "staticmethod") if word in names]
     if names & {"property", "cached_property"}:
@@ -204,11 +204,11 @@ def _form(node: ast.FunctionDef) -> str:
 
 
 class Ours:
-    """What our own sources say of vLLM.
+    """Uses of vLLM in ShadowServe's sources.
 
     Attributes:
-        imports: names of vLLM that are imported, as ``module.name``; of modules, what is read of them.
-        heirs: classes of vLLM's that ours derive from -> our class.
+        imports: Imported names of vLLM as ``module.name``; for modules, the attributes that are read.
+        heirs: Classes of vLLM that ShadowServe's classes derive from -> those classes.
     """
 
     def __init__(self, folder: Path = ROOT / "host_control") -> None:
@@ -218,25 +218,31 @@ class Ours:
             self._read(ast.parse(path.read_text()))
 
     def _read(self, tree: ast.Module) -> None:
-        known: dict[str, str] = {}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-                known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-            elif isinstance(node, ast.Import):
-                known |= {a.asname or a.name: a.name for a in node.names if a.name.split(".")[0] == "vllm"}
+        known = _vllm_names(tree)
         modules = {name: full for name, full in known.items() if full in ("vllm", "vllm.envs")}
         self.imports |= set(known.values()) - set(modules.values())
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
                 self.imports.add(f"{modules[node.value.id]}.{node.attr}")
             elif isinstance(node, ast.ClassDef):
-                for base in node.bases:
-                    if isinstance(base, ast.Name) and base.id in known:
-                        self.heirs.setdefault(known[base.id], []).append(node)
+                bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
+                for base in bases & known.keys():
+                    self.heirs.setdefault(known[base], []).append(node)
+
+
+def _vllm_names(tree: ast.Module) -> dict[str, str]:
+    """Return the full names of what a module imports of vLLM, by their local names."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {a.asname or a.name: a.name for a in node.names if a.name.split(".")[0] == "vllm"}
+    return names
 
 
 def described(sources: Sources, ours: Ours) -> dict[str, Any]:
-    """Return what a vLLM has of what ours uses: name -> form, of a class its members; ``null`` where it has not."""
+    """Return the forms of all names of a vLLM that ``ours`` uses, and of classes' members; ``null`` if missing."""
     found: dict[str, Any] = {}
     for name in sorted(ours.imports | ours.heirs.keys() | OBJECTS.keys()):
         module, _, plain = name.rpartition(".")
@@ -256,13 +262,13 @@ def described(sources: Sources, ours: Ours) -> dict[str, Any]:
 
 
 def recorded(version: str) -> dict[str, Any]:
-    """Return what was recorded of a version."""
+    """Return the record of a version."""
     value: dict[str, Any] = json.loads((RECORDED / f"{version}.json").read_text())
     return value
 
 
 def differences() -> dict[str, tuple[str | None, str | None]]:
-    """Return what the two versions have unlike: ``class.member`` or name -> its form in either."""
+    """Return the differences of two versions: ``class.member`` or name -> its form in both."""
     old, new = (_flat(recorded(version)) for version in VERSIONS)
     return {
         name: (old.get(name), new.get(name))
@@ -290,7 +296,7 @@ def document() -> str:
 
 
 def _fetch(folder: str) -> Path:
-    """Have pip unpack the release's sources; what it then asks of them needs compilers, so that it fails, and may."""
+    """Unpack the release's sources with pip. Building them fails for want of compilers, which does not matter."""
     wanted = Path(folder) / "wanted.txt"
     wanted.write_text(FETCHED)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "vllm", "--no-build-isolation"]
@@ -310,14 +316,14 @@ def _version(root: Path) -> str:
 
 
 def installed() -> tuple[Path, str]:
-    """Return where this environment's vLLM lies, and its version without what names its build."""
+    """Return the folder of this environment's vLLM, and its version without the name of the build."""
     import importlib.metadata
 
     return Path(sysconfig.get_path("purelib")), importlib.metadata.version("vllm").partition("+")[0]
 
 
 def main() -> None:
-    """See the head of this file."""
+    """Execute the command line of the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="write what is found")
     parser.add_argument("--fetch", action="store_true", help="of the release that is pinned in this file, from PyPI")

@@ -226,7 +226,7 @@ def _serve(url: str, phase: Phase, options: dict[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ask(url: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
+def _request(url: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
     """Send a GET, or a POST with a body, to vLLM, without a proxy."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     data = None if body is None else json.dumps(body).encode()
@@ -254,7 +254,7 @@ def _complete(url: str, phase: Phase, prompt: str, output_tokens: int) -> str:
     }
     begin, first, text = time.monotonic(), None, ""
     tokens: list[int] = []
-    with _ask(f"{url}/v1/completions", body) as response:
+    with _request(f"{url}/v1/completions", body) as response:
         for line in response:
             if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
                 continue
@@ -275,7 +275,7 @@ def _complete(url: str, phase: Phase, prompt: str, output_tokens: int) -> str:
 def _prompt_tokens(url: str) -> dict[str, int]:
     """Return vLLM's counts of prompt tokens by the source of their KV."""
     counts = {}
-    with _ask(f"{url}/metrics") as response:
+    with _request(f"{url}/metrics") as response:
         text = response.read().decode()
     for family in text_string_to_metric_families(text):
         if family.name == "vllm:prompt_tokens_by_source":

@@ -69,7 +69,7 @@ def identify(address: str, *, encrypted: bool = False) -> Listener:
     return Listener("other")
 
 
-def ask(
+def query(
     address: str, commands: Sequence[Sequence[bytes]], context: ssl.SSLContext | None = None, name: str = ""
 ) -> list[str]:
     """Return the answers of a RESP server as text; errors begin with ``-``.

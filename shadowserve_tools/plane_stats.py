@@ -71,9 +71,9 @@ class PlaneWatcher:
             "since": since,
         }  # fmt: skip
 
-    def shown(self, view: Mapping[str, Any], where: str) -> RenderableType:
+    def render(self, view: Mapping[str, Any], where: str) -> RenderableType:
         """Return a view for the terminal."""
-        return _shown(view, where)
+        return _rendered(view, where)
 
     def close(self) -> None:
         self.client.close()
@@ -88,7 +88,7 @@ def _with_numbers(value: Any) -> Any:
     return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
-def _shown(view: Mapping[str, Any], where: str) -> RenderableType:
+def _rendered(view: Mapping[str, Any], where: str) -> RenderableType:
     """Return a data plane's statistics for the terminal."""
     head = f"{where}, data plane, shadowserve {view['version']}, {view['backend']}, up {view['up_seconds']:.0f} s"
     since = "since the start" if view["since"] == "start" else f"in the last {view['since']}"

@@ -138,10 +138,10 @@ def repeat(count: int, *runs: Callable[[], Cost], description: str = "measuring"
         One list of costs for each run.
     """
     costs: list[list[Cost]] = [[] for _ in runs]
-    for round_number in tracked(range(1 + count), description):
-        for run, own in list(zip(runs, costs, strict=True))[:: -1 if round_number % 2 else 1]:
+    for turn in tracked(range(1 + count), description):
+        for run, own in list(zip(runs, costs, strict=True))[:: -1 if turn % 2 else 1]:
             cost = run()
-            if round_number:
+            if turn:
                 own.append(cost)
     return costs
 

@@ -88,7 +88,7 @@ class Sample:
     bucket: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def take(cls, client: StorageClient) -> "Sample":
+    def read(cls, client: StorageClient) -> "Sample":
         """Return a new sample.
 
         Raises:
@@ -247,7 +247,7 @@ def _size(value: float) -> str:
     return f"{value:.1f} TiB"
 
 
-def _shown(view: Mapping[str, Any], where: str, watcher: Watcher) -> RenderableType:
+def _rendered(view: Mapping[str, Any], where: str, watcher: Watcher) -> RenderableType:
     budget = view["memory_budget_bytes"]
     used = _of(_size(view["memory_used_bytes"]), budget or None, _size)
     server = f"shadowserve {view['version']}, {view['engine']}"
@@ -435,11 +435,11 @@ class _StorageView:
 
     def step(self) -> dict[str, Any]:
         """Return the current view."""
-        return self._watcher.step(Sample.take(self._client))
+        return self._watcher.step(Sample.read(self._client))
 
-    def shown(self, view: Mapping[str, Any], where: str) -> RenderableType:
+    def render(self, view: Mapping[str, Any], where: str) -> RenderableType:
         """Return a view for the terminal."""
-        return _shown(view, where, self._watcher)
+        return _rendered(view, where, self._watcher)
 
     def close(self) -> None:
         self._client.close()
@@ -475,9 +475,9 @@ def _run(
             if as_json:
                 _print(view)
             elif live:
-                screen.update(source.shown(view, where), refresh=True)
+                screen.update(source.render(view, where), refresh=True)
             else:
-                console.print(source.shown(view, where))
+                console.print(source.render(view, where))
             if number == count:
                 return
             try:

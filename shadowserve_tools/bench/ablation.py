@@ -71,20 +71,20 @@ def ablation(
     load = replace(load, output=output_tokens, requests=requests)
     runs: dict[str, list[_Run]] = defaultdict(list)
     with Programs() as programs:
-        tell = programs.progress(repeats * (len(DATA_PLANE_FLAGS) + 2 + len(PAPER_NO_MM)), "starting the engine")
+        progress = programs.progress(repeats * (len(DATA_PLANE_FLAGS) + 2 + len(PAPER_NO_MM)), "starting the engine")
         with Stack(Partition.halves(), model, load, requests_max) as running:
             capacity = running.engine.serve(load, fetched=True).throughput
             for turn in range(repeats):
                 for system, flags in DATA_PLANE_FLAGS.items():
-                    tell(system)
+                    progress(system)
                     if system != NO_AF:
                         running.restart_data_plane(*flags)
-                    running.engine.ask("switch", asynchronous=system != NO_AF)
+                    running.engine.call("switch", asynchronous=system != NO_AF)
                     offered = replace(load, rate=loaded * capacity, seed=turn)
                     runs[system].append(_measure(running, offered, unloaded))
-                    running.engine.ask("switch", asynchronous=True)
+                    running.engine.call("switch", asynchronous=True)
 
-        cards = _on_card(model, load, unloaded, repeats, tell)
+        cards = _on_card(model, load, unloaded, repeats, progress)
     _report(runs, cards).finish(output)
 
 
@@ -99,7 +99,7 @@ def _unloaded(running: Stack, load: Load, count: int) -> Served:
 
 
 def _on_card(
-    model: Model, load: Load, unloaded: int, repeats: int, tell: Callable[[str], None]
+    model: Model, load: Load, unloaded: int, repeats: int, progress: Callable[[str], None]
 ) -> dict[str, list[Served]]:
     """Return the results of single requests over the emulated card, in each turn.
 
@@ -116,7 +116,7 @@ def _on_card(
         for _ in range(repeats):
             running.restart_data_plane()
             cards[CARD].append(_unloaded(running, load, unloaded))
-            tell(CARD)
+            progress(CARD)
             slower = cards[CARD][-1].ttft / paper_s
             us_per_mib = {CARD_NO_MM: predictor.given.register_us_per_mib}
             for name, times in PAPER_NO_MM.items():
@@ -125,7 +125,7 @@ def _on_card(
                 cost = {"DOCA_EMULATOR_REGISTER_US_PER_MIB": f"{us:.0f}"}
                 running.restart_data_plane("--memory-management", "false", environment=cost)
                 cards[name].append(_unloaded(running, load, unloaded))
-                tell(name)
+                progress(name)
     return cards
 
 

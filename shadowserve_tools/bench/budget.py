@@ -140,8 +140,8 @@ def budget(
     prefix = Prefix(read_chunks, chunk_kib << 10, seed=READ_SEED)
     disk, steps = _Disk(), _Steps()
     with Programs() as programs:
-        tell = programs.progress(turns + learning + rounds, "reading")
-        capped = _measure_disk(disk, prefix, cap * MEGA, turns, folder, tell)
+        progress = programs.progress(turns + learning + rounds, "reading")
+        capped = _measure_disk(disk, prefix, cap * MEGA, turns, folder, progress)
         load = holding(load, 2 * OFTEN, phase_steps)
         load = holding(load, PAGES_OFTEN + 1, PAGES_LONGER * phase_steps)
         running = programs.enter_context(Stack(Partition.halves(), model, load, requests_max))
@@ -163,12 +163,12 @@ def budget(
             decoding.round([WITHIN] * 2 * OFTEN, _Steps())
             decoding.round([PAGES_WITHIN] * PAGES_OFTEN, _Steps())
             rates = [f"{each.policy.rate / 1e9:.2f}" for each in (fetching, bringing)]
-            tell(f"learning: {' and '.join(rates)} GB/s")
+            progress(f"learning: {' and '.join(rates)} GB/s")
         for number in rounds_until_narrow(rounds, rounds_max, [steps.over[name] for name in (WITHIN, PAGES_WITHIN)]):
             order = slice(None, None, -1 if number % 2 else 1)
             decoding.round(([WITHIN, FREE] * OFTEN)[order], steps)
             decoding.round([*[PAGES_WITHIN] * PAGES_OFTEN, PAGES_FREE][order], steps)
-            tell("decoding")
+            progress("decoding")
         for moving in (fetching, bringing):
             moving.verify()
     _report(disk, steps, {"": fetching.policy, "pages_": bringing.policy}, capped).finish(output)
@@ -178,7 +178,7 @@ def budget(
 
 
 def _measure_disk(
-    disk: _Disk, prefix: Prefix, cap: int, turns: int, folder: Path | None, tell: Callable[[str], None]
+    disk: _Disk, prefix: Prefix, cap: int, turns: int, folder: Path | None, progress: Callable[[str], None]
 ) -> bool:
     """Measure reads and writes; return whether the device was capped."""
     written = Prefix(max(len(prefix.names) // WRITTEN_SHARE, 1), prefix.chunk_bytes, seed=WRITTEN_SEED)
@@ -199,7 +199,7 @@ def _measure_disk(
             for turn in range(turns):
                 for name in (STRICT, MIXED)[:: -1 if turn % 2 else 1]:
                     _read(disk, pools[name], prefix, written, name)
-                tell("reading")
+                progress("reading")
         return not disks.why_not
 
 
@@ -327,7 +327,7 @@ class _Decoding:
     def round(self, beside: list[str], steps: _Steps) -> None:
         """Decode a phase with each load, all of one length, and an unloaded one before and after each."""
         length = self._phases[beside[0]].steps
-        self._engine.ask("decode_start", batch=self._batch, tokens=DECODED_TOKENS, beside=len(beside), steps=length)
+        self._engine.call("decode_start", batch=self._batch, tokens=DECODED_TOKENS, beside=len(beside), steps=length)
         self._decoded = 0
         before = self._note(steps.seconds[NOTHING], self._durations(length), 0.0, self._policies())
         for name in beside:
@@ -341,14 +341,14 @@ class _Decoding:
             after = self._note(steps.seconds[NOTHING], self._durations(length), 0.0, self._policies())
             steps.over[name].append(phase.middle(own) / ((phase.middle(before) + phase.middle(after)) / 2))
             before = after
-        self._engine.ask("decode_stop")
+        self._engine.call("decode_stop")
 
     def _policies(self) -> list[Interference]:
         return list({id(phase.moving.policy): phase.moving.policy for phase in self._phases.values()}.values())
 
     def _durations(self, steps: int) -> list[float]:
         self._decoded += SETTLING_STEPS
-        return [wall for wall, _ in self._engine.ask("decode_steps", steps=steps)]
+        return [wall for wall, _ in self._engine.call("decode_steps", steps=steps)]
 
     def _note(
         self, seconds: list[float], durations: list[float], rate: float, policies: list[Interference]

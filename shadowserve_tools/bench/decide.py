@@ -36,7 +36,7 @@ _HEALED: Final = 3
 """Number of fetched prompts in a row that show that the policy knows the link's new rate."""
 _REQUESTS_MAX: Final = 400
 
-Tell = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 @dataclass
@@ -98,15 +98,15 @@ def decide(
     with Programs() as programs:
         network = programs.enter_context(linked())
         network.limit(_FREE_GBIT_PER_S)
-        tell = programs.progress(1 + len(links) * (repeats + 1) + 1)
+        progress = programs.progress(1 + len(links) * (repeats + 1) + 1)
         bed = Bed(
             programs, programs.logs, network, model, max(prompts), 2, fetch_or_recompute=True, layer_order=layer_order
         )  # fmt: skip
-        tell("storing")
+        progress("storing")
         _store(bed, prompts, results)
         for rate in links:
-            _measure(bed, network, prompts, rate, repeats, results, tell)
-        tell("healing")
+            _measure(bed, network, prompts, rate, repeats, results, progress)
+        progress("healing")
         network.limit(links[0])
         _heal(bed, min(prompts), results)
     _report(results, links).finish(output)
@@ -122,8 +122,8 @@ def _store(bed: Bed, prompts: Sequence[int], results: _Results) -> None:
     Raises:
         ShadowServeError: The answer does not depend on the stored part, or differs with a cache.
     """
-    bed.engine.ask("hits", way=_WAYS[_DECIDING])
-    bed.engine.ask("reading", only=True)
+    bed.engine.call("hits", way=_WAYS[_DECIDING])
+    bed.engine.call("reading", only=True)
     for tokens in prompts:
         results.answers[tokens] = bed.serve(_prompt(tokens), 0)["answer"]
         if (
@@ -132,7 +132,7 @@ def _store(bed: Bed, prompts: Sequence[int], results: _Results) -> None:
         ):
             raise ShadowServeError("the answer does not depend on the prompt: equal answers would show nothing")
         bed.store(_prompt(tokens))
-    bed.engine.ask("hits", way=_WAYS[_ALWAYS])
+    bed.engine.call("hits", way=_WAYS[_ALWAYS])
     for tokens in prompts:
         before = bed.plane.statistics().fetched_bytes
         result = bed.serve(_prompt(tokens), _stored(tokens))
@@ -146,24 +146,24 @@ def _stored(tokens: int) -> int:
 
 
 def _measure(
-    bed: Bed, network: Link, prompts: Sequence[int], rate: float, repeats: int, results: _Results, tell: Tell
+    bed: Bed, network: Link, prompts: Sequence[int], rate: float, repeats: int, results: _Results, progress: Progress
 ) -> None:
     """Serve each prompt with each system over one link, in turns."""
     network.limit(rate)
-    tell(f"learning {rate:g} Gbit/s")
-    bed.engine.ask("hits", way=_WAYS[_DECIDING])
+    progress(f"learning {rate:g} Gbit/s")
+    bed.engine.call("hits", way=_WAYS[_DECIDING])
     for tokens in prompts:
         results.learning_s.append((tokens, rate, bed.ask(_prompt(tokens))["ttft_s"]))
     cells = [_Cell(tokens, rate) for tokens in prompts]
     results.cells += cells
     number = itertools.count()
     for _ in range(repeats):
-        tell(f"asking over {rate:g} Gbit/s")
+        progress(f"asking over {rate:g} Gbit/s")
         for cell in cells:
             # Short prompts are noisier, and take less time.
             for _ in range(round(max(prompts) / cell.tokens)):
                 for name in _WAYS if next(number) % 2 == 0 else reversed(_WAYS):
-                    bed.engine.ask("hits", way=_WAYS[name])
+                    bed.engine.call("hits", way=_WAYS[name])
                     _ask(bed, cell, name, results.answers[cell.tokens])
 
 
@@ -180,7 +180,7 @@ def _ask(bed: Bed, cell: _Cell, name: str, answer: list[int]) -> None:
 
 
 def _heal(bed: Bed, tokens: int, results: _Results) -> None:
-    bed.engine.ask("hits", way=_WAYS[_DECIDING])
+    bed.engine.call("hits", way=_WAYS[_DECIDING])
     row = 0
     while row < _HEALED and len(results.healing_s) < _REQUESTS_MAX:
         result = bed.ask(_prompt(tokens))

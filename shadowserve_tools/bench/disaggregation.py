@@ -81,18 +81,18 @@ class _Pools:
             flags = ("--listen", listen, "--cores", json.dumps(cores[place]))
             with on_cores(cores[place]):
                 stack.enter_context(start_data_plane(folder / place, storage.address, *flags))
-            told = {
+            keys = {
                 "data_plane": listen,
                 "pd_role": place,
                 "store_buffer_bytes": (load.chunks + 1) * chunk_bytes,
                 "identity_cache": str(folder / "content.json"),
             }
-            told |= dict.fromkeys(
+            keys |= dict.fromkeys(
                 ("pd_timeout_s", "lookup_timeout_s", "fetch_timeout_s", "store_timeout_s"), _TIMEOUT_S
             )
             # Chunks are stored while later ones are computed: prompts are longer than a step.
             engine = started_engine(
-                place, folder, partition.engine, model, load, 1, plugin(told), step_tokens=_STEP_TOKENS
+                place, folder, partition.engine, model, load, 1, plugin(keys), step_tokens=_STEP_TOKENS
             )
             engines.append(stack.enter_context(engine))
         self.prefill, self.decode = engines
@@ -107,7 +107,7 @@ class _Pools:
 
     def serve(self, engine: Engine, seed: int, output: int = 0) -> dict[str, Any]:
         request = {"seed": seed, "tokens": self.tokens, "output": output or self._output, "at": 0.0}
-        (result,) = engine.ask("serve", requests=[request])
+        (result,) = engine.call("serve", requests=[request])
         found: dict[str, Any] = result
         return found
 
@@ -132,7 +132,7 @@ class _Pools:
         before = self.hit(seed - 1)
         computed = self.serve(self.prefill, seed, 1)
         continued = self.hit(seed)
-        self.prefill.ask("settle")
+        self.prefill.call("settle")
         warm = self.hit(seed)
         wanted = self._answers[seed]
         if not continued["answer"] == warm["answer"] == wanted:
@@ -141,7 +141,7 @@ class _Pools:
             raise ShadowServeError("the answer does not depend on the prompt: equal answers would show nothing")
         self.serve(self.prefill, other, 1)
         beside = self.hit(seed)
-        self.prefill.ask("settle")
+        self.prefill.call("settle")
         return [computed, continued, warm | {"ttft_s": statistics.fmean([before["ttft_s"], warm["ttft_s"]])}, beside]
 
 
@@ -171,12 +171,12 @@ def disaggregation(output: Output, model: Model, load: Load, requests_max: int, 
     load = Load(chunks=load.chunks + 1, documents=load.documents, output=output_tokens)
     turns: list[list[dict[str, Any]]] = []
     with Programs() as programs:
-        tell = programs.progress(load.documents + 1)
+        progress = programs.progress(load.documents + 1)
         pools = _Pools(programs, programs.logs, model, load)
         pools.serve(pools.prefill, 0, 1)  # open connections, and touch memory for the first time
         pools.hit(0)
         for seed in range(1, load.documents + 1):
-            tell(f"prompt {seed}")
+            progress(f"prompt {seed}")
             turns.append(pools.turn(seed, load.documents + seed))
     _report(turns, pools.tokens).finish(output)
 

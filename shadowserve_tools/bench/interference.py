@@ -60,7 +60,7 @@ HALF_WIDTH_MAX: Final = 0.01
 RATE_MIN: Final = 4e9
 """Lowest KV rate for which the goal holds, in bytes per second."""
 
-Tell = Callable[[str], None]
+Progress = Callable[[str], None]
 Beside = Callable[[], AbstractContextManager[None]]
 
 
@@ -136,14 +136,14 @@ def interference(output: Output, model: Model, load: Load, requests_max: int, **
     load = replace(load, output=max(plan.lengths))
     results = _Results()
     with Programs() as programs:
-        tell = programs.progress(2 + plan.rounds + plan.repeats * len(plan.lengths), "starting the engine")
+        progress = programs.progress(2 + plan.rounds + plan.repeats * len(plan.lengths), "starting the engine")
         decoding = holding(load, 3 * OFTEN + 1, plan.phase_steps)
         running = programs.enter_context(Stack(Partition.halves(), model, decoding, requests_max))
-        tell("decoding")
-        _measure_decoding(results, running, plan, tell)
-        tell("starting an engine that keeps prefixes")
+        progress("decoding")
+        _measure_decoding(results, running, plan, progress)
+        progress("starting an engine that keeps prefixes")
         keeping = programs.enter_context(running.engine_that_keeps())
-        _measure_lengths(results, running, keeping, plan, load, tell)
+        _measure_lengths(results, running, keeping, plan, load, progress)
     _report(results).finish(output)
 
 
@@ -156,7 +156,7 @@ def holding(load: Load, beside: int, steps: int) -> Load:
 # ---- A steady batch --------------------------------------------------------------------------------------------------
 
 
-def _measure_decoding(results: _Results, running: Stack, plan: _Plan, tell: Tell) -> None:
+def _measure_decoding(results: _Results, running: Stack, plan: _Plan, progress: Progress) -> None:
     """Measure the decode phases."""
     with ExitStack() as stack:
         targets = []
@@ -188,7 +188,7 @@ def _measure_decoding(results: _Results, running: Stack, plan: _Plan, tell: Tell
         for number in rounds_until_narrow(plan.rounds, plan.rounds_max, wanted):
             beside = [*often * OFTEN, controls[number % len(controls)]]
             _decode_round(results, running, plan, beside[:: -1 if number % 2 else 1])
-            tell("decoding")
+            progress("decoding")
         for target in targets:
             target.clear()
             target.fetch()
@@ -206,10 +206,10 @@ def rounds_until_narrow(at_least: int, at_most: int, wanted: Sequence[Sequence[f
 def _decode_round(results: _Results, running: Stack, plan: _Plan, beside: Sequence[tuple[str, Beside]]) -> None:
     """Decode a phase beside each load, and an unloaded one before and after each."""
     engine = running.engine
-    engine.ask("decode_start", batch=plan.batch, tokens=DECODED_TOKENS, beside=len(beside), steps=plan.phase_steps)
+    engine.call("decode_start", batch=plan.batch, tokens=DECODED_TOKENS, beside=len(beside), steps=plan.phase_steps)
 
     def phase(name: str) -> tuple[float, float]:
-        durations = engine.ask("decode_steps", steps=plan.phase_steps)
+        durations = engine.call("decode_steps", steps=plan.phase_steps)
         results.steps[name] += [wall for wall, _ in durations]
         return statistics.median(wall for wall, _ in durations), statistics.median(cpu for _, cpu in durations)
 
@@ -223,13 +223,15 @@ def _decode_round(results: _Results, running: Stack, plan: _Plan, beside: Sequen
         ):
             found[name].append(median / ((one + other) / 2))
         before = after
-    engine.ask("decode_stop")
+    engine.call("decode_stop")
 
 
 # ---- Serving ---------------------------------------------------------------------------------------------------------
 
 
-def _measure_lengths(results: _Results, running: Stack, keeping: Engine, plan: _Plan, load: Load, tell: Tell) -> None:
+def _measure_lengths(
+    results: _Results, running: Stack, keeping: Engine, plan: _Plan, load: Load, progress: Progress
+) -> None:
     """Serve outputs of each length at the loaded rate, decoding on the data plane's cores and in the engine, in
     turns.
 
@@ -246,7 +248,7 @@ def _measure_lengths(results: _Results, running: Stack, keeping: Engine, plan: _
                 with running.decoding_in_engine() if system == IN_ENGINE else nullcontext():
                     served = (keeping if system == KEPT else running.engine).serve(offered, fetched=True)
                 results.lengths[length, load.rate, system].append(served)
-            tell(f"{length} tokens at {load.rate:.2g}/s")
+            progress(f"{length} tokens at {load.rate:.2g}/s")
 
 
 # ---- Report ----------------------------------------------------------------------------------------------------------

@@ -151,17 +151,17 @@ class Bed:
         )  # fmt: skip
         self._plane = stack.enter_context(ExitStack())
         self.restart_plane()
-        told = {
+        keys = {
             "data_plane": address,
             "fetch_buffer_bytes": buffer_bytes,
             "store_buffer_bytes": buffer_bytes,
             "identity_cache": str(folder / "content.json"),
         }
-        told |= dict.fromkeys(("lookup_timeout_s", "fetch_timeout_s", "store_timeout_s"), _TIMEOUT_S / 2) | host
+        keys |= dict.fromkeys(("lookup_timeout_s", "fetch_timeout_s", "store_timeout_s"), _TIMEOUT_S / 2) | host
         held: dict[str, Any] = {"kv_cache_bytes": model.kv_bytes * (tokens + _ROUNDING_TOKENS)} if one_request else {}
         # A prompt is computed in one step, as in engines that only compute prompts.
         engine = started_engine(
-            "engine", folder, partition.engine, model, load, 1, plugin(told), step_tokens=load.prompt_tokens,
+            "engine", folder, partition.engine, model, load, 1, plugin(keys), step_tokens=load.prompt_tokens,
             **held,
         )  # fmt: skip
         self.engine: Engine = stack.enter_context(engine)
@@ -176,7 +176,7 @@ class Bed:
     def ask(self, tokens: Sequence[int]) -> dict[str, Any]:
         """Serve a prompt and return its result."""
         request = {"prompt": list(tokens), "tokens": len(tokens), "output": 1, "at": 0.0}
-        (result,) = self.engine.ask("serve", timeout_s=_TIMEOUT_S, requests=[request])
+        (result,) = self.engine.call("serve", timeout_s=_TIMEOUT_S, requests=[request])
         found: dict[str, Any] = result
         return found
 
@@ -215,10 +215,10 @@ class Bed:
 
     def store(self, tokens: Sequence[int]) -> None:
         """Compute and store the chunks of a prompt."""
-        self.engine.ask("reading", only=False)
+        self.engine.call("reading", only=False)
         self.serve(tokens, 0)
-        self.engine.ask("settle")
-        self.engine.ask("reading", only=True)
+        self.engine.call("settle")
+        self.engine.call("reading", only=True)
         self._chunks_stored += len(tokens) // DEFAULT_CHUNK_TOKENS
 
 
@@ -261,13 +261,13 @@ def layers(
         network.limit(_LOCAL_GBIT_PER_S)
         tokens = max(case.tokens for case in cases)
         bed = Bed(programs, programs.logs, network, model, tokens, connections, over_s3, layer_order=True)
-        tell = programs.progress(len(cases) * (repeats + 1))
+        progress = programs.progress(len(cases) * (repeats + 1))
         for case in cases:
             _prepare(bed, network, case, transfer)
-            tell("measuring")
+            progress("measuring")
             for number in range(repeats):
                 _turn(bed, network, case, number)
-                tell("measuring")
+                progress("measuring")
     _report(cases, model.layers, repeats).finish(output)
 
 
@@ -285,7 +285,7 @@ def _prepare(bed: Bed, network: Link, case: _Case, transfer: float) -> None:
         ShadowServeError: The answer does not depend on the stored prefix, or differs with a cache.
     """
     network.limit(_LOCAL_GBIT_PER_S)
-    bed.engine.ask("reading", only=True)
+    bed.engine.call("reading", only=True)
     bed.serve(case.prompt, 0)
     answers = [bed.serve(case.prompt, 0) for _ in range(2)]
     case.ttft_s[_NO_CACHE] = [answer["ttft_s"] for answer in answers]
@@ -293,7 +293,7 @@ def _prepare(bed: Bed, network: Link, case: _Case, transfer: float) -> None:
     if bed.serve(other, 0)["answer"] == answers[0]["answer"]:
         raise ShadowServeError("the answer does not depend on the prefix: equal answers would show nothing")
     bed.store(case.prompt[: case.prefix_tokens])
-    bed.engine.ask("layerwise", on=True)
+    bed.engine.call("layerwise", on=True)
     before = bed.plane.statistics().fetched_bytes
     times = []
     for _ in range(2):
@@ -313,7 +313,7 @@ def _turn(bed: Bed, network: Link, case: _Case, number: int) -> None:
         if system.cold:
             bed.chill()
         network.limit(case.gbit_per_s if system.over_link else _LOCAL_GBIT_PER_S)
-        bed.engine.ask("layerwise", on=system.layerwise)
+        bed.engine.call("layerwise", on=system.layerwise)
         before = bed.bucket()
         result = bed.serve(case.prompt, case.prefix_tokens)
         read = bed.bucket().get("read_records", 0) - before.get("read_records", 0)

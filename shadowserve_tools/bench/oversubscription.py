@@ -114,7 +114,7 @@ def oversubscription(
     equal: list[float] = []
     with Programs() as programs:
         more = (_ALONE - 1) * sum(cell.demand == 1 for cell in cells)
-        tell = programs.progress(repeats * (len(cells) + more))
+        progress = programs.progress(repeats * (len(cells) + more))
         engines = _engines(programs, programs.logs, model, requests, max(demands))
         for engine in engines.values():  # open connections, and touch memory for the first time
             _serve(engine, requests.orders(1, _ALONE * repeats))
@@ -122,7 +122,7 @@ def oversubscription(
         for turn in range(repeats):
             answers: dict[tuple[str, int], list[list[int]]] = {}
             for cell in cells if turn % 2 == 0 else reversed(cells):
-                tell(f"{cell.system}, {cell.demand} times")
+                progress(f"{cell.system}, {cell.demand} times")
                 answers[cell.system, cell.demand] = _measure(engines[cell.system], cell, requests, turn)
             for demand in demands:
                 pairs = list(zip(answers[_OFF, demand], answers[_TIER, demand], strict=True))
@@ -130,7 +130,7 @@ def oversubscription(
         alone = [cell for cell in cells if cell.demand == 1]
         for turn in range(repeats, _ALONE * repeats):
             for cell in alone if turn % 2 == 0 else reversed(alone):
-                tell(f"{cell.system}, {cell.demand} times")
+                progress(f"{cell.system}, {cell.demand} times")
                 _measure(engines[cell.system], cell, requests, turn)
     _report(cells, equal).finish(output)
 
@@ -171,7 +171,7 @@ def _engines(stack: ExitStack, folder: Path, model: Model, requests: _Requests, 
 
 
 def _serve(engine: Engine, orders: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = engine.ask("serve", timeout_s=_TIMEOUT_S, requests=orders)
+    results: list[dict[str, Any]] = engine.call("serve", timeout_s=_TIMEOUT_S, requests=orders)
     return results
 
 
@@ -182,7 +182,7 @@ def _measure(engine: Engine, cell: _Cell, requests: _Requests, turn: int) -> lis
         ShadowServeError: Answers do not depend on prompts, or the number of preemptions is not as intended.
     """
     results = _serve(engine, requests.orders(cell.demand, turn))
-    pressure = engine.ask("pressure")
+    pressure = engine.call("pressure")
     answers = [result["answer"] for result in results]
     if any(mine == its for mine, its in itertools.pairwise(answers)):
         raise ShadowServeError("two prompts have the same answer: equal answers would show nothing")
@@ -194,7 +194,7 @@ def _measure(engine: Engine, cell: _Cell, requests: _Requests, turn: int) -> lis
     cell.computed.append(sum(tokens for _, _, tokens, _ in pressure["steps"]))
     cell.limits.append(limit(pressure["steps"]))
     if cell.system == _TIER:
-        engine.ask("settle")
+        engine.call("settle")
     return answers
 
 

@@ -26,7 +26,7 @@ import psutil
 
 from shadowserve import native
 from shadowserve.cores import usable_cores
-from shadowserve_tools.bench.parts.rounds import Alone, Rounds, connected
+from shadowserve_tools.bench.parts.batches import Batches, StagesAlone, connected
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Programs
@@ -38,7 +38,7 @@ FEW: Final = 2
 """Chunks of a short batch. It has its own goal, because start and end weigh more."""
 SHORT_TURNS: Final = 4
 """Most turns of shorter batches for each turn of the longest: noise weighs more in less time."""
-SHORT_ROUNDS: Final = 8
+SHORT_BATCHES: Final = 8
 """Short batches for each long one; their median is the other half of the pair."""
 STAGES: Final = {
     native.Stage.NET: "net",
@@ -80,19 +80,19 @@ def pipeline(
     counts = [1 << power for power in range(chunks.bit_length())]
     modes: dict[str, _Mode] = {}
     with _served(llama_8b(min(chunks, DISTINCT), layers=layers, codec=codec), connections) as served:
-        alone = Alone(served.workload, served.connections, counts[-1])
+        alone = StagesAlone(served.workload, served.connections, counts[-1])
         with ExitStack() as stack:
             pipelines = {}
             for name in (FUSED, SEPARATE, APART)[: 2 if len(usable_cores()) == 1 else 3]:
                 modes[name] = _Mode()
                 with served.placed(apart=name == APART):
-                    rounds = stack.enter_context(closing(served.rounds(counts[-1], name != SEPARATE)))
-                    rounds.verified(counts[-1], [served.server])  # touches every buffer
-                    pipelines[name] = rounds
-            for count, (name, rounds) in itertools.product(counts, pipelines.items()):
+                    batches = stack.enter_context(closing(served.batches(counts[-1], name != SEPARATE)))
+                    batches.verified(counts[-1], [served.server])  # touches every buffer
+                    pipelines[name] = batches
+            for count, (name, batches) in itertools.product(counts, pipelines.items()):
                 with served.placed(apart=name == APART):
                     turns = repeats * min(SHORT_TURNS, counts[-1] // count)
-                    _compare(served, rounds, alone, modes[name], name, count, turns)
+                    _compare(served, batches, alone, modes[name], name, count, turns)
     with _served(llama_8b(min(long, DISTINCT), layers=long_layers, codec=codec), connections) as served:
         growth = _growth(served, long, repeats)
     for name, mode in modes.items():
@@ -126,9 +126,9 @@ class _Served:
     cores: list[int]
     server_cores: list[int] | None = None
 
-    def rounds(self, chunks_max: int, fused: bool) -> Rounds:
+    def batches(self, chunks_max: int, fused: bool) -> Batches:
         cores = len(self.cores)
-        return Rounds(self.workload, self.connections, chunks_max=chunks_max, cores=cores, fused=fused)
+        return Batches(self.workload, self.connections, chunks_max=chunks_max, cores=cores, fused=fused)
 
     @contextmanager
     def placed(self, *, apart: bool) -> Iterator[None]:
@@ -228,25 +228,27 @@ class _Mode:
             )
 
 
-def _compare(served: _Served, rounds: Rounds, alone: Alone, mode: _Mode, name: str, chunks: int, repeats: int) -> None:
+def _compare(
+    served: _Served, batches: Batches, alone: StagesAlone, mode: _Mode, name: str, chunks: int, repeats: int
+) -> None:
     """Run batches and stages in turns, and add the comparison."""
     stages = alone.runs(name != SEPARATE)
     server_s: list[float] = []
 
-    def round_() -> Cost:
+    def batch() -> Cost:
         before = cpu_s(served.server)
-        cost = rounds.verified(chunks, [served.server])
+        cost = batches.verified(chunks, [served.server])
         server_s.append(cpu_s(served.server) - before)  # the server is idle before and after
         return cost
 
-    before, began = rounds.statistics(), psutil.cpu_times()
+    before, began = batches.statistics(), psutil.cpu_times()
     whole, *costs = repeat(
         repeats,
-        round_,
+        batch,
         *(partial(measure, partial(run, chunks)) for run in stages.values()),
         description=f"{name}, {chunks} chunks",
     )
-    after, stolen = rounds.statistics(), _stolen(began)
+    after, stolen = batches.statistics(), _stolen(began)
     # The compute stages ran on one thread; a pipeline has one for each core. The network stage has its own threads.
     walls = [
         [cost.wall_s if stage == "net" else cost.wall_s / len(served.cores) for cost in own]
@@ -283,11 +285,11 @@ def _growth(served: _Served, long: int, repeats: int) -> list[float]:
     """Return the time of a chunk in a long batch over that in short ones; a pair has one long and several short."""
     short, parties = len(served.workload.keys), [served.server]
     pairs = []
-    with closing(served.rounds(long, fused=True)) as rounds:
-        rounds.verified(long, parties)  # touches every buffer
-        for _ in tracked(range(repeats), f"rounds of {long} chunks"):
-            costs = [rounds.verified(short, parties).wall_s for _ in range(SHORT_ROUNDS)]
-            pairs.append(rounds.verified(long, parties).wall_s / long / (statistics.median(costs) / short))
+    with closing(served.batches(long, fused=True)) as batches:
+        batches.verified(long, parties)  # touches every buffer
+        for _ in tracked(range(repeats), f"batches of {long} chunks"):
+            costs = [batches.verified(short, parties).wall_s for _ in range(SHORT_BATCHES)]
+            pairs.append(batches.verified(long, parties).wall_s / long / (statistics.median(costs) / short))
     return pairs
 
 
@@ -307,8 +309,8 @@ def _charts(modes: dict[str, _Mode]) -> list[Chart]:
             kind="bars",
         ),
         Chart(
-            "A round over its ideal",
-            x="chunks in a round",
+            "A batch over its ideal",
+            x="chunks in a batch",
             y="ratio",
             series={
                 name: [(c.chunks, statistics.median(c.over_ideal)) for c in mode.comparisons]

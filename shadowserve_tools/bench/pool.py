@@ -51,7 +51,7 @@ _ARENA_BYTES: Final = 256 << 20
 
 
 @dataclass(frozen=True)
-class _Round:
+class _Turn:
     """Measurements of one turn: each system, and the bytes per second of each device alone."""
 
     taken: dict[str, Retrieval]
@@ -105,16 +105,16 @@ def pool(
             store.cool()
             store.retrieve(parts[name], check=True)
         with disks.capped():
-            rounds = _rounds(stores, shared, parts, repeats, "measuring")
-        _add_rows(report, "files" if disks.why_not else "capped", rounds, prefix)
-        _judge(report, rounds, prefix, memory * _MEGA)
+            turns = _turns(stores, shared, parts, repeats, "measuring")
+        _add_rows(report, "files" if disks.why_not else "capped", turns, prefix)
+        _judge(report, turns, prefix, memory * _MEGA)
         if not disks.why_not:
-            rounds = _rounds(stores, [], parts, repeats, "measuring without caps")
-            _add_rows(report, "not capped", rounds, prefix)
-            shares = [each.taken[FULL].orchestration_s / each.taken[FULL].wall_s for each in rounds]
+            turns = _turns(stores, [], parts, repeats, "measuring without caps")
+            _add_rows(report, "not capped", turns, prefix)
+            shares = [each.taken[FULL].orchestration_s / each.taken[FULL].wall_s for each in turns]
             report.ratio("orchestration_share_uncapped", shares, "none; of devices that are memory")
-            _judge_partial(report, rounds, "_uncapped")
-        _judge_cpu(report, rounds)
+            _judge_partial(report, turns, "_uncapped")
+        _judge_cpu(report, turns)
     _add_charts(report)
     report.finish(output)
 
@@ -164,10 +164,10 @@ def _open(
     }
 
 
-def _rounds(
+def _turns(
     stores: dict[str, Store], shared: Sequence[Disk], parts: dict[str, Prefix], repeats: int, description: str
-) -> list[_Round]:
-    rounds = []
+) -> list[_Turn]:
+    turns = []
     for _ in tracked(range(repeats), description):
         taken = {}
         for name, store in stores.items():
@@ -175,13 +175,13 @@ def _rounds(
             taken[name] = store.retrieve(parts[name])
         read = taken[FULL].device_bytes // _ALONE_SHARE
         total = sum(disk.cap for disk in shared)
-        rounds.append(_Round(taken, [plain_rate(disk, read * disk.cap // total) for disk in shared]))
-    return rounds
+        turns.append(_Turn(taken, [plain_rate(disk, read * disk.cap // total) for disk in shared]))
+    return turns
 
 
-def _add_rows(report: Report, devices: str, rounds: Sequence[_Round], prefix: Prefix) -> None:
+def _add_rows(report: Report, devices: str, turns: Sequence[_Turn], prefix: Prefix) -> None:
     def median(name: str, value: Callable[[Retrieval], float]) -> float:
-        return statistics.median(value(each.taken[name]) for each in rounds)
+        return statistics.median(value(each.taken[name]) for each in turns)
 
     for name in SYSTEMS:
         orchestration = median(name, lambda each: each.orchestration_s / each.size * prefix.chunk_bytes * 1e6)
@@ -193,14 +193,14 @@ def _add_rows(report: Report, devices: str, rounds: Sequence[_Round], prefix: Pr
             cpu_s_per_GB=median(name, lambda each: each.cpu_s / each.device_bytes * 1e9),
             orchestration_us_per_chunk=orchestration or "",
         )
-    for number in range(len(rounds[0].alone)):
-        rate = statistics.median(each.alone[number] for each in rounds)
+    for number in range(len(turns[0].alone)):
+        rate = statistics.median(each.alone[number] for each in turns)
         report.row(devices=devices, system=f"device {number + 1} alone", GB_per_s=rate / 1e9)
 
 
-def _judge(report: Report, rounds: Sequence[_Round], prefix: Prefix, memory: int) -> None:
-    full = [each.taken[FULL] for each in rounds]
-    sums = [sum(each.alone) for each in rounds]
+def _judge(report: Report, turns: Sequence[_Turn], prefix: Prefix, memory: int) -> None:
+    full = [each.taken[FULL] for each in turns]
+    sums = [sum(each.alone) for each in turns]
     report.ratio(
         "aggregate_over_sum",
         [prefix.size / own.wall_s / (alone + memory) for own, alone in zip(full, sums, strict=True)],
@@ -219,22 +219,22 @@ def _judge(report: Report, rounds: Sequence[_Round], prefix: Prefix, memory: int
     report.ratio(
         "control_share", [own.control_s / own.wall_s for own in full], "with handing reads over and taking them back"
     )
-    _judge_partial(report, rounds, "")
+    _judge_partial(report, turns, "")
 
 
-def _judge_partial(report: Report, rounds: Sequence[_Round], suffix: str) -> None:
+def _judge_partial(report: Report, turns: Sequence[_Turn], suffix: str) -> None:
     """Compare with the two halves of the design, as figure 10 of the paper."""
     for name, system in (("pool_only_over_full", POOL_ONLY), ("passthrough_only_over_full", PASSTHROUGH_ONLY)):
-        ratios = [each.seconds(system, 1) / each.seconds(FULL, 1) for each in rounds]
+        ratios = [each.seconds(system, 1) / each.seconds(FULL, 1) for each in turns]
         paper = {POOL_ONLY: "1.8", PASSTHROUGH_ONLY: "2.3"}[system]
         report.ratio(name + suffix, ratios, f"the paper's, of TTFT: {paper}")
 
 
-def _judge_cpu(report: Report, rounds: Sequence[_Round]) -> None:
-    def cost(each: _Round, name: str) -> float:
+def _judge_cpu(report: Report, turns: Sequence[_Turn]) -> None:
+    def cost(each: _Turn, name: str) -> float:
         return each.taken[name].cpu_s / each.taken[name].device_bytes
 
-    gains = [cost(each, NEITHER) / cost(each, PASSTHROUGH_ONLY) for each in rounds]
+    gains = [cost(each, NEITHER) / cost(each, PASSTHROUGH_ONLY) for each in turns]
     report.ratio("cpu_gain_over_filesystem", gains, "at least 1.8")
 
 

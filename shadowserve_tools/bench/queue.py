@@ -91,7 +91,7 @@ def queue(
         network = programs.enter_context(linked())
         network.limit(gbit_per_s)
         disk = programs.disk(folder)
-        tell = programs.progress(len(_SYSTEMS) * repeats + 1)
+        progress = programs.progress(len(_SYSTEMS) * repeats + 1)
         case = _Case(
             Bed(programs, programs.logs, network, model, tokens, 2, one_request=True),
             disk,
@@ -102,7 +102,7 @@ def queue(
         case.prepare()
         for number in range(repeats):
             for name in _SYSTEMS if number % 2 == 0 else reversed(_SYSTEMS):
-                tell(name)
+                progress(name)
                 case.run(name)
     case.report(gbit_per_s).finish(output)
 
@@ -131,7 +131,7 @@ class _Case:
         Raises:
             ShadowServeError: The answer does not depend on the stored part.
         """
-        self._bed.engine.ask("reading", only=True)
+        self._bed.engine.call("reading", only=True)
         for seed, tokens in enumerate(self._prompts):
             answer = self._ask([tokens])[0]["answer"]
             other = [*prompt(seed + _FIRST + _WARM, self._stored, VOCABULARY), *tokens[self._stored :]]
@@ -154,7 +154,7 @@ class _Case:
             }
             for place, tokens in enumerate(prompts)
         ]
-        results: list[dict[str, Any]] = self._bed.engine.ask("serve", requests=orders)
+        results: list[dict[str, Any]] = self._bed.engine.call("serve", requests=orders)
         return results
 
     def _fetch_all(self) -> None:

@@ -198,8 +198,8 @@ def _rounds(
     """Return each round's times to the first token in seconds, by policy and for _FREE, in the order of the mix."""
     found: dict[str, list[list[float]]] = {policy: [] for policy in (_FREE, *policies)}
     operator.call("CONFIG", "SET", "egress_margin", str(margin))
-    for round_number in tracked(range(1 + repeats), f"mix {name}"):
-        for policy in [_FREE, *policies][:: -1 if round_number % 2 else 1]:
+    for turn in tracked(range(1 + repeats), f"mix {name}"):
+        for policy in [_FREE, *policies][:: -1 if turn % 2 else 1]:
             operator.call("CONFIG", "SET", "egress_bits_per_s", "0" if policy == _FREE else str(link))
             if policy == _FREE:
                 ttfts = [_together(address, [request])[0] for request in mix]
@@ -209,7 +209,7 @@ def _rounds(
                     operator.call("CONFIG", "SET", "egress_epoch_s", _BEGINNING_EPOCH_S)
                 ttfts = _together(address, mix, (lambda: _hold(operator)) if policy in HELD else None)
                 operator.call("CONFIG", "SET", "egress_epoch_s", _EPOCH_S)
-            if round_number:  # the first warms up
+            if turn:  # the first warms up
                 found[policy].append(ttfts)
     return found
 

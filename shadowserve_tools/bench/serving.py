@@ -57,7 +57,7 @@ from shadowserve_tools.bench.parts.systems import (
     REDIS,
     REDIS_SHM,
     Answers,
-    Place,
+    Site,
     System,
     check_cached,
     ours,
@@ -92,7 +92,7 @@ _WARM_UP: Final = 1 << 20
 _QUESTIONS: Final = 1 << 10
 """First seed of questions."""
 
-Tell = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,12 +191,12 @@ def serving(
     plan = _Plan(load=load, links=links, fills=max(fills, load.documents), repeats=repeats, rounds=rounds)
     results = _Results(writing_s=_writing_s(load.chunks * DEFAULT_CHUNK_TOKENS * model.kv_bytes))
     with Programs() as programs:
-        tell = programs.progress(None)
+        progress = programs.progress(None)
         network, why_not = _network(programs, links)
         bench = _Bench(programs.logs, model, plan, requests_max, network, peers_python)
-        absent = bench.start(programs, tell) | ({"a link": why_not} if why_not else {})
-        bench.fill(results, tell)
-        bench.measure(results, tell)
+        absent = bench.start(programs, progress) | ({"a link": why_not} if why_not else {})
+        bench.fill(results, progress)
+        bench.measure(results, progress)
     _report(results, absent, plan).finish(output)
 
 
@@ -243,28 +243,28 @@ class _Bench:
         self._requests_max = requests_max
         self._network = network
         kv = plan.load.chunks * plan.load.documents * DEFAULT_CHUNK_TOKENS * model.kv_bytes
-        self._place = Place(folder, Partition.halves(), network, peers_python, kv)
+        self._site = Site(folder, Partition.halves(), network, peers_python, kv)
         self._systems: list[System] = []
         self._plain: Engine
         self._answers = Answers()
 
-    def start(self, stack: ExitStack, tell: Tell) -> dict[str, str]:
+    def start(self, stack: ExitStack, progress: Progress) -> dict[str, str]:
         """Start all programs but engines with a cache; return the reason of each absent system by name."""
-        place, load = self._place, self._load
+        site, load = self._site, self._load
         # Keep the benchmark's own threads off the engine's cores.
-        stack.enter_context(on_cores(place.partition.data_plane))
-        folder = place.folder / "model"
+        stack.enter_context(on_cores(site.partition.data_plane))
+        folder = site.folder / "model"
         folder.mkdir()
         config = self._model.config(load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS)
         (folder / "config.json").write_text(json.dumps(config))
         write_weights(folder, config)
-        tell("starting servers")
-        self._systems = ours(stack, place)
-        more, absent = peers(stack, place)
+        progress("starting servers")
+        self._systems = ours(stack, site)
+        more, absent = peers(stack, site)
         self._systems += more
-        tell("starting engines")
+        progress("starting engines")
         self._plain = stack.enter_context(self._engine(System(), "plain"))
-        self._plain.ask("serve", requests=self._orders(_WARM_UP, 0))
+        self._plain.call("serve", requests=self._orders(_WARM_UP, 0))
         same = [self._ask(self._plain, document, 0)["answer"] for document in (0, _WARM_UP)]
         if same[0] == same[1]:
             raise ShadowServeError("the answer does not depend on the document: equal answers would show nothing")
@@ -276,7 +276,7 @@ class _Bench:
             with system.side():
                 engine = stack.enter_context(
                     started_engine(
-                        name, self._place.folder, self._place.partition.engine, self._model, self._load,
+                        name, self._site.folder, self._site.partition.engine, self._model, self._load,
                         self._requests_max, system.transfer, packages=system.packages,
                         # With and without a cache, the tokens after the document are computed in a step of their own:
                         # their sums have the same order.
@@ -291,7 +291,7 @@ class _Bench:
         return [{"prompt": tokens, "output": self._load.output, "at": at}]
 
     def _ask(self, engine: Engine, document: int, question: int) -> dict[str, Any]:
-        (result,) = engine.ask("serve", requests=self._orders(document, question))
+        (result,) = engine.call("serve", requests=self._orders(document, question))
         found: dict[str, Any] = result
         return found
 
@@ -301,7 +301,7 @@ class _Bench:
         After another engine's turn all of its data comes from memory, as never in operation.
         """
         tokens = prompt(_WARM_UP, TAIL_TOKENS, VOCABULARY)
-        engine.ask("serve", requests=[{"prompt": tokens, "output": AWAKENING_TOKENS, "at": 0.0}])
+        engine.call("serve", requests=[{"prompt": tokens, "output": AWAKENING_TOKENS, "at": 0.0}])
 
     def _documents(self, system: System) -> range:
         """Return the documents that a system is asked about: the first half if it is measured briefly."""
@@ -313,13 +313,13 @@ class _Bench:
 
     # ---- Filling -----------------------------------------------------------------------------------------------------
 
-    def fill(self, results: _Results, tell: Tell) -> None:
+    def fill(self, results: _Results, progress: Progress) -> None:
         """Compute and keep every document with every system, in turns."""
         near = [system for system in self._systems if system.fills and not system.linked]
         with ExitStack() as stack:
             engines = [(System(often=True), self._plain)]
             for index, system in enumerate(near):
-                tell("starting engines")
+                progress("starting engines")
                 engines.append((system, stack.enter_context(self._engine(system, f"filling-{index}"))))
                 if system.name == OURS:  # two processes differ by more than storing costs
                     engines.append((replace(system, name=IDLE), engines[-1][1]))
@@ -327,7 +327,7 @@ class _Bench:
                 self._ask(engine, _WARM_UP + 1, 0)
                 system.stored(engine, self._load.chunks)
             for document in range(self._plan.fills):
-                tell("filling")
+                progress("filling")
                 for system, engine in engines if document % 2 else reversed(engines):
                     if document not in self._filled(system):
                         continue
@@ -342,7 +342,7 @@ class _Bench:
 
     # ---- Measuring ---------------------------------------------------------------------------------------------------
 
-    def measure(self, results: _Results, tell: Tell) -> None:
+    def measure(self, results: _Results, progress: Progress) -> None:
         """Restart the engines and ask about the documents again: next to the stores, then over links.
 
         Engines of one end run at a time, because all of them need too much memory.
@@ -354,31 +354,31 @@ class _Bench:
             with ExitStack() as stack:
                 turns = [] if far else [(System(), self._plain)]
                 for index, system in enumerate(systems):
-                    tell("starting engines")
+                    progress("starting engines")
                     turns.append((system, stack.enter_context(self._engine(system, f"measured-{index}"))))
                 for system, engine in turns:  # open connections, and touch memory for the first time
                     system.forget()
                     self._ask(engine, 0, 0)
                 for rate in rates:
-                    self._at(results, rate, turns, tell)
+                    self._at(results, rate, turns, progress)
 
-    def _at(self, results: _Results, rate: float, turns: Sequence[tuple[System, Engine]], tell: Tell) -> None:
+    def _at(self, results: _Results, rate: float, turns: Sequence[tuple[System, Engine]], progress: Progress) -> None:
         if rate:
             assert isinstance(self._network, Link)
             self._network.limit(rate)
         for number in range(self._plan.repeats):
-            tell(f"asking over {rate:g} Gbit/s" if rate else "asking")
+            progress(f"asking over {rate:g} Gbit/s" if rate else "asking")
             there = [each for each in turns if number == 0 or not each[0].brief]
             for document in range(self._load.documents):
                 for system, engine in there if (document + number) % 2 else reversed(there):
                     if document in self._documents(system):
                         self._alone(results, rate, system, engine, document, 1 + number)
-        tell("recording")
+        progress("recording")
         self._record(results, rate, turns)
         for number in range(0 if rate else self._plan.rounds):
             there = [each for each in turns if not each[0].brief]
             for system, engine in there if number % 2 else reversed(there):
-                tell(f"asking at {self._load.rate:g}/s")
+                progress(f"asking at {self._load.rate:g}/s")
                 self._arriving(results, system, engine, number)
 
     def _cached(self, system: System) -> int:
@@ -404,7 +404,7 @@ class _Bench:
         orders = [order for document, at in enumerate(times) for order in self._orders(document, question, at)]
         system.forget()
         begin = _cpu(engine, system)
-        served = engine.ask("serve", requests=orders)
+        served = engine.call("serve", requests=orders)
         cost = (_cpu(engine, system) - begin) / len(served)
         seconds = max(result["end_s"] for result in served)
         for document, result in enumerate(served):
@@ -435,13 +435,13 @@ class _Bench:
 @contextmanager
 def _idle(engine: Engine) -> Iterator[None]:
     """Switch storing and waiting for lookups off while the context lasts."""
-    engine.ask("hits", way="compute")
-    engine.ask("reading", only=True)
+    engine.call("hits", way="compute")
+    engine.call("reading", only=True)
     try:
         yield
     finally:
-        engine.ask("hits", way="decide")
-        engine.ask("reading", only=False)
+        engine.call("hits", way="decide")
+        engine.call("reading", only=False)
 
 
 def _cpu(engine: Engine, system: System) -> float:

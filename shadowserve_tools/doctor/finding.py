@@ -72,7 +72,7 @@ class Machine:
         return bool(self.find("/sys/bus/platform/devices/MLNXBF*"))
 
 
-def look(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
+def run_check(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
     """Return the findings of a check. An error in it is itself a finding, so that the other checks run."""
     name = getattr(check, "__name__", "check").strip("_<>")
     try:

@@ -13,7 +13,7 @@ from shadowserve.errors import ConfigurationError, DataPlaneError, ProtocolError
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.tls import Credentials
 from shadowserve_tools.doctor.finding import Finding
-from shadowserve_tools.listener import Listener, ask, identify
+from shadowserve_tools.listener import Listener, identify, query
 
 TIMEOUT_S: Final = 5.0
 _REFUSALS: Final = {
@@ -114,7 +114,7 @@ def _logged_in(node: Node, listener: Listener) -> Finding:
         name = (node.credentials.server_name if node.credentials else "") or ""
         user = [node.user.encode()] if node.user else []
         login = [[b"AUTH", *user, node.password.encode()]] if node.password else []
-        answers = ask(node.address, [*login, [b"PING"], [b"INFO", b"server"]], context, name)
+        answers = query(node.address, [*login, [b"PING"], [b"INFO", b"server"]], context, name)
     except ssl.SSLCertVerificationError as error:
         remedy = "storage_tls_ca is the file of the authority that signed its certificate; storage_server_name its name"
         return Finding(node.what, "failed", f"the certificate of the server {where}: {error.verify_message}", remedy)

@@ -187,7 +187,7 @@ class Engine:
         self.process = process
         self._log = log
 
-    def ask(self, order: str, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any) -> Any:
+    def call(self, order: str, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any) -> Any:
         """Send an order and return its answer.
 
         Raises:
@@ -222,7 +222,7 @@ class Engine:
         Raises:
             ShadowServeError: The KV of a prompt did not come from there.
         """
-        results = self.ask("serve", requests=load.orders())
+        results = self.call("serve", requests=load.orders())
         wanted = load.chunks * DEFAULT_CHUNK_TOKENS if fetched else 0
         for result in results:
             if result["cached"] != wanted:
@@ -461,7 +461,7 @@ class Stack:
         }
         self.engine = self._exit.enter_context(self.engine_with("engine", connector))
         self._exit.callback(self._plane.close)
-        stored = self.engine.ask("store", seeds=list(range(self._load.documents)), tokens=self._load.prompt_tokens)
+        stored = self.engine.call("store", seeds=list(range(self._load.documents)), tokens=self._load.prompt_tokens)
         wanted = self._load.documents * self._load.chunks
         if stored != wanted:
             raise ShadowServeError(f"{stored} chunks were stored of {wanted}")
@@ -484,7 +484,7 @@ class Stack:
             prefix_caching=True, kv_cache_bytes=room,
         ) as engine:  # fmt: skip
             first = replace(self._load, requests=documents, output=1, rate=0.0)
-            engine.ask("serve", requests=first.orders())
+            engine.call("serve", requests=first.orders())
             yield engine
 
     def _start_data_plane(self, listen: str, *flags: str, environment: dict[str, str] | None = None) -> Child:
@@ -498,7 +498,7 @@ class Stack:
         self._plane.close()
         self.data_plane = self._start_data_plane(self.data_plane.address, *flags, environment=environment)
         time.sleep(2 * 0.25)  # the plugin's circuit breaker may have opened
-        self.engine.ask("serve", requests=[{"seed": 0, "tokens": self._load.prompt_tokens, "output": 1, "at": 0.0}])
+        self.engine.call("serve", requests=[{"seed": 0, "tokens": self._load.prompt_tokens, "output": 1, "at": 0.0}])
 
     @contextlib.contextmanager
     def decoding_in_engine(self) -> Iterator[None]:

@@ -37,7 +37,7 @@ POLL_S: Final = 0.02
 
 
 @dataclass(frozen=True)
-class Place:
+class Site:
     """Where systems run.
 
     Attributes:
@@ -135,23 +135,23 @@ def check_cached(system: str, document: int, result: dict[str, Any], cached: int
         raise ShadowServeError(f"{about}: {result['cached']} tokens were not computed, instead of {cached}")
 
 
-def ours(stack: ExitStack, place: Place) -> list[System]:
+def ours(stack: ExitStack, site: Site) -> list[System]:
     """Start a storage node, and a data plane at each end, with their defaults.
 
     For each engine with the defaults there is one with ``layer_order``, on the same data plane.
     """
-    network, cores = place.network, json.dumps(place.partition.data_plane)
+    network, cores = site.network, json.dumps(site.partition.data_plane)
     password = secrets.token_hex(16)  # required beyond loopback
     with network.store_side():
         storage = stack.enter_context(
             start_storage(
-                place.folder, "--host", network.host, "--cores", cores,
+                site.folder, "--host", network.host, "--cores", cores,
                 environment={"SHADOWSERVE_STORAGE_PASSWORD": password},
             )
         )  # fmt: skip
     systems = []
-    for linked, side in place.sides.items():
-        folder = place.folder / ("far" if linked else "near")
+    for linked, side in site.sides.items():
+        folder = site.folder / ("far" if linked else "near")
         folder.mkdir()
         address = f"unix:{folder}/dpu.sock"
         with side():
@@ -163,7 +163,7 @@ def ours(stack: ExitStack, place: Place) -> list[System]:
             )  # fmt: skip
         # A late transfer must be measured as late, not computed instead.
         late = {"lookup_timeout_s": 60, "fetch_timeout_s": 60}
-        config = {"data_plane": address, "identity_cache": str(place.folder / "content.json"), **late}
+        config = {"data_plane": address, "identity_cache": str(site.folder / "content.json"), **late}
         processes = [psutil.Process(child.process.pid) for child in (storage, plane)]
         default = System(
             name=OURS,
@@ -172,7 +172,7 @@ def ours(stack: ExitStack, place: Place) -> list[System]:
             side=side,
             transfer=plugin(config),
             processes=processes,
-            stored=lambda engine, _chunks: engine.ask("settle"),
+            stored=lambda engine, _chunks: engine.call("settle"),
             data_plane=address,
         )
         layers = plugin(config | {"layer_order": True})
@@ -180,7 +180,7 @@ def ours(stack: ExitStack, place: Place) -> list[System]:
     return systems
 
 
-def peers(stack: ExitStack, place: Place) -> tuple[list[System], dict[str, str]]:
+def peers(stack: ExitStack, site: Site) -> tuple[list[System], dict[str, str]]:
     """Start LMCache's servers, with their own memory and with Redis, with defaults and in their strongest mode.
 
     Returns:
@@ -188,41 +188,41 @@ def peers(stack: ExitStack, place: Place) -> tuple[list[System], dict[str, str]]
     """
     absent: dict[str, str] = {}
     systems: list[System] = []
-    there = "lmcache" in installed(place.peers_python)
+    there = "lmcache" in installed(site.peers_python)
     for strongest, local, redis in ((False, LOCAL, REDIS), (True, LOCAL_SHM, REDIS_SHM)):
         for name, start in ((local, _local), (redis, _redis)):
             if not there:
                 absent[name] = "not installed (scripts/setup-peers)"
                 continue
             try:
-                systems += start(stack, place, name, strongest)
+                systems += start(stack, site, name, strongest)
             except (ShadowServeError, OSError) as error:
                 absent[name] = f"does not run here: {str(error).partition(chr(10))[0]}"
     return systems, absent
 
 
-def _local(stack: ExitStack, place: Place, name: str, strongest: bool) -> list[System]:
-    with place.network.store_side():
-        return [_lmcache(stack, place, name, strongest)]
+def _local(stack: ExitStack, site: Site, name: str, strongest: bool) -> list[System]:
+    with site.network.store_side():
+        return [_lmcache(stack, site, name, strongest)]
 
 
-def _redis(stack: ExitStack, place: Place, name: str, strongest: bool) -> list[System]:
-    with place.network.store_side():
-        store = stack.enter_context(start_redis(place.folder, host=place.network.host, tuned=strongest))
+def _redis(stack: ExitStack, site: Site, name: str, strongest: bool) -> list[System]:
+    with site.network.store_side():
+        store = stack.enter_context(start_redis(site.folder, host=site.network.host, tuned=strongest))
     systems = []
-    for linked, side in place.sides.items():
+    for linked, side in site.sides.items():
         with side():
-            systems.append(_lmcache(stack, place, name, strongest, store, linked=linked))
+            systems.append(_lmcache(stack, site, name, strongest, store, linked=linked))
     return systems
 
 
 def _lmcache(
-    stack: ExitStack, place: Place, name: str, strongest: bool, redis: Child | None = None, *, linked: bool = False
+    stack: ExitStack, site: Site, name: str, strongest: bool, redis: Child | None = None, *, linked: bool = False
 ) -> System:
     """Start LMCache's server at this end of the network."""
-    side = place.sides[linked]
+    side = site.sides[linked]
     log = f"{name.replace(', ', '-').replace(' ', '-').lower()}-{'far' if linked else 'near'}"
-    starting = lmcache_daemon(log, place.peers_python, place.folder, place.size, redis, strongest=strongest)
+    starting = lmcache_daemon(log, site.peers_python, site.folder, site.size, redis, strongest=strongest)
     daemon = stack.enter_context(starting)
     host, _, port = daemon.address.rpartition(":")
 
@@ -230,12 +230,12 @@ def _lmcache(
         with side():
             _await_chunks(f"{daemon.http}/status", chunks)
         if redis is not None:
-            with place.network.store_side(), contextlib.closing(client(redis.address)) as server:
+            with site.network.store_side(), contextlib.closing(client(redis.address)) as server:
                 _until(lambda: sum(b"@" in key for key in server.scan_iter(count=1000)) >= chunks, "Redis")
 
     def forget() -> None:
         with side():
-            _ask(f"{daemon.http}/cache/clear", b'{"tier": "l1"}')
+            _request(f"{daemon.http}/cache/clear", b'{"tier": "l1"}')
 
     return System(
         name=name,
@@ -249,13 +249,13 @@ def _lmcache(
         processes=[each for child in (daemon.child, redis) if child for each in family(child.process.pid)],
         stored=stored,
         forget=forget if redis else _nothing,
-        packages=list(place.peers_python.parents[1].glob("lib/python*/site-packages")),
+        packages=list(site.peers_python.parents[1].glob("lib/python*/site-packages")),
     )
 
 
 def _await_chunks(url: str, chunks: int) -> None:
     def there() -> bool:
-        found = json.loads(_ask(url))["storage_manager"]
+        found = json.loads(_request(url))["storage_manager"]
         controller = found["store_controller"]
         moving = controller["pending_keys_count"] + controller["in_flight_task_count"]
         return bool(found["l1_manager"]["total_object_count"] >= chunks and not moving)
@@ -271,7 +271,7 @@ def _until(there: Callable[[], bool], who: str) -> None:
         time.sleep(POLL_S)
 
 
-def _ask(url: str, body: bytes | None = None) -> bytes:
+def _request(url: str, body: bytes | None = None) -> bytes:
     """Send a GET, or a POST with a body, to LMCache's server, without a proxy."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(urllib.request.Request(url, body, {"Content-Type": "application/json"}), timeout=60) as answer:

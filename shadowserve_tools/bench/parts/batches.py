@@ -64,7 +64,7 @@ def _plan(workload: Workload, chunks: int, buffers: Buffers) -> FetchPlan:
     return plan
 
 
-class Rounds:
+class Batches:
     """A pipeline, and batches of up to ``chunks_max`` chunks.
 
     Threads are placed as in a data plane of up to four cores.
@@ -121,28 +121,28 @@ class Rounds:
         last = self._plan.pieces[chunks - 1]
         table = self._plan.pieces[:chunks].copy()
         slices = self._plan.slices[: int(last["slice_first"]) + int(last["slice_count"])]
-        cost = measure(lambda: self._round(table, slices), parties)
+        cost = measure(lambda: self._run_batch(table, slices), parties)
         for index in range(distinct):
             if native.crc32(self._target[index * size : (index + 1) * size]) != self._workload.crcs[index]:
                 raise ShadowServeError(f"chunk {index} is not what was stored; please report this")
         return cost
 
-    def _round(self, pieces: "np.typing.NDArray[np.void]", slices: "np.typing.NDArray[np.void]") -> None:
+    def _run_batch(self, pieces: "np.typing.NDArray[np.void]", slices: "np.typing.NDArray[np.void]") -> None:
         for connection in self._sockets:
             connection.setblocking(False)
         layout = self._workload.layout
-        round_ = native.Batch(
+        batch = native.Batch(
             pieces=pieces,
             slices=slices,
             groups=[native.Group.of(layout, self._target)],
             deadline_ns=time.monotonic_ns() + DEADLINE_NS,
         )
-        result = self._pipeline.fetch(round_, [connection.fileno() for connection in self._sockets])
+        result = self._pipeline.fetch(batch, [connection.fileno() for connection in self._sockets])
         if result is not native.Result.OK:
-            raise ShadowServeError(f"the round ended with {result.name}")
+            raise ShadowServeError(f"the batch ended with {result.name}")
 
 
-class Alone:
+class StagesAlone:
     """The stages one at a time, each on the data of one batch, with prepared calls and without checks."""
 
     def __init__(self, workload: Workload, connections: list[socket.socket], chunks_max: int) -> None:
