@@ -128,7 +128,7 @@ def run(tmp_path: Path, name: str) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore")  # vLLM's imports warn
 @pytest.mark.parametrize("name", sorted(set(SMALL) - LACKING - BY_NIGHT))
-def test_a_small_run_writes_what_it_promises(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_run_writes_its_table_data_and_plot(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", Preloaded)
     content = run(tmp_path, name)
     assert content["bench"] == name
@@ -150,7 +150,7 @@ def test_every_benchmark_explains_its_method_without_measuring() -> None:
         assert result.exit_code == 0 and "Prediction" in result.output, result.output
 
 
-def test_link_says_what_it_needs_where_it_may_not_make_namespaces() -> None:
+def test_link_without_rights_names_what_it_needs() -> None:
     command = [sys.executable, "-m", "shadowserve_tools", "bench", "link", *SMALL["link"]]
     if may_link():
         command = ["setpriv", "--bounding-set=-sys_admin,-net_admin", *command]
@@ -160,7 +160,7 @@ def test_link_says_what_it_needs_where_it_may_not_make_namespaces() -> None:
     assert "unshare --user" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_gpu_says_what_it_needs_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_without_a_gpu_names_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -169,13 +169,13 @@ def test_gpu_says_what_it_needs_where_there_is_none(monkeypatch: pytest.MonkeyPa
     assert "bench gpu needs a GPU" in result.output and "--cpu" in result.output
 
 
-def test_a_plot_of_another_kind_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+def test_an_unknown_plot_format_is_refused_before_measuring(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["bench", "fetch", "--plot", str(tmp_path / "plot.jpeg")])
     assert result.exit_code == 2
     assert "plot.jpeg ends neither in .png nor in .svg" in result.output
 
 
-def test_an_interval_of_the_median_holds_it_and_no_more_than_needed() -> None:
+def test_half_width_is_that_of_the_smallest_95_percent_interval() -> None:
     # Of ten values, the second to the ninth hold the median with 97.9 %, the third to the eighth with 89.1 %.
     assert half_width([9.0, 1, 8, 2, 7, 3, 6, 4, 5, 0]) == 3.5
     assert half_width([0.0] * 99 + [1000.0]) == 0
@@ -195,7 +195,7 @@ def test_an_interval_of_the_median_holds_it_and_no_more_than_needed() -> None:
         (0.01, "no result: ± 0.03 is wider than 0.01; at most 0.02", None),
     ],
 )
-def test_a_goal_in_words_is_judged(value: float, goal: str, reached: bool | None) -> None:
+def test_a_goal_in_words_is_evaluated(value: float, goal: str, reached: bool | None) -> None:
     assert verdict(value, goal) is reached
 
 
@@ -203,7 +203,7 @@ def test_a_goal_in_words_is_judged(value: float, goal: str, reached: bool | None
     ("limit", "words"),
     [(None, "missed"), (1.6, "missed; limit 1.6"), (1.25, "out of reach; limit 1.25")],
 )
-def test_a_goal_that_its_limit_misses_is_out_of_reach(limit: float | None, words: str) -> None:
+def test_a_goal_beyond_its_limit_is_out_of_reach(limit: float | None, words: str) -> None:
     assert outcome(1.2, "at least 1.5", limit) == words
     assert outcome(1.6, "at least 1.5", limit) == "reached"
     report = Report("tiers", [])
@@ -211,7 +211,7 @@ def test_a_goal_that_its_limit_misses_is_out_of_reach(limit: float | None, words
     assert report.data()["limits"] == ({"gain": limit} if limit else {})
 
 
-def test_on_a_machine_that_slows_down_what_is_timed_first_is_not_ahead() -> None:
+def test_turns_alternate_in_order() -> None:
     order = []
 
     def run(name: str) -> Run:
