@@ -45,6 +45,19 @@ class Child:
     address: str
 
 
+def until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    """Wait until a condition holds.
+
+    Raises:
+        ShadowServeError: It does not hold within ``timeout_s``; the message has ``what``, such as "X is not stored".
+    """
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise ShadowServeError(f"{what} after {timeout_s:g} s")
+        time.sleep(0.02)
+
+
 def free_port() -> int:
     """Return a TCP port of the loopback interface that is free now."""
     with socket.socket() as probe:

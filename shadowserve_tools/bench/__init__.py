@@ -17,60 +17,54 @@ import click
 
 from shadowserve_tools.lazy import LazyGroup
 
-BENCHES: Final = (
-    "serving",
-    "stages",
-    "pipeline",
-    "codecs",
-    "storage",
-    "commands",
-    "aggregate",
-    "schedule",
-    "nodes",
-    "index",
-    "fetch",
-    "link",
-    "interference",
-    "budget",
-    "ablation",
-    "disaggregation",
-    "layers",
-    "decide",
-    "queue",
-    "oversubscription",
-    "control",
-    "memory",
-    "recovery",
-    "pool",
-    "tiers",
-    "pages",
-    "isolation",
-    "gpu",
-)
-
-
-NEEDS: Final = {
-    "serving": ["vllm", "redis"],
-    "stages": ["redis"],
-    "storage": ["redis"],
-    "aggregate": ["redis"],
-    "fetch": ["redis"],
-    "link": ["redis"],
-    "interference": ["vllm"],
-    "budget": ["vllm"],
-    "ablation": ["vllm"],
-    "disaggregation": ["vllm"],
-    "layers": ["vllm"],
-    "decide": ["vllm"],
-    "queue": ["vllm"],
-    "oversubscription": ["vllm"],
-    "control": ["vllm", "redis"],
-    "pages": ["torch"],
+ENGINE, TRANSFER, KERNELS = "With real vLLM engines", "With data planes and storage nodes", "In one process"
+BENCHES: Final[dict[str, tuple[str, list[str]]]] = {
+    "serving": (ENGINE, ["vllm", "redis"]),
+    "interference": (ENGINE, ["vllm"]),
+    "budget": (ENGINE, ["vllm"]),
+    "ablation": (ENGINE, ["vllm"]),
+    "disaggregation": (ENGINE, ["vllm"]),
+    "layers": (ENGINE, ["vllm"]),
+    "decide": (ENGINE, ["vllm"]),
+    "queue": (ENGINE, ["vllm"]),
+    "oversubscription": (ENGINE, ["vllm"]),
+    "control": (ENGINE, ["vllm", "redis"]),
+    "fetch": (TRANSFER, ["redis"]),
+    "link": (TRANSFER, ["redis"]),
+    "tiers": (TRANSFER, []),
+    "pages": (TRANSFER, ["torch"]),
+    "nodes": (TRANSFER, []),
+    "storage": (TRANSFER, ["redis"]),
+    "commands": (TRANSFER, []),
+    "aggregate": (TRANSFER, ["redis"]),
+    "schedule": (TRANSFER, []),
+    "memory": (TRANSFER, []),
+    "isolation": (TRANSFER, []),
+    "pool": (KERNELS, []),
+    "recovery": (KERNELS, []),
+    "index": (KERNELS, []),
+    "pipeline": (KERNELS, []),
+    "stages": (KERNELS, ["redis"]),
+    "codecs": (KERNELS, []),
+    "gpu": (KERNELS, []),
 }
-"""Packages that a benchmark imports late. They are checked before minutes are spent on measuring."""
+"""For each benchmark what it runs, and the packages that it imports late."""
+NEEDS: Final = {name: packages for name, (_, packages) in BENCHES.items() if packages}
+"""Packages are checked before minutes are spent on measuring."""
 
 
-@click.group(cls=LazyGroup, modules={name: f"shadowserve_tools.bench.{name}:{name}" for name in BENCHES}, needs=NEEDS)
+class _Benchmarks(LazyGroup):
+    """Lists the benchmarks by what they run."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for kind in (ENGINE, TRANSFER, KERNELS):
+            with formatter.section(kind):
+                names = [name for name, (its, _) in BENCHES.items() if its == kind]
+                commands = {name: self.get_command(ctx, name) for name in names}
+                formatter.write_dl([(name, each.get_short_help_str(90)) for name, each in commands.items() if each])
+
+
+@click.group(cls=_Benchmarks, modules={name: f"shadowserve_tools.bench.{name}:{name}" for name in BENCHES}, needs=NEEDS)
 @click.pass_context
 def bench(context: click.Context) -> None:
     """Measure ShadowServe against a peer or a limit in the same run."""

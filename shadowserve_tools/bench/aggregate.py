@@ -15,7 +15,6 @@ import itertools
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,10 +28,11 @@ import psutil
 from shadowserve.errors import ShadowServeError
 from shadowserve.resp import encode_bulk_header, encode_command
 from shadowserve_tools.bench.parts.layered import LeanSocket, answer_lengths, plain_record
+from shadowserve_tools.bench.parts.options import numbers_option
 from shadowserve_tools.bench.parts.workload import client as redis_client
 from shadowserve_tools.bench.peers.buckets import CREDENTIALS, MISSING, ceph_gateway
 from shadowserve_tools.charts import Chart
-from shadowserve_tools.processes import start_storage
+from shadowserve_tools.processes import start_storage, until
 from shadowserve_tools.report import Cost, Output, Report, cpu_s, measure, output_options, repeat
 
 TOKEN_LAYER_BYTES: Final = 2694
@@ -81,16 +81,6 @@ class Prefix:
         return encode_command("KV.LAYERS", f"0-{self.layers - 1}", 0, 0, *self.keys)
 
 
-def _read_tokens(_context: click.Context, _parameter: click.Parameter, text: str) -> list[int]:
-    try:
-        found = sorted({int(part) for part in text.split(",")})
-    except ValueError as error:
-        raise click.BadParameter(f"{text!r} is not numbers with commas between, such as 16,256") from error
-    if not all(1 <= each <= 1024 for each in found):
-        raise click.BadParameter(f"{text!r}: chunks have 1 to 1024 tokens")
-    return found
-
-
 class _Fetched(NamedTuple):
     """Cost of fetching a prefix: of all processes, of the server's threads, and the requests of node and bucket."""
 
@@ -129,7 +119,8 @@ class _Bed:
         for number in range(_PREFIXES if self._in_ceph else 1):
             prefixes.append(_stored(self.client, size, tokens, layers, number))
             if self._in_ceph:  # records that are evicted before do not reach the bucket
-                self._await(sum(len(prefix.keys) for prefix in prefixes))
+                records = sum(len(prefix.keys) for prefix in prefixes)
+                until(lambda: self._bucket()["records"] >= records, "the bucket lacks records", _STORED_S)  # noqa: B023
         self._chunks, self.moved_bytes = len(prefixes[0].keys), prefixes[0].moved_bytes
         self._turns = itertools.cycle(prefixes)
 
@@ -162,14 +153,6 @@ class _Bed:
     def _bucket(self) -> dict[str, int]:
         return self._operator.info("s3") if self._in_ceph else {}
 
-    def _await(self, records: int) -> None:
-        """Wait until the bucket has this number of records."""
-        ends_s = time.monotonic() + _STORED_S
-        while self._bucket()["records"] < records:
-            if time.monotonic() > ends_s:
-                raise ShadowServeError(f"the bucket does not have all records after {_STORED_S} s")
-            time.sleep(0.05)
-
 
 @dataclass
 class _Findings:
@@ -183,15 +166,7 @@ class _Findings:
 
 
 @click.command()
-@click.option(
-    "--chunks",
-    "sizes",
-    default="16,64,256",
-    show_default=True,
-    callback=_read_tokens,
-    metavar="TOKENS,...",
-    help="Tokens of a chunk, with commas between.",
-)
+@numbers_option("--chunks sizes", "16,64,256", "Tokens of a chunk, with commas between.")
 @click.option("--tokens", default=2048, show_default=True, type=click.IntRange(256), help="Tokens of the prefix.")
 @click.option("--layers", default=32, show_default=True, type=click.IntRange(1, 256), help="Layers of the model.")
 @click.option("--repeats", default=7, show_default=True, type=click.IntRange(1), help="Number of turns.")

@@ -38,6 +38,7 @@ from shadowserve_tools.bench.interference import (
 from shadowserve_tools.bench.parts.disks import Disks, working_folder
 from shadowserve_tools.bench.parts.engine import SETTLING_STEPS
 from shadowserve_tools.bench.parts.loads import FetchLoop
+from shadowserve_tools.bench.parts.options import folder_option
 from shadowserve_tools.bench.parts.paged import CHUNK_BLOCKS, MANY, PagedKv, PagedMemory
 from shadowserve_tools.bench.parts.retrieval import Offered, OurPool, Prefix
 from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, Stack, model_options_with
@@ -126,11 +127,7 @@ class _Steps:
     help="Most rounds, if intervals are too wide.",
 )
 @click.option("--phase-steps", default=4, show_default=True, type=click.IntRange(1, 64), help="Steps of a phase.")
-@click.option(
-    "--folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder of the device's file. [default: memory, if it has space]",
-)
+@folder_option("Folder of the device's file. [default: memory, if it has space]")
 @output_options
 def budget(
     output: Output, model: Model, load: Load, requests_max: int, read_chunks: int, chunk_kib: int, cap: int, turns: int,

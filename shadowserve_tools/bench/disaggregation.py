@@ -23,7 +23,7 @@ from shadowserve.addresses import split_address
 from shadowserve.cores import on_cores
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
-from shadowserve_tools.bench.parts.engine import BLOCK_TOKENS, write_weights
+from shadowserve_tools.bench.parts.engine import BLOCK_TOKENS
 from shadowserve_tools.bench.parts.serving import (
     Engine,
     Load,
@@ -32,6 +32,7 @@ from shadowserve_tools.bench.parts.serving import (
     model_options_with,
     plugin,
     started_engine,
+    write_model,
 )
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Programs, start_data_plane, start_storage
@@ -55,10 +56,7 @@ class _Pools:
         partition = Partition.halves()
         # Keep the benchmark's own threads off the engines' cores.
         stack.enter_context(on_cores(partition.data_plane))
-        (folder / "model").mkdir()
-        config = model.config(load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS)
-        (folder / "model" / "config.json").write_text(json.dumps(config))
-        write_weights(folder / "model", config)
+        write_model(folder, model, load)
         cores = {"prefill": partition.engine, "decode": partition.data_plane}
         chunk_bytes = DEFAULT_CHUNK_TOKENS * model.kv_bytes
         budget = max(_BUDGET_BYTES_MIN, (load.documents + 1) * load.chunks * chunk_bytes)

@@ -29,6 +29,7 @@ from shadowserve.chunk import Quantizer
 from shadowserve_tools.bench.fetch import Target
 from shadowserve_tools.bench.parts.engine import decoded_tokens
 from shadowserve_tools.bench.parts.loads import Control, FetchLoop
+from shadowserve_tools.bench.parts.options import numbers_option
 from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, Served, Stack, model_options, p95
 from shadowserve_tools.bench.parts.workload import llama_8b, put
 from shadowserve_tools.charts import Chart
@@ -98,22 +99,12 @@ class _Results:
     fetched: dict[str, FetchLoop] = field(default_factory=dict)
 
 
-def _numbers(_context: click.Context, parameter: click.Parameter, text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise click.BadParameter("give whole numbers with commas between them", param=parameter) from error
-    if min(numbers) <= 1:
-        raise click.BadParameter("give numbers above one", param=parameter)
-    return numbers
-
-
 _COUNT = click.IntRange(1)
 
 
 @click.command()
 @model_options
-@click.option("--lengths", default="4,8,16,32", show_default=True, callback=_numbers, help="Output tokens.")
+@numbers_option("--lengths", "4,8,16,32", "Output tokens, with commas between.", least=2)
 @click.option("--loaded", default=0.8, show_default=True, help="Offered rate, relative to the highest throughput.")
 @click.option("--requests", default=8, show_default=True, type=_COUNT, help="Requests of a run.")
 @click.option("--repeats", default=3, show_default=True, type=_COUNT, help="Number of pairs for each length.")

@@ -16,7 +16,6 @@ import itertools
 import json
 import secrets
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -30,7 +29,7 @@ from host_control.client import DataPlaneClient
 from shadowserve.cores import on_cores
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
-from shadowserve_tools.bench.parts.engine import prompt, write_weights
+from shadowserve_tools.bench.parts.engine import prompt
 from shadowserve_tools.bench.parts.serving import (
     VOCABULARY,
     Engine,
@@ -40,12 +39,13 @@ from shadowserve_tools.bench.parts.serving import (
     plugin,
     shape_options,
     started_engine,
+    write_model,
 )
 from shadowserve_tools.bench.parts.workload import client as store_client
 from shadowserve_tools.bench.peers.buckets import CREDENTIALS, MISSING, ceph_gateway
 from shadowserve_tools.bench.peers.network import Link, linked
 from shadowserve_tools.charts import Chart
-from shadowserve_tools.processes import Programs, start_data_plane, start_storage
+from shadowserve_tools.processes import Programs, start_data_plane, start_storage, until
 from shadowserve_tools.report import Output, Report, output_options
 
 _LOCAL_GBIT_PER_S: Final = 100.0
@@ -122,12 +122,9 @@ class Bed:
     ) -> None:
         partition = Partition.halves()
         stack.enter_context(on_cores(partition.data_plane))  # keep the benchmark's own threads off the engine's cores
-        (folder / "model").mkdir()
         load = Load(chunks=-(-tokens_max // DEFAULT_CHUNK_TOKENS), documents=1)
         tokens = load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS
-        config = model.config(tokens)
-        (folder / "model" / "config.json").write_text(json.dumps(config))
-        write_weights(folder / "model", config)
+        write_model(folder, model, load)
         password, cores = secrets.token_hex(16), json.dumps(partition.data_plane)
         buffer_bytes = load.chunks * DEFAULT_CHUNK_TOKENS * model.kv_bytes
         self._network, self._store_bytes = network, 4 * buffer_bytes + (64 << 20)
@@ -204,11 +201,8 @@ class Bed:
             ShadowServeError: It does not get there in time.
         """
         with self._network.store_side():
-            ends_s = time.monotonic() + _TIMEOUT_S
-            while self._operator.info("s3")["records"] < self._chunks_stored:
-                if time.monotonic() > ends_s:
-                    raise ShadowServeError(f"records are not in the bucket after {_TIMEOUT_S} s")
-                time.sleep(0.05)
+            written = lambda: self._operator.info("s3")["records"] >= self._chunks_stored  # noqa: E731
+            until(written, "records are not in the bucket", _TIMEOUT_S)
             value = bytes(_FILL_BYTES)
             for _ in range(self._store_bytes // _FILL_BYTES + 2):
                 self._operator.set(f"fill:{next(self._filled)}", value)

@@ -34,7 +34,7 @@ from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 from shadowserve_tools.bench.peers.buckets import BUCKET, CREDENTIALS, bucket_server
 from shadowserve_tools.bench.peers.network import Link, linked
 from shadowserve_tools.charts import Chart
-from shadowserve_tools.processes import Child, Programs, free_port, start_data_plane, started
+from shadowserve_tools.processes import Child, Programs, free_port, start_data_plane, started, until
 from shadowserve_tools.report import Cost, Output, Report, measure, output_options, repeat
 from shadowserve_tools.storage_client import Login, StorageClient
 
@@ -77,11 +77,12 @@ class _Node:
 
     def await_known(self, records: int) -> None:
         """Wait until it knows of ``records`` records in the bucket and has written all of its own."""
-        until = time.monotonic() + _SETTLED_S
-        while (found := self.bucket())["records"] != str(records) or found["waiting_records"] != "0":
-            if time.monotonic() > until:
-                raise ShadowServeError(f"{self.address} knows of {found['records']} records in the bucket: {found}")
-            time.sleep(0.1)
+
+        def known() -> bool:
+            found = self.bucket()
+            return found["records"] == str(records) and found["waiting_records"] == "0"
+
+        until(known, f"{self.address} does not know the {records} records in the bucket", _SETTLED_S)
 
     def close(self) -> None:
         self._life.close()

@@ -26,8 +26,17 @@ import numpy as np
 from shadowserve.cores import on_cores
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
-from shadowserve_tools.bench.parts.engine import BLOCK_TOKENS, write_weights
-from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, plugin, shape_options, started_engine
+from shadowserve_tools.bench.parts.engine import BLOCK_TOKENS
+from shadowserve_tools.bench.parts.serving import (
+    Engine,
+    Load,
+    Model,
+    Partition,
+    plugin,
+    shape_options,
+    started_engine,
+    write_model,
+)
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Programs, start_data_plane
 from shadowserve_tools.report import Output, Report, output_options
@@ -138,12 +147,9 @@ def oversubscription(
 def _engines(stack: ExitStack, folder: Path, model: Model, requests: _Requests, demand_max: int) -> dict[str, Engine]:
     partition = Partition.halves()
     stack.enter_context(on_cores(partition.data_plane))  # keep the benchmark's own threads off the engines' cores
-    (folder / "model").mkdir()
     tokens = requests.prompt + requests.output
     load = Load(chunks=-(-tokens // DEFAULT_CHUNK_TOKENS), documents=1)
-    config = model.config(load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS)
-    (folder / "model" / "config.json").write_text(json.dumps(config))
-    write_weights(folder / "model", config)
+    write_model(folder, model, load)
     # Space for all requests of a turn, and for the rest of the turn before.
     budget = 2 * demand_max * requests.fit * load.prompt_tokens * model.kv_bytes * _KV_SCALE + (64 << 20)
     address = f"unix:{folder}/dpu.sock"

@@ -31,6 +31,7 @@ from shadowserve import native
 from shadowserve.block import Operation, OperationKind, Pages, Priority
 from shadowserve.errors import ShadowServeError
 from shadowserve.pool.volume.device import wait_for_operations
+from shadowserve_tools.bench.parts.options import folder_option
 from shadowserve_tools.bench.parts.paged import (
     BLOCK_TOKENS,
     CHUNK_BLOCKS,
@@ -63,11 +64,7 @@ CORES: Final = (1, 2, 4, 8)
     "--heads", default=2, show_default=True, type=click.IntRange(2, 8), help="KV heads of one rank; Llama has 8."
 )
 @click.option("--repeats", default=7, show_default=True, type=click.IntRange(1, 50), help="Number of pairs.")
-@click.option(
-    "--folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder on the device to measure. [default: folder of temporary files]",
-)
+@folder_option("Folder on the device to measure. [default: folder of temporary files]")
 @output_options
 def pages(layers: int, heads: int, repeats: int, folder: Path | None, output: Output) -> None:
     """Retrieve 16 and 512 blocks into paged memory, from an SSD that has them as pages, and as compressed records."""

@@ -25,6 +25,7 @@ import click
 
 from shadowserve.pool.statistics import Statistics
 from shadowserve_tools.bench.parts.disks import Disk, Disks, plain_rate, working_folder
+from shadowserve_tools.bench.parts.options import folder_option, numbers_option
 from shadowserve_tools.bench.parts.retrieval import Files, OurPool, Prefix, Retrieval, Store
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.report import Output, Report, output_options, tracked
@@ -67,20 +68,16 @@ class _Turn:
     "--chunks", default=512, show_default=True, type=click.IntRange(8), help="Chunks of the prefix, 256 tokens each."
 )
 @click.option("--chunk-kib", default=7424, show_default=True, type=click.IntRange(64, 1 << 20), help="KiB of a chunk.")
-@click.option("--caps", default="200,120,80", show_default=True, help="MB/s of the devices, with commas between.")
+@numbers_option("--caps", "200,120,80", "MB/s of the devices, with commas between.", most=100_000, count=range(2, 17))
 @click.option("--memory", default=100, show_default=True, type=click.IntRange(1), help="MB/s that memory counts with.")
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1, 50), help="Number of turns.")
-@click.option(
-    "--folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder of the devices' files. [default: memory, if it has space]",
-)
+@folder_option("Folder of the devices' files. [default: memory, if it has space]")
 @output_options
 def pool(
-    chunks: int, chunk_kib: int, caps: str, memory: int, repeats: int, folder: Path | None, output: Output
+    chunks: int, chunk_kib: int, caps: list[int], memory: int, repeats: int, folder: Path | None, output: Output
 ) -> None:
     """Store a prefix over memory and devices of different speed, and read it back cold."""
-    speeds = [speed * _MEGA for speed in _numbers(caps)]
+    speeds = [speed * _MEGA for speed in caps]
     prefix = Prefix(chunks, chunk_kib << 10)
     report = Report("pool", ["devices", "system", "seconds", "GB_per_s", "cpu_s_per_GB", "orchestration_us_per_chunk"])
     size = prefix.size + prefix.size // 8 + _SPARE_BYTES
@@ -117,16 +114,6 @@ def pool(
         _judge_cpu(report, turns)
     _add_charts(report)
     report.finish(output)
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not 2 <= len(numbers) <= 16 or not all(1 <= number <= 100_000 for number in numbers):
-        raise click.BadParameter(f"{text!r} is no list of 2 to 16 whole numbers", param_hint="--caps")
-    return numbers
 
 
 def _open_full(stack: ExitStack, shared: Sequence[Disk], memory: int, prefix: Prefix, size: int) -> OurPool:

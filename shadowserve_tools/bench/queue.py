@@ -22,6 +22,7 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.layers import Bed
 from shadowserve_tools.bench.parts.engine import prompt
+from shadowserve_tools.bench.parts.options import folder_option
 from shadowserve_tools.bench.parts.serving import VOCABULARY, Model, shape_options
 from shadowserve_tools.bench.peers.network import linked
 from shadowserve_tools.charts import Chart
@@ -70,11 +71,7 @@ _BEHIND_S: Final = 0.1
     "--link", "gbit_per_s", default=1.0, show_default=True, type=click.FloatRange(0.001, 100),
     help="Rate of the link to the store, Gbit/s.",
 )  # fmt: skip
-@click.option(
-    "--folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder on the SSD. [default: folder of temporary files]",
-)
+@folder_option("Folder on the SSD. [default: folder of temporary files]")
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Number of pairs.")
 @output_options
 def queue(

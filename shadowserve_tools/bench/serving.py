@@ -16,7 +16,6 @@ Prediction: a first token takes 145 ms, 0.053 of computing. ``ttft_over_lmcache`
 ``fill_over_off`` 1.02.
 """
 
-import json
 import statistics
 import time
 from collections import defaultdict
@@ -35,7 +34,7 @@ from shadowserve.cores import on_cores, usable_cores
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.fetch import peers_option
-from shadowserve_tools.bench.parts.engine import prompt, write_weights
+from shadowserve_tools.bench.parts.engine import prompt
 from shadowserve_tools.bench.parts.kernels import memory
 from shadowserve_tools.bench.parts.serving import (
     TAIL_TOKENS,
@@ -47,6 +46,7 @@ from shadowserve_tools.bench.parts.serving import (
     arrivals,
     model_options_with,
     started_engine,
+    write_model,
 )
 from shadowserve_tools.bench.parts.systems import (
     LOCAL,
@@ -253,11 +253,7 @@ class _Bench:
         site, load = self._site, self._load
         # Keep the benchmark's own threads off the engine's cores.
         stack.enter_context(on_cores(site.partition.data_plane))
-        folder = site.folder / "model"
-        folder.mkdir()
-        config = self._model.config(load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS)
-        (folder / "config.json").write_text(json.dumps(config))
-        write_weights(folder, config)
+        write_model(site.folder, self._model, load)
         progress("starting servers")
         self._systems = ours(stack, site)
         more, absent = peers(stack, site)

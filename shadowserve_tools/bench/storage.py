@@ -31,6 +31,7 @@ from shadowserve import native
 from shadowserve.errors import ShadowServeError
 from shadowserve.pool.buffers import allocate
 from shadowserve.resp import encode_bulk_header, encode_command
+from shadowserve_tools.bench.parts.options import numbers_option
 from shadowserve_tools.bench.parts.plain_sender import REQUEST_BYTES
 from shadowserve_tools.bench.parts.workload import client
 from shadowserve_tools.charts import Chart
@@ -174,8 +175,8 @@ class LeanClient:
 
 
 @click.command()
-@click.option("--sizes", default="2,8,32", show_default=True, help="Sizes of the values in MiB, with commas between.")
-@click.option("--connections", default="1,2,4", show_default=True, help="Numbers of connections, with commas between.")
+@numbers_option("--sizes", "2,8,32", "Sizes of the values in MiB, with commas between.")
+@numbers_option("--connections", "1,2,4", "Numbers of connections, with commas between.")
 @click.option("--mebibytes", default=512, show_default=True, type=click.IntRange(1, 1 << 16), help="MiB of a run.")
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Number of pairs.")
 @click.option(
@@ -186,27 +187,32 @@ class LeanClient:
 )
 @output_options
 def storage(
-    sizes: str, connections: str, mebibytes: int, repeats: int, io_threads: int, engines: str, output: Output
+    sizes: list[int],
+    connections: list[int],
+    mebibytes: int,
+    repeats: int,
+    io_threads: int,
+    engines: str,
+    output: Output,
 ) -> None:
     """Read whole values with GET, and parts with GETRANGE, on loopback."""
     chosen = list(dict.fromkeys(engines.split(",")))
     if not set(chosen) <= set(OURS):
         raise click.BadParameter(f"{engines!r} is no list of {', '.join(OURS)}", param_hint="--engines")
-    mebi_sizes = _numbers(sizes, "--sizes")
-    cases = [Case(f"GET {size} MiB", size << 20, size << 20) for size in mebi_sizes]
-    largest, smallest = max(mebi_sizes), min(mebi_sizes)
+    cases = [Case(f"GET {size} MiB", size << 20, size << 20) for size in sizes]
+    largest, smallest = max(sizes), min(sizes)
     if largest > smallest:
         cases.append(Case(f"GETRANGE {smallest} of {largest} MiB", largest << 20, smallest << 20))
     report = Report("storage", ["case", "connections", "system", *Run.__annotations__])
     measured: dict[tuple[str, int, str], list[Run]] = {}
     with Programs() as programs:
         systems = programs.enter_context(
-            _systems(programs.logs, io_threads, chosen, _ROOM * _MEMORY_BYTES * len(mebi_sizes))
+            _systems(programs.logs, io_threads, chosen, _ROOM * _MEMORY_BYTES * len(sizes))
         )
         for case in tracked(cases, "storing"):
             _store(systems, case)
         for case in tracked(cases, "measuring"):
-            for number in _numbers(connections, "--connections"):
+            for number in connections:
                 answers = max(1, (mebibytes << 20) // case.piece_bytes)
                 read_before = _read_from_devices(systems)
                 for name, taken in _take_turns(systems, case, number, answers, repeats).items():
@@ -219,16 +225,6 @@ def storage(
     _add_ratios(report, measured, chosen)
     _add_charts(report, [system.name for system in systems])
     report.finish(output)
-
-
-def _numbers(text: str, option: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or not all(1 <= number <= 1024 for number in numbers):
-        raise click.BadParameter(f"{text!r} is no list of whole numbers from 1 to 1024", param_hint=option)
-    return numbers
 
 
 @contextmanager

@@ -15,7 +15,6 @@ import functools
 import json
 import os
 import select
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -25,15 +24,15 @@ import click
 import psutil
 
 from shadowserve.block import Operation, OperationKind, Priority
-from shadowserve.errors import ShadowServeError
 from shadowserve.native import BlockDevice
 from shadowserve_tools.bench.fetch import Target, add_row, peers_option, raw_values, runs_of, wall_gains
 from shadowserve_tools.bench.parts.kernels import memory
+from shadowserve_tools.bench.parts.options import folder_option
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 from shadowserve_tools.bench.peers.contender import Contender
 from shadowserve_tools.bench.peers.installed import Bed, Start, lmcache_server, start_installed
 from shadowserve_tools.charts import Chart
-from shadowserve_tools.processes import Child, Programs, start_data_plane, start_storage
+from shadowserve_tools.processes import Child, Programs, start_data_plane, start_storage, until
 from shadowserve_tools.report import Cost, Output, Report, measure, output_options, repeat
 
 MEMORY, SSD, REMOTE, MIXED = "memory", "SSD", "storage node", "memory + SSD + storage node"
@@ -55,11 +54,7 @@ SPARE: Final = 5
 @click.command()
 @click.option("--chunks", default=24, show_default=True, type=click.IntRange(3, 96), help="Chunks of 256 tokens.")
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Number of pairs.")
-@click.option(
-    "--folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder on the device to measure. [default: folder of temporary files]",
-)
+@folder_option("Folder on the device to measure. [default: folder of temporary files]")
 @peers_option
 @output_options
 def tiers(chunks: int, repeats: int, folder: Path | None, peers_python: Path, output: Output) -> None:
@@ -199,11 +194,7 @@ def _ours(stack: ExitStack, logs: Path, disk: Path, workload: Workload) -> list[
 
 def await_line(child: Child, text: str) -> None:
     """Wait until a program has logged ``text``."""
-    ends = time.monotonic() + LINE_TIMEOUT_S
-    while text not in child.log.read_text():
-        if time.monotonic() > ends:
-            raise ShadowServeError(f"{child.name} has not said {text} within {LINE_TIMEOUT_S:g} s; see {child.log}")
-        time.sleep(0.02)
+    until(lambda: text in child.log.read_text(), f"{child.log} has no line '{text}'", LINE_TIMEOUT_S)
 
 
 class _Device:

@@ -21,7 +21,7 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS, KVNamespace, prefix_chain, record_keys
 from shadowserve_tools.bench.parts.workload import MODEL, kv_patterns
 from shadowserve_tools.bench.tiers import await_line
-from shadowserve_tools.processes import Child, free_port, start_data_plane
+from shadowserve_tools.processes import Child, free_port, start_data_plane, until
 
 BLOCK_TOKENS: Final = 16
 CHUNK_BLOCKS: Final = DEFAULT_CHUNK_TOKENS // BLOCK_TOKENS
@@ -145,11 +145,7 @@ class PagedMemory:
 
     def _await_written(self) -> None:
         """Wait until the device has all chunks."""
-        ends = time.monotonic() + WRITTEN_S
-        while self._retrieve(MANY) < MANY // CHUNK_BLOCKS:
-            if time.monotonic() > ends:
-                raise ShadowServeError(f"the device has not written all chunks within {WRITTEN_S:g} s")
-            time.sleep(0.1)
+        until(lambda: self._retrieve(MANY) == MANY // CHUNK_BLOCKS, "the device has not written all chunks", WRITTEN_S)
 
     def _retrieve(self, count: int) -> int:
         keys = self._kv.keys[self._kv.paged.namespace][: count // CHUNK_BLOCKS]

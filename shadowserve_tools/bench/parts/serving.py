@@ -27,7 +27,7 @@ import click
 from shadowserve.cores import on_cores, usable_cores
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
-from shadowserve_tools.bench.parts.engine import model_config
+from shadowserve_tools.bench.parts.engine import model_config, write_weights
 from shadowserve_tools.processes import Child, start_data_plane, start_storage
 
 DECODING_THREADS: Final = ("ss-decomp", "ss-dequant", "ss-dma")
@@ -246,6 +246,14 @@ class Engine:
         self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+def write_model(folder: Path, model: Model, load: Load) -> None:
+    """Write the model that the engines of ``folder`` share, with weights for which answers depend on prompts."""
+    config = model.config(load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    write_weights(folder / "model", config)
 
 
 @contextlib.contextmanager

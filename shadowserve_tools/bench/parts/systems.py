@@ -7,7 +7,6 @@ Stores are at one end of a link. Engines are at the same end, and reach the stor
 import contextlib
 import json
 import secrets
-import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -23,7 +22,7 @@ from shadowserve_tools.bench.parts.workload import client
 from shadowserve_tools.bench.peers.contender import family
 from shadowserve_tools.bench.peers.installed import installed, lmcache_daemon
 from shadowserve_tools.bench.peers.network import LOOPBACK, Network
-from shadowserve_tools.processes import Child, start_data_plane, start_redis, start_storage
+from shadowserve_tools.processes import Child, start_data_plane, start_redis, start_storage, until
 
 OFF: Final = "no cache"
 OURS: Final = "ShadowServe, lossless"
@@ -33,7 +32,6 @@ REDIS: Final = "LMCache, Redis"
 LOCAL_SHM: Final = "LMCache, CPU tier, shared memory"
 REDIS_SHM: Final = "LMCache, Redis tuned, shared memory"
 STORED_TIMEOUT_S: Final = 60.0
-POLL_S: Final = 0.02
 
 
 @dataclass(frozen=True)
@@ -231,7 +229,8 @@ def _lmcache(
             _await_chunks(f"{daemon.http}/status", chunks)
         if redis is not None:
             with site.network.store_side(), contextlib.closing(client(redis.address)) as server:
-                _until(lambda: sum(b"@" in key for key in server.scan_iter(count=1000)) >= chunks, "Redis")
+                stored_all = lambda: sum(b"@" in key for key in server.scan_iter(count=1000)) >= chunks  # noqa: E731
+                until(stored_all, "Redis lacks chunks", STORED_TIMEOUT_S)
 
     def forget() -> None:
         with side():
@@ -260,15 +259,7 @@ def _await_chunks(url: str, chunks: int) -> None:
         moving = controller["pending_keys_count"] + controller["in_flight_task_count"]
         return bool(found["l1_manager"]["total_object_count"] >= chunks and not moving)
 
-    _until(there, "LMCache's server")
-
-
-def _until(there: Callable[[], bool], who: str) -> None:
-    ends = time.monotonic() + STORED_TIMEOUT_S
-    while not there():
-        if time.monotonic() > ends:
-            raise ShadowServeError(f"{who} has not stored everything within {STORED_TIMEOUT_S:g} s")
-        time.sleep(POLL_S)
+    until(there, "LMCache's server has not stored everything", STORED_TIMEOUT_S)
 
 
 def _request(url: str, body: bytes | None = None) -> bytes:
