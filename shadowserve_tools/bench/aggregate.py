@@ -180,7 +180,7 @@ class _Findings:
 )
 @output_options
 def aggregate(sizes: list[int], tokens: int, layers: int, repeats: int, below: Sequence[str], output: Output) -> None:
-    """Fetch a prefix layer by layer with one request, and with one request for each chunk and layer."""
+    """Compare one request for a prefix with one for each chunk and layer."""
     report = Report(
         "aggregate",
         ["below", "chunk_tokens", "way", "requests", "s3_requests", "ms", "GB_per_s", "server_cpu_s_per_GB",

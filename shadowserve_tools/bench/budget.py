@@ -133,7 +133,7 @@ def budget(
     output: Output, model: Model, load: Load, requests_max: int, read_chunks: int, chunk_kib: int, cap: int, turns: int,
     batch: int, learning: int, rounds: int, rounds_max: int, phase_steps: int, folder: Path | None,
 ) -> None:  # fmt: skip
-    """Read from a pool's device while it is written to, and decode while the data plane transfers KV."""
+    """Measure reads beside writes, and decoding beside transfers within the budget."""
     prefix = Prefix(read_chunks, chunk_kib << 10, seed=READ_SEED)
     disk, steps = _Disk(), _Steps()
     with Programs() as programs:

@@ -56,7 +56,7 @@ Patterns = npt.NDArray[np.uint16]
 @click.option("--repeats", default=9, show_default=True, type=click.IntRange(1, 100), help="Number of turns.")
 @output_options
 def codecs(layers: int, mebibytes: int, repeats: int, output: Output) -> None:
-    """Encode and decode slices of 256 tokens with every codec and instruction set, on one core."""
+    """Measure size and speed of every codec and instruction set, on one core."""
     columns = ["data", "treatment", "codec", "isa", "bits", "ratio", "encode_MB_per_s", "decode_GB_per_s"]
     report = Report("codecs", [*columns, "to_bf16_GB_per_s"])
     everything = {}

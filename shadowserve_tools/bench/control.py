@@ -48,7 +48,7 @@ STEPS: Final = 1024
 @click.option("--prompt-chunks", default=512, show_default=True, type=click.IntRange(1), help="Chunks of the lookup.")
 @output_options
 def control(requests: int, prompt_chunks: int, output: Output) -> None:
-    """Measure the connector's part of a scheduler iteration, and a lookup of a prompt of 128K tokens."""
+    """Measure the connector's part of a scheduler iteration, and a long lookup."""
     report = Report("control", ["what", "median_ms", "worst_ms", "runs"])
     whole = llama_8b(prompt_chunks, layers=1)
     kept = {"": [whole], " of three groups": [_small(whole, kind) for kind in ("full", "window", "state")]}

@@ -93,7 +93,7 @@ def decide(
     repeats: int,
     output: Output,
 ) -> None:
-    """Serve stored prompts over links of several rates: computed, fetched, or as the policy decides."""
+    """Compare the fetch-or-recompute policy with always fetching and with no cache."""
     results = _Results()
     with Programs() as programs:
         network = programs.enter_context(linked())

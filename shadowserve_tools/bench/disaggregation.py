@@ -165,7 +165,7 @@ def _fill(store: str, size: int, value_bytes: int) -> None:
 @click.option("--output-tokens", default=8, show_default=True, type=click.IntRange(2, 128), help="Tokens of an answer.")
 @output_options
 def disaggregation(output: Output, model: Model, load: Load, requests_max: int, output_tokens: int) -> None:
-    """Compute prompts in one engine and answer them in another, while the first one is still storing."""
+    """Compute prompts in one engine and continue them in another one."""
     load = Load(chunks=load.chunks + 1, documents=load.documents, output=output_tokens)
     turns: list[list[dict[str, Any]]] = []
     with Programs() as programs:

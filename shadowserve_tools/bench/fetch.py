@@ -89,9 +89,7 @@ peers_option: Final = click.option(
 @peers_option
 @output_options
 def fetch(chunks: int, repeats: int, codec: str, peers_python: Path, output: Output) -> None:
-    """Fetch a prompt of Llama-3.1-8B's shape from a store into memory of its client, with ShadowServe and with
-    peers.
-    """
+    """Compare a fetch with those of other stores and clients."""
     report = Report("fetch", ["system", "GB_per_s", "cpu_s_per_GB", "wall_s", "runs", "note"])
     lossless = llama_8b(chunks, codec=codec)
     binned = llama_8b(chunks, quantizer=Quantizer.BINNED, codec=codec)

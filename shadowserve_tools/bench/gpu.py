@@ -93,7 +93,7 @@ def gpu(
     layers: int, chunks: int, batch: int, hidden: int, kv_rate: float, steps: int, repeats: int, cpu: bool,
     output: Output,
 ) -> None:  # fmt: skip
-    """Scatter fetched KV into paged memory of a GPU, alone and beside decode steps; and fetch into it."""
+    """Scatter fetched KV into a GPU's paged memory, alone and beside decode steps."""
     if not cpu and not torch.cuda.is_available():
         raise ShadowServeError(
             f"bench gpu needs a GPU, and torch {torch.__version__} finds none here; run it where there is one (a CUDA "

@@ -51,7 +51,7 @@ Records = NDArray[np.void]
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Repeats of a measurement.")
 @output_options
 def index(objects: int, repeats: int, output: Output) -> None:
-    """Measure memory of each object in the index, and the time of finding, inserting, evicting and recovering it."""
+    """Measure memory and times of the index of stored objects."""
     report = Report("index", ["operation", "objects", "us_each"])
     keys = _Keys(objects)
     before = _resident()

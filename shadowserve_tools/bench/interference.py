@@ -122,7 +122,7 @@ _COUNT = click.IntRange(1)
 @click.option("--phase-steps", default=10, show_default=True, type=click.IntRange(1, 16), help="Steps of a phase.")
 @output_options
 def interference(output: Output, model: Model, load: Load, requests_max: int, **options: Any) -> None:
-    """Serve on half of the cores while the data plane fetches on the other half, and decodes there or in the engine."""
+    """Measure decode steps and requests of an engine while KV is fetched."""
     plan = _Plan(**options)
     load = replace(load, output=max(plan.lengths))
     results = _Results()

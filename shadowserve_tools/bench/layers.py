@@ -245,7 +245,7 @@ def layers(
     repeats: int,
     output: Output,
 ) -> None:
-    """Serve prompts with a stored prefix, layer by layer and chunk by chunk, over a link and without.
+    """Compare loading layer by layer with loading chunk by chunk.
 
     Store and engine are in two network namespaces, which needs root (or CAP_SYS_ADMIN and CAP_NET_ADMIN) and iproute2.
     """

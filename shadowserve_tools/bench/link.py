@@ -94,7 +94,7 @@ def link(
     peers_python: Path,
     output: Output,
 ) -> None:
-    """Fetch a prompt of Llama-3.1-8B's shape through links of limited rates, with ShadowServe and with peers.
+    """Compare fetches through links of limited rates.
 
     Stores and clients are in two network namespaces, which needs root (or CAP_SYS_ADMIN and CAP_NET_ADMIN) and
     iproute2. The machine's own network is not changed.

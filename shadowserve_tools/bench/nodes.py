@@ -161,7 +161,7 @@ def nodes(
     rate: float, hosts: int, prefixes: int, chunks: int, layers: int, rounds: int, phase_s: float, repeats: int,
     output: Output,
 ) -> None:  # fmt: skip
-    """Fetch prefixes of Llama-3.1-8B's shape through data planes that spread them over two storage nodes."""
+    """Compare two storage nodes over one bucket with one, and kill one of them."""
     report = Report(
         "nodes",
         ["what", "requests", "GB_per_s", "over_links", "failed", "wrong_bytes", "longest_ms"],

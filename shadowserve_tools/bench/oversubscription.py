@@ -117,7 +117,7 @@ def oversubscription(
     repeats: int,
     output: Output,
 ) -> None:
-    """Serve more requests at once than the engine's memory holds, with tiers for preempted KV and without."""
+    """Serve more requests than memory holds, with tiers for preempted KV and without."""
     requests = _Requests(prompt_tokens, output_tokens, fit)
     cells = [_Cell(system, demand, demand * fit) for demand in demands for system in (_OFF, _TIER)]
     equal: list[float] = []

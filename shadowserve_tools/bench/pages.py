@@ -67,7 +67,7 @@ CORES: Final = (1, 2, 4, 8)
 @folder_option("Folder on the device to measure. [default: folder of temporary files]")
 @output_options
 def pages(layers: int, heads: int, repeats: int, folder: Path | None, output: Output) -> None:
-    """Retrieve 16 and 512 blocks into paged memory, from an SSD that has them as pages, and as compressed records."""
+    """Compare an engine's pages from an SSD with compressed records."""
     report = Report("pages", ["what", "blocks", "wall_ms", "GB_per_s", "cpu_s_per_GB", "control_ms", "requests"])
     with Programs() as programs:
         disk = programs.disk(folder)

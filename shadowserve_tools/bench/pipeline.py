@@ -73,7 +73,7 @@ def pipeline(
     repeats: int,
     output: Output,
 ) -> None:
-    """Run batches through the pipeline, fused and stage by stage, and each of its stages alone."""
+    """Compare batches through the pipeline with the ideal of its stages."""
     if codec and codec.upper() not in native.Codec.__members__:
         raise click.BadParameter(f"{codec} is none of {', '.join(map(str.lower, native.Codec.__members__))}")
     report = Report("pipeline", ["chunks", "stages", "wall_s", "cpu_s", "GB_per_s", "ideal_s", "over_ideal", "stolen"])

@@ -83,7 +83,7 @@ def queue(
     repeats: int,
     output: Output,
 ) -> None:
-    """Serve two stored prompts that wait behind another request, because the engine has blocks for one."""
+    """Measure prefetching for requests that wait behind another one."""
     with Programs() as programs:
         network = programs.enter_context(linked())
         network.limit(gbit_per_s)

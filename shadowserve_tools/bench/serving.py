@@ -186,7 +186,7 @@ def serving(
     rounds: int,
     peers_python: Path,
 ) -> None:
-    """Serve questions about stored documents with real vLLM, with ShadowServe, with LMCache and without a cache."""
+    """Compare real vLLM with ShadowServe, with LMCache and without a cache."""
     load = replace(load, output=output_tokens, rate=rate, requests=load.documents)
     plan = _Plan(load=load, links=links, fills=max(fills, load.documents), repeats=repeats, rounds=rounds)
     results = _Results(writing_s=_writing_s(load.chunks * DEFAULT_CHUNK_TOKENS * model.kv_bytes))

@@ -64,7 +64,7 @@ with socket.create_server(("127.0.0.1", 0)) as listener:
 @click.option("--repeats", default=7, show_default=True, type=click.IntRange(1, 100), help="Number of turns.")
 @output_options
 def stages(largest: int, mebibytes: int, repeats: int, output: Output) -> None:
-    """Run each stage alone, on one core: receive, decompress, dequantize, deliver, and decode with all fused."""
+    """Measure each stage of the pipeline alone, by the size of its input."""
     report = Report("stages", ["stage", "codec", "size_KiB", "in_GB_per_s", "out_GB_per_s"])
     decoding, receiving = _Curves(), _Curves()
     for size in (size for size in SLICE_SIZES if size <= largest * KIB):

@@ -58,7 +58,7 @@ SPARE: Final = 5
 @peers_option
 @output_options
 def tiers(chunks: int, repeats: int, folder: Path | None, peers_python: Path, output: Output) -> None:
-    """Fetch a prompt of Llama-3.1-8B's shape from each tier of a data plane, and from all at once."""
+    """Fetch from memory, from an SSD, from a storage node, and from all at once."""
     chunks -= chunks % 3
     report = Report("tiers", ["system", "GB_per_s", "cpu_s_per_GB", "wall_s", "runs", "note"])
     workload = llama_8b(chunks + MORE)
