@@ -158,13 +158,15 @@ class Report:
     Attributes:
         bench: Name of the benchmark.
         columns: Keys of the rows, in the table's order. A unit comes last, as in ``cpu_s_per_GB``.
-        charts: Panels of the plot.
+        bars: Columns that the plot shows as bars, a panel for each.
+        charts: Further panels of the plot.
         command: Name of the command group.
         more: Further data for the JSON file.
     """
 
     bench: str
     columns: Sequence[str]
+    bars: Sequence[str] = ()
     charts: list[Chart] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     ratios: dict[str, float] = field(default_factory=dict)
@@ -207,7 +209,7 @@ class Report:
             "spread": self.spread,
             "goals": self.goals,
             "limits": self.limits,
-            "charts": [chart.data() for chart in self.charts],
+            "charts": [chart.data() for chart in self._panels()],
             **self.more,
         }
 
@@ -226,7 +228,25 @@ class Report:
         if output.json_file:
             output.json_file.write_text(json.dumps(self.data(), indent=2) + "\n")
         if output.plot_file:
-            draw(f"shadowserve {self.command} {self.bench}", self.charts, output.plot_file)
+            draw(f"shadowserve {self.command} {self.bench}", self._panels(), output.plot_file)
+
+    def _panels(self) -> list[Chart]:
+        return [*map(self._bar_chart, self.bars), *self.charts]
+
+    def _bar_chart(self, column: str) -> Chart:
+        """Return a bar for each row. Its label is the row's values up to the last column with text."""
+        texts = {
+            name for name in self.columns for row in self.rows if name != "note" and isinstance(row.get(name), str)
+        }
+        last = max((index for index, name in enumerate(self.columns) if name in texts), default=0)
+        names = [name for name in self.columns[: last + 1] if name not in self.bars]
+        points = [
+            (", ".join(_text(row[name]) for name in names if row.get(name, "") != ""), float(row[column]))
+            for row in self.rows
+            if row.get(column, "") != ""
+        ]
+        ours = [label for label, _ in points if "shadowserve" in label.lower()]
+        return Chart(heading(column), x="", y=heading(column), series={column: points}, kind="bars", highlight=ours)
 
     def _table(self) -> Table:
         """Return the rows as a table, without empty columns. Headings wrap before numbers do."""

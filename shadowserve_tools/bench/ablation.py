@@ -22,7 +22,6 @@ import click
 
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.serving import Load, Model, Partition, Served, Stack, model_options, p95
-from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Output, Report, output_options
 from shadowserve_tools.simulate import model as card
@@ -133,8 +132,7 @@ def _report(runs: dict[str, list[_Run]], cards: dict[str, list[Served]]) -> Repo
     report = Report(
         "ablation",
         ["system", "unloaded_ttft_ms", "loaded_ttft_ms", "loaded_ttft_p95_ms", "loaded_tpot_ms", "loaded_tpot_p95_ms",
-         "highest_req_per_s"],
-    )  # fmt: skip
+         "highest_req_per_s"], bars=["loaded_tpot_ms", "unloaded_ttft_ms", "highest_req_per_s"])  # fmt: skip
     for system, turns in runs.items():
         loaded = Served.of([turn.loaded for turn in turns])
         report.row(
@@ -167,11 +165,4 @@ def _report(runs: dict[str, list[_Run]], cards: dict[str, list[Served]]) -> Repo
         ),
     ):
         report.ratio(name, [one.ttft / full.ttft for one, full in zip(cards[system], cards[CARD], strict=True)], goal)
-    for title, column, unit in (
-        ("Loaded TPOT", "loaded_tpot_ms", "ms"),
-        ("Unloaded TTFT", "unloaded_ttft_ms", "ms"),
-        ("Highest throughput", "highest_req_per_s", "requests/s"),
-    ):
-        bars = [(str(row["system"]), float(row[column])) for row in report.rows if column in row]
-        report.charts.append(Chart(title, x="", y=unit, series={title: bars}, kind="bars", highlight=[FULL]))
     return report

@@ -31,7 +31,6 @@ from shadowserve_tools.bench.parts.layered import LeanSocket, answer_lengths, pl
 from shadowserve_tools.bench.parts.options import numbers_option
 from shadowserve_tools.bench.parts.workload import client as redis_client
 from shadowserve_tools.bench.peers.buckets import CREDENTIALS, MISSING, ceph_gateway
-from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import start_storage, until
 from shadowserve_tools.report import Cost, Output, Report, cpu_s, measure, output_options, repeat
 
@@ -160,8 +159,7 @@ class _Findings:
 
     report: Report
     repeats: int
-    times: dict[str, list[tuple[str, float]]]
-    server_cpu: dict[str, list[tuple[str, float]]]
+
     requests: list[int]
 
 
@@ -184,10 +182,8 @@ def aggregate(sizes: list[int], tokens: int, layers: int, repeats: int, below: S
     report = Report(
         "aggregate",
         ["below", "chunk_tokens", "way", "requests", "s3_requests", "ms", "GB_per_s", "server_cpu_s_per_GB",
-         "client_cpu_s_per_GB"],
-    )  # fmt: skip
-    names = [f"{way}, {where}" for where in below for way in WAYS]
-    found = _Findings(report, repeats, {name: [] for name in names}, {name: [] for name in names}, [])
+         "client_cpu_s_per_GB"], bars=["ms", "server_cpu_s_per_GB"])  # fmt: skip
+    found = _Findings(report, repeats, [])
     for where in below:
         for size in sizes:
             with ExitStack() as stack:
@@ -196,10 +192,6 @@ def aggregate(sizes: list[int], tokens: int, layers: int, repeats: int, below: S
                 _compare(found, bed, where, size)
     ratio = max(found.requests) / min(found.requests)
     report.ratio("requests_most_over_fewest", [ratio], "exactly 1 request a prefix, whatever its chunks")
-    report.charts += [
-        Chart("Time of a prefix", x="chunk, tokens", y="ms", series=found.times, kind="bars", y_log=True),
-        Chart("Server's CPU time", x="chunk, tokens", y="CPU s/GB", series=found.server_cpu, kind="bars"),
-    ]
     report.finish(output)
 
 
@@ -228,8 +220,7 @@ def _compare(found: _Findings, bed: _Bed, where: str, size: int) -> None:
             ms=1e3 * wall_s, GB_per_s=gigabytes / wall_s, server_cpu_s_per_GB=cpu,
             client_cpu_s_per_GB=statistics.median(cost.cpu_s for cost in costs[number]) / gigabytes,
         )  # fmt: skip
-        found.times[f"{way}, {where}"].append((str(size), 1e3 * wall_s))
-        found.server_cpu[f"{way}, {where}"].append((str(size), cpu))
+
     found.requests.append(fetched[0][-1].requests)
     walls = [[cost.wall_s for cost in some] for some in costs]
     suffix = str(size) if where == MEMORY else f"{size}_ceph"

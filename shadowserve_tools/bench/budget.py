@@ -44,7 +44,6 @@ from shadowserve_tools.bench.parts.retrieval import Offered, OurPool, Prefix
 from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, Stack, model_options_with
 from shadowserve_tools.bench.parts.steady import BUDGET, SteadySteps
 from shadowserve_tools.bench.parts.workload import llama_8b, put
-from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Output, Report, half_width, output_options
 
@@ -367,7 +366,11 @@ class _Decoding:
 
 
 def _report(disk: _Disk, steps: _Steps, policies: dict[str, Interference], capped: bool) -> Report:
-    report = Report("budget", ["what", "read_GB_per_s", "written_GB_per_s", "dropped", "step_ms", "fetch_GB_per_s"])
+    report = Report(
+        "budget",
+        ["what", "read_GB_per_s", "written_GB_per_s", "dropped", "step_ms", "fetch_GB_per_s"],
+        bars=["step_ms", "read_GB_per_s"],
+    )
     for name, offered in disk.offered.items():
         report.row(what=f"reads alone, {name}", read_GB_per_s=statistics.median(disk.alone[name]) / 1e9)
         report.row(
@@ -401,8 +404,4 @@ def _report(disk: _Disk, steps: _Steps, policies: dict[str, Interference], cappe
         report.ratio(f"{moved}rate_off_GB_per_s", [rate / 1e9 for rate in unbound], "none")
         report.ratio(f"{moved}cost_for_each_GB_per_s", [policies[moved].cost], "none; as the policy has learned it")
     report.more["capped"] = capped
-    bars = [(name, statistics.median(over)) for name, over in steps.over.items()]
-    report.charts.append(
-        Chart("A decode step over one beside nothing", x="", y="ratio", series={"step": bars}, kind="bars")
-    )
     return report

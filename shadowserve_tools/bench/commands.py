@@ -20,7 +20,6 @@ import click
 import psutil
 
 from shadowserve.errors import ShadowServeError
-from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Child, Programs, start_redis
 from shadowserve_tools.report import Cost, Output, Report, cpu_s, output_options, repeat
 
@@ -41,8 +40,10 @@ def commands(count: int, clients: int, repeats: int, output: Output) -> None:
             raise ShadowServeError(
                 f"bench commands compares with Redis, and {program} is not installed; run scripts/setup"
             )
-    report = Report("commands", ["command", "store", "cpu_us_per_command", "commands_per_s", "load"])
-    series: dict[str, list[tuple[str, float]]] = {store: [] for store in _STORES}
+    report = Report(
+        "commands", ["command", "store", "cpu_us_per_command", "commands_per_s", "load"], bars=["cpu_us_per_command"]
+    )
+
     with Programs() as programs:
         servers = [
             programs.storage("--io-threads", "1"),
@@ -57,12 +58,9 @@ def commands(count: int, clients: int, repeats: int, output: Output) -> None:
                     command=command, store=store, cpu_us_per_command=statistics.median(spent_s) * 1e6,
                     commands_per_s=count / statistics.median(cost.wall_s for cost in own), load=os.getloadavg()[0],
                 )  # fmt: skip
-                series[store].append((command, statistics.median(spent_s) * 1e6))
+
             pairs = [redis_s / own_s for own_s, redis_s in zip(*each, strict=True)]
             report.ratio(f"{command.lower()}_over_redis", pairs, "at least 0.333")
-    report.charts.append(
-        Chart("What a small command costs the server", x="", y="CPU time, us", series=series, kind="bars")
-    )
     report.finish(output)
 
 

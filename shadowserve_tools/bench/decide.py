@@ -15,7 +15,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import click
 
@@ -25,7 +25,6 @@ from shadowserve_tools.bench.layers import Bed
 from shadowserve_tools.bench.parts.engine import prompt
 from shadowserve_tools.bench.parts.serving import VOCABULARY, Model, shape_options
 from shadowserve_tools.bench.peers.network import Link, linked
-from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import INTERVAL_VALUES_MIN, Output, Report, half_width, output_options
 
@@ -202,6 +201,7 @@ def _report(results: _Results, links: Sequence[float]) -> Report:
             "over_better",
             "half_width",
         ],
+        bars=["no_cache_ms", "always_fetch_ms", "deciding_ms"],
     )
     for cell in results.cells:
         medians = {name: statistics.median(times) * 1e3 for name, times in cell.ttft_s.items()}
@@ -221,19 +221,6 @@ def _report(results: _Results, links: Sequence[float]) -> Report:
     report.ratio("all_over_better", [_whole(results)], "none; all prompts together, those that it learnt from too")
     healed = len(results.healing_s) - _HEALED + 1
     report.ratio("healed_with_prompt", [healed], f"none; from {links[-1]:g} to {links[0]:g} Gbit/s")
-    for tokens in dict.fromkeys(cell.tokens for cell in results.cells):
-        series: dict[str, Any] = {
-            name: [
-                (f"{cell.gbit_per_s:g}", statistics.median(cell.ttft_s[name]))
-                for cell in results.cells
-                if cell.tokens == tokens
-            ]
-            for name in _WAYS
-        }
-        title = f"Time to the first token, {tokens:,d} tokens"
-        report.charts.append(
-            Chart(title, x="link, Gbit/s", y="s", series=series, kind="bars", highlight=[_DECIDING])
-        )  # fmt: skip
     return report
 
 

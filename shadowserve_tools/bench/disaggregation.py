@@ -34,7 +34,6 @@ from shadowserve_tools.bench.parts.serving import (
     started_engine,
     write_model,
 )
-from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Programs, start_data_plane, start_storage
 from shadowserve_tools.report import Output, Report, output_options
 
@@ -180,7 +179,7 @@ def disaggregation(output: Output, model: Model, load: Load, requests_max: int, 
 
 
 def _report(turns: list[list[dict[str, Any]]], tokens: int) -> Report:
-    report = Report("disaggregation", ["what", "ttft_ms", "tokens", "computed_tokens"])
+    report = Report("disaggregation", ["what", "ttft_ms", "tokens", "computed_tokens"], bars=["ttft_ms"])
     for index, what in enumerate(_STEPS):
         results = [turn[index] for turn in turns]
         computed = max(tokens - result["cached"] for result in results)
@@ -196,7 +195,4 @@ def _report(turns: list[list[dict[str, Any]]], tokens: int) -> Report:
         pairs, limits = ([turn[step]["ttft_s"] / turn[other]["ttft_s"] for turn in turns] for step in (1, 3))
         # The limit is a hit that waits for nothing, beside the same storing.
         report.ratio(f"disaggregation_ttft_over_{name}", pairs, goal, limits if name == "warm_hit" else ())
-    bars = [(str(row["what"]), float(row["ttft_ms"])) for row in report.rows[: len(_STEPS)]]
-    title = "Time to first token"
-    report.charts.append(Chart(title, x="", y="ms", series={title: bars}, kind="bars", highlight=["continued"]))
     return report

@@ -54,7 +54,6 @@ from shadowserve_tools.bench.peers.sockets import (
     plain_sockets,
     redis_reader,
 )
-from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Child, Programs, start_data_plane, start_storage
 from shadowserve_tools.report import Cost, Output, Report, output_options, repeat
 
@@ -90,7 +89,9 @@ peers_option: Final = click.option(
 @output_options
 def fetch(chunks: int, repeats: int, codec: str, peers_python: Path, output: Output) -> None:
     """Compare a fetch with those of other stores and clients."""
-    report = Report("fetch", ["system", "GB_per_s", "cpu_s_per_GB", "wall_s", "runs", "note"])
+    report = Report(
+        "fetch", ["system", "GB_per_s", "cpu_s_per_GB", "wall_s", "runs", "note"], bars=["GB_per_s", "cpu_s_per_GB"]
+    )
     lossless = llama_8b(chunks, codec=codec)
     binned = llama_8b(chunks, quantizer=Quantizer.BINNED, codec=codec)
     with Programs() as programs:
@@ -107,7 +108,6 @@ def fetch(chunks: int, repeats: int, codec: str, peers_python: Path, output: Out
     for prefix, workload in (("lossless_", lossless), ("", binned)):
         _ratios(report, costs, workload, prefix)
     _naive_ratios(report, costs, binned)
-    _charts(report, costs, raw_bytes)
     report.finish(output)
 
 
@@ -240,26 +240,6 @@ def wall_gains(own: list[Cost], others: list[Cost]) -> list[float]:
 
 def _cpu_ratios(own: list[Cost], others: list[Cost]) -> list[float]:
     return [mine.cpu_s / theirs.cpu_s for mine, theirs in zip(own, others, strict=True)]
-
-
-def _charts(report: Report, costs: dict[Contender, list[Cost]], raw_bytes: int) -> None:
-    limit = next(each.name for each in costs if each.kind == "limit")
-    for key, title, y in (
-        ("GB_per_s", "Throughput", "raw GB/s"),
-        ("cpu_s_per_GB", "CPU time of all processes", "CPU seconds for each raw GB"),
-    ):
-        values = {row["system"]: row[key] for row in report.rows if key in row}
-        report.charts.append(
-            Chart(
-                title,
-                x="",
-                y=y,
-                series={title: [(name, value) for name, value in values.items() if name != limit]},
-                limits={f"{limit}, uncompressed": values[limit]},
-                kind="bars",
-                highlight=[each.name for each in costs if each.kind == "ours"],
-            )
-        )
 
 
 @contextmanager

@@ -32,7 +32,6 @@ from shadowserve import native
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.parts.gpu_kernels import HAS_TRITON, decompress, table
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
-from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Output, Report, output_options, tracked
 
@@ -101,7 +100,7 @@ def gpu(
         )
     device = torch.device("cpu") if cpu else torch.device("cuda", torch.cuda.current_device())
     plan = _Plan(device, layers, chunks, batch, hidden, kv_rate, steps, repeats)
-    report = Report("gpu", ["what", "how", "GB_per_s", "ms", "note"])
+    report = Report("gpu", ["what", "how", "GB_per_s", "ms", "note"], bars=["GB_per_s", "ms"])
     with torch.inference_mode():
         _scatter(report, plan)
         _decode(report, plan)
@@ -168,8 +167,6 @@ def _scatter(report: Report, plan: _Plan) -> None:
     report.ratio(
         "scatter_over_device_copy", [copy / own for copy, own in zip(copies, ours, strict=True)], "at least 0.7"
     )
-    bars = [(f"{what} {how}".strip(), round_bytes / float(np.median(own)) / 1e9) for (what, how), own in taken.items()]
-    report.charts.append(Chart("One round within the GPU", x="", y="GB/s", series={"speed": bars}, kind="bars"))
 
 
 # ---- Beside a decoding engine ----------------------------------------------------------------------------------------
@@ -259,8 +256,6 @@ def _decode(report: Report, plan: _Plan) -> None:
     ):
         pairs = zip(medians[name], medians["nothing"], strict=True)
         report.ratio(ratio, [beside / alone - 1 for beside, alone in pairs], goal)
-    bars = [(f"beside {name}", float(np.median(own)) * 1e3) for name, own in medians.items()]
-    report.charts.append(Chart("A decode step", x="", y="ms", series={"median": bars}, kind="bars"))
 
 
 # ---- At the end of a fetch -------------------------------------------------------------------------------------------
@@ -269,7 +264,6 @@ def _decode(report: Report, plan: _Plan) -> None:
 def _fetch(report: Report, plan: _Plan) -> None:
     workload = llama_8b(2 * plan.chunks, layers=plan.layers)
     ways = {"shared_memory": ()} if plan.device.type == "cpu" else {"pinned": (), "cuda_ipc": ("--fused", "false")}
-    bars = []
     for delivery, flags in ways.items():
         with Programs() as programs:
             storage = programs.storage()
@@ -284,8 +278,6 @@ def _fetch(report: Report, plan: _Plan) -> None:
         report.row(
             what="fetch", how=delivery, GB_per_s=speed, ms=median * 1e3, note=f"{workload.raw_bytes >> 20} MiB of KV"
         )
-        bars.append((delivery, speed))
-    report.charts.append(Chart("A fetch into paged memory", x="", y="GB/s of KV", series={"speed": bars}, kind="bars"))
 
 
 def _decode_beside_fetches(report: Report, plan: _Plan, delivery: str, target: "_Target", fetch_bytes: int) -> None:

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from shadowserve import native
 from shadowserve.pool.next_use import NextUse
 from shadowserve.pool.prefetch_policy import Hop, PrefetchPolicy, Waiting
-from shadowserve_tools.charts import Chart
 from shadowserve_tools.report import Output, Report, output_options, tracked
 
 _PART: Final = 250_000
@@ -52,7 +51,7 @@ Records = NDArray[np.void]
 @output_options
 def index(objects: int, repeats: int, output: Output) -> None:
     """Measure memory and times of the index of stored objects."""
-    report = Report("index", ["operation", "objects", "us_each"])
+    report = Report("index", ["operation", "objects", "us_each"], bars=["us_each"])
     keys = _Keys(objects)
     before = _resident()
     table = native.Index(objects, native.IndexPolicy.LRU, seed=1)
@@ -68,8 +67,6 @@ def index(objects: int, repeats: int, output: Output) -> None:
     table.close()
     _recover(report, min(objects, 1_000_000), repeats)
     _step(report, repeats)
-    series = [(row["operation"], row["us_each"]) for row in report.rows]
-    report.charts.append(Chart("Time for each object", x="", y="us", series={"index": series}, kind="bars"))
     report.finish(output)
 
 

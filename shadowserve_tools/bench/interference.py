@@ -250,6 +250,7 @@ def _report(results: _Results) -> Report:
         "interference",
         ["system", "output_tokens", "offered_req_per_s", "req_per_s", "ttft_ms", "ttft_p95_ms", "tpot_ms",
          "tpot_p95_ms", "over_alone", "half_width", "cpu_over_alone", "fetch_GB_per_s"],
+        bars=["over_alone"],
     )  # fmt: skip
     _report_decoding(report, results)
     for (length, rate, system), runs in results.lengths.items():
@@ -324,8 +325,3 @@ def _draw(report: Report, results: _Results) -> None:
             for system in (OURS, IN_ENGINE, KEPT)
         }
         report.charts.append(Chart(title, x="output tokens", y="ms", series=series, x_log=True))
-    bars = [(name, statistics.median(over)) for name, over in results.over_alone.items()]
-    report.charts.append(
-        Chart("A decode step beside", x="", y="times as long as alone", series={"step": bars}, kind="bars",
-              limits={"goal": 1 + SLOWDOWN_MAX}, highlight=[LOSSLESS, BINNED])
-    )  # fmt: skip

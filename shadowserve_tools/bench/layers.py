@@ -44,7 +44,6 @@ from shadowserve_tools.bench.parts.serving import (
 from shadowserve_tools.bench.parts.workload import client as store_client
 from shadowserve_tools.bench.peers.buckets import CREDENTIALS, MISSING, ceph_gateway
 from shadowserve_tools.bench.peers.network import Link, linked
-from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Programs, start_data_plane, start_storage, until
 from shadowserve_tools.report import Output, Report, output_options
 
@@ -262,7 +261,7 @@ def layers(
             for number in range(repeats):
                 _turn(bed, network, case, number)
                 progress("measuring")
-    _report(cases, model.layers, repeats).finish(output)
+    _report(cases).finish(output)
 
 
 def _case(text: str) -> _Case:
@@ -319,8 +318,10 @@ def _turn(bed: Bed, network: Link, case: _Case, number: int) -> None:
         raise ShadowServeError(f"the systems give different answers: {answers}")
 
 
-def _report(cases: Sequence[_Case], depth: int, repeats: int) -> Report:
-    report = Report("layers", ["tokens", "stored", "system", "link_Gbit_per_s", "stored_MB", "ttft_ms"])
+def _report(cases: Sequence[_Case]) -> Report:
+    report = Report(
+        "layers", ["tokens", "stored", "system", "link_Gbit_per_s", "stored_MB", "ttft_ms"], bars=["ttft_ms"]
+    )
     for case in cases:
         for name in [name for name in (*_SYSTEMS, _NO_CACHE) if case.ttft_s[name]]:
             times = case.ttft_s[name]
@@ -340,12 +341,4 @@ def _report(cases: Sequence[_Case], depth: int, repeats: int) -> Report:
             report.ratio(f"s3_over_remote{suffix}", case.pairs(_S3, _LAYERWISE), "reported")
         local = case.pairs(_CHUNKWISE_LOCAL, _LOCAL)
         report.ratio(f"chunkwise_over_layerwise_local{suffix}", local, "none; without a link")
-    series = {
-        name: [(str(case.tokens), statistics.median(case.ttft_s[name])) for case in cases]
-        for name in (*_SYSTEMS, _NO_CACHE)
-        if cases[0].ttft_s[name]
-    }
-    report.charts.append(
-        Chart(f"Time to the first token, {depth} layers", x="tokens of the prompt", y="s", series=series, kind="bars")
-    )
     return report

@@ -33,7 +33,6 @@ from shadowserve_tools.bench.fetch import CALL_TIMEOUT_S, Target
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 from shadowserve_tools.bench.peers.buckets import BUCKET, CREDENTIALS, bucket_server
 from shadowserve_tools.bench.peers.network import Link, linked
-from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Child, Programs, free_port, start_data_plane, started, until
 from shadowserve_tools.report import Cost, Output, Report, measure, output_options, repeat
 from shadowserve_tools.storage_client import Login, StorageClient
@@ -165,6 +164,7 @@ def nodes(
     report = Report(
         "nodes",
         ["what", "requests", "GB_per_s", "over_links", "failed", "wrong_bytes", "longest_ms"],
+        bars=["GB_per_s"],
     )
     with Programs() as programs:
         network = programs.enter_context(linked(2))
@@ -238,17 +238,15 @@ def _measure(
         raise ShadowServeError(f"a healthy node failed: {bad[0]}")
     count = rounds * len(planes[0])
     raw, sent = (count * sum(getattr(each, name) for each in stored) for name in ("raw_bytes", "stored_bytes"))
-    bars = []
     for what, links, own in zip(("one node", "two nodes"), (1, 2), costs, strict=True):
         wall_s = statistics.median(cost.wall_s for cost in own)
         report.row(
             what=what, requests=count * len(stored), GB_per_s=raw / wall_s / 1e9,
             over_links=sent / wall_s / (links * rate * _TCP_SHARE * 1e9 / 8), failed=0, wrong_bytes=0,
         )  # fmt: skip
-        bars.append((what, raw / wall_s / 1e9))
+
     pairs = zip(*costs, strict=True)
     report.ratio("two_over_one", [one.wall_s / two.wall_s for one, two in pairs], "at least 1.8")
-    report.charts.append(Chart("Fetched by all hosts", x="", y="GB/s", series={"raw": bars}, kind="bars"))
 
 
 def _kill_one(node: _Node, hosts: Sequence[Sequence[Target]], stored: Sequence[Workload], phase_s: float) -> _Tally:

@@ -37,7 +37,6 @@ from shadowserve_tools.bench.parts.serving import (
     started_engine,
     write_model,
 )
-from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Programs, start_data_plane
 from shadowserve_tools.report import Output, Report, output_options
 
@@ -222,8 +221,10 @@ def limit(steps: Sequence[tuple[float, int, int, int]]) -> float:
 
 def _report(cells: Sequence[_Cell], equal: Sequence[float]) -> Report:
     report = Report(
-        "oversubscription", ["demand", "system", "requests", "req_per_s", "preemptions", "computed_tokens"]
-    )  # fmt: skip
+        "oversubscription",
+        ["demand", "system", "requests", "req_per_s", "preemptions", "computed_tokens"],
+        bars=["req_per_s"],
+    )
     of = {(cell.system, cell.demand): cell for cell in cells}
     for cell in cells:
         report.row(
@@ -243,12 +244,4 @@ def _report(cells: Sequence[_Cell], equal: Sequence[float]) -> Report:
         pairs = [mine / its for mine, its in zip(one.rates, of[_OFF, 1].rates, strict=True)]
         report.ratio("throughput_1x_over_off", pairs, "at least 0.99")
     report.ratio("equal_answers", equal, "exactly 1")
-    series: dict[str, Any] = {
-        name: [(f"{cell.demand}", statistics.median(cell.rates)) for cell in cells if cell.system == name]
-        for name in (_OFF, _TIER)
-    }
-    report.charts.append(
-        Chart("Requests a second", x="KV of all requests over the engine's", y="1/s", series=series, kind="bars",
-              highlight=[_TIER])
-    )  # fmt: skip
     return report

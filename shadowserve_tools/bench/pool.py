@@ -27,7 +27,6 @@ from shadowserve.pool.statistics import Statistics
 from shadowserve_tools.bench.parts.disks import Disk, Disks, plain_rate, working_folder
 from shadowserve_tools.bench.parts.options import folder_option, numbers_option
 from shadowserve_tools.bench.parts.retrieval import Files, OurPool, Prefix, Retrieval, Store
-from shadowserve_tools.charts import Chart
 from shadowserve_tools.report import Output, Report, output_options, tracked
 
 FULL: Final = "pool and passthrough"
@@ -79,7 +78,11 @@ def pool(
     """Store a prefix over memory and devices of different speed, and read it back cold."""
     speeds = [speed * _MEGA for speed in caps]
     prefix = Prefix(chunks, chunk_kib << 10)
-    report = Report("pool", ["devices", "system", "seconds", "GB_per_s", "cpu_s_per_GB", "orchestration_us_per_chunk"])
+    report = Report(
+        "pool",
+        ["devices", "system", "seconds", "GB_per_s", "cpu_s_per_GB", "orchestration_us_per_chunk"],
+        bars=["seconds", "cpu_s_per_GB"],
+    )
     size = prefix.size + prefix.size // 8 + _SPARE_BYTES
     with ExitStack() as stack:
         where = stack.enter_context(working_folder(5 * prefix.size // 2, folder))
@@ -112,7 +115,6 @@ def pool(
             report.ratio("orchestration_share_uncapped", shares, "none; of devices that are memory")
             _judge_partial(report, turns, "_uncapped")
         _judge_cpu(report, turns)
-    _add_charts(report)
     report.finish(output)
 
 
@@ -239,15 +241,3 @@ def _judge_organizer(report: Report, shared: Sequence[Disk], learned: Statistics
     rates = [device.bandwidth_bytes_per_s for device in learned.devices]
     errors = [abs(rate / disk.cap - 1) for rate, disk in zip(rates, shared, strict=True)]
     report.ratio("organizer_error", [max(errors)], "none; of a bandwidth, as the organizer measured it")
-
-
-def _add_charts(report: Report) -> None:
-    rows = [row for row in report.rows if row["system"] in SYSTEMS]
-    for title, field, unit in (
-        ("Retrieval of the prefix, cold", "seconds", "s"),
-        ("CPU time, cold", "cpu_s_per_GB", "CPU s/GB"),
-    ):
-        series = {
-            name: [(row["devices"], float(row[field])) for row in rows if row["system"] == name] for name in SYSTEMS
-        }
-        report.charts.append(Chart(title, x="", y=unit, series=series, kind="bars"))

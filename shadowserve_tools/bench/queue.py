@@ -25,7 +25,6 @@ from shadowserve_tools.bench.parts.engine import prompt
 from shadowserve_tools.bench.parts.options import folder_option
 from shadowserve_tools.bench.parts.serving import VOCABULARY, Model, shape_options
 from shadowserve_tools.bench.peers.network import linked
-from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Output, Report, output_options
 
@@ -191,7 +190,7 @@ class _Case:
 
     def report(self, gbit_per_s: float) -> Report:
         """Return the report."""
-        report = Report("queue", ["system", "link_Gbit_per_s", "next_ms", "after_it_ms", "ttft_ms"])
+        report = Report("queue", ["system", "link_Gbit_per_s", "next_ms", "after_it_ms", "ttft_ms"], bars=["next_ms"])
         for name, system in _SYSTEMS.items():
             following = [statistics.median(times) * 1e3 for times in zip(*self._turn_s[name], strict=True)]
             report.row(
@@ -209,19 +208,4 @@ class _Case:
         ):
             pairs = zip(self._turn_s[name], self._turn_s[other], strict=True)
             report.ratio(ratio, [sum(mine) / sum(its) for mine, its in pairs], goal)
-        report.charts.append(
-            Chart(
-                "From a request's turn to its first token",
-                x="",
-                y="s",
-                series={
-                    "s": [
-                        (name, statistics.median(sum(run) / _WAITING for run in runs))
-                        for name, runs in self._turn_s.items()
-                    ]
-                },
-                kind="bars",
-                highlight=[_PREFETCHED, _SSD_PREFETCHED],
-            )
-        )
         return report

@@ -20,7 +20,6 @@ import numpy as np
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.native import INDEX_RECORD_DTYPE, BlockDevice, Index, IndexFlag, IndexRecordKind
-from shadowserve_tools.charts import Chart
 from shadowserve_tools.report import Output, Report, output_options, tracked
 
 _OBJECT_BYTES: Final = 4096
@@ -41,8 +40,10 @@ _KINDS: Final = {"records": "seconds_per_million_objects", _NAMED: "seconds_per_
 @output_options
 def recovery(objects: int, pairs: int, directory: Path | None, output: Output) -> None:
     """Open volumes as at a server's start: read the snapshot, replay the log, be ready."""
-    report = Report("recovery", ["keys", "objects", "log_records", "metadata_MB", "seconds", "us_per_object"])
-    series: dict[str, list[tuple[float, float]]] = {}
+    report = Report(
+        "recovery", ["keys", "objects", "log_records", "metadata_MB", "seconds", "us_per_object"], bars=["seconds"]
+    )
+
     for kind, ratio in _KINDS.items():
         for count in sorted({max(objects // 4, 1), max(objects // 2, 1), objects}):
             with tempfile.TemporaryDirectory(dir=directory) as folder:
@@ -58,9 +59,8 @@ def recovery(objects: int, pairs: int, directory: Path | None, output: Output) -
                 seconds=middle,
                 us_per_object=middle / count * 1e6,
             )
-            series.setdefault(kind, []).append((float(count), middle))
+
         report.ratio(ratio, [each.seconds / objects * 1e6 for each in taken], "at most 2")
-    report.charts.append(Chart("Recovery over the number of objects", x="objects", y="s", series=series))
     report.finish(output)
 
 

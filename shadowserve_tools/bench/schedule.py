@@ -25,7 +25,6 @@ import click
 
 from shadowserve.resp import encode_command
 from shadowserve_tools.bench.parts.layered import LeanSocket, answer_lengths, plain_record
-from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import start_storage
 from shadowserve_tools.report import Output, Report, output_options, tracked
 from shadowserve_tools.simulate.objectcache import (
@@ -122,8 +121,10 @@ def _read_mixes(_context: click.Context, _parameter: click.Parameter, text: str)
 def schedule(rate: float, time_share: float, mixes: list[str], policies: str, repeats: int, output: Output) -> None:
     """Serve the paper's mixes of requests layer by layer over a link that requests share."""
     chosen = [*(policy for policy in POLICIES if policy in {*policies.split(","), "equal", *COMPARED}), *HELD]
-    report = Report("schedule", ["mix", "policy", "link_Gbit_per_s", "ttft_ms", "added_ms", "model_ms"])
-    drawn: dict[str, list[tuple[str, float]]] = {policy: [] for policy in reversed(chosen)}
+    report = Report(
+        "schedule", ["mix", "policy", "link_Gbit_per_s", "ttft_ms", "added_ms", "model_ms"], bars=["added_ms"]
+    )
+
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--io-threads", "1", "--memory-budget-bytes", "4 GiB"]
         with start_storage(Path(folder), *flags) as server, LeanSocket(server.address) as operator:
@@ -148,12 +149,11 @@ def schedule(rate: float, time_share: float, mixes: list[str], policies: str, re
                         ttft_ms=1e3 * statistics.median(map(sum, found[policy])), added_ms=added_ms,
                         model_ms=1e3 * model_s * time_share,
                     )  # fmt: skip
-                    drawn[policy].append((mix, added_ms))
+
                 for name, equal, compared, goal in RATIOS:
                     pairs = zip(added[equal], added[compared], strict=True)
                     report.ratio(f"equal_over_{name}_{mix}", [e / c for e, c in pairs], goal)
                 report.more.setdefault("requests", {})[mix] = _by_request(requests, found)
-    report.charts.append(Chart("Added to all times to first token", x="mix", y="ms", series=drawn, kind="bars"))
     report.finish(output)
 
 

@@ -64,7 +64,6 @@ from shadowserve_tools.bench.parts.systems import (
     peers,
 )
 from shadowserve_tools.bench.peers.network import LOOPBACK, Link, Network, linked
-from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Output, Report, cpu_s, output_options
 from shadowserve_tools.trace import record
@@ -449,7 +448,7 @@ def _cpu(engine: Engine, system: System) -> float:
 
 
 def _report(results: _Results, absent: dict[str, str], plan: _Plan) -> Report:
-    report = Report("serving", COLUMNS)
+    report = Report("serving", COLUMNS, bars=["ttft_ms"])
     for (what, rate, system), requests in results.requests.items():
         row = _row(requests)
         if system == OURS and what == ALONE:
@@ -492,7 +491,6 @@ def _report(results: _Results, absent: dict[str, str], plan: _Plan) -> Report:
             report.ratio(name, pairs, goal)
     for rate, over in results.over_link.items():
         report.ratio(f"fetch_over_link_{rate:g}", [over], "none; the link alone takes 1")
-    _draw(report, results)
     return report
 
 
@@ -508,17 +506,3 @@ def _row(requests: list[dict[str, Any]]) -> dict[str, Any]:
         if found := [request[name] for request in requests if name in request]:
             row[name] = statistics.median(found)
     return row
-
-
-def _draw(report: Report, results: _Results) -> None:
-    rates = list(dict.fromkeys(rate for what, rate, _ in results.requests if what == ALONE))
-    for rate in rates:
-        bars = [
-            (system, statistics.median(result["ttft_s"] for result in found) * 1e3)
-            for (what, its, system), found in results.requests.items()
-            if what == ALONE and its == rate
-        ]
-        title = f"TTFT over {rate:g} Gbit/s" if rate else "TTFT over loopback"
-        report.charts.append(
-            Chart(title, x="", y="ms", series={title: bars}, kind="bars", highlight=[OURS, OURS_LAYERS])
-        )

@@ -34,7 +34,6 @@ from shadowserve.resp import encode_bulk_header, encode_command
 from shadowserve_tools.bench.parts.options import numbers_option
 from shadowserve_tools.bench.parts.plain_sender import REQUEST_BYTES
 from shadowserve_tools.bench.parts.workload import client
-from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Child, Programs, start_redis, start_storage, started
 from shadowserve_tools.report import Cost, Output, Report, measure, output_options, tracked
 
@@ -203,7 +202,9 @@ def storage(
     largest, smallest = max(sizes), min(sizes)
     if largest > smallest:
         cases.append(Case(f"GETRANGE {smallest} of {largest} MiB", largest << 20, smallest << 20))
-    report = Report("storage", ["case", "connections", "system", *Run.__annotations__])
+    report = Report(
+        "storage", ["case", "connections", "system", *Run.__annotations__], bars=["GB_per_s", "server_s_per_GB"]
+    )
     measured: dict[tuple[str, int, str], list[Run]] = {}
     with Programs() as programs:
         systems = programs.enter_context(
@@ -223,7 +224,6 @@ def storage(
         medians = {field: statistics.median(getattr(run, field) for run in runs) for field in Run.__annotations__}
         report.row(case=case_name, connections=number, system=name, **medians)
     _add_ratios(report, measured, chosen)
-    _add_charts(report, [system.name for system in systems])
     report.finish(output)
 
 
@@ -369,14 +369,3 @@ def _add_ratios(report: Report, measured: Measured, engines: Sequence[str]) -> N
             for verb in verbs:
                 name = f"{verb.lower()}_cpu_gain_over_memory_{engine}"
                 report.ratio(name, pairs(verb, OURS[engine], [OURS["memory"]], gain), "none; the engine alone")
-
-
-def _add_charts(report: Report, systems: Sequence[str]) -> None:
-    fewest = min(row["connections"] for row in report.rows)
-    rows = [row for row in report.rows if row["connections"] == fewest]
-    for title, field, unit in (
-        (f"Delivered, {fewest} connection{'s' * (fewest > 1)}", "GB_per_s", "GB/s"),
-        (f"Server CPU time, {fewest} connection{'s' * (fewest > 1)}", "server_s_per_GB", "CPU s/GB"),
-    ):
-        series = {name: [(row["case"], row[field]) for row in rows if row["system"] == name] for name in systems}
-        report.charts.append(Chart(title, x="", y=unit, series=series, kind="bars"))

@@ -31,7 +31,6 @@ from shadowserve_tools.bench.parts.options import folder_option
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 from shadowserve_tools.bench.peers.contender import Contender
 from shadowserve_tools.bench.peers.installed import Bed, Start, lmcache_server, start_installed
-from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Child, Programs, start_data_plane, start_storage, until
 from shadowserve_tools.report import Cost, Output, Report, measure, output_options, repeat
 
@@ -60,7 +59,7 @@ SPARE: Final = 5
 def tiers(chunks: int, repeats: int, folder: Path | None, peers_python: Path, output: Output) -> None:
     """Fetch from memory, from an SSD, from a storage node, and from all at once."""
     chunks -= chunks % 3
-    report = Report("tiers", ["system", "GB_per_s", "cpu_s_per_GB", "wall_s", "runs", "note"])
+    report = Report("tiers", ["system", "GB_per_s", "cpu_s_per_GB", "wall_s", "runs", "note"], bars=["GB_per_s"])
     workload = llama_8b(chunks + MORE)
     with Programs() as programs:
         disk = programs.disk(folder)
@@ -276,13 +275,3 @@ def _ratios(
     report.ratio("mixed_over_divided", wall_gains(mixed, divided), "none; a third of the time of its slowest part")
     for name, label in ((MEMORY, "memory"), (MIXED, "mixed")):
         report.ratio(f"{label}_busy", busy[name], "none; its CPU time over the cores, of its time")
-    report.charts.append(
-        Chart(
-            "a prompt's KV, from where it lies",
-            x="",
-            y="GB/s",
-            series={"GB/s": [(row["system"], row["GB_per_s"]) for row in report.rows if "GB_per_s" in row]},
-            kind="bars",
-            highlight=[MEMORY, SSD, REMOTE, MIXED],
-        )
-    )
