@@ -7,7 +7,8 @@ real records (256-token chunks, quantized and compressed by the C core) and are 
 window is scored on top of them. The cost is how much the predictions differ from those on the cache that was never
 stored: their divergence, and the change in bits per byte.
 
-    python scripts/measure_quality.py --json quality.json --plot docs/quality.svg   # docs/quality.md's tables and plot
+    python scripts/measure_quality.py --json quality.json --plot docs/quality.svg   # docs/quality.md's table and plot
+    python scripts/measure_quality.py --table docs/quality.md --plot docs/quality.svg   # the plot, from the table
 """
 
 import argparse
@@ -27,6 +28,8 @@ import torch
 
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
+from shadowserve_tools.charts import Chart
+from shadowserve_tools.charts import draw as draw_charts
 
 CHUNK_TOKENS = 256
 ASSETS = Path(__file__).resolve().parents[1] / "tests" / "assets"
@@ -344,56 +347,53 @@ def _table(outcomes: Sequence[Outcome], codecs: Sequence[native.Codec]) -> str:
 
 
 def draw(outcomes: Sequence[Outcome], codecs: Sequence[native.Codec], path: Path) -> None:
-    """Draw quality against size: two panels for each codec, a curve for each family of treatments."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "quality"
-    from matplotlib import pyplot
-
-    names = [codec.name.lower() for codec in codecs]
-    figure, panels = pyplot.subplots(
-        2, len(names), squeeze=False, figsize=(4.6 * len(names), 8), sharex=True, sharey="row"
-    )
+    """Draw quality against size with the last codec: a curve for each family of treatments."""
+    name = codecs[-1].name.lower()
     binned = [row for row in outcomes if "binned" in row.treatment]
-    families = list(dict.fromkeys(row.family for row in binned))
-    for column, name in enumerate(names):
-        for family in families:
-            rows = sorted((row for row in binned if row.family == family), key=lambda row: row.bits_per_element[name])
-            bits = [row.bits_per_element[name] for row in rows]
-            style: dict[str, Any] = {
-                "color": f"C{families.index(family)}",
-                "marker": "o",
-                "markersize": 5,
-                "linewidth": 1.4,
-                "label": family,
-            }
-            panels[0, column].plot(bits, [row.divergence for row in rows], **style)
-            panels[1, column].errorbar(
-                bits, [row.change for row in rows], [row.change_error for row in rows], capsize=2, **style
-            )
-            if family in ("same bins for K and V", "a quarter of the bins for V"):
-                for row, x in zip(rows, bits, strict=True):
-                    place: dict[str, Any] = {"xytext": (6, 3), "textcoords": "offset points", "fontsize": 7}
-                    place["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # above other lines
-                    label = row.treatment.removeprefix("binned ")
-                    panels[0, column].annotate(label, (x, row.divergence), color=style["color"], **place)
-        panels[0, column].set_title(name, fontsize=10)
-        panels[1, column].axhline(0, color="0.6", linewidth=0.8)
-        panels[1, column].set_xlabel("stored bits per element (bfloat16: 16)")
-        for panel in panels[:, column]:
-            panel.grid(alpha=0.25)
-    panels[0, 0].set_yscale("log")
-    panels[0, 0].set_ylabel("divergence of predictions, bits/byte")
-    panels[1, 0].set_ylabel("change in bits/byte")
-    panels[1, 0].set_ylim(-0.004, 0.024)
-    panels[0, 0].set_xlim(2.2, 8.2)
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=3, fontsize=8, frameon=False)
-    figure.suptitle("What the cache's treatment costs the project's own model: lower left is better", fontsize=11)
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=110)
-    pyplot.close(figure)
+    divergence: dict[str, list[tuple[float, float]]] = {row.family: [] for row in binned}
+    change: dict[str, list[tuple[float, float]]] = {row.family: [] for row in binned}
+    errors: dict[str, list[tuple[float, float]]] = {row.family: [] for row in binned}
+    for row in sorted(binned, key=lambda row: row.bits_per_element[name]):
+        bits = row.bits_per_element[name]
+        divergence[row.family].append((bits, row.divergence))
+        change[row.family].append((bits, row.change))
+        errors[row.family].append((row.change - row.change_error, row.change + row.change_error))
+    x = "stored bits per element (bfloat16: 16)"
+    charts = [
+        Chart("Predictions", x=x, y="divergence, bits/byte", series=divergence, y_log=True),
+        Chart("Held-out text", x=x, y="change in bits/byte", series=change, errors=errors),
+    ]
+    draw_charts(f"Quality against size with {name}: lower left is better", charts, path)
+
+
+def outcomes_of(document: Path) -> tuple[list[Outcome], list[native.Codec]]:
+    """Return the rows of the first table that :func:`_table` wrote into a document, and its codecs."""
+    lines = document.read_text(encoding="utf-8").splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("| cache | stored as |"))
+    header = [cell.strip() for cell in lines[start].strip("|").split("|")]
+    names = header[2 : header.index("error of K and V")]
+    families = {(treatment.dtype.name.lower(), treatment.label): _family(treatment) for treatment in TREATMENTS}
+    outcomes = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        dtype, label, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        error, divergence, change, agreement = cells[len(names) :]
+        outcomes.append(
+            Outcome(
+                treatment=label,
+                dtype=dtype,
+                family=families[dtype, label],
+                error=float(error),
+                bits_per_element={name: float(cell) for name, cell in zip(names, cells, strict=False) if cell},
+                divergence=float(divergence),
+                bits_per_byte=math.nan,
+                change=float(change.split(" ")[0]),
+                change_error=float(change.split(" ")[2]),
+                agreement=float(agreement.rstrip("%")) / 100,
+            )  # fmt: skip
+        )
+    return outcomes, [native.Codec[name.upper()] for name in names if name != ENTROPY]
 
 
 def _arguments() -> argparse.Namespace:
@@ -404,8 +404,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--scored", type=int, default=1024, help="tokens that are scored after them")
     parser.add_argument("--windows", type=int, default=24, help="at most this many windows")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--table", type=Path, help="draw the table of this document; measure nothing")
     parser.add_argument("--plot", type=Path, help="also draw quality against size to this file (.svg or .png)")
     options = parser.parse_args()
+    if options.table and not options.plot:
+        parser.error("--table needs --plot")
     if options.prefix % CHUNK_TOKENS or options.prefix <= 0 or options.scored < 2 or options.windows < 1:
         parser.error("--prefix is a positive multiple of 256, --scored at least 2, --windows at least 1")
     return options
@@ -413,9 +416,12 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> int:
     """Measure, print the table, and write the files of the command line."""
+    options = _arguments()
+    if options.table:
+        draw(*outcomes_of(options.table), options.plot)
+        return 0
     from transformers import AutoModelForCausalLM
 
-    options = _arguments()
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     texts = list(windows(load_documents(options.text), options.prefix + options.scored))[: options.windows]
     if not texts:
