@@ -99,7 +99,7 @@ NOTES = {
     "KVConnectorBase_V1.supports_sleep_mode": "vLLM's answer, true, is ours",
     "KVConnectorBase_V1.unregister_kv_caches": "what runs ends, and our memory is given back",
     "KVConnectorBase_V1.restore_kv_caches": "memory is made and registered anew, the names stay",
-    "SecondaryTierManager.tolerates_off_thread_polling": "false: our tier has nobody who waits between steps",
+    "SecondaryTierManager.tolerates_off_thread_polling": "false: our tier has no thread that waits between steps",
     "SecondaryTierManager.config_info": "nothing is shown",
     "SecondaryTierManager.config_info_keys": "nothing is shown",
 }

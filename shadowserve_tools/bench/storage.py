@@ -8,8 +8,8 @@ they come from memory and not from a cache. The CPU times of server and client a
 it is not installed.
 
 Prediction: copying into sockets takes 0.12 to 0.17 CPU s/GB; commands and events add 50 to 80 us an answer. Redis
-copies each answer once more: 1.3 to 1.8 times the CPU time of ours. 0.9 of the plain socket. The pool 0.98 of memory
-alone.
+copies each answer once more: 1.3 to 1.8 times our CPU time. Expected ratios: 0.9 to the plain socket, 0.98 for the
+pool to memory alone.
 """
 
 import json
@@ -333,9 +333,9 @@ Measured = Mapping[tuple[str, int, str], Sequence[Run]]
 
 def _add_ratios(report: Report, measured: Measured, engines: Sequence[str]) -> None:
     def pairs(verb: str, ours: str, others: Sequence[str], ratio: Callable[[Run, Run], float]) -> list[float]:
-        """For each round, the geometric mean over all cases of a verb of what ``ratio`` makes of ours and the others'.
+        """Return, for each round, the geometric mean of ``ratio`` over all cases of a verb.
 
-        Of several others the one with the least ratio counts.
+        With several others, the lowest ratio counts.
         """
         settings = [key[:2] for key in measured if key[2] == ours and key[0].startswith(f"{verb} ")]
         rounds: list[list[float]] = [

@@ -1,8 +1,8 @@
-"""What the model of BlueField-3 takes from elsewhere: each number with its source, and how far off it may be.
+"""Inputs of the model of BlueField-3: each number with its source and its uncertainty.
 
-``Given`` are numbers that somebody measured, published or, where its source says so, that we assume. ``Fitted`` are
-what ``shadowserve_tools.simulate.model.Model`` computes from them, so that they cannot drift apart. The tables of
-docs/simulation.md are written from both. "Section", "figure" and "table" are the ShadowServe paper's.
+``Given`` has numbers that were measured, published or, where the source says so, assumed. ``Fitted`` has those that
+``shadowserve_tools.simulate.model.Model`` computes from them. The tables of docs/simulation.md are generated from
+both. "Section", "figure" and "table" are the ShadowServe paper's.
 """
 
 import dataclasses
@@ -92,7 +92,7 @@ class Given:
     dequantize_instructions: float = given(
         1_771 / 2_048, "native/bench/instructions.json, gcc-12 aarch64, neon", "dequantizing it to bfloat16"
     )
-    instructions_per_cycle: float = given(2, "assumed; nothing of ours ran on an A78", "of a core in both", 1, 3)
+    instructions_per_cycle: float = given(2, "assumed; not measured on an A78", "of a core in both", 1, 3)
     clock_ghz: float = given(2.25, "third parties' figures for BlueField-3", "of an Arm core", 2.0, 2.5)
 
 

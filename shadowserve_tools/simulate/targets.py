@@ -1,9 +1,9 @@
-"""What the paper found, beside what the model says of it: each target, and whether it was fitted or predicted.
+"""The paper's results next to the model's: each target, and if it was fitted or predicted.
 
-What is ``fitted`` had its value put in, or a choice made by it, so that it only shows that the fit was solved. What is
-``predicted`` had not: no number of ``Given`` is this one, nor fitted to it. What the model merely takes (figure 13a's
-stages) is an input and no target. One error is allowed for all; and whoever calls a loss what the paper calls a gain,
-or the other way round, is wrong however near 1 both are.
+For a ``fitted`` target, an input or a choice of the model was set so that the target is met; it shows only that the
+fit was solved. For a ``predicted`` one, no input was. Plain inputs (figure 13a's stages) are not targets. The same
+error is allowed for all. A model that predicts a loss where the paper has a gain, or the reverse, is wrong however
+close to 1 both are.
 """
 
 from collections.abc import Callable

@@ -49,7 +49,7 @@ def test_an_override_accepts_the_calls_of_its_base(name: str, version: str) -> N
 
 
 def takes(own: ast.FunctionDef, form: str) -> bool:
-    """Whether a method of ours takes whatever the one that it stands for takes, by place and by name."""
+    """Return if our method accepts the arguments of the method that it implements, by position and by name."""
     asked = parameters(form)
     mine = own.args
     names = [each.arg for each in [*mine.posonlyargs, *mine.args]]

@@ -121,7 +121,7 @@ def test_blocked_time_is_retrieval_without_computing(monkeypatch: pytest.MonkeyP
         watch.stepped(begin)
 
     connector.get_num_new_matched_tokens(request, 0)
-    step(12.0)  # computes for somebody else from 0 to 12; the request arrived at 10
+    step(12.0)  # computes for another request from 0 to 12; the request arrived at 10
     request.found = True
     connector.get_num_new_matched_tokens(request, 0)
     clock.now = 13.0

@@ -241,7 +241,7 @@ class _Engine:
     def switch(self, asynchronous: bool) -> bool:
         """Switch asynchronous fetching on or off. No request may be running."""
         if self._core.has_unfinished_requests():
-            raise RuntimeError("requests are under way")
+            raise RuntimeError("requests are still running")
         self._core.engine_core.engine_core.scheduler.connector._scheduler.ways.in_step = not asynchronous
         return asynchronous
 

@@ -256,6 +256,17 @@ def write_model(folder: Path, model: Model, load: Load) -> None:
     write_weights(folder / "model", config)
 
 
+ENVIRONMENT: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # The process's mask binds all threads; vLLM's own binding would leave one of the cores idle.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+"""Environment of every engine."""
+
+
 @contextlib.contextmanager
 def started_engine(
     name: str,
@@ -285,15 +296,6 @@ def started_engine(
         packages: Additional folders of Python modules.
         more: ``kv_cache_bytes``, ``dtype`` or ``prefix_caching``, where they do not follow from the load.
     """
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # The process's mask binds all threads; vLLM's own binding would leave one of the cores idle.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(len(cores)),
-    }
     tokens = load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS
     settings = {
         "model": str(folder / "model"),
@@ -319,7 +321,7 @@ def started_engine(
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=environment,
+            env=os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(len(cores))},
             process_group=0,
         )
     engine = Engine(process, log)

@@ -314,7 +314,7 @@ def _serve(client: Client, answer: Callable[[dict[str, Any]], None]) -> None:
                 if wrong:
                     raise RuntimeError(f"chunk {wrong[0]} in memory is not what was stored")
             case other:
-                raise RuntimeError(f"nobody can '{other}'")
+                raise RuntimeError(f"unknown command '{other}'")
         answer({})
 
 
