@@ -191,7 +191,7 @@ def aggregate(sizes: list[int], tokens: int, layers: int, repeats: int, below: S
                 _check(bed)
                 _compare(found, bed, where, size)
     ratio = max(found.requests) / min(found.requests)
-    report.ratio("requests_most_over_fewest", [ratio], "exactly 1 request a prefix, whatever its chunks")
+    report.ratio("requests_most_over_fewest", [ratio], "exactly 1 request a prefix of any number of chunks")
     report.finish(output)
 
 

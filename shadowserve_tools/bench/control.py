@@ -168,13 +168,13 @@ def _queue_steps(stack: ExitStack, address: str) -> tuple[list[float], list[floa
 
     queue = WaitingQueue(look, [plane])
     stack.callback(queue.close)
-    told: list[float] = []
+    notified_ms: list[float] = []
     tell = queue._tell
 
     def timed() -> None:
         begin = time.thread_time()
         tell()
-        told.append((time.thread_time() - begin) * 1e3)
+        notified_ms.append((time.thread_time() - begin) * 1e3)
 
     queue._tell = timed  # type: ignore[method-assign]
     for index in range(_WAITING):
@@ -191,7 +191,7 @@ def _queue_steps(stack: ExitStack, address: str) -> tuple[list[float], list[floa
             queue.begun(str(step))
         samples.append((time.perf_counter() - begin) * 1e3)
         time.sleep(_STEP_S)
-    return samples, told
+    return samples, notified_ms
 
 
 def _request(name: str, tokens: list[int]) -> Any:

@@ -90,14 +90,14 @@ class _Asker:
 
 def _times(asker: _Asker, command: str, keys: dict[str, list[bytes]], samples: int) -> dict[str, npt.NDArray[np.int64]]:
     """Return the nanoseconds of answers by kind of key, in random order, after a warm-up."""
-    asked = {kind: [encode_command(command, key) for key in keys[kind]] for kind in keys}
+    requests = {kind: [encode_command(command, key) for key in keys[kind]] for kind in keys}
     order = [kind for kind in keys for _ in range(samples)]
     random.SystemRandom().shuffle(order)
     taken: dict[str, list[int]] = {kind: [] for kind in keys}
     clock, ask, absent = time.perf_counter_ns, asker.ask, _ABSENT_OF[command]
     warm_up = order[:1000]
     for number, kind in enumerate([*warm_up, *order]):
-        request = asked[kind][number % _KEYS]
+        request = requests[kind][number % _KEYS]
         begin = clock()
         answer = ask(request)
         took = clock() - begin

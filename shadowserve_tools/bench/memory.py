@@ -4,8 +4,8 @@ Method: each prompt is fetched through a segment of 64 MiB, in batches, while th
 memory is the engine's and does not count. Chunks have two layers of Llama-3.1-8B's shape, so that the run is short:
 only the number of chunks could make the size grow.
 
-Prediction: the buffers plus 80 MiB for Python with gRPC and numpy, whatever the prompt. Allowed are the buffers plus
-200 MiB.
+Prediction: the buffers plus 80 MiB for Python with gRPC and numpy, independent of the prompt. The limit is the buffers
+plus 200 MiB.
 """
 
 import threading

@@ -103,8 +103,8 @@ def pages(layers: int, heads: int, repeats: int, folder: Path | None, output: Ou
             GB_per_s=raw[MANY] / statistics.median(each.wall_s for each in runs) / 1e9,
             control_ms=1e3 * statistics.median(each.cpu_s for each in runs),
         )  # fmt: skip
-    asked = [after / before for before, after in zip(requests[FEW], requests[MANY], strict=True)]
-    report.ratio("control_growth", asked, "exactly 1")
+    growth = [after / before for before, after in zip(requests[FEW], requests[MANY], strict=True)]
+    report.ratio("control_growth", growth, "exactly 1")
     growth = [after / before for before, after in zip(control[FEW], control[MANY], strict=True)]
     report.ratio("control_cpu_growth", growth, "at most 1.05; 512 blocks over 16")
     idle_ms = [1e3 * cost.cpu_s / cost.wall_s for cost in idle]

@@ -93,7 +93,7 @@ def _read_mixes(_context: click.Context, _parameter: click.Parameter, text: str)
 @click.command()
 @click.option(
     "--rate", default=1.0, show_default=True, type=click.FloatRange(0.01, 100), metavar="GBIT/S",
-    help="Rate of the link that stands for the paper's 80 Gbps.",
+    help="Rate of the link that represents the paper's 80 Gbps.",
 )  # fmt: skip
 @click.option(
     "--time",
@@ -221,11 +221,11 @@ def _hold(operator: LeanSocket) -> None:
     operator.socket.sendall(encode_command(*skip) + encode_command(*hold))
 
 
-def _together(address: str, mix: Sequence[Scaled], asked: Callable[[], None] | None = None) -> list[float]:
-    """Start all requests at once, call ``asked``, and return each request's time until its last layer is computed."""
+def _together(address: str, mix: Sequence[Scaled], between: Callable[[], None] | None = None) -> list[float]:
+    """Start all requests at once, call ``between``, and return each request's time until its last layer is computed."""
     ttfts = [0.0] * len(mix)
     errors: list[Exception] = []
-    gate = threading.Barrier(len(mix) + (asked is not None))
+    gate = threading.Barrier(len(mix) + (between is not None))
 
     def ask(number: int, client: LeanSocket) -> None:
         try:
@@ -238,10 +238,10 @@ def _together(address: str, mix: Sequence[Scaled], asked: Callable[[], None] | N
     threads = [threading.Thread(target=ask, args=pair) for pair in enumerate(clients)]
     for thread in threads:
         thread.start()
-    if asked:
+    if between:
         with contextlib.suppress(threading.BrokenBarrierError):
             gate.wait()
-            asked()
+            between()
     for thread in threads:
         thread.join()
     for client in clients:

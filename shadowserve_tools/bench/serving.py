@@ -1,7 +1,7 @@
 """Measures real vLLM with ShadowServe, with LMCache and without a cache: times to first token, and the cost of storing.
 
 Method: vLLM runs on one half of the cores; stores and servers of all systems on the other. Every system computes
-documents of 2,048 tokens once and keeps them; then its engine is restarted and asked about the same documents.
+documents of 2,048 tokens once and keeps them; then its engine is restarted and gets requests for the same documents.
 Systems: no cache; ShadowServe with defaults, and layer by layer; LMCache's multiprocess server with its CPU tier or
 with Redis (its memory emptied before each question), with the flags that a host without a GPU needs, and in its
 strongest mode (shared memory, one more worker, tuned Redis). Stores are on loopback, and behind links of 1 and 4
@@ -299,7 +299,7 @@ class _Bench:
         engine.call("serve", requests=[{"prompt": tokens, "output": AWAKENING_TOKENS, "at": 0.0}])
 
     def _documents(self, system: System) -> range:
-        """Return the documents that a system is asked about: the first half if it is measured briefly."""
+        """Return the documents of a system's requests: the first half if it is measured briefly."""
         return range((self._load.documents + 1) // 2 if system.brief else self._load.documents)
 
     def _filled(self, system: System) -> range:

@@ -266,7 +266,7 @@ def _charts(report: Report, decoding: _Curves, receiving: _Curves) -> None:
     report.charts.append(
         Chart(
             "Received",
-            x="asked for at a time",
+            x="requested at a time",
             y="GB/s of one core",
             series={"storage server": receiving.line("net")},
             limits=floor,

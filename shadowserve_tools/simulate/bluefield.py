@@ -239,7 +239,7 @@ def stage_rows(model: Model) -> list[dict[str, Any]]:
 
 
 def _charts(model: Model, designs: Sequence[Design]) -> list[Chart]:
-    """Draw the paper's settings, whatever the options are, so that its points belong to the lines."""
+    """Draw the paper's settings, independent of the options, so that its points belong to the lines."""
     last = designs[-1]
     measured = ("paper, ShadowServe", f"paper, {CACHEGEN}")
     axis = [float(each) for each in range(6, 43, 2)]

@@ -372,7 +372,7 @@ def _made(given: Given) -> Model:
 
 
 def swing(value: Callable[[Model], float]) -> tuple[float, float]:
-    """Return the least and the most that a value can be with each given number somewhere in its range.
+    """Return the least and the most that a value can be as each given number varies in its range.
 
     Each number is moved alone to find the end that raises the value; then all are at the raising ends, and at the
     others. Every fit is made again. That is the extreme where the value rises or falls with each number throughout.

@@ -151,8 +151,8 @@ def handed_on(requests: Sequence[Request], cap_gbps: float, margin_gbps: float, 
     now_s = 0.0
     while left:
         numbers = list(left)
-        asked = [demands[i]._replace(layers_left=ceil(left[i])) for i in numbers]
-        rates = allocate(policy, asked, 1e9 * cap_gbps, 1e9 * margin_gbps)
+        current = [demands[i]._replace(layers_left=ceil(left[i])) for i in numbers]
+        rates = allocate(policy, current, 1e9 * cap_gbps, 1e9 * margin_gbps)
         more = 1e9 * cap_gbps / sum(rates)
         for i, rate in zip(numbers, rates, strict=True):
             layer_s = 8 * demands[i].layer_bytes / (rate * more)

@@ -55,7 +55,7 @@ POLICIES: Final = {
 }
 
 
-# ---- What is asked -----------------------------------------------------------------------------------------------
+# ---- Workload ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -156,7 +156,7 @@ class Tier:
     """Contents of one memory, and its eviction."""
 
     def __init__(self, size: float, blocks: int, policy: IndexPolicy, gone: Callable[[bytes, int], None]) -> None:
-        """``gone`` hears of each key that is evicted, with its bytes."""
+        """``gone`` is called with each evicted key and its bytes."""
         self.index = Index(blocks + 1, policy, seed=1)
         self.next_use = NextUse(self.index, lambda tenant, slot: slot in self._pins)
         self.victim: Callable[[int | None], int] = lambda sake: self.next_use.victim(1, sake=sake)

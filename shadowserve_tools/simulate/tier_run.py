@@ -140,7 +140,7 @@ class _Run:
         if self.predicted is not None:
             self.hbm.victim = self.predicted.victim
         self.now = self.steps = self.running_bytes = 0.0
-        self.come = self.told = 0
+        self.arrived = self.announced = 0
         self.queue: deque[Request] = deque()
         self.running: list[tuple[float, int]] = []  # last iteration and number of each running request
         self.ahead: dict[bytes, int] = {}  # prefetched blocks without a use
@@ -197,7 +197,7 @@ class _Run:
         """Run until every request has ended."""
         ended = 0
         while ended < len(self.requests):
-            comes = self.requests[self.come].comes_s if self.come < len(self.requests) else math.inf
+            comes = self.requests[self.arrived].comes_s if self.arrived < len(self.requests) else math.inf
             slowed = self.links.hops[0].bytes_per_s / (self.given.hbm_gb_per_s * 1e9) if self.links.jobs[0] else 0.0
             step_s = self.step_s * (1 + slowed)
             ends = self.now + (self.running[0][0] - self.steps) * step_s if self.running else math.inf
@@ -208,11 +208,11 @@ class _Run:
                 self._end(self.requests[heapq.heappop(self.running)[1]])
                 ended += 1
             elif comes <= then:
-                self.queue.append(self.requests[self.come])
-                self.come += 1
+                self.queue.append(self.requests[self.arrived])
+                self.arrived += 1
             else:
                 self._land(self.links.ends.index(min(self.links.ends)))
-            self._tell()
+            self._announce()
             self._schedule()
             self._prefetch()
 
@@ -222,15 +222,15 @@ class _Run:
 
     # ---- Requests
 
-    def _tell(self) -> None:
+    def _announce(self) -> None:
         """Announce requests to the policy as early as it may know them."""
         if self.policy.foresees is None:
             return
-        while self.told < min(self.come + self.policy.foresees, len(self.requests)):
-            request = self.requests[self.told]
+        while self.announced < min(self.arrived + self.policy.foresees, len(self.requests)):
+            request = self.requests[self.announced]
             request.session.known.append(request.number)
             self._publish(request.number, request.session)
-            self.told += 1
+            self.announced += 1
 
     def _publish(self, number: int, session: Session) -> None:
         for tier in self.filled:
@@ -361,7 +361,7 @@ class _Run:
     def _waiting(self) -> Iterator[Waiting]:
         gap_s = self.step_s * self.trace.mean_tokens / max(1, len(self.running))
         first = 1 if self.queue and self.queue[0].turn_s is not None else 0
-        later = (self.requests[number] for number in range(self.come, self.told))
+        later = (self.requests[number] for number in range(self.arrived, self.announced))
         planned = 0.0
         for place, request in enumerate(chain(islice(self.queue, first, None), later), start=1):
             below = request.session.below

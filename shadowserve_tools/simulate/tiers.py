@@ -116,9 +116,9 @@ def outcomes(
     shape = MODELS[model]
     of: dict[str, list[Outcome]] = {name: [] for name in POLICIES}
     for seed in tracked(range(seeds), "simulating"):
-        asked = trace(shape, workload, oversubscription, seed, given, REQUESTS_MIN)
+        workload_trace = trace(shape, workload, oversubscription, seed, given, REQUESTS_MIN)
         for name, policy in POLICIES.items():
-            of[name].append(outcome(asked, policy, shape.step_ms, given, rules))
+            of[name].append(outcome(workload_trace, policy, shape.step_ms, given, rules))
     return {name: Outcome(*map(statistics.fmean, zip(*its, strict=True))) for name, its in of.items()}
 
 

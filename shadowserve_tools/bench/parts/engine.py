@@ -149,7 +149,7 @@ class _Engine:
         return name
 
     def serve(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Serve an open loop: requests arrive at fixed times, whatever the engine does.
+        """Serve an open loop: requests arrive at fixed times, independent of the engine.
 
         Args:
             requests: Prompts in order of arrival: ``prompt``, or ``seed`` and ``tokens``; ``output`` tokens; ``at``

@@ -1,14 +1,14 @@
 """Other systems' clients, and the stores that are libraries rather than programs: one of them in each process.
 
 This file runs by its path in the peers' environment (scripts/setup-peers), where ShadowServe is not installed, so it
-imports the standard library and numpy only, and a peer's library when that peer is asked for. A client keeps chunks in
+imports the standard library and numpy only, and a peer's library when that peer is used. A client keeps chunks in
 its store, then answers lines on standard input, each a JSON object, with one line each:
 
     {"do": "fetch", "count": N}    bring the first N chunks from the store into this process's memory
     {"do": "clear"}                overwrite that memory, and empty every cache on the way
     {"do": "verify", "count": N}   compare the memory with what was stored
 
-The answer is ``{}``, or ``{"error": ...}`` after which nothing more may be asked. Whatever libraries print goes to
+The answer is ``{}``, or ``{"error": ...}`` after which no more commands may follow. Output of libraries goes to
 standard error. A chunk's bytes are those of the file ``--values``, turned by another number of bytes for each chunk.
 """
 

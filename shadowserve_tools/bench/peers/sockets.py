@@ -107,17 +107,17 @@ class Reader:
             list(self._threads.map(lambda connection: self._drain(connection, pieces), self._sockets))
 
     def _drain(self, connection: socket.socket, pieces: "deque[tuple[int, int]]") -> None:
-        asked: deque[tuple[memoryview, bytes, int]] = deque()
+        pending: deque[tuple[memoryview, bytes, int]] = deque()
         while True:
-            while len(asked) < self._ahead and (piece := _next(pieces)):
+            while len(pending) < self._ahead and (piece := _next(pieces)):
                 index, first = piece
                 into = memoryview(self._memory.rows[index])[first : first + self._piece_bytes]
                 request, head, tail_length = self._ask(index, first, len(into))
                 connection.sendall(request)
-                asked.append((into, head, tail_length))
-            if not asked:
+                pending.append((into, head, tail_length))
+            if not pending:
                 return
-            into, head, tail_length = asked.popleft()
+            into, head, tail_length = pending.popleft()
             if head and (found := _line(connection, len(head))) != head:
                 raise ShadowServeError(f"the server answered {found!r} instead of {head!r}")
             if connection.recv_into(into, len(into), socket.MSG_WAITALL) != len(into):
