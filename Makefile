@@ -10,7 +10,7 @@
 # make soak SOAK_HOURS=1           leaks, a crash loop, the simulation, engines under stress; writes soak.json
 # make fuzz FUZZ_SECONDS=60        every fuzzer, in C and in Python, for its share of the time; counts inputs, exits 1
 #                                  with the path of the input where one is found; ARGS="--json out.json", ARGS=--help
-# make bench                       every benchmark; its data, plot and tables go to docs/benchmarks/
+# make bench                       every benchmark; data and plots go to bench-results/
 # make bench BENCH="codecs fetch"  some of them
 # make lint                        formatting, linting, types
 # Everything lives in .venv; the first run takes some minutes and about 3 GB. Tests take 1 GB more, for Triton: where it

@@ -7,7 +7,8 @@ real records (256-token chunks, quantized and compressed by the C core) and are 
 window is scored on top of them. The cost is how much the predictions differ from those on the cache that was never
 stored: their divergence, and the change in bits per byte.
 
-    python scripts/measure_quality.py --json quality.json --plot quality.svg
+    python scripts/measure_quality.py --json quality.json --plot docs/quality.svg   # docs/quality.md's table and plot
+    python scripts/measure_quality.py --table docs/quality.md --plot docs/quality.svg   # the plot, from the table
 """
 
 import argparse
@@ -27,22 +28,8 @@ import torch
 
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
-
-__all__ = [
-    "TREATMENTS",
-    "ASSETS",
-    "Outcome",
-    "Treatment",
-    "column_entropy",
-    "draw",
-    "kv_bytes",
-    "load_documents",
-    "measure",
-    "prefill",
-    "score",
-    "stored_and_loaded",
-    "windows",
-]
+from shadowserve_tools.charts import Chart
+from shadowserve_tools.charts import draw as draw_charts
 
 CHUNK_TOKENS = 256
 ASSETS = Path(__file__).resolve().parents[1] / "tests" / "assets"
@@ -58,15 +45,15 @@ COLUMN_KINDS = 8  # tables of "entropy" in each slice
 TABLE_ENTRY_BITS = 5  # what each symbol that occurs costs in a table
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]
-"""For each layer, keys and values: (1, KV heads, tokens, head size)."""
+"""Keys and values of each layer: (1, KV heads, tokens, head size)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Treatment:
-    """How chunks are stored.
+    """Way of storing chunks.
 
     Attributes:
-        quantizer, dtype, bins, value_bins, scale_tokens: as of ChunkLayout.
+        quantizer, dtype, bins, value_bins, scale_tokens: See ChunkLayout.
     """
 
     quantizer: Quantizer = Quantizer.BINNED
@@ -77,7 +64,7 @@ class Treatment:
 
     @property
     def label(self) -> str:
-        """What the table calls it."""
+        """Name in the table."""
         if self.quantizer is not Quantizer.BINNED:
             return self.quantizer.name.lower()
         bins = f"binned {self.bins}" + (f"/{self.value_bins}" if self.value_bins else "")
@@ -104,17 +91,17 @@ class Outcome:
     """One row of the table; means over windows.
 
     Attributes:
-        treatment: as Treatment.label.
-        dtype: of the cache.
-        family: which curve of the plot it belongs to.
-        bits_per_element: stored bits, scales and heads included, by the name of the codec; ``"entropy"`` is what a
-            coder with a table for each of eight kinds of columns could reach (binned only).
-        error: root mean square of the change in K and V, over that of K and V.
+        treatment: See Treatment.label.
+        dtype: Dtype of the cache.
+        family: Curve of the plot.
+        bits_per_element: Stored bits by codec, scales and headers included; ``"entropy"`` is the bound of a coder
+            with a table for each of eight kinds of columns (binned only).
+        error: Root mean square of the change in K and V, over that of K and V.
         divergence: Kullback-Leibler divergence of the predictions from those on the kept cache, in bits per byte.
-        bits_per_byte: of the scored text.
-        change: of bits_per_byte against the float32 cache that was never stored.
-        change_error: standard error of ``change``.
-        agreement: share of positions whose most likely next byte is the same.
+        bits_per_byte: Bits per byte of the scored text.
+        change: Change of bits_per_byte against the float32 cache without storing.
+        change_error: Standard error of ``change``.
+        agreement: Share of positions with the same most likely next byte.
     """
 
     treatment: str
@@ -206,13 +193,13 @@ def _symbols(head: record.Head, data: bytes) -> Iterator[npt.NDArray[np.int8]]:
 
 
 def column_entropy(symbols: npt.NDArray[np.int8]) -> int:
-    """Return the bytes that an order-0 coder needs with a table for each of a few kinds of columns, tables included.
+    """Return the bytes of an order-0 coder with a table for each of a few kinds of columns, tables included.
 
-    Columns are put together whose symbols are spread alike: sorted by their spread into classes of equal size, then
-    moved to the class that codes them best, a few times.
+    Columns with similar distributions share a table: they are sorted by spread into classes of equal size, then moved
+    to the class that codes them best, a few times.
 
     Args:
-        symbols: of a slice, a row for each token.
+        symbols: Symbols of a slice, a row for each token.
     """
     columns = symbols.shape[1]
     places = np.arange(columns) * 256
@@ -265,7 +252,7 @@ def _relative_error(cache: KVCache, other: KVCache) -> float:
 
 @dataclass
 class _Sample:
-    """What one treatment came to in each window."""
+    """Results of one treatment in each window."""
 
     bits: list[float] = field(default_factory=list)
     change: list[float] = field(default_factory=list)
@@ -275,7 +262,7 @@ class _Sample:
     stored: list[dict[str, int]] = field(default_factory=list)
 
     def outcome(self, treatment: Treatment, elements: int) -> Outcome:
-        """Return the row of a treatment that was given so many elements in each window."""
+        """Return the row of a treatment with ``elements`` elements in each window."""
         spread = statistics.stdev(self.change) if len(self.change) > 1 else 0.0
         return Outcome(
             treatment=treatment.label,
@@ -308,14 +295,14 @@ def measure(
     codecs: Sequence[native.Codec] = (native.Codec.DEFLATE,),
     treatments: Sequence[Treatment] = TREATMENTS,
 ) -> tuple[float, list[Outcome]]:
-    """Return the bits per byte without storing anything, and one Outcome for each of ``treatments``.
+    """Return the bits per byte without storing, and one Outcome for each of ``treatments``.
 
     Args:
-        model: a transformers model in single precision.
-        texts: windows of tokens, all longer than ``prefix``.
-        prefix: tokens of each that are prefilled and stored, a multiple of 256.
-        codecs: of the records.
-        treatments: what to compare.
+        model: A transformers model in single precision.
+        texts: Windows of tokens, all longer than ``prefix``.
+        prefix: Tokens that are prefilled and stored, a multiple of 256.
+        codecs: Codecs of the records.
+        treatments: Treatments to compare.
     """
     baseline: list[float] = []
     samples = {treatment: _Sample() for treatment in treatments}
@@ -360,56 +347,53 @@ def _table(outcomes: Sequence[Outcome], codecs: Sequence[native.Codec]) -> str:
 
 
 def draw(outcomes: Sequence[Outcome], codecs: Sequence[native.Codec], path: Path) -> None:
-    """Draw quality against size: two panels for each codec, a curve for each family of treatments."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "quality"
-    from matplotlib import pyplot
-
-    names = [codec.name.lower() for codec in codecs]
-    figure, panels = pyplot.subplots(
-        2, len(names), squeeze=False, figsize=(4.6 * len(names), 8), sharex=True, sharey="row"
-    )
+    """Draw quality against size with the last codec: a curve for each family of treatments."""
+    name = codecs[-1].name.lower()
     binned = [row for row in outcomes if "binned" in row.treatment]
-    families = list(dict.fromkeys(row.family for row in binned))
-    for column, name in enumerate(names):
-        for family in families:
-            rows = sorted((row for row in binned if row.family == family), key=lambda row: row.bits_per_element[name])
-            bits = [row.bits_per_element[name] for row in rows]
-            style: dict[str, Any] = {
-                "color": f"C{families.index(family)}",
-                "marker": "o",
-                "markersize": 5,
-                "linewidth": 1.4,
-                "label": family,
-            }
-            panels[0, column].plot(bits, [row.divergence for row in rows], **style)
-            panels[1, column].errorbar(
-                bits, [row.change for row in rows], [row.change_error for row in rows], capsize=2, **style
-            )
-            if family in ("same bins for K and V", "a quarter of the bins for V"):
-                for row, x in zip(rows, bits, strict=True):
-                    place: dict[str, Any] = {"xytext": (6, 3), "textcoords": "offset points", "fontsize": 7}
-                    place["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # above other lines
-                    label = row.treatment.removeprefix("binned ")
-                    panels[0, column].annotate(label, (x, row.divergence), color=style["color"], **place)
-        panels[0, column].set_title(name, fontsize=10)
-        panels[1, column].axhline(0, color="0.6", linewidth=0.8)
-        panels[1, column].set_xlabel("stored bits per element (bfloat16: 16)")
-        for panel in panels[:, column]:
-            panel.grid(alpha=0.25)
-    panels[0, 0].set_yscale("log")
-    panels[0, 0].set_ylabel("divergence of predictions, bits/byte")
-    panels[1, 0].set_ylabel("change in bits/byte")
-    panels[1, 0].set_ylim(-0.004, 0.024)
-    panels[0, 0].set_xlim(2.2, 8.2)
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=3, fontsize=8, frameon=False)
-    figure.suptitle("What the cache's treatment costs the project's own model: lower left is better", fontsize=11)
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=110)
-    pyplot.close(figure)
+    divergence: dict[str, list[tuple[float, float]]] = {row.family: [] for row in binned}
+    change: dict[str, list[tuple[float, float]]] = {row.family: [] for row in binned}
+    errors: dict[str, list[tuple[float, float]]] = {row.family: [] for row in binned}
+    for row in sorted(binned, key=lambda row: row.bits_per_element[name]):
+        bits = row.bits_per_element[name]
+        divergence[row.family].append((bits, row.divergence))
+        change[row.family].append((bits, row.change))
+        errors[row.family].append((row.change - row.change_error, row.change + row.change_error))
+    x = "stored bits per element (bfloat16: 16)"
+    charts = [
+        Chart("Predictions", x=x, y="divergence, bits/byte", series=divergence, y_log=True),
+        Chart("Held-out text", x=x, y="change in bits/byte", series=change, errors=errors),
+    ]
+    draw_charts(f"Quality against size with {name}: lower left is better", charts, path)
+
+
+def outcomes_of(document: Path) -> tuple[list[Outcome], list[native.Codec]]:
+    """Return the rows of the first table that :func:`_table` wrote into a document, and its codecs."""
+    lines = document.read_text(encoding="utf-8").splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("| cache | stored as |"))
+    header = [cell.strip() for cell in lines[start].strip("|").split("|")]
+    names = header[2 : header.index("error of K and V")]
+    families = {(treatment.dtype.name.lower(), treatment.label): _family(treatment) for treatment in TREATMENTS}
+    outcomes = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        dtype, label, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        error, divergence, change, agreement = cells[len(names) :]
+        outcomes.append(
+            Outcome(
+                treatment=label,
+                dtype=dtype,
+                family=families[dtype, label],
+                error=float(error),
+                bits_per_element={name: float(cell) for name, cell in zip(names, cells, strict=False) if cell},
+                divergence=float(divergence),
+                bits_per_byte=math.nan,
+                change=float(change.split(" ")[0]),
+                change_error=float(change.split(" ")[2]),
+                agreement=float(agreement.rstrip("%")) / 100,
+            )  # fmt: skip
+        )
+    return outcomes, [native.Codec[name.upper()] for name in names if name != ENTROPY]
 
 
 def _arguments() -> argparse.Namespace:
@@ -420,18 +404,24 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--scored", type=int, default=1024, help="tokens that are scored after them")
     parser.add_argument("--windows", type=int, default=24, help="at most this many windows")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--table", type=Path, help="draw the table of this document; measure nothing")
     parser.add_argument("--plot", type=Path, help="also draw quality against size to this file (.svg or .png)")
     options = parser.parse_args()
+    if options.table and not options.plot:
+        parser.error("--table needs --plot")
     if options.prefix % CHUNK_TOKENS or options.prefix <= 0 or options.scored < 2 or options.windows < 1:
         parser.error("--prefix is a positive multiple of 256, --scored at least 2, --windows at least 1")
     return options
 
 
 def main() -> int:
-    """Measure, print the table, and write it where asked to."""
+    """Measure, print the table, and write the files of the command line."""
+    options = _arguments()
+    if options.table:
+        draw(*outcomes_of(options.table), options.plot)
+        return 0
     from transformers import AutoModelForCausalLM
 
-    options = _arguments()
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     texts = list(windows(load_documents(options.text), options.prefix + options.scored))[: options.windows]
     if not texts:

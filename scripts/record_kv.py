@@ -15,7 +15,7 @@ from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 
 FIRST_TOKEN = 768
-"""Of the chunk that is kept: what came before it is context."""
+"""First token of the recorded chunk; the tokens before it are context."""
 DOCUMENTS = 2
 
 

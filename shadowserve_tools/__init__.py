@@ -1,6 +1,6 @@
-"""The roof: the ``shadowserve`` command, and all that runs, measures and examines the three programs.
+"""The ``shadowserve`` command, and everything that runs, measures and examines the three programs.
 
-Each subcommand (``COMMANDS``) is one module or folder, imported when it runs; ``README.md`` says what is where.
+Each subcommand (``COMMANDS``) is one module or folder, imported when it runs; ``README.md`` lists them.
 """
 
 from typing import Any, Final
@@ -10,8 +10,6 @@ import click
 from shadowserve import __version__
 from shadowserve.errors import ConfigurationError, ShadowServeError
 from shadowserve_tools.lazy import LazyGroup, missing_package
-
-__all__ = ["main"]
 
 COMMANDS: Final = {
     "storage": "shadowserve_tools.programs.storage:storage",
@@ -31,13 +29,13 @@ EXIT_CODES: Final = """
 \b
 Exit codes:
   0  done
-  1  it did not work; the message says what failed, why, and what to do
-  2  the command line or the configuration cannot be used
+  1  failed; the message has the operation, the reason and the remedy
+  2  the command line or the configuration is invalid
 """
 
 
 class _Commands(LazyGroup):
-    """Ends in one line and exit code 1 or 2 on our own errors, and where something is not installed."""
+    """Turns ShadowServe's errors and missing packages into one line and exit code 1 or 2."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -46,13 +44,13 @@ class _Commands(LazyGroup):
             raise click.UsageError(str(error)) from error
         except ShadowServeError as error:
             raise click.ClickException(str(error)) from error
-        except ModuleNotFoundError as error:  # of a package that is imported late
+        except ModuleNotFoundError as error:  # raised by a late import
             raise click.ClickException(str(missing_package(error))) from error
 
 
 @click.group(
     cls=_Commands,
-    places=COMMANDS,
+    modules=COMMANDS,
     epilog=EXIT_CODES,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
@@ -61,13 +59,13 @@ def main() -> None:
     """Distributed prefix caching for LLM serving that does not disturb the serving.
 
     \b
-    Try it on this machine:    shadowserve demo
-    On the storage node:       shadowserve storage --memory-budget-bytes 64GiB
-    On the DPU, or the host:   shadowserve dpu --storage 127.0.0.1:6380
-    In the serving process:    vllm serve MODEL --kv-transfer-config '{"kv_connector": "ShadowServeConnector", ...}'
-    What a BlueField would do: shadowserve simulate bluefield
-    What a fetch's time is:    shadowserve trace -o fetch.json
-    What the storage does:     shadowserve stats --watch
-    Every key of a program:    shadowserve config storage.yaml > storage.yaml
-    When something is wrong:   shadowserve doctor
+    Demo on this machine:        shadowserve demo
+    On the storage node:         shadowserve storage --memory-budget-bytes 64GiB
+    On the DPU, or the host:     shadowserve dpu --storage 127.0.0.1:6380
+    In the serving process:      vllm serve MODEL --kv-transfer-config '{"kv_connector": "ShadowServeConnector", ...}'
+    Model of a BlueField:        shadowserve simulate bluefield
+    Timeline of a fetch:         shadowserve trace -o fetch.json
+    Statistics of a program:     shadowserve stats --watch
+    Configuration with all keys: shadowserve config storage.yaml > storage.yaml
+    Diagnosis:                   shadowserve doctor
     """

@@ -1,4 +1,4 @@
-"""``shadowserve config``: the files of ``configs/``, which an installation has, too, though it has no checkout."""
+"""``shadowserve config``: prints the files of ``configs/``, also in an installation without a checkout."""
 
 from pathlib import Path
 
@@ -6,11 +6,9 @@ import click
 
 from shadowserve.errors import ConfigurationError
 
-__all__ = ["config"]
-
 
 def _folder() -> Path:
-    """Return where the files are: in the checkout that this runs in, else in the installed package."""
+    """Return the folder of the files: in the checkout that this runs in, or in the installed package."""
     package = Path(__file__).parent
     checkout = package.parent
     return checkout / "configs" if (checkout / "pyproject.toml").is_file() else package / "configs"
@@ -24,9 +22,9 @@ def _files() -> dict[str, Path]:
 @click.command()
 @click.argument("name", required=False)
 def config(name: str | None) -> None:
-    """Print a configuration to begin with: every key, with its default and the reason for it.
+    """Print an example configuration: every key, with its default and the reason for it.
 
-    Without NAME, list what there is: configurations of the programs, Prometheus' alerts, Grafana's dashboards.
+    Without NAME, list the files: configurations of the programs, alerts of Prometheus, dashboards of Grafana.
 
     \b
     For a storage node:

@@ -35,8 +35,6 @@ from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve.native import BACKENDS
 from shadowserve_tools.processes import Child, free_port, start_data_plane, start_storage, started
 
-__all__ = ["demo"]
-
 OWN_MODEL: Final = Path(__file__).parents[1] / "tests" / "assets" / "model"
 SERVED_NAME: Final = "demo"
 QUIET_S: Final = 3.0
@@ -52,19 +50,19 @@ _SERVING: Final = re.compile(r"Application startup complete")
 
 @dataclass
 class Phase:
-    """What one engine did with all requests.
+    """Results of one engine's requests.
 
     Attributes:
         name: ``cold`` or ``warm``.
-        ttft_s: time to first token of each request, in order, as the client saw it.
-        outputs: token ids that each request was answered with.
-        tokens_prompt: prompt tokens of all requests.
-        tokens_cacheable: of these, in complete chunks and not in the engine's own prefix cache anyway.
-        tokens_computed: prefilled by the engine.
-        tokens_fetched: that came from the storage server through the data plane.
-        bytes_raw: KV in the engine's dtype that the data plane moved in either direction.
-        bytes_stored: records put, compressed.
-        bytes_fetched: records received, compressed.
+        ttft_s: Time to the first token of each request, as the client measures it.
+        outputs: Output token ids of each request.
+        tokens_prompt: Prompt tokens of all requests.
+        tokens_cacheable: Those in complete chunks that the engine's own prefix cache does not have.
+        tokens_computed: Tokens that the engine prefilled.
+        tokens_fetched: Tokens whose KV came from the storage node through the data plane.
+        bytes_raw: KV bytes in the engine's dtype that the data plane moved in either direction.
+        bytes_stored: Bytes of stored records, compressed.
+        bytes_fetched: Bytes of fetched records, compressed.
     """
 
     name: str
@@ -95,34 +93,43 @@ class Phase:
 @click.option(
     "--model", default=str(OWN_MODEL), help="Model that vLLM loads.  [default: the project's own small Llama]"
 )
-@click.option("--documents", default=8, show_default=True, type=click.IntRange(1, 64), help="Documents.")
-@click.option("--document-bytes", default=12288, show_default=True, type=click.IntRange(1024), help="Bytes of each.")
+@click.option("--documents", default=8, show_default=True, type=click.IntRange(1, 64), help="Number of documents.")
 @click.option(
-    "--turns", default=3, show_default=True, type=click.IntRange(1, len(QUESTIONS)), help="Questions on each."
+    "--document-bytes", default=12288, show_default=True, type=click.IntRange(1024), help="Bytes of a document."
 )
-@click.option("--output-tokens", default=24, show_default=True, type=click.IntRange(1), help="Tokens of each answer.")
 @click.option(
-    "--dtype", default="float32", show_default=True, help="The engine's; single precision makes outputs comparable."
+    "--turns",
+    default=3,
+    show_default=True,
+    type=click.IntRange(1, len(QUESTIONS)),
+    help="Questions about each document.",
+)
+@click.option("--output-tokens", default=24, show_default=True, type=click.IntRange(1), help="Tokens of an answer.")
+@click.option(
+    "--dtype",
+    default="float32",
+    show_default=True,
+    help="Dtype of the engine; single precision makes outputs comparable.",
 )
 @click.option("--quantizer", default="lossless", show_default=True, type=click.Choice(["lossless", "binned"]))
-@click.option("--bins", default=64, show_default=True, type=click.Choice([16, 32, 64]), help="Of keys, for binned.")
+@click.option(
+    "--bins", default=64, show_default=True, type=click.Choice([16, 32, 64]), help="Bins of keys, for binned."
+)
 @click.option(
     "--backend",
     default="software",
     show_default=True,
     type=click.Choice(BACKENDS),
-    help="What the data plane decodes and delivers with; in a checkout, doca is an emulator of a DPU.",
+    help="Backend of the data plane. Without a DPU, doca is an emulator.",
 )
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, writable=True), help="Write the table as data, too."
-)
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True), help="Write the table as JSON.")
 @click.option("--keep-logs", type=click.Path(file_okay=False), help="Folder for the logs of all processes.")
 def demo(json_file: str | None, keep_logs: str | None, **options: Any) -> None:
-    """Run the main job on this machine, with real parts, and show what it saves.
+    """Store KV with one engine, load it with another one, and show the difference. All parts are real.
 
-    Starts a storage server, a data plane and vLLM with the plugin, serves long documents with several turns
-    of questions over each, then starts a second vLLM that has never seen them and serves the same again. Exits with 1
-    if the second one's outputs differ (with a lossless quantizer) or it had to compute what was stored.
+    Starts a storage node, a data plane and vLLM with the plugin, and serves long documents with several questions about
+    each. Then it starts a second vLLM and serves the same again. The exit code is 1 if the second engine's outputs
+    differ (with a lossless quantizer) or if it computed stored tokens.
     """
     if not shutil.which("vllm", path=_path()):
         raise ShadowServeError("the demo needs vLLM, and there is no 'vllm' command: run 'make setup' in a checkout")
@@ -172,7 +179,7 @@ def _engine(name: str, data_plane: Child, logs: Path, options: dict[str, Any]) -
         "kv_connector_extra_config": {
             "data_plane": data_plane.address,
             "quantizer": options["quantizer"],
-            # Here everything shares a few cores, and what they cannot do in time is not what is shown.
+            # All programs share a few cores, so that timeouts must be long.
             **dict.fromkeys(("lookup_timeout_s", "connect_timeout_s", "fetch_timeout_s", "store_timeout_s"), 60.0),
             **({"bins": options["bins"]} if options["quantizer"] == "binned" else {}),
         },
@@ -191,16 +198,16 @@ def _engine(name: str, data_plane: Child, logs: Path, options: dict[str, Any]) -
 
 
 def _documents(options: dict[str, Any]) -> list[str]:
-    """Cut long documents from the text that every Python brings along, one kind for all machines."""
+    """Cut long documents from a text that every Python installation has."""
     size = options["document_bytes"]
     text = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "ignore").decode()
     if len(text) < options["documents"] * size:
-        raise ShadowServeError(f"Python's topics hold {len(text)} bytes; ask for fewer or shorter documents")
+        raise ShadowServeError(f"Python's topics have {len(text)} bytes; use fewer or shorter --documents")
     return [text[index * size : (index + 1) * size] for index in range(options["documents"])]
 
 
 def _serve(url: str, phase: Phase, options: dict[str, Any]) -> Iterator[None]:
-    """Hold the conversations, one request at a time, and fill in the phase; yields after each request."""
+    """Serve the conversations, one request at a time, and fill in the phase; yields after each request."""
     for document in _documents(options):
         text = document
         for question in QUESTIONS[: options["turns"]]:
@@ -219,8 +226,8 @@ def _serve(url: str, phase: Phase, options: dict[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ask(url: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
-    """Ask vLLM, by GET or with a body by POST, past any proxy: it is a process of our own on this machine."""
+def _request(url: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
+    """Send a GET, or a POST with a body, to vLLM, without a proxy."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
@@ -230,7 +237,9 @@ def _ask(url: str, body: dict[str, Any] | None = None) -> Iterator[http.client.H
     except urllib.error.HTTPError as error:
         raise ShadowServeError(f"vLLM answered {error.code}: {error.read()[:500]!r}") from error
     except (OSError, http.client.HTTPException) as error:
-        raise ShadowServeError(f"vLLM at {url} does not answer: {error}; look at its log (--keep-logs)") from error
+        raise ShadowServeError(
+            f"vLLM at {url} does not answer: {error}; its log has the reason (--keep-logs)"
+        ) from error
 
 
 def _complete(url: str, phase: Phase, prompt: str, output_tokens: int) -> str:
@@ -245,7 +254,7 @@ def _complete(url: str, phase: Phase, prompt: str, output_tokens: int) -> str:
     }
     begin, first, text = time.monotonic(), None, ""
     tokens: list[int] = []
-    with _ask(f"{url}/v1/completions", body) as response:
+    with _request(f"{url}/v1/completions", body) as response:
         for line in response:
             if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
                 continue
@@ -264,9 +273,9 @@ def _complete(url: str, phase: Phase, prompt: str, output_tokens: int) -> str:
 
 
 def _prompt_tokens(url: str) -> dict[str, int]:
-    """Prompt tokens so far by where their KV came from, as vLLM counts them."""
+    """Return vLLM's counts of prompt tokens by the source of their KV."""
     counts = {}
-    with _ask(f"{url}/metrics") as response:
+    with _request(f"{url}/metrics") as response:
         text = response.read().decode()
     for family in text_string_to_metric_families(text):
         if family.name == "vllm:prompt_tokens_by_source":
@@ -277,7 +286,7 @@ def _prompt_tokens(url: str) -> dict[str, int]:
 
 
 def _settle(plane: DataPlaneClient) -> Any:
-    """Return the data plane's statistics once it has stored what it was given: when they no longer change."""
+    """Return the data plane's statistics once it has stored everything: when they no longer change."""
     deadline, last, quiet_since = time.monotonic() + 60, plane.statistics(), time.monotonic()
     while time.monotonic() < deadline and time.monotonic() - quiet_since < QUIET_S:
         time.sleep(0.1)
@@ -320,7 +329,7 @@ def _report(console: Console, phases: list[Phase], stages: Any, options: dict[st
     if options["quantizer"] == "lossless" and not agree:
         raise ShadowServeError("the outputs differ although the KV is lossless; please report it with the logs")
     if share < 0.95:
-        raise ShadowServeError("the second engine computed what was stored; look at its log (--keep-logs)")
+        raise ShadowServeError("the second engine computed stored tokens; its log has the reason (--keep-logs)")
 
 
 def _stage_table(stages: Any) -> Table:
@@ -335,6 +344,6 @@ def _stage_table(stages: Any) -> Table:
                 f"{stage.items:,d}",
                 f"{stage.input_bytes / 1e6:.1f}",
                 f"{stage.output_bytes / 1e6:.1f}",
-                f"{bytes_moved / stage.busy_ns:.2f}" if stage.busy_ns else "",  # part of another stage's time
+                f"{bytes_moved / stage.busy_ns:.2f}" if stage.busy_ns else "",  # its time is part of another stage's
             )
     return table

@@ -13,8 +13,6 @@ from shadowserve.config import CONFIG_FILE_VARIABLE, Section
 from shadowserve.errors import ConfigurationError
 from shadowserve.sizes import ByteSize
 
-__all__ = ["Program", "limits", "metavar", "section_flags"]
-
 _LIMITS: Final = {
     "ge": "at least {}",
     "gt": "above {}",
@@ -25,7 +23,7 @@ _LIMITS: Final = {
 _TIMES: Final = ("_s", "timeout", "_time", "timeout_max_s", "_idle")
 _GENERAL: Final = "General"
 _CHOICE_COLUMNS_MAX: Final = 40
-"""Of alternatives beside a flag and its default, in a terminal of 80 columns; the description names them."""
+"""Most columns of alternatives next to a flag and its default, for a terminal of 80 columns."""
 _VALUES: Final = (
     "BYTES take units (64GiB); PATH is a file or a folder; CORES and NODES are lists ('[2, 3]'); LIST and MAPPING are "
     "YAML; WORD is one of those named. null stands for none."
@@ -33,9 +31,9 @@ _VALUES: Final = (
 
 
 def metavar(key: str, field: FieldInfo, description: str) -> str:
-    """Return what a flag takes, such as ``BYTES``, ``PORT`` or ``[memory|pool]``."""
+    """Return the placeholder of a flag's value, such as ``BYTES``, ``PORT`` or ``[memory|pool]``."""
     pattern = next((text for each in field.metadata if (text := getattr(each, "pattern", None))), None)
-    if pattern:  # of alternatives, which are all the patterns that there are
+    if pattern:  # all patterns are alternatives
         return f"[{pattern.strip('^()$')}]"
     if description.startswith("File of"):
         return "PATH"
@@ -112,7 +110,7 @@ class Program(click.Command):
         self.section = section
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write what it does, and what the words for values mean."""
+        """Write the description, and the meaning of the placeholders."""
         super().format_help_text(ctx, formatter)
         formatter.write_paragraph()
         with formatter.indentation():
@@ -163,7 +161,7 @@ def section_flags(section: type[Section]) -> Callable[[Callable[..., None]], Cal
             type=click.Path(dir_okay=False),
             metavar="PATH",
             envvar=CONFIG_FILE_VARIABLE,
-            help=f"YAML file with a section '{section.section}'; 'shadowserve config' prints one to begin with.",
+            help=f"YAML file with a section '{section.section}'; 'shadowserve config' prints an example.",
         )(function)
 
     return decorate

@@ -1,4 +1,4 @@
-"""Groups of commands that are imported when they are asked for, and what is said where one cannot be imported here."""
+"""Command groups that import their commands late, and the message if a package is missing."""
 
 import importlib
 import importlib.metadata
@@ -13,17 +13,15 @@ import click
 from shadowserve.config_errors import unknown
 from shadowserve.errors import NotInstalledError
 
-__all__ = ["LazyGroup", "missing_package"]
-
 _OWN: Final = ("shadowserve", "host_control", "dpu_dataplane", "storage_kv", "shadowserve_tools")
 _ENGINE: Final = ("vllm", "torch", "triton", "transformers")
 
 
 def missing_package(error: ModuleNotFoundError) -> NotInstalledError:
-    """Return what to tell a user of a Python package that is not installed.
+    """Return the error message for a Python package that is not installed.
 
     Raises:
-        ModuleNotFoundError: it is a module of our own, which is nothing that a user could install.
+        ModuleNotFoundError: The module is ShadowServe's own, which a user cannot install.
     """
     name = (error.name or "").partition(".")[0]
     if not name or name in _OWN:
@@ -37,7 +35,7 @@ def missing_package(error: ModuleNotFoundError) -> NotInstalledError:
 
 
 def _install(name: str) -> str:
-    """Return the command that installs a package: by the extra that has it, else by its name."""
+    """Return the command that installs a package: by the extra that has it, or by its name."""
     same = re.compile(rf"{name.replace('_', '[-_]')}\b.*extra == ['\"](\w+)['\"]", re.IGNORECASE)
     try:
         found = filter(None, map(same.match, importlib.metadata.requires("shadowserve") or ()))
@@ -49,39 +47,39 @@ def _install(name: str) -> str:
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported when they are asked for.
+    """A group that imports a command when it is used.
 
-    A command whose libraries are not here is still listed: its help says what is missing, and running it ends with
-    that line and exit code 1.
+    A command with a missing package is listed; its help names the package, and running it ends with that line and exit
+    code 1.
     """
 
     def __init__(
         self,
         *arguments: Any,
-        places: Mapping[str, str],
+        modules: Mapping[str, str],
         needs: Mapping[str, Sequence[str]] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
-        self.places = places
+        self.modules = modules
         self.needs = needs or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.places)
+        return list(self.modules)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that is asked for; where there is none, the message has the nearest name."""
+        """Return the named command; the error message for an unknown one has the nearest name."""
         name = args[0] if args else ""
-        if name and not name.startswith("-") and name not in self.places:
-            ctx.fail(unknown("command", name, self.places))
+        if name and not name.startswith("-") and name not in self.modules:
+            ctx.fail(unknown("command", name, self.modules))
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self.places:
+        if cmd_name not in self.modules:
             return None
-        module, name = self.places[cmd_name].split(":")
+        module, name = self.modules[cmd_name].split(":")
         try:
             for package in self.needs.get(cmd_name, ()):
                 if not _is_there(package):
@@ -97,7 +95,7 @@ class LazyGroup(click.Group):
 def _is_there(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ValueError:  # it is being imported, or was taken out of sight
+    except ValueError:  # it is being imported, or is hidden
         return sys.modules.get(package) is not None
 
 

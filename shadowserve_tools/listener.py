@@ -1,4 +1,4 @@
-"""What listens on an address: which protocol it speaks, found by asking."""
+"""Finds out which protocol a program speaks that listens on an address."""
 
 import contextlib
 import socket
@@ -10,12 +10,10 @@ from typing import Final, Literal
 from shadowserve.addresses import split_address
 from shadowserve.resp import NEED_DATA, ErrorReply, Limits, ReplyReader, encode_command
 
-__all__ = ["Listener", "ask", "identify"]
-
 TIMEOUT_S: Final = 2.0
 _ANSWER_BYTES_MAX: Final = 1 << 20
 _HTTP2_SETTINGS: Final = b"\x04"
-"""Type of the frame that a server of HTTP/2 begins with; it is behind three bytes of length."""
+"""Type of the first frame of an HTTP/2 server; three bytes of length come before it."""
 _TLS_ALERT: Final = b"\x15\x03"
 
 
@@ -24,17 +22,15 @@ class Listener:
     """A program that listens.
 
     Attributes:
-        protocol: ``resp``: Redis' protocol, as storage nodes speak it; ``http2``: HTTP/2, as gRPC; ``http1``: HTTP of
-            version 1; ``tls``: something behind TLS that is not HTTP/2; ``silent``: it does not answer PING; ``other``:
-            it answers something else.
-        encrypted: it speaks TLS.
+        protocol: ``resp``: Redis' protocol, as of storage nodes; ``http2``: HTTP/2, as of gRPC; ``http1``: HTTP/1;
+            ``tls``: TLS with something other than HTTP/2; ``silent``: no answer to PING; ``other``: another answer.
+        encrypted: True if it speaks TLS.
     """
 
     protocol: Literal["resp", "http2", "http1", "tls", "silent", "other"]
     encrypted: bool = False
 
     def __str__(self) -> str:
-        """What it is, in words."""
         words = {
             "resp": "a server that speaks Redis' protocol, such as a storage node,",
             "http2": "a gRPC server, such as a data plane,",
@@ -47,15 +43,15 @@ class Listener:
 
 
 def identify(address: str, *, encrypted: bool = False) -> Listener:
-    """Return what listens on ``host:port`` or ``unix:/path``.
+    """Return the program that listens on ``host:port`` or ``unix:/path``.
 
     Args:
-        address: that is connected to.
-        encrypted: it is known to speak TLS.
+        address: Address to connect to.
+        encrypted: True if it is known to speak TLS.
 
     Raises:
-        OSError: it cannot be connected to.
-        ValueError: it is no address.
+        OSError: The connection failed.
+        ValueError: The address is malformed.
     """
     if encrypted:
         return _behind_tls(address)
@@ -66,27 +62,27 @@ def identify(address: str, *, encrypted: bool = False) -> Listener:
         return Listener("resp", encrypted=b"speaks TLS" in first)
     if first[3:4] == _HTTP2_SETTINGS:
         return Listener("http2")
-    if first.startswith((b"HTTP/1", b"<")):  # some answer a request that they cannot read with HTML alone
+    if first.startswith((b"HTTP/1", b"<")):  # some answer malformed requests with HTML alone
         return Listener("http1")
     if not first or first.startswith(_TLS_ALERT):
         return _behind_tls(address)
     return Listener("other")
 
 
-def ask(
+def query(
     address: str, commands: Sequence[Sequence[bytes]], context: ssl.SSLContext | None = None, name: str = ""
 ) -> list[str]:
-    """Return the answers of a server that speaks RESP, as text; errors begin with ``-``.
+    """Return the answers of a RESP server as text; errors begin with ``-``.
 
     Args:
         address: ``host:port``.
-        commands: in order; a command is not sent before the one before it has been answered.
-        context: for TLS; None for none.
-        name: that the server's certificate must hold; empty for the host.
+        commands: Commands in order; each waits for the answer to the one before.
+        context: TLS context; None for plain TCP.
+        name: Name in the server's certificate; empty for the host.
 
     Raises:
-        OSError: the connection does not come about, or breaks.
-        ProtocolError: the answer is no RESP.
+        OSError: The connection failed.
+        ProtocolError: The answer is not RESP.
     """
     answers: list[str] = []
     limits = Limits(bulk_bytes_max=_ANSWER_BYTES_MAX, total_bytes_max=_ANSWER_BYTES_MAX, large_bulk_bytes=1 << 62)
@@ -123,7 +119,7 @@ def _connected(address: str) -> Iterator[socket.socket]:
 
 
 def _first_bytes(connection: socket.socket) -> bytes:
-    """Return what a server answers first, up to 9 bytes of it or a line; empty where it closes or stays silent."""
+    """Return the start of a server's answer, up to 9 bytes or a line; empty if it closes or stays silent."""
     found = b""
     try:
         while len(found) < 9 and b"\n" not in found:
@@ -131,13 +127,13 @@ def _first_bytes(connection: socket.socket) -> bytes:
             if not data:
                 break
             found += data
-    except OSError:  # silent, or reset
+    except OSError:  # no answer, or reset
         pass
     return found
 
 
 def _behind_tls(address: str) -> Listener:
-    """Return what a server is that has not answered a plain PING: its certificate is not checked here."""
+    """Return the kind of a server that does not answer a plain PING. Its certificate is not checked."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -1,4 +1,4 @@
-"""``shadowserve stats`` of a data plane: what it has fetched and stored, its stages, and the engines that it serves."""
+"""``shadowserve stats`` for a data plane: fetches, stores, and connected engines."""
 
 import time
 from collections.abc import Mapping
@@ -15,19 +15,17 @@ from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.sizes import human_size
 from shadowserve.tls import Credentials
 
-__all__ = ["PlaneWatcher"]
-
 _COUNTERS: Final = ("batches", "fetched_bytes", "delivered_bytes", "stored_raw_bytes", "stored_bytes", "lookup_keys")
 _TIMEOUT_S: Final = 5.0
 
 
 @dataclass
 class PlaneWatcher:
-    """Statistics of a data plane in turn.
+    """Successive statistics of a data plane.
 
     Attributes:
-        client: of the data plane.
-        before: the statistics before, and when they came; None at first.
+        client: Client of the data plane.
+        before: Previous statistics and their time; None at first.
     """
 
     client: DataPlaneClient
@@ -35,23 +33,23 @@ class PlaneWatcher:
 
     @classmethod
     def connected(cls, address: str, credentials: Credentials | None) -> "PlaneWatcher":
-        """Return one for the data plane at ``host:port`` or ``unix:/path``.
+        """Return a watcher of the data plane at ``host:port`` or ``unix:/path``.
 
         Raises:
-            ConfigurationError: the certificates cannot be used.
+            ConfigurationError: The certificates are unusable.
         """
         return cls(DataPlaneClient(address, credentials=credentials, connect_timeout_s=_TIMEOUT_S))
 
     def step(self) -> dict[str, Any]:
-        """Return everything that is shown; rates are those since the step before, or since the data plane's start.
+        """Return the current view. Rates are since the previous step, or since the data plane's start.
 
         Raises:
-            DataPlaneError: it does not answer.
+            DataPlaneError: The data plane does not answer.
         """
         now, taken_s = self.client.statistics(), time.monotonic()
         earlier, span_s = pb.StatisticsResponse(), max(now.up_seconds, 1.0)
         since = "start"
-        if self.before is not None and self.before[0].up_seconds <= now.up_seconds:  # else it was started anew
+        if self.before is not None and self.before[0].up_seconds <= now.up_seconds:  # otherwise it was restarted
             earlier, span_s = self.before[0], max(taken_s - self.before[1], 1e-3)
             since = f"{span_s:.3g} s"
         self.before = (now, taken_s)
@@ -73,16 +71,16 @@ class PlaneWatcher:
             "since": since,
         }  # fmt: skip
 
-    def shown(self, view: Mapping[str, Any], where: str) -> RenderableType:
-        """Return a view as people see it."""
-        return _shown(view, where)
+    def render(self, view: Mapping[str, Any], where: str) -> RenderableType:
+        """Return a view for the terminal."""
+        return _rendered(view, where)
 
     def close(self) -> None:
         self.client.close()
 
 
 def _with_numbers(value: Any) -> Any:
-    """Return a message as JSON has it, with the integers of 64 bits that protobuf writes as text."""
+    """Convert the 64-bit integers that protobuf's JSON has as text."""
     if isinstance(value, dict):
         return {key: _with_numbers(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -90,8 +88,8 @@ def _with_numbers(value: Any) -> Any:
     return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
-def _shown(view: Mapping[str, Any], where: str) -> RenderableType:
-    """Return what people see of a data plane's statistics."""
+def _rendered(view: Mapping[str, Any], where: str) -> RenderableType:
+    """Return a data plane's statistics for the terminal."""
     head = f"{where}, data plane, shadowserve {view['version']}, {view['backend']}, up {view['up_seconds']:.0f} s"
     since = "since the start" if view["since"] == "start" else f"in the last {view['since']}"
     table = Table(Column("what"), Column(since, justify="right"), box=SIMPLE_HEAD, padding=0)
@@ -99,7 +97,7 @@ def _shown(view: Mapping[str, Any], where: str) -> RenderableType:
     state = "connected" if view["storage_connected"] else "[red]not connected[/red]"
     for title, text in (
         ("storage", f"{view['storage']}, {state}"),
-        ("keys found, of those looked up", found),
+        ("lookup hit rate", found),
         ("fetched, as stored", f"{human_size(view['fetched_bytes_per_s'])}/s"),
         ("delivered to engines", f"{human_size(view['delivered_bytes_per_s'])}/s"),
         ("stored, as records", f"{human_size(view['stored_bytes_per_s'])}/s"),
@@ -131,7 +129,7 @@ def _engines(view: Mapping[str, Any]) -> list[RenderableType]:
         table.add_row(each["process"], each["model"][:8], str(each["chunk_tokens"]), each["quantizer"])
     different = [model[:8] for model, found in forms.items() if len(found) > 1]
     notes = [
-        f"[yellow]engines of model {model} share nothing: give them the same chunk_tokens and quantizer[/yellow]"
+        f"[yellow]engines of model {model} do not share KV: give them the same chunk_tokens and quantizer[/yellow]"
         for model in different
     ]
     return [table, *notes]

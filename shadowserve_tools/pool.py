@@ -1,4 +1,4 @@
-"""``shadowserve pool``: make devices part of a pool, and see what is on them."""
+"""``shadowserve pool``: formats devices of a pool, and shows their contents."""
 
 import json
 import os
@@ -10,17 +10,15 @@ import click
 from shadowserve.errors import ShadowServeError
 from shadowserve.native import BlockDevice
 
-__all__ = ["pool"]
-
 _OBJECT_BYTES: Final = 64 << 10
-"""What an object is taken to have at least when nobody says how many there may be: room for a million in 64 GiB."""
+"""Assumed object size for the default of --objects-max: a million objects in 64 GiB."""
 _OBJECTS_MIN: Final = 1024
 EXIT_CODES: Final = """
 \b
 Exit codes:
-  0  there are volumes, and they are sound
-  1  one is damaged, or missing, or its device cannot be opened; 'shadowserve verify' reads the objects, too
-  2  the command line cannot be used
+  0  all volumes are sound
+  1  a volume is damaged or missing, or its device cannot be opened; 'shadowserve verify' also reads the objects
+  2  the command line is invalid
 """
 
 
@@ -35,25 +33,27 @@ class _Size(click.ParamType[int]):
         unit = next((each for each in units if text.endswith(each)), "")
         number = text.removesuffix(unit).strip()
         if not number.isdecimal():
-            self.fail(f"{value!r} is no size; write it like 64GiB", parameter, context)
+            self.fail(f"{value!r} is not a size; write it like 64GiB", parameter, context)
         return int(number) * units.get(unit, 1)
 
 
 @click.group()
 def pool() -> None:
-    """Devices of the pool engine: format them, and see what is on them. No server may be using them."""
+    """Format devices of the pool engine, and show their contents. No server may be using them."""
 
 
 @pool.command(name="format")
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path())
 @click.option("--objects-max", type=click.IntRange(1, (1 << 32) - 1), help="Most objects on each  [default: by size].")
-@click.option("--size", type=_Size(), default=0, help="Make files of this size, their blocks reserved, such as 64GiB.")
-@click.option("--pool", "pool_hex", metavar="HEX", help="The pool that they join, 32 digits  [default: a new one].")
-@click.option("--force", is_flag=True, help="Also if there is something on them. It is lost.")
+@click.option("--size", type=_Size(), default=0, help="Make files of this size, such as 64GiB, with reserved blocks.")
+@click.option(
+    "--pool", "pool_hex", metavar="HEX", help="ID of the pool that they join, 32 digits  [default: a new one]."
+)
+@click.option("--force", is_flag=True, help="Format devices with contents, too. The contents are lost.")
 def format_devices(
     paths: tuple[str, ...], objects_max: int | None, size: int, pool_hex: str | None, force: bool
 ) -> None:
-    """Make devices, or files, into empty volumes of one pool. A device that holds something is refused."""
+    """Format devices, or files, as empty volumes of one pool. A device with contents is refused."""
     from shadowserve.pool.volume.volume import Volume
 
     pool_id = _pool_id(pool_hex)
@@ -61,7 +61,7 @@ def format_devices(
         _keep_size(path, size)
         with closing(BlockDevice(path, size=size)) as device:
             if force:
-                _tell_what_is_dropped(device)
+                _report_dropped_contents(device)
             most = objects_max or max(device.capacity_bytes // _OBJECT_BYTES, _OBJECTS_MIN)
             superblock = Volume.format(device, pool_id=pool_id, objects_max=most, force=force)
         data_bytes = superblock.layout.data_blocks << 12
@@ -69,22 +69,22 @@ def format_devices(
 
 
 def _keep_size(path: str, size: int) -> None:
-    """See that a file that is there stays as long as it is: that it is ours to change is not known yet."""
+    """Check that an existing file keeps its size."""
     present = os.stat(path).st_size if os.path.isfile(path) else 0
     if size and present not in (0, size):
         raise click.BadParameter(
-            f"{path} is there, with {present} bytes; leave --size out to take it as it is, or remove it",
+            f"{path} exists, with {present} bytes; omit --size to use it as it is, or remove the file",
             param_hint="'--size'",
         )
 
 
-def _tell_what_is_dropped(device: BlockDevice) -> None:
-    from shadowserve.pool.volume.signature_check import describe_content
+def _report_dropped_contents(device: BlockDevice) -> None:
+    from shadowserve.pool.volume.foreign import describe_content
 
     try:
         found = describe_content(device)
     except OSError as error:
-        found = f"what cannot be read ({error})"
+        found = f"unreadable contents ({error})"
     if found is not None:
         click.echo(f"{device.name}: dropped: {found}")
 
@@ -98,26 +98,27 @@ def _pool_id(digits: str | None) -> bytes:
         pool_id = b""
     if len(pool_id) != 16:
         raise click.BadParameter(
-            f"{digits!r} is no pool: 32 hexadecimal digits, as in 'shadowserve pool status'", param_hint="'--pool'"
+            f"{digits!r} is not the ID of a pool: give 32 hexadecimal digits, as in 'shadowserve pool status'",
+            param_hint="'--pool'",
         )
     return pool_id
 
 
 @pool.command(epilog=EXIT_CODES)
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path(exists=True))
-@click.option("--json", "as_json", is_flag=True, help="Print it as data, for a script.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.pass_context
 def status(context: click.Context, paths: tuple[str, ...], as_json: bool) -> None:
-    """Show what is on devices: the pool they belong to, objects, room, log. Nothing is changed."""
+    """Show the contents of devices: pool, objects, used space, log. Nothing is changed."""
     rows = [_status(path) for path in paths]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     else:
-        click.echo("\n\n".join(map(_told, rows)))
+        click.echo("\n\n".join(map(_text, rows)))
     context.exit(0 if all(row["state"] == "sound" for row in rows) else 1)
 
 
-def _told(row: dict[str, Any]) -> str:
+def _text(row: dict[str, Any]) -> str:
     lines = [f"{row['path']}: {row['state']}"]
     if row["pool"] != "none":
         lines += [

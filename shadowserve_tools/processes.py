@@ -1,4 +1,4 @@
-"""Child processes of the demo and the benchmarks: started, awaited, watched, and always stopped."""
+"""Child processes of the demo and the benchmarks: started, awaited, and always stopped."""
 
 import contextlib
 import os
@@ -8,40 +8,54 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
+
+from rich.progress import Progress
 
 from shadowserve.errors import ShadowServeError
-
-__all__ = ["Child", "free_port", "start_data_plane", "start_redis", "start_storage", "started"]
 
 STOP_TIMEOUT_S: Final = 20.0
 _READY: Final = re.compile(r"^ready (?P<address>\S+)$", re.MULTILINE)
 _TUNING: Final = "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1"
-"""Of Redis's allocator: it keeps the memory of large replies.
+"""Settings of Redis's allocator that keep the memory of large replies.
 
-By default each reply above 8 MiB is a fresh mapping, whose page faults cost Redis three times the rest of its work.
+By default each reply above 8 MiB is a new mapping, whose page faults cost Redis three times its other work.
 """
 
 
 @dataclass(frozen=True)
 class Child:
-    """A running program of ours.
+    """A running child process.
 
     Attributes:
-        name: for messages.
-        process: the process.
-        log: file that holds everything it printed.
-        address: ``host:port`` that it said it listens on.
+        name: Name in messages.
+        process: The process.
+        log: File with its output.
+        address: ``host:port`` that it listens on.
     """
 
     name: str
     process: "subprocess.Popen[bytes]"
     log: Path
     address: str
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    """Wait until a condition holds.
+
+    Raises:
+        ShadowServeError: It does not hold within ``timeout_s``; the message has ``what``, such as "X is not stored".
+    """
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise ShadowServeError(f"{what} after {timeout_s:g} s")
+        time.sleep(0.02)
 
 
 def free_port() -> int:
@@ -62,18 +76,18 @@ def started(
     environment: Mapping[str, str] | None = None,
     timeout_s: float = 30.0,
 ) -> Iterator[Child]:
-    """Run a program while the context lasts; enter it once the program has printed ``ready``.
+    """Run a program while the context lasts. The context begins when the program has printed ``ready``.
 
     Args:
-        name: for messages and the log's name.
-        command: program and arguments.
-        log_folder: where its output goes, as ``<name>.log``.
-        ready: what it prints once it serves; group ``address``, if any, becomes the child's address.
-        environment: added to ours.
-        timeout_s: to become ready.
+        name: Name in messages, and of the log.
+        command: Program and arguments.
+        log_folder: Folder of its output, ``<name>.log``.
+        ready: Output of a program that is ready; group ``address``, if any, becomes the child's address.
+        environment: Additional environment variables.
+        timeout_s: Time to become ready.
 
     Raises:
-        ShadowServeError: it ended or was silent instead; the message holds the end of its log.
+        ShadowServeError: It ended or was not ready in time; the message has the end of its log.
     """
     log = log_folder / f"{name}.log"
     with log.open("wb") as output:
@@ -102,7 +116,7 @@ def _await(
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """End the program as a user would; and whatever is left of its process group as nobody should have to."""
+    """Stop the program with SIGTERM, and kill the rest of its process group."""
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     try:
@@ -117,7 +131,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 def start_storage(
     log_folder: Path, *flags: str, environment: Mapping[str, str] | None = None
 ) -> contextlib.AbstractContextManager[Child]:
-    """Run a storage server on a free port of loopback; ``flags`` as for ``shadowserve storage``."""
+    """Run a storage node on a free port of loopback; ``flags`` as for ``shadowserve storage``."""
     command = [sys.executable, "-m", "shadowserve_tools", "storage", "--port", "0", *flags]
     return started("storage", command, log_folder, environment=environment)
 
@@ -131,12 +145,45 @@ def start_data_plane(
     return started("dpu", command, log_folder, environment=environment)
 
 
+class Programs(contextlib.ExitStack):
+    """Programs of a benchmark, with a folder for their logs and a progress bar. All end with the context.
+
+    Attributes:
+        logs: Folder of the logs; it is removed at the end.
+    """
+
+    logs: Path
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self.logs = Path(self.enter_context(tempfile.TemporaryDirectory()))
+        return self
+
+    def storage(self, *flags: str, environment: Mapping[str, str] | None = None) -> Child:
+        """Start a storage node on a free port of loopback; ``flags`` as for ``shadowserve storage``."""
+        return self.enter_context(start_storage(self.logs, *flags, environment=environment))
+
+    def data_plane(self, storage: str, *flags: str, environment: Mapping[str, str] | None = None) -> Child:
+        """Start a data plane for the storage node at ``storage``; ``flags`` as for ``shadowserve dpu``."""
+        return self.enter_context(start_data_plane(self.logs, storage, *flags, environment=environment))
+
+    def disk(self, folder: Path | None) -> Path:
+        """Make a temporary folder on the device of ``folder``; by default where temporary files are."""
+        return Path(self.enter_context(tempfile.TemporaryDirectory(prefix="shadowserve-bench-", dir=folder)))
+
+    def progress(self, total: float | None, first: str = "starting") -> Callable[[str], None]:
+        """Show a progress bar of ``total`` steps; the returned function ends a step and names the next one."""
+        bar = self.enter_context(Progress(transient=True))
+        task = bar.add_task(first, total=total)
+        return lambda step: bar.update(task, advance=1, description=step)
+
+
 @contextlib.contextmanager
 def start_redis(log_folder: Path, *, host: str = "127.0.0.1", tuned: bool = False) -> Iterator[Child]:
-    """Run a Redis server in memory only, as it comes or ``tuned`` for large values.
+    """Run a Redis server in memory only, with defaults or ``tuned`` for large values.
 
     Raises:
-        ShadowServeError: it is not installed, or does not start.
+        ShadowServeError: It is not installed, or does not start.
     """
     if not shutil.which("redis-server"):
         raise ShadowServeError("redis-server, a peer to compare with, is not installed; run scripts/setup")

@@ -1,15 +1,19 @@
-"""What every benchmark reports, and how: medians, ratios of pairs with their spread, charts, the machine they are from.
+"""What every benchmark reports and how: medians, ratios of pairs with their spread, charts, machine and commit.
 
-A benchmark is a click command under ``output_options``; it fills a ``Report`` and hands it the ``Output`` at the end.
+A benchmark is a click command with ``output_options``. It fills a ``Report`` and passes the ``Output`` to ``finish``.
 """
 
 import functools
+import hashlib
+import inspect
 import json
 import math
 import os
 import platform
 import re
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,41 +30,24 @@ from rich.table import Column, Table
 from dpu_dataplane.config import DataPlaneConfig
 from shadowserve import native
 from shadowserve.errors import ShadowServeError
-from shadowserve_tools import provenance
 from shadowserve_tools.charts import Chart, draw, require_matplotlib, three_digits
-
-__all__ = [
-    "INTERVAL_VALUES_MIN",
-    "Chart",
-    "Cost",
-    "Output",
-    "Report",
-    "cpu_s",
-    "half_width",
-    "heading",
-    "machine",
-    "measure",
-    "output_options",
-    "outcome",
-    "repeat",
-    "tracked",
-    "verdict",
-]
 
 Item = TypeVar("Item")
 INTERVAL_VALUES_MIN: Final = 6
-"""So many values say how far their median may be off; see :func:`half_width`."""
+"""Number of values from which on :func:`half_width` is defined."""
 _FILE_WIDTH: Final = 200
-"""Of a table that goes to a file or a pipe, at most, in characters."""
+"""Largest width of a table in a file or a pipe, in characters."""
+_REPOSITORY: Final = Path(__file__).resolve().parents[1]
+_PACKAGES: Final = ("shadowserve", "storage_kv", "dpu_dataplane", "host_control", "shadowserve_tools", "native/src")
 
 
 @dataclass(frozen=True)
 class Output:
-    """Where a result goes beside the terminal.
+    """Files that a result is written to.
 
     Attributes:
-        json_file: gets the result as data.
-        plot_file: gets the charts; PNG or SVG by its name.
+        json_file: The result as data.
+        plot_file: The charts, as PNG or SVG by the file's name.
     """
 
     json_file: Path | None = None
@@ -68,22 +55,35 @@ class Output:
 
 
 def output_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command ``--json`` and ``--plot``, and their values as its argument ``output``."""
+    """Add ``--json`` and ``--plot`` to a command, as its argument ``output``; and ``--explain`` to a benchmark."""
 
-    @click.option("--json", "json_file", type=_FILE, help="Write the result as data, too.")
-    @click.option("--plot", "plot_file", type=_FILE, callback=_check_plot, help="Draw the result, as .png or .svg.")
+    @click.option("--json", "json_file", type=_FILE, help="Write the result as JSON.")
+    @click.option("--plot", "plot_file", type=_FILE, callback=_check_plot, help="Draw the result as .png or .svg.")
     @functools.wraps(command)
     def with_output(*args: Any, json_file: Path | None, plot_file: Path | None, **options: Any) -> None:
         command(*args, output=Output(json_file, plot_file), **options)
 
+    if command.__module__.startswith("shadowserve_tools.bench."):
+        with_output = click.option(
+            "--explain", is_flag=True, is_eager=True, expose_value=False, callback=_explain,
+            help="Print the method and the prediction, and measure nothing.",
+        )(with_output)  # fmt: skip
     return with_output
+
+
+def _explain(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
+    """Print the docstring of the benchmark's module, which has the method and the prediction."""
+    if wanted:
+        assert context.command.callback is not None
+        click.echo(inspect.getdoc(sys.modules[context.command.callback.__module__]))
+        context.exit()
 
 
 _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 
 def _check_plot(_context: click.Context, _parameter: click.Parameter, file: Path | None) -> Path | None:
-    """Refuse what cannot be drawn before minutes of measuring."""
+    """Refuse a plot that cannot be drawn before minutes are spent on measuring."""
     if file is not None:
         if file.suffix.lower() not in (".png", ".svg"):
             raise click.BadParameter(f"{file} ends neither in .png nor in .svg")
@@ -96,11 +96,11 @@ def _check_plot(_context: click.Context, _parameter: click.Parameter, file: Path
 
 @dataclass(frozen=True)
 class Cost:
-    """What one run took.
+    """Cost of one run.
 
     Attributes:
-        wall_s: seconds on the clock.
-        cpu_s: CPU seconds, user and system, of all processes that took part.
+        wall_s: Elapsed time.
+        cpu_s: CPU time, user and system, of all processes that took part.
     """
 
     wall_s: float
@@ -108,7 +108,7 @@ class Cost:
 
 
 def measure(run: Callable[[], object], processes: Iterable[psutil.Process] = ()) -> Cost:
-    """Run something and return its cost: this process's CPU time, and that of the given ones."""
+    """Call ``run`` and return its cost: the CPU time is that of this process and of the given ones."""
     parties = [psutil.Process(), *processes]
     cpu = sum(cpu_s(party) for party in parties)
     begin = time.perf_counter()
@@ -118,33 +118,36 @@ def measure(run: Callable[[], object], processes: Iterable[psutil.Process] = ())
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """Return CPU seconds of all threads, those that have ended included, in nanoseconds' grain.
+    """Return the CPU time of all threads, ended ones included, with a resolution of nanoseconds.
 
-    From the process's own CPU clock, whose number is what ``clock_getcpuclockid()`` makes of its id; the kernel's ticks
-    in /proc are too coarse, and its nanoseconds there are of live threads, up to their last tick.
+    It is the process's CPU clock, whose number ``clock_getcpuclockid()`` computes from the process id. The values in
+    /proc are ticks, which are too coarse, or count live threads only.
     """
     try:
         return time.clock_gettime(~process.pid << 3 | 2)
     except OSError as error:
-        raise ShadowServeError(f"process {process.pid}, which is measured, has ended") from error
+        raise ShadowServeError(f"process {process.pid} has ended while it was measured; its log says why") from error
 
 
 def repeat(count: int, *runs: Callable[[], Cost], description: str = "measuring") -> list[list[Cost]]:
-    """Run all in turn, ``count`` times after one that warms up, so that pairs see the same machine; one list for each.
+    """Interleave runs: all of them ``count`` times, after one turn of warm-up, every second turn in reverse order.
 
-    Every other turn goes backwards, so that no run always follows the same one.
+    Pairs of the same turn see the same state of the machine, and no run always follows the same other one.
+
+    Returns:
+        One list of costs for each run.
     """
     costs: list[list[Cost]] = [[] for _ in runs]
-    for round_number in tracked(range(1 + count), description):
-        for run, own in list(zip(runs, costs, strict=True))[:: -1 if round_number % 2 else 1]:
+    for turn in tracked(range(1 + count), description):
+        for run, own in list(zip(runs, costs, strict=True))[:: -1 if turn % 2 else 1]:
             cost = run()
-            if round_number:
+            if turn:
                 own.append(cost)
     return costs
 
 
 def tracked(items: Iterable[Item], description: str, total: int | None = None) -> Iterable[Item]:
-    """Yield the items under a progress bar, which is gone afterwards and is not shown where nobody watches."""
+    """Yield the items with a progress bar on a terminal."""
     return track(items, description, total, transient=True, disable=not Console().is_terminal)
 
 
@@ -153,15 +156,17 @@ class Report:
     """Rows, ratios and charts of one benchmark.
 
     Attributes:
-        bench: its name.
-        columns: keys of the rows, in the table's order; a unit comes last (``cpu_s_per_GB``).
-        charts: drawn side by side.
-        command: whose subcommand it is.
-        more: what else belongs into the data.
+        bench: Name of the benchmark.
+        columns: Keys of the rows, in the table's order. A unit comes last, as in ``cpu_s_per_GB``.
+        bars: Columns that the plot shows as bars, a panel for each.
+        charts: Further panels of the plot.
+        command: Name of the command group.
+        more: Further data for the JSON file.
     """
 
     bench: str
     columns: Sequence[str]
+    bars: Sequence[str] = ()
     charts: list[Chart] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     ratios: dict[str, float] = field(default_factory=dict)
@@ -178,12 +183,12 @@ class Report:
         """Add a ratio: the median of the pairs.
 
         Args:
-            name: in the data.
-            pairs: the ratio in each turn.
-            goal: what it is to reach: "at least 3", "at most 0.9", "exactly 1", with more words behind if they help; or
-                anything else for a ratio that is only reported.
-            limits: what it would be in each turn, or in some, if all were free but what nobody can do without (a link's
-                time, a device's), as measured in the same run. A goal beyond it is out of reach here.
+            name: Key in the data.
+            pairs: The ratio in each turn.
+            goal: "at least 3", "at most 0.9" or "exactly 1", with more words behind it if they help. Any other text
+                marks a ratio that has no goal.
+            limits: The ratio in each turn if only the unavoidable part took time (the link, the device), as measured in
+                the same run. A goal beyond the limit is out of reach on this machine.
         """
         self.ratios[name] = statistics.median(pairs)
         self.spread[name] = (min(pairs), max(pairs))
@@ -192,10 +197,10 @@ class Report:
             self.limits[name] = statistics.median(limits)
 
     def data(self) -> dict[str, Any]:
-        """Return everything as JSON takes it."""
+        """Return everything for JSON."""
         return {
             "bench": self.bench,
-            **self._provenance(),
+            **provenance(),
             "machine": machine(),
             "backend": _backend(),
             "columns": list(self.columns),
@@ -204,17 +209,12 @@ class Report:
             "spread": self.spread,
             "goals": self.goals,
             "limits": self.limits,
-            "charts": [chart.data() for chart in self.charts],
+            "charts": [chart.data() for chart in self._panels()],
             **self.more,
         }
 
-    def _provenance(self) -> dict[str, str | None]:
-        if self.command != "bench":
-            return {}
-        return {"commit": provenance.commit(self.bench), "sources": provenance.digest(self.bench)}
-
     def finish(self, output: Output) -> None:
-        """Print the table and the ratios; write data and draw the charts where ``output`` says."""
+        """Print the table and the ratios; write the data and the plot to the files of ``output``."""
         console = Console()
         if not console.is_terminal:
             console.width = _FILE_WIDTH
@@ -228,10 +228,28 @@ class Report:
         if output.json_file:
             output.json_file.write_text(json.dumps(self.data(), indent=2) + "\n")
         if output.plot_file:
-            draw(f"shadowserve {self.command} {self.bench}", self.charts, output.plot_file)
+            draw(f"shadowserve {self.command} {self.bench}", self._panels(), output.plot_file)
+
+    def _panels(self) -> list[Chart]:
+        return [*map(self._bar_chart, self.bars), *self.charts]
+
+    def _bar_chart(self, column: str) -> Chart:
+        """Return a bar for each row. Its label is the row's values up to the last column with text."""
+        texts = {
+            name for name in self.columns for row in self.rows if name != "note" and isinstance(row.get(name), str)
+        }
+        last = max((index for index, name in enumerate(self.columns) if name in texts), default=0)
+        names = [name for name in self.columns[: last + 1] if name not in self.bars]
+        points = [
+            (", ".join(_text(row[name]) for name in names if row.get(name, "") != ""), float(row[column]))
+            for row in self.rows
+            if row.get(column, "") != ""
+        ]
+        ours = [label for label, _ in points if "shadowserve" in label.lower()]
+        return Chart(heading(column), x="", y=heading(column), series={column: points}, kind="bars", highlight=ours)
 
     def _table(self) -> Table:
-        """Return the rows, without columns that none of them fills; headings are folded before figures are."""
+        """Return the rows as a table, without empty columns. Headings wrap before numbers do."""
         backend = f", {_backend()}" if _backend() != "software" else ""
         table = Table(title=f"{self.command} {self.bench}{backend}", title_justify="left", box=SIMPLE_HEAD, padding=0)
         filled = [name for name in self.columns if any(row.get(name, "") != "" for row in self.rows)]
@@ -248,10 +266,10 @@ class Report:
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Return half of the median's interval of 95 % confidence, whatever their distribution is, by order statistics.
+    """Return half the width of the median's 95 % confidence interval, by order statistics.
 
     Args:
-        values: at least ``INTERVAL_VALUES_MIN``; fewer have no such interval.
+        values: At least ``INTERVAL_VALUES_MIN`` values, of any distribution.
     """
     ordered, below, left_out = sorted(values), 0.0, -1
     while (below := below + math.comb(len(ordered), left_out + 1) / 2 ** len(ordered)) <= 0.025:
@@ -262,12 +280,12 @@ def half_width(values: Sequence[float]) -> float:
 
 
 def heading(column: str) -> str:
-    """Return a column's name as people write it: ``cpu_s_per_GB`` is cpu s/GB."""
+    """Return a column's heading: ``cpu_s_per_GB`` becomes cpu s/GB."""
     return column.replace("_per_", "/").replace("_", " ")
 
 
 def verdict(value: float, goal: str) -> bool | None:
-    """Return whether a ratio reached its goal; None where the goal is none."""
+    """Return True if a ratio reached its goal, None if it has no goal."""
     found = re.match(r"(at least|at most|exactly) (\d+(?:\.\d+)?)\b", goal)
     if not found:
         return None
@@ -276,7 +294,7 @@ def verdict(value: float, goal: str) -> bool | None:
 
 
 def outcome(value: float, goal: str, limit: float | None) -> str:
-    """Return what came of a goal, in words: reached; missed; or out of reach, where its own limit misses it, too."""
+    """Return "reached", "missed", or "out of reach" if the limit misses the goal, too; "" without a goal."""
     reached = verdict(value, goal)
     if reached is None or reached or limit is None:
         return {True: "reached", False: "missed", None: ""}[reached]
@@ -290,12 +308,33 @@ def _text(value: Any) -> str:
 
 
 def _backend() -> str:
-    """Return what data planes work with that this process starts, which take what they are not told from here."""
+    """Return the default backend of the data planes that this process starts."""
     return native.backends()[DataPlaneConfig.load().backend].label
 
 
+def provenance() -> dict[str, str | None]:
+    """Return the commit, with ``+`` if files differ from it (None without a checkout), and a digest of the code."""
+    digest = hashlib.sha256()
+    for package in _PACKAGES:
+        for file in sorted(_REPOSITORY.joinpath(package).rglob("*.[pch]*")):
+            if file.suffix in (".py", ".c", ".h"):
+                digest.update(file.read_bytes())
+    return {"commit": _commit(), "sources": digest.hexdigest()[:16]}
+
+
+def _commit() -> str | None:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(_REPOSITORY), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=10", "HEAD") + "+" * bool(git("status", "--porcelain", "--", *_PACKAGES))
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 def machine() -> dict[str, Any]:
-    """Return what a reader needs to know of the machine."""
+    """Return processor, memory, versions and the implementation of each codec."""
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),

@@ -1,4 +1,4 @@
-"""``shadowserve stats``: what a running storage server or data plane does, in the terminal or as JSON."""
+"""``shadowserve stats``: statistics of a running storage node or data plane, in the terminal or as JSON."""
 
 import contextlib
 import itertools
@@ -25,8 +25,6 @@ from shadowserve_tools.plane_stats import PlaneWatcher
 from shadowserve_tools.storage_client import Login, StorageClient
 from storage_kv.metric_table import info_name
 
-__all__ = ["Sample", "Watcher", "stats"]
-
 _SECTIONS: Final = (
     "server",
     "clients",
@@ -48,13 +46,13 @@ _RATES: Final = {
         *("received_bytes", "sent_bytes", "evicted_keys", "evicted_bytes"),
     )
 }
-"""Name in INFO of the counter of each rate."""
-_OWN_ROWS: Final = ("keys found, of those looked up", "gone since the start", "records", "pinned")
-"""What servers of others do not count."""
+"""Rates by their counters in INFO."""
+_OWN_ROWS: Final = ("lookup hit rate", "removed since the start", "records", "pinned")
+"""Rows that Redis and Valkey do not have."""
 
 
 def _pairs(text: str) -> dict[str, Any]:
-    """Read ``a=1,b=x``."""
+    """Parse ``a=1,b=x``."""
     found: dict[str, Any] = {}
     for pair in text.split(","):
         name, _, value = pair.partition("=")
@@ -74,12 +72,12 @@ def _number(text: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a server said at one moment.
+    """A server's INFO at one moment.
 
     Attributes:
-        fields: of INFO.
-        taken_s: when, of the server's clock.
-        bucket: of INFO s3; empty without a bucket.
+        fields: Fields of INFO.
+        taken_s: Time of the server's clock.
+        bucket: Fields of INFO s3; empty without a bucket.
     """
 
     fields: Mapping[str, str]
@@ -87,24 +85,24 @@ class Sample:
     bucket: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def take(cls, client: StorageClient) -> "Sample":
-        """Ask for one.
+    def read(cls, client: StorageClient) -> "Sample":
+        """Return a new sample.
 
         Raises:
-            StorageRefusedError: the server tells this user nothing of the whole.
+            StorageRefusedError: The user has no right to see the server's totals.
         """
         fields = client.info(_SECTIONS)
         if "total_commands_processed" not in fields:
             raise StorageRefusedError(
-                "the server tells this user nothing of what it does for all: ask as one with the category @admin "
+                "this user has no right to see the server's totals: log in as a user with the category @admin "
                 "(--user, or that user's certificate)"
             )
         moment = fields.get("server_time_usec", "")
         return cls(fields, int(moment) / 1e6 if moment.isdigit() else time.time(), client.info(("s3",)))
 
     @property
-    def foreign(self) -> str:
-        """The name and version of a server that is not ours; empty for a storage node."""
+    def other_server(self) -> str:
+        """Name and version of a Redis or Valkey server; empty for a storage node."""
         if "shadowserve_version" in self.fields:
             return ""
         if version := self.fields.get("valkey_version"):
@@ -112,7 +110,7 @@ class Sample:
         return f"Redis {self.fields['redis_version']}" if "redis_version" in self.fields else "an unknown server"
 
     def number(self, name: str) -> float:
-        """Return a field as a number, 0 if the server does not have it."""
+        """Return a field as a number, 0 if it is missing."""
         value = _number(self.fields.get(name, "0"))
         return value if isinstance(value, int | float) else 0
 
@@ -121,7 +119,7 @@ class Sample:
         return [_pairs(text) for name, text in self.fields.items() if name.rstrip("0123456789") == prefix]
 
     def commands(self, earlier: "Sample", span_s: float) -> list[dict[str, Any]]:
-        """Return what each command has cost since the server's start, the slowest first, and its present rate."""
+        """Return the cost of each command since the server's start, the slowest first, and its current rate."""
         found = [
             {"command": name.removeprefix("cmdstat_")} | _pairs(text)
             for name, text in self.fields.items()
@@ -133,7 +131,7 @@ class Sample:
         return sorted(found, key=lambda each: -float(each.get("usec_per_call", 0)))
 
     def tenants(self, earlier: "Sample", span_s: float) -> list[dict[str, Any]]:
-        """Return what each tenant has; of those with limits on their rates, what they use of them."""
+        """Return the usage of each tenant, with the used rates of those that have limits."""
         found, before = self.groups("tenant"), {each.get("name"): each for each in earlier.groups("tenant")}
         total = sum(each.get("used_bytes", 0) for each in found)
         for each in found:
@@ -146,14 +144,14 @@ class Sample:
         return sorted(found, key=lambda each: (-each.get("used_bytes", 0), each["name"]))
 
     def _bucket(self) -> dict[str, Any] | None:
-        """Return how the bucket below the server is; None without one."""
+        """Return the state of the server's bucket; None without one."""
         if "failed_reads" not in self.bucket:
             return None
         counts = {"failed_reads", "failed_writes"}
         return {name: _pairs(text) if name in counts else _number(text) for name, text in self.bucket.items()}
 
     def view(self, before: "Sample | None" = None) -> dict[str, Any]:
-        """Return everything that is shown; rates are those since ``before``, or since the server's start."""
+        """Return the whole view. Rates are since ``before``, or since the server's start."""
         uptime_s = self.number("uptime_in_seconds")
         restarted = before is not None and before.fields.get("run_id") != self.fields.get("run_id")
         if before is None or restarted:
@@ -168,7 +166,7 @@ class Sample:
         reads = hits + rates["misses_per_s"] - lookups
         return {
             "version": self.fields.get("shadowserve_version", ""),
-            "foreign": self.foreign,
+            "other_server": self.other_server,
             "engine": self.fields.get("engine", ""),
             "uptime_s": uptime_s,
             "clients": int(self.number("connected_clients")),
@@ -198,12 +196,12 @@ class Sample:
 
 @dataclass
 class Watcher:
-    """Samples in turn, and the recent past of what changes.
+    """Successive samples, and the recent history of rates.
 
     Attributes:
-        watches: whether there is a past to be shown.
-        before: the sample before.
-        history: the latest values, by name.
+        watches: True if there is a history to show.
+        before: The previous sample.
+        history: The latest values by name.
     """
 
     watches: bool = False
@@ -211,7 +209,7 @@ class Watcher:
     history: dict[str, "deque[float]"] = field(default_factory=dict)
 
     def step(self, sample: Sample) -> dict[str, Any]:
-        """Take note of a sample; return its view since the one before."""
+        """Add a sample; return its view since the previous one."""
         view = sample.view(self.before)
         self.before = sample
         for name in (
@@ -226,7 +224,7 @@ class Watcher:
         return view
 
     def line(self, name: str) -> str:
-        """Return the recent past of a value as a line of bars."""
+        """Return the recent history of a value as a line of bars."""
         return _sparkline(self.history.get(name, ()))
 
 
@@ -246,12 +244,12 @@ def _size(value: float) -> str:
     return f"{value:.1f} TiB"
 
 
-def _shown(view: Mapping[str, Any], where: str, watcher: Watcher) -> RenderableType:
+def _rendered(view: Mapping[str, Any], where: str, watcher: Watcher) -> RenderableType:
     budget = view["memory_budget_bytes"]
     used = _of(_size(view["memory_used_bytes"]), budget or None, _size)
     server = f"shadowserve {view['version']}, {view['engine']}"
-    if view["foreign"]:
-        server = f"{view['foreign']}, not a storage node of ShadowServe: it counts less"
+    if view["other_server"]:
+        server = f"{view['other_server']}, not a storage node of ShadowServe: fewer counters"
     head = f"{where}, {server}, up {view['uptime_s']:.0f} s"
     table = Table(box=SIMPLE_HEAD, padding=0)
     since = _since(view)
@@ -259,21 +257,21 @@ def _shown(view: Mapping[str, Any], where: str, watcher: Watcher) -> RenderableT
     table.add_column("what")
     table.add_column(since, justify="right")
     if watched:
-        table.add_column(f"the last {_HISTORY} looks")
+        table.add_column(f"the last {_HISTORY} samples")
     for title, text, line in (
-        ("values found, of those read", _share(view["read_hit_rate"]), "read_hit_rate"),
-        ("keys found, of those looked up", _share(view["lookup_hit_rate"]), "lookup_hit_rate"),
+        ("read hit rate", _share(view["read_hit_rate"]), "read_hit_rate"),
+        ("lookup hit rate", _share(view["lookup_hit_rate"]), "lookup_hit_rate"),
         ("sent", f"{_size(view['sent_bytes_per_s'])}/s", "sent_bytes_per_s"),
         ("received", f"{_size(view['received_bytes_per_s'])}/s", "received_bytes_per_s"),
         ("commands", f"{view['commands_per_s']:,.0f} /s", "commands_per_s"),
-        ("kept" if view["devices"] else "memory", used, "memory_used_bytes"),
+        ("stored" if view["devices"] else "memory", used, "memory_used_bytes"),
         ("evicted", f"{view['evicted_keys_per_s']:,.1f} /s, {_size(view['evicted_bytes_per_s'])}/s", ""),
-        ("gone since the start", _gone(view), ""),
+        ("removed since the start", _gone(view), ""),
         ("clients", f"{view['clients']:,}", ""),
         ("records", f"{view['records']:,}", ""),
         ("pinned", f"{view['pinned_keys']:,}, {_size(view['pinned_bytes'])}", ""),
     ):
-        if not view["foreign"] or title not in _OWN_ROWS:
+        if not view["other_server"] or title not in _OWN_ROWS:
             table.add_row(title, text, *([watcher.line(line)] if watched else []))
     return Group(head, table, *_devices(view), *_bucket(view), *_tenants(view), *_commands(view))
 
@@ -283,12 +281,12 @@ def _share(rate: float | None) -> str:
 
 
 def _since(view: Mapping[str, Any]) -> str:
-    """Return what rates are means of, as a column's heading."""
+    """Return the period of rates, as a column's heading."""
     return "since the start" if view["since"] == "start" else f"in the last {view['since']}"
 
 
 def _gone(view: Mapping[str, Any]) -> str:
-    """Return why keys went since the server's start, the most frequent cause first."""
+    """Return the causes of removed keys since the server's start, the most frequent one first."""
     causes = {**view["evictions"], **view["lost_objects"], "expired": view["expired_keys"]}
     return ", ".join(
         f"{cause} {count:,}" for cause, count in sorted(causes.items(), key=lambda each: -each[1]) if count
@@ -321,10 +319,12 @@ def _bucket(view: Mapping[str, Any]) -> list[RenderableType]:
     bucket = view["bucket"]
     if bucket is None:
         return []
-    state = "reachable" if bucket["up"] else f"away for {bucket['failing_s']:.0f} s"
+    state = "reachable" if bucket["up"] else f"unreachable for {bucket['failing_s']:.0f} s"
     if not bucket["up"] and not bucket["failing_s"]:
         state = "not listed yet"
-    table = _table("bucket", "objects", "records", "bytes", "reads wait", "writes wait", "removals wait", "failed")
+    table = _table(
+        "bucket", "objects", "records", "bytes", "waiting reads", "waiting writes", "waiting removals", "failed"
+    )
     failed = sum([*bucket["failed_reads"].values(), *bucket["failed_writes"].values()])
     counts = (f"{bucket[name]:,}" for name in ("reading", "waiting_records", "deleting"))
     held = f"{bucket['objects']:,}", f"{bucket['records']:,}", _size(bucket["bytes"])
@@ -334,7 +334,7 @@ def _bucket(view: Mapping[str, Any]) -> list[RenderableType]:
 
 def _tenants(view: Mapping[str, Any]) -> list[RenderableType]:
     if not any(each["name"] for each in view["tenants"]):
-        return []  # everything is the default tenant's
+        return []  # only the default tenant
     title = f"tenants: rates {_since(view)}; evictions and waits since the start"
     columns = ("clients", "keys", "bytes", "share", "pins", "evicted", "cmds/s", "bytes/s", "waits")
     table = _table("tenant", *columns)
@@ -359,7 +359,7 @@ def _tenants(view: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def _table(first: str, *others: str) -> Table:
-    """Return a table of numbers, each row of which begins with a name."""
+    """Return a table whose rows have a name and numbers."""
     numbers = (Column(each, justify="right") for each in others)
     return Table(Column(first, overflow="fold"), *numbers, box=SIMPLE_HEAD, padding=0)
 
@@ -391,26 +391,32 @@ def _commands(view: Mapping[str, Any]) -> list[RenderableType]:
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help="Name or address of the storage server or data plane, or a data plane's unix:/path.",
+    help="Name or address of the storage node or data plane, or a data plane's unix:/path.",
 )
-@click.option("--port", default=6380, show_default=True, type=click.IntRange(1, 65535), help="Its port.")
-@click.option("--user", default="", help="User to log in as at a storage server; without it, the default user.")
-@click.option("--password", default="", envvar="SHADOWSERVE_STORAGE_PASSWORD", help="Better in the environment.")
-@click.option("--tls-ca", default="", help="File of authorities of its certificate, or 'system': speak TLS.")
-@click.option("--tls-cert", default="", help="File of our certificate, if it wants one.")
-@click.option("--tls-key", default="", help="File of our certificate's private key.")
-@click.option("--watch", is_flag=True, help="Go on until stopped (Ctrl-C).")
-@click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(0.05), help="Of --watch, in seconds.")
-@click.option("--count", default=0, type=click.IntRange(0), help="With --watch, end after so many; 0: never.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a sample, for scripts.")
+@click.option("--port", default=6380, show_default=True, type=click.IntRange(1, 65535), help="TCP port.")
+@click.option("--user", default="", help="User name at a storage node. [default: the default user]")
+@click.option(
+    "--password", default="", envvar="SHADOWSERVE_STORAGE_PASSWORD", help="Password; better in the environment."
+)
+@click.option("--tls-ca", default="", help="Use TLS, with this file of authorities, or 'system'.")
+@click.option("--tls-cert", default="", help="File of the client's certificate, if the server requires one.")
+@click.option("--tls-key", default="", help="File of the client certificate's private key.")
+@click.option("--watch", is_flag=True, help="Repeat until stopped (Ctrl-C).")
+@click.option(
+    "--interval", default=1.0, show_default=True, type=click.FloatRange(0.05), help="Interval of --watch, in seconds."
+)
+@click.option(
+    "--count", default=0, type=click.IntRange(0), help="With --watch, stop after this number of samples; 0: never."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each sample.")
 def stats(watch: bool, interval: float, count: int, as_json: bool, **login: Any) -> None:
-    """Show what a running storage server or data plane does; which of them it is, is found out.
+    """Show statistics of a running storage node or data plane. The program is recognized by its protocol.
 
-    Of a storage server: hits, bandwidth, memory, devices, tenants, slowest commands. Of a data plane: what it fetches
-    and stores, how its calls ended, and the engines that it serves.
+    A storage node has hits, bandwidth, memory, devices, tenants and slowest commands; a data plane has fetches, stores,
+    outcomes of calls and connected engines.
 
-    Once, rates are means since the server's start; with --watch, of each interval but the first. Each table says
-    which of its numbers count from the start. Tenants' rates are counted where they are limited.
+    Without --watch, rates are means since the server's start; with it, of each interval but the first. Each table names
+    the values that count from the start. Tenants' rates are counted if they are limited.
     """
     where, take = _source(login, watches=watch)
     with contextlib.closing(take):
@@ -418,26 +424,26 @@ def stats(watch: bool, interval: float, count: int, as_json: bool, **login: Any)
 
 
 class _StorageView:
-    """Views of a storage server, one after the other."""
+    """Successive views of a storage node."""
 
     def __init__(self, login: Login, *, watches: bool) -> None:
         self._client = StorageClient(login)
         self._watcher = Watcher(watches=watches)
 
     def step(self) -> dict[str, Any]:
-        """Return what it does now."""
-        return self._watcher.step(Sample.take(self._client))
+        """Return the current view."""
+        return self._watcher.step(Sample.read(self._client))
 
-    def shown(self, view: Mapping[str, Any], where: str) -> RenderableType:
-        """Return a view as people see it."""
-        return _shown(view, where, self._watcher)
+    def render(self, view: Mapping[str, Any], where: str) -> RenderableType:
+        """Return a view for the terminal."""
+        return _rendered(view, where, self._watcher)
 
     def close(self) -> None:
         self._client.close()
 
 
 def _source(login: dict[str, Any], *, watches: bool) -> tuple[str, _StorageView | PlaneWatcher]:
-    """Return the address as people write it, and what is asked there: the protocol says which program it is."""
+    """Return the address as text, and the source of the statistics: the protocol tells which program it is."""
     host = str(login["host"])
     where = host if host.startswith("unix:") else f"{host}:{login['port']}"
     credentials = None
@@ -447,7 +453,7 @@ def _source(login: dict[str, Any], *, watches: bool) -> tuple[str, _StorageView 
         )
     try:
         is_plane = host.startswith("unix:") or identify(where, encrypted=credentials is not None).protocol == "http2"
-    except (OSError, ValueError):  # the client says why
+    except (OSError, ValueError):  # the client reports the reason
         is_plane = False
     if is_plane:
         return where, PlaneWatcher.connected(where, credentials)
@@ -457,7 +463,7 @@ def _source(login: dict[str, Any], *, watches: bool) -> tuple[str, _StorageView 
 def _run(
     where: str, source: _StorageView | PlaneWatcher, *, interval_s: float, count: int, as_json: bool, live: bool
 ) -> None:
-    """Show ``count`` views, 0 for no end, in place of each other if ``live``."""
+    """Show ``count`` views, 0 for no end, each in place of the previous one if ``live``."""
     console = Console()
     screen = Live(console=console, auto_refresh=False, screen=console.is_terminal and not as_json)
     with screen if live else contextlib.nullcontext():
@@ -466,9 +472,9 @@ def _run(
             if as_json:
                 _print(view)
             elif live:
-                screen.update(source.shown(view, where), refresh=True)
+                screen.update(source.render(view, where), refresh=True)
             else:
-                console.print(source.shown(view, where))
+                console.print(source.render(view, where))
             if number == count:
                 return
             try:

@@ -1,4 +1,4 @@
-"""A storage server as commands of people ask it: one question at a time, each with a deadline."""
+"""A client of a storage node for commands: one request at a time, each with a deadline."""
 
 import asyncio
 import os
@@ -16,21 +16,19 @@ from shadowserve.errors import (
 from shadowserve.resp import ErrorReply
 from shadowserve.resp_client import RespClient
 
-__all__ = ["Login", "StorageClient"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Login:
-    """Where a server is and who asks.
+    """Address and credentials of a server.
 
     Attributes:
-        host: name or address.
+        host: Name or address.
         port: TCP port.
-        user: empty for the default user.
-        password: empty for none.
-        tls_ca: file of authorities of the server's certificate; with it, TLS is spoken. ``system`` for the system's.
-        tls_cert: file of our own certificate, if the server wants one.
-        tls_key: file of its private key.
+        user: User name; empty for the default user.
+        password: Password; empty for none.
+        tls_ca: File of the authorities of the server's certificate, or ``system``; enables TLS.
+        tls_cert: File of the client's certificate, if the server requires one.
+        tls_key: File of its private key.
     """
 
     host: str
@@ -42,21 +40,23 @@ class Login:
     tls_key: str = ""
 
     def context(self) -> ssl.SSLContext | None:
-        """Return what TLS needs, None without it.
+        """Return the TLS context, None without TLS.
 
         Raises:
-            ConfigurationError: a file cannot be used.
+            ConfigurationError: A file is unusable.
         """
         if not self.tls_ca:
             if self.tls_cert:
-                raise ConfigurationError("a certificate is given without the authorities of the server's: --tls-ca")
+                raise ConfigurationError(
+                    "a client certificate needs --tls-ca, the authorities of the server's certificate"
+                )
             return None
         try:
             context = ssl.create_default_context(cafile=None if self.tls_ca == "system" else self.tls_ca)
             if self.tls_cert:
                 context.load_cert_chain(self.tls_cert, self.tls_key or None)
         except (OSError, ssl.SSLError) as error:
-            raise ConfigurationError(f"TLS: the certificates cannot be used: {error}") from error
+            raise ConfigurationError(f"TLS: the certificates are unusable: {error}") from error
         return context
 
 
@@ -64,7 +64,7 @@ _HINTS: Final = {
     "NOAUTH": "; give --user, and --password or SHADOWSERVE_STORAGE_PASSWORD",
     "ERR this server speaks TLS": "; give --tls-ca",
 }
-"""What helps against an error, by its beginning."""
+"""Advice by the start of an error."""
 
 
 class StorageClient:
@@ -74,9 +74,9 @@ class StorageClient:
         """Connect and log in.
 
         Raises:
-            StorageUnavailableError: the server cannot be reached.
-            StorageRefusedError: it does not let us in.
-            ConfigurationError: the certificates cannot be used.
+            StorageUnavailableError: The server cannot be reached.
+            StorageRefusedError: The server refuses the login.
+            ConfigurationError: The certificates are unusable.
         """
         self._where = f"{login.host}:{login.port}"
         self._timeout_s = timeout_s
@@ -89,11 +89,11 @@ class StorageClient:
         except (OSError, ProtocolError, StorageUnavailableError) as error:
             self._runner.close()
             if isinstance(error, ssl.SSLError) or context is not None and not isinstance(error, ConnectionRefusedError):
-                raise StorageUnavailableError(f"no TLS with the storage server at {self._where}: {error}") from error
+                raise StorageUnavailableError(f"no TLS with the storage node at {self._where}: {error}") from error
             number = getattr(error, "errno", None)
             reason = os.strerror(number) if number else str(error) or f"no answer for {timeout_s:g} s"
             raise StorageUnavailableError(
-                f"cannot reach the storage server at {self._where}: {reason}; is it running there?"
+                f"cannot reach the storage node at {self._where}: {reason}; is it running there?"
             ) from error
         except StorageRefusedError as error:
             self._runner.close()
@@ -108,8 +108,8 @@ class StorageClient:
         """Return the reply to a command.
 
         Raises:
-            StorageRefusedError: the reply is an error.
-            StorageUnavailableError: the connection broke, or the deadline passed.
+            StorageRefusedError: The reply is an error.
+            StorageUnavailableError: The connection broke, or the deadline passed.
         """
         name = arguments[0] if isinstance(arguments[0], str) else arguments[0].decode("utf-8", "replace")
         try:
@@ -123,14 +123,14 @@ class StorageClient:
         return reply
 
     def info(self, sections: Sequence[str] = ("everything",)) -> dict[str, str]:
-        """Return INFO's fields.
+        """Return the fields of INFO.
 
         Raises:
-            StorageError: as call().
+            StorageError: See :meth:`call`.
         """
         reply = self.call("INFO", *sections)
         if not isinstance(reply, bytes):
-            raise StorageUnavailableError(f"{self._where} answers INFO with no text; is it a storage server?")
+            raise StorageUnavailableError(f"{self._where} does not answer INFO with text; is it a storage node?")
         lines = reply.decode("utf-8", "replace").split("\r\n")
         return dict(line.split(":", 1) for line in lines if ":" in line and line[0] != "#")
 

@@ -1,8 +1,7 @@
-"""A recording of a fetch as a timeline: Chrome's trace event format, and what it says in figures.
+"""A recorded fetch as a timeline in Chrome's trace event format, and a summary of its stages.
 
-The format is the JSON that ui.perfetto.dev and chrome://tracing open. A core is a process there, and each thread of a
-stage on it a track; the steps of the Fetch call have a process of their own. Times are microseconds from the first
-event.
+ui.perfetto.dev and chrome://tracing open the JSON. A core is a process there, and each thread of a stage on it a track;
+the steps of the Fetch call have a process of their own. Times are microseconds from the first event.
 """
 
 from collections import defaultdict
@@ -12,29 +11,27 @@ from typing import Any, Final
 
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["DECISION", "STAGES", "StageTime", "chrome_trace", "lanes", "stage_times"]
-
 STAGES: Final = ("net", "decompress", "dequantize", "dma")
-"""Steps that the pipeline's threads take, in the order of the data."""
+"""Steps of the pipeline's threads, in the order of the data."""
 DECISION: Final = "decision"
-"""What a host did with a prompt, from then to its first token."""
+"""Step of a host's fetch-or-recompute decision: from the decision to the first token."""
 _CALL: Final = "Fetch call"
 _DECISIONS: Final = "decisions"
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """What one stage's threads did with their time.
+    """Time use of one stage's threads.
 
     Attributes:
-        stage: its name.
-        threads: that serve it.
-        spans: slices, or for ``net`` system calls that received something.
-        busy_ns: in spans, summed over the threads; spans in one another count once.
-        waiting_ns: in no span of theirs, this stage's or another's, between the first and the last event of a batch.
-        share: of the threads' time that they were busy with this stage.
-        input_bytes: into the stage.
-        output_bytes: out of it.
+        stage: Name of the stage.
+        threads: Number of its threads.
+        spans: Number of slices, or for ``net`` of system calls that received bytes.
+        busy_ns: Time in spans, summed over the threads; nested spans count once.
+        waiting_ns: Time outside of all spans of its threads, between the first and the last event of a batch.
+        share: Part of the threads' time in this stage's spans.
+        input_bytes: Bytes into the stage.
+        output_bytes: Bytes out of it.
     """
 
     stage: str
@@ -48,12 +45,12 @@ class StageTime:
 
 
 def lanes(spans: Sequence[pb.TraceSpan]) -> list[list[pb.TraceSpan]]:
-    """Distribute a track's spans over as few lanes as it takes for spans of one to nest or be apart.
+    """Distribute a track's spans over the fewest lanes in which spans nest or do not overlap.
 
-    A CPU's need one lane. Works that an accelerator does at the same time may overlap in other ways.
+    A CPU's track has one lane. Tasks of an accelerator may overlap in other ways.
     """
     found: list[list[pb.TraceSpan]] = []
-    open_spans: list[list[pb.TraceSpan]] = []  # of each lane, the innermost last
+    open_spans: list[list[pb.TraceSpan]] = []  # open spans of each lane, the innermost last
     for span in sorted(spans, key=lambda span: (span.begin_ns, -span.end_ns)):
         for lane, stack in zip(found, open_spans, strict=True):
             while stack and stack[-1].end_ns <= span.begin_ns:
@@ -72,8 +69,8 @@ def chrome_trace(spans: Sequence[pb.TraceSpan], about: dict[str, Any]) -> dict[s
     """Return the whole document.
 
     Args:
-        spans: of the recording, at least one.
-        about: what a reader should know of the machine and the fetch.
+        spans: Spans of the recording, at least one.
+        about: Description of the machine and the fetch.
     """
     start = min(span.begin_ns for span in spans)
     tracks: dict[tuple[int, str, int], list[pb.TraceSpan]] = defaultdict(list)
@@ -138,7 +135,7 @@ def _complete(span: pb.TraceSpan, process: int, thread: int, start: int) -> dict
 
 
 def stage_times(spans: Iterable[pb.TraceSpan]) -> list[StageTime]:
-    """Return what each stage's threads did with their time, over all batches of a recording."""
+    """Return the time use of each stage's threads, over all batches of a recording."""
     own: dict[str, list[pb.TraceSpan]] = defaultdict(list)
     for span in spans:
         if span.step in STAGES:
@@ -169,8 +166,8 @@ def stage_times(spans: Iterable[pb.TraceSpan]) -> list[StageTime]:
 
 
 def _window(spans: Sequence[pb.TraceSpan]) -> int:
-    """Nanoseconds from each batch's first event to its last, summed."""
-    batches: dict[int, tuple[int, int]] = {}
+    """Return the nanoseconds from each batch's first event to its last, summed."""
+    rounds: dict[int, tuple[int, int]] = {}
     for span in spans:
         begin, end = batches.get(span.batch, (span.begin_ns, span.end_ns))
         batches[span.batch] = (min(begin, span.begin_ns), max(end, span.end_ns))
@@ -180,7 +177,7 @@ def _window(spans: Sequence[pb.TraceSpan]) -> int:
 def _busy(spans: Sequence[pb.TraceSpan]) -> int:
     """Nanoseconds that any span covers, thread by thread."""
     total = 0
-    covered: dict[int, int] = {}  # to when, for each thread
+    covered: dict[int, int] = {}  # end of the covered time, by thread
     for span in sorted(spans, key=lambda span: span.begin_ns):
         until = covered.get(span.thread, 0)
         total += max(0, span.end_ns - max(span.begin_ns, until))

@@ -1,9 +1,8 @@
 """``shadowserve trace``: one fetch as a timeline, one track for each core and stage."""
 
 import json
-import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
@@ -19,32 +18,30 @@ from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.tls import Credentials
 from shadowserve_tools.bench.fetch import Target
 from shadowserve_tools.bench.parts.workload import llama_8b, put
-from shadowserve_tools.processes import start_data_plane, start_storage
+from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import machine
 from shadowserve_tools.timeline import DECISION, STAGES, chrome_trace, stage_times
 
-__all__ = ["record", "trace"]
-
 GRACE_S: Final = 30.0
-"""For a recording to be put together and sent: it may be of hundreds of thousands of spans."""
+"""Time to assemble and send a recording of up to hundreds of thousands of spans."""
 
 
 @click.command()
 @click.option(
     "--output", "-o", metavar="FILE", type=click.Path(dir_okay=False, writable=True, path_type=Path), required=True,
-    help="Where the timeline goes, as JSON.",
+    help="File for the timeline, as JSON.",
 )  # fmt: skip
 @click.option(
     "--data-plane", metavar="HOST:PORT",
-    help="Record a running data plane's next fetches, instead of one of our own making.",
+    help="Record the next fetches of a running data plane.",
 )  # fmt: skip
 @click.option(
     "--seconds", default=30.0, show_default=True, type=click.FloatRange(0.001, 600.0),
-    help="Wait, and record, no longer than this.",
+    help="Longest time to wait and record.",
 )  # fmt: skip
 @click.option(
     "--fetches", default=1, show_default=True, type=click.IntRange(1, 10000),
-    help="Record until so many Fetch calls are over; each is one round of a prompt.",
+    help="Stop after this number of Fetch calls; each is one batch of a prompt.",
 )  # fmt: skip
 @click.option(
     "--chunks", default=16, show_default=True, type=click.IntRange(1, 512),
@@ -60,29 +57,29 @@ def trace(
     """Write one fetch as a timeline: what each thread did on which core, slice by slice.
 
     Open the file in https://ui.perfetto.dev or chrome://tracing. Each core is a process with a track for each stage's
-    thread that ran on it; on top are the steps of the Fetch call, and what an engine with fetch_or_recompute has
-    decided for each prompt, with what it predicted and what came. A table sums up how long each stage was busy, and how
-    long its threads waited: the stage that hardly waits is the bottleneck.
+    thread that ran on it. On top are the steps of the Fetch call, and the decisions of engines with fetch_or_recompute,
+    with predicted and measured times. A table shows how long each stage was busy, and how long its threads waited: the
+    stage that hardly waits is the bottleneck.
 
     \b
-    A fetch of our own, of a prompt of Llama-8B's shape, from a storage server of its own:
+    A fetch of a synthetic prompt of Llama-8B's shape, from a storage node started for it:
         shadowserve trace -o fetch.json
     The same with the paper's separate stages:
         shadowserve trace -o separate.json --set fused=false
-    The next fetch of a data plane that serves:
+    The next fetch of a running data plane:
         shadowserve trace -o fetch.json --data-plane 127.0.0.1:50151
 
-    Ask on the machine whose fetches are wanted: a data plane tells each host of its own ones only. Where it speaks TLS,
-    the keys tls_* of section 'host' of the configuration are used.
+    Run it on the machine whose fetches are recorded: a data plane shows each host only its own fetches. With TLS, the
+    keys tls_* of section 'host' of the configuration apply.
     """
     if data_plane is not None and settings:
-        raise click.UsageError("--set is for a data plane of our own; the one at --data-plane has its configuration")
+        raise click.UsageError("--set cannot be used with --data-plane: a running data plane has its configuration")
     if data_plane is not None:
         spans, dropped = record(data_plane, seconds, fetches, lambda: None, HostConfig.load().credentials())
     else:
         spans, dropped = _record_own(seconds, fetches, chunks, settings)
     if not any(span.step in STAGES or span.step == DECISION for span in spans):
-        raise ShadowServeError(f"no fetch moved anything within {seconds:g} s; ask again while requests come in")
+        raise ShadowServeError(f"no fetch within {seconds:g} s; record while requests are served")
     about = {"shadowserve": __version__, "machine": machine(), "dropped": dropped}
     output.write_text(json.dumps(chrome_trace(spans, about)) + "\n")
     _summarize(spans, dropped, output)
@@ -98,17 +95,17 @@ def record(
     """Record a data plane's next fetches.
 
     Args:
-        address: of the data plane, ``host:port`` or ``unix:/path``.
-        seconds: to wait and record at most.
-        fetches: calls after whose end it is over sooner.
-        recording: called once the recording runs.
-        credentials: for TLS; ``None`` for none.
+        address: ``host:port`` or ``unix:/path`` of the data plane.
+        seconds: Longest time to wait and record.
+        fetches: Number of calls after which the recording ends earlier.
+        recording: Called once the recording runs.
+        credentials: TLS credentials; ``None`` for none.
 
     Returns:
-        The spans, and how many there was no room for.
+        The spans, and the number of dropped ones.
 
     Raises:
-        ShadowServeError: the data plane is away, or does not record.
+        ShadowServeError: The data plane cannot be reached, or does not record.
     """
     spans: list[pb.TraceSpan] = []
     dropped = 0
@@ -123,7 +120,7 @@ def record(
 
 
 def _record_own(seconds: float, fetches: int, chunks: int, settings: Sequence[str]) -> tuple[list[pb.TraceSpan], int]:
-    """Fetch a prompt twice from a storage server of our own: once to make connections, once to be recorded."""
+    """Fetch a prompt twice from a storage node of its own: once to connect, and once recorded."""
     flags = []
     for setting in settings:
         key, equals, value = setting.partition("=")
@@ -131,12 +128,11 @@ def _record_own(seconds: float, fetches: int, chunks: int, settings: Sequence[st
             raise click.UsageError(f"--set {setting}: give KEY=VALUE, such as fused=false")
         flags += [f"--{key.replace('_', '-')}", value]
     workload = llama_8b(chunks)
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        storage = stack.enter_context(start_storage(logs))
-        plane = stack.enter_context(start_data_plane(logs, storage.address, *flags))
+    with Programs() as programs:
+        storage = programs.storage()
+        plane = programs.data_plane(storage.address, *flags)
         put(workload, storage.address)
-        target = stack.enter_context(Target.opened(plane.address, workload))
+        target = programs.enter_context(Target.opened(plane.address, workload))
         target.fetch()
         target.clear()
         spans, dropped = record(plane.address, seconds, fetches, target.fetch)
@@ -170,14 +166,14 @@ def _summarize(spans: Sequence[pb.TraceSpan], dropped: int, output: Path) -> Non
 
 
 def _decided(decision: pb.Decision) -> str:
-    """Return what was predicted of each way beside what came."""
+    """Return the predicted times of a decision and the measured one."""
     ways = [f"{way} {1e3 * seconds:.1f} ms" for way, seconds in sorted(decision.predicted.items())]
     done = f"{decision.kind}, {decision.loaded_tokens:,d} of {decision.tokens:,d} tokens loaded"
     expected = f"{1e3 * decision.predicted_seconds:.1f} ms predicted ({', '.join(ways)})" if ways else "no prediction"
-    there = [f"{decision.stored_bytes / 1e6:.1f} MB" if decision.stored_bytes else "nobody has said how much"]
+    there = [f"{decision.stored_bytes / 1e6:.1f} MB" if decision.stored_bytes else "unknown size"]
     there += [f"{size / 1e6:.1f} MB of it in {tier}" for tier, size in sorted(decision.tier_bytes.items())]
     if decision.cold_seconds:
-        there.append(f"{1e3 * decision.cold_seconds:.1f} ms until storage has what is cold")
+        there.append(f"{1e3 * decision.cold_seconds:.1f} ms to load cold records")
     if decision.queued_seconds:
         there.append(f"behind {1e3 * decision.queued_seconds:.1f} ms of other loads")
     came = f"{1e3 * decision.seconds:.1f} ms to the first token"

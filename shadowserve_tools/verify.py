@@ -1,4 +1,4 @@
-"""``shadowserve verify``: is everything on these devices what was stored there?"""
+"""``shadowserve verify``: checks that devices hold what was stored on them."""
 
 import json
 from contextlib import closing
@@ -12,26 +12,26 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.native import BlockDevice
 from shadowserve.pool.volume.verification import Finding, Verification, verify_volume
 
-__all__ = ["verify"]
-
 EXIT_CODES = """
 \b
 Exit codes:
-  0  everything is sound
-  1  something is not: each finding is printed, in the words of a server that would not start with it
-  2  the command line cannot be used, or a device cannot be opened; what the others came to is printed
+  0  all devices are sound
+  1  there are findings; each is printed in the words of a server that would refuse to start with it
+  2  the command line is invalid, or a device cannot be opened; results of the other devices are printed
 """
 
 
 @click.command(epilog=EXIT_CODES)
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path(exists=True))
-@click.option("--json", "as_json", is_flag=True, help="Print the result as data, for a script.")
-@click.option("--no-objects", is_flag=True, help="Superblocks, log and snapshots only: seconds, not minutes.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@click.option(
+    "--no-objects", is_flag=True, help="Check superblocks, log and snapshots only: seconds instead of minutes."
+)
 @click.pass_context
 def verify(context: click.Context, paths: tuple[str, ...], as_json: bool, no_objects: bool) -> None:
     """Check devices of a pool that no server uses: superblocks, log, snapshots, every object and record.
 
-    Nothing is changed. What a server would remedy when it starts (one of two copies that is damaged) is a finding, too.
+    Nothing is changed. Damage that a server would repair at start (one of two copies) is also a finding.
     """
     results, unopened = [], 0
     for path in paths:

@@ -1,10 +1,20 @@
-"""``shadowserve bench aggregate``: a prefix in one request, against a request for each chunk and layer."""
+"""Compares one KV.LAYERS request with a GETRANGE for each chunk and layer.
+
+Method: a prefix of 2,048 tokens with the stored size of Llama-3.1-8B's layers is in a storage node's memory, in
+chunks of 16, 64 and 256 tokens. It is fetched layer by layer in one request, by GETRANGE with 64 requests in flight
+(as the data plane does), and by one GETRANGE after the other. The client is one connection that receives into
+prepared memory. Bytes are compared once before the measurement. With Ceph, the same requests go to a node that holds
+less than three prefixes, so that each prefix comes from the bucket behind it.
+
+Prediction: a GETRANGE costs 20 us, plus a round trip of 20 us: 4,096 of them cost 160 ms beside the 50 ms of 176 MB.
+So one request is 4 times as fast with chunks of 16 tokens, and equally fast with 256. Over Ceph: 3 times at 16
+tokens, 1 to 3 times at 256.
+"""
 
 import itertools
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,34 +28,33 @@ import psutil
 from shadowserve.errors import ShadowServeError
 from shadowserve.resp import encode_bulk_header, encode_command
 from shadowserve_tools.bench.parts.layered import LeanSocket, answer_lengths, plain_record
+from shadowserve_tools.bench.parts.options import numbers_option
 from shadowserve_tools.bench.parts.workload import client as redis_client
 from shadowserve_tools.bench.peers.buckets import CREDENTIALS, MISSING, ceph_gateway
-from shadowserve_tools.processes import start_storage
-from shadowserve_tools.report import Chart, Cost, Output, Report, cpu_s, measure, output_options, repeat
-
-__all__ = ["aggregate"]
+from shadowserve_tools.processes import start_storage, until
+from shadowserve_tools.report import Cost, Output, Report, cpu_s, measure, output_options, repeat
 
 TOKEN_LAYER_BYTES: Final = 2694
-"""Stored, of a token and layer: Llama-8B's 4,096 in bfloat16, lossless (docs/benchmarks/codecs.md: 1.52)."""
+"""Stored bytes of a token and layer: Llama-8B's 4,096 in bfloat16, compressed lossless by 1.52 (``bench codecs``)."""
 WAYS: Final = ("KV.LAYERS", "GETRANGE, 64 ahead", "GETRANGE, one by one")
 _AHEAD: Final = 64
-"""Requests that are sent before their answers have come: as many as keep the connection busy."""
+"""Requests in flight: enough to keep the connection busy."""
 MEMORY, CEPH = "memory", "ceph"
 _PREFIXES: Final = 4
 _ROOM_PREFIXES: Final = 2.5
-"""Prefixes that memory has room for: half of it may be sent at a time, and none stays until its next turn."""
+"""Prefixes that fit in memory: half of it may be in transit, and none stays until its next turn."""
 _BUCKET: Final = "kv-bench"
 _STORED_S: Final = 120
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """A prefix that is stored in chunks of so many tokens.
+    """A stored prefix with ``chunk_tokens`` tokens in each chunk.
 
     Attributes:
-        keys: of its records, in order.
-        body: where a record's layers begin.
-        piece: bytes of a layer of a chunk.
+        keys: Keys of its records, in order.
+        body: Offset of the layers in a record.
+        piece: Bytes of a layer of a chunk.
     """
 
     chunk_tokens: int
@@ -59,7 +68,7 @@ class Prefix:
         return self.layers * len(self.keys) * self.piece
 
     def ranges(self) -> list[bytes]:
-        """Return a GETRANGE for each chunk of each layer."""
+        """Return a GETRANGE command for each chunk of each layer."""
         return [
             encode_command("GETRANGE", key, begin, begin + self.piece - 1)
             for begin in range(self.body, self.body + self.layers * self.piece, self.piece)
@@ -67,22 +76,12 @@ class Prefix:
         ]
 
     def whole(self) -> bytes:
-        """Return the one request."""
+        """Return the KV.LAYERS command."""
         return encode_command("KV.LAYERS", f"0-{self.layers - 1}", 0, 0, *self.keys)
 
 
-def _read_tokens(_context: click.Context, _parameter: click.Parameter, text: str) -> list[int]:
-    try:
-        found = sorted({int(part) for part in text.split(",")})
-    except ValueError as error:
-        raise click.BadParameter(f"{text!r} is not numbers with commas between, such as 16,256") from error
-    if not all(1 <= each <= 1024 for each in found):
-        raise click.BadParameter(f"{text!r}: chunks have 1 to 1024 tokens")
-    return found
-
-
 class _Fetched(NamedTuple):
-    """What it took to fetch a prefix: of all, of the server's threads, of the node, of the bucket."""
+    """Cost of fetching a prefix: of all processes, of the server's threads, and the requests of node and bucket."""
 
     cost: Cost
     server_cpu_s: float
@@ -91,15 +90,15 @@ class _Fetched(NamedTuple):
 
 
 class _Bed:
-    """A node that has a prefix, in memory, or in Ceph's gateway below it and nowhere else when it is asked for it.
+    """A storage node with a prefix in memory, or only in Ceph's gateway behind it.
 
     Attributes:
-        client: a connection to it.
-        moved_bytes: of a prefix.
+        client: Connection to the node.
+        moved_bytes: Bytes of a prefix.
     """
 
     def __init__(self, stack: ExitStack, below: str, size: int, tokens: int, layers: int) -> None:
-        """Start it and store the prefix, or as many as drive each other out of its memory, with chunks of a size."""
+        """Start the node and store a prefix, or, over Ceph, as many prefixes as evict each other."""
         self._in_ceph = below == CEPH
         prefix_bytes = tokens * layers * TOKEN_LAYER_BYTES
         budget = (_ROOM_PREFIXES if self._in_ceph else 4) * prefix_bytes + (0 if self._in_ceph else 256 << 20)
@@ -118,20 +117,21 @@ class _Bed:
         prefixes = []
         for number in range(_PREFIXES if self._in_ceph else 1):
             prefixes.append(_stored(self.client, size, tokens, layers, number))
-            if self._in_ceph:  # what is evicted before does not get there
-                self._await(sum(len(prefix.keys) for prefix in prefixes))
+            if self._in_ceph:  # records that are evicted before do not reach the bucket
+                records = sum(len(prefix.keys) for prefix in prefixes)
+                until(lambda: self._bucket()["records"] >= records, "the bucket lacks records", _STORED_S)  # noqa: B023
         self._chunks, self.moved_bytes = len(prefixes[0].keys), prefixes[0].moved_bytes
         self._turns = itertools.cycle(prefixes)
 
     def next(self) -> Prefix:
-        """Return the prefix that was asked for the longest ago."""
+        """Return the prefix with the oldest request."""
         return next(self._turns)
 
     def fetch(self, way: Callable[["_Bed"], object]) -> _Fetched:
-        """Fetch a prefix, and see what it takes.
+        """Fetch a prefix and return the cost.
 
         Raises:
-            ShadowServeError: it was not where it was meant to be.
+            ShadowServeError: The prefix was not in the tier that is measured.
         """
         requests, bucket, before_s = self._requests(), self._bucket(), cpu_s(self._process)
         cost = measure(lambda: way(self))
@@ -152,64 +152,38 @@ class _Bed:
     def _bucket(self) -> dict[str, int]:
         return self._operator.info("s3") if self._in_ceph else {}
 
-    def _await(self, records: int) -> None:
-        """Wait until the bucket has so many."""
-        ends_s = time.monotonic() + _STORED_S
-        while self._bucket()["records"] < records:
-            if time.monotonic() > ends_s:
-                raise ShadowServeError(f"the bucket does not have all records after {_STORED_S} s")
-            time.sleep(0.05)
-
 
 @dataclass
 class _Findings:
-    """What the report is made of."""
+    """Data of the report."""
 
     report: Report
     repeats: int
-    times: dict[str, list[tuple[str, float]]]
-    server_cpu: dict[str, list[tuple[str, float]]]
+
     requests: list[int]
 
 
 @click.command()
-@click.option(
-    "--chunks",
-    "sizes",
-    default="16,64,256",
-    show_default=True,
-    callback=_read_tokens,
-    metavar="TOKENS,...",
-    help="Of a chunk.",
-)
-@click.option("--tokens", default=2048, show_default=True, type=click.IntRange(256), help="Of the prefix.")
-@click.option("--layers", default=32, show_default=True, type=click.IntRange(1, 256), help="Of the model.")
-@click.option("--repeats", default=7, show_default=True, type=click.IntRange(1), help="Rounds of all ways.")
+@numbers_option("--chunks sizes", "16,64,256", "Tokens of a chunk, with commas between.")
+@click.option("--tokens", default=2048, show_default=True, type=click.IntRange(256), help="Tokens of the prefix.")
+@click.option("--layers", default=32, show_default=True, type=click.IntRange(1, 256), help="Layers of the model.")
+@click.option("--repeats", default=7, show_default=True, type=click.IntRange(1), help="Number of turns.")
 @click.option(
     "--below",
     type=click.Choice([MEMORY, CEPH]),
     multiple=True,
     default=[MEMORY] if MISSING else [MEMORY, CEPH],
     show_default="both where Ceph is installed",
-    help="Where the records are: the node's memory, or an object gateway of Ceph's below a node that has nothing else.",
+    help="Tier of the records: the node's memory, or a Ceph bucket behind it; repeatable.",
 )
 @output_options
 def aggregate(sizes: list[int], tokens: int, layers: int, repeats: int, below: Sequence[str], output: Output) -> None:
-    """Fetch a prefix layer by layer from a storage server, by one request and by one for each chunk and layer.
-
-    The client receives into memory that is there already and looks at nothing. ``aggregate_over_single`` is how many
-    times faster one request is than a request at a time; ``aggregate_over_ahead`` than 64 of them on their way; the
-    server's CPU time is of all its threads. Requests are those that the server has counted. Over Ceph, a gateway on
-    this machine with its objects in memory, the node has room for less than three prefixes and is asked for four in
-    turn, so each comes from the bucket, by ranges.
-    """
+    """Compare one request for a prefix with one for each chunk and layer."""
     report = Report(
         "aggregate",
         ["below", "chunk_tokens", "way", "requests", "s3_requests", "ms", "GB_per_s", "server_cpu_s_per_GB",
-         "client_cpu_s_per_GB"],
-    )  # fmt: skip
-    names = [f"{way}, {where}" for where in below for way in WAYS]
-    found = _Findings(report, repeats, {name: [] for name in names}, {name: [] for name in names}, [])
+         "client_cpu_s_per_GB"], bars=["ms", "server_cpu_s_per_GB"])  # fmt: skip
+    found = _Findings(report, repeats, [])
     for where in below:
         for size in sizes:
             with ExitStack() as stack:
@@ -217,16 +191,12 @@ def aggregate(sizes: list[int], tokens: int, layers: int, repeats: int, below: S
                 _check(bed)
                 _compare(found, bed, where, size)
     ratio = max(found.requests) / min(found.requests)
-    report.ratio("requests_most_over_fewest", [ratio], "exactly 1 request a prefix, whatever its chunks")
-    report.charts += [
-        Chart("Time of a prefix", x="chunk, tokens", y="ms", series=found.times, kind="bars", y_log=True),
-        Chart("Server's CPU time", x="chunk, tokens", y="CPU s/GB", series=found.server_cpu, kind="bars"),
-    ]
+    report.ratio("requests_most_over_fewest", [ratio], "exactly 1 request a prefix of any number of chunks")
     report.finish(output)
 
 
 def _compare(found: _Findings, bed: _Bed, where: str, size: int) -> None:
-    """Take turns, and add rows and ratios of one size of chunks."""
+    """Measure in turns, and add the rows and ratios of one chunk size."""
     repeats, report = found.repeats, found.report
     ways: list[Callable[[_Bed], None]] = [_aggregated, partial(_ranged, ahead=_AHEAD), partial(_ranged, ahead=1)]
     fetched: list[list[_Fetched]] = [[] for _ in ways]
@@ -250,8 +220,7 @@ def _compare(found: _Findings, bed: _Bed, where: str, size: int) -> None:
             ms=1e3 * wall_s, GB_per_s=gigabytes / wall_s, server_cpu_s_per_GB=cpu,
             client_cpu_s_per_GB=statistics.median(cost.cpu_s for cost in costs[number]) / gigabytes,
         )  # fmt: skip
-        found.times[f"{way}, {where}"].append((str(size), 1e3 * wall_s))
-        found.server_cpu[f"{way}, {where}"].append((str(size), cpu))
+
     found.requests.append(fetched[0][-1].requests)
     walls = [[cost.wall_s for cost in some] for some in costs]
     suffix = str(size) if where == MEMORY else f"{size}_ceph"
@@ -275,7 +244,7 @@ def _stored(client: LeanSocket, size: int, tokens: int, layers: int, number: int
 
 
 def _check(bed: _Bed) -> None:
-    """See that both ways bring the same bytes of the last layer of the last chunk."""
+    """Check that both commands return the same bytes of the last layer of the last chunk."""
     client, prefix = bed.client, bed.next()
     client.socket.sendall(prefix.ranges()[-1])
     by_range = bytes(client.receive(len(encode_bulk_header(prefix.piece)) + prefix.piece + 2))[-prefix.piece - 2 :]
@@ -301,7 +270,7 @@ def _ranged(bed: _Bed, ahead: int) -> None:
         client.socket.sendall(b"".join(some))
         if ahead == 1:
             client.receive(size)
-        elif begin:  # the half before this one, which is on its way meanwhile
+        elif begin:  # the previous half, which is in transit meanwhile
             client.receive(size * (ahead // 2))
     if ahead > 1:
         client.receive(size * (len(commands) % (ahead // 2) or min(len(commands), ahead // 2)))

@@ -1,4 +1,17 @@
-"""``shadowserve bench budget``: what moves beside something else: reads beside writes, and fetching beside decoding."""
+"""Measures transfers within the interference budget: device reads beside writes, and fetches beside decoding.
+
+Reads beside writes: a prefix is read cold from a pool on one device, alone and while another thread writes chunks
+continuously. Two pools take turns, with strict order (the device never reads and writes at the same time) and
+without. As root with cgroup v1 the devices are loop devices whose reads are capped; otherwise they are files.
+
+Fetches beside decoding: a steady batch decodes in real vLLM, in phases with a transfer and phases without. Fetches
+and pages from a device go at the rate that the plugin's own policy sets, or without a bound (``_off``). The policy
+learns for some rounds before those that count. Each phase is compared with the phases before and after it. Medians of
+steps are compared for fetches, and capped means for pages, which come in bursts.
+
+Prediction: strict order costs reads 1 to 3 %. A GB/s of fetches costs a step 4 to 6 %, so the budget of 2 % leaves
+0.2 to 0.3 GB/s, with a slowdown of 0.01 to 0.015; unbounded, 0.1 at 2 GB/s. Pages: 0.005 to 0.015 within the budget.
+"""
 
 import json
 import statistics
@@ -10,7 +23,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-from rich.progress import Progress
 
 from host_control.interference.slowdown import Interference
 from host_control.interference.table import ComputeTable, attention_pairs
@@ -26,50 +38,50 @@ from shadowserve_tools.bench.interference import (
 from shadowserve_tools.bench.parts.disks import Disks, working_folder
 from shadowserve_tools.bench.parts.engine import SETTLING_STEPS
 from shadowserve_tools.bench.parts.loads import FetchLoop
+from shadowserve_tools.bench.parts.options import folder_option
 from shadowserve_tools.bench.parts.paged import CHUNK_BLOCKS, MANY, PagedKv, PagedMemory
 from shadowserve_tools.bench.parts.retrieval import Offered, OurPool, Prefix
 from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, Stack, model_options_with
 from shadowserve_tools.bench.parts.steady import BUDGET, SteadySteps
 from shadowserve_tools.bench.parts.workload import llama_8b, put
-from shadowserve_tools.report import Chart, Output, Report, half_width, output_options
-
-__all__ = ["budget"]
+from shadowserve_tools.processes import Programs
+from shadowserve_tools.report import Output, Report, half_width, output_options
 
 STRICT: Final = "strict order"
 MIXED: Final = "any order"
 READ_SEED, WRITTEN_SEED = 1, 2
 ARENA_BYTES: Final = 256 << 20
 SPARE_BYTES: Final = 192 << 20
-"""Of a device beside the chunks: log, snapshots, and room that evicting ahead keeps free."""
+"""Space of a device besides the chunks: log, snapshots, and free space for evicting ahead."""
 WRITTEN_SHARE: Final = 4
-"""A quarter as many chunks are written over and over as are read."""
+"""Chunks that are read, for each chunk that is written repeatedly."""
 MEGA: Final = 1_000_000
 
-NOTHING: Final = "decoding beside nothing"
+NOTHING: Final = "decoding without a load"
 WITHIN: Final = "decoding beside fetching, within the budget"
 FREE: Final = "decoding beside fetching, no bound"
 PAGES_WITHIN: Final = "decoding beside pages from a device, within the budget"
 PAGES_FREE: Final = "decoding beside pages from a device, no bound"
 OFTEN: Final = 8
-"""Phases beside fetching in a round, of each kind."""
+"""Phases with fetches in a round, of each kind."""
 PAGES_OFTEN: Final = 6
-"""Phases beside pages within the budget in a round, for one without a bound."""
+"""Phases with pages within the budget in a round, for one without a bound."""
 PAGES_LONGER: Final = 6
-"""So many times as many steps has a phase beside pages: they come ten times a second, with pauses between."""
+"""Steps of a phase with pages, in phases of others. Pages come in bursts, ten times a second."""
 PAGES_LAYERS, PAGES_HEADS = 4, 2
-"""Of the KV that comes as pages: a MiB a chunk, as of what is fetched."""
+"""Shape of the KV in pages: a MiB a chunk, like the fetched chunks."""
 FETCH_CHUNKS: Final = 16
-"""Of a MiB each, a layer of 256 tokens."""
+"""Chunks of a fetch, a MiB each: a layer of 256 tokens."""
 FETCH_S: Final = 0.05
-"""A fetch within the budget is of so many chunks as take about so long, since a phase begins and ends with one."""
+"""Duration of a fetch within the budget. A phase begins and ends with a complete one."""
 PAGES_S: Final = 0.1
-"""A load of pages, likewise: as long as a data plane's turn."""
+"""Duration of a load of pages: a turn of the data plane."""
 MIXED_MIN: Final = 0.95
 
 
 @dataclass
 class _Disk:
-    """Bytes a second that were read, alone and beside writes, and what was written, by the order of both."""
+    """Read rates alone and beside writes, and what was written, by the order of both."""
 
     alone: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     beside: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -78,12 +90,12 @@ class _Disk:
 
 @dataclass
 class _Steps:
-    """What was measured of decode steps.
+    """Measurements of decode steps.
 
     Attributes:
-        seconds: of each, by what was beside it.
-        over: what a phase's steps took over those of the phases before and after it, which nothing was beside.
-        rates: bytes a second that came beside each phase.
+        seconds: Duration of each step, by the load beside it.
+        over: Steps of a phase over those of the unloaded phases before and after it.
+        rates: Bytes per second of the load in each phase.
     """
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -92,49 +104,47 @@ class _Steps:
 
 
 @click.command()
-@model_options_with(layers=4)  # steps are shorter, so that there are more of them
-@click.option("--read-chunks", default=96, show_default=True, type=click.IntRange(8), help="That are read, in a turn.")
+@model_options_with(layers=4)  # short steps, so that there are more of them
+@click.option("--read-chunks", default=96, show_default=True, type=click.IntRange(8), help="Chunks to read in a turn.")
 @click.option("--chunk-kib", default=7424, show_default=True, type=click.IntRange(64, 1 << 20), help="KiB of a chunk.")
 @click.option("--cap", default=200, show_default=True, type=click.IntRange(1), help="MB/s that the device reads.")
-@click.option("--turns", default=3, show_default=True, type=click.IntRange(1), help="Of reading, each beside each.")
+@click.option("--turns", default=3, show_default=True, type=click.IntRange(1), help="Turns of reading.")
 @click.option("--batch", default=2, show_default=True, type=click.IntRange(1), help="Requests that decode steadily.")
-@click.option("--learning", default=8, show_default=True, type=click.IntRange(1), help="Rounds that do not count.")
-@click.option("--rounds", default=24, show_default=True, type=click.IntRange(6), help="That do, at least.")
 @click.option(
-    "--rounds-max", default=60, show_default=True, type=click.IntRange(1), help="Where intervals are too wide."
+    "--learning",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Rounds in which the policy learns; they do not count.",
 )
-@click.option("--phase-steps", default=4, show_default=True, type=click.IntRange(1, 64), help="Between two changes.")
+@click.option("--rounds", default=24, show_default=True, type=click.IntRange(6), help="Least rounds that count.")
 @click.option(
-    "--folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Where the device's file goes; by default memory, if it has room.",
+    "--rounds-max",
+    default=60,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Most rounds, if intervals are too wide.",
 )
+@click.option("--phase-steps", default=4, show_default=True, type=click.IntRange(1, 64), help="Steps of a phase.")
+@folder_option("Folder of the device's file. [default: memory, if it has space]")
 @output_options
 def budget(
     output: Output, model: Model, load: Load, requests_max: int, read_chunks: int, chunk_kib: int, cap: int, turns: int,
     batch: int, learning: int, rounds: int, rounds_max: int, phase_steps: int, folder: Path | None,
 ) -> None:  # fmt: skip
-    """Read from a pool's device while it is written to, and decode while the data plane fetches.
-
-    A prefix is taken back cold, alone and while other chunks are written without end, with and without strict order. As
-    root on Linux with cgroup v1 the device is a loop device whose reads are capped; else it is a file. Then a steady
-    batch of real vLLM decodes, and beside it KV is fetched, or comes from a device as pages, within the budget, at the
-    rate that the plugin's own policy sets, and without a bound.
-    """
+    """Measure reads beside writes, and decoding beside transfers within the budget."""
     prefix = Prefix(read_chunks, chunk_kib << 10, seed=READ_SEED)
     disk, steps = _Disk(), _Steps()
-    with ExitStack() as stack:
-        progress = stack.enter_context(Progress(transient=True))
-        task = progress.add_task("reading", total=turns + learning + rounds)
-        capped = _measure_disk(disk, prefix, cap * MEGA, turns, folder, lambda: progress.update(task, advance=1))
-        progress.update(task, description="starting the engine")
+    with Programs() as programs:
+        progress = programs.progress(turns + learning + rounds, "reading")
+        capped = _measure_disk(disk, prefix, cap * MEGA, turns, folder, progress)
         load = holding(load, 2 * OFTEN, phase_steps)
         load = holding(load, PAGES_OFTEN + 1, PAGES_LONGER * phase_steps)
-        running = stack.enter_context(Stack(Partition.halves(), model, load, requests_max))
+        running = programs.enter_context(Stack(Partition.halves(), model, load, requests_max))
         workload = llama_8b(FETCH_CHUNKS, layers=1, quantizer=Quantizer.BINNED)
         put(workload, running.storage.address)
-        target = stack.enter_context(Target.opened(running.data_plane.address, workload))
-        paged = _paged(stack, running)
+        target = programs.enter_context(Target.opened(running.data_plane.address, workload))
+        paged = _paged(programs, running)
         fetching, bringing = (
             _Moving(each, chunk_bytes, chunks, Interference(BUDGET))
             for each, chunk_bytes, chunks in (
@@ -149,12 +159,12 @@ def budget(
             decoding.round([WITHIN] * 2 * OFTEN, _Steps())
             decoding.round([PAGES_WITHIN] * PAGES_OFTEN, _Steps())
             rates = [f"{each.policy.rate / 1e9:.2f}" for each in (fetching, bringing)]
-            progress.update(task, advance=1, description=f"learning: {' and '.join(rates)} GB/s")
+            progress(f"learning: {' and '.join(rates)} GB/s")
         for number in rounds_until_narrow(rounds, rounds_max, [steps.over[name] for name in (WITHIN, PAGES_WITHIN)]):
             order = slice(None, None, -1 if number % 2 else 1)
             decoding.round(([WITHIN, FREE] * OFTEN)[order], steps)
             decoding.round([*[PAGES_WITHIN] * PAGES_OFTEN, PAGES_FREE][order], steps)
-            progress.update(task, advance=1, description="decoding")
+            progress("decoding")
         for moving in (fetching, bringing):
             moving.verify()
     _report(disk, steps, {"": fetching.policy, "pages_": bringing.policy}, capped).finish(output)
@@ -164,9 +174,9 @@ def budget(
 
 
 def _measure_disk(
-    disk: _Disk, prefix: Prefix, cap: int, turns: int, folder: Path | None, tell: Callable[[], None]
+    disk: _Disk, prefix: Prefix, cap: int, turns: int, folder: Path | None, progress: Callable[[str], None]
 ) -> bool:
-    """Fill in what was read and written; return whether the device was capped."""
+    """Measure reads and writes; return whether the device was capped."""
     written = Prefix(max(len(prefix.names) // WRITTEN_SHARE, 1), prefix.chunk_bytes, seed=WRITTEN_SEED)
     size = (prefix.size + written.size) * 9 // 8 + SPARE_BYTES
     with ExitStack() as stack:
@@ -185,12 +195,12 @@ def _measure_disk(
             for turn in range(turns):
                 for name in (STRICT, MIXED)[:: -1 if turn % 2 else 1]:
                     _read(disk, pools[name], prefix, written, name)
-                tell()
+                progress("reading")
         return not disks.why_not
 
 
 def _read(disk: _Disk, pool: OurPool, prefix: Prefix, written: Prefix, name: str) -> None:
-    """Take the prefix back alone and beside writes, to be compared with each other."""
+    """Read the prefix alone and beside writes."""
     pool.cool()
     alone = pool.retrieve(prefix)
     pool.cool()
@@ -205,11 +215,11 @@ def _read(disk: _Disk, pool: OurPool, prefix: Prefix, written: Prefix, name: str
 
 
 class _Pages:
-    """Paged memory that a device's pages come into, as the plugin has them: by turns of the data plane.
+    """Paged memory that receives a device's pages, as in the plugin: in turns of the data plane.
 
     Attributes:
-        rate: bytes a second; 0: as fast as they come.
-        chunk_bytes: of each chunk.
+        rate: Bytes per second; 0 for no bound.
+        chunk_bytes: Bytes of a chunk.
     """
 
     def __init__(self, paged: PagedMemory, chunk_bytes: int) -> None:
@@ -217,12 +227,11 @@ class _Pages:
         self.rate, self.chunk_bytes = 0, chunk_bytes
 
     def fetch(self, count: int | None = None) -> None:
-        """Have the leading chunks brought, by default all."""
+        """Load the leading chunks, by default all."""
         self._steps.report(self.rate)
         self._paged.retrieve((MANY // CHUNK_BLOCKS if count is None else count) * CHUNK_BLOCKS)
 
     def clear(self) -> None:
-        """Overwrite the memory."""
         self._paged.clear()
 
     def verify(self) -> None:
@@ -240,13 +249,13 @@ def _paged(stack: ExitStack, running: Stack) -> _Pages:
 
 @dataclass(frozen=True)
 class _Moving:
-    """What moves KV beside decoding, and the policy that sets its rate.
+    """A load beside decoding, and the policy that sets its rate.
 
     Attributes:
-        target: that it moves into.
-        chunk_bytes: of a chunk.
-        chunks: that there are.
-        policy: sets its rate within the budget.
+        target: Target of the transfer.
+        chunk_bytes: Bytes of a chunk.
+        chunks: Number of chunks.
+        policy: Policy that sets the rate within the budget.
     """
 
     target: Target | _Pages
@@ -255,7 +264,7 @@ class _Moving:
     policy: Interference
 
     def loop(self, rate: int) -> FetchLoop:
-        """Return a loop that moves at a rate, in parts of a moment each; 0: all at once, without a bound."""
+        """Return a loop that transfers at a rate, in short parts; 0: everything at once, without a bound."""
         self.target.rate = rate
         if not rate:
             wanted = self.chunks
@@ -265,7 +274,7 @@ class _Moving:
         return FetchLoop(self.target, count * self.chunk_bytes, count)
 
     def verify(self) -> None:
-        """Move all once more, and compare it with what was stored."""
+        """Transfer everything once more and compare it with what was stored."""
         self.target.rate = 0
         self.target.clear()
         self.target.fetch()
@@ -274,13 +283,13 @@ class _Moving:
 
 @dataclass(frozen=True)
 class _Phase:
-    """Decoding beside something.
+    """A kind of decoding phase.
 
     Attributes:
-        moving: what is beside it.
-        within: the budget holds.
-        steps: in a phase.
-        middle: which of a phase's steps stands for them.
+        moving: Load of the phase.
+        within: True if the budget holds.
+        steps: Number of steps.
+        middle: Statistic of a phase's steps.
     """
 
     moving: _Moving
@@ -290,13 +299,13 @@ class _Phase:
 
 
 def _mean(steps: Sequence[float]) -> float:
-    """Return their mean, each counted as twice their median at most: what takes longer waited for something else."""
+    """Return the mean, with each step capped at twice the median: a longer one waited for something else."""
     most = 2 * statistics.median(steps)
     return statistics.mean(min(step, most) for step in steps)
 
 
 class _Decoding:
-    """A steady batch, and KV that moves beside it at the rate that a policy sets."""
+    """A steady batch, and a load at the rate that a policy sets."""
 
     def __init__(self, engine: Engine, batch: int) -> None:
         self._engine, self._batch = engine, batch
@@ -312,9 +321,9 @@ class _Decoding:
             self._phases[name] = _Phase(moving, within, steps, middle)
 
     def round(self, beside: list[str], steps: _Steps) -> None:
-        """Decode a phase beside each, all of one length, and one beside nothing before and after it."""
+        """Decode a phase with each load, all of one length, and an unloaded one before and after each."""
         length = self._phases[beside[0]].steps
-        self._engine.ask("decode_start", batch=self._batch, tokens=DECODED_TOKENS, beside=len(beside), steps=length)
+        self._engine.call("decode_start", batch=self._batch, tokens=DECODED_TOKENS, beside=len(beside), steps=length)
         self._decoded = 0
         before = self._note(steps.seconds[NOTHING], self._durations(length), 0.0, self._policies())
         for name in beside:
@@ -328,19 +337,19 @@ class _Decoding:
             after = self._note(steps.seconds[NOTHING], self._durations(length), 0.0, self._policies())
             steps.over[name].append(phase.middle(own) / ((phase.middle(before) + phase.middle(after)) / 2))
             before = after
-        self._engine.ask("decode_stop")
+        self._engine.call("decode_stop")
 
     def _policies(self) -> list[Interference]:
         return list({id(phase.moving.policy): phase.moving.policy for phase in self._phases.values()}.values())
 
     def _durations(self, steps: int) -> list[float]:
         self._decoded += SETTLING_STEPS
-        return [wall for wall, _ in self._engine.ask("decode_steps", steps=steps)]
+        return [wall for wall, _ in self._engine.call("decode_steps", steps=steps)]
 
     def _note(
         self, seconds: list[float], durations: list[float], rate: float, policies: list[Interference]
     ) -> list[float]:
-        """Have policies learn from steps as the plugin does, add them to what was measured, and return them."""
+        """Let policies learn from steps as in the plugin, record the steps, and return them."""
         for duration in durations:
             pairs = self._batch * attention_pairs(DECODED_TOKENS + self._decoded, 1)
             self._decoded += 1
@@ -353,11 +362,15 @@ class _Decoding:
         return durations
 
 
-# ---- What came of it -------------------------------------------------------------------------------------------------
+# ---- Report ----------------------------------------------------------------------------------------------------------
 
 
 def _report(disk: _Disk, steps: _Steps, policies: dict[str, Interference], capped: bool) -> Report:
-    report = Report("budget", ["what", "read_GB_per_s", "written_GB_per_s", "dropped", "step_ms", "fetch_GB_per_s"])
+    report = Report(
+        "budget",
+        ["what", "read_GB_per_s", "written_GB_per_s", "dropped", "step_ms", "fetch_GB_per_s"],
+        bars=["step_ms", "read_GB_per_s"],
+    )
     for name, offered in disk.offered.items():
         report.row(what=f"reads alone, {name}", read_GB_per_s=statistics.median(disk.alone[name]) / 1e9)
         report.row(
@@ -389,10 +402,6 @@ def _report(disk: _Disk, steps: _Steps, policies: dict[str, Interference], cappe
         report.ratio(f"{moved}rate_left_GB_per_s", [rate / 1e9 for rate in left], "none")
         report.ratio(f"{moved}rate_left_GB_per_s_half_width", [half_width(left) / 1e9], "none")
         report.ratio(f"{moved}rate_off_GB_per_s", [rate / 1e9 for rate in unbound], "none")
-        report.ratio(f"{moved}cost_for_each_GB_per_s", [policies[moved].cost], "none; as the policy has learnt it")
+        report.ratio(f"{moved}cost_for_each_GB_per_s", [policies[moved].cost], "none; as the policy has learned it")
     report.more["capped"] = capped
-    bars = [(name, statistics.median(over)) for name, over in steps.over.items()]
-    report.charts.append(
-        Chart("A decode step over one beside nothing", x="", y="ratio", series={"step": bars}, kind="bars")
-    )
     return report

@@ -1,4 +1,18 @@
-"""``shadowserve bench codecs``: size and speed of every codec, alone, on quantized and on exact KV."""
+"""Measures size and speed of every codec, on one core.
+
+Method: slices of 256 tokens are encoded and decoded with each codec, in each instruction set that has own kernels.
+The data are synthetic, in Llama-3.1-8B's shape with the channel structure of real KV (their speeds count), and real
+KV of the project's own small model (its sizes count). Quantization has 16 to 256 bins, or is lossless in bfloat16,
+float32 and float8_e4m3. Speeds are from memory to memory, in CPU time; "to bf16" includes dequantization. Codecs
+whose ratio is reported take turns of their own, a fifth of a second each, in both orders; a pair is of one turn. Bits
+are stored bits for each element, scales included. "zlib + numpy" is a straightforward implementation on the streams
+of ``deflate``.
+
+Prediction: kvrans decodes 8.5 GB/s of symbols; with dequantization in registers ``kvrans_over_zstd`` is 3.9 and
+``kvrans_over_memcpy`` 0.85. AVX2 has a fifth of the speed of AVX-512. ``kvrans_bytes_over_deflate`` 0.944,
+``deflate_over_zlib_numpy`` 9, ``lossless_over_memcpy`` 1. float32 is as fast in bytes as bfloat16, float8 half as
+fast.
+"""
 
 import ctypes
 import ctypes.util
@@ -20,38 +34,29 @@ from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.parts.kernels import Run, Slices, Treated, in_turns, memcpy, nothing
 from shadowserve_tools.bench.parts.workload import kv_patterns
-from shadowserve_tools.report import Chart, Output, Report, output_options
-
-__all__ = ["codecs"]
+from shadowserve_tools.charts import Chart
+from shadowserve_tools.report import Output, Report, output_options
 
 REAL_KV: Final = Path(__file__).parents[2] / "tests" / "assets" / "kv.bin"
 BINS: Final = 32
-"""Of the comparison that counts."""
+"""Bins of the comparison that counts."""
 OTHER_BINS: Final = (16, 64, 256)
 OURS: Final = ("kvrans", "deflate", "zstd")
-"""Codecs that are shown in every treatment; all others only with 32 bins."""
+"""Codecs that are shown in every treatment. All others are shown with 32 bins only."""
 COMPARED_MORE: Final = 5
-"""Turns of those that ratios compare, for each turn of all."""
+"""Turns of the codecs in ratios, for each turn of all."""
 LLAMA, SMALL, REAL = "llama-8b", "synthetic, vectors of 128", "real"
 TITLES: Final = {LLAMA: "Llama-8B's shape", REAL: "Real KV, own model"}
 Patterns = npt.NDArray[np.uint16]
 
 
 @click.command()
-@click.option("--layers", default=4, show_default=True, type=click.IntRange(1, 32), help="Of Llama-8B's shape.")
+@click.option("--layers", default=4, show_default=True, type=click.IntRange(1, 32), help="Layers of Llama-8B's shape.")
 @click.option("--mebibytes", default=64, show_default=True, type=click.IntRange(1, 1024), help="Elements in a run.")
-@click.option("--repeats", default=9, show_default=True, type=click.IntRange(1, 100), help="Turns that count.")
+@click.option("--repeats", default=9, show_default=True, type=click.IntRange(1, 100), help="Number of turns.")
 @output_options
 def codecs(layers: int, mebibytes: int, repeats: int, output: Output) -> None:
-    """Encode and decode slices of 256 tokens with every codec there is, on one core, in every instruction set.
-
-    Twice: KV of the project's own model (vectors of 128, slices of 32 KiB), whose sizes count, and KV synthetic in the
-    shape of Llama-3.1-8B (vectors of 1024, slices of 256 KiB), whose speeds do; and a few of both in the other's terms:
-    KV synthetic in the own model's shape, and the own model's slices with and without vectors that come again.
-    Quantized with 16 to 256 bins, and lossless: bfloat16, and in Llama's shape float32 and float8_e4m3. Speeds are of
-    one core's CPU time, from and to memory: MB/s of symbols in, GB/s of symbols out, GB/s of elements out with
-    dequantization.
-    """
+    """Measure size and speed of every codec and instruction set, on one core."""
     columns = ["data", "treatment", "codec", "isa", "bits", "ratio", "encode_MB_per_s", "decode_GB_per_s"]
     report = Report("codecs", [*columns, "to_bf16_GB_per_s"])
     everything = {}
@@ -78,7 +83,7 @@ def codecs(layers: int, mebibytes: int, repeats: int, output: Output) -> None:
 class _Subject:
     """One codec in one instruction set, and its speeds in every turn, GB/s.
 
-    Those of symbols, but for ``to_bf16`` and ``compared``: the same in short turns of those that ratios compare.
+    Speeds are of symbols, except ``to_bf16`` and ``compared``, the same in the short turns of the codecs in ratios.
     """
 
     label: str
@@ -121,7 +126,7 @@ def _real_kv() -> Patterns:
 
 
 def _subjects(treated: Treated, full: bool, isas: bool) -> list[_Subject]:
-    """Return codecs to measure: all, or ours; kvrans in every instruction set, or in the best."""
+    """Return the codecs to measure: all, or those of OURS; kvrans in every instruction set, or in the best."""
     subjects = []
     for codec in native.codec_implementations():
         name = codec.name.lower()
@@ -136,7 +141,7 @@ def _subjects(treated: Treated, full: bool, isas: bool) -> list[_Subject]:
 
 
 def _isas(codec: str, every: bool) -> list[native.Isa | None]:
-    """Return the variants to show, the best first: those of our own codec; the libraries choose for themselves."""
+    """Return the instruction sets to show, the best first. Libraries choose theirs."""
     if codec != "kvrans":
         return [None]
     available = [isa for isa in reversed(native.Isa) if native.isa_available(isa)]
@@ -154,7 +159,7 @@ def _subject(treated: Treated, label: str, slices: Slices, isa: native.Isa | Non
 
 
 def _peers(treated: Treated) -> list[_Subject]:
-    """Return those that are installed; zlib with numpy, which is the reference, always is."""
+    """Return the installed libraries; zlib with numpy, the reference, is always there."""
     subjects = [_reference(treated)]
     raw = -zlib.MAX_WBITS
     for label, module, level in (
@@ -208,7 +213,7 @@ def _inflate(treated: Treated, slices: Slices, decompress: Callable[..., bytes])
 
 
 def _reference(treated: Treated) -> _Subject:
-    """Return what a user would write: zlib on the streams of our Deflate, and numpy."""
+    """Return the straightforward implementation: zlib on the streams of ShadowServe's Deflate, and numpy."""
     slices = Slices(treated, native.Codec.DEFLATE)
     streams = [stream.tobytes() for stream in slices.streams]
     targets = treated.target.view(np.uint16).reshape(treated.count, treated.vectors, treated.vector_length)
@@ -230,7 +235,7 @@ def _reference(treated: Treated) -> _Subject:
 
 
 def _zstd_compressor(level: int) -> Callable[[bytes], bytes] | None:
-    """Return libzstd's encoder at a level that the C core does not use; None where the library is not found."""
+    """Return libzstd's encoder at a level that the C core does not use; None if the library is missing."""
     path = ctypes.util.find_library("zstd")
     if path is None:
         return None
@@ -266,10 +271,10 @@ def _measured(
     compared: int,
     **more: Run,
 ) -> dict[str, _Subject]:
-    """Time all of them in turns beside memcpy, dequantization alone and more, add their rows, return them by name.
+    """Measure all subjects in turns with memcpy, dequantization and ``more``; add their rows; return them by name.
 
-    A turn of all takes many seconds, in which a shared machine becomes another one. So those that ratios compare then
-    take ``compared`` turns more, of a fifth of a second.
+    A turn of all takes many seconds, in which a shared machine changes. So the codecs in ratios then take ``compared``
+    more turns, of a fifth of a second each.
     """
     raw_bits = 8 * treated.raw_bytes / treated.elements_each
     beside = {"memcpy": memcpy(len(treated.target), treated.raw_bytes)}
@@ -290,7 +295,7 @@ def _measured(
         for name, own in zip(close, again, strict=True):
             found[name].speeds["compared"] = own
     for subject in subjects:
-        subject.runs.clear()  # with the memory that they hold
+        subject.runs.clear()  # releases their memory
     for subject in found.values():
         median = {what: float(np.median(own)) for what, own in subject.speeds.items()}
         report.row(
@@ -308,13 +313,13 @@ def _measured(
 
 
 def _compared(found: dict[str, _Subject]) -> list[str]:
-    """Return the names of those that are compared with each other, and are as fast."""
+    """Return the names of the subjects in ratios, which have similar speeds."""
     names = ("memcpy", "dequantize", "bfloat16", "zstd", _best(found) or "", "kvrans avx2")
     return [name for name in dict.fromkeys(names) if name in found]
 
 
 def _other_dtypes(report: Report, elements: Patterns, size: int, repeats: int) -> None:
-    """Add lossless float32 and float8_e4m3, beside the decoder of lossless bfloat16, and their ratios."""
+    """Add lossless float32 and float8_e4m3, in turns with the decoder of lossless bfloat16, and their ratios."""
     bfloat16 = Treated(elements, 0, size)
     for dtype, bits in ((DType.FLOAT32, _float32(elements)), (DType.FLOAT8_E4M3, _float8(elements))):
         name, treated = dtype.name.lower(), Treated(bits, 0, size, dtype)
@@ -330,7 +335,7 @@ def _other_dtypes(report: Report, elements: Patterns, size: int, repeats: int) -
 
 
 def _float32(elements: Patterns) -> npt.NDArray[np.uint32]:
-    """Return bit patterns of values that bfloat16 would round to these, or to their neighbours."""
+    """Return bit patterns of float32 values that round to these in bfloat16, or to their neighbours."""
     patterns = elements.astype(np.uint32)
     patterns <<= 16
     patterns |= np.random.default_rng(9).integers(0, 1 << 16, elements.shape, np.uint32)
@@ -338,7 +343,7 @@ def _float32(elements: Patterns) -> npt.NDArray[np.uint32]:
 
 
 def _float8(elements: Patterns) -> npt.NDArray[np.uint8]:
-    """Return the values as float8_e4m3, each the nearest; without a scale, as an engine has it."""
+    """Return the values as float8_e4m3, rounded to the nearest, without a scale."""
     codes = np.arange(0x7F)  # 0x7F is no number
     exponents, mantissas = codes >> 3, codes & 7
     values = np.where(exponents > 0, np.ldexp(8.0 + mantissas, exponents - 10), np.ldexp(mantissas, -9))
@@ -348,7 +353,7 @@ def _float8(elements: Patterns) -> npt.NDArray[np.uint8]:
 
 
 def _sizes_by_repeats(report: Report, elements: Patterns) -> None:
-    """Add what slices are stored as, those in which a vector comes again, and those without."""
+    """Add the sizes of slices with repeated vectors and of slices without."""
     again = np.array([len(np.unique(slice_, axis=0)) < len(slice_) for slice_ in elements])
     for data, chosen in (("real, no vector twice", ~again), ("real, vectors again", again)):
         for bins in (BINS, 0):
@@ -367,7 +372,7 @@ def _real_ratio(report: Report, real: dict[str, _Subject], small: dict[str, _Sub
 
 
 def _ratios(report: Report, llama: dict[str, _Subject], real: dict[str, _Subject]) -> None:
-    """Add the ratios of 32 bins: speeds in Llama-8B's shape, bytes of real KV; those of what is there."""
+    """Add the ratios of 32 bins: speeds with Llama-8B's shape, bytes with real KV."""
 
     def pairs(one: str, other: str) -> list[float]:
         return _pairs(llama, one, other)
@@ -388,12 +393,12 @@ def _ratios(report: Report, llama: dict[str, _Subject], real: dict[str, _Subject
 
 
 def _best(subjects: dict[str, _Subject]) -> str | None:
-    """Return our codec in the best instruction set, if it is there."""
+    """Return the name of kvrans in the best instruction set; None if it is missing."""
     return next((name for name in subjects if name.startswith("kvrans")), None)
 
 
 def _pairs(subjects: dict[str, _Subject], one: str, other: str) -> list[float]:
-    """Return how many times as fast one is as the other, to bfloat16, turn by turn."""
+    """Return the speed of ``one`` over that of ``other``, to bfloat16, turn by turn."""
     both = (subjects[one].speeds, subjects[other].speeds)
     what = "compared" if all("compared" in each for each in both) else "to_bf16"
     speeds = (each[what] for each in both)
@@ -401,7 +406,7 @@ def _pairs(subjects: dict[str, _Subject], one: str, other: str) -> list[float]:
 
 
 def _lossless_ratios(report: Report, llama: dict[str, _Subject]) -> None:
-    """Add the ratios of exact values: speeds in Llama-8B's shape. Symbols are as many bytes as elements there."""
+    """Add the ratios of lossless codecs with Llama-8B's shape, where symbols and elements have as many bytes."""
     best = _best(llama)
     if best is None:
         return

@@ -1,4 +1,14 @@
-"""``shadowserve bench index``: memory and time of the index of what is stored, with ten million objects in it."""
+"""Measures memory and time of the index of stored objects.
+
+Method: ten million objects of four tenants on four devices, in chains of 128, one in ten with an expiry. 200,000 are
+evicted and inserted again from Python; then the process's resident size counts, less that before. Other 200,000 are
+looked up in random order, by a loop in C and one by one from Python. The last row recovers a million objects in
+random order, which is the worst one. ``step_us`` is the cost of an engine step in the policies for tiers, with 256
+requests in the queue. Times are CPU time of one thread.
+
+Prediction: 97.9 bytes for each object (88 for the entry, 6.7 for the table, 2 for the ghost queue, 1.2 for expiries).
+A lookup in C is two cache misses, 0.2 to 0.3 us; from Python 1.8 us. Recovery 1 s for a million. A step 35 us.
+"""
 
 import gc
 import time
@@ -13,16 +23,14 @@ from numpy.typing import NDArray
 from shadowserve import native
 from shadowserve.pool.next_use import NextUse
 from shadowserve.pool.prefetch_policy import Hop, PrefetchPolicy, Waiting
-from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
-
-__all__ = ["index"]
+from shadowserve_tools.report import Output, Report, output_options, tracked
 
 _PART: Final = 250_000
 """Records that are made at a time: 32 MB."""
 _SAMPLE: Final = 200_000
-"""Objects that are asked for, evicted and put again: too many for a cache."""
+"""Objects that are looked up, evicted and inserted: too many for a cache."""
 _CHAIN: Final = 128
-"""Objects that are each other's parents: a prompt of 32 K tokens."""
+"""Objects in a chain of parents: a prompt of 32K tokens."""
 _DEVICES: Final = 4
 _TENANTS: Final = 4
 _LENGTH: Final = 500_000
@@ -36,16 +44,14 @@ Records = NDArray[np.void]
 
 
 @click.command()
-@click.option("--objects", default=10_000_000, show_default=True, type=click.IntRange(1000, 1 << 28), help="How many.")
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Of each measurement.")
+@click.option(
+    "--objects", default=10_000_000, show_default=True, type=click.IntRange(1000, 1 << 28), help="Number of objects."
+)
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Repeats of a measurement.")
 @output_options
 def index(objects: int, repeats: int, output: Output) -> None:
-    """Memory for each object, and what finding, putting, evicting and recovering take.
-
-    Objects are in chains of 128 over four devices, of four tenants, and one in ten expires. Nothing is in a cache: each
-    of the objects asked for is another one.
-    """
-    report = Report("index", ["operation", "objects", "us_each"])
+    """Measure memory and times of the index of stored objects."""
+    report = Report("index", ["operation", "objects", "us_each"], bars=["us_each"])
     keys = _Keys(objects)
     before = _resident()
     table = native.Index(objects, native.IndexPolicy.LRU, seed=1)
@@ -61,13 +67,11 @@ def index(objects: int, repeats: int, output: Output) -> None:
     table.close()
     _recover(report, min(objects, 1_000_000), repeats)
     _step(report, repeats)
-    series = [(row["operation"], row["us_each"]) for row in report.rows]
-    report.charts.append(Chart("Time for each object", x="", y="us", series={"index": series}, kind="bars"))
     report.finish(output)
 
 
 class _Keys:
-    """Keys by their numbers, without keeping them."""
+    """Keys computed from their numbers."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -84,7 +88,7 @@ class _Keys:
         return words.view(np.uint8)
 
     def records(self, begin: int, end: int) -> Records:
-        """Return what a snapshot says of the objects from ``begin`` to before ``end``."""
+        """Return the snapshot records of the objects from ``begin`` to before ``end``."""
         numbers = np.arange(begin, end, dtype=np.uint64)
         records = np.zeros(end - begin, native.INDEX_RECORD_DTYPE)
         records["kind"] = native.IndexRecordKind.PUT
@@ -125,7 +129,7 @@ def _fill(table: native.Index, keys: _Keys, objects: int) -> None:
 
 
 def _evict_and_put(report: Report, table: native.Index, count: int) -> None:
-    """Evict objects and put them in again, from Python; the ghost queue gets its memory by that."""
+    """Evict objects and insert them again, from Python; this also fills the ghost queue."""
     evicted: list[native.IndexEntry] = []
 
     def evict() -> None:
@@ -159,7 +163,7 @@ def _find(report: Report, table: native.Index, keys: _Keys, count: int, repeats:
     from_python: list[float] = []
     with_read: list[float] = []
     for _ in tracked(range(repeats), "finding"):
-        # Of one tenant, since a call is for one; each time others.
+        # Keys of one tenant, because a call is for one; other keys each time.
         chains = random.choice(keys.count // _CHAIN // _TENANTS or 1, max(count // _CHAIN, 1)) * _TENANTS
         numbers = (chains[:, None] * _CHAIN + np.arange(_CHAIN)).ravel().astype(np.uint64)
         numbers = random.permutation(numbers[numbers < keys.count])
@@ -184,9 +188,9 @@ def _find(report: Report, table: native.Index, keys: _Keys, count: int, repeats:
 
 
 def _recover(report: Report, objects: int, repeats: int) -> None:
-    """Replay, order and reserve in C alone, in the order of a snapshot that is old: a random one."""
+    """Replay, order and reserve in C alone, in a random order, which is the worst one of a snapshot."""
     blocks = objects * native.blocks_of(_LENGTH)
-    # A million objects of this length lie on 0.5 TB.
+    # A million objects of this length need 0.5 TB.
     records = _Keys(objects).records(0, objects)
     np.random.default_rng(2).shuffle(records)
     times = []
@@ -209,7 +213,7 @@ def _recover(report: Report, objects: int, repeats: int) -> None:
 
 
 def _step(report: Report, repeats: int) -> None:
-    """Tell of the order of requests that wait, and plan what is moved up for them, as in each step of an engine."""
+    """Measure ordering waiting requests and planning their prefetches, as in each step of an engine."""
     keys = [bytes(key) for key in _Keys(_WAITING**2).of(np.arange(_WAITING**2, dtype=np.uint64))]
     table = native.Index(len(keys))
     for key in keys:

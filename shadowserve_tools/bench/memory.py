@@ -1,8 +1,15 @@
-"""``shadowserve bench memory``: the data plane's resident size, however long the prompt."""
+"""Measures the data plane's resident size with prompts of 4K, 32K and 128K tokens.
 
-import tempfile
+Method: each prompt is fetched through a segment of 64 MiB, in batches, while the resident size is sampled. Shared
+memory is the engine's and does not count. Chunks have two layers of Llama-3.1-8B's shape, so that the run is short:
+only the number of chunks could make the size grow.
+
+Prediction: the buffers plus 80 MiB for Python with gRPC and numpy, independent of the prompt. The limit is the buffers
+plus 200 MiB.
+"""
+
 import threading
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -12,10 +19,9 @@ import click
 from host_control.client import DataPlaneClient
 from shadowserve_tools.bench.fetch import Target
 from shadowserve_tools.bench.parts.workload import llama_8b, put
-from shadowserve_tools.processes import start_data_plane, start_storage
-from shadowserve_tools.report import Chart, Output, Report, output_options
-
-__all__ = ["memory"]
+from shadowserve_tools.charts import Chart
+from shadowserve_tools.processes import Programs
+from shadowserve_tools.report import Output, Report, output_options
 
 ALLOWANCE_BYTES = 200 << 20
 SEGMENT_BYTES = 64 << 20
@@ -24,19 +30,13 @@ SEGMENT_BYTES = 64 << 20
 @click.command()
 @output_options
 def memory(output: Output) -> None:
-    """Fetch prompts of 4K, 32K and 128K tokens and watch the data plane's resident size.
-
-    It should stay within its configured buffers plus 200 MiB. Two layers of Llama-3.1-8B's shape, so that the run is
-    short: what could grow with the prompt is the number of chunks, not their size. The registration's shared memory is
-    the engine's and does not count.
-    """
-    report = Report("memory", ["prompt_tokens", "rounds", "resident_MiB", "buffers_MiB"])
+    """Fetch prompts of 4K, 32K and 128K tokens and measure the data plane's resident size."""
+    report = Report("memory", ["prompt_tokens", "batches", "resident_MiB", "buffers_MiB"])
     over = []
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        storage = stack.enter_context(start_storage(logs))
-        data_plane = stack.enter_context(start_data_plane(logs, storage.address))
-        plane = stack.enter_context(closing(DataPlaneClient(data_plane.address, connect_timeout_s=10)))
+    with Programs() as programs:
+        storage = programs.storage()
+        data_plane = programs.data_plane(storage.address)
+        plane = programs.enter_context(closing(DataPlaneClient(data_plane.address, connect_timeout_s=10)))
         for chunks in (16, 128, 512):
             workload = llama_8b(chunks, layers=2)
             put(workload, storage.address)
@@ -72,7 +72,7 @@ def memory(output: Output) -> None:
 
 
 class _Watch:
-    """Keeps the largest resident size of a process, less shared memory, which is the registration's."""
+    """Samples the largest resident size of a process, without shared memory."""
 
     def __init__(self, pid: int) -> None:
         self.peak_bytes = 0

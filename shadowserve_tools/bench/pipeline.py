@@ -1,15 +1,24 @@
-"""``shadowserve bench pipeline``: the pipeline against its ideal, and its stages alone and all together."""
+"""Compares the pipeline with the time that its stages allow: the ideal.
+
+Method: batches of 1 to 64 lossless chunks of Llama-3.1-8B's shape go through a pipeline in this process, with the
+storage node beside it. The ideal is the larger of the slowest stage alone on all cores (its calls prepared, nothing
+checked), and all CPU work, the server's included, over the cores. Fused pipelines decode in one stage; ``_separate``
+has a stage each for decompression, dequantization and delivery. ``_apart`` gives server and pipeline cores of their
+own, as on two hosts. ``linear_growth`` is the time of a chunk in a batch of 512 over that in a batch of 16. Each
+batch's bytes are compared.
+
+Prediction: one chunk 1.15 of the ideal, 16 chunks 1.02; separate stages 1.2 and 1.03; apart 1.04 and 1.02. Growth
+0.995, since nothing in a batch depends on the number of its chunks but two tables.
+"""
 
 import itertools
 import os
 import socket
 import statistics
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -17,21 +26,20 @@ import psutil
 
 from shadowserve import native
 from shadowserve.cores import usable_cores
-from shadowserve_tools.bench.parts.rounds import Alone, Rounds, connected
+from shadowserve_tools.bench.parts.batches import Batches, StagesAlone, connected
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
-from shadowserve_tools.processes import start_storage
-from shadowserve_tools.report import Chart, Cost, Output, Report, cpu_s, measure, output_options, repeat, tracked
-
-__all__ = ["pipeline"]
+from shadowserve_tools.charts import Chart
+from shadowserve_tools.processes import Programs
+from shadowserve_tools.report import Cost, Output, Report, cpu_s, measure, output_options, repeat, tracked
 
 DISTINCT: Final = 16
-"""Chunks that are stored. Longer rounds fetch them again, to where they were: the work is the same, the memory less."""
+"""Stored chunks. Longer batches fetch them again to the same places, so that less memory is necessary."""
 FEW: Final = 2
-"""Chunks of a short round, in which how it begins and ends weighs more; it has a goal of its own."""
+"""Chunks of a short batch. It has its own goal, because start and end weigh more."""
 SHORT_TURNS: Final = 4
-"""Of shorter rounds for each turn of the longest, at most: a moment of something else weighs more in less time."""
-SHORT_ROUNDS: Final = 8
-"""For each long one, which takes as long as 32 of them: their median is the other half of the pair."""
+"""Most turns of shorter batches for each turn of the longest: noise weighs more in less time."""
+SHORT_BATCHES: Final = 8
+"""Short batches for each long one; their median is the other half of the pair."""
 STAGES: Final = {
     native.Stage.NET: "net",
     native.Stage.DECOMPRESS: "decompress",
@@ -39,19 +47,21 @@ STAGES: Final = {
     native.Stage.DMA: "deliver",
 }
 FUSED, SEPARATE, APART = "fused", "separate", "fused, apart"
-"""Stages in one go; one after the other; and in one go on cores that the storage server is not on, as on two hosts."""
+"""Stages fused; stage by stage; fused on cores without the storage node, as on two hosts."""
 GOAL_ONE: Final = "at most 1.2"
 GOAL_MANY: Final = "at most 1.08"
 
 
 @click.command()
 @click.option("--chunks", default=64, show_default=True, type=click.IntRange(1, 256), help="1, 2, 4 .. up to these.")
-@click.option("--layers", default=32, show_default=True, type=click.IntRange(1, 32), help="Of each chunk.")
+@click.option("--layers", default=32, show_default=True, type=click.IntRange(1, 32), help="Layers of a chunk.")
 @click.option("--long", default=512, show_default=True, type=click.IntRange(1, 2048), help="Chunks of a long prompt.")
-@click.option("--long-layers", default=16, show_default=True, type=click.IntRange(1, 32), help="Of its chunks.")
-@click.option("--connections", default=2, show_default=True, type=click.IntRange(1, 16), help="To the storage server.")
-@click.option("--codec", help="Of the chunks; without it, what a data plane stores with.")
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Turns that count.")
+@click.option("--long-layers", default=16, show_default=True, type=click.IntRange(1, 32), help="Layers of its chunks.")
+@click.option(
+    "--connections", default=2, show_default=True, type=click.IntRange(1, 16), help="Connections to the storage node."
+)
+@click.option("--codec", help="Codec of the chunks. [default: that of a data plane]")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Number of turns.")
 @output_options
 def pipeline(
     chunks: int,
@@ -63,34 +73,26 @@ def pipeline(
     repeats: int,
     output: Output,
 ) -> None:
-    """Run rounds through the pipeline, fused and stage by stage, and each of its stages alone on the same chunks.
-
-    Chunks of Llama-3.1-8B's shape, lossless. The ideal is the larger of the slowest stage alone, on all cores, and all
-    CPU work, the storage server's included, over the cores: the stages run in parallel, but on loopback they share the
-    machine with the server. Where there are two cores, also with the server on one half of them and the pipeline on the
-    other ("apart"), as on two hosts: the ideal is then the larger of what each of the two works, over its own cores.
-    Shorter rounds have up to four turns for each of the longest. Then rounds of a long prompt, whose time for each
-    chunk should be that of a short one.
-    """
+    """Compare batches through the pipeline with the ideal of its stages."""
     if codec and codec.upper() not in native.Codec.__members__:
         raise click.BadParameter(f"{codec} is none of {', '.join(map(str.lower, native.Codec.__members__))}")
     report = Report("pipeline", ["chunks", "stages", "wall_s", "cpu_s", "GB_per_s", "ideal_s", "over_ideal", "stolen"])
     counts = [1 << power for power in range(chunks.bit_length())]
     modes: dict[str, _Mode] = {}
     with _served(llama_8b(min(chunks, DISTINCT), layers=layers, codec=codec), connections) as served:
-        alone = Alone(served.workload, served.connections, counts[-1])
+        alone = StagesAlone(served.workload, served.connections, counts[-1])
         with ExitStack() as stack:
             pipelines = {}
             for name in (FUSED, SEPARATE, APART)[: 2 if len(usable_cores()) == 1 else 3]:
                 modes[name] = _Mode()
                 with served.placed(apart=name == APART):
-                    rounds = stack.enter_context(closing(served.rounds(counts[-1], name != SEPARATE)))
-                    rounds.verified(counts[-1], [served.server])  # touches every buffer
-                    pipelines[name] = rounds
-            for count, (name, rounds) in itertools.product(counts, pipelines.items()):
+                    batches = stack.enter_context(closing(served.batches(counts[-1], name != SEPARATE)))
+                    batches.verified(counts[-1], [served.server])  # touches every buffer
+                    pipelines[name] = batches
+            for count, (name, batches) in itertools.product(counts, pipelines.items()):
                 with served.placed(apart=name == APART):
                     turns = repeats * min(SHORT_TURNS, counts[-1] // count)
-                    _compare(served, rounds, alone, modes[name], name, count, turns)
+                    _compare(served, batches, alone, modes[name], name, count, turns)
     with _served(llama_8b(min(long, DISTINCT), layers=long_layers, codec=codec), connections) as served:
         growth = _growth(served, long, repeats)
     for name, mode in modes.items():
@@ -111,11 +113,11 @@ def pipeline(
 
 @dataclass
 class _Served:
-    """A workload that a storage server holds.
+    """A workload in a storage node.
 
     Attributes:
-        cores: that the pipeline is on.
-        server_cores: that the server is on; None where it shares those.
+        cores: Cores of the pipeline.
+        server_cores: Cores of the server; None if it shares those.
     """
 
     workload: Workload
@@ -124,13 +126,13 @@ class _Served:
     cores: list[int]
     server_cores: list[int] | None = None
 
-    def rounds(self, chunks_max: int, fused: bool) -> Rounds:
+    def batches(self, chunks_max: int, fused: bool) -> Batches:
         cores = len(self.cores)
-        return Rounds(self.workload, self.connections, chunks_max=chunks_max, cores=cores, fused=fused)
+        return Batches(self.workload, self.connections, chunks_max=chunks_max, cores=cores, fused=fused)
 
     @contextmanager
     def placed(self, *, apart: bool) -> Iterator[None]:
-        """Have the server on half of the cores, if ``apart``, and what this thread starts meanwhile on the others."""
+        """Place the server on half of the cores, if ``apart``, and threads that start meanwhile on the others."""
         before = self.cores
         if apart:
             half = len(before) // 2
@@ -148,12 +150,13 @@ class _Served:
             os.sched_setaffinity(thread.id, self.server_cores or self.cores)
 
     def ideal(self, cost: Cost, server_s: float, alone_s: list[float]) -> float:
-        """Return what a round would ideally take.
+        """Return the ideal time of a batch.
 
         Args:
-            cost: of the round, all CPU time included.
-            server_s: CPU time of the server, of that.
-            alone_s: that each stage takes alone; no bound with the server apart, where receiving in Python is slower.
+            cost: Cost of the batch, all CPU time included.
+            server_s: CPU time of the server.
+            alone_s: Time of each stage alone. It is no bound with the server apart, where receiving in Python is
+                slower.
         """
         if self.server_cores is None:
             return max(cost.cpu_s / len(self.cores), *alone_s)
@@ -162,27 +165,28 @@ class _Served:
 
 @contextmanager
 def _served(workload: Workload, connections: int) -> Iterator[_Served]:
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        # One that sends to one connection after the other leaves a core idle as a round begins.
-        storage = stack.enter_context(start_storage(logs, "--io-threads", str(connections)))
+    with Programs() as programs:
+        # With a single thread, the server would leave a core idle at the start of a batch.
+        storage = programs.storage("--io-threads", str(connections))
         put(workload, storage.address)
-        sockets = [stack.enter_context(closing(connection)) for connection in connected(storage.address, connections)]
+        sockets = [
+            programs.enter_context(closing(connection)) for connection in connected(storage.address, connections)
+        ]
         yield _Served(workload, psutil.Process(storage.process.pid), sockets, usable_cores())
 
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Rounds of one number of chunks, and what they would ideally take.
+    """Batches of one number of chunks, and their ideal times.
 
     Attributes:
-        chunks: of each round.
-        raw_bytes: that each delivers.
-        whole: cost of each.
-        ideals: seconds; one for each.
-        alone: GB/s of a core, of what comes out of each stage.
-        together: the same while all stages run.
-        stolen: part of the time that CPUs had work, meanwhile, which the host of this virtual machine gave to others.
+        chunks: Chunks of a batch.
+        raw_bytes: Bytes that a batch delivers.
+        whole: Costs of the batches.
+        ideals: Ideal seconds of each.
+        alone: Output of each stage alone, GB/s of a core.
+        together: The same while all stages run.
+        stolen: Part of the CPUs' busy time that the host of this virtual machine gave to others.
     """
 
     chunks: int
@@ -200,12 +204,12 @@ class _Comparison:
 
 @dataclass
 class _Mode:
-    """Comparisons of a pipeline whose stages are fused, or separate."""
+    """Comparisons of one pipeline."""
 
     comparisons: list[_Comparison] = field(default_factory=list)
 
     def worst(self, counts: list[int]) -> list[float]:
-        """Return the ratios to the ideal for that one of some numbers of chunks whose median is the largest."""
+        """Return the ratios to the ideal of the number of chunks with the largest median."""
         compared = (comparison.over_ideal for comparison in self.comparisons if comparison.chunks in counts)
         return max(compared, key=statistics.median)
 
@@ -224,33 +228,35 @@ class _Mode:
             )
 
 
-def _compare(served: _Served, rounds: Rounds, alone: Alone, mode: _Mode, name: str, chunks: int, repeats: int) -> None:
-    """Run rounds and stages in turns, and add what came out."""
+def _compare(
+    served: _Served, batches: Batches, alone: StagesAlone, mode: _Mode, name: str, chunks: int, repeats: int
+) -> None:
+    """Run batches and stages in turns, and add the comparison."""
     stages = alone.runs(name != SEPARATE)
     server_s: list[float] = []
 
-    def round_() -> Cost:
+    def batch() -> Cost:
         before = cpu_s(served.server)
-        cost = rounds.verified(chunks, [served.server])
-        server_s.append(cpu_s(served.server) - before)  # which has nothing to do before and after
+        cost = batches.verified(chunks, [served.server])
+        server_s.append(cpu_s(served.server) - before)  # the server is idle before and after
         return cost
 
-    before, began = rounds.statistics(), psutil.cpu_times()
+    before, began = batches.statistics(), psutil.cpu_times()
     whole, *costs = repeat(
         repeats,
-        round_,
+        batch,
         *(partial(measure, partial(run, chunks)) for run in stages.values()),
         description=f"{name}, {chunks} chunks",
     )
-    after, stolen = rounds.statistics(), _stolen(began)
-    # The compute stages were timed on one thread; a pipeline has one for each core. The network has its own already.
+    after, stolen = batches.statistics(), _stolen(began)
+    # The compute stages ran on one thread; a pipeline has one for each core. The network stage has its own threads.
     walls = [
         [cost.wall_s if stage == "net" else cost.wall_s / len(served.cores) for cost in own]
         for stage, own in zip(stages, costs, strict=True)
     ]
     ideals = [
         served.ideal(cost, server, list(alone_s))
-        for cost, server, *alone_s in zip(whole, server_s[1:], *walls, strict=True)  # the first one warmed up
+        for cost, server, *alone_s in zip(whole, server_s[1:], *walls, strict=True)  # without the warm-up
     ]
     together = {
         STAGES[stage]: (after[stage].output_bytes - before[stage].output_bytes)
@@ -268,7 +274,7 @@ def _compare(served: _Served, rounds: Rounds, alone: Alone, mode: _Mode, name: s
 
 
 def _stolen(began: Any) -> float:
-    """Return what part of the time that CPUs had work was given to others since then, as the host tells it."""
+    """Return the part of the CPUs' busy time since then that the host gave to others."""
     now = psutil.cpu_times()
     spent = {name: getattr(now, name) - getattr(began, name) for name in now._fields}
     worked = sum(spent[name] for name in ("user", "nice", "system", "irq", "softirq", "steal"))
@@ -276,14 +282,14 @@ def _stolen(began: Any) -> float:
 
 
 def _growth(served: _Served, long: int, repeats: int) -> list[float]:
-    """Return the time of a chunk in a long round over that in short ones, for pairs of one and several of them."""
+    """Return the time of a chunk in a long batch over that in short ones; a pair has one long and several short."""
     short, parties = len(served.workload.keys), [served.server]
     pairs = []
-    with closing(served.rounds(long, fused=True)) as rounds:
-        rounds.verified(long, parties)  # touches every buffer
-        for _ in tracked(range(repeats), f"rounds of {long} chunks"):
-            costs = [rounds.verified(short, parties).wall_s for _ in range(SHORT_ROUNDS)]
-            pairs.append(rounds.verified(long, parties).wall_s / long / (statistics.median(costs) / short))
+    with closing(served.batches(long, fused=True)) as batches:
+        batches.verified(long, parties)  # touches every buffer
+        for _ in tracked(range(repeats), f"batches of {long} chunks"):
+            costs = [batches.verified(short, parties).wall_s for _ in range(SHORT_BATCHES)]
+            pairs.append(batches.verified(long, parties).wall_s / long / (statistics.median(costs) / short))
     return pairs
 
 
@@ -303,8 +309,8 @@ def _charts(modes: dict[str, _Mode]) -> list[Chart]:
             kind="bars",
         ),
         Chart(
-            "A round over its ideal",
-            x="chunks in a round",
+            "A batch over its ideal",
+            x="chunks in a batch",
             y="ratio",
             series={
                 name: [(c.chunks, statistics.median(c.over_ideal)) for c in mode.comparisons]

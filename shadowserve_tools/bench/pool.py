@@ -1,4 +1,18 @@
-"""``shadowserve bench pool``: a prefix back from memory and several devices at once, against each half of the idea."""
+"""Measures reading a prefix from memory and several devices at once (unified KV pooling, figure 10).
+
+Method: 512 chunks of 7.25 MiB are stored once and read back cold, in one process without a network. A chunk has
+arrived when its bytes are in memory and its checksums are right. Four systems take turns: the pool on memory and
+three devices; *pool only*, its placement over plain files; *passthrough only*, the pool on one device; plain files on
+one device, read by 16 threads. As root with cgroup v1 the devices are loop devices capped to 200, 120 and 80 MB/s;
+then all runs again without caps. Memory counts with 100 MB/s in the shares. ``aggregate_over_sum`` compares with what
+each device gives a plain program, plus memory's 100 MB/s. ``orchestration_share`` is CPU time of finding keys,
+planning reads and finding memory; ``control_share`` also has submitting and completing reads. ``organizer_error`` is
+the worst of the bandwidths that the pool measured itself.
+
+Prediction: the full pool and *pool only* take as long as the devices, 7.8 s; one device 2.5 times as long.
+``aggregate_over_sum`` 0.97, orchestration 0.2 %, 3.5 times less CPU time than files. Uncapped, *pool only* takes 2
+times.
+"""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -11,10 +25,9 @@ import click
 
 from shadowserve.pool.statistics import Statistics
 from shadowserve_tools.bench.parts.disks import Disk, Disks, plain_rate, working_folder
+from shadowserve_tools.bench.parts.options import folder_option, numbers_option
 from shadowserve_tools.bench.parts.retrieval import Files, OurPool, Prefix, Retrieval, Store
-from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
-
-__all__ = ["pool"]
+from shadowserve_tools.report import Output, Report, output_options, tracked
 
 FULL: Final = "pool and passthrough"
 POOL_ONLY: Final = "pool only"
@@ -24,57 +37,52 @@ SYSTEMS: Final = (FULL, POOL_ONLY, PASSTHROUGH_ONLY, NEITHER)
 
 _MEGA: Final = 1_000_000
 _ONE_DEVICE_SHARE: Final = 4
-"""A system of one device takes a quarter of the prefix back: its time for all of it is four times that."""
+"""A system with one device reads a quarter of the prefix, and the table has four times its time."""
 _ALONE_SHARE: Final = 3
-"""A device alone is read for a third as long as the pool reads it."""
+"""A device alone is read for a third of the pool's time."""
 _LEARNING_SHARE: Final = 4
-"""The organizer sees a quarter of the prefix read before the prefix is placed..."""
+"""Part of the prefix, as a divisor, that is read before the placement, to measure bandwidths..."""
 _LEARNING_ROUNDS: Final = 4
-"""...so often that it has seen each device read for seconds, and not for the quarter of one in which it began."""
+"""...and the number of such reads, so that each device is read for seconds."""
 _SPARE_BYTES: Final = 192 << 20
-"""Of a device beside the chunks: log, snapshots, what a file system needs, and room that evicting ahead keeps free."""
+"""Space of a device besides the chunks: log, snapshots, file system, and free space for evicting ahead."""
 _ARENA_BYTES: Final = 256 << 20
-"""To read into, beside what memory holds by its share."""
+"""Memory to read into, besides memory's share of the prefix."""
 
 
 @dataclass(frozen=True)
-class _Round:
-    """What was measured in turn: each system, and each device alone, in bytes a second."""
+class _Turn:
+    """Measurements of one turn: each system, and the bytes per second of each device alone."""
 
     taken: dict[str, Retrieval]
     alone: list[float]
 
     def seconds(self, name: str, size: int) -> float:
-        """Return the time of so many bytes by one system."""
+        """Return a system's time for ``size`` bytes."""
         return size * self.taken[name].wall_s / self.taken[name].size
 
 
 @click.command()
 @click.option(
-    "--chunks", default=512, show_default=True, type=click.IntRange(8), help="Of the prefix, 256 tokens each."
+    "--chunks", default=512, show_default=True, type=click.IntRange(8), help="Chunks of the prefix, 256 tokens each."
 )
 @click.option("--chunk-kib", default=7424, show_default=True, type=click.IntRange(64, 1 << 20), help="KiB of a chunk.")
-@click.option("--caps", default="200,120,80", show_default=True, help="MB/s of the devices, with commas between.")
+@numbers_option("--caps", "200,120,80", "MB/s of the devices, with commas between.", most=100_000, count=range(2, 17))
 @click.option("--memory", default=100, show_default=True, type=click.IntRange(1), help="MB/s that memory counts with.")
-@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1, 50), help="Rounds that count.")
-@click.option(
-    "--folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Where the devices' files go; by default memory, if it has room.",
-)
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1, 50), help="Number of turns.")
+@folder_option("Folder of the devices' files. [default: memory, if it has space]")
 @output_options
 def pool(
-    chunks: int, chunk_kib: int, caps: str, memory: int, repeats: int, folder: Path | None, output: Output
+    chunks: int, chunk_kib: int, caps: list[int], memory: int, repeats: int, folder: Path | None, output: Output
 ) -> None:
-    """Store a prefix over devices of different speed and memory, and take it back, cold, as one request does.
-
-    Four ways: the pool engine on all devices; its placement over file systems (pool only); the pool engine on one
-    device, without memory (passthrough only); plain files on one device. As root on Linux with cgroup v1 the
-    devices are loop devices whose reads are capped; else they are files, as fast as they are.
-    """
-    speeds = [speed * _MEGA for speed in _numbers(caps)]
+    """Store a prefix over memory and devices of different speed, and read it back cold."""
+    speeds = [speed * _MEGA for speed in caps]
     prefix = Prefix(chunks, chunk_kib << 10)
-    report = Report("pool", ["devices", "system", "seconds", "GB_per_s", "cpu_s_per_GB", "orchestration_us_per_chunk"])
+    report = Report(
+        "pool",
+        ["devices", "system", "seconds", "GB_per_s", "cpu_s_per_GB", "orchestration_us_per_chunk"],
+        bars=["seconds", "cpu_s_per_GB"],
+    )
     size = prefix.size + prefix.size // 8 + _SPARE_BYTES
     with ExitStack() as stack:
         where = stack.enter_context(working_folder(5 * prefix.size // 2, folder))
@@ -97,32 +105,21 @@ def pool(
             store.cool()
             store.retrieve(parts[name], check=True)
         with disks.capped():
-            rounds = _rounds(stores, shared, parts, repeats, "measuring")
-        _add_rows(report, "files" if disks.why_not else "capped", rounds, prefix)
-        _judge(report, rounds, prefix, memory * _MEGA)
+            turns = _turns(stores, shared, parts, repeats, "measuring")
+        _add_rows(report, "files" if disks.why_not else "capped", turns, prefix)
+        _judge(report, turns, prefix, memory * _MEGA)
         if not disks.why_not:
-            rounds = _rounds(stores, [], parts, repeats, "measuring without caps")
-            _add_rows(report, "not capped", rounds, prefix)
-            shares = [each.taken[FULL].orchestration_s / each.taken[FULL].wall_s for each in rounds]
+            turns = _turns(stores, [], parts, repeats, "measuring without caps")
+            _add_rows(report, "not capped", turns, prefix)
+            shares = [each.taken[FULL].orchestration_s / each.taken[FULL].wall_s for each in turns]
             report.ratio("orchestration_share_uncapped", shares, "none; of devices that are memory")
-            _judge_partial(report, rounds, "_uncapped")
-        _judge_cpu(report, rounds)
-    _add_charts(report)
+            _judge_partial(report, turns, "_uncapped")
+        _judge_cpu(report, turns)
     report.finish(output)
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not 2 <= len(numbers) <= 16 or not all(1 <= number <= 100_000 for number in numbers):
-        raise click.BadParameter(f"{text!r} is no list of 2 to 16 whole numbers", param_hint="--caps")
-    return numbers
-
-
 def _open_full(stack: ExitStack, shared: Sequence[Disk], memory: int, prefix: Prefix, size: int) -> OurPool:
-    """Open the pool on all devices, and have its organizer find out how fast they are, from another prefix's reads."""
+    """Open the pool on all devices, and let it measure their bandwidths with reads of another prefix."""
     kept = prefix.size * memory // (memory + sum(disk.cap for disk in shared))
     full = stack.enter_context(closing(OurPool(shared, None, memory, 2 * kept + _ARENA_BYTES, size)))
     other = Prefix(max(len(prefix.names) // _LEARNING_SHARE, 1), prefix.chunk_bytes, seed=3)
@@ -136,7 +133,7 @@ def _open_full(stack: ExitStack, shared: Sequence[Disk], memory: int, prefix: Pr
 def _open(
     stack: ExitStack, disks: Disks, full: OurPool, prefix: Prefix, size: int, speeds: Sequence[int]
 ) -> dict[str, Store]:
-    """Open the other ways; devices alike for each, and shares as the pool's organizer found them."""
+    """Open the other systems, with equal devices and the shares that the pool has measured."""
     fastest = max(speeds)
     found = full.statistics()
     shares = [found.memory_share, *(device.share for device in found.devices)]
@@ -156,10 +153,10 @@ def _open(
     }
 
 
-def _rounds(
+def _turns(
     stores: dict[str, Store], shared: Sequence[Disk], parts: dict[str, Prefix], repeats: int, description: str
-) -> list[_Round]:
-    rounds = []
+) -> list[_Turn]:
+    turns = []
     for _ in tracked(range(repeats), description):
         taken = {}
         for name, store in stores.items():
@@ -167,13 +164,13 @@ def _rounds(
             taken[name] = store.retrieve(parts[name])
         read = taken[FULL].device_bytes // _ALONE_SHARE
         total = sum(disk.cap for disk in shared)
-        rounds.append(_Round(taken, [plain_rate(disk, read * disk.cap // total) for disk in shared]))
-    return rounds
+        turns.append(_Turn(taken, [plain_rate(disk, read * disk.cap // total) for disk in shared]))
+    return turns
 
 
-def _add_rows(report: Report, devices: str, rounds: Sequence[_Round], prefix: Prefix) -> None:
+def _add_rows(report: Report, devices: str, turns: Sequence[_Turn], prefix: Prefix) -> None:
     def median(name: str, value: Callable[[Retrieval], float]) -> float:
-        return statistics.median(value(each.taken[name]) for each in rounds)
+        return statistics.median(value(each.taken[name]) for each in turns)
 
     for name in SYSTEMS:
         orchestration = median(name, lambda each: each.orchestration_s / each.size * prefix.chunk_bytes * 1e6)
@@ -185,14 +182,14 @@ def _add_rows(report: Report, devices: str, rounds: Sequence[_Round], prefix: Pr
             cpu_s_per_GB=median(name, lambda each: each.cpu_s / each.device_bytes * 1e9),
             orchestration_us_per_chunk=orchestration or "",
         )
-    for number in range(len(rounds[0].alone)):
-        rate = statistics.median(each.alone[number] for each in rounds)
+    for number in range(len(turns[0].alone)):
+        rate = statistics.median(each.alone[number] for each in turns)
         report.row(devices=devices, system=f"device {number + 1} alone", GB_per_s=rate / 1e9)
 
 
-def _judge(report: Report, rounds: Sequence[_Round], prefix: Prefix, memory: int) -> None:
-    full = [each.taken[FULL] for each in rounds]
-    sums = [sum(each.alone) for each in rounds]
+def _judge(report: Report, turns: Sequence[_Turn], prefix: Prefix, memory: int) -> None:
+    full = [each.taken[FULL] for each in turns]
+    sums = [sum(each.alone) for each in turns]
     report.ratio(
         "aggregate_over_sum",
         [prefix.size / own.wall_s / (alone + memory) for own, alone in zip(full, sums, strict=True)],
@@ -211,27 +208,27 @@ def _judge(report: Report, rounds: Sequence[_Round], prefix: Prefix, memory: int
     report.ratio(
         "control_share", [own.control_s / own.wall_s for own in full], "with handing reads over and taking them back"
     )
-    _judge_partial(report, rounds, "")
+    _judge_partial(report, turns, "")
 
 
-def _judge_partial(report: Report, rounds: Sequence[_Round], suffix: str) -> None:
-    """Compare with the two halves of the design, as figure 10 of the paper does; once for each kind of devices."""
+def _judge_partial(report: Report, turns: Sequence[_Turn], suffix: str) -> None:
+    """Compare with the two halves of the design, as figure 10 of the paper."""
     for name, system in (("pool_only_over_full", POOL_ONLY), ("passthrough_only_over_full", PASSTHROUGH_ONLY)):
-        ratios = [each.seconds(system, 1) / each.seconds(FULL, 1) for each in rounds]
+        ratios = [each.seconds(system, 1) / each.seconds(FULL, 1) for each in turns]
         paper = {POOL_ONLY: "1.8", PASSTHROUGH_ONLY: "2.3"}[system]
         report.ratio(name + suffix, ratios, f"the paper's, of TTFT: {paper}")
 
 
-def _judge_cpu(report: Report, rounds: Sequence[_Round]) -> None:
-    def cost(each: _Round, name: str) -> float:
+def _judge_cpu(report: Report, turns: Sequence[_Turn]) -> None:
+    def cost(each: _Turn, name: str) -> float:
         return each.taken[name].cpu_s / each.taken[name].device_bytes
 
-    gains = [cost(each, NEITHER) / cost(each, PASSTHROUGH_ONLY) for each in rounds]
+    gains = [cost(each, NEITHER) / cost(each, PASSTHROUGH_ONLY) for each in turns]
     report.ratio("cpu_gain_over_filesystem", gains, "at least 1.8")
 
 
 def _judge_placement(report: Report, before: Statistics, after: Statistics) -> None:
-    """Compare what was put where between the two with the shares that the organizer had decided on, memory's first."""
+    """Compare the placed bytes with the shares that the pool had decided on, memory first."""
     shares = [before.memory_share, *(device.share for device in before.devices)]
     used = [new.used_bytes - old.used_bytes for new, old in zip(after.devices, before.devices, strict=True)]
     placed = [after.used_bytes - before.used_bytes - sum(used), *used]
@@ -240,19 +237,7 @@ def _judge_placement(report: Report, before: Statistics, after: Statistics) -> N
 
 
 def _judge_organizer(report: Report, shared: Sequence[Disk], learned: Statistics) -> None:
-    """Compare what the organizer has measured with the caps."""
+    """Compare the bandwidths that the pool measured with the caps."""
     rates = [device.bandwidth_bytes_per_s for device in learned.devices]
     errors = [abs(rate / disk.cap - 1) for rate, disk in zip(rates, shared, strict=True)]
     report.ratio("organizer_error", [max(errors)], "none; of a bandwidth, as the organizer measured it")
-
-
-def _add_charts(report: Report) -> None:
-    rows = [row for row in report.rows if row["system"] in SYSTEMS]
-    for title, field, unit in (
-        ("Retrieval of the prefix, cold", "seconds", "s"),
-        ("CPU time, cold", "cpu_s_per_GB", "CPU s/GB"),
-    ):
-        series = {
-            name: [(row["devices"], float(row[field])) for row in rows if row["system"] == name] for name in SYSTEMS
-        }
-        report.charts.append(Chart(title, x="", y=unit, series=series, kind="bars"))

@@ -1,4 +1,13 @@
-"""``shadowserve bench recovery``: how long a storage server takes to know again what its devices hold."""
+"""Measures how long a storage node takes to recover the contents of its devices at start.
+
+Method: volumes of a quarter, half and all of a million objects are opened as at a server's start: the snapshot is
+read past the page cache and replayed, then a log with a tenth as many changes, then extents and eviction queues are
+restored. Once with records, and once with values of other keys ("named"), whose texts of 32 bytes the volume has.
+Objects' bytes take no part: they are verified when they are read.
+
+Prediction: 145 MB of metadata take 0.1 s to read and 0.1 s to check; inserting takes 0.5 s, order and extents as much
+again: 1 s for a million records, 1.5 s for named keys.
+"""
 
 import tempfile
 import time
@@ -11,9 +20,7 @@ import numpy as np
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.native import INDEX_RECORD_DTYPE, BlockDevice, Index, IndexFlag, IndexRecordKind
-from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
-
-__all__ = ["build", "recovery"]
+from shadowserve_tools.report import Output, Report, output_options, tracked
 
 _OBJECT_BYTES: Final = 4096
 _LOGGED_SHARE: Final = 0.1
@@ -23,21 +30,20 @@ _KINDS: Final = {"records": "seconds_per_million_objects", _NAMED: "seconds_per_
 
 
 @click.command()
-@click.option("--objects", type=click.IntRange(1), default=1_000_000, show_default=True, help="In the largest volume.")
+@click.option(
+    "--objects", type=click.IntRange(1), default=1_000_000, show_default=True, help="Objects of the largest volume."
+)
 @click.option("--pairs", type=click.IntRange(1), default=3, show_default=True, help="Restarts of each volume.")
 @click.option(
-    "--directory", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Where the volume's file goes."
+    "--directory", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of the volume's file."
 )
 @output_options
 def recovery(objects: int, pairs: int, directory: Path | None, output: Output) -> None:
-    """Open volumes of a quarter, half and all of so many objects: read the snapshot, replay the log, be ready.
+    """Open volumes as at a server's start: read the snapshot, replay the log, be ready."""
+    report = Report(
+        "recovery", ["keys", "objects", "log_records", "metadata_MB", "seconds", "us_per_object"], bars=["seconds"]
+    )
 
-    Once with records, whose keys need no text, once with values of other keys, whose texts of 32 bytes the volume has.
-    A tenth as many changes as there are objects lie in the log behind the snapshot. The file is read past the page
-    cache. The objects' bytes are not there: recovery does not read them.
-    """
-    report = Report("recovery", ["keys", "objects", "log_records", "metadata_MB", "seconds", "us_per_object"])
-    series: dict[str, list[tuple[float, float]]] = {}
     for kind, ratio in _KINDS.items():
         for count in sorted({max(objects // 4, 1), max(objects // 2, 1), objects}):
             with tempfile.TemporaryDirectory(dir=directory) as folder:
@@ -53,9 +59,8 @@ def recovery(objects: int, pairs: int, directory: Path | None, output: Output) -
                 seconds=middle,
                 us_per_object=middle / count * 1e6,
             )
-            series.setdefault(kind, []).append((float(count), middle))
+
         report.ratio(ratio, [each.seconds / objects * 1e6 for each in taken], "at most 2")
-    report.charts.append(Chart("Recovery over the number of objects", x="objects", y="s", series=series))
     report.finish(output)
 
 
@@ -67,7 +72,7 @@ class _Opened:
 
 
 def _open(path: Path, objects: int) -> _Opened:
-    """Recover a volume as a storage server does, and return how long that took."""
+    """Recover a volume as a storage node does, and return the time."""
     from shadowserve.pool.volume.volume import Volume
 
     with closing(BlockDevice(path)) as device:
@@ -86,7 +91,7 @@ def _open(path: Path, objects: int) -> _Opened:
 
 
 def build(path: Path, objects: int, *, named: bool = False) -> None:
-    """Make a volume that knows of so many objects, without their bytes: a sparse file."""
+    """Make a volume with the metadata of ``objects`` objects, without their bytes, in a sparse file."""
     from shadowserve.pool.volume.format import RecordKind, pack_record
     from shadowserve.pool.volume.volume import Volume
 
@@ -117,7 +122,7 @@ def build(path: Path, objects: int, *, named: bool = False) -> None:
 
 
 def _fill(index: Index, objects: int, first: int, *, named: bool) -> bytes:
-    """Put objects into an index, whose places on the device begin with ``first``; return their keys."""
+    """Add objects to an index, on extents from ``first`` on; return their keys."""
     keys = np.random.default_rng(0).bytes(32 * objects)
     records = np.zeros(objects, INDEX_RECORD_DTYPE)
     records["kind"], records["flags"] = IndexRecordKind.PUT, IndexFlag.NAMED if named else IndexFlag.RECORD

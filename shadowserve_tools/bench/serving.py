@@ -1,8 +1,22 @@
-"""``shadowserve bench serving``: the engine's own view, without a cache, with LMCache's, and with ours."""
+"""Measures real vLLM with ShadowServe, with LMCache and without a cache: times to first token, and the cost of storing.
 
-import json
+Method: vLLM runs on one half of the cores; stores and servers of all systems on the other. Every system computes
+documents of 2,048 tokens once and keeps them; then its engine is restarted and gets requests for the same documents.
+Systems: no cache; ShadowServe with defaults, and layer by layer; LMCache's multiprocess server with its CPU tier or
+with Redis (its memory emptied before each question), with the flags that a host without a GPU needs, and in its
+strongest mode (shared memory, one more worker, tuned Redis). Stores are on loopback, and behind links of 1 and 4
+Gbit/s. Systems take turns document by document, in both orders. All answers must be equal, one question at a time;
+where conversations arrive at a rate, the numbers of computed tokens are compared instead. ``fill_over_off`` compares
+storing with not storing within one engine; two processes of plain vLLM differ by more than that
+(``fill_over_plain_idle``). The limit of a ratio is the link, or writing the KV to memory once, and computing the last
+tokens.
+
+Prediction: a first token takes 145 ms, 0.053 of computing. ``ttft_over_lmcache`` 0.13, ``_local`` 0.17, ``_link``
+0.45; ``_shm`` 0.35, ``_local_shm`` 1, ``_link_shm`` 0.65. Layer by layer 0.6 to 0.7, over 1 Gbit/s 0.93.
+``fill_over_off`` 1.02.
+"""
+
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +29,12 @@ from typing import Any, Final
 import click
 import numpy as np
 import psutil
-from rich.progress import Progress
 
 from shadowserve.cores import on_cores, usable_cores
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.fetch import peers_option
-from shadowserve_tools.bench.parts.engine import prompt, write_weights
+from shadowserve_tools.bench.parts.engine import prompt
 from shadowserve_tools.bench.parts.kernels import memory
 from shadowserve_tools.bench.parts.serving import (
     TAIL_TOKENS,
@@ -33,6 +46,7 @@ from shadowserve_tools.bench.parts.serving import (
     arrivals,
     model_options_with,
     started_engine,
+    write_model,
 )
 from shadowserve_tools.bench.parts.systems import (
     LOCAL,
@@ -43,17 +57,16 @@ from shadowserve_tools.bench.parts.systems import (
     REDIS,
     REDIS_SHM,
     Answers,
-    Place,
+    Site,
     System,
     check_cached,
     ours,
     peers,
 )
 from shadowserve_tools.bench.peers.network import LOOPBACK, Link, Network, linked
-from shadowserve_tools.report import Chart, Output, Report, cpu_s, output_options
+from shadowserve_tools.processes import Programs
+from shadowserve_tools.report import Output, Report, cpu_s, output_options
 from shadowserve_tools.trace import record
-
-__all__ = ["serving"]
 
 STEPS: Final = ("lookup", "allocation", "retrieval", "last")
 COLUMNS: Final = [
@@ -66,24 +79,24 @@ FILLING: Final = "filling"
 ALONE: Final = "alone"
 ARRIVING: Final = "arriving"
 _FETCHES_MAX: Final = 1000
-"""Of a recording, which ends by its time."""
+"""Most fetches of a recording, which ends by time."""
 _TCP_SHARE: Final = 0.957
-"""Of a link's rate."""
+"""Part of a link's rate that TCP carries."""
 WRITES: Final = 15
-"""Whose median is what writing takes."""
+"""Number of writes; their median counts."""
 AWAKENING_TOKENS: Final = 8
-"""Of an answer that does not count, before one that does."""
+"""Output tokens of the warm-up request before each measured one."""
 _WARM_UP: Final = 1 << 20
-"""Seeds from here on are of prompts that nobody else asks about."""
+"""First seed of prompts that no measured request uses."""
 _QUESTIONS: Final = 1 << 10
-"""Seeds from here on are of questions."""
+"""First seed of questions."""
 
-Tell = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """The options of :func:`serving`."""
+    """Options of :func:`serving`."""
 
     load: Load
     links: Sequence[float]
@@ -94,13 +107,15 @@ class _Plan:
 
 @dataclass
 class _Results:
-    """Results of requests, by what was done, the link's rate (0: loopback) and the system; in the same order for each.
+    """Results of requests.
 
-    Each has what :meth:`~shadowserve_tools.bench.parts.engine._Engine.serve` says, and ``cpu_s`` of all processes. Of
-    requests that arrived at a rate they are the run's, and ``tokens_per_s`` are, too. ``fetching`` is the part of
-    retrieval, by the link's rate, that our data plane fetched in; ``link_s`` the seconds that the link alone takes for
-    a document's bytes; ``over_link`` how many times as long the data plane fetched; ``writing_s`` the seconds that
-    memory takes for a document's KV.
+    Attributes:
+        requests: Results by what was measured, the link's rate (0: loopback) and the system, in the same order for
+            each. Requests that arrive at a rate have ``cpu_s`` and ``tokens_per_s`` of their run.
+        fetching: Part of the retrieval in which ShadowServe's data plane fetched, by the link's rate.
+        link_s: Time of the link alone for a document's bytes.
+        over_link: Duration of the data plane's fetch over that.
+        writing_s: Time of writing a document's KV to memory.
     """
 
     requests: dict[tuple[str, float, str], list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
@@ -110,14 +125,14 @@ class _Results:
     writing_s: float = 0.0
 
     def pairs(self, what: str, rate: float, ours: str, others: str, name: str = "ttft_s") -> list[float]:
-        """Return one system's figures over another's, request by request; of none where there are none."""
+        """Return one system's figures over another's, request by request; empty if one is missing."""
         own, theirs = (self.requests.get((what, rate, system), []) for system in (ours, others))
         return [mine[name] / its[name] for mine, its in zip(own, theirs, strict=False)]
 
     def limits(self, rate: float, others: str) -> list[float]:
-        """Return what a first token of ours would take over another's, if all were free but what nobody goes without.
+        """Return the limit of a first token's ratio: only the unavoidable parts take time.
 
-        That is a link, writing the document's KV to memory meanwhile, and then the last tokens.
+        These are the link, or writing the document's KV to memory, whichever takes longer, and then the last tokens.
         """
         own, theirs = (self.requests.get((ALONE, rate, system), []) for system in (OURS, others))
         moved = max(self.link_s.get(rate, 0.0), self.writing_s)
@@ -126,21 +141,35 @@ class _Results:
 
 @click.command()
 @model_options_with(chunks=8, requests_max=4)
-@click.option("--output-tokens", default=16, show_default=True, type=click.IntRange(2, 128), help="Of each answer.")
+@click.option(
+    "--output-tokens", default=16, show_default=True, type=click.IntRange(2, 128), help="Tokens of an answer."
+)
 @click.option(
     "--rate", default=0.25, show_default=True, type=click.FloatRange(0.01, 100),
-    help="Conversations a second, where they arrive at a rate.",
+    help="Conversations per second, when they arrive at a rate.",
 )  # fmt: skip
 @click.option(
     "--link", "links", default=(1.0, 4.0), show_default=True, multiple=True, type=click.FloatRange(0.1, 100),
-    help="Between engine and stores, in Gbit/s; may be given several times.",
+    help="Rate of the link between engine and stores, in Gbit/s; repeatable.",
 )  # fmt: skip
 @click.option(
     "--fills", default=16, show_default=True, type=click.IntRange(1),
-    help="Documents that are computed without a cache and with ours, at least those that prompts are about.",
+    help="Documents to compute without a cache and with ShadowServe, at least --documents.",
 )  # fmt: skip
-@click.option("--repeats", default=2, show_default=True, type=click.IntRange(1), help="Of each document, and link.")
-@click.option("--rounds", default=1, show_default=True, type=click.IntRange(1), help="Of those that arrive at a rate.")
+@click.option(
+    "--repeats",
+    default=2,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Questions about each document, for each link.",
+)
+@click.option(
+    "--rounds",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Turns with conversations that arrive at a rate.",
+)
 @peers_option
 @output_options
 def serving(
@@ -156,39 +185,22 @@ def serving(
     rounds: int,
     peers_python: Path,
 ) -> None:
-    """Ask real vLLM questions about long documents that it has computed before, and forgotten: it was restarted.
-
-    The same for vLLM without a cache, with LMCache's multiprocess mode over its CPU tier and over Redis, and with
-    ShadowServe as it comes, lossless, its storage node behind a socket; through links of given rates, too, where
-    network namespaces may be made. LMCache has its defaults, too, and then, more briefly, the strongest mode that it is
-    known to have here. The engine has half of the cores, everything else the other half. Systems take
-    turns; a system whose answers are not those of the engine without a cache ends the benchmark.
-
-    A first token's time is that of its lookup, of blocks' allocation, of retrieval (of which ours says how much was
-    fetching, and how much of scattering no fetching hid) and of the tokens behind the prefix. Blocked is what of
-    everything before these no computing hid.
-    """
+    """Compare real vLLM with ShadowServe, with LMCache and without a cache."""
     load = replace(load, output=output_tokens, rate=rate, requests=load.documents)
     plan = _Plan(load=load, links=links, fills=max(fills, load.documents), repeats=repeats, rounds=rounds)
     results = _Results(writing_s=_writing_s(load.chunks * DEFAULT_CHUNK_TOKENS * model.kv_bytes))
-    with ExitStack() as stack:
-        progress = stack.enter_context(Progress(transient=True))
-        task = progress.add_task("starting", total=None)
-
-        def tell(what: str) -> None:
-            progress.update(task, advance=1, description=what)
-
-        network, why_not = _network(stack, links)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        bench = _Bench(folder, model, plan, requests_max, network, peers_python)
-        absent = bench.start(stack, tell) | ({"a link": why_not} if why_not else {})
-        bench.fill(results, tell)
-        bench.measure(results, tell)
+    with Programs() as programs:
+        progress = programs.progress(None)
+        network, why_not = _network(programs, links)
+        bench = _Bench(programs.logs, model, plan, requests_max, network, peers_python)
+        absent = bench.start(programs, progress) | ({"a link": why_not} if why_not else {})
+        bench.fill(results, progress)
+        bench.measure(results, progress)
     _report(results, absent, plan).finish(output)
 
 
 def _network(stack: ExitStack, links: Sequence[float]) -> tuple[Network, str]:
-    """Return a link, or loopback, and why there is no link."""
+    """Return a link, or loopback and the reason for it."""
     if not links:
         return LOOPBACK, ""
     try:
@@ -198,7 +210,7 @@ def _network(stack: ExitStack, links: Sequence[float]) -> tuple[Network, str]:
 
 
 def _writing_s(size: int) -> float:
-    """Return the seconds in which all cores together write so many bytes of memory."""
+    """Return the time in which all cores together write ``size`` bytes of memory."""
     cores, found = len(usable_cores()), []
     parts = np.array_split(memory(size), cores)
     with ThreadPoolExecutor(cores) as pool:
@@ -210,15 +222,15 @@ def _writing_s(size: int) -> float:
 
 
 class _Bench:
-    """Everything that runs.
+    """All running programs.
 
     Args:
-        folder: for the model and for logs.
-        model: the engine's.
-        plan: options.
-        requests_max: that an engine runs at one time.
-        network: between engines and stores.
-        peers_python: of the peers' environment.
+        folder: Folder of the model and of logs.
+        model: Shape of the engine's model.
+        plan: Options.
+        requests_max: Number of requests that an engine runs at one time.
+        network: Network between engines and stores.
+        peers_python: Python of the peers' environment.
     """
 
     def __init__(
@@ -230,28 +242,24 @@ class _Bench:
         self._requests_max = requests_max
         self._network = network
         kv = plan.load.chunks * plan.load.documents * DEFAULT_CHUNK_TOKENS * model.kv_bytes
-        self._place = Place(folder, Partition.halves(), network, peers_python, kv)
+        self._site = Site(folder, Partition.halves(), network, peers_python, kv)
         self._systems: list[System] = []
         self._plain: Engine
         self._answers = Answers()
 
-    def start(self, stack: ExitStack, tell: Tell) -> dict[str, str]:
-        """Start all but engines with a cache; return which systems do not run, and why."""
-        place, load = self._place, self._load
-        # The benchmark's own threads keep off the engine's cores, too.
-        stack.enter_context(on_cores(place.partition.data_plane))
-        folder = place.folder / "model"
-        folder.mkdir()
-        config = self._model.config(load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS)
-        (folder / "config.json").write_text(json.dumps(config))
-        write_weights(folder, config)
-        tell("starting servers")
-        self._systems = ours(stack, place)
-        more, absent = peers(stack, place)
+    def start(self, stack: ExitStack, progress: Progress) -> dict[str, str]:
+        """Start all programs but engines with a cache; return the reason of each absent system by name."""
+        site, load = self._site, self._load
+        # Keep the benchmark's own threads off the engine's cores.
+        stack.enter_context(on_cores(site.partition.data_plane))
+        write_model(site.folder, self._model, load)
+        progress("starting servers")
+        self._systems = ours(stack, site)
+        more, absent = peers(stack, site)
         self._systems += more
-        tell("starting engines")
+        progress("starting engines")
         self._plain = stack.enter_context(self._engine(System(), "plain"))
-        self._plain.ask("serve", requests=self._orders(_WARM_UP, 0))
+        self._plain.call("serve", requests=self._orders(_WARM_UP, 0))
         same = [self._ask(self._plain, document, 0)["answer"] for document in (0, _WARM_UP)]
         if same[0] == same[1]:
             raise ShadowServeError("the answer does not depend on the document: equal answers would show nothing")
@@ -263,10 +271,10 @@ class _Bench:
             with system.side():
                 engine = stack.enter_context(
                     started_engine(
-                        name, self._place.folder, self._place.partition.engine, self._model, self._load,
+                        name, self._site.folder, self._site.partition.engine, self._model, self._load,
                         self._requests_max, system.transfer, packages=system.packages,
-                        # With or without a cache, the tokens behind the document are a step of their own: their
-                        # sums are the same ones, in the same order.
+                        # With and without a cache, the tokens after the document are computed in a step of their own:
+                        # their sums have the same order.
                         step_tokens=self._load.chunks * DEFAULT_CHUNK_TOKENS,
                     )
                 )  # fmt: skip
@@ -278,35 +286,35 @@ class _Bench:
         return [{"prompt": tokens, "output": self._load.output, "at": at}]
 
     def _ask(self, engine: Engine, document: int, question: int) -> dict[str, Any]:
-        (result,) = engine.ask("serve", requests=self._orders(document, question))
+        (result,) = engine.call("serve", requests=self._orders(document, question))
         found: dict[str, Any] = result
         return found
 
     def _awake(self, engine: Engine) -> None:
-        """Have an engine serve a prompt of less than a chunk, as one in operation has just done.
+        """Serve a short prompt that does not count.
 
-        Behind another engine's turn all that it touches comes from memory again, which is not what is compared.
+        After another engine's turn all of its data comes from memory, as never in operation.
         """
         tokens = prompt(_WARM_UP, TAIL_TOKENS, VOCABULARY)
-        engine.ask("serve", requests=[{"prompt": tokens, "output": AWAKENING_TOKENS, "at": 0.0}])
+        engine.call("serve", requests=[{"prompt": tokens, "output": AWAKENING_TOKENS, "at": 0.0}])
 
     def _documents(self, system: System) -> range:
-        """Return the documents that a system is asked about: the first half of them, if it is measured briefly."""
+        """Return the documents of a system's requests: the first half if it is measured briefly."""
         return range((self._load.documents + 1) // 2 if system.brief else self._load.documents)
 
     def _filled(self, system: System) -> range:
-        """Return the documents that a system computes and keeps: more of them, where a hundredth is to be told."""
+        """Return the documents that a system computes and keeps: more of them for a ratio of one per cent."""
         return range(self._plan.fills) if system.often else self._documents(system)
 
     # ---- Filling -----------------------------------------------------------------------------------------------------
 
-    def fill(self, results: _Results, tell: Tell) -> None:
-        """Have every system compute every document that it is asked about once, and keep it; some, more of them."""
+    def fill(self, results: _Results, progress: Progress) -> None:
+        """Compute and keep every document with every system, in turns."""
         near = [system for system in self._systems if system.fills and not system.linked]
         with ExitStack() as stack:
             engines = [(System(often=True), self._plain)]
             for index, system in enumerate(near):
-                tell("starting engines")
+                progress("starting engines")
                 engines.append((system, stack.enter_context(self._engine(system, f"filling-{index}"))))
                 if system.name == OURS:  # two processes differ by more than storing costs
                     engines.append((replace(system, name=IDLE), engines[-1][1]))
@@ -314,7 +322,7 @@ class _Bench:
                 self._ask(engine, _WARM_UP + 1, 0)
                 system.stored(engine, self._load.chunks)
             for document in range(self._plan.fills):
-                tell("filling")
+                progress("filling")
                 for system, engine in engines if document % 2 else reversed(engines):
                     if document not in self._filled(system):
                         continue
@@ -329,10 +337,10 @@ class _Bench:
 
     # ---- Measuring ---------------------------------------------------------------------------------------------------
 
-    def measure(self, results: _Results, tell: Tell) -> None:
-        """Restart the engines and ask about the documents again: beside the stores, then at the far end of links.
+    def measure(self, results: _Results, progress: Progress) -> None:
+        """Restart the engines and ask about the documents again: next to the stores, then over links.
 
-        Those of one place run at one time: all of them would need more memory than machines have that run one.
+        Engines of one end run at a time, because all of them need too much memory.
         """
         for far, rates in ((False, (0.0,)), (True, self._plan.links)):
             systems = [system for system in self._systems if system.linked == far]
@@ -341,31 +349,31 @@ class _Bench:
             with ExitStack() as stack:
                 turns = [] if far else [(System(), self._plain)]
                 for index, system in enumerate(systems):
-                    tell("starting engines")
+                    progress("starting engines")
                     turns.append((system, stack.enter_context(self._engine(system, f"measured-{index}"))))
-                for system, engine in turns:  # connections, and the pages of memory that is used for the first time
+                for system, engine in turns:  # open connections, and touch memory for the first time
                     system.forget()
                     self._ask(engine, 0, 0)
                 for rate in rates:
-                    self._at(results, rate, turns, tell)
+                    self._at(results, rate, turns, progress)
 
-    def _at(self, results: _Results, rate: float, turns: Sequence[tuple[System, Engine]], tell: Tell) -> None:
+    def _at(self, results: _Results, rate: float, turns: Sequence[tuple[System, Engine]], progress: Progress) -> None:
         if rate:
             assert isinstance(self._network, Link)
             self._network.limit(rate)
         for number in range(self._plan.repeats):
-            tell(f"asking over {rate:g} Gbit/s" if rate else "asking")
+            progress(f"asking over {rate:g} Gbit/s" if rate else "asking")
             there = [each for each in turns if number == 0 or not each[0].brief]
             for document in range(self._load.documents):
                 for system, engine in there if (document + number) % 2 else reversed(there):
                     if document in self._documents(system):
                         self._alone(results, rate, system, engine, document, 1 + number)
-        tell("recording")
+        progress("recording")
         self._record(results, rate, turns)
         for number in range(0 if rate else self._plan.rounds):
             there = [each for each in turns if not each[0].brief]
             for system, engine in there if number % 2 else reversed(there):
-                tell(f"asking at {self._load.rate:g}/s")
+                progress(f"asking at {self._load.rate:g}/s")
                 self._arriving(results, system, engine, number)
 
     def _cached(self, system: System) -> int:
@@ -380,7 +388,7 @@ class _Bench:
         result = self._ask(engine, document, question)
         result["cpu_s"] = _cpu(engine, system) - begin
         self._answers.check(system.name, document, question, result, self._cached(system))
-        if system.name == OURS_LAYERS and "retrieval_s" in result:  # no step waited for layers: it was set aside
+        if system.name == OURS_LAYERS and "retrieval_s" in result:  # it was loaded chunk by chunk
             raise ShadowServeError(f"{system.name} loaded document {document} chunk by chunk: see its log")
         results.requests[ALONE, rate, system.name].append(result)
 
@@ -391,18 +399,18 @@ class _Bench:
         orders = [order for document, at in enumerate(times) for order in self._orders(document, question, at)]
         system.forget()
         begin = _cpu(engine, system)
-        served = engine.ask("serve", requests=orders)
+        served = engine.call("serve", requests=orders)
         cost = (_cpu(engine, system) - begin) / len(served)
         seconds = max(result["end_s"] for result in served)
         for document, result in enumerate(served):
-            # What is computed beside it depends on when it came, and bfloat16 sums are rounded as they are batched: a
-            # later token may be another one, in the same system from one time to the next.
+            # The requests of a batch depend on their arrival, and the rounding of bfloat16 sums on the batch: later
+            # tokens may differ from run to run, in the same system.
             check_cached(system.name, document, result, self._cached(system))
             more = {"cpu_s": cost, "tokens_per_s": load.output * len(served) / seconds}
             results.requests[ARRIVING, 0.0, system.name].append(result | more)
 
     def _record(self, results: _Results, rate: float, turns: Sequence[tuple[System, Engine]]) -> None:
-        """Ask about each document once more, and record how long the data plane fetched."""
+        """Ask about each document once more, and record how long the data plane fetches."""
         ((system, engine),) = [each for each in turns if each[0].name == OURS]
         found: list[dict[str, Any]] = []
 
@@ -421,26 +429,26 @@ class _Bench:
 
 @contextmanager
 def _idle(engine: Engine) -> Iterator[None]:
-    """Have the plugin store nothing, and no prompt wait for its lookup, while the context lasts."""
-    engine.ask("hits", way="compute")
-    engine.ask("reading", only=True)
+    """Switch storing and waiting for lookups off while the context lasts."""
+    engine.call("hits", way="compute")
+    engine.call("reading", only=True)
     try:
         yield
     finally:
-        engine.ask("hits", way="decide")
-        engine.ask("reading", only=False)
+        engine.call("hits", way="decide")
+        engine.call("reading", only=False)
 
 
 def _cpu(engine: Engine, system: System) -> float:
-    """Return the CPU seconds of all processes that serve."""
+    """Return the CPU time of all processes that serve."""
     return sum(map(cpu_s, [psutil.Process(engine.process.pid), *system.processes]))
 
 
-# ---- What came of it -------------------------------------------------------------------------------------------------
+# ---- Report ----------------------------------------------------------------------------------------------------------
 
 
 def _report(results: _Results, absent: dict[str, str], plan: _Plan) -> Report:
-    report = Report("serving", COLUMNS)
+    report = Report("serving", COLUMNS, bars=["ttft_ms"])
     for (what, rate, system), requests in results.requests.items():
         row = _row(requests)
         if system == OURS and what == ALONE:
@@ -483,7 +491,6 @@ def _report(results: _Results, absent: dict[str, str], plan: _Plan) -> Report:
             report.ratio(name, pairs, goal)
     for rate, over in results.over_link.items():
         report.ratio(f"fetch_over_link_{rate:g}", [over], "none; the link alone takes 1")
-    _draw(report, results)
     return report
 
 
@@ -499,17 +506,3 @@ def _row(requests: list[dict[str, Any]]) -> dict[str, Any]:
         if found := [request[name] for request in requests if name in request]:
             row[name] = statistics.median(found)
     return row
-
-
-def _draw(report: Report, results: _Results) -> None:
-    rates = list(dict.fromkeys(rate for what, rate, _ in results.requests if what == ALONE))
-    for rate in rates:
-        bars = [
-            (system, statistics.median(result["ttft_s"] for result in found) * 1e3)
-            for (what, its, system), found in results.requests.items()
-            if what == ALONE and its == rate
-        ]
-        title = f"TTFT over {rate:g} Gbit/s" if rate else "TTFT over loopback"
-        report.charts.append(
-            Chart(title, x="", y="ms", series={title: bars}, kind="bars", highlight=[OURS, OURS_LAYERS])
-        )

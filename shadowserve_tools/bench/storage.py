@@ -1,11 +1,22 @@
-"""``shadowserve bench storage``: large values out of the storage server, against Redis and against bare sockets."""
+"""Compares the storage node's transfer of large values with Redis and with plain sockets.
+
+Method: GET of values of 2, 8 and 32 MiB and GETRANGE of 2 MiB, over 1, 2 and 4 connections on loopback, from the node
+with memory alone and with a pool, from redis-server as installed and tuned for large values, and from a program that
+only sends, blocking or polled; the faster of these two is the floor. The client is the same for all: a thread for
+each connection receives into prepared memory and wakes for 256 KiB at a time. 64 MiB of values take turns, so that
+they come from memory and not from a cache. The CPU times of server and client are counted apart. Redis is left out if
+it is not installed.
+
+Prediction: copying into sockets takes 0.12 to 0.17 CPU s/GB; commands and events add 50 to 80 us an answer. Redis
+copies each answer once more: 1.3 to 1.8 times our CPU time. Expected ratios: 0.9 to the plain socket, 0.98 for the
+pool to memory alone.
+"""
 
 import json
 import shutil
 import socket
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -20,39 +31,38 @@ from shadowserve import native
 from shadowserve.errors import ShadowServeError
 from shadowserve.pool.buffers import allocate
 from shadowserve.resp import encode_bulk_header, encode_command
+from shadowserve_tools.bench.parts.options import numbers_option
 from shadowserve_tools.bench.parts.plain_sender import REQUEST_BYTES
 from shadowserve_tools.bench.parts.workload import client
-from shadowserve_tools.processes import Child, start_redis, start_storage, started
-from shadowserve_tools.report import Chart, Cost, Output, Report, measure, output_options, tracked
-
-__all__ = ["storage"]
+from shadowserve_tools.processes import Child, Programs, start_redis, start_storage, started
+from shadowserve_tools.report import Cost, Output, Report, measure, output_options, tracked
 
 OURS: Final = {"memory": "shadowserve", "pool": "shadowserve, pool"}
-"""Our server by its engine."""
+"""ShadowServe's server by engine."""
 FLOORS: Final = {"blocking": "plain socket", "polled": "plain socket, polled"}
-"""A program that only sends, by how it does; the faster one in a round bounds what a server can do."""
+"""A program that only sends, by method; the faster one in a turn is the floor."""
 REDIS: Final = "redis"
 TUNED: Final = "redis tuned"
 
 _WAKE_BYTES: Final = 256 << 10
-"""A client that is woken for a few segments of 64 KiB at a time costs both ends more than all that is copied."""
+"""A client that wakes for each few segments of 64 KiB costs both ends more than copying."""
 _MEMORY_BYTES: Final = 64 << 20
-"""Of distinct values, and of memory that a client receives into: twice this machine's last cache."""
+"""Bytes of distinct values, and of a client's receive memory: twice this machine's last-level cache."""
 _ROOM: Final = 4
-"""Times the bytes of all values that our engines have room for, in memory and on devices: nothing is evicted."""
+"""Space of ShadowServe's engines in all values, in memory and on devices: nothing is evicted."""
 _ROOM_MIN: Final = 256 << 20
-"""Of the pool's memory no value may take more than half."""
+"""Least memory of the pool: no value may take more than half of it."""
 _POOL_DEVICES: Final = 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked for.
+    """Requests of one kind.
 
     Attributes:
-        name: as the table and the chart have it.
-        value_bytes: of each stored value.
-        piece_bytes: of each answer; smaller than the value where GETRANGE asks for it.
+        name: Name in the table and the chart.
+        value_bytes: Bytes of each stored value.
+        piece_bytes: Bytes of each answer; smaller than the value for GETRANGE.
     """
 
     name: str
@@ -77,7 +87,7 @@ class Case:
 
 @dataclass(frozen=True)
 class System:
-    """A server, and how to talk to it."""
+    """A server and its protocol."""
 
     name: str
     child: Child
@@ -85,7 +95,7 @@ class System:
     speaks_resp: bool = True
 
     def requests(self, case: Case) -> list[bytes]:
-        """Return what to send for each answer of a case."""
+        """Return the requests of a case."""
         return case.requests() if self.speaks_resp else [b"%*d" % (REQUEST_BYTES, case.piece_bytes)]
 
     def answer_bytes(self, case: Case) -> int:
@@ -95,7 +105,7 @@ class System:
 
 @dataclass(frozen=True)
 class Run:
-    """What moving some bytes took."""
+    """Cost of a transfer."""
 
     GB_per_s: float
     server_s_per_GB: float
@@ -103,7 +113,7 @@ class Run:
 
 
 class LeanClient:
-    """Connections that ask and receive into memory that is there already: as little as a client can do."""
+    """Connections that receive into prepared memory: the lowest cost of a client."""
 
     def __init__(self, system: System, case: Case, connections: int) -> None:
         self._system = system
@@ -111,7 +121,7 @@ class LeanClient:
         self._answer_bytes = system.answer_bytes(case)
         self._wake_bytes = min(_WAKE_BYTES, self._answer_bytes)
         self._sockets = [socket.create_connection(system.address) for _ in range(connections)]
-        # As many places for all systems: a header must not leave room for one less, which stays in the cache then.
+        # The same number of places for all systems: with one less, because of a header, they would stay in the cache.
         places = max(1, _MEMORY_BYTES // connections // case.piece_bytes)
         self._memory = [allocate(places * self._answer_bytes) for _ in self._sockets]
         for sock, memory in zip(self._sockets, self._memory, strict=True):
@@ -119,7 +129,7 @@ class LeanClient:
             memory[:] = bytes(len(memory))
 
     def move(self, answers: int) -> Run:
-        """Ask for ``answers`` answers, the connections at the same time and each for one after the other."""
+        """Receive ``answers`` answers, with all connections at the same time and one request in flight on each."""
         count = max(1, answers // len(self._sockets))
         server = psutil.Process(self._system.child.process.pid)
         indexes = range(len(self._sockets))
@@ -143,7 +153,7 @@ class LeanClient:
             self._receive(sock, place[-self._wake_bytes :], 1)
 
     def _receive(self, sock: socket.socket, place: memoryview, wake_bytes: int) -> None:
-        """Receive what fills a place, and be woken where so many bytes are there, which have to come."""
+        """Receive into ``place``; wake when ``wake_bytes`` bytes are there."""
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
         while place:
             received = sock.recv_into(place, len(place), socket.MSG_WAITALL)
@@ -155,7 +165,7 @@ class LeanClient:
         return self._system.child.log.read_text(errors="replace")[-2000:]
 
     def answer(self) -> bytes:
-        """Return the first answer that the first connection received last time."""
+        """Return the first answer of the first connection's last run."""
         return bytes(self._memory[0][: self._answer_bytes])
 
     def close(self) -> None:
@@ -164,40 +174,46 @@ class LeanClient:
 
 
 @click.command()
-@click.option("--sizes", default="2,8,32", show_default=True, help="MiB of the values, with commas between.")
-@click.option("--connections", default="1,2,4", show_default=True, help="Numbers of connections, likewise.")
-@click.option("--mebibytes", default=512, show_default=True, type=click.IntRange(1, 1 << 16), help="Moved in a run.")
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
-@click.option("--io-threads", default=0, show_default=True, type=click.IntRange(0, 128), help="Of our server.")
-@click.option("--engines", default="memory,pool", show_default=True, help=f"Of our server: of {', '.join(OURS)}.")
+@numbers_option("--sizes", "2,8,32", "Sizes of the values in MiB, with commas between.")
+@numbers_option("--connections", "1,2,4", "Numbers of connections, with commas between.")
+@click.option("--mebibytes", default=512, show_default=True, type=click.IntRange(1, 1 << 16), help="MiB of a run.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Number of pairs.")
+@click.option(
+    "--io-threads", default=0, show_default=True, type=click.IntRange(0, 128), help="Threads of ShadowServe's server."
+)
+@click.option(
+    "--engines", default="memory,pool", show_default=True, help=f"Engines of ShadowServe's server: {', '.join(OURS)}."
+)
 @output_options
 def storage(
-    sizes: str, connections: str, mebibytes: int, repeats: int, io_threads: int, engines: str, output: Output
+    sizes: list[int],
+    connections: list[int],
+    mebibytes: int,
+    repeats: int,
+    io_threads: int,
+    engines: str,
+    output: Output,
 ) -> None:
-    """GET whole values, and GETRANGE pieces of the largest as the data plane does, on loopback.
-
-    Against redis-server as it comes and with allocator settings that suit large values, and against a program that only
-    sends, in the two ways that there are. All are asked for one answer after the other by the same client, whose CPU
-    time is counted apart. Our server takes part once with each engine; the pool has its devices on files, and all
-    values in its memory.
-    """
+    """Read whole values with GET, and parts with GETRANGE, on loopback."""
     chosen = list(dict.fromkeys(engines.split(",")))
     if not set(chosen) <= set(OURS):
         raise click.BadParameter(f"{engines!r} is no list of {', '.join(OURS)}", param_hint="--engines")
-    mebi_sizes = _numbers(sizes, "--sizes")
-    cases = [Case(f"GET {size} MiB", size << 20, size << 20) for size in mebi_sizes]
-    largest, smallest = max(mebi_sizes), min(mebi_sizes)
+    cases = [Case(f"GET {size} MiB", size << 20, size << 20) for size in sizes]
+    largest, smallest = max(sizes), min(sizes)
     if largest > smallest:
         cases.append(Case(f"GETRANGE {smallest} of {largest} MiB", largest << 20, smallest << 20))
-    report = Report("storage", ["case", "connections", "system", *Run.__annotations__])
+    report = Report(
+        "storage", ["case", "connections", "system", *Run.__annotations__], bars=["GB_per_s", "server_s_per_GB"]
+    )
     measured: dict[tuple[str, int, str], list[Run]] = {}
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        systems = stack.enter_context(_systems(logs, io_threads, chosen, _ROOM * _MEMORY_BYTES * len(mebi_sizes)))
+    with Programs() as programs:
+        systems = programs.enter_context(
+            _systems(programs.logs, io_threads, chosen, _ROOM * _MEMORY_BYTES * len(sizes))
+        )
         for case in tracked(cases, "storing"):
             _store(systems, case)
         for case in tracked(cases, "measuring"):
-            for number in _numbers(connections, "--connections"):
+            for number in connections:
                 answers = max(1, (mebibytes << 20) // case.piece_bytes)
                 read_before = _read_from_devices(systems)
                 for name, taken in _take_turns(systems, case, number, answers, repeats).items():
@@ -208,18 +224,7 @@ def storage(
         medians = {field: statistics.median(getattr(run, field) for run in runs) for field in Run.__annotations__}
         report.row(case=case_name, connections=number, system=name, **medians)
     _add_ratios(report, measured, chosen)
-    _add_charts(report, [system.name for system in systems])
     report.finish(output)
-
-
-def _numbers(text: str, option: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or not all(1 <= number <= 1024 for number in numbers):
-        raise click.BadParameter(f"{text!r} is no list of whole numbers from 1 to 1024", param_hint=option)
-    return numbers
 
 
 @contextmanager
@@ -241,7 +246,7 @@ def _systems(logs: Path, io_threads: int, engines: Sequence[str], room: int) -> 
 
 
 def _start_ours(stack: ExitStack, folder: Path, engine: str, io_threads: int, room: int) -> Child:
-    """Run our server with an engine that has ``room`` bytes, in a folder of its own."""
+    """Run a storage node with an engine that has space for ``room`` bytes."""
     folder.mkdir()
     flags = ["--io-threads", str(io_threads), "--memory-budget-bytes", str(max(room, _ROOM_MIN))]
     if engine == "pool":
@@ -252,7 +257,7 @@ def _start_ours(stack: ExitStack, folder: Path, engine: str, io_threads: int, ro
 
 
 def _read_from_devices(systems: Sequence[System]) -> int:
-    """Return the bytes that our servers have read from devices for clients."""
+    """Return the bytes that storage nodes have read from devices for clients."""
     total = 0
     for system in systems:
         if system.name == OURS["pool"]:
@@ -268,7 +273,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _value(case: Case, number: int) -> memoryview:
-    """Return what is stored as a value: 64-bit numbers, so that no piece is like another."""
+    """Return a value of 64-bit numbers, in which no two parts are equal."""
     value = allocate(case.value_bytes)
     words = value.cast("Q")
     block = memoryview(bytearray(1 << 16)).cast("Q")
@@ -295,7 +300,7 @@ def _store(systems: Sequence[System], case: Case) -> None:
 def _take_turns(
     systems: Sequence[System], case: Case, connections: int, answers: int, repeats: int
 ) -> dict[str, list[Run]]:
-    """Return what each system took, by its name; they take turns, forwards and back, so that all see one machine."""
+    """Return the runs of each system by name, in turns of both orders."""
     with ExitStack() as stack:
         clients = {}
         for system in systems:
@@ -314,7 +319,7 @@ def _take_turns(
 
 
 def _verify(system: System, case: Case, client: LeanClient) -> None:
-    """Compare what was received into the first place with what it must be."""
+    """Compare the bytes of the first place with the stored ones."""
     client.move(1)
     body = memoryview(client.answer())[len(encode_bulk_header(case.piece_bytes)) : -2]
     expected = _value(case, 0)[: case.piece_bytes]
@@ -323,14 +328,14 @@ def _verify(system: System, case: Case, client: LeanClient) -> None:
 
 
 Measured = Mapping[tuple[str, int, str], Sequence[Run]]
-"""Runs by case, number of connections and system; all of one case and number took turns."""
+"""Runs by case, number of connections and system. Those of one case and number took turns."""
 
 
 def _add_ratios(report: Report, measured: Measured, engines: Sequence[str]) -> None:
     def pairs(verb: str, ours: str, others: Sequence[str], ratio: Callable[[Run, Run], float]) -> list[float]:
-        """For each round, the geometric mean over all cases of a verb of what ``ratio`` makes of ours and the others'.
+        """Return, for each round, the geometric mean of ``ratio`` over all cases of a verb.
 
-        Of several others the one with the least ratio counts.
+        With several others, the lowest ratio counts.
         """
         settings = [key[:2] for key in measured if key[2] == ours and key[0].startswith(f"{verb} ")]
         rounds: list[list[float]] = [
@@ -364,14 +369,3 @@ def _add_ratios(report: Report, measured: Measured, engines: Sequence[str]) -> N
             for verb in verbs:
                 name = f"{verb.lower()}_cpu_gain_over_memory_{engine}"
                 report.ratio(name, pairs(verb, OURS[engine], [OURS["memory"]], gain), "none; the engine alone")
-
-
-def _add_charts(report: Report, systems: Sequence[str]) -> None:
-    fewest = min(row["connections"] for row in report.rows)
-    rows = [row for row in report.rows if row["connections"] == fewest]
-    for title, field, unit in (
-        (f"Delivered, {fewest} connection{'s' * (fewest > 1)}", "GB_per_s", "GB/s"),
-        (f"Server CPU time, {fewest} connection{'s' * (fewest > 1)}", "server_s_per_GB", "CPU s/GB"),
-    ):
-        series = {name: [(row["case"], row[field]) for row in rows if row["system"] == name] for name in systems}
-        report.charts.append(Chart(title, x="", y=unit, series=series, kind="bars"))

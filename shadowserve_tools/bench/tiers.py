@@ -1,11 +1,20 @@
-"""``shadowserve bench tiers``: hits in a data plane's memory, on its SSD and behind it, and in all of them at once."""
+"""Measures hits in the data plane's memory, on its SSD, in a storage node, and in all three at once.
+
+Method: 24 chunks of Llama-3.1-8B's shape (32 MiB each, lossless) are fetched into memory that an engine shares. The
+data plane is restarted before each fetch, and the memory overwritten; every byte is compared after it. The mixture
+has a third in each tier. LMCache's multiprocess server is the peer, from its memory and from files (O_DIRECT).
+"Device alone" reads as many stored bytes with io_uring and does nothing with them. ``ssd_over_limit`` compares with
+the device alone or with the fetch from memory, whichever is slower; ``mixed_over_sum`` with the slowest third alone,
+or all CPU time over the cores. ``--folder`` selects another device than that of temporary files.
+
+Prediction: memory 5 to 7 GB/s on two cores, 6 to 12 times LMCache at a fifth of its CPU time. ``ssd_over_limit`` 0.9,
+``ssd_over_lmcache_disk`` 4 to 6, ``mixed_over_sum`` 0.9.
+"""
 
 import functools
 import json
 import os
 import select
-import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -15,17 +24,15 @@ import click
 import psutil
 
 from shadowserve.block import Operation, OperationKind, Priority
-from shadowserve.errors import ShadowServeError
 from shadowserve.native import BlockDevice
 from shadowserve_tools.bench.fetch import Target, add_row, peers_option, raw_values, runs_of, wall_gains
 from shadowserve_tools.bench.parts.kernels import memory
+from shadowserve_tools.bench.parts.options import folder_option
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 from shadowserve_tools.bench.peers.contender import Contender
 from shadowserve_tools.bench.peers.installed import Bed, Start, lmcache_server, start_installed
-from shadowserve_tools.processes import Child, start_data_plane, start_storage
-from shadowserve_tools.report import Chart, Cost, Output, Report, measure, output_options, repeat
-
-__all__ = ["await_line", "tiers"]
+from shadowserve_tools.processes import Child, Programs, start_data_plane, start_storage, until
+from shadowserve_tools.report import Cost, Output, Report, measure, output_options, repeat
 
 MEMORY, SSD, REMOTE, MIXED = "memory", "SSD", "storage node", "memory + SSD + storage node"
 PARTS: Final = (MEMORY, SSD, REMOTE)
@@ -33,50 +40,38 @@ PEER_MEMORY, PEER_DISK = "LMCache, memory", "LMCache, files"
 DEVICE: Final = "device alone"
 BOUND: Final = "what the three parts allow"
 IN_FLIGHT: Final = 32
-"""Pieces that the device alone is asked for at a time."""
+"""Requests in flight at the device alone."""
 PIECE_BYTES: Final = 1 << 20
 POLL_MS: Final = 100
 LINE_TIMEOUT_S: Final = 60.0
 MORE: Final = 2
-"""Chunks behind those that are measured: one to touch memory with, and one that storage alone has."""
+"""Additional chunks: one to touch memory with, and one that only the storage node has."""
 SPARE: Final = 5
-"""Times the records that tiers have memory for: a quarter of it receives what one round has devices bring."""
+"""Records that fit in the tiers' memory, in all records: a quarter of it receives reads of devices."""
 
 
 @click.command()
 @click.option("--chunks", default=24, show_default=True, type=click.IntRange(3, 96), help="Chunks of 256 tokens.")
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
-@click.option(
-    "--folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="On the device to measure; without it, where temporary files go.",
-)
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Number of pairs.")
+@folder_option("Folder on the device to measure. [default: folder of temporary files]")
 @peers_option
 @output_options
 def tiers(chunks: int, repeats: int, folder: Path | None, peers_python: Path, output: Output) -> None:
-    """Fetch a prompt of Llama-3.1-8B's shape from each tier of a data plane, and from all in one round.
-
-    Lossless, as by default, verified, into memory that an engine shares: from the data plane's memory; from a file on
-    an SSD that a restart has left cold; from a storage server; and a third from each. Against LMCache's server, with
-    shared memory: from its memory, and from its files, read past the page cache. SSD is also compared with its limit:
-    what the device gives to who just reads, or what decoding from memory takes; and the mixture with its own: the
-    slowest of its parts alone, or all CPU time of them over the cores.
-    """
+    """Fetch from memory, from an SSD, from a storage node, and from all at once."""
     chunks -= chunks % 3
-    report = Report("tiers", ["system", "GB_per_s", "cpu_s_per_GB", "wall_s", "runs", "note"])
+    report = Report("tiers", ["system", "GB_per_s", "cpu_s_per_GB", "wall_s", "runs", "note"], bars=["GB_per_s"])
     workload = llama_8b(chunks + MORE)
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shadowserve-tiers-", dir=folder)))
-        contenders = _ours(stack, logs, disk, workload)
-        bed = Bed(peers_python, logs, raw_values(logs, workload), chunks)
+    with Programs() as programs:
+        disk = programs.disk(folder)
+        contenders = _ours(programs, programs.logs, disk, workload)
+        bed = Bed(peers_python, programs.logs, raw_values(programs.logs, workload), chunks)
         files = disk / "lmcache"
         files.mkdir()
         starts: dict[str, tuple[str, Start]] = {
             PEER_MEMORY: ("lmcache", lmcache_server),
             PEER_DISK: ("lmcache", functools.partial(lmcache_server, folder=files)),
         }
-        peers, absent = start_installed(stack, bed, starts)
+        peers, absent = start_installed(programs, bed, starts)
         contenders += peers
         stored = workload.stored_bytes * chunks // len(workload.keys)
         device = functools.partial(measure, _Device(disk / "alone", stored).read)
@@ -98,16 +93,16 @@ def tiers(chunks: int, repeats: int, folder: Path | None, peers_python: Path, ou
 
 
 class _Plane:
-    """A data plane with tiers that is started again before each run.
+    """A data plane with tiers that is restarted before each run.
 
     Args:
-        logs: folder for what it prints.
-        storage: that it is over.
-        workload: to fetch, with MORE chunks behind.
-        tiers: configuration of it; None for none.
-        alone: without the storage.
-        prime: so many leading chunks are fetched after each start, behind one that goes to every place.
-        connects: the last chunk is fetched, too, once, as nothing else before a run opens connections to storage.
+        logs: Folder of its logs.
+        storage: Its storage node.
+        workload: Chunks to fetch, with MORE at the end.
+        tiers: Configuration of its tiers; None for none.
+        alone: True to run without the storage node.
+        prime: Leading chunks that are fetched after each start, after one chunk was fetched to every place.
+        connects: True to fetch the last chunk once, too, which opens the connections to the storage node.
     """
 
     def __init__(
@@ -137,13 +132,13 @@ class _Plane:
         logs.mkdir(exist_ok=True)
 
     def restart(self) -> None:
-        """Start it again, cold but for what was asked to be there."""
+        """Restart the data plane, with only the primed chunks in memory."""
         self.close()
         plane = self._stack.enter_context(start_data_plane(self._logs, self._address, *self._flags))
         self._processes[:] = [psutil.Process(child.process.pid) for child in (plane, self._storage)]
         self._target = self._stack.enter_context(Target.opened(plane.address, self._workload))
         if self._has_devices:
-            await_line(plane, "memory_registered")  # which takes cores for a moment after a start
+            await_line(plane, "memory_registered")  # registering takes cores for a moment after a start
         chunks = len(self._workload.keys) - MORE
         self._target.touch(chunks)
         if self._connects:
@@ -167,12 +162,12 @@ class _Plane:
 
 
 def _ours(stack: ExitStack, logs: Path, disk: Path, workload: Workload) -> list[Contender]:
-    """Fill the tiers, and return what fetches from each."""
+    """Fill the tiers, and return the contender of each."""
     storage = stack.enter_context(start_storage(logs))
     put(workload, storage.address)
     chunks = len(workload.keys) - MORE
     room = {"memory_budget_bytes": SPARE * workload.stored_bytes, "scrub_bytes_per_s": 0}
-    room |= {"write_bytes_under_way_max": 2 * workload.stored_bytes}  # one fetch is to fill the device
+    room |= {"write_bytes_under_way_max": 2 * workload.stored_bytes}  # one fetch must fill the device
 
     def on_disk(name: str, **more: Any) -> dict[str, Any]:
         (disk / name).mkdir(exist_ok=True)
@@ -188,7 +183,7 @@ def _ours(stack: ExitStack, logs: Path, disk: Path, workload: Workload) -> list[
         MEMORY: _Plane(logs / "memory", storage, workload, room, prime=chunks),
         SSD: _Plane(logs / "ssd", storage, workload, on_disk(SSD), alone=True),
         REMOTE: _Plane(logs / "remote", storage, workload, None),
-        # What comes from storage is not written to the device, where the next run would find it.
+        # Records from the storage node are not written to the device, where the next run would find them.
         MIXED: _Plane(logs / "mixed", storage, workload, mixed, prime=chunks // 3, connects=True),
     }
     for plane in planes.values():
@@ -197,19 +192,12 @@ def _ours(stack: ExitStack, logs: Path, disk: Path, workload: Workload) -> list[
 
 
 def await_line(child: Child, text: str) -> None:
-    """Wait until a program has logged something."""
-    ends = time.monotonic() + LINE_TIMEOUT_S
-    while text not in child.log.read_text():
-        if time.monotonic() > ends:
-            raise ShadowServeError(f"{child.name} has not said {text} within {LINE_TIMEOUT_S:g} s; see {child.log}")
-        time.sleep(0.02)
+    """Wait until a program has logged ``text``."""
+    until(lambda: text in child.log.read_text(), f"{child.log} has no line '{text}'", LINE_TIMEOUT_S)
 
 
 class _Device:
-    """Reads a file past the page cache, many pieces at a time, and does nothing with them: what the device has to give.
-
-    As the pool asks for them, since threads that read get less of some devices. The file is made, and written.
-    """
+    """Reads a file past the page cache with many requests in flight, as the pool does, and discards the bytes."""
 
     def __init__(self, file: Path, size: int) -> None:
         self._file = file
@@ -221,7 +209,7 @@ class _Device:
         self._memory = memory(pieces * PIECE_BYTES)
 
     def read(self) -> None:
-        """Read all of it."""
+        """Read the whole file."""
         address = self._memory.ctypes.data
         reads = [
             Operation(
@@ -244,15 +232,13 @@ class _Device:
 
 
 def _bounds(parts: Sequence[list[Cost]], thirds: Sequence[list[Cost]]) -> list[Cost]:
-    """Return what a call takes at best that has a third from each part.
+    """Return the least cost of a call with a third from each part.
+
+    Such a call takes no less than the slowest third alone, nor than a third of all parts' CPU time over the cores.
 
     Args:
-        parts: costs of calls with all of it from each.
-        thirds: of calls with as much from each as the one that has a third from each. They begin and end as a whole one
-            does, so the slowest takes more than a third of its part's: the other call takes no less.
-
-    Each part has all cores where it is alone, and together they have no more: nor does it take less than a third of the
-    CPU time of all parts over the cores.
+        parts: Costs of calls with everything from one part.
+        thirds: Costs of calls with a third from one part. They begin and end like a whole call.
     """
     cores = len(psutil.Process().cpu_affinity() or [0])
     bounds = []
@@ -282,20 +268,10 @@ def _ratios(
     goal = "at least 0.9; its slowest third alone, or the CPU time of all over the cores"
     cores = len(psutil.Process().cpu_affinity() or [0])
     busy = {name: [cost.cpu_s / cores / cost.wall_s for cost in runs_of(costs, name)] for name in (MEMORY, MIXED)}
-    # A call that waits for nothing but its own begin and end does not keep its cores busy all the time, either.
+    # The limit is a call with everything in memory: it does not keep its cores busy all the time, either.
     report.ratio("mixed_over_sum", wall_gains(mixed, bounds), goal, busy[MEMORY])
     parts = (resident, ssd, runs_of(costs, REMOTE))
     divided = _bounds(parts, [[Cost(own.wall_s / 3, own.cpu_s / 3) for own in each] for each in parts])
     report.ratio("mixed_over_divided", wall_gains(mixed, divided), "none; a third of the time of its slowest part")
     for name, label in ((MEMORY, "memory"), (MIXED, "mixed")):
         report.ratio(f"{label}_busy", busy[name], "none; its CPU time over the cores, of its time")
-    report.charts.append(
-        Chart(
-            "a prompt's KV, from where it lies",
-            x="",
-            y="GB/s",
-            series={"GB/s": [(row["system"], row["GB_per_s"]) for row in report.rows if "GB_per_s" in row]},
-            kind="bars",
-            highlight=[MEMORY, SSD, REMOTE, MIXED],
-        )
-    )

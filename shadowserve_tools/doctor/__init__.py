@@ -1,9 +1,9 @@
-"""``shadowserve doctor``: what this machine has, what is missing, and how to remedy it.
+"""``shadowserve doctor``: checks this machine and the programs on it, and proposes remedies.
 
-``process`` looks at the interpreter, the C core and limits; ``host`` and ``bluefield`` at either side of a BlueField,
-through ``pci``; ``storage`` at memory and devices; ``certificates`` at TLS's files; ``connector`` at what vLLM gets;
-``reach`` asks storage nodes and data planes, and ``listener`` finds out what else listens. Each check is a function
-that yields findings.
+``process`` checks the interpreter, the C core and limits; ``host`` and ``bluefield`` the two sides of a BlueField, with
+``pci``; ``storage`` memory and devices; ``certificates`` the files of TLS; ``connector`` vLLM's configuration;
+``reach`` storage nodes and data planes, and ``listener`` other programs that listen. Each check is a function that
+yields findings.
 """
 
 import json
@@ -31,16 +31,14 @@ from shadowserve_tools.doctor import storage as node
 from shadowserve_tools.doctor.access import access
 from shadowserve_tools.doctor.certificates import certificates
 from shadowserve_tools.doctor.connector import EngineConfig, engine_config, transfer_config
-from shadowserve_tools.doctor.finding import Finding, Machine, look
+from shadowserve_tools.doctor.finding import Finding, Machine, run_check
 from shadowserve_tools.doctor.reach import Node, Plane, data_plane, storage_node
 from storage_kv.config import StorageConfig
-
-__all__ = ["doctor"]
 
 _COLOURS: Final = {"ok": "green", "warning": "yellow", "failed": "red"}
 _HERE: Final = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 _ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Addresses to listen on that stand for all, and those to connect to instead."""
+"""Wildcard addresses to listen on, and the addresses to connect to instead."""
 _TLS_FILES: Final = ("tls_ca", "tls_client_ca", "tls_cert", "tls_key")
 _CORE_LISTS: Final = ("net_cores", "decompress_cores", "dequantize_cores", "dma_cores", "store_cores")
 
@@ -50,15 +48,15 @@ Check = Callable[[], Iterator[Finding]]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the doctor was asked to look at.
+class Options:
+    """Options of the doctor.
 
     Attributes:
-        machine: the system whose files are read.
-        file: of a configuration; None for that of the service which is installed.
-        storage: address of the storage node; None for the configured one.
-        data_plane: address of the data plane; None for the configured one.
-        transfer: the text of vLLM's ``--kv-transfer-config``; None without one.
+        machine: System whose files are read.
+        file: Configuration file; None for that of the installed service.
+        storage: Address of the storage node; None for the configured one.
+        data_plane: Address of the data plane; None for the configured one.
+        transfer: Text of vLLM's ``--kv-transfer-config``; None without one.
     """
 
     machine: Machine
@@ -68,7 +66,7 @@ class Asked:
     transfer: str | None
 
     def has(self, section: type[Section]) -> bool:
-        """Return whether the given file has a section."""
+        """Return True if the given file has a section."""
         return self.file is not None and section.section in _sections(self.file)
 
 
@@ -76,18 +74,18 @@ class Asked:
 @click.option(
     "--role",
     type=click.Choice(["host", "data-plane", "bluefield", "storage"]),
-    help="What the machine is for: engines, a data plane on CPU cores, a data plane on a BlueField, or a storage node. "
-    "[default: bluefield on a BlueField's own system, else what --config is for, else host]",
+    help="Role of the machine: engines, a data plane on CPU cores, a data plane on a BlueField, or a storage node. "
+    "[default: bluefield on a BlueField's own system, else that of --config, else host]",
 )
 @click.option(
     "--config", type=click.Path(dir_okay=False), envvar=CONFIG_FILE_VARIABLE, help="The program's YAML file: its "
-    "addresses, memory, cores, devices and certificates are looked at."
+    "addresses, memory, cores, devices and certificates are checked."
 )  # fmt: skip
 @click.option(
     "--kv-transfer-config",
     "transfer",
     metavar="JSON",
-    help="As it is given to vLLM: checked as the plugin would, which includes reaching the data plane.",
+    help="vLLM's option of this name: checked like in the plugin, including the connection to the data plane.",
 )
 @click.option("--storage", metavar="HOST:PORT", help="Storage server. [default: as configured]")
 @click.option("--data-plane", metavar="HOST:PORT", help="Data plane. [default: as configured]")
@@ -96,7 +94,7 @@ class Asked:
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     default=Path("/"),
     show_default=True,
-    help="Look for hardware and settings in the system under this folder: a mounted image, say.",
+    help="Root of the system to check, such as a mounted image.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 def doctor(
@@ -108,22 +106,22 @@ def doctor(
     root: Path,
     as_json: bool,
 ) -> None:
-    """Say what this machine has, what is missing, and how to remedy it.
+    """Check this machine, and propose a remedy for everything that is missing.
 
-    Storage nodes and data planes are asked in their own protocols. Exits with 1 when something will not work; a program
-    that merely does not run now is a warning.
+    Storage nodes and data planes are checked in their own protocols. The exit code is 1 if something will not work; a
+    program that is not running is only a warning.
     """
-    asked = Asked(Machine(root), config, storage, data_plane, transfer)
-    role = role or _role(asked)
+    options = Options(Machine(root), config, storage, data_plane, transfer)
+    role = role or _role(options)
     if transfer is not None and role != "host":
-        raise click.UsageError(f"--kv-transfer-config is of an engine: use it with --role host, not {role}")
+        raise click.UsageError(f"--kv-transfer-config belongs to an engine: use it with --role host, not {role}")
     checks = {
         "host": _host_checks,
         "data-plane": _data_plane_checks,
         "bluefield": _bluefield_checks,
         "storage": _storage_checks,
     }[role]
-    findings = [finding for check in checks(asked) for finding in look(check)]
+    findings = [finding for check in checks(options) for finding in run_check(check)]
     if as_json:
         report = {"version": __version__, "role": role, "findings": [asdict(finding) for finding in findings]}
         click.echo(json.dumps(report))
@@ -133,43 +131,43 @@ def doctor(
         sys.exit(1)
 
 
-def _role(asked: Asked) -> Role:
-    """Return what a machine is for: what it is, or what the given file is for."""
-    if asked.machine.is_bluefield:
+def _role(options: Options) -> Role:
+    """Return the role of a machine: by its hardware, or by the given file."""
+    if options.machine.is_bluefield:
         return "bluefield"
-    if asked.transfer is not None or asked.file is None or asked.has(HostConfig):
+    if options.transfer is not None or options.file is None or options.has(HostConfig):
         return "host"
-    if asked.has(DataPlaneConfig):
+    if options.has(DataPlaneConfig):
         return "data-plane"
-    return "storage" if asked.has(StorageConfig) else "host"
+    return "storage" if options.has(StorageConfig) else "host"
 
 
-def _host_checks(asked: Asked) -> Iterator[Check]:
-    machine = asked.machine
-    config, configured = _configuration(HostConfig, asked, optional=True)
-    engine, transfer = _engine(asked)
-    yield from _moving(configured)
+def _host_checks(options: Options) -> Iterator[Check]:
+    machine = options.machine
+    config, configured = _configuration(HostConfig, options, optional=True)
+    engine, transfer = _engine(options)
+    yield from _mover_checks(configured)
     yield process.shared_memory
     yield process.engine
     for check in (host.card, host.doca, host.gpus):
         yield partial(check, machine)
-    plane, plane_configured = _configuration(DataPlaneConfig, asked, "data plane's configuration", optional=True)
+    plane, plane_configured = _configuration(DataPlaneConfig, options, "data plane's configuration", optional=True)
     if transfer is not None:
         yield transfer
     if engine is not None:
         config = engine.host
-    elif asked.has(DataPlaneConfig) and not asked.has(HostConfig):
-        config = config.model_copy(update={"data_plane": _reached(plane.listen)})
+    elif options.has(DataPlaneConfig) and not options.has(HostConfig):
+        config = config.model_copy(update={"data_plane": _connect_address(plane.listen)})
     yield partial(certificates, machine, _tls_files(config))
     address, key = config.data_plane.replace("{rank}", "0"), "'data_plane' of the engine"
-    if asked.data_plane:
-        address, key = asked.data_plane, "--data-plane"
+    if options.data_plane:
+        address, key = options.data_plane, "--data-plane"
     own = not host.cards(machine)
     yield partial(
         data_plane,
         Plane(
             address=address,
-            start=_start(plane, asked, address) if own else "on the card: systemctl start shadowserve-dpu",
+            start=_start_command(plane, options, address) if own else "on the card: systemctl start shadowserve-dpu",
             key=key,
             config=config,
             chunks=None if engine is None or engine.is_tier else (config.chunk_tokens, config.quantizer),
@@ -177,17 +175,17 @@ def _host_checks(asked: Asked) -> Iterator[Check]:
     )
     if own:
         yield plane_configured
-        yield from _reach_storage(asked, plane)
-    elif asked.storage:  # the card's business, and perhaps on a network that the host is not on
-        yield from _reach_storage(asked, plane)
+        yield from _reach_storage(options, plane)
+    elif options.storage:  # the card's storage may be in a network that the host cannot reach
+        yield from _reach_storage(options, plane)
 
 
-def _engine(asked: Asked) -> tuple[EngineConfig | None, Check | None]:
-    """Return what vLLM's ``--kv-transfer-config`` stands for, and the check of it; twice None without it."""
-    if asked.transfer is None:
+def _engine(options: Options) -> tuple[EngineConfig | None, Check | None]:
+    """Return the engine that vLLM's ``--kv-transfer-config`` describes, and its check; twice None without it."""
+    if options.transfer is None:
         return None, None
     try:
-        engine = engine_config(asked.transfer)
+        engine = engine_config(options.transfer)
     except ConfigurationError as error:
         remedy = "the README has an example; docs/configuration.md has the keys of kv_connector_extra_config"
         found = Finding("kv-transfer-config", "failed", str(error), remedy)
@@ -195,47 +193,47 @@ def _engine(asked: Asked) -> tuple[EngineConfig | None, Check | None]:
     return engine, partial(transfer_config, engine)
 
 
-def _data_plane_checks(asked: Asked) -> Iterator[Check]:
-    config, configured = _configuration(DataPlaneConfig, asked)
-    yield from _moving(configured)
-    yield from _reach_data_plane(asked, config)
+def _data_plane_checks(options: Options) -> Iterator[Check]:
+    config, configured = _configuration(DataPlaneConfig, options)
+    yield from _mover_checks(configured)
+    yield from _reach_data_plane(options, config)
 
 
-def _reach_data_plane(asked: Asked, config: DataPlaneConfig) -> Iterator[Check]:
-    """What a data plane of either kind needs: memory, devices of its tiers, certificates, storage."""
-    machine = asked.machine
+def _reach_data_plane(options: Options, config: DataPlaneConfig) -> Iterator[Check]:
+    """Yield the checks of every data plane: memory, devices of its tiers, certificates, storage."""
+    machine = options.machine
     yield partial(node.memory, machine, config.memory_budgets())
     if config.tiers is not None:
         yield node.device_access
         yield partial(node.devices, machine, config.tiers.devices)
     yield partial(certificates, machine, _tls_files(config))
-    address = asked.data_plane or _reached(config.listen)
-    key = "--data-plane" if asked.data_plane else "'listen' of section 'dpu'"
-    start = _start(config, asked, asked.data_plane or config.listen)
+    address = options.data_plane or _connect_address(config.listen)
+    key = "--data-plane" if options.data_plane else "'listen' of section 'dpu'"
+    start = _start_command(config, options, options.data_plane or config.listen)
     yield partial(data_plane, Plane(address=address, start=start, key=key, encrypted=bool(config.tls_cert)))
-    yield from _reach_storage(asked, config)
+    yield from _reach_storage(options, config)
 
 
-def _bluefield_checks(asked: Asked) -> Iterator[Check]:
-    machine = asked.machine
-    config, configured = _configuration(DataPlaneConfig, asked)
+def _bluefield_checks(options: Options) -> Iterator[Check]:
+    machine = options.machine
+    config, configured = _configuration(DataPlaneConfig, options)
     lists = {key: getattr(config, key) for key in _CORE_LISTS if getattr(config, key) != "auto"}
     net = [core for core in lists.get("net_cores", ()) if core >= 0]
-    yield from _moving(configured)
+    yield from _mover_checks(configured)
     for check in (bluefield.card, bluefield.arm_cores, host.doca, bluefield.huge_pages):
         yield partial(check, machine)
     yield partial(bluefield.accelerators, machine, config.device)
-    if asked.storage or config.storage:
-        yield partial(bluefield.xlio, machine, int((asked.storage or config.storage).rpartition(":")[2]))
+    if options.storage or config.storage:
+        yield partial(bluefield.xlio, machine, int((options.storage or config.storage).rpartition(":")[2]))
     yield partial(bluefield.core_lists, machine, lists)
     yield partial(bluefield.isolation, machine, net)
     yield partial(bluefield.unit, machine)
-    yield from _reach_data_plane(asked, config)
+    yield from _reach_data_plane(options, config)
 
 
-def _storage_checks(asked: Asked) -> Iterator[Check]:
-    machine = asked.machine
-    config, configured = _configuration(StorageConfig, asked)
+def _storage_checks(options: Options) -> Iterator[Check]:
+    machine = options.machine
+    config, configured = _configuration(StorageConfig, options)
     yield from (process.interpreter, process.native_core, process.locked_memory, configured)
     yield node.device_access
     yield partial(node.namespaces, machine)
@@ -243,14 +241,14 @@ def _storage_checks(asked: Asked) -> Iterator[Check]:
     yield partial(node.devices, machine, config.devices)
     yield partial(certificates, machine, _tls_files(config))
     yield partial(access, machine, config)
-    address = asked.storage or _reached(_own_address(config))
+    address = options.storage or _connect_address(_own_address(config))
     yield partial(
         storage_node,
         Node(
             what="storage server",
             address=address,
-            start=_start(config, asked, asked.storage or _own_address(config)),
-            key="--storage" if asked.storage else "'port' of section 'storage'",
+            start=_start_command(config, options, options.storage or _own_address(config)),
+            key="--storage" if options.storage else "'port' of section 'storage'",
             password=config.password.get_secret_value(),
             credentials=Credentials(authorities=config.tls_client_ca) if config.tls_cert else None,
             own=True,
@@ -258,22 +256,22 @@ def _storage_checks(asked: Asked) -> Iterator[Check]:
     )
 
 
-def _moving(configured: Check) -> Iterator[Check]:
-    """Where KV is moved: on a host and at a data plane."""
+def _mover_checks(configured: Check) -> Iterator[Check]:
+    """Yield the checks of programs that move KV: hosts and data planes."""
     yield from (process.interpreter, process.native_core, process.decoding)
     yield from (process.locked_memory, process.cores, configured)
 
 
-def _reach_storage(asked: Asked, plane: DataPlaneConfig) -> Iterator[Check]:
-    """Whether storage answers: at the address that was given or, without one, at all that the data plane has."""
-    addresses = [asked.storage] if asked.storage else [*(plane.storage_nodes or plane.storage_cluster)]
+def _reach_storage(options: Options, plane: DataPlaneConfig) -> Iterator[Check]:
+    """Yield a check of the storage node at the given address, or of each one in the data plane's configuration."""
+    addresses = [options.storage] if options.storage else [*(plane.storage_nodes or plane.storage_cluster)]
     addresses = addresses or [plane.storage]
     if addresses == [""]:
-        return  # tiers alone
+        return  # local tiers only
     several = "storage_nodes" if plane.storage_nodes else "storage_cluster" if plane.storage_cluster else "storage"
-    own, _ = _configuration(StorageConfig, asked, optional=True)
+    own, _ = _configuration(StorageConfig, options, optional=True)
     names = plane.storage_tls_ca, plane.storage_tls_cert, plane.storage_tls_key
-    authorities, certificate, key = (str(asked.machine.path(name)) if name else "" for name in names)
+    authorities, certificate, key = (str(options.machine.path(name)) if name else "" for name in names)
     credentials = None
     if authorities:
         credentials = Credentials(
@@ -285,29 +283,29 @@ def _reach_storage(asked: Asked, plane: DataPlaneConfig) -> Iterator[Check]:
             Node(
                 what="storage server" if len(addresses) == 1 else f"storage node {address}",
                 address=address,
-                start=_start(own, asked, address),
-                key="--storage" if asked.storage else f"'{several}' of section 'dpu'",
+                start=_start_command(own, options, address),
+                key="--storage" if options.storage else f"'{several}' of section 'dpu'",
                 user=plane.storage_username,
                 password=plane.storage_password.get_secret_value(),
                 credentials=credentials,
-                cluster=bool(plane.storage_cluster) and not asked.storage,
+                cluster=bool(plane.storage_cluster) and not options.storage,
             ),
         )
 
 
 def _configuration(
-    section: type[_S], asked: Asked, what: str = "configuration", *, optional: bool = False
+    section: type[_S], options: Options, what: str = "configuration", *, optional: bool = False
 ) -> tuple[_S, Check]:
-    """Return what a program would run with (the defaults, where that is nothing), and the check that says so.
+    """Return a program's configuration (the defaults if there is none), and the check of it.
 
     Args:
-        section: of the program.
-        asked: has the file.
-        what: the name of the finding.
-        optional: the given file need not have the section.
+        section: Section of the program.
+        options: Options with the file.
+        what: Name of the finding.
+        optional: True if the given file may lack the section.
     """
-    file = _file(section, asked)
-    if optional and file is not None and asked.file is not None and not asked.has(section):
+    file = _file(section, options)
+    if optional and file is not None and options.file is not None and not options.has(section):
         file = None
     environment = {key: value for key, value in os.environ.items() if key != CONFIG_FILE_VARIABLE}
 
@@ -326,62 +324,62 @@ def _configuration(
 
 
 def _sections(file: str) -> tuple[str, ...]:
-    """Return the sections of a configuration file; none of one that cannot be read, which its program says."""
+    """Return the sections of a configuration file; empty if it is unreadable, which its program reports."""
     try:
         return sections_of(file)
     except ConfigurationError:
         return ()
 
 
-def _file(section: type[Section], asked: Asked) -> str | None:
-    """Return the file that a program reads: the given one, else that of the service which is installed."""
-    installed = asked.machine.path(f"/etc/shadowserve/{section.section}.yaml")
-    return asked.file or (str(installed) if installed.is_file() else None)
+def _file(section: type[Section], options: Options) -> str | None:
+    """Return the file that a program reads: the given one, or that of the installed service."""
+    installed = options.machine.path(f"/etc/shadowserve/{section.section}.yaml")
+    return options.file or (str(installed) if installed.is_file() else None)
 
 
 def _own_address(config: StorageConfig | DataPlaneConfig) -> str:
     return config.listen if isinstance(config, DataPlaneConfig) else join_address(config.host, config.port)
 
 
-def _reached(listen: str) -> str:
-    """Return the address at which this machine reaches what listens on ``listen``."""
+def _connect_address(listen: str) -> str:
+    """Return the address at which this machine connects to what listens on ``listen``."""
     if listen.startswith("unix:"):
         return listen
     name, port = split_address(listen)
     return join_address(_ANY.get(name, name), port)
 
 
-def _start(config: StorageConfig | DataPlaneConfig, asked: Asked, address: str) -> str:
-    """Return the command that starts a program at ``address``, here or where that is.
+def _start_command(config: StorageConfig | DataPlaneConfig, options: Options, address: str) -> str:
+    """Return the command that starts a program at ``address``, on this machine or another one.
 
     Args:
-        config: that the program would have here.
-        asked: has the machine, where the program may be a service, and the file.
+        config: Configuration of the program on this machine.
+        options: Options with the machine, where the program may be a service, and the file.
         address: ``host:port``, or ``unix:/path``.
     """
     name, colon, port = address.rpartition(":")
     if not address.startswith("unix:") and not (name and colon and port.isdigit()):
         return "give the address as HOST:PORT"
-    own = address in (_own_address(config), _reached(_own_address(config)))
+    own = address in (_own_address(config), _connect_address(_own_address(config)))
     if not address.startswith("unix:") and name.strip("[]") not in _HERE and not own:
         return f"on {name}: shadowserve {config.section}, or systemctl start shadowserve-{config.section}"
-    if asked.machine.path(f"/etc/systemd/system/shadowserve-{config.section}.service").exists():
+    if options.machine.path(f"/etc/systemd/system/shadowserve-{config.section}.service").exists():
         return f"systemctl start shadowserve-{config.section}"
     command = f"shadowserve {config.section}"
-    if asked.has(type(config)) and config != type(config)():
-        command += f" --config {asked.file}"
+    if options.has(type(config)) and config != type(config)():
+        command += f" --config {options.file}"
     if own:
         return command
     return f"{command} --listen {address}" if isinstance(config, DataPlaneConfig) else f"{command} --port {port}"
 
 
 def _tls_files(config: Section) -> Mapping[str, str]:
-    """Return the files that a program's TLS keys name; which of the keys there are depends on the program."""
+    """Return the files of a program's TLS keys."""
     return {key: str(getattr(config, key)) for key in _TLS_FILES if key in type(config).model_fields}
 
 
 def _print(role: Role, findings: list[Finding]) -> None:
-    """Print for people. Commands are never cut or broken within a word: they are there to be copied."""
+    """Print findings for people. Commands are not wrapped within a word, so that they can be copied."""
     click.echo(f"{role}, ShadowServe {__version__}")
     column = max(len(finding.what) for finding in findings)
     indent = " " * (column + 11)

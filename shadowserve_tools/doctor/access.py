@@ -1,4 +1,4 @@
-"""Who can come to a storage server: its users, its protection, and its certificates' absence."""
+"""Checks of access to a storage node: users, protection, and TLS."""
 
 from collections.abc import Iterator
 
@@ -6,15 +6,13 @@ from shadowserve.errors import ConfigurationError
 from shadowserve_tools.doctor.finding import Finding, Machine
 from storage_kv.config import StorageConfig
 
-__all__ = ["access"]
-
 
 def access(machine: Machine, config: StorageConfig) -> Iterator[Finding]:
-    """Look at the users file and at what protects an address that other machines reach.
+    """Check the users file, and the protection of an address that other machines can reach.
 
     Args:
-        machine: whose files they are.
-        config: of the server.
+        machine: Machine of the files.
+        config: Configuration of the server.
     """
     from storage_kv.access.users import Users
     from storage_kv.commands import BY_FULL_NAME
@@ -39,7 +37,9 @@ def access(machine: Machine, config: StorageConfig) -> Iterator[Finding]:
         yield Finding("protection", "warning", f"{config.host}: protected mode refuses all other machines", remedy)
     else:
         remedy = "set SHADOWSERVE_STORAGE_PASSWORD, users_file or tls_client_ca (docs/security.md)"
-        yield Finding("protection", "warning", f"{config.host}: anybody who reaches it can read everything", remedy)
+        yield Finding(
+            "protection", "warning", f"{config.host}: every client that reaches it can read everything", remedy
+        )
     if not config.tls_cert:
         found = "passwords and values cross the network in the clear"
         yield Finding("TLS", "warning", found, "set tls_cert and tls_key: scripts/make-certificates")

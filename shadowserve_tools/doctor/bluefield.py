@@ -10,8 +10,6 @@ from shadowserve_tools.doctor.finding import Finding, Machine
 from shadowserve_tools.doctor.host import cards
 from shadowserve_tools.doctor.pci import BLUEFIELDS
 
-__all__ = ["accelerators", "arm_cores", "card", "core_lists", "huge_pages", "isolation", "unit", "xlio"]
-
 CORES_FULL: Final = 16
 """Of the BlueField-3 that the paper measured, and configs/bluefield.yaml is written for."""
 XLIO_HUGE_BYTES: Final = 1 << 30
@@ -19,17 +17,17 @@ XLIO_HUGE_BYTES: Final = 1 << 30
 _TRIAL_BYTES: Final = 4 << 20
 ETC: Final = "/etc/shadowserve"
 
-# Arm's number for its A78 and A78AE (A78AE in the paper; NVIDIA says A78), and what the NEON kernels take for granted.
+# Arm's part number for A78 and A78AE (the paper says A78AE, NVIDIA A78), and the features that the NEON kernels need.
 _PARTS: Final = {"0xd41": "Cortex-A78", "0xd42": "Cortex-A78AE"}
 _FEATURES: Final = ("asimdhp", "asimddp", "crc32")
 
 
 def card(machine: Machine) -> Iterator[Finding]:
-    """The card's image and functions, seen from inside."""
+    """Check the card's image and functions, from inside."""
     image = machine.text("/etc/mlnx-release")
     pretty = re.search(r'^PRETTY_NAME="(.*)"', machine.text("/etc/os-release"), re.MULTILINE)
     found = ", ".join(part for part in (pretty[1] if pretty else "", image) if part)
-    remedy = "this is no BlueField's own system: run the doctor on the card, or with --role host here"
+    remedy = "this is not a BlueField's own system: run the doctor on the card, or with --role host here"
     yield Finding.of("image", machine.is_bluefield, found or "unknown", remedy, "failed")
     own = cards(machine)
     if not own:
@@ -37,41 +35,43 @@ def card(machine: Machine) -> Iterator[Finding]:
         yield Finding("card", "failed", "no BlueField function on PCI", remedy)
         return
     names = ", ".join(function.address for function in own)
-    remedy = "only BlueField-3 decompresses LZ4 as well; on this one nobody has tried it"
+    remedy = "only BlueField-3 also decompresses LZ4; this card has not been tested"
     yield Finding.of("card", own[0].device == 0xA2DC, f"{BLUEFIELDS[own[0].device]} at {names}", remedy)
 
 
 def arm_cores(machine: Machine) -> Iterator[Finding]:
-    """What the cores are, and whether they have what the NEON kernels use."""
+    """Check the type of the cores and the instructions that the NEON kernels use."""
     text = machine.text("/proc/cpuinfo")
     parts = re.findall(r"^CPU part\s*: (\S+)", text, re.MULTILINE)
     features = re.search(r"^Features\s*: (.*)", text, re.MULTILINE)
     if not parts or features is None:
-        yield Finding("Arm cores", "warning", "none: /proc/cpuinfo is no Arm machine's", "run the doctor on the card")
+        yield Finding(
+            "Arm cores", "warning", "none: /proc/cpuinfo is not that of an Arm machine", "run the doctor on the card"
+        )
         return
     missing = [feature for feature in _FEATURES if feature not in features[1].split()]
     name = _PARTS.get(parts[0], f"part {parts[0]}")
     if missing:
-        remedy = "the fastest NEON kernels are left out (or not built): dequantizing is slower"
+        remedy = "the fastest NEON kernels are unavailable: dequantizing is slower"
         yield Finding("Arm cores", "warning", f"{len(parts)} x {name} without {', '.join(missing)}", remedy)
         return
-    remedy = f"divide them anew in {ETC}/dpu.yaml, which is for {CORES_FULL}"
+    remedy = f"divide them in {ETC}/dpu.yaml, which is for {CORES_FULL} cores"
     yield Finding.of("Arm cores", len(parts) >= CORES_FULL, f"{len(parts)} x {name}", remedy)
 
 
 def accelerators(machine: Machine, device: str) -> Iterator[Finding]:
-    """Whether the card's accelerators can be opened, by opening them; beside a daemon that has them open, too.
+    """Check that the card's accelerators can be opened, by opening them; also while a daemon uses them.
 
     Args:
-        machine: whether it is a card.
-        device: key ``device`` of the configuration.
+        machine: Machine that may be a card.
+        device: Key ``device`` of the configuration.
     """
     from shadowserve import native
 
     backend = native.backends().get("doca")
     if backend is None or backend.emulated:
-        remedy = "scripts/bluefield/install, in which DOCA is found: it builds the C core with it"
-        found = "the C core was built without DOCA: nothing would use the accelerators"
+        remedy = "run scripts/bluefield/install with DOCA installed: it builds the C core with it"
+        found = "the C core was built without DOCA: the accelerators would not be used"
         yield Finding("accelerators", "failed" if machine.is_bluefield else "warning", found, remedy)
         return
     try:
@@ -102,7 +102,7 @@ def huge_pages(machine: Machine) -> Iterator[Finding]:
 
 
 def xlio(machine: Machine, storage_port: int) -> Iterator[Finding]:
-    """Whether XLIO is there, is preloaded, and takes the connections to storage and no others."""
+    """Check that XLIO is installed, preloaded, and handles the connections to storage only."""
     libraries = machine.find("/usr/lib/libxlio.so*", "/usr/lib/*/libxlio.so*", "/usr/lib64/libxlio.so*")
     preloaded = re.search(r"^LD_PRELOAD=.*libxlio\.so", machine.text(f"{ETC}/xlio.env"), re.MULTILINE)
     if not libraries:
@@ -123,18 +123,18 @@ def xlio(machine: Machine, storage_port: int) -> Iterator[Finding]:
         yield Finding("XLIO's rules", "ok", f"connections to port {storage_port}, no others")
     elif not others:
         remedy = f"write 'use os tcp_server *:*' into {ETC}/libxlio.conf"
-        yield Finding("XLIO's rules", "warning", "gRPC's connections are taken over, too", remedy)
+        yield Finding("XLIO's rules", "warning", "gRPC's connections also go through XLIO", remedy)
     else:
         remedy = f"write 'use xlio tcp_client *:{storage_port}:*:*' into {ETC}/libxlio.conf, before the others"
-        yield Finding("XLIO's rules", "warning", f"storage is on port {storage_port}, taken are {ports}", remedy)
+        yield Finding("XLIO's rules", "warning", f"storage is on port {storage_port}, XLIO handles {ports}", remedy)
 
 
 def core_lists(machine: Machine, lists: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
-    """Whether the cores that a configuration names are there; the doctor itself may have been given fewer.
+    """Check that the configured cores exist. The doctor itself may have fewer.
 
     Args:
-        machine: whose cores they are.
-        lists: key of the configuration to cores, -1 for any.
+        machine: Machine with the cores.
+        lists: Cores by configuration key, -1 for any.
     """
     there = _cores(machine.text("/sys/devices/system/cpu/online"))
     for key, cores in lists.items():
@@ -146,7 +146,7 @@ def core_lists(machine: Machine, lists: Mapping[str, Sequence[int]]) -> Iterator
 
 
 def isolation(machine: Machine, net_cores: list[int]) -> Iterator[Finding]:
-    """Whether anything but the data plane may run on the network threads' cores."""
+    """Check that nothing but the data plane may run on the network threads' cores."""
     if not net_cores:
         yield Finding("isolated cores", "warning", "net_cores are not pinned", "name two in net_cores")
         return
@@ -160,17 +160,17 @@ def isolation(machine: Machine, net_cores: list[int]) -> Iterator[Finding]:
         yield Finding("isolated cores", "ok", f"{net_cores}, {how}")
         return
     remedy = "scripts/bluefield/install sets AllowedCPUs; control groups must be of version 2"
-    yield Finding("isolated cores", "warning", f"{net_cores} are open to {', '.join(loose)}", remedy)
+    yield Finding("isolated cores", "warning", f"{net_cores} are also used by {', '.join(loose)}", remedy)
 
 
 def unit(machine: Machine) -> Iterator[Finding]:
-    """Whether the daemon is installed, and started at boot."""
+    """Check that the daemon is installed, and started at boot."""
     folder = "/etc/systemd/system"
     if not machine.path(f"{folder}/shadowserve-dpu.service").exists():
         yield Finding("unit", "warning", "no shadowserve-dpu.service", "scripts/bluefield/install")
         return
     link = machine.path(f"{folder}/multi-user.target.wants/shadowserve-dpu.service")
-    enabled = link.is_symlink()  # what it points to is a path of that system
+    enabled = link.is_symlink()  # its target is a path of that system
     found = "enabled" if enabled else "not started at boot"
     yield Finding.of("unit", enabled, found, "systemctl enable shadowserve-dpu")
 

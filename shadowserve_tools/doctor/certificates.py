@@ -7,8 +7,6 @@ from typing import Final
 from shadowserve.errors import ConfigurationError
 from shadowserve_tools.doctor.finding import Finding, Machine
 
-__all__ = ["certificates"]
-
 DAYS_LEFT_MIN: Final = 30
 """Time enough to make new ones."""
 _MAKE: Final = "make certificates: scripts/make-certificates, or your own authority"
@@ -49,7 +47,7 @@ def _pair(certificate: str, key: str) -> Finding:
 
 
 def _open_key(machine: Machine, name: str) -> Iterator[Finding]:
-    """A key that others can read; one that cannot be read at all has been told of."""
+    """Yield a warning for a key that others can read. An unreadable key has its own finding."""
     path = machine.path(name)
     if path.exists() and path.stat().st_mode & 0o007:
         yield Finding("tls_key", "warning", f"{name} can be read by everyone", f"chmod o= {name}")

@@ -10,8 +10,6 @@ from host_control.config import HostConfig
 from shadowserve.errors import ConfigurationError
 from shadowserve_tools.doctor.finding import Finding
 
-__all__ = ["VLLM_KEYS", "EngineConfig", "engine_config", "transfer_config"]
-
 WHAT: Final = "kv-transfer-config"
 VLLM_KEYS: Final = (
     "kv_connector",
@@ -24,23 +22,23 @@ VLLM_KEYS: Final = (
     "enable_permute_local_kv",
     "kv_load_failure_policy",
 )
-"""Of vLLM's KVTransferConfig. Importing vLLM to ask for them takes ten seconds."""
+"""Keys of vLLM's KVTransferConfig. Importing vLLM for them would take ten seconds."""
 _CONNECTOR: Final = "ShadowServeConnector"
 _TIER: Final = "ShadowServeTier"
 _TIER_KEYS: Final = ("type", "module_path", "trust_names", "enable_kv_events", "locality", "backpressure")
-"""Of an entry of ``secondary_tiers``, beside those of section ``host``."""
+"""Keys of an entry of ``secondary_tiers`` besides those of section ``host``."""
 _ROLES: Final = ("kv_both", "kv_producer", "kv_consumer")
 _EXAMPLE: Final = '{"kv_connector": "ShadowServeConnector", "kv_role": "kv_both"}'
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine would be started with.
+    """Configuration of an engine.
 
     Attributes:
-        host: keys of section ``host``.
+        host: Keys of section ``host``.
         transfer: vLLM's own keys.
-        is_tier: the plugin is a tier of vLLM's own offloading, and not the connector.
+        is_tier: True if the plugin is a tier of vLLM's own offloading, and not the connector.
     """
 
     host: HostConfig
@@ -49,10 +47,10 @@ class EngineConfig:
 
 
 def engine_config(text: str) -> EngineConfig:
-    """Return what ``--kv-transfer-config`` stands for.
+    """Parse ``--kv-transfer-config``.
 
     Raises:
-        ConfigurationError: it is not for this plugin, or cannot be used; the message says what to write.
+        ConfigurationError: It is not for this plugin, or unusable; the message says what to write.
     """
     try:
         transfer = json.loads(text)
@@ -103,7 +101,7 @@ def _extra(transfer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _list(extra: Mapping[str, Any], key: str, name: str, wanted: str) -> dict[str, Any]:
-    """Return the entry of the list ``key`` that is ours."""
+    """Return ShadowServe's entry in the list ``key``."""
     entries = extra.get(key)
     for entry in entries if isinstance(entries, list) else []:
         if isinstance(entry, dict) and entry.get(name) == wanted:

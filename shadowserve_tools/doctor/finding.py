@@ -1,4 +1,4 @@
-"""What the doctor says about one thing, and the system that it looks at."""
+"""Findings of the doctor, and the system that it reads."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -7,18 +7,16 @@ from typing import Literal
 
 from shadowserve.errors import NotInstalledError
 
-__all__ = ["Finding", "Machine", "look"]
-
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at.
+    """Result of one check.
 
     Attributes:
-        what: the thing.
-        state: ``ok``; ``warning``: works, but slower or less safe than it could; ``failed``: will not work.
-        found: what is there.
-        remedy: what to do about it; empty where nothing is to be done.
+        what: Subject of the check.
+        state: ``ok``; ``warning``: works, but slower or less safely; ``failed``: will not work.
+        found: Result in words.
+        remedy: Proposed action; empty if none is necessary.
     """
 
     what: str
@@ -30,56 +28,56 @@ class Finding:
     def of(
         cls, what: str, sound: bool, found: str, remedy: str, wrong: Literal["warning", "failed"] = "warning"
     ) -> "Finding":
-        """Return what was found of a thing: ``ok`` if it is sound, else ``wrong``, and what to do about it."""
+        """Return a finding with state ``ok`` if ``sound``, otherwise ``wrong`` with the remedy."""
         return cls(what, "ok", found) if sound else cls(what, wrong, found, remedy)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The system whose /sys, /proc and /etc are read: this one, or a tree that looks like one.
+    """The system whose /sys, /proc and /etc are read: this one, or a tree of its files.
 
     Attributes:
-        root: where that system's root is.
+        root: Root of that system.
     """
 
     root: Path
 
     @property
     def is_this_one(self) -> bool:
-        """Whether commands may be asked, too: they would speak of the system that they run on."""
+        """True if programs may be run, too: they would describe the running system."""
         return self.root == Path("/")
 
     def path(self, name: str) -> Path:
         return self.root / name.lstrip("/")
 
     def text(self, name: str) -> str:
-        """Return a file's text without blanks around it; empty where it is not there or may not be read."""
+        """Return a file's text without surrounding blanks; empty if it is missing or unreadable."""
         try:
             return self.path(name).read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
             return ""
 
     def number(self, name: str) -> int:
-        """Return the number that a file holds; 0 where it is not there."""
+        """Return the number in a file; 0 if it is missing."""
         text = self.text(name)
         return int(text) if text.isdigit() else 0
 
     def find(self, *patterns: str) -> list[Path]:
-        """Return what is there of some file name patterns, in their order."""
+        """Return the existing files of some patterns, in the order of the patterns."""
         return [path for pattern in patterns for path in sorted(self.root.glob(pattern.lstrip("/")))]
 
     @property
     def is_bluefield(self) -> bool:
-        """Whether it is a BlueField's own system: its firmware names the chip's parts so, and no other's does."""
+        """True on a BlueField's own system. Its firmware names the chip's parts so, and no other does."""
         return bool(self.find("/sys/bus/platform/devices/MLNXBF*"))
 
 
-def look(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
-    """Return what a check finds. One that breaks is itself a finding: the doctor must not fall ill."""
+def run_check(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
+    """Return the findings of a check. An error in it is itself a finding, so that the other checks run."""
     name = getattr(check, "__name__", "check").strip("_<>")
     try:
         return list(check())
     except NotInstalledError as error:
         return [Finding(name, "failed", error.missing, error.remedy)]
-    except Exception as error:  # the whole point is to go on
+    except Exception as error:  # the other checks must still run
         return [Finding(name, "failed", f"{type(error).__name__}: {error}", "please report this, with the command")]

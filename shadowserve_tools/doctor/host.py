@@ -1,4 +1,4 @@
-"""A host with a BlueField: the card, GPUs, and what is between them."""
+"""Checks of a host with a BlueField: the card, GPUs, and the path between them."""
 
 import re
 import shutil
@@ -8,8 +8,6 @@ from typing import Final
 
 from shadowserve_tools.doctor.finding import Finding, Machine
 from shadowserve_tools.doctor.pci import BLUEFIELDS, Function, functions, redirecting_bridges, relation
-
-__all__ = ["card", "cards", "doca", "gpus"]
 
 DOCA_MAJOR_MIN: Final = 3
 """The first with doca_mmap_enable_thread_safety()."""
@@ -23,7 +21,7 @@ def cards(machine: Machine) -> list[Function]:
 
 
 def card(machine: Machine) -> Iterator[Finding]:
-    """The card as the host sees it."""
+    """Check the card from the host."""
     own = cards(machine)
     if not own:
         yield Finding("card", "ok", "no BlueField on PCIe; 'shadowserve dpu' runs on CPU cores here (docs/cores.md)")
@@ -61,7 +59,7 @@ def doca(machine: Machine) -> Iterator[Finding]:
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:
-    """GPUs, whether the card can write to their memory, and what is on the way."""
+    """Check GPUs, the card's access to their memory, and the path to them."""
     own = cards(machine)
     found = [function for function in functions(machine) if function.is_gpu]
     if not own:
@@ -88,21 +86,21 @@ def _link(card: Function) -> Finding:
     speed_max, width_max = card.text("max_link_speed"), card.text("max_link_width")
     sound = (speed, width) == (speed_max, width_max)
     found = f"{speed or '?'} x{width or '?'}" + ("" if sound else f", of {speed_max} x{width_max}")
-    return Finding.of("card's link", sound, found, "it may do more: another slot, or the BIOS's settings of this one")
+    return Finding.of("card's link", sound, found, "use another slot, or change the BIOS settings of this one")
 
 
 def _mode(machine: Machine, card: Function) -> Finding:
-    """DPU mode or NIC mode: the firmware's setting, which only NVIDIA's tool reads."""
+    """Check for DPU mode or NIC mode: a setting of the firmware, which only NVIDIA's tool reads."""
     question = f"mlxconfig -d {card.address} q INTERNAL_CPU_OFFLOAD_ENGINE"
     if not machine.is_this_one or shutil.which("mlxconfig") is None:
         return Finding(
-            "card's mode", "warning", "not known: no mlxconfig here", f"install mft, then, as root: {question}"
+            "card's mode", "warning", "unknown: mlxconfig is not installed", f"install mft, then, as root: {question}"
         )
     done = subprocess.run(question.split(), capture_output=True, text=True, timeout=60, check=False)
     answer = re.search(r"INTERNAL_CPU_OFFLOAD_ENGINE\s+(ENABLED|DISABLED)", done.stdout)
     if answer is None:
         said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
-        return Finding("card's mode", "warning", f"not known: mlxconfig said {said!r}", f"as root: {question}")
+        return Finding("card's mode", "warning", f"unknown: mlxconfig printed {said!r}", f"as root: {question}")
     if answer[1] == "ENABLED":
         return Finding("card's mode", "ok", "DPU mode")
     remedy = f"as root: mlxconfig -d {card.address} s INTERNAL_CPU_OFFLOAD_ENGINE=0, then switch the host off and on"
@@ -117,7 +115,7 @@ def _iommu(card: Function) -> Iterator[Finding]:
 
 
 def _peer_memory(machine: Machine) -> Finding:
-    """The two ways to open a GPU's memory for the card; one is enough, the first is tried first."""
+    """Check the two ways to open a GPU's memory for the card; one is enough, and the first is tried first."""
     ways = []
     driver = machine.text("/proc/driver/nvidia/version")
     kernel = re.match(r"(\d+)\.(\d+)", machine.text("/proc/sys/kernel/osrelease"))
@@ -127,11 +125,14 @@ def _peer_memory(machine: Machine) -> Finding:
         ways.append("nvidia-peermem")
     if not driver:
         return Finding(
-            "GPU memory", "warning", "no NVIDIA driver is loaded", "install it: the card cannot reach the GPU"
+            "GPU memory",
+            "warning",
+            "no NVIDIA driver is loaded",
+            "install it: without it the card cannot reach the GPU",
         )
     if not ways:
         remedy = (
-            "modprobe nvidia-peermem, or use NVIDIA's open kernel modules; until then KV goes by way of host memory"
+            "modprobe nvidia-peermem, or use NVIDIA's open kernel modules; until then KV passes through host memory"
         )
         return Finding("GPU memory", "warning", "neither DMA-BUF nor nvidia-peermem", remedy)
     return Finding("GPU memory", "ok", ", ".join(ways))
@@ -142,10 +143,10 @@ def _path(card: Function, gpu: Function) -> Finding:
     what = f"path to GPU {gpu.address}"
     if between == "switch":
         return Finding(what, "ok", "one PCIe switch")
-    slot = "put both below one PCIe switch, or live with less (docs/bluefield.md says how to measure it)"
+    slot = "put both below one PCIe switch, or accept a lower bandwidth (docs/bluefield.md has the measurement)"
     if between == "root complex":
-        return Finding(what, "warning", "by the processor's root complex", slot)
-    return Finding(what, "warning", "by the link between processors", slot)
+        return Finding(what, "warning", "through the processor's root complex", slot)
+    return Finding(what, "warning", "through the link between processors", slot)
 
 
 def _redirection(card: Function, gpu: Function) -> Finding:
@@ -153,9 +154,9 @@ def _redirection(card: Function, gpu: Function) -> Finding:
     try:
         bridges = redirecting_bridges(card, gpu)
     except PermissionError:
-        return Finding(what, "warning", "not known: only root may read it", "run the doctor as root")
+        return Finding(what, "warning", "unknown: only root may read it", "run the doctor as root")
     if not bridges:
         return Finding(what, "ok", "no bridge redirects")
     commands = "; ".join(f"setpci -s {address} ECAP_ACS+6.w=0000" for address in bridges)
-    remedy = f"off in the BIOS, or, as root after each boot, unless virtual machines are to be kept apart: {commands}"
+    remedy = f"switch ACS off in the BIOS, or as root after each boot, unless it isolates virtual machines: {commands}"
     return Finding(what, "warning", f"redirected to the root complex by {', '.join(bridges)}", remedy)

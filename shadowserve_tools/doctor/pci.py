@@ -8,8 +8,6 @@ from typing import Final, Literal
 
 from shadowserve_tools.doctor.finding import Machine
 
-__all__ = ["BLUEFIELDS", "Function", "functions", "redirecting_bridges", "relation"]
-
 BLUEFIELDS: Final = {0xA2DC: "BlueField-3", 0xA2D6: "BlueField-2"}
 """Network functions of the cards, by PCI device; the vendor is MELLANOX."""
 
@@ -42,12 +40,12 @@ class Function:
 
     @property
     def is_bluefield(self) -> bool:
-        """Whether it is a BlueField's network function, and not a virtual one."""
+        """True for a BlueField's network function that is not virtual."""
         return self.vendor == 0x15B3 and self.device in BLUEFIELDS and not (self.path / "physfn").exists()
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it is NVIDIA's display or 3D controller."""
+        """True for NVIDIA's display or 3D controller."""
         return self.vendor == 0x10DE and self.class_code >> 16 == 0x03
 
     @property
@@ -76,10 +74,10 @@ def functions(machine: Machine) -> list[Function]:
 
 
 def relation(one: Function, other: Function) -> Literal["switch", "root complex", "processors"]:
-    """Return what lies between two functions.
+    """Return the connection between two functions.
 
-    ``switch``: nothing but PCIe switches. ``root complex``: the processor's, of one NUMA node. ``processors``: the link
-    between processors, or between parts of one.
+    ``switch``: only PCIe switches. ``root complex``: that of one NUMA node. ``processors``: the link between
+    processors, or between parts of one.
     """
     if set(one.bridges) & set(other.bridges):
         return "switch"

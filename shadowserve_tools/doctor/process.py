@@ -13,8 +13,6 @@ from typing import Final
 from shadowserve.errors import NotInstalledError
 from shadowserve_tools.doctor.finding import Finding
 
-__all__ = ["cores", "engine", "interpreter", "locked_memory", "native_core", "shared_memory"]
-
 TESTED_VLLM: Final = "0.32.0"
 
 
@@ -36,11 +34,11 @@ def native_core() -> Iterator[Finding]:
 
 
 def decoding() -> Iterator[Finding]:
-    """What the C core was built with to move records: codecs, TLS, backends."""
+    """Check the codecs, TLS and backends of the C core."""
     try:
         from shadowserve import native
     except NotInstalledError:
-        return  # native_core() has told
+        return  # native_core() reports it
     implementations = native.codec_implementations()
     for codec in native.Codec:
         implementation = implementations.get(codec)
@@ -69,11 +67,11 @@ def locked_memory() -> Iterator[Finding]:
     unlimited = soft == resource.RLIM_INFINITY or os.geteuid() == 0
     found = "unlimited" if unlimited else f"{soft >> 20} MiB may be locked"
     enough = unlimited or soft >= 1 << 30
-    yield Finding.of("locked memory", enough, found, "raise it (ulimit -l): buffers may be swapped")
+    yield Finding.of("locked memory", enough, found, "raise it (ulimit -l): buffers may be swapped out")
 
 
 def shared_memory() -> Iterator[Finding]:
-    """Room for the segments that KV is handed over in."""
+    """Check the space for the shared memory of engines and data plane."""
     shm = shutil.disk_usage("/dev/shm")
     enough = shm.free >= 512 << 20
     remedy = "enlarge /dev/shm (containers: --shm-size=1g)"
@@ -92,11 +90,11 @@ def engine() -> Iterator[Finding]:
     try:
         version = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        remedy = "needed in the serving process only: 'make setup' installs it"
+        remedy = "required in the serving process only: 'make setup' installs it"
         yield Finding("vLLM", "warning", "not installed", remedy)
         return
     tested = version.split("+")[0] == TESTED_VLLM
-    remedy = f"tested with {TESTED_VLLM}; run the tests before you rely on it"
+    remedy = f"tested with {TESTED_VLLM}; run the tests with this version first"
     yield Finding.of("vLLM", tested, version, remedy)
     plugins = {entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")}
     found = f"vllm.general_plugins: {sorted(plugins)}"

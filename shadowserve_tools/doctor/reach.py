@@ -1,4 +1,4 @@
-"""Whether a storage node and a data plane answer in their own protocols, and what a data plane's engines share."""
+"""Checks that a storage node and a data plane answer in their own protocols, and which engines share KV."""
 
 import ssl
 from collections import Counter
@@ -13,16 +13,14 @@ from shadowserve.errors import ConfigurationError, DataPlaneError, ProtocolError
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.tls import Credentials
 from shadowserve_tools.doctor.finding import Finding
-from shadowserve_tools.listener import Listener, ask, identify
-
-__all__ = ["Node", "Plane", "data_plane", "storage_node"]
+from shadowserve_tools.listener import Listener, identify, query
 
 TIMEOUT_S: Final = 5.0
 _REFUSALS: Final = {
-    "-NOAUTH": "the doctor, as the data plane, has no password for it",
+    "-NOAUTH": "the doctor, like the data plane, has no password for it",
     "-WRONGPASS": "the password is wrong",
-    "-ERR AUTH": "it takes no password, and one is configured",
-    "-NOPERM": "the user may not do that",
+    "-ERR AUTH": "it has no password, but one is configured",
+    "-NOPERM": "the user has no right to do that",
     "-DENIED": "protected mode",
 }
 DATA_PLANE_KEYS: Final = "the data plane's address is 'listen' of its section 'dpu', 127.0.0.1:50151 by default"
@@ -31,18 +29,17 @@ STORAGE_KEYS: Final = "the storage node's address is 'host' and 'port' of its se
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A storage node to be looked for.
+    """A storage node to check.
 
     Attributes:
-        what: its name in findings.
+        what: Name in findings.
         address: ``host:port``.
-        start: the command that starts it.
-        key: of the configuration that has the address, for messages.
-        user, password: to log in with; a password without a user is of the default user.
-        credentials: for TLS; None for none.
-        own: it is the server that runs, or is to run, here: what it asks of clients is known, and a client's
-            certificate is not there.
-        cluster: it may be Redis or Valkey as well.
+        start: Command that starts it.
+        key: Configuration key of the address, for messages.
+        user, password: Credentials; a password without a user is the default user's.
+        credentials: TLS credentials; None for none.
+        own: True if it is this machine's server: its requirements are known, but a client's certificate is missing.
+        cluster: True if it may be Redis or Valkey as well.
     """
 
     what: str
@@ -58,17 +55,16 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Plane:
-    """A data plane to be looked for.
+    """A data plane to check.
 
     Attributes:
         address: ``host:port``, or ``unix:/path``.
-        start: the command that starts it.
-        key: of the configuration that has the address, for messages.
-        config: of the engine that asks; None for the data plane's own machine, where nobody says Hello, since that
-            would take a place of ``hosts_max``.
-        chunks: tokens of the chunks and the quantizer of that engine, to be compared with other engines'; None where
-            they are not known.
-        encrypted: the data plane's own configuration has TLS.
+        start: Command that starts it.
+        key: Configuration key of the address, for messages.
+        config: Configuration of the engine; None on the data plane's own machine, where no Hello is sent, since
+            that would use one of ``hosts_max``.
+        chunks: Tokens of a chunk, and quantizer of that engine, to compare with other engines; None if unknown.
+        encrypted: True if the data plane's own configuration has TLS.
     """
 
     address: str
@@ -80,7 +76,7 @@ class Plane:
 
 
 def storage_node(node: Node) -> Iterator[Finding]:
-    """Say PING and, with a password, AUTH, over TLS where that is configured."""
+    """Send PING and, with a password, AUTH, over TLS if configured."""
     try:
         listener = identify(node.address)
     except (OSError, ValueError) as error:
@@ -90,24 +86,24 @@ def storage_node(node: Node) -> Iterator[Finding]:
 
 
 def _no_node(node: Node, listener: Listener) -> Finding | None:
-    """Return the finding where no storage node can be what listens, or not with this TLS."""
+    """Return a finding if the listener cannot be a storage node, or not with this TLS."""
     where = f"on {node.address}"
     if listener.protocol not in ("resp", "tls"):
         remedy = f"write the storage node's address into {node.key}: {STORAGE_KEYS}"
         if listener.protocol == "http2":
             remedy += f". A data plane's address belongs in 'data_plane' of the engine: {DATA_PLANE_KEYS}"
-        return Finding(node.what, "failed", f"{listener} listens {where}: this is no storage node", remedy)
+        return Finding(node.what, "failed", f"{listener} listens {where}: this is not a storage node", remedy)
     if listener.encrypted == (node.credentials is not None):
         return None
     speaks = "TLS" if listener.encrypted else "no TLS"
     if node.own:
-        found = f"the server {where} speaks {speaks}, and the configuration says otherwise"
-        return Finding(node.what, "failed", found, "it was started with another configuration: start it again")
+        found = f"the server {where} speaks {speaks}, unlike its configuration"
+        return Finding(node.what, "failed", found, "it runs with another configuration: restart it")
     remedy = "set storage_tls_ca to the file of the authority of its certificate"
     if not listener.encrypted:
-        remedy = "give the server tls_cert and tls_key, or take storage_tls_ca out of section 'dpu'"
+        remedy = "give the server tls_cert and tls_key, or remove storage_tls_ca from section 'dpu'"
     return Finding(
-        node.what, "failed", f"the server {where} speaks {speaks}, and the data plane does not expect it", remedy
+        node.what, "failed", f"the server {where} speaks {speaks}, but the data plane is configured otherwise", remedy
     )
 
 
@@ -118,21 +114,23 @@ def _logged_in(node: Node, listener: Listener) -> Finding:
         name = (node.credentials.server_name if node.credentials else "") or ""
         user = [node.user.encode()] if node.user else []
         login = [[b"AUTH", *user, node.password.encode()]] if node.password else []
-        answers = ask(node.address, [*login, [b"PING"], [b"INFO", b"server"]], context, name)
+        answers = query(node.address, [*login, [b"PING"], [b"INFO", b"server"]], context, name)
     except ssl.SSLCertVerificationError as error:
         remedy = "storage_tls_ca is the file of the authority that signed its certificate; storage_server_name its name"
         return Finding(node.what, "failed", f"the certificate of the server {where}: {error.verify_message}", remedy)
     except (OSError, ProtocolError, ValueError) as error:
-        if node.own and listener.encrypted:  # it wants a client's certificate, and this machine has the server's alone
-            return Finding(node.what, "ok", f"a server that speaks TLS and wants clients' certificates answers {where}")
-        remedy = "look into its log; with TLS, it may want storage_tls_cert and storage_tls_key"
+        if (
+            node.own and listener.encrypted
+        ):  # it requires a client's certificate, and this machine has only the server's
+            return Finding(node.what, "ok", f"a server that requires TLS client certificates answers {where}")
+        remedy = "its log has the reason; with TLS, it may require storage_tls_cert and storage_tls_key"
         return Finding(node.what, "failed", f"the server {where} does not answer PING: {error}", remedy)
     return _greeted(node, where, answers, bool(login))
 
 
 def _context(node: Node) -> ssl.SSLContext:
     credentials = node.credentials
-    if credentials is None or node.own:  # our own server: which it is, its configuration says
+    if credentials is None or node.own:  # this machine's own server
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
@@ -144,15 +142,15 @@ def _context(node: Node) -> ssl.SSLContext:
 
 
 def _greeted(node: Node, where: str, answers: list[str], logged_in: bool) -> Finding:
-    """Return what the answers to AUTH, if it was said, PING and INFO show."""
+    """Return the finding for the answers to AUTH, if sent, PING and INFO."""
     refused = next((each for each in answers[: 1 + logged_in] if each.startswith("-")), "")
     if refused:
         reason = next((text for begin, text in _REFUSALS.items() if refused.startswith(begin)), "it refuses")
         found = f"the server {where} answers '{refused[1:]}': {reason}"
         if node.own:
-            remedy = "log in as a user of it: SHADOWSERVE_STORAGE_PASSWORD; if another server runs there, stop it"
+            remedy = "set SHADOWSERVE_STORAGE_PASSWORD to that of one of its users; if it is another server, stop it"
             return Finding(node.what, "warning", found, remedy)
-        remedy = "set SHADOWSERVE_DPU_STORAGE_PASSWORD, and storage_username if it has users, as the server has them"
+        remedy = "set SHADOWSERVE_DPU_STORAGE_PASSWORD, and storage_username if the server has users"
         return Finding(node.what, "failed", found, remedy)
     fields = dict(line.split(":", 1) for line in answers[-1].splitlines() if ":" in line)
     version = fields.get("shadowserve_version")
@@ -165,15 +163,15 @@ def _greeted(node: Node, where: str, answers: list[str], logged_in: bool) -> Fin
         return Finding(node.what, "ok", f"{other} answers {where}")
     if node.own:
         remedy = f"stop it, or choose another port: {node.start}"
-        return Finding(node.what, "failed", f"{other} answers {where}: this is no storage node of ShadowServe", remedy)
-    remedy = (
-        "run 'shadowserve storage' there if this is a mistake: Redis checks nothing as it is stored, and streams none"
-    )
+        return Finding(
+            node.what, "failed", f"{other} answers {where}: this is not a storage node of ShadowServe", remedy
+        )
+    remedy = "if this is a mistake, run 'shadowserve storage' there: Redis neither checks records nor streams layers"
     return Finding(node.what, "warning", f"{other} answers {where}, not a storage node of ShadowServe", remedy)
 
 
 def data_plane(plane: Plane) -> Iterator[Finding]:
-    """Say Hello as an engine would, and ask for Statistics; on the data plane's own machine for Statistics alone."""
+    """Send Hello as an engine would, and read the statistics; on the data plane's own machine only the latter."""
     what = "data plane"
     try:
         listener = identify(plane.address)
@@ -184,17 +182,17 @@ def data_plane(plane: Plane) -> Iterator[Finding]:
         remedy = f"write the data plane's address into {plane.key}: {DATA_PLANE_KEYS}"
         if listener.protocol == "resp":
             remedy += f". A storage node's address belongs in 'storage' of section 'dpu': {STORAGE_KEYS}"
-        yield Finding(what, "failed", f"{listener} listens on {plane.address}: this is no data plane", remedy)
+        yield Finding(what, "failed", f"{listener} listens on {plane.address}: this is not a data plane", remedy)
         return
-    if plane.config is None and listener.encrypted:  # calls take a client's certificate, which is not here
+    if plane.config is None and listener.encrypted:  # calls need a client's certificate, which is not on this machine
         found = f"{listener} answers on {plane.address} over TLS"
         remedy = "another program listens there: the configuration of the data plane has no tls_cert"
         yield Finding.of(what, plane.encrypted, found, remedy, "failed")
         return
-    yield from _asked(plane, listener)
+    yield from _statistics(plane, listener)
 
 
-def _asked(plane: Plane, listener: Listener) -> Iterator[Finding]:
+def _statistics(plane: Plane, listener: Listener) -> Iterator[Finding]:
     config = plane.config
     client = None
     try:
@@ -204,12 +202,12 @@ def _asked(plane: Plane, listener: Listener) -> Iterator[Finding]:
             client.connect(TIMEOUT_S, wait=False)
         answer = client.statistics()
     except ConfigurationError as error:
-        yield Finding("data plane", "failed", str(error), "name files of certificates that can be used (tls_ca)")
+        yield Finding("data plane", "failed", str(error), "set tls_ca, tls_cert and tls_key to usable files")
         return
     except DataPlaneError as error:
         remedy = f"write the data plane's address into {plane.key}: {DATA_PLANE_KEYS}"
         if listener.protocol == "http2":
-            remedy = "the message says what does not fit; install the same release of ShadowServe on both sides"
+            remedy = "install the same release of ShadowServe on both sides"
         yield Finding("data plane", "failed", f"{plane.address}: {error}", remedy)
         return
     finally:
@@ -221,29 +219,29 @@ def _asked(plane: Plane, listener: Listener) -> Iterator[Finding]:
 
 
 def _engines(engines: list[pb.Engine], own: tuple[int, str] | None) -> Iterator[Finding]:
-    """Compare engines of one data plane: which share what they store.
+    """Compare the engines of one data plane: which share what they store.
 
     Args:
-        engines: that are connected.
-        own: tokens of the chunks and the quantizer of the engine that is to be started; None where they are not known.
+        engines: Connected engines.
+        own: Tokens of a chunk, and quantizer of the engine to be started; None if unknown.
     """
     forms = Counter((each.model, each.chunk_tokens, each.quantizer) for each in engines)
     remedy = "give engines of one model the same chunk_tokens, quantizer, bins, value_bins and scale_tokens"
     for one, other in combinations(forms, 2):
         if one[0] == other[0]:
-            found = f"of one model, they share nothing: {_form(one)}; {_form(other)}"
+            found = f"engines of one model do not share KV: {_form(one)}; {_form(other)}"
             yield Finding("engines", "warning", found, remedy)
             return
     models = {form[0] for form in forms}
     if own is not None and engines:
         if not any(form[1] == own[0] and form[2].startswith(own[1]) for form in forms):
             there = "; ".join(_form(form) for form in forms)
-            found = f"none has this one's chunks of {own[0]} tokens, {own[1]}: {there}"
-            yield Finding("engines", "warning", f"{found}; of the same model, they share nothing with it", remedy)
+            found = f"none has this engine's chunks of {own[0]} tokens, {own[1]}: {there}"
+            yield Finding("engines", "warning", f"{found}; with the same model, they do not share KV with it", remedy)
             return
     if engines:
         listed = "; ".join(f"{count} of {_form(form)}" for form, count in forms.items())
-        apart = ", engines of different models share nothing (docs/identity.md)" if len(models) > 1 else ""
+        apart = ", engines of different models do not share KV (docs/identity.md)" if len(models) > 1 else ""
         yield Finding("engines", "ok", f"{listed}{apart}")
 
 

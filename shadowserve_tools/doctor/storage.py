@@ -12,15 +12,13 @@ from shadowserve.pool.config import DeviceConfig
 from shadowserve.sizes import human_size
 from shadowserve_tools.doctor.finding import Finding, Machine
 
-__all__ = ["device_access", "devices", "memory", "namespaces"]
-
 
 def device_access() -> Iterator[Finding]:
-    """Whether this build and the running kernel have io_uring, which devices are best accessed by."""
+    """Check that this build and the running kernel have io_uring, the best access to devices."""
     try:
         from shadowserve import native
     except NotInstalledError:
-        return  # native_core() has told
+        return  # native_core() reports it
     access = native.BlockAccess.URING
     if native.block_access_available(access):
         yield Finding("device access", "ok", "io_uring, and threads where a device does not take it")
@@ -41,16 +39,16 @@ def namespaces(machine: Machine) -> Iterator[Finding]:
         block = device.with_name("nvme" + device.name.removeprefix("ng"))
         allowed = all(os.access(path, os.R_OK | os.W_OK) for path in (device, block))
         found = "takes commands from this user" if allowed else "this user may not read and write it"
-        remedy = f"if it is to be used: give the server's user {block} and {device}"
+        remedy = f"to use it, give the server's user access to {block} and {device}"
         yield Finding.of(f"NVMe {block.name}", allowed, found, remedy)
 
 
 def memory(machine: Machine, budgets: Mapping[str, int]) -> Iterator[Finding]:
-    """Whether the machine has the memory that a program is to use.
+    """Check that the machine has the memory that a program is configured to use.
 
     Args:
-        machine: where it is to run.
-        budgets: bytes by the key of its configuration that sets them.
+        machine: Machine of the program.
+        budgets: Bytes by configuration key.
     """
     match = re.search(r"^MemAvailable: +(\d+) kB$", machine.text("/proc/meminfo"), re.MULTILINE)
     limit = memory_limit(machine.root)
@@ -60,7 +58,7 @@ def memory(machine: Machine, budgets: Mapping[str, int]) -> Iterator[Finding]:
     found = f"{human_size(total)} to use, {human_size(free)} available of {limit.what}"
     remedy = f"make {' or '.join(key for key, size in budgets.items() if size)} smaller"
     if total > limit.size:
-        yield Finding("memory", "failed", found, f"{remedy}: the program does not start")
+        yield Finding("memory", "failed", found, f"{remedy}: otherwise the program does not start")
     elif total > free:
         remedy += ", or free some; a program that runs here has it already"
         yield Finding("memory", "warning", found, remedy)
@@ -69,7 +67,7 @@ def memory(machine: Machine, budgets: Mapping[str, int]) -> Iterator[Finding]:
 
 
 def devices(machine: Machine, configured: Sequence[DeviceConfig]) -> Iterator[Finding]:
-    """Whether the configured devices are there and may be used by this user; files that are not there can be made."""
+    """Check that the configured devices exist and are accessible to this user, or that files can be made."""
     for entry in configured:
         path = entry.path if machine.is_this_one else machine.path(str(entry.path))
         problem, remedy = _problem(path, 0 if entry.size is None else int(entry.size))
@@ -82,7 +80,7 @@ def devices(machine: Machine, configured: Sequence[DeviceConfig]) -> Iterator[Fi
 
 
 def _problem(path: Path, size: int) -> tuple[str, str]:
-    """Return what is wrong with a device or file, empty for nothing, and how to remedy it."""
+    """Return the problem of a device or file, empty for none, and its remedy."""
     folder = path.absolute().parent
     if path.is_dir():
         return "it is a folder", "name a block device, or a file and its size"

@@ -1,3 +1,1 @@
 """The long-lived programs as commands, a module each, so that neither waits for what the other imports."""
-
-__all__: list[str] = []

@@ -7,15 +7,13 @@ import click
 from dpu_dataplane.config import DataPlaneConfig
 from shadowserve_tools.flags import Program, section_flags
 
-__all__ = ["dpu"]
-
 
 @click.command(cls=Program, section=DataPlaneConfig)
 @section_flags(DataPlaneConfig)
 def dpu(config: str | None, **flags: Any) -> None:
-    """Run the data plane: on a DPU, or emulated on a few cores of the host.
+    """Run the data plane: on a DPU, or on a few cores of the host.
 
-    A flag goes before the environment (SHADOWSERVE_DPU_<KEY>), that before the file, that before the default.
+    Precedence: flag, environment variable (SHADOWSERVE_DPU_<KEY>), file, default.
     """
     from dpu_dataplane.server import run
 

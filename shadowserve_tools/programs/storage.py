@@ -7,15 +7,13 @@ import click
 from shadowserve_tools.flags import Program, section_flags
 from storage_kv.config import StorageConfig
 
-__all__ = ["storage"]
-
 
 @click.command(cls=Program, section=StorageConfig)
 @section_flags(StorageConfig)
 def storage(config: str | None, **flags: Any) -> None:
-    """Run the storage server: a key-value store that any Redis client can talk to.
+    """Run the storage node: a key-value store for any Redis client.
 
-    A flag goes before the environment (SHADOWSERVE_STORAGE_<KEY>), that before the file, that before the default.
+    Precedence: flag, environment variable (SHADOWSERVE_STORAGE_<KEY>), file, default.
     """
     from storage_kv.server import run
 

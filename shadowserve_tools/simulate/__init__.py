@@ -6,11 +6,9 @@ import click
 
 from shadowserve_tools.lazy import LazyGroup
 
-__all__ = ["SIMULATIONS", "simulate"]
-
 SIMULATIONS: Final = ("bluefield", "objectcache", "tiers", "ssd")
 
 
-@click.group(cls=LazyGroup, places={name: f"shadowserve_tools.simulate.{name}:{name}" for name in SIMULATIONS})
+@click.group(cls=LazyGroup, modules={name: f"shadowserve_tools.simulate.{name}:{name}" for name in SIMULATIONS})
 def simulate() -> None:
     """Predict what would be on hardware that is not here; docs/simulation.md has the method."""

@@ -1,8 +1,8 @@
-"""What the model of BlueField-3 takes from elsewhere: each number with its source, and how far off it may be.
+"""Inputs of the model of BlueField-3: each number with its source and its uncertainty.
 
-``Given`` are numbers that somebody measured, published or, where its source says so, that we assume. ``Fitted`` are
-what ``shadowserve_tools.simulate.model.Model`` computes from them, so that they cannot drift apart. The tables of
-docs/simulation.md are written from both. "Section", "figure" and "table" are the ShadowServe paper's.
+``Given`` has numbers that were measured, published or, where the source says so, assumed. ``Fitted`` has those that
+``shadowserve_tools.simulate.model.Model`` computes from them. The tables of docs/simulation.md are generated from
+both. "Section", "figure" and "table" are the ShadowServe paper's.
 """
 
 import dataclasses
@@ -10,11 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["PAPER_TOKENS", "RANGED", "Fitted", "Given", "described", "given"]
-
 
 def given(value: float, source: str, meaning: str, low: float | None = None, high: float | None = None) -> Any:
-    """Return a number as a dataclass's field that knows its source, what it is, and how far off it may be."""
+    """Return a dataclass field for a number with its source, its meaning and its range."""
     metadata = {"source": source, "meaning": meaning, "low": low, "high": high}
     return dataclasses.field(default=value, metadata=metadata)
 
@@ -48,11 +46,11 @@ class Given:
         "registering memory with a device, and undoing it",
     )  # fmt: skip
 
-    # What is fetched.
+    # Fetched data.
     token_bytes: float = given(131_072, "Llama-3.1-8B: 2 x 32 layers x 8 heads x 128 x 2 bytes", "KV of a token")
     buffer_mib: float = given(512, "section 5", "DMA buffers, so the KV of a round")
 
-    # What the paper measured end to end, which the model is fitted to.
+    # End-to-end measurements of the paper, which the model is fitted to.
     ttft_20_ms: float = given(502.2, "section 6.2.1", "ShadowServe, unloaded TTFT at 20 Gbps")
     gain_10: float = given(1.38, "section 6.2.2", "CacheGen-Async over it, unloaded TTFT at 10 Gbps", 1.375, 1.385)
     loss_30: float = given(0.11, "section 6.2.2", "how much higher its TTFT is at 30 Gbps", 0.105, 0.115)
@@ -76,17 +74,17 @@ class Given:
         4, "fitted: TPOT of 1.06-1.09 at 128 output tokens (section 6.2.2)", "requests whose KV the GPU holds", 4, 13
     )
 
-    # What our changes are.
+    # ShadowServe's changes.
     cached_share: float = given(
         0.5, "assumed: section 6.3 says engines bypass the caches, which would be 0", "of what fusion may save", 0, 1
     )
     huffman_size: float = given(
         0.904, "measured on a trained encoder's KV, 32 bins: 4.205 bits, zlib 6 has 4.65; its range: "
-        "docs/benchmarks/codecs.md, and a compressor that is as good",
+        "bench codecs, and a compressor that is as good",
         "Huffman-only over the paper's Deflate", 0.877, 1.0,
     )  # fmt: skip
     kvrans_size: float = given(
-        0.936, "docs/benchmarks/codecs.md: 3.66 bits, Deflate 3.91", "kvrans over Huffman-only Deflate", 0.904, 0.944
+        0.936, "bench codecs: 3.66 bits, Deflate 3.91", "kvrans over Huffman-only Deflate", 0.904, 0.944
     )
     kvrans_instructions: float = given(
         87_768 / 16_384, "native/bench/instructions.json, gcc-12 aarch64, neon", "decoding a symbol"
@@ -94,13 +92,13 @@ class Given:
     dequantize_instructions: float = given(
         1_771 / 2_048, "native/bench/instructions.json, gcc-12 aarch64, neon", "dequantizing it to bfloat16"
     )
-    instructions_per_cycle: float = given(2, "assumed; nothing of ours ran on an A78", "of a core in both", 1, 3)
+    instructions_per_cycle: float = given(2, "assumed; not measured on an A78", "of a core in both", 1, 3)
     clock_ghz: float = given(2.25, "third parties' figures for BlueField-3", "of an Arm core", 2.0, 2.5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """What follows from ``Given``; each field says what it was fitted to."""
+    """Numbers that follow from ``Given``; each field names what it was fitted to."""
 
     stored_gbit: float = given(0, "gain_10", "compressed KV of a prompt of 14,000 tokens")
     rest_s: float = given(0, "ttft_20_ms", "TTFT that is not the card's pipeline: lookup, scheduling, first token")

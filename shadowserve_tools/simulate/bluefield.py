@@ -8,13 +8,11 @@ import click
 from pydantic import TypeAdapter, ValidationError
 
 from shadowserve.sizes import ByteSize
-from shadowserve_tools.charts import Point
-from shadowserve_tools.report import Chart, Output, Report, output_options
+from shadowserve_tools.charts import Chart, Point
+from shadowserve_tools.report import Output, Report, output_options
 from shadowserve_tools.simulate.assumptions import PAPER_TOKENS, Fitted, Given, described
 from shadowserve_tools.simulate.model import CHANGES, PAPER_SLICE_BYTES, Design, Model, Result, Setting, swing
 from shadowserve_tools.simulate.targets import TARGETS
-
-__all__ = ["COMBINATIONS", "assumption_rows", "bluefield", "report_of", "stage_rows", "target_rows"]
 
 COMBINATIONS: Final = (
     (), ("fusion",), ("slices",), ("huffman",), ("kvrans",), ("fusion", "slices"), ("fusion", "slices", "kvrans"),
@@ -87,7 +85,7 @@ def _read_size(_context: click.Context, _parameter: click.Parameter, text: str) 
     show_default=True,
     metavar="SIZE",
     callback=_read_size,
-    help="Decoded bytes of a slice where slices is among the changes; the paper's are 2MiB.",
+    help="Decoded bytes of a slice with the change 'slices'; the paper has 2MiB.",
 )
 @click.option(
     "--with",
@@ -102,37 +100,37 @@ def _read_size(_context: click.Context, _parameter: click.Parameter, text: str) 
     show_default=True,
     type=click.FloatRange(0, 1000),
     metavar="REQUESTS/S",
-    help="Load that at_rate_ms is for; it is empty where a system cannot carry so much.",
+    help="Load of at_rate_ms; empty if a system cannot carry it.",
 )
 @output_options
 def bluefield(
     bandwidths: tuple[float, ...], prompt_tokens: int, output_tokens: int, chunk_tokens: int, slice_bytes: int,
     changes: frozenset[str] | None, rate: float, output: Output,
 ) -> None:  # fmt: skip
-    """Predict fetches of a Llama-8B prompt through a BlueField-3, and what our changes would give there.
+    """Predict fetches of a Llama-8B prompt through a BlueField-3, and the gain of ShadowServe's changes there.
 
-    A model, not a measurement: nothing here has run on the card. It is fitted to the paper's figures; the second table
-    says how far off it is for each, and which of them were put in. docs/simulation.md has the method, every assumption
-    with its source, and what would prove it wrong.
+    A model, not a measurement: nothing here has run on the card. It is fitted to the paper's figures. The second table
+    has its error for each of them, and marks the fitted ones. docs/simulation.md has the method, every assumption with
+    its source, and what would refute it.
 
     \b
     The columns:
-      net_Gbps    at which compressed bytes come in, unloaded
-      ttft_ms     mean time to first token, unloaded; range_ms: what the ranges of the assumptions allow
+      net_Gbps    rate of incoming compressed bytes, unloaded
+      ttft_ms     mean time to first token, unloaded; range_ms: within the ranges of the assumptions
       tpot_ms     mean time per output token at req_per_s, the highest load
       at_rate_ms  mean time to first token at --rate
 
     \b
     The changes:
       fusion   dequantize and DMA slice by slice, so that elements may pass through the cache
-      slices   smaller than 2 MiB, handed on one by one; fusion needs them, or the cache is too small
-      huffman  Huffman-only Deflate streams: smaller; the engine decodes them as any other
-      kvrans   our codec on the Arm cores instead of the engine; known by instruction counts only
+      slices   smaller than 2 MiB, passed on one by one; fusion needs them, or the cache is too small
+      huffman  Huffman-only Deflate streams: smaller; the engine decodes them like any other
+      kvrans   ShadowServe's codec on the Arm cores instead of the engine; known by instruction counts only
 
     \b
-    Where does the card stop mattering?   shadowserve simulate bluefield --bandwidth 5,10,15,20,25
-    All of it, on Deflate:                shadowserve simulate bluefield --with fusion,slices,huffman
-    Which slices should it be?            shadowserve simulate bluefield --with fusion,slices --slice-bytes 64KiB
+    Where is the card not the limit?      shadowserve simulate bluefield --bandwidth 5,10,15,20,25
+    All changes, with Deflate:            shadowserve simulate bluefield --with fusion,slices,huffman
+    The best size of slices:              shadowserve simulate bluefield --with fusion,slices --slice-bytes 64KiB
     As data, and drawn:                   shadowserve simulate bluefield --json b.json --plot b.svg
     """
     settings = [
@@ -213,7 +211,7 @@ def assumption_rows() -> list[dict[str, Any]]:
 
 
 def target_rows(model: Model) -> list[dict[str, Any]]:
-    """Return every figure of the paper beside the model's."""
+    """Return every figure of the paper with the model's value."""
     return [
         {
             "name": target.name,
@@ -241,7 +239,7 @@ def stage_rows(model: Model) -> list[dict[str, Any]]:
 
 
 def _charts(model: Model, designs: Sequence[Design]) -> list[Chart]:
-    """Draw the paper's settings, whatever was asked for, so that its points belong to the lines."""
+    """Draw the paper's settings, independent of the options, so that its points belong to the lines."""
     last = designs[-1]
     measured = ("paper, ShadowServe", f"paper, {CACHEGEN}")
     axis = [float(each) for each in range(6, 43, 2)]
@@ -262,7 +260,7 @@ def _charts(model: Model, designs: Sequence[Design]) -> list[Chart]:
 
     paper = {target.name: target.paper for target in TARGETS}
     ours = [(each, paper[f"TTFT at {each} Gbps, ms"]) for each in (20, 30, 40)]
-    # At 30 and 40 Gbps the paper tells theirs by ours.
+    # At 30 and 40 Gbps the paper has CacheGen as a ratio to ShadowServe.
     theirs = [(20, paper[f"{CACHEGEN}, TTFT at 20 Gbps, ms"])]
     theirs += [(30, ours[1][1] / (1 + model.given.loss_30)), (40, ours[2][1] / (1 + model.given.loss_40))]
     tpots = [

@@ -13,8 +13,6 @@ from typing import Final
 
 from shadowserve_tools.simulate.assumptions import PAPER_TOKENS, RANGED, Fitted, Given
 
-__all__ = ["CHANGES", "PAPER_SLICE_BYTES", "Design", "Model", "Result", "Setting", "swing"]
-
 CHANGES: Final = {
     "fusion": "dequantize and DMA slice by slice, so that elements may pass through the cache",
     "slices": "slices smaller than the paper's 2 MiB (--slice-bytes), handed on one by one",
@@ -28,13 +26,13 @@ BISECTIONS: Final = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is asked of a system.
+    """Workload of a system.
 
     Attributes:
-        bandwidth_gbps: of the link to storage; may be infinite.
-        prompt_tokens: all of them stored.
-        output_tokens: of each request.
-        chunk_tokens: of a chunk; a prompt is whole chunks.
+        bandwidth_gbps: Bandwidth of the link to storage; may be infinite.
+        prompt_tokens: Tokens of a prompt, all stored.
+        output_tokens: Tokens of an answer.
+        chunk_tokens: Tokens of a chunk; a prompt is whole chunks.
     """
 
     bandwidth_gbps: float
@@ -70,15 +68,15 @@ class Design:
 
 @dataclass(frozen=True)
 class Result:
-    """What a system does in one setting.
+    """Predictions for a system in one setting.
 
     Attributes:
-        fetch_gbps: at which compressed bytes come in, unloaded.
-        ttft_s: mean time to first token, unloaded.
-        tpot_s: mean time per output token at the highest load.
-        requests_per_s: the highest load.
-        loaded_fetch_gbps: at which they come in at the highest load.
-        ttft_at_rate_s: mean time to first token at the rate asked for; None where that is more than the highest load.
+        fetch_gbps: Rate of incoming compressed bytes, unloaded.
+        ttft_s: Mean time to first token, unloaded.
+        tpot_s: Mean time per output token at the highest load.
+        requests_per_s: The highest load.
+        loaded_fetch_gbps: Rate of incoming compressed bytes at the highest load.
+        ttft_at_rate_s: Mean time to first token at the given rate; None if that exceeds the highest load.
     """
 
     fetch_gbps: float
@@ -94,7 +92,7 @@ class Model:
 
     def __init__(self, given: Given | None = None) -> None:
         self.given = given = given or Given()
-        self._token_gbit = given.token_bytes * 8 / 1e9 / 2  # of symbols, a byte for each element of two
+        self._token_gbit = given.token_bytes * 8 / 1e9 / 2  # symbols: one byte for each element of two
         self.fitted = Fitted()
         for fit in (self._fit_cachegen, self._fit_contention, self._fit_rest, self._fit_load):
             self.fitted = dataclasses.replace(self.fitted, **fit())
@@ -102,7 +100,7 @@ class Model:
     # ---- The two systems -----------------------------------------------------------------------------------------
 
     def shadowserve(self, setting: Setting, design: Design | None = None, rate: float = 0) -> Result:
-        """Return what ShadowServe does; TTFT under load at ``rate`` requests/s."""
+        """Return the predictions for ShadowServe; TTFT under load at ``rate`` requests/s."""
         design = design or Design()
         ttft = self.ttft_s(setting, design)
         fetch = min(setting.bandwidth_gbps, self.network_gbps(setting, design))
@@ -110,7 +108,7 @@ class Model:
         return self._loaded(setting, lambda busy: (ttft, fetch), stolen, rate)
 
     def cachegen(self, setting: Setting, rate: float = 0) -> Result:
-        """Return what CacheGen-Async does; TTFT under load at ``rate`` requests/s."""
+        """Return the predictions for CacheGen-Async; TTFT under load at ``rate`` requests/s."""
         fitted, prompts = self.fitted, setting.prompt_tokens / PAPER_TOKENS
 
         def unloaded(busy: float) -> tuple[float, float]:
@@ -118,7 +116,7 @@ class Model:
             fetch = min(setting.bandwidth_gbps, decoded)
             return prompts * (fitted.cachegen_rest_s + fitted.cachegen_gbit / fetch), fetch
 
-        # The GPU's time that decompression takes away from decode is what it would need alone.
+        # Decompression takes as much GPU time from decode as it needs alone.
         stolen = prompts * fitted.cachegen_gbit / fitted.cachegen_decode_gbps
         return self._loaded(setting, unloaded, stolen, rate)
 
@@ -142,16 +140,16 @@ class Model:
         return registering + fills + chunks * pieces * max(stages)
 
     def registering_us_per_mib(self, setting: Setting, times: float) -> float:
-        """Return what registering would have to take for TTFT to be so many times as long without memory management."""
+        """Return the cost of registering memory that makes TTFT ``times`` as long without memory management."""
         more_s = (times - 1) * self.ttft_s(setting, Design())
         return 1e6 * more_s / (setting.chunks * self._registered_mib(setting, Design()))
 
     def _registration_s(self, setting: Setting, design: Design) -> float:
-        """Return seconds to register a chunk's buffers and give them back: one at a time, beside nothing."""
+        """Return the seconds of registering and releasing a chunk's buffers, one at a time, without overlap."""
         return self._registered_mib(setting, design) * self.given.register_us_per_mib / 1e6
 
     def _registered_mib(self, setting: Setting, design: Design) -> float:
-        """Return MiB of a chunk's buffers: what it is stored as, its symbols, and its elements."""
+        """Return the MiB of a chunk's buffers: stored bytes, symbols and elements."""
         symbols = self._token_gbit * setting.chunk_tokens
         return (self._stored_gbit(setting, design) + 3 * symbols) / 8 * 1e9 / 2**20
 
@@ -187,16 +185,16 @@ class Model:
         }
 
     def network_gbps(self, setting: Setting, design: Design) -> float:
-        """Return what the network stage takes in while the others use the memory, however fast the link.
+        """Return the rate of the network stage while the other stages use the memory, on a link without limit.
 
-        Each Gbit that engines move through the memory costs it ``engines_s``, each that the cores move ``cores_s``.
+        Each Gbit that engines move through the memory costs ``engines_s``, and each that cores move ``cores_s``.
         """
         engines, cores = self._traffic_gbit(setting, design)
         lost = self.fitted.engines_s * engines + self.fitted.cores_s * cores
         return 1 / (1 / self.given.network_gbps + lost / self._stored_gbit(setting, design))
 
     def network_by_traffic_alone_gbps(self) -> float:
-        """Return the network stage with one cost for every Gbit moved, whoever moves it: a test of the fit."""
+        """Return the rate of the network stage with one cost for every moved Gbit: a test of the fit."""
         engines, cores = self._traffic_gbit(_AT_20, Design())
         lost = self.fitted.engines_s * (engines + cores)
         return 1 / (1 / self.given.network_gbps + lost / self._stored_gbit(_AT_20, Design()))
@@ -220,7 +218,7 @@ class Model:
         return size * self.given.huffman_size if "huffman" in design.changes else size
 
     def _pieces(self, setting: Setting, design: Design) -> int:
-        """Return into how many pieces a chunk goes from stage to stage."""
+        """Return the number of pieces of a chunk that pass from stage to stage."""
         if "slices" not in design.changes:
             return 1
         return math.ceil(setting.chunk_tokens * self.given.token_bytes / 2 / design.slice_bytes)
@@ -254,10 +252,10 @@ class Model:
         """Return the result of a system that fetches for one request at a time.
 
         Args:
-            setting: what is asked of it.
-            unloaded: TTFT and fetching rate, where decode is busy for a given share of the time.
-            stolen: seconds of the GPU that a fetch takes from decode.
-            rate: requests/s that TTFT under load is wanted for.
+            setting: Workload.
+            unloaded: TTFT and fetch rate as a function of the share of time in which decode is busy.
+            stolen: GPU seconds that a fetch takes from decode.
+            rate: Requests/s of the TTFT under load.
         """
 
         def at(load: float) -> tuple[float, float, float]:
@@ -287,10 +285,11 @@ class Model:
     # ---- Fits ----------------------------------------------------------------------------------------------------
 
     def _fit_cachegen(self) -> dict[str, float]:
-        """Two points of its TTFT over 1/bandwidth give a line, a third the bend; then the ratio at 10 Gbps our size.
+        """Fit CacheGen: two points of TTFT over 1/bandwidth give a line, a third the bend, and the ratio at 10 Gbps
+        the size.
 
-        The paper tells all but one of these points by their ratio to ours, which above 20 Gbps is what we gain from
-        there to the network stage's end; so each is found from the other, which converges at once.
+        The paper gives all but one of these points as ratios to ShadowServe, which above 20 Gbps depend on the network
+        stage. So each is found from the other, which converges at once.
         """
         given, size_ours = self.given, 0.0
         at_20, at_20_ours = given.cachegen_ttft_20_ms / 1e3, given.ttft_20_ms / 1e3
@@ -317,7 +316,7 @@ class Model:
         return {"engines_s": (without - alone) * stored / engines, "cores_s": (together - without) * stored / cores}
 
     def _fit_rest(self) -> dict[str, float]:
-        """What the pipeline does not explain at 20 Gbps."""
+        """Fit the time that the pipeline does not explain at 20 Gbps."""
         ttft = self.given.ttft_20_ms / 1e3
         gap = 1 / self.given.throughput_20 - ttft
         return {"rest_s": ttft - self.ttft_s(_AT_20, Design()), "gap_s": gap}
@@ -368,12 +367,12 @@ _AT_20: Final = Setting(bandwidth_gbps=20)
 
 @functools.cache
 def _made(given: Given) -> Model:
-    """Return the model of these numbers; its fits take longer than what is asked of it."""
+    """Return the model of these numbers, cached, because fitting takes longer than predicting."""
     return Model(given)
 
 
 def swing(value: Callable[[Model], float]) -> tuple[float, float]:
-    """Return the least and the most that a value can be with each given number somewhere in its range.
+    """Return the least and the most that a value can be as each given number varies in its range.
 
     Each number is moved alone to find the end that raises the value; then all are at the raising ends, and at the
     others. Every fit is made again. That is the extreme where the value rises or falls with each number throughout.

@@ -6,10 +6,9 @@ from typing import Any, Final, NamedTuple
 
 import click
 
-from shadowserve_tools.report import Chart, Output, Report, output_options
+from shadowserve_tools.charts import Chart
+from shadowserve_tools.report import Output, Report, output_options
 from storage_kv.egress import Demand, Policy, allocate, ttft_s
-
-__all__ = ["STORED_SHARE", "TABLE_A8", "WORKLOAD_A", "Request", "handed_on", "objectcache", "outcome", "report_of"]
 
 LAYERS: Final = 32
 TOKEN_LAYER_BYTES: Final = 4096
@@ -29,10 +28,10 @@ TABLE_A8: Final = {
 table A8, measured on an A100."""
 
 POLICIES: Final[tuple[Policy, ...]] = ("equal", "kv_prop", "bw_prop", "stall_opt", "calibrated_stall_opt")
-"""The paper's, whose rates hold until a request has ended; equation 3 says nothing of others."""
+"""Policies of the paper, whose rates hold until a request ends; equation 3 describes no others."""
 
 STORED_SHARE: Final = 1 / 1.52
-"""Stored bytes over those of bfloat16, lossless by kvrans, of a layer of a Llama's shape: docs/benchmarks/codecs.md."""
+"""Stored bytes over those of bfloat16, lossless by kvrans, of a layer of a Llama's shape: bench codecs."""
 
 
 class Request(NamedTuple):
@@ -42,7 +41,7 @@ class Request(NamedTuple):
     hit_rate: float
 
     def demand(self, stored_share: float = 1.0) -> Demand:
-        """Return its bytes and time a layer, with so many stored bytes for each of KV."""
+        """Return the bytes and the time of a layer, with ``stored_share`` stored bytes for each byte of KV."""
         tokens = 1024 * int(self.context[:-1]) * self.hit_rate
         window_s = TABLE_A8[self] / 1e3 / LAYERS
         return Demand(tokens * TOKEN_LAYER_BYTES * stored_share, window_s)
@@ -74,39 +73,39 @@ def _read_requests(_context: click.Context, _parameter: click.Parameter, text: s
     show_default=True,
     metavar="CONTEXT:HIT_RATE,...",
     callback=_read_requests,
-    help="Those that share the link: contexts of 4K, 16K, 32K or 64K, hit rates of 0.5 or 0.875; any repeatedly.",
+    help="Requests that share the link: contexts of 4K, 16K, 32K or 64K, hit rates of 0.5 or 0.875; repeatable.",
 )
 @click.option(
-    "--cap-gbps", default=80.0, show_default=True, type=click.FloatRange(0.001, 1e6), help="What the link carries."
+    "--cap-gbps", default=80.0, show_default=True, type=click.FloatRange(0.001, 1e6), help="Rate of the link."
 )
 @click.option(
     "--margin-gbps",
     default=5.0,
     show_default=True,
     type=click.FloatRange(0, 1e6),
-    help="By how much calibrated_stall_opt raises the rate at which a request does not wait.",
+    help="Margin of calibrated_stall_opt over the rate at which a request does not wait.",
 )
 @click.option(
     "--stored-share",
     default=STORED_SHARE,
     show_default="1/1.52",
     type=click.FloatRange(0.001, 1.0),
-    help="Stored bytes over those of KV; the default is ours, lossless (docs/benchmarks/codecs.md).",
+    help="Stored bytes over KV bytes; the default is lossless kvrans (bench codecs).",
 )
 @output_options
 def objectcache(
     requests: list[Request], cap_gbps: float, margin_gbps: float, stored_share: float, output: Output
 ) -> None:
-    """Predict what each policy makes of requests that are answered layer by layer over one link.
+    """Predict the times of requests that are answered layer by layer over one link, for each policy.
 
     Bytes and times of a layer are those of ObjectCache's table A8 (Llama 3.1 8B on an A100), the time to first token is
     its equation 3, and the policies are the storage node's own code. A model, not a measurement: docs/simulation.md.
 
     \b
     The columns:
-      rate_Gbps  what the request gets
-      added_ms   by how much its TTFT is above that of a request alone on a link without end
-      stored_*   the same where records are compressed, and as many bytes less are moved
+      rate_Gbps  rate of the request
+      added_ms   its TTFT less that of a request alone on an infinite link
+      stored_*   the same with compressed records
 
     \b
     The paper's workload A:  shadowserve simulate objectcache
@@ -147,13 +146,13 @@ def handed_on(requests: Sequence[Request], cap_gbps: float, margin_gbps: float, 
     """
     demands = [request.demand() for request in requests]
     epoch_s = min(demand.window_s for demand in demands)
-    due_s = [0.0] * len(demands)  # when what has come is computed
+    due_s = [0.0] * len(demands)  # time at which the arrived layers are computed
     left = {number: float(LAYERS) for number in range(len(demands))}
     now_s = 0.0
     while left:
         numbers = list(left)
-        asked = [demands[i]._replace(layers_left=ceil(left[i])) for i in numbers]
-        rates = allocate(policy, asked, 1e9 * cap_gbps, 1e9 * margin_gbps)
+        current = [demands[i]._replace(layers_left=ceil(left[i])) for i in numbers]
+        rates = allocate(policy, current, 1e9 * cap_gbps, 1e9 * margin_gbps)
         more = 1e9 * cap_gbps / sum(rates)
         for i, rate in zip(numbers, rates, strict=True):
             layer_s = 8 * demands[i].layer_bytes / (rate * more)

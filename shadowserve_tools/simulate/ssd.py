@@ -9,22 +9,9 @@ from typing import Any, Final
 
 import click
 
-from shadowserve_tools.report import Chart, Output, Report, output_options
+from shadowserve_tools.charts import Chart
+from shadowserve_tools.report import Output, Report, output_options
 from shadowserve_tools.simulate.assumptions import described, given
-
-__all__ = [
-    "FITTED",
-    "PAPER_CROSSOVERS",
-    "SYSTEMS",
-    "Fitted",
-    "Machine",
-    "System",
-    "assumption_rows",
-    "cost",
-    "crossover",
-    "report_of",
-    "ssd",
-]
 
 LAYERS: Final = 32
 TOKEN_LAYER_BYTES: Final = 4096
@@ -37,7 +24,7 @@ _STEPS: Final = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the equations take. GB are 10^9 bytes."""
+    """Inputs of the equations. GB are 10^9 bytes."""
 
     context_tokens: float = given(131_072, "assumed: the longest of Tutti's figure 9", "of a prompt")
     peak_tflops: float = given(989, "data sheet of the H100, 16 bits, dense", "the GPU's")
@@ -53,7 +40,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """What follows from :class:`Machine` and from Tutti's crossovers, figure 13."""
+    """Numbers that follow from :class:`Machine` and from Tutti's crossovers, figure 13."""
 
     efficiency: float = given(0, "98.3 % at 25.9 GB/s, Tutti", "of the peak that a prefill reaches")
     memory_gb_per_s: float = given(0, "97.9 %, LMCache-DRAM", "from host memory, as LMCache does it, layer by layer")
@@ -62,11 +49,11 @@ class Fitted:
 
 @dataclass(frozen=True)
 class System:
-    """Where KV comes from.
+    """Source of KV.
 
     Attributes:
-        rate: the number that says how fast, of :class:`Machine` or :class:`Fitted`.
-        is_memory: whether memory is paid for; else SSDs.
+        rate: Name of its rate in :class:`Machine` or :class:`Fitted`.
+        is_memory: True if memory is paid for, False for SSDs.
     """
 
     rate: str
@@ -87,7 +74,7 @@ PAPER_CROSSOVERS: Final = {"memory, LMCache": 0.979, "SSD, Tutti": 0.983, "SSD, 
 
 
 def _operations(machine: Machine, hit_rate: float) -> float:
-    """Return what a layer computes for what is not cached: its matrices, and attention to all before each token."""
+    """Return the operations of a layer for uncached tokens: its matrices, and attention to all earlier tokens."""
     new = machine.context_tokens * (1 - hit_rate)
     seen = machine.context_tokens - new / 2
     return 2 * new * LAYER_PARAMETERS + 4 * new * seen * WIDTH
@@ -150,36 +137,35 @@ def cost(machine: Machine, system: System, hit_rate: float) -> float:
 )  # fmt: skip
 @click.option(
     "--hit-rate", default=0.9375, show_default=True, type=click.FloatRange(0, 1),
-    help="Share of it that is cached, for bubbles and costs.",
+    help="Cached share of the prompt, for bubbles and costs.",
 )  # fmt: skip
 @click.option(
     "--ssd-gb-per-s", default=25.9, show_default=True, type=click.FloatRange(0.001, 1e6),
-    help="What Tutti's devices carry: yours, perhaps.",
+    help="Bandwidth of the SSDs; the default is that of Tutti's.",
 )  # fmt: skip
 @output_options
 def ssd(context_tokens: int, hit_rate: float, ssd_gb_per_s: float, output: Output) -> None:
-    """Predict up to which hit rate a cached prefix loads behind computing, from memory and SSDs, and what it costs.
+    """Predict up to which hit rate loading a cached prefix is hidden behind computing, and its cost.
 
-    A layer's KV is loaded while the layer before computes what is not cached (Llama 3.1 8B on an H100). Tutti's
-    equation 10 gives the crossover, equation 9 the cost. A model, not a measurement: docs/simulation.md says what is
-    fitted.
+    A layer's KV is loaded while the previous layer computes the uncached tokens (Llama 3.1 8B on an H100). Tutti's
+    equation 10 gives the crossover, equation 9 the cost. A model, not a measurement: docs/simulation.md names the fits.
 
     \b
     The columns:
       crossover  the hit rate above which the GPU waits; paper: Tutti's figure 13
-      bubble_ms  for which it waits at --hit-rate, all layers together; ttft_ms with it
+      bubble_ms  waiting time at --hit-rate, all layers together; ttft_ms includes it
       dollars    for a million tokens of prompts at --hit-rate
 
     \b
-    Do two SSDs of 7 GB/s do?   shadowserve simulate ssd --ssd-gb-per-s 14
-    Shorter prompts:            shadowserve simulate ssd --context-tokens 16384
+    Two SSDs of 7 GB/s:   shadowserve simulate ssd --ssd-gb-per-s 14
+    Shorter prompts:      shadowserve simulate ssd --context-tokens 16384
     """
     machine = dataclasses.replace(Machine(), context_tokens=context_tokens, tutti_gb_per_s=ssd_gb_per_s)
     report_of(machine, hit_rate).finish(output)
 
 
 def assumption_rows(machine: Machine) -> list[dict[str, Any]]:
-    """Return what went in, and what was fitted."""
+    """Return the inputs and the fitted numbers."""
     return [
         {"name": name, "value": getattr(kind, name), "fitted": kind is FITTED, **its}
         for kind in (machine, FITTED)

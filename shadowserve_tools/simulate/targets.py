@@ -1,9 +1,9 @@
-"""What the paper found, beside what the model says of it: each target, and whether it was fitted or predicted.
+"""The paper's results next to the model's: each target, and if it was fitted or predicted.
 
-What is ``fitted`` had its value put in, or a choice made by it, so that it only shows that the fit was solved. What is
-``predicted`` had not: no number of ``Given`` is this one, nor fitted to it. What the model merely takes (figure 13a's
-stages) is an input and no target. One error is allowed for all; and whoever calls a loss what the paper calls a gain,
-or the other way round, is wrong however near 1 both are.
+For a ``fitted`` target, an input or a choice of the model was set so that the target is met; it shows only that the
+fit was solved. For a ``predicted`` one, no input was. Plain inputs (figure 13a's stages) are not targets. The same
+error is allowed for all. A model that predicts a loss where the paper has a gain, or the reverse, is wrong however
+close to 1 both are.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from shadowserve_tools.simulate.model import Design, Model, Setting
-
-__all__ = ["TARGETS", "TOLERANCE", "Target"]
 
 Kind = Literal["fitted", "predicted"]
 TOLERANCE: Final = 0.05
@@ -24,13 +22,13 @@ class Target:
     """One published figure.
 
     Attributes:
-        name: what it is, with its unit.
-        paper: its value.
-        kind: whether the value was put in.
-        source: in the paper.
-        model: gives the model's value.
-        gain: a ratio, above 1 for a gain and below for a loss.
-        known_miss: it is known to be missed; docs/simulation.md says what the model lacks.
+        name: Meaning, with its unit.
+        paper: Published value.
+        kind: States if the value was an input.
+        source: Place in the paper.
+        model: Returns the model's value.
+        gain: A ratio, above 1 for a gain and below for a loss.
+        known_miss: True if the model is known to miss it; docs/simulation.md has the reason.
     """
 
     name: str

@@ -12,8 +12,6 @@ import numpy as np
 from shadowserve.pool.prefetch_policy import Hop
 from shadowserve_tools.simulate.assumptions import given
 
-__all__ = ["MODELS", "TABLE_4", "WORKLOADS", "Assumed", "Shape"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Assumed:

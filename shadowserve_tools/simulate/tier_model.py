@@ -18,25 +18,24 @@ from shadowserve.pool.entries import MEMORY_ONLY
 from shadowserve.pool.next_use import NextUse
 from shadowserve_tools.simulate.tier_assumptions import Assumed, Shape
 
-__all__ = ["FOREVER_S", "POLICIES", "Policy", "Predicted", "Request", "Session", "Tier", "Trace", "trace"]
-
 FOREVER_S: Final = 0xFFFF_FFFF
 _ORACLE_SEES: Final = 200
-"""Requests that the oracle is told of before they come: as many as it has time to prepare for."""
+"""Requests that the oracle knows before they come: as many as it has time to prepare for."""
 _REQUESTS_A_SESSION: Final = 4
 """At least, so that tiers find their order."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What one of the paper's six does.
+    """Behaviour of one of the paper's six policies.
 
     Attributes:
-        eviction: the order in which what nobody is known to wait for goes.
-        copies_below: what goes has a copy below. Else, in a single tier that swaps, it is written out first.
-        static: each block has its tier for good.
-        predicts: moves up ahead what was used most of late.
-        foresees: how many requests it is told of before they come; None where it is told of none that wait, either.
+        eviction: Order in which KV without a known waiting request is evicted.
+        copies_below: True if evicted KV has a copy below. Otherwise a single tier swaps, and writes it out first.
+        static: True if each block stays in its tier.
+        predicts: True if it prefetches what was used most recently.
+        foresees: Number of requests that it knows before they come; None if it does not know waiting requests
+            either.
     """
 
     eviction: IndexPolicy = IndexPolicy.LRU
@@ -56,18 +55,18 @@ POLICIES: Final = {
 }
 
 
-# ---- What is asked -----------------------------------------------------------------------------------------------
+# ---- Workload ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Session:
-    """KV that is asked for again and again.
+    """KV that is used repeatedly.
 
     Attributes:
-        keys: of its blocks, in their order.
-        sizes: their bytes.
-        below: its bytes in each tier below the GPU's memory that are not on their way up, the nearest tier first.
-        known: numbers of its requests that the policy has been told of, and that have not begun.
+        keys: Keys of its blocks, in order.
+        sizes: Bytes of its blocks.
+        below: Its bytes in each tier below the GPU's memory that are not being moved up, the nearest tier first.
+        known: Numbers of its requests that the policy knows and that have not begun.
     """
 
     number: int
@@ -86,8 +85,8 @@ class Request:
     """One answer.
 
     Attributes:
-        lacks: blocks that it waits for, once its turn has come.
-        turn_s: when a place was free for it; None before.
+        lacks: Blocks that it waits for once it has its turn.
+        turn_s: Time of its turn; None before.
     """
 
     number: int
@@ -103,12 +102,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Trace:
-    """What every policy is asked: the same requests at the same times.
+    """Requests of all policies, the same at the same times.
 
     Attributes:
-        slots: requests that decode together at most.
-        running_bytes_max: of KV that they may have together.
-        mean_tokens: of an answer.
+        slots: Most requests that decode together.
+        running_bytes_max: Most KV bytes of these together.
+        mean_tokens: Mean tokens of an answer.
     """
 
     sessions: list[Session]
@@ -154,10 +153,10 @@ def trace(shape: Shape, workload: str, oversubscription: float, seed: int, given
 
 
 class Tier:
-    """What lies in one memory, and what goes for something else."""
+    """Contents of one memory, and its eviction."""
 
     def __init__(self, size: float, blocks: int, policy: IndexPolicy, gone: Callable[[bytes, int], None]) -> None:
-        """``gone`` hears of each key that is evicted, with its bytes."""
+        """``gone`` is called with each evicted key and its bytes."""
         self.index = Index(blocks + 1, policy, seed=1)
         self.next_use = NextUse(self.index, lambda tenant, slot: slot in self._pins)
         self.victim: Callable[[int | None], int] = lambda sake: self.next_use.victim(1, sake=sake)
@@ -190,13 +189,13 @@ class Tier:
         self.index.evict(slot)
 
     def pin(self, key: bytes) -> None:
-        """Keep a block that is there, once more."""
+        """Pin a present block once more."""
         slot = self.slot(key)
         self._pins[slot] = self._pins.get(slot, 0) + 1
         self.index.pin(slot, FOREVER_S)
 
     def unpin(self, key: bytes) -> bool:
-        """Undo pin(), which counts as a use; return whether nobody needs the block any more."""
+        """Undo pin(), which counts as a use; return True if the block has no pin left."""
         slot = self.slot(key)
         self._pins[slot] -= 1
         if self._pins[slot]:
@@ -207,24 +206,24 @@ class Tier:
         return True
 
     def is_free(self, key: bytes) -> int:
-        """Return the slot of a block that is there and may go; else 0."""
+        """Return the slot of a present block that may be evicted; otherwise 0."""
         slot = self.slot(key)
         return 0 if slot in self._pins else slot
 
 
 class Predicted:
-    """Sessions by a decayed sum of their uses: what goes, and what is moved up ahead, without knowing who comes.
+    """Sessions by a decayed sum of their uses, for evicting and prefetching without knowledge of requests.
 
-    All sums decay alike, so that their order changes with uses alone: instead of decaying them, later uses count more.
+    All sums decay alike, so that their order changes by uses alone: instead of decaying them, later uses count more.
     """
 
     def __init__(self, sessions: list[Session], tier: Tier) -> None:
         self._sessions = sessions
         self._tier = tier
         self._uses = 0
-        self._sums = [-math.inf] * len(sessions)  # their logarithms
+        self._sums = [-math.inf] * len(sessions)  # logarithms of the sums
         self._ranked = [(-math.inf, number) for number in range(len(sessions))]
-        self._nothing_before = 0  # of these, the sessions that have nothing to give
+        self._nothing_before = 0  # number of sessions that have no KV to evict
 
     def use(self, session: Session) -> None:
         self._uses += 1
@@ -246,7 +245,7 @@ class Predicted:
             if sake is not None and used >= self._sums[sake]:
                 return 0
             session = self._sessions[number]
-            if sum(session.below) < session.size:  # something of it is here, or on its way
+            if sum(session.below) < session.size:  # a part of it is in this tier, or in transit
                 for key in reversed(session.keys):
                     if slot := self._tier.is_free(key):
                         return slot
@@ -254,7 +253,7 @@ class Predicted:
         return 0
 
     def best(self) -> Session | None:
-        """Return the session used most of which something lies below, if it is among the half used more."""
+        """Return the most used session with KV below, if it is in the more used half."""
         for used, number in self._ranked[: len(self._ranked) // 2 : -1]:
             if used > -math.inf and self._sessions[number].below[0] > 0:
                 return self._sessions[number]

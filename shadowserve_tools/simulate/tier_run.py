@@ -1,8 +1,8 @@
-"""One policy over one trace: the clock goes from event to event: a request comes, one ends, a block has moved.
+"""Simulation of one policy over one trace, event by event: a request arrives, a request ends, a block was moved.
 
-Requests that decode take an iteration a token, all together. What is prefetched is decided by the product's own
-``PrefetchPolicy``, where static blocks lie by its ``Interleaver``; the oracle is ``NextUse`` and ``PrefetchPolicy``,
-told of requests before they come.
+All requests in decoding take one iteration per token, together. The product's own ``PrefetchPolicy`` decides what is
+prefetched, and its ``Interleaver`` where static blocks lie. The oracle is ``NextUse`` with a ``PrefetchPolicy`` that
+knows requests before they arrive.
 """
 
 import dataclasses
@@ -10,32 +10,30 @@ import heapq
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Final, NamedTuple
 
 from shadowserve.native import IndexPolicy
-from shadowserve.pool.interleaver import Interleaver
-from shadowserve.pool.prefetch_policy import PrefetchPolicy, Waiting
+from shadowserve.pool.placement import Interleaver
+from shadowserve.pool.prefetch_policy import Hop, PrefetchPolicy, Waiting
 from shadowserve_tools.simulate.tier_assumptions import Assumed
 from shadowserve_tools.simulate.tier_model import FOREVER_S, Policy, Predicted, Request, Session, Tier, Trace
 
-__all__ = ["Outcome", "Rules", "outcome"]
-
 _WARM_UP_SHARE: Final = 0.2
-"""Of the requests, not counted: the tiers find their order."""
+"""Share of the requests that is not counted, while the tiers fill."""
 _PLANNED_BYTES: Final = 8e9
-"""What is planned at a time: the next event plans again."""
+"""Bytes that are planned at a time: the next event plans again."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What may be asked of the policies that are told who waits.
+    """Options of the policies that know the waiting requests.
 
     Attributes:
-        lookahead: requests ahead that are prefetched; the paper's K.
-        late_stalls: whether a block that is late stops all that decode, as a page fault; else its request alone waits.
+        lookahead: Requests ahead that are prefetched; the paper's K.
+        late_stalls: True if a late block stops all decoding, like a page fault; otherwise only its request waits.
     """
 
     lookahead: int = 1
@@ -43,14 +41,14 @@ class Rules:
 
 
 class Outcome(NamedTuple):
-    """What became of the requests that were counted.
+    """Results of the counted requests.
 
     Attributes:
-        tpot_mean_ms: of tokens.
-        tpot_p95_ms: of requests.
-        hit_rate: bytes that were in the GPU's memory as their request's turn came, of all.
-        wasted_bytes: moved up ahead and never used.
-        wait_ms: mean, from coming to the first iteration.
+        tpot_mean_ms: Mean over tokens.
+        tpot_p95_ms: 95th percentile over requests.
+        hit_rate: Bytes in the GPU's memory at their request's turn, of all.
+        wasted_bytes: Bytes that were prefetched and never used.
+        wait_ms: Mean from arrival to the first iteration.
     """
 
     tpot_mean_ms: float
@@ -66,12 +64,12 @@ class _Job(NamedTuple):
 
     key: bytes
     size: int
-    request: Request | None  # that it is loaded for; None: ahead
+    request: Request | None  # the waiting request; None for a prefetch
 
 
-def outcome(asked: Trace, policy: Policy, step_ms: float, given: Assumed, rules: Rules) -> Outcome:
-    """Return what a policy makes of a trace, whose iterations take ``step_ms`` where nothing moves."""
-    run = _Run(asked, policy, step_ms / 1e3, given, rules)
+def outcome(trace: Trace, policy: Policy, step_ms: float, given: Assumed, rules: Rules) -> Outcome:
+    """Return the results of a policy for a trace, whose iterations take ``step_ms`` without transfers."""
+    run = _Run(trace, policy, step_ms / 1e3, given, rules)
     run.go()
     counted = run.requests[int(_WARM_UP_SHARE * len(run.requests)) :]
     tpots_ms = [1e3 * (each.ended_s - each.begun_s) / each.tokens for each in counted]
@@ -86,48 +84,79 @@ def outcome(asked: Trace, policy: Policy, step_ms: float, given: Assumed, rules:
     )
 
 
+class _Links:
+    """The two links between the tiers, each of which moves one block after the other.
+
+    Attributes:
+        hops: Speed of each link.
+        jobs: Queue of each link; its first job is in transit.
+        ends: Time at which the job in transit ends.
+        moving: Keys of all queued blocks.
+    """
+
+    def __init__(self, hops: Sequence[Hop]) -> None:
+        self.hops = hops
+        self.jobs: tuple[deque[_Job], deque[_Job]] = (deque(), deque())
+        self.ends = [math.inf, math.inf]
+        self.moving: set[bytes] = set()
+
+    def add(self, hop: int, job: _Job, now: float) -> None:
+        """Queue a job, before the prefetches if a request waits for it."""
+        link = self.jobs[hop]
+        waited_for = sum(1 for each in link if each.request is not None)
+        link.insert(max(waited_for, min(1, len(link))) if job.request is not None else len(link), job)
+        if len(link) == 1:
+            self.ends[hop] = now + self.hops[hop].seconds(job.size)
+        self.moving.add(job.key)
+
+    def pop(self, hop: int, now: float) -> _Job:
+        """Remove the job in transit, which has ended, and begin the next one."""
+        link = self.jobs[hop]
+        job = link.popleft()
+        self.ends[hop] = now + self.hops[hop].seconds(link[0].size) if link else math.inf
+        self.moving.discard(job.key)
+        return job
+
+
 class _Run:
     """The state of a run."""
 
-    def __init__(self, asked: Trace, policy: Policy, step_s: float, given: Assumed, rules: Rules) -> None:
-        self.asked, self.policy, self.step_s, self.given = asked, policy, step_s, given
+    def __init__(self, trace: Trace, policy: Policy, step_s: float, given: Assumed, rules: Rules) -> None:
+        self.trace, self.policy, self.step_s, self.given = trace, policy, step_s, given
         self.stalls = policy.foresees is None or rules.late_stalls
-        self.sessions = [dataclasses.replace(each, below=[0.0, 0.0], known=deque()) for each in asked.sessions]
+        self.sessions = [dataclasses.replace(each, below=[0.0, 0.0], known=deque()) for each in trace.sessions]
         self.requests = [
             dataclasses.replace(each, session=self.sessions[each.session.number], lacks=set())
-            for each in asked.requests
+            for each in trace.requests
         ]
         self.session_of = {key: each for each in self.sessions for key in each.keys}
-        self.hops = given.hops()
+        self.links = _Links(given.hops())
         self.hbm = Tier(given.hbm_gb * 1e9, len(self.session_of), policy.eviction, self._left_hbm)
         self.memory = Tier(given.memory_gb * 1e9, len(self.session_of), IndexPolicy.LRU, self._left_memory)
-        # The oracle begins as early as is sure to suffice, not sooner: what decodes may be what should go instead.
-        ahead_s = self.hops[0].seconds(asked.running_bytes_max)
+        # The oracle starts as early as is certain to suffice. Earlier it might evict KV that is being decoded with.
+        ahead_s = self.links.hops[0].seconds(trace.running_bytes_max)
         self.prefetch = PrefetchPolicy(None, ahead_s) if policy.foresees else PrefetchPolicy(rules.lookahead)
         self.predicted = Predicted(self.sessions, self.hbm) if policy.predicts else None
         if self.predicted is not None:
             self.hbm.victim = self.predicted.victim
         self.now = self.steps = self.running_bytes = 0.0
-        self.come = self.told = 0
+        self.arrived = self.announced = 0
         self.queue: deque[Request] = deque()
-        self.running: list[tuple[float, int]] = []  # the iteration that it ends with, and its number
-        self.links: tuple[deque[_Job], deque[_Job]] = (deque(), deque())  # the first of each is on its way
-        self.ends = [math.inf, math.inf]
-        self.moving: set[bytes] = set()
-        self.ahead: dict[bytes, int] = {}  # blocks moved up ahead that nobody has used
+        self.running: list[tuple[float, int]] = []  # last iteration and number of each running request
+        self.ahead: dict[bytes, int] = {}  # prefetched blocks without a use
         self.wasted_bytes = 0
-        self.passing: set[bytes] = set()  # static: blocks whose place is below
+        self.passing: set[bytes] = set()  # static: blocks whose tier is below
         self.filled: tuple[Tier, ...] = ()  # tiers that cannot hold everything
         self._fill()
 
-    # ---- What lies where
+    # ---- Placement
 
     def _fill(self) -> None:
-        """Begin with full tiers; who is on top is chance."""
+        """Fill the tiers; which blocks are in the HBM is arbitrary."""
         total, size = sum(each.size for each in self.sessions), self.given.hbm_gb * 1e9
         self.filled = (self.hbm, self.memory) if total > self.given.memory_gb * 1e9 else (self.hbm,)
         if self.policy.static and total > size:
-            share = max(0.0, size - self.asked.running_bytes_max) / total
+            share = max(0.0, size - self.trace.running_bytes_max) / total
             homes = Interleaver([share, 1 - share])
             for session in self.sessions:
                 before = b""
@@ -157,7 +186,7 @@ class _Run:
         self.session_of[key].below[0 if self.memory.slot(key) else 1] += size
 
     def _left_memory(self, key: bytes, size: int) -> None:
-        if not self.hbm.slot(key) and key not in self.moving:
+        if not self.hbm.slot(key) and key not in self.links.moving:
             below = self.session_of[key].below
             below[0] -= size
             below[1] += size
@@ -165,50 +194,50 @@ class _Run:
     # ---- Time
 
     def go(self) -> None:
-        """Go on until every request has ended."""
+        """Run until every request has ended."""
         ended = 0
         while ended < len(self.requests):
-            comes = self.requests[self.come].comes_s if self.come < len(self.requests) else math.inf
-            slowed = self.hops[0].bytes_per_s / (self.given.hbm_gb_per_s * 1e9) if self.links[0] else 0.0
+            comes = self.requests[self.arrived].comes_s if self.arrived < len(self.requests) else math.inf
+            slowed = self.links.hops[0].bytes_per_s / (self.given.hbm_gb_per_s * 1e9) if self.links.jobs[0] else 0.0
             step_s = self.step_s * (1 + slowed)
             ends = self.now + (self.running[0][0] - self.steps) * step_s if self.running else math.inf
-            then = max(self.now, min(comes, ends, *self.ends))
+            then = max(self.now, min(comes, ends, *self.links.ends))
             self.steps += (then - self.now) / step_s
             self.now = then
             if ends <= then:
                 self._end(self.requests[heapq.heappop(self.running)[1]])
                 ended += 1
             elif comes <= then:
-                self.queue.append(self.requests[self.come])
-                self.come += 1
+                self.queue.append(self.requests[self.arrived])
+                self.arrived += 1
             else:
-                self._land(self.ends.index(min(self.ends)))
-            self._tell()
+                self._land(self.links.ends.index(min(self.links.ends)))
+            self._announce()
             self._schedule()
             self._prefetch()
 
     def _stall(self, seconds: float) -> None:
-        """Let time pass in which nothing decodes."""
+        """Advance the time without decoding."""
         self.now += seconds
 
     # ---- Requests
 
-    def _tell(self) -> None:
-        """Tell the policy of requests as early as it hears of them."""
+    def _announce(self) -> None:
+        """Announce requests to the policy as early as it may know them."""
         if self.policy.foresees is None:
             return
-        while self.told < min(self.come + self.policy.foresees, len(self.requests)):
-            request = self.requests[self.told]
+        while self.announced < min(self.arrived + self.policy.foresees, len(self.requests)):
+            request = self.requests[self.announced]
             request.session.known.append(request.number)
             self._publish(request.number, request.session)
-            self.told += 1
+            self.announced += 1
 
     def _publish(self, number: int, session: Session) -> None:
         for tier in self.filled:
             tier.next_use.publish(number, 0, session.keys, FOREVER_S)
 
     def _schedule(self) -> None:
-        """Begin with those that are next, in their order, as far as they may run and have what they need."""
+        """Start the next requests, in order, while slots and memory allow it and their blocks are in the HBM."""
         while self.queue:
             head = self.queue[0]
             if head.turn_s is None:
@@ -225,8 +254,8 @@ class _Run:
                 self.predicted.use(head.session)
 
     def _has_place(self, session: Session) -> bool:
-        fits = self.running_bytes + session.size <= self.asked.running_bytes_max
-        return len(self.running) < self.asked.slots and (fits or not self.running)
+        fits = self.running_bytes + session.size <= self.trace.running_bytes_max
+        return len(self.running) < self.trace.slots and (fits or not self.running)
 
     def _take_turn(self, request: Request) -> None:
         request.turn_s = self.now
@@ -263,56 +292,45 @@ class _Run:
     # ---- Moving
 
     def _fault(self, request: Request) -> None:
-        """Move what is missing while nothing decodes."""
+        """Move the missing blocks while decoding stalls."""
         session = request.session
-        while self.links[0] and self.moving & request.lacks:  # what is on its way already arrives first
-            self._stall(max(0.0, self.ends[0] - self.now))
+        while self.links.jobs[0] and self.links.moving & request.lacks:  # transfers that have begun arrive first
+            self._stall(max(0.0, self.links.ends[0] - self.now))
             self._land(0)
         seconds = 0.0
         for key, size in zip(session.keys, session.sizes, strict=True):
             if key not in request.lacks:
                 continue
-            hops = self.hops[:1] if self.memory.slot(key) else self.hops
+            hops = self.links.hops[:1] if self.memory.slot(key) else self.links.hops
             seconds += sum(hop.seconds(size) for hop in hops) + (
                 0 if self.policy.copies_below else hops[0].seconds(size)
             )
             session.below[len(hops) - 1] -= size
-            assert self.hbm.reserve(size), "half of the memory holds what decodes, and a block finds no room"
+            assert self.hbm.reserve(size), "no space for a block, although decoding uses half of the memory"
             self.hbm.put(key, size)
             self.hbm.pin(key)
         request.lacks.clear()
         self._stall(seconds)
 
     def _load(self, request: Request) -> None:
-        """Move what is missing as soon as may be, while the others decode."""
+        """Queue moves of the missing blocks, while other requests decode."""
         session = request.session
         for key, size in zip(session.keys, session.sizes, strict=True):
-            if key in request.lacks and key not in self.moving:
+            if key in request.lacks and key not in self.links.moving:
                 self._issue(_Job(key, size, request), None)
 
     def _issue(self, job: _Job, sake: int | None) -> bool:
-        """Put a block on its next hop, before others if a request waits for it; return whether there is room for it."""
+        """Queue a block's next hop, first if a request waits for it; return False if there is no space for it."""
         hop = 0 if self.memory.slot(job.key) else 1
         if not (self.hbm, self.memory)[hop].reserve(job.size, sake):
-            assert job.request is None, "half of the memory holds what decodes, and a block finds no room"
+            assert job.request is None, "no space for a block, although decoding uses half of the memory"
             return False
         self.session_of[job.key].below[hop] -= job.size
-        self.moving.add(job.key)
-        self._put_on(hop, job)
+        self.links.add(hop, job, self.now)
         return True
 
-    def _put_on(self, hop: int, job: _Job) -> None:
-        link = self.links[hop]
-        waited_for = sum(1 for each in link if each.request is not None)
-        link.insert(max(waited_for, min(1, len(link))) if job.request is not None else len(link), job)
-        if len(link) == 1:
-            self.ends[hop] = self.now + self.hops[hop].seconds(job.size)
-
     def _land(self, hop: int) -> None:
-        link = self.links[hop]
-        job = link.popleft()
-        self.ends[hop] = self.now + self.hops[hop].seconds(link[0].size) if link else math.inf
-        self.moving.discard(job.key)
+        job = self.links.pop(hop, self.now)
         session = self.session_of[job.key]
         (self.hbm, self.memory)[hop].put(job.key, job.size)
         head = self.queue[0] if self.queue else None
@@ -330,20 +348,20 @@ class _Run:
             self._publish(session.known[0], session)
 
     def _prefetch(self) -> None:
-        """Move up ahead what the policy says, where a link is free."""
+        """Prefetch what the policy selects while a link is free."""
         if self.predicted is not None:
             self._prefetch_predicted(self.predicted)
-        elif self.policy.foresees is not None and not all(self.links):
-            promised = [float(sum(job.size for job in link)) for link in self.links]
-            for move in self.prefetch.plan(self._waiting(), self.hops, promised):
+        elif self.policy.foresees is not None and not all(self.links.jobs):
+            promised = [float(sum(job.size for job in link)) for link in self.links.jobs]
+            for move in self.prefetch.plan(self._waiting(), self.links.hops, promised):
                 assert isinstance(move.request, int)
                 if not self._begin(self.requests[move.request], move.hop, move.size):
-                    return  # what runs later would only be driven out again
+                    return  # KV of later requests would only be evicted again
 
     def _waiting(self) -> Iterator[Waiting]:
-        gap_s = self.step_s * self.asked.mean_tokens / max(1, len(self.running))
+        gap_s = self.step_s * self.trace.mean_tokens / max(1, len(self.running))
         first = 1 if self.queue and self.queue[0].turn_s is not None else 0
-        later = (self.requests[number] for number in range(self.come, self.told))
+        later = (self.requests[number] for number in range(self.arrived, self.announced))
         planned = 0.0
         for place, request in enumerate(chain(islice(self.queue, first, None), later), start=1):
             below = request.session.below
@@ -353,11 +371,11 @@ class _Run:
                 return
 
     def _begin(self, request: Request, hop: int, size: float) -> bool:
-        """Issue a request's first blocks in a tier, at most so many bytes; return whether there was room for them."""
+        """Issue a request's first blocks in a tier, up to a number of bytes; return False if there was no space."""
         session = request.session
         for key, length in zip(session.keys, session.sizes, strict=True):
             lies_there = (hop == 0) == bool(self.memory.slot(key))
-            if key in self.moving or self.hbm.slot(key) or not lies_there:
+            if key in self.links.moving or self.hbm.slot(key) or not lies_there:
                 continue
             size -= length
             if size < 0:
@@ -367,7 +385,7 @@ class _Run:
         return True
 
     def _prefetch_predicted(self, predicted: Predicted) -> None:
-        session = None if self.links[0] else predicted.best()
+        session = None if self.links.jobs[0] else predicted.best()
         if session is None:
             return
         for key, size in zip(session.keys, session.sizes, strict=True):

@@ -5,13 +5,12 @@ from typing import Any, Final
 
 import click
 
-from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
+from shadowserve_tools.charts import Chart
+from shadowserve_tools.report import Output, Report, output_options, tracked
 from shadowserve_tools.simulate.assumptions import described
 from shadowserve_tools.simulate.tier_assumptions import MODELS, TABLE_4, WORKLOADS, Assumed
 from shadowserve_tools.simulate.tier_model import POLICIES, trace
 from shadowserve_tools.simulate.tier_run import Outcome, Rules, outcome
-
-__all__ = ["outcomes", "tiers"]
 
 REQUESTS_MIN: Final = 3_000
 """Of a seed."""
@@ -25,28 +24,34 @@ _DRAWN: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0)
 
 @click.command()
 @click.option(
-    "--model", default="7b", show_default=True, type=click.Choice(list(MODELS)), help="A Llama's KV and speed."
+    "--model",
+    default="7b",
+    show_default=True,
+    type=click.Choice(list(MODELS)),
+    help="Llama whose KV size and speed apply.",
 )
 @click.option(
     "--workload", default="mixed", show_default=True, type=click.Choice(list(WORKLOADS)),
-    help="Tokens of contexts: 512; 128-512; 512-2048; 2048-8192; a quarter of each.",
+    help="Context lengths: 512; 128-512; 512-2048; 2048-8192 tokens; a quarter of each.",
 )  # fmt: skip
 @click.option(
     "--oversubscription", default=3.0, show_default=True, type=click.FloatRange(1, 20),
-    help="KV of all sessions over the GPU's memory.",
+    help="KV of all sessions, relative to the GPU's memory.",
 )  # fmt: skip
-@click.option("--seeds", default=3, show_default=True, type=click.IntRange(1, 100), help="Runs whose mean is told.")
+@click.option(
+    "--seeds", default=3, show_default=True, type=click.IntRange(1, 100), help="Number of runs; the mean counts."
+)
 @click.option(
     "--lookahead", default=1, show_default=True, type=click.IntRange(1, 1000),
-    help="Requests ahead that prefetch moves up, the paper's K.",
+    help="Requests ahead that are prefetched, the paper's K.",
 )  # fmt: skip
 @click.option(
     "--late", default="waits", show_default=True, type=click.Choice(["waits", "stalls"]),
-    help="What a block does that prefetch or oracle bring too late: its request waits, or all that decode stand still.",
+    help="Effect of a block that prefetch or oracle load too late: its request waits, or all decoding stalls.",
 )  # fmt: skip
 @click.option(
     "--memory-gb", default=512.0, show_default=True, type=click.FloatRange(1, 1e5),
-    help="Host memory; KV beyond it lies on the SSD.",
+    help="Host memory; the rest of the KV is on the SSD.",
 )  # fmt: skip
 @output_options
 def tiers(
@@ -55,28 +60,28 @@ def tiers(
 ) -> None:  # fmt: skip
     """Predict decoding where sessions have more KV than the GPU's memory holds, under TierKV's six policies.
 
-    Sessions keep their KV; a request needs its session's in the GPU's memory. What goes for it, and what is moved up
-    before, is decided by the product's own objects. A model, not a measurement: every assumption is in
-    docs/simulation.md, with what was fitted and where the paper's figures are missed.
+    Sessions keep their KV; a request needs its session's KV in the GPU's memory. The product's own objects decide what
+    is evicted for it and what is prefetched. A model, not a measurement: docs/simulation.md has every assumption, the
+    fits, and the figures of the paper that the model misses.
 
     \b
     The policies:
-      lru, frequency      one tier that swaps: what goes is written out while all wait, then what is missing is read
-      attention_prefetch  moves up what was used most of late, without knowing who comes; copies lie below
-      static              each block has its tier for good, by the tiers' sizes
-      prefetch            evicts what runs last, moves up what the queue needs (equation 1); who lacks KV waits alone
-      oracle              the same, told of requests before they come
+      lru, frequency      one tier that swaps: evicted KV is written out while all wait, then missing KV is read
+      attention_prefetch  prefetches what was used most recently, without knowing requests; copies are below
+      static              each block stays in its tier, by the tiers' sizes
+      prefetch            evicts what runs last, prefetches for the queue (equation 1); requests that lack KV wait alone
+      oracle              the same, with knowledge of requests before they come
 
     \b
     The columns:
-      tpot_ms      mean time a token while decoding, p95_ms of requests; paper_ms: table 4, where it has the figure
-      hit_rate     bytes that were in the GPU's memory as their request's turn came
-      wait_ms      from a request's coming to its first token: what prefetch makes of stalls
-      wasted_GB    moved up ahead and never used
+      tpot_ms      mean time per token while decoding, p95_ms of requests; paper_ms: table 4, where it has the figure
+      hit_rate     bytes in the GPU's memory at their request's turn
+      wait_ms      from a request's arrival to its first token: prefetching turns stalls into waiting
+      wasted_GB    prefetched and never used
 
     \b
-    Is it flat?                     shadowserve simulate tiers --oversubscription 5
-    If late blocks stop everybody:  shadowserve simulate tiers --late stalls --lookahead 4
+    More oversubscription:          shadowserve simulate tiers --oversubscription 5
+    Late blocks stop all:           shadowserve simulate tiers --late stalls --lookahead 4
     Two hops, from the SSD:         shadowserve simulate tiers --memory-gb 100
     Over oversubscription, drawn:   shadowserve simulate tiers --plot tiers.svg
     """
@@ -107,13 +112,13 @@ def tiers(
 def outcomes(
     model: str, workload: str, oversubscription: float, seeds: int, given: Assumed, rules: Rules
 ) -> dict[str, Outcome]:
-    """Return what each policy makes of the same requests, the mean over seeds."""
+    """Return the results of each policy for the same requests, as means over seeds."""
     shape = MODELS[model]
     of: dict[str, list[Outcome]] = {name: [] for name in POLICIES}
     for seed in tracked(range(seeds), "simulating"):
-        asked = trace(shape, workload, oversubscription, seed, given, REQUESTS_MIN)
+        workload_trace = trace(shape, workload, oversubscription, seed, given, REQUESTS_MIN)
         for name, policy in POLICIES.items():
-            of[name].append(outcome(asked, policy, shape.step_ms, given, rules))
+            of[name].append(outcome(workload_trace, policy, shape.step_ms, given, rules))
     return {name: Outcome(*map(statistics.fmean, zip(*its, strict=True))) for name, its in of.items()}
 
 

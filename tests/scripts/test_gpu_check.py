@@ -27,12 +27,12 @@ def run(script: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=NEVER_S, check=False, cwd=script.parent)
 
 
-def test_without_wheels_it_names_the_command_that_gets_them(script: Path) -> None:
+def test_missing_wheels_exit_with_2_and_the_command_that_gets_them(script: Path) -> None:
     done = run(script)
     assert done.returncode == 2 and "scripts/gpu-check --prepare" in done.stdout
 
 
-def test_each_failed_step_is_in_the_file_and_stops_no_other(script: Path) -> None:
+def test_a_failed_step_is_recorded_and_the_others_run(script: Path) -> None:
     done = run(script, "--rehearse", "--output", "found.json")
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads((script.parent / "found.json").read_text())

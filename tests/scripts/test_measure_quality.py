@@ -45,7 +45,7 @@ def random_cache(tokens: int) -> measure_quality.KVCache:
     return [tuple(torch.randn(1, 2, tokens, 32, generator=generator) for _ in range(2)) for _ in range(3)]  # type: ignore[misc]
 
 
-def test_the_lossless_record_changes_nothing(outcomes: Outcomes) -> None:
+def test_lossless_records_change_nothing(outcomes: Outcomes) -> None:
     baseline, rows = outcomes
     lossless = rows["float32", "lossless"]
     assert lossless.bits_per_byte == baseline
@@ -64,18 +64,18 @@ def test_more_bins_cost_less_quality_and_more_bits(outcomes: Outcomes) -> None:
     assert binned[0].agreement < binned[-1].agreement
 
 
-def test_finer_keys_than_values_keep_more_in_as_many_bits(outcomes: Outcomes) -> None:
+def test_more_bins_for_keys_than_values_lower_the_divergence_at_equal_size(outcomes: Outcomes) -> None:
     same, apart = outcomes[1]["bfloat16", "binned 32"], outcomes[1]["bfloat16", "binned 64/16"]
     assert apart.bits_per_element["deflate"] < 1.02 * same.bits_per_element["deflate"]
     assert apart.divergence < 0.8 * same.divergence
 
 
-def test_tokens_that_share_a_scale_save_what_scales_take(outcomes: Outcomes) -> None:
+def test_shared_scales_save_their_bytes(outcomes: Outcomes) -> None:
     alone, shared = (outcomes[1]["bfloat16", f"binned 64/16{rest}"] for rest in ("", ", 16 tokens a scale"))
     assert shared.bits_per_element["deflate"] < alone.bits_per_element["deflate"] - 0.9 * 32 / 128
 
 
-def test_the_entropy_of_columns_is_what_they_were_made_with() -> None:
+def test_column_entropy_is_that_of_the_distributions() -> None:
     rng = np.random.default_rng(1)
     wide = rng.integers(-8, 8, (256, 64))
     narrow = rng.integers(-1, 1, (256, 64))
@@ -83,7 +83,7 @@ def test_the_entropy_of_columns_is_what_they_were_made_with() -> None:
     assert 256 * 64 * (4 + 1) / 8 <= size + 60 <= 256 * 64 * 5 / 8 + 300  # counts are a sample: their entropy is less
 
 
-def test_the_plot_and_the_rows_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_main_writes_the_plot_and_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(measure_quality, "TREATMENTS", SOME[2:4] + SOME[6:8])
     files = {name: tmp_path / name for name in ("quality.json", "quality.svg")}
     arguments = ["--prefix", "512", "--scored", "64", "--windows", "1"]
@@ -95,7 +95,7 @@ def test_the_plot_and_the_rows_are_written(tmp_path: Path, monkeypatch: pytest.M
     assert "<svg" in files["quality.svg"].read_text() and "| bfloat16 | binned 64/16 |" in capsys.readouterr().out
 
 
-def test_a_cache_comes_back_from_lossless_records_bit_by_bit() -> None:
+def test_lossless_records_restore_the_cache_bit_by_bit() -> None:
     cache = random_cache(512)
     treatment = measure_quality.Treatment(quantizer=Quantizer.LOSSLESS, dtype=DType.FLOAT32)
     loaded, sizes = measure_quality.stored_and_loaded(cache, treatment, [Codec.NONE])
@@ -105,7 +105,7 @@ def test_a_cache_comes_back_from_lossless_records_bit_by_bit() -> None:
     assert sizes["none"] > 3 * 2 * 2 * 512 * 32 * 4
 
 
-def test_chunks_have_the_layout_of_records() -> None:
+def test_kv_bytes_have_the_layout_of_records() -> None:
     cache = random_cache(300)
     data = torch.frombuffer(bytearray(measure_quality.kv_bytes(cache, DType.FLOAT32, 256, 44)), dtype=torch.float32)
     data = data.view(3, 2, 44, 2, 32)
@@ -113,12 +113,12 @@ def test_chunks_have_the_layout_of_records() -> None:
     assert torch.equal(data[0, 0, 43, 1], cache[0][0][0, 1, 299])
 
 
-def test_windows_do_not_overlap_and_leave_out_what_is_too_short() -> None:
+def test_windows_do_not_overlap_and_skip_short_documents() -> None:
     documents = [b"abcdefghij", b"xy"]
     assert [bytes(window) for window in measure_quality.windows(documents, 4)] == [b"abcd", b"efgh"]
 
 
-def test_a_prefix_that_is_no_multiple_of_a_chunk_is_refused(
+def test_a_prefix_must_be_a_multiple_of_a_chunk(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["measure_quality.py", "--prefix", "300"])

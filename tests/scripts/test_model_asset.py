@@ -36,12 +36,12 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(MODEL)
 
 
-def test_the_asset_is_small_enough_to_keep() -> None:
+def test_the_asset_is_small() -> None:
     assert sum(path.stat().st_size for path in MODEL.iterdir()) <= 8_000_000
     assert HELD_OUT.stat().st_size <= 120_000
 
 
-def test_the_model_has_learned_something(transformers_model: Any, held_out: list[bytes]) -> None:
+def test_the_model_predicts_held_out_text(transformers_model: Any, held_out: list[bytes]) -> None:
     bits = []
     for document in held_out[:4]:
         cache = measure_quality.prefill(transformers_model, list(document[:512]))
@@ -49,9 +49,7 @@ def test_the_model_has_learned_something(transformers_model: Any, held_out: list
     assert sum(bits) / len(bits) < 2.6  # a uniform guess has 8, counting bytes 4.7
 
 
-def test_a_wrong_chunk_anywhere_in_the_prefix_changes_the_likeliest_bytes_after_it(
-    transformers_model: Any, held_out: list[bytes]
-) -> None:
+def test_a_wrong_chunk_in_the_prefix_changes_the_prediction(transformers_model: Any, held_out: list[bytes]) -> None:
     # Else equal outputs would prove nothing about the keys and values that were fetched.
     right, wrong = list(measure_quality.windows(held_out, 2048 + 161))[:2]
     cache, other = (measure_quality.prefill(transformers_model, tokens[:2048]) for tokens in (right, wrong))
@@ -65,7 +63,7 @@ def test_a_wrong_chunk_anywhere_in_the_prefix_changes_the_likeliest_bytes_after_
         assert not torch.equal(likeliest, changed), first
 
 
-def test_heads_and_sizes_suit_vllm_on_a_cpu_and_two_ranks(transformers_model: Any) -> None:
+def test_heads_fit_vllm_on_a_cpu_and_two_ranks(transformers_model: Any) -> None:
     config = transformers_model.config
     assert config.head_dim % 32 == 0
     assert config.num_key_value_heads % 2 == 0

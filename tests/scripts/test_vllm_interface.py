@@ -19,7 +19,7 @@ OURS = Ours()
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_all_that_is_used_is_there(version: str) -> None:
+def test_every_used_name_exists_in_each_release(version: str) -> None:
     missing = [
         f"{name}.{member}" if member else name
         for name, form in vllm_interface.recorded(version).items()
@@ -30,14 +30,14 @@ def test_all_that_is_used_is_there(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_what_is_recorded_is_all_that_is_used(version: str) -> None:
+def test_the_record_has_exactly_the_used_names(version: str) -> None:
     """Whoever imports more of vLLM, or derives from another class of its, records both releases anew."""
     assert set(vllm_interface.recorded(version)) == OURS.imports | OURS.heirs.keys() | OBJECTS.keys()
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", sorted(OURS.heirs))
-def test_a_class_of_ours_is_called_as_vllm_calls_its_base(name: str, version: str) -> None:
+def test_an_override_accepts_the_calls_of_its_base(name: str, version: str) -> None:
     members = vllm_interface.recorded(version)[name]
     for heir in OURS.heirs[name]:
         own = {part.name: part for part in heir.body if isinstance(part, ast.FunctionDef)}
@@ -49,7 +49,7 @@ def test_a_class_of_ours_is_called_as_vllm_calls_its_base(name: str, version: st
 
 
 def takes(own: ast.FunctionDef, form: str) -> bool:
-    """Whether a method of ours takes whatever the one that it stands for takes, by place and by name."""
+    """Return if our method accepts the arguments of the method that it implements, by position and by name."""
     asked = parameters(form)
     mine = own.args
     names = [each.arg for each in [*mine.posonlyargs, *mine.args]]
@@ -78,25 +78,25 @@ def parameters(form: str) -> ast.arguments:
         ("def f(self, a): ...", "classmethod (self, a, **more)", False),
     ],
 )
-def test_a_method_that_does_not_fit_is_told_from_one_that_does(own: str, base: str, fits: bool) -> None:
+def test_takes_tells_compatible_methods_from_others(own: str, base: str, fits: bool) -> None:
     (function,) = ast.parse(own).body
     assert isinstance(function, ast.FunctionDef)
     assert takes(function, base) is fits
 
 
 @pytest.mark.parametrize("name", sorted(OBJECTS))
-def test_what_is_said_to_be_read_of_an_object_is_read(name: str) -> None:
+def test_every_listed_attribute_of_an_object_is_used(name: str) -> None:
     sources = "".join(path.read_text() for path in (REPOSITORY / "host_control").rglob("*.py"))
     unread = [each for each in OBJECTS[name].split() if each not in sources]
     assert not unread
 
 
-def test_each_difference_is_named_with_what_is_done_about_it() -> None:
+def test_every_difference_has_a_note() -> None:
     assert vllm_interface.differences().keys() == NOTES.keys()
     assert vllm_interface.DOCUMENT.read_text() == vllm_interface.document(), "run scripts/vllm_interface.py --record"
 
 
-def test_the_installed_vllm_is_as_recorded() -> None:
+def test_the_installed_vllm_matches_its_record() -> None:
     run = subprocess.run([sys.executable, vllm_interface.__file__], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
 
@@ -110,7 +110,7 @@ def tree(folder: Path, **files: str) -> Sources:
     return Sources(folder)
 
 
-def test_names_are_found_behind_all_that_hands_them_on(tmp_path: Path) -> None:
+def test_names_are_found_through_reexports(tmp_path: Path) -> None:
     sources = tree(
         tmp_path,
         a="from .b import Thing as Other\n"
@@ -131,7 +131,7 @@ def test_names_are_found_behind_all_that_hands_them_on(tmp_path: Path) -> None:
     assert sources.find("vllm.a", "x") and not sources.find("vllm.a", "missing") and not sources.find("vllm.q", "x")
 
 
-def test_a_name_that_is_gone_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_name_is_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed: dict[str, Any] = vllm_interface.recorded(VERSIONS[1])
     changed["vllm.v1.request.Request"]["cache_salt"] = None
     (tmp_path / f"{VERSIONS[1]}.json").write_text(json.dumps(changed))
@@ -139,4 +139,4 @@ def test_a_name_that_is_gone_is_noticed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(vllm_interface, "RECORDED", tmp_path)
     assert vllm_interface.differences()["Request.cache_salt"] == ("attribute", None)
     with pytest.raises(AssertionError):
-        test_all_that_is_used_is_there(VERSIONS[1])
+        test_every_used_name_exists_in_each_release(VERSIONS[1])

@@ -47,7 +47,7 @@ def link() -> Iterator[Link]:
             pytest.skip(str(error))
 
 
-def test_chunks_differ_and_a_single_byte_matters(values_file: Path, memory: Memory) -> None:
+def test_chunks_differ_and_a_wrong_byte_is_found(values_file: Path, memory: Memory) -> None:
     values = Values(values_file)
     for index, row in enumerate(memory.rows):
         values.write(index, row)
@@ -61,7 +61,7 @@ def test_chunks_differ_and_a_single_byte_matters(values_file: Path, memory: Memo
 
 @pytest.mark.parametrize("connections", [1, 4])
 @pytest.mark.parametrize("pieces", [True, False])
-def test_redis_is_read_into_place(
+def test_redis_is_read_into_the_chunks_places(
     tmp_path: Path, values_file: Path, memory: Memory, connections: int, pieces: bool
 ) -> None:
     with filled_redis(tmp_path, Values(values_file), CHUNKS, tuned=True) as server:
@@ -74,14 +74,14 @@ def test_redis_is_read_into_place(
             memory.verify(CHUNKS)
 
 
-def test_a_value_that_is_not_there_is_an_error(tmp_path: Path, values_file: Path, memory: Memory) -> None:
+def test_a_missing_value_is_an_error(tmp_path: Path, values_file: Path, memory: Memory) -> None:
     with filled_redis(tmp_path, Values(values_file), 1, tuned=False) as server:
         with contextlib.closing(redis_reader(server.address, 1, memory, pieces=False)) as reader:
             with pytest.raises(ShadowServeError, match="the server answered"):
                 reader.fetch(2)
 
 
-def test_plain_sockets_serve_through_a_link_that_nobody_else_sees(
+def test_plain_sockets_serve_through_an_isolated_link(
     tmp_path: Path, values_file: Path, memory: Memory, link: Link
 ) -> None:
     with plain_sockets(tmp_path, values_file, CHUNKS, link) as server:
@@ -117,7 +117,7 @@ def test_a_limited_link_delivers_no_more_than_its_rate(link: Link) -> None:
         thread.join()
 
 
-def test_a_thread_is_back_where_it_was_after_a_namespace(link: Link) -> None:
+def test_a_thread_leaves_a_namespace_at_the_contexts_end(link: Link) -> None:
     before = os.readlink("/proc/thread-self/ns/net")
     with link.store_side():
         store = os.readlink("/proc/thread-self/ns/net")
@@ -132,7 +132,7 @@ def contender(memory: Memory, fetch: Callable[[int], None]) -> Contender:
     return Contender(name="x", kind="raw", fetch=fetch, clear=memory.clear, verify=memory.verify)
 
 
-def test_a_fetch_that_leaves_what_was_there_does_not_count(values_file: Path, memory: Memory) -> None:
+def test_a_fetch_that_delivers_nothing_is_an_error(values_file: Path, memory: Memory) -> None:
     values = Values(values_file)
 
     def fetch(count: int) -> None:
@@ -144,17 +144,12 @@ def test_a_fetch_that_leaves_what_was_there_does_not_count(values_file: Path, me
         contender(memory, lambda count: None).run(CHUNKS)
 
 
-def test_no_environment_has_no_peers() -> None:
-    assert installed.installed(Path("/nonexistent/python")) == {}
+@pytest.mark.parametrize("python", ["/nonexistent/python", sys.executable])
+def test_an_environment_without_peers_has_none(python: str) -> None:
+    assert installed.installed(Path(python)) == {}
 
 
-def test_an_environment_without_peers_says_so() -> None:
-    assert installed.installed(Path(sys.executable)) == {}
-
-
-def test_a_peer_that_does_not_run_has_its_reason(
-    tmp_path: Path, values_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_absent_peer_has_a_reason(tmp_path: Path, values_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "installed", lambda _: {"lmcache": "0"})
     bed = installed.Bed(Path(sys.executable), tmp_path, values_file, 1)
     with contextlib.ExitStack() as stack:

@@ -15,11 +15,11 @@ from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.oversubscription import limit
 from shadowserve_tools.bench.parts import engine
 from shadowserve_tools.bench.parts.engine import Watch, model_config, write_weights
-from shadowserve_tools.bench.parts.serving import Load, Model, Partition, Served, arrivals, p95
+from shadowserve_tools.bench.parts.serving import Partition, arrivals
 from shadowserve_tools.bench.parts.systems import Answers
 
 
-def test_arrivals_are_the_same_for_the_same_seed_and_come_at_the_rate() -> None:
+def test_arrivals_depend_on_their_seed_and_have_the_rate() -> None:
     assert arrivals(20, 5.0, 1) == arrivals(20, 5.0, 1) != arrivals(20, 5.0, 2)
     gaps = [
         later - earlier
@@ -32,23 +32,6 @@ def test_arrivals_are_the_same_for_the_same_seed_and_come_at_the_rate() -> None:
     assert arrivals(3, 0.0, 1) == [0.0, 0.0, 0.0]
 
 
-def test_requests_take_the_documents_in_turns() -> None:
-    orders = Load(chunks=2, documents=3, output=4, requests=5, rate=1.0).orders()
-    assert [order["seed"] for order in orders] == [0, 1, 2, 0, 1]
-    assert {order["tokens"] for order in orders} == {2 * 256 + 16}, "something behind the chunks is left to compute"
-
-
-def test_runs_are_counted_together() -> None:
-    runs = [Served([1.0, 3.0], [0.1, 0.1], 2, 4.0), Served([2.0], [0.4], 1, 2.0)]
-    both = Served.of(runs)
-    assert (both.ttft, both.tpot, both.throughput) == (2.0, pytest.approx(0.2), 0.5)
-    assert p95([*range(100)]) == 95 and p95([7.0]) == 7.0
-
-
-def test_kv_of_a_token() -> None:
-    assert Model(layers=8, hidden=512, heads=16, head_size=128).kv_bytes == 64 << 10
-
-
 def test_cores_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 7, 9})
     assert Partition.halves() == Partition((2, 3), (5, 7, 9))
@@ -57,7 +40,7 @@ def test_cores_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
         Partition.halves()
 
 
-def test_another_answer_ends_the_benchmark() -> None:
+def test_a_different_answer_is_an_error() -> None:
     answers = Answers()
     answers.check("A", 0, 0, {"answer": [1, 2], "cached": 0}, 0)
     answers.check("B", 0, 0, {"answer": [1, 2], "cached": 256}, 256)
@@ -98,7 +81,7 @@ def planned(*, preempted: Sequence[str] = (), **requests: tuple[int, int]) -> An
     )
 
 
-def test_what_is_computed_again_is_told_from_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_computed_again_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(engine, "time", clock)
     steps = iter([planned(a=(0, 10), b=(0, 5)), planned(preempted="a", b=(5, 1)), planned(a=(4, 7), b=(6, 1))])
@@ -111,7 +94,7 @@ def test_what_is_computed_again_is_told_from_what_is_new(monkeypatch: pytest.Mon
     assert watch.computed == [(1.0, 2, 15, 0), (1.0, 1, 1, 0), (1.0, 2, 8, 6)] and watch.preemptions == 1
 
 
-def test_the_limit_is_a_turn_without_what_was_computed_twice() -> None:
+def test_the_limit_is_a_turn_without_repeated_computing() -> None:
     """Of steps of 10 ms, 0.5 for each request and 0.4 for each token beyond one: of 10 s, 2 are of 5,000 tokens."""
     generator, steps = random.Random(3), []
     for number in range(400):
@@ -123,7 +106,7 @@ def test_the_limit_is_a_turn_without_what_was_computed_twice() -> None:
     assert limit(steps) == pytest.approx(total / (total - 0.0004 * 5000), rel=0.01)
 
 
-def test_blocked_is_what_of_a_retrieval_no_computing_hid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocked_time_is_retrieval_without_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, connector = Clock(), Connector()
     monkeypatch.setattr(engine, "time", clock)
     steps = iter([planned(other=(0, 1)), planned(), planned(other=(1, 1))])
@@ -138,7 +121,7 @@ def test_blocked_is_what_of_a_retrieval_no_computing_hid(monkeypatch: pytest.Mon
         watch.stepped(begin)
 
     connector.get_num_new_matched_tokens(request, 0)
-    step(12.0)  # computes for somebody else from 0 to 12; the request arrived at 10
+    step(12.0)  # computes for another request from 0 to 12; the request arrived at 10
     request.found = True
     connector.get_num_new_matched_tokens(request, 0)
     clock.now = 13.0
@@ -152,7 +135,7 @@ def test_blocked_is_what_of_a_retrieval_no_computing_hid(monkeypatch: pytest.Mon
     assert watch.steps("request-2", 0.0, {"at": 10.0, "first": 20.0}) == {}, "nothing was retrieved"
 
 
-def test_weights_are_the_same_each_time_and_all_there(tmp_path: Path) -> None:
+def test_weights_are_complete_and_reproducible(tmp_path: Path) -> None:
     config = model_config(layers=2, hidden=64, heads=2, head_size=32, vocabulary=128, tokens=64)
     files = []
     for name in ("a", "b"):

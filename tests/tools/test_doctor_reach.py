@@ -62,14 +62,14 @@ def on_host(storage: str, plane: str, **keys: Any) -> Found:
 # ---- What listens ----------------------------------------------------------------------------------------------------
 
 
-def test_what_runs_is_named_with_its_release(storage: Child, plane: Child) -> None:
+def test_running_programs_are_reported_with_their_release(storage: Child, plane: Child) -> None:
     found = on_host(storage.address, plane.address)
     assert found["storage server"][:2] == ("ok", f"ShadowServe {__version__} answers on {storage.address}")
     assert found["data plane"][0] == "ok" and f"ShadowServe {__version__}, backend" in found["data plane"][1]
     assert found["kv-transfer-config"][0] == "ok" and plane.address in found["kv-transfer-config"][1]
 
 
-def test_two_swapped_ports_are_two_faults_with_the_remedy(storage: Child, plane: Child) -> None:
+def test_swapped_addresses_are_two_failures_with_remedies(storage: Child, plane: Child) -> None:
     """Symptom: with the ports of storage node and data plane swapped the doctor said 'ok' twice."""
     found = on_host(plane.address, storage.address)
     state, what, remedy = found["storage server"]
@@ -80,9 +80,7 @@ def test_two_swapped_ports_are_two_faults_with_the_remedy(storage: Child, plane:
     assert "'data_plane' of the engine" in remedy and "'storage' of section 'dpu'" in remedy
 
 
-def test_a_server_whose_password_is_missing_or_wrong_is_a_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_or_wrong_password_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom: a storage server that let the data plane do nothing was 'ok'."""
     with start_storage(tmp_path, environment={"SHADOWSERVE_STORAGE_PASSWORD": "right"}) as locked:
         file = tmp_path / "dpu.yaml"
@@ -94,7 +92,7 @@ def test_a_server_whose_password_is_missing_or_wrong_is_a_fault(
             assert state == "ok" or "SHADOWSERVE_DPU_STORAGE_PASSWORD" in found[2]
 
 
-def test_redis_in_the_place_of_a_storage_node_is_told_of(tmp_path: Path) -> None:
+def test_redis_instead_of_a_storage_node_is_reported(tmp_path: Path) -> None:
     with start_redis(tmp_path) as redis:
         file = tmp_path / "file.yaml"
         port = redis.address.rpartition(":")[2]
@@ -108,7 +106,7 @@ def test_redis_in_the_place_of_a_storage_node_is_told_of(tmp_path: Path) -> None
             assert found[0] == state and "Redis " in found[1], found
 
 
-def test_http_and_silence_are_no_storage_node_and_no_data_plane(storage: Child) -> None:
+def test_an_http_server_and_a_silent_one_are_recognized(storage: Child) -> None:
     class Quiet(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -133,14 +131,14 @@ def test_http_and_silence_are_no_storage_node_and_no_data_plane(storage: Child) 
     ("sections", "role"),
     [(("storage",), "storage"), (("dpu",), "data-plane"), (("host",), "host"), (("dpu", "host"), "host")],
 )
-def test_the_role_is_what_the_file_is_for(tmp_path: Path, sections: tuple[str, ...], role: str) -> None:
+def test_the_role_follows_from_the_file(tmp_path: Path, sections: tuple[str, ...], role: str) -> None:
     file = tmp_path / "file.yaml"
     file.write_text("\n".join(f"{section}: {{}}" for section in sections))
     report = json.loads(CliRunner().invoke(main, ["doctor", "--json", "--config", str(file)]).output)
     assert report["role"] == role
 
 
-def test_the_addresses_are_those_of_the_data_planes_configuration(tmp_path: Path) -> None:
+def test_addresses_come_from_the_data_planes_configuration(tmp_path: Path) -> None:
     """Symptom: 'doctor --config dpu.yaml' ignored dpu.listen."""
     port = free_port()
     file = tmp_path / "dpu.yaml"
@@ -155,7 +153,7 @@ def test_the_addresses_are_those_of_the_data_planes_configuration(tmp_path: Path
     assert "image" not in found, "it was taken for a BlueField"
 
 
-def test_a_file_of_another_program_is_a_fault(tmp_path: Path) -> None:
+def test_a_file_of_another_program_is_a_failure(tmp_path: Path) -> None:
     """Symptom: 'doctor --role storage --config emulated.yaml' found 0 faults."""
     file = tmp_path / "dpu.yaml"
     file.write_text("dpu: {}")
@@ -164,7 +162,7 @@ def test_a_file_of_another_program_is_a_fault(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mutual", [False, True])
-def test_tls_is_spoken_where_it_is_configured(tmp_path: Path, certificates: Path, mutual: bool) -> None:
+def test_tls_is_used_if_configured(tmp_path: Path, certificates: Path, mutual: bool) -> None:
     server = {name: certificates / f"server.{end}" for name, end in (("tls_cert", "crt"), ("tls_key", "key"))}
     flags = [word for name, path in server.items() for word in (f"--{name.replace('_', '-')}", str(path))]
     authority = ["--tls-client-ca", str(certificates / "ca.crt")]
@@ -213,7 +211,7 @@ def test_tls_is_spoken_where_it_is_configured(tmp_path: Path, certificates: Path
     ],
     ids=str,
 )
-def test_a_transfer_config_that_the_engine_could_not_use_is_a_fault(text: Any, told: str) -> None:
+def test_an_invalid_transfer_config_is_a_failure(text: Any, told: str) -> None:
     text = text if isinstance(text, str) else json.dumps(ENGINE | text)
     state, found, _ = doctor("--kv-transfer-config", text)["kv-transfer-config"]
     assert state == "failed" and told in found
@@ -230,17 +228,17 @@ def test_a_transfer_config_that_the_engine_could_not_use_is_a_fault(text: Any, t
     ],
     ids=lambda transfer: transfer.get("kv_connector", ""),
 )  # fmt: skip
-def test_the_data_plane_is_looked_for_where_the_transfer_config_says(transfer: dict[str, Any]) -> None:
+def test_the_data_planes_address_comes_from_the_transfer_config(transfer: dict[str, Any]) -> None:
     found = doctor("--kv-transfer-config", json.dumps(ENGINE | transfer))
     assert found["kv-transfer-config"][0] == "ok" and "not reached on 127.0.0.1:1" in found["data plane"][1]
 
 
-def test_requests_that_would_fail_with_the_data_plane_are_told_of() -> None:
+def test_a_load_failure_policy_that_fails_requests_is_a_warning() -> None:
     found = doctor("--kv-transfer-config", json.dumps(ENGINE | {"kv_load_failure_policy": "fail"}))
     assert found["load failures"][0] == "warning" and "recompute" in found["load failures"][2]
 
 
-def test_the_keys_of_vllm_are_those_that_it_has() -> None:
+def test_the_listed_vllm_keys_are_complete() -> None:
     config = pytest.importorskip("vllm.config.kv_transfer").KVTransferConfig
     assert tuple(each.name for each in dataclasses.fields(config)) == VLLM_KEYS
 
@@ -248,7 +246,7 @@ def test_the_keys_of_vllm_are_those_that_it_has() -> None:
 # ---- Engines ---------------------------------------------------------------------------------------------------------
 
 
-def test_engines_of_one_model_that_share_nothing_are_a_warning(storage: Child, tmp_path: Path) -> None:
+def test_engines_of_one_model_that_do_not_share_kv_are_a_warning(storage: Child, tmp_path: Path) -> None:
     """Symptom: two engines with different chunk_tokens shared nothing, and the doctor saw no more than a port."""
     layout = ChunkLayout(
         namespace=b"n" * 32, dtype=DType.BFLOAT16, layers=2, kinds=2, vector_length=64, tokens=256,
@@ -269,7 +267,7 @@ def test_engines_of_one_model_that_share_nothing_are_a_warning(storage: Child, t
             client.close()
 
 
-def test_an_engine_that_would_share_nothing_with_those_that_run_is_a_warning(storage: Child, plane: Child) -> None:
+def test_an_engine_that_would_not_share_kv_with_running_ones_is_a_warning(storage: Child, plane: Child) -> None:
     layout = ChunkLayout(
         dtype=DType.BFLOAT16, layers=2, kinds=2, vector_length=64, tokens=256, quantizer=Quantizer.LOSSLESS
     )
@@ -279,5 +277,5 @@ def test_an_engine_that_would_share_nothing_with_those_that_run_is_a_warning(sto
     assert on_host(storage.address, plane.address)["engines"][0] == "ok"
     for keys in ({"chunk_tokens": 512}, {"quantizer": "binned"}):
         state, found, _ = on_host(storage.address, plane.address, **keys)["engines"]
-        assert state == "warning" and "none has this one's chunks" in found
+        assert state == "warning" and "none has this engine's chunks" in found
     client.close()

@@ -25,7 +25,7 @@ def stats(*arguments: str) -> Result:
     return CliRunner(env={"COLUMNS": "140"}).invoke(main, ["stats", *arguments])
 
 
-def test_a_data_plane_is_recognised_and_shows_what_it_does(tmp_path: Path) -> None:
+def test_a_data_plane_is_recognized_and_its_statistics_are_shown(tmp_path: Path) -> None:
     """Symptom: there were no stats for a data plane."""
     with start_storage(tmp_path) as storage, start_data_plane(tmp_path, storage.address, *SMALL) as plane:
         engine = engine_message(ModelIdentity(model="a model", dtype="bfloat16"), LAYOUT, paged=False)
@@ -48,7 +48,7 @@ def test_a_data_plane_is_recognised_and_shows_what_it_does(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["socket", "tls"])
-def test_a_data_plane_is_asked_over_a_socket_and_over_tls(tmp_path: Path, certificates: Path, kind: str) -> None:
+def test_statistics_are_read_over_a_unix_socket_and_over_tls(tmp_path: Path, certificates: Path, kind: str) -> None:
     names = {"--tls-cert": "server.crt", "--tls-key": "server.key", "--tls-client-ca": "ca.crt"}
     flags = [word for flag, name in names.items() for word in (flag, str(certificates / name))]
     own = {"--tls-ca": "ca.crt", "--tls-cert": "client.crt", "--tls-key": "client.key"}
@@ -61,6 +61,6 @@ def test_a_data_plane_is_asked_over_a_socket_and_over_tls(tmp_path: Path, certif
     assert view["kind"] == "data plane" and not view["storage_connected"]
 
 
-def test_where_nothing_listens_one_line_says_so() -> None:
+def test_an_unreachable_address_exits_with_1_and_one_line() -> None:
     done = stats("--port", str(free_port()))
     assert done.exit_code == 1 and "is it running there" in done.output

@@ -38,7 +38,7 @@ def simulated(
     ("model", "workload", "times"),
     [("7b", "mixed", 3), ("13b", "code", 3), ("30b", "mixed", 5), ("70b", "mixed", 3)],
 )
-def test_the_policies_are_in_the_papers_order_and_prefetch_is_within_a_percent_of_the_oracle(
+def test_policies_have_the_papers_order_and_prefetch_is_within_one_percent_of_the_oracle(
     model: str, workload: str, times: float
 ) -> None:
     found = simulated(model, workload, times)
@@ -59,7 +59,7 @@ def test_prefetch_is_flat_to_five_times_the_memory_and_lru_is_not(model: str) ->
     assert many["lru"].tpot_mean_ms > 1.05 * few["lru"].tpot_mean_ms
 
 
-def test_where_everything_fits_all_policies_are_the_same_and_nothing_moves() -> None:
+def test_policies_are_equal_if_everything_fits() -> None:
     found = simulated(times=1.0, requests=500)
     for its in found.values():
         assert its.tpot_mean_ms == pytest.approx(MODELS["7b"].step_ms)
@@ -67,7 +67,7 @@ def test_where_everything_fits_all_policies_are_the_same_and_nothing_moves() -> 
     assert len({its.throughput_tokens_s for its in found.values()}) == 1
 
 
-def test_flatness_needs_that_who_is_late_waits_alone_and_a_longer_look_ahead_does_not_make_up_for_it() -> None:
+def test_late_blocks_that_stall_all_requests_cost_more_than_lookahead_saves() -> None:
     waits, stalls, further = (
         simulated("7b", "summarization", names=("prefetch",), rules=rules)["prefetch"]
         for rules in (Rules(), Rules(late_stalls=True), Rules(8, late_stalls=True))
@@ -76,7 +76,7 @@ def test_flatness_needs_that_who_is_late_waits_alone_and_a_longer_look_ahead_doe
     assert 1.05 * waits.tpot_mean_ms < further.tpot_mean_ms <= 1.01 * stalls.tpot_mean_ms
 
 
-def test_a_link_without_end_leaves_nothing_to_wait_for_and_a_slow_one_makes_requests_wait() -> None:
+def test_an_infinite_link_has_no_waiting_and_a_slow_one_has_more() -> None:
     endless = dataclasses.replace(GIVEN, memory_gb_per_s=1e9, memory_latency_us=0.0, hbm_gb_per_s=1e15)
     for name, its in simulated(given=endless, requests=500).items():
         assert its.tpot_mean_ms == pytest.approx(MODELS["7b"].step_ms, rel=1e-4), name
@@ -86,7 +86,7 @@ def test_a_link_without_end_leaves_nothing_to_wait_for_and_a_slow_one_makes_requ
     assert slower["lru"].tpot_mean_ms > 2 * ours["lru"].tpot_mean_ms
 
 
-def test_what_lies_on_the_ssd_takes_longer_and_is_still_not_wasted() -> None:
+def test_kv_on_the_ssd_waits_longer_and_is_not_wasted() -> None:
     little = dataclasses.replace(GIVEN, memory_gb=60)
     near, far = (simulated(given=given, names=("prefetch", "oracle"), requests=800) for given in (GIVEN, little))
     for name in near:
@@ -95,7 +95,7 @@ def test_what_lies_on_the_ssd_takes_longer_and_is_still_not_wasted() -> None:
     assert far["prefetch"].wasted_bytes == 0
 
 
-def test_a_trace_is_the_same_for_a_seed_and_another_for_another() -> None:
+def test_a_trace_depends_on_its_seed_only() -> None:
     one, same, other = (simulated(names=("lru", "prefetch"), requests=400, seed=seed) for seed in (3, 3, 4))
     assert one == same and one != other
 
@@ -107,7 +107,7 @@ def run(file: Path, *arguments: str) -> dict[str, Any]:
     return data
 
 
-def test_the_command_writes_exactly_the_six_policies_and_what_it_assumed(tmp_path: Path) -> None:
+def test_the_command_writes_the_six_policies_and_the_assumptions(tmp_path: Path) -> None:
     data = run(tmp_path / "t.json", "tiers", "--workload", "code", "--seeds", "1", "--model", "30b")
     assert tuple(data["policies"]) == NAMES
     keys = {"tpot_mean_ms", "tpot_p95_ms", "throughput_tokens_s", "hit_rate", "wasted_bytes"}
@@ -117,32 +117,16 @@ def test_the_command_writes_exactly_the_six_policies_and_what_it_assumed(tmp_pat
     assert all({"name", "value", "source", "meaning"} <= set(row) for row in data["assumptions"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (["tiers", "--model", "8b"], "--model"),
-        (["tiers", "--workload", "poems"], "--workload"),
-        (["tiers", "--oversubscription", "0.5"], "--oversubscription"),
-        (["tiers", "--seeds", "0"], "--seeds"),
-        (["ssd", "--hit-rate", "1.5"], "--hit-rate"),
-        (["ssd", "--context-tokens", "0"], "--context-tokens"),
-    ],
-)
-def test_what_cannot_be_simulated_is_refused(arguments: list[str], word: str) -> None:
-    done = CliRunner().invoke(main, ["simulate", *arguments])
-    assert done.exit_code == 2 and word in done.output
-
-
 # ---- SSDs ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_fits_give_the_papers_crossovers_and_a_gpu_that_exists() -> None:
+def test_the_fits_give_the_papers_crossovers_and_a_plausible_gpu() -> None:
     for name, paper in PAPER_CROSSOVERS.items():
         assert crossover(Machine(), SYSTEMS[name]) == pytest.approx(paper, abs=1e-6)
     assert 0.2 < FITTED.efficiency < 0.6
 
 
-def test_a_faster_source_hides_at_higher_hit_rates_and_beyond_the_crossover_the_gpu_waits(tmp_path: Path) -> None:
+def test_a_faster_source_has_a_higher_crossover_and_beyond_it_the_gpu_waits(tmp_path: Path) -> None:
     rates = [
         crossover(dataclasses.replace(Machine(), tutti_gb_per_s=each), SYSTEMS["SSD, Tutti"]) for each in (1, 7, 26)
     ]

@@ -49,7 +49,7 @@ def test_a_fetch_becomes_a_timeline(tmp_path: Path, fused: str) -> None:
     received = sum(event["args"]["output_bytes"] for event in spans if event["cat"] == "net")
     decoded = sum(event["args"]["input_bytes"] for event in spans if event["cat"] == "decompress")
     assert decoded < received < decoded + 1000
-    assert {event["name"] for event in spans if event["pid"] == 1} == {"turn", "headers", "plan", "batch", "fetch"}
+    assert {event["name"] for event in spans if event["pid"] == 1} == {"turn", "heads", "plan", "batch", "fetch"}
     assert document["otherData"]["dropped"] == 0
 
 
@@ -76,7 +76,7 @@ def check_tracks(document: dict[str, Any]) -> None:
             open_ends.append(end)
 
 
-def test_a_data_plane_that_is_away_ends_with_1_and_says_how_to_start_one(tmp_path: Path) -> None:
+def test_an_unreachable_data_plane_exits_with_1_and_the_command_to_start_one(tmp_path: Path) -> None:
     done = run("-o", str(tmp_path / "x.json"), "--data-plane", f"127.0.0.1:{free_port()}", "--seconds", "0.1")
     assert done.exit_code == 1
     assert "no data plane answers" in done.output and "shadowserve dpu" in done.output
@@ -85,12 +85,12 @@ def test_a_data_plane_that_is_away_ends_with_1_and_says_how_to_start_one(tmp_pat
 @pytest.mark.parametrize(
     "arguments", [["--set", "fused"], ["--set", "fused=false", "--data-plane", "127.0.0.1:1"]], ids=" ".join
 )
-def test_settings_that_cannot_be_used_end_with_2(tmp_path: Path, arguments: list[str]) -> None:
+def test_invalid_settings_exit_with_2(tmp_path: Path, arguments: list[str]) -> None:
     done = run("-o", str(tmp_path / "x.json"), *arguments)
     assert done.exit_code == 2 and "--set" in done.output
 
 
-def test_works_that_overlap_take_lanes_of_their_own() -> None:
+def test_overlapping_spans_are_in_separate_lanes() -> None:
     nested = [span("dma", 0, 10), span("dma", 2, 10), span("dma", 10, 12)]
     crossing = span("dma", 5, 15)
     assert [len(lane) for lane in lanes(nested)] == [3]
@@ -98,7 +98,7 @@ def test_works_that_overlap_take_lanes_of_their_own() -> None:
     check_tracks(chrome_trace([*nested, crossing], {}))
 
 
-def test_a_decision_has_a_track_and_says_what_was_predicted_and_what_came() -> None:
+def test_a_decision_has_a_track_with_predicted_and_measured_times() -> None:
     decision = pb.Decision(
         kind="compute", tokens=600, loaded_tokens=0, predicted={"fetch": 0.25, "compute": 0.1}, predicted_seconds=0.1,
         seconds=0.125, stored_bytes=4_000_000, cold_seconds=0.05, queued_seconds=0.01,
@@ -119,7 +119,7 @@ def test_a_decision_has_a_track_and_says_what_was_predicted_and_what_came() -> N
     assert names == {"decisions", "Fetch call"}
 
 
-def test_the_decisions_of_a_data_plane_that_serves_are_printed(tmp_path: Path, data_plane: tuple[str, Any]) -> None:
+def test_decisions_of_a_running_data_plane_are_printed(tmp_path: Path, data_plane: tuple[str, Any]) -> None:
     """Where all is computed there is nothing else to show."""
     address, decide = data_plane
     file = tmp_path / "trace.json"
@@ -132,7 +132,7 @@ def test_the_decisions_of_a_data_plane_that_serves_are_printed(tmp_path: Path, d
     assert said in " ".join(done.output.split())
     assert "compute 100.0 ms, fetch 250.0 ms" in " ".join(done.output.split())
     store = (
-        "stored: 4.0 MB, 3.0 MB of it in cold, 1.0 MB of it in memory, 50.0 ms until storage has what is cold, "
+        "stored: 4.0 MB, 3.0 MB of it in cold, 1.0 MB of it in memory, 50.0 ms to load cold records, "
         "behind 10.0 ms of other loads"
     )
     assert store in " ".join(done.output.split())

@@ -1,3 +1,1 @@
 """What benchmarks are made of: workloads, loads, engines, disks and rounds that several of them measure with."""
-
-__all__: list[str] = []

@@ -1,7 +1,7 @@
-"""Devices to measure on: loop devices over files in memory, their reads capped, or plain files without the rights.
+"""Devices to measure on: loop devices over files in memory with capped reads, or plain files without the rights.
 
-A cap is blk-throttle's of cgroup v1: this process is moved into a group of its own, in which each device reads so many
-bytes a second. It accounts in slices of 100 ms, so what is measured should take a second or more.
+The cap is blk-throttle of cgroup v1: this process moves into its own group, in which each device reads a limited number
+of bytes per second. It accounts in slices of 100 ms, so that a measurement takes a second or more.
 """
 
 import os
@@ -18,14 +18,12 @@ from typing import Final
 from shadowserve.errors import ShadowServeError
 from shadowserve.pool.buffers import allocate
 
-__all__ = ["Disk", "Disks", "drop_cached", "plain_rate", "working_folder"]
-
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108
 _BLKIO: Final = Path("/sys/fs/cgroup/blkio")
 _PIECE_BYTES: Final = 256 << 10
-"""Of a plain read. The kernel splits larger ones, and blk-throttle may then count them twice."""
+"""Size of a plain read. The kernel splits larger ones, and blk-throttle may then count them twice."""
 _READ_AHEAD_KB: Final = 256
-"""Likewise, for reads through the page cache."""
+"""The same limit for reads through the page cache."""
 _LET_GO_S: Final = 10.0
 
 
@@ -34,9 +32,9 @@ class Disk:
     """One device.
 
     Attributes:
-        path: a block device, or a file.
-        number: major and minor number as the kernel writes them; empty for a file.
-        cap: bytes a second that it reads while caps hold.
+        path: Block device, or a file.
+        number: Major and minor number as the kernel writes them; empty for a file.
+        cap: Read rate while caps are on, in bytes per second.
     """
 
     path: Path
@@ -45,7 +43,7 @@ class Disk:
 
     @property
     def read_bytes(self) -> int | None:
-        """Bytes that it has read since it was made; None for a file, of which nobody knows."""
+        """Bytes read since the device was made; None for a file."""
         if not self.number:
             return None
         return int(Path("/sys/dev/block", self.number, "stat").read_text().split()[2]) * 512
@@ -53,7 +51,7 @@ class Disk:
 
 @contextmanager
 def working_folder(bytes_needed: int, folder: Path | None) -> Iterator[Path]:
-    """Make a folder that has so much room: in memory if it fits there twice, else where temporary files go."""
+    """Make a folder with enough space: in memory if it fits there twice, else in the folder of temporary files."""
     if folder is None and _SHARED_MEMORY.is_dir():
         available = int(_meminfo()["MemAvailable"]) << 10
         if min(available // 2, shutil.disk_usage(_SHARED_MEMORY).free) >= bytes_needed:
@@ -73,10 +71,10 @@ def _meminfo() -> dict[str, str]:
 
 
 class Disks:
-    """Makes devices in a folder and takes them apart.
+    """Makes devices in a folder and removes them at the end of the context.
 
     Attributes:
-        why_not: why there are only files, without caps; empty if there are devices.
+        why_not: Reason for using files without caps; empty if there are devices.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -104,7 +102,7 @@ class Disks:
         self._stack.close()
 
     def make(self, name: str, size: int, cap: int) -> Disk:
-        """Make a device, or a file that is not there yet and may have ``size`` bytes."""
+        """Make a device, or name a file, of ``size`` bytes."""
         image = self._folder / f"{name}.img"
         if self._group is None:
             return Disk(image, "", cap)
@@ -118,7 +116,7 @@ class Disks:
         return disk
 
     def make_folder(self, name: str, size: int, cap: int) -> tuple[Path, Disk]:
-        """Make a folder on a file system on a device of its own; without devices, just a folder."""
+        """Make a folder on a file system of its own device; without devices, a plain folder."""
         disk = self.make(name, size, cap)
         folder = self._folder / name
         folder.mkdir()
@@ -130,7 +128,7 @@ class Disks:
 
     @contextmanager
     def capped(self) -> Iterator[None]:
-        """Have the devices read no faster than their caps, by this process."""
+        """Cap the reads of this process from the devices while the context lasts."""
         self._throttle(on=True)
         try:
             yield
@@ -146,7 +144,7 @@ class Disks:
 
 @contextmanager
 def _own_group() -> Iterator[Path]:
-    """Move this process into a group of its own, and back."""
+    """Move this process into its own cgroup while the context lasts."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     found = [line.split(":", 2)[2] for line in lines if "blkio" in line.split(":", 2)[1].split(",")]
     if not found or not _BLKIO.is_dir():
@@ -188,7 +186,7 @@ def _unmount(folder: Path) -> None:
 
 
 def _retried(function: Callable[[], None]) -> None:
-    """Call a function until the kernel has let go of what it needs."""
+    """Call a function until the kernel has released what it needs."""
     until = time.monotonic() + _LET_GO_S
     while True:
         try:
@@ -201,8 +199,8 @@ def _retried(function: Callable[[], None]) -> None:
 
 
 def plain_rate(disk: Disk, size: int) -> float:
-    """Return the bytes a second that a device gives to one who just reads ``size`` bytes from its begin, in order."""
-    memory = allocate(1 << 20)[2048:]  # which is a page's begin
+    """Return the bytes per second of a plain sequential read of ``size`` bytes from the start of a device."""
+    memory = allocate(1 << 20)[2048:]  # start of a page
     piece = memory[:_PIECE_BYTES]
     descriptor = os.open(disk.path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     try:
@@ -217,7 +215,7 @@ def plain_rate(disk: Disk, size: int) -> float:
 
 
 def drop_cached(folder: Path) -> None:
-    """Have the page cache forget the files in a folder."""
+    """Drop the files of a folder from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

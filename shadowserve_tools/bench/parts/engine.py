@@ -1,12 +1,11 @@
-"""A real vLLM engine as a process of its own that is told over a pipe what to serve.
+"""A real vLLM engine in a process of its own, controlled over a pipe.
 
-``python -m shadowserve_tools.bench.parts.engine``. vLLM's whole engine runs in this one process and on this process's
-cores: scheduler, worker and the plugin's threads. The requests of an open loop are added between two steps, when their
-time has come, and each token is stamped as the step that made it ends. So no HTTP server, tokenizer or client shares
-the engine's cores, and what is measured is the engine.
+``python -m shadowserve_tools.bench.parts.engine`` runs vLLM's whole engine in one process and on its cores: scheduler,
+worker and the plugin's threads. Requests of an open loop are added between two steps when their time has come, and each
+token is stamped at the end of its step. No HTTP server, tokenizer or client shares the engine's cores.
 
-The first line on standard input says how the engine is made, each further one is an order; each is answered with one
-line on what was standard output when the process began (vLLM writes there, too, and so to standard error instead).
+The first line on standard input configures the engine; each further one is an order. Each is answered with one line on
+the original standard output. vLLM's own output goes to standard error.
 """
 
 import importlib
@@ -22,25 +21,22 @@ from typing import Any, Final
 
 import numpy as np
 
-__all__ = ["SETTLING_STEPS", "Watch", "decoded_tokens", "main", "model_config", "prompt", "write_weights"]
-
 BLOCK_TOKENS: Final = 32
-"""The smallest that vLLM's CPU attention takes."""
+"""Smallest block of vLLM's CPU attention."""
 IDLE_S: Final = 0.001
-"""vLLM's own engine loop sleeps so long after a step in which nothing could run."""
+"""vLLM's own engine loop sleeps as long after a step in which nothing could run."""
 SETTLING_STEPS: Final = 12
-"""Behind 40 ms of pause the first decode step took a quarter longer than the twelfth, which was as any later one."""
+"""After a pause of 40 ms the first decode step took a quarter longer than the twelfth, which was normal."""
 SPARE_STEPS: Final = 16
-"""That decoding requests have left when the last phase ends."""
+"""Decode steps that are left when the last phase ends."""
 STORE_TIMEOUT_S: Final = 60.0
 WEIGHTS_SPREAD: Final = 0.08
-"""Standard deviation of :func:`write_weights`."""
+"""Standard deviation of the weights of :func:`write_weights`."""
 
 
 def decoded_tokens(beside: int, steps: int) -> int:
-    """Return how many tokens a request decodes that has a phase of ``steps`` beside each of so many things.
-
-    Before and behind each of these it has one beside nothing.
+    """Return the tokens of a request that decodes in ``beside`` phases with a load, and one without before and after
+    each.
     """
     return (2 * beside + 1) * (SETTLING_STEPS + steps) + SPARE_STEPS
 
@@ -48,7 +44,7 @@ def decoded_tokens(beside: int, steps: int) -> int:
 def model_config(
     *, layers: int, hidden: int, heads: int, head_size: int, vocabulary: int, tokens: int
 ) -> dict[str, Any]:
-    """Return a Llama's ``config.json``: as many KV heads as heads, and the usual ratio of hidden to inner size."""
+    """Return the ``config.json`` of a Llama: as many KV heads as heads, and the usual ratio of hidden to inner size."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -68,10 +64,10 @@ def model_config(
 
 
 def write_weights(folder: Path, config: dict[str, Any]) -> None:
-    """Write weights of a model, always the same ones, beside its ``config.json``.
+    """Write the weights of a model, always the same ones, next to its ``config.json``.
 
-    vLLM's own dummy weights are so small that its answers hardly depend on the prompt. Here attention is as sharp as a
-    trained model's, so that whoever delivers other KV gets another answer.
+    vLLM's own dummy weights are so small that answers hardly depend on the prompt. Here attention is as sharp as in a
+    trained model, so that wrong KV gives another answer.
     """
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     wide = config["num_attention_heads"] * config["head_dim"]
@@ -101,13 +97,13 @@ def write_weights(folder: Path, config: dict[str, Any]) -> None:
 
 
 def prompt(seed: int, tokens: int, vocabulary: int) -> list[int]:
-    """Return a prompt: the same arguments, the same tokens."""
+    """Return a prompt. The same arguments give the same tokens."""
     generator = random.Random(seed)
     return [generator.randrange(vocabulary) for _ in range(tokens)]
 
 
 class _Engine:
-    """vLLM, and what can be asked of it."""
+    """vLLM and its orders."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         from vllm import LLM, SamplingParams
@@ -153,17 +149,17 @@ class _Engine:
         return name
 
     def serve(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Serve an open loop: each request arrives ``at`` seconds after the beginning, whatever the engine does.
+        """Serve an open loop: requests arrive at fixed times, independent of the engine.
 
         Args:
-            requests: the ``prompt``, or ``seed`` and ``tokens`` of one; ``output`` tokens, ``at``; in order of arrival.
+            requests: Prompts in order of arrival: ``prompt``, or ``seed`` and ``tokens``; ``output`` tokens; ``at``
+                in seconds.
 
         Returns:
-            For each: ``ttft_s`` and ``request_s`` from its arrival to the first and the last token, ``tpot_s``,
-            ``cached`` tokens that were not computed, the ``answer``;
-            and where its KV was retrieved: ``lookup_s`` from its arrival until it was known, ``allocation_s`` until it
-            had blocks, ``retrieval_s`` until it was in place, ``last_s`` until the first token, and ``blocked_s``, what
-            of all before that no computing hid.
+            For each request: ``ttft_s``, ``request_s``, ``tpot_s``, the number of ``cached`` tokens and the
+                ``answer``. If its KV was retrieved, also ``lookup_s`` (until the hit is known), ``allocation_s``
+                (until it has blocks), ``retrieval_s`` (until the KV is in memory), ``last_s`` (until the first
+                token), and ``blocked_s``, the part of it in which the engine computed nothing.
         """
         self._watch.clear()
         waiting = list(requests)
@@ -196,7 +192,7 @@ class _Engine:
         return len(outputs)
 
     def decode_start(self, batch: int, tokens: int, beside: int, steps: int) -> int:
-        """Bring ``batch`` requests into decoding; :meth:`decode_steps` goes on with them, a phase at a time."""
+        """Bring ``batch`` requests into decoding; :meth:`decode_steps` continues them phase by phase."""
         output = decoded_tokens(beside, steps)
         names = {self._add(prompt(seed, tokens, self._vocabulary), output) for seed in range(batch)}
         seen: set[str] = set()
@@ -205,14 +201,11 @@ class _Engine:
         return len(seen)
 
     def decode_steps(self, steps: int) -> list[tuple[float, float]]:
-        """Return the seconds that each of some decode steps takes, on the clock and of this process's CPU time.
-
-        Others go before them that do not count: behind a pause steps are slower.
-        """
+        """Return the elapsed time and the CPU time of each decode step. Some steps that do not count come first."""
         durations = []
         for _ in range(SETTLING_STEPS + steps):
             begin, cpu = time.perf_counter(), time.process_time()
-            while not self._core.step():  # where steps overlap, one may return before it has anything to say
+            while not self._core.step():  # overlapping steps may return without output
                 if not self._core.has_unfinished_requests():
                     raise RuntimeError("the decoding requests have come to their end")
             durations.append((time.perf_counter() - begin, time.process_time() - cpu))
@@ -227,12 +220,12 @@ class _Engine:
         return len(names)
 
     def store(self, seeds: Iterable[int], tokens: int) -> int:
-        """Compute prompts and wait until their KV is stored; return how many chunks were."""
+        """Compute prompts, wait until their KV is stored, and return the number of stored chunks."""
         before = self._counter("stored_chunks")
-        for seed in seeds:  # one after the other: the segment that they wait in is not made for all at once
+        for seed in seeds:  # one after the other: the store buffer does not hold all of them
             self.serve([{"seed": seed, "tokens": tokens, "output": 1, "at": 0.0}])
             self.settle()
-        self.serve([{"seed": 0, "tokens": 2, "output": 2, "at": 0.0}])  # counts are taken with a step
+        self.serve([{"seed": 0, "tokens": 2, "output": 2, "at": 0.0}])  # counters are updated with a step
         return self._counter("stored_chunks") - before
 
     @property
@@ -246,14 +239,14 @@ class _Engine:
         return int(sum(metric.value for metric in found))
 
     def switch(self, asynchronous: bool) -> bool:
-        """Have the plugin fetch asynchronously from now on, or not; only while nothing runs."""
+        """Switch asynchronous fetching on or off. No request may be running."""
         if self._core.has_unfinished_requests():
-            raise RuntimeError("requests are under way")
+            raise RuntimeError("requests are still running")
         self._core.engine_core.engine_core.scheduler.connector._scheduler.ways.in_step = not asynchronous
         return asynchronous
 
     def layerwise(self, on: bool) -> bool:
-        """Have the plugin load layer by layer where it may from now on, or not at all."""
+        """Switch loading layer by layer on or off."""
         ways = self._core.engine_core.engine_core.scheduler.connector._scheduler.ways
         if self._layerwise_chunks is None:
             self._layerwise_chunks = ways.layerwise_chunks
@@ -261,7 +254,7 @@ class _Engine:
         return on
 
     def hits(self, way: str) -> str:
-        """Have the plugin "compute" what is stored from now on, "fetch" it, or "decide", learning from that alone."""
+        """Set what the plugin does with stored prompts: "compute", "fetch", or "decide" (and learn from it)."""
         side = self._core.engine_core.engine_core.scheduler.connector._scheduler
         from host_control.vllm.timing import Timing
 
@@ -272,16 +265,16 @@ class _Engine:
         return way
 
     def reading(self, only: bool) -> bool:
-        """Have the plugin store nothing from now on, or again what is computed."""
+        """Switch storing off (``only``) or on."""
         self._core.engine_core.engine_core.scheduler.connector._scheduler._store = not only
         return only
 
     def pressure(self) -> dict[str, Any]:
-        """Return how many requests were preempted since the last call of :meth:`serve`, and :attr:`Watch.computed`."""
+        """Return the number of preempted requests since the last :meth:`serve`, and :attr:`Watch.computed`."""
         return {"preemptions": self._watch.preemptions, "steps": self._watch.computed}
 
     def counters(self) -> dict[str, int]:
-        """Return the plugin's counters, ``name`` or ``name/reason``, as of the last step."""
+        """Return the plugin's counters, as ``name`` or ``name/reason``, as of the last step."""
         found: dict[str, int] = {}
         for metric in self._llm.get_metrics():
             if metric.name.startswith("vllm:shadowserve_"):
@@ -290,12 +283,12 @@ class _Engine:
         return found
 
     def settle(self) -> None:
-        """Wait until what the plugin has gathered is stored."""
+        """Wait until the plugin has stored everything that it has gathered."""
         if not self._worker._store.flush(STORE_TIMEOUT_S):
             raise RuntimeError("storing did not end")
 
     def threads(self) -> dict[str, int]:
-        """Return the process's Python threads, name to kernel's number."""
+        """Return the process's Python threads: kernel's number by name."""
         return {thread.name: thread.native_id or 0 for thread in threading.enumerate()}
 
     def close(self) -> None:
@@ -303,9 +296,10 @@ class _Engine:
 
 
 def _hide_llvmlite() -> None:
-    """Keep vLLM 0.32 off the library of llvmlite, which peers bring along and which answers to every name.
+    """Hide llvmlite's library from vLLM 0.32, because it answers to every attribute name.
 
-    Where there is no Triton, vLLM looks through the attributes of all modules for kernels to replace, and fails there.
+    Without Triton, vLLM searches the attributes of all modules for kernels to replace, and fails on that library. Peers
+    install it.
     """
     try:
         ffi: Any = importlib.import_module("llvmlite.binding.ffi")
@@ -341,12 +335,12 @@ def _measured(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class Watch:
-    """When requests' KV was retrieved, and when the engine computed; seen where vLLM talks to its connector.
+    """Times of requests' retrievals and of the engine's computing steps, observed where vLLM calls its connector.
 
     Attributes:
-        computed: steps that have, since :meth:`clear`: seconds, requests, their tokens, and tokens of these whose KV an
-            earlier step had computed.
-        preemptions: of requests, since then.
+        computed: Computing steps since :meth:`clear`: seconds, requests, their tokens, and those tokens that an
+            earlier step had computed already.
+        preemptions: Number of preemptions since then.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -369,7 +363,6 @@ class Watch:
             scheduler.connector.update_connector_output = self._updating
 
     def clear(self) -> None:
-        """Forget what is over."""
         self._found, self._allocated, self._in_place, self._computing = {}, {}, {}, []
         self._reached, self.computed, self.preemptions = {}, [], 0
 
@@ -386,7 +379,7 @@ class Watch:
         return output
 
     def stepped(self, begin: float) -> None:
-        """Take note of a step that is over; it began at ``begin``."""
+        """Record a step that began at ``begin`` and has ended."""
         if self._planned[1]:
             end = time.perf_counter()
             self._computing.append((begin, end))
@@ -409,7 +402,7 @@ class Watch:
         return self._update(output)
 
     def steps(self, name: str, begin: float, request: dict[str, Any]) -> dict[str, float]:
-        """Return the seconds of a request's steps; of none where nothing was retrieved."""
+        """Return the times of a request's retrieval; empty if nothing was retrieved."""
         found, allocated, in_place = (each.get(name) for each in (self._found, self._allocated, self._in_place))
         if found is None or allocated is None or in_place is None:
             return {}
@@ -425,7 +418,7 @@ class Watch:
 
 
 def main() -> None:
-    """Follow the orders on standard input until it ends."""
+    """Execute the orders on standard input until it ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     settings = json.loads(sys.stdin.readline())

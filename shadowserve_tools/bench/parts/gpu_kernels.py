@@ -1,19 +1,16 @@
-"""A stand-in for decompressing KV on a GPU, with Triton where it is there, else with torch.
+"""A stand-in for decompressing KV on a GPU, with Triton if it is installed, else with torch.
 
-What it stands for: an entropy decoder in the GPU (CacheGen's arithmetic decoder, or an ANS one), whose *lanes* each
-decode one stream, a symbol after the other, since every symbol needs the state that the one before has left; then
-dequantization. What it does: each lane reads its stream's bytes one after the other, looks each up in a table together
-with its state, which gives the next state, and writes one bfloat16 element for it. So it moves the bytes that a decoder
-with byte symbols moves, with its chain of dependent loads and its launch for each chunk. It is no decoder: nothing is
-decoded.
+It represents an entropy decoder in the GPU (CacheGen's arithmetic decoder, or an ANS one), whose *lanes* each
+decode one stream, symbol by symbol, since every symbol needs the state after the one before; then dequantization.
+Each lane reads its stream's bytes in order, looks up each in a table together with its state, which gives the next
+state, and writes one bfloat16 element for it. So it moves the same bytes as a decoder with byte symbols, with the same
+chain of dependent loads and the same launches. It does not decode anything.
 """
 
 import importlib.util
 from typing import Any, Final
 
 import torch
-
-__all__ = ["HAS_TRITON", "TABLE_SIZE", "decompress", "table"]
 
 TABLE_SIZE: Final = 4096
 HAS_TRITON: Final = importlib.util.find_spec("triton") is not None
@@ -27,13 +24,13 @@ def table(device: Any) -> Any:
 
 
 def decompress(symbols: Any, states: Any, target: Any, *, use_triton: bool = HAS_TRITON) -> None:
-    """Turn a chunk's symbols into elements, on the current stream.
+    """Convert a chunk's symbols to elements on the current stream.
 
     Args:
         symbols: uint8, [symbol, lane].
-        states: from :func:`table`.
-        target: bfloat16, of the same shape.
-        use_triton: else with torch, a launch or three for each symbol: for tests.
+        states: Result of :func:`table`.
+        target: bfloat16 of the same shape.
+        use_triton: False to use torch with up to three launches for each symbol, for tests.
     """
     if not use_triton:
         _decompress_torch(symbols, states, target)

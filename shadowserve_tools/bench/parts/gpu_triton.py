@@ -5,8 +5,6 @@ from typing import Any
 import triton
 import triton.language as tl
 
-__all__ = ["decompress"]
-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def decompress(symbols: Any, states: Any, target: Any, count: Any, lanes: Any, mask: Any, LANES: tl.constexpr) -> None:

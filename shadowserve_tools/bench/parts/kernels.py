@@ -20,10 +20,8 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.native._library import check, ffi, lib
 from shadowserve_tools.report import tracked
 
-__all__ = ["Run", "Slices", "Treated", "in_turns", "memcpy", "memory", "nothing", "together"]
-
 TOGETHER_MAX: Final = 3
-"""Streams that codecs/literal_inflate.c decodes in turns (SS_LITERAL_INFLATE_LANES)."""
+"""Streams that codecs/literal_inflate.c decodes together (SS_LITERAL_INFLATE_LANES)."""
 TAKEN: Final = 4
 """Slices that a thread of the pipeline takes at a time (SS_POP_MAX); while it decodes one, it asks for the next."""
 PASS_S: Final = 0.02
@@ -32,14 +30,14 @@ PASS_S: Final = 0.02
 
 @dataclass(frozen=True)
 class Run:
-    """Something to be timed.
+    """A measured operation.
 
     Attributes:
-        size: bytes that one call of ``work`` handles, counted as its speed is to be stated.
-        work: does it, on this thread.
-        idle: makes the same calls without work for them; what it costs is not the kernel's.
-        isa: the variant of the kernels to use; None for what is active.
-        keeps: owns the memory that the calls point to.
+        size: Bytes of one call of ``work``, for the speed.
+        work: Executes the operation on this thread.
+        idle: Makes the same calls without data; its cost is subtracted.
+        isa: Instruction set of the kernels; None for the active one.
+        keeps: Owner of the memory that the calls point to.
     """
 
     size: int
@@ -50,19 +48,19 @@ class Run:
 
 
 def together(codec: native.Codec) -> int:
-    """Return how many slices of a codec the software backend decodes in turns on one core."""
+    """Return the number of slices of a codec that the software backend decodes together on one core."""
     return TOGETHER_MAX if codec is native.Codec.DEFLATE else 1
 
 
 def nothing() -> None:
-    """Cost nothing: the idle half of a run whose calls are few and long."""
+    """The idle half of a run whose calls are few and long."""
 
 
 def in_turns(runs: Sequence[Run], repeats: int, description: str = "measuring") -> list[list[float]]:
-    """Time all runs in turn, ``repeats`` times after a warm-up; return GB/s of each, one list for each run.
+    """Measure all runs in turns, ``repeats`` times after a warm-up; return the GB/s of each, one list for each run.
 
-    Every other turn goes backwards, so that a machine that becomes faster or slower does not favour the first ones.
-    Short runs are repeated within their turn, so that clock and scheduler do not show.
+    Every second turn goes in reverse order. Short runs are repeated within their turn, so that clock and scheduler do
+    not matter.
     """
     speeds: list[list[float]] = [[] for _ in runs]
     active = native.isa_active()
@@ -101,11 +99,11 @@ def memory(size: int) -> npt.NDArray[np.uint8]:
     As the pipeline's buffers are. Where the allocator puts an array decides otherwise whether a copy runs at full speed
     or at a quarter of it.
     """
-    # Private: shared memory has huge pages where a system was told so only.
+    # Private memory: shared memory has huge pages only if the system is configured so.
     region = mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     region.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(region, np.uint8)[:size]
-    array.fill(0xA5)  # so that every page is there
+    array.fill(0xA5)  # touches every page
     return array
 
 
@@ -126,21 +124,21 @@ def memcpy(size: int, piece: int) -> Run:
 
 
 class Treated:
-    """Slices of KV after quantization, dealt again until they fill more memory than caches hold.
+    """Slices of KV after quantization, repeated until they fill more memory than the caches.
 
     Args:
-        elements: (slices, vectors, vector length) bit patterns.
-        bins: of ``BINNED``; 0 for ``LOSSLESS``.
-        output_bytes: elements to make in one run; at least one slice.
-        dtype: of the elements.
+        elements: Bit patterns (slices, vectors, vector length).
+        bins: Bins of ``BINNED``; 0 for ``LOSSLESS``.
+        output_bytes: Bytes of elements in one run; at least one slice.
+        dtype: Dtype of the elements.
 
     Attributes:
-        distinct: slices that differ; the others repeat them, in memory of their own.
-        count: slices in a run.
-        symbols: bytes of all slices, one after the other.
-        scales: (slices, vectors); no vectors where lossless.
-        symbol_bytes: of one slice.
-        raw_bytes: of one slice's elements.
+        distinct: Distinct slices; the others repeat them in memory of their own.
+        count: Slices of a run.
+        symbols: Bytes of all slices, concatenated.
+        scales: Scales (slices, vectors); empty if lossless.
+        symbol_bytes: Symbol bytes of one slice.
+        raw_bytes: Element bytes of one slice.
     """
 
     def __init__(self, elements: npt.NDArray[Any], bins: int, output_bytes: int, dtype: DType = DType.BFLOAT16) -> None:
@@ -179,7 +177,7 @@ class Treated:
         return float(8 * self.scales[0].nbytes / self.elements_each)
 
     def verify(self, what: str) -> None:
-        """Raise ShadowServeError unless the target holds what the reference makes of the symbols."""
+        """Raise ShadowServeError unless the target has the reference's result."""
         for index in range(min(self.count, self.distinct)):
             wanted = native.dequantize(
                 self.quantizer,
@@ -195,12 +193,12 @@ class Treated:
 
 
 class Slices:
-    """Streams of one codec, with calls prepared for all that is done to them.
+    """Streams of one codec, with prepared calls for all operations on them.
 
     Args:
-        treated: what the streams are of.
-        codec: that decodes them.
-        compress: makes the streams, in place of the C core's encoder.
+        treated: Data of the streams.
+        codec: Codec that decodes them.
+        compress: Encoder of the streams; None for the C core's.
     """
 
     def __init__(self, treated: Treated, codec: native.Codec, compress: Callable[[bytes], bytes] | None = None) -> None:
@@ -241,7 +239,7 @@ class Slices:
         return jobs
 
     def _elements(self) -> Any:
-        """Return for each slice what its symbols are to become, and where."""
+        """Return the dequantization of each slice and its target."""
         treated = self.treated
         target, scales = self._pointer(treated.target), self._pointer(treated.scales)
         elements = ffi.new("struct ss_elements[]", treated.count)
@@ -263,7 +261,7 @@ class Slices:
             check(job.result, f"decoding a slice with {self.codec.name}")
 
     def decompress(self) -> Run:
-        """Return decoding alone, some slices in turns as the pipeline does it; speed counts bytes of symbols."""
+        """Return decoding alone, some slices together as in the pipeline; the speed counts symbol bytes."""
         treated = self.treated
         base = self._pointer(treated.decoded)
         jobs = self._jobs([base + index * treated.symbol_bytes for index in range(treated.count)])

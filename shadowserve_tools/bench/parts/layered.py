@@ -1,4 +1,4 @@
-"""Records whose bytes do not matter, in a storage server, and a client that receives answers as cheaply as one can."""
+"""Records with synthetic bytes in a storage node, and a client that receives answers at the lowest cost."""
 
 import socket
 from collections.abc import Iterable
@@ -11,21 +11,19 @@ from shadowserve.keys import storage_key
 from shadowserve.pool.buffers import allocate
 from shadowserve.resp import encode_array_header, encode_bulk_header, encode_command
 
-__all__ = ["LeanSocket", "answer_lengths", "plain_record"]
-
 _RECEIVED_BYTES: Final = 4 << 20
-"""At most at a time: all answers go over the same memory, as the buffers of a data plane are used again."""
+"""Size of the receive buffer. All answers use the same memory, like the buffers of a data plane."""
 _TIMEOUT_S: Final = 60.0
 
 
 def plain_record(name: bytes, *, layers: int, tokens: int, token_bytes: int) -> tuple[bytes, bytes]:
-    """Return key and record of a chunk: ``token_bytes`` (even) of each token and layer, all of one value.
+    """Return key and record of a chunk: ``token_bytes`` (even) for each token and layer, all of one value.
 
     Args:
         name: 32 bytes.
-        layers: of the record.
-        tokens: of the chunk.
-        token_bytes: of keys and values together.
+        layers: Layers of the record.
+        tokens: Tokens of the chunk.
+        token_bytes: Bytes of keys and values together.
     """
     layout = ChunkLayout(
         namespace=bytes(32), dtype=DType.UINT8, layers=layers, kinds=2, vector_length=token_bytes // 2, tokens=tokens,
@@ -36,7 +34,7 @@ def plain_record(name: bytes, *, layers: int, tokens: int, token_bytes: int) -> 
 
 
 def answer_lengths(layers: int, pieces: list[int]) -> list[int]:
-    """Return the bytes of the answer to KV.LAYERS of chunks with such pieces: of its head, and of each layer."""
+    """Return the bytes of the answer to KV.LAYERS for chunks of these piece sizes: header, then each layer."""
     head = encode_array_header(1 + layers) + encode_array_header(len(pieces))
     sizes = [len(b":%d\r\n" % (layers * piece)) for piece in pieces]
     bulk = 4 * len(pieces) + sum(pieces)
@@ -44,7 +42,7 @@ def answer_lengths(layers: int, pieces: list[int]) -> list[int]:
 
 
 class LeanSocket:
-    """A connection that asks, and receives into memory that is there already."""
+    """A connection that receives into prepared memory."""
 
     def __init__(self, address: str) -> None:
         """Connect to ``host:port``."""
@@ -54,10 +52,10 @@ class LeanSocket:
         self._memory = allocate(_RECEIVED_BYTES)
 
     def receive(self, size: int) -> memoryview:
-        """Take ``size`` bytes; return the last of them that were received together.
+        """Receive ``size`` bytes and return the last part of them.
 
         Raises:
-            ShadowServeError: the server has closed the connection, or says nothing for a minute.
+            ShadowServeError: The server closed the connection, or sent nothing for a minute.
         """
         view = self._memory[:0]
         while size > 0:
@@ -75,12 +73,12 @@ class LeanSocket:
         return view
 
     def store(self, records: Iterable[tuple[bytes, bytes]]) -> None:
-        """Store records, one after the other."""
+        """Store records one after the other."""
         for key, value in records:
             self.call("SET", key, value)
 
     def call(self, *command: str | bytes | int) -> None:
-        """Send a command that is answered OK."""
+        """Send a command whose answer is OK."""
         self.socket.sendall(encode_command(*command))
         answer = bytes(self.receive(5))
         if answer != b"+OK\r\n":

@@ -1,9 +1,10 @@
-"""What runs beside a decoding engine: fetches at full speed, and controls that tell our doing from the machine's.
+"""Loads beside a decoding engine: fetches at full speed, and controls that separate ShadowServe's effect from the
+machine's.
 
-A control keeps a core busy without a line of our code: ``spin`` touches no memory to speak of, so what it slows down
-shares the core's execution units or its clock; ``copy`` moves as many bytes a second through memory as fetches deliver,
-and ``write`` only writes as many, which whoever delivers them has to.
-``python -m shadowserve_tools.bench.parts.loads spin|copy|write`` is one of them, as a process.
+A control keeps a core busy without ShadowServe's code. ``spin`` uses no memory, so it slows down only what shares the
+core's execution units or clock. ``copy`` copies as many bytes per second as fetches deliver, and ``write`` only writes
+as many, which is unavoidable for any delivery. ``python -m shadowserve_tools.bench.parts.loads spin|copy|write`` is one
+of them, as a process.
 """
 
 import contextlib
@@ -18,32 +19,30 @@ from typing import Final, Protocol
 
 import numpy as np
 
-__all__ = ["Control", "FetchLoop", "Fetcher"]
-
 COPY_BYTES: Final = 32 << 20
-"""Twice this is as much as the last-level cache of most machines: a copy goes through memory."""
+"""Twice this size fills the last-level cache of most machines: a copy goes through memory."""
 SLICE_BYTES: Final = 1 << 20
-"""Copied between two looks at the clock."""
+"""Bytes between two readings of the clock."""
 STOP_TIMEOUT_S: Final = 60.0
 
 
 class Fetcher(Protocol):
-    """Fetches the leading chunks of a workload, by default all."""
+    """Fetches the leading chunks of a workload; None fetches all."""
 
     def fetch(self, count: int | None = None) -> None: ...
 
 
 class FetchLoop:
-    """Fetches a workload over and over, while the context lasts, from a thread that only waits for the data plane.
+    """Fetches a workload repeatedly while the context lasts, from a thread that only waits for the data plane.
 
     Args:
-        target: that fetches.
-        fetch_bytes: of what it fetches.
-        count: leading chunks of the workload that it fetches; by default all.
+        target: Target of the fetches.
+        fetch_bytes: Bytes of one fetch.
+        count: Number of leading chunks to fetch; None for all.
 
     Attributes:
-        bytes: delivered by fetches that ended while it was running.
-        seconds: that these took.
+        bytes: Bytes of the fetches that ended while the loop ran.
+        seconds: Their duration.
     """
 
     def __init__(self, target: Fetcher, fetch_bytes: int, count: int | None = None) -> None:
@@ -55,12 +54,12 @@ class FetchLoop:
 
     @property
     def rate(self) -> float:
-        """Bytes a second."""
+        """Bytes per second."""
         return self.bytes / self.seconds
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Start with a fetch, and end with one; an error of a fetch comes out here."""
+        """Start and end with a complete fetch. An error of a fetch is raised at the end."""
         stop, errors = threading.Event(), []
 
         def loop() -> None:
@@ -72,7 +71,7 @@ class FetchLoop:
                     self.bytes += self._fetch_bytes
                     if stop.is_set():
                         return
-            except Exception as error:  # of another thread: raised below
+            except Exception as error:  # raised below, in the caller's thread
                 errors.append(error)
 
         self._target.fetch(self._count)
@@ -88,11 +87,11 @@ class FetchLoop:
 
 
 class Control:
-    """A process that keeps one core busy while :meth:`running`, and stands still else: ``with Control(...)``.
+    """A process that keeps one core busy while :meth:`running`, and is stopped otherwise: ``with Control(...)``.
 
     Args:
         kind: ``"spin"``, ``"copy"`` or ``"write"``.
-        rate: bytes a second that are copied or written.
+        rate: Bytes per second to copy or write.
     """
 
     def __init__(self, kind: str, rate: float = 0.0) -> None:
@@ -102,7 +101,7 @@ class Control:
         command = [sys.executable, "-m", "shadowserve_tools.bench.parts.loads", *self._arguments]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
-        self._process.stdout.readline()  # its memory is touched
+        self._process.stdout.readline()  # then its memory is touched
         self._process.send_signal(signal.SIGSTOP)
         return self
 
@@ -132,13 +131,13 @@ def _move(rate: float, writes_only: bool) -> None:
     print("ready", flush=True)
     position, due = 0, time.perf_counter()
     while True:
-        if writes_only:  # by the C library, with string stores, which do not read what they overwrite
+        if writes_only:  # memset's string stores do not read what they overwrite
             ctypes.memset(target.ctypes.data + position, 1, SLICE_BYTES)
         else:
             target[position : position + SLICE_BYTES] = source[position : position + SLICE_BYTES]
         position = (position + SLICE_BYTES) % COPY_BYTES
         now = time.perf_counter()
-        # Time that it stood still is not synthetic for.
+        # Time in which the process was stopped is not made up for.
         due = max(due + SLICE_BYTES / rate, now - 0.01)
         if due > now:
             time.sleep(due - now)

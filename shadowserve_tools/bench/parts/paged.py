@@ -1,4 +1,4 @@
-"""An engine's paged memory, and a data plane with one device that has its pages as they are, or compressed chunks."""
+"""An engine's paged memory, and a data plane with one device that has its pages, or compressed chunks."""
 
 import contextlib
 import json
@@ -21,22 +21,20 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS, KVNamespace, prefix_chain, record_keys
 from shadowserve_tools.bench.parts.workload import MODEL, kv_patterns
 from shadowserve_tools.bench.tiers import await_line
-from shadowserve_tools.processes import Child, free_port, start_data_plane
-
-__all__ = ["BLOCK_TOKENS", "CHUNK_BLOCKS", "MANY", "TIMEOUT_S", "DevicePlane", "PagedKv", "PagedMemory"]
+from shadowserve_tools.processes import Child, free_port, start_data_plane, until
 
 BLOCK_TOKENS: Final = 16
 CHUNK_BLOCKS: Final = DEFAULT_CHUNK_TOKENS // BLOCK_TOKENS
 MANY: Final = 512
-"""Blocks that are kept: 8,192 tokens."""
+"""Stored blocks: 8,192 tokens."""
 TIMEOUT_S: Final = 60.0
 WRITTEN_S: Final = 60.0
 CPU_CLOCK: Final = 2
-"""Of another process: the kernel's number of its clock is made of that and the process' own (clock_getcpuclockid)."""
+"""Clock of another process: its number is made of this and the process id (``clock_getcpuclockid``)."""
 
 
 class PagedKv:
-    """A prompt's KV as an engine's pages, and as compressed chunks have it: the same values in two orders."""
+    """A prompt's KV as an engine's pages, and as compressed chunks: the same values in two orders."""
 
     def __init__(self, layers: int, heads: int) -> None:
         self.layers, self.heads = layers, heads
@@ -61,17 +59,22 @@ class PagedKv:
         self._patterns = kv_patterns(np.random.default_rng(11), self.compressed)
 
     def chunk(self, index: int) -> npt.NDArray[np.uint8]:
-        """Return a chunk's bytes: layer, kind, token, element."""
+        """Return a chunk's bytes in the order layer, kind, token, element."""
         return np.roll(self._patterns, index * 7, axis=2).reshape(-1).view(np.uint8)
 
 
 class DevicePlane:
-    """A data plane with one device, and chunks on it."""
+    """A data plane with one device that has chunks."""
 
     def __init__(
         self, stack: ExitStack, logs: Path, disk: Path, shape: ChunkLayout, kv: PagedKv, *flags: str, plain: bool
     ) -> None:
-        """Start it, and store; ``flags`` as for ``shadowserve dpu``, ``plain``: as they are."""
+        """Start the data plane and store the chunks.
+
+        Args:
+            flags: Flags of ``shadowserve dpu``.
+            plain: True to store pages as they are.
+        """
         disk.mkdir()
         self._logs, self._shape, self._kv = logs, shape, kv
         size = len(kv.keys[shape.namespace]) * shape.raw_bytes
@@ -87,10 +90,10 @@ class DevicePlane:
         self._store(plain=plain)
 
     def restart(self) -> None:
-        """Start it again: what it has in memory is gone."""
+        """Restart the data plane: its memory is empty then."""
         self._running.close()
         child: Child = self._running.enter_context(start_data_plane(self._logs, "", *self._flags))
-        await_line(child, "memory_registered")  # which takes cores for a moment after a start
+        await_line(child, "memory_registered")  # registering takes cores for a moment after a start
         self.process = psutil.Process(child.process.pid)
         self.client = self._running.enter_context(closing(DataPlaneClient(child.address, connect_timeout_s=TIMEOUT_S)))
 
@@ -107,13 +110,13 @@ class DevicePlane:
                     raise ShadowServeError(f"storing chunk {index} ended with {stored.reason}: {stored.detail}")
 
     def count(self, name: str) -> float:
-        """Return a counter, or a gauge, of the data plane."""
+        """Return a counter or a gauge of the data plane."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics") as answer:
             lines = answer.read().decode().splitlines()
         return sum(float(line.split()[1]) for line in lines if line.startswith(f"shadowserve_{name} "))
 
     def control_s(self) -> float:
-        """Return the CPU time of all threads so far, also of those that have ended, but that of devices' threads."""
+        """Return the CPU time of all threads, ended ones included, except those of devices."""
         devices = 0
         for task in Path(f"/proc/{self.process.pid}/task").iterdir():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
@@ -123,7 +126,7 @@ class DevicePlane:
 
 
 class PagedMemory:
-    """Pages on a device, and the paged memory that they are retrieved into, blocks of it in any order."""
+    """Pages on a device, and paged memory that they are retrieved into, in a random order of blocks."""
 
     def __init__(self, stack: ExitStack, logs: Path, disk: Path, kv: PagedKv, *flags: str) -> None:
         import torch
@@ -141,12 +144,8 @@ class PagedMemory:
         self._await_written()
 
     def _await_written(self) -> None:
-        """What was stored is on its way to the device: until then it is not there to be read."""
-        ends = time.monotonic() + WRITTEN_S
-        while self._retrieve(MANY) < MANY // CHUNK_BLOCKS:
-            if time.monotonic() > ends:
-                raise ShadowServeError(f"the device has not written all chunks within {WRITTEN_S:g} s")
-            time.sleep(0.1)
+        """Wait until the device has all chunks."""
+        until(lambda: self._retrieve(MANY) == MANY // CHUNK_BLOCKS, "the device has not written all chunks", WRITTEN_S)
 
     def _retrieve(self, count: int) -> int:
         keys = self._kv.keys[self._kv.paged.namespace][: count // CHUNK_BLOCKS]
@@ -156,20 +155,20 @@ class PagedMemory:
         return 0 if answer is None else answer.chunks[0]
 
     def retrieve(self, count: int) -> None:
-        """Retrieve some blocks, a multiple of a chunk's.
+        """Retrieve ``count`` blocks, a multiple of a chunk's blocks.
 
         Raises:
-            ShadowServeError: they did not all come.
+            ShadowServeError: Some chunks did not arrive.
         """
         if (chunks := self._retrieve(count)) != count // CHUNK_BLOCKS:
             raise ShadowServeError(f"{chunks} chunks of {count // CHUNK_BLOCKS} came from the device")
 
     def clear(self) -> None:
-        """Overwrite all pages, so that nothing of an earlier run can be taken for a later one's."""
+        """Overwrite all pages, so that an earlier run's bytes cannot pass the comparison."""
         self._memory.fill_(0xA5)
 
     def verify(self, count: int) -> None:
-        """Compare every byte of some blocks with what was stored."""
+        """Compare every byte of ``count`` blocks with what was stored."""
         for index in range(count // CHUNK_BLOCKS):
             place = self._order[index * CHUNK_BLOCKS : (index + 1) * CHUNK_BLOCKS]
             if self._memory[:, place].numpy().tobytes() != self._kv.chunk(index).tobytes():

@@ -1,9 +1,9 @@
-"""A program that only sends: what the kernel's sockets alone can do, for ``shadowserve bench storage`` to compare with.
+"""A program that only sends: the limit of the kernel's sockets, for ``shadowserve bench storage``.
 
-``python -m shadowserve_tools.bench.parts.plain_sender MIB WAY`` listens on a port of loopback and says ``ready
-HOST:PORT``. A client sends a size in 16 characters, and gets that many bytes of a buffer of MIB mebibytes, going round
-and round. WAY is ``blocking``, one call in which the kernel waits for room by itself and keeps the connection locked,
-or ``polled``, a call for as much as there is room for, as event loops send. Either may be the faster one.
+``python -m shadowserve_tools.bench.parts.plain_sender MIB WAY`` listens on a port of loopback and prints ``ready
+HOST:PORT``. A client sends a size in 16 characters, and receives that many bytes of a ring of MIB mebibytes. WAY is
+``blocking`` (one call, in which the kernel waits for space with the connection locked) or ``polled`` (a call for as
+much as fits, like an event loop). Either may be the faster one.
 """
 
 import select
@@ -12,8 +12,6 @@ import sys
 import threading
 
 from shadowserve.pool.buffers import allocate
-
-__all__ = ["REQUEST_BYTES", "main"]
 
 REQUEST_BYTES = 16
 
@@ -42,7 +40,7 @@ def _serve(sock: socket.socket, values: memoryview, way: str) -> None:
 
 
 def main() -> None:
-    """Serve each connection in a thread of its own until the process is ended."""
+    """Serve each connection in its own thread until the process is ended."""
     values = allocate(int(sys.argv[1]) << 20)
     for begin in range(0, len(values), 1 << 20):
         values[begin : begin + (1 << 20)] = bytes([begin >> 20 & 0xFF]) * (1 << 20)

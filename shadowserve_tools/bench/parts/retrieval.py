@@ -1,7 +1,6 @@
-"""Prefixes stored in engines and taken back from them, chunk by chunk: what ``bench pool`` compares.
+"""Prefixes stored in pools or files, and read back chunk by chunk, for ``bench pool``.
 
-All of a prefix's chunks are asked for at once and in order, as who restores a prefix does. A chunk counts as there when
-its bytes are in memory and checked, where a socket would send them from.
+All chunks of a prefix are requested at once and in order. A chunk has arrived when its bytes are in memory and checked.
 """
 
 import itertools
@@ -34,23 +33,21 @@ from shadowserve_tools.bench.parts.disks import Disk, drop_cached
 from shadowserve_tools.report import measure
 from storage_kv.config import StorageConfig
 
-__all__ = ["Files", "Offered", "OurPool", "Prefix", "Retrieval", "Store"]
-
 _POLL_MS: Final = 100
 _STALLED_S: Final = 120.0
 _TENANT: Final = 0
 _DROPPED_PAUSE_S: Final = 0.005
-"""After what there was no room for: who offers more at once takes only time from the others."""
+"""Pause after a dropped chunk. Offering more at once only takes time from the other threads."""
 _READERS: Final = 16
 """Threads that read files."""
 
 
 class Prefix:
-    """The chunks of one prompt: names, and bytes that no codec would make smaller.
+    """The chunks of one prompt: keys, and incompressible bytes.
 
     Attributes:
-        chunk_bytes: of each.
-        names: 32 bytes for each, in order.
+        chunk_bytes: Bytes of each chunk.
+        names: 32 bytes for each chunk, in order.
     """
 
     def __init__(self, chunks: int, chunk_bytes: int, *, seed: int = 1) -> None:
@@ -72,33 +69,33 @@ class Prefix:
         return _TENANT, storage_key(self.names[number])
 
     def parent(self, number: int) -> bytes:
-        """Return the name of the chunk before; none for the first."""
+        """Return the name of the previous chunk; empty for the first."""
         return self.names[number - 1] if number else b""
 
     def fill(self, number: int, memory: memoryview) -> None:
-        """Write a chunk's bytes: the same random ones, turned, so that every chunk differs from every other."""
+        """Write a chunk's bytes: one random block, rotated differently for each chunk."""
         turn = (number * 4096 + number) % self.chunk_bytes
         memory[: self.chunk_bytes - turn] = self._block[turn:]
         memory[self.chunk_bytes - turn :] = self._block[:turn]
         self._sums[number] = native.crc32(memory)
 
     def check(self, number: int, memory: memoryview) -> None:
-        """Raise if these are not a chunk's bytes."""
+        """Raise ShadowServeError if ``memory`` does not have a chunk's bytes."""
         if native.crc32(memory) != self._sums[number]:
             raise ShadowServeError(f"chunk {number} came back with other bytes; please report this")
 
 
 @dataclass(frozen=True)
 class Retrieval:
-    """What taking a prefix back took.
+    """Cost of reading a prefix back.
 
     Attributes:
-        size: bytes of it.
-        wall_s: from the first question to the last chunk.
-        cpu_s: of this process, user and system, all its threads.
-        device_bytes: that came from devices; the others were in memory.
-        orchestration_s: CPU seconds of what the pool counts as looking up, planning and finding memory.
-        control_s: that, and handing reads to devices and taking them back.
+        size: Bytes of the prefix.
+        wall_s: Time from the first request to the last chunk.
+        cpu_s: CPU time of this process, user and system, all threads.
+        device_bytes: Bytes that came from devices; the rest was in memory.
+        orchestration_s: CPU time of looking up, planning and finding memory, as the pool counts it.
+        control_s: The same with submitting and completing reads.
     """
 
     size: int
@@ -111,12 +108,12 @@ class Retrieval:
 
 @dataclass
 class Offered:
-    """What became of chunks that were to be written.
+    """Outcome of chunks that were offered for writing.
 
     Attributes:
-        taken, dropped: chunks.
-        written: bytes that were written of those that were taken, by the end.
-        seconds: that it took.
+        taken, dropped: Numbers of chunks.
+        written: Bytes of the taken ones that were written by the end.
+        seconds: Duration.
     """
 
     taken: int = 0
@@ -126,42 +123,42 @@ class Offered:
 
 
 class Store(ABC):
-    """Where a prefix is."""
+    """A place that a prefix is stored in."""
 
     @abstractmethod
     def put(self, prefix: Prefix) -> None:
-        """Store all of a prefix, durably."""
+        """Store all of a prefix durably."""
 
     @abstractmethod
     def cool(self) -> None:
-        """Have forgotten what memory holds of what devices have."""
+        """Drop from memory what devices hold."""
 
     @abstractmethod
     def retrieve(self, prefix: Prefix, *, check: bool = False) -> Retrieval:
-        """Take all of a prefix back; ``check`` compares it, too."""
+        """Read all of a prefix back; ``check`` compares its bytes."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
 
 
 class _CoolingPool(DevicePool):
     def drop_copies(self) -> None:
-        """Forget what memory holds of what devices have, as far as nobody uses it."""
-        while self._core.memory_cache.make_room():
+        """Drop the unused copies in memory of what devices hold."""
+        while self._core.copies.make_room():
             pass
 
 
 class OurPool(Store):
-    """Our pool on some devices.
+    """ShadowServe's pool on some devices.
 
     Args:
-        disks: to use; what is on them is lost.
-        bandwidths: of these, in bytes a second; None has the organizer measure them.
-        memory_bandwidth: that memory counts with.
-        memory_bytes: of the arenas.
-        size: of a device that is a file.
-        strict: devices never read and write at the same time.
+        disks: Devices to use. Their contents are lost.
+        bandwidths: Bandwidths of the devices in bytes per second; None lets the pool measure them.
+        memory_bandwidth: Bandwidth of memory for the placement.
+        memory_bytes: Bytes of the arenas.
+        size: Size of a device that is a file.
+        strict: True if devices never read and write at the same time.
     """
 
     def __init__(
@@ -176,7 +173,7 @@ class OurPool(Store):
     ) -> None:
         devices = [
             DeviceConfig.model_validate(
-                # A device that is used whole takes no size.
+                # A whole device has no configured size.
                 {
                     "path": disk.path,
                     "bytes_max" if Path(disk.path).is_block_device() else "size": size,
@@ -196,7 +193,9 @@ class OurPool(Store):
             }
         )
         self._lock = threading.Lock()
-        self._pool = _CoolingPool(config, ticks=time.thread_time_ns)  # this thread's: others use the machine, too
+        self._pool = _CoolingPool(
+            config, ticks=time.thread_time_ns
+        )  # CPU time of this thread, since others use the machine, too
         self._pool.start(self._lock)
         self._poll = select.poll()
         for descriptor in self._pool.descriptors():
@@ -236,9 +235,9 @@ class OurPool(Store):
 
     @contextmanager
     def written(self, prefix: Prefix) -> Iterator["Offered"]:
-        """Write the chunks of a prefix over and over, from another thread, while the context lasts.
+        """Write the chunks of a prefix repeatedly, from another thread, while the context lasts.
 
-        What there is no room for is dropped, as tiers do. Whoever takes something back meanwhile drives the pool.
+        A chunk without space is dropped, as in tiers. The caller has to drive the pool meanwhile by reading.
         """
         offered, stop = Offered(), threading.Event()
 
@@ -328,7 +327,7 @@ class OurPool(Store):
         return Retrieval(prefix.size, cost.wall_s, cost.cpu_s, read, orchestration_s, control_s)
 
     def _wait(self, condition: Callable[[], bool]) -> None:
-        """Drive the engine until something is so."""
+        """Drive the pool until the condition holds."""
         until = time.monotonic() + _STALLED_S
         while not condition():
             self._step()
@@ -344,9 +343,9 @@ class OurPool(Store):
 
 
 class Files(Store):
-    """A file for each chunk, in some folders; with shares, as the pool places chunks, memory's first.
+    """A file for each chunk in some folders; with shares, placed as by the pool, memory first.
 
-    That is the pool's placement over the kernel's file system, and with one folder the file system alone.
+    With several folders this is the pool's placement over the kernel's file system; with one, the file system alone.
     """
 
     def __init__(self, folders: Sequence[tuple[Path, Disk]], shares: Sequence[float]) -> None:
@@ -354,7 +353,7 @@ class Files(Store):
         self._disks = [disk for _, disk in folders]
         self._readers = ThreadPoolExecutor(_READERS, "files")
         self._interleaver = Interleaver(shares)
-        self._paths: dict[int, Path] = {}  # of the chunks that are not in memory
+        self._paths: dict[int, Path] = {}  # paths of the chunks that are not in memory
 
     def put(self, prefix: Prefix) -> None:
         available = [True] * (1 + len(self._folders))
@@ -375,7 +374,7 @@ class Files(Store):
             drop_cached(folder)
 
     def retrieve(self, prefix: Prefix, *, check: bool = False) -> Retrieval:
-        """See :meth:`Store.retrieve`; what comes from files is always compared, as the pool checks what it reads."""
+        """See :meth:`Store.retrieve`. Bytes from files are always compared, because the pool also checks its reads."""
         numbers = [number for number in range(len(prefix.names)) if number in self._paths]
 
         def read(number: int) -> None:

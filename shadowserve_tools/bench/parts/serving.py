@@ -1,8 +1,8 @@
-"""A real engine, a data plane and a storage server on cores of their own, for ``interference`` and ``ablation``.
+"""A real engine, a data plane and a storage node, each on its own cores.
 
-The engine gets one set of cores, data plane and storage server another. Each is confined with all of its threads from
-the first on; :meth:`Stack.decoding_in_engine` moves those threads of a running data plane that decode, so that systems
-that differ in nothing else take turns within seconds.
+The engine has one set of cores; data plane and storage node have another. Each program is confined from its start.
+:meth:`Stack.decoding_in_engine` moves the decoding threads of a running data plane, so that systems that differ in
+nothing else take turns within seconds.
 """
 
 import contextlib
@@ -27,30 +27,14 @@ import click
 from shadowserve.cores import on_cores, usable_cores
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
-from shadowserve_tools.bench.parts.engine import model_config
+from shadowserve_tools.bench.parts.engine import model_config, write_weights
 from shadowserve_tools.processes import Child, start_data_plane, start_storage
 
-__all__ = [
-    "Engine",
-    "Load",
-    "Model",
-    "Partition",
-    "Served",
-    "Stack",
-    "arrivals",
-    "model_options",
-    "model_options_with",
-    "p95",
-    "plugin",
-    "shape_options",
-    "started_engine",
-]
-
 DECODING_THREADS: Final = ("ss-decomp", "ss-dequant", "ss-dma")
-"""How the data plane names its threads between receiving and the engine's memory."""
+"""Names of the data plane's threads between receiving and the engine's memory."""
 VOCABULARY: Final = 2048
 TAIL_TOKENS: Final = 16
-"""Behind a prompt's chunks: what a user asks about a document, always computed."""
+"""Tokens after a prompt's chunks: the user's question about a document. They are always computed."""
 START_TIMEOUT_S: Final = 300.0
 ANSWER_TIMEOUT_S: Final = 300.0
 STOP_TIMEOUT_S: Final = 20.0
@@ -58,7 +42,7 @@ STOP_TIMEOUT_S: Final = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A Llama's shape. Its weights are random, and so is its KV: normally distributed, every channel alike."""
+    """Shape of a Llama with random weights. Its KV is normally distributed, with all channels alike."""
 
     layers: int
     hidden: int
@@ -67,27 +51,27 @@ class Model:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of KV for each token, in bfloat16."""
+        """KV bytes of a token, in bfloat16."""
         return self.layers * 2 * self.heads * self.head_size * 2
 
     def config(self, tokens: int) -> dict[str, Any]:
-        """Return its ``config.json``, for prompts and answers of so many tokens together."""
+        """Return its ``config.json``, for ``tokens`` of prompt and answer together."""
         return model_config(**vars(self), vocabulary=VOCABULARY, tokens=tokens)
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Cores of the engine, and cores of the data plane and of the storage server."""
+    """Cores of the engine, and cores of the data plane and the storage node."""
 
     engine: tuple[int, ...]
     data_plane: tuple[int, ...]
 
     @classmethod
     def halves(cls) -> "Partition":
-        """Divide the cores that this process may use in two.
+        """Divide the cores of this process into two halves.
 
         Raises:
-            ShadowServeError: there is only one.
+            ShadowServeError: There is only one core.
         """
         cores = usable_cores()
         if len(cores) < 2:
@@ -98,15 +82,15 @@ class Partition:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Requests of an open loop: each for one of some documents, by turns, and each with the same number of tokens.
+    """Requests of an open loop about some documents in turn, all with the same number of tokens.
 
     Attributes:
-        chunks: of 256 tokens in each document.
-        documents: that all requests are about.
-        output: tokens of each answer.
-        requests: count.
-        rate: requests a second, Poisson; 0: all at once.
-        seed: of the arrivals.
+        chunks: Chunks of 256 tokens in each document.
+        documents: Number of documents.
+        output: Tokens of each answer.
+        requests: Number of requests.
+        rate: Requests per second, Poisson; 0 sends all at once.
+        seed: Seed of the arrivals.
     """
 
     chunks: int
@@ -121,7 +105,7 @@ class Load:
         return self.chunks * DEFAULT_CHUNK_TOKENS + TAIL_TOKENS
 
     def orders(self) -> list[dict[str, Any]]:
-        """Return the requests as the engine takes them."""
+        """Return the requests in the engine's format."""
         times = arrivals(self.requests, self.rate, self.seed)
         return [
             {"seed": index % self.documents, "tokens": self.prompt_tokens, "output": self.output, "at": at}
@@ -130,7 +114,7 @@ class Load:
 
 
 def arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """Return the seconds at which requests arrive: a Poisson process, the same for the same seed."""
+    """Return the arrival times of a Poisson process in seconds. The same seed gives the same times."""
     generator = random.Random(seed)
     now, times = 0.0, []
     for _ in range(count):
@@ -141,7 +125,14 @@ def arrivals(count: int, rate: float, seed: int) -> list[float]:
 
 @dataclass
 class Served:
-    """What requests met, each of them: seconds to the first token and for each further one; and how long all took."""
+    """Times of served requests.
+
+    Attributes:
+        ttft_s: Time to the first token of each request.
+        tpot_s: Time of each further token, by request.
+        requests: Number of requests.
+        seconds: Time until the last one ended.
+    """
 
     ttft_s: list[float] = field(default_factory=list)
     tpot_s: list[float] = field(default_factory=list)
@@ -160,17 +151,17 @@ class Served:
 
     @property
     def throughput(self) -> float:
-        """Requests a second."""
+        """Requests per second."""
         return self.requests / self.seconds
 
     @property
     def ttft(self) -> float:
-        """Mean."""
+        """Mean time to the first token."""
         return statistics.fmean(self.ttft_s)
 
     @property
     def tpot(self) -> float:
-        """Mean."""
+        """Mean time of a further token."""
         return statistics.fmean(self.tpot_s)
 
     def columns(self) -> dict[str, float]:
@@ -184,34 +175,34 @@ class Served:
 
 
 def p95(values: Sequence[float]) -> float:
-    """Return the value that 95 % do not exceed."""
+    """Return the 95th percentile."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
 
 
 class Engine:
-    """An engine in its process; see :mod:`shadowserve_tools.bench.parts.engine` for what it can be asked."""
+    """Client of an engine process; :mod:`shadowserve_tools.bench.parts.engine` has its orders."""
 
     def __init__(self, process: "subprocess.Popen[str]", log: Path) -> None:
         self.process = process
         self._log = log
 
-    def ask(self, order: str, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any) -> Any:
-        """Give an order and return the answer.
+    def call(self, order: str, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any) -> Any:
+        """Send an order and return its answer.
 
         Raises:
-            ShadowServeError: it ended, or was silent for ``timeout_s``.
+            ShadowServeError: The engine ended, or did not answer within ``timeout_s``.
         """
         return self.exchange({"order": order, **arguments}, timeout_s)
 
     def exchange(self, message: dict[str, Any], timeout_s: float) -> Any:
-        """Send one line and return what the next one says."""
+        """Send one line and return the result in the next one."""
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
             self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            pass  # the log says why, below
+            pass  # the message below has the log
         ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
         line = self.process.stdout.readline() if ready else ""
         if not line:
@@ -222,16 +213,16 @@ class Engine:
         return json.loads(line)["result"]
 
     def serve(self, load: Load, *, fetched: bool) -> Served:
-        """Serve a load, and make sure that its KV came from where it should.
+        """Serve a load and check where its KV came from.
 
         Args:
-            load: what arrives.
-            fetched: whether every chunk has to be fetched; else none.
+            load: The requests.
+            fetched: True if every chunk must be fetched, False if none may be.
 
         Raises:
-            ShadowServeError: a prompt was computed that should have been fetched, or the other way round.
+            ShadowServeError: The KV of a prompt did not come from there.
         """
-        results = self.ask("serve", requests=load.orders())
+        results = self.call("serve", requests=load.orders())
         wanted = load.chunks * DEFAULT_CHUNK_TOKENS if fetched else 0
         for result in results:
             if result["cached"] != wanted:
@@ -244,7 +235,7 @@ class Engine:
         )
 
     def stop(self) -> None:
-        """End it, in order if it does so in time."""
+        """End the process, by force if it does not end in time."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -255,6 +246,25 @@ class Engine:
         self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+def write_model(folder: Path, model: Model, load: Load) -> None:
+    """Write the model that the engines of ``folder`` share, with weights for which answers depend on prompts."""
+    config = model.config(load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    write_weights(folder / "model", config)
+
+
+ENVIRONMENT: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # The process's mask binds all threads; vLLM's own binding would leave one of the cores idle.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+"""Environment of every engine."""
 
 
 @contextlib.contextmanager
@@ -274,26 +284,18 @@ def started_engine(
     """Run an engine on ``cores`` while the context lasts.
 
     Args:
-        name: of its log.
-        folder: for the log, and for the model, which engines of one folder share; of random weights where it has none.
-        cores: of all its threads.
-        model: its shape.
-        load: the largest that it has to hold.
-        requests_max: that it runs at one time.
-        transfer: configuration of its KV connector; without one the engine is plain vLLM.
-        step_tokens: that it computes in one step at most; 0: as vLLM has it.
-        packages: folders in which it looks for modules that it does not find otherwise.
-        more: ``kv_cache_bytes``, ``dtype`` or ``prefix_caching``, where not as follows from the load.
+        name: Name of its log.
+        folder: Folder of the log and of the model, which all engines of a folder share. Without a model, weights
+            are random.
+        cores: Cores of all its threads.
+        model: Shape of the model.
+        load: Largest load that the engine has to hold.
+        requests_max: Number of requests that run at one time.
+        transfer: Configuration of the KV connector; None for plain vLLM.
+        step_tokens: Most tokens of one step; 0 for vLLM's default.
+        packages: Additional folders of Python modules.
+        more: ``kv_cache_bytes``, ``dtype`` or ``prefix_caching``, where they do not follow from the load.
     """
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # The process's mask holds for all of its threads; vLLM's own way of binding would leave one core of them idle.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(len(cores)),
-    }
     tokens = load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS
     settings = {
         "model": str(folder / "model"),
@@ -304,7 +306,7 @@ def started_engine(
         "max_requests": requests_max,
         "kv_cache_bytes": model.kv_bytes * tokens * (requests_max + 1),
         "dtype": "bfloat16",
-        # Every request has to be fetched or computed: what an earlier one left in the engine must not serve it.
+        # Every request must be fetched or computed, not served from an earlier one's blocks.
         "prefix_caching": False,
         "step_tokens": step_tokens,
         "packages": list(map(str, packages)),
@@ -319,7 +321,7 @@ def started_engine(
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=environment,
+            env=os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(len(cores))},
             process_group=0,
         )
     engine = Engine(process, log)
@@ -331,9 +333,9 @@ def started_engine(
 
 
 def plugin(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of ShadowServe's connector, with these keys of the host's.
+    """Return the configuration of ShadowServe's connector with these keys of section ``host``.
 
-    What an engine learns it learns anew at each start, so that no run depends on those before it.
+    What an engine learns is not kept from one start to the next, so that runs are independent.
     """
     return {
         "kv_connector": "ShadowServeConnector",
@@ -347,13 +349,13 @@ _Decorator = Callable[[_Command], _Command]
 
 
 def shape_options(layers: int, hidden: int, heads: int, head_size: int) -> _Decorator:
-    """Return what gives a command the engine's model, of this shape by default: its argument ``model``."""
+    """Add options for the shape of the engine's model to a command; its argument is ``model``."""
     count, width = click.IntRange(1), click.IntRange(32)
     options = (
-        click.option("--layers", default=layers, show_default=True, type=count, help="Of the engine's model."),
-        click.option("--hidden", default=hidden, show_default=True, type=width, help="Its hidden size."),
-        click.option("--heads", default=heads, show_default=True, type=count, help="Its heads, KV heads too."),
-        click.option("--head-size", default=head_size, show_default=True, type=width, help="Of each head."),
+        click.option("--layers", default=layers, show_default=True, type=count, help="Layers of the engine's model."),
+        click.option("--hidden", default=hidden, show_default=True, type=width, help="Hidden size of the model."),
+        click.option("--heads", default=heads, show_default=True, type=count, help="Heads, and KV heads."),
+        click.option("--head-size", default=head_size, show_default=True, type=width, help="Size of a head."),
     )
 
     def decorate(command: _Command) -> _Command:
@@ -369,18 +371,21 @@ def shape_options(layers: int, hidden: int, heads: int, head_size: int) -> _Deco
 
 
 def model_options_with(*, layers: int = 8, chunks: int = 6, requests_max: int = 8) -> _Decorator:
-    """Return what gives a command the engine's model and prompts: its arguments ``model``, ``load``, ``requests_max``.
-
-    Args:
-        layers: of the model, by default.
-        chunks: of a prompt, by default.
-        requests_max: by default.
-    """
+    """Add options for model and prompts to a command; its arguments are ``model``, ``load`` and ``requests_max``."""
     count = click.IntRange(1)
     options = (
-        click.option("--prompt-chunks", "chunks", default=chunks, show_default=True, type=count, help="Of 256 tokens."),
-        click.option("--documents", default=4, show_default=True, type=count, help="That prompts are about."),
-        click.option("--requests-max", default=requests_max, show_default=True, type=count, help="Served at one time."),
+        click.option(
+            "--prompt-chunks",
+            "chunks",
+            default=chunks,
+            show_default=True,
+            type=count,
+            help="Chunks of 256 tokens in a prompt.",
+        ),
+        click.option("--documents", default=4, show_default=True, type=count, help="Number of documents."),
+        click.option(
+            "--requests-max", default=requests_max, show_default=True, type=count, help="Requests that run at one time."
+        ),
     )
 
     def decorate(command: _Command) -> _Command:
@@ -399,12 +404,12 @@ model_options: Final = model_options_with()
 
 
 class Stack:
-    """Storage server, data plane and engine, each on its cores: ``with Stack(...) as stack``.
+    """Storage node, data plane and engine, each on its cores: ``with Stack(...) as stack``.
 
     Attributes:
-        partition: who runs where.
-        engine: with the plugin, everything stored that the load asks for.
-        data_plane: as it runs now.
+        partition: Cores of the programs.
+        engine: Engine with the plugin. Everything that the load needs is stored.
+        data_plane: The running data plane.
     """
 
     def __init__(
@@ -417,9 +422,12 @@ class Stack:
         backend: str = "software",
         **host: Any,
     ) -> None:
-        """``load`` is the largest that the engine has to hold; ``requests_max`` run at one time.
+        """Prepare programs for ``load``, the largest that the engine has to hold, with ``requests_max`` requests at
+        a time.
 
-        ``backend`` is the data plane's; ``host`` has more keys of the plugin's configuration.
+        Args:
+            backend: Backend of the data plane.
+            host: Further keys of the plugin's configuration.
         """
         self.partition = partition
         self._backend = backend
@@ -443,7 +451,7 @@ class Stack:
         self._exit.close()
 
     def _start(self) -> None:
-        # The benchmark's own threads keep off the engine's cores, too.
+        # Keep the benchmark's own threads off the engine's cores.
         self._exit.enter_context(on_cores(self.partition.data_plane))
         self.folder = Path(self._exit.enter_context(tempfile.TemporaryDirectory()))
         cores = json.dumps(self.partition.data_plane)
@@ -453,23 +461,23 @@ class Stack:
         connector = {
             "data_plane": self.data_plane.address,
             "store_buffer_bytes": self._load.chunks * DEFAULT_CHUNK_TOKENS * self._model.kv_bytes,
-            # Everything that is late here is to be seen as late, not to be computed instead.
+            # A late transfer must be measured as late, not computed instead.
             "lookup_timeout_s": 60,
             "fetch_timeout_s": 60,
             "breaker_backoff_max_s": 0.25,
-            # Fetching is to come as fast as it can: what that does to the engine is what is measured.
+            # Fetches run at full speed: their effect on the engine is measured.
             "interference_budget": 0,
             **self._host,
         }
         self.engine = self._exit.enter_context(self.engine_with("engine", connector))
         self._exit.callback(self._plane.close)
-        stored = self.engine.ask("store", seeds=list(range(self._load.documents)), tokens=self._load.prompt_tokens)
+        stored = self.engine.call("store", seeds=list(range(self._load.documents)), tokens=self._load.prompt_tokens)
         wanted = self._load.documents * self._load.chunks
         if stored != wanted:
             raise ShadowServeError(f"{stored} chunks were stored of {wanted}")
 
     def engine_with(self, name: str, plugin_config: Any = None) -> contextlib.AbstractContextManager[Engine]:
-        """Run one more engine on the engine's cores; without the plugin's configuration, plain vLLM."""
+        """Run one more engine on the engine's cores; without a plugin configuration, plain vLLM."""
         transfer = plugin(plugin_config) if plugin_config else None
         return started_engine(
             name, self.folder, self.partition.engine, self._model, self._load, self._requests_max, transfer
@@ -477,7 +485,7 @@ class Stack:
 
     @contextlib.contextmanager
     def engine_that_keeps(self) -> Iterator[Engine]:
-        """Run plain vLLM on the engine's cores, whose prefix cache has every document, and room for requests."""
+        """Run plain vLLM on the engine's cores, with every document in its prefix cache."""
         documents = self._load.documents
         tokens = self._load.prompt_tokens + self._load.output + DEFAULT_CHUNK_TOKENS
         room = self._model.kv_bytes * tokens * (documents + self._requests_max + 1)
@@ -486,7 +494,7 @@ class Stack:
             prefix_caching=True, kv_cache_bytes=room,
         ) as engine:  # fmt: skip
             first = replace(self._load, requests=documents, output=1, rate=0.0)
-            engine.ask("serve", requests=first.orders())
+            engine.call("serve", requests=first.orders())
             yield engine
 
     def _start_data_plane(self, listen: str, *flags: str, environment: dict[str, str] | None = None) -> Child:
@@ -496,15 +504,15 @@ class Stack:
         return self._plane.enter_context(starting)
 
     def restart_data_plane(self, *flags: str, environment: dict[str, str] | None = None) -> None:
-        """Stop the data plane and start it with other flags at its old address; the engine registers with it again."""
+        """Restart the data plane with other flags at its old address; the engine registers again."""
         self._plane.close()
         self.data_plane = self._start_data_plane(self.data_plane.address, *flags, environment=environment)
-        time.sleep(2 * 0.25)  # the plugin's breaker may just have seen it gone
-        self.engine.ask("serve", requests=[{"seed": 0, "tokens": self._load.prompt_tokens, "output": 1, "at": 0.0}])
+        time.sleep(2 * 0.25)  # the plugin's circuit breaker may have opened
+        self.engine.call("serve", requests=[{"seed": 0, "tokens": self._load.prompt_tokens, "output": 1, "at": 0.0}])
 
     @contextlib.contextmanager
     def decoding_in_engine(self) -> Iterator[None]:
-        """Run the data plane's threads that decode on the engine's cores while the context lasts; no other ones."""
+        """Run the data plane's decoding threads, and no others, on the engine's cores while the context lasts."""
         self._place_decoding(self.partition.engine)
         try:
             yield

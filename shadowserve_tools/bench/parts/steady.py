@@ -1,4 +1,4 @@
-"""An engine of which a benchmark says that it decodes, so that a data plane holds all that it moves to a rate."""
+"""Reports decode steps to a data plane, so that it keeps its transfers within a rate."""
 
 import time
 from typing import Final
@@ -6,8 +6,6 @@ from typing import Final
 from host_control.client import DataPlaneClient
 from shadowserve.errors import ShadowServeError
 from shadowserve.proto import dataplane_pb2 as pb
-
-__all__ = ["BUDGET", "SteadySteps"]
 
 BUDGET: Final = 0.02
 _LASTS_S: Final = 10.0
@@ -18,7 +16,7 @@ class SteadySteps:
     """Reports to a data plane as the plugin does, in the caller's thread.
 
     Args:
-        client: of the data plane.
+        client: Client of the data plane.
     """
 
     def __init__(self, client: DataPlaneClient) -> None:
@@ -27,7 +25,7 @@ class SteadySteps:
         self._reported_s = 0.0
 
     def report(self, rate: int) -> None:
-        """Say that an engine decodes, and at which rate its steps stay within the budget; 0: it does not decode."""
+        """Report that an engine decodes, with the rate that its interference budget allows; 0: it does not decode."""
         if rate == self._rate and time.monotonic() < self._reported_s + _AGAIN_S:
             return
         call = self._client.report_steps(

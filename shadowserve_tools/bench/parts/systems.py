@@ -1,13 +1,12 @@
-"""The systems that ``serving`` compares, each as a user would set it up, from its store to what the engine is told.
+"""The systems that ``bench serving`` compares, each set up as a user would, from its store to the engine's
+connector.
 
-Stores are at one end of a link, engines with what stands beside them at either: at the stores' end they reach them over
-loopback, at the other over the link.
+Stores are at one end of a link. Engines are at the same end, and reach the stores over loopback, or at the other end.
 """
 
 import contextlib
 import json
 import secrets
-import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -23,23 +22,7 @@ from shadowserve_tools.bench.parts.workload import client
 from shadowserve_tools.bench.peers.contender import family
 from shadowserve_tools.bench.peers.installed import installed, lmcache_daemon
 from shadowserve_tools.bench.peers.network import LOOPBACK, Network
-from shadowserve_tools.processes import Child, start_data_plane, start_redis, start_storage
-
-__all__ = [
-    "LOCAL",
-    "LOCAL_SHM",
-    "OFF",
-    "OURS",
-    "OURS_LAYERS",
-    "REDIS",
-    "REDIS_SHM",
-    "Answers",
-    "Place",
-    "System",
-    "check_cached",
-    "ours",
-    "peers",
-]
+from shadowserve_tools.processes import Child, start_data_plane, start_redis, start_storage, until
 
 OFF: Final = "no cache"
 OURS: Final = "ShadowServe, lossless"
@@ -49,19 +32,18 @@ REDIS: Final = "LMCache, Redis"
 LOCAL_SHM: Final = "LMCache, CPU tier, shared memory"
 REDIS_SHM: Final = "LMCache, Redis tuned, shared memory"
 STORED_TIMEOUT_S: Final = 60.0
-POLL_S: Final = 0.02
 
 
 @dataclass(frozen=True)
-class Place:
+class Site:
     """Where systems run.
 
     Attributes:
-        folder: for logs.
-        partition: who runs on which cores.
-        network: stores are at one of its ends.
-        peers_python: of the environment of scripts/setup-peers.
-        size: bytes of all the KV.
+        folder: Folder of logs.
+        partition: Cores of the programs.
+        network: Network with the stores at one end.
+        peers_python: Python of the environment of scripts/setup-peers.
+        size: Bytes of all KV.
     """
 
     folder: Path
@@ -72,7 +54,7 @@ class Place:
 
     @property
     def sides(self) -> dict[bool, Callable[[], AbstractContextManager[None]]]:
-        """How one enters the end that engines are at: over loopback, or (true) over the link."""
+        """Context of the engines' end of the network, for loopback (False) and for the link (True)."""
         sides = {False: self.network.store_side}
         return sides if self.network is LOOPBACK else sides | {True: self.network.client_side}
 
@@ -83,21 +65,21 @@ def _nothing(*_arguments: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """An engine's cache, running; without further words, none.
+    """A running cache of an engine; by default none.
 
     Attributes:
-        name: for tables.
-        linked: whether a link lies between the engine's end and the store.
-        brief: whether one request for each of half of the documents will do.
-        fills: whether it keeps what it computes, and not what another one has kept.
-        often: whether it computes more documents than prompts are about, so that a hundredth can be told.
-        side: enters the engine's end.
-        transfer: what the engine is told.
-        processes: that work for it, beside the engine.
-        stored: returns once so many chunks are where the system keeps them.
-        forget: empties what is nearer to the engine than that.
-        packages: that the engine needs beside its own.
-        data_plane: address of ours.
+        name: Name in tables.
+        linked: True if a link is between engine and store.
+        brief: True if one request for each of half of the documents is enough.
+        fills: False if it reads what another system has stored.
+        often: True if it computes more documents than prompts are about, for a ratio of one per cent.
+        side: Context of the engine's end of the network.
+        transfer: Configuration of the engine's connector.
+        processes: Processes of the system, the engine excluded.
+        stored: Returns when the given number of chunks is stored.
+        forget: Empties the caches between the engine and the store.
+        packages: Additional Python packages of the engine.
+        data_plane: Address of ShadowServe's data plane.
     """
 
     name: str = OFF
@@ -115,23 +97,23 @@ class System:
 
 
 class Answers:
-    """What the systems answer: to the same question about the same document, the same tokens."""
+    """Answers of the systems. The same question about the same document must give the same tokens."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[int, int], tuple[str, list[int]]] = {}
 
     def check(self, system: str, document: int, question: int, result: dict[str, Any], cached: int) -> None:
-        """Make sure of a request's result, and of where its KV came from.
+        """Check a request's answer, and where its KV came from.
 
         Args:
-            system: that served it.
-            document: that it was about.
-            question: that it was.
-            result: what the engine says of it.
-            cached: tokens that were not to be computed.
+            system: Name of the system.
+            document: Number of the document.
+            question: Number of the question.
+            result: The engine's result.
+            cached: Expected number of tokens that are not computed.
 
         Raises:
-            ShadowServeError: the answer is another one, or check_cached() finds something.
+            ShadowServeError: The answer differs from the first system's, or :func:`check_cached` raises.
         """
         other, first = self._first.setdefault((document, question), (system, result["answer"]))
         if result["answer"] != first:
@@ -141,33 +123,33 @@ class Answers:
 
 
 def check_cached(system: str, document: int, result: dict[str, Any], cached: int) -> None:
-    """Make sure of where a request's KV came from.
+    """Check where a request's KV came from.
 
     Raises:
-        ShadowServeError: it was computed and should have been fetched, or the other way round.
+        ShadowServeError: It was computed instead of fetched, or fetched instead of computed.
     """
     if result["cached"] != cached:
         about = f"{system}, a question about document {document}"
         raise ShadowServeError(f"{about}: {result['cached']} tokens were not computed, instead of {cached}")
 
 
-def ours(stack: ExitStack, place: Place) -> list[System]:
-    """Start a storage node, and a data plane at each end: lossless, which is the default, like all else.
+def ours(stack: ExitStack, site: Site) -> list[System]:
+    """Start a storage node, and a data plane at each end, with their defaults.
 
-    Beside each engine with the defaults there is one that goes layer by layer, to the same data plane.
+    For each engine with the defaults there is one with ``layer_order``, on the same data plane.
     """
-    network, cores = place.network, json.dumps(place.partition.data_plane)
-    password = secrets.token_hex(16)  # what listens beyond loopback has one
+    network, cores = site.network, json.dumps(site.partition.data_plane)
+    password = secrets.token_hex(16)  # required beyond loopback
     with network.store_side():
         storage = stack.enter_context(
             start_storage(
-                place.folder, "--host", network.host, "--cores", cores,
+                site.folder, "--host", network.host, "--cores", cores,
                 environment={"SHADOWSERVE_STORAGE_PASSWORD": password},
             )
         )  # fmt: skip
     systems = []
-    for linked, side in place.sides.items():
-        folder = place.folder / ("far" if linked else "near")
+    for linked, side in site.sides.items():
+        folder = site.folder / ("far" if linked else "near")
         folder.mkdir()
         address = f"unix:{folder}/dpu.sock"
         with side():
@@ -177,9 +159,9 @@ def ours(stack: ExitStack, place: Place) -> list[System]:
                     environment={"SHADOWSERVE_DPU_STORAGE_PASSWORD": password},
                 )
             )  # fmt: skip
-        # What is late here is to be seen as late, not to be computed instead.
+        # A late transfer must be measured as late, not computed instead.
         late = {"lookup_timeout_s": 60, "fetch_timeout_s": 60}
-        config = {"data_plane": address, "identity_cache": str(place.folder / "content.json"), **late}
+        config = {"data_plane": address, "identity_cache": str(site.folder / "content.json"), **late}
         processes = [psutil.Process(child.process.pid) for child in (storage, plane)]
         default = System(
             name=OURS,
@@ -188,7 +170,7 @@ def ours(stack: ExitStack, place: Place) -> list[System]:
             side=side,
             transfer=plugin(config),
             processes=processes,
-            stored=lambda engine, _chunks: engine.ask("settle"),
+            stored=lambda engine, _chunks: engine.call("settle"),
             data_plane=address,
         )
         layers = plugin(config | {"layer_order": True})
@@ -196,49 +178,49 @@ def ours(stack: ExitStack, place: Place) -> list[System]:
     return systems
 
 
-def peers(stack: ExitStack, place: Place) -> tuple[list[System], dict[str, str]]:
-    """Start LMCache's servers, alone and before Redis, each with its defaults and in its strongest mode.
+def peers(stack: ExitStack, site: Site) -> tuple[list[System], dict[str, str]]:
+    """Start LMCache's servers, with their own memory and with Redis, with defaults and in their strongest mode.
 
     Returns:
-        Those that run, and for each of the others' names why it does not.
+        The running systems, and the reason of each absent one by name.
     """
     absent: dict[str, str] = {}
     systems: list[System] = []
-    there = "lmcache" in installed(place.peers_python)
+    there = "lmcache" in installed(site.peers_python)
     for strongest, local, redis in ((False, LOCAL, REDIS), (True, LOCAL_SHM, REDIS_SHM)):
         for name, start in ((local, _local), (redis, _redis)):
             if not there:
                 absent[name] = "not installed (scripts/setup-peers)"
                 continue
             try:
-                systems += start(stack, place, name, strongest)
+                systems += start(stack, site, name, strongest)
             except (ShadowServeError, OSError) as error:
                 absent[name] = f"does not run here: {str(error).partition(chr(10))[0]}"
     return systems, absent
 
 
-def _local(stack: ExitStack, place: Place, name: str, strongest: bool) -> list[System]:
-    with place.network.store_side():
-        return [_lmcache(stack, place, name, strongest)]
+def _local(stack: ExitStack, site: Site, name: str, strongest: bool) -> list[System]:
+    with site.network.store_side():
+        return [_lmcache(stack, site, name, strongest)]
 
 
-def _redis(stack: ExitStack, place: Place, name: str, strongest: bool) -> list[System]:
-    with place.network.store_side():
-        store = stack.enter_context(start_redis(place.folder, host=place.network.host, tuned=strongest))
+def _redis(stack: ExitStack, site: Site, name: str, strongest: bool) -> list[System]:
+    with site.network.store_side():
+        store = stack.enter_context(start_redis(site.folder, host=site.network.host, tuned=strongest))
     systems = []
-    for linked, side in place.sides.items():
+    for linked, side in site.sides.items():
         with side():
-            systems.append(_lmcache(stack, place, name, strongest, store, linked=linked))
+            systems.append(_lmcache(stack, site, name, strongest, store, linked=linked))
     return systems
 
 
 def _lmcache(
-    stack: ExitStack, place: Place, name: str, strongest: bool, redis: Child | None = None, *, linked: bool = False
+    stack: ExitStack, site: Site, name: str, strongest: bool, redis: Child | None = None, *, linked: bool = False
 ) -> System:
-    """Start a server of LMCache's at this end."""
-    side = place.sides[linked]
+    """Start LMCache's server at this end of the network."""
+    side = site.sides[linked]
     log = f"{name.replace(', ', '-').replace(' ', '-').lower()}-{'far' if linked else 'near'}"
-    starting = lmcache_daemon(log, place.peers_python, place.folder, place.size, redis, strongest=strongest)
+    starting = lmcache_daemon(log, site.peers_python, site.folder, site.size, redis, strongest=strongest)
     daemon = stack.enter_context(starting)
     host, _, port = daemon.address.rpartition(":")
 
@@ -246,12 +228,13 @@ def _lmcache(
         with side():
             _await_chunks(f"{daemon.http}/status", chunks)
         if redis is not None:
-            with place.network.store_side(), contextlib.closing(client(redis.address)) as server:
-                _until(lambda: sum(b"@" in key for key in server.scan_iter(count=1000)) >= chunks, "Redis")
+            with site.network.store_side(), contextlib.closing(client(redis.address)) as server:
+                stored_all = lambda: sum(b"@" in key for key in server.scan_iter(count=1000)) >= chunks  # noqa: E731
+                until(stored_all, "Redis lacks chunks", STORED_TIMEOUT_S)
 
     def forget() -> None:
         with side():
-            _ask(f"{daemon.http}/cache/clear", b'{"tier": "l1"}')
+            _request(f"{daemon.http}/cache/clear", b'{"tier": "l1"}')
 
     return System(
         name=name,
@@ -265,30 +248,22 @@ def _lmcache(
         processes=[each for child in (daemon.child, redis) if child for each in family(child.process.pid)],
         stored=stored,
         forget=forget if redis else _nothing,
-        packages=list(place.peers_python.parents[1].glob("lib/python*/site-packages")),
+        packages=list(site.peers_python.parents[1].glob("lib/python*/site-packages")),
     )
 
 
 def _await_chunks(url: str, chunks: int) -> None:
     def there() -> bool:
-        found = json.loads(_ask(url))["storage_manager"]
+        found = json.loads(_request(url))["storage_manager"]
         controller = found["store_controller"]
         moving = controller["pending_keys_count"] + controller["in_flight_task_count"]
         return bool(found["l1_manager"]["total_object_count"] >= chunks and not moving)
 
-    _until(there, "LMCache's server")
+    until(there, "LMCache's server has not stored everything", STORED_TIMEOUT_S)
 
 
-def _until(there: Callable[[], bool], who: str) -> None:
-    ends = time.monotonic() + STORED_TIMEOUT_S
-    while not there():
-        if time.monotonic() > ends:
-            raise ShadowServeError(f"{who} has not stored everything within {STORED_TIMEOUT_S:g} s")
-        time.sleep(POLL_S)
-
-
-def _ask(url: str, body: bytes | None = None) -> bytes:
-    """Ask LMCache's server, by GET or with a body by POST, past any proxy."""
+def _request(url: str, body: bytes | None = None) -> bytes:
+    """Send a GET, or a POST with a body, to LMCache's server, without a proxy."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(urllib.request.Request(url, body, {"Content-Type": "application/json"}), timeout=60) as answer:
         content: bytes = answer.read()

@@ -1,11 +1,11 @@
-"""What the benchmarks move: KV of a model's shape, as records in a storage server.
+"""KV of a model's shape, as records in a storage node.
 
-The values have the channel structure of real KV, since that is what entropy coding lives on. Measured on the project's
-own model: each channel has a spread of its own, log-normal with a sigma of 0.4 for keys and 0.17 for values; a channel
-of a value is off zero by 0.45 of its spread (root mean square); half of a key's power is a vector that its position
-rotates. So made, with vectors as short as that model's (128), 32 bins give 4.2 bits of order-0 entropy for each symbol,
-and 2.6 % less with the channels of a slice in 8 classes by their spread; its real KV has 4.4 bits, and 2.9 % less.
-Vectors of 1024 have larger maxima, so that their symbols are smaller: 3.83 bits, 2.4 % less in 8 classes.
+The values have the channel structure of real KV, which entropy coding depends on. Measured on the project's own model:
+the spread of channels is log-normal with a sigma of 0.4 for keys and 0.17 for values; a channel of a value has a mean
+of 0.45 of its spread (root mean square); half of a key's power is a vector that its position rotates. With vectors as
+short as that model's (128), 32 bins give 4.2 bits of order-0 entropy for each symbol, and 2.6 % less with the channels
+of a slice in 8 classes by spread; the real KV has 4.4 bits, and 2.9 % less. Vectors of 1024 have larger maxima, so that
+their symbols are smaller: 3.83 bits, 2.4 % less in 8 classes.
 """
 
 import dataclasses
@@ -37,11 +37,9 @@ from shadowserve_tools.storage_client import Login, StorageClient
 if TYPE_CHECKING:
     import redis
 
-__all__ = ["MODEL", "Workload", "client", "default_codec", "kv_patterns", "llama_8b", "put", "uncompressed"]
-
 MODEL: Final = ModelIdentity(model="bench/llama-3.1-8b", dtype="bfloat16")
 ROPE_BASE: Final = 500_000.0
-"""Llama 3's; the rotations of a key's channels slow down from one to the next by a 64th root of it."""
+"""RoPE base of Llama 3. From one channel of a key to the next, rotation slows down by its 64th root."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +47,12 @@ class Workload:
     """Chunks of one prompt, as records.
 
     Attributes:
-        layout: of every chunk.
-        codec: of every slice.
-        tokens: of the prompt.
-        keys: one for each chunk.
-        records: one for each chunk.
-        crcs: CRC-32 of each chunk's KV as it has to be delivered.
+        layout: Layout of every chunk.
+        codec: Codec of every slice.
+        tokens: Tokens of the prompt.
+        keys: Key of each chunk.
+        records: Record of each chunk.
+        crcs: CRC-32 of each chunk's KV as it must be delivered.
     """
 
     layout: ChunkLayout
@@ -66,7 +64,7 @@ class Workload:
 
     @property
     def label(self) -> str:
-        """How it is stored, in words for tables."""
+        """Name of the quantizer in tables."""
         if self.layout.quantizer is not Quantizer.BINNED:
             return self.layout.quantizer.label
         return f"binned {self.layout.bins}/{self.layout.value_bins} (lossy)"
@@ -84,13 +82,13 @@ class Workload:
 def llama_8b(
     chunks: int, *, layers: int = 32, quantizer: Quantizer = Quantizer.LOSSLESS, codec: str | None = None
 ) -> Workload:
-    """Return chunks of Llama-3.1-8B's shape: 8 KV heads of 128, bfloat16; 32 MiB each, with all of its layers.
+    """Return chunks of Llama-3.1-8B's shape: 8 KV heads of 128, bfloat16; 32 MiB each with all layers.
 
     Args:
-        chunks: of 256 tokens.
-        layers: fewer make a chunk smaller; its slices stay what they are.
-        quantizer: lossless, which is what users get without a word, or binned with its default bins, which is not.
-        codec: by name; without one, what a data plane stores with by default.
+        chunks: Number of chunks of 256 tokens.
+        layers: Number of layers; fewer make a chunk smaller, and its slices keep their size.
+        quantizer: Lossless, the default of users, or binned with the default bins (lossy).
+        codec: Name of the codec; None for the default of a data plane.
     """
     host = HostConfig.model_fields
     bins, value_bins = (host[name].default for name in ("bins", "value_bins"))
@@ -119,13 +117,13 @@ def llama_8b(
 
 
 def default_codec() -> str:
-    """Return the codec that a data plane stores with unless it is told otherwise."""
+    """Return the name of the codec that a data plane stores with by default."""
     fields = DataPlaneConfig.model_fields
     return codec_name(fields["codec"].default, fields["backend"].default)
 
 
 def kv_patterns(generator: np.random.Generator, layout: ChunkLayout) -> npt.NDArray[np.uint16]:
-    """Return one chunk's KV as bfloat16 bit patterns: layer, kind, token, element; the module says how it is made."""
+    """Return one chunk's KV as bfloat16 bit patterns: layer, kind, token, element. The module has the distribution."""
     shape = (layout.layers, layout.kinds, layout.tokens, layout.vector_length)
     values = generator.standard_normal(shape, dtype=np.float32)
     channels = (layout.layers, 1, layout.vector_length)
@@ -139,14 +137,14 @@ def kv_patterns(generator: np.random.Generator, layout: ChunkLayout) -> npt.NDAr
 
 
 def _values(generator: np.random.Generator, layout: ChunkLayout, chunks: int) -> Iterator[memoryview]:
-    """Yield the chunks' KV; one set of values, dealt anew for each chunk."""
+    """Yield the chunks' KV: one set of values, shifted for each chunk."""
     patterns = kv_patterns(generator, layout)
     for chunk in range(chunks):
         yield memoryview(np.roll(patterns, chunk * 7, axis=2).reshape(-1)).cast("B")
 
 
 def uncompressed(workload: Workload, chunks: Iterable[bytes]) -> Workload:
-    """Return chunks of the same shape that are stored as they are; ``chunks`` are their bytes."""
+    """Return chunks of the same shape without compression; ``chunks`` has their bytes."""
     layout = dataclasses.replace(
         workload.layout, namespace=secrets.token_bytes(KEY_BYTES), quantizer=Quantizer.PASSTHROUGH, bins=0
     )
@@ -165,7 +163,7 @@ def client(address: str, password: str | None = None) -> "redis.Redis":
 
 
 def put(workload: Workload, address: str, password: str | None = None) -> None:
-    """Store a workload's records in the server at ``host:port``."""
+    """Store a workload's records in the storage node at ``host:port``."""
     host, _, port = address.rpartition(":")
     with StorageClient(Login(host=host, port=int(port), password=password or ""), timeout_s=30) as server:
         for key, value in zip(workload.keys, workload.records, strict=True):

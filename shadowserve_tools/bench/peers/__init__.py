@@ -1,4 +1,4 @@
-"""Systems that benchmarks compare ShadowServe with: started, filled, asked and verified in one way.
+"""Systems that benchmarks compare ShadowServe with: started, filled, queried and verified in one way.
 
 ``contender`` says what that way is; ``sockets`` reads Redis, and the plain sockets that are everybody's limit;
 ``installed`` runs what scripts/setup-peers installs, through ``driver``, which runs in that environment; ``network``

@@ -1,4 +1,4 @@
-"""A bucket on loopback: Ceph's object gateway, where it is installed, all in memory; or the tests' own server."""
+"""A bucket on loopback: Ceph's object gateway, in memory, if it is installed; otherwise the tests' own server."""
 
 import contextlib
 import http
@@ -16,8 +16,6 @@ from shadowserve.pool.cold.http import HttpClient
 from shadowserve.pool.cold.signing import Credentials, signed_headers
 from shadowserve_tools.processes import free_port, started
 
-__all__ = ["BUCKET", "CREDENTIALS", "MISSING", "bucket_server", "ceph_gateway"]
-
 _REPOSITORY: Final = Path(__file__).resolve().parents[3]
 _SCRIPT: Final = _REPOSITORY / "scripts" / "ceph"
 _PROGRAMS: Final = ("ceph-mon", "ceph-osd", "radosgw")
@@ -25,20 +23,20 @@ _START_S: Final = 300
 _ANSWER_S: Final = 60
 BUCKET: Final = "kv-test"
 CREDENTIALS: Final = {"AWS_ACCESS_KEY_ID": "testaccess", "AWS_SECRET_ACCESS_KEY": "testsecret12345"}
-"""Environment of whoever uses the bucket."""
+"""Environment of the bucket's users."""
 MISSING: Final = (
     next((f"{name} is not installed" for name in _PROGRAMS if shutil.which(name) is None), "")
     or ("" if _SCRIPT.exists() else "scripts/ceph is not here: this is no checkout")
 )  # fmt: skip
-"""Why Ceph's gateway is not to be had here; empty where it is."""
+"""Reason why Ceph's gateway cannot run here; empty if it can."""
 
 
 @contextlib.contextmanager
 def ceph_gateway(bucket: str) -> Iterator[str]:
-    """Yield the endpoint of a gateway that has an empty bucket.
+    """Yield the endpoint of a gateway with an empty bucket.
 
     Raises:
-        ShadowServeError: it is not installed, or does not start.
+        ShadowServeError: It is not installed, or does not start.
     """
     if MISSING:
         raise ShadowServeError(f"{MISSING}: apt-get install --no-install-recommends ceph-mon ceph-osd radosgw")
@@ -71,10 +69,10 @@ def _create(endpoint: str, bucket: str) -> None:
 
 @contextlib.contextmanager
 def bucket_server(logs: Path) -> Iterator[tuple[str, str]]:
-    """Yield the endpoint of BUCKET, on loopback of this thread's network namespace, and what serves it.
+    """Yield the endpoint of BUCKET, on loopback of this thread's network namespace, and the server's name.
 
     Raises:
-        ShadowServeError: neither Ceph nor a checkout is there.
+        ShadowServeError: Neither Ceph nor a checkout is there.
     """
     own = _REPOSITORY / "tests" / "faulty_s3.py"
     if not MISSING:

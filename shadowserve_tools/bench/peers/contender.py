@@ -1,4 +1,4 @@
-"""What is measured: a system that brings chunks from its store into memory of its client."""
+"""A measured system: it brings chunks from its store into memory of its client."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,22 +8,20 @@ import psutil
 
 from shadowserve_tools.report import Cost, measure
 
-__all__ = ["Contender", "family"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Contender:
-    """One way to bring the leading chunks of a workload from its store into memory.
+    """A way to bring the leading chunks of a workload from its store into memory.
 
     Attributes:
-        name: for tables.
-        kind: ``ours``; ``raw``, a peer that moves values as they are; ``compressing``, a peer that does not; ``limit``,
-            which is no system but what no system can beat.
-        fetch: brings so many leading chunks; returns when all are in memory.
-        clear: overwrites the memory, and empties caches on the way to it.
-        verify: raises ShadowServeError unless the memory holds so many leading chunks.
-        processes: all that take part beside this one.
-        note: for tables, such as its version.
+        name: Name in tables.
+        kind: ``ours``; ``raw``, a peer that moves uncompressed values; ``compressing``, any other peer; ``limit``,
+            no system but a bound of all.
+        fetch: Brings this number of leading chunks and returns when all are in memory.
+        clear: Overwrites the memory, and empties caches on the way to it.
+        verify: Raises ShadowServeError unless the memory has this number of leading chunks.
+        processes: All processes that take part, without this one.
+        note: Note in tables, such as its version.
     """
 
     name: str
@@ -35,7 +33,7 @@ class Contender:
     note: str = ""
 
     def run(self, count: int) -> Cost:
-        """Fetch ``count`` chunks into cleared memory; return the cost of that, without clearing and verifying."""
+        """Fetch ``count`` chunks into cleared memory; return the cost, without clearing and verifying."""
         self.clear()
         cost = measure(lambda: self.fetch(count), self.processes)
         self.verify(count)
@@ -43,6 +41,6 @@ class Contender:
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """Return a process and all that it has started."""
+    """Return a process and its descendants."""
     process = psutil.Process(pid)
     return [process, *process.children(recursive=True)]

@@ -1,14 +1,14 @@
 """Other systems' clients, and the stores that are libraries rather than programs: one of them in each process.
 
 This file runs by its path in the peers' environment (scripts/setup-peers), where ShadowServe is not installed, so it
-imports the standard library and numpy only, and a peer's library when that peer is asked for. A client keeps chunks in
+imports the standard library and numpy only, and a peer's library when that peer is used. A client keeps chunks in
 its store, then answers lines on standard input, each a JSON object, with one line each:
 
     {"do": "fetch", "count": N}    bring the first N chunks from the store into this process's memory
     {"do": "clear"}                overwrite that memory, and empty every cache on the way
     {"do": "verify", "count": N}   compare the memory with what was stored
 
-The answer is ``{}``, or ``{"error": ...}`` after which nothing more may be asked. Whatever libraries print goes to
+The answer is ``{}``, or ``{"error": ...}`` after which no more commands may follow. Output of libraries goes to
 standard error. A chunk's bytes are those of the file ``--values``, turned by another number of bytes for each chunk.
 """
 
@@ -31,27 +31,27 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CLEARED", "Values"]
-
 Bytes = npt.NDArray[np.uint8]
 
 CLEARED = 0xA5
-"""What memory is overwritten with, so that nothing of an earlier fetch can be taken for a later one's."""
+"""Byte that memory is overwritten with, so that an earlier fetch's bytes cannot pass the comparison."""
 DISTRIBUTIONS = {"lmcache": "lmcache", "mooncake": "mooncake-transfer-engine-non-cuda"}
 TURN_BYTES = 8 * 513
-"""No multiple of a page, but one of the words that are compared."""
+"""No multiple of a page, but of the words that are compared."""
 LAYER_BYTES = 1 << 20
-"""K and V of 256 tokens, 8 heads of 128, in two bytes each: one layer of a chunk of Llama-3.1-8B's."""
+"""K and V of 256 tokens, 8 heads of 128, in two bytes each: one layer of a chunk of Llama-3.1-8B."""
 STORED_TIMEOUT_S = 120.0
 LOSS_MAX = 0.05
-"""A little more than eight-bit floating point with three bits of mantissa loses, relative and root mean square."""
+"""Largest relative error (root mean square): a little more than that of eight-bit floats with three bits of
+mantissa.
+"""
 
 
 class Values:
-    """The chunks: one chunk's bytes, turned by another number of bytes for each.
+    """The chunks: one chunk's bytes, rotated by another number of bytes for each.
 
     Args:
-        file: holds one chunk.
+        file: File with one chunk.
     """
 
     def __init__(self, file: str | Path) -> None:
@@ -75,7 +75,7 @@ class Values:
         return np.array_equal(whole[0], first[1]) and np.array_equal(whole[1], first[0])
 
     def error(self, index: int, found: Bytes) -> float:
-        """Return by how much ``found``, as bfloat16, differs from chunk ``index``: root mean square over that of it."""
+        """Return the difference between ``found``, as bfloat16, and chunk ``index``: relative root mean square."""
         wanted = np.empty_like(found)
         self.write(index, wanted)
         before, after = ((each.view(np.uint16).astype(np.uint32) << 16).view(np.float32) for each in (wanted, found))
@@ -83,16 +83,16 @@ class Values:
 
 
 class Client(Protocol):
-    """What each peer's client does; see the module."""
+    """A peer's client; the module describes its methods."""
 
     def fetch(self, count: int) -> None:
-        """Bring the first chunks from the store into memory."""
+        pass
 
     def clear(self) -> None:
-        """Overwrite the memory and empty caches."""
+        pass
 
     def matches(self, index: int) -> bool:
-        """Whether the memory holds chunk ``index``."""
+        pass
 
 
 class LMCacheRemote:
@@ -151,11 +151,11 @@ class LMCacheRemote:
 
 
 class LMCacheServer:
-    """A worker of LMCache's multiprocess mode: shared memory, ``lmcache server``, and a store behind that (L2).
+    """A worker of LMCache's multiprocess mode: shared memory, ``lmcache server``, and a store behind it (L2).
 
-    A fetch is what a request's start is: LOOKUP, which brings the chunks from L2 into the server's memory (L1), then
-    RETRIEVE into the worker's KV blocks. L1 is emptied between fetches, unless there is no L2: then it is what is
-    fetched from. A store is ``host:port`` of a Redis server, or a folder.
+    A fetch is the start of a request: LOOKUP, which brings the chunks from L2 into the server's memory (L1), then
+    RETRIEVE into the worker's KV blocks. L1 is emptied between fetches, unless there is no L2. A store is ``host:port``
+    of a Redis server, or a folder.
     """
 
     def __init__(self, values: Values, chunks: int, address: str, http: str, store: str, *, lossy: bool) -> None:
@@ -194,7 +194,7 @@ class LMCacheServer:
 
     @staticmethod
     def _blocks(layer: Any, index: int) -> Any:
-        """Return the 16 blocks of chunk ``index``; block 0 means "no block" to LMCache."""
+        """Return the 16 blocks of chunk ``index``; block 0 means "no block" in LMCache."""
         return layer[:, 1 + index * 16 : 1 + (index + 1) * 16]
 
     def _request(self, count: int) -> Any:
@@ -214,7 +214,7 @@ class LMCacheServer:
             time.sleep(0.1)
 
     def _stored(self, store: str) -> int:
-        """Return how many chunks are in the store."""
+        """Return the number of chunks in the store."""
         if os.path.isdir(store):
             sizes = [path.stat().st_size for path in Path(store).rglob("*") if path.is_file()]
             return sum(size >= self._values.chunk_bytes for size in sizes)
@@ -235,7 +235,7 @@ class LMCacheServer:
         self._client.end_session(request)
 
     def clear(self) -> None:
-        """Overwrite the blocks, and empty L1, if there is an L2."""
+        """Overwrite the blocks, and empty L1 if there is an L2."""
         for layer in self._layers:
             layer.fill(CLEARED)
         if not self._has_store:
@@ -247,7 +247,7 @@ class LMCacheServer:
             answer.read()
 
     def matches(self, index: int) -> bool:
-        """Whether the blocks hold chunk ``index``, or about that if its store is lossy."""
+        """Return True if the blocks have chunk ``index``, approximately if the store is lossy."""
         found = np.stack([self._blocks(layer, index).reshape(2, -1) for layer in self._layers]).reshape(-1)
         if self._lossy:
             return self._values.error(index, found) < LOSS_MAX
@@ -255,7 +255,7 @@ class LMCacheServer:
 
 
 class Mooncake:
-    """A reader of Mooncake's store over TCP, into memory that it has registered."""
+    """A reader of Mooncake's store over TCP, into registered memory."""
 
     def __init__(self, values: Values, chunks: int, address: str, *, holds: bool = False) -> None:
         from mooncake.store import MooncakeDistributedStore
@@ -314,7 +314,7 @@ def _serve(client: Client, answer: Callable[[dict[str, Any]], None]) -> None:
                 if wrong:
                     raise RuntimeError(f"chunk {wrong[0]} in memory is not what was stored")
             case other:
-                raise RuntimeError(f"nobody can '{other}'")
+                raise RuntimeError(f"unknown command '{other}'")
         answer({})
 
 

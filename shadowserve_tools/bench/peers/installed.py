@@ -1,4 +1,4 @@
-"""Peers that scripts/setup-peers installs: which are there, and each as a contender, with all its processes."""
+"""Peers that scripts/setup-peers installs: the installed ones, each as a contender with all its processes."""
 
 import contextlib
 import dataclasses
@@ -21,20 +21,6 @@ from shadowserve_tools.bench.peers.contender import Contender, family
 from shadowserve_tools.bench.peers.network import LOOPBACK, Network
 from shadowserve_tools.processes import Child, free_port, started
 
-__all__ = [
-    "DEFAULT_PYTHON",
-    "ENVIRONMENT",
-    "Bed",
-    "LMCacheDaemon",
-    "Start",
-    "installed",
-    "lmcache",
-    "lmcache_daemon",
-    "lmcache_server",
-    "mooncake",
-    "start_installed",
-]
-
 DEFAULT_PYTHON: Final = Path(__file__).resolve().parents[3] / ".venv-peers" / "bin" / "python"
 START_TIMEOUT_S: Final = 180.0
 CALL_TIMEOUT_S: Final = 120.0
@@ -42,20 +28,20 @@ ENVIRONMENT: Final = {
     "LMCACHE_DISABLE_BANNER": "1",
     "LMCACHE_LOG_LEVEL": "WARNING",
     "LMCACHE_TRACK_USAGE": "false",  # it would report to its makers
-    "PYTHONPATH": "",  # our own packages must not be found before the peers'
+    "PYTHONPATH": "",  # ShadowServe's packages must not hide the peers'
 }
 
 
 @dataclass(frozen=True)
 class Bed:
-    """What every peer needs to run.
+    """Parameters of every peer.
 
     Attributes:
-        python: of the peers' environment.
-        logs: folder for what the processes print.
-        values_file: one chunk; see :class:`~shadowserve_tools.bench.peers.driver.Values`.
-        chunks: how many each store holds.
-        network: between stores and clients.
+        python: Python of the peers' environment.
+        logs: Folder of the processes' logs.
+        values_file: One chunk; see :class:`~shadowserve_tools.bench.peers.driver.Values`.
+        chunks: Number of chunks in each store.
+        network: Network between stores and clients.
     """
 
     python: Path
@@ -66,7 +52,7 @@ class Bed:
 
 
 def installed(python: Path) -> dict[str, str]:
-    """Return the versions of the peers that an environment has, by name; of none if it is not there."""
+    """Return the versions of the peers in an environment, by name; empty if it does not exist."""
     if not python.exists():
         return {}
     command = [str(python), driver.__file__, "installed"]
@@ -79,21 +65,21 @@ def installed(python: Path) -> dict[str, str]:
 
 
 Start = Callable[[Bed, str], contextlib.AbstractContextManager[Contender]]
-"""Starts a peer under a name."""
+"""Starts a peer with a name."""
 
 
 def start_installed(
     stack: contextlib.ExitStack, bed: Bed, starts: Mapping[str, tuple[str, Start]]
 ) -> tuple[list[Contender], dict[str, str]]:
-    """Start those peers that are there.
+    """Start the installed peers.
 
     Args:
-        stack: ends them.
-        bed: for all of them.
-        starts: for each name, the peer it is part of (as :func:`installed` calls it), and how it is started.
+        stack: Ends them.
+        bed: Parameters of all.
+        starts: For each name, its package (as in :func:`installed`) and the function that starts it.
 
     Returns:
-        Those that run; and for each of the others' names why it does not.
+        The running peers, and the reason of each absent one by name.
     """
     versions = installed(bed.python)
     running, absent = [], {}
@@ -103,7 +89,7 @@ def start_installed(
             continue
         try:
             contender = stack.enter_context(start(bed, name))
-        except (ShadowServeError, OSError) as error:  # a package without its program ends as the latter
+        except (ShadowServeError, OSError) as error:  # OSError: the package has no program
             absent[name] = f"does not run here: {str(error).partition(chr(10))[0]}"
             continue
         running.append(dataclasses.replace(contender, note=versions[peer]))
@@ -135,14 +121,14 @@ def lmcache(bed: Bed, name: str) -> Iterator[Contender]:
 def lmcache_server(
     bed: Bed, name: str, *, redis: Child | None = None, folder: Path | None = None, fp8: bool = False
 ) -> Iterator[Contender]:
-    """LMCache's multiprocess mode: a server beside the worker, shared memory between them, a store behind the server.
+    """LMCache's multiprocess mode: a server with shared memory to the worker, and a store behind it.
 
     Args:
-        bed: where.
-        name: for tables.
-        redis: what it takes as L2, running.
-        folder: for files that it takes as L2, read past the page cache; with neither, its memory is fetched from.
-        fp8: have LMCache compress: it stores half the bytes, and what comes back differs by a few percent.
+        bed: Parameters.
+        name: Name in tables.
+        redis: Running Redis that is its L2.
+        folder: Folder of its L2, read past the page cache. With neither, fetches come from its memory.
+        fp8: True to let LMCache compress: half of the bytes, and values that differ by a few per cent.
     """
     size = bed.chunks * bed.values_file.stat().st_size
     with contextlib.ExitStack() as stack:
@@ -163,9 +149,9 @@ class LMCacheDaemon:
     """A running server of LMCache's multiprocess mode.
 
     Attributes:
-        child: its process.
-        address: ``host:port`` that workers connect to.
-        http: URL of what it says of itself.
+        child: Its process.
+        address: ``host:port`` of workers' connections.
+        http: URL of its status.
     """
 
     child: Child
@@ -188,15 +174,15 @@ def lmcache_daemon(
     """Run a server of LMCache's multiprocess mode, one for a host.
 
     Args:
-        name: of its log.
-        python: of the peers' environment.
-        logs: folder for what it prints.
-        size: bytes of what it has to hold; it is given half as much again.
-        redis: what it takes as L2, running.
-        folder: for files that it takes as L2; with neither, it has its own memory alone.
-        fp8: have it compress for L2.
-        strongest: as fast as it is known to be here, above all with shared memory between it and the workers. Else as
-            its documentation has it for a host without a GPU: with the flags that it must be given, and no others.
+        name: Name of its log.
+        python: Python of the peers' environment.
+        logs: Folder of its log.
+        size: Bytes that it has to hold; it gets half as much again.
+        redis: Running Redis that is its L2.
+        folder: Folder of its L2. With neither, it has its own memory alone.
+        fp8: True to compress for L2.
+        strongest: True for its fastest known configuration, with shared memory to the workers; otherwise that of
+            its documentation for a host without a GPU, with the flags that it requires.
     """
     port, http = free_port(), free_port()
     flags = {
@@ -206,7 +192,7 @@ def lmcache_daemon(
         "--http-port": str(http),
         "--l1-size-gb": str(max(1, -(-size * 3 // 2 >> 30))),
         "--eviction-policy": "LRU",
-        "--supported-transfer-mode": "engine_driven",  # what a worker on a CPU asks for, unless told otherwise
+        "--supported-transfer-mode": "engine_driven",  # the default of a worker on a CPU
     }
     if strongest:
         flags |= {"--shm-name": f"shadowserve-bench-{port}", "--max-workers": "2"}
@@ -231,7 +217,7 @@ def lmcache_daemon(
 
 @contextlib.contextmanager
 def mooncake(bed: Bed, name: str) -> Iterator[Contender]:
-    """Mooncake's store over TCP: its master, a process that holds the chunks, and a reader."""
+    """Mooncake's store over TCP: its master, a process with the chunks, and a reader."""
     port = free_port()
     master_flags = [f"--rpc_address={bed.network.host}", f"--rpc_port={port}", f"--metrics_port={free_port()}"]
     address = f"{bed.network.host}:{port}"
@@ -288,7 +274,7 @@ class _Driver:
         return family(self._process.pid)
 
     def contender(self, name: str, servers: list[psutil.Process]) -> Contender:
-        """Return it as what is measured, together with its servers."""
+        """Return the driver with its servers as a contender."""
         return Contender(
             name=name,
             kind="raw",
@@ -304,14 +290,14 @@ class _Driver:
             self._process.stdin.write(json.dumps({"do": what, "count": count}).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # the answer says why, or that there is none
+            pass  # the answer has the reason
         self.answer(CALL_TIMEOUT_S)
 
     def answer(self, timeout_s: float) -> None:
         """Wait for an answer.
 
         Raises:
-            ShadowServeError: it is an error, or none came.
+            ShadowServeError: It is an error, or none came.
         """
         assert self._process.stdout is not None
         line = b""

@@ -1,7 +1,6 @@
-"""Where stores listen and clients connect from: loopback, or network namespaces with links between them.
+"""Addresses of stores and clients: loopback, or network namespaces with links between them.
 
-Namespaces are kept by open files only, never by names: whatever ends this process, the kernel removes them with all
-their devices once the last process in them is gone.
+Open files keep the namespaces, never names: when this process ends, the kernel removes them with all their devices.
 """
 
 import contextlib
@@ -14,8 +13,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from shadowserve.errors import ShadowServeError
-
-__all__ = ["LOOPBACK", "Link", "Namespace", "Network", "join", "linked", "run"]
 
 _CLONE_NEWNET: Final = 0x40000000
 _STORE_ADDRESS: Final = "10.213.{}.1"
@@ -31,9 +28,9 @@ class Network:
     """Two ends.
 
     Attributes:
-        host: address that stores listen on.
-        store_side: entered by a thread that starts a store: processes and sockets it makes there belong to that end.
-        client_side: the same for clients.
+        host: Address that stores listen on.
+        store_side: Context of a thread that starts a store: its processes and sockets belong to that end.
+        client_side: The same for clients.
     """
 
     host: str = "127.0.0.1"
@@ -46,18 +43,18 @@ LOOPBACK: Final = Network()
 
 @dataclass(frozen=True)
 class Link(Network):
-    """A network of links, each of which has a limited rate in the direction from the stores to the clients.
+    """Links that each have a limited rate in the direction from the stores to the clients.
 
     Attributes:
-        hosts: address of each link's store side; ``host`` is the first.
+        hosts: Address of each link's store side; ``host`` is the first.
     """
 
     hosts: Sequence[str] = ()
 
     def limit(self, gbit_per_s: float) -> None:
-        """Set the rate of each link, of Ethernet frames: 95.7 % of it is left for what TCP carries."""
-        # The burst is as large as it can be without a short transfer passing the limit unseen, and the queue holds
-        # 20 ms: what a switch port has.
+        """Set the rate of each link, of Ethernet frames. TCP carries 95.7 % of it."""
+        # The burst is the largest that does not let a short transfer exceed the limit. The queue holds 20 ms, like that
+        # of a switch port.
         rate, burst = f"{round(gbit_per_s * 1000)}mbit", "256kb"
         shape = "root", "tbf", "rate", rate, "burst", burst, "latency", "20ms"
         with self.store_side():
@@ -70,7 +67,7 @@ def linked(links: int = 1) -> Iterator[Link]:
     """Make two namespaces and links between them while the context lasts.
 
     Raises:
-        ShadowServeError: this process may not, or the tools (iproute2) or the kernel's modules are missing.
+        ShadowServeError: Rights, iproute2 or kernel modules are missing.
     """
     with contextlib.closing(Namespace()) as store, contextlib.closing(Namespace()) as client:
         hosts = [_STORE_ADDRESS.format(number) for number in range(links)]
@@ -80,10 +77,10 @@ def linked(links: int = 1) -> Iterator[Link]:
 
 
 def join(*ends: "tuple[Namespace, str, str]") -> None:
-    """Make a link between two namespaces: of each end the namespace, the name of the device, its address (/24).
+    """Make a link between two namespaces: for each end the namespace, the device's name and its address (/24).
 
     Raises:
-        ShadowServeError: this process may not, or the tools (iproute2) or the kernel's modules are missing.
+        ShadowServeError: Rights, iproute2 or kernel modules are missing.
     """
     (near, near_device, _), (far, far_device, _) = ends
     with near.entered():
@@ -99,7 +96,7 @@ def run(*command: str) -> None:
     """Run a program of iproute2 in this thread's namespace.
 
     Raises:
-        ShadowServeError: it is not installed, or failed.
+        ShadowServeError: It is not installed, or failed.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
@@ -114,7 +111,7 @@ class Namespace:
     """A network namespace that lives as long as this object, or a process or socket in it.
 
     Raises:
-        ShadowServeError: this process may not make one.
+        ShadowServeError: This process has no right to make one.
     """
 
     def __init__(self) -> None:
@@ -127,12 +124,14 @@ class Namespace:
 
     @property
     def path(self) -> str:
-        """A name by which other processes can reach it while this object is open."""
+        """Path by which other processes reach it while this object is open."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Have this thread in the namespace while the context lasts, with every process and socket that it makes."""
+        """Enter the namespace in this thread while the context lasts, with all processes and sockets that start in
+        it.
+        """
         with _restored():
             _call("setns", self._descriptor, _CLONE_NEWNET)
             yield
@@ -156,7 +155,7 @@ def _restored() -> Iterator[None]:
 
 
 def _call(function: str, *arguments: int) -> None:
-    """Call a function of the C library that Python 3.11 does not wrap; raise OSError where it fails."""
+    """Call a function of the C library that Python 3.11 lacks; raise OSError if it fails."""
     if getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), function)

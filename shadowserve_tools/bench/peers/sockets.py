@@ -1,8 +1,8 @@
-"""Redis read as leanly as Python can, and plain sockets, which are the limit of everything that uses TCP.
+"""A lean Redis client in Python, and plain sockets, which are the limit of every transfer over TCP.
 
-Both clients send a request of some bytes and receive the answer with ``recv_into`` where it belongs, on one to four
-connections, each with a thread of its own. ``python -m shadowserve_tools.bench.peers.sockets`` is the plain sockets'
-server: it holds the chunks and sends the bytes that it is asked for.
+Both clients send requests and receive answers with ``recv_into`` at their final place, on one to four connections with
+a thread each. ``python -m shadowserve_tools.bench.peers.sockets`` is the plain sockets' server: it has the chunks in
+memory and sends the requested bytes.
 """
 
 import argparse
@@ -26,17 +26,6 @@ from shadowserve_tools.bench.peers.driver import CLEARED, Bytes, Values
 from shadowserve_tools.bench.peers.network import LOOPBACK, Network
 from shadowserve_tools.processes import Child, start_redis, started
 
-__all__ = [
-    "CONNECTIONS",
-    "Memory",
-    "Reader",
-    "fastest",
-    "plain_reader",
-    "plain_sockets",
-    "redis_reader",
-    "filled_redis",
-]
-
 CONNECTIONS: Final = (1, 2, 4)
 """Numbers of connections to try; the fastest counts."""
 TRIAL_CHUNKS: Final = 4
@@ -46,11 +35,11 @@ _TIMEOUT_S: Final = 60.0
 
 
 class Memory:
-    """Where raw values go, and what they have to be.
+    """Receive memory for raw values.
 
     Args:
-        values: the chunks.
-        chunks: how many there is room for.
+        values: The chunks.
+        chunks: Number of chunks that fit.
     """
 
     def __init__(self, values: Values, chunks: int) -> None:
@@ -67,16 +56,16 @@ class Memory:
 
 
 class Reader:
-    """Receives chunks over several connections at once, piece by piece, each into its place.
+    """Receives chunks over several connections at once, piece by piece, each to its place.
 
     Args:
         address: ``host:port`` of the server.
-        connections: how many, and how many threads.
-        memory: where to.
-        piece_bytes: bytes to ask for in one request.
-        ask: makes the request for ``length`` bytes from ``first`` of chunk ``index``: its bytes, what the answer has to
-            begin with, and how many bytes end it.
-        ahead: requests under way on each connection.
+        connections: Number of connections and threads.
+        memory: Receive memory.
+        piece_bytes: Bytes of one request.
+        ask: Returns the request for ``length`` bytes from ``first`` of chunk ``index``, the expected start of the
+            answer, and the length of its trailer.
+        ahead: Requests in flight on each connection.
     """
 
     def __init__(
@@ -118,17 +107,17 @@ class Reader:
             list(self._threads.map(lambda connection: self._drain(connection, pieces), self._sockets))
 
     def _drain(self, connection: socket.socket, pieces: "deque[tuple[int, int]]") -> None:
-        asked: deque[tuple[memoryview, bytes, int]] = deque()
+        pending: deque[tuple[memoryview, bytes, int]] = deque()
         while True:
-            while len(asked) < self._ahead and (piece := _next(pieces)):
+            while len(pending) < self._ahead and (piece := _next(pieces)):
                 index, first = piece
                 into = memoryview(self._memory.rows[index])[first : first + self._piece_bytes]
                 request, head, tail_length = self._ask(index, first, len(into))
                 connection.sendall(request)
-                asked.append((into, head, tail_length))
-            if not asked:
+                pending.append((into, head, tail_length))
+            if not pending:
                 return
-            into, head, tail_length = asked.popleft()
+            into, head, tail_length = pending.popleft()
             if head and (found := _line(connection, len(head))) != head:
                 raise ShadowServeError(f"the server answered {found!r} instead of {head!r}")
             if connection.recv_into(into, len(into), socket.MSG_WAITALL) != len(into):
@@ -146,7 +135,7 @@ def _line(connection: socket.socket, length: int) -> bytes:
 
 
 def _next(pieces: "deque[tuple[int, int]]") -> tuple[int, int] | None:
-    """Take the next piece; None where another thread took the last one."""
+    """Take the next piece; None if another thread took the last one."""
     try:
         return pieces.popleft()
     except IndexError:
@@ -154,9 +143,10 @@ def _next(pieces: "deque[tuple[int, int]]") -> tuple[int, int] | None:
 
 
 def redis_reader(address: str, connections: int, memory: Memory, *, pieces: bool) -> Reader:
-    """Return a reader of chunks that :func:`filled_redis` has stored: GET, or GETRANGE of 2 MiB at a time.
+    """Return a reader of the chunks of :func:`filled_redis`: GET, or GETRANGE of 2 MiB at a time.
 
-    One request at a time on a connection: Redis copies replies that it cannot send yet, which costs more than waiting.
+    One request is in flight on a connection: Redis copies replies that it cannot send yet, which costs more than
+    waiting.
     """
     size = memory.rows.shape[1]
 
@@ -177,7 +167,7 @@ def _key(index: int) -> bytes:
 def filled_redis(
     logs: Path, values: Values, chunks: int, *, tuned: bool, network: Network = LOOPBACK
 ) -> Iterator[Child]:
-    """Run a Redis server that holds the chunks; see :func:`~shadowserve_tools.processes.start_redis`."""
+    """Run a Redis server with the chunks; see :func:`~shadowserve_tools.processes.start_redis`."""
     import redis
 
     with contextlib.ExitStack() as stack:
@@ -193,7 +183,7 @@ def filled_redis(
 
 @contextlib.contextmanager
 def plain_sockets(logs: Path, values_file: Path, chunks: int, network: Network = LOOPBACK) -> Iterator[Child]:
-    """Run the server that sends what it is asked for, and nothing else."""
+    """Run the server that only sends."""
     command = [sys.executable, "-m", __name__, network.host, str(values_file), str(chunks)]
     with contextlib.ExitStack() as stack:
         with network.store_side():
@@ -202,7 +192,7 @@ def plain_sockets(logs: Path, values_file: Path, chunks: int, network: Network =
 
 
 def plain_reader(address: str, connections: int, memory: Memory) -> Reader:
-    """Return a reader for :func:`plain_sockets`, which is asked ahead so that it never waits."""
+    """Return a reader for :func:`plain_sockets`, with requests in flight so that it never waits."""
 
     def ask(index: int, first: int, length: int) -> tuple[bytes, bytes, int]:
         return _ASK.pack(index, first, length), b"", 0

@@ -1,4 +1,4 @@
-"""Rounds through a pipeline in this process, and the same work one stage at a time."""
+"""Batches through a pipeline in this process, and the same work stage by stage."""
 
 import socket
 import threading
@@ -22,15 +22,13 @@ from shadowserve_tools.bench.parts.kernels import memory, together
 from shadowserve_tools.bench.parts.workload import Workload
 from shadowserve_tools.report import Cost, measure
 
-__all__ = ["Alone", "Rounds", "connected"]
-
 DEADLINE_NS: Final = 60_000_000_000
 ROOM_BYTES: Final = 4096
-"""For each chunk, beside what it holds: more than the alignment of occupancies."""
+"""Space for each chunk in addition to its bytes: more than the alignment."""
 
 
 def connected(address: str, count: int) -> list[socket.socket]:
-    """Return connections to the storage server at ``host:port``."""
+    """Return connections to the storage node at ``host:port``."""
     host, _, port = address.rpartition(":")
     connections = [socket.create_connection((host, int(port))) for _ in range(count)]
     for connection in connections:
@@ -39,18 +37,21 @@ def connected(address: str, count: int) -> list[socket.socket]:
 
 
 def _stored_bytes(workload: Workload, chunks: int) -> int:
-    """Return bytes of buffer that hold the bodies of so many chunks, the workload's over and over."""
+    """Return the buffer bytes for the bodies of ``chunks`` chunks; the workload repeats."""
     distinct = len(workload.records)
     return sum(len(workload.records[index % distinct]) + ROOM_BYTES for index in range(chunks))
 
 
 def _decoded_bytes(layout: ChunkLayout, raw_bytes: int) -> int:
-    """Return bytes between the codec and the quantizer: a symbol for an element, or all that the element has."""
+    """Return the bytes between codec and quantizer: one symbol for each element, or the element's bytes."""
     return raw_bytes // (layout.dtype.itemsize if layout.quantizer is Quantizer.BINNED else 1)
 
 
 def _plan(workload: Workload, chunks: int, buffers: Buffers) -> FetchPlan:
-    """Plan a round of the workload's chunks, asked for over and over, each delivered to the place of its first time."""
+    """Plan a batch of ``chunks`` chunks.
+
+    The workload repeats, and each chunk goes to the place of its first occurrence.
+    """
     order = [index % len(workload.keys) for index in range(chunks)]
     found: dict[int, Found] = {
         position: Stored(len(workload.records[index]), workload.records[index]) for position, index in enumerate(order)
@@ -62,21 +63,21 @@ def _plan(workload: Workload, chunks: int, buffers: Buffers) -> FetchPlan:
     plan = plan_fetch([part], False, buffers, set(native.Codec))
     if len(plan.pieces) != chunks:
         raise ShadowServeError(f"{len(plan.pieces)} of {chunks} chunks fit the buffers; please report this")
-    plan.slices["memory_offset"] %= workload.raw_bytes
+    plan.slices["destination_offset"] %= workload.raw_bytes
     return plan
 
 
-class Rounds:
-    """A pipeline, and rounds of up to ``chunks_max`` chunks through it.
+class Batches:
+    """A pipeline, and batches of up to ``chunks_max`` chunks.
+
+    Threads are placed as in a data plane of up to four cores.
 
     Args:
-        workload: what is stored; longer rounds fetch its chunks again, to where they were.
-        connections: to the storage server, one for each network thread.
-        chunks_max: of one round.
-        cores: threads of each stage.
-        fused: decode in one stage, or stage by stage.
-
-    Its threads are where a data plane of up to four cores would have them.
+        workload: Stored chunks. Longer batches fetch them again, to the same places.
+        connections: Connections to the storage node, one for each network thread.
+        chunks_max: Chunks of the largest batch.
+        cores: Threads of each stage.
+        fused: True to decode in one stage.
     """
 
     def __init__(
@@ -105,46 +106,47 @@ class Rounds:
             decompression=room, dequantization=None if fused else decoded, dma_source=None if fused else raw, store=0
         )
         self._plan = _plan(workload, chunks_max, buffers)
-        self._target = memory(workload.raw_bytes)  # from a page on, as an engine's: else kvrans decodes in two steps
+        self._target = memory(
+            workload.raw_bytes
+        )  # page-aligned, like an engine's: otherwise kvrans decodes in two steps
 
     def close(self) -> None:
-        """Stop the threads and free the buffers."""
         self._pipeline.close()
 
     def statistics(self) -> dict[native.Stage, native.StageStatistics]:
         return self._pipeline.statistics()
 
     def verified(self, chunks: int, parties: list[psutil.Process]) -> Cost:
-        """Run one round, and compare what arrived outside of the measurement."""
+        """Run one batch and compare its bytes outside of the measurement."""
         distinct = min(chunks, len(self._workload.keys))
         size = self._workload.layout.raw_bytes
         self._target[: distinct * size].fill(0xA5)
         last = self._plan.pieces[chunks - 1]
         table = self._plan.pieces[:chunks].copy()
         slices = self._plan.slices[: int(last["slice_first"]) + int(last["slice_count"])]
-        cost = measure(lambda: self._round(table, slices), parties)
+        cost = measure(lambda: self._run_batch(table, slices), parties)
         for index in range(distinct):
             if native.crc32(self._target[index * size : (index + 1) * size]) != self._workload.crcs[index]:
                 raise ShadowServeError(f"chunk {index} is not what was stored; please report this")
         return cost
 
-    def _round(self, pieces: "np.typing.NDArray[np.void]", slices: "np.typing.NDArray[np.void]") -> None:
+    def _run_batch(self, pieces: "np.typing.NDArray[np.void]", slices: "np.typing.NDArray[np.void]") -> None:
         for connection in self._sockets:
             connection.setblocking(False)
         layout = self._workload.layout
-        round_ = native.Batch(
+        batch = native.Batch(
             pieces=pieces,
             slices=slices,
             groups=[native.Group.of(layout, self._target)],
             deadline_ns=time.monotonic_ns() + DEADLINE_NS,
         )
-        result = self._pipeline.fetch(round_, [connection.fileno() for connection in self._sockets])
+        result = self._pipeline.fetch(batch, [connection.fileno() for connection in self._sockets])
         if result is not native.Result.OK:
-            raise ShadowServeError(f"the round ended with {result.name}")
+            raise ShadowServeError(f"the batch ended with {result.name}")
 
 
-class Alone:
-    """The stages one at a time, each on as much as one round of chunks: the calls prepared, nothing checked."""
+class StagesAlone:
+    """The stages one at a time, each on the data of one batch, with prepared calls and without checks."""
 
     def __init__(self, workload: Workload, connections: list[socket.socket], chunks_max: int) -> None:
         self._workload = workload
@@ -162,7 +164,7 @@ class Alone:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Lay out the calls for the slices of the distinct chunks, in order."""
+        """Prepare the calls for the slices of the distinct chunks, in order."""
         layout, workload = self._workload.layout, self._workload
         symbols, target, elements = (self._pointer(part) for part in (self._symbols, self._target, self._elements))
         slices = list(self._slices())
@@ -199,7 +201,7 @@ class Alone:
         return pointer
 
     def _slices(self) -> Iterator[tuple[Any, int, np.void]]:
-        """Yield for each slice of the distinct chunks its record, its offset there, and its row of the table."""
+        """Yield the record, the offset in it and the table row of each slice of the distinct chunks."""
         for chunk, record in zip(self._plan.pieces, self._workload.records, strict=False):
             pointer = self._pointer(record)
             first = int(chunk["slice_first"])
@@ -207,7 +209,7 @@ class Alone:
                 yield pointer, int(chunk["record_offset"]) + int(entry["offset"]), entry
 
     def _parts(self, chunks: int) -> Iterator[int]:
-        """Yield how many slices to take from the first on, until that makes so many chunks."""
+        """Yield numbers of slices that add up to ``chunks`` chunks."""
         left, most = chunks * self._slices_each, len(self._jobs)
         while left:
             count = min(left, most)
@@ -215,28 +217,28 @@ class Alone:
             left -= count
 
     def decompress(self, chunks: int) -> None:
-        """Decompress the slices of so many chunks, on this thread."""
+        """Decompress the slices of ``chunks`` chunks on this thread."""
         many, codec, step = lib.ss_decompress_many, int(self._workload.codec), together(self._workload.codec)
         for slices in self._parts(chunks):
             for first in range(0, slices, step):
                 many(codec, self._jobs + first, min(step, slices - first))
 
     def dequantize(self, chunks: int) -> None:
-        """Dequantize the slices of so many chunks, on this thread."""
+        """Dequantize the slices of ``chunks`` chunks on this thread."""
         dequantize = lib.ss_dequantize
         for slices in self._parts(chunks):
             for call in self._dequantize_calls[:slices]:
                 dequantize(*call)
 
     def deliver(self, chunks: int) -> None:
-        """Copy the elements of so many chunks, on this thread."""
+        """Copy the elements of ``chunks`` chunks on this thread."""
         move: Any = ffi.memmove
         for slices in self._parts(chunks):
             for to, origin, size in self._copies[:slices]:
                 move(to, origin, size)
 
     def net(self, chunks: int) -> None:
-        """Receive the bodies of so many chunks over all connections, a thread and an equal share for each."""
+        """Receive the bodies of ``chunks`` chunks, with a thread and an equal share for each connection."""
         threads = [threading.Thread(target=self._receive, args=(index, chunks)) for index in range(len(self._sockets))]
         for thread in threads:
             thread.start()
@@ -257,21 +259,21 @@ class Alone:
             connection.sendall(b"*4\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts))
             left = len(f"${end - begin}\r\n") + end - begin + 2
             while left:
-                # The few bytes around the body land beside it, which is no matter here.
+                # The few bytes around the body are stored next to it, which does not matter here.
                 received = connection.recv_into(view[place + begin : place + begin + left], 0, socket.MSG_WAITALL)
                 if received == 0:
                     raise ShadowServeError("storage closed the connection")
                 left -= received
 
     def output_bytes(self, chunks: int) -> dict[str, int]:
-        """Return what comes out of each stage."""
+        """Return the output bytes of each stage."""
         raw = chunks * self._workload.layout.raw_bytes
         decoded = _decoded_bytes(self._workload.layout, raw)
         received = int(self._plan.pieces[:chunks]["body_length"].sum())
         return {"net": received, "decompress": decoded, "dequantize": raw, "deliver": raw}
 
     def runs(self, fused: bool) -> dict[str, Callable[[int], None]]:
-        """Return the stages of a pipeline by their names."""
+        """Return the stages of a pipeline by name."""
         stages: dict[str, Callable[[int], None]] = {
             "net": self.net,
             "decompress": self.decompress,
