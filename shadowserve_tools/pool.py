@@ -79,7 +79,7 @@ def _keep_size(path: str, size: int) -> None:
 
 
 def _report_dropped_contents(device: BlockDevice) -> None:
-    from shadowserve.pool.volume.foreign import describe_content
+    from shadowserve.pool.volume.signature_check import describe_content
 
     try:
         found = describe_content(device)

@@ -167,7 +167,7 @@ def stage_times(spans: Iterable[pb.TraceSpan]) -> list[StageTime]:
 
 def _window(spans: Sequence[pb.TraceSpan]) -> int:
     """Return the nanoseconds from each batch's first event to its last, summed."""
-    rounds: dict[int, tuple[int, int]] = {}
+    batches: dict[int, tuple[int, int]] = {}
     for span in spans:
         begin, end = batches.get(span.batch, (span.begin_ns, span.end_ns))
         batches[span.batch] = (min(begin, span.begin_ns), max(end, span.end_ns))

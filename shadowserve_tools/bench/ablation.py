@@ -1,10 +1,11 @@
 """Measures the gain of asynchronous fetching (ShadowServe, section 6.4, figure 14).
 
-Method: engine, model and cores are those of ``bench interference``. Without asynchronous fetching the engine waits for each
-fetch. Commit f571e7f1 could also switch off the paper's other two techniques, the chunked pipeline and memory management.
+Method: engine, model and cores are those of ``bench interference``. Without asynchronous fetching the engine waits for
+each fetch. Commit f571e7f1 could also switch off the paper's other two techniques, the chunked pipeline and memory
+management.
 
-Prediction, on a machine without DPU: without asynchronous fetching TPOT 1.1 times (the paper: 1.39 to 2.03, with fetches of
-500 ms).
+Prediction, on a machine without DPU: without asynchronous fetching TPOT 1.1 times (the paper: 1.39 to 2.03, with
+fetches of 500 ms).
 """
 
 from collections import defaultdict
@@ -83,5 +84,7 @@ def _report(runs: dict[str, list[_Run]]) -> Report:
             highest_req_per_s=Served.of([turn.burst for turn in turns]).throughput,
         )
     pairs = zip(runs[NO_AF], runs[FULL], strict=True)
-    report.ratio("no_af_tpot", [one.loaded.tpot / full.loaded.tpot for one, full in pairs], "none; the paper has 1.39 to 2.03")
+    report.ratio(
+        "no_af_tpot", [one.loaded.tpot / full.loaded.tpot for one, full in pairs], "none; the paper has 1.39 to 2.03"
+    )
     return report

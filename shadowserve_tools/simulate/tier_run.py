@@ -16,7 +16,7 @@ from itertools import chain, islice
 from typing import Final, NamedTuple
 
 from shadowserve.native import IndexPolicy
-from shadowserve.pool.placement import Interleaver
+from shadowserve.pool.interleaver import Interleaver
 from shadowserve.pool.prefetch_policy import Hop, PrefetchPolicy, Waiting
 from shadowserve_tools.simulate.tier_assumptions import Assumed
 from shadowserve_tools.simulate.tier_model import FOREVER_S, Policy, Predicted, Request, Session, Tier, Trace

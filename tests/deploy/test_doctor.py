@@ -222,9 +222,9 @@ def test_peermem_alone_is_enough(tmp_path: Path) -> None:
 
 def test_a_gpu_below_another_root_port_is_reached_by_the_processor(tmp_path: Path) -> None:
     host_with_card(tmp_path, gpu_below_switch=False)
-    assert finding(tmp_path, f"path to GPU {GPU}")[:2] == ("warning", "by the processor's root complex")
+    assert finding(tmp_path, f"path to GPU {GPU}")[:2] == ("warning", "through the processor's root complex")
     write(tmp_path / "sys/bus/pci/devices" / GPU, "numa_node", "1")
-    assert finding(tmp_path, f"path to GPU {GPU}")[:2] == ("warning", "by the link between processors")
+    assert finding(tmp_path, f"path to GPU {GPU}")[:2] == ("warning", "through the link between processors")
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_a_configuration_space_without_acs_or_that_makes_no_sense_is_none(tmp_pa
 MODES = {
     "DPU mode": ("INTERNAL_CPU_OFFLOAD_ENGINE  ENABLED(0)", "ok"),
     "NIC mode: its cores and accelerators are off": ("INTERNAL_CPU_OFFLOAD_ENGINE  DISABLED(1)", "failed"),
-    "not known: mlxconfig said '-E- Failed to open device'": ("-E- Failed to open device", "warning"),
+    "unknown: mlxconfig printed '-E- Failed to open device'": ("-E- Failed to open device", "warning"),
 }
 
 
@@ -319,7 +319,7 @@ def test_a_doca_that_is_too_old(tmp_path: Path) -> None:
 HUGE = "sys/kernel/mm/hugepages/hugepages-2048kB"
 CARD_FAULTS = {
     "NIC mode": (remove("sys/bus/pci/devices"), "card", "failed", "DPU mode"),
-    "a BlueField-2": (text("sys/bus/pci/devices/0000:03:00.0/device", "0xa2d6"), "card", "warning", "nobody"),
+    "a BlueField-2": (text("sys/bus/pci/devices/0000:03:00.0/device", "0xa2d6"), "card", "warning", "not been tested"),
     "old cores": (
         text("proc/cpuinfo", "Features\t: fp asimd crc32\nCPU part\t: 0xd08"), "Arm cores", "warning", "NEON"
     ),

@@ -154,7 +154,7 @@ class Storage(_Node):
         **options: Any,
     ) -> None:
         """Describe one; ``limits`` are arguments of prlimit, ``options`` keys of the configuration."""
-        super().__init__("storage", folder, environment, {"engine": engine, "memory_budget_bytes": memory_bytes})
+        super().__init__("storage", folder, environment, {"memory_budget_bytes": memory_bytes})
         self.engine, self._limits = engine, list(limits)
         where = folder / "disks"
         where.mkdir(exist_ok=True)

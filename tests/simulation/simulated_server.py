@@ -25,7 +25,7 @@ from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
 from storage_kv.node import Node
 from storage_kv.reconfiguration import Reconfiguration
-from storage_kv.session import Session
+from storage_kv.session import ClientInfo, Session
 
 _ENGINE_INTERVAL_NS: Final = 100 * MS
 _SWEEP_KEYS_MAX: Final = 2_000
@@ -198,7 +198,7 @@ class SimulatedServer:
         loop = self._loops[number % len(self._loops)]
         loop.know(socket)
         address = f"10.0.0.{number % 250}:{number}"
-        session = Session(number, address=address, local_address="10.0.0.254:6380", file_descriptor=socket.fileno())
+        session = Session(number, address=address, info=ClientInfo("10.0.0.254:6380", socket.fileno()))
         with self.lock:
             self.node.begin(session)
             self.node.sessions[session.id] = session

@@ -55,7 +55,7 @@ def test_the_state_of_a_bucket_is_shown_before_during_and_after_an_outage(
     shown = json.loads(stats(child, "--json"))["bucket"]
     assert (shown["up"], shown["state"], shown["records"], shown["last_error"]) == (1, "ok", 4, "")
     assert shown["bytes"] > 0 and shown["objects"] >= 1 and shown["failed_reads"] == {}
-    assert "reachable" in stats(child) and "removals wait" in stats(child)
+    assert "reachable" in stats(child) and "waiting removals" in stats(child)
 
     bucket.fault = lambda asked: Answer(503, "SlowDown [/]")
     wait_for(lambda: child.samples()["shadowserve_storage_s3_up"] == 0)
@@ -65,7 +65,7 @@ def test_the_state_of_a_bucket_is_shown_before_during_and_after_an_outage(
     assert "bucket: away for" in text and "503 SlowDown" in text
     shown = json.loads(stats(child, "--json"))["bucket"]
     assert shown["up"] == 0 and shown["failing_s"] > 0 and "cannot list" in shown["last_error"]
-    assert "away for" in stats(child) and "last error of the bucket: cannot list" in stats(child)
+    assert "unreachable for" in stats(child) and "last error of the bucket: cannot list" in stats(child)
 
     bucket.fault = lambda asked: None
     wait_for(lambda: child.samples()["shadowserve_storage_s3_up"] == 1)

@@ -50,9 +50,9 @@ def test_once_it_shows_totals_and_the_slowest_commands(server: Child) -> None:
     done = stats("--port", str(server.port))
     assert done.exit_code == 0, done.output
     for text in (
-        "values found, of those read",
+        "read hit rate",
         "75.0 %",
-        "keys found, of those looked up",
+        "lookup hit rate",
         "33.3 %",
         "4.0 GiB",
         "slowest commands",
@@ -65,7 +65,7 @@ def test_once_it_shows_totals_and_the_slowest_commands(server: Child) -> None:
 def test_as_json_it_is_one_object(server: Child) -> None:
     view = json.loads(stats("--port", str(server.port), "--json").output)
     assert view["read_hit_rate"] == 0.75, "symptom: keys that were only looked up counted as well"
-    assert view["lookup_hit_rate"] == 1 / 3 and view["foreign"] == ""
+    assert view["lookup_hit_rate"] == 1 / 3 and view["other_server"] == ""
     assert view["records"] == 1 and view["memory_budget_bytes"] == 4 << 30
     calls = {each["command"]: each["calls"] for each in view["commands"]}
     assert calls["get"] == 4 and calls["set"] == 1
@@ -78,7 +78,7 @@ def test_watching_shows_rates_between_two_samples(server: Child) -> None:
     assert len(views) == 3 and views[0]["read_hit_rate"] == 0.75 and views[2]["read_hit_rate"] is None
     assert views[2]["commands_per_s"] > 0  # INFO itself
     shown = stats("--port", str(server.port), "--watch", "--interval", "0.05", "--count", "2")
-    assert shown.exit_code == 0 and "values found" in shown.output
+    assert shown.exit_code == 0 and "read hit rate" in shown.output
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -145,13 +145,13 @@ def test_users_without_admin_get_an_error_with_a_hint(start: Callable[..., Child
     users.write_text("user team on >secret ~* +@all -@admin tenant=team\nuser admin on >secret ~* +@all\n")
     where = ("--port", str(start("--users-file", str(users)).port), "--password", "secret", "--user")
     refused = stats(*where, "team")
-    assert refused.exit_code == 1 and "@admin" in refused.output and "values found" not in refused.output
+    assert refused.exit_code == 1 and "@admin" in refused.output and "read hit rate" not in refused.output
     assert stats(*where, "admin").exit_code == 0
 
 
 def test_a_refused_connection_is_an_error() -> None:
     done = stats("--port", str(free_port()))
-    assert done.exit_code == 1 and "cannot reach the storage server at 127.0.0.1:" in done.output
+    assert done.exit_code == 1 and "cannot reach the storage node at 127.0.0.1:" in done.output
 
 
 def test_certificates_that_cannot_be_used_are_refused() -> None:
@@ -277,7 +277,7 @@ def test_each_column_names_its_value_and_period(server: Child) -> None:
     once = stats("--port", str(server.port)).output
     watched = stats("--port", str(server.port), "--watch", "--interval", "0.05", "--count", "2").output
     assert re.search(r"^ *what +since the start *$", once, re.MULTILINE)
-    assert re.search(r"what +in the last [\d.]+ s +the last 60 looks", watched)
+    assert re.search(r"what +in the last [\d.]+ s +the last 60 samples", watched)
     assert "slowest commands: calls/s since the start; all else since the start" in once
     assert re.search(r"slowest commands: calls/s in the last [\d.]+ s; all else since the start", watched)
 
@@ -304,4 +304,4 @@ def test_another_kind_of_server_is_named(tmp_path: Path) -> None:
         assert "Redis " in done.output and "not a storage node of ShadowServe" in done.output
         assert "shadowserve ," not in done.output and "records" not in done.output
         view = json.loads(stats("--port", port, "--json").output)
-        assert view["foreign"].startswith("Redis ") and view["version"] == ""
+        assert view["other_server"].startswith("Redis ") and view["version"] == ""

@@ -49,7 +49,7 @@ def test_a_fetch_becomes_a_timeline(tmp_path: Path, fused: str) -> None:
     received = sum(event["args"]["output_bytes"] for event in spans if event["cat"] == "net")
     decoded = sum(event["args"]["input_bytes"] for event in spans if event["cat"] == "decompress")
     assert decoded < received < decoded + 1000
-    assert {event["name"] for event in spans if event["pid"] == 1} == {"turn", "heads", "plan", "batch", "fetch"}
+    assert {event["name"] for event in spans if event["pid"] == 1} == {"turn", "headers", "plan", "batch", "fetch"}
     assert document["otherData"]["dropped"] == 0
 
 

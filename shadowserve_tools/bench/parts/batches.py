@@ -63,7 +63,7 @@ def _plan(workload: Workload, chunks: int, buffers: Buffers) -> FetchPlan:
     plan = plan_fetch([part], False, buffers, set(native.Codec))
     if len(plan.pieces) != chunks:
         raise ShadowServeError(f"{len(plan.pieces)} of {chunks} chunks fit the buffers; please report this")
-    plan.slices["destination_offset"] %= workload.raw_bytes
+    plan.slices["memory_offset"] %= workload.raw_bytes
     return plan
 
 

@@ -145,7 +145,7 @@ class Store(ABC):
 class _CoolingPool(DevicePool):
     def drop_copies(self) -> None:
         """Drop the unused copies in memory of what devices hold."""
-        while self._core.copies.make_room():
+        while self._core.memory_cache.make_room():
             pass
 
 
