@@ -85,10 +85,10 @@ class DataPlaneConfig(Section):
     ``storage_cluster``."""
     storage_nodes: list[str] = Field([], max_length=NODES_MAX)
     """Several storage nodes over one bucket, host:port each, with the same spelling on all data planes; empty for one
-    node. Each prefix has one node, and another one while that is unreachable. See docs/object-storage.md."""
+    node. Each prefix has one node, and another one while that is unreachable. See docs/guides/object-storage.md."""
     storage_cluster: list[str] = []
     """Some nodes of a Redis Cluster or Valkey Cluster, host:port each, for the discovery of the others; empty for one
-    node. See docs/scale.md."""
+    node. See docs/guides/stores.md."""
     storage_cluster_replicas: bool = False
     """Read from the cluster's replicas as well."""
     storage_username: str = ""
@@ -105,7 +105,7 @@ class DataPlaneConfig(Section):
     """Name or IP address that storage's certificate must hold; empty for the one in ``storage``."""
     tiers: TiersConfig | None = None
     """Local tiers, memory and SSDs of this machine, above storage or alone: a mapping with ``memory_budget_bytes`` and
-    ``devices``. See docs/tiers.md."""
+    ``devices``. See docs/guides/tiers.md."""
     connect_timeout_s: Positive = 2.0
     """Time limit to connect and authenticate to storage."""
     command_timeout_s: Positive = 5.0
@@ -261,8 +261,8 @@ class DataPlaneConfig(Section):
         if not is_loopback(host) and not self.allow_remote and not self.tls_client_ca:
             raise ValueError(
                 f"listen: '{host}' can be reached from other machines, and calls are not authenticated; use 127.0.0.1, "
-                "have callers show a certificate (tls_cert, tls_key, tls_client_ca; docs/two-machines.md), or set "
-                "allow_remote: true where the network is trusted"
+                "require client certificates (tls_cert, tls_key, tls_client_ca; docs/guides/two-machines.md), or set "
+                "allow_remote: true if the network is trusted"
             )
         return self
 

@@ -66,7 +66,7 @@ class Metrics:
         integrity_failures: Faulty records, by outcome.
         tier_records: Records by what local tiers did: fetched from ``memory`` or from a ``device``, ``kept``,
             ``dropped`` for lack of room, ``lost`` because of damage or a failed device.
-        slower_paths: Fetches on a slower path than configured, by reason; see docs/combinations.md.
+        slower_paths: Fetches on a slower path than configured, by reason; see docs/reference/combinations.md.
         prefetches: Returns bytes and seconds of prefetches, by their origin.
         totals: The counters of TOTALS.
         stages: Returns the pipeline's counters.

@@ -48,21 +48,21 @@ class HostConfig(Section):
     asynchronous_fetch: bool = True
     """Fetch while the engine runs other requests. False blocks the engine during each fetch; it exists to measure the
     difference (ShadowServe section 6.4, "No AF"). Engines that run several steps at once refuse it.
-    docs/combinations.md lists requests that are fetched asynchronously nevertheless."""
+    docs/reference/combinations.md lists requests that are fetched asynchronously nevertheless."""
     layer_order: bool = False
     """Fetch layer by layer, and start to compute when the first layer arrives, for requests that arrive while no other
     runs. Needs one KV cache group of full attention and one step at a time: no pipeline stages,
-    ``--no-async-scheduling``, ``VLLM_USE_V2_MODEL_RUNNER=0``. Other engines refuse it. docs/combinations.md lists
-    requests that are fetched chunk by chunk nevertheless."""
+    ``--no-async-scheduling``, ``VLLM_USE_V2_MODEL_RUNNER=0``. Other engines refuse it. docs/reference/combinations.md
+    lists requests that are fetched chunk by chunk nevertheless."""
     pages: bool = False
     """Store pages uncompressed in the tiers of a data plane on this machine, whose devices read them directly into
-    paged memory (docs/tiers.md). Paged memory becomes shared memory; ``/dev/shm`` needs room for twice its size. Needs
-    an engine on a CPU with one KV cache group of identical layers; other engines refuse it. Engines with and without
-    this share no KV."""
+    paged memory (docs/guides/tiers.md). Paged memory becomes shared memory; ``/dev/shm`` needs room for twice its size.
+    Needs an engine on a CPU with one KV cache group of identical layers; other engines refuse it. Engines with and
+    without this share no KV."""
     fetch_or_recompute: bool = False
     """Compute a stored prompt, or a part of it, if the first token is predicted to come sooner than by fetching. Until
     there are enough measurements, everything is fetched, except what is only in object storage
-    (docs/fetch-or-recompute.md)."""
+    (docs/guides/fetch-or-recompute.md)."""
     store: bool = True
     """Store the chunks that this engine computes."""
     quantizer: Literal["lossless", "binned", "passthrough"] = "lossless"
@@ -71,7 +71,7 @@ class HostConfig(Section):
     bins: int = Field(64, ge=4, le=256, multiple_of=2)
     """Bins of the ``binned`` quantizer for keys, and for MLA."""
     value_bins: int = Field(16, ge=4, le=256, multiple_of=2)
-    """Bins of the ``binned`` quantizer for values, which tolerate fewer bins than keys (docs/quality.md)."""
+    """Bins of the ``binned`` quantizer for values, which tolerate fewer bins than keys (docs/guides/quality.md)."""
     scale_tokens: int = Field(1, ge=1, le=65536)
     """Number of tokens that share one scale of the ``binned`` quantizer. More than one pays if a rank has few KV heads:
     with vectors of 128 elements, 16 tokens per scale save 0.23 bits per element."""
@@ -82,13 +82,13 @@ class HostConfig(Section):
     """Hits that save fewer tokens than this, beyond the engine's own prefix cache, are not loaded."""
     lookup_timeout_s: float = Field(0.5, gt=0, le=60)
     """A request waits at most this long for its lookup, then counts as a miss. Lookups do not wait for object storage;
-    loads do, for up to ``fetch_timeout_s`` (docs/object-storage.md)."""
+    loads do, for up to ``fetch_timeout_s`` (docs/guides/object-storage.md)."""
     lookup_threads: int = Field(2, ge=1, le=64)
     """Threads that hash prompts and query the data plane."""
     pd_role: Literal["none", "prefill", "decode"] = "none"
-    """Role of this engine in P/D disaggregation (docs/disaggregation.md). ``prefill``: it publishes keys that it is
-    about to store, and stores the tails of prompts. ``decode``: it waits for published keys. ``none``: each request's
-    ``kv_transfer_params`` decide."""
+    """Role of this engine in P/D disaggregation (docs/guides/disaggregation.md). ``prefill``: it publishes keys that it
+    is about to store, and stores the tails of prompts. ``decode``: it waits for published keys. ``none``: each
+    request's ``kv_transfer_params`` decide."""
     pd_timeout_s: float = Field(5.0, gt=0, le=60)
     """A request waits at most this long for published keys. Published keys of a crashed engine expire after it."""
     fetch_timeout_s: float = Field(10.0, gt=0, le=600)
@@ -101,10 +101,10 @@ class HostConfig(Section):
     """Order of queued loads: the oldest first, or the one with the fewest chunks first (long loads may then wait until
     their deadline)."""
     delivery: Literal["auto", "shared_memory", "pinned", "cuda_ipc", "exported"] = "auto"
-    """How fetched chunks reach the engine (docs/gpu.md). ``auto``: ``shared_memory`` for engines on CPUs; for engines
-    on GPUs ``pinned`` with a data plane on this machine, else ``exported``. ``pinned``: shared memory that the GPU
-    copies from. ``cuda_ipc``: the data plane copies into the GPU's memory. ``exported``: a DPU writes into the GPU's
-    memory, or into the host's memory if the GPU's cannot be exported or the engine is on a CPU."""
+    """How fetched chunks reach the engine (docs/guides/gpu.md). ``auto``: ``shared_memory`` for engines on CPUs; for
+    engines on GPUs ``pinned`` with a data plane on this machine, else ``exported``. ``pinned``: shared memory that the
+    GPU copies from. ``cuda_ipc``: the data plane copies into the GPU's memory. ``exported``: a DPU writes into the
+    GPU's memory, or into the host's memory if the GPU's cannot be exported or the engine is on a CPU."""
     device: str = Field("", max_length=64)
     """PCI address or name of the DPU's function on this host that exports memory. Empty: the first suitable one."""
     fetch_buffer_bytes: ByteSize = Field(ByteSize(512 * _MIB), ge=4096, le=_BUFFER_MAX)
@@ -120,12 +120,12 @@ class HostConfig(Section):
     breaker_backoff_max_s: float = Field(5.0, gt=0, le=600)
     """Longest pause between attempts to use a data plane that fails repeatedly."""
     identity_cache: str = ""
-    """File that caches the hashes of weights and adapters (docs/identity.md), so that unchanged files are not read at
-    the next start. Empty: ``shadowserve/content.json`` in the user's cache folder; ``none``: no cache."""
+    """File that caches the hashes of weights and adapters (docs/design/identity.md), so that unchanged files are not
+    read at the next start. Empty: ``shadowserve/content.json`` in the user's cache folder; ``none``: no cache."""
     interference_budget: float = Field(0.02, ge=0, le=1)
     """By how much KV transfers may slow down decode steps: 0.02 is 2 %. Data planes limit the rate of all transfers,
-    for any engine, while this engine decodes. The engine learns the rate from its steps (docs/interference.md). 0: no
-    limit."""
+    for any engine, while this engine decodes. The engine learns the rate from its steps
+    (docs/guides/interference.md). 0: no limit."""
     computing_cache: str = ""
     """File that keeps measured computing times, loading times and slowdown by model and machine. Empty:
     ``shadowserve/computing.json`` in the user's cache folder; ``none``: measured again after each start."""

@@ -2,7 +2,7 @@
 
 torch uses each device's primary context, and so does this module, so that memory, streams and events can be shared.
 Every method that uses a device first makes its context current in the thread. Calls release the GIL. Names and numbers
-are those of NVIDIA's CUDA driver API; docs/gpu.md lists what was tested on a GPU.
+are those of NVIDIA's CUDA driver API; docs/guides/gpu.md lists what was tested on a GPU.
 """
 
 import contextlib
@@ -138,7 +138,9 @@ class Driver:
             text = ctypes.c_char_p()
             self._functions["cuGetErrorString"](code, ctypes.byref(text))
             message = (text.value or b"an unknown error").decode("utf-8", "replace")
-            raise CudaError(f"{doing}: {name} failed with {code}, {message}; see nvidia-smi and docs/gpu.md", code)
+            raise CudaError(
+                f"{doing}: {name} failed with {code}, {message}; see nvidia-smi and docs/guides/gpu.md", code
+            )
         return code
 
     def device(self, ordinal: int) -> "Device":

@@ -249,7 +249,7 @@ class ExportedHostMemory:
         except (OSError, NativeError) as error:
             raise ConfigurationError(
                 f"cannot export {size >> 20} MiB of host memory to a DPU: {error}; see host.delivery, host.device and "
-                "docs/gpu.md"
+                "docs/guides/gpu.md"
             ) from error
 
     def message(self) -> MemoryMessage:

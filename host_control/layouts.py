@@ -1,9 +1,9 @@
 """Moving chunks between the chunk layout and an engine's paged KV memory.
 
-A chunk has the order layer, kind (K or V), token, head, dimension (docs/record-format.md). A :class:`PagedLayout` has
-one strided view per layer and kind of paged memory, with the logical dimensions [block, token, head, dimension] in any
-physical order. (Tiles need two more: [block, token, token, head, dimension, dimension].) Moving chunks is one
-indexed copy per view, or one kernel for all. :mod:`host_control.vllm.probe` detects an engine's layout.
+A chunk has the order layer, kind (K or V), token, head, dimension (docs/reference/record-format.md). A
+:class:`PagedLayout` has one strided view per layer and kind of paged memory, with the logical dimensions [block, token,
+head, dimension] in any physical order. (Tiles need two more: [block, token, token, head, dimension, dimension].) Moving
+chunks is one indexed copy per view, or one kernel for all. :mod:`host_control.vllm.probe` detects an engine's layout.
 
 vLLM's layouts:
 

@@ -7,8 +7,7 @@ real records (256-token chunks, quantized and compressed by the C core) and are 
 window is scored on top of them. The cost is how much the predictions differ from those on the cache that was never
 stored: their divergence, and the change in bits per byte.
 
-    python scripts/measure_quality.py --json quality.json --plot docs/quality.svg   # docs/quality.md's table and plot
-    python scripts/measure_quality.py --table docs/quality.md --plot docs/quality.svg   # the plot, from the table
+    python scripts/measure_quality.py --json quality.json --plot quality.svg
 """
 
 import argparse

@@ -53,7 +53,7 @@ class ModelIdentity:
 
     Attributes:
         model: Digest of the model's class, configuration and code, and of the engine's options that change values
-            (docs/identity.md). The model's name is not part of it.
+            (docs/design/identity.md). The model's name is not part of it.
         dtype: Logical dtype of the cache: ``"float16"``, ``"bfloat16"``, ``"float32"`` or an fp8 name.
         weights: Digest of the weights' content; empty if ``model`` covers them.
         chunk_tokens: Tokens per chunk.

@@ -1,4 +1,4 @@
-"""The stored record of one chunk (docs/record-format.md): encode, decode, verify, slices.
+"""The stored record of one chunk (docs/reference/record-format.md): encode, decode, verify, slices.
 
 Only this module knows the format. A record consists of a *header* (fixed fields, then the manifest of slices) and a
 *body* (scales and compressed stream of each slice). The data plane parses headers here and passes the manifest to the C

@@ -150,7 +150,7 @@ class StorageConfig(PoolConfig, AccessConfig):
     }
 
     s3: S3Config | None = None
-    """A bucket below memory and devices, which several nodes may share: a mapping (docs/object-storage.md)."""
+    """A bucket below memory and devices, which several nodes may share: a mapping (docs/guides/object-storage.md)."""
 
     connections_max: int = Field(10_000, ge=1)
     """Limit of connections; further ones get an error and are closed."""

@@ -1,4 +1,4 @@
-"""The layout rules of docs/architecture.md: what may import what, and what a wheel holds."""
+"""The layout rules of docs/design/architecture.md: what may import what, and what a wheel holds."""
 
 import ast
 import graphlib

@@ -101,7 +101,7 @@ def count_tail(slower: SlowerPaths, disaggregation: Disaggregation, why: str, ch
         slower.add(
             "prompt_tail_not_shared",
             f"{why}, so the decode engine computes up to {chunk_tokens} tokens, and not only those behind the prompt's "
-            "last block; see docs/disaggregation.md",
+            "last block; see docs/guides/disaggregation.md",
         )
 
 

@@ -35,9 +35,9 @@ _DETAILS: Final = {
     "or that are in object storage alone; it goes chunk by chunk",
     "no_publishing": "a request is to wait for chunks that another engine is storing, and storage publishes no chunks "
     "(Redis, Valkey and clusters of them do not); it loads the chunks that are stored by then. Use a storage node "
-    "of ShadowServe, or a proxy that carries kv_transfer_params (docs/disaggregation.md)",
+    "of ShadowServe, or a proxy that carries kv_transfer_params (docs/guides/disaggregation.md)",
 }
-"""Log lines by reason. docs/combinations.md has a row for each reason."""
+"""Log lines by reason. docs/reference/combinations.md has a row for each reason."""
 
 
 def has_own_logits_processors(vllm_config: Any) -> bool:

@@ -31,11 +31,11 @@ _BY_REASON: Final = {
     "lookup_failures": "Requests whose lookup had no answer, by reason.",
     "load_failures": "Loads that ended before their last chunk, by reason.",
     "dropped_stores": "Chunks that were not stored, by reason.",
-    "decisions": "Requests by the decision of the fetch-or-recompute policy (docs/fetch-or-recompute.md).",
+    "decisions": "Requests by the decision of the fetch-or-recompute policy (docs/guides/fetch-or-recompute.md).",
     "cold_seconds": "Predicted seconds to read cold parts of hits from object storage, by decision.",
     "predicted_seconds": "Predicted seconds to the first token, by decision.",
     "first_token_seconds": "Measured seconds to the first token of requests with a prediction, by decision.",
-    "slower_paths": "Requests that took a slower path than configured, by reason (docs/combinations.md).",
+    "slower_paths": "Requests that took a slower path than configured, by reason (docs/reference/combinations.md).",
 }
 _SEPARATOR: Final = "/"
 

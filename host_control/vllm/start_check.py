@@ -133,12 +133,12 @@ def tier_settings(given: Mapping[str, Any]) -> HostConfig:
         if getattr(config, key) != HostConfig.model_fields[key].default:
             raise ConfigurationError(
                 f"ShadowServeTier does not use {key}, and it is set to {getattr(config, key)!r}; remove it, or use "
-                "ShadowServeConnector (docs/offloading-tier.md)"
+                "ShadowServeConnector (docs/guides/offloading-tier.md)"
             )
     if config.quantizer == "binned":
         raise ConfigurationError(
             "ShadowServeTier stores rows as vLLM has them and does not use quantizer: binned; remove it, or use "
-            "ShadowServeConnector (docs/offloading-tier.md)"
+            "ShadowServeConnector (docs/guides/offloading-tier.md)"
         )
     _check_files(config)
     return config

@@ -6,7 +6,7 @@ them.
 
 No method blocks the scheduler. A thread looks rows up once per step, the KV cache manager fetches them, and another
 thread stores them (:mod:`host_control.vllm.tier_work`). Each lookup, load and store has a deadline, after which the row
-is a miss. docs/offloading-tier.md describes configuration and identity.
+is a miss. docs/guides/offloading-tier.md describes configuration and identity.
 """
 
 import math

@@ -93,9 +93,9 @@ SS_API size_t ss_compress_bound(enum ss_codec codec, size_t size);
 /*
  * ss_compress() encodes 'size' bytes as one stream and stores its length in '*written'. Deflate is raw (RFC 1951),
  * Huffman-only: literals in dynamic blocks, or stored blocks where entropy coding gains nothing. kvrans
- * (docs/kvrans.md) takes the source as rows of 'row_length' bytes, a token's symbols, and has a table for each kind of
- * column; the other codecs ignore it. 0 where there are no rows. Fails with SS_NO_SPACE where 'target_size' is under
- * ss_compress_bound() and the stream did not fit, SS_NOT_SUPPORTED, SS_NO_MEMORY. Thread-safe.
+ * (docs/design/kvrans.md) takes the source as rows of 'row_length' bytes, a token's symbols, and has a table for each
+ * kind of column; the other codecs ignore it. 0 where there are no rows. Fails with SS_NO_SPACE where 'target_size' is
+ * under ss_compress_bound() and the stream did not fit, SS_NOT_SUPPORTED, SS_NO_MEMORY. Thread-safe.
  */
 SS_API enum ss_result ss_compress(enum ss_codec codec, const void *source, size_t size, size_t row_length, void *target,
                                   size_t target_size, size_t *written);

@@ -2,7 +2,8 @@
 /*
  * shadowserve_block.h - block devices, and the objects that lie on them: the storage node's part of the C core's API
  *
- * A part of shadowserve.h, with the same rules; docs/storage-devices.md says which device is accessed in which way.
+ * A part of shadowserve.h, with the same rules; docs/guides/storage-devices.md says which device is accessed in which
+ * way.
  */
 #ifndef SHADOWSERVE_BLOCK_H
 #define SHADOWSERVE_BLOCK_H
@@ -14,7 +15,7 @@
 
 /*
  * An object is how a value lies on a device, and in memory that is written there: a header of 2048 bytes, the value,
- * its key's text where it has a name, zeros up to a multiple of 4096. docs/storage-format.md has every field.
+ * its key's text where it has a name, zeros up to a multiple of 4096. docs/reference/volume-format.md has every field.
  */
 struct ss_object_fields {
     uint8_t key[32];

@@ -2,7 +2,7 @@
 /*
  * shadowserve_index.h - what is stored, and where there is room: the tables of the storage node's pool
  *
- * A part of shadowserve.h, with the same rules; docs/architecture.md says why they are as they are.
+ * A part of shadowserve.h, with the same rules; docs/design/architecture.md says why they are as they are.
  */
 #ifndef SHADOWSERVE_INDEX_H
 #define SHADOWSERVE_INDEX_H
@@ -13,8 +13,8 @@
 /* ---- Index of what is stored ----------------------------------------------------------------------------------- */
 
 /*
- * One record of a device's log and snapshot (docs/storage-format.md), and what ss_index_insert() and ss_index_read()
- * speak of an object in. Little-endian, 128 bytes, the rest zeros.
+ * One record of a device's log and snapshot (docs/reference/volume-format.md), and what ss_index_insert() and
+ * ss_index_read() speak of an object in. Little-endian, 128 bytes, the rest zeros.
  */
 enum ss_index_record_kind {
     SS_INDEX_PUT = 1,
@@ -22,7 +22,7 @@ enum ss_index_record_kind {
     SS_INDEX_EXPIRE = 3, /* tenant, key, expires_at_ms */
     SS_INDEX_PIN = 4,    /* tenant, key, pinned_until_s */
     SS_INDEX_CLEAR = 5,  /* all of the tenant's on this device; with SS_INDEX_EVERY_TENANT everyone's */
-    SS_INDEX_NAME = 6,   /* a piece of a key's text, laid out otherwise (docs/storage-format.md) */
+    SS_INDEX_NAME = 6,   /* a piece of a key's text, laid out otherwise (docs/reference/volume-format.md) */
     SS_INDEX_TENANT = 7  /* the volume's own: the index passes over it */
 };
 enum ss_index_flags { SS_INDEX_RECORD = 1, SS_INDEX_NAMED = 2, SS_INDEX_EVERY_TENANT = 0x80 };

@@ -201,7 +201,7 @@ static void check_low_bit(void) {
     for (size_t index = 0; index < 2 * sizeof(lengths) / sizeof(lengths[0]); index++) {
         const struct shape shape = binned(dtypes[index % 2], 64, 256, lengths[index / 2]);
         const size_t written = stream_make(&shape, index);
-        const uint8_t layout = encoded[6]; /* of the first block: docs/kvrans.md */
+        const uint8_t layout = encoded[6]; /* of the first block: docs/design/kvrans.md */
         CHECK((layout & 3) == 1, "%zu columns have %d low bits", shape.vector_length, layout & 3);
         lanes |= 1u << (layout >> 2 & 3);
         CHECK(check_stream(&shape, written) == SS_OK, "a good stream");

@@ -1,7 +1,7 @@
 """Block devices and files past the page cache, and the objects that lie on them.
 
-:class:`BlockDevice` is the one of ``shadowserve.pool.volume.device``'s protocol that is real. docs/storage-devices.md
-says how devices are accessed and what rights that takes.
+:class:`BlockDevice` is the one of ``shadowserve.pool.volume.device``'s protocol that is real.
+docs/guides/storage-devices.md says how devices are accessed and what rights that takes.
 """
 
 import enum
@@ -309,8 +309,8 @@ _kept_for_ever: list[Any] = []
 _ACCESS_NAMES: Final = {BlockAccess.URING: "io_uring", BlockAccess.NVME: "NVMe"}
 _OPEN_ADVICE: Final = {
     errno.EBUSY: "it is mounted, part of a volume, or another process has it: stop that, or name another device",
-    errno.EACCES: "give the server's user the right to read and write it (docs/storage-devices.md)",
-    errno.EPERM: "give the server's user the right to read and write it (docs/storage-devices.md)",
+    errno.EACCES: "give the server's user the right to read and write it (docs/guides/storage-devices.md)",
+    errno.EPERM: "give the server's user the right to read and write it (docs/guides/storage-devices.md)",
     errno.ENOSPC: "there is no room for the configured size: make it smaller, or make room",
     errno.EROFS: "it cannot be written to",
 }

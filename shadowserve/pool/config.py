@@ -43,7 +43,7 @@ class PoolConfig(BaseModel):
     """Most bytes of keys, values and their overhead; beyond it, the least recently used entries are evicted."""
 
     devices: list[DeviceConfig] = []
-    """SSDs and files of the pool: paths, or mappings (docs/pool.md)."""
+    """SSDs and files of the pool: paths, or mappings (docs/design/pool.md)."""
     objects_max: int | None = Field(None, ge=1, lt=1 << 32)
     """Most objects of the pool; none for as many as devices and memory can hold at the start. Without devices, give it
     if memory_budget_bytes will be raised later."""

@@ -1,4 +1,5 @@
-"""The interface of a pool, and what pools over devices and pools of memory alone have in common (docs/pool.md)."""
+"""The interface of a pool, and what pools over devices and pools of memory alone have in common
+(docs/design/pool.md)."""
 
 import os
 import select

@@ -43,7 +43,7 @@ CHUNK_BLOCKS: Final = CHUNK_TOKENS // BLOCK_TOKENS
 LANES: Final = 65536
 """Streams that a chunk is decoded in: one for each token and 4 elements of a vector, as many as keep a GPU busy."""
 ORDERS: Final = {"NHD": "LBNHC", "HND": "LBHNC"}
-"""vLLM's names for tokens before heads, and heads before tokens: docs/gpu.md."""
+"""vLLM's names for tokens before heads, and heads before tokens: docs/guides/gpu.md."""
 TIMEOUT_S: Final = 120.0
 
 

@@ -187,7 +187,7 @@ def _engine(options: Options) -> tuple[EngineConfig | None, Check | None]:
     try:
         engine = engine_config(options.transfer)
     except ConfigurationError as error:
-        remedy = "the README has an example; docs/configuration.md has the keys of kv_connector_extra_config"
+        remedy = "the README has an example; docs/reference/configuration.md has the keys of kv_connector_extra_config"
         found = Finding("kv-transfer-config", "failed", str(error), remedy)
         return None, lambda: iter([found])
     return engine, partial(transfer_config, engine)

@@ -21,7 +21,7 @@ def access(machine: Machine, config: StorageConfig) -> Iterator[Finding]:
     try:
         users = Users(config.model_copy(update={"users_file": path}), BY_FULL_NAME)
     except ConfigurationError as error:
-        yield Finding("users_file", "failed", str(error), "docs/security.md has the format")
+        yield Finding("users_file", "failed", str(error), "docs/guides/security.md has the format")
         return
     if path:
         yield Finding("users_file", "ok", f"{path}: {len(users.by_name)} users, the default one included")
@@ -33,10 +33,10 @@ def access(machine: Machine, config: StorageConfig) -> Iterator[Finding]:
     if not users.anyone_enters or config.tls_client_ca:
         yield Finding("protection", "ok", f"{config.host}: clients authenticate")
     elif config.protected_mode:
-        remedy = "set SHADOWSERVE_STORAGE_PASSWORD, users_file or tls_client_ca (docs/security.md)"
+        remedy = "set SHADOWSERVE_STORAGE_PASSWORD, users_file or tls_client_ca (docs/guides/security.md)"
         yield Finding("protection", "warning", f"{config.host}: protected mode refuses all other machines", remedy)
     else:
-        remedy = "set SHADOWSERVE_STORAGE_PASSWORD, users_file or tls_client_ca (docs/security.md)"
+        remedy = "set SHADOWSERVE_STORAGE_PASSWORD, users_file or tls_client_ca (docs/guides/security.md)"
         yield Finding(
             "protection", "warning", f"{config.host}: every client that reaches it can read everything", remedy
         )

@@ -31,7 +31,7 @@ def card(machine: Machine) -> Iterator[Finding]:
     yield Finding.of("image", machine.is_bluefield, found or "unknown", remedy, "failed")
     own = cards(machine)
     if not own:
-        remedy = "set DPU mode on the host (docs/bluefield.md, step 2), and switch it off and on"
+        remedy = "set DPU mode on the host (docs/guides/bluefield.md, step 2), and switch it off and on"
         yield Finding("card", "failed", "no BlueField function on PCI", remedy)
         return
     names = ", ".join(function.address for function in own)

@@ -24,7 +24,9 @@ def card(machine: Machine) -> Iterator[Finding]:
     """Check the card from the host."""
     own = cards(machine)
     if not own:
-        yield Finding("card", "ok", "no BlueField on PCIe; 'shadowserve dpu' runs on CPU cores here (docs/cores.md)")
+        yield Finding(
+            "card", "ok", "no BlueField on PCIe; 'shadowserve dpu' runs on CPU cores here (docs/guides/cores.md)"
+        )
         return
     first = own[0]
     node = first.text("numa_node")
@@ -143,7 +145,7 @@ def _path(card: Function, gpu: Function) -> Finding:
     what = f"path to GPU {gpu.address}"
     if between == "switch":
         return Finding(what, "ok", "one PCIe switch")
-    slot = "put both below one PCIe switch, or accept a lower bandwidth (docs/bluefield.md has the measurement)"
+    slot = "put both below one PCIe switch, or accept a lower bandwidth (docs/guides/bluefield.md has the measurement)"
     if between == "root complex":
         return Finding(what, "warning", "through the processor's root complex", slot)
     return Finding(what, "warning", "through the link between processors", slot)

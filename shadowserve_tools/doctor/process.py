@@ -81,7 +81,7 @@ def shared_memory() -> Iterator[Finding]:
 def cores() -> Iterator[Finding]:
     """The cores that this process may use."""
     usable = sorted(os.sched_getaffinity(0))
-    remedy = "data plane and engine will share cores: fine for trying, not for serving (docs/cores.md)"
+    remedy = "data plane and engine will share cores: fine for trying, not for serving (docs/guides/cores.md)"
     yield Finding.of("cores", len(usable) >= 4, f"{len(usable)} usable: {usable}", remedy)
 
 

@@ -241,7 +241,7 @@ def _engines(engines: list[pb.Engine], own: tuple[int, str] | None) -> Iterator[
             return
     if engines:
         listed = "; ".join(f"{count} of {_form(form)}" for form, count in forms.items())
-        apart = ", engines of different models do not share KV (docs/identity.md)" if len(models) > 1 else ""
+        apart = ", engines of different models do not share KV (docs/design/identity.md)" if len(models) > 1 else ""
         yield Finding("engines", "ok", f"{listed}{apart}")
 
 

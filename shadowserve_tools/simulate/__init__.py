@@ -11,4 +11,4 @@ SIMULATIONS: Final = ("bluefield", "objectcache", "tiers", "ssd")
 
 @click.group(cls=LazyGroup, modules={name: f"shadowserve_tools.simulate.{name}:{name}" for name in SIMULATIONS})
 def simulate() -> None:
-    """Predict what would be on hardware that is not here; docs/simulation.md has the method."""
+    """Predict what would be on hardware that is not here; docs/design/simulation.md has the method."""

@@ -1,8 +1,8 @@
 """Inputs of the model of BlueField-3: each number with its source and its uncertainty.
 
 ``Given`` has numbers that were measured, published or, where the source says so, assumed. ``Fitted`` has those that
-``shadowserve_tools.simulate.model.Model`` computes from them. The tables of docs/simulation.md are generated from
-both. "Section", "figure" and "table" are the ShadowServe paper's.
+``shadowserve_tools.simulate.model.Model`` computes from them. The tables of docs/design/simulation.md are generated
+from both. "Section", "figure" and "table" are the ShadowServe paper's.
 """
 
 import dataclasses

@@ -110,8 +110,8 @@ def bluefield(
     """Predict fetches of a Llama-8B prompt through a BlueField-3, and the gain of ShadowServe's changes there.
 
     A model, not a measurement: nothing here has run on the card. It is fitted to the paper's figures. The second table
-    has its error for each of them, and marks the fitted ones. docs/simulation.md has the method, every assumption with
-    its source, and what would refute it.
+    has its error for each of them, and marks the fitted ones. docs/design/simulation.md has the method, every
+    assumption with its source, and what would refute it.
 
     \b
     The columns:

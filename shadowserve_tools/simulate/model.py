@@ -1,4 +1,5 @@
-"""The model of the pipeline on BlueField-3, and of CacheGen-Async beside it. docs/simulation.md tells it in words.
+"""The model of the pipeline on BlueField-3, and of CacheGen-Async beside it. docs/design/simulation.md tells it in
+words.
 
 Everything is a closed form but for the load that a system can carry, which is where a falling curve crosses a line and
 is found by bisection. There is no randomness, so there is no seed.

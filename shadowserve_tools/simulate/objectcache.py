@@ -99,7 +99,8 @@ def objectcache(
     """Predict the times of requests that are answered layer by layer over one link, for each policy.
 
     Bytes and times of a layer are those of ObjectCache's table A8 (Llama 3.1 8B on an A100), the time to first token is
-    its equation 3, and the policies are the storage node's own code. A model, not a measurement: docs/simulation.md.
+    its equation 3, and the policies are the storage node's own code. A model, not a measurement:
+    docs/design/simulation.md.
 
     \b
     The columns:

@@ -1,6 +1,6 @@
 """``shadowserve simulate ssd``: up to which hit rate loading hides behind computing, and what it costs.
 
-Tutti's equations 10 and 9, from a review of the paper, whose worked example is wrong (docs/simulation.md).
+Tutti's equations 10 and 9, from a review of the paper, whose worked example is wrong (docs/design/simulation.md).
 """
 
 import dataclasses
@@ -148,7 +148,8 @@ def ssd(context_tokens: int, hit_rate: float, ssd_gb_per_s: float, output: Outpu
     """Predict up to which hit rate loading a cached prefix is hidden behind computing, and its cost.
 
     A layer's KV is loaded while the previous layer computes the uncached tokens (Llama 3.1 8B on an H100). Tutti's
-    equation 10 gives the crossover, equation 9 the cost. A model, not a measurement: docs/simulation.md names the fits.
+    equation 10 gives the crossover, equation 9 the cost. A model, not a measurement: docs/design/simulation.md names
+    the fits.
 
     \b
     The columns:

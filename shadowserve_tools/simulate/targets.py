@@ -28,7 +28,7 @@ class Target:
         source: Place in the paper.
         model: Returns the model's value.
         gain: A ratio, above 1 for a gain and below for a loss.
-        known_miss: True if the model is known to miss it; docs/simulation.md has the reason.
+        known_miss: True if the model is known to miss it; docs/design/simulation.md has the reason.
     """
 
     name: str

@@ -1,6 +1,7 @@
 """What the model of tiers takes from TierKV, and what it has to assume since the paper does not say, or says twice.
 
-"Section", "figure", "table" and "equation" are the TierKV paper's. docs/simulation.md says what follows from each.
+"Section", "figure", "table" and "equation" are the TierKV paper's. docs/design/simulation.md says what follows from
+each.
 """
 
 from collections.abc import Callable

@@ -61,8 +61,8 @@ def tiers(
     """Predict decoding where sessions have more KV than the GPU's memory holds, under TierKV's six policies.
 
     Sessions keep their KV; a request needs its session's KV in the GPU's memory. The product's own objects decide what
-    is evicted for it and what is prefetched. A model, not a measurement: docs/simulation.md has every assumption, the
-    fits, and the figures of the paper that the model misses.
+    is evicted for it and what is prefetched. A model, not a measurement: docs/design/simulation.md has every
+    assumption, the fits, and the figures of the paper that the model misses.
 
     \b
     The policies:

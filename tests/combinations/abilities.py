@@ -1,4 +1,5 @@
-"""Abilities that a user configures, and the table of their pairs: the one source of the matrix in docs/combinations.md.
+"""Abilities that a user configures, and the table of their pairs: the one source of the matrix in
+docs/reference/combinations.md.
 
 An ability says what it adds to the configuration of the engine, the data plane and the storage nodes. A pair runs with
 both, unless :data:`PAIRS` says otherwise.

@@ -1,4 +1,5 @@
-"""Each pair of abilities does what docs/combinations.md says: it works, takes a named slower path, or is refused.
+"""Each pair of abilities does what docs/reference/combinations.md says: it works, takes a named slower path, or is
+refused.
 
 ``make test`` runs a few pairs, ``make combinations`` all of them: real vLLM, a real data plane, real storage.
 """

@@ -1,4 +1,4 @@
-"""A prompt's lookup and fetch from each kind of store, on this machine: the numbers of docs/scale.md.
+"""A prompt's lookup and fetch from each kind of store, on this machine: the numbers of docs/guides/stores.md.
 
     python tests/dataplane/compare_stores.py [--chunks 24] [--repeats 5]
 

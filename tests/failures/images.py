@@ -16,7 +16,8 @@ _FIELDS: Final = struct.Struct("<8sIIHHIII32sQII")
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """One object of docs/storage-format.md; those that were removed are found as well, until they are written over.
+    """One object of docs/reference/volume-format.md; those that were removed are found as well, until they are written
+    over.
 
     Attributes:
         file: the image.

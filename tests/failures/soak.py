@@ -337,7 +337,7 @@ engines     real vLLM under arrivals, aborts, preemptions and faults at once: an
 
 Of the time, leaks get two fifths, the others a fifth each; with --parts, those share it alike. The exit status is 1 if
 any part has not passed, or could not run; what it left behind is kept then, and the last lines say where, and what
-shows it again. docs/testing.md has more."""
+shows it again. docs/design/testing.md has more."""
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -112,7 +112,7 @@ def test_errors_name_the_operation_and_the_reason(
     device = Driver(str(fake_driver)).device(0)
     device.allocate(SIZE)
     with pytest.raises(
-        CudaError, match="allocating 3 MiB on fake GPU 0.*cuMemAlloc_v2 failed with 2, .*docs/gpu"
+        CudaError, match="allocating 3 MiB on fake GPU 0.*cuMemAlloc_v2 failed with 2, .*docs/guides/gpu"
     ) as error:
         device.allocate(3 << 20)
     assert error.value.code == 2

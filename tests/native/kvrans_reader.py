@@ -1,4 +1,5 @@
-"""A second decoder of kvrans, written from docs/kvrans.md alone: slow, plain, and without anything of the C core."""
+"""A second decoder of kvrans, written from docs/design/kvrans.md alone: slow, plain, and without anything of the C
+core."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,5 @@
-"""kvrans against a second decoder, written from docs/kvrans.md: the format means what the page says, and stays so."""
+"""kvrans against a second decoder, written from docs/design/kvrans.md: the format means what the page says, and stays
+so."""
 
 import hashlib
 import json

@@ -17,7 +17,7 @@ KEY = bytes(range(32))
 NAMESPACE = bytes(range(100, 132))
 BUILT_IN = sorted(native.codec_implementations())
 
-# docs/record-format.md once more, written down apart from the module that it checks.
+# docs/reference/record-format.md once more, written down apart from the module that it checks.
 HEADER_FIELDS = (
     ("magic", "4s"),
     ("version", "H"),

@@ -385,7 +385,8 @@ def test_the_defaults_of_the_programs_meet() -> None:
     assert HostConfig.load(environment={}).data_plane == data_plane.listen
 
 
-# ---- docs/configuration.md -------------------------------------------------------------------------------------------
+# ---- docs/reference/configuration.md
+# -------------------------------------------------------------------------------------------
 
 
 def config_docs() -> Any:

@@ -245,7 +245,9 @@ class Simulation:
         self.server.store.close()
         if self.plan.engine == "memory" or self.plan.volatile:
             self.model.lose_all()
-        if self._lied:  # docs/storage-format.md: such an object of the log's last group looks cut short, and is undone
+        if (
+            self._lied
+        ):  # docs/reference/volume-format.md: such an object of the log's last group looks cut short, and is undone
             self.model.doubt_all()
             self._lied = False
 

@@ -37,7 +37,7 @@ _RANGE_REASONS: Final = {
     "near_chunks": "local tiers hold some of the chunks",
     "no_layer_requests": "storage does not know KV.LAYERS; use a storage node of ShadowServe of this release",
 }
-"""Why a fetch in layer order uses range requests. docs/combinations.md lists the same reasons."""
+"""Why a fetch in layer order uses range requests. docs/reference/combinations.md lists the same reasons."""
 
 _logger = logging.getLogger(__name__)
 

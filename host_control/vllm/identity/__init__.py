@@ -3,5 +3,5 @@
 ``table`` lists every input and its effect on the key. ``namespace`` combines the inputs that all requests of an engine
 share: ``weights`` finds the loaded files, ``content`` hashes them. ``requests`` handles the inputs of single requests,
 ``adapters`` their LoRA adapters. Requests and engines with inputs
-that cannot be identified run without the cache. docs/identity.md shows the table.
+that cannot be identified run without the cache. docs/design/identity.md shows the table.
 """

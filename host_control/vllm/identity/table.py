@@ -1,8 +1,8 @@
 """The table of all inputs that could change KV: their effect on the key, and the reason.
 
-The namespace (:func:`options`) and docs/identity.md (scripts/gen-identity-docs) are generated from it, and a test
-changes every input in real configurations. A field of vLLM's configuration that is not in the table, such as a newer
-one, is part of the key if it differs from its default: it may change KV, and a miss is better than wrong tokens.
+The namespace (:func:`options`) and docs/design/identity.md (scripts/gen-identity-docs) are generated from it, and a
+test changes every input in real configurations. A field of vLLM's configuration that is not in the table, such as a
+newer one, is part of the key if it differs from its default: it may change KV, and a miss is better than wrong tokens.
 """
 
 import dataclasses

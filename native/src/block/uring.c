@@ -6,8 +6,8 @@
  * none, waits for completions. One of these is of a read of an eventfd, by which others wake it. It is woken only while
  * it waits, so a busy device costs no extra calls.
  *
- * Neither a polling thread of the kernel (SQPOLL) nor polling for completions (IOPOLL) is used: docs/storage-devices.md
- * says what was found.
+ * Neither a polling thread of the kernel (SQPOLL) nor polling for completions (IOPOLL) is used:
+ * docs/guides/storage-devices.md says what was found.
  */
 #include "block/uring.h"
 

@@ -4,7 +4,7 @@
 
 #include <stdlib.h>
 
-/* A piece of a text (docs/storage-format.md). */
+/* A piece of a text (docs/reference/volume-format.md). */
 struct name_record {
     uint8_t kind;
     uint8_t zeros[3];

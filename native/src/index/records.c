@@ -6,7 +6,7 @@
 
 enum { DIGIT_BITS = 11, DIGITS = 1 << DIGIT_BITS, DUMP_LOOKS = 64, AHEAD = 8 };
 
-_Static_assert(sizeof(struct ss_index_record) == 128, "docs/storage-format.md says so");
+_Static_assert(sizeof(struct ss_index_record) == 128, "docs/reference/volume-format.md says so");
 
 /* ---- Replay -------------------------------------------------------------------------------------------------- */
 

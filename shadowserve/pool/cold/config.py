@@ -9,7 +9,7 @@ from shadowserve.sizes import ByteSize
 
 
 class S3Config(BaseModel):
-    """A bucket below the pool: ``s3`` of the storage node. Credentials: docs/object-storage.md."""
+    """A bucket below the pool: ``s3`` of the storage node. Credentials: docs/guides/object-storage.md."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

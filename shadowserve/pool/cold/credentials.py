@@ -1,4 +1,5 @@
-"""Credentials for a bucket, from the sources in docs/object-storage.md in their order; expiring ones are renewed."""
+"""Credentials for a bucket, from the sources in docs/guides/object-storage.md in their order; expiring ones are
+renewed."""
 
 import configparser
 import json
@@ -26,7 +27,7 @@ _ANSWER_BYTES_MAX: Final = 64 << 10
 _INSTANCE_TIMEOUT_S: Final = 2.0
 _HOW: Final = (
     "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the node's environment, or write ~/.aws/credentials "
-    "(docs/object-storage.md, Credentials)"
+    "(docs/guides/object-storage.md, Credentials)"
 )
 
 

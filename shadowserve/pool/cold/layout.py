@@ -2,7 +2,7 @@
 
 All numbers are little-endian::
 
-    records      each as it was stored (docs/record-format.md), without gaps
+    records      each as it was stored (docs/reference/record-format.md), without gaps
     entries      of each record, in their order: key (32 bytes), offset (u64), length (u32), length of its header (u32)
     tenant       the tenant's name, ASCII
     footer       magic "SSCOLD01", entries (u32), bytes of the tenant's name (u32), bytes of the object (u64), then

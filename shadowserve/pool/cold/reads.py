@@ -35,7 +35,7 @@ _REQUESTS: Final = 8
 _KEPT: Final = 0.9
 _FIRST_S: Final = 0.05
 _FIRST_BYTES_PER_S: Final = 100e6
-"""Expected rate before the first measurement: S3 in its own region (docs/object-storage.md)."""
+"""Expected rate before the first measurement: S3 in its own region (docs/guides/object-storage.md)."""
 
 
 class ThroughputEstimate:

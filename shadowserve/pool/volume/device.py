@@ -1,7 +1,7 @@
 """A volume's interface to its device: reads and writes of bytes at offsets, and a flush.
 
 Real devices are :class:`shadowserve.native.BlockDevice`; ``shadowserve.block`` describes operations and their promises.
-A caller that needs order waits for completions and flushes; docs/storage-format.md tells where volumes do.
+A caller that needs order waits for completions and flushes; docs/reference/volume-format.md tells where volumes do.
 """
 
 import ctypes

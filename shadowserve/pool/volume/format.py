@@ -1,7 +1,7 @@
 """Every structure of a volume except objects: superblock, blocks of records, headers of snapshots, records.
 
-docs/storage-format.md has the same in tables. The format is frozen: a golden volume in tests/assets must stay readable,
-and a change of a structure needs a new :data:`VERSION`.
+docs/reference/volume-format.md has the same in tables. The format is frozen: a golden volume in tests/assets must stay
+readable, and a change of a structure needs a new :data:`VERSION`.
 
 Parsers take bytes that may be anything. They never trust a length or a count. They return None, or raise
 :class:`FormatError` where a user has to be told.

@@ -1,4 +1,5 @@
-"""One device of a pool: its objects in extents, its log and its snapshots. docs/storage-format.md describes every byte.
+"""One device of a pool: its objects in extents, its log and its snapshots. docs/reference/volume-format.md describes
+every byte.
 
 An object is written in this order: its bytes; then, when they are written, its record in a block of the log; then one
 flush for all blocks and objects of the group; then its ticket settles. Nothing is reused before its removal is durable:

@@ -115,7 +115,7 @@ def test_a_tier_refuses_keys_that_it_does_not_use(given: dict[str, Any]) -> None
     extra = {"secondary_tiers": [{"type": "fs"}, TIER | given]}
     said = problem("OffloadingConnector", extra)
     ((key, value),) = given.items()
-    assert "ShadowServeTier" in said and key in said and "docs/offloading-tier.md" in said, said
+    assert "ShadowServeTier" in said and key in said and "docs/guides/offloading-tier.md" in said, said
 
 
 def test_a_tier_accepts_its_keys_and_vllms() -> None:

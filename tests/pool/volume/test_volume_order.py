@@ -1,4 +1,4 @@
-"""The order of a volume's writes: each barrier of docs/storage-format.md."""
+"""The order of a volume's writes: each barrier of docs/reference/volume-format.md."""
 
 from simulated_device import SimulatedDevice
 from volume_support import Store, device_of

@@ -4,7 +4,7 @@
  *
  * A token's row of KV is a thousand channels, and each channel has a spread and a mean of its own. So a block is coded
  * column by column: all rows of a column share one table, which a vector register file can hold, and every lane of a
- * register is another row. What each byte of a stream means, and why, is in docs/kvrans.md.
+ * register is another row. What each byte of a stream means, and why, is in docs/design/kvrans.md.
  *
  * Nothing that a stream says is believed. A block is parsed whole before a kernel sees it: every section lies inside
  * the source, tables sum up, no number points outside its array. What is left to the kernel are the coded bytes, any of

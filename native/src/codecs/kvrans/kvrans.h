@@ -2,8 +2,8 @@
 /*
  * kvrans.h - what the parts of the codec kvrans share
  *
- * docs/kvrans.md is the format. kvrans.c reads streams: it checks everything but the coded bytes and hands whole blocks
- * to a kernel. encode.c plans blocks and writes streams. The kernels (scalar.c, avx512.c and so
+ * docs/design/kvrans.md is the format. kvrans.c reads streams: it checks everything but the coded bytes and hands whole
+ * blocks to a kernel. encode.c plans blocks and writes streams. The kernels (scalar.c, avx512.c and so
  * on) know nothing of streams, and every variant reads and writes the same bytes.
  */
 #ifndef SS_KVRANS_H
