@@ -98,8 +98,15 @@ def make_wheels(folder: Path) -> Path:
     command += ["--config-settings=wheel.cmake=false", f"--config-settings=build-dir={folder / 'build'}"]
     subprocess.run(command, check=True, capture_output=True, timeout=NEVER_S)
     (own,) = folder.glob("shadowserve-*.whl")
-    with zipfile.ZipFile(own, "a") as wheel:  # the C core was left out: it has been built already
-        for name in ("_cffi.py", "libshadowserve.so", "libdoca_emulator.so"):
+    built = (
+        "_cffi.py",
+        "libshadowserve.so",
+        "libdoca_emulator.so",
+        "proto/dataplane_pb2.py",
+        "proto/dataplane_pb2_grpc.py",
+    )
+    with zipfile.ZipFile(own, "a") as wheel:  # the build step was left out: add its files, which exist already
+        for name in built:
             path = next(path for path in (Path(place, name) for place in shadowserve.__path__) if path.exists())
             wheel.write(path, f"shadowserve/{name}")
     for name in _closure("shadowserve"):
@@ -121,10 +128,9 @@ def _closure(name: str, seen: Mapping[str, None] | None = None) -> dict[str, Non
 
 def _repack(distribution: importlib.metadata.Distribution, folder: Path) -> None:
     """Make the wheel again that a distribution was installed from."""
-    tag = re.search(r"^Tag: (\S+)", distribution.read_text("WHEEL") or "", re.MULTILINE)
-    assert tag is not None, distribution
+    tags = re.findall(r"^Tag: (\S+)", distribution.read_text("WHEEL") or "", re.MULTILINE)
     name = re.sub(r"[-_.]+", "_", distribution.metadata["Name"])
-    with zipfile.ZipFile(folder / f"{name}-{distribution.version}-{tag[1]}.whl", "w") as wheel:
+    with zipfile.ZipFile(folder / f"{name}-{distribution.version}-{tags[-1]}.whl", "w") as wheel:
         for file in distribution.files or []:
             if ".." not in file.parts and "__pycache__" not in file.parts:
                 wheel.write(str(file.locate()), str(file))
