@@ -152,7 +152,7 @@ def test_the_engine_decompresses_nothing(stack: Stack, workload: Workload) -> No
     engine, plane = stack.engine.process.pid, stack.data_plane.process.pid
     assert not _pipeline_threads(engine), "the C core must not decode in the engine"
     assert _pipeline_threads(plane), "control: the data plane has such threads"
-    threads = {name: number for name, number in stack.engine.ask("threads").items() if name.startswith("shadowserve-")}
+    threads = {name: number for name, number in stack.engine.call("threads").items() if name.startswith("shadowserve-")}
     assert {name.split("-")[1].rstrip("_0123456789") for name in threads} == {"fetch", "lookup", "queue", "store"}
     # The fetching thread scatters chunks. The others have almost nothing to do.
     others = {number for name, number in threads.items() if not name.startswith("shadowserve-fetch")}

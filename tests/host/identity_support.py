@@ -114,7 +114,7 @@ def part_of(
     """Return the shards of a rank with the page layout of CUDA backends."""
     import torch
 
-    from host_control.vllm import parts
+    from host_control.vllm import shards
     from host_control.vllm.groups import Groups
 
     caches, host = caches or kv_cache_config(), host or HostConfig()
@@ -123,13 +123,13 @@ def part_of(
     latent = type(cell).__name__ == "MLAAttentionSpec"
     shape = (BLOCKS, cell.num_heads, cell.block_size, cell.state_content_size_bytes // cell.dtype.itemsize)
     memory = {name: torch.empty(shape, dtype=cell.dtype, device=device) for name in group.layer_names}
-    place = parts.Rank(rank, config.parallel_config.tensor_parallel_size)
+    place = shards.Rank(rank, config.parallel_config.tensor_parallel_size)
     plain = copy.copy(config)
     plain.speculative_config = None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "find_layout", lambda *_: "latent" if latent else "kv_cells")
-        patch.setattr(parts.Rank, "layers", lambda *_: (0, len(group.layer_names)))
-        own, *_ = parts.find_shards(config, caches, Groups(plain, caches, host), memory, host, place)
+        patch.setattr(shards, "find_layout", lambda *_: "latent" if latent else "kv_cells")
+        patch.setattr(shards.Rank, "layers", lambda *_: (0, len(group.layer_names)))
+        own, *_ = shards.find_shards(config, caches, Groups(plain, caches, host), memory, host, place)
     return own
 
 

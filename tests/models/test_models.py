@@ -9,10 +9,10 @@ import model_matrix
 import pytest
 from answers import Answer, difference
 from cells import Cell, Reference, Served
-from families import FAMILIES
 from model_matrix import failed, published_row, run_families
 from prompts import plan
 from published import PUBLISHED, found
+from tiny_models import FAMILIES
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 

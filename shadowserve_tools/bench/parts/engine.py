@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -259,14 +260,16 @@ class _Engine:
         from host_control.vllm.timing import Timing
 
         self._policy_runner, self._timing = self._policy_runner or side._policy_runner, self._timing or side._timing
-        side._fetch, side._policy_runner, side._timing = way != "compute", self._policy_runner, self._timing
+        side._engine = replace(side._engine, fetch=way != "compute")
+        side._policy_runner, side._timing = self._policy_runner, self._timing
         if way != "decide":
-            side._policy_runner, side._timing = None, Timing(side._config, counts=side.counts)
+            side._policy_runner, side._timing = None, Timing(side._engine.config, counts=side.counts)
         return way
 
     def reading(self, only: bool) -> bool:
         """Switch storing off (``only``) or on."""
-        self._core.engine_core.engine_core.scheduler.connector._scheduler._store = not only
+        side = self._core.engine_core.engine_core.scheduler.connector._scheduler
+        side._engine = replace(side._engine, store=not only)
         return only
 
     def pressure(self) -> dict[str, Any]:
@@ -284,7 +287,7 @@ class _Engine:
 
     def settle(self) -> None:
         """Wait until the plugin has stored everything that it has gathered."""
-        if not self._worker._store.flush(STORE_TIMEOUT_S):
+        if not self._worker._stores.queue.flush(STORE_TIMEOUT_S):
             raise RuntimeError("storing did not end")
 
     def threads(self) -> dict[str, int]:
