@@ -1,4 +1,4 @@
-"""A root to install into and throw away: this machine's own system, with all changes kept in a folder of the test."""
+"""A temporary root for installations: this machine's own system, with all changes in a folder of the test."""
 
 import contextlib
 import importlib.metadata
@@ -22,12 +22,12 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 class Throwaway:
-    """The system, and commands that see it.
+    """The system, and methods to run commands in it.
 
     Attributes:
-        root: where it is, for commands of :meth:`outside`.
-        view: where it is for this process, which is not in its mount namespace.
-        changes: the folder that holds what differs from this machine; only to be read.
+        root: Path of the root, for commands of :meth:`outside`.
+        view: Path of the root for this process, which is outside of its mount namespace.
+        changes: Folder with the differences from this machine; read-only.
     """
 
     def __init__(self, folder: Path, pid: int) -> None:
@@ -37,7 +37,7 @@ class Throwaway:
         self.enter = ["nsenter", "--mount", f"--target={pid}", "--"]
 
     def outside(self, *command: str | Path, check: bool = True) -> "subprocess.CompletedProcess[str]":
-        """Run a command that sees the system below :attr:`root`, as one does who makes an image."""
+        """Run a command outside with access to the system below :attr:`root`, as for an image."""
         done = subprocess.run([*self.enter, *command], capture_output=True, text=True, timeout=NEVER_S, check=False)
         assert not check or done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
         return done
@@ -47,7 +47,7 @@ class Throwaway:
         return self.outside("chroot", self.root, *command, check=check)
 
     def files(self) -> dict[str, str | bytes]:
-        """Return what was written there: path to content, or to where a link leads."""
+        """Return the written files: path to content, or to a link's target."""
         found: dict[str, str | bytes] = {}
         for path in sorted(self.changes.rglob("*")):
             name = f"/{path.relative_to(self.changes)}"
@@ -60,10 +60,10 @@ class Throwaway:
 
 @contextlib.contextmanager
 def throwaway(folder: Path) -> Iterator[Throwaway]:
-    """Have such a system while the context lasts, in a mount namespace that ends with it.
+    """Mount a temporary system for the duration of the context, in its own mount namespace.
 
     Raises:
-        PermissionError: one has to be root to mount it.
+        PermissionError: The user is not root.
     """
     if os.geteuid() != 0:
         raise PermissionError("only root may mount a root")
@@ -71,7 +71,7 @@ def throwaway(folder: Path) -> Iterator[Throwaway]:
     for name in ("layer", "root"):
         (folder / name).mkdir()
     options = f"lowerdir=/,upperdir={layer / 'changes'},workdir={layer / 'scratch'}"
-    # In memory: an installation writes ten thousand files, and nobody needs them on a disk.
+    # In memory: an installation writes ten thousand temporary files.
     mount = f"""
         mount -t tmpfs -o size=2g tmpfs {layer} && mkdir {layer / "changes"} {layer / "scratch"} &&
         mount -t overlay overlay -o {options} {folder / "root"} &&
@@ -92,13 +92,13 @@ def throwaway(folder: Path) -> Iterator[Throwaway]:
 
 
 def make_wheels(folder: Path) -> Path:
-    """Write wheels of this checkout and of all that it depends on, from what is installed: no network, no compiler."""
+    """Write wheels of this checkout and of all its dependencies from the installed files: no network, no compiler."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", str(REPOSITORY), "--quiet"]
     command += ["--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
     command += ["--config-settings=wheel.cmake=false", f"--config-settings=build-dir={folder / 'build'}"]
     subprocess.run(command, check=True, capture_output=True, timeout=NEVER_S)
     (own,) = folder.glob("shadowserve-*.whl")
-    with zipfile.ZipFile(own, "a") as wheel:  # the C core was left out: it has been built already
+    with zipfile.ZipFile(own, "a") as wheel:  # without the C core, which is already built
         for name in ("_cffi.py", "libshadowserve.so", "libdoca_emulator.so"):
             path = next(path for path in (Path(place, name) for place in shadowserve.__path__) if path.exists())
             wheel.write(path, f"shadowserve/{name}")
@@ -108,7 +108,7 @@ def make_wheels(folder: Path) -> Path:
 
 
 def _closure(name: str, seen: Mapping[str, None] | None = None) -> dict[str, None]:
-    """Return the names of all distributions that one needs to run, directly or not."""
+    """Return the names of all direct and indirect dependencies of a distribution."""
     found: dict[str, None] = dict(seen or {})
     for text in importlib.metadata.requires(name) or []:
         requirement = Requirement(text)
@@ -120,7 +120,7 @@ def _closure(name: str, seen: Mapping[str, None] | None = None) -> dict[str, Non
 
 
 def _repack(distribution: importlib.metadata.Distribution, folder: Path) -> None:
-    """Make the wheel again that a distribution was installed from."""
+    """Create a wheel from an installed distribution."""
     tag = re.search(r"^Tag: (\S+)", distribution.read_text("WHEEL") or "", re.MULTILINE)
     assert tag is not None, distribution
     name = re.sub(r"[-_.]+", "_", distribution.metadata["Name"])

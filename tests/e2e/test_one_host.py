@@ -79,7 +79,7 @@ def test_preempted_requests_are_saved_in_the_tiers(
         assert held, "the test wants preemptions"
         assert engine.free_blocks() == 44
         counted = engine.counters()
-        # All tokens of a request, except less than a block after its last chunk.
+        # All tokens of a request, except for less than a block after its last chunk.
         tails = [each.tokens % 256 for each in held]
         assert counted["saved_tokens"] == sum(each.tokens for each in held) - sum(tail for tail in tails if tail < 32)
         if not killed:

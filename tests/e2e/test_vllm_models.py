@@ -1,4 +1,4 @@
-"""Other KV caches: bfloat16, fp8, large blocks, sliding windows that keep every token, MLA."""
+"""Other KV caches: bfloat16, fp8, large blocks, sliding windows that keep all tokens, MLA."""
 
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def test_the_layout_of_mla_is_detected_and_moved(family: Any, make_engine: Any, 
         caches = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches
         vllm_config = engine.llm.llm_engine.vllm_config
         names = list(engine.scheduler.kv_cache_config.kv_cache_groups[0].layer_names)
-        # vLLM gives connectors the caches with a dimension for heads, which its layers do not have.
+        # vLLM passes connectors the caches with a dimension for heads; the caches of its layers have no such dimension.
         tensors = [cache if cache.ndim == 4 else cache.unsqueeze(1) for cache in caches]
         assert len(tensors) == len(names) == 3
         for name, cache in zip(names, tensors, strict=True):
