@@ -5,7 +5,7 @@ end of all requests, neither the engine's blocks nor the plugin's data about req
 
     .venv/bin/python tests/e2e/engine_stress.py pages --seconds 60 --seed 1
 
-runs one of :data:`KINDS` for this time, each time with a new seed; ``make soak`` runs all of them.
+runs one of :data:`KINDS` for this time, with a new seed for each run; ``make soak`` runs all of them.
 """
 
 import argparse

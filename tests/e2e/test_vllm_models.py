@@ -48,7 +48,7 @@ def test_a_prompt_is_stored_and_loaded(
 
 
 def test_the_layout_of_mla_is_detected_and_moved(family: Any, make_engine: Any, prompt: Any) -> None:
-    """Without AMX the plugin is off for MLA on CPUs, but it knows the layout."""
+    """Without AMX the plugin is off for MLA on CPUs, but it supports the layout."""
     import torch
 
     from host_control.layouts import PagedLayout

@@ -100,9 +100,9 @@ def test_a_preempted_request_continues_where_it_was(
     engine.reset(plane, records=True)
     assert engine.outputs(prompts, GENERATED) == reference(prompts, GENERATED)
     times = sum(steps.preemptions.values())
-    assert times, "the test wants preemptions"
+    assert times, "the test needs preemptions"
     assert saved_keys(plane) and saved_keys(plane) <= fetched_keys(plane), "its tail was not saved and loaded"
-    assert steps.tokens == sum(len(each) + GENERATED - 1 for each in prompts), "nothing was computed twice"
+    assert steps.tokens == sum(len(each) + GENERATED - 1 for each in prompts), "no token was computed twice"
     counted = engine.counted_since()
     assert counted["restored_tokens"] == counted["saved_tokens"] <= counted["preempted_tokens"]
     assert engine.free_blocks() == BLOCKS - 1

@@ -342,7 +342,7 @@ def test_parts_that_fit_into_a_batch_come_with_one_fetch_side_by_side(parts: Par
 
 
 def test_each_batch_takes_half_of_the_bytes_that_are_left(parts: Parts, plane: ScriptedDataPlane) -> None:
-    """Of all parts together; a chunk of the first part has four times the bytes."""
+    """Half of the bytes of all parts together; a chunk of the first part has four times the bytes."""
     assert parts.fetched(parts.job("a", 2, 8)).complete
     assert asked(plane, parts) == [(0, 2), (1, 4), (1, 2), (1, 1), (1, 1)]
 

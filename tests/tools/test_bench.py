@@ -113,7 +113,7 @@ LACKING = {
 
 
 BY_NIGHT = {"ablation", "decide", "disaggregation", "oversubscription", "queue", "budget"}
-"""A quarter of a minute each, or more; 'serving', 'layers' and 'interference' use most of their parts."""
+"""A quarter of a minute each, or more; 'serving', 'layers' and 'interference' cover most of their code."""
 if os.environ.get("TEST_NIGHTLY"):
     BY_NIGHT = set()
 

@@ -95,7 +95,7 @@ def test_tokens_computed_again_are_counted_apart(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_limit_is_a_turn_without_repeated_computing() -> None:
-    """Steps take 10 ms, 0.5 for each request and 0.4 for each token after the first: of 10 s, 2 are of 5,000 tokens."""
+    """A step takes 10 ms, and 0.5 ms per request and 0.4 ms per further token. 5,000 tokens, 2 s of it, are computed again."""
     generator, steps = random.Random(3), []
     for number in range(400):
         requests, again = generator.randrange(8, 24), 100 if number % 8 == 0 else 0
@@ -132,7 +132,7 @@ def test_blocked_time_is_retrieval_without_computing(monkeypatch: pytest.MonkeyP
     connector.update_connector_output(SimpleNamespace(finished_recving={"request-1-0a1b2c3d"}))
     found = watch.steps("request-1", 0.0, {"at": 10.0, "first": 20.0})
     assert found == {"lookup_s": 2.0, "allocation_s": 1.0, "retrieval_s": 5.0, "last_s": 2.0, "blocked_s": 5.0}
-    assert watch.steps("request-2", 0.0, {"at": 10.0, "first": 20.0}) == {}, "nothing was retrieved"
+    assert watch.steps("request-2", 0.0, {"at": 10.0, "first": 20.0}) == {}, "no KV was retrieved"
 
 
 def test_weights_are_complete_and_reproducible(tmp_path: Path) -> None:

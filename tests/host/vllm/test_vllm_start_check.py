@@ -1,4 +1,4 @@
-"""Configurations that are refused before vLLM loads weights, with one line that says what to change."""
+"""Configurations that are refused before vLLM loads weights, with one line that contains the remedy."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -121,7 +121,7 @@ def test_without_transfers_few_steps_are_measured(engine: Any) -> None:
 
 
 def test_a_step_begins_at_the_end_of_the_previous_one(engine: Any) -> None:
-    """As with asynchronous scheduling."""
+    """Like asynchronous scheduling."""
     timing, clock = engine.timing, engine.clock
     timing.step(step(new={"a": (0, 100)}), waits=False, loads=0, begin=0)
     clock.now += 1
