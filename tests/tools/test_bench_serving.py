@@ -95,7 +95,7 @@ def test_tokens_computed_again_are_counted_apart(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_limit_is_a_turn_without_repeated_computing() -> None:
-    """A step takes 10 ms, and 0.5 ms per request and 0.4 ms per further token. 5,000 tokens, 2 s of it, are computed again."""
+    """A step takes 10 ms, plus 0.5 ms per request and 0.4 ms per token. 5,000 tokens (2 s) are computed again."""
     generator, steps = random.Random(3), []
     for number in range(400):
         requests, again = generator.randrange(8, 24), 100 if number % 8 == 0 else 0
