@@ -1,4 +1,4 @@
-"""What the tests of deployment share: machines made of files (``machines.py``)."""
+"""Shared fixtures of the deployment tests: machines made of files (``machines.py``)."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Throwaway]:
-    """This machine's system, to be thrown away after the module's tests."""
+    """This machine's system as a temporary copy, which is removed after the module's tests."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     question = f"import ensurepip, sys; sys.exit(sys.version[:{len(version)}] != '{version}')"
     if not Path("/usr/bin/apt-get").exists() or shutil.which("systemctl") is None:

@@ -1,4 +1,4 @@
-"""Machines made of files: as much of /sys, /proc, /etc and /opt as the doctor and the installer read."""
+"""Machines made of files: the parts of /sys, /proc, /etc and /opt that the doctor and the installer read."""
 
 import os
 import struct
@@ -38,7 +38,7 @@ def pci(root: Path, path: str, vendor: int, device: int, class_code: int, node: 
     (folder / "config").write_bytes(acs(control))
     link = root / "sys/bus/pci/devices" / folder.name
     link.parent.mkdir(parents=True, exist_ok=True)
-    link.symlink_to(os.path.relpath(folder, link.parent))  # as the kernel does
+    link.symlink_to(os.path.relpath(folder, link.parent))  # like the kernel
     return folder
 
 
@@ -55,9 +55,9 @@ def doca(root: Path, machine: str, version: str = "3.0.0") -> None:
 
 
 def host_with_card(root: Path, *, gpu_below_switch: bool = True, control: int = 0) -> Path:
-    """A host with a BlueField-3 and a GPU below one PCIe switch (or not), all as it should be.
+    """A host with a BlueField-3 and a GPU below one PCIe switch (or not), correctly set up.
 
-    ``control``: of ACS, in the switch's ports.
+    ``control``: ACS control bits of the switch's ports.
     """
     upstream = "pci0000:3a/0000:3a:00.0/0000:3b:00.0"
     pci(root, "pci0000:3a/0000:3a:00.0", 0x8086, 0x352A, _BRIDGE_CLASS)
@@ -84,7 +84,7 @@ def host_with_card(root: Path, *, gpu_below_switch: bool = True, control: int = 
 
 
 def bluefield(root: Path) -> Path:
-    """A BlueField-3's own system, with all that is to be installed but our own part."""
+    """A BlueField-3's own system with all packages except ours."""
     write(root, "sys/bus/platform/devices/MLNXBF04:00/modalias", "acpi:MLNXBF04:")
     write(root, "etc/mlnx-release", "bf-bundle-3.0.0-135_25.04_ubuntu-22.04_prod")
     pci(root, "pci0000:00/0000:00:00.0", 0x15B3, 0x1978, _BRIDGE_CLASS)

@@ -1,4 +1,4 @@
-"""The dashboards for Grafana: each metric is one that a program exports, and a panel shows one kind of thing."""
+"""The dashboards for Grafana: a program exports each metric, and a panel shows one kind of value."""
 
 import ast
 import json
@@ -40,7 +40,7 @@ def expressions(panel: dict[str, Any]) -> list[str]:
 
 
 def families(text: str) -> set[str]:
-    """Return the names of all series that a scrape can have, families without a sample yet included."""
+    """Return the names of all series of a scrape, including families without a sample."""
     names: set[str] = set()
     for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", text, re.MULTILINE):
         names |= {f"{name}_{end}" for end in ("bucket", "count", "sum")} if kind == "histogram" else {name}
@@ -53,7 +53,7 @@ def scraped(port: int) -> set[str]:
 
 
 def counters_of_the_plugin() -> list[str]:
-    """Read from its source, since importing it takes vLLM."""
+    """Read the names from the source, since an import needs vLLM."""
     module = ast.parse((REPOSITORY / "host_control" / "vllm" / "metrics.py").read_text())
     tables = [each for each in module.body if isinstance(each, ast.AnnAssign) and isinstance(each.value, ast.Dict)]
     names = [name for table in tables if table.value for name in ast.literal_eval(table.value)]
@@ -63,7 +63,7 @@ def counters_of_the_plugin() -> list[str]:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, set[str]]]:
-    """What each program exports, by the name of its dashboard."""
+    """The metrics of each program, by the name of its dashboard."""
     logs = tmp_path_factory.mktemp("logs")
     ports = [free_port(), free_port()]
     small = ["--decompression-buffer-bytes", "8 MiB", "--store-buffer-bytes", "8 MiB"]
@@ -74,7 +74,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, set
     ):
         found = {"storage": scraped(ports[0]), "dataplane": scraped(ports[1])}
     found["vllm"] = {f"vllm:shadowserve_{name}_total" for name in counters_of_the_plugin()}
-    # Only a daemon with TLS has it (dpu_dataplane/credentials.py).
+    # Only a daemon with TLS exports it (dpu_dataplane/credentials.py).
     found["dataplane"].add("shadowserve_tls_certificate_expiry_timestamp_seconds")
     yield found
 
@@ -100,7 +100,7 @@ def test_the_data_plane_and_the_plugin_hide_nothing(exported: dict[str, set[str]
 
 
 def kind(expression: str) -> str:
-    """Return what an expression shows: a rate, a count of the last hour, a total, a quantile, or what is so now."""
+    """Return the kind of an expression's value: a rate, a count of the last hour, a total, a quantile, or a gauge."""
     if "histogram_quantile(" in expression:
         return "quantile"
     if "rate(" in expression:
@@ -120,13 +120,13 @@ def test_a_panel_shows_one_kind_of_thing_in_a_unit_that_fits(name: str) -> None:
         metrics = {metric for text in expressions(panel) for metric in METRIC.findall(text)}
         if found == "rate":
             of_time = all("_seconds_total" in metric for metric in metrics)
-            # Seconds a second are cores that work, or jobs that wait.
+            # Seconds per second are working cores or waiting jobs.
             assert (unit == "none" and ("ores" in title or "wait" in title)) if of_time else unit in RATES, title
             assert (unit == "Bps") == all("_bytes_total" in metric for metric in metrics), title
         elif found == "count":
             assert unit == "short" and title.endswith(", in the last hour"), title
         elif found == "total":
-            assert panel["type"] == "stat", f"{title}: a total says nothing over time"
+            assert panel["type"] == "stat", f"{title}: a total over all time is not useful"
             assert unit == ("bytes" if all("_bytes_total" in metric for metric in metrics) else "short"), title
         elif found == "quantile":
             assert unit == "s", title
@@ -148,7 +148,7 @@ def test_every_expression_of_a_dashboard_is_one(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_a_dashboard_has_the_shape_that_grafana_takes(name: str) -> None:
-    """Grafana has no JSON schema to check against; this holds what its documentation of the format requires."""
+    """Grafana has no JSON schema. These checks implement the requirements in its documentation of the format."""
     found = load(name)
     assert found["schemaVersion"] >= 36 and found["uid"] and found["title"] and isinstance(found["tags"], list)
     assert {each["name"] for each in found["templating"]["list"]} == {"datasource", "instance"}

@@ -1,4 +1,4 @@
-"""``shadowserve doctor`` on machines that are not here: a host with a card and a GPU, a card, and a bare one."""
+"""``shadowserve doctor`` on synthetic machines: a host with a card and a GPU, a card, and a machine without either."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ DEPLOYED = REPOSITORY / "scripts" / "bluefield"
 
 
 def doctor(root: Path, *arguments: str) -> dict[str, Any]:
-    """Return the report; what a machine is (this process, programs that run) is left to tests/tools/test_cli.py."""
+    """Return the report. tests/tools/test_cli.py covers findings about this process and running programs."""
     done = CliRunner().invoke(main, ["doctor", "--json", "--root", str(root), *arguments])
     report: dict[str, Any] = json.loads(done.output)
     assert done.exit_code == any(finding["state"] == "failed" for finding in report["findings"])
@@ -41,7 +41,7 @@ def finding(root: Path, what: str, *arguments: str) -> tuple[str, str, str]:
 
 
 def deployed(root: Path) -> Path:
-    """A card with what the installer puts there."""
+    """A card with the files of the installer."""
     bluefield(root)
     for name in ("xlio.env", "libxlio.conf"):
         write(root, f"etc/shadowserve/{name}", (DEPLOYED / name).read_text())
@@ -91,7 +91,7 @@ def test_a_configuration_that_cannot_be_used_is_a_finding(tmp_path: Path) -> Non
 
 
 def test_without_a_file_the_doctor_reads_that_of_the_installed_service(tmp_path: Path) -> None:
-    """scripts/storage/install says to run it so."""
+    """scripts/storage/install prints this command."""
     write(tmp_path, "etc/shadowserve/storage.yaml", "storage: {port: 1}")
     write(tmp_path, "etc/systemd/system/shadowserve-storage.service", "")
     found = doctor(tmp_path, "--role", "storage")["findings"]
@@ -399,7 +399,7 @@ def test_a_card_whose_c_core_only_emulates_doca_is_no_use(tmp_path: Path) -> Non
 def test_accelerators_are_opened_to_see_that_they_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: str, state: str
 ) -> None:
-    """Over the emulator, taken for a card's DOCA."""
+    """The emulator stands in for a card's DOCA."""
     backend = dataclasses.replace(native.backends()["doca"], emulated=False)
     monkeypatch.setattr("shadowserve.native.backends", lambda: {"doca": backend})
     monkeypatch.setenv("DOCA_EMULATOR_PROFILE", profile)
@@ -412,7 +412,7 @@ def test_accelerators_are_opened_to_see_that_they_can_be(
 
 @pytest.fixture
 def secured(tmp_path: Path) -> tuple[Path, Path]:
-    """A card with certificates, and the configuration that names them."""
+    """A card with certificates, and a configuration with their paths."""
     root = bluefield(tmp_path / "card")
     make_certificates(root / "etc/tls")
     config = tmp_path / "dpu.yaml"
@@ -471,7 +471,7 @@ def test_certificates_that_are_missing_or_mixed_up_are_told_of(
     assert state == "failed" and message in found and "scripts/make-certificates" in remedy
 
 
-# ---- What is printed ------------------------------------------------------------------------------------------------
+# ---- Printed report --------------------------------------------------------------------------------------------------
 
 
 def test_what_people_see_is_never_cut(tmp_path: Path) -> None:

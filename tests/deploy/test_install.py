@@ -1,7 +1,7 @@
-"""``scripts/bluefield/install``, for real: into this machine's own system, with a card made of files, thrown away.
+"""``scripts/bluefield/install`` on a temporary copy of this machine's system, with a card made of files.
 
-All that differs from a card is the card: its functions in /sys are files, and XLIO is a library that only says it is
-there. apt, Python, pip, useradd, systemd's tools and the daemon that is installed are the real ones.
+Only the card is synthetic: its functions in /sys are files, and XLIO is a library that only prints a line. apt, Python,
+pip, useradd, systemd's tools and the installed daemon are real.
 """
 
 import json
@@ -34,7 +34,7 @@ needs_shellcheck = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def installed(system: Throwaway, wheels: Path) -> Throwaway:
-    """The system after an installation onto a card."""
+    """The system after the installation for a card."""
     add_card(system)
     install(system, "--wheels", wheels)
     return system
@@ -45,7 +45,7 @@ def has_card(system: Throwaway) -> bool:
 
 
 def add_card(system: Throwaway) -> None:
-    """Give the system a card, and an XLIO that writes a line when it is loaded."""
+    """Add a card to the system, and an XLIO that prints a line when it is loaded."""
     if has_card(system):
         return
     made = bluefield(system.view.parent / "card")
@@ -61,7 +61,7 @@ def add_card(system: Throwaway) -> None:
 
 
 def install(system: Throwaway, *arguments: str | Path, code: int = 0) -> str:
-    """Run the installer from outside, as one does who makes an image, for a card of 16 cores."""
+    """Run the installer from outside, as for an image, for a card with 16 cores."""
     done = system.outside(INSTALL, "--root", system.root, "--cores", "16", *arguments, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -71,7 +71,7 @@ def own_files(system: Throwaway) -> dict[str, str | bytes]:
     return {name: content for name, content in system.files().items() if OWN.search(name)}
 
 
-# ---- Before anything is changed --------------------------------------------------------------------------------------
+# ---- Before the first change -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_folder_without_our_wheel_is_no_source(system: Throwaway, tmp_path: Pa
     assert "failed   wheels: no shadowserve-*.whl" in install(system, "--wheels", tmp_path, code=1)
 
 
-# ---- What is installed -----------------------------------------------------------------------------------------------
+# ---- The installed files ---------------------------------------------------------------------------------------------
 
 
 def test_it_puts_everything_where_it_belongs(installed: Throwaway) -> None:
@@ -168,7 +168,7 @@ def test_installing_again_changes_nothing_and_keeps_what_was_edited(installed: T
 def test_systemd_takes_the_units_without_a_word(installed: Throwaway) -> None:
     units = [UNIT, "/etc/systemd/system/shadowserve.slice", "system.slice", "user.slice"]
     done = installed.inside("systemd-analyze", "verify", "--man=no", *units)
-    # Of other units that these pull in, a distribution may have some to complain about.
+    # systemd-analyze may report problems of a distribution's other units.
     assert not [line for line in (done.stdout + done.stderr).splitlines() if OWN.search(line)], done.stderr
 
 
@@ -188,13 +188,13 @@ def test_the_unit_leaves_the_daemon_little_to_harm(installed: Throwaway) -> None
 
 
 def test_the_unit_lets_the_daemon_reach_the_card() -> None:
-    """Not only what forbids devices would be in the way: what allows one (a clock's) forbids all others."""
+    """Options that forbid devices prevent access. Options that allow one device (a clock) also forbid all others."""
     text = (FOLDER / "shadowserve-dpu.service").read_text()
     assert not re.findall(r"^(?:PrivateDevices|DevicePolicy|DeviceAllow|ProtectClock)=", text, re.MULTILINE)
 
 
 def test_the_daemon_that_is_installed_runs_as_the_unit_runs_it(installed: Throwaway, tmp_path: Path) -> None:
-    """With its user, its one capability, its environment files, XLIO preloaded; but with the cores that are here."""
+    """With the unit's user, capability and environment files, and XLIO preloaded, but with this machine's cores."""
     unit = (installed.view / UNIT.lstrip("/")).read_text()
     (command,) = re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)
     keys = installed.root / "etc/shadowserve/tls"
@@ -221,7 +221,7 @@ def test_the_daemon_that_is_installed_runs_as_the_unit_runs_it(installed: Throwa
     whole = [*installed.enter, "chroot", str(installed.root), "setpriv", *rights, "env", "-i", *settings]
     with started("data-plane", [*whole, *shlex.split(command)], tmp_path, timeout_s=120) as child:
         status = Path(f"/proc/{child.process.pid}/status").read_text()
-        assert re.search(r"^CapAmb:\s0*2000$", status, re.MULTILINE), status  # CAP_NET_RAW is number 13
+        assert re.search(r"^CapAmb:\s0*2000$", status, re.MULTILINE), status  # CAP_NET_RAW is bit 13
         assert "XLIO is loaded" in child.log.read_text()
     assert child.process.returncode == 0, child.log.read_text()
 
@@ -234,11 +234,11 @@ def test_the_doctor_that_is_installed_finds_all_that_was_installed(installed: Th
     states = {finding["what"]: finding["state"] for finding in report["findings"]}
     sound = {"C core", "configuration", "image", "card", "DOCA", "huge pages", "XLIO", "tls_cert", "unit"}
     assert {what: states[what] for what in sound} == dict.fromkeys(sound, "ok")
-    assert states["accelerators"] == "failed"  # a wheel from here has DOCA's emulator in it, which will not do
+    assert states["accelerators"] == "failed"  # a wheel from here contains DOCA's emulator
 
 
 def test_fewer_cores_are_divided_otherwise(installed: Throwaway, wheels: Path) -> None:
-    """After all that uses the files as they are."""
+    """This test runs after all tests that need the original files."""
     installed.outside("rm", installed.root / "etc/shadowserve/dpu.yaml")
     install(installed, "--wheels", wheels, "--cores", "8")
     files = own_files(installed)
@@ -248,11 +248,11 @@ def test_fewer_cores_are_divided_otherwise(installed: Throwaway, wheels: Path) -
     assert "AllowedCPUs=0-5" in str(files["/etc/systemd/system/system.slice.d/60-shadowserve.conf"])
 
 
-# ---- Taking it away --------------------------------------------------------------------------------------------------
+# ---- Removal ---------------------------------------------------------------------------------------------------------
 
 
 def test_uninstalling_keeps_the_configuration_and_purging_nothing(installed: Throwaway) -> None:
-    """The last of all."""
+    """This test runs last."""
     said = install(installed, "--uninstall")
     assert "kept: /etc/shadowserve" in said
     left = {name for name in own_files(installed) if not name.startswith("/etc/shadowserve/")}
@@ -260,7 +260,7 @@ def test_uninstalling_keeps_the_configuration_and_purging_nothing(installed: Thr
     install(installed, "--uninstall", "--purge")
     assert not own_files(installed)
     assert installed.inside("id", "shadowserve", check=False).returncode != 0
-    assert "Nothing" not in install(installed, "--uninstall", "--purge")  # again: nothing is there, and that is fine
+    assert "Nothing" not in install(installed, "--uninstall", "--purge")  # again: no file is left, no error
 
 
 @needs_shellcheck

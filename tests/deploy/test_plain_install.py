@@ -1,4 +1,4 @@
-"""What somebody has who ran ``pip install`` and nothing else: every command works or says in a line what to install."""
+"""A plain ``pip install`` without extras: each command works, or prints one line that names the package to install."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from shadowserve_tools.bench import BENCHES, NEEDS
 
 REPOSITORY = Path(__file__).parents[2]
 
-# Hides every package but those that a plain installation has: ours, and what it depends on without extras.
+# Hides all packages except those of a plain installation: ours, and its dependencies without extras.
 HIDE = """
 import re, sys
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
@@ -113,7 +113,7 @@ def test_what_needs_more_says_in_a_line_what_to_install(
 
 
 def without(libraries: list[str], target: Path) -> None:
-    """Write a copy of the C core that needs versions of ``libraries`` that nobody has."""
+    """Write a copy of the C core that needs unavailable versions of ``libraries``."""
     content = Path(native.library_path()).read_bytes()
     for library in libraries:
         assert content.count(f"\0{library}\0".encode()) == 1
@@ -124,7 +124,7 @@ def without(libraries: list[str], target: Path) -> None:
 
 
 def needed() -> list[str]:
-    """The libraries that the C core here was linked with, the C library's own left out."""
+    """The libraries that the C core here is linked with, except the C library's own."""
     listed = subprocess.run(["ldd", native.library_path()], capture_output=True, text=True, check=True).stdout
     names = re.findall(r"(lib(?:isal|deflate|lz4|zstd|uring|ssl|crypto)\.so\.\d)\b", listed)
     return sorted(set(names))

@@ -1,4 +1,4 @@
-"""The storage node as a service: its unit, its installer (into a system that is thrown away), its container file."""
+"""The storage node as a service: its unit, its installer (into a temporary system), its container file."""
 
 import configparser
 import json
@@ -50,7 +50,7 @@ def unit() -> configparser.ConfigParser:
 def test_systemd_takes_the_unit_without_a_word(tmp_path: Path) -> None:
     text = (FOLDER / "shadowserve-storage.service").read_text()
     path = tmp_path / "shadowserve-storage.service"
-    path.write_text(text.replace("/opt/shadowserve/venv/bin/shadowserve", sys.executable))  # one that is there
+    path.write_text(text.replace("/opt/shadowserve/venv/bin/shadowserve", sys.executable))  # an existing program
     for change, clean in ((text, True), (text.replace("ProtectHome=yes", "ProtectHome=maybe"), False)):
         path.write_text(change.replace("/opt/shadowserve/venv/bin/shadowserve", sys.executable))
         command = ["systemd-analyze", "verify", "--man=no", str(path)]
@@ -136,7 +136,7 @@ PACKAGE = re.compile(r"(?:lib|zlib)[a-z0-9.-]+")
 
 
 def test_all_ways_to_install_know_the_same_libraries() -> None:
-    """A header that one of them forgets is a feature that silently is not built in there."""
+    """A missing header silently disables a feature in the build."""
     everywhere = (REPOSITORY / "scripts" / "install-system-packages").read_text()
     common = (REPOSITORY / "scripts" / "install-common").read_text()
     wanted = re.search(r'^build="([^"]*)"', everywhere, re.MULTILINE)
@@ -174,7 +174,7 @@ def test_a_command_line_that_cannot_be_used_ends_with_2(arguments: list[str]) ->
 
 
 def test_the_installer_from_the_first_look_to_the_last_trace(system: Throwaway, wheels: Path, tmp_path: Path) -> None:
-    """One test, since each step stands on the one before and an installation takes seconds."""
+    """One test, because each step needs the previous one and an installation takes seconds."""
     before = system.files()
     said = install(system, "--dry-run", "--wheels", wheels)
     assert f"would write: {UNIT}" in said and "would run: useradd" in said and system.files() == before

@@ -23,9 +23,9 @@ OUTPUT = 8
 PROMPTS = {
     **{(tokens, 0): OUTPUT for tokens in (31, 240, 256, 257, 300, 500, 512, 513, 700, 1000)},
     **{(600, seed): OUTPUT for seed in range(1, 6)},
-    # A chunk ends in generated tokens.
+    # One chunk ends in generated tokens.
     (200, 0): 150,
-    # Together too much KV for a small cache.
+    # Together, they have too much KV for a small cache.
     **{(300, seed): 110 for seed in range(11, 15)},
 }
 """Number of tokens that :func:`reference` generates, by arguments of :func:`prompt`. Prompts with the same seed are

@@ -1,11 +1,11 @@
-"""One engine under everything at once: arrivals, aborts, preemptions, resets, and a data plane that fails meanwhile.
+"""One engine with all events at once: arrivals, aborts, preemptions, resets, and a data plane with faults.
 
-What must hold, whatever happens: each answer is that of an engine without the plugin; each request ends in time; and
-when all have ended, nothing is left of them, neither blocks of the engine's nor anything that the plugin knew of them.
+Requirements: each answer is equal to the answer of an engine without the plugin; each request ends in time; after the
+end of all requests, neither the engine's blocks nor the plugin's data about requests are left.
 
     .venv/bin/python tests/e2e/engine_stress.py pages --seconds 60 --seed 1
 
-runs one of :data:`KINDS` until then, with ever new seeds; ``make soak`` runs all of them.
+runs one of :data:`KINDS` for this time, with a new seed for each run; ``make soak`` runs all of them.
 """
 
 import argparse
@@ -36,17 +36,17 @@ __all__ = ["GENERATED", "KINDS", "Faults", "Kind", "Script", "Stress", "left_beh
 GENERATED: Final = 110
 """Tokens of the longest answers."""
 _REQUESTS: Final = 50
-"""Of one seed."""
+"""Number of requests for one seed."""
 _DEADLINES: Final = {
     "shadowserve.fetch_timeout_s": 2.0,
     "shadowserve.lookup_timeout_s": 1.0,
     "store_timeout_s": 2.0,
     "connect_timeout_s": 2.0,
 }
-"""Short, since many of them are met."""
+"""Short deadlines, because many of them expire."""
 _ENGINE: Final[dict[str, Any]] = {
     "max_num_batched_tokens": 160,
-    # Of 32 tokens: the longest request fits, and two of most others.
+    # Blocks of 32 tokens: the longest request fits, and two of most other requests.
     "num_gpu_blocks_override": 36,
     "max_model_len": 1120,
 }
@@ -55,16 +55,16 @@ _GARBAGE: Final = 77.0
 
 
 def prompts() -> list[list[int]]:
-    """Return prompts of which some share a prefix, with and without tails behind their chunks."""
+    """Return prompts, of which some share a prefix, with and without tails after their chunks."""
     made = [random_tokens(length, seed) for seed in range(2) for length in (256, 300, 513, 610, 780)]
     return made + [random_tokens(length, seed) for seed in range(2, 5) for length in (40, 210)]
 
 
 class Faults:
-    """What goes wrong outside of the engine; nothing here."""
+    """Faults outside of the engine; this class has none."""
 
     def turn(self, chance: random.Random) -> None:
-        """Perhaps break something, or remedy it."""
+        """Create a fault or remedy it, at random."""
 
     def calm(self) -> None:
         """Remedy everything."""
@@ -119,14 +119,14 @@ class Stress:
     """Drives an engine.
 
     Args:
-        engine: with the plugin.
-        expected: prompts, and of each what an engine without the plugin generates.
-        faults: outside of it.
-        seed: of what happens.
-        priorities: whether requests have different ones.
+        engine: Engine with the plugin.
+        expected: Outputs of an engine without the plugin, by prompt.
+        faults: Faults outside of the engine.
+        seed: Seed of the events.
+        priorities: True if requests have different priorities.
 
     Attributes:
-        counts: what has happened, so that a run in which nothing did is seen.
+        counts: Numbers of events, to detect a run without events.
     """
 
     def __init__(
@@ -152,10 +152,10 @@ class Stress:
         self.counts: dict[str, int] = dict.fromkeys(("answers", "aborts", "resent", "resets", "preemptions"), 0)
 
     def run(self, requests: int) -> None:
-        """Send so many requests, and see what comes of them; then that nothing is left.
+        """Send the given number of requests, check the answers, and check that nothing is left.
 
         Raises:
-            AssertionError: an answer is wrong, a request does not end, something is left.
+            AssertionError: An answer is wrong, a request does not end, or something is left.
         """
         with self._preemptions():
             sent = 0
@@ -191,7 +191,7 @@ class Stress:
         from vllm import SamplingParams
 
         chance = self._chance
-        if self._aborted and chance.random() < 0.5:  # as a client that lost its connection
+        if self._aborted and chance.random() < 0.5:  # like a client that lost its connection
             name = self._aborted.pop()
             self.counts["resent"] += 1
         else:
@@ -211,14 +211,14 @@ class Stress:
             name = self._chance.choice(list(self._sent))
             self._core.abort_request([name])
             self._gone(name)
-        elif luck < 0.08 and self._sent:  # the engine hears of it once it has computed its next step
+        elif luck < 0.08 and self._sent:  # the engine receives it after its next step
             name = self._chance.choice(list(self._sent))
             inner = [each for each in self._engine.scheduler.requests if each.partition("-")[0] == name]
             self._core.engine_core.engine_core.aborts_queue.put_nowait(inner)
             self._core.output_processor.abort_requests([name], internal=False)
             self._gone(name)
         elif luck < 0.1:
-            # vLLM refuses where a request holds blocks that does not run: it loads, or has loaded.
+            # vLLM refuses if a request that does not run holds blocks: it loads, or has loaded.
             holds = self._engine.connector._scheduler._loads or self._engine.scheduler.kv_holding_waiting
             preempts = not holds and self._chance.random() < 0.5
             renames = self._chance.random() < 0.1
@@ -233,7 +233,7 @@ class Stress:
         self.counts["aborts"] += 1
 
     def _spoil(self) -> None:
-        """Fill blocks that hold nothing, or they may still hold the right KV where nobody has put it."""
+        """Overwrite free blocks. They may still contain the right KV, which would hide a missing load."""
         parts = self._engine.worker._shards.parts.get(0, ())
         if len(parts) != 1 or not hasattr(parts[0].layout, "_mover"):
             return
@@ -261,7 +261,7 @@ class Stress:
     def _assert_idle(self) -> None:
         def idle() -> bool:
             self._engine.flush()
-            self._engine.outputs([[1]], 1)  # an idle engine takes no step, and workers tell nothing without one
+            self._engine.outputs([[1]], 1)  # an idle engine runs no step, and workers report only in steps
             return not self._engine.scheduler.requests and not left_behind(self._engine)
 
         try:
@@ -269,11 +269,11 @@ class Stress:
         except AssertionError:
             raise AssertionError(f"seed {self._seed}: left behind: {left_behind(self._engine)}") from None
         free, blocks = self._engine.free_blocks(), self._engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
-        assert free == blocks - 1, f"seed {self._seed}: {blocks - 1 - free} blocks are held by nobody"
+        assert free == blocks - 1, f"seed {self._seed}: {blocks - 1 - free} blocks are in use without a request"
 
 
 def left_behind(engine: Any) -> dict[str, Any]:
-    """Return what the plugin still knows of requests, by its name; all empty once every one has ended."""
+    """Return the plugin's data about requests, by name; all of it is empty after all requests have ended."""
     side, worker = engine.connector._scheduler, engine.worker
     kept: dict[str, Any] = {name: getattr(side, name) for name in _OF_SCHEDULER}
     kept |= {name: getattr(worker._loads, name) for name in _OF_LOADS}
@@ -295,7 +295,7 @@ _OF_MANAGER: Final = ("_outstanding", "_queue", "_completion")
 
 
 class Processes(Faults):
-    """Real processes that are killed and started again, or stand still for some steps."""
+    """Real processes that are killed and restarted, or stopped for some steps."""
 
     def __init__(self, processes: Sequence[Any]) -> None:
         self._processes = processes
@@ -322,14 +322,14 @@ class Processes(Faults):
 
 @dataclass(frozen=True)
 class Kind:
-    """An engine and what is behind it.
+    """An engine and its data plane.
 
     Attributes:
-        extra: of the plugin's configuration.
-        options: of vLLM.
-        family: of the model.
-        devices: of the data plane's tiers; None for a scripted data plane, which has none.
-        storage: whether there is storage below the tiers.
+        extra: Configuration of the plugin.
+        options: Options of vLLM.
+        family: Family of the model.
+        devices: Devices of the data plane's tiers; None for a scripted data plane, which has no devices.
+        storage: True if there is storage below the tiers.
     """
 
     extra: dict[str, Any] = field(default_factory=dict)
@@ -357,7 +357,7 @@ KINDS: Final = {
 
 @contextmanager
 def _behind(kind: Kind, folder: Path) -> Iterator[tuple[str, Faults]]:
-    """Yield the address of a kind's data plane, and what breaks it."""
+    """Yield the address of a kind's data plane, and its faults."""
     from stack import Process
 
     with ExitStack() as ends:
@@ -379,12 +379,12 @@ def _behind(kind: Kind, folder: Path) -> Iterator[tuple[str, Faults]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one kind; return 1 if anything did not hold."""
+    """Run one kind; return 1 if a check failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=KINDS, nargs="?", default="layers")
-    parser.add_argument("--list", action="store_true", help="the kinds")
+    parser.add_argument("--list", action="store_true", help="print the kinds")
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=1, help="the first")
+    parser.add_argument("--seed", type=int, default=1, help="first seed")
     options = parser.parse_args(arguments)
     if options.list:
         print(*KINDS)

@@ -154,7 +154,7 @@ def test_the_engine_decompresses_nothing(stack: Stack, workload: Workload) -> No
     assert _pipeline_threads(plane), "control: the data plane has such threads"
     threads = {name: number for name, number in stack.engine.call("threads").items() if name.startswith("shadowserve-")}
     assert {name.split("-")[1].rstrip("_0123456789") for name in threads} == {"fetch", "lookup", "queue", "store"}
-    # The fetching thread scatters chunks. The others have almost nothing to do.
+    # The fetching thread scatters chunks. The other threads do almost no work.
     others = {number for name, number in threads.items() if not name.startswith("shadowserve-fetch")}
     stack.engine.serve(LOAD, fetched=True)  # it connects to the data plane again
     shares = []

@@ -36,7 +36,7 @@ def test_another_prefix_changes_the_demos_outputs(make_engine: Callable[..., Any
     engine = make_engine(None, model=OWN_MODEL, max_model_len=4096)
     try:
         outputs = engine.outputs(prompts, OUTPUT)
-        # The small model only notices another start in some documents.
+        # In some documents, the small model's output does not depend on the first chunk.
         assert engine.outputs([with_another_first_chunk(prompt) for prompt in prompts], OUTPUT) != outputs
     finally:
         engine.close()

@@ -164,7 +164,7 @@ class Loads(Sides):
         wait_for(lambda: len(self.scattered) == there and any(each.waits() for each in self.manager._queue))
 
     def published(self) -> int:
-        """Return the number of chunks that the decode engine sees as published."""
+        """Return the number of published chunks in the decode engine's lookup."""
         found = self.clients[1].find([(SHAPE.namespace, KEYS)], WAIT_MAX_S)().published
         return int(found[0].sum()) if found else 0
 

@@ -76,10 +76,10 @@ def test_preempted_requests_are_saved_in_the_tiers(
 
         engine.connector._scheduler._preemption.follow = followed
         assert engine.outputs(prompts, GENERATED) == reference(prompts, GENERATED)
-        assert held, "the test wants preemptions"
+        assert held, "the test needs preemptions"
         assert engine.free_blocks() == 44
         counted = engine.counters()
-        # All tokens of a request, except less than a block after its last chunk.
+        # All tokens of a request, except for less than a block after its last chunk.
         tails = [each.tokens % 256 for each in held]
         assert counted["saved_tokens"] == sum(each.tokens for each in held) - sum(tail for tail in tails if tail < 32)
         if not killed:

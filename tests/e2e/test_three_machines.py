@@ -2,7 +2,7 @@
 
     host 10.213.8.1 --- 10.213.8.2 DPU 10.213.9.1 --- 10.213.9.2 storage
 
-Registered memory is shared memory of this machine; everything else uses the links.
+Registered memory is shared memory of this machine; all other traffic uses the links.
 """
 
 import json
@@ -166,9 +166,9 @@ def test_a_link_failure_during_a_fetch_costs_its_deadline(machines: Machines, dp
         try:
             assert (answer["chunks"], answer["exact"]) == (0, True)
             assert answer["reason"] in ("deadline", "unreachable")
-            answer = host.do("fetch", seeds=[5, 6])  # a miss, and no error
+            answer = host.do("fetch", seeds=[5, 6])  # a miss, and not an error
             assert answer["chunks"] == 0 and answer["reason"] in ("deadline", "unreachable", "breaker_open"), answer
-            assert answer["retired"] >= 1, "memory in doubt was kept"
+            assert answer["retired"] >= 1, "memory with a possible late write was kept"
         finally:
             machines.link("up")
         ends = time.monotonic() + 90

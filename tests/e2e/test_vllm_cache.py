@@ -170,7 +170,7 @@ def test_a_sleeping_engine_has_no_registered_memory_and_loads_again_after_waking
         group.unregister_kv_caches()
     assert plane.registrations == 0
     engine.forget()
-    assert engine.outputs([prompt(700)]) == reference([prompt(700)]), "asked for something all the same"
+    assert engine.outputs([prompt(700)]) == reference([prompt(700)]), "the engine sent a request without memory"
     engine.forget()
     for _ in range(2):
         group.restore_kv_caches()

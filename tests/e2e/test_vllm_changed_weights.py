@@ -1,7 +1,7 @@
 """Weights that are changed in a running engine; at most its prefix cache is emptied afterwards.
 
 A float32 engine with a checkpoint in bfloat16, on a CPU: norms and embeddings are as they were loaded, linear layers
-are packed. What is changed has the same lowest bytes as before.
+are packed. The changes do not affect the lowest bytes of values.
 """
 
 import shutil
@@ -18,9 +18,9 @@ from machine import NEVER_S
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 STORED = (800, 3)
-"""Of a prompt whose KV was stored before the change."""
+"""Arguments of a prompt whose KV was stored before the change."""
 FRESH = (700, 4)
-"""Of a prompt that is computed after it."""
+"""Arguments of a prompt that is computed after the change."""
 
 
 def flip_signs(model: Any) -> None:
@@ -42,7 +42,7 @@ CHANGES = [flip_signs, write_values_of_bfloat16, change_one_element]
 
 @pytest.fixture(scope="module")
 def random_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model whose random weights are so large that a change of any shows."""
+    """Return a model with random weights that are so large that each change is visible."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -59,7 +59,7 @@ def random_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(random_model: Path, make_engine: Any, prompt: Any) -> dict[str, list[list[int]]]:
-    """Return what an engine without the plugin says, with the weights as they are and after each change."""
+    """Return the outputs of an engine without the plugin, with the original weights and after each change."""
     engine = make_engine(None, model=random_model, enable_prefix_caching=False)
     prompts = [prompt(*STORED), prompt(*FRESH)]
     try:
@@ -73,7 +73,7 @@ def expected(random_model: Path, make_engine: Any, prompt: Any) -> dict[str, lis
         engine.close()
     for name, outputs in known.items():
         for one, unchanged in zip(outputs, known[""], strict=True):
-            assert not name or one != unchanged, f"{name} does not show"
+            assert not name or one != unchanged, f"{name} changes no output"
     return known
 
 
@@ -91,7 +91,7 @@ def engine(plane: Any, random_model: Path, expected: Any, make_engine: Callable[
     plane.records.clear()
     engine = make_engine(plane.address, model=random_model)
     yield engine
-    if hasattr(engine, "llm"):  # not closed by the test
+    if hasattr(engine, "llm"):  # the test has not closed it
         engine.close()
 
 
@@ -111,7 +111,7 @@ def test_no_engine_loads_kv_of_other_weights(
     assert engine.outputs(prompts[:1]) == expected[""][:1]
     engine.flush()
     assert len(plane.records) == 3
-    if told == "nothing":  # then the engine's own prefix cache is no part of it
+    if told == "nothing":  # then the engine's own prefix cache has no effect
         engine.forget()
     engine.llm.apply_model(change)
     if told != "nothing":

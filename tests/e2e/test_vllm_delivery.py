@@ -1,4 +1,4 @@
-"""A real engine whose KV a DPU's DMA engine writes into memory that the engine's worker exported. On the emulator."""
+"""A real engine with memory that its worker exported. A DPU's DMA engine writes the KV into it. On the emulator."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,19 +31,19 @@ def test_an_engine_stores_from_and_loads_into_exported_memory(
             for _ in range(2):
                 engine.forget()
                 for cache in engine.worker._shards.parts[0][0].layout._mover._views:
-                    cache.fill_(3.0)  # or blocks may still hold what was computed there
+                    cache.fill_(3.0)  # otherwise blocks may still hold computed KV
                 (output,) = engine.generate([tokens])
                 assert [list(output.outputs[0].token_ids)] == reference([tokens])
                 assert output.num_cached_tokens == 512
-            assert len(streams) == 2, "layer by layer: what is there is told by a stream, as no memory is shared"
+            assert len(streams) == 2, "layer by layer: a stream reports the progress, because there is no shared memory"
             engine.forget()
             with engine.awaiting_lookups():
                 assert engine.outputs([prompt(31), tokens]) == reference([prompt(31), tokens])
-            assert len(streams) == 2, "beside a request that runs, chunk by chunk"
+            assert len(streams) == 2, "beside a running request, chunk by chunk"
             for part in (
                 engine.worker._loads.managers[0],
                 engine.worker._stores.queue,
-            ):  # to fetch into, and to store from
+            ):  # for fetches and for stores
                 assert isinstance(part._registration.current, ExportedHostMemory)
         finally:
             engine.close()

@@ -94,7 +94,7 @@ def test_a_model_that_cannot_be_cached_runs_as_without_the_plugin(
 def test_the_plugin_is_off_if_only_scheduler_or_worker_finds_a_problem(
     off: str, make_engine: Any, data_plane: Any, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They can differ: of a group with different layers, the scheduler only has one."""
+    """They can differ: for a group with different layers, the scheduler has only one layer."""
     import host_control.vllm.connector as connector
 
     halves = iter(["worker", "scheduler"])  # vLLM creates the worker's connector first

@@ -31,7 +31,7 @@ def test_all_groups_are_stored_and_loaded(
         engine.close()
     engine = make_engine(data_plane.address, **options)
     try:
-        assert engine.scheduler.kv_cache_config.num_blocks == blocks, "the plugin takes blocks"
+        assert engine.scheduler.kv_cache_config.num_blocks == blocks, "the plugin uses blocks"
         assert engine.outputs(prompts) == expected
         engine.flush()
         engine.forget()
@@ -94,7 +94,7 @@ def take_over(engine: Any, plane: Any, prompt: list[int], expected: list[int], s
 def test_after_prefill_by_another_engine_only_the_tokens_after_the_last_block_are_computed(
     name: str, options: dict[str, Any], family: Any, make_engine: Any, data_plane: Any, prompt: Any
 ) -> None:
-    """Of recurrent state, only chunk ends are stored, so the tokens after the last chunk are computed."""
+    """Recurrent state is stored only at chunk ends, so the tokens after the last chunk are computed."""
     options = {"model": family(name), "max_num_batched_tokens": 512, **options}
     mine = prompt(LENGTHS[0])
     engine = make_engine(None, **options)
@@ -144,7 +144,7 @@ def test_with_windows_a_preempted_request_continues_at_its_last_block(
 
         engine.scheduler.schedule = scheduled
         assert engine.outputs(prompts, generated) == alone
-        assert again_at_most, "the test wants preemptions"
+        assert again_at_most, "the test needs preemptions"
         again = sum(computed.values()) - sum(len(each) + generated - 1 for each in prompts)
         assert again < sum(again_at_most), "more than a block per request was computed again"
         counted = engine.counted_since()
@@ -188,9 +188,9 @@ def test_with_recurrent_state_a_preempted_request_continues_where_it_was(
 
         engine.scheduler.schedule = scheduled
         assert apart() <= tolerance
-        assert any(step.preempted_req_ids for step in steps), "the test wants preemptions"
+        assert any(step.preempted_req_ids for step in steps), "the test needs preemptions"
         needed = sum(len(each) + generated - 1 for each in prompts)
-        assert sum(step.total_num_scheduled_tokens for step in steps) == needed, "nothing was computed twice"
+        assert sum(step.total_num_scheduled_tokens for step in steps) == needed, "no token was computed twice"
         counted = engine.counted_since()
         assert 0 < counted["restored_tokens"] == counted["saved_tokens"] <= counted["preempted_tokens"]
         tails = {key for request in data_plane.stores if request.lasts_ms for key in request.keys}

@@ -230,7 +230,7 @@ def test_a_data_plane_restart_between_two_calls_costs_recomputation(engine: Any,
 def test_a_load_fails_if_the_engine_does_not_wait_for_every_layer(
     engine: Any, plane: Any, monkeypatch: pytest.MonkeyPatch, serve: Any
 ) -> None:
-    """As with a graph of the whole model."""
+    """Like a CUDA graph of the whole model."""
     ask = type(engine.worker).wait_layer
     monkeypatch.setattr(
         type(engine.worker), "wait_layer", lambda worker, name: None if ".1." in name else ask(worker, name)

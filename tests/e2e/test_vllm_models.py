@@ -1,4 +1,4 @@
-"""Other KV caches: bfloat16, fp8, large blocks, sliding windows that keep every token, MLA."""
+"""Other KV caches: bfloat16, fp8, large blocks, sliding windows that keep all tokens, MLA."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def test_a_prompt_is_stored_and_loaded(
 
 
 def test_the_layout_of_mla_is_detected_and_moved(family: Any, make_engine: Any, prompt: Any) -> None:
-    """Without AMX the plugin is off for MLA on CPUs, but it knows the layout."""
+    """Without AMX the plugin is off for MLA on CPUs, but it supports the layout."""
     import torch
 
     from host_control.layouts import PagedLayout
@@ -61,7 +61,7 @@ def test_the_layout_of_mla_is_detected_and_moved(family: Any, make_engine: Any, 
         caches = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches
         vllm_config = engine.llm.llm_engine.vllm_config
         names = list(engine.scheduler.kv_cache_config.kv_cache_groups[0].layer_names)
-        # vLLM gives connectors the caches with a dimension for heads, which its layers do not have.
+        # vLLM passes connectors the caches with a dimension for heads; the caches of its layers have no such dimension.
         tensors = [cache if cache.ndim == 4 else cache.unsqueeze(1) for cache in caches]
         assert len(tensors) == len(names) == 3
         for name, cache in zip(names, tensors, strict=True):

@@ -1,4 +1,4 @@
-"""Weights that change while an engine runs: nothing of the old ones is served for the new ones, or the other way."""
+"""Weights that change while an engine runs: the old weights' KV is never served for the new weights, or the reverse."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,19 +14,19 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 CHUNK = 256
 STORED = (600, 3)
-"""Of a prompt whose KV the old weights have stored."""
+"""Arguments of a prompt whose KV was stored with the old weights."""
 FRESH = (700, 4)
-"""Of a prompt that nobody has computed."""
+"""Arguments of a prompt that no engine has computed."""
 LATE = (200, 5)
-"""Of a prompt whose first chunk ends in generated tokens."""
+"""Arguments of a prompt whose first chunk ends in generated tokens."""
 
 
 @pytest.fixture(scope="module")
 def weights(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return two folders of one model, whose layers have different weights.
 
-    Random weights, since a trained model says the same of two prompts of noise. The head, which vLLM's CPU build does
-    not reload where it is tied to the embedding, is the same in both.
+    Random weights, because a trained model gives the same output for two random prompts. The LM head is equal in
+    both, because vLLM's CPU build does not reload it if it is tied to the embedding.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -45,7 +45,7 @@ def weights(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def expected(weights: dict[str, Path], make_engine: Any, prompt: Any) -> dict[tuple[str, tuple[int, int]], list[int]]:
-    """Return what engines without a cache say, for both weights."""
+    """Return the outputs of engines without a cache, for both weights."""
     known = {}
     for name, folder in weights.items():
         engine = make_engine(None, model=folder, enable_prefix_caching=False)
@@ -55,7 +55,7 @@ def expected(weights: dict[str, Path], make_engine: Any, prompt: Any) -> dict[tu
         finally:
             engine.close()
     for arguments in (STORED, FRESH):
-        assert known["old", arguments] != known["new", arguments], "these weights cannot be told apart"
+        assert known["old", arguments] != known["new", arguments], "these weights give the same outputs"
     return known
 
 
@@ -70,7 +70,7 @@ def shared_engine(
 
 @pytest.fixture
 def serving(shared_engine: Any, plane: Any, weights: dict[str, Path], prompt: Any) -> Iterator["Serving"]:
-    """An engine with the old weights, which have stored one prompt."""
+    """An engine with the old weights, which has stored one prompt."""
     serving = Serving(shared_engine, weights)
     serving.reload("old")
     assert shared_engine.llm.reset_prefix_cache(reset_connector=True)
@@ -85,7 +85,7 @@ def serving(shared_engine: Any, plane: Any, weights: dict[str, Path], prompt: An
 
 
 class Serving:
-    """An engine, one step at a time."""
+    """An engine that runs one step at a time."""
 
     def __init__(self, engine: Any, weights: dict[str, Path]) -> None:
         self.engine = engine
@@ -112,18 +112,18 @@ class Serving:
         self.engine.flush()
 
     def reset(self) -> None:
-        """As a trainer does that lets its requests run on."""
+        """Reset the cache as a trainer does whose requests continue."""
         assert self.engine.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
 
     def pause(self) -> None:
-        """As the engine core does for it."""
+        """Pause as the engine core does for a trainer."""
         core = self._core.engine_core.engine_core
         core.pause_scheduler(mode="keep", clear_cache=True)
         core.resume_scheduler()
 
 
 def naming(serving: Serving, request_id: str) -> Callable[[list[int]], set[bytes]]:
-    """Return the function from tokens to the keys of their chunks, as of now, of a request like this one."""
+    """Return the function from tokens to the current keys of their chunks, for a request like this one."""
     from shadowserve.keys import prefix_chain, record_keys
 
     scheduler = serving.engine.connector._scheduler
@@ -135,7 +135,7 @@ def naming(serving: Serving, request_id: str) -> Callable[[list[int]], set[bytes
 
 @contextmanager
 def records_stay(plane: Any) -> Iterator[None]:
-    """Hold that nothing is stored meanwhile."""
+    """Check that no record is added during the context."""
     before = set(plane.records)
     yield
     assert set(plane.records) == before
@@ -157,7 +157,7 @@ def test_waiting_requests_do_not_use_old_keys(
     serving.finish()
     assert serving.outputs["stored"] == expected["new", STORED]
     assert serving.outputs["fresh"] == expected["new", FRESH]
-    assert old(prompt(*STORED)) <= set(plane.records), "the old name is not what the test thinks"
+    assert old(prompt(*STORED)) <= set(plane.records), "the old name differs from the test's expectation"
     assert not old(prompt(*FRESH)) & set(plane.records)
 
 
@@ -175,7 +175,7 @@ def test_a_running_load_of_old_kv_is_discarded(serving: Serving, plane: Any, pro
     plane.script.stall = {"Fetch"}
     serving.add("stored", prompt(*STORED))
     serving.step_until(lambda: "Fetch" in plane.calls)
-    with pytest.raises(RuntimeError, match="remote KV transfer"):  # vLLM's word; it tells no connector
+    with pytest.raises(RuntimeError, match="remote KV transfer"):  # vLLM's message; vLLM does not notify connectors
         serving.reset()
     serving.reload("new")
     plane.script.unstall.set()
@@ -189,7 +189,7 @@ def test_unannounced_new_weights_are_detected(serving: Serving, plane: Any, prom
     serving.engine.forget()
     assert serving.engine.outputs([prompt(*STORED)]) == [expected["new", STORED]]
     serving.engine.flush()
-    # And the new ones' KV is cached as well, under its own name.
+    # The new weights' KV is cached as well, under its own key.
     serving.engine.forget()
     serving.engine.outputs([prompt(*STORED)])
     serving.engine.flush()
@@ -204,7 +204,7 @@ def test_unannounced_new_weights_are_detected(serving: Serving, plane: Any, prom
 def test_kv_of_mixed_weights_is_not_stored(serving: Serving, plane: Any, prompt: Any) -> None:
     serving.add("late", prompt(*LATE), 150)
     serving.step_until(lambda: len(serving.outputs.get("late", ())) > 10)
-    serving.reload("new")  # and the request goes on behind what the old ones computed
+    serving.reload("new")  # the request continues after KV of the old weights
     with records_stay(plane):
         serving.finish()
 
@@ -213,7 +213,7 @@ def test_kv_after_the_engines_own_old_kv_is_not_stored(serving: Serving, plane: 
     serving.engine.outputs([prompt(*FRESH)])  # now in the engine's own prefix cache
     serving.engine.flush()
     serving.reload("new")
-    # vLLM itself goes on behind its old KV; it was not told. Nobody else shall.
+    # vLLM itself continues after its old KV, because it was not notified. No other engine may use it.
     with records_stay(plane):
         serving.engine.outputs([prompt(*FRESH) + prompt(600, 9)])
         serving.engine.flush()

@@ -1,4 +1,4 @@
-"""Real vLLM whose pages lie on devices as they are, and come back straight into its paged memory (``pages: true``)."""
+"""Real vLLM. Devices store its pages unchanged, and loads write directly into its paged memory (``pages: true``)."""
 
 import ctypes
 import json
@@ -18,7 +18,7 @@ LENGTHS = (300, 513, 700, 1000)
 
 
 class Plane:
-    """A data plane of its own tiers, on two devices, and what it counts."""
+    """A data plane with its own tiers on two devices, and its counters."""
 
     def __init__(self, folder: Any) -> None:
         devices = [{"path": str(folder / name), "size": "64MiB"} for name in ("one", "two")]
@@ -42,7 +42,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
 
 @pytest.fixture(scope="module")
 def engine(plane: Plane, make_engine: Callable[..., Any], prompt: Any, serve: Any) -> Iterator[Any]:
-    """An engine whose prompts are on the devices; ``reference`` has shown that another prefix gives other outputs."""
+    """An engine whose prompts are on the devices; ``reference`` has checked that another prefix gives other outputs."""
     engine = make_engine(plane.process.address, extra={"pages": True, "layer_order": True})
     serve(engine, 1000)
     engine.flush()
@@ -52,7 +52,7 @@ def engine(plane: Plane, make_engine: Callable[..., Any], prompt: Any, serve: An
 
 
 def loads(engine: Any, plane: Plane, prompt: list[int], tokens: int) -> list[int]:
-    """Have the engine load a prompt until all of it comes from devices: what was stored just now is written soon."""
+    """Load a prompt until all of it is read from devices: recently stored chunks are written shortly afterwards."""
     page_bytes = engine.worker._pages.page_bytes
     size = tokens // 32 * page_bytes * engine.worker._shards.parts[0][0].layout.layers
     outputs: list[int] = []
@@ -73,13 +73,13 @@ def loads(engine: Any, plane: Plane, prompt: list[int], tokens: int) -> list[int
 def test_prompts_come_from_devices_into_pages(
     engine: Any, plane: Plane, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layer by layer, as nothing else runs; each is told of as it comes."""
+    """Layer by layer, because no other request runs; the data plane reports each layer."""
     pages, told = engine.worker._loads.managers[0]._pages, list[int]()
     tell = pages.tell
     monkeypatch.setattr(pages, "tell", lambda fetch, layers: (told.append(layers), tell(fetch, layers)))
     for length in LENGTHS:
         assert loads(engine, plane, prompt(length), length // 256 * 256) == reference([prompt(length)])[0]
-    assert told, "layers were told of while they came"
+    assert told, "layers were reported during the load"
 
 
 def test_beside_others_they_come_chunk_by_chunk(engine: Any, plane: Plane, reference: Any, prompt: Any) -> None:
@@ -94,7 +94,7 @@ def test_beside_others_they_come_chunk_by_chunk(engine: Any, plane: Plane, refer
 def test_a_data_plane_that_stands_still_in_the_middle_has_the_memory_replaced(
     engine: Any, plane: Plane, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch, serve: Any
 ) -> None:
-    """Nobody can say what lands yet: it lands in memory that the engine has no more."""
+    """Late writes are possible, so they must hit memory that the engine has released."""
     client, before = engine.worker._client, engine.worker._pages.segment
     start, told = client.start_fetch_pages, []
 
@@ -121,7 +121,7 @@ def test_a_data_plane_that_stands_still_in_the_middle_has_the_memory_replaced(
 def test_what_another_request_loads_while_the_memory_is_replaced_is_not_lost(
     engine: Any, plane: Plane, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Symptom: other tokens. What was scattered between copy and mapping was written to memory that nobody had more."""
+    """Symptom: other tokens. KV scattered between copy and mapping was written to memory that was no longer in use."""
     pages, delivery, manager = engine.worker._pages, engine.worker._page_delivery, engine.worker._loads.managers[0]
     fetch, scatter, copy = delivery.fetch, manager._batches._scatter, ctypes.memmove
     before, copied, scattered = pages.segment, threading.Event(), threading.Event()
@@ -141,13 +141,13 @@ def test_what_another_request_loads_while_the_memory_is_replaced_is_not_lost(
     def copy_slowly(*arguments: Any) -> None:
         copy(*arguments)
         copied.set()
-        scattered.wait(1)  # which does not come about unless it is lost
+        scattered.wait(1)  # the event is set in this time only if the bytes are lost
 
     loads(engine, plane, prompt(600, 1), 512)
     loads(engine, plane, prompt(1000), 768)
     engine.forget()
     spoil(engine, 77)
-    with monkeypatch.context() as patch, engine.awaiting_lookups():  # or one could come before the other is asked for
+    with monkeypatch.context() as patch, engine.awaiting_lookups():  # or one lookup could end before the other begins
         patch.setattr(delivery, "fetch", without_answer)
         patch.setattr(manager._batches, "_scatter", scatter_meanwhile)
         patch.setattr(ctypes, "memmove", copy_slowly)

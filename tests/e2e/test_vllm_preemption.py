@@ -100,9 +100,9 @@ def test_a_preempted_request_continues_where_it_was(
     engine.reset(plane, records=True)
     assert engine.outputs(prompts, GENERATED) == reference(prompts, GENERATED)
     times = sum(steps.preemptions.values())
-    assert times, "the test wants preemptions"
+    assert times, "the test needs preemptions"
     assert saved_keys(plane) and saved_keys(plane) <= fetched_keys(plane), "its tail was not saved and loaded"
-    assert steps.tokens == sum(len(each) + GENERATED - 1 for each in prompts), "nothing was computed twice"
+    assert steps.tokens == sum(len(each) + GENERATED - 1 for each in prompts), "no token was computed twice"
     counted = engine.counted_since()
     assert counted["restored_tokens"] == counted["saved_tokens"] <= counted["preempted_tokens"]
     assert engine.free_blocks() == BLOCKS - 1
@@ -166,7 +166,7 @@ def test_a_save_that_hangs_ends_by_its_deadline(
 ) -> None:
     engine.reset(plane, records=True)
     plane.script.stall.add("Store")
-    plane.script.store_outcome = pb.OUTCOME_STORAGE_UNAVAILABLE  # nor is it stored after the deadline
+    plane.script.store_outcome = pb.OUTCOME_STORAGE_UNAVAILABLE  # it is also not stored after the deadline
     try:
         with engine.impatient():
             assert engine.outputs(prompts, GENERATED) == reference(prompts, GENERATED)
@@ -207,7 +207,7 @@ def test_an_abort_of_a_preempted_request_leaves_nothing(
 
 
 def test_stress(engine: Any, plane: Any, prompt: Any, reference: Any) -> None:
-    """One seed of ``make soak``, which runs without end for many kinds of engines."""
+    """One seed of ``make soak``, which runs many kinds of engines without an end."""
     engine.reset(plane, records=True)
     longest = [((300, seed), GENERATED) for seed in SEEDS] + [((200, 0), GENERATED)]
     shorter = [((length, 0), 8) for length in (256, 513, 1000)]
@@ -216,5 +216,5 @@ def test_stress(engine: Any, plane: Any, prompt: Any, reference: Any) -> None:
     stress = Stress(engine, expected, Script(plane), seed=5)
     with engine.impatient():
         stress.run(30)
-    # Whether there are preemptions depends on timing.
+    # Preemptions depend on timing.
     assert stress.counts["answers"] and stress.counts["aborts"], stress.counts

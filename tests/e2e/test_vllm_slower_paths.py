@@ -59,6 +59,6 @@ def test_pages_without_devices_are_fetched_as_chunks(
 def test_an_engine_with_windows_refuses_layer_order(
     data_plane: Any, make_engine: Callable[..., Any], family: Any
 ) -> None:
-    """Symptom: vLLM made piecewise CUDA graphs, and no load went layer by layer."""
+    """Symptom: vLLM made piecewise CUDA graphs, and no load ran layer by layer."""
     with pytest.raises(ConfigurationError, match="layer_order: true needs one KV cache group"):
         make_engine(data_plane.address, model=family("gemma3"), extra={"layer_order": True})

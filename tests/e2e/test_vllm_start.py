@@ -35,7 +35,7 @@ def test_with_a_slow_data_plane_the_first_prompt_is_stored(make_engine: Any, dat
 def test_an_engine_warns_of_engines_with_another_chunk_size(
     make_engine: Callable[..., Any], data_plane: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Symptom: two engines with different chunk_tokens shared nothing, and neither log said so."""
+    """Symptom: two engines with different chunk_tokens shared nothing, and neither log reported it."""
     import host_control.vllm.connector as connector
 
     warnings: list[str] = []

@@ -1,7 +1,7 @@
-"""vLLM's own scheduler over its OffloadingConnector and tiers, with a worker whose KV is synthetic: no CUDA is needed.
+"""vLLM's own scheduler with its OffloadingConnector and tiers, and a worker with synthetic KV: no CUDA is needed.
 
-The GPU is an array of blocks. What a step computes of a prompt is a function of its tokens, so that what comes back can
-be told from what should be there.
+The GPU is an array of blocks. The KV of a step is a function of its prompt's tokens, so the test can compare loaded KV
+with expected KV.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ TIER: dict[str, Any] = {
 
 
 def specs(dtype: Any = torch.bfloat16, windows: bool = False, **changed: Any) -> list[Any]:
-    """Return groups of caches as vLLM makes them."""
+    """Return groups of caches as vLLM creates them."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
     shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 64, "dtype": dtype, **changed}
@@ -37,7 +37,7 @@ def specs(dtype: Any = torch.bfloat16, windows: bool = False, **changed: Any) ->
 
 
 class Worker:
-    """Does what vLLM's workers do with one step's metadata, at once."""
+    """Does the work of vLLM's workers for one step's metadata, synchronously."""
 
     def __init__(self, blocks: int, block_bytes: int, rows: np.ndarray, blocks_per_chunk: int) -> None:
         self.gpu = np.zeros((blocks, block_bytes), np.uint8)
@@ -62,7 +62,7 @@ class Worker:
 
 
 class OffloadingEngine:
-    """One engine, but for its model."""
+    """One engine without its model."""
 
     def __init__(self, model: Path, address: str, *, groups: list[Any] | None = None, rows: int = 64, **tier: Any):
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -89,7 +89,7 @@ class OffloadingEngine:
         }
         config = engine_config(
             model,
-            block_size=BLOCK * 2,  # the CPU's; what is scheduled here is the groups'
+            block_size=BLOCK * 2,  # the CPU's block size; the groups have the scheduler's
             max_num_seqs=8,
             kv_transfer_config={
                 "kv_connector": "OffloadingConnector",
@@ -132,7 +132,7 @@ class OffloadingEngine:
         self._requests = 0
 
     def close(self) -> None:
-        """As vLLM does it; its memory can only be given back once nobody has a view of it."""
+        """Close like vLLM; the memory can only be released after all views of it are deleted."""
         del self.worker
         self.scheduler.shutdown()
 
@@ -204,25 +204,25 @@ class OffloadingEngine:
                     self.worker.gpu[blocks[index]] = self.kv(request.prompt_token_ids, index, group)
 
     def kv(self, tokens: list[int], index: int, group: int = 0) -> np.ndarray:
-        """Return the KV of a block: of its tokens and all before them, as bfloat16 of a narrow range."""
+        """Return the KV of a block, which depends on its tokens and all before them, as bfloat16 in a narrow range."""
         prefix = tokens[: (index + 1) * BLOCK]
         random = np.random.default_rng([group, len(prefix), *prefix])
         values = random.normal(size=self.worker.gpu.shape[1] // 2).astype(np.float32)
         return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
 
     def serve(self, tokens: list[int]) -> int:
-        """Serve one prompt; return how many of its tokens were loaded. What was loaded is what was computed before."""
+        """Serve one prompt; return the number of loaded tokens. The loaded KV must equal the computed KV."""
         request = self.request(tokens)
         wait_for(lambda: (self.step(), request.is_finished())[1])
         assert not self.wrong, "wrong KV in blocks (request, group, index)"
         return self.loaded.get(request.request_id, 0)
 
     def settle(self) -> None:
-        """Step until nothing is on its way."""
+        """Run steps until no job is in flight."""
         wait_for(lambda: (self.step(), not self.manager.has_pending_work())[1])
 
     def forget(self) -> None:
-        """Empty vLLM's own caches, on the GPU and in its CPU tier, as a restart would."""
+        """Empty vLLM's own caches, on the GPU and in its CPU tier, like a restart."""
         self.settle()
         self.scheduler.kv_cache_manager.reset_prefix_cache()
         self.manager.primary_tier.reset_cache()

@@ -1,4 +1,4 @@
-"""Fixtures of the host's tests: a scripted data plane, and what is needed to talk to it."""
+"""Fixtures of the host's tests: a scripted data plane and its clients."""
 
 import importlib.util
 import itertools
@@ -27,7 +27,7 @@ from host_control.manager import KVCacheManager  # noqa: E402
 from host_control.registered_memory import RegisteredMemory  # noqa: E402
 
 CHUNK_TOKENS = 4
-# Where there is no Triton in this environment, test_layouts.py runs them in another process.
+# Without Triton in this environment, test_layouts.py runs these tests in another process.
 collect_ignore = [] if importlib.util.find_spec("triton") else ["test_layouts_triton.py"]
 
 
@@ -124,7 +124,7 @@ def make_side(plane: ScriptedDataPlane) -> Iterator[Callable[..., Any]]:
         )
         side.start({rank: handshake(rank, groups, quantized=quantized) for rank in range(ranks)})
         sides.append(side)
-        for client in side._clients:  # an attempt to connect may fail where the machine stands still, so it has several
+        for client in side._clients:  # several attempts: an attempt to connect may fail on a slow machine
             assert client.wait_ready(WAIT_MAX_S)
         return side
 
@@ -148,7 +148,7 @@ def make_manager(
 
     def make(**options: Any) -> KVCacheManager:
         if "fetch_timeout_s" in options:
-            registration.acquire(WAIT_MAX_S)  # so that a short one is the fetches' alone
+            registration.acquire(WAIT_MAX_S)  # then a short timeout applies to fetches only
         manager = KVCacheManager(client, registration, paged, **{"fetch_timeout_s": WAIT_MAX_S, **options})
         made.append(manager)
         return manager

@@ -1,7 +1,7 @@
-"""The GPU of the tests: the fake driver's (native/tests/fake_cuda.c), or a real one where ``TEST_GPU=1``.
+"""The GPU of the tests: the fake driver's (native/tests/fake_cuda.c), or a real one with ``TEST_GPU=1``.
 
-scripts/gpu-check runs the tests of deliveries on a real GPU. Tests that need what only the fake driver has, such as
-failures on request, are not among them.
+scripts/gpu-check runs the tests of deliveries on a real GPU, except tests that need the fake driver, such as failures
+on request.
 """
 
 import ctypes

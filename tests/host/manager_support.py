@@ -16,7 +16,7 @@ MODEL = b"m" * 32
 
 @dataclass
 class Paged:
-    """Paged KV memory: what was scattered, by request and chunk."""
+    """Paged KV memory: the scattered chunks, by request and chunk."""
 
     chunks: dict[tuple[str, int], bytes] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)

@@ -16,12 +16,12 @@ NAMESPACES = {rank: bytes([rank]) * 32 for rank in (0, 1)}
 
 
 def namespace_of(rank: int, group: int) -> bytes:
-    """Return what a rank's records of a group are stored as."""
+    """Return the namespace of a rank's records of a group."""
     return bytes([rank]) * 31 + bytes([rank + group])
 
 
 def groups_of(*specs: Any, drafts: bool = False, chunk_tokens: int = CHUNK) -> Any:
-    """Return the groups of an engine, by default of full attention alone."""
+    """Return the groups of an engine; the default is one group of full attention."""
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
@@ -70,7 +70,7 @@ def state(**options: Any) -> Any:
 
 
 def kv_cache_manager(*specs: Any, eagle: Sequence[int] = (), drafts: bool = False, hash_block: int = 0) -> Any:
-    """Return vLLM's own manager of blocks; ``eagle``: the groups of draft layers that are marked as such."""
+    """Return vLLM's own block manager; ``eagle``: Groups of draft layers that are marked as such."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
@@ -88,12 +88,12 @@ def kv_cache_manager(*specs: Any, eagle: Sequence[int] = (), drafts: bool = Fals
 
 
 def saved_namespace_of(rank: int, group: int) -> bytes:
-    """Return what a rank's records of preempted requests are stored as, where its others are quantized."""
+    """Return the namespace of a rank's records of preempted requests; its other records are quantized."""
     return bytes([100 + rank]) * 31 + bytes([100 + rank + group])
 
 
 def handshake(rank: int, groups: Any, *, quantized: bool = False) -> Any:
-    """Return what the worker of a rank says that holds one part of each group."""
+    """Return the worker's report of a rank that holds one part of each group."""
     from host_control.lookup import SAVED
     from host_control.vllm.metadata import WorkerHandshake
 
@@ -104,7 +104,7 @@ def handshake(rank: int, groups: Any, *, quantized: bool = False) -> Any:
 
 
 class Request(SimpleNamespace):
-    """As much of vLLM's request as the connector reads."""
+    """The attributes of vLLM's request that the connector reads."""
 
     def __init__(self, request_id: str, tokens: list[int], **attributes: Any) -> None:
         given: dict[str, Any] = dict(
@@ -148,8 +148,8 @@ def step(
 ) -> Any:
     """Return a scheduler output: request -> (computed, scheduled) tokens.
 
-    Tables of blocks, one for each group, are by default one of 1000, 1001, ...; states are (group, block, tokens).
-    Whole tables are told with a request's first step.
+    Block tables, one for each group, have by default the blocks 1000, 1001, ...; states are (group, block, tokens).
+    A request's first step contains whole tables.
     """
     new, cached = new or {}, cached or {}
     scheduled_tokens = {name: scheduled for name, (_, scheduled) in {**new, **cached}.items()}
@@ -208,7 +208,7 @@ def arrive(side: Any, plane: ScriptedDataPlane, tokens: list[int], stored: int =
 
 
 def report(*arguments: Any, **named: Any) -> Any:
-    """Return what the workers report; vLLM is loaded only here."""
+    """Return the workers' reports; vLLM is loaded only here."""
     from host_control.vllm.metadata import WorkerReport
 
     return WorkerReport(*arguments, **named)

@@ -1,4 +1,4 @@
-"""A data plane over a dict that speaks the real protocol and follows a script: it can stall, refuse, lie and die."""
+"""A data plane over a dict with the real protocol. It follows a script: it stalls, refuses, sends wrong data, dies."""
 
 import mmap
 import os
@@ -22,17 +22,17 @@ from shadowserve.proto import dataplane_pb2_grpc as rpc
 
 
 def first(chunks: int, count: int) -> bytes:
-    """Return the set of the first ``chunks`` of ``count``, even where there are not so many."""
+    """Return the set of the first ``chunks`` of ``count``, also if ``chunks`` is larger than ``count``."""
     return pack(np.arange(max(chunks, count)) < chunks)
 
 
 def pieces(layers: int, chunks: int, count: int) -> bytes:
-    """Return the set of all layers of the first ``chunks`` of ``count``, even where there are not so many."""
+    """Return all layers of the first ``chunks`` of ``count``, also if ``chunks`` is larger than ``count``."""
     return pack(np.tile(np.arange(max(chunks, count)) < chunks, (layers, 1)))
 
 
 class _Mapping(mmap.mmap):
-    """What a test makes shorter while this writes into it ends no process, as in the real data plane."""
+    """A mapping of a file that a test may shorten during a write. As in the real data plane, the process continues."""
 
     guard: native.Guard
 
@@ -59,58 +59,58 @@ class _Memory:
 
 @dataclass
 class Script:
-    """What goes wrong, changed by tests while the server runs."""
+    """The faults. Tests change them while the server runs."""
 
     fetch_delay: float = 0.0
     batch_chunks: int = 1 << 30
-    """The buffers hold so many chunks."""
+    """Number of chunks in the buffers."""
     batch_layers: int = 1 << 30
-    """In the order of layers: the buffers hold so many."""
+    """Number of layers in the buffers, in layer order."""
     lookup_hits: Callable[[list[int]], list[int]] | None = None
-    """Lies about hits."""
+    """Changes the hits of a lookup."""
     lookup_answer: Callable[[pb.LookupResponse], Any] | None = None
     """Changes the answer to a lookup."""
     record_bytes: int = 0
-    """Of each record, as lookups say; 0: they do not."""
+    """Bytes of each record in answers to lookups; 0: answers do not contain them."""
     cold_ms: int = 0
-    """In which storage says that it has nearer what is cold of each chain."""
+    """Time after which storage has loaded the cold records of each chain, in lookup answers."""
     cold: set[bytes] = field(default_factory=set)
-    """Keys of records that are cold, until a lookup has them brought."""
+    """Keys of cold records, until a lookup loads them."""
     brings: int = 1 << 30
-    """So many of them come at most with each lookup that has them brought."""
+    """Largest number of cold records that a lookup loads."""
     tiers: dict[bytes, int] = field(default_factory=dict)
-    """Where records are, by their keys; the others are in storage."""
+    """Tiers of records, by key; all other records are in storage."""
     fetch_answer: Callable[[pb.FetchResponse, pb.FetchRequest], pb.FetchResponse] | None = None
-    """Lies about a fetch, after delivering."""
+    """Changes the answer to a fetch, after delivering."""
     fail_fetch_at: int | None = None
-    """Delivers so many chunks of a request, writes garbage into the next, and answers ``fail_outcome``."""
+    """Number of chunks of a request to deliver; the next chunk gets garbage, and the answer is ``fail_outcome``."""
     fail_outcome: int = pb.OUTCOME_CORRUPT
     fail_layer: int | None = None
-    """In the order of layers: writes garbage into this layer of the chunk ``fail_fetch_at``, and ends there."""
+    """In layer order: layer of the chunk ``fail_fetch_at`` that gets garbage; the fetch ends there."""
     before_layer: Callable[[int], Any] | None = None
-    """In the order of layers: is called before each."""
+    """In layer order: function that runs before each layer."""
     answers_streams: bool = True
-    """Whether a stream of layers ends with an answer."""
+    """True if a stream of layers ends with an answer."""
     after_chunk: Callable[[int], Any] | None = None
-    """Where progress is told in the order of chunks: is called with how many are in place."""
+    """With progress in chunk order: function that runs with the number of delivered chunks."""
     layer_delay: float = 0.0
-    """Seconds before each layer, in the order of layers."""
+    """Seconds before each layer, in layer order."""
     expect_answer: Callable[[pb.ExpectRequest], pb.ExpectResponse] = lambda request: pb.ExpectResponse()
-    """To what waits in an engine's queue."""
+    """Answer about the waiting requests of an engine's queue."""
     store_outcome: int | None = None
     not_storable: set[bytes] = field(default_factory=set)
-    """Keys."""
+    """Keys of records that cannot be stored."""
     abort: dict[str, grpc.StatusCode] = field(default_factory=dict)
     """Method name -> status code."""
     stall: set[str] = field(default_factory=set)
-    """Methods that accept and do not answer until the client is gone or :attr:`unstall` is set."""
+    """Methods that accept a call and do not answer until the client has disconnected or :attr:`unstall` is set."""
     unstall: threading.Event = field(default_factory=threading.Event)
     write_after_stall: bool = False
-    """A stalled fetch fills its region with 0xEE once the client has given up."""
+    """A stalled fetch fills its region with 0xEE after the client has abandoned it."""
 
 
 class Spoilt(dict[bytes, bytes]):
-    """Records of which those that are stored for a while hold other bytes."""
+    """Records; those with a limited lifetime are stored with other bytes."""
 
     def __init__(self, plane: Any) -> None:
         super().__init__()
@@ -130,20 +130,22 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self.records: dict[bytes, bytes] = {} if records is None else records
         self.script = Script()
         self.calls: list[str] = []
-        self.asked_keys: list[list[bytes]] = []  # by the last Lookup, of each chain
-        self.prefetches = 0  # lookups that have what is cold brought
+        self.asked_keys: list[list[bytes]] = []  # of each chain, by the last Lookup
+        self.prefetches = 0  # lookups that load cold records
         self.hellos: list[pb.HelloRequest] = []
-        self.differences: list[str] = []  # that its Hello answers with
+        self.differences: list[str] = []  # in the answer to Hello
         self.fetches: list[pb.FetchPart] = []
         self.reports: list[pb.StepReport] = []
-        self.moved_bytes = 0  # as the answers to reports say
+        self.moved_bytes = 0  # in the answers to reports
         self.layerwise_calls = 0
-        self.windows_us: list[int] = []  # of these calls
+        self.windows_us: list[int] = []  # in these calls
         self.stores: list[pb.StoreRequest] = []
         self.decisions: list[pb.Decision] = []
         self.expected: list[pb.ExpectRequest] = []
         self.cancelled: set[str] = set()
-        self.published: dict[bytes, int] | None = {}  # key -> for how long, in milliseconds; None: takes none
+        self.published: (
+            dict[bytes, int] | None
+        ) = {}  # key -> lifetime in milliseconds; None: it accepts no publications
         self.entered = threading.Condition()
         self.session = os.urandom(16)
         self._registrations: dict[int, list[_Memory]] = {}
@@ -159,9 +161,9 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self._server.start()
 
     def stop(self) -> None:
-        """Die: connections break, calls in progress get no answer."""
+        """Die: connections break, and running calls get no answer."""
         stopped = self._server.stop(grace=None)
-        self.script.unstall.set()  # not before: what has stalled would answer
+        self.script.unstall.set()  # not before: stalled calls would answer
         stopped.wait()
         self.forget_registrations()
 
@@ -174,14 +176,14 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
 
     def wait_for_call(self, method: str, count: int = 1, timeout: float = WAIT_MAX_S) -> None:
         with self.entered:
-            assert self.entered.wait_for(lambda: self.calls.count(method) >= count, timeout), f"no {method} came"
+            assert self.entered.wait_for(lambda: self.calls.count(method) >= count, timeout), f"no call of {method}"
 
     @property
     def registrations(self) -> int:
         return len(self._registrations)
 
     def forget_hosts(self) -> None:
-        """Know nobody any more, as after a restart."""
+        """Forget all hosts, as after a restart."""
         self.session = os.urandom(16)
         self.forget_registrations()
 
@@ -286,7 +288,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         return pb.RegisterMemoryResponse(memory_id=memory_id, chunk_bytes=[each.chunk_bytes for each in memories])
 
     def _memory(self, request: pb.FetchPart | pb.StoreRequest) -> _Memory | None:
-        """Return the memory and layout that a call names."""
+        """Return the memory and layout that a call refers to."""
         memories = self._registrations.get(request.memory_id)
         return None if memories is None else memories[request.layout]
 
@@ -335,7 +337,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         if self.script.fetch_delay > request.timeout_ms / 1000:
             return pb.FetchResponse(outcome=pb.OUTCOME_DEADLINE)
         answer = pb.FetchResponse(outcome=pb.OUTCOME_COMPLETE)
-        number = 0  # of the chunk, over all parts
+        number = 0  # of the chunk, in all parts
         for part, memory in zip(request.parts, memories, strict=True):
             chunks = 0
             for index, key in enumerate(part.keys):
@@ -365,7 +367,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         return answer
 
     def _deliver_layers(self, request: pb.FetchRequest, memory: _Memory) -> Iterator[Any]:
-        """Yield how many leading layers are in place, and at last the answer."""
+        """Yield the number of leading layers in place, and finally the answer."""
         (part,) = request.parts
         self.layerwise_calls += 1
         self.windows_us.append(request.window_us)

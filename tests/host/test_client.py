@@ -1,4 +1,4 @@
-"""The data plane's client: deadlines, reasons, the breaker, and answers that are not believed."""
+"""The data plane's client: deadlines, reasons, the breaker, and invalid answers."""
 
 from collections.abc import Callable
 from typing import Any

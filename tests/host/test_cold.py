@@ -1,4 +1,4 @@
-"""Lookups of prompts of which something is in object storage alone: what they say of it, and how it comes near."""
+"""Lookups of prompts with chunks that are only in object storage: the answers, and the prefetch of these chunks."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +26,7 @@ ALL = LookupAnswer(CHUNK * CHUNKS, "complete")
 
 @pytest.fixture
 def make(client: DataPlaneClient, plane: ScriptedDataPlane) -> Iterator[Callable[..., PrefixLookup]]:
-    """Make lookups of an engine with one group; all chunks are stored, the last four are cold."""
+    """Create lookups of an engine with one group; all chunks are stored, and the last four are cold."""
     made: list[PrefixLookup] = []
     plane.records.update(dict.fromkeys(KEYS, b""))
     plane.script.cold.update(KEYS[2:])
@@ -62,7 +62,7 @@ def test_an_answer_counts_cold_chunks_and_tells_their_tier(
     assert lookup.available("r") == Available(2, "")
     (present,) = lookup.present("r") or ()
     assert present.all(), "it is stored"
-    assert plane.prefetches == 0, "nothing is brought before a load begins"
+    assert plane.prefetches == 0, "no prefetch before a load begins"
 
 
 def test_a_load_brings_its_cold_chunks_and_follows_them(
@@ -75,13 +75,13 @@ def test_a_load_brings_its_cold_chunks_and_follows_them(
     lookup.begin_load("r", CHUNKS)
     wait_for(lambda: plane.prefetches > 1)
     assert lookup.available("r") == Available(2, "")
-    assert plane.asked_keys == [KEYS[2:]], "what is near is not asked for again"
+    assert plane.asked_keys == [KEYS[2:]], "no request for chunks that are near"
     plane.script.brings = 1
     wait_for(lambda: lookup.available("r") == Available(CHUNKS, "complete"))
     before = plane.prefetches
     lookup.submit("other", TOKENS)
     wait(lambda: lookup.poll("other"))
-    assert plane.prefetches == before and lookup.available("other") is None, "nothing of it is cold any more"
+    assert plane.prefetches == before and lookup.available("other") is None, "no chunk is cold any longer"
 
 
 def test_a_shorter_load_brings_only_its_own_cold_chunks(
@@ -125,7 +125,7 @@ def test_nothing_is_brought_for_a_request_that_has_ended(
     lookup.forget("r")
     lookup.forget("other")
     wait_for(lambda: not lookup._cold_loads._loads)
-    lookup.begin_load("r", CHUNKS)  # unknown by now
+    lookup.begin_load("r", CHUNKS)  # unknown now
 
 
 def test_where_no_load_may_wait_the_lookup_waits_until_all_is_near(
@@ -164,7 +164,7 @@ def test_a_request_that_does_not_wait_gets_the_near_chunks(
 def test_cold_chunks_of_a_window_count_only_where_a_load_needs_them(
     make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
-    """A group that keeps every chunk, all of which are near, and one of which a hit needs the last."""
+    """One group keeps every chunk, and all of them are near. Another group's cold last chunk is needed for a hit."""
     window = record_keys(b"w" * 32, LINKS)
     plane.records.update(dict.fromkeys(window, b""))
     plane.script.cold = set(window[:4])

@@ -1,4 +1,4 @@
-"""The host's configuration, as engines give it."""
+"""The host's configuration in an engine's options."""
 
 from pathlib import Path
 

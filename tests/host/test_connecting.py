@@ -1,4 +1,4 @@
-"""Connecting: Hello first and again when it is due, what a refusal says, and why TLS does not come about."""
+"""Connections: Hello at the start and again when it is due, refusals, and failed TLS handshakes."""
 
 import shutil
 import socket
@@ -40,12 +40,12 @@ def test_hello_is_the_first_call_and_names_the_host(plane: ScriptedDataPlane, sh
         assert not client.lookup(CHAINS, WAIT_MAX_S)()[0].any()
         assert plane.calls == ["Hello", "Lookup"]
         assert not client.lookup(CHAINS, WAIT_MAX_S)()[0].any()
-        assert plane.calls == ["Hello", "Lookup", "Lookup"], "once for a connection"
+        assert plane.calls == ["Hello", "Lookup", "Lookup"], "once for each connection"
         assert client.peer is not None and client.peer.memory_kinds == ("shared_memory",)
         RegisteredMemory(client, [shape], 1 << 16).acquire(WAIT_MAX_S)
     first, second = plane.hellos
     assert (first.protocol_version, first.version) == (PROTOCOL_VERSION, __version__)
-    assert first.host == second.host and len(first.host) == 32, "all processes of a machine say the same"
+    assert first.host == second.host and len(first.host) == 32, "all processes of a machine have the same identifier"
     assert not first.HasField("layout")
     assert (second.layout, second.chunk_bytes) == (layout_message(shape), shape.raw_bytes)
 
@@ -143,7 +143,7 @@ def connecting(plane: ScriptedDataPlane, credentials: Credentials | None) -> Ite
 
 
 def refusal(plane: ScriptedDataPlane, credentials: Credentials | None) -> str:
-    """Return why there is no connection."""
+    """Return the reason for the failed connection."""
     with connecting(plane, credentials) as client, pytest.raises(DataPlaneError) as error:
         client.lookup(CHAINS, WAIT_MAX_S)()
     assert error.value.outcome == "refused"
@@ -200,7 +200,7 @@ def test_a_data_plane_without_tls_is_distinguished_from_an_unreachable_one(
 
 
 def test_a_silent_peer_is_unreachable_in_time(certificates: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, in the kernel, and never answers
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts, and no process answers
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with closing(DataPlaneClient(address, credentials=own(certificates))) as client:
             with pytest.raises(DataPlaneError) as error:
@@ -296,5 +296,5 @@ def test_a_lookup_asks_each_rank_s_data_plane_and_the_fewest_hits_count(
         assert lookup_of([client, other], wait) == (0, "unreachable"), "a hit needs every rank"
         for _ in range(3):
             hits, reason = lookup_of([client, other], wait)
-        assert (hits, reason) == (0, "breaker_open"), "an outage of one costs nothing"
-        assert lookup_of([client, client], wait) == (3, "complete"), "the other's breaker is its own"
+        assert (hits, reason) == (0, "breaker_open"), "an outage of one data plane has no cost"
+        assert lookup_of([client, client], wait) == (3, "complete"), "the other data plane has its own breaker"

@@ -57,7 +57,7 @@ def test_copies_are_complete_after_synchronize(device: Device) -> None:
 
 
 def test_any_thread_can_call(device: Device) -> None:
-    """A context is current in one thread; calls on others would fail with CUDA_ERROR_INVALID_CONTEXT."""
+    """A context is current in one thread; calls in others would fail with CUDA_ERROR_INVALID_CONTEXT."""
     problems = []
 
     def use() -> None:

@@ -1,7 +1,7 @@
-"""Every way that KV takes to an engine: which is chosen when, and that the real daemon delivers by it.
+"""All deliveries of KV to an engine: which one is selected, and that the real daemon uses it.
 
-The daemon and the storage server are processes of their own; the GPU is the fake driver's, or a real one
-(gpu_support.py), the DPU the DOCA emulator's.
+The daemon and the storage node are separate processes. The GPU is the fake driver's or a real one (gpu_support.py),
+and the DPU is the DOCA emulator.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ DPU = ("--backend", "doca")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-# ---- Which way -------------------------------------------------------------------------------------------------------
+# ---- Selection -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_without_a_driver_auto_uses_shared_memory_and_others_fail(caplog: pytest
 
 
 def test_scattering_waits_for_launched_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Symptom: a step of a request that had ended wrote into a load's blocks. Streams and events are fakes."""
+    """Symptom: a step of an ended request wrote into a load's blocks. Streams and events are fakes."""
     said: list[str] = []
     step = 0
 
@@ -137,12 +137,12 @@ def test_scattering_waits_for_launched_steps(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Engine:
-    """An engine's paged memory, and what moves KV in and out of it, as the worker of a serving engine puts it together.
+    """An engine's paged memory and its transfers, connected as in the worker of a serving engine.
 
     Args:
-        address: of the data plane.
-        delivery: of chunks.
-        chunks: that a batch of a fetch may hold.
+        address: Address of the data plane.
+        delivery: Delivery of chunks.
+        chunks: Number of chunks in a batch of a fetch.
     """
 
     def __init__(self, address: str, delivery: Delivery, chunks: int = 3) -> None:
@@ -164,7 +164,7 @@ class Engine:
         self.fetched = RegisteredMemory(
             self.client, [shape], 2 * chunks * shape.raw_bytes, WAIT_MAX_S, delivery.fetch, progress=delivery.shared
         )
-        self.layers: list[tuple[int, int]] = []  # that were scattered at a time, of loads layer by layer
+        self.layers: list[tuple[int, int]] = []  # layers of each scatter, in loads layer by layer
         self.manager = KVCacheManager(
             self.client, self.fetched, self._scatter, scatter_layers=self._scatter_layers, fetch_timeout_s=WAIT_MAX_S
         )  # fmt: skip
@@ -175,7 +175,8 @@ class Engine:
         count = len(chunks) // self.layout.chunk_bytes(CHUNK_TOKENS) * CHUNK_BLOCKS
         blocks = job.target[first * CHUNK_BLOCKS :][:count]
         if self.delivery.gpu is not None and not REAL:
-            # A kernel on a GPU runs behind the copies. The fake driver's is a CPU's code, which has to wait for them.
+            # A kernel on a GPU runs after the copies. The fake driver's kernel is CPU code, which must wait for the
+            # copies.
             self.delivery.gpu.stream.synchronize()
         with self._side:
             self.layout.scatter(chunks, blocks, CHUNK_BLOCKS)
@@ -186,7 +187,7 @@ class Engine:
             self.layout.scatter(chunks, job.target, CHUNK_BLOCKS, layers)
 
     def store(self) -> None:
-        """Fill the paged memory with numbers, and have all of it stored."""
+        """Fill the paged memory with numbers, and store all of it."""
         for cache in self.caches:
             cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(3)).to(DEVICE))
 
@@ -199,7 +200,7 @@ class Engine:
         assert self.queue.take_counts()["stored"] == len(self.keys)
 
     def fetch(self, blocks: list[int], *, layerwise: bool = False) -> FetchResult:
-        """Fetch everything into these blocks."""
+        """Fetch all chunks into these blocks."""
         job = FetchJob(
             request_id=f"request {time.monotonic_ns()}", keys=(tuple(self.keys),), target=blocks, layerwise=layerwise
         )
@@ -276,7 +277,7 @@ WAYS: dict[str, tuple[tuple[str, ...], Callable[[Gpu], Delivery]]] = {
 def test_kv_that_one_engine_stored_is_delivered_to_another(
     way: str, start: Any, make: Callable[..., Engine], fake_driver: Path
 ) -> None:
-    """In several batches, into other blocks than it came from."""
+    """In several batches, and into other blocks than those that were stored."""
     flags, delivery = WAYS[way]
     address, gpu = start(*flags).address, first_gpu(fake_driver)
     writer, reader = make(address, delivery(gpu)), make(address, delivery(gpu))
@@ -309,7 +310,7 @@ def test_kv_is_delivered_layer_by_layer(way: str, start: Any, make: Callable[...
 def test_memory_is_registered_again_after_an_idle_time(
     way: str, start: Any, make: Callable[..., Engine], fake_driver: Path
 ) -> None:
-    """Between both fetches no memory is registered, and only the data plane's threads hold the GPU's context."""
+    """Between the two fetches no memory is registered, and only the data plane's threads hold the GPU's context."""
     flags, delivery = WAYS[way]
     address, gpu = start(*flags, "--registration-idle-s", "0.2").address, first_gpu(fake_driver)
     writer, reader = make(address, delivery(gpu)), make(address, delivery(gpu))
@@ -333,7 +334,7 @@ def test_writes_of_a_dpu_into_a_gpu_are_flushed_before_they_are_read(
     layerwise: bool,
     dmabuf: str,
 ) -> None:
-    """One flush per batch or layer, on a platform that does not order such writes; exported in both ways."""
+    """One flush per batch or layer, on a platform that does not order such writes; memory is exported in both ways."""
     monkeypatch.setenv("FAKE_CUDA_ORDERING", "0")
     monkeypatch.setenv("FAKE_CUDA_DMABUF", dmabuf)
     address, delivery = start(*DPU).address, on_gpu("exported", first_gpu(fake_driver), "")
@@ -423,7 +424,7 @@ def test_a_data_plane_without_a_driver_refuses_gpu_memory(
     start: Any, make: Callable[..., Engine], fake_driver: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "libcuda.so.1").touch()  # hides a real one
+    (tmp_path / "empty" / "libcuda.so.1").touch()  # it hides a real driver
     address = start(*STAGE_BY_STAGE, LD_LIBRARY_PATH=str(tmp_path / "empty")).address
     engine = make(address, on_gpu("cuda_ipc", first_gpu(fake_driver), ""))
     assert "needs a CUDA driver" in engine.fetch(list(range(BLOCKS))).detail

@@ -1,4 +1,4 @@
-"""The digest of weights that a GPU computes: on a GPU where there is one, else in Triton's interpreter."""
+"""The digest of weights that a GPU computes: on a GPU if available, else in Triton's interpreter."""
 
 import os
 from typing import Any
@@ -8,13 +8,13 @@ import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is defined
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when the kernel is defined
 
 from host_control.vllm.weighted_sum import weighted_sum  # noqa: E402
 
 
 def changed_words() -> list[Any]:
-    """Return some bytes, and behind them the same with a change each."""
+    """Return some bytes, and after them one copy for each single change."""
     memory = torch.randint(0, 256, (4099,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
     memories = [memory.clone() for _ in range(8)]
     memories[1][4098] ^= 1
@@ -36,7 +36,7 @@ def test_kernel_computes_the_weighted_sum(monkeypatch: pytest.MonkeyPatch) -> No
     pytest.importorskip("triton", reason="Triton is not installed here")
     from host_control.vllm import digest_triton
 
-    monkeypatch.setattr(digest_triton, "_SEGMENT_BYTES", 1024)  # several of them, and several launches
+    monkeypatch.setattr(digest_triton, "_SEGMENT_BYTES", 1024)  # several segments and several launches
     monkeypatch.setattr(digest_triton, "_LAUNCH_BYTES", 4096)
     memories = [*(memory.to(DEVICE) for memory in changed_words()), torch.ones(2, dtype=torch.uint8, device=DEVICE)]
     sums = torch.zeros(len(memories), dtype=torch.int64, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Chunks that another engine is about to store: lookups wait for them, without haste and not for ever."""
+"""Chunks that another engine will store: lookups wait for them, at a low rate and with a time limit."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +50,7 @@ def lookup(client: DataPlaneClient) -> Iterator[PrefixLookup]:
 
 @pytest.fixture
 def early(client: DataPlaneClient) -> Iterator[PrefixLookup]:
-    """Return lookups of an engine whose loads may begin before all chunks are there."""
+    """Return lookups of an engine whose loads may begin before all chunks are stored."""
     lookup = make(client, loads_wait=True)
     yield lookup
     lookup.close()
@@ -70,7 +70,7 @@ def store(plane: ScriptedDataPlane, *chunk_keys: bytes, ranks: int = 2) -> None:
 
 
 def polls(plane: ScriptedDataPlane, more: int = 2) -> None:
-    """Await so many more lookups."""
+    """Wait for the given number of further lookups."""
     plane.wait_for_call("Lookup", plane.calls.count("Lookup") + more)
 
 
@@ -92,7 +92,7 @@ def test_a_prompt_that_is_being_computed_elsewhere_is_a_hit_once_it_is_stored(
         assert lookup.poll("r") is None
         store(plane, LINKS[count], ranks=1)
         polls(plane)
-        assert lookup.poll("r") is None, "one rank of two has stored it"
+        assert lookup.poll("r") is None, "only one rank of two has stored it"
         store(plane, LINKS[count])
     assert wait(lambda: lookup.poll("r")) == LookupAnswer(4 * CHUNK, "complete")
     assert known(lookup, "r") == 4
@@ -166,7 +166,7 @@ def test_an_publication_that_is_kept_up_and_never_kept_is_given_up_in_time(
     assert answer.reason == "published_late" and answer.tokens in (
         0,
         2 * CHUNK,
-    )  # 0 where the machine stood still meanwhile
+    )  # 0 if the machine was slow
     assert lookup.poll("r") == answer
 
 
@@ -196,7 +196,7 @@ def test_many_that_wait_ask_together_and_at_intervals(
     polls(plane, 20)
     calls = plane.calls.count("Lookup") - before
     assert (calls - 2) * POLL_INTERVAL <= time.monotonic() - began
-    assert [len(chain) for chain in plane.asked_keys] == [50, 50], "of each prompt one chunk"
+    assert [len(chain) for chain in plane.asked_keys] == [50, 50], "one chunk of each prompt"
     for chunk_keys in all_chunk_keys:
         store(plane, *chunk_keys)
     for index in range(len(prompts)):
@@ -207,7 +207,7 @@ def test_many_that_wait_ask_together_and_at_intervals(
 def test_a_wait_polls_only_the_published_shard_layout(
     client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any], shard_layout: int
 ) -> None:
-    """An engine of other ranks may publish the chunks; most do not, and each shard layout costs a question."""
+    """An engine with other ranks may publish the chunks. Most do not, and each shard layout costs a query."""
     cuts = {number: bytes([number]) * 32 for number in range(4)}
     others = {number: [[(client, name)]] for number, name in cuts.items() if number}
     lookup = PrefixLookup(
@@ -219,7 +219,7 @@ def test_a_wait_polls_only_the_published_shard_layout(
         plane.published.update(dict.fromkeys(theirs, MINUTE_MS))
         lookup.submit("r", TOKENS, disaggregation=WAITS)
         polls(plane, 4)
-        assert plane.asked_keys == [theirs[-1:]], "the last that is coming: with it, all are there"
+        assert plane.asked_keys == [theirs[-1:]], "the last pending chunk: with it, all are stored"
         plane.records.update(dict.fromkeys(theirs, b""))
         assert wait(lambda: lookup.poll("r")) == LookupAnswer(4 * CHUNK, "complete", shard_layout=shard_layout)
     finally:
@@ -239,7 +239,7 @@ def test_without_publications_the_tokens_named_by_the_proxy_are_waited_for(
     assert lookup.poll("r") is None
     store(plane, LINKS[1])
     answer = wait(lambda: lookup.poll("r"))
-    assert answer.tokens == 2 * CHUNK, "behind what it was told of it waits for nothing"
+    assert answer.tokens == 2 * CHUNK, "no lookup waits for chunks after the published ones"
 
 
 def test_absent_chunks_are_published_repeatedly_and_withdrawn_at_the_end(
@@ -258,7 +258,7 @@ def test_absent_chunks_are_published_repeatedly_and_withdrawn_at_the_end(
     before = plane.calls.count("Publish")
     lookup.forget("again")
     wait_for(lambda: not plane.published)
-    assert plane.calls.count("Publish") == before + 1, "nothing is said of a request that has ended"
+    assert plane.calls.count("Publish") == before + 1, "no publication for an ended request"
 
 
 def test_a_chunk_that_a_rank_has_dropped_is_not_published_again_when_its_request_ends(
@@ -284,7 +284,7 @@ def test_a_chunk_that_a_rank_has_dropped_is_not_published_again_while_others_are
     wait(lambda: lookup.poll("r"))
     wait_for(lambda: set(plane.published or ()) == set(keys(*LINKS)))
     lookup.computed("r", LINKS[:2])
-    plane.wait_for_call("Publish", plane.calls.count("Publish") + 2)  # one may have been under way
+    plane.wait_for_call("Publish", plane.calls.count("Publish") + 2)  # one may have been in flight
     assert plane.published is not None
     for key in keys(LINKS[1]):
         del plane.published[key]
@@ -334,7 +334,7 @@ def test_a_load_may_begin_with_the_first_chunk_and_hears_of_the_others_as_they_a
     publish(plane, *LINKS, TAIL)
     early.submit("r", TOKENS, disaggregation=Disaggregation(waits=WAIT_MAX_S, tail_tokens=2))
     polls(plane)
-    assert early.poll("r") is None, "blocks are not taken for what may take long to come"
+    assert early.poll("r") is None, "no blocks are allocated for chunks that may take long"
     store(plane, LINKS[0])
     assert wait(lambda: early.poll("r")) == LookupAnswer(4 * CHUNK, "complete", tail=True)
     assert early.available("r") == Available(1, "")
@@ -342,13 +342,13 @@ def test_a_load_may_begin_with_the_first_chunk_and_hears_of_the_others_as_they_a
     wait_for(lambda: early.available("r") == Available(4, ""))
     store(plane, TAIL, ranks=1)
     polls(plane)
-    assert early.available("r") == Available(4, ""), "one rank of two has stored it"
+    assert early.available("r") == Available(4, ""), "only one rank of two has stored it"
     store(plane, TAIL)
     wait_for(lambda: early.available("r") == Available(5, "complete"))
     calls = plane.calls.count("Lookup")
     early.submit("cold", [9, *TOKENS[1:]], disaggregation=WAITS)
     assert wait(lambda: early.poll("cold")) == LookupAnswer(0, "complete") and early.available("cold") is None
-    assert plane.calls.count("Lookup") == calls + 1, "what is complete is asked for no more"
+    assert plane.calls.count("Lookup") == calls + 1, "no further lookups of complete chunks"
 
 
 def gone(plane: ScriptedDataPlane) -> None:
@@ -379,7 +379,7 @@ def test_a_load_that_has_begun_hears_why_no_more_arrives(
     publish(plane, *LINKS[1:])
     early.submit("r", TOKENS, disaggregation=Disaggregation(waits=seconds))
     answer = wait(lambda: early.poll("r"))
-    if answer.reason == "published_late":  # the machine stood still meanwhile
+    if answer.reason == "published_late":  # the machine was slow
         return
     assert answer == LookupAnswer(4 * CHUNK, "complete") and early.available("r") == Available(1, "")
     happen(plane)
@@ -405,4 +405,4 @@ def test_a_forgotten_request_is_not_polled_for_any_more(
     asked = plane.calls.count("Lookup")
     early.submit("another", [7, *TOKENS])
     wait(lambda: early.poll("another"))
-    assert plane.calls.count("Lookup") == asked + 1, "it alone was looked up"
+    assert plane.calls.count("Lookup") == asked + 1, "only this one was looked up"

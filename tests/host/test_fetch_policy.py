@@ -1,4 +1,4 @@
-"""The fetch-or-recompute policy: its decisions, and the cost of exploring."""
+"""The fetch-or-recompute policy: its results, and the cost of exploring."""
 
 import random
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def compute_seconds(computed: int, tokens: int) -> float:
 
 @dataclass
 class Engine:
-    """An engine with one request at a time and a link of a given rate in bytes per second."""
+    """An engine with one request at a time, and a link with a given rate in bytes per second."""
 
     rate: float
     noise: float = 0.0
@@ -155,7 +155,7 @@ def test_a_link_that_becomes_fast_again_is_noticed_at_a_bounded_cost() -> None:
     engine.rate = 50 * MBIT
     for _ in range(3):
         engine.serve(2048)
-    assert engine.kinds()[-1] == "compute", "two slow loads are believed"
+    assert engine.kinds()[-1] == "compute", "the policy uses two slow loads"
     slow = [engine.serve(2048) for _ in range(200)]
     assert "explore" in engine.kinds()
     assert sum(slow) <= 1.025 * len(slow) * engine.better(2048)
@@ -223,8 +223,10 @@ def test_earlier_loads_in_the_queue_count() -> None:
     for count, name in enumerate(names):
         engine.policy.begin(name, first, engine.now)
         if count == 5:
-            assert engine.policy.decide(hit, engine.now).way == "compute", "the link is busy for longer than that takes"
-    assert engine.policy.decide(hit, engine.now).way == "compute", "nor would it end in time"
+            assert engine.policy.decide(hit, engine.now).way == "compute", (
+                "the link is busy for longer than computing takes"
+            )
+    assert engine.policy.decide(hit, engine.now).way == "compute", "it would also miss the time limit"
     for name in ("first", *names):
         engine.policy.ended(name, engine.now)
     assert engine.policy.decide(hit, engine.now).predicted == first.predicted
@@ -255,7 +257,7 @@ def cold_hit(engine: Engine, tokens: int, seconds: float) -> Hit:
 
 
 def test_cold_chunks_are_predicted_by_the_storage_nodes_estimate() -> None:
-    """Without measured loads, the estimate is used unchanged."""
+    """Without measured loads, the policy uses the estimate unchanged."""
     engine = experienced(rate=1000 * MBIT)
     near = engine.policy.decide(engine.hit(2048), engine.now)
     assert near.way == "fetch" and near.cold_seconds == 0.0
@@ -270,7 +272,9 @@ def test_cold_chunks_are_predicted_by_the_storage_nodes_estimate() -> None:
 
 def test_the_estimate_is_enough_without_measured_loads() -> None:
     engine = Engine(rate=1000 * MBIT)
-    assert engine.policy.decide(cold_hit(engine, 2048, 60.0), engine.now).kind == "unknown", "computing is not known"
+    assert engine.policy.decide(cold_hit(engine, 2048, 60.0), engine.now).kind == "unknown", (
+        "the computing time is unknown"
+    )
     for tokens in (512, 1024, 4096):
         engine.compute(0, tokens)
     assert engine.policy.decide(cold_hit(engine, 2048, 5.0), engine.now).way == "compute"
@@ -279,10 +283,10 @@ def test_the_estimate_is_enough_without_measured_loads() -> None:
 
 def test_a_shorter_prefix_has_its_share_of_the_cold_time() -> None:
     engine = experienced(rate=1000 * MBIT)
-    for computing in range(20):  # computing is slower than anything
+    for computing in range(20):  # computing is slower than every load
         engine.computed(0, 2048 + computing, 100.0)
     decision = engine.policy.decide(cold_hit(engine, 8192, 16.0), engine.now)
-    assert decision.kind == "prefix" and 1024 < decision.end_tokens < 8192, "of 10 seconds it may have"
+    assert decision.kind == "prefix" and 1024 < decision.end_tokens < 8192, "of the 10 seconds that are allowed"
     assert decision.load_cold_seconds == pytest.approx(16.0 * decision.end_tokens / 8192)
     assert decision.load_seconds < 8
 
@@ -291,7 +295,7 @@ def test_chunks_before_cold_ones_are_fetched() -> None:
     engine = experienced(rate=1000 * MBIT)
     tiers = bytes([Tier.STORAGE] * 9 + [Tier.COLD] * 7)
     decision = engine.policy.decide(engine.hit(4096, tiers=tiers, cold_seconds=20.0), engine.now)
-    assert (decision.kind, decision.end_tokens) == ("prefix", 9 * CHUNK), "though that is no even part of it"
+    assert (decision.kind, decision.end_tokens) == ("prefix", 9 * CHUNK), "exactly the near chunks"
     assert decision.load_tiers == {Tier.STORAGE: 9 * CHUNK_BYTES} and not decision.load_cold_seconds
     assert decision.tier_bytes == {Tier.STORAGE: 9 * CHUNK_BYTES, Tier.COLD: 7 * CHUNK_BYTES}
 
@@ -331,7 +335,7 @@ def tiered(engine: Engine, tokens: int, *runs: tuple[Tier, int]) -> Hit:
 
 
 def loaded(engine: Engine, hit: Hit) -> None:
-    """Load a hit, with each tier at its rate, one after the other."""
+    """Load a hit, each tier at its own rate, one after the other."""
     load = engine.policy.configured(hit, engine.now)
     engine.policy.fetched(load, sum(LOAD_S + size / RATES[tier] for tier, size in load.load_tiers.items()))
 
@@ -427,7 +431,7 @@ def test_rate_limited_loads_are_not_learnt() -> None:
     for _ in range(3):
         engine.policy.fetched(held, 4.1)
     assert engine.policy.decide(hit, engine.now).load_seconds == before
-    for _ in range(3):  # as after a load that was not limited
+    for _ in range(3):  # as after a load without a limit
         engine.policy.fetched(held, 8.0)
     assert engine.policy.decide(hit, engine.now).way == "compute"
 
@@ -455,7 +459,7 @@ def test_equal_sizes_give_no_constant_term() -> None:
 
 def test_there_is_no_prediction_far_beyond_observed_sizes() -> None:
     made = estimate(2, lambda size, one: size / 1e8, [(1e6, 1), (2e6, 1)])
-    assert made.predict((1e6, 1)) is None, "two are not enough"
+    assert made.predict((1e6, 1)) is None, "two measurements are not enough"
     made.observe((2e6, 1), 0.02)
     assert made.predict((3e7, 1)) is not None
     assert made.predict((4e7, 1)) is None

@@ -1,4 +1,4 @@
-"""Computing times, the slowdown by transfers, and the file that keeps both."""
+"""Computing times, the slowdown by transfers, and the file that stores both."""
 
 import json
 import logging
@@ -62,7 +62,7 @@ def test_layer_times_exclude_waits(waits_s: float) -> None:
     times, now_s = LayerTimes(), 100.0
     assert times.take() == 0
     times.waited(now_s, now_s + 1)
-    assert times.take() == 0, "of one layer nothing is known: the next has no beginning"
+    assert times.take() == 0, "one layer has no measurement, so the next one has no start time"
     for _ in range(24):
         times.waited(now_s, now_s + waits_s)
         now_s += waits_s + 0.2
@@ -77,11 +77,11 @@ def decode(policy: Interference, cost: float, steps: int, deviation: float = 0.0
     """Decode with transfers during every other ten steps; return their mean slowdown in the second half, and the rate.
 
     Args:
-        policy: that sets the rate.
-        cost: the real one, for each GB/s.
-        steps: to decode.
-        deviation: of a step, as a fraction.
-        seed: of what steps differ by.
+        policy: Policy that sets the rate.
+        cost: Real slowdown for each GB/s.
+        steps: Number of steps.
+        deviation: Standard deviation of a step's time, as a fraction.
+        seed: Seed of the deviations.
     """
     chance, slowdowns = random.Random(seed), []
     for number in range(steps):
@@ -98,7 +98,7 @@ def decode(policy: Interference, cost: float, steps: int, deviation: float = 0.0
 def test_the_slowdown_stays_within_the_budget(cost: float, deviation: float) -> None:
     slowdown, rate = decode(Interference(BUDGET), cost, 8000, deviation)
     assert slowdown < 1.1 * BUDGET
-    assert rate > BUDGET / cost * 1e9 / 3, "and not far below it"
+    assert rate > BUDGET / cost * 1e9 / 3, "and not far below the limit"
 
 
 def test_transfers_without_cost_are_not_limited() -> None:
@@ -128,7 +128,7 @@ def test_outlier_steps_are_limited() -> None:
     assert held.rate < Interference(BUDGET).rate
 
 
-# ---------------------------------------------------------------------------------------------------- what is kept
+# ---------------------------------------------------------------------------------------------------- the file
 
 
 def kept(path: Path | None, name: str = NAME, caplog: Any = None) -> tuple[ComputeTable, Interference, KeptLearning]:

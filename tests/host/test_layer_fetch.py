@@ -1,4 +1,4 @@
-"""A fetch in the order of layers, told by a word or by a stream, and what is left of it where the data plane fails."""
+"""A fetch in layer order, with progress by a word or by a stream, and its end when the data plane fails."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ CHUNKS = 3
 
 
 class Pages:
-    """What was scattered: which layers at a time, and the bytes of each."""
+    """Scattered layers: the layers of each call, and the bytes of each layer."""
 
     def __init__(self, shape: ChunkLayout) -> None:
         self.layers: list[tuple[int, int]] = []
@@ -49,7 +49,7 @@ def registration(client: DataPlaneClient, shape: ChunkLayout, request: pytest.Fi
 @pytest.fixture
 def manager(client: DataPlaneClient, registration: RegisteredMemory, pages: Pages) -> Iterator[KVCacheManager]:
     def scatter(*_: Any) -> None:
-        raise AssertionError("it was to come layer by layer")
+        raise AssertionError("the fetch must be in layer order")
 
     manager = KVCacheManager(client, registration, scatter, scatter_layers=pages, fetch_timeout_s=WAIT_MAX_S)
     yield manager
@@ -75,7 +75,7 @@ def test_each_layer_is_scattered_as_it_arrives(
     manager: KVCacheManager, plane: ScriptedDataPlane, registration: RegisteredMemory, pages: Pages,
     fill: Callable[[list[bytes]], None], shape: ChunkLayout,
 ) -> None:  # fmt: skip
-    """The second layer only comes once the first one is scattered."""
+    """The data plane sends the second layer only after the first one is scattered."""
     scattered = threading.Event()
     place = pages.__call__
     manager._layers.scatter = lambda *given: (place(*given), scattered.set())[0]
@@ -110,14 +110,16 @@ def test_a_data_plane_that_dies_between_two_layers_costs_the_load_and_its_memory
     manager.exchange([layered("a", fill)])
     plane.wait_for_call("FetchLayers" if is_streamed(registration) else "Fetch")
     memory = registration.current
-    monkeypatch.setattr(registration, "_connect_timeout", 0.2)  # nobody is there to answer
+    monkeypatch.setattr(registration, "_connect_timeout", 0.2)  # no process answers
     stopping = threading.Thread(target=plane.stop)
     stopping.start()
     (result,) = collect(manager, 1)
     gone.set()
     stopping.join()
     assert (result.reason, result.chunks) == ("unreachable", (0,))
-    assert memory is not None and registration.current is None and registration.retired == 1, "it may still be written"
+    assert memory is not None and registration.current is None and registration.retired == 1, (
+        "the data plane may still write"
+    )
 
 
 def test_a_load_that_is_cancelled_between_two_layers_ends(
@@ -141,7 +143,7 @@ def test_a_load_that_is_cancelled_between_two_layers_ends(
     gone.set()
     (result,) = collect(manager, 1)
     assert (result.reason, result.chunks) == ("cancelled", (0,))
-    assert registration.retired == 0, "its answer says that it is quiet"
+    assert registration.retired == 0, "the answer confirms that writing has ended"
 
 
 @pytest.fixture
@@ -161,8 +163,10 @@ def test_a_stream_that_ends_without_an_answer_is_none(
     plane.script.answers_streams = False
     manager.exchange([layered("a", fill)])
     (result,) = collect(manager, 1)
-    assert (result.reason, result.chunks) == ("invalid_answer", (CHUNKS,)), "what was said to be in place is"
-    assert registration.retired == 1, "nobody has said that it is quiet"
+    assert (result.reason, result.chunks) == ("invalid_answer", (CHUNKS,)), (
+        "all layers reported as complete are in place"
+    )
+    assert registration.retired == 1, "no answer has confirmed that writing has ended"
 
 
 @pytest.mark.parametrize("said", [[7, 1 << 31], [2, 1, 0]], ids=["more than there are", "fewer than before"])

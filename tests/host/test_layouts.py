@@ -178,7 +178,7 @@ def test_gather_is_the_inverse(kind: LayoutKind, order: str, mover: Any) -> None
 
 
 def test_the_triton_kernels_pass_their_tests() -> None:
-    """In a process of their own: engines in this process must not find Triton."""
+    """In their own process: engines in this process must not find Triton."""
     if importlib.util.find_spec("triton") is not None:
         return  # Triton is installed here, so the tests run normally
     folder = Path(sys.prefix, "triton")

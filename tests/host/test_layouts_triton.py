@@ -1,4 +1,4 @@
-"""The Triton kernels against the indexed copies: on a GPU where there is one, else in Triton's interpreter."""
+"""The Triton kernels against the indexed copies: on a GPU if available, else in Triton's interpreter."""
 
 import os
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when the kernels are defined
 pytest.importorskip("triton", reason="Triton is not installed here; test_layouts.py runs these tests where it is")
 
 from host_control.layouts import NOWHERE, PagedLayout  # noqa: E402
@@ -17,7 +17,7 @@ from shadowserve_tools.bench.parts import gpu_kernels  # noqa: E402
 LAYERS, BLOCKS, HEADS, BLOCK, SIZE = 3, 11, 2, 4, 6
 ORDERS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 KINDS = [(torch.float32, ()), (torch.bfloat16, (0, 1, 2)), (torch.uint8, ()), (torch.float16, (1, 3))]
-# The interpreter is slow: there, but for the night, each order has two of them, one with blocks that are nowhere.
+# The interpreter is slow. With it, except at night, each order has two cases; one has blocks with the index NOWHERE.
 EACH_WITH_EACH = DEVICE == "cuda" or bool(os.environ.get("TEST_NIGHTLY"))
 TRIED = [
     pytest.param(order, *KINDS[kind], id=f"{order}-{str(KINDS[kind][0]).removeprefix('torch.')}")
@@ -48,7 +48,7 @@ def test_kernels_move_what_indexing_moves(order: str, dtype: Any, nowhere: tuple
     wanted, _ = caches(order, dtype)
     kernels, indexing = PagedLayout(found, kind, "triton"), PagedLayout(wanted, kind, "torch")
     blocks = [NOWHERE if place in nowhere else block for place, block in enumerate([7, 2, 9, 0])]
-    # Numbers, not any bits: torch's copies may quiet a NaN.
+    # Numbers, and not random bits: torch's copies may quiet a NaN.
     count = 2 * kernels.chunk_bytes(2 * BLOCK) // dtype.itemsize
     chunks = torch.randint(1, 100, (count,)).to(dtype).to(DEVICE).view(torch.uint8)
     kernels.scatter(chunks, blocks, 2)

@@ -1,4 +1,4 @@
-"""Prefix lookups in the background: answers, deadlines, and what a lost data plane does to them."""
+"""Prefix lookups in the background: answers, deadlines, and a lost data plane."""
 
 import threading
 import time
@@ -21,12 +21,12 @@ CHUNK = 4
 
 
 def shortest(present: Sequence[Flags], tokens: int) -> int:
-    """As much as every group has from the start on."""
+    """Return the number of tokens that every group has from the start."""
     return min(min(map(leading, present)) * CHUNK, tokens - 1)
 
 
 def lookup_of(client: DataPlaneClient, *names: bytes, **options: Any) -> PrefixLookup:
-    """Return the lookups of an engine with one group, of ranks that hold these."""
+    """Return the lookups of an engine with one group, of ranks with these shards."""
     held = [(client, name) for name in names or NAMESPACES]
     return PrefixLookup(MODEL, [held], shortest, **{"chunk_tokens": CHUNK, "timeout": WAIT_MAX_S, **options})
 
@@ -60,7 +60,7 @@ def test_chunks_that_different_ranks_lack_are_no_hits_together(
     first, second = (record_keys(namespace, chunk_keys) for namespace in NAMESPACES)
     plane.records.update(dict.fromkeys([*first[:1], *first[2:], *second[:3], *second[4:]], b""))
     lookup.submit("r", range(22))
-    assert wait(lambda: lookup.poll("r")) == LookupAnswer(CHUNK, "complete"), "the rest lies behind a gap"
+    assert wait(lambda: lookup.poll("r")) == LookupAnswer(CHUNK, "complete"), "the other chunks are after a gap"
     (present,) = lookup.present("r") or []
     assert present.tolist() == [True, False, True, False, True]
 
@@ -68,7 +68,7 @@ def test_chunks_that_different_ranks_lack_are_no_hits_together(
 def test_ranks_that_hold_the_same_part_are_asked_for_once(
     client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
-    """Of a latent, say, or of heads that several ranks share."""
+    """Like latent KV, or heads that several ranks share."""
     lookup = lookup_of(client, *[NAMESPACES[0]] * 4)
     try:
         keys = record_keys(NAMESPACES[0], prefix_chain(MODEL, range(22), chunk_tokens=CHUNK))
@@ -83,7 +83,7 @@ def test_ranks_that_hold_the_same_part_are_asked_for_once(
 def test_all_groups_are_looked_up_in_one_round_trip_and_passed_to_the_rule(
     client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
-    """A group's chunk is there if all of its parts are, of all ranks; what that makes a hit is the rule's to say."""
+    """A group's chunk is stored if all parts of all ranks are. The rule selects the hit."""
     parts = [bytes([65 + number]) * 32 for number in range(5)]
     groups = [[(client, parts[0]), (client, parts[1])], [(client, parts[2])], [(client, parts[3]), (client, parts[4])]]
     told: list[Any] = []
@@ -111,7 +111,7 @@ def test_all_groups_are_looked_up_in_one_round_trip_and_passed_to_the_rule(
 def test_a_rule_that_fails_is_a_miss_that_says_so(
     client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
-    """It is another project's code, and changes with it."""
+    """This is another project's code, and may change."""
 
     def rule(present: Sequence[Flags], tokens: int, tail_tokens: int = 0) -> int:
         raise AttributeError("no such attention group")
@@ -178,11 +178,11 @@ def test_token_that_does_not_fit_is_a_miss(lookup: PrefixLookup, wait: Callable[
 def test_long_prompt_does_not_hold_the_engine(
     client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
-    """A lookup of a 128K-token prompt: one round trip, and submit and poll do none of the work."""
+    """A lookup of a 128K-token prompt: one round trip, and none of the work runs in submit and poll."""
     returned = threading.Event()
 
     class Prompt(list[int]):
-        """Can be read once the engine's thread is back from submit and poll."""
+        """A prompt that is readable after the engine's thread has returned from submit and poll."""
 
         def __getitem__(self, index: Any) -> Any:
             assert returned.wait(WAIT_MAX_S)
@@ -204,7 +204,7 @@ def test_long_prompt_does_not_hold_the_engine(
 def test_a_model_whose_every_group_forgets_has_hits(
     client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
-    """The symptom was reason "internal" for each prompt of a model of windows alone."""
+    """Symptom: reason "internal" for each prompt of a model with only windows."""
     namespace, tokens = b"w" * 32, list(range(12))
     plane.records.update(dict.fromkeys(record_keys(namespace, prefix_chain(b"m" * 32, tokens, chunk_tokens=4)), b""))
     lookup = PrefixLookup(

@@ -1,4 +1,4 @@
-"""The KV cache manager: figure 6 of the paper, and everything that can go wrong."""
+"""The KV cache manager: figure 6 of the paper, and all failures."""
 
 import itertools
 import os
@@ -41,20 +41,20 @@ def test_the_scheduler_is_not_blocked_while_fetches_run(
     manager.exchange([job("a", 4, fill)])
     plane.wait_for_call("Fetch")
     for _ in range(100):
-        assert manager.exchange() == [], "the fetch has not ended, by its deadline or otherwise"
+        assert manager.exchange() == [], "the fetch has not ended, not even by its deadline"
     plane.script.unstall.set()
     assert collect(manager, 1)[0].complete
 
 
 def test_an_engine_that_loads_nothing_wakes_no_thread_with_its_steps(manager: KVCacheManager) -> None:
-    """Symptom: each step of an engine that fetched nothing took another 40 us of its core."""
+    """Symptom: each step of an engine without fetches took 40 us more of its core."""
     status = Path(f"/proc/self/task/{manager._thread.native_id}/status")
 
     def switches() -> str:
         return next(line for line in status.read_text().splitlines() if line.startswith("voluntary_ctxt_switches"))
 
     def sleeps() -> bool:
-        """Whether it has nothing left to do, rather than to wait for the interpreter."""
+        """Return True if the thread is idle, and does not wait for the interpreter."""
         before = switches()
         time.sleep(0.05)
         return switches() == before
@@ -63,7 +63,7 @@ def test_an_engine_that_loads_nothing_wakes_no_thread_with_its_steps(manager: KV
     before = switches()
     for _ in range(100):
         assert manager.exchange() == []
-        time.sleep(0.001)  # in which whoever is awake runs
+        time.sleep(0.001)  # threads that are awake run now
     assert switches() == before
 
 
@@ -74,7 +74,7 @@ def test_the_manager_is_not_idle_before_the_last_outcome_is_taken(
     manager.exchange([job("a", 2, fill)])
     assert not manager.idle
     manager.wait(["a"])
-    assert not manager.idle, "nobody has heard of it"
+    assert not manager.idle, "no step has received the outcome"
     assert len(manager.exchange()) == 1 and manager.idle
 
 
@@ -86,7 +86,7 @@ def test_waiting_for_jobs_ends_with_them_and_not_with_others(
         fill(keys[name])
     manager.exchange([FetchJob(request_id=name, keys=(tuple(keys[name]),)) for name in "ab"])
     manager.wait("ab")
-    assert paged.order == ["a", "b"], "in place once waiting has ended"
+    assert paged.order == ["a", "b"], "in place after the wait"
     plane.script.stall.add("Fetch")
     ended = manager.exchange([FetchJob(request_id="c", keys=(tuple(keys["c"]),))])
     assert [result.job.request_id for result in ended] == ["a", "b"]
@@ -159,7 +159,7 @@ def test_long_job_that_is_overtaken_ends_by_its_deadline(
     plane.script.fetch_delay = 0.02
     ends = time.monotonic() + WAIT_MAX_S
     overtaking = 0
-    while not overtaking:  # a machine that stands still just then lets all of them run out of time
+    while not overtaking:  # on a slow machine all of them may time out
         manager.exchange([job("long", 4, fill), *(job(f"short{number}", 1, fill) for number in range(50))])
         *shorter, result = sorted(collect(manager, 51), key=lambda result: result.job.chunks)
         assert (result.job.request_id, result.chunks, result.reason) == ("long", (0,), "deadline")
@@ -194,7 +194,7 @@ def test_job_larger_than_the_buffers_runs_in_rounds(
     for index, key in enumerate(big.keys[0]):
         assert paged.chunks["big", index] == plane.records[key]
     halves = {fetch.offset for fetch in plane.fetches}
-    assert len(halves) == 2, "batches alternate between the halves of the registration"
+    assert len(halves) == 2, "batches alternate between the halves of the registered memory"
 
 
 def test_next_batch_arrives_while_the_last_is_scattered(
@@ -203,7 +203,7 @@ def test_next_batch_arrives_while_the_last_is_scattered(
     paged.gate.clear()
     manager.exchange([job("big", 8, fill)])
     plane.wait_for_call("Fetch", 2)
-    assert paged.chunks == {}, "the second batch is under way before the first is in place"
+    assert paged.chunks == {}, "the second batch runs before the first is in place"
     paged.gate.set()
     (result,) = collect(manager, 1)
     assert result.complete
@@ -221,7 +221,7 @@ def test_a_prompt_that_fits_into_one_batch_is_scattered_while_the_rest_of_it_arr
     paged.gate.clear()
     manager.exchange([job("a", 12, fill)])
     plane.wait_for_call("Fetch", 2)
-    assert paged.chunks == {}, "the second batch is under way before the first is in place"
+    assert paged.chunks == {}, "the second batch runs before the first is in place"
     paged.gate.set()
     (result,) = collect(manager, 1)
     manager.close()
@@ -245,7 +245,7 @@ def test_next_job_arrives_while_the_last_is_scattered(
 
 @dataclass
 class Pages:
-    """What was scattered of chunks of several shapes, by request, part and chunk, and in which order."""
+    """Scattered chunks of several shapes, by request, part and chunk, and their order."""
 
     chunk_bytes: list[int]
     chunks: dict[tuple[str, int, int], bytes] = field(default_factory=dict)
@@ -267,7 +267,7 @@ class Pages:
 
 
 class Parts:
-    """A manager of parts of these shapes, and jobs for it."""
+    """A manager of parts with these shapes, and jobs for it."""
 
     def __init__(
         self, client: DataPlaneClient, plane: Any, shapes: list[ChunkLayout], size: int, least: int = 1
@@ -281,7 +281,7 @@ class Parts:
         )
 
     def job(self, name: str, *counts: int) -> FetchJob:
-        """Return a job for so many chunks of each part, all of which are stored."""
+        """Return a job for the given number of chunks of each part; all of them are stored."""
         keys = tuple(
             tuple(bytes([sum(name.encode()) % 256, part, chunk]) + bytes(29) for chunk in range(count))
             for part, count in enumerate(counts)
@@ -303,7 +303,7 @@ class Parts:
 
 @pytest.fixture
 def parts(client: DataPlaneClient, plane: ScriptedDataPlane, shape: ChunkLayout) -> Iterator[Parts]:
-    """Two parts, of which one's chunks are four times as large as the other's, and room for three of both a batch."""
+    """Two parts; one has chunks four times as large. A batch has room for three chunks of each."""
     small = replace(shape, namespace=b"s" * 32, vector_length=shape.vector_length // 4)
     parts = Parts(client, plane, [shape, small], 2 * 3 * (shape.raw_bytes + small.raw_bytes))
     yield parts
@@ -311,7 +311,7 @@ def parts(client: DataPlaneClient, plane: ScriptedDataPlane, shape: ChunkLayout)
 
 
 def asked(plane: ScriptedDataPlane, parts: Parts) -> list[tuple[int, int]]:
-    """Return part and number of chunks of each part of each Fetch."""
+    """Return the part and the number of chunks of each part of each Fetch."""
     assert {each.memory_id for each in plane.fetches} <= {parts.registration.memory_id}
     return [(each.layout, len(each.keys)) for each in plane.fetches]
 
@@ -331,18 +331,18 @@ def test_parts_that_fit_into_a_batch_come_with_one_fetch_side_by_side(parts: Par
     large, small = parts.pages.chunk_bytes
     assert parts.fetched(parts.job("a", 1, 12)).complete
     first, second, *_ = plane.fetches
-    assert plane.calls.count("Fetch") < len(plane.fetches), "one of them named both"
+    assert plane.calls.count("Fetch") < len(plane.fetches), "one Fetch contained both"
     half = parts.registration.size // 2
     for each, size in zip(
         plane.fetches, [parts.pages.chunk_bytes[part] for part, _ in asked(plane, parts)], strict=True
     ):
         assert each.length == len(each.keys) * size
-        assert each.offset // half == (each.offset + each.length - 1) // half, "within one half"
+        assert each.offset // half == (each.offset + each.length - 1) // half, "within one half of the memory"
     assert (first.offset, first.length) == (0, large) and (second.offset, second.length) == (large, 4 * small)
 
 
 def test_each_batch_takes_half_of_the_bytes_that_are_left(parts: Parts, plane: ScriptedDataPlane) -> None:
-    """Of all parts together; a chunk of the first has four times the bytes."""
+    """Half of the bytes of all parts together; a chunk of the first part has four times the bytes."""
     assert parts.fetched(parts.job("a", 2, 8)).complete
     assert asked(plane, parts) == [(0, 2), (1, 4), (1, 2), (1, 1), (1, 1)]
 
@@ -359,7 +359,7 @@ def test_the_outcome_of_one_shard_is_the_outcome_of_the_job(
     assert result.reason == "absent" and not result.complete
     assert all(there <= count for there, count in zip(result.chunks, good, strict=True))
     assert result.chunks[0] == good[0], "the first is before the gap"
-    assert parts.fetched(parts.job("b", 2, 2)).complete, "the next one is not concerned"
+    assert parts.fetched(parts.job("b", 2, 2)).complete, "no effect on the next one"
 
 
 @pytest.mark.parametrize("batch_chunks", [1, 2, 3, 4])
@@ -383,7 +383,7 @@ def test_a_part_of_which_the_last_chunk_alone_is_wanted_waits_for_that_one(
     parts.manager.exchange(available={"a": Available(4, "complete")})
     (result,) = collect(parts.manager, 1)
     assert (result.chunks, result.reason) == ((4, 1), "complete")
-    assert sum(count for _, count in asked(plane, parts)) == 5, "none is asked for that is not there, and none twice"
+    assert sum(count for _, count in asked(plane, parts)) == 5, "no fetch of missing chunks, and no chunk twice"
 
 
 def test_a_scatter_that_fails_for_one_part_counts_for_none_of_its_round(parts: Parts) -> None:
@@ -458,7 +458,7 @@ def test_stalled_daemon_costs_every_waiting_job_its_deadline_and_no_more(
     plane.script.stall.add("Fetch")
     count = int(2 * WAIT_MAX_S / 0.3)
     manager.exchange([job(f"{number}", 1, fill) for number in range(count)])
-    results = collect(manager, count)  # one after the other they would take twice as long as it waits
+    results = collect(manager, count)  # one after the other, they would take twice the waiting time
     assert {result.reason for result in results} == {"deadline"}
     assert all(result.seconds < WAIT_MAX_S for result in results)
 
@@ -470,7 +470,7 @@ def test_memory_in_doubt_is_given_up(
     plane: ScriptedDataPlane,
     paged: Paged,
 ) -> None:
-    """The symptom would be chunk 0 of the second job full of 0xEE, written by the first, late fetch."""
+    """Symptom: chunk 0 of the second job was full of 0xEE, written by the first, late fetch."""
     manager = make_manager(fetch_timeout_s=0.5)
     plane.script.stall.add("Fetch")
     plane.script.write_after_stall = True
@@ -534,7 +534,7 @@ def test_a_data_plane_that_dies_during_a_fetch_and_restarts(
     manager.exchange([job("a", 2, fill), job("b", 2, fill)])
     plane.wait_for_call("Fetch")
     with monkeypatch.context() as patch:
-        patch.setattr(registration, "_connect_timeout", 0.2)  # nobody is there to answer
+        patch.setattr(registration, "_connect_timeout", 0.2)  # no process answers
         plane.stop()
         results = collect(manager, 2)
     assert {result.reason for result in results} <= {"unreachable", "breaker_open"}
@@ -559,14 +559,14 @@ def test_absent_daemon_fails_jobs_at_once_after_a_while(
 
     def absent(timeout: float, shape: ChunkLayout) -> None:
         attempts.append(timeout)
-        raise DataPlaneError("nobody is there", "unreachable")
+        raise DataPlaneError("no process answers", "unreachable")
 
     monkeypatch.setattr(client, "connect", absent)
     manager = KVCacheManager(client, RegisteredMemory(client, [shape], 8 * shape.raw_bytes, 0.1), paged)
     try:
         manager.exchange([job(name, 2) for name in "abcdefgh"])
         assert {result.reason for result in collect(manager, 8)} <= {"unreachable", "breaker_open"}
-        assert len(attempts) == 1, "the others do not wait for a connection"
+        assert len(attempts) == 1, "the other jobs do not wait for a connection"
         assert leftovers() == set()
     finally:
         manager.close(WAIT_MAX_S)
@@ -583,7 +583,7 @@ def test_scatter_that_fails_is_an_outcome(
     assert "no such block" in result.detail
     paged.failure = None
     manager.exchange([job("b", 2, fill)])
-    assert collect(manager, 1)[0].complete, "the loop goes on"
+    assert collect(manager, 1)[0].complete, "the loop continues"
 
 
 def test_second_job_of_one_request_is_refused_whole(

@@ -1,4 +1,4 @@
-"""Batches of which the data plane says meanwhile how far they are: what is there is scattered, the rest arrives."""
+"""Batches with progress reports: chunks in place are scattered while the others arrive."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,7 +30,7 @@ def test_delivered_chunks_are_scattered_while_the_rest_of_the_batch_arrives(
     following: KVCacheManager, plane: ScriptedDataPlane, paged: Paged, fill: Callable[[list[bytes]], None]
 ) -> None:
     def after(chunks: int) -> None:
-        if chunks in (2, 4, 5, CHUNKS):  # a third of what was left, each time
+        if chunks in (2, 4, 5, CHUNKS):  # each time a third of the remaining chunks
             wait_for(lambda: len(paged.chunks) == chunks)
 
     plane.script.after_chunk = after
@@ -95,14 +95,14 @@ def test_chunks_in_place_count_even_without_an_answer(
     def die(chunks: int) -> None:
         if chunks == 3:
             wait_for(lambda: len(paged.chunks) == 3)
-            raise RuntimeError("as the script says")
+            raise RuntimeError("as in the script")
 
     plane.script.after_chunk = die
     following.exchange([job("a", CHUNKS, fill)])
     (result,) = collect(following, 1)
     assert result.chunks == (3,) and not result.complete
     assert set(paged.chunks) == {("a", index) for index in range(3)}
-    assert following._registration.current is not memory, "who has not answered may still write there"
+    assert following._registration.current is not memory, "the data plane has not answered, so it may still write"
 
 
 def test_progress_before_an_invalid_answer_does_not_count(

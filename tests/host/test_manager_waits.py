@@ -1,4 +1,4 @@
-"""Jobs of which some chunks are still being stored by others, in the KV cache manager."""
+"""Jobs in the KV cache manager with chunks that other engines are still storing."""
 
 import threading
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Fill = Callable[[list[bytes]], None]
 
 
 def coming(plane: ScriptedDataPlane, fill: Fill, name: str, count: int, there: int) -> FetchJob:
-    """Return a job of which so many chunks are there."""
+    """Return a job of which the given number of chunks are stored."""
     whole = job(name, count, fill)
     for key in whole.keys[0][there:]:
         del plane.records[key]
@@ -24,7 +24,7 @@ def coming(plane: ScriptedDataPlane, fill: Fill, name: str, count: int, there: i
 
 
 def waits(manager: KVCacheManager, plane: ScriptedDataPlane, fetches: int) -> None:
-    """Await that a job has fetched what there is."""
+    """Wait until a job has fetched the stored chunks."""
     plane.wait_for_call("Fetch", fetches)
     wait_for(lambda: any(progress.waits() for progress in manager._queue))
 
@@ -37,7 +37,7 @@ def test_available_chunks_are_fetched_at_once_and_the_rest_as_it_becomes_availab
     waits(manager, plane, 1)
     assert sorted(paged.chunks) == [("mine", index) for index in range(3)], "in place while it waits"
     manager.exchange([job("other", 2, fill)])
-    assert collect(manager, 1)[0].job.request_id == "other", "who waits holds up nobody"
+    assert collect(manager, 1)[0].job.request_id == "other", "a waiting job does not delay others"
     fill(list(mine.keys[0][3:5]))
     manager.exchange(available={"mine": Available(5, "")})
     waits(manager, plane, 3)
@@ -47,7 +47,7 @@ def test_available_chunks_are_fetched_at_once_and_the_rest_as_it_becomes_availab
     assert (result.chunks, result.reason) == ((6,), "complete")
     assert [paged.chunks["mine", index] for index in range(6)] == [plane.records[key] for key in mine.keys[0]]
     asked = [key for fetch in plane.fetches for key in fetch.keys if key in mine.keys[0]]
-    assert asked == list(mine.keys[0]), "none is asked for that is not there, and none twice"
+    assert asked == list(mine.keys[0]), "no fetch of missing chunks, and no chunk twice"
 
 
 def test_waiting_for_any_outcome_ends_with_the_first(
@@ -57,14 +57,14 @@ def test_waiting_for_any_outcome_ends_with_the_first(
     manager.exchange([job("first", 2, fill), job("second", 2, fill)])
     plane.wait_for_call("Fetch")
     manager.wait_any(0.01)
-    assert manager.exchange() == [], "its time is over, and no job's is"
+    assert manager.exchange() == [], "its time limit is over, but not that of a job"
     later = threading.Timer(0.05, plane.script.unstall.set)
     later.start()
     ended: list[str] = []
     while len(ended) < 2:
         manager.wait_any(NEVER_S)
         ended += (now := [result.job.request_id for result in manager.exchange()])
-        assert now, "nothing had ended yet"
+        assert now, "no job had ended yet"
     assert ended == ["first", "second"]
     later.join()
 
@@ -79,7 +79,7 @@ def test_an_outcome_that_was_not_taken_ends_the_wait(manager: KVCacheManager, fi
 def test_a_job_that_waits_for_available_chunks_ends_the_wait(
     manager: KVCacheManager, plane: ScriptedDataPlane, fill: Fill
 ) -> None:
-    """Whoever could tell it would be the one who waits."""
+    """Only the waiting thread could report it."""
     mine = coming(plane, fill, "mine", 4, there=2)
     manager.exchange([mine])
     manager.wait_any(NEVER_S)
@@ -131,7 +131,7 @@ def test_a_waiting_job_ends_by_its_deadline_with_the_chunks_in_place(
     manager = make_manager(fetch_timeout_s=0.3)
     manager.exchange([coming(plane, fill, "mine", 4, there=2)])
     (result,) = collect(manager, 1)
-    assert result.reason == "deadline" and result.chunks in ((2,), (0,))  # 0 where the machine stood still meanwhile
+    assert result.reason == "deadline" and result.chunks in ((2,), (0,))  # 0 if the machine was slow
     assert 0.3 <= result.seconds
 
 

@@ -1,4 +1,4 @@
-"""Paged memory that is shared with a data plane: in place, with what it holds, and replaced when it was given up."""
+"""Paged memory that is shared with a data plane: in place, with its content, and replaced after it was abandoned."""
 
 import ctypes
 import os
@@ -19,7 +19,7 @@ LAYERS, BLOCKS, PAGE = 3, 8, 8192
 
 
 def make_caches(page: int = PAGE) -> list[Any]:
-    """An engine's caches, as vLLM makes them: views of one allocation."""
+    """An engine's caches as vLLM creates them: views of one allocation."""
     memory = torch.arange(LAYERS * BLOCKS * page // 4, dtype=torch.int32).view(torch.int8)
     whole = memory.view(torch.float32).view(BLOCKS, LAYERS, 2, 16, page // 128)
     return [whole[:, layer] for layer in range(LAYERS)]
@@ -31,7 +31,7 @@ def caches() -> list[Any]:
 
 
 def seen_by_others(pages: SharedPages) -> Any:
-    """What a data plane finds in the segment."""
+    """The bytes that a data plane reads in the segment."""
     return torch.frombuffer(pages.segment.memory, dtype=torch.float32)[: LAYERS * BLOCKS * PAGE // 4]
 
 
@@ -39,39 +39,39 @@ def test_memory_becomes_shared_where_it_is(caches: list[Any], leftovers: Callabl
     before = [cache.clone() for cache in caches]
     pages = SharedPages(caches, 4)
     assert pages.address % 4096 == 0 and pages.page_bytes == PAGE
-    assert all(torch.equal(cache, kept) for cache, kept in zip(caches, before, strict=True)), "with what it held"
+    assert all(torch.equal(cache, kept) for cache, kept in zip(caches, before, strict=True)), "with its content"
     paging = pages.paging()
     assert list(paging.first) == [layer * PAGE for layer in range(LAYERS)]
     assert (paging.stride, paging.blocks) == (LAYERS * PAGE, BLOCKS)
     caches[1][5].fill_(7.0)
     begin = (paging.first[1] + 5 * paging.stride) // 4
-    assert (seen_by_others(pages)[begin : begin + PAGE // 4] == 7.0).all(), "what the engine writes, others see"
+    assert (seen_by_others(pages)[begin : begin + PAGE // 4] == 7.0).all(), "the data plane reads the engine's writes"
     seen_by_others(pages)[begin] = 9.0
     assert caches[1][5].flatten()[0] == 9.0, "and the reverse"
     pages.close()
     assert leftovers() == set()
-    assert caches[1][5].flatten()[0] == 9.0, "it stays the engine's"
+    assert caches[1][5].flatten()[0] == 9.0, "it remains the engine's memory"
 
 
 def test_late_writes_to_memory_that_was_given_up_are_not_visible(caches: list[Any]) -> None:
     pages = SharedPages(caches, 4)
     address, before, old = pages.address, [cache.clone() for cache in caches], seen_by_others(pages)
     pages.renew()
-    assert pages.segment.memory is not None and torch.equal(old, seen_by_others(pages)), "nothing was due"
+    assert pages.segment.memory is not None and torch.equal(old, seen_by_others(pages)), "no work was due"
     pages.lost = True
     pages.renew()
-    old.fill_(5.0)  # lands late
+    old.fill_(5.0)  # a late write
     assert pages.address == address and not pages.lost
     assert all(torch.equal(cache, kept) for cache, kept in zip(caches, before, strict=True))
     seen_by_others(pages)[0] = 3.0
-    assert caches[0][0].flatten()[0] == 3.0, "the new segment is shared as the first was"
+    assert caches[0][0].flatten()[0] == 3.0, "the new segment is shared like the first"
     pages.close()
 
 
 def test_bytes_scattered_while_the_memory_is_replaced_are_not_lost(
     caches: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Symptom: what another request had fetched as ever was gone, where it was written between copy and mapping."""
+    """Symptom: KV that another request had fetched was lost if it was written between copy and mapping."""
     pages, copy, scattered = SharedPages(caches, 4), ctypes.memmove, threading.Event()
 
     def scatter() -> None:
@@ -82,7 +82,7 @@ def test_bytes_scattered_while_the_memory_is_replaced_are_not_lost(
     def copy_slowly(*arguments: Any) -> None:
         copy(*arguments)
         scattering.start()
-        scattered.wait(0.2)  # which does not come about unless it is lost
+        scattered.wait(0.2)  # the event is set in this time only if the bytes are lost
 
     scattering = threading.Thread(target=scatter)
     pages.lost = True
@@ -107,7 +107,7 @@ def test_without_room_for_another_segment_the_memory_is_the_engines_alone(
     pages.lost = True
     pages.renew()
     old.fill_(5.0)
-    assert pages.private and pages.lost, "no data plane is told of it"
+    assert pages.private and pages.lost, "no data plane receives it"
     assert all(torch.equal(cache, kept) for cache, kept in zip(caches, before, strict=True))
     caches[0][0].fill_(1.0)
     pages.renew()

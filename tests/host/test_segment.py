@@ -42,7 +42,7 @@ def test_pages_are_populated_in_advance() -> None:
         segment.memory[begin] = 1
     faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
     segment.close()
-    assert faults < size // mmap.PAGESIZE // 4, "each costs microseconds, on the engine's thread"
+    assert faults < size // mmap.PAGESIZE // 4, "each takes microseconds, in the engine's thread"
 
 
 def test_retired_memory_is_not_reused(plane: ScriptedDataPlane, registration: RegisteredMemory) -> None:
@@ -53,7 +53,7 @@ def test_retired_memory_is_not_reused(plane: ScriptedDataPlane, registration: Re
     second = registration.acquire(5)
     assert second is not first and registration.memory_id != first_id
     second.memory[:16] = b"\1" * 16
-    assert bytes(view) == bytes(16), "a view of retired memory stays what it was"
+    assert bytes(view) == bytes(16), "a view of retired memory is unchanged"
     assert plane.registrations == 1
 
 
@@ -157,11 +157,11 @@ def test_a_truncated_segment_reads_as_zeros_and_is_detected() -> None:
     view = segment.memory[4096:]
     assert segment.intact()
     os.ftruncate(segment._descriptor, 4096)
-    assert not segment.intact(), "before anybody touches it"
+    assert not segment.intact(), "before the first access"
     assert bytes(view) == bytes(len(view))
     segment.close()
     assert not segment.intact()
-    assert bytes(view) == bytes(len(view)), "a view of it outlives it"
+    assert bytes(view) == bytes(len(view)), "a view outlives it"
 
 
 def test_the_file_of_a_killed_process_is_removed(leftovers: Callable[..., set[str]]) -> None:
@@ -176,7 +176,7 @@ def test_the_file_of_a_killed_process_is_removed(leftovers: Callable[..., set[st
         assert process.stdout is not None
         name = process.stdout.readline().strip()
         Segment.create(4096).close()
-        assert leftovers(process.pid) == {name}, "its owner lives"
+        assert leftovers(process.pid) == {name}, "its owner still runs"
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
     Segment.create(4096).close()
@@ -192,7 +192,7 @@ def test_a_segment_survives_a_concurrent_cleanup(
     def late(descriptor: int, operation: int) -> None:
         if not looks:
             looks.append(descriptor)
-            module._remove_abandoned()  # as each process that creates a segment
+            module._remove_abandoned()  # like each process that creates a segment
         lock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", late)

@@ -1,4 +1,4 @@
-"""Reports of an engine's steps, samples from data planes, and the transfer rates during its steps."""
+"""Reports of an engine's steps, samples from data planes, and the transfer rates during steps."""
 
 import random
 from collections.abc import Iterator
@@ -86,7 +86,7 @@ def test_the_end_of_decoding_is_reported_once(reports: StepReports, plane: Scrip
     count = len(plane.reports)
     reports.decodes(RATE)
     wait_report(plane, count)
-    assert plane.reports[count].decodes, "one report alone said that it rested"
+    assert plane.reports[count].decodes, "only one report said that it was idle"
 
 
 def test_an_engine_whose_steps_never_end_counts_as_idle_after_a_while(
@@ -120,7 +120,7 @@ def test_answers_are_samples_of_moved_bytes(reports: StepReports, plane: Scripte
     assert [sample.known for sample in samples] == [False] + [True] * (len(samples) - 1)
 
 
-# ---------------------------------------------------------------------------------------------- which steps were calm
+# ---------------------------------------------------------------------------------------------- quiet steps
 
 
 def sample(now: float, moved_bytes: int, *, moving: bool = False, known: bool = True) -> Sample:

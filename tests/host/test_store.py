@@ -1,4 +1,4 @@
-"""Storing in the background: what is staged, what is dropped, and what the engine never waits for."""
+"""Storing in the background: staged and dropped chunks. The engine never waits."""
 
 import os
 import threading
@@ -101,7 +101,7 @@ def test_known_chunks_are_not_gathered_again(queue: StoreQueue, plane: ScriptedD
 
 
 def test_chunk_that_was_evicted_is_stored_again(queue: StoreQueue, plane: ScriptedDataPlane) -> None:
-    """The symptom would be a store that was restarted empty and stays empty, for its clients believe it full."""
+    """Symptom: a store that restarted empty stayed empty, because its clients assumed that it was full."""
     before = time.monotonic()
     assert queue.offer(keys(2), gather) == 2
     assert queue.flush(WAIT_MAX_S)
@@ -129,11 +129,11 @@ def test_full_staging_drops_the_rest_of_the_prompt_without_waiting(queue: StoreQ
     begin = time.monotonic()
     assert queue.offer(keys(11), gather) == 8
     assert queue.offer(keys(1, 11), gather, previous=keys(11)[-1], anchored=False) == 0
-    assert time.monotonic() - begin < WAIT_MAX_S, "the deadline of a store that makes no room"
+    assert time.monotonic() - begin < WAIT_MAX_S, "the deadline of a store without free memory"
     assert queue.take_counts() == {"dropped_full": 1, "dropped_gap": 3}
     plane.script.unstall.set()
     assert queue.flush(WAIT_MAX_S)
-    assert queue.offer(keys(1, 11), gather, previous=keys(8)[-1], anchored=False) == 1, "behind a stored chunk"
+    assert queue.offer(keys(1, 11), gather, previous=keys(8)[-1], anchored=False) == 1, "after a stored chunk"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_chunk_that_was_not_stored_costs_those_around_it_nothing(
     plane.script.not_storable.add(keys(4)[2])
     queue.offer(keys(1), gather)
     plane.wait_for_call("Store")
-    queue.offer(keys(4), gather)  # the three behind the first go in one call
+    queue.offer(keys(4), gather)  # one call stores the three chunks after the first
     plane.script.unstall.set()
     assert queue.flush(WAIT_MAX_S)
     assert [len(request.keys) for request in plane.stores] == [1, 3]
@@ -198,7 +198,7 @@ def test_a_stalled_store_gives_up_its_memory_and_keeps_waiting_chunks(
         queue._timeout = 0.1
         assert queue.offer(keys(6), gather) == 6
         plane.wait_for_call("Store")
-        queue._timeout = WAIT_MAX_S  # of the stores that follow
+        queue._timeout = WAIT_MAX_S  # for the following stores
         plane.script.stall.clear()
         assert queue.flush(WAIT_MAX_S)
         dropped = queue.take_counts()["dropped_deadline"]
@@ -221,7 +221,7 @@ def test_truncated_memory_costs_only_the_chunks_in_it(
 
     assert queue.offer(keys(1), shrinking) == 1
     assert queue.flush(WAIT_MAX_S)
-    assert plane.records == {}, "zeros are no KV"
+    assert plane.records == {}, "zeros are not KV"
     assert queue.take_counts()["dropped_no_memory"] == 1
     wait_for(lambda: registration.current not in (None, memory))
     assert queue.offer(keys(2), gather) == 2
@@ -234,7 +234,7 @@ def test_truncated_memory_costs_only_the_chunks_in_it(
 
 @pytest.fixture
 def parts(client: DataPlaneClient, shape: ChunkLayout) -> Iterator[StoreQueue]:
-    """Room for four chunks of each of two parts, of which one's are half as large."""
+    """Room for four chunks of each of two parts; the chunks of one are half as large."""
     small = replace(shape, namespace=b"s" * 32, vector_length=shape.vector_length // 2)
     registration = RegisteredMemory(client, [shape, small], 4 * (shape.raw_bytes + small.raw_bytes))
     queue = StoreQueue(client, registration, batch_chunks=3, timeout=WAIT_MAX_S, retry_interval=0.02)
@@ -281,7 +281,7 @@ def test_a_part_that_is_full_leaves_the_other_its_room(parts: StoreQueue, plane:
 
 
 def test_chunks_that_need_none_before_them_have_no_gap(parts: StoreQueue, plane: ScriptedDataPlane) -> None:
-    """Of a window or a state each is of use alone: what is dropped of them, or unknown before them, is no matter."""
+    """Each chunk of a window or a state is useful alone. Dropped or unknown chunks before it have no effect."""
     unknown = keys(1, 90)[0]
     assert parts.offer(keys(1, 50), gather, part=1, chained=False, previous=unknown, anchored=False) == 1
     assert parts.flush(WAIT_MAX_S)
@@ -298,7 +298,7 @@ def test_chunks_that_need_none_before_them_have_no_gap(parts: StoreQueue, plane:
     assert set(plane.records) == {*keys(1, 50), keys(3, 60)[0], keys(3, 60)[2]}
     counts = parts.take_counts()
     assert counts["dropped_gather_failed"] == 1 and "dropped_gap" not in counts
-    assert parts.offer(keys(3, 70), failing, previous=unknown, anchored=False) == 0, "of others it is"
+    assert parts.offer(keys(3, 70), failing, previous=unknown, anchored=False) == 0, "chained chunks have a gap"
     assert parts.take_counts() == {"dropped_gap": 3}
 
 
@@ -347,7 +347,7 @@ def test_close_stores_waiting_chunks(
 def test_offers_from_the_engine_while_storing(
     queue: StoreQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
-    """Each chunk arrives with its own bytes, however offers and stores interleave."""
+    """Each chunk is stored with its own bytes, in any order of offers and stores."""
 
     def write(number: int) -> Callable[[int, memoryview], None]:
         def fill(index: int, chunk: memoryview) -> None:
@@ -368,7 +368,7 @@ def test_offers_from_the_engine_while_storing(
 
 
 def test_dropped_chunks_that_others_wait_for_are_withdrawn(queue: StoreQueue, plane: ScriptedDataPlane) -> None:
-    """The symptom would be engines that wait for their deadline for a chunk that nobody stores."""
+    """Symptom: engines waited until their deadline for a chunk that no engine stored."""
     assert plane.published is not None
     plane.published.update(dict.fromkeys(keys(12), 60_000))
     plane.script.not_storable = {keys(12)[1]}
@@ -378,18 +378,18 @@ def test_dropped_chunks_that_others_wait_for_are_withdrawn(queue: StoreQueue, pl
     plane.script.unstall.set()
     assert queue.flush(WAIT_MAX_S)
     wait_for(lambda: keys(12)[1] not in (plane.published or ()))
-    assert keys(12)[0] in plane.published, "what is stored needs no word of ours"
+    assert keys(12)[0] in plane.published, "stored chunks need no notification"
     before = plane.calls.count("Publish")
     assert queue.offer(keys(2, 20), lambda index, chunk: 1 // 0, previous=keys(1)[0]) == 0
     assert queue.offer(keys(2, 10), lambda index, chunk: 1 // 0, previous=keys(1)[0], published=True) == 0
     wait_for(lambda: not set(keys(2, 10)) & set(plane.published or ()))
-    assert plane.calls.count("Publish") == before + 1, "whoever waits for nothing is told nothing"
+    assert plane.calls.count("Publish") == before + 1, "an engine that does not wait gets no notification"
 
 
 def test_a_part_is_stored_as_two_shapes_from_the_same_slots(
     client: DataPlaneClient, plane: ScriptedDataPlane, shape: ChunkLayout
 ) -> None:
-    """As of chunks that are quantized, and lossless where a preempted request is saved."""
+    """Like chunks that are quantized, and lossless for a saved preempted request."""
     other = replace(shape, namespace=b"o" * 32)
     registration = RegisteredMemory(client, [shape, other], 4 * shape.raw_bytes)
     queue = StoreQueue(client, registration, parts=1)

@@ -15,7 +15,7 @@ LOAD = [
     (Event.QUEUE, State.QUEUED),
     (Event.START, State.MOVING),
 ]
-"""A load whose lookup waits for pending chunks, and which waits for others once more while it moves."""
+"""A load whose lookup waits for pending chunks, and which waits for further chunks while it runs."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What data planes are told of an engine's queue: what has changed, in order, once; and everything when they ask."""
+"""Messages to data planes about an engine's queue: each change once and in order, and all of it on request."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ def keys_of(name: str) -> list[bytes]:
 
 
 class Told:
-    """What a data plane makes of the messages; wrong numbers fail the test."""
+    """A data plane's state after the messages; wrong numbers fail the test."""
 
     def __init__(self, plane: ScriptedDataPlane) -> None:
         self._plane = plane
@@ -36,16 +36,16 @@ class Told:
         self.begins: list[int] = []
 
     def read(self) -> list[str]:
-        """Return the first keys of those that wait, in their order."""
+        """Return the first keys of the waiting requests, in order."""
         for message in itertools.islice(list(self._plane.expected), self.messages, None):
             self.messages += 1
             if message.whole:
                 self.keys = {}
-            assert all(gone in self.keys for gone in message.gone), "of nobody that it was told of"
+            assert all(gone in self.keys for gone in message.gone), "unknown requests"
             for gone in message.gone:
                 del self.keys[gone]
             for arrival in message.arrivals:
-                assert arrival.request not in self.keys, "keys are said once"
+                assert arrival.request not in self.keys, "keys are sent once"
                 self.keys[arrival.request] = [key for chain in arrival.chains for key in chain.keys]
             if message.order:
                 self.order = [self.keys[name][0].split()[0].decode() for name in message.order]
@@ -60,12 +60,12 @@ class Told:
 
 @pytest.fixture
 def known() -> dict[str, bool]:
-    """Requests whose lookup has an answer; all that are not here have one, too."""
+    """Requests whose lookup has an answer; a request without an entry has one, too."""
     return {}
 
 
 class Clock:
-    """The machine's, until a test says what time it is: then it stands, however long the test takes."""
+    """The machine's clock, until a test sets the time; after that it stands still."""
 
     now: float | None = None
 
@@ -161,7 +161,9 @@ def test_a_step_in_which_nothing_changes_says_nothing(
     for messages in (2, 3):
         clock.now += waiting._BEAT_S
         wait(lambda messages=messages: len(plane.expected) == messages)
-    assert not any(each.arrivals or each.order or each.whole for each in plane.expected[1:]), "only that it still lasts"
+    assert not any(each.arrivals or each.order or each.whole for each in plane.expected[1:]), (
+        "only that the request still waits"
+    )
 
 
 def test_events_during_a_message_go_into_the_next_one(
@@ -175,7 +177,7 @@ def test_events_during_a_message_go_into_the_next_one(
         queue.enqueue(f"r{number}")
         queue.begun(f"r{number}")
     queue.enqueue("b")
-    assert time.monotonic() - begin < WAIT_MAX_S / 10, "the engine's thread waits for nobody"
+    assert time.monotonic() - begin < WAIT_MAX_S / 10, "the engine's thread does not wait"
     plane.script.stall.clear()
     plane.script.unstall.set()
     told = Told(plane)
@@ -194,7 +196,7 @@ def test_a_data_plane_that_lacks_messages_is_sent_everything(
     queue.begun("a")
     wait(lambda: plane.expected[-1].whole and told.read() == ["b", "c"])
     numbers = [each.number for each in plane.expected]
-    assert numbers == sorted(set(numbers)), "what comes later is known by its number"
+    assert numbers == sorted(set(numbers)), "the number identifies later messages"
 
 
 def test_a_restarted_data_plane_is_sent_everything_after_hello(
@@ -226,7 +228,7 @@ def test_a_data_plane_that_ignores_messages_gets_no_more(
         time.sleep(0.05)
     assert plane.calls.count("Expect") == 1
     plane.script.abort.clear()
-    client.connect(WAIT_MAX_S)  # another one, perhaps
+    client.connect(WAIT_MAX_S)  # perhaps another one
     wait(lambda: plane.calls.count("Expect") == 2)
 
 
@@ -261,14 +263,14 @@ def test_long_queues_and_long_prompts_go_in_messages_of_bounded_size(
 def test_requests_are_expected_as_others_have_begun() -> None:
     begins = Begins()
     assert begins.expected(0, 5.0) == math.inf
-    for at in (10.0, 10.0, 11.0, 11.0, 12.0):  # two a second, in pairs
+    for at in (10.0, 10.0, 11.0, 11.0, 12.0):  # two per second, in pairs
         begins.begun(at, others=True)
     assert begins.expected(0, 12.0) == pytest.approx(0.5)
     assert begins.expected(4, 12.0) == pytest.approx(2.5)
     assert begins.expected(0, 12.3) == pytest.approx(0.2)
-    assert begins.expected(0, 20.0) == pytest.approx(0.125), "overdue: at any moment"
+    assert begins.expected(0, 20.0) == pytest.approx(0.125), "overdue: it may begin at any moment"
     begins.begun(21.0, others=False)
-    assert begins.expected(0, 30.0) == math.inf, "nobody waited: how long it took tells nothing"
+    assert begins.expected(0, 30.0) == math.inf, "no request waited, so the duration is no measurement"
 
 
 def test_expected_begins_are_sent_and_corrected(
@@ -290,7 +292,7 @@ def test_expected_begins_are_sent_and_corrected(
 def test_an_unchanged_queue_is_rarely_sent(
     queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
-    """Symptom: while requests waited, messages that corrected when they begin took 2 % of the engine's core."""
+    """Symptom: with waiting requests, corrections of the expected start took 2 % of the engine's core."""
     for number in range(30):
         queue.enqueue(f"r{number}")
     for number in range(2):
@@ -298,7 +300,7 @@ def test_an_unchanged_queue_is_rarely_sent(
         queue.begun(f"r{number}")
     wait(lambda: plane.expected and len(plane.expected[-1].begins_in_ms) == 28)
     before, began = len(plane.expected), time.monotonic()
-    wait(lambda: len(plane.expected) >= before + 4)  # overdue, and so told anew
+    wait(lambda: len(plane.expected) >= before + 4)  # overdue, and so sent again
     assert time.monotonic() - began > 3 * waiting._CORRECTS_S
 
 

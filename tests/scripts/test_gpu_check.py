@@ -1,6 +1,6 @@
-"""scripts/gpu-check: what it says where it cannot start, and what it writes where steps fail.
+"""scripts/gpu-check: its message when it cannot start, and its report when steps fail.
 
-``scripts/gpu-check --rehearse`` in the checkout runs its steps; scripts/test-nightly does that.
+``scripts/gpu-check --rehearse`` in the checkout runs its steps; scripts/test-nightly runs it.
 """
 
 import json
@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu-check"
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """Return the script in a folder that is no checkout."""
+    """Return the script in a folder that is not a checkout."""
     (tmp_path / "scripts").mkdir()
     return Path(shutil.copy(SCRIPT, tmp_path / "scripts"))
 
@@ -40,4 +40,4 @@ def test_a_failed_step_is_recorded_and_the_others_run(script: Path) -> None:
     statuses = {step["step"]: step["status"] for step in found["steps"]}
     assert statuses.keys() >= {"build the C test", "the CUDA driver", "deliveries into GPU memory", "bench gpu"}
     assert "passed" not in statuses.values()
-    assert "native/tests/test_cuda" in statuses["the CUDA driver"], "a program that is missing is named"
+    assert "native/tests/test_cuda" in statuses["the CUDA driver"], "the message contains the missing program"

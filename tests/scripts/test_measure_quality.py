@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/measure_quality.py: what storing the KV cache costs the model, on a small sample."""
+"""scripts/measure_quality.py: the effect of a stored KV cache on the model's outputs, for a small sample."""
 
 import json
 import sys
@@ -80,7 +80,7 @@ def test_column_entropy_is_that_of_the_distributions() -> None:
     wide = rng.integers(-8, 8, (256, 64))
     narrow = rng.integers(-1, 1, (256, 64))
     size = measure_quality.column_entropy(np.concatenate([wide, narrow], axis=1).astype(np.int8))
-    assert 256 * 64 * (4 + 1) / 8 <= size + 60 <= 256 * 64 * 5 / 8 + 300  # counts are a sample: their entropy is less
+    assert 256 * 64 * (4 + 1) / 8 <= size + 60 <= 256 * 64 * 5 / 8 + 300  # counts are a sample: their entropy is lower
 
 
 def test_main_writes_the_plot_and_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

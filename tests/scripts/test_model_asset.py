@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The project's own small model: the asset that is kept."""
+"""The project's own small model: the asset in the repository."""
 
 import sys
 from pathlib import Path
@@ -46,11 +46,11 @@ def test_the_model_predicts_held_out_text(transformers_model: Any, held_out: lis
     for document in held_out[:4]:
         cache = measure_quality.prefill(transformers_model, list(document[:512]))
         bits.append(measure_quality.score(transformers_model, cache, list(document[512:1536]))[0])
-    assert sum(bits) / len(bits) < 2.6  # a uniform guess has 8, counting bytes 4.7
+    assert sum(bits) / len(bits) < 2.6  # a uniform prediction has 8, and counting bytes gives 4.7
 
 
 def test_a_wrong_chunk_in_the_prefix_changes_the_prediction(transformers_model: Any, held_out: list[bytes]) -> None:
-    # Else equal outputs would prove nothing about the keys and values that were fetched.
+    # Otherwise equal outputs would prove nothing about the fetched keys and values.
     right, wrong = list(measure_quality.windows(held_out, 2048 + 161))[:2]
     cache, other = (measure_quality.prefill(transformers_model, tokens[:2048]) for tokens in (right, wrong))
     _, likeliest = measure_quality.score(transformers_model, cache, right[2048:])

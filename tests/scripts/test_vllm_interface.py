@@ -1,4 +1,4 @@
-"""What we use of vLLM is there in each release that we work with. It is found in sources; nothing of vLLM runs."""
+"""The parts of vLLM that we use exist in each supported release. The test reads sources, and does not run vLLM."""
 
 import ast
 import json
@@ -31,7 +31,7 @@ def test_every_used_name_exists_in_each_release(version: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_record_has_exactly_the_used_names(version: str) -> None:
-    """Whoever imports more of vLLM, or derives from another class of its, records both releases anew."""
+    """After a new import from vLLM, or a new base class from vLLM, both releases must be recorded again."""
     assert set(vllm_interface.recorded(version)) == OURS.imports | OURS.heirs.keys() | OBJECTS.keys()
 
 
@@ -49,7 +49,7 @@ def test_an_override_accepts_the_calls_of_its_base(name: str, version: str) -> N
 
 
 def takes(own: ast.FunctionDef, form: str) -> bool:
-    """Return if our method accepts the arguments of the method that it implements, by position and by name."""
+    """Return True if our method accepts the arguments of the method that it implements, by position and by name."""
     asked = parameters(form)
     mine = own.args
     names = [each.arg for each in [*mine.posonlyargs, *mine.args]]

@@ -1,4 +1,4 @@
-"""Every benchmark runs, small, so that none rots: its table, its data, and its own checks of what it moved."""
+"""Every benchmark in a small run: its table, its data, and its own checks of the transferred bytes."""
 
 import json
 import math
@@ -34,7 +34,7 @@ SMALL = {
     "commands": ["--count", "500", "--repeats", "1"],
     "aggregate": [
         *("--chunks", "16,256", "--tokens", "256", "--layers", "2", "--repeats", "1"),
-        *("--below", "memory"),  # over Ceph, and in 'layers', it takes half a minute more
+        *("--below", "memory"),  # over Ceph, and for 'layers', it takes half a minute longer
     ],
     "schedule": [
         *("--mixes", "A,C", "--policies", "stall_opt", "--rate", "0.2", "--time", "0.01", "--repeats", "1"),
@@ -105,7 +105,7 @@ def may_link() -> bool:
 
 
 OTHERS_INSTALL = {"fetch", "link", "serving", "tiers"}
-"""Benchmarks that name the peers that are not installed."""
+"""Benchmarks whose output lists peers that are not installed."""
 LACKING = {
     *(() if may_link() else ("link", "layers", "nodes", "decide", "queue")),
     *(() if shutil.which("redis-server") and shutil.which("redis-benchmark") else ("commands",)),
@@ -113,7 +113,7 @@ LACKING = {
 
 
 BY_NIGHT = {"ablation", "decide", "disaggregation", "oversubscription", "queue", "budget"}
-"""A quarter of a minute each, or more; 'serving', 'layers' and 'interference' have what most of them stand on."""
+"""A quarter of a minute each, or more; 'serving', 'layers' and 'interference' cover most of their code."""
 if os.environ.get("TEST_NIGHTLY"):
     BY_NIGHT = set()
 
@@ -136,7 +136,7 @@ def test_a_small_run_writes_its_table_data_and_plot(tmp_path: Path, name: str, m
     assert content["rows"] and all(set(row) <= set(content["columns"]) for row in content["rows"])
     assert content["charts"] and content["machine"]["cores"] >= 1 and content["sources"]
     assert content["ratios"].keys() == content["goals"].keys() == content["spread"].keys() != set()
-    for ratio, value in content["ratios"].items():  # differences of times may be negative by noise
+    for ratio, value in content["ratios"].items():  # noise can make differences of times negative
         assert math.isfinite(value) and (value == 0) == (content["goals"][ratio] == "exactly 0"), ratio
     notes = {row.get("note") for row in content["rows"]}
     assert ("not installed (scripts/setup-peers)" in notes) == (name in OTHERS_INSTALL)
@@ -175,7 +175,8 @@ def test_an_unknown_plot_format_is_refused_before_measuring(tmp_path: Path) -> N
 
 
 def test_half_width_is_that_of_the_smallest_95_percent_interval() -> None:
-    # Of ten values, the second to the ninth hold the median with 97.9 %, the third to the eighth with 89.1 %.
+    # With ten values, the median is between the second and the ninth with 97.9 %, and between the third and the eighth
+    # with 89.1 %.
     assert half_width([9.0, 1, 8, 2, 7, 3, 6, 4, 5, 0]) == 3.5
     assert half_width([0.0] * 99 + [1000.0]) == 0
     with pytest.raises(ValueError, match="too few"):
@@ -223,4 +224,4 @@ def test_turns_alternate_in_order() -> None:
 
     speeds = in_turns([run("one"), run("other")], repeats=2)
     assert [len(own) for own in speeds] == [2, 2]
-    assert order == ["one", "other", "one", "other"]  # the second turn of three went backwards
+    assert order == ["one", "other", "one", "other"]  # the second run of three is in reverse order

@@ -1,4 +1,4 @@
-"""What benchmarks compare with: that it is verified, stopped, linked and explained as it should be."""
+"""The peers of benchmarks: their verification, end, links and explanation."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ from shadowserve_tools.bench.peers.driver import Values
 from shadowserve_tools.bench.peers.network import Link, linked
 from shadowserve_tools.bench.peers.sockets import Memory, filled_redis, plain_reader, plain_sockets, redis_reader
 
-CHUNK_BYTES = 3 << 20  # more than one piece, and not a whole number of them
+CHUNK_BYTES = 3 << 20  # more than one piece, and not a whole number of pieces
 CHUNKS = 3
 
 
@@ -112,7 +112,7 @@ def test_a_limited_link_delivers_no_more_than_its_rate(link: Link) -> None:
         begin = time.perf_counter()
         thread.start()
         assert len(receiving.recv(size, socket.MSG_WAITALL)) == size
-        # A tenth for the burst; a slow machine only makes it slower.
+        # A tenth for the burst; a slow machine only increases the time.
         assert time.perf_counter() - begin > 0.9 * size * 8 / 0.5e9
         thread.join()
 

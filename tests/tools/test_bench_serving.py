@@ -1,4 +1,4 @@
-"""What the benchmarks with a real engine offer it, and how they count."""
+"""The load of the benchmarks with a real engine, and their counting."""
 
 import json
 import os
@@ -70,7 +70,7 @@ class Connector:
 
 
 def planned(*, preempted: Sequence[str] = (), **requests: tuple[int, int]) -> Any:
-    """Return what a scheduler plans of requests: tokens that each has computed before, and computes now."""
+    """Return a scheduler's plan for requests: the tokens that each has computed before, and computes now."""
     before = [each for each, _ in requests.values()]
     return SimpleNamespace(
         scheduled_new_reqs=[],
@@ -95,7 +95,7 @@ def test_tokens_computed_again_are_counted_apart(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_limit_is_a_turn_without_repeated_computing() -> None:
-    """Of steps of 10 ms, 0.5 for each request and 0.4 for each token beyond one: of 10 s, 2 are of 5,000 tokens."""
+    """A step takes 10 ms, plus 0.5 ms per request and 0.4 ms per token. 5,000 tokens (2 s) are computed again."""
     generator, steps = random.Random(3), []
     for number in range(400):
         requests, again = generator.randrange(8, 24), 100 if number % 8 == 0 else 0
@@ -121,18 +121,18 @@ def test_blocked_time_is_retrieval_without_computing(monkeypatch: pytest.MonkeyP
         watch.stepped(begin)
 
     connector.get_num_new_matched_tokens(request, 0)
-    step(12.0)  # computes for another request from 0 to 12; the request arrived at 10
+    step(12.0)  # it computes for another request from 0 to 12; the request arrived at 10
     request.found = True
     connector.get_num_new_matched_tokens(request, 0)
     clock.now = 13.0
     connector.update_state_after_alloc(request, None, 256)
-    step(16.0)  # nothing to compute
+    step(16.0)  # no tokens to compute
     step(17.0)
     clock.now = 18.0
     connector.update_connector_output(SimpleNamespace(finished_recving={"request-1-0a1b2c3d"}))
     found = watch.steps("request-1", 0.0, {"at": 10.0, "first": 20.0})
     assert found == {"lookup_s": 2.0, "allocation_s": 1.0, "retrieval_s": 5.0, "last_s": 2.0, "blocked_s": 5.0}
-    assert watch.steps("request-2", 0.0, {"at": 10.0, "first": 20.0}) == {}, "nothing was retrieved"
+    assert watch.steps("request-2", 0.0, {"at": 10.0, "first": 20.0}) == {}, "no KV was retrieved"
 
 
 def test_weights_are_complete_and_reproducible(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The ``shadowserve`` command: what it prints, and the exit codes that scripts rely on."""
+"""The ``shadowserve`` command: its output, and the exit codes for scripts."""
 
 import json
 import os
@@ -268,7 +268,7 @@ def test_a_stopped_program_is_a_warning_with_the_command_that_starts_it(address:
 
 
 def test_the_doctor_uses_the_configured_addresses(tmp_path: Path) -> None:
-    """In the host's role it looked for storage at the default port, and told to start it with another file."""
+    """Symptom: in the host's role, it tried the default port of storage, and the remedy contained another file."""
     ports = [free_port() for _ in range(2)]
     file = tmp_path / "all.yaml"
     file.write_text(

@@ -1,4 +1,4 @@
-"""``shadowserve doctor`` asks storage nodes, data planes and other servers what they are, in their own protocols."""
+"""``shadowserve doctor`` identifies storage nodes, data planes and other servers by their own protocols."""
 
 import dataclasses
 import http.server
@@ -59,7 +59,7 @@ def on_host(storage: str, plane: str, **keys: Any) -> Found:
     return doctor("--storage", storage, "--kv-transfer-config", json.dumps(engine))
 
 
-# ---- What listens ----------------------------------------------------------------------------------------------------
+# ---- Listening servers -----------------------------------------------------------------------------------------------
 
 
 def test_running_programs_are_reported_with_their_release(storage: Child, plane: Child) -> None:
@@ -70,7 +70,7 @@ def test_running_programs_are_reported_with_their_release(storage: Child, plane:
 
 
 def test_swapped_addresses_are_two_failures_with_remedies(storage: Child, plane: Child) -> None:
-    """Symptom: with the ports of storage node and data plane swapped the doctor said 'ok' twice."""
+    """Symptom: with the ports of storage node and data plane swapped, the doctor printed 'ok' twice."""
     found = on_host(plane.address, storage.address)
     state, what, remedy = found["storage server"]
     assert state == "failed" and "gRPC server, such as a data plane" in what
@@ -81,7 +81,7 @@ def test_swapped_addresses_are_two_failures_with_remedies(storage: Child, plane:
 
 
 def test_a_missing_or_wrong_password_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Symptom: a storage server that let the data plane do nothing was 'ok'."""
+    """Symptom: a storage server that refused all commands of the data plane was 'ok'."""
     with start_storage(tmp_path, environment={"SHADOWSERVE_STORAGE_PASSWORD": "right"}) as locked:
         file = tmp_path / "dpu.yaml"
         file.write_text(f"dpu: {{storage: '{locked.address}', listen: '127.0.0.1:1'}}")
@@ -111,7 +111,7 @@ def test_an_http_server_and_a_silent_one_are_recognized(storage: Child) -> None:
         protocol_version = "HTTP/1.1"
 
         def log_message(self, *_: Any) -> None:
-            """Nothing: standard error is read as well."""
+            """No output: the test also reads standard error."""
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as web:
         threading.Thread(target=web.serve_forever, daemon=True).start()
@@ -150,7 +150,7 @@ def test_addresses_come_from_the_data_planes_configuration(tmp_path: Path) -> No
         assert "storage server" not in found
     found = doctor("--config", str(file))
     assert found["device /nowhere/pool"][0] == "failed" and found["memory"][0] in ("ok", "warning")
-    assert "image" not in found, "it was taken for a BlueField"
+    assert "image" not in found, "the doctor identified it as a BlueField"
 
 
 def test_a_file_of_another_program_is_a_failure(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_the_listed_vllm_keys_are_complete() -> None:
 
 
 def test_engines_of_one_model_that_do_not_share_kv_are_a_warning(storage: Child, tmp_path: Path) -> None:
-    """Symptom: two engines with different chunk_tokens shared nothing, and the doctor saw no more than a port."""
+    """Symptom: two engines with different chunk_tokens shared nothing, and the doctor only checked the port."""
     layout = ChunkLayout(
         namespace=b"n" * 32, dtype=DType.BFLOAT16, layers=2, kinds=2, vector_length=64, tokens=256,
         quantizer=Quantizer.LOSSLESS,

@@ -1,4 +1,4 @@
-"""``shadowserve simulate``: how near it is to the paper, what it must say in the limits, and what it writes."""
+"""``shadowserve simulate``: its distance from the paper, its results in limits, and its output."""
 
 import dataclasses
 import json
@@ -35,12 +35,12 @@ def at(bandwidth: float, **others: int) -> Setting:
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_the_model_matches_the_paper_or_is_a_known_miss(target: Target) -> None:
-    # One that is said to be missed and no longer is belongs among the others, and the document has to change.
+    # A target that is listed as missed but is reached must move to the other list, and the document must change.
     assert target.missed(MODEL) == target.known_miss
 
 
 def test_fitted_figures_match_and_are_no_predictions() -> None:
-    # 32 tasks are no 32 Gbps; and the one prediction of 20.6 is made without it, which the next test holds.
+    # 32 tasks are not 32 Gbps. The one prediction of 20.6 does not use it; the next test checks that.
     given = {value for name, value in dataclasses.asdict(Given()).items() if name != "tasks_in_flight"} - {20.6}
     for target in TARGETS:
         assert not (target.kind == "fitted" and target.known_miss)
@@ -161,7 +161,9 @@ def test_smaller_slices_raise_the_network_rate_and_have_an_optimum() -> None:
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
     assert sizes[-1] == pytest.approx(MODEL.network_gbps(at(40), Design(frozenset({"fusion"}))))
     times = [MODEL.ttft_s(at(40), Design(frozenset({"slices"}), 4096 << each)) for each in range(10)]
-    assert min(times) < times[0] and min(times) < times[-1], "hand-overs and filling are weighed against each other"
+    assert min(times) < times[0] and min(times) < times[-1], (
+        "small slices cost more transfers between stages, and large ones a longer fill"
+    )
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -269,7 +271,8 @@ def test_a_mix_of_requests_is_reported_in_order_for_every_policy(tmp_path: Path)
 
 
 def test_the_time_to_first_token_is_the_papers_equation(tmp_path: Path) -> None:
-    # By hand: 16K at 0.5 over 20 Gbps. A layer of 8,192 tokens of 4,096 bytes takes 13.4 ms, less than its computing.
+    # Calculated by hand: 16K at 0.5 over 20 Gbps. A layer of 8,192 tokens of 4,096 bytes takes 13.4 ms, less than
+    # computing it.
     found = shared(tmp_path / "o.json")["policies"]["equal"]["requests"][0]
     assert found["rate_gbps"] == 20.0
     assert found["ttft_ms"] == pytest.approx(8192 * 4096 * 8 / 20e6 + 955.89)
@@ -280,7 +283,7 @@ def test_compressed_records_are_faster_by_their_share_of_the_bytes(tmp_path: Pat
     assert found["stored"]["share"] == 0.5
     for policy, its in found["policies"].items():
         assert found["stored"]["policies"][policy]["total_ttft_ms"] < its["total_ttft_ms"]
-    # Half the bytes over half the link is the same as all of them over all of it.
+    # Half of the bytes over half of the link takes the same time as all bytes over the whole link.
     half = shared(tmp_path / "o.json", "--stored-share", "0.5", "--cap-gbps", "40", "--margin-gbps", "2.5")
     halves = half["stored"]["policies"]["calibrated_stall_opt"]["total_ttft_ms"]
     assert halves == pytest.approx(found["policies"]["calibrated_stall_opt"]["total_ttft_ms"])

@@ -1,4 +1,4 @@
-"""``shadowserve simulate tiers`` and ``simulate ssd``: the papers' findings, limits, and the model against itself."""
+"""``shadowserve simulate tiers`` and ``simulate ssd``: the papers' findings, limits, and consistency of the model."""
 
 import dataclasses
 import json
@@ -47,7 +47,7 @@ def test_policies_have_the_papers_order_and_prefetch_is_within_one_percent_of_th
     assert tpots["frequency"] > tpots["attention_prefetch"] > tpots["prefetch"], tpots
     assert 0.999 <= tpots["prefetch"] / tpots["oracle"] <= 1.01
     assert found["prefetch"].wasted_bytes == 0 < found["attention_prefetch"].wasted_bytes
-    if workload == "mixed" and times == 3:  # the figures of 7B and 70B that are there
+    if workload == "mixed" and times == 3:  # the available figures of 7B and 70B
         for name, paper in TABLE_4[model].items():
             assert tpots[name] == pytest.approx(paper, rel=0.1), name
 
@@ -137,7 +137,7 @@ def test_a_faster_source_has_a_higher_crossover_and_beyond_it_the_gpu_waits(tmp_
 
 
 def test_the_cost_is_equation_9() -> None:
-    # By hand, where nothing waits: 32 layers of operations, and 14 TB of SSD beside the GPU.
+    # Calculated by hand for a case without waits: 32 layers of operations, and 14 TB of SSD beside the GPU.
     machine, new = Machine(), 131_072 * 0.5
     operations = 2 * new * 218_112_000 + 4 * new * (131_072 - new / 2) * 4096
     prefill_s = 32 * operations / (989e12 * FITTED.efficiency)

@@ -1,4 +1,4 @@
-"""``shadowserve trace``: a document that timeline viewers open, in which nothing is missing, twice, or out of place."""
+"""``shadowserve trace``: a document for timeline viewers, without missing, duplicate or misplaced spans."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from shadowserve_tools.processes import free_port, start_data_plane, start_stora
 from shadowserve_tools.timeline import chrome_trace, lanes, stage_times
 
 SLICES = 64
-"""Of a chunk of 32 layers of K and V."""
+"""Slices of a chunk with 32 layers of K and V."""
 
 
 def run(*arguments: str) -> Result:
@@ -54,7 +54,7 @@ def test_a_fetch_becomes_a_timeline(tmp_path: Path, fused: str) -> None:
 
 
 def check_tracks(document: dict[str, Any]) -> None:
-    """Every track has a name; times are from 0; on one track, spans nest or are apart."""
+    """Every track has a name; times start at 0; on one track, spans are nested or separate."""
     events = document["traceEvents"]
     processes = {event["pid"] for event in events if event["name"] == "process_name"}
     named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
@@ -120,7 +120,7 @@ def test_a_decision_has_a_track_with_predicted_and_measured_times() -> None:
 
 
 def test_decisions_of_a_running_data_plane_are_printed(tmp_path: Path, data_plane: tuple[str, Any]) -> None:
-    """Where all is computed there is nothing else to show."""
+    """If all is computed, there are no other spans."""
     address, decide = data_plane
     file = tmp_path / "trace.json"
     thread = threading.Thread(target=decide)
@@ -140,7 +140,7 @@ def test_decisions_of_a_running_data_plane_are_printed(tmp_path: Path, data_plan
 
 @pytest.fixture
 def data_plane(tmp_path: Path) -> Iterator[tuple[str, Any]]:
-    """A data plane, and what tells it of decisions while it records."""
+    """A data plane, and a client that reports decisions to it while it records."""
     stop = threading.Event()
     with start_storage(tmp_path) as storage, start_data_plane(tmp_path, storage.address) as plane:
         with closing(DataPlaneClient(plane.address)) as client:

@@ -90,7 +90,7 @@ def test_changed_files_are_read_again(tmp_path: Path, change: str) -> None:
 
 
 def test_a_recently_changed_file_is_not_cached(tmp_path: Path) -> None:
-    # Another change within the same tick of the file system's clock would not be seen.
+    # A cached digest would hide another change in the same tick of the file system's clock.
     files, memory = made(tmp_path / "m"), tmp_path / "content.json"
     hashes(memory, settle_seconds=1e6).digests(files)
     with opened() as names:
@@ -124,7 +124,7 @@ def test_a_cache_that_others_can_write_is_not_used(tmp_path: Path) -> None:
     files, memory = made(tmp_path / "m", 1), tmp_path / "content.json"
     hashes(memory, settle_seconds=-1e6).digests(files)
     memory.write_text(memory.read_text().replace(expected(files)[0], "0" * 64))
-    assert hashes(memory).digests(files) == ["0" * 64], "the user's own is believed"
+    assert hashes(memory).digests(files) == ["0" * 64], "the user's own cache is used"
     memory.chmod(0o622)
     assert hashes(memory).digests(files) == expected(files)
 

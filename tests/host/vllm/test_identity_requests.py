@@ -1,4 +1,4 @@
-"""Extra inputs of requests to the key, with vLLM's own requests, adapters and multimodal inputs."""
+"""Extra inputs of requests in the key, with vLLM's own requests, adapters and multimodal inputs."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def engine(adapters: bool = True, **options: Any) -> Any:
 
 
 def extra(inputs: Any, epoch: str = "", **attributes: Any) -> Extra:
-    """Return a request's extra inputs, as on the lookup's thread."""
+    """Return a request's extra inputs, as in the lookup's thread."""
     found = inputs.extra(request(**attributes), epoch)
     value: Extra = found if isinstance(found, Extra) else found()
     return value
@@ -89,7 +89,7 @@ def test_a_retrained_adapter_differs_for_the_next_engine(tmp_path: Path, change:
 
 @pytest.mark.parametrize("stamped", [False, True])
 def test_an_adapter_retrained_while_the_engine_runs_is_uncacheable(tmp_path: Path, stamped: bool) -> None:
-    # vLLM uses the loaded content, and the new one after an eviction. It does not tell which.
+    # vLLM uses the loaded content, and the new content after an eviction. It does not report which.
     folder, inputs = adapter(tmp_path / "a"), None
     inputs = engine()
     before = extra(inputs, lora_request=lora(folder))
@@ -191,7 +191,7 @@ def test_an_adapter_is_hashed_once_for_many_requests(tmp_path: Path, monkeypatch
     assert len(read) == 2
 
 
-# ---------------------------------------------------------------------- images and the like
+# ---------------------------------------------------------------------- multimodal inputs
 
 
 def feature(content: Any, identifier: str = "i", offset: int = 0, length: int = 4, **options: Any) -> Any:

@@ -53,7 +53,7 @@ def effect_of(place: str, name: str) -> Any:
     )
 
 
-# What comes of them is tested by itself, below or in test_identity_weights.py and test_identity_requests.py.
+# Other tests cover the values that these produce, below or in test_identity_weights.py and test_identity_requests.py.
 OBJECTS = {"hf_config", "hf_text_config", "multimodal_config"}
 
 
@@ -67,7 +67,7 @@ def test_the_table_lists_every_field_of_vllm(base: Any) -> None:
     assert len(rows) == len(set(rows)), "a name has two rows"
     real = {(place, name) for place, name, _ in fields_of(base)}
     gone = {(place, name) for place, name in rows if place in {place for place, _ in real} and name != "*"} - real
-    assert gone == set(), "rows of fields that are gone"
+    assert gone == set(), "rows of fields that no longer exist"
 
 
 def test_each_field_has_the_effect_in_the_table(base: Any) -> None:
@@ -114,7 +114,7 @@ def test_a_platform_class_of_the_user_is_in_the_key(base: Any) -> None:
     assert digest(config) != digest(base)
 
 
-# Arguments as a user gives them, over configurations that vLLM makes of them.
+# User arguments, with the configurations that vLLM creates from them.
 OTHER: dict[str, dict[str, Any]] = {
     "dtype": {"dtype": "float32"},
     "hf_overrides": {"hf_overrides": {"rms_norm_eps": 1e-3}},
@@ -193,7 +193,7 @@ def test_another_model_class_is_in_the_key(
             digest(engine_config(ASSET, model_class_overrides={"LlamaForCausalLM": f"{module}:MistralForCausalLM"}))
         )
     assert before not in found
-    assert (found[0] != found[1]) is (module == "mine"), "code of the user's own is in the key by its content"
+    assert (found[0] != found[1]) is (module == "mine"), "the key contains the content of the user's own code"
 
 
 def test_dummy_weights_are_identified_by_their_seed() -> None:
@@ -283,7 +283,7 @@ def test_a_rank_is_identified_by_its_heads(
     assert {(each.label, each.layers) for each in named} == {("full", (0, 3))}
     assert model_of(config, caches).digest() == model_of(base).digest(), "one chain for all"
     digests = [digest(config, caches, rank=rank) for rank in range(ranks)]
-    assert len(set(digests)) == len(set(expected)), "ranks that hold the same heads share their records"
+    assert len(set(digests)) == len(set(expected)), "ranks with the same heads share their records"
 
 
 def test_mla_is_the_same_for_any_number_of_ranks(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def test_files_outside_the_index_do_not_count(tmp_path: Path) -> None:
     assert digest(engine_config(folder, load_format="hf")) == before
     # vLLM caches the list of a folder's files in the process.
     again = shutil.copytree(folder, tmp_path / "again")
-    assert digest(engine_config(again)) != before, "auto takes the consolidated ones where there are any"
+    assert digest(engine_config(again)) != before, "auto uses the consolidated files if there are any"
 
 
 @pytest.mark.parametrize("load_format", ["sharded_state", "runai_streamer", "of a plugin"])
@@ -149,7 +149,9 @@ def test_a_hub_model_is_identified_by_content(hub_cache: Path, tmp_path: Path) -
     config = engine_config(ASSET)
     config.model_config.model = "a/model"
     first = digest(config)
-    assert digest(engine_config(model_folder(tmp_path / "local"))) == first, "a folder of the same files is the same"
+    assert digest(engine_config(model_folder(tmp_path / "local"))) == first, (
+        "a folder with the same files has the same identity"
+    )
     snapshot(hub_cache, "b" * 40, tensors())
     assert digest(config) == first
     snapshot(hub_cache, "c" * 40, OTHER)

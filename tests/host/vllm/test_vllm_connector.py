@@ -1,4 +1,4 @@
-"""``ShadowServeConnector`` between its two halves: every hook that vLLM calls, when one of them or both are off."""
+"""``ShadowServeConnector`` and its two halves: every hook that vLLM calls, with one or both halves off."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ def plane() -> Iterator[ScriptedDataPlane]:
 
 @pytest.fixture
 def groups() -> list[Any]:
-    """Return the KV cache groups of the engine: one."""
+    """Return the KV cache groups of the engine, here one group."""
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
@@ -33,7 +33,7 @@ def groups() -> list[Any]:
 def make(
     plane: ScriptedDataPlane, groups: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[str, str], Any]]:
-    """Return a function that makes the connector of a role, off for a reason or, without one, on."""
+    """Return a function that creates the connector of a role, off for a reason, or on without a reason."""
     import vllm.distributed.parallel_state as parallel_state
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
@@ -77,7 +77,7 @@ def make(
 def test_an_engine_with_several_steps_under_way_refuses_loads_within_steps(
     make: Callable[..., Any], asked: dict[str, bool]
 ) -> None:
-    """Symptom: tokens of a load that fell short while the next step ran. vLLM takes back one step."""
+    """Symptom: wrong tokens of a load that fell short during the next step. vLLM rolls one step back."""
     named = "layer_order: true" if "layer_order" in asked else "asynchronous_fetch: false"
     for role in ("SCHEDULER", "WORKER"):
         make(role, "", 1, **asked)
@@ -112,7 +112,7 @@ def test_vllm_makes_piecewise_graphs_only_where_layers_are_loaded_one_by_one() -
 
 
 class Request(SimpleNamespace):
-    """As much of vLLM's as the connector looks at."""
+    """The attributes of vLLM's class that the connector reads."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -131,7 +131,7 @@ class Request(SimpleNamespace):
 
 
 def assert_every_hook_does_nothing(scheduler: Any, worker: Any) -> None:
-    """Call them in vLLM's order, with blocks of three groups, and outputs that must not even be looked at."""
+    """Call them in vLLM's order, with blocks of three groups, and outputs that must not be read."""
     from host_control.vllm.metadata import ShadowServeMetadata
 
     request, nothing = Request(), ShadowServeMetadata()
@@ -169,7 +169,7 @@ def test_a_connector_of_which_one_half_is_off_does_nothing(
     scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): shake, (0, 1): shake})
     said = [record.getMessage() for record in caplog.records if "off" in record.getMessage()]
     reason = "the worker says so" if off == "WORKER" else "the scheduler says so"
-    assert said == [f"ShadowServe is off, every prompt is computed: {reason}"], "once, whoever found it"
+    assert said == [f"ShadowServe is off, every prompt is computed: {reason}"], "once, also if both halves detect it"
     assert_every_hook_does_nothing(scheduler, worker)
     assert plane.calls == []
 

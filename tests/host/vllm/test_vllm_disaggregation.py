@@ -1,4 +1,4 @@
-"""Prompts that are handed over: what proxies say and are told, tails and caps, in the connector's scheduler half."""
+"""P/D disaggregation in the connector's scheduler half: parameters of proxies, tails and limits."""
 
 from typing import Any
 
@@ -53,13 +53,13 @@ def arrive(side: Any, params: Any = None, tokens: list[int] = TOKENS, name: str 
 
 
 def padded(blocks: list[int], before: int = 0) -> list[int]:
-    """Return the blocks of records: nothing goes to those that are there already, and to what is behind a tail."""
+    """Return the blocks of records: none for stored records, and none after a tail."""
     chunk = CHUNK // BLOCK
     return [NOWHERE] * before + blocks + [NOWHERE] * (-(before + len(blocks)) % chunk)
 
 
 def part(load: Any) -> Any:
-    """Return what a load takes of the only group."""
+    """Return a load's chunks and blocks of the only group."""
     (only,) = load.groups.values()
     return only
 
@@ -99,7 +99,7 @@ def test_a_prompt_that_is_computed_in_parts_stores_each_part_and_the_tail_once(m
     assert stored == [([one], None), ([two], one), ([three], two), ([tail_of(TOKENS)], three)]
     request.all_token_ids += range(CHUNK)
     (store,) = side.step(step(cached={"r": (len(TOKENS), CHUNK)})).stores
-    assert store.chunk_keys == chunk_keys(request.all_token_ids)[3:], "what is generated goes on behind the last chunk"
+    assert store.chunk_keys == chunk_keys(request.all_token_ids)[3:], "generated tokens continue after the last chunk"
 
 
 def test_a_prompt_shorter_than_a_chunk_is_a_tail(make_side: Any, plane: ScriptedDataPlane) -> None:
@@ -126,7 +126,7 @@ def test_a_decode_engine_computes_only_the_prompts_last_block(make_side: Any, pl
     (load,) = side.step(step()).loads
     assert part(load).chunk_keys == [*chunk_keys(TOKENS), tail_of(TOKENS)]
     assert part(load).blocks == padded(BLOCKS[: (WHOLE + TAIL) // BLOCK])
-    assert not side.step(step({"r": (WHOLE + TAIL, 5)})).stores, "all of it is stored already"
+    assert not side.step(step({"r": (WHOLE + TAIL, 5)})).stores, "all chunks are stored already"
 
 
 def test_the_last_token_of_a_prompt_of_whole_blocks_is_computed(make_side: Any, plane: ScriptedDataPlane) -> None:
@@ -191,7 +191,7 @@ def test_a_request_waits_for_chunks_that_the_prefill_engine_stores(make_side: An
 
 
 def come(plane: ScriptedDataPlane, *, chunks: int) -> None:
-    """Have the other engine store so many chunks, and publish the rest."""
+    """Store the given number of chunks in the other engine, and publish the rest."""
     assert plane.published is not None
     plane.published.update(dict.fromkeys([*keys(0, TOKENS), tail_key(TOKENS)], 60_000))
     hold(plane, chunks=chunks, tail=False)
@@ -205,7 +205,7 @@ def test_a_load_starts_with_available_chunks_and_the_workers_learn_of_the_rest(
     come(plane, chunks=1)
     request = arrive(side, TAKES)
     assert matched(side, request, local) == WHOLE + TAIL - local
-    assert side.waits(request), "it is not computed on while it waits"
+    assert side.waits(request), "no computing while the request waits"
     side.allocated(request, [BLOCKS[: WHOLE // BLOCK + 3]], WHOLE + TAIL - local)
     begun = side.step(step())
     (load,) = begun.loads
@@ -215,9 +215,9 @@ def test_a_load_starts_with_available_chunks_and_the_workers_learn_of_the_rest(
     assert wait_for(lambda: side.step(step()).available) == {"r": Available(there + 2, "")}
     hold(plane)
     assert wait_for(lambda: side.step(step()).available) == {"r": Available(there + 3, "complete")}
-    assert not side.step(step()).available, "said once"
+    assert not side.step(step()).available, "reported once"
     side.worker_output({"r"}, report({}))
-    assert not side.step(step({"r": (WHOLE + TAIL, 5)})).stores, "all of it is stored already"
+    assert not side.step(step({"r": (WHOLE + TAIL, 5)})).stores, "all chunks are stored already"
 
 
 def test_chunks_that_a_load_waited_for_in_vain_are_computed_and_stored(
@@ -232,7 +232,7 @@ def test_chunks_that_a_load_waited_for_in_vain_are_computed_and_stored(
     plane.published.clear()
     assert wait_for(lambda: side.step(step()).available) == {"r": Available(1, "published_gone")}
     side.worker_output({"r"}, report({"r": 1}))
-    assert matched(side, request, CHUNK) == 0, "not offered twice"
+    assert matched(side, request, CHUNK) == 0, "no second offer"
     stores = side.step(step({"r": (CHUNK, len(TOKENS) - CHUNK)})).stores
     assert [chunk_key for store in stores for chunk_key in store.chunk_keys] == [
         *chunk_keys(TOKENS)[1:],
@@ -285,7 +285,7 @@ FULL, WINDOW = 0, 1
 
 
 def several(make_side: Any) -> Any:
-    """Return the half of an engine with full attention, and a window of which three blocks of four matter."""
+    """Return the half of an engine with full attention, and a window that needs three blocks of four."""
     specs = full(), window(2 * BLOCK + 8)
     groups = groups_of(*specs)
     groups.bind(kv_cache_manager(*specs))
@@ -293,7 +293,7 @@ def several(make_side: Any) -> Any:
 
 
 def begin(side: Any, request: Request, tokens: int) -> Any:
-    """Have a hit of two groups loaded."""
+    """Load a hit of two groups."""
     end = -(-tokens // BLOCK)
     window_blocks = [0] * (end - 3) + list(range(2000 + end - 3, 2000 + end))
     side.allocated(request, (BLOCKS[:end], window_blocks), tokens)
@@ -305,7 +305,7 @@ def test_a_load_of_several_groups_starts_with_available_chunks(make_side: Any, p
     side = several(make_side)
     come(plane, chunks=1)
     request = arrive(side, TAKES)
-    assert matched(side, request) == WHOLE + TAIL, "of windows nothing is published: it is there with its chunk's rest"
+    assert matched(side, request) == WHOLE + TAIL, "chunks of windows are stored together with the published chunks"
     assert side.waits(request)
     load = begin(side, request, WHOLE + TAIL)
     assert load.available == Available(1, "")
@@ -314,7 +314,7 @@ def test_a_load_of_several_groups_starts_with_available_chunks(make_side: Any, p
     hold(plane)
     assert wait_for(lambda: side.step(step()).available) == {"r": Available(4, "complete")}
     side.worker_output({"r"}, report({}))
-    assert not side.step(step({"r": (WHOLE + TAIL, 5)})).stores, "all of it is stored already"
+    assert not side.step(step({"r": (WHOLE + TAIL, 5)})).stores, "all chunks are stored already"
 
 
 def test_several_groups_still_load_the_stored_chunks_when_pending_ones_never_come(
@@ -329,27 +329,27 @@ def test_several_groups_still_load_the_stored_chunks_when_pending_ones_never_com
     plane.published.clear()
     assert wait_for(lambda: side.step(step()).available) == {"r": Available(2, "published_gone")}
     side.worker_output({"r"}, report({"r": 0}))
-    assert matched(side, request) == 2 * CHUNK, "vLLM has taken nothing of it, and asks again"
-    assert begin(side, request, 2 * CHUNK).available is None, "of what is there nothing is waited for"
+    assert matched(side, request) == 2 * CHUNK, "vLLM has allocated no block for it, and calls again"
+    assert begin(side, request, 2 * CHUNK).available is None, "no wait for stored chunks"
     side.worker_output({"r"}, report({"r": 0}))
-    assert matched(side, request) == 0, "not offered a third time"
+    assert matched(side, request) == 0, "no third offer"
     stores = side.step(step({"r": (0, WHOLE)}, tables={"r": (BLOCKS, list(range(2000, 2100)))})).stores
     assert sum(len(store.chunk_keys) for store in stores if store.group == FULL) == 3, (
-        "what cannot be loaded is stored anew"
+        "chunks that cannot be loaded are stored again"
     )
 
 
 def test_with_a_window_a_prompt_is_stored_to_its_last_block_in_every_group(
     make_side: Any, plane: ScriptedDataPlane
 ) -> None:
-    """Symptom: with several groups the decode engine computed all that was behind the last whole chunk."""
+    """Symptom: with several groups, the decode engine computed all tokens after the last whole chunk."""
     side = several(make_side)
     request = arrive(side, GIVES)
     assert matched(side, request) == 0
     stores = side.step(step({"r": (0, len(TOKENS))}, tables={"r": (BLOCKS, list(range(2000, 2100)))})).stores
     end = (WHOLE + TAIL) // BLOCK
     tails = [store for store in stores if store.chunk_keys == [tail_of(TOKENS)]]
-    assert [tail.group for tail in tails] == [WINDOW, FULL], "what is kept of every chunk is stored last"
+    assert [tail.group for tail in tails] == [WINDOW, FULL], "the group that keeps every chunk is stored last"
     assert stores[-2:] == tails
     assert tails[0].blocks == list(range(2000 + end - 3, 2000 + end)) and not tails[0].tail_tokens
     assert tails[1].blocks == padded(BLOCKS[WHOLE // BLOCK : end]) and tails[1].tail_tokens == TAIL
@@ -376,7 +376,7 @@ def test_with_a_window_a_decode_engine_computes_only_the_prompts_last_block(
 
 
 def test_with_a_window_no_tail_holds_the_prompts_last_token(make_side: Any) -> None:
-    """vLLM computes it again, and needs a token more of the window for that."""
+    """vLLM computes the last token again, and needs one more token of the window for it."""
     side = several(make_side)
     tokens = TOKENS[: WHOLE + TAIL]
     request = arrive(side, GIVES, tokens)
@@ -429,7 +429,7 @@ def test_with_states_a_tail_that_is_not_shared_is_counted(make_side: Any) -> Non
 
 
 def test_with_a_window_a_prompt_that_ends_with_a_chunk_is_counted(make_side: Any) -> None:
-    """No hit ends with the prompt, and the chunk before it is the last one that vLLM takes."""
+    """No hit ends with the prompt, and the chunk before is the last one that vLLM accepts."""
     side = several(make_side)
     arrive(side, GIVES, TOKENS[:WHOLE])
     assert "prompt_tail_not_shared" in str(side.counts.take())
@@ -535,7 +535,7 @@ def test_without_publications_the_other_engines_word_is_waited_for(make_side: An
     hold(plane)
     assert matched(side, request) == WHOLE + TAIL
     assert matched(side, arrive(side, TAKES, [9, *TOKENS], "cold")) == 0
-    assert side.counts.take().data["slower_paths/no_publishing"] == 1, "nothing says how long to wait for this one"
+    assert side.counts.take().data["slower_paths/no_publishing"] == 1, "no parameter says how long to wait for this one"
 
 
 @pytest.mark.parametrize(
@@ -604,7 +604,7 @@ def test_a_tails_blocks_come_back_and_nothing_behind_them_is_touched(blocks: int
         mine = [block if block < blocks else NOWHERE for block in range(first, first + each)]
         layout.gather(memoryview(held)[first // each * size :][:size], mine)
     last = np.frombuffer(held, np.uint8)[-size:].reshape(3 * 2, each, -1)
-    assert not last[:, (blocks - 1) % each + 1 :].any(), "zeros behind the tail"
+    assert not last[:, (blocks - 1) % each + 1 :].any(), "zeros after the tail"
     for cache in caches:
         cache.zero_()
     padded = -(-blocks // each) * each

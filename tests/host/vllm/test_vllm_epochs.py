@@ -1,4 +1,4 @@
-"""Weights that change: what the scheduler's half sees of it, and what it does."""
+"""Weights that change: their detection in the scheduler half, and the effects."""
 
 import logging
 import time
@@ -15,7 +15,7 @@ LOGGER = logging.getLogger(__name__)
 
 
 class Pool:
-    """As much of vLLM's pool of blocks as is looked at."""
+    """The attributes of vLLM's block pool that the scheduler half reads."""
 
     num_gpu_blocks = 10
 
@@ -28,7 +28,7 @@ class Pool:
 
 
 class Core:
-    """As much of vLLM's engine core as is counted."""
+    """The methods of vLLM's engine core whose calls are counted."""
 
     def collective_rpc(self, method: str) -> str:
         if method == "fails":
@@ -117,7 +117,7 @@ def test_doubt_is_settled_once_all_ranks_have_found_their_weights(make_side: Any
 
 
 def test_ranks_need_not_agree_after_a_mere_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt that is computed in one step, after a pause, has no further step in which they could."""
+    """A prompt that is computed in one step, after a pause, has no further step in which the ranks could agree."""
     from host_control.vllm import epochs as module
 
     epochs, calls, now = module.Epochs(), [0], [time.monotonic()]
@@ -131,7 +131,7 @@ def test_ranks_need_not_agree_after_a_mere_pause(monkeypatch: pytest.MonkeyPatch
     epochs.look(LOGGER)
     now[0] += 100
     epochs.look(LOGGER)
-    assert (epochs.agreed, epochs.doubts) == (1, 3), "they have not agreed since the call"
+    assert (epochs.agreed, epochs.doubts) == (1, 3), "the ranks have not agreed since the call"
     epochs.settled({3: 2})
     assert epochs.agreed == 3
 
@@ -144,7 +144,7 @@ def test_own_cache_is_old_until_it_is_emptied() -> None:
     assert not epochs.own_cache_is_old
     epochs.begin()
     assert epochs.own_cache_is_old
-    pool.cached_block_hash_to_block = {}  # as vLLM does
+    pool.cached_block_hash_to_block = {}  # like vLLM
     assert not epochs.own_cache_is_old
 
 
@@ -201,14 +201,14 @@ def test_nothing_is_loaded_or_stored_behind_old_kv_of_the_engines_own(own: int, 
     request = with_hits(side, plane)
     assert (matched(side, request, own) > 0) is (own == 0)
     assert bool(side.step(step(new={"r": (own, len(TOKENS) - own)})).stores) is (own == 0)
-    # It is preempted, and the cache was emptied meanwhile.
+    # The request is preempted, and the cache has been emptied since then.
     side.epochs.bind(Pool())
     request.num_preemptions = 1
     assert matched(side, request, own) > 0
 
 
 def with_hits(side: Any, plane: Any) -> Any:
-    """Return a request of which the first three chunks are stored in this epoch."""
+    """Return a request whose first three chunks are stored in this epoch."""
     request = arrive(side, plane, TOKENS)
     plane.records.update(dict.fromkeys(keys(TOKENS, side._requests["r"].extra)[:3], b""))
     side.on_new_request(request)
@@ -221,14 +221,14 @@ def test_change_is_noticed_once_for_all_ranks(make_side: Any, plane: Any) -> Non
     side.worker_output(None, seen)
     epoch = side.epochs.current
     assert epoch
-    side.worker_output(None, seen)  # of a step that was under way
+    side.worker_output(None, seen)  # of a running step
     assert side.epochs.current == epoch
 
 
 def test_the_load_of_an_aborted_request_without_a_name_is_cancelled(
     make_side: Any, plane: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or the load goes on until its deadline, into blocks that vLLM keeps for it meanwhile."""
+    """Otherwise the load continues until its deadline, into blocks that vLLM keeps for it."""
     side = make_side()
     request = arrive(side, plane, TOKENS, stored=3)
     assert matched(side, request) == 3 * CHUNK
@@ -236,7 +236,7 @@ def test_the_load_of_an_aborted_request_without_a_name_is_cancelled(
     side.step(step())
 
     def unnamed(*_: Any) -> Any:
-        raise ValueError("its adapter is gone")
+        raise ValueError("its adapter no longer exists")
 
     monkeypatch.setattr(side._inputs, "extra", unnamed)
     side.reset()

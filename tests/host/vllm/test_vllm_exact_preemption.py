@@ -1,4 +1,4 @@
-"""Where records are quantized, a preempted request is saved in lossless records that only it can load."""
+"""With a quantizer, a preempted request is saved in lossless records that only it can load."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def side(make_side: Any) -> Any:
 
 
 def preempted(side: Any, plane: ScriptedDataPlane, stored: int = 0, name: str = "r") -> tuple[Request, list[Any]]:
-    """Return a request that has computed its prompt and is preempted, and what is saved of it."""
+    """Return a request that has computed its prompt and is preempted, and its saved chunks."""
     request = arrive(side, plane, PROMPT, name=name)
     matched(side, request)
     side.step(step(new={name: (0, END)}))
@@ -40,13 +40,13 @@ def names_of(saves: list[Any]) -> list[bytes]:
 
 
 def settle(side: Any, plane: ScriptedDataPlane, saves: list[Any], name: str = "r") -> None:
-    """Have all of it stored."""
+    """Store all saved chunks."""
     plane.records.update(dict.fromkeys(record_keys(namespace_of(0, 0), names_of(saves)), b""))
     side.worker_output(None, report(saved={name: 1}))
 
 
 def test_all_that_it_holds_is_saved_though_its_chunks_are_stored(side: Any, plane: ScriptedDataPlane) -> None:
-    """Symptom: with quantizer: binned, a preempted request went on behind quantized KV of its own."""
+    """Symptom: with quantizer: binned, a preempted request continued after quantized KV of its own."""
     request, saves = preempted(side, plane)
     plane.records.update(dict.fromkeys(keys(0, PROMPT), b""))
     chunks, tail = saves
@@ -56,17 +56,17 @@ def test_all_that_it_holds_is_saved_though_its_chunks_are_stored(side: Any, plan
 
 
 def test_its_names_are_its_own(side: Any, plane: ScriptedDataPlane) -> None:
-    """Another request with these tokens may have loaded what this one has computed."""
+    """Another request with these tokens may have loaded the KV that this one has computed."""
     _, saves = preempted(side, plane)
     _, others = preempted(side, plane, name="other")
     assert not {*names_of(saves), *chunk_keys(PROMPT)} & set(names_of(others))
-    assert len({chain_of(name) for name in names_of(saves)}) == 1, "evicted from its end, as a prompt is"
+    assert len({chain_of(name) for name in names_of(saves)}) == 1, "evicted from its end, like a prompt"
 
 
 def test_a_preempted_request_loads_only_its_save(side: Any, plane: ScriptedDataPlane) -> None:
     request, saves = preempted(side, plane)
     plane.records.update(dict.fromkeys(keys(0, PROMPT), b""))
-    assert side.matched_tokens(request, 0) == END, "promised while it is stored"
+    assert side.matched_tokens(request, 0) == END, "offered while it is being stored"
     settle(side, plane, saves)
     side.matched_tokens(request, 0)
     wait_for(lambda: side._lookup.poll("r"))
@@ -103,7 +103,7 @@ def test_a_request_of_which_nothing_could_be_saved_is_computed(make_side: Any, p
 
 
 def test_chunks_completed_after_a_preemption_are_stored_for_all(side: Any, plane: ScriptedDataPlane) -> None:
-    """What was saved does not count as stored: it is not what others look for."""
+    """Saved chunks do not count as stored, because other requests do not look them up."""
     request, saves = preempted(side, plane)
     request.all_token_ids += range(900, 900 + CHUNK)
     settle(side, plane, saves)

@@ -1,4 +1,4 @@
-"""Fetch or compute in the connector's scheduler half: what is learnt of steps and loads, and what is then done."""
+"""Fetch or compute in the connector's scheduler half: measurements of steps and loads, and their effects."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 RECORD_BYTES = 1_000_000
 TOKENS = list(range(40 * CHUNK + 10))
 TOKEN_S, BYTE_S = 1e-4, 1e-7
-"""Of computing, and of a chunk key: a chunk is fetched in 0.1 s, and computed in 6.4 ms."""
+"""Seconds per computed token, and per loaded byte: a fetch of a chunk takes 0.1 s, and computing it 6.4 ms."""
 
 
 class Clock:
@@ -43,7 +43,7 @@ class Clock:
 
 
 class Policy:
-    """Notes what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -65,7 +65,7 @@ class Policy:
 
 @pytest.fixture
 def parts() -> Any:
-    """Return what decides, with a policy and a clock of the test's own, and what it has told."""
+    """Return the policy's runner with a policy and a clock of the test, and the runner's reports."""
     from host_control.vllm.fetch_policy import PolicyRunner
     from host_control.vllm.metrics import Counts
 
@@ -86,7 +86,7 @@ def fetching(end: int = 1000) -> Decision:
 
 
 def loaded(size: float, tier: Tier = Tier.STORAGE) -> Decision:
-    """Return a load of so many bytes."""
+    """Return a load of the given number of bytes."""
     return Decision(way="fetch", end_tokens=0, kind="fetch", load_tiers={tier: size})
 
 
@@ -121,7 +121,7 @@ def test_the_result_of_a_decision_is_reported_with_the_first_token(parts: Any) -
             runner.forget("a")  # its first token is its last one: vLLM reports its end before the step's end
         runner.stepped(learnt=computed > 1000)
     assert parts.policy.steps == 1
-    runner.stepped(learnt=False)  # one more than there were
+    runner.stepped(learnt=False)  # one step more than expected
     assert parts.told == [(fetching(), 1100, pytest.approx(0.6))]
     counted = parts.counts.take().data
     assert counted["decisions/fetch"] == 2
@@ -129,12 +129,12 @@ def test_the_result_of_a_decision_is_reported_with_the_first_token(parts: Any) -
     assert counted["first_token_seconds/fetch"] == pytest.approx(0.6)
 
 
-# ---------------------------------------------------------------------------------------------------- of a request
+# ---------------------------------------------------------------------------------------------------- requests
 
 
 @pytest.fixture
 def side(make_side: Any, plane: ScriptedDataPlane) -> Any:
-    """Return a scheduler half that knows a chunk key so slow that computing is sooner."""
+    """Return a scheduler half with such a slow link that computing ends first."""
     return slow(make_side(fetch_or_recompute=True), plane)
 
 
@@ -151,13 +151,13 @@ def slow(side: Any, plane: ScriptedDataPlane) -> Any:
 def test_computing_that_is_sooner_is_done_and_nothing_is_stored_again(side: Any, plane: ScriptedDataPlane) -> None:
     request = arrive(side, plane, TOKENS, stored=40)
     assert matched(side, request) == 0
-    assert matched(side, request) == 0, "asked again, it says the same"
+    assert matched(side, request) == 0, "the second answer is the same"
     side.allocated(request, (), 0)
     metadata = side.step(step(new={"r": (0, len(TOKENS))}))
     side.stepped()
     assert metadata.loads == [] and metadata.stores == []
     counted = side.counts.take().data
-    assert counted["decisions/compute"] == 1, "of two questions, one was followed"
+    assert counted["decisions/compute"] == 1, "of two decisions, one was executed"
     assert counted["hit_tokens"] == 40 * CHUNK
     wait_for(lambda: plane.decisions)
     (told,) = plane.decisions
@@ -166,7 +166,7 @@ def test_computing_that_is_sooner_is_done_and_nothing_is_stored_again(side: Any,
 
 
 def known_size(side: Any) -> None:
-    """Have the half of the scheduler hear how large chunks are, as from an earlier hit."""
+    """Let the scheduler half learn the chunk size, as from an earlier hit."""
     side._policy_runner._chunk_bytes = 2 * RECORD_BYTES
 
 
@@ -177,15 +177,15 @@ def test_no_lookup_is_waited_for_that_could_change_nothing(side: Any, plane: Scr
     assert side.matched_tokens(request, 0) == 0
     side.allocated(request, (), 0)
     metadata = side.step(step(new={"r": (0, len(TOKENS))}))
-    assert metadata.loads == [] == metadata.stores, "nobody knows yet what is stored"
+    assert metadata.loads == [] == metadata.stores, "the stored chunks are not known yet"
     side.stepped()
     plane.script.unstall.set()
     wait_for(lambda: side._lookup.poll("r") is not None)
-    assert side.step(step(cached={"r": (len(TOKENS), 1)})).stores == [], "all of it is stored"
+    assert side.step(step(cached={"r": (len(TOKENS), 1)})).stores == [], "all chunks are stored"
     side.finished(request)
     counted = side.counts.take().data
     assert counted["decisions/compute"] == 1
-    assert (counted["lookup_requests"], counted["hit_tokens"]) == (1, 40 * CHUNK), "it is counted all the same"
+    assert (counted["lookup_requests"], counted["hit_tokens"]) == (1, 40 * CHUNK), "it is counted anyway"
 
 
 def test_chunks_computed_before_the_lookup_answers_are_stored_in_the_next_step(
@@ -240,7 +240,7 @@ def test_an_engine_that_stores_nothing_waits_for_no_lookup_of_a_single_token(
 
 
 def test_cold_chunks_are_reported_and_not_fetched_by_the_lookup(make_side: Any, plane: ScriptedDataPlane) -> None:
-    """Where the chunk key is fast, and computing would take a fourth of a second."""
+    """With a fast link, and computing that takes a quarter of a second."""
     side = make_side(fetch_or_recompute=True)
     plane.script.record_bytes = RECORD_BYTES
     policy = side._policy_runner._policy
@@ -278,7 +278,7 @@ def test_a_fast_load_is_chosen_and_its_time_is_learned(make_side: Any, plane: Sc
         assert side.counts.take().data["decisions/unknown"] == 1
     policy = side._policy_runner._policy
     predicted = policy._loads.predict({Tier.STORAGE: 2 * 40 * 1000})
-    assert predicted == {Tier.STORAGE: pytest.approx(0.01, rel=0.1)}, "of two ranks' records"
+    assert predicted == {Tier.STORAGE: pytest.approx(0.01, rel=0.1)}, "of the records of two ranks"
     for tokens in (1000, 2000, 2500):
         side._timing.table.observe("prompts", tokens, tokens * tokens / 2, TOKEN_S * tokens)
     request = arrive(side, plane, TOKENS, stored=40, name="r")
@@ -296,7 +296,7 @@ def test_a_request_that_is_preempted_is_decided_anew(side: Any, plane: ScriptedD
     request = arrive(side, plane, TOKENS, stored=40)
     assert matched(side, request) == 0
     side.allocated(request, (), 0)
-    for tokens in (500, 1000, 2000):  # the chunk key is fast again, as others have seen
+    for tokens in (500, 1000, 2000):  # the link is fast again, as other requests have measured
         chunks = loaded(tokens * RECORD_BYTES / CHUNK)
         side._policy_runner._policy.fetched(chunks, chunks.load_bytes * BYTE_S / 1000)
     request.num_preemptions = 1
@@ -343,13 +343,13 @@ def test_a_request_that_ends_before_its_load_leaves_nothing_behind(
     runner = side._policy_runner
     assert side._loads and not runner._waiting
     if asynchronous:
-        side.worker_output(None, report(seconds={"r": 1.0}))  # the slowest of two ranks counts
+        side.worker_output(None, report(seconds={"r": 1.0}))  # the slower of two ranks counts
         side.worker_output({"r"}, report(seconds={"r": 0.5}))
     else:
         side.worker_output(None, report({"r": 40}, seconds={"r": 1.0}))
     assert side._loads == {} == runner._policy._queued
     line = runner._policy._loads._lines[Tier.STORAGE]
-    assert line._last[-1][1] == 1.0, "it was learnt from all the same"
+    assert line._last[-1][1] == 1.0, "the policy has learnt it anyway"
 
 
 def test_without_the_setting_nothing_is_decided(make_side: Any, plane: ScriptedDataPlane) -> None:
@@ -381,14 +381,14 @@ def test_a_shorter_prefix_of_several_groups_ends_where_all_groups_can(
     assert seen[-1].end_tokens == 40 * CHUNK and seen[-1].chunk_bytes == 2 * RECORD_BYTES
 
 
-# ---------------------------------------------------------------------------------------------------- of tiers
+# ---------------------------------------------------------------------------------------------------- tiers
 
 
 TABLES = [list(range(100, 300))]
 
 
 def computes(side: Any) -> None:
-    """Have the half of the scheduler know how long the engine computes."""
+    """Let the scheduler half learn the engine's computing time."""
     for tokens in (500, 1000, 2000, 2600):
         side._timing.table.observe("prompts", tokens, tokens * tokens / 2, TOKEN_S * tokens)
 
@@ -403,7 +403,7 @@ def test_in_one_engine_a_near_hit_is_loaded_and_a_far_one_is_computed(make_side:
     side.finished(far)
     plane.script.tiers = dict.fromkeys(keys(0, TOKENS), Tier.MEMORY)
     near = arrive(side, plane, TOKENS, stored=40, name="near")
-    assert matched(side, near) == 0, "it does not wait for its lookup, as nothing was that near before"
+    assert matched(side, near) == 0, "it does not wait for its lookup, because no earlier hit was that near"
     wait_for(lambda: side._lookup.poll("near") is not None)
     side.finished(near)
     again = arrive(side, plane, TOKENS, stored=40, name="again")
@@ -422,14 +422,14 @@ def test_by_default_a_cold_prompt_is_waited_for_and_others_go_on(make_side: Any,
     plane.script.cold_ms, plane.script.brings = 3000, 0
     side = make_side()
     cold = arrive(side, plane, TOKENS, stored=40, name="cold")
-    assert matched(side, cold) == 40 * CHUNK, "nothing is known of computing: it is waited for"
+    assert matched(side, cold) == 40 * CHUNK, "the computing time is unknown, so it waits"
     assert plane.prefetches == 0
     side.allocated(cold, TABLES, 40 * CHUNK)
     assert side.waits(cold)
     (load,) = side.step(step()).loads
     assert load.available == (10, "")
     other = arrive(side, plane, [9, *TOKENS], stored=0, name="other")
-    assert matched(side, other) == 0, "it is served meanwhile"
+    assert matched(side, other) == 0, "another request is served during the wait"
     plane.script.brings = 4
 
     def available() -> Any:
@@ -449,7 +449,7 @@ def test_by_default_a_cold_prompt_is_computed_where_that_is_sooner_and_not_store
     plane.script.record_bytes, plane.script.cold_ms = RECORD_BYTES, 3000
     side = make_side()
     computes(side)
-    for number in range(3):  # which show how long loads from storage take
+    for number in range(3):  # they measure the time of loads from storage
         near = arrive(side, plane, TOKENS[: 10 * CHUNK + 5 + number], stored=10, name=f"near {number}")
         assert matched(side, near) == 10 * CHUNK
         side.allocated(near, TABLES, 10 * CHUNK)
@@ -457,15 +457,15 @@ def test_by_default_a_cold_prompt_is_computed_where_that_is_sooner_and_not_store
         side.worker_output({near.request_id}, report(seconds={near.request_id: 0.01}))
     assert not any(name.startswith("decisions") for name in side.counts.take().data)
     cold = arrive(side, plane, TOKENS, stored=40, name="cold")
-    assert matched(side, cold) == 10 * CHUNK, "what is near is loaded"
+    assert matched(side, cold) == 10 * CHUNK, "near chunks are loaded"
     side.allocated(cold, TABLES, 10 * CHUNK)
     assert side.counts.take().data["decisions/prefix"] == 1
     wait_for(lambda: side._lookup.available("cold") == (10, "complete"))
-    assert plane.script.cold == set(keys(0, TOKENS)[10:]), "nobody reads what is computed"
+    assert plane.script.cold == set(keys(0, TOKENS)[10:]), "computed chunks are not read"
     side.step(step())
     side.worker_output({"cold"}, report(seconds={"cold": 0.01}))
     computed = side.step(step(new={"cold": (10 * CHUNK, 30 * CHUNK)}, tables={"cold": TABLES}))
-    assert computed.stores == [], "all of it is stored"
+    assert computed.stores == [], "all chunks are stored"
 
 
 def test_a_load_that_waited_for_object_storage_in_vain_is_not_stored_again(
@@ -480,7 +480,7 @@ def test_a_load_that_waited_for_object_storage_in_vain_is_not_stored_again(
     side.step(step())
     wait_for(lambda: side.step(step()).available.get("r") == (10, "cold_late"))
     side.worker_output({"r"}, report({"r": 10}))
-    assert matched(side, request) == 0, "it is not offered again"
+    assert matched(side, request) == 0, "no second offer"
     computed = side.step(step(cached={"r": (10 * CHUNK, 30 * CHUNK)}, tables={"r": TABLES}))
     assert computed.stores == []
 
@@ -506,7 +506,7 @@ def test_several_groups_offer_the_near_chunks_once_after_cold_ones_stayed_away(
     assert matched(side, request) == 10 * CHUNK
     side.allocated(request, [*TABLES, *TABLES], 10 * CHUNK)
     (load,) = side.step(step()).loads
-    assert load.available is None, "nothing is waited for"
+    assert load.available is None, "no request waits"
 
 
 def test_the_rate_that_decoding_leaves_is_in_the_prediction(
@@ -519,5 +519,5 @@ def test_the_rate_that_decoding_leaves_is_in_the_prediction(
     plane.script.tiers = dict.fromkeys(keys(0, TOKENS), Tier.MEMORY)
     side._policy_runner.start(0, 0, 10 * RECORD_BYTES)
     assert matched(side, arrive(side, plane, TOKENS, stored=40, name="free")) == 40 * CHUNK
-    monkeypatch.setattr(type(side._timing), "rate", 10 * RECORD_BYTES)  # a chunk a second
+    monkeypatch.setattr(type(side._timing), "rate", 10 * RECORD_BYTES)  # one chunk per second
     assert matched(side, arrive(side, plane, TOKENS, stored=40, name="beside")) == 0

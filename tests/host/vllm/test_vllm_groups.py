@@ -126,11 +126,11 @@ def test_a_hit_is_as_long_as_in_vllms_own_block_pool(model: Model) -> None:
         cache(manager, one, groups, present)
         hit = groups.hit_tokens(present, tokens)
         _, expected, _ = manager.get_computed_blocks(one)
-        if groups._plain:  # the hit ends at any token, vLLM's at a block
+        if groups._plain:  # the hit may end with any token, vLLM's hit with a block
             hit -= hit % math.lcm(*(group.block_tokens for group in groups.groups))
         assert hit == expected, (tokens, [flags.tolist() for flags in present])
         hits.append(hit)
-    assert len(set(hits)) > 2 and max(hits) > 500, "a rule that always says the same shows nothing"
+    assert len(set(hits)) > 2 and max(hits) > 500, "a rule with a constant result tests nothing"
 
 
 @every_model
@@ -164,7 +164,7 @@ def test_a_load_fills_exactly_the_blocks_that_vllm_expects(model: Model, compute
         tokens, present = drawn(draw, groups)
         manager = model.manager()
         groups.bind(manager)
-        if computed:  # by another request; they are in the engine's own prefix cache
+        if computed:  # by another request; its blocks are in the engine's own prefix cache
             other = request(manager, computed, "other")
             assert manager.allocate_slots(other, computed) is not None
             manager.free(other)
@@ -186,14 +186,14 @@ def test_a_load_fills_exactly_the_blocks_that_vllm_expects(model: Model, compute
             places = (chunks[:, None] + 1) * group.chunk_blocks - group.record_blocks + np.arange(group.record_blocks)
             pairs = zip(places.reshape(-1).tolist(), rows.reshape(-1).tolist(), strict=True)
             assert {place: block for place, block in pairs if block != NOWHERE} == expected
-            assert (rows != NOWHERE).any(axis=1).all(), "no chunk is fetched for nothing"
+            assert (rows != NOWHERE).any(axis=1).all(), "no useless fetch of a chunk"
             flags = dict(zip(groups.groups, present, strict=True))[group]
-            assert flags[chunks].all(), "what is loaded was there at lookup"
+            assert flags[chunks].all(), "all loaded chunks were stored at lookup"
     assert loads > 2
 
 
 def computed_in_steps(draw: random.Random, manager: Any, one: Any, groups: Any, held: int) -> list[list[int]]:
-    """Let a request compute tokens; return its block tables with all blocks that it was ever given."""
+    """Let a request compute tokens; return its block tables with all blocks that it ever had."""
     tables: list[list[int]] = [[] for _ in groups.groups]
     while one.num_computed_tokens < held:
         new = min(draw.choice([1, 7, 300]), held - one.num_computed_tokens)
@@ -231,7 +231,9 @@ def test_saved_blocks_are_those_that_vllm_expects_after_a_resume(model: Model) -
         kept = [groups.kept(place, table, held) for place, table in enumerate(tables)]
         for group, table in zip(groups.groups, kept, strict=True):
             assert len(table) == len(now[group.index])
-            assert all(block in (0, own) for block, own in zip(table, now[group.index], strict=True)), "others' by now"
+            assert all(block in (0, own) for block, own in zip(table, now[group.index], strict=True)), (
+                "now used by other requests"
+            )
         end = groups.saved_tokens(held, held)
         whole, size = divmod(end, CHUNK)
         assert 0 <= held - end < (CHUNK if not size else math.lcm(*(group.block_tokens for group in groups.groups)))
@@ -260,7 +262,7 @@ def test_saved_blocks_are_those_that_vllm_expects_after_a_resume(model: Model) -
                 tail_end = end if chunk == whole else 0
                 for place, block in zip(positions(group, chunk, tail_end), row, strict=True):
                     if block != NOWHERE:
-                        assert not tail_end or table[place], "what was saved has it"
+                        assert not tail_end or table[place], "the saved table has it"
                         found[place] = block
             assert found == {place: block for place, block in enumerate(own_table) if block}
     # A window that is not a multiple of a block frees the first block that a hit ending with a block needs.

@@ -1,4 +1,4 @@
-"""Which way a load goes, of both halves of the connector: beside other requests, within its step, or by layers."""
+"""Kinds of loads in both halves of the connector: beside other requests, within the step, or by layers."""
 
 import logging
 from pathlib import Path
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 
 def worker_of(groups: Any, **config: Any) -> Any:
-    """Return the worker's half without a data plane: each load ends at once, and brings nothing."""
+    """Return the worker half without a data plane: each load ends immediately, without any chunk."""
     from host_control.vllm.shards import Rank
     from host_control.vllm.worker_side import WorkerSide
 

@@ -1,4 +1,4 @@
-"""The connector's scheduler half with three groups: what it loads and stores of each, and what a step costs."""
+"""The connector's scheduler half with three groups: the loads and stores of each group, and the cost of a step."""
 
 import sys
 import threading
@@ -38,7 +38,7 @@ TABLES = (list(range(1000, 1000 + BLOCKS)), list(range(2000, 2000 + BLOCKS)), li
 
 @pytest.fixture
 def side(make_side: Any) -> Any:
-    """Full attention, a window of which three blocks of four matter, and states at the ends of chunks."""
+    """Full attention, a window that needs three blocks of four, and states at the ends of chunks."""
     specs = full(), window(2 * BLOCK + 8), state(block_size=CHUNK)
     groups = groups_of(*specs)
     assert [(group.kind, group.record_blocks) for group in groups.groups] == [("full", 4), ("window", 3), ("state", 1)]
@@ -51,12 +51,12 @@ def put(plane: ScriptedDataPlane, group: int, *chunks: int) -> None:
 
 
 def null_before(table: list[int], first: int) -> list[int]:
-    """Return a table as vLLM keeps it of a window: what is behind it is not kept."""
+    """Return a window's table as in vLLM, without the blocks before ``first``."""
     return [0] * first + table[first:]
 
 
 def stored(side: Any, output: Any) -> list[tuple[int, list[bytes], list[int]]]:
-    """Return what is stored, by group; what is kept of every chunk comes last, so that who sees it finds the rest."""
+    """Return the stores by group; the group that keeps every chunk is last, so its records imply the other groups'."""
     stores = side.step(output).stores
     kinds = [each.group == FULL for each in stores]
     assert kinds == sorted(kinds)
@@ -108,7 +108,7 @@ def test_blocks_of_the_engine_s_own_prefix_are_not_loaded_in_any_group(side: Any
     for group in (FULL, WINDOW, STATE):
         put(plane, group, *range(5))
     request = arrive(side, plane, TOKENS)
-    local = 4 * CHUNK + 2 * BLOCK  # attention ran on behind its last state, and so did the window
+    local = 4 * CHUNK + 2 * BLOCK  # attention has computed tokens after its last state, and so has the window
     tokens = matched(side, request, local)
     assert tokens == 5 * CHUNK - local
     side.allocated(request, (TABLES[0], null_before(TABLES[1], 17), [0, 0, 0, 0, 3004, 3005]), tokens)
@@ -121,7 +121,7 @@ def test_blocks_of_the_engine_s_own_prefix_are_not_loaded_in_any_group(side: Any
 def test_a_load_that_no_record_can_fill_fails_and_is_not_offered_again(
     side: Any, plane: ScriptedDataPlane, caplog: Any
 ) -> None:
-    """A rule of vLLM's that is not known here: better nothing than a block that holds somebody else's KV."""
+    """An unknown rule of vLLM: the group must load no block, because the block may contain another request's KV."""
     for group in (FULL, WINDOW, STATE):
         put(plane, group, *range(5))
     request = arrive(side, plane, TOKENS)
@@ -140,7 +140,7 @@ def test_each_group_is_stored_as_far_as_the_engine_keeps_it(side: Any, plane: Sc
     first, second = stored(side, step(new={"r": (0, len(TOKENS))}, tables=tables))
     assert first == (FULL, chain[:5], list(range(1000, 1020)))
     kept = [2000 + 4 * chunk + block for chunk in (3, 4) for block in (1, 2, 3)]
-    assert second == (WINDOW, chain[3:5], kept), "of chunk 2 a block has gone"
+    assert second == (WINDOW, chain[3:5], kept), "the window has freed a block of chunk 2"
     assert not any(0 in blocks for _, _, blocks in (first, second))
 
 
@@ -235,15 +235,15 @@ def test_a_step_of_256_requests_of_three_groups_looks_at_each_once(side: Any, pl
             calls[argument.__name__] += 1
 
     output = step(cached={name: (CHUNK + 1, 1) for name in names})
-    output.kv_connector_block_state = SimpleNamespace(boundary_state_offloads={})  # no table is asked for
+    output.kv_connector_block_state = SimpleNamespace(boundary_state_offloads={})  # no call for a table
     sys.setprofile(count)
     try:
         metadata = side.step(output)
     finally:
         sys.setprofile(None)
     assert metadata.stores == []
-    assert calls.pop("get") == 256, "one comparison for each"
-    assert sum(calls.values()) < 64, "whatever their number is: " + str(calls)
+    assert calls.pop("get") == 256, "one comparison for each request"
+    assert sum(calls.values()) < 64, "independent of the number of requests: " + str(calls)
 
 
 def test_only_the_records_that_a_hit_needs_of_windows_and_states_are_prefetched(

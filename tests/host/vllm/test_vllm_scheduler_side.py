@@ -1,4 +1,4 @@
-"""The connector's scheduler half against scripted requests and steps: bookkeeping and its cost."""
+"""The connector's scheduler half with scripted requests and steps: bookkeeping and its cost."""
 
 import logging
 import time
@@ -36,18 +36,18 @@ def test_request_waits_for_its_lookup_and_no_longer(make_side: Any, plane: Scrip
     plane.script.stall.add("Lookup")
     side = make_side()
     request = arrive(side, plane, TOKENS, stored=3)
-    assert side.matched_tokens(request, 0) is None, "it did not wait: at its deadline a lookup is a miss"
+    assert side.matched_tokens(request, 0) is None, "no wait: at its deadline a lookup is a miss"
     plane.script.unstall.set()
     assert matched(side, request) == 3 * CHUNK
-    assert side.matched_tokens(request, 0) == 3 * CHUNK, "asked again while blocks are short, it says the same"
+    assert side.matched_tokens(request, 0) == 3 * CHUNK, "the same answer while there are not enough blocks"
 
 
 @pytest.mark.parametrize(
     ("length", "stored", "local", "expected"),
     [
         (5 * CHUNK + 10, 3, 0, 3 * CHUNK),
-        (5 * CHUNK, 5, 0, 5 * CHUNK - 1),  # the last token is left to prefill
-        (5 * CHUNK, 5, 4 * CHUNK + 48, 0),  # 15 tokens are not worth a transfer
+        (5 * CHUNK, 5, 0, 5 * CHUNK - 1),  # prefill computes the last token
+        (5 * CHUNK, 5, 4 * CHUNK + 48, 0),  # a transfer is not efficient for 15 tokens
         (5 * CHUNK + 10, 3, 2 * CHUNK, CHUNK),
         (5 * CHUNK + 10, 3, 3 * CHUNK, 0),
         (5 * CHUNK + 10, 0, 0, 0),
@@ -95,7 +95,7 @@ def test_load_covers_whole_chunks_and_leaves_local_blocks_alone(make_side: Any, 
     assert list(load.groups) == [0]
     assert load.groups[0].chunk_keys == chunk_keys(TOKENS)[1:4]
     assert load.groups[0].blocks == [NOWHERE, NOWHERE, *range(106, 116)]
-    assert side.step(step()).loads == [], "handed over once"
+    assert side.step(step()).loads == [], "passed to the workers once"
 
 
 def test_fewest_hits_of_any_rank_count(make_side: Any, plane: ScriptedDataPlane) -> None:
@@ -133,27 +133,27 @@ def test_abort_while_loading_cancels_at_the_workers(make_side: Any, plane: Scrip
 
 
 def test_a_step_is_idle_only_while_every_request_waits_for_its_load(make_side: Any, plane: ScriptedDataPlane) -> None:
-    """In an idle step workers may wait, so there must be nothing else that the next step could do."""
+    """In an idle step workers may wait, so the next step must have no other work."""
     side = make_side()
-    assert not side.step(step()).idle, "there is nothing to wait for"
+    assert not side.step(step()).idle, "no request waits"
     request = arrive(side, plane, TOKENS, stored=4)
     assert not side.step(step()).idle, "it waits for its lookup"
     side.allocated(request, [list(range(100, 140))], matched(side, request))
     assert side.step(step()).idle and side.step(step()).idle
     other = arrive(side, plane, list(range(CHUNK - 1)), name="short")
-    assert not side.step(step()).idle, "another one may be scheduled"
+    assert not side.step(step()).idle, "another request may be scheduled"
     assert not side.step(step(new={"short": (0, CHUNK - 1)})).idle
     assert not side.step(step(cached={"short": (CHUNK - 1, 1)})).idle
     side.finished(other)
     assert side.step(step()).idle
     side.finished(request)
-    assert side.step(step()).idle, "the load of one that was aborted is still to end"
+    assert side.step(step()).idle, "the load of the aborted request has not ended"
     side.worker_output({"r"}, report())
     assert not side.step(step()).idle
 
 
 def test_abort_between_allocation_and_step_still_reaches_the_workers(make_side: Any, plane: ScriptedDataPlane) -> None:
-    """Without the load the workers would never report the request, and its blocks would stay taken for good."""
+    """Without the load, the workers would never report the request, and its blocks would never be freed."""
     side = make_side()
     request = arrive(side, plane, TOKENS, stored=4)
     side.allocated(request, [list(range(100, 140))], matched(side, request))
@@ -190,7 +190,7 @@ def test_draft_tokens_are_not_stored(make_side: Any, plane: ScriptedDataPlane) -
     (store,) = side.step(step(new={"r": (0, 2 * CHUNK - 2)})).stores
     assert store.chunk_keys == chunk_keys(TOKENS)[:1]
     request.all_token_ids.append(7)
-    # One known token and four guesses are scheduled: the chunk is complete only if the guesses are right.
+    # One known token and four drafts are scheduled: the chunk is complete only if the drafts are right.
     assert side.step(step(cached={"r": (2 * CHUNK - 2, 5)})).stores == []
 
 
@@ -246,7 +246,7 @@ def test_request_whose_inputs_cannot_be_named_is_computed_and_not_stored(
 
 
 def unstarted(plane: ScriptedDataPlane) -> tuple[Any, Any]:
-    """Return a scheduler's half that has not heard of its workers, and its groups."""
+    """Return a scheduler half without reports from its workers, and its groups."""
     from host_control.vllm.scheduler_side import SchedulerSide
 
     config, groups = HostConfig(data_plane=plane.address), groups_of()
@@ -268,7 +268,7 @@ def test_one_worker_that_is_off_turns_all_off(make_side: Any, plane: ScriptedDat
 
 
 def test_ranks_that_compute_with_different_files_turn_the_cache_off(plane: ScriptedDataPlane) -> None:
-    """Their KV would lie under one name."""
+    """Otherwise their KV would have the same key."""
     side, groups = unstarted(plane)
     side.start({rank: replace(handshake(rank, groups), model=bytes([rank]) * 32) for rank in (0, 1)})
     assert "do not agree" in side.problem
@@ -281,7 +281,7 @@ def test_ranks_that_compute_with_different_files_turn_the_cache_off(plane: Scrip
 
 @pytest.mark.parametrize("held", [(), ((0, 0, b"a" * 32), (0, 1, b"b" * 32)), ((0, 1, b"a" * 32),)])
 def test_ranks_that_keep_other_groups_turn_the_cache_off(plane: ScriptedDataPlane, held: Any) -> None:
-    """Nobody would ask for what one of them lacks."""
+    """Otherwise no lookup would contain the chunks that one of them lacks."""
     side, groups = unstarted(plane)
     side.start({0: handshake(0, groups), 1: replace(handshake(1, groups), namespaces=held)})
     assert "do not agree on what they keep" in side.problem
@@ -301,7 +301,7 @@ def test_certificates_that_cannot_be_used_turn_the_cache_off(make_side: Callable
 def test_step_with_256_running_requests_costs_under_a_fifth_of_a_millisecond(
     make_side: Any, plane: ScriptedDataPlane
 ) -> None:
-    """All our methods of one iteration, in both roles, with no fetches; the best of many, for the machine is shared."""
+    """All our methods in one iteration, in both roles, without fetches; the best of many runs on a shared machine."""
     from host_control.vllm.metrics import Counts
 
     side = make_side()

@@ -1,4 +1,4 @@
-"""Configurations that are refused before vLLM loads weights, with one line that says what to change."""
+"""Configurations that are refused before vLLM loads weights, with one line that contains the remedy."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,7 +133,7 @@ def test_a_tier_accepts_its_keys_and_vllms() -> None:
 
 
 def test_a_tier_uses_or_refuses_every_key() -> None:
-    """Every new key must be used or refused."""
+    """Every new option must be used or refused."""
     from host_control.config import HostConfig
     from host_control.vllm.start_check import _TIER_UNUSED
 
@@ -160,9 +160,9 @@ def test_vllm_checks_each_configuration(monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(2):
         start_check.check_at_start()
     Made().__post_init__()
-    assert seen == [True], "once, behind vLLM's own"
+    assert seen == [True], "once, after vLLM's own message"
     monkeypatch.setattr(start_check, "check", lambda config: config.something_new)
-    Made().__post_init__()  # an unreadable configuration is left to the connector
+    Made().__post_init__()  # the connector reports an unreadable configuration
 
     def refuse(config: Any) -> None:
         raise ConfigurationError("no")

@@ -117,7 +117,7 @@ def test_an_unknown_cache_has_a_reason() -> None:
 
 def test_block_sizes_are_limited_by_the_record_format() -> None:
     for size in (48, 272, 1056):
-        assert problem(full(block_size=size)) == "", "chunks are as long as blocks make them"
+        assert problem(full(block_size=size)) == "", "blocks define the chunks' length"
     assert "common" in problem(full(block_size=1 << 16), state(block_size=(1 << 16) - 32))
 
 
@@ -153,7 +153,7 @@ def test_the_reason_names_an_unknown_group() -> None:
 def test_an_engine_needs_prefix_caching_or_chunked_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     without_prefixes = {"cache_config__enable_prefix_caching": False}
     without_chunks = {"scheduler_config__enable_chunked_prefill": False}
-    assert problem(full(), **without_prefixes) == "" == problem(full(), **without_chunks), "as its user wants it"
+    assert problem(full(), **without_prefixes) == "" == problem(full(), **without_chunks), "as configured by the user"
     assert "neither prefix caching nor chunked prefill" in problem(full(), **without_prefixes, **without_chunks)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert problem(full()) == ""

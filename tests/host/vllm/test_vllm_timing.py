@@ -121,7 +121,7 @@ def test_without_transfers_few_steps_are_measured(engine: Any) -> None:
 
 
 def test_a_step_begins_at_the_end_of_the_previous_one(engine: Any) -> None:
-    """As with asynchronous scheduling."""
+    """Like asynchronous scheduling."""
     timing, clock = engine.timing, engine.clock
     timing.step(step(new={"a": (0, 100)}), waits=False, loads=0, begin=0)
     clock.now += 1
@@ -148,7 +148,7 @@ def test_each_kind_of_step_has_its_row(engine: Any) -> None:
         assert not engine.step(output, **how)
         engine.sample()
     assert len(engine.timing.table.observed) == 1
-    assert engine.step(step(new={"a": (0, 2000)}), loads=1), "of prompts, they tell all the same"
+    assert engine.step(step(new={"a": (0, 2000)}), loads=1), "steps with prompts are measured during loads, too"
 
 
 def test_only_decode_steps_are_reported(engine: Any) -> None:
@@ -200,7 +200,7 @@ def test_steps_are_learnt_with_the_rate_of_all_transfers(engine: Any) -> None:
     assert len(policy.observed) == 1, "the rate is not known yet"
     engine.sample(48_000_000)
     assert policy.observed[1:] == [(DECODED_S, pytest.approx(0.025), pytest.approx(48_000_000 / 0.1))] * 4
-    assert len(table.observed) == 1, "a step during transfers was learnt as decoding"
+    assert len(table.observed) == 1, "the engine learnt a step with transfers as decoding"
     counted = engine.counts.take().data
     assert counted["decode_during_fetch_seconds"] == pytest.approx(0.1)
     assert counted["decode_during_fetch_predicted_seconds"] == pytest.approx(4 * DECODED_S)
@@ -218,7 +218,7 @@ def test_steps_without_a_known_rate_are_not_learnt(engine: Any) -> None:
 
 
 def test_pauses_measure_decoding_without_transfers(engine: Any) -> None:
-    """Symptom: with loads all the time, the engine never learnt that the rate can be higher."""
+    """Symptom: with continuous loads, the engine never learnt that the rate can be higher."""
     paused = []
     engine.sample()
     for _ in range(1200):
@@ -241,7 +241,7 @@ def test_a_pause_ends_without_measurements(engine: Any) -> None:
     for _ in range(60):
         engine.step(decoding(), DECODED_S)
         engine.sample(1_000_000)
-        assert not engine.timing._paused_since_s, "the next time is as far away as ever"
+        assert not engine.timing._paused_since_s, "the next pause is as far away as before"
 
 
 def test_layer_times_come_from_workers_or_from_the_step() -> None:
@@ -254,7 +254,7 @@ def test_layer_times_come_from_workers_or_from_the_step() -> None:
         engine.clock.now += 2.0
         engine.timing.stepped()
     engine.timing.step(prompt, waits=True, loads=0, begin=0)
-    assert engine.timing.layer_seconds() == pytest.approx(0.2), "of ten layers, each a tenth"
+    assert engine.timing.layer_seconds() == pytest.approx(0.2), "ten layers, each takes a tenth"
     for _ in range(3):
         engine.timing.loaded(report(layer_seconds=0.15))
     engine.timing.stepped()

@@ -128,7 +128,7 @@ def test_after_a_doubt_any_change_is_detected(change: Callable[[Any], None], dty
     assert watch.outlived == {""} and not watch.lasts("")
     watch.follow("next", doubts=1)
     assert watch.known(NEVER_S) and watch.outlived == set() and watch.lasts("next")
-    assert not watch.lasts(""), "what is left of an earlier epoch"
+    assert not watch.lasts(""), "values of an earlier epoch"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -138,7 +138,7 @@ def test_samples_see_whole_elements(change: Callable[[Any], None], dtype: torch.
     watch = watch_of(layers)
     assert watch.check("", watch.sample())
     change(layers)
-    assert watch.lasts(""), "it has not been looked at"
+    assert watch.lasts(""), "the weights have not been checked"
     assert not watch.check("", watch.sample())
     assert watch.outlived == {""}
 
@@ -265,7 +265,7 @@ def test_unreadable_memory_counts_as_changed(monkeypatch: pytest.MonkeyPatch) ->
     watch = watch_of(model())
 
     def fails(*_: Any) -> int:
-        raise OSError("gone")
+        raise OSError("deleted")
 
     monkeypatch.setattr(loaded_weights.native, "crc32", fails)
     watch.follow("", doubts=1)
@@ -287,7 +287,7 @@ def test_an_audit_detects_any_change() -> None:
 
 def test_stores_wait_for_the_digests_of_all_ranks() -> None:
     watch = watch_of(model(), ranks=2)
-    assert watch.known(everywhere=True), "nothing has happened"
+    assert watch.known(everywhere=True), "no weight has changed"
     watch.follow("", doubts=1)
     assert watch.known(NEVER_S)
     assert not watch.known(everywhere=True)
