@@ -392,7 +392,8 @@ def test_an_ended_export_is_a_miss_and_is_replaced(start: Any, make: Callable[..
     address, delivery = start(*DPU).address, on_gpu("exported", first_gpu(fake_driver), "")
     writer, reader = make(address, delivery), make(address, delivery)
     writer.store()
-    memory: Any = reader.fetched.acquire(30)
+    assert reader.fetch(list(range(BLOCKS))).complete  # the manager's thread has registered the memory
+    memory: Any = reader.fetched.current
     memory._export.close()
     result = reader.fetch(list(range(BLOCKS)))
     assert (result.reason, result.chunks) == ("device", (0,)), result.detail
