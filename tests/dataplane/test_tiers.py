@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import random
 import re
 import signal
@@ -420,27 +421,35 @@ async def test_a_daemon_killed_during_a_fill_recovers_whole_records_only(storage
     keys = keys_of(SHAPE, 24, seed=3)
     for index, key in enumerate(keys):
         storage.put(key, make_record(SHAPE, key, index % 6))
-    kept = 0
-    for turn in range(4):
-        options = {"tiers": tiers_of(tmp_path), "storage": storage.address if turn < 3 else ""}
-        process = DaemonProcess(storage, tmp_path, **options)
+    request = pb.LookupRequest(chains=[pb.KeyChain(keys=keys, namespace=SHAPE.namespace)], timeout_ms=NEVER_MS)
+    survived = 0
+    for kill in itertools.count(1):  # at later and later moments, until a record has survived
+        process = DaemonProcess(storage, tmp_path, tiers=tiers_of(tmp_path), storage=storage.address)
         client = Client(process.address)
         try:
             await client.register(SHAPE, 24)
-            present = (await client.lookup(keys)).present[0]
-            if turn < 3:
-                fetching = asyncio.create_task(client.fetch(keys))
-                await asyncio.sleep(chance.uniform(0.0, 0.1))
-                process.process.send_signal(signal.SIGKILL)
-                await asyncio.gather(fetching, return_exceptions=True)
-            for index in [index for index, there in enumerate(present) if there and turn == 3]:
-                assert (await client.fetch([keys[index]])).chunks == 1
-                assert client.chunk(0) == CHUNKS[index % 6]
-                kept += 1
+            survived = (await client.stub.Lookup(request)).tiers[0].count(pb.TIER_DEVICE)
+            if survived and kill > 3:
+                break
+            fetching = asyncio.create_task(client.fetch(keys))
+            await asyncio.sleep(chance.uniform(0.0, 0.05 * kill))
+            process.process.send_signal(signal.SIGKILL)
+            await asyncio.gather(fetching, return_exceptions=True)
         finally:
             await client.close()
             process.close()
-    assert kept > 0, "nothing was kept, so that nothing was tested"
+    process = DaemonProcess(storage, tmp_path, tiers=tiers_of(tmp_path), storage="")
+    client = Client(process.address)
+    try:
+        await client.register(SHAPE, 24)
+        present = [index for index, there in enumerate((await client.lookup(keys)).present[0]) if there]
+        assert len(present) == survived
+        for index in present:
+            assert (await client.fetch([keys[index]])).chunks == 1
+            assert client.chunk(0) == CHUNKS[index % 6]
+    finally:
+        await client.close()
+        process.close()
 
 
 @pytest.mark.parametrize("devices", [True, False])
