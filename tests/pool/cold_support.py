@@ -116,7 +116,7 @@ def memory_node(
 def device_node(endpoint: str, path: Path, **keys: Any) -> Node:
     """Return a node with 4 MiB of memory over a file of 12 MiB."""
     below = ColdTier(s3_config(endpoint, **keys))
-    return Node(file_pool([path], 12 * MIB, memory_budget_bytes=4 * MIB, lower_tier=below))
+    return Node(file_pool([path], 12 * MIB, memory_budget_bytes=4 * MIB, below=below))
 
 
 @contextlib.contextmanager
