@@ -120,7 +120,7 @@ class DataPlaneConfig(Section):
     """PCI address or name of the DPU's function, such as ``0000:03:00.0`` or ``mlx5_0``; empty for the first suitable
     one. Only with ``doca``."""
     device_timeout_s: Positive = 10.0
-    """Time without a result after which an accelerator, or a GPU in a copy, counts as hanging. It is given up, and the
+    """Time without a result after which an accelerator, or a GPU in a copy, counts as hanging. It is abandoned, and the
     data plane ends, to be restarted: until then the device may still write to memory."""
     codec: Literal["auto", "kvrans", "deflate", "lz4", "zstd", "none"] = "auto"
     """Entropy codec of new records. ``auto``: ``kvrans`` if CPU cores decode, ``deflate`` for a DPU's accelerator.
@@ -175,7 +175,7 @@ class DataPlaneConfig(Section):
     registration_idle_s: Positive = 600.0
     """Time without a call after which registered memory is removed; its owner can register it again."""
     quarantine_s: Positive = 300.0
-    """Time for which lookups miss a key with a faulty record, unless it is stored anew."""
+    """Time for which lookups miss a key with a faulty record, unless it is stored again."""
     delete_corrupt: bool = True
     """Delete records with wrong checksums from storage, so that they can be stored again."""
     shutdown_timeout_s: Positive = 4.0

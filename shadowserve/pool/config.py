@@ -48,7 +48,7 @@ class PoolConfig(BaseModel):
     """Most objects of the pool; none for as many as devices and memory can hold at the start. Without devices, give it
     if memory_budget_bytes will be raised later."""
     eviction: Literal["lru", "s3fifo", "frequency"] = "lru"
-    """Eviction policy: the least recently used objects first, S3-FIFO, or the least frequently used of late."""
+    """Eviction policy: the least recently used objects first, S3-FIFO, or the least frequently used recently."""
     admission: Literal["all", "second_hit"] = "all"
     """Objects to write to devices: all, or only those that are read, or stored again."""
     memory_homes: bool = False

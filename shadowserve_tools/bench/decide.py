@@ -214,7 +214,7 @@ def _report(results: _Results, links: Sequence[float]) -> Report:
         )  # fmt: skip
     for name, ratio, goal in (
         (_DECIDING, "worst_over_better_of_both", "at most 1.05"),
-        (_ALWAYS, "always_fetch_worst_over_better", "none; without deciding"),
+        (_ALWAYS, "always_fetch_worst_over_better", "none; without the policy"),
         (_OFF, "no_cache_worst_over_better", "none; without a cache"),
     ):
         report.ratio(ratio, max((cell.over_better(name) for cell in results.cells), key=statistics.median), goal)

@@ -137,7 +137,7 @@ def http_requests(context: Context) -> None:
 
 
 @case(
-    "attack: replies that nobody reads",
+    "attack: unread replies",
     "a tenant asks on eight connections for 60,000 times the same value, and for pages of GETs, and reads nothing",
     engines=OURS,
     repetitions=1,
@@ -158,7 +158,7 @@ def unread_replies(context: Context) -> None:
         context.pause(1.0, 1.5)
         for sock in socks:
             sock.close()
-        context.tally.note(Outcome.REFUSED, "replies that nobody reads: not all of them were made")
+        context.tally.note(Outcome.REFUSED, "unread replies: not all of them were made")
 
 
 @case(
@@ -190,7 +190,7 @@ def unfinished_requests(context: Context) -> None:
 
 
 @case(
-    "attack: places for nobody",
+    "attack: connections without authentication",
     "more connections than there are places never authenticate, or dribble; a tenant's own take no more than its share",
     engines=("memory",),
     repetitions=1,

@@ -266,7 +266,7 @@ def test_the_prometheus_folder_has_only_rule_files() -> None:
 
 
 def test_every_alert_is_explained_and_tested() -> None:
-    explained = (REPOSITORY / "docs" / "operate.md").read_text()
+    explained = (REPOSITORY / "docs" / "guides" / "operate.md").read_text()
     tests = yaml.safe_load(RULES_TEST.read_text())["tests"]
     fired = {case["alertname"] for test in tests for case in test["alert_rule_test"] if case["exp_alerts"]}
     quiet = {case["alertname"] for case in tests[-1]["alert_rule_test"] if not case["exp_alerts"]}
