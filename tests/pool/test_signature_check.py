@@ -308,7 +308,7 @@ def test_an_existing_file_keeps_its_size_when_formatted(tmp_path: Path) -> None:
     path = sparse(tmp_path / "photos", 16 * MIB, (5 * MIB, b"a photo"))
     for options in ((), ("--force",)):
         done = run("pool", "format", path, "--size", "32MiB", *options)
-        assert done.exit_code == 2 and "leave --size out" in done.output
+        assert done.exit_code == 2 and "omit --size" in done.output
         assert path.stat().st_size == 16 * MIB
 
 
