@@ -22,7 +22,7 @@ class StoreConformance(ABC):
     """The suite. Budgets are in bytes; cost() returns the bytes that an entry counts for."""
 
     MANY = 3_000
-    """Entries that are enough to tell work on all of them from work on some."""
+    """Number of entries that distinguishes work on all entries from work on some."""
     PIN_UNIT_MS = 1000
     """Resolution of a pin's end."""
 
