@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from machine import NEVER_S
 
-# Compiling takes a while the first time, and sanitizers slow the tests down.
+# The first compilation takes a while, and sanitizers slow the tests down.
 pytestmark = pytest.mark.timeout(1800)
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def passed(output: str) -> int:
-    """Return how many tests CTest ran, all of which passed."""
+    """Return the number of tests in CTest's output, all of which passed."""
     match = re.search(r"100% tests passed(?:, 0 tests failed)? out of (\d+)", output)
     assert match is not None, output[-4000:]
     return int(match[1])
@@ -53,7 +53,7 @@ def test_the_core_stands_on_one_deflate_decoder_alone(native_build: Callable[...
 
 
 def configure(directory: Path, *options: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """Run CMake's configuration in a build of its own, and return what it said."""
+    """Run CMake's configuration in a separate build, and return its output."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     generator = ["-G", "Ninja"] if shutil.which("ninja", path=path) else []
     command = [shutil.which("cmake", path=path) or "cmake", "-S", str(REPOSITORY), "-B", str(directory)]
