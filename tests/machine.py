@@ -30,7 +30,7 @@ def wait_for(condition: Callable[[], Any], timeout: float = WAIT_MAX_S) -> Any:
     """Return the first true value of ``condition()``."""
     ends = time.monotonic() + timeout
     while not (value := condition()):
-        assert time.monotonic() < ends, "it did not happen in time"
+        assert time.monotonic() < ends, "the condition did not become true in time"
         time.sleep(0.002)
     return value
 
@@ -42,7 +42,7 @@ def drive(step: Callable[[], Any], condition: Callable[[], Any], timeout: float 
     """
     ends = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < ends, "it did not happen in time"
+        assert time.monotonic() < ends, "the condition did not become true in time"
         for _ in range(16):
             step()
             if condition():

@@ -158,7 +158,7 @@ def unread_replies(context: Context) -> None:
         context.pause(1.0, 1.5)
         for sock in socks:
             sock.close()
-        context.tally.note(Outcome.REFUSED, "replies that nobody reads: not all of them were made")
+        context.tally.note(Outcome.REFUSED, "replies without a reader: the server did not create all of them")
 
 
 @case(
@@ -186,7 +186,7 @@ def unfinished_requests(context: Context) -> None:
                     sock.sendall(bytes(4 * MIB))
         for _, sock in socks:
             sock.close()
-        context.tally.note(Outcome.REFUSED, "requests that are refused: not all of their bytes were taken")
+        context.tally.note(Outcome.REFUSED, "refused requests: the server did not read all of their bytes")
 
 
 @case(
@@ -306,7 +306,7 @@ def scan_cursors(context: Context) -> None:
     with others_work(context, node.storage, [alice], bound_mib=64):
         for _ in range(20):
             now = cursors()
-            context.tally.note(Outcome.RIGHT if now == before else Outcome.WRONG, f"cursors went {before}, then {now}")
+            context.tally.note(Outcome.RIGHT if now == before else Outcome.WRONG, f"cursors were {before}, then {now}")
 
 
 # ---- Over a data plane

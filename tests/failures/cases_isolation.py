@@ -164,9 +164,9 @@ def lasting_streams(context: Context) -> None:
     with prefix.fetched_meanwhile(node, 64):
         try:
             mallory.execute_command("KV.LAYERS", "0-3", 1, 0, *stored)
-            context.tally.note(Outcome.WRONG, "a rate of a bit a second was taken")
+            context.tally.note(Outcome.WRONG, "the server accepted a rate of a bit per second")
         except redis.exceptions.ResponseError as error:
-            context.tally.note(Outcome.REFUSED, f"a bit a second: {error}")
+            context.tally.note(Outcome.REFUSED, f"a bit per second: {error}")
         socks = _connections(context, node, 120)
         for number, sock in enumerate(socks):
             _send(sock, request(list(stored), rate=1_000_000 if number % 2 else 0) * 4)

@@ -272,7 +272,7 @@ def pages_device_silent(context: Context) -> None:
     before = served.engine.pages.segment
     served.told.set(hold=1)
     served.engine.load(served.some(), losable="its device does not answer")
-    assert served.told.held and served.engine.pages.segment is not before, "the memory was to be replaced"
+    assert served.told.held and served.engine.pages.segment is not before, "the memory must be replaced"
     served.told.set(hold=0)
     wait_for(lambda: not served.told.held)
     context.pause(0.1, 0.4)

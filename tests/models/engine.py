@@ -134,7 +134,7 @@ class Engine:
         """
         others = self.outputs([with_another_first_chunk(prompt) for prompt in prompts], len(outputs[0]))
         for prompt, output, other in zip(prompts, outputs, others, strict=True):
-            assert output != other, f"{len(prompt)} tokens with another first chunk end in the same {output}"
+            assert output != other, f"{len(prompt)} tokens with another first chunk give the same output {output}"
 
     def flush(self) -> None:
         """Wait until each worker has stored all gathered chunks."""

@@ -85,7 +85,7 @@ def test_the_sdk_of_doca_is_taken_where_pkg_config_finds_it(tmp_path: Path) -> N
     assert missing.returncode != 0 and "pkg-config does not find doca-common" in missing.stderr
     older = {"PKG_CONFIG_PATH": str(tmp_path / "old"), "PKG_CONFIG_LIBDIR": str(tmp_path / "old")}
     old = configure(tmp_path / "too-old", **older)
-    assert old.returncode == 0 and "DOCA: FALSE" in old.stdout, "2.9 lacks one call of the backend's"
+    assert old.returncode == 0 and "DOCA: FALSE" in old.stdout, "DOCA 2.9 lacks a function of the backend"
     asked = configure(tmp_path / "asked", "-DSHADOWSERVE_DOCA=emulator", PKG_CONFIG_PATH=str(tmp_path))
     assert asked.returncode == 0 and "DOCA: TRUE, emulated TRUE" in asked.stdout
 

@@ -38,4 +38,4 @@ def test_the_wheel_for_arm_is_one(arm_tools: None, tmp_path: Path) -> None:
     assert int.from_bytes(core[18:20], "little") == MACHINE_AARCH64
     # Ubuntu 22.04, the system of DPUs, has 2.35.
     needed = {tuple(map(int, version)) for version in re.findall(rb"\0GLIBC_(\d+)\.(\d+)", core)}
-    assert max(needed) <= (2, 34), f"needs another C library than scripts/build-wheel-aarch64 says: {max(needed)}"
+    assert max(needed) <= (2, 34), f"needs a newer C library than scripts/build-wheel-aarch64 states: {max(needed)}"

@@ -208,7 +208,7 @@ class SimulatedDevice:
             self.complete()
 
     def crash(self, *, torn: bool = True, seed: int | None = None) -> "SimulatedDevice":
-        """Return the device after a power cut; this one is dead.
+        """Return the device after a power cut; this one cannot be used any longer.
 
         Of each block written since the last flush any version survives; with ``torn``, sectors of several.
         """
@@ -237,7 +237,7 @@ class SimulatedDevice:
         return after
 
     def restart(self) -> "SimulatedDevice":
-        """Return the device after the process has died with the power on: all completed writes are there."""
+        """Return the device after a SIGKILL without a power cut: all completed writes are present."""
         after = SimulatedDevice(
             self.capacity_bytes,
             seed=self.random.randrange(1 << 32),

@@ -116,7 +116,7 @@ def test_a_lost_write_does_not_return_the_old_value() -> None:
     pool.pump(lambda: not pool.store._core.disks[0].is_freeing)  # type: ignore[attr-defined]
     data = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
     devices[0].fail(OperationKind.WRITE, error=0, lost=True, first_block=data)
-    pool.put(b"a", b"new" * 10_000)  # the same key, length and place: only the number of the put differs
+    pool.put(b"a", b"new" * 10_000)  # the same key, length and place: only the put's number differs
     assert place_of(pool, b"a")[1] == first
     drop_copies(pool)
     assert pool.value(b"a") is None and pool.statistics().lost == {"misdirected": 1}

@@ -71,7 +71,7 @@ GOLDEN_KV_SHA256 = {
 
 PARENT = bytes(range(200, 232))
 VERSIONS = {"v1": b"", "v2": PARENT}
-"""Layouts, and True if their golden records have a parent."""
+"""Parent of the golden records of each version; empty for none."""
 
 
 @pytest.mark.parametrize("version", list(VERSIONS))

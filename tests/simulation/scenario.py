@@ -114,7 +114,7 @@ class Simulation:
         self._over = False
         self._crash_armed = False
         self._awaited = self._is_flushing
-        self._lied = False  # a device has returned wrong bytes in this life of the server
+        self._lied = False  # a device has damaged or lost bytes in this life of the server
 
     def _client(self, number: int, tenant: str) -> SimulatedClient:
         login = ("AUTH", f"user{TENANTS.index(tenant)}", _PASSWORD)

@@ -1,4 +1,4 @@
-"""A store whose reads and writes end when a test says so, and a server with it in this process."""
+"""A store whose reads and writes end on a test's call, and a server with it in this process."""
 
 import asyncio
 import threading

@@ -64,7 +64,7 @@ def test_a_web_page_with_dns_rebinding_reads_nothing(observed: Child, host: str)
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:9100", "127.0.0.1:9100", "127.0.0.1", "[::1]:9100", "[::1]"])
 def test_probes_of_this_machine_are_answered(observed: Child, host: str) -> None:
     assert ask(observed, path="/metrics", Host=host) == 200
-    assert ask(observed) == 200, "without the header, as HTTP/1.0 has it"
+    assert ask(observed) == 200, "a request without the header, as in HTTP/1.0"
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "FLUSHALL"])

@@ -172,7 +172,7 @@ def test_tenants_and_then_clients_take_turns_by_cost() -> None:
         order.append(item)
         turns.charge(tenants[0], 5)
     assert order[:5] == ["a0", "c0", "b", "c1", "a1"] and len(order) == 103
-    assert order[5:] == [f"a{number}" for number in range(2, 100)], "a client's own stay in their order"
+    assert order[5:] == [f"a{number}" for number in range(2, 100)], "a client's own requests must keep their order"
 
 
 def test_a_returning_tenant_gets_no_extra_turns() -> None:
@@ -357,7 +357,7 @@ def test_only_the_longest_lasting_clients_of_a_pending_key_are_kept() -> None:
     noted = [client for client in range(2000) if pending_keys.withdraw(client, [key])]
     assert 2 <= len(noted) <= 8 and {999, 1999} <= set(noted)
     assert pending_keys.until_ms(key, 5000) == 0
-    for client in range(2000):  # and what a gone one had published makes room for one that is there
+    for client in range(2000):  # keys of disconnected clients free space for connected ones
         pending_keys.add(client, [key], 0, 20_000)
         pending_keys.leave(client)
     pending_keys.add(5000, [key], 0, 15_000)

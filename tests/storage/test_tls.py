@@ -212,7 +212,7 @@ def test_old_versions_and_renegotiation_are_refused(secure: Child, certificates:
                 TlsClient(secure.port, context)
     ran = subprocess.run(
         ["openssl", "s_client", "-connect", f"127.0.0.1:{secure.port}", "-tls1_2", "-CAfile", f"{certificates}/ca.crt"],
-        input=b"R\n",  # asks to renegotiate
+        input=b"R\n",  # requests a renegotiation
         capture_output=True,
         timeout=NEVER_S,
     )
@@ -225,7 +225,7 @@ def test_an_unfinished_handshake_delays_no_other_client(start: Callable[..., Chi
     child = start(*tls_flags(certificates), "--authentication-timeout-s", "0.5")
 
     def answered() -> str:
-        """Return the number of failed handshakes. A fast client asks, because a client with TLS may itself be late."""
+        """Return the number of failed handshakes, through a fast client: a client with TLS may itself be late."""
         with contextlib.suppress(OSError, EOFError), TlsClient(child.port, context_of(certificates)) as client:
             return client.info()["tls_failures"]
         return ""

@@ -224,7 +224,7 @@ def test_a_gap_in_the_log_keeps_later_objects_and_no_stale_ones() -> None:
         flags = 1 if number < 3 else 0
         store.put(KEYS[number], VALUES[KEYS[number]], flags=flags)
         store.drain()
-    store.put(KEYS[5], b"a newer value")  # sequence 13: the block that rots
+    store.put(KEYS[5], b"a newer value")  # sequence 13: the block to damage
     store.drain()
     for number in range(20, 25):
         store.put(KEYS[number], VALUES[KEYS[number]])
