@@ -374,7 +374,7 @@ async def test_a_lookup_of_a_long_prompt_is_one_round_trip(liar: Liar) -> None:
         )
         answer = found(await client.stub.Lookup(request), 512, 512)
         assert (answer.hits, answer.outcome) == ([500, 500], pb.OUTCOME_COMPLETE)
-        assert liar.commands == [b"KV.META"] * 2, "one for each chain"
+        assert liar.commands == [b"KV.META"] * 2, "one command for each chain"
         # The next fetch needs no further request.
         await client.register(shape, 20)
         fetched = await client.fetch(chains[0][:20], timeout_ms=WAIT_MAX_MS)

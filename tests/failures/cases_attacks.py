@@ -211,7 +211,7 @@ def idle_strangers(context: Context) -> None:
                 socks.append(node.connect())
         newcomer = node.alice()
         context.tally.note(
-            Outcome.RIGHT if newcomer.ping() else Outcome.WRONG, "a tenant with a password found no place"
+            Outcome.RIGHT if newcomer.ping() else Outcome.WRONG, "a tenant with a password got no connection slot"
         )
     for sock in socks:
         sock.close()

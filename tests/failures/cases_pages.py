@@ -365,7 +365,7 @@ def pages_daemon_frozen(context: Context) -> None:
 )
 def pages_of_two_models(context: Context) -> None:
     served = _Served(context)
-    shape = Shape("another model", layers=2, page_bytes=12288)  # of as many bytes a chunk
+    shape = Shape("another model", layers=2, page_bytes=12288)  # with the same number of bytes per chunk
     other = _engine(context, served.plane, shape)
     theirs = [shape.prompt(f"{context.seed}/{number}") for number in range(_PROMPTS)]
     _store(other, theirs)

@@ -173,7 +173,7 @@ def test_a_write_to_a_busy_device_is_retried(error: int) -> None:
     pool.put(b"a", b"x" * 10_000)
     assert place_of(pool, b"a")[0] == 0
     data = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
-    devices[0].fail(OperationKind.WRITE, error=error, times=3, last_block=data)  # of the log
+    devices[0].fail(OperationKind.WRITE, error=error, times=3, last_block=data)  # writes of the log
     pool.put(b"b", b"y" * 10_000)
     found = pool.statistics().devices[0]
     assert found.state == "ok" and found.errors == 0 and found.busy == 7
