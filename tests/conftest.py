@@ -1,6 +1,6 @@
-"""Certificates for all tests that need some; how Hypothesis works; tests side by side; ``machine``, for all to import.
+"""Fixtures of all tests: certificates, Hypothesis profiles, tests in parallel, and the import of ``machine``.
 
-pytest imports by path, so that folders need no __init__.py.
+pytest imports by path, so folders need no __init__.py.
 """
 
 import os
@@ -19,19 +19,19 @@ sys.path.append(str(Path(__file__).parent))
 
 MAKE = Path(__file__).parents[1] / "scripts" / "make-certificates"
 
-# An example may take as long as the machine stands still. And they are the same each time, so that a suite that has
-# passed passes again; --hypothesis-profile=search tries those that nobody has tried yet.
+# A paused machine must not fail an example, so there is no deadline. The examples are the same in each run, so results
+# are reproducible. --hypothesis-profile=search tries new examples.
 settings.register_profile(
     "steady", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("search", settings.get_profile("steady"), derandomize=False)
 settings.load_profile("steady")
 
-# Before a file of tests that is collected imports PyTorch, which looks only then. The models are tiny; beside other
-# tests a second thread is waited for, core in hand, at each of the hundred operations of an engine's step.
+# This must precede the import of PyTorch by a collected test file. The models are tiny: with a second thread, each of
+# the hundred operations of an engine's step would busy-wait for that thread when other tests use the cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# Tests start our programs two thousand times: whatever the environment says, Python keeps what it has compiled.
+# Tests start programs of the project two thousand times: Python must keep its compiled files in any environment.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Whatever the test starts heeds SIGINT, even where these tests run in a script's background: that is inherited."""
+    """Started processes handle SIGINT, even if a script runs these tests in its background (a setting they inherit)."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -67,7 +67,7 @@ def interruptible() -> Iterator[None]:
 
 @pytest.fixture
 def background() -> Iterator[None]:
-    """Whatever the test starts has SIGINT ignored, as what a script starts in the background."""
+    """Started processes ignore SIGINT, like processes in a script's background."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGINT, before)
@@ -75,7 +75,7 @@ def background() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_certificates(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function that makes a folder of certificates, of another folder's authority where one is given."""
+    """Return a function that creates a folder of certificates, signed by another folder's authority if one is given."""
 
     def make(*arguments: str, authority: Path | None = None) -> Path:
         folder = tmp_path_factory.mktemp("certificates")

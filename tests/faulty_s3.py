@@ -22,14 +22,14 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 BUCKET = "kv-test"
-PIECE = 64 << 10  # that a slow link carries at a time
-PAGE = 3  # objects that one list names: small, so that lists have pages
+PIECE = 64 << 10  # bytes per step of a slow link
+PAGE = 3  # objects per list: small, so that lists have pages
 
 
 @dataclass
 class Asked:
-    """One request: ``operation`` is list, get, put or delete; ``range`` is [first, end) or None; the key id that
-    signs it.
+    """One request: ``operation`` is list, get, put or delete; ``range`` is [first, end) or None; the last field is the
+    key id of its signature.
     """
 
     operation: str
@@ -87,7 +87,7 @@ LIES: dict[str, Fault] = {
     "another_body": _to_reads(Answer(206, body=b"x" * 4096)),
     "same_length": _same_length,
 }
-"""Refusals, and bytes that were not requested."""
+"""Refusals, and bytes that no request contains."""
 
 
 class FaultyS3:
@@ -98,7 +98,7 @@ class FaultyS3:
         asked: All requests so far.
         fault: Returns the answer to a request; None for the right one.
         skew_s: Time by which its clock is ahead.
-        encodes: Lists have URL-encoded names where the request asks for that.
+        encodes: True if lists have URL-encoded names on request.
         bytes_per_s: Rate of all reads together; 0 for no limit.
     """
 
@@ -111,7 +111,7 @@ class FaultyS3:
         self.skew_s = 0.0
         self.encodes = True
         self.bytes_per_s = 0.0
-        self._link_free = 0.0  # when it has sent what it was given
+        self._link_free = 0.0  # time at which the link has sent all bytes
         self.lock = threading.Lock()
         owner = self
 
@@ -125,7 +125,7 @@ class FaultyS3:
             self._scheme = "https"
             context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             context.load_cert_chain(certificates / "server.crt", certificates / "server.key")
-            # Not in accept(), where a client that refuses the certificate would end the server.
+            # Not in accept(): a client that refuses the certificate would end the server there.
             self._server.socket = context.wrap_socket(
                 self._server.socket, server_side=True, do_handshake_on_connect=False
             )
@@ -141,7 +141,7 @@ class FaultyS3:
         return sum(asked.operation == operation for asked in self.asked)
 
     def carry(self, size: int) -> None:
-        """Wait until the link has carried as many more bytes."""
+        """Wait until the link has sent this number of further bytes."""
         if self.bytes_per_s:
             with self.lock:
                 self._link_free = max(self._link_free, time.monotonic()) + size / self.bytes_per_s
@@ -168,7 +168,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, *_: Any) -> None:
-        """No-op: clients may leave at their deadline."""
+        """No-op: clients may disconnect at their deadline."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -225,7 +225,7 @@ class _Handler(BaseHTTPRequestHandler):
         text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>as told</Message></Error>"
         self._send(status, headers or {}, text.encode())
 
-    # ---- What is right
+    # ---- Correct answers
 
     def _put(self, asked: Asked, _: Any, body: bytes) -> tuple[int, dict[str, str], bytes]:
         own = self.server_of_tests

@@ -1,11 +1,11 @@
-"""Our programs as child processes that begin with everything imported: half a second of each start is imports, eleven
-of that of a benchmark's engine, and thirty of ``vllm serve`` with its three processes.
+"""Programs of the project as child processes with preloaded imports. Imports take half a second of each start, eleven
+seconds of that of a benchmark's engine, and thirty of ``vllm serve`` with its three processes.
 
-``Preloaded`` is ``subprocess.Popen`` of ``python -m shadowserve_tools PROGRAM ...``, of the benchmarks' engine and of
-``vllm serve``, whose processes are forked from each other then. A process that has imported the program, and done
-nothing else, forks; what it forks becomes a child of the tests by way of a parent that ends at once. Programs whose
-process or environment must be their own from the first instruction start as everywhere else; so do those of ``deploy``,
-``e2e`` and ``host``, whichever way a user would, but for engines that are there for what lies between them.
+``Preloaded`` replaces ``subprocess.Popen`` for ``python -m shadowserve_tools PROGRAM ...``, the benchmarks' engine and
+``vllm serve``, whose processes are then forked from each other. A process that has only imported the program forks.
+An intermediate parent ends at once, so the fork becomes a child of the tests. Some programs start normally: programs
+that need a separate process or environment from the first instruction, and those of ``deploy``, ``e2e`` and ``host``,
+which start as a user would start them, except engines that serve only as clients of the tested path.
 """
 
 import ctypes
@@ -56,16 +56,16 @@ _IMPORTS: Final = {
     ),
 }
 _AT_ONCE: Final = ("SHADOWSERVE_NATIVE_LIBRARY", "SHADOWSERVE_TEST")
-"""What is looked at while a program is imported."""
+"""Environment variables that programs read during their import."""
 _OF_ENGINES: Final = ("HF_", "OMP_", "PYTHONPATH", "VLLM_")
-"""Likewise, by what an engine imports: engines for which it is the same are forked from the same process."""
+"""Variables that an engine's imports read. Engines with equal values are forked from the same process."""
 
 _lock = threading.Lock()
 _forkers: dict[tuple[str, ...], tuple[subprocess.Popen[bytes], socket.socket]] = {}
 
 
 class Preloaded(subprocess.Popen[Any]):
-    """One of our programs. What asks ``Popen`` for more than files, a folder and an environment starts it anew."""
+    """One program of the project. Popen arguments other than files, folder and environment start a new process."""
 
     def _execute_child(
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, *rest: Any
@@ -91,7 +91,7 @@ class Preloaded(subprocess.Popen[Any]):
 
 
 def _program_of(command: list[str], environment: dict[str, str]) -> tuple[str, ...]:
-    """Return the program, and what of the environment it was imported in; nothing where it is to be imported anew."""
+    """Return the program and the environment of its import, or nothing if the program must be imported again."""
     changed = {name for name, _ in environment.items() ^ dict(os.environ).items()}
     if command == _ENGINE or command[:4] == _SERVE:
         if not all(name.startswith(_OF_ENGINES) for name in changed):
@@ -105,7 +105,7 @@ def _program_of(command: list[str], environment: dict[str, str]) -> tuple[str, .
 def _fork(program: tuple[str, ...], environment: dict[str, str], request: bytes, files: list[int]) -> int:
     if program not in _forkers:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.settimeout(WAIT_MAX_S)  # importing the program is what it may wait for
+        ours.settimeout(WAIT_MAX_S)  # the wait includes the program's import
         command = [sys.executable, __file__, program[0], str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
         _forkers[program] = process, ours
@@ -118,12 +118,12 @@ def _fork(program: tuple[str, ...], environment: dict[str, str], request: bytes,
         answer = forker.recv(64)
     finally:
         prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-    assert answer, f"what forks '{program[0]}' has ended"
+    assert answer, f"the forking process of '{program[0]}' has ended"
     return int(answer)
 
 
 def _serve(connection: socket.socket) -> list[str]:
-    """Fork whenever asked to; returns in what was forked, with its arguments."""
+    """Fork at each request. Return in the forked process with its arguments."""
     while True:
         request, files, _, _ = socket.recv_fds(connection, REQUEST_BYTES_MAX, 4)
         if not request:

@@ -1,10 +1,10 @@
-"""Tests side by side: how many processes there are, what one of them takes at a time, and what comes first.
+"""Tests in parallel: the number of processes, the unit of work of each, and the order.
 
-A process takes a whole file, so that what its tests share is made once. The tests of the files in ``APART`` share
-nothing and take minutes: they are taken one by one. Of each of the ``LINES`` one process takes all files, one after the
-other. Those whose tests import vLLM, or start it, stand in two of them: the import costs seconds, an engine gigabytes,
-and two at once are enough; with them those that import half of it for a model. Those that install into a system to be
-thrown away share the wheels that they install.
+A process takes a whole file, so that its tests share their fixtures. The tests of the files in ``APART`` share nothing
+and take minutes, so they are separate units. One process takes all files of one of the ``LINES``, one after the other.
+Tests that import or start vLLM are in two of the lines: the import costs seconds, an engine gigabytes, and two at once
+are enough. Tests that import half of vLLM for a model are with them. Tests that install into a temporary system share
+their wheels.
 """
 
 import os
@@ -16,7 +16,7 @@ from xdist.scheduler import LoadFileScheduling
 __all__ = ["APART", "LINES", "LONGEST", "SideBySide", "begin_with_the_longest", "file_of", "processes"]
 
 PROCESSES_MAX: Final = 8
-"""With more, the lines end last, and memory is all that they take."""
+"""Maximum number of processes: with more, the lines end last, and the others only use memory."""
 
 LINES: Final = (
     (
@@ -47,35 +47,35 @@ LONGEST: Final = (
     "pool/volume/test_volume_crash failures/test_crash_loop storage/test_object_storage storage/test_lifecycle "
     "storage/test_tls dataplane/test_lost_memory e2e/test_disaggregation_faults"
 ).split()
-"""Those that take more than half a minute, beside the lines and what is apart, the longest first."""
+"""Further files that take more than half a minute, the longest first."""
 
 
 def file_of(nodeid: str) -> str:
-    """Return the name of a test's file within ``tests``, without its ending."""
+    """Return the name of a test's file within ``tests``, without its suffix."""
     return nodeid.partition("::")[0].removeprefix("tests/").removesuffix(".py")
 
 
 def unit_of(nodeid: str) -> str:
-    """Return what a test is taken together with."""
+    """Return the unit of work of a test."""
     file = file_of(nodeid)
     lines = [f"line {number}" for number, line in enumerate(LINES) if file in line]
     return lines[0] if lines else nodeid if file in APART else file
 
 
 def processes() -> int:
-    """Return how many there are: one more than cores, since each waits for something now and then."""
+    """Return the number of processes: one more than cores, because each waits at times."""
     return min(len(os.sched_getaffinity(0)) + 1, PROCESSES_MAX)
 
 
 def begin_with_the_longest(items: list[pytest.Item]) -> None:
-    """Put first what would otherwise go on alone when all else has ended."""
+    """Put the longest units first, so that none runs alone at the end."""
     order = [file for line in LINES for file in line] + [*APART, *LONGEST]
     rank = {file: number for number, file in enumerate(order)}
     items.sort(key=lambda item: rank.get(file_of(item.nodeid), len(order)))
 
 
 class SideBySide(LoadFileScheduling):
-    """Hands out units in the order of their first tests."""
+    """Schedules units in the order of their first tests."""
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
         config.option.loadscopereorder = False

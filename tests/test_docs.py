@@ -1,4 +1,4 @@
-"""Documents are true where a test can tell: links, files, commands, flags, keys, metrics and outcomes exist."""
+"""Documents are true as far as tests can check: links, files, commands, flags, keys, metrics and outcomes exist."""
 
 import ast
 import re
@@ -31,7 +31,7 @@ def relative(path: Path) -> str:
 
 
 def commands(text: str) -> list[str]:
-    """Command lines of ``shadowserve``: in fenced or indented blocks, one per line, and in backticks."""
+    """Return command lines of ``shadowserve``: in fenced or indented blocks, one per line, and in backticks."""
     text = text.replace("\\\n", " ")
     blocks = re.findall(r"^( *)```\w*\n(.*?)^\1```", text, re.MULTILINE | re.DOTALL)
     lines = [line.strip() for _, block in blocks for line in block.splitlines()]
@@ -58,7 +58,7 @@ def test_files_that_a_document_in_a_folder_names_exist(document: Path) -> None:
 
 
 def anchors(document: Path) -> set[str]:
-    """Anchors of the document's headings, as GitHub makes them."""
+    """Return anchors of the document's headings in GitHub's form."""
     headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -92,7 +92,7 @@ def test_commands_and_flags_in_a_document_exist(document: Path) -> None:
 
 @pytest.mark.parametrize("document", ALL, ids=relative)
 def test_no_document_signals_processes_by_name(document: Path) -> None:
-    """That could stop a process of another program."""
+    """Such a command could stop a process of another program."""
     assert not re.findall(r".*\b(?:pkill|pgrep|killall|pidof)\b.*", document.read_text())
 
 
@@ -104,7 +104,7 @@ def test_metrics_in_a_document_are_exported(document: Path) -> None:
 
 
 def plugin_counters() -> set[str]:
-    """Names of the plugin's counters, read from the source, because importing it needs vLLM."""
+    """Return names of the plugin's counters from its source, because its import needs vLLM."""
     module = ast.parse((REPOSITORY / "host_control" / "vllm" / "metrics.py").read_text())
     tables = [
         node.value for node in module.body if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)

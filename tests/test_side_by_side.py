@@ -1,4 +1,4 @@
-"""What ``side_by_side.py`` names is there, and nothing that it is about is missing from it."""
+"""The files in ``side_by_side.py`` exist, and its lists are complete."""
 
 import re
 import shutil
@@ -32,7 +32,7 @@ def test_each_file_is_there_and_named_once() -> None:
 
 
 def test_every_file_that_imports_vllm_stands_in_a_line() -> None:
-    """Symptom: a third process with an engine, and seconds more in each process."""
+    """Symptom: a third process with an engine, and additional seconds in each process."""
     marked = {
         str(path.relative_to(TESTS).with_suffix(""))
         for path in TESTS.rglob("test_*.py")
@@ -53,7 +53,7 @@ def test_a_line_or_a_file_is_one_process_s_and_what_takes_longest_comes_first(tm
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=NEVER_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     ran = [[test.partition(".")[0] for test in (tmp_path / name).read_text().splitlines()] for name in ("gw0", "gw1")]
-    assert {tests[0] for tests in ran} == {line[0], apart}, "each begins with what is first of what is left"
+    assert {tests[0] for tests in ran} == {line[0], apart}, "each process starts with the first remaining unit"
     order = [*line, apart, short]
     assert all(tests == sorted(tests, key=order.index) for tests in ran)
     assert [ran[0].count(file) + ran[1].count(file) for file in order] == [4] * 4

@@ -1,4 +1,4 @@
-"""House rules that no linter of ours knows, over every file that git would take."""
+"""Rules of the project beyond the linters, for every file in git."""
 
 import ast
 import re
@@ -17,11 +17,11 @@ COLUMNS_MAX = 120
 FUNCTION_LINES_MAX = 70
 MODULE_LINES_MAX = 700
 
-# Put together from parts, so that this file does not find itself.
+# Assembled from parts, so that this file does not match itself.
 UNFINISHED = re.compile("|".join([r"\bTO" + r"DO\b", r"\bFIX" + r"ME\b", r"\bXX" + r"X\b"]))
 _FOLDERS = "|".join(["ro" + "ot", "ho" + "me", "Us" + "ers", "wo" + "rk"])
 MACHINE_PATHS = re.compile(rf"(?<![\w.~-])/(?:{_FOLDERS})/\w")
-# Comments for tools may stand beyond the edge, as ruff has it.
+# Comments for tools may exceed the line length, as in ruff.
 PRAGMA = re.compile(r"\s+# (?:type|noqa|fmt|pragma)\b.*$")
 UNSAFE = re.compile(
     r"^\s*(?:import|from)\s+(?:pickle|marshal|shelve|dill|cloudpickle)\b"
@@ -31,9 +31,9 @@ UNSAFE = re.compile(
 
 @cache
 def files(*suffixes: str) -> list[Path]:
-    """Return the files that git tracks and that are there; generated code is not ours to tidy.
+    """Return the existing files that git tracks, without generated code.
 
-    New files count once they are added: what a user leaves lying about (logs, results) is not ours to judge.
+    New files count once they are added: a user's untracked files (logs, results) are not checked.
     """
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached"],
@@ -49,7 +49,7 @@ def files(*suffixes: str) -> list[Path]:
 
 @cache
 def text_of(path: Path) -> str:
-    """Return a file's text; empty for what is no text, such as the model's weights."""
+    """Return a file's text; empty for binary files, such as the model's weights."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -78,7 +78,7 @@ def python_functions(path: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def c_functions(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield functions as clang-format leaves them: outside of any other, ``) {`` or ``{`` alone, up to ``}`` alone."""
+    """Yield functions in clang-format's layout: ``) {`` or ``{`` alone outside of any other, up to ``}`` alone."""
     start, name = 0, ""
     for number, line in enumerate(text_of(path).splitlines(), start=1):
         if start and line == "}":

@@ -1,8 +1,8 @@
-"""Abilities that a user configures, and the table of their pairs: the one source of the matrix in
+"""Abilities that a user configures, and the table of their pairs. The table is the single source of the matrix in
 docs/reference/combinations.md.
 
-An ability says what it adds to the configuration of the engine, the data plane and the storage nodes. A pair runs with
-both, unless :data:`PAIRS` says otherwise.
+An ability lists its additions to the configuration of the engine, the data plane and the storage nodes. A pair runs
+with both, unless :data:`PAIRS` has another entry.
 """
 
 from collections.abc import Mapping
@@ -13,23 +13,23 @@ from typing import Any, Final, Literal, NamedTuple
 __all__ = ["ABILITIES", "PAIRS", "Ability", "Behind", "Expected", "expected", "pairs", "runs"]
 
 Behind = Literal["node", "nodes", "s3", "cluster", "nothing"]
-"""What is behind the data plane: a storage node, several, one over a bucket, a Redis Cluster, or nothing."""
+"""Storage behind the data plane: a storage node, several, one over a bucket, a Redis Cluster, or nothing."""
 
 
 @dataclass(frozen=True)
 class Ability:
-    """One ability, and how the tests switch it on.
+    """One ability, and its configuration in tests.
 
     Attributes:
-        title: its name in the documents.
-        key: what a user writes to switch it on.
-        host: keys of the connector.
-        engine: arguments of vLLM.
-        plane: flags of the data plane.
-        behind: what is behind the data plane, where the ability asks for it.
-        family: of the model, where the ability asks for it.
-        exact: outputs are those of an engine without a cache.
-        alone: test that shows it by itself, where the matrix cannot run it.
+        title: Name of the ability in the documents.
+        key: Setting with which a user enables it.
+        host: Keys of the connector.
+        engine: Arguments of vLLM.
+        plane: Flags of the data plane.
+        behind: Storage behind the data plane, if the ability requires a kind.
+        family: Family of the model, if the ability requires one.
+        exact: True if outputs equal those of an engine without a cache.
+        alone: Test of this ability, if the matrix cannot run it.
     """
 
     title: str
@@ -44,13 +44,13 @@ class Ability:
 
 
 class Expected(NamedTuple):
-    """What is expected of a pair.
+    """Expected result of a pair.
 
     Attributes:
         outcome: ``works``; ``slower``: it works on a slower path, which a counter and a log line name; ``refused``: the
-            program does not start, or the plugin is off, and one line says why; ``none``: the pair has no meaning.
-        detail: the counter's reason, the text of the refusal as a regular expression, or why there is no such pair.
-        test: the test that shows it, where the matrix does not run it: ``file::function``.
+            program does not start, or the plugin is off, and one line has the reason; ``none``: no meaning.
+        detail: The counter's reason, the text of the refusal as a regular expression, or why the pair does not exist.
+        test: Test of the pair as ``file::function``, if the matrix does not run it.
     """
 
     outcome: Literal["works", "slower", "refused", "none"] = "works"
@@ -100,7 +100,7 @@ ABILITIES: Final[dict[str, Ability]] = {
 
 
 def runs(first: str, second: str) -> bool:
-    """Return whether the matrix runs a pair by itself."""
+    """Return True if the matrix runs a pair itself."""
     found = expected(first, second)
     return found.outcome != "none" and not found.test and not ABILITIES[first].alone and not ABILITIES[second].alone
 
@@ -111,7 +111,7 @@ def pairs() -> list[tuple[str, str]]:
 
 
 def expected(first: str, second: str) -> Expected:
-    """Return what is expected of a pair."""
+    """Return the expected result of a pair."""
     return PAIRS.get((first, second)) or PAIRS.get((second, first)) or Expected()
 
 
@@ -154,4 +154,4 @@ PAIRS: Final[dict[tuple[str, str], Expected]] = {
         test="tests/e2e/test_vllm_tier.py::test_engines_with_other_numbers_of_ranks_only_share_canonical_rows"
     ),
 }
-"""Pairs of which something else is expected than that they work, or that a test of its own shows."""
+"""Pairs with another expected result than ``works``, or with their own test."""

@@ -1,7 +1,7 @@
 """Writes the abilities and their pairs in docs/reference/combinations.md from the table of pairs.
 
 scripts/gen-combinations           write the section
-scripts/gen-combinations --check   exit with 1 where the section is not what the table says
+scripts/gen-combinations --check   exit with 1 if the section differs from the table
 """
 
 import argparse
@@ -21,7 +21,7 @@ _OUTCOMES: Final = {"slower": "slower path", "refused": "refused", "none": "no m
 
 
 def section() -> str:
-    """The abilities, the pairs that do more than work, and the pairs without a test of both."""
+    """Return the abilities, the pairs with another outcome than ``works``, and the pairs without a test of both."""
     lines = ["| ability | configured by |", "|---|---|"]
     lines += [f"| {ability.title} | `{ability.key}` |" for ability in ABILITIES.values()]
     lines += ["", "Every pair works, except:", "", "| pair | outcome | reason |", "|---|---|---|"]
@@ -37,7 +37,7 @@ def section() -> str:
 
 
 def _untested() -> list[tuple[str, list[str]]]:
-    """Pairs without a test of both, gathered by the ability that has most of them."""
+    """Return pairs without a test of both. Each pair is listed under its ability with more such pairs."""
     left = [
         pair for pair in pairs() if expected(*pair).outcome == "works" and not runs(*pair) and not expected(*pair).test
     ]
@@ -52,7 +52,7 @@ def _untested() -> list[tuple[str, list[str]]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the section, or compare it."""
+    """Write the section, or compare it with the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args(arguments).check

@@ -1,4 +1,4 @@
-"""Runs a pair of abilities: real vLLM, a real data plane, and real storage behind it; says what came of it."""
+"""Runs a pair of abilities with real vLLM, a real data plane and real storage behind it, and returns the result."""
 
 import contextlib
 import json
@@ -23,37 +23,37 @@ __all__ = ["Observed", "References", "observe"]
 
 _BUFFERS: Final = ("decompression", "dequantization", "dma-source", "store")
 _SEVERAL_AT_ONCE: Final = tuple((random_tokens(300, seed), 110) for seed in range(11, 15))
-"""Prompts and output lengths, too much KV at once for the paged memory of the ability ``preemption``."""
+"""Prompts and output lengths. Together their KV exceeds the paged memory of the ability ``preemption``."""
 _ONE_BY_ONE: Final = tuple((random_tokens(tokens, seed), 8) for tokens, seed in ((700, 0), (513, 1)))
 _DECODES: Final = (random_tokens(40, 3), 60)
-"""A request that decodes while others are loaded."""
+"""A request that decodes during loads of other requests."""
 _CHUNK: Final = 256
 
 
 @dataclass
 class Observed:
-    """What came of a pair.
+    """Observed result of a pair.
 
     Attributes:
-        outcome: as in :class:`abilities.Expected`; ``wrong`` where an output differs or nothing was loaded.
-        detail: reasons of slower paths, text of a refusal, or what is wrong.
+        outcome: Outcome as in :class:`abilities.Expected`; ``wrong`` if an output differs or nothing was loaded.
+        detail: Reasons of slower paths, text of a refusal, or the error.
     """
 
     outcome: str
     detail: str = ""
 
     def agrees(self, wanted: Expected) -> bool:
-        """Return whether that is what was expected."""
+        """Return True if the result equals the expected one."""
         if wanted.outcome == "refused":
             return self.outcome == "refused" and re.search(wanted.detail, self.detail) is not None
         return (self.outcome, self.detail) == (wanted.outcome, wanted.detail)
 
 
 class References:
-    """Outputs of engines without a cache, by family; made when first asked for.
+    """Outputs of engines without a cache, by family, computed at the first request.
 
     Args:
-        model: gives a family's model.
+        model: Function from a family to its model's folder.
     """
 
     def __init__(self, model: Callable[[str], Path]) -> None:
@@ -61,7 +61,7 @@ class References:
         self._known: dict[str, dict[tuple[int, ...], list[int]]] = {}
 
     def of(self, family: str) -> dict[tuple[int, ...], list[int]]:
-        """Return the outputs of all prompts; another first chunk has been seen to change each."""
+        """Return the outputs of all prompts. A check has shown that another first chunk changes each output."""
         if family not in self._known:
             engine = Engine(self.model(family), None, enable_prefix_caching=False)
             try:
@@ -78,7 +78,7 @@ class References:
 
 @dataclass
 class _Setup:
-    """What a pair is configured with."""
+    """Configuration of a pair."""
 
     names: tuple[str, ...]
     host: dict[str, Any] = field(default_factory=dict)
@@ -102,19 +102,19 @@ class _Setup:
             "nothing" if "nothing" in asked else "node"
         )
         if {"groups", "preemption"} <= set(names):
-            # Each group has blocks of its own, and without vLLM's prefix cache there are no hits of windows.
+            # Each group has its own blocks, and without vLLM's prefix cache windows have no hits.
             setup.engine |= {"num_gpu_blocks_override": 260, "enable_prefix_caching": True}
         return setup
 
     @property
     def exact(self) -> bool:
-        """Whether outputs are those of an engine without a cache."""
+        """True if outputs equal those of an engine without a cache."""
         return all(ABILITIES[name].exact for name in self.names)
 
 
 @contextlib.contextmanager
 def _storage(behind: Behind, folder: Path) -> Iterator[tuple[list[str], Callable[[], None]]]:
-    """Yield the data plane's flags for what is behind it, and what makes it forget what it holds in memory."""
+    """Yield the data plane's flags for the storage, and a function that clears the storage's memory."""
     with contextlib.ExitStack() as ends:
 
         def node(*flags: str) -> Process:
@@ -123,7 +123,7 @@ def _storage(behind: Behind, folder: Path) -> Iterator[tuple[list[str], Callable
             return process
 
         def nothing() -> None:
-            """Nothing is to be forgotten."""
+            """No-op: there is no memory to clear."""
 
         if behind == "nothing":
             yield ["--storage", ""], nothing
@@ -157,7 +157,7 @@ def _metrics(port: int) -> str:
 
 
 def _reasons(port: int) -> set[str]:
-    """Return the reasons of slower paths that a data plane has counted."""
+    """Return a data plane's counted reasons of slower paths."""
     found = re.findall(r'^shadowserve_slower_paths_total\{reason="(\w+)"\} [1-9]', _metrics(port), re.MULTILINE)
     return set(found)
 
@@ -171,7 +171,7 @@ def _differing(outputs: list[Any], known: Mapping[tuple[int, ...], list[int]]) -
 
 
 def _work(engine: Engine, setup: _Setup, known: Mapping[tuple[int, ...], list[int]], *, storing: bool) -> str:
-    """Have an engine answer prompts, and return what is wrong; the second time they are to be loaded."""
+    """Run prompts on an engine. Return the error, if any; the second run must load the prompts."""
     wrong = ""
     if "preemption" in setup.names:
         outputs = engine.generate([prompt for prompt, _ in _SEVERAL_AT_ONCE], _SEVERAL_AT_ONCE[0][1])
@@ -193,7 +193,7 @@ def _work(engine: Engine, setup: _Setup, known: Mapping[tuple[int, ...], list[in
 
 
 def _run(setup: _Setup, address: str, references: References, forget: Callable[[], None]) -> tuple[str, set[str]]:
-    """Store with an engine and load with it, or with a second one; return what is wrong, and slower paths' reasons."""
+    """Store with one engine, and load with the same or a second one. Return the error and reasons of slower paths."""
     known = references.of(setup.family)
     model, reasons = references.model(setup.family), set[str]()
 
@@ -210,7 +210,7 @@ def _run(setup: _Setup, address: str, references: References, forget: Callable[[
         wrong = _work(engine, setup, known, storing=True)
         engine.flush()
         forget()
-        if "pd" in setup.names or setup.behind == "s3":  # an engine that knows how fast it computes may rather compute
+        if "pd" in setup.names or setup.behind == "s3":  # with a measured compute rate the engine may recompute
             reasons |= _counted(engine)
             engine.close()
             engine = start(**({"pd_role": "decode"} if "pd" in setup.names else {}))
@@ -223,7 +223,7 @@ def _run(setup: _Setup, address: str, references: References, forget: Callable[[
 
 
 def _of(counters: Mapping[str, int], name: str) -> list[int]:
-    """Return the values of a counter under all its reasons."""
+    """Return the values of a counter for all its reasons."""
     return [count for each, count in counters.items() if each.startswith(f"{name}/")]
 
 
@@ -232,11 +232,11 @@ def _counted(engine: Engine) -> set[str]:
 
 
 class RefusedError(Exception):
-    """The plugin is off, with the reason."""
+    """The plugin is off. The text is the reason."""
 
 
 def observe(first: str, second: str, folder: Path, references: References) -> Observed:
-    """Run a pair and return what came of it."""
+    """Run a pair and return the observed result."""
     setup = _Setup.of(first, second)
     port = free_port()
     flags = [f"--{name}-buffer-bytes=16MiB" for name in _BUFFERS]
@@ -253,7 +253,7 @@ def observe(first: str, second: str, folder: Path, references: References) -> Ob
 
             wrong, reasons = _run(setup, plane.address, references, empty)
             reasons |= _reasons(port)
-        except Exception as error:  # of any kind: vLLM wraps what a plugin raises
+        except Exception as error:  # any type: vLLM wraps the plugin's exceptions
             return Observed("refused", _text(error))
         finally:
             plane.stop()

@@ -1,4 +1,4 @@
-"""Each pair of abilities does what docs/reference/combinations.md says: it works, takes a named slower path, or is
+"""Each pair of abilities has the result in docs/reference/combinations.md: it works, uses a named slower path, or is
 refused.
 
 ``make test`` runs a few pairs, ``make combinations`` all of them: real vLLM, a real data plane, real storage.
@@ -22,7 +22,7 @@ def test_each_exception_is_of_one_pair_and_says_why() -> None:
         assert set(pair) <= ABILITIES.keys() and pair[0] != pair[1]
         assert pair[::-1] not in PAIRS, "a pair has one entry"
         assert bool(found.detail) == (found.outcome != "works"), pair
-        assert found != Expected(), f"{pair}: that is the default"
+        assert found != Expected(), f"{pair}: an entry equals the default"
 
 
 def test_each_pair_is_run_or_names_a_test_that_exists() -> None:

@@ -12,13 +12,13 @@ from dpu_dataplane.shared_rate import Mover
 from shadowserve.proto import dataplane_pb2 as pb
 
 RATE = 16 << 20
-"""The lowest: a tenth of a second of it is three chunks."""
+"""Lowest rate: a tenth of a second of it is three chunks."""
 SILENT_MS = 10_000
-"""The longest that a report lasts."""
+"""Maximum duration of a report."""
 
 
 async def report(client: Client, engine: bytes = b"a", **changes: Any) -> pb.StepAnswer:
-    """Say that an engine decodes, at the lowest rate, or something else."""
+    """Report a decoding engine, by default at the lowest rate."""
     fields: dict[str, Any] = {
         "engine": engine,
         "decodes": True,
@@ -31,7 +31,7 @@ async def report(client: Client, engine: bytes = b"a", **changes: Any) -> pb.Ste
 
 
 def moved(daemon: Daemon) -> dict[str, int]:
-    """Return moved bytes by mover, and check that the granted bytes cover them."""
+    """Return moved bytes by mover. Check that the granted bytes cover them."""
     families = {family.name: family for family in daemon.metrics.registry.collect()}
     counted = {each.labels["mover"]: int(each.value) for each in families["shadowserve_moved_bytes"].samples}
     granted = {mover.label: size for mover, size in daemon.budget.shared.granted_bytes.items()}
@@ -57,7 +57,7 @@ def delayed(daemon: Daemon, mover: Mover) -> int:
 
 
 async def held(daemon: Daemon, client: Client, mover: Mover, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """Check that a mover waits for the turn of another one; return its result after that."""
+    """Check that a mover waits for the turn of another one. Return its result after that."""
     await report(client)
     async with daemon.budget.turn(Mover.FETCH, 1 << 50) as turn:
         turn.moved_bytes = 0
@@ -65,7 +65,7 @@ async def held(daemon: Daemon, client: Client, mover: Mover, begin: Callable[[],
         working = asyncio.create_task(begin())
         async with asyncio.timeout(NEVER_S):
             while delayed(daemon, mover) == before:
-                await report(client)  # what was reported before ends
+                await report(client)  # the previous report expires
                 await asyncio.sleep(0.01)
-        assert daemon.budget.shared.granted_bytes[mover] == granted, "it moved without a turn"
+        assert daemon.budget.shared.granted_bytes[mover] == granted, "the mover moved bytes without a turn"
     return await working

@@ -21,15 +21,15 @@ from shadowserve.keys import storage_key
 
 PASSWORD = "cluster-secret"
 SERVER = os.environ.get("SHADOWSERVE_CLUSTER_SERVER") or shutil.which("redis-server") or "redis-server"
-"""The program that nodes are: SHADOWSERVE_CLUSTER_SERVER names another one, such as a valkey-server."""
+"""Program of the nodes. SHADOWSERVE_CLUSTER_SERVER names another one, such as a valkey-server."""
 NODE_TIMEOUT_MS = 2000
-"""After which a node is taken for dead, and so how soon nodes hear of each other."""
+"""Time after which nodes treat a node as failed. It also determines how fast nodes receive news of each other."""
 BUS = 10_000
-"""How far above its port a node talks to the others."""
+"""Offset of a node's cluster bus port from its port."""
 
 
 def free_pair(taken: Sequence[int]) -> int:
-    """A free port whose bus port is free, too."""
+    """Return a free port whose bus port is free, too."""
     while True:
         port = free_port()
         if port + BUS > 32_767 or port in taken or any(abs(port - other) == BUS for other in taken):
@@ -43,7 +43,7 @@ def free_pair(taken: Sequence[int]) -> int:
 
 
 class ClusterNode:
-    """One node: a process."""
+    """One node as a process."""
 
     def __init__(self, port: int, directory: Path, options: Sequence[str], certificates: Path | None) -> None:
         self.port, self.directory, self.options = port, directory, options
@@ -97,7 +97,7 @@ class ClusterNode:
 
 
 class Cluster:
-    """Masters with as many replicas each, all slots covered."""
+    """Masters with the same number of replicas each, and all slots covered."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Cluster:
         if certificates is not None:
             self._flags = ["--tls", "--cacert", str(certificates / "ca.crt")]
             files = {"cert": "server.crt", "key": "server.key", "ca-cert": "ca.crt"}
-            files |= {"client-cert": "client.crt", "client-key": "client.key"}  # to each other
+            files |= {"client-cert": "client.crt", "client-key": "client.key"}  # for connections between nodes
             options = [
                 word for name, file in files.items() for word in (f"--tls-{name}-file", str(certificates / file))
             ]
@@ -137,7 +137,7 @@ class Cluster:
         assert done.returncode == 0, done.stdout + done.stderr
         for node in self.nodes:
             wait_for(lambda node=node: node.redis.cluster("INFO").get("cluster_state") == "ok")
-        for node in self.masters():  # a replica is shown to clients once it has something
+        for node in self.masters():  # clients see a replica after its first write
             own = next(
                 each
                 for each in node.redis.execute_command("CLUSTER SLOTS", NEVER_DECODE=True)
@@ -150,12 +150,12 @@ class Cluster:
         return self
 
     def never_fail_over(self) -> None:
-        """Let no node take another one for dead: it may only stand still for a while."""
+        """Prevent failovers: a stopped node must not count as failed."""
         for node in self.nodes:
             node.redis.config_set("cluster-node-timeout", NEVER_MS)
 
     def is_whole(self) -> bool:
-        """Whether every node sees every slot served, and every replica follows its master."""
+        """Return True if every node sees all slots served, and every replica follows its master."""
         return all(
             node.redis.cluster("INFO").get("cluster_state") == "ok"
             and all(
@@ -174,20 +174,20 @@ class Cluster:
         return [node for node in self.nodes if node.process and node.redis.info("replication")["role"] == "slave"]
 
     def master_of(self, key: bytes) -> ClusterNode:
-        """The node that has a chunk's slot, as the nodes see it."""
+        """Return the node that owns a chunk's slot, in the nodes' own view."""
         slot = slot_of(key)
         for begin, end, master, *_ in self.masters()[0].redis.execute_command("CLUSTER SLOTS", NEVER_DECODE=True):
             if begin <= slot <= end:
                 return self.at(int(master[1]))
-        raise AssertionError(f"nobody has slot {slot}")
+        raise AssertionError(f"no node owns slot {slot}")
 
     def _owners(self) -> dict[int, ClusterNode]:
-        """The node that has each slot, as the first master sees it."""
+        """Return the node that owns each slot, in the first master's view."""
         rows = self.masters()[0].redis.execute_command("CLUSTER SLOTS", NEVER_DECODE=True)
         return {slot: self.at(int(row[2][1])) for row in rows for slot in range(row[0], row[1] + 1)}
 
     def bring_home(self, keys: Sequence[bytes]) -> None:
-        """Move slots back to the masters that had them first: tests leave them anywhere, and some masters with none."""
+        """Move slots back to their first masters: tests leave them anywhere, and some masters without slots."""
         owners = self._owners()
         away = [slot for slot in {slot_of(key) for key in keys} if owners[slot] is not self._homes[slot]]
         for slot in away:
@@ -202,7 +202,7 @@ class Cluster:
         return next(node for node in self.replicas() if node.redis.info("replication")["master_port"] == master.port)
 
     def all_know(self, slot: int, master: ClusterNode) -> bool:
-        """Whether every node has heard that a slot is a master's: a client asks any of them for the map."""
+        """Return True if every node knows the master of a slot: a client may request the map from any of them."""
         return all(
             any(
                 each[0] <= slot <= each[1] and each[2][1] == master.port
@@ -213,7 +213,7 @@ class Cluster:
         )
 
     def put(self, key: bytes, value: bytes) -> None:
-        """Store a value under a chunk's key, whatever was there, and wait for the replicas."""
+        """Store a value under a chunk's key over any other value, and wait for the replicas."""
         master = self.master_of(key)
         assert master.redis.set(storage_key(key), value)
         if self._replicas:
@@ -223,7 +223,7 @@ class Cluster:
         for node in self.masters():
             node.redis.flushall()
 
-    # ---- Slots on their way
+    # ---- Migrating slots
 
     def begin_to_move(self, slot: int, source: ClusterNode, target: ClusterNode) -> None:
         target.redis.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", source.id)
@@ -238,7 +238,7 @@ class Cluster:
         return len(names)
 
     def end_move(self, slot: int, target: ClusterNode) -> None:
-        # Its claim has to be newer than any that it has not heard of yet, or the others believe the source's again.
+        # Its claim must be newer than all other claims; otherwise the nodes return to the source's claim.
         newest = max(node.epoch("my") for node in self.masters())
         wait_for(lambda: target.epoch("current") >= newest)
         for node in [target, *(node for node in self.masters() if node is not target)]:
@@ -259,7 +259,7 @@ def slot_of(key: bytes) -> int:
 
 
 def cluster_config(cluster: "Cluster | Sequence[str]", **changes: Any) -> DataPlaneConfig:
-    """A configuration of a daemon that knows two of the nodes."""
+    """A configuration of a daemon with the addresses of two nodes."""
     addresses = [node.address for node in cluster.nodes[:2]] if isinstance(cluster, Cluster) else list(cluster)
     values: dict[str, Any] = {"listen": "127.0.0.1:0", "storage_cluster": addresses, "storage_password": PASSWORD}
     values |= {"connect_timeout_s": WAIT_MAX_S, "command_timeout_s": WAIT_MAX_S, "shutdown_timeout_s": 2.0}

@@ -1,8 +1,8 @@
-"""A prompt's lookup and fetch from each kind of store, on this machine: the numbers of docs/guides/stores.md.
+"""Lookup and fetch of a prompt from each kind of store, on this machine: the numbers of docs/guides/stores.md.
 
     python tests/dataplane/compare_stores.py [--chunks 24] [--repeats 5]
 
-Everything shares one machine's cores, so what it shows is the cost of each way, not what a network of nodes gives.
+All processes share one machine's cores. So the numbers show the cost of each store's path, not the rate of a cluster.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from shadowserve.proto import dataplane_pb2 as pb  # noqa: E402
 
 SHAPE = layout("binned", layers=32, vector_length=1024, tokens=256)
 BUFFERS = {"decompression_buffer_bytes": "512MiB", "store_buffer_bytes": "64MiB"}
-catalog.HEADER_CACHE_BYTES = 0  # each fetch looks its headers up
+catalog.HEADER_CACHE_BYTES = 0  # each fetch requests its headers
 
 
 @contextlib.asynccontextmanager

@@ -13,7 +13,7 @@ from dataplane_support import BACKENDS, Client, Server, running
 
 @pytest.fixture(scope="session")
 def session_storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Our storage server, shared by tests that do it no harm."""
+    """A storage server that several tests share, if they do not damage it."""
     server = Server("storage_kv", tmp_path_factory.mktemp("storage")).start()
     yield server
     server.kill()
@@ -29,7 +29,7 @@ def storage(session_storage: Server) -> Server:
 
 @pytest.fixture
 def mortal_storage(tmp_path: Path) -> Iterator[Server]:
-    """A storage server of this test's own, started, to be killed and frozen."""
+    """A started storage server for this test alone, which may kill and stop it."""
     server = Server("storage_kv", tmp_path).start()
     yield server
     server.kill()

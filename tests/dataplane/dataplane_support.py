@@ -33,15 +33,15 @@ from shadowserve.proto.convert import layout_message
 
 TOKENS = 16
 BACKEND = os.environ.get("SHADOWSERVE_DPU_BACKEND", "software")
-"""What the tests' daemons work with, those in processes of their own as well."""
+"""Backend of the tests' daemons, including daemons in separate processes."""
 BACKENDS = [BACKEND] if "SHADOWSERVE_DPU_BACKEND" in os.environ else ["software", "doca"]
-"""What the tests run over that take no longer for it."""
+"""Backends of tests that take no longer with several backends."""
 WAYS = [
     {"backend": backend, "fused": fused}
     for backend in BACKENDS
     for fused in ((True, False) if backend == "software" else ("auto",))
 ]
-"""All ways through the pipeline."""
+"""All configurations of the pipeline."""
 
 
 def way_name(way: dict[str, Any]) -> str:
@@ -49,7 +49,7 @@ def way_name(way: dict[str, Any]) -> str:
 
 
 class Server:
-    """A storage server as a process that can be killed and started again on the same port."""
+    """A storage server as a process that can be killed and restarted on the same port."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Server:
             return False
 
     def command(self, *words: bytes) -> bytes:
-        """Send one command, return the first line of its answer."""
+        """Send one command. Return the first line of its answer."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_MAX_S) as sock:
             for command in ([(b"AUTH", self.password.encode())] if self.password else []) + [words]:
                 sock.sendall(b"*%d\r\n" % len(command) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in command))
@@ -103,7 +103,7 @@ class Server:
             return answer.split(b"\r\n")[0]
 
     def put(self, key: bytes, value: bytes) -> None:
-        """Store a value under a chunk's key, whatever was there."""
+        """Store a value under a chunk's key over any other value."""
         self.command(b"DEL", storage_key(key))
         answer = self.command(b"SET", storage_key(key), value)
         assert answer == b"+OK", answer
@@ -118,13 +118,13 @@ class Server:
             self.process = None
 
     def freeze(self) -> None:
-        """Make it accept connections and never answer."""
+        """Make it accept connections without answers."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
         wait_for(lambda: self.process is not None and frozen(self.process.pid))
 
     def asked(self) -> bool:
-        """Whether something has arrived that it has not read: while it is frozen, a call that has begun."""
+        """Return True if unread bytes have arrived: while the server is stopped, a call has started."""
         local = f"0100007F:{self.port:04X}"
         rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         established = [row for row in rows if row[1] == local and row[3] == "01"]
@@ -136,7 +136,7 @@ class Server:
 
 
 class Segment:
-    """Shared memory as a host makes it."""
+    """Shared memory in a host's format."""
 
     def __init__(self, size: int) -> None:
         self.name = f"shadowserve-{secrets.token_hex(8)}"
@@ -154,8 +154,8 @@ class Segment:
             os.unlink(self.path)
 
     def die(self) -> None:
-        """Let go of the lock, as the kernel does for a process that has ended."""
-        fcntl.flock(self._file, fcntl.LOCK_UN)  # the mapping has a descriptor of its own
+        """Release the lock, as the kernel does for an ended process."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)  # the mapping has its own descriptor
         os.close(self._file)
         self._file = -1
 
@@ -193,7 +193,7 @@ def keys_of(shape: ChunkLayout, count: int, seed: int = 0) -> list[bytes]:
 
 
 def kv(shape: ChunkLayout, seed: int) -> bytes:
-    """One chunk of data that compresses somewhat, as KV does."""
+    """One chunk of data that compresses somewhat, like KV."""
     random = np.random.default_rng(seed)
     count = shape.raw_bytes // shape.dtype.itemsize
     values = random.normal(size=count).astype(np.float32)
@@ -221,7 +221,7 @@ SMALL_BUFFERS: dict[str, Any] = {
     "store_buffer_bytes": "4MiB",
 }
 PATIENT: dict[str, Any] = {"connect_timeout_s": WAIT_MAX_S, "command_timeout_s": WAIT_MAX_S}
-"""Storage that is slow is not away; tests in which it is say what to wait."""
+"""Slow storage must not count as down. Tests of an outage set their own timeouts."""
 
 
 def config(server: "Server | str", **changes: Any) -> DataPlaneConfig:
@@ -244,7 +244,7 @@ def hello_request(**changes: Any) -> pb.HelloRequest:
 
 
 class LocalMemory:
-    """Memory of this process in the place of registered memory."""
+    """Memory of this process instead of registered memory."""
 
     def __init__(self, memory: Any) -> None:
         self._memory = memoryview(memory)
@@ -256,7 +256,7 @@ class LocalMemory:
 def part_of(
     shape: ChunkLayout, keys: Sequence[bytes], found: Mapping[int, Any], wanted: Flags | None = None, memory: Any = b""
 ) -> FetchPart:
-    """A part of a fetch that has begun, with the answers of a source."""
+    """Return a part of a running fetch, with the answers of a source."""
     flags = np.ones((shape.layers, len(keys)), np.bool_) if wanted is None else wanted
     size = shape.raw_bytes * len(keys)
     part = FetchPart(LocalMemory(memory), shape, 0, size, keys, pack(flags))  # type: ignore[arg-type]
@@ -266,14 +266,14 @@ def part_of(
 
 
 class Sessioned:
-    """A stub whose calls carry a session."""
+    """A stub that sends a session with each call."""
 
     def __init__(self, stub: Any, session: bytes) -> None:
         self._stub = stub
         self._metadata = ((SESSION_KEY, session),)
 
     def over(self, stub: Any) -> "Sessioned":
-        """The same session over another connection."""
+        """Return the same session over another connection."""
         return Sessioned(stub, self._metadata[0][1])
 
     def __getattr__(self, name: str) -> Any:
@@ -281,10 +281,10 @@ class Sessioned:
 
 
 class Client:
-    """A client of one daemon, with one segment registered."""
+    """A client of one daemon with one registered segment."""
 
     def __init__(self, address: str, channel: grpc.aio.Channel | None = None) -> None:
-        # A pool of its own: else a channel to an address that was down a moment ago waits before it tries again.
+        # Its own subchannel pool: otherwise a channel to an address that was just down waits before it connects again.
         self.channel = channel or grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
         self.plain: Any = dataplane_pb2_grpc.DataPlaneStub(self.channel)
         self.stub: Any = self.plain
@@ -296,7 +296,7 @@ class Client:
         self._jobs = 0
 
     async def hello(self, **changes: Any) -> pb.HelloResponse:
-        """Say Hello; calls from now on carry the session."""
+        """Send Hello. Later calls carry the session."""
         answer: pb.HelloResponse = await self.plain.Hello(hello_request(**changes))
         self.session = answer.session
         self.stub = Sessioned(self.plain, answer.session)
@@ -326,7 +326,7 @@ class Client:
         return pb.FetchPart(**(fields | changes))
 
     def fetch_request(self, keys: list[bytes], **changes: Any) -> pb.FetchRequest:
-        """A request of one part; changes are of the part where that has such a field."""
+        """Return a request of one part. Changes apply to the part if it has such a field."""
         self._jobs += 1
         of_part = {name: changes.pop(name) for name in list(changes) if name in pb.FetchPart.DESCRIPTOR.fields_by_name}
         fields: dict[str, Any] = {
@@ -426,7 +426,7 @@ async def running(server: "Server | str", **changes: Any) -> AsyncIterator[tuple
 
 
 class DaemonProcess:
-    """The daemon as a process of its own, by default of this interpreter."""
+    """The daemon in a separate process, by default with this interpreter."""
 
     def __init__(
         self, server: "Server | str", directory: Path, *, python: Sequence[str] = (sys.executable,), **changes: Any

@@ -1,6 +1,6 @@
-"""A source with its records in a dict; a test decides when and how it answers.
+"""A source with its records in a dict. A test decides when and how it answers.
 
-The bytes go through the real pipeline: it asks for ranges over a socket pair, whose other end is answered here.
+The bytes go through the real pipeline. It requests ranges over a socket pair, and this module answers at the other end.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ class ScriptedSource(Source):
     """Records by key.
 
     Attributes:
-        records: what the source has.
-        copies: what a plan that is not authoritative reads instead; empty for nothing.
-        away: why it cannot be reached, while it cannot.
-        free: cleared, it answers nothing.
-        asked: commands for bytes that have come.
-        damaged: keys whose next bytes are not those that were put.
-        cuts: so many connections are cut when a command comes.
-        recovered: number of times that a plan was followed by an update of the map of nodes.
+        records: Records of the source.
+        copies: Records that a non-authoritative plan reads instead; empty for none.
+        away: Reason why the source is unreachable; None while it is reachable.
+        free: Event; while it is cleared, the source does not answer.
+        asked: Received commands for bytes.
+        damaged: Keys whose next bytes are damaged.
+        cuts: Number of connections to close at their next command.
+        recovered: Number of plans that were followed by an update of the map of nodes.
     """
 
     def __init__(self, pipeline: native.Pipeline, fetching: Executor, storing: Executor) -> None:

@@ -1,4 +1,4 @@
-"""Occupancies fit every buffer without overlap, and batches have the leading pieces in order."""
+"""Batches fit every buffer without overlap, and contain the leading pieces in order."""
 
 import numpy as np
 import pytest
@@ -26,13 +26,15 @@ GROUPS = [(SHAPE, KEYS, stored(SHAPE, KEYS)), (OTHER, keys_of(OTHER, 6), stored(
 
 
 def place_of(shape: ChunkLayout, offset: int) -> tuple[int, int]:
-    """Return chunk and layer of a place in a region."""
+    """Return chunk and layer of an offset in a region."""
     return offset // shape.raw_bytes, offset % shape.raw_bytes * shape.layers // shape.raw_bytes
 
 
 @given(data=st.data(), layerwise=st.booleans(), decompression=st.integers(0, 20_000))
 def test_occupancies_fit_and_do_not_overlap(data: st.DataObject, layerwise: bool, decompression: int) -> None:
-    decompression += max(each.length for _, _, found in GROUPS for each in found)  # as registering a layout makes sure
+    decompression += max(
+        each.length for _, _, found in GROUPS for each in found
+    )  # as the registration of a layout ensures
     smallest = max(shape.raw_bytes for shape, _, _ in GROUPS)
     dequantization, dma_source = (data.draw(st.none() | st.integers(smallest, 40_000)) for _ in range(2))
     buffers = Buffers(decompression=decompression, dequantization=dequantization, dma_source=dma_source, store=0)
@@ -64,7 +66,7 @@ def test_occupancies_fit_and_do_not_overlap(data: st.DataObject, layerwise: bool
         assert raw.sum() <= dma_source
     assert (pieces["result"] == native.Result.SKIPPED).all()
 
-    # What is planned is the beginning of what is wanted, in its order, and all of it unless the buffers are full.
+    # The planned pieces are the first of the wanted pieces in their order, and all of them unless the buffers are full.
     taken = [np.zeros_like(group.wanted) for group in groups]
     order = []
     for piece, (first, end) in zip(pieces, plan.layers, strict=True):
@@ -77,7 +79,7 @@ def test_occupancies_fit_and_do_not_overlap(data: st.DataObject, layerwise: bool
     assert order == sorted(order)
     assert all((mine <= theirs).all() for mine, theirs in zip(taken, wanted, strict=True))
     assert plan.full == any((mine != theirs).any() for mine, theirs in zip(taken, wanted, strict=True))
-    assert len(pieces) or not any(each.any() for each in wanted), "one piece always fits"
+    assert len(pieces) or not any(each.any() for each in wanted), "at least one piece must fit"
 
 
 @pytest.mark.parametrize("layerwise", [False, True])

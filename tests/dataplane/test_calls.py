@@ -36,7 +36,7 @@ EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def refused(call: Any, code: grpc.StatusCode, *words: str) -> None:
-    """Assert that a call is refused with this status, and that its message names these."""
+    """Check that a call is refused with this status, and that its message has these words."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     assert caught.value.code() == code, caught.value
@@ -172,7 +172,7 @@ async def test_only_own_regular_files_are_mapped(client: Client) -> None:
         if os.geteuid() == 0:
             os.chown(theirs, 12345, 12345)
         else:
-            os.chmod(theirs, 0)  # without the right to give files away: one that cannot be opened
+            os.chmod(theirs, 0)  # without the right to change owners: an unreadable file
         for path in (link, pipe, folder, theirs):
             memory = pb.SharedMemory(name=os.path.basename(path), size=SHAPE.raw_bytes)
             request = client.register_request(shared_memory=memory)
@@ -198,12 +198,14 @@ async def test_a_truncated_segment_is_refused_and_the_daemon_survives(client: Cl
     os.truncate(segment.path, 4096)
     await refused(client.stub.Fetch(client.fetch_request(KEYS)), INVALID, "shorter")
     os.truncate(segment.path, segment.size)
-    assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY, "so that the host makes another one"
+    assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY, (
+        "so that the host registers its memory again"
+    )
     await client.register(SHAPE, 2)
     assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
 
 
-# ---- Destinations ---------------------------------------------------------------------------------------------------
+# ---- Registered memory ----------------------------------------------------------------------------------------------
 
 
 async def test_unknown_memory_is_an_outcome(client: Client) -> None:
@@ -236,13 +238,13 @@ async def test_an_idle_registration_is_removed(storage: Server) -> None:
     async with running(storage, registration_idle_s=0.2) as (daemon, client), asyncio.timeout(WAIT_MAX_S):
         while True:
             try:
-                await client.hello()  # the host is forgotten with it
+                await client.hello()  # the new session replaces the host
                 await client.register(SHAPE, 1)
                 await until(lambda: daemon.metrics.gauges["registrations"][1]() == 0)
                 await client.hello()
                 answer = await client.fetch(KEYS)
                 break
-            except grpc.aio.AioRpcError as forgotten:  # again, since the machine stood still
+            except grpc.aio.AioRpcError as forgotten:  # repeat it, because the machine paused
                 assert forgotten.code() is FAILED
         assert answer.outcome == pb.OUTCOME_UNKNOWN_MEMORY
 
@@ -354,7 +356,7 @@ async def test_nothing_is_written_after_the_answer(mortal_storage: Server) -> No
         assert (await client.fetch(KEYS, timeout_ms=200)).outcome == pb.OUTCOME_DEADLINE
         client.segment.memory[:] = 0x5A
         mortal_storage.thaw()
-        await client.lookup(KEYS)  # storage is awake, and has sent what it still had to
+        await client.lookup(KEYS)  # storage runs again, and has sent its late answers
         assert set(client.segment.memory.tobytes()) == {0x5A}
 
 

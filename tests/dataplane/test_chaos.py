@@ -1,4 +1,4 @@
-"""All at once: storage that dies and returns empty, short deadlines, cancellations, corruption, many callers."""
+"""All faults together: restarted and empty storage, short deadlines, cancellations, damage, many callers."""
 
 import asyncio
 import random
@@ -28,7 +28,7 @@ POSSIBLE = {
 
 
 async def call_at_random(daemon: Daemon, caller: int, stop: asyncio.Event) -> int:
-    """Store, fetch and cancel until ``stop``; check every reported chunk. Return their number."""
+    """Store, fetch and cancel until ``stop``. Check every reported chunk, and return their number."""
     luck = random.Random(caller)
     client = Client(daemon.address)
     delivered = 0
@@ -56,7 +56,7 @@ async def call_at_random(daemon: Daemon, caller: int, stop: asyncio.Event) -> in
                 delivered += answer.chunks
                 before = client.segment.memory.tobytes()
                 await asyncio.sleep(0.002)
-                assert client.segment.memory.tobytes() == before, "written to after the answer"
+                assert client.segment.memory.tobytes() == before, "the daemon wrote to memory after its answer"
             assert answer.outcome in POSSIBLE, answer
     finally:
         await client.close()
@@ -64,7 +64,7 @@ async def call_at_random(daemon: Daemon, caller: int, stop: asyncio.Event) -> in
 
 
 def corrupt(server: Server, luck: random.Random) -> None:
-    """Put a record with a flipped bit in some chunk's place. Plain Redis takes it; our own server would refuse it."""
+    """Replace some chunk by a record with a flipped bit. Plain Redis accepts it; the storage node would refuse it."""
     caller, index = luck.randrange(CALLERS), luck.randrange(CHUNKS)
     data = bytearray(make_record(SHAPE, KEYS[caller][index], 100 * caller + index))
     data[luck.randrange(len(data))] ^= 1 << luck.randrange(8)
@@ -81,7 +81,7 @@ async def test_no_answer_is_ever_wrong(tmp_path: Path) -> None:
             fetches, integrity_failures = daemon.metrics.fetches, daemon.metrics.integrity_failures
 
             async def happens(condition: Callable[[], object]) -> None:
-                """Let the callers go on until they meet it, or one of them has failed."""
+                """Wait until the callers fetch it, or one of them has failed."""
                 await until(lambda: condition() or any(caller.done() for caller in callers))
                 await asyncio.wait(callers, timeout=0.1)
 

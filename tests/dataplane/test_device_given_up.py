@@ -1,6 +1,6 @@
-"""An accelerator that never ends what it was given, over the DOCA emulator: the daemon says so and ends, soon enough.
+"""An accelerator of the DOCA emulator that never completes a job: the daemon reports it and ends within the bound.
 
-What may still be written to is never said to be quiet: a call over it has no answer but the daemon's end.
+Memory that may still be written to is never released: a call over it gets no answer except the daemon's end.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ def page(port: int, name: str) -> str:
 
 
 def copying(port: int) -> bool:
-    """Whether the engine that copies has been given something."""
+    """Return True if the copying engine has received a job."""
     return re.search(r'^shadowserve_stage_items_total{stage="dma"} [1-9]', page(port, "metrics"), re.M) is not None
 
 
@@ -85,7 +85,7 @@ async def test_a_given_up_device_fails_the_health_checks(
         assert "ok accelerator: doca" in page(port, "healthz")
         await unanswered(asyncio.ensure_future(client.fetch(KEYS)))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert "failed accelerator: given up" in page(port, "healthz")  # the watch keeps the daemon from its end
+        assert "failed accelerator: given up" in page(port, "healthz")  # the open watch delays the daemon's end
         watch.cancel()
         assert await asyncio.to_thread(daemon.process.wait, WAIT_MAX_S) == 1
     finally:
@@ -132,7 +132,7 @@ async def test_sigterm_ends_a_daemon_whose_device_hangs(
         await client.register(SHAPE, 4)
         fetch = asyncio.ensure_future(client.fetch(KEYS, timeout_ms=NEVER_MS))
         await until(lambda: copying(port))
-        assert "ok accelerator" in page(port, "healthz"), "nobody knows better yet, and the check does not wait"
+        assert "ok accelerator" in page(port, "healthz"), "the fault is not known yet, and the check does not wait"
         assert await asyncio.to_thread(daemon.stop) == 1
         with pytest.raises(grpc.aio.AioRpcError):
             await fetch

@@ -37,7 +37,7 @@ GOOD = [make_record(SHAPE, key, index) for index, key in enumerate(KEYS)]
 
 
 def reseal(data: bytes) -> bytes:
-    """Give a changed head a right checksum, as a faulty writer would."""
+    """Return a changed header with a right checksum, like one of a faulty writer."""
     head = bytearray(data)
     struct.pack_into("<I", head, 12, 0)
     (length,) = struct.unpack_from("<I", head, 8)
@@ -61,7 +61,7 @@ def other_shape(**changes: object) -> bytes:
 
 
 def part(**changes: object) -> bytes:
-    """Return a record of the same chunk and shape, of another part of the model than one of these."""
+    """Return a record of the same chunk and shape, for another part of the model than any of these."""
     given = {"group": "full", "layers": (0, 4), "heads": (0, 2)} | changes
     made = KVNamespace(model=ModelIdentity(model="test", dtype="bfloat16"), **given).name(SHAPE)  # type: ignore[arg-type]
     return make_record(made, KEYS[1], 1)
@@ -99,12 +99,12 @@ FAULTS = {
 
 
 def assert_untouched_or_right(found: bytes, right: bytes) -> None:
-    """Chunks after a fault that decoding finds may be delivered already; no others are."""
+    """Chunks behind a fault may be delivered if only decoding finds the fault; otherwise none is delivered."""
     assert len(found) == len(right)
     assert all(byte in (0x77, expected) for byte, expected in zip(found, right, strict=True))
 
 
-# What our own server takes: it refuses the rest, whoever sends it.
+# Records that the storage node stores: it refuses the others from any client.
 TAKEN = [
     "another namespace",
     "another group",
@@ -133,7 +133,7 @@ async def test_faulty_record_is_a_miss_with_its_reason(
         assert_untouched_or_right(client.chunk(2), kv(SHAPE, 2))
         assert KEYS[1].hex() in answer.detail
         assert dict(daemon.metrics.integrity_failures) == {outcome_name(outcome): 1}
-        # Not offered again, and not logged again.
+        # The record must not be offered or logged again.
         assert list((await client.lookup(KEYS)).hits) == [1]
         assert (await client.fetch(KEYS)).chunks == 1
         assert len([entry for entry in caplog.records if KEYS[1].hex() in entry.getMessage()]) == 1
@@ -151,7 +151,7 @@ def test_a_flipped_bit_anywhere_is_never_delivered(flips: "Flips", position: int
 
 
 class Flips:
-    """One daemon for all examples: hypothesis runs them outside of pytest's event loop."""
+    """One daemon for all examples: Hypothesis runs them outside of pytest's event loop."""
 
     def __init__(self, server: Server, directory: Path) -> None:
         self.loop = asyncio.new_event_loop()

@@ -29,7 +29,7 @@ TREATMENTS = [
     *(layout("binned", dtype) for dtype in ("bfloat16", "float16", "float32", "float8_e4m3")),
     layout("binned", bins=64, value_bins=16),
     layout("binned", "float8_e4m3", bins=64, value_bins=16, scale_tokens=16),
-    layout("binned", "float16", value_bins=8, scale_tokens=5),  # the last scale of a slice is of fewer tokens
+    layout("binned", "float16", value_bins=8, scale_tokens=5),  # the last scale of a slice is covers fewer tokens
     *(layout("passthrough", dtype) for dtype in ("uint8", "bfloat16", "float8_e4m3")),
 ]
 
@@ -63,7 +63,7 @@ async def test_lossless_returns_the_same_bytes(client: Client, storage: Server) 
 
 
 async def test_a_chunk_of_many_slices_arrives_whole(client: Client, storage: Server) -> None:
-    # 2 MiB is the most that a slice spans: one (layer, kind) of 5 tokens x 1 MiB is cut into three.
+    # A slice spans at most 2 MiB: one (layer, kind) of 5 tokens x 1 MiB has three slices.
     shape = layout("lossless", "uint8", layers=1, kinds=1, tokens=5, vector_length=1 << 20)
     assert shape.slice_count == 3
     [key] = keys_of(shape, 1)
@@ -176,7 +176,7 @@ async def test_a_lookup_reports_chunks_after_a_gap(client: Client, storage: Serv
     answer = await client.lookup(keys)
     assert [index for index, there in enumerate(*answer.present) if there] == [0, 1, 3, 19]
     assert (answer.hits, answer.outcome) == ([2], pb.OUTCOME_COMPLETE)
-    again = await client.lookup(keys)  # now that one is in quarantine
+    again = await client.lookup(keys)  # after the quarantine of one
     assert again.present == answer.present
 
 
@@ -196,7 +196,7 @@ async def test_lookup_answers_all_chains_in_order(client: Client, storage: Serve
 
 
 async def test_plain_redis_can_serve_as_storage(redis: Server) -> None:
-    shape = layout(layers=64)  # 128 slices: the head is longer than what is guessed at first
+    shape = layout(layers=64)  # 128 slices: the header is longer than the first range
     keys = keys_of(shape, 3)
     for index, key in enumerate(keys[:2]):
         redis.put(key, make_record(shape, key, index))

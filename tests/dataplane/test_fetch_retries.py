@@ -18,7 +18,7 @@ RECORDS = [make_record(SHAPE, key, seed) for seed, key in enumerate(KEYS)]
 
 @pytest.fixture
 async def script(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[ScriptedSource, Client]]:
-    """A source that has all records, and a client of a daemon over it."""
+    """A source with all records, and a client of a daemon over it."""
     made: list[ScriptedSource] = []
 
     def source_of(configuration: DataPlaneConfig, metrics: Metrics, budget: Any, *arguments: Any) -> ScriptedSource:

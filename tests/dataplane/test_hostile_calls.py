@@ -25,12 +25,12 @@ HEALTH = [f"/{PROBES.full_name}/{method.name}" for method in PROBES.methods]
 STREAMING = {f"/{SERVICE.full_name}/Trace", "/grpc.health.v1.Health/Watch"}
 GARBAGE = b"\xff" * 64
 TIMES = 150
-"""How often a test does what must not fill the log."""
+"""Repetitions of an attack that must not fill the log."""
 
 
 @contextlib.asynccontextmanager
 async def attacked(storage: Server, directory: Path, **changes: Any) -> AsyncIterator[tuple[DaemonProcess, Client]]:
-    """A daemon and its client. Afterwards, calls still work and the log has not grown by the attack."""
+    """A daemon and its client. Afterwards, calls must still work, and the attack must not have filled the log."""
     for index, key in enumerate(KEYS):
         storage.put(key, make_record(SHAPE, key, index))
     daemon = DaemonProcess(storage, directory, **changes)
@@ -50,7 +50,7 @@ async def attacked(storage: Server, directory: Path, **changes: Any) -> AsyncIte
 
 
 def raw(client: Client, method: str) -> Any:
-    """A method that is sent bytes as they are."""
+    """Return a method that sends raw bytes."""
     make = client.channel.unary_stream if method in STREAMING else client.channel.unary_unary
     return make(method)
 
@@ -74,7 +74,7 @@ async def test_undecodable_messages_are_invalid_arguments_with_limited_logs(stor
                 code, detail = await status_of(raw(client, method)(GARBAGE, metadata=metadata))
                 assert code is grpc.StatusCode.INVALID_ARGUMENT, (method, code, detail)
                 assert method in detail and "64 bytes" in detail
-            assert daemon.log.read_text().count(method) == 1, "it is said, once"
+            assert daemon.log.read_text().count(method) == 1, "the log must have one line"
 
 
 async def test_unknown_methods_and_oversized_messages_leave_no_state(storage: Server, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ async def test_repeated_refusals_of_hosts_are_logged_once(storage: Server, tmp_p
             await other.close()
         log = daemon.log.read_text()
         assert "refused" in log
-        assert "\x1b" not in log and "\u2028" not in log, "what a client sends does not steer a terminal"
+        assert "\x1b" not in log and "\u2028" not in log, "the log must not contain a client's control characters"
 
 
 async def test_repeated_registrations_are_logged_at_a_limited_rate(storage: Server, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ async def test_repeated_registrations_are_logged_at_a_limited_rate(storage: Serv
 
 
 async def test_the_bytes_of_calls_in_progress_are_bounded(mortal_storage: Server, tmp_path: Path) -> None:
-    # Each waits for storage that does not answer, with a message of two megabytes in the daemon's hands.
+    # Each call waits for storage that does not answer, and holds a message of two megabytes in the daemon.
     async with attacked(mortal_storage, tmp_path, command_timeout_s=NEVER_S, call_bytes_max="16MiB") as (_, client):
         mortal_storage.freeze()
         chain = pb.KeyChain(keys=[bytes(32)] * 60_000, namespace=SHAPE.namespace)
@@ -141,11 +141,11 @@ async def test_stalled_unauthenticated_calls_do_not_lock_hosts_out(storage: Serv
             calls = [lookup(metadata=sessions[number % 2]) for number in range(400)]
             await until(lambda: sum(call.done() for call in calls) >= 400 - 128)
             waiting = [call for call in calls if not call.done()]
-            assert 0 < len(waiting) <= 128, "they have few places, all together"
+            assert 0 < len(waiting) <= 128, "unauthenticated clients must share few places"
             for call in calls:
                 if call.done():
                     assert (await status_of(call))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert list((await client.lookup(KEYS)).hits) == [4], "the host has its own"
+            assert list((await client.lookup(KEYS)).hits) == [4], "the host must have its own places"
             for call in calls:
                 call.cancel()
         finally:

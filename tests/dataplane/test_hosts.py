@@ -1,4 +1,4 @@
-"""Hosts: Hello and its refusals, sessions, several hosts, removed hosts."""
+"""Hosts: Hello and its refusals, sessions, several hosts, and removed hosts."""
 
 import asyncio
 import contextlib
@@ -76,7 +76,7 @@ async def test_an_incompatible_host_is_refused(client: Client, changes: dict[str
     error = await status(client.plain.Hello(hello_request(**request)))
     assert error.code() is FAILED
     assert all(word in error.details() for word in words), error.details()
-    await client.hello()  # it has taken no place
+    await client.hello()  # it must have used no place
 
 
 @pytest.mark.parametrize("changes", [{"host": ""}, {"host": "x" * 65}, {"process": "x" * 257}], ids=str)
@@ -144,7 +144,7 @@ async def test_a_caller_with_another_hosts_name_has_no_access_to_it(storage: Ser
         thief = Client(daemon.address)
         try:
             taken = (await thief.hello()).session
-            assert taken != victim.session, "a session is random, and not the name's"
+            assert taken != victim.session, "a session must be random, and not depend on the name"
             thief.shape, thief.segment, thief.memory_id = SHAPE, victim.segment, victim.memory_id
             assert (await thief.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
             assert (await thief.store(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
@@ -185,7 +185,7 @@ async def test_a_process_that_reconnects_with_its_session_keeps_its_memory(clien
     assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
     other = await client.hello(session=bytes(16))
     assert len(other.session) == 16 and other.session not in (bytes(16), again.session), (
-        "it is never the caller's choice"
+        "the caller must never choose it"
     )
     assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
 
@@ -195,12 +195,14 @@ async def test_sessions_of_a_host_are_bounded_and_those_with_memory_stay(client:
     first = (await client.plain.Hello(hello_request())).session
     for _ in range(SESSIONS_MAX):
         await client.plain.Hello(hello_request())
-    assert (await client.plain.Hello(hello_request(session=first))).session != first, "the one idle for longest is gone"
+    assert (await client.plain.Hello(hello_request(session=first))).session != first, (
+        "the host idle for the longest time must be removed"
+    )
     assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
 
 
 class Context:
-    """As much of a call's context as a table of hosts looks at."""
+    """The part of a call's context that a table of hosts reads."""
 
     session = b""
 
@@ -225,7 +227,7 @@ async def test_an_idle_host_without_calls_and_segments_is_removed(storage: Serve
     context.session = session.token
     with hosts.call(context):
         hosts.expire(session.used_at + 1000)
-        assert len(hosts) == 1, "it is being answered"
+        assert len(hosts) == 1, "a call of the host is running"
     segment = Segment(SHAPE.raw_bytes)
     memory = pb.SharedMemory(name=segment.name, size=segment.size)
     request = pb.RegisterMemoryRequest(shared_memory=memory)
@@ -233,9 +235,9 @@ async def test_an_idle_host_without_calls_and_segments_is_removed(storage: Serve
     segment.close()
     registration.used_at = session.used_at + 950
     hosts.expire(session.used_at + 1000)
-    assert len(hosts) == 1, "it has a segment"
+    assert len(hosts) == 1, "the host has a segment"
     hosts.expire(session.used_at + 99)
-    assert len(hosts) == 1, "it has not been idle for long"
+    assert len(hosts) == 1, "the host has been idle only briefly"
     hosts.expire(session.used_at + 1051)
     assert len(hosts) == len(registrations) == 0 and gone == [session.owner]
     with pytest.raises(HelloRequired), hosts.call(context):
@@ -252,7 +254,7 @@ async def test_hosts_are_kept_apart(storage: Server) -> None:
         third = await status(theirs.plain.Hello(hello_request(host="a third machine")))
         assert third.code() is EXHAUSTED and "an engine on gpu-7" in third.details()
 
-        # Another's segment is one that does not exist.
+        # Another host's segment counts as absent.
         stolen = {"memory_id": mine.memory_id}
         assert (await theirs.fetch(KEYS, **stolen)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
         assert (await theirs.store(KEYS, **stolen)).outcome == pb.OUTCOME_UNKNOWN_MEMORY

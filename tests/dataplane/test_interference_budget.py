@@ -1,6 +1,6 @@
-"""Beside an engine that decodes, everything that a data plane moves waits for its turn, whichever engine it is for.
+"""Beside a decoding engine, every mover of a data plane waits for its turn, for any engine.
 
-How turns are shared is tests/dataplane/test_shared_rate.py's; here is that each mover takes them, with real parts.
+tests/dataplane/test_shared_rate.py tests the sharing of turns. These tests show that each real mover takes them.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ def stored(storage: Server) -> Server:
 
 
 async def test_a_fetch_keeps_to_the_rate_of_another_engine_that_decodes(stored: Server) -> None:
-    """Symptom: loads of one engine slowed another one down that decoded on the same data plane."""
+    """Symptom: loads of one engine slowed down another engine that decoded on the same data plane."""
     async with running(stored) as (daemon, client):
         await client.register(SHAPE, 6)
         await report(client)
@@ -118,8 +118,8 @@ async def test_a_save_beyond_the_budget_is_incomplete_at_its_deadline(storage: S
 
 
 async def test_device_writes_wait_for_their_turn(tmp_path: Path) -> None:
-    """Symptom: device writes used all of the device beside a decoding engine."""
-    # By default the tiers of a DPU are its own, and not held.
+    """Symptom: device writes used the whole device beside a decoding engine."""
+    # By default a DPU's tiers have their own devices, and wait for no turn.
     async with running("", tiers=tiers_of(tmp_path), shares_host_memory=True) as (daemon, client):
         await client.register(SHAPE, 6)
         await report(client)
@@ -129,7 +129,7 @@ async def test_device_writes_wait_for_their_turn(tmp_path: Path) -> None:
         with tiers.lock:
             sizes = [item.length for key in KEYS if (item := tiers.pool.peek(address_of(key))) is not None]
         assert len(sizes) == 6 and moved(daemon)["device_write"] >= sum(sizes)
-        assert delayed(daemon, Mover.DEVICE_WRITE) > 0, "the store's turn came before"
+        assert delayed(daemon, Mover.DEVICE_WRITE) > 0, "the store's turn must come first"
 
 
 async def test_scrubbing_waits_for_its_turn(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ async def test_reports_of_steps_are_answered_with_the_moved_bytes(stored: Server
         assert (await client.fetch(KEYS)).chunks == 6
         answer = await report(client, rate=0)
         assert (answer.moved_bytes, answer.moving) == (6 * SHAPE.raw_bytes, False)
-        assert (await report(client, rate=0)).moved_bytes == answer.moved_bytes, "nothing has moved since"
+        assert (await report(client, rate=0)).moved_bytes == answer.moved_bytes, "no bytes must have moved since"
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ async def test_a_stream_ends_with_the_answer_of_the_fetch(storage: Server, way: 
 
 @pytest.fixture
 def exported() -> Iterator[tuple[Any, pb.ExportedMemory]]:
-    """Memory of this process that a DPU's other side may use."""
+    """Memory of this process that the DPU's side may use."""
     mapping = mmap.mmap(-1, SIZE)
     export = native.Export(address_of(memoryview(mapping)), SIZE)
     yield mapping, pb.ExportedMemory(address=export.address, size=SIZE, descriptor=export.descriptor)
@@ -82,7 +82,7 @@ async def test_layers_in_exported_memory_are_reported_while_the_fetch_runs(stora
 
 
 class Gate:
-    """Lets a number of commands pass."""
+    """Permits a number of commands."""
 
     def __init__(self) -> None:
         self._passes = asyncio.Semaphore(0)
@@ -97,7 +97,7 @@ class Gate:
 
 @pytest.fixture
 async def gated(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[ScriptedSource, Gate, Client, list[bytes]]]:
-    """A data plane over a source that answers one range for each pass; headers are cached."""
+    """A data plane over a source that answers one range for each permission; headers are cached."""
     made: list[ScriptedSource] = []
 
     def source_of(configuration: DataPlaneConfig, metrics: Metrics, budget: Any, *arguments: Any) -> ScriptedSource:
@@ -124,11 +124,11 @@ async def test_a_layer_is_reported_while_later_layers_are_missing(gated: Any) ->
         gate.open(CHUNKS)
         async with asyncio.timeout(WAIT_MAX_S):
             said = await call.read()
-        assert said.layers == layer, "and no more: the next layer's bytes are not there"
+        assert said.layers == layer, "the next layer has no bytes yet"
     gate.open(CHUNKS)
     async with asyncio.timeout(WAIT_MAX_S):
         said = await call.read()
-        if said.WhichOneof("said") == "layers":  # of the last one the answer may tell first
+        if said.WhichOneof("said") == "layers":  # the answer may precede the report of the last layer
             assert said.layers == SHAPE.layers
             said = await call.read()
     assert said.answer.outcome == pb.OUTCOME_COMPLETE
@@ -147,7 +147,7 @@ async def test_a_disconnecting_caller_releases_its_memory_and_its_turn(gated: An
         try:
             return bool((await client.fetch(keys, length=SIZE)).outcome == pb.OUTCOME_COMPLETE)
         except grpc.aio.AioRpcError as error:
-            assert error.code() is grpc.StatusCode.FAILED_PRECONDITION, "the region is the other call's, till it ends"
+            assert error.code() is grpc.StatusCode.FAILED_PRECONDITION, "the other call holds the region until its end"
             return False
 
     async with asyncio.timeout(WAIT_MAX_S):

@@ -1,4 +1,4 @@
-"""Shared memory that another process truncates: accesses beyond its end are survived."""
+"""Shared memory that another process truncates: the daemon survives accesses beyond its end."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ class Shrinking:
 
 @contextlib.asynccontextmanager
 async def served(daemon: DaemonProcess) -> AsyncIterator[tuple[Shrinking, Client]]:
-    """A client that shrinks its memory, and another one, of one daemon, which lives through it all."""
+    """A client that truncates its memory, and another client of the same daemon, which survives."""
     bad, good = Client(daemon.address), Client(daemon.address)
     shrinking = await Shrinking(bad).register(4)
     try:
@@ -61,7 +61,7 @@ async def served(daemon: DaemonProcess) -> AsyncIterator[tuple[Shrinking, Client
         assert daemon.stop() == 0
         log = daemon.log.read_text()
         assert "Traceback" not in log
-        assert log.count("is shorter now") == 1, "it is said once"
+        assert log.count("is shorter now") == 1, "the log must have one line"
     finally:
         await bad.close()
         await good.close()
@@ -110,7 +110,7 @@ async def test_no_record_is_stored_from_a_segment_truncated_during_the_store(
         bad = shrinking.client
         mortal_storage.freeze()
         store = asyncio.ensure_future(bad.store(fresh))
-        await until(mortal_storage.asked)  # what it holds already: nothing was encoded yet
+        await until(mortal_storage.asked)  # the lookup of existing keys: no chunk is encoded yet
         shrinking.shrink(SHAPE.raw_bytes // 2)
         mortal_storage.thaw()
         assert "is shorter now; register it again" in await refusal(store)
@@ -122,7 +122,7 @@ async def test_no_record_is_stored_from_a_segment_truncated_during_the_store(
 async def test_a_segment_truncated_and_extended_without_room_is_survived(
     mortal_storage: Server, tmp_path: Path, way: dict[str, object]
 ) -> None:
-    # What is behind the new end has no pages any more; they come, as zeros, with the first touch.
+    # Memory behind the new end has no pages. The first access creates them with zeros.
     fill(mortal_storage)
     daemon = DaemonProcess(mortal_storage, tmp_path, command_timeout_s=NEVER_S, **way)
     async with served(daemon) as (shrinking, good):

@@ -21,7 +21,7 @@ INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
 
 class Exported:
-    """Memory of this process that a DPU's other side may use."""
+    """Memory of this process that the DPU's side may use."""
 
     def __init__(self) -> None:
         self._mapping = mmap.mmap(-1, SIZE)
@@ -94,7 +94,7 @@ async def test_exported_memory_is_stored_from_and_fetched_into(storage: Server, 
         fetched = await client.fetch(KEYS, offset=SHAPE.raw_bytes, length=3 * SHAPE.raw_bytes)
         assert (fetched.outcome, fetched.chunks) == (pb.OUTCOME_COMPLETE, 3), fetched.detail
         assert exported.memory[SHAPE.raw_bytes :].tobytes() == b"".join(chunks)
-        assert set(exported.memory[: SHAPE.raw_bytes].tobytes()) == {0x77}, "the rest stays as it was"
+        assert set(exported.memory[: SHAPE.raw_bytes].tobytes()) == {0x77}, "other bytes must not change"
 
 
 @pytest.mark.parametrize("call", ["fetch", "store"])
@@ -109,7 +109,7 @@ async def test_inaccessible_memory_is_a_miss_and_is_removed(storage: Server, exp
         assert "accelerator" in answer.detail
         assert (await client.fetch(KEYS[:2])).outcome == pb.OUTCOME_UNKNOWN_MEMORY
         await client.register(SHAPE, 2)
-        assert (await client.fetch(KEYS[:2])).chunks == 2, "the daemon goes on"
+        assert (await client.fetch(KEYS[:2])).chunks == 2, "the daemon must continue"
 
 
 @pytest.mark.parametrize("call", ["fetch", "store"])
@@ -127,5 +127,5 @@ async def test_truncated_exported_memory_is_a_miss(storage: Server, call: str) -
             answer = await (client.fetch(KEYS[:2]) if call == "fetch" else client.store(KEYS[2:]))
             assert (answer.outcome, answer.chunks) == (pb.OUTCOME_DEVICE, 0), answer.detail
             await client.register(SHAPE, 2)
-            assert (await client.fetch(KEYS[:2])).chunks == 2, "the daemon goes on"
+            assert (await client.fetch(KEYS[:2])).chunks == 2, "the daemon must continue"
         export.close()

@@ -38,7 +38,7 @@ async def lookup_until(client: Client, outcome: int) -> None:
 
 
 async def assert_calls_fail_at_once(client: Client) -> None:
-    """Storage is known to be away: if these waited for an attempt to reach it, they would take twice as long."""
+    """The daemon knows that storage is down. Calls that waited for a connection attempt would take twice as long."""
     async with asyncio.timeout(WAIT_MAX_S):
         for _ in range(int(2 * WAIT_MAX_S / BACKOFF_MAX_S)):
             assert (await client.lookup(KEYS)).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
@@ -75,7 +75,7 @@ async def test_storage_killed_and_restarted_empty(mortal_storage: Server) -> Non
         answer = await client.fetch(KEYS)
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
         mortal_storage.start()
-        # The heads are still remembered, the records are gone: a hint is never believed.
+        # The headers are still cached, but the records are lost: a hint alone is never an answer.
         await fetch_until(client, pb.OUTCOME_ABSENT)
         put_all(mortal_storage)
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
@@ -86,7 +86,7 @@ async def test_storage_killed_in_the_middle_of_a_fetch(mortal_storage: Server) -
     put_all(mortal_storage)
     async with running(mortal_storage) as (daemon, client):
         await client.register(SHAPE, 6)
-        await client.lookup(KEYS)  # so that the fetch needs no heads, and waits for bodies
+        await client.lookup(KEYS)  # so that the fetch needs no headers, and waits for bodies
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
         mortal_storage.freeze()
         fetch = asyncio.create_task(client.fetch(KEYS, timeout_ms=NEVER_MS))
@@ -128,7 +128,7 @@ async def test_a_stalled_server_costs_a_call_at_most_its_deadline(mortal_storage
             answer = await client.store(KEYS, timeout_ms=300)
         assert answer.outcome == pb.OUTCOME_DEADLINE, answer
         assert time.monotonic() - begin > 0.29
-        # Once it is known to be stalled, calls end at once.
+        # After the daemon detects the stall, calls end at once.
         await until(lambda: daemon.metrics.gauges["storage_up"][1]() == 0 or _ask(client))
         await lookup_until(client, pb.OUTCOME_STORAGE_UNAVAILABLE)
         await assert_calls_fail_at_once(client)
@@ -141,7 +141,7 @@ _asked: set[asyncio.Task[Found]] = set()
 
 
 def _ask(client: Client) -> bool:
-    """Keep the daemon asking: a silence is noticed only while an answer is owed."""
+    """Keep requests in flight: a silence is detected only while an answer is due."""
     if len(_asked) < 4:
         task = asyncio.create_task(client.lookup(KEYS, timeout_ms=200))
         _asked.add(task)
@@ -166,13 +166,13 @@ async def test_a_server_that_accepts_and_never_answers_is_an_outage() -> None:
     await listener.wait_closed()
 
 
-# ---- A server that lies ---------------------------------------------------------------------------------------------
+# ---- A faulty server -----------------------------------------------------------------------------------------------
 
 Answer = Callable[[list[bytes]], bytes | None]
 
 
 class Liar:
-    """Speaks RESP over a dict, as a test wants it to."""
+    """Speaks RESP over a dict, with faults that a test selects."""
 
     def __init__(self) -> None:
         self.values = {storage_key(key): data for key, data in zip(KEYS, RECORDS, strict=True)}
@@ -268,7 +268,7 @@ LIES: dict[str, tuple[Answer, list[int]]] = {
 @pytest.mark.parametrize("lie", LIES)
 async def test_wrong_answers_of_a_server_are_misses(liar: Liar, lie: str) -> None:
     answer_for, outcomes = LIES[lie]
-    silence = 0.5 if lie == "a bulk beyond every limit" else WAIT_MAX_S  # the rest of it never comes
+    silence = 0.5 if lie == "a bulk beyond every limit" else WAIT_MAX_S  # the server never sends the rest
     async with running(f"127.0.0.1:{liar.port}", command_timeout_s=silence) as (_, client):
         await client.register(SHAPE, 6)
         client.segment.memory[:] = 0x33
@@ -374,8 +374,8 @@ async def test_a_lookup_of_a_long_prompt_is_one_round_trip(liar: Liar) -> None:
         )
         answer = found(await client.stub.Lookup(request), 512, 512)
         assert (answer.hits, answer.outcome) == ([500, 500], pb.OUTCOME_COMPLETE)
-        assert liar.commands == [b"KV.META"] * 2, "one for each chain"
-        # The fetch that follows needs no further question.
+        assert liar.commands == [b"KV.META"] * 2, "one command for each chain"
+        # The next fetch needs no further request.
         await client.register(shape, 20)
         fetched = await client.fetch(chains[0][:20], timeout_ms=WAIT_MAX_MS)
         assert (fetched.outcome, fetched.chunks) == (pb.OUTCOME_COMPLETE, 20)

@@ -1,4 +1,4 @@
-"""Page loads from devices of the local tiers straight into paged memory, and their failures."""
+"""Page loads from devices of the local tiers directly into paged memory, and their failures."""
 
 import asyncio
 import contextlib
@@ -26,11 +26,11 @@ PAGE, CHUNK_BLOCKS, LAYERS, CHUNKS, BLOCKS = 8192, 4, 4, 6, 64
 SHAPE = layout("passthrough", "uint8", layers=LAYERS, kinds=1, vector_length=PAGE, tokens=CHUNK_BLOCKS)
 KEYS = keys_of(SHAPE, CHUNKS)
 SPOILED = 0xA5
-WORD = LAYERS * BLOCKS * PAGE  # behind the pages, where the progress is told
+WORD = LAYERS * BLOCKS * PAGE  # offset of the progress word behind the pages
 
 
 class Paged:
-    """Paged memory of a client: each block has the pages of all layers."""
+    """Paged memory of a client. Each block has the pages of all layers."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -42,7 +42,7 @@ class Paged:
         self.memory_id = 0
 
     async def register(self, shape: Any = SHAPE, **changes: Any) -> None:
-        """Make it known, as it is or with changes of where its pages are."""
+        """Register the memory, as it is or with changed places of its pages."""
         fields = {"first": [layer * PAGE for layer in range(LAYERS)], "stride": LAYERS * PAGE, "blocks": BLOCKS}
         request = pb.RegisterMemoryRequest(
             layouts=[layout_message(shape)],
@@ -71,20 +71,20 @@ class Paged:
 
     @property
     def told(self) -> int:
-        """Leading layers in place, from the word."""
+        """Return the number of leading layers in place, from the word."""
         return int(self.memory[WORD : WORD + 4].view(np.uint32)[0])
 
     def chunk(self, index: int) -> bytes:
-        """Return a chunk as its pages have it: layer, block, byte."""
+        """Return a chunk in the order of its pages: layer, block, byte."""
         pages = self.memory[:WORD].reshape(BLOCKS, LAYERS, PAGE)
         return pages[self.blocks[index * CHUNK_BLOCKS : (index + 1) * CHUNK_BLOCKS]].transpose(1, 0, 2).tobytes()
 
     def assert_right(self, answer: Fetched, count: int = CHUNKS) -> None:
-        """Check that these chunks are in place and nothing else was written; then overwrite the memory."""
+        """Check that these chunks are in place and no other bytes were written. Then overwrite the memory."""
         assert answer.chunks == count, answer
         assert [self.chunk(index) for index in range(count)] == [kv(SHAPE, index) for index in range(count)]
         others = sorted(set(range(BLOCKS)) - set(self.blocks))
-        assert (self.memory[:WORD].reshape(BLOCKS, -1)[others] == SPOILED).all(), "blocks of others were written"
+        assert (self.memory[:WORD].reshape(BLOCKS, -1)[others] == SPOILED).all(), "other blocks were written"
         self.memory[:WORD] = SPOILED
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class Paged:
 
 @contextlib.asynccontextmanager
 async def stored(folder: Path, size: str = "64MiB") -> AsyncIterator[tuple[Daemon, Client, Paged]]:
-    """A data plane of its own tiers, with chunks of pages on a device, and paged memory that it knows."""
+    """A data plane with tiers and no storage, with chunks of pages on a device, and registered paged memory."""
     async with running("", tiers=tiers_of(folder, size)) as (daemon, client):
         await client.register(SHAPE, CHUNKS)
         await store_plain(client)
@@ -148,8 +148,8 @@ async def test_pages_are_loaded_exactly_and_layers_are_reported(tmp_path: Path) 
             assert answer.delivered_bytes == count * SHAPE.raw_bytes
             paged.assert_right(answer, count)
         assert daemon.metrics.totals["page_bytes"] == (1 + 4 + CHUNKS) * SHAPE.raw_bytes
-        assert daemon.metrics.totals["page_requests"] == 3, "one of each retrieval, however long it is"
-        assert (await client.fetch(KEYS)).chunks == CHUNKS, "they are records as all others"
+        assert daemon.metrics.totals["page_requests"] == 3, "each retrieval must be one request of any length"
+        assert (await client.fetch(KEYS)).chunks == CHUNKS, "they must be readable as normal records"
         assert [client.chunk(index) for index in range(CHUNKS)] == [kv(SHAPE, index) for index in range(CHUNKS)]
 
 
@@ -166,7 +166,7 @@ async def test_pages_survive_a_restart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tiers", [False, True])
 async def test_chunks_of_pages_are_compressed_without_devices(storage: Server, tiers: bool) -> None:
-    """Symptom: raw chunks went to the storage server and came back over the link."""
+    """Symptom: uncompressed chunks went to the storage server and back over the link."""
     async with running(storage, **({"tiers": tiers_of()} if tiers else {})) as (_, client):
         assert not (await client.hello()).page_devices
         await client.register(SHAPE, CHUNKS)
@@ -205,7 +205,9 @@ async def test_pages_of_several_devices_are_one_prefix(tmp_path: Path) -> None:
         paged = Paged(client)
         await paged.register()
         answer = await paged.fetch()
-        assert daemon.metrics.totals["page_requests"] == 2, "chunks go to both in turns, and each is asked once"
+        assert daemon.metrics.totals["page_requests"] == 2, (
+            "chunks alternate between the devices, and each gets one request"
+        )
         assert paged.told == LAYERS
         paged.assert_right(answer)
         paged.close()
@@ -217,7 +219,7 @@ async def test_a_corrupt_page_costs_its_chunk_and_the_later_ones(tmp_path: Path)
         answer = await paged.fetch()
         assert (answer.chunks, answer.outcome) == (2, pb.OUTCOME_CORRUPT)
         assert not answer.delivered[1, 2] and answer.delivered.sum() == LAYERS * CHUNKS - 1
-        assert paged.told == 1, "the second layer is not in place"
+        assert paged.told == 1, "the second layer must not be in place"
         assert [paged.chunk(index) for index in (0, 1)] == [kv(SHAPE, index) for index in (0, 1)]
         await store_plain(client)
         await written(daemon)
@@ -236,7 +238,7 @@ async def test_records_without_pages_are_absent_and_nothing_is_written(tmp_path:
 
 
 async def test_pages_of_another_shape_are_a_miss(tmp_path: Path) -> None:
-    """Another engine's pages, of as many bytes: half the page, twice the blocks."""
+    """Another engine's pages with the same number of bytes: half the page size, twice the blocks."""
     async with stored(tmp_path) as (_, client, paged):
         shape = layout("passthrough", "uint8", layers=LAYERS, kinds=1, vector_length=PAGE // 2, tokens=2 * CHUNK_BLOCKS)
         wrong = Paged(client)
@@ -253,7 +255,7 @@ async def test_pages_of_another_shape_are_a_miss(tmp_path: Path) -> None:
 async def test_pages_of_another_layout_are_not_written_after_a_load_in_their_own(
     tmp_path: Path, layers: int, blocks: int, page: int
 ) -> None:
-    """How to read a record was remembered by its key alone: with more layers, beyond the end of its checksums."""
+    """Symptom: the read plan was cached by the key alone; with more layers it read beyond the end of the checksums."""
     async with stored(tmp_path) as (_, client, paged):
         paged.assert_right(await paged.fetch())
         shape = layout("passthrough", "uint8", layers=layers, kinds=1, vector_length=page, tokens=blocks * CHUNK_BLOCKS)
@@ -278,14 +280,14 @@ async def test_pages_of_another_layout_are_not_written_after_a_load_in_their_own
 async def test_nothing_is_written_to_pages_after_a_cancelled_load(
     tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer comes after the reads in progress, and nothing is written after it."""
+    """The answer follows the reads in progress, and no bytes are written after it."""
     async with stored(tmp_path) as (daemon, client, paged):
         disk = tiers_in(daemon).pool._core.disks[0]
         submit, held, begun = disk.volume.device.submit, [], asyncio.Event()
         loop = asyncio.get_running_loop()
 
         def hold(operations: Any) -> None:
-            """The device takes it, and stands still."""
+            """The device accepts the read and does not complete it."""
             held.extend(operations)
             loop.call_soon_threadsafe(begun.set)
 
@@ -298,10 +300,10 @@ async def test_nothing_is_written_to_pages_after_a_cancelled_load(
         elif way == "gone":
             call.cancel()
         done, _ = await asyncio.wait({call}, timeout=0.6)
-        assert bool(done) == (way == "gone"), "an answer would say that nothing lands any more"
+        assert bool(done) == (way == "gone"), "an answer would promise that no more bytes arrive"
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await paged.fetch()
-        assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION, "the memory is in use yet"
+        assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION, "the memory is still in use"
         monkeypatch.undo()
         with tiers_in(daemon).lock:
             submit(held)
@@ -312,7 +314,7 @@ async def test_nothing_is_written_to_pages_after_a_cancelled_load(
         paged.assert_untouched()
         async with asyncio.timeout(WAIT_MAX_S):
             while True:
-                with contextlib.suppress(grpc.aio.AioRpcError):  # the memory is in use yet
+                with contextlib.suppress(grpc.aio.AioRpcError):  # the memory is still in use
                     paged.assert_right(await paged.fetch())
                     return
                 await asyncio.sleep(0.05)
@@ -342,7 +344,7 @@ async def test_a_client_that_truncates_its_paged_memory_affects_no_other_client(
 
 
 async def test_records_are_not_overwritten_while_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record evicted during its read, on a device that is filled again, is still read exactly."""
+    """A record that is evicted during its read, on a device that is filled again, is still read correctly."""
     async with stored(tmp_path, "8MiB") as (daemon, client, paged):
         tiers = tiers_in(daemon)
         disk = tiers.pool._core.disks[0]
@@ -362,7 +364,7 @@ async def test_records_are_not_overwritten_while_they_are_read(tmp_path: Path, m
         for key in KEYS:
             tiers.drop(key)
         client.segment.memory[:] = 7
-        for seed in range(20, 32):  # more than the device has room for
+        for seed in range(20, 32):  # more records than fit on the device
             await client.store(keys_of(SHAPE, CHUNKS, seed=seed), plain=True)
         await until(lambda: not len(tiers.pool._writer))
         with tiers.lock:
@@ -412,7 +414,7 @@ async def test_metrics_of_tiers_with_devices_can_be_collected(tmp_path: Path) ->
 
 
 async def expected_pages(client: Client, daemon: Daemon) -> None:
-    """Say that a request waits for the pages and for another chunk, and wait until the latter is prefetched."""
+    """Report a request that waits for the pages and another chunk, and wait for the prefetch of that chunk."""
     namespace = SHAPE.namespace
     await client.stub.Expect(
         pb.ExpectRequest(
@@ -431,11 +433,11 @@ OTHERS = keys_of(SHAPE, 1, seed=7)
 
 
 async def test_records_of_pages_are_not_prefetched_into_memory(tmp_path: Path) -> None:
-    """Symptom: pages of a waiting request were read twice, first into memory without use."""
+    """Symptom: pages of a waiting request were read twice, the first time into memory that the load did not use."""
     async with running("", tiers=tiers_of(tmp_path)) as (daemon, client):
         await client.register(SHAPE, CHUNKS)
         await store_plain(client)
-        await client.store(OTHERS)  # its bytes are compressed: it is fetched from memory
+        await client.store(OTHERS)  # compressed records, which are fetched from memory
         await cool(daemon)
         await expected_pages(client, daemon)
         paged = Paged(client)
@@ -450,7 +452,7 @@ async def test_records_of_pages_are_not_prefetched_into_memory(tmp_path: Path) -
 
 
 async def test_prefetches_pause_for_a_page_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Symptom (F21): prefetches read from the device that a page load was waiting for."""
+    """Symptom (F21): prefetches read from a device while a page load was waiting for it."""
     async with stored(tmp_path) as (daemon, client, paged):
         prefetching = daemon._source._prefetcher  # type: ignore[attr-defined]
         tiers = tiers_in(daemon)

@@ -34,11 +34,11 @@ ORDERS = [pb.ORDER_CHUNKS, pb.ORDER_LAYERS]
 SHAPES = [layout(layers=6), layout("binned", "float32", layers=4, vector_length=32)]
 CHUNKS = [5, 3]
 LARGE = [layout(layers=6, vector_length=2048), layout("binned", "float32", layers=4, vector_length=1024)]
-"""Of which a buffer of 1 MiB holds some layers, or a chunk or two."""
+"""Layout of which a buffer of 1 MiB holds some layers, or one or two chunks."""
 
 
 class Group:
-    """Chunks of one layout, in storage and in memory of their own."""
+    """Chunks of one layout, in storage and in their own memory."""
 
     def __init__(self, shape: ChunkLayout, count: int, seed: int) -> None:
         self.shape = shape
@@ -73,7 +73,7 @@ class Group:
         return pb.FetchPart(**(fields | changes))
 
     def pieces(self, data: bytes) -> Flags:
-        """Return the delivered pieces of an answer, and check their bytes."""
+        """Return the delivered pieces of an answer. Check their bytes."""
         there = unpack(data, self.shape.layers, len(self.keys))
         size = self.shape.raw_bytes // self.shape.layers
         for layer, chunk in np.argwhere(there).tolist():
@@ -84,7 +84,7 @@ class Group:
         return there
 
     def untouched(self, there: Flags) -> bool:
-        """Return whether nothing was written but these pieces."""
+        """Return True if no bytes except these pieces were written."""
         memory = self.segment.memory.reshape(len(self.keys), self.shape.layers, -1)
         return bool((memory.swapaxes(0, 1)[~there] == 0xEE).all())
 
@@ -132,7 +132,7 @@ async def test_an_absent_chunk_costs_its_group_the_later_chunks_only(
 
 @pytest.mark.parametrize("order", ORDERS)
 async def test_only_wanted_pieces_are_fetched(client: Client, storage: Server, order: int) -> None:
-    groups = await groups_of(client, storage, without=[4])  # nothing is wanted of that one
+    groups = await groups_of(client, storage, without=[4])  # that group needs no pieces
     random = np.random.default_rng(0)
     wanted = [random.random(group.all.shape) < 0.5 for group in groups]
     wanted[0][:, 4] = False
@@ -172,7 +172,7 @@ async def test_pieces_beyond_the_buffers_are_fetched_by_the_next_call(storage: S
             there = [group.pieces(data) for group, data in zip(groups, answer.delivered, strict=True)]
             assert any(each.any() for each in there) and not any(
                 (mine & ~theirs).any() for mine, theirs in zip(there, missing, strict=True)
-            ), "each call gets further, and brings nothing twice"
+            ), "each call must continue, without repeated pieces"
             missing = [theirs & ~mine for mine, theirs in zip(there, missing, strict=True)]
             left = any(each.any() for each in missing)
             assert answer.outcome == (pb.OUTCOME_BATCH_FULL if left else pb.OUTCOME_COMPLETE), answer.detail
@@ -240,7 +240,7 @@ async def test_a_damaged_layer_does_not_affect_its_neighbours(redis: Server, ord
         wanted = victim.all
         wanted[layer] = False
         again = await fetch(client, [victim.part(wanted)], order)
-        assert again.outcome == pb.OUTCOME_COMPLETE, "the other layers of it are sound"
+        assert again.outcome == pb.OUTCOME_COMPLETE, "the chunk's other layers must be sound"
         assert (victim.pieces(again.delivered[0]) == wanted).all()
 
 
@@ -261,7 +261,7 @@ async def test_cancelled_fetches_are_quiet_and_reported_pieces_are_in_place(mort
         there = [group.pieces(data) for group, data in zip(groups, answer.delivered, strict=True)]
         mortal_storage.thaw()
         assert (await fetch(client, [group.part() for group in reversed(groups)], order)).outcome == pb.OUTCOME_COMPLETE
-        assert not any(each.any() for each in there), "storage had said nothing"
+        assert not any(each.any() for each in there), "storage had not answered"
 
 
 async def test_malformed_parts_name_the_field(client: Client, storage: Server) -> None:
@@ -269,7 +269,7 @@ async def test_malformed_parts_name_the_field(client: Client, storage: Server) -
     first, second = groups
     size = first.shape.raw_bytes
     apart = [first.part(keys=first.keys[:2], length=2 * size), first.part(offset=2 * size, length=2 * size)]
-    assert (await fetch(client, apart, 0)).outcome == pb.OUTCOME_BATCH_FULL  # the second's last chunks have no place
+    assert (await fetch(client, apart, 0)).outcome == pb.OUTCOME_BATCH_FULL  # the second's last chunks do not fit
     for parts, order, words in (
         ([], 0, ["parts has 0"]),
         ([first.part()] * 65, 0, ["parts has 65"]),

@@ -1,4 +1,4 @@
-"""Prefetching: records of waiting requests are in memory before the requests run."""
+"""Prefetch: records of waiting requests are in memory before the requests run."""
 
 import asyncio
 import random
@@ -39,7 +39,7 @@ LASTS_MS = 60_000
 
 
 class Queue:
-    """One engine's queue, as its host tells of it."""
+    """One engine's queue, as its host reports it."""
 
     def __init__(self, client: Client, name: bytes = b"an engine") -> None:
         self._client = client
@@ -74,7 +74,7 @@ def put_chain(server: Server, keys: Sequence[bytes]) -> None:
 
 
 def resident(daemon: Daemon, keys: Iterable[bytes]) -> list[bool]:
-    """Whether the tiers have each record in memory."""
+    """Return for each record whether the tiers have it in memory."""
     tiers = tiers_in(daemon)
     with tiers.lock:
         items = [tiers.pool.peek(address_of(key)) for key in keys]
@@ -141,8 +141,8 @@ async def test_only_the_next_requests_are_prefetched_and_only_in_time(storage: S
         order = [3, 2, 1, 0]
         await queue.say(dict(enumerate(CHAINS)), order, begins_in_ms=[0, 60_000, 60_000, 60_000])
         await until(lambda: all(resident(daemon, CHAINS[2])))
-        assert resident(daemon, CHAINS[3]) == [False] * 6, "it begins now: whatever came would come late"
-        assert resident(daemon, CHAINS[1] + CHAINS[0]) == [False] * 12, "two others run before them"
+        assert resident(daemon, CHAINS[3]) == [False] * 6, "it starts now, so a prefetch would be too late"
+        assert resident(daemon, CHAINS[1] + CHAINS[0]) == [False] * 12, "two other requests run before them"
         await queue.say(gone=[3, 2], order=[0, 1])
         await until(lambda: all(resident(daemon, CHAINS[0] + CHAINS[1])))
 
@@ -211,7 +211,7 @@ async def test_prefetches_pause_for_a_fetch_and_no_record_is_read_twice(mortal_s
 
 
 async def test_records_of_the_last_requests_are_evicted_first(storage: Server) -> None:
-    """Records of two waiting requests, then more of others than there is room for."""
+    """Fetch records of two waiting requests, then more records of others than fit."""
     size = len(make_record(SHAPE, CHAINS[0][0], 0))
     async with running(storage, tiers=tiers_of(memory=f"{20 * size}") | {"ahead_requests": 0}) as (daemon, client):
         await client.register(SHAPE, 6)
@@ -225,8 +225,8 @@ async def test_records_of_the_last_requests_are_evicted_first(storage: Server) -
             other = keys_of(SHAPE, 6, seed=seed)
             put_chain(storage, other)
             assert_right(client, await client.fetch(other))
-        assert resident(daemon, CHAINS[0] + CHAINS[1]) == [True] * 12, "it is waited for"
-        assert not any(resident(daemon, CHAINS[2])), "nobody waits for it"
+        assert resident(daemon, CHAINS[0] + CHAINS[1]) == [True] * 12, "waiting requests need these records"
+        assert not any(resident(daemon, CHAINS[2])), "no request waits for these records"
         tiers = tiers_in(daemon)
         with tiers.lock:
             tiers.pool.set_budget(int(7.5 * (size + 1000)))
@@ -254,7 +254,7 @@ async def test_a_pool_without_devices_keeps_records_of_waiting_requests() -> Non
         assert daemon.metrics.prefetches() == {}
 
 
-# ---- When things go wrong
+# ---- Faults
 
 
 async def test_a_waiting_request_that_never_fetches_leaves_no_record_held(
@@ -273,7 +273,7 @@ async def test_a_waiting_request_that_never_fetches_leaves_no_record_held(
         await until(lambda: not tiers.pool.busy)
         with tiers.lock:
             while tiers.pool._core.memory_cache.make_room():
-                """Evict all records that are not held."""
+                """Evict all records without a hold."""
         assert not any(resident(daemon, CHAINS[0]))
 
 
@@ -286,7 +286,7 @@ async def test_late_messages_are_ignored_and_missing_ones_requested(storage: Ser
             return [request.waiting.name[-1] for request in own._order]  # type: ignore[index]
 
         queue.number = 6
-        assert (await queue.say({1: CHAINS[0]})).again, "nothing is known of this queue"
+        assert (await queue.say({1: CHAINS[0]})).again, "the daemon must request the whole queue"
         assert not (await queue.say({1: CHAINS[0], 2: CHAINS[1]}, [2, 1], whole=True)).again
         assert waiting() == [2, 1]
         assert not (await queue.say(gone=[2], number=8)).again and waiting() == [2, 1], "an old one"
@@ -294,14 +294,16 @@ async def test_late_messages_are_ignored_and_missing_ones_requested(storage: Ser
         assert (await queue.say(gone=[2], number=20)).again and waiting() == [2, 1], "some are missing"
         queue.number = 8
         assert not (await queue.say({3: CHAINS[2]}, [9, 3, 3, 1, 77], gone=[2, 123])).again
-        assert waiting() == [3, 1], "names that nobody has told of are passed over"
+        assert waiting() == [3, 1], "unknown names must be skipped"
         other = Queue(client, b"another engine")
         assert not (await other.say({1: CHAINS[3]}, gone=[3])).again
-        assert waiting() == [3, 1, 1] or waiting() == [1, 3, 1], "what one engine says is of its own queue"
+        assert waiting() == [3, 1, 1] or waiting() == [1, 3, 1], "an engine's report must affect only its own queue"
         stranger = Client(daemon.address)
         await stranger.hello(host="another machine")
         stranger.shape = SHAPE
-        assert (await Queue(stranger).say({}, whole=False)).again, "another host's queue of that name is another"
+        assert (await Queue(stranger).say({}, whole=False)).again, (
+            "another host's queue of the same name must be separate"
+        )
         assert not (await Queue(stranger).say({}, whole=True)).again
         assert len(waiting()) == 3
         await stranger.close()
@@ -342,7 +344,7 @@ async def test_a_host_has_its_share_of_waiting_requests(storage: Server) -> None
         many = [index.to_bytes(32, "little") for index in range(60_000)]
         for name in range(3):
             await queue.say({name: many})
-        assert len(own._order) == 1, "a quarter of all keys is this host's"
+        assert len(own._order) == 1, "this host's share is a quarter of all keys"
         await queue.say({1: many[:5000]}, [1], begins_in_ms=[(1 << 32) - 1])
         assert len(own._order) == 2
 
@@ -420,7 +422,7 @@ async def test_records_of_a_failed_device_are_read_from_storage(storage: Server,
 
 
 async def test_prefetched_records_under_pressure_leave_room_for_fetches(storage: Server, tmp_path: Path) -> None:
-    """Memory for a dozen records; four requests wait for two dozen, while others are fetched."""
+    """Memory for a dozen records. Four requests wait for two dozen, while hosts fetch others."""
     for chain in CHAINS:
         put_chain(storage, chain)
     async with running(storage, tiers=tiers_of(tmp_path, "64MiB", "6MiB")) as (daemon, client):
@@ -448,7 +450,9 @@ async def test_a_daemon_killed_during_prefetching_recovers(storage: Server, tmp_
             await client.register(SHAPE, 6)
             queue = Queue(client)
             queue.number = turn
-            assert (await queue.say(dict(enumerate(CHAINS)))).again == (turn > 0), "it has forgotten all queues"
+            assert (await queue.say(dict(enumerate(CHAINS)))).again == (turn > 0), (
+                "a restarted daemon must request the whole queue"
+            )
             await queue.say(dict(enumerate(CHAINS)), whole=True)
             await asyncio.sleep(chance.uniform(0.0, 0.15))
             if turn < 2:
@@ -461,11 +465,11 @@ async def test_a_daemon_killed_during_prefetching_recovers(storage: Server, tmp_
             process.close()
 
 
-# ---- Beside an engine that decodes
+# ---- Prefetch during decoding
 
 
 async def test_prefetches_wait_for_turns_and_are_dropped_when_their_request_begins(storage: Server) -> None:
-    """Symptom: prefetches used all of the link beside a decoding engine."""
+    """Symptom: prefetches used the whole link beside a decoding engine."""
     chain = CHAINS[0]
     put_chain(storage, chain)
     async with running(storage, tiers=tiers_of(), shares_host_memory=True) as (daemon, client):

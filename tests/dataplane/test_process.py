@@ -38,7 +38,7 @@ async def client_of(daemon: DaemonProcess) -> AsyncIterator[Client]:
 
 
 def metrics(port: int) -> str:
-    """Return the page that Prometheus reads."""
+    """Return the metrics page."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_MAX_S) as page:
         return str(page.read().decode())
 
@@ -76,8 +76,8 @@ async def test_sigterm_while_fetching_answers_and_exits(mortal_storage: Server, 
             asyncio.ensure_future(client.fetch(KEYS, offset=begin, length=length, timeout_ms=NEVER_MS))
             for begin in (0, length)
         ]
-        await until(mortal_storage.asked)  # by one of them
-        await until(lambda: "\nshadowserve_fetch_queue_jobs 1.0\n" in metrics(port))  # the other
+        await until(mortal_storage.asked)  # the request of one call
+        await until(lambda: "\nshadowserve_fetch_queue_jobs 1.0\n" in metrics(port))  # the other call
         assert await asyncio.to_thread(daemon.stop) == 0
         for fetch in fetches:
             assert (await fetch).outcome == pb.OUTCOME_CANCELLED
@@ -164,7 +164,7 @@ async def test_no_thread_leaves_the_cores_of_the_process(storage: Server, tmp_pa
         await client.register(SHAPE, len(KEYS))
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
         allowed = cores_of_threads(daemon.process.pid)
-        assert len(allowed) > 5, "the stages have threads of their own"
+        assert len(allowed) > 5, "each stage must have its own threads"
         assert allowed == [{core}] * len(allowed)
         assert daemon.stop() == 0
 
@@ -248,7 +248,7 @@ async def test_memory_does_not_grow_with_prompts_or_batches(storage: Server, tmp
         await serve(60)
         grown = resident() - settled
         assert resident() < buffers + 200 * MIB
-        assert grown < 8 * MIB, f"{grown} bytes more after 60 more batches"
+        assert grown < 8 * MIB, f"memory grew by {grown} bytes in 60 batches"
         answer = await client.stub.Statistics(pb.StatisticsRequest())
         assert answer.resident_bytes < buffers + 200 * MIB
         assert answer.delivered_bytes == 65 * 16 * shape.raw_bytes

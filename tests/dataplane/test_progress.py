@@ -1,4 +1,4 @@
-"""Layer progress in a word of shared memory during a fetch, and quiet memory afterwards."""
+"""Layer progress in a word of shared memory during a fetch, and no writes to the memory afterwards."""
 
 import asyncio
 import sys
@@ -29,7 +29,7 @@ async def prepared(client: Client, storage: Server) -> list[bytes]:
 
 
 class Word:
-    """The word, 0 at first, as the contract wants it. It holds on to no memory, which a test's end unmaps."""
+    """The progress word, initially 0, as the interface requires. It does not keep the memory mapped after the test."""
 
     def __init__(self, client: Client, offset: int = CHUNKS * SHAPE.raw_bytes) -> None:
         self._client, self._offset = client, offset
@@ -61,7 +61,7 @@ async def test_all_layers_are_reported_and_nothing_is_written_after_the_answer(
         assert word.get() == SHAPE.layers
         word.set(SENTINEL)
         assert (await client.stub.Fetch(request(client, keys, progress=None))).outcome == pb.OUTCOME_COMPLETE
-        assert word.get() == SENTINEL, "nobody asked"
+        assert word.get() == SENTINEL, "without progress, the word must not change"
 
 
 @pytest.mark.parametrize("layer", range(SHAPE.layers))
@@ -76,7 +76,7 @@ async def test_a_damaged_layer_is_not_reported_as_in_place(redis: Server, layer:
         answer = await client.stub.Fetch(request(client, keys))
         assert answer.outcome == pb.OUTCOME_CORRUPT
         there = unpack(answer.delivered[0], SHAPE.layers, CHUNKS)
-        assert there[:, :2].all(), "chunks before it are whole"
+        assert there[:, :2].all(), "earlier chunks must be complete"
         assert word.get() == leading_layers(there, np.ones_like(there)) <= layer
 
 
@@ -151,7 +151,7 @@ async def test_a_damaged_chunk_is_not_reported_as_in_place(redis: Server, chunk:
 
 
 async def test_a_chunk_counts_once_all_parts_have_it(client: Client, storage: Server) -> None:
-    """The second part has one chunk: with the others of the first it has nothing to do."""
+    """The second part has one chunk, so it has no data for the other chunks of the first part."""
     keys = await prepared(client, storage)
     absent = keys_of(SHAPE, CHUNKS + 1)[-1]
     size = SHAPE.raw_bytes

@@ -1,4 +1,4 @@
-"""Published keys of other data planes in lookups; they are hints only."""
+"""Published keys of other data planes in lookups. They are only hints."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -19,7 +19,7 @@ LASTS_MS = 60_000
 
 
 async def look(client: Client, *chains: list[bytes], published: bool = True) -> tuple[list[Any], list[Any] | None]:
-    """Return the stored and the published chunks of each chain; None if the answer has no publications."""
+    """Return the stored and the published chunks of each chain; the latter is None without publications."""
     request = pb.LookupRequest(
         chains=[pb.KeyChain(keys=keys, namespace=SHAPE.namespace) for keys in chains],
         timeout_ms=WAIT_MAX_MS,
@@ -56,9 +56,11 @@ async def test_another_data_plane_sees_published_keys_and_then_stored_ones(tmp_p
             present, published = await look(decode, KEYS, KEYS[:1])
             assert present == [[True, False, False, False], [True]]
             assert published == [[False, True, True, False], [False]]
-            assert await look(decode, KEYS, published=False) == (present[:1], None), "whoever does not ask is not told"
+            assert await look(decode, KEYS, published=False) == (present[:1], None), (
+                "without a request, the answer has no publications"
+            )
             assert await publish(prefill, KEYS[2:3], 0) == pb.OUTCOME_COMPLETE
-            assert (await look(decode, KEYS))[1] == [[False, True, False, False]], "withdrawn: it is not coming"
+            assert (await look(decode, KEYS))[1] == [[False, True, False, False]], "a withdrawn key must not be pending"
     finally:
         server.kill()
 

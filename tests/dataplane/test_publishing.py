@@ -42,7 +42,7 @@ async def publish(client: Client, keys: list[bytes], lasts_ms: int = LASTS_MS, *
 
 
 async def pending(client: Client, keys: list[bytes] = KEYS) -> list[bool] | None:
-    """Look keys up, and return the pending ones; None if the answer has none of this."""
+    """Look keys up, and return the pending ones; None if the answer has no publications."""
     chain = pb.KeyChain(keys=keys, namespace=SHAPE.namespace)
     answer = await client.stub.Lookup(pb.LookupRequest(chains=[chain], timeout_ms=WAIT_MAX_MS, published=True))
     assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
@@ -75,7 +75,9 @@ async def test_a_host_cannot_use_up_another_hosts_share_of_publications(tmp_path
             assert (await publish(theirs, KEYS)).outcome == pb.OUTCOME_COMPLETE
             assert await pending(ours) == [True] * 4
             assert (await publish(ours, many[:8], 0)).outcome == pb.OUTCOME_COMPLETE
-            assert (await publish(ours, numbered(8, share))).outcome == pb.OUTCOME_COMPLETE, "what is withdrawn is free"
+            assert (await publish(ours, numbered(8, share))).outcome == pb.OUTCOME_COMPLETE, (
+                "withdrawn keys must free their share"
+            )
     finally:
         server.kill()
 
@@ -88,7 +90,7 @@ async def test_a_host_does_not_withdraw_keys_published_by_another_host(tmp_path:
             await publish(theirs, KEYS[:2])
             await publish(theirs, KEYS, 0)
             assert await pending(ours) == [True] * 4
-            await publish(theirs, KEYS, 1)  # for less time than ours
+            await publish(theirs, KEYS, 1)  # for a shorter time than the other publication
             await asyncio.sleep(0.01)
             assert await pending(ours) == [True] * 4
             await publish(ours, KEYS[1:], 0)
@@ -143,20 +145,25 @@ async def test_plain_records_are_pending_on_their_own_data_plane_only(tmp_path: 
     """Symptom: a decode engine at another data plane waited for page records, which never leave their tiers."""
     server = Server("storage_kv", tmp_path).start()
     try:
-        device = {"path": str(tmp_path / "device"), "size": "64MiB"}  # without one, plain records are stored as others
+        device = {
+            "path": str(tmp_path / "device"),
+            "size": "64MiB",
+        }  # without a device, plain records are stored like others
         tiers = TIERS | {"devices": [device]}
         async with running(server, tiers=tiers) as (_, prefill), running(server, tiers=TIERS) as (_, decode):
             await prefill.register(SHAPE, 4)
             plain = await publish(prefill, KEYS[:2], plain=True)
             assert (plain.outcome, plain.reach) == (pb.OUTCOME_COMPLETE, pb.REACH_DATA_PLANE)
             assert (await publish(prefill, KEYS[2:])).reach == pb.REACH_ALL
-            assert await pending(prefill) == [True] * 4, "engines of one data plane hear of them"
+            assert await pending(prefill) == [True] * 4, "engines of the same data plane must see them"
             assert await pending(decode) == [False, False, True, True]
             prefill.segment.memory[: SHAPE.raw_bytes] = np.frombuffer(kv(SHAPE, 0), np.uint8)
             assert (await prefill.store(KEYS[:1], plain=True)).outcome == pb.OUTCOME_COMPLETE
             assert await pending(prefill) == [False, True, True, True]
         async with running(server) as (_, client):
-            assert (await publish(client, KEYS, plain=True)).reach == pb.REACH_ALL, "without tiers they go to storage"
+            assert (await publish(client, KEYS, plain=True)).reach == pb.REACH_ALL, (
+                "without tiers they must go to storage"
+            )
         async with running("", tiers=TIERS) as (_, client):
             assert (await publish(client, KEYS, plain=True)).reach == pb.REACH_ALL
     finally:
@@ -187,7 +194,7 @@ def test_expired_publications_take_no_share() -> None:
     assert len(table) == 0
 
 
-# ---- A prefill and a decode engine of one data plane that has tiers alone ------------------------------------------
+# ---- A prefill and a decode engine of one data plane with tiers and no storage --------------------------------------
 
 CHUNK = 16
 TOKENS = list(range(4 * CHUNK))

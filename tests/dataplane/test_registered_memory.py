@@ -22,7 +22,7 @@ from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import layout_message
 
 GROUPS = [layout(namespace=bytes([group]) * 32, layers=1 + group % 3) for group in range(6)]
-"""Of a model like Gemma 3: one group of full attention, and five of sliding windows."""
+"""Layouts of a model like Gemma 3: one group of full attention, and five of sliding windows."""
 CHUNKS = 3
 SIZE = 2 * CHUNKS * sum(shape.raw_bytes for shape in GROUPS)
 INVALID, EXHAUSTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -30,7 +30,7 @@ INVALID, EXHAUSTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_
 
 @contextlib.contextmanager
 def worker(address: str) -> Iterator[tuple[RegisteredMemory, RegisteredMemory]]:
-    """Memory of one worker: to fetch into, and to store from."""
+    """Memory of one worker: target of fetches, and source of stores."""
     with contextlib.closing(DataPlaneClient(address, connect_timeout_s=WAIT_MAX_S)) as plane:
         with (
             contextlib.closing(RegisteredMemory(plane, GROUPS, SIZE, WAIT_MAX_S, progress=True)) as fetched,
@@ -44,7 +44,7 @@ def chunk_bytes(group: int, chunk: int) -> bytes:
 
 
 def store_and_fetch(address: str) -> None:
-    """Store chunks of every group, and fetch them again, as an engine does."""
+    """Store chunks of every group and fetch them, as an engine does."""
     keys = [keys_of(shape, CHUNKS, group) for group, shape in enumerate(GROUPS)]
     fetched: dict[tuple[int, int], bytes] = {}
 
@@ -113,7 +113,7 @@ async def test_a_refusal_beyond_a_share_names_the_share_and_the_key_to_raise(sto
 
 
 async def test_memory_of_ended_processes_is_removed_when_room_is_needed(storage: Server) -> None:
-    """Symptom: an engine that was started again a few times was refused until its predecessors' memory was idle."""
+    """Symptom: after several restarts an engine was refused until the memory of its predecessors was idle."""
     async with running(storage, registrations_max=2) as (_, client):
         await client.register(GROUPS[0], 1)
         await client.register(GROUPS[0], 1)
@@ -161,7 +161,7 @@ async def test_the_layout_index_of_a_call_is_checked(client: Client) -> None:
     stored = await client.store(keys, layout=1)
     assert stored.outcome == pb.OUTCOME_COMPLETE and stored.raw_bytes == 4 * large.raw_bytes
     mismatch = await client.fetch(keys[:1], layout=0, length=small.raw_bytes)
-    assert mismatch.outcome == pb.OUTCOME_MISMATCH, "records of another layout are not delivered as this one"
+    assert mismatch.outcome == pb.OUTCOME_MISMATCH, "records of another layout must not be delivered"
 
 
 async def test_a_segment_truncated_during_registration_is_an_invalid_argument(

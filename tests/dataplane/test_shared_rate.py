@@ -1,4 +1,4 @@
-"""One rate for all movers beside decoding engines: order and times of grants, on the test's clock."""
+"""One rate for all movers beside decoding engines: order and times of grants, with a simulated clock."""
 
 import pytest
 
@@ -17,7 +17,7 @@ class Clock:
 
 
 class Movers:
-    """Movers that always have another turn to ask for, under a clock that stands still between two grants."""
+    """Movers that always request a next turn. The clock stops between two grants."""
 
     def __init__(self, **how: bool) -> None:
         self.clock = Clock()
@@ -28,7 +28,7 @@ class Movers:
         self.shared.report(owner, engine, rate=rate, budget=0.02, lasts_s=lasts_s)
 
     def go_on(self, seconds: float, *wanted: tuple[Mover, int]) -> dict[Mover, int]:
-        """Let each mover request its next turn at the grant of the last; return the bytes granted in this time."""
+        """Let each mover request its next turn at its last grant. Return the bytes granted in this time."""
         before, ends = dict(self.shared.granted_bytes), self.clock.now + seconds
         turns = [self.shared.request(*each) for each in wanted]
         while True:
@@ -68,7 +68,7 @@ def test_all_movers_together_keep_to_the_rate_whatever_the_size_of_their_turns(s
     movers.decodes()
     granted = movers.go_on(20.0, *((mover, size) for mover in Mover))
     assert sum(granted.values()) <= 20.0 * RATE + size
-    assert sum(granted.values()) >= 0.95 * 20.0 * RATE - size, "and the rate is used"
+    assert sum(granted.values()) >= 0.95 * 20.0 * RATE - size, "the movers must use the rate"
 
 
 def test_the_next_turn_begins_when_the_bytes_of_the_last_one_had_their_time() -> None:
@@ -80,7 +80,7 @@ def test_the_next_turn_begins_when_the_bytes_of_the_last_one_had_their_time() ->
     movers.clock.now += 0.5
     assert movers.shared.moved() == (RATE // 2, True)
     movers.shared.end(first, RATE)
-    assert movers.shared.grant() == pytest.approx(0.5), "it was faster than it should have been: its time is not over"
+    assert movers.shared.grant() == pytest.approx(0.5), "it was too fast, so its time is not over"
     movers.clock.now += 0.5
     movers.shared.grant()
     assert second.granted_s == movers.clock.now
@@ -101,7 +101,9 @@ def test_movers_go_by_precedence_with_an_eighth_for_lower_ones() -> None:
     granted = movers.go_on(100.0, (Mover.FETCH, MIB), (Mover.PREFETCH, MIB), (Mover.DEVICE_WRITE, MIB))
     total = sum(granted.values())
     assert granted[Mover.FETCH] / total == pytest.approx(7 / 8, rel=0.02)
-    assert granted[Mover.PREFETCH] == pytest.approx(granted[Mover.DEVICE_WRITE], rel=0.1), "the longest wait goes first"
+    assert granted[Mover.PREFETCH] == pytest.approx(granted[Mover.DEVICE_WRITE], rel=0.1), (
+        "the mover with the longest wait must go first"
+    )
     order = [mover for mover in Mover if mover in movers.go_on(1.0, *((mover, MIB) for mover in Mover))]
     assert order[0] is Mover.FETCH
 
@@ -121,9 +123,9 @@ def test_the_lowest_rate_applies_until_its_engine_stops_or_its_report_expires() 
     movers.decodes(b"c", rate=0)
     assert (movers.shared.rate, movers.shared.engines) == (RATE, 3)
     movers.clock.now += 2.0
-    assert (movers.shared.rate, movers.shared.engines) == (4 * RATE, 2), "engine b has died"
+    assert (movers.shared.rate, movers.shared.engines) == (4 * RATE, 2), "engine b has ended"
     movers.shared.ended("host", b"a")
-    assert (movers.shared.rate, movers.shared.bounded) == (0, False), "any rate is right for engine c"
+    assert (movers.shared.rate, movers.shared.bounded) == (0, False), "engine c permits any rate"
 
 
 def test_waiting_turns_are_granted_when_the_last_report_expires() -> None:
@@ -131,7 +133,7 @@ def test_waiting_turns_are_granted_when_the_last_report_expires() -> None:
     movers.decodes(lasts_s=2.0)
     ask_now(movers, Mover.FETCH, 100 * RATE)
     waiting = movers.shared.request(Mover.STORE, MIB)
-    assert movers.shared.grant() == pytest.approx(2.0), "not the hundred seconds of the turn before it"
+    assert movers.shared.grant() == pytest.approx(2.0), "not the hundred seconds of the previous turn"
     movers.clock.now += 2.0
     assert movers.shared.grant() is None and waiting.granted_s == movers.clock.now
 
@@ -152,14 +154,14 @@ def test_a_pause_grants_no_turn_and_is_limited() -> None:
     assert movers.shared.grant() == pytest.approx(2.0) and movers.shared.bounded
     movers.shared.pause("host", b"b", 0.0)
     movers.shared.grant()
-    assert waiting.granted_s is None, "it is not b's pause"
+    assert waiting.granted_s is None, "b's pause has not started"
     movers.clock.now += 1.0
     movers.shared.pause("host", b"a", 0.0)
     movers.shared.grant()
-    assert waiting.granted_s == movers.clock.now, "it has seen enough"
+    assert waiting.granted_s == movers.clock.now, "the pause is long enough"
     movers.clock.now += 18.0
     movers.shared.pause("host", b"b", 1.0)
-    assert ask_now(movers, Mover.FETCH).granted_s is not None, "the next pause is ten times its length away"
+    assert ask_now(movers, Mover.FETCH).granted_s is not None, "the next pause is due after ten times its length"
 
 
 def test_bytes_that_a_fetch_waits_for_have_the_precedence_of_fetches() -> None:

@@ -149,7 +149,7 @@ async def test_a_full_server_refuses_with_its_text(tmp_path) -> None:  # type: i
             assert answer.outcome == pb.OUTCOME_STORAGE_REFUSED
             assert "OOM" in answer.detail
             assert answer.chunks < 6
-            # The connection is still good.
+            # The connection can still be used.
             assert (await client.fetch(keys)).chunks == answer.chunks
     finally:
         server.kill()
@@ -183,7 +183,7 @@ async def test_faulty_records_are_replaced_by_a_store(redis: Server, bad: bytes)
 
 
 async def test_chunks_are_encoded_while_earlier_ones_are_put(storage: Server) -> None:
-    """A batch that overwrites encoded bytes before they are sent would store wrong bytes."""
+    """A batch that overwrites encoded bytes before their transmission would store wrong bytes."""
     shape = layout(vector_length=2048)
     keys = keys_of(shape, 10)
     async with running(storage, store_buffer_bytes="3MiB", store_cores=[0]) as (daemon, client):
@@ -202,7 +202,7 @@ async def test_chunks_are_encoded_while_earlier_ones_are_put(storage: Server) ->
         async def slowly(job: Job, key: bytes, record: Encoded) -> tuple[native.Result, str]:
             number = keys.index(key)
             await until(lambda: encoded["chunks"] >= min(number + places, len(keys)))
-            assert encoded["chunks"] <= number + places, "over what is being sent"
+            assert encoded["chunks"] <= number + places, "a batch overwrote bytes during their transmission"
             return await put(job, key, record)
 
         with patch.object(daemon._pipeline, "encode", count), patch.object(daemon._source, "put", slowly):

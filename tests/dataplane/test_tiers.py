@@ -1,4 +1,4 @@
-"""Local tiers: memory and a file, above a storage server or alone."""
+"""Local tiers: memory and a file, above a storage server or without one."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ CHUNKS = [kv(SHAPE, index) for index in range(len(KEYS))]
 
 
 def tiers_of(folder: Path | None = None, size: str = "64MiB", memory: str = "32MiB") -> dict[str, Any]:
-    """Tiers of memory, and of a file where there is a folder for it."""
+    """Return tiers of memory, and of a file if there is a folder for it."""
     devices = [] if folder is None else [{"path": str(folder / "tier"), "size": size, "access": "threads"}]
     return {"memory_budget_bytes": memory, "devices": devices, "scrub_bytes_per_s": 0}
 
@@ -63,7 +63,7 @@ async def cool(daemon: Daemon) -> None:
     await until(lambda: not tiers.pool.busy)
     with tiers.lock:
         while tiers.pool._core.memory_cache.make_room():
-            """Nothing is in memory."""
+            """The memory has no copies."""
 
 
 def assert_right(client: Client, answer: Fetched, count: int = 6) -> None:
@@ -73,7 +73,7 @@ def assert_right(client: Client, answer: Fetched, count: int = 6) -> None:
 
 
 async def storage_away(client: Client, keys: Sequence[bytes]) -> None:
-    """Wait until the daemon knows that storage is away; ``keys`` are none that its tiers have."""
+    """Wait until the daemon detects that storage is down. Its tiers have none of ``keys``."""
     async with asyncio.timeout(WAIT_MAX_S):
         while (await client.lookup(list(keys), timeout_ms=1000)).outcome != pb.OUTCOME_STORAGE_UNAVAILABLE:
             await asyncio.sleep(0.02)
@@ -82,7 +82,7 @@ async def storage_away(client: Client, keys: Sequence[bytes]) -> None:
 async def store(
     client: Client, indexes: Sequence[int] = range(6), shape: Any = SHAPE, keys: Any = KEYS, lasts_ms: int = 0
 ) -> list[bool]:
-    """Store chunks; return which are stored."""
+    """Store chunks. Return for each chunk whether it is stored."""
     size = shape.raw_bytes
     for place, index in enumerate(indexes):
         client.segment.memory[place * size : (place + 1) * size] = np.frombuffer(kv(shape, index), np.uint8)
@@ -90,7 +90,7 @@ async def store(
 
 
 async def fetch_all(client: Client, keys: Sequence[bytes]) -> None:
-    """Fetch chunks in as many batches as it takes."""
+    """Fetch chunks in the necessary number of batches."""
     done = 0
     while done < len(keys):
         offset = done * SHAPE.raw_bytes
@@ -166,13 +166,13 @@ async def test_records_are_stored_in_the_tier_and_in_storage(mortal_storage: Ser
         assert await store(client) == [True] * 6
         assert all(mortal_storage.has(key) for key in KEYS)
         mortal_storage.command(b"FLUSHALL")
-        assert await store(client, [0, 1]) == [True] * 2, "storage has it no more, so it is stored again"
+        assert await store(client, [0, 1]) == [True] * 2, "storage has lost the chunk, so it must be stored again"
         assert [mortal_storage.has(key) for key in KEYS] == [True] * 2 + [False] * 4
         mortal_storage.kill()
         await storage_away(client, keys_of(SHAPE, 1, seed=9))
         assert_right(client, await client.fetch(KEYS))
         others = keys_of(SHAPE, 6, seed=8)
-        assert await store(client, [0, 1], keys=others) == [True] * 2, "the tiers serve alone"
+        assert await store(client, [0, 1], keys=others) == [True] * 2, "the tiers must serve without storage"
         assert (await client.fetch(others[:2])).chunks == 2
 
 
@@ -189,7 +189,7 @@ async def test_records_with_an_end_stay_in_the_tier_if_it_has_room(storage: Serv
 
 
 async def test_a_tier_smaller_than_a_prompt_serves_it_correctly(storage: Server, tmp_path: Path) -> None:
-    """Memory for six chunks, of which devices may bring two at a time; device for some ten."""
+    """A memory for six chunks, of which devices may load two at a time, and a device for about ten chunks."""
     keys = keys_of(SHAPE, 24, seed=3)
     for index, key in enumerate(keys):
         storage.put(key, make_record(SHAPE, key, index % 6))
@@ -220,7 +220,7 @@ async def test_a_full_tier_keeps_the_last_used_records_and_never_returns_wrong_b
 def rot(daemon: Daemon, folder: Path, index: int) -> None:
     """Damage a record on the device."""
     tiers, key, file = tiers_in(daemon), KEYS[index], folder / "tier"
-    before = RECORDS[index].index(key)  # which the pool's own bookkeeping has, too
+    before = RECORDS[index].index(key)  # a part that the pool's metadata contains, too
     with tiers.lock:
         item = tiers.pool.peek(address_of(key))
     assert item is not None
@@ -266,7 +266,9 @@ async def test_corrupt_tier_memory_is_a_miss_or_read_from_storage(storage: Serve
         answer = await client.fetch(KEYS)
         if alone:
             assert (answer.chunks, answer.outcome) == (0, pb.OUTCOME_CORRUPT)
-            assert (await client.lookup(KEYS)).present == [[False] + [True] * 5], "it is in quarantine, and gone"
+            assert (await client.lookup(KEYS)).present == [[False] + [True] * 5], (
+                "the record must be quarantined and absent"
+            )
             assert await store(client) == [True] * 6
             answer = await client.fetch(KEYS)
             assert (answer.chunks, answer.outcome) == (3, pb.OUTCOME_CORRUPT)
@@ -286,14 +288,14 @@ async def test_two_models_share_a_tier_without_mixing() -> None:
             assert await store(client, range(4), shape, chain) == [True] * 4
         for client, chain, other in zip(clients, chains, reversed(chains), strict=True):
             assert (await client.lookup(chain)).hits == [4]
-            assert (await client.lookup(other)).hits == [0], "its keys with our namespace"
+            assert (await client.lookup(other)).hits == [0], "its keys in this namespace"
             assert (await client.fetch(chain)).chunks == 4
         assert [clients[0].chunk(index) for index in range(4)] == [kv(shapes[0], index) for index in range(4)]
         for client, other in zip(clients, reversed(chains), strict=True):
             answer = await client.fetch(other)
             assert (answer.chunks, answer.outcome) == (0, pb.OUTCOME_MISMATCH)
         for client, chain in zip(clients, chains, strict=True):
-            assert (await client.fetch(chain)).chunks == 4, "whoever asks wrongly harms nobody else"
+            assert (await client.fetch(chain)).chunks == 4, "a wrong request must not affect other clients"
             await client.close()
 
 
@@ -308,7 +310,7 @@ async def test_a_stalled_device_costs_its_read_timeout_or_the_deadline(
         assert_right(client, await client.fetch(KEYS))
     async with running("" if alone else storage, tiers=tiers_on, command_timeout_s=0.5) as (daemon, client):
         await client.register(SHAPE, 6)
-        assert (await client.lookup(KEYS)).present == [[True] * 6], "heads are remembered from here on"
+        assert (await client.lookup(KEYS)).present == [[True] * 6], "headers are cached from here on"
         await cool(daemon)
         tiers = tiers_in(daemon)
         poll, free = tiers.pool.poll, asyncio.Event()
@@ -322,10 +324,12 @@ async def test_a_stalled_device_costs_its_read_timeout_or_the_deadline(
         else:
             assert_right(client, await client.fetch(KEYS))
             tiers._headers = HeaderCache(1 << 20)
-            assert (await client.lookup(KEYS)).present == [[True] * 6], "storage is asked for heads that do not come"
+            assert (await client.lookup(KEYS)).present == [[True] * 6], (
+                "storage does not answer the request for headers"
+            )
         free.set()
         await until(lambda: not tiers.pool.busy)
-        assert (client.segment.memory == 0xA5).all(), "nothing lands where an answer has been given"
+        assert (client.segment.memory == 0xA5).all(), "no bytes must arrive after the answer"
         if not alone:
             assert_right(client, await client.fetch(KEYS))
 
@@ -345,17 +349,17 @@ async def test_records_that_devices_cannot_take_are_dropped_and_counted(storage:
         free.set()
         await until(lambda: not tiers.pool.busy)
         assert_right(client, await client.fetch(KEYS))
-        assert records["memory"] > 0, "what was kept is served"
+        assert records["memory"] > 0, "the tier must serve filled records"
 
 
 async def test_records_in_use_by_a_batch_are_not_evicted(mortal_storage: Server, tmp_path: Path) -> None:
-    """A batch holds chunks of memory while storage stands still; meanwhile everything else in the tier goes."""
+    """A batch holds chunks of memory while storage hangs; meanwhile the tier evicts all other chunks."""
     put_all(mortal_storage)
     async with running(mortal_storage, tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (daemon, client):
         await client.register(SHAPE, 6)
         for index in (0, 1, 3, 4):
             assert (await client.fetch([KEYS[index]])).chunks == 1
-        assert (await client.lookup(KEYS)).hits == [6]  # so that heads are remembered
+        assert (await client.lookup(KEYS)).hits == [6]  # so that headers are cached
         tiers = tiers_in(daemon)
         mortal_storage.freeze()
         try:
@@ -393,7 +397,7 @@ async def test_a_smaller_memory_budget_costs_hits_only(storage: Server) -> None:
 
 
 async def test_a_device_with_foreign_data_is_refused_and_not_changed(tmp_path: Path) -> None:
-    foreign = b"somebody's letters" * 60_000
+    foreign = b"a user's documents" * 60_000
     (tmp_path / "tier").write_bytes(foreign)
     with pytest.raises(ConfigurationError, match="tier"):
         async with Daemon(config("", tiers=tiers_of(tmp_path))):
@@ -402,7 +406,7 @@ async def test_a_device_with_foreign_data_is_refused_and_not_changed(tmp_path: P
 
 
 async def test_a_tier_filled_on_another_machine_returns_stored_bytes_or_misses(tmp_path: Path) -> None:
-    """Both know the same model, and other tokens."""
+    """The two hosts use the same model with different tokens."""
     there, here = tmp_path / "there", tmp_path / "here"
     for folder, seed in ((there, 0), (here, 7)):
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""TLS of the daemon: certificate errors at the start, renewed files, hosts with certificates."""
+"""TLS of the daemon: certificate errors at the start, renewed files, and hosts with certificates."""
 
 import asyncio
 import contextlib
@@ -28,13 +28,13 @@ KEYS = keys_of(SHAPE, 2)
 
 
 def keys(folder: Path, **changes: Any) -> dict[str, Any]:
-    """What the daemon is configured with."""
+    """TLS configuration of the daemon."""
     named = {"tls_cert": "server.crt", "tls_key": "server.key", "tls_client_ca": "ca.crt"}
     return {key: str(folder / name) for key, name in named.items()} | changes
 
 
 class TlsClient(Client):
-    """A client that shows the certificate of a folder, if any."""
+    """A client that sends the certificate of a folder, if any."""
 
     def __init__(self, address: str, authority: Path, own: Path | None) -> None:
         certificate, key = ((own / name).read_bytes() if own else None for name in ("client.crt", "client.key"))
@@ -96,7 +96,7 @@ async def test_certificates_are_read_again_when_they_change(
         async with client_of(daemon, certificates, certificates) as client:
             await client.hello()
         for bad in (expired / "server.crt", foreign / "server.crt", foreign / "client.key"):
-            shutil.copy(bad, folder / "server.crt")  # expired; of another key; no certificate
+            shutil.copy(bad, folder / "server.crt")  # expired, with another key, or not a certificate
             caplog.clear()
             async with client_of(daemon, certificates, certificates) as client:
                 await client.hello()
@@ -122,7 +122,7 @@ async def test_another_certificate_is_another_host(
             await second.hello()
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "certificate of 'host'" in (caught.value.details() or "")
-        second.stub = client.stub.over(second.plain)  # with a session that is not its own
+        second.stub = client.stub.over(second.plain)  # with another host's session
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await second.stub.Lookup(pb.LookupRequest(timeout_ms=1000))
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION

@@ -140,7 +140,7 @@ async def test_one_recording_at_a_time_and_a_cancelled_one_makes_room(client: Cl
             try:
                 assert await recorded(client, keys)
                 return
-            except grpc.aio.AioRpcError:  # the first one's end is not yet known there
+            except grpc.aio.AioRpcError:  # the daemon has not yet processed the end of the first one
                 await asyncio.sleep(0.01)
 
 
@@ -160,7 +160,7 @@ async def test_without_room_for_events_there_is_no_recording(storage: Server) ->
 
 
 def commands(storage: Server) -> int:
-    """How many commands the server has executed, this question not included."""
+    """Return the number of commands that the server has executed, without this one."""
     with Redis(port=storage.port) as connection:
         statistics: Any = connection.info("stats")
         return int(statistics["total_commands_processed"])
@@ -170,9 +170,9 @@ async def test_a_fetch_after_a_lookup_reads_no_headers(storage: Server) -> None:
     async with running(storage, decompression_buffer_bytes="1MiB", connections=2) as (daemon, client):
         keys = await stored(client, storage, 9, vector_length=2048)
         assert list((await client.lookup(keys)).hits) == [9]
-        assert (await client.fetch(keys)).chunks > 0  # connections are made, and kept
+        assert (await client.fetch(keys)).chunks > 0  # the daemon opens connections and keeps them
         batches, before = daemon.metrics.totals["batches"], commands(storage)
-        between = commands(storage) - before  # what a question of this test costs
+        between = commands(storage) - before  # the commands of this test's own INFO
         done = 0
         while done < 9:
             offset = done * client.shape.raw_bytes

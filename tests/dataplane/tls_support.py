@@ -1,4 +1,4 @@
-"""Storage servers that speak TLS, and what a data plane is told of them."""
+"""Storage servers with TLS, and the matching configuration of a data plane."""
 
 import socket
 import ssl
@@ -12,7 +12,7 @@ from shadowserve import resp
 
 
 class TlsServer(Server):
-    """A storage server that speaks TLS."""
+    """A storage server with TLS."""
 
     def __init__(self, kind: str, directory: Path, folder: Path, *, mutual: bool = False, password: str = "") -> None:
         self.context = ssl.create_default_context(cafile=str(folder / "ca.crt"))

@@ -1,4 +1,4 @@
-"""Who uses a store while faults happen, and judges what comes back: redis-py, and the host's client of a data plane."""
+"""Clients of a store that judge every answer during faults: redis-py, and the host's client of a data plane."""
 
 import contextlib
 import random
@@ -21,11 +21,11 @@ from shadowserve.keys import KVNamespace, ModelIdentity, prefix_chain, record_ke
 from shadowserve.pieces import leading
 
 _PAUSE_S: Final = 0.02
-"""After a refusal, before the next try: clients that find nobody do not spin."""
+"""Pause between a refusal and the next try: a client without a server does not loop at full speed."""
 
 
 class Caller:
-    """A client of the storage server, redis-py's, whose every answer is judged. One thread at a time."""
+    """A client of the storage server that uses redis-py and judges every answer. One thread at a time."""
 
     def __init__(
         self,
@@ -37,16 +37,16 @@ class Caller:
         silence: str = "",
         **options: Any,
     ) -> None:
-        """Make one that connects when it is first needed.
+        """Create a client that connects at its first request.
 
         Args:
-            port: of the server, or of a proxy.
-            expected: the state that the store should be in.
-            tally: where outcomes are noted.
-            deadline_s: of each answer.
-            silence: why an answer may fail to come, so that the client's own deadline has to end the call; empty where
-                it may not: then it is a hang.
-            options: of redis-py.
+            port: Port of the server or of a proxy.
+            expected: Expected state of the store.
+            tally: Counters of the outcomes.
+            deadline_s: Deadline of each answer.
+            silence: Reason why an answer may be absent, so that the client's own deadline ends the call. Empty: a
+                    missing answer is a hang.
+            options: Options of redis-py.
         """
         self.expected, self.tally, self.silence = expected, tally, silence
         self._deadline_s = deadline_s
@@ -64,11 +64,11 @@ class Caller:
         self.redis.close()
 
     def reconnect(self) -> None:
-        """Forget connections: the next call makes one."""
+        """Close the connections. The next call opens a new one."""
         self.redis.connection_pool.disconnect()
 
     def _call(self, what: str, call: Callable[[], Any]) -> tuple[bool, Any]:
-        """Return whether there was an answer that is no error, and the answer."""
+        """Return (True, the answer), or (False, None) after an error."""
         began = time.monotonic()
         try:
             answer = call()
@@ -82,7 +82,7 @@ class Caller:
         except redis.exceptions.ResponseError as error:
             answered, answer = False, None
             self.tally.note(Outcome.REFUSED, f"{what}: {type(error).__name__}: {_generic(str(error))}")
-        except (redis.exceptions.RedisError, OSError, ValueError) as error:  # ValueError: what came is no RESP at all
+        except (redis.exceptions.RedisError, OSError, ValueError) as error:  # ValueError: the answer is not RESP
             answered, answer = False, None
             self.tally.note(Outcome.REFUSED, f"{what}: {type(error).__name__}: {_generic(str(error))}")
             self.reconnect()
@@ -93,11 +93,11 @@ class Caller:
         return answered, answer
 
     def set(self, key: str, **options: Any) -> bool:
-        """Store the next version of a key; return whether that was acknowledged."""
+        """Store the next version of a key. Return True if the server acknowledged it."""
         return self._set(key, self.expected.begin(key), options)
 
     def set_to(self, key: str, value: bytes) -> bool:
-        """Store a value under a key that never has another; return whether that was acknowledged."""
+        """Store a value under a key that never has another value. Return True if the server acknowledged it."""
         return self._set(key, self.expected.begin_with(key, value), {})
 
     def _set(self, key: str, version: int, options: dict[str, Any]) -> bool:
@@ -131,19 +131,19 @@ class Caller:
         return outcome
 
     def ping(self) -> bool:
-        """Ask for nothing; return whether there was an answer."""
+        """Send a PING. Return True if an answer arrived."""
         answered, _ = self._call("PING", self.redis.ping)
         if answered:
             self.tally.note(Outcome.RIGHT)
         return answered
 
     def verify(self, keys: Sequence[str] | None = None) -> list[str]:
-        """Read keys, by default all; return those that were not served right."""
+        """Read keys, by default all. Return the keys with a wrong or missing answer."""
         chosen = self.expected.keys if keys is None else keys
         return [key for key in chosen if self.get(key) is not Outcome.RIGHT]
 
     def step(self, key: str, chance: random.Random) -> None:
-        """Do one thing with a key."""
+        """Execute one random operation on a key."""
         luck = chance.random()
         if luck < 0.5:
             served = self.set(key)
@@ -157,9 +157,9 @@ class Caller:
 
 @contextlib.contextmanager
 def going_on(tally: Tally, works: Sequence[Callable[[], object]]) -> Iterator[None]:
-    """Have each work done again and again, in a thread of its own, for as long as the context lasts.
+    """Run each function repeatedly in its own thread until the context ends.
 
-    What one of them raises is raised at the end; one that does not end is a hang.
+    An exception of a function is raised at the end. A thread that does not end is a hang.
     """
     stopped = threading.Event()
     failures: list[BaseException] = []
@@ -187,7 +187,7 @@ def going_on(tally: Tally, works: Sequence[Callable[[], object]]) -> Iterator[No
 
 
 def load(callers: Sequence[Caller], keys: Sequence[str], seed: int) -> contextlib.AbstractContextManager[None]:
-    """Have callers work at random, each with keys of its own, in threads; end them all at the end."""
+    """Run callers with random operations in threads, each on its own keys. Stop all threads at the end."""
 
     def working(number: int, caller: Caller) -> Callable[[], None]:
         own, chance = keys[number :: len(callers)], random.Random(f"{seed}/{number}")
@@ -208,17 +208,17 @@ _MODEL: Final = ModelIdentity(model="failures", dtype="bfloat16", chunk_tokens=6
 SHAPE: Final = KVNamespace(model=_MODEL, layers=(0, 4), heads=(0, 2)).name(
     ChunkLayout(dtype=DType.BFLOAT16, layers=4, kinds=2, vector_length=64, tokens=64, quantizer=Quantizer.LOSSLESS)
 )
-"""64 KiB a chunk."""
+"""Bytes of a chunk."""
 
 
 class Prompt:
-    """A chain of chunks, and the bytes of each: as a model would have computed them, of one shape."""
+    """A chain of chunks and their bytes. The bytes resemble a model's KV, and all chunks have one shape."""
 
     def __init__(self, seed: str, chunks: int, shape: ChunkLayout = SHAPE, model: ModelIdentity = _MODEL) -> None:
         chance = random.Random(seed)
         tokens = [chance.randrange(1000) for _ in range(chunks * model.chunk_tokens)]
         self.keys = record_keys(shape.namespace, prefix_chain(model.digest(), tokens, chunk_tokens=model.chunk_tokens))
-        # Exponents near one another and noise in the fraction, as KV has them.
+        # The exponents are near one another and the fractions are noise, as in KV.
         self.chunks = [_floats(f"{model.model}/{seed}/{number}", shape.raw_bytes) for number in range(chunks)]
         self.parents = [b"", *self.keys[:-1]]
 
@@ -230,9 +230,10 @@ def _floats(seed: str, size: int) -> bytes:
 
 
 class Host:
-    """The host's client of a data plane, whose every answer is judged. One thread at a time.
+    """The host's client of a data plane. It judges every answer. One thread at a time.
 
-    Its chunks are of one shape; ``plain``: they are stored as they are, so that devices can bring them into pages.
+    All chunks have one shape. With ``plain`` the chunks are stored uncompressed, so that devices can load them into
+    pages.
     """
 
     def __init__(
@@ -253,12 +254,12 @@ class Host:
         self._jobs = 0
 
     def close(self) -> None:
-        """Go without a word, as a host does that is lost."""
+        """Close the connection without a message, as a lost host does."""
         self._registration.retire(release=False)
         self.client.close()
 
     def leave(self) -> None:
-        """Have the data plane forget this host's memory, and go."""
+        """Unregister this host's memory and close the connection."""
         self._registration.close()
         self.client.close()
 
@@ -282,7 +283,7 @@ class Host:
             self.tally.note(Outcome.HANG, f"{what}: an end after {time.monotonic() - began:.1f} s")
 
     def store(self, prompt: Prompt) -> int:
-        """Store a prompt's chunks; return how many were acknowledged."""
+        """Store a prompt's chunks. Return the number of acknowledged chunks."""
         memory = self._memory()
         if memory is None:
             return 0
@@ -308,17 +309,18 @@ class Host:
         return chunks
 
     def store_whole(self, prompts: Sequence[Prompt]) -> None:
-        """Store prompts, however slow the machine is."""
+        """Store prompts, and repeat on slow machines until all chunks are acknowledged."""
         for prompt in prompts:
             wait_for(lambda prompt=prompt: self.store(prompt) == len(prompt.keys))  # type: ignore[misc]
 
     def fetch(self, prompt: Prompt, *, stored: int = 0, losable: str = "") -> int:
-        """Fetch a prompt's chunks and look at each byte; return how many came.
+        """Fetch a prompt's chunks and compare each byte. Return the number of chunks that arrived.
 
         Args:
-            prompt: which.
-            stored: leading chunks that were acknowledged, and have to be there unless another reason is given.
-            losable: why they may be absent.
+            prompt: Prompt to fetch.
+            stored: Number of leading chunks that were acknowledged. They must be present unless ``losable`` gives a
+                reason.
+            losable: Reason why chunks may be absent.
         """
         memory = self._memory()
         if memory is None:
@@ -345,7 +347,7 @@ class Host:
                 self.tally.note(Outcome.RIGHT)
         if arrived < len(prompt.keys):
             if answer.reason == "absent" and arrived < stored and not losable:
-                self.tally.note(Outcome.WRONG, f"fetch: {stored} chunks were acknowledged, {arrived} are there")
+                self.tally.note(Outcome.WRONG, f"fetch: {stored} chunks were acknowledged, {arrived} are present")
             else:
                 self.tally.note(Outcome.MISSED, f"fetch: {answer.reason}{f': {losable}' if losable else ''}")
         self._settle(answer.reason, answer.quiet)

@@ -1,4 +1,4 @@
-"""What a case of the failure matrix is, and all that there are."""
+"""A case of the failure matrix, and the list of all cases."""
 
 import contextlib
 import random
@@ -21,15 +21,15 @@ KEYS: Final = [f"key {number}" for number in range(36)]
 
 T = TypeVar("T")
 Span = tuple[float, float]
-"""Least and most seconds."""
+"""Minimum and maximum number of seconds."""
 
 
 class Unavailable(Exception):
-    """The machine lacks what a case needs; the text says what."""
+    """The machine lacks a requirement of a case. The text names it."""
 
 
 class Context:
-    """One repetition of a case: its seed, its folder, what it has started, its oracle and its tally."""
+    """One repetition of a case: its seed, folder, started processes, oracle and tally."""
 
     def __init__(self, seed: int, engine: str, folder: Path, tally: Tally) -> None:
         self.seed, self.engine, self.folder, self.tally = seed, engine, folder, tally
@@ -40,14 +40,14 @@ class Context:
         self._nodes: list[Storage | DataPlane] = []
 
     def storage(self, **options: Any) -> Storage:
-        """Start a server of the case's engine."""
+        """Start a server with the case's engine."""
         node = Storage(self.engine, self.folder / f"storage{len(self._nodes)}", **options)
         self._nodes.append(node)
         self._stack.callback(node.close)
         return node.start()
 
     def data_plane(self, port: int, faults: Faults | None = None, **options: Any) -> DataPlane:
-        """Start a data plane over the storage that answers at a port, or (0) with its tiers alone."""
+        """Start a data plane over the storage server at a port, or (0) with its local tiers only."""
         if faults is not None:
             options["environment"] = faults.environment
         node = DataPlane(port, self.folder / f"dataplane{len(self._nodes)}", **options)
@@ -56,7 +56,7 @@ class Context:
         return node.start()
 
     def enter(self, manager: contextlib.AbstractContextManager[T]) -> T:
-        """Have something last as long as this repetition, and end behind all nodes."""
+        """Keep a context open until the end of this repetition; it ends after all nodes."""
         return self._stack.enter_context(manager)
 
     def proxy(self, port: int) -> Proxy:
@@ -75,36 +75,36 @@ class Context:
         return host
 
     def faults(self, folder: Path) -> Faults:
-        """Return faults of operations on files in a folder, which is made, to be given to a data plane."""
+        """Create a folder, and return faults of file operations in it for a data plane."""
         folder.mkdir()
         return self.enter(contextlib.closing(Faults(self.folder, folder)))
 
     def load(
         self, port: int, *, threads: int = 3, keys: Sequence[str] = KEYS, **options: Any
     ) -> contextlib.AbstractContextManager[None]:
-        """Have so many clients work at random for as long as the context lasts."""
+        """Run ``threads`` clients with random operations until the context ends."""
         return load([self.caller(port, **options) for _ in range(threads)], keys, self.seed)
 
     def beside(self, *works: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
-        """Have each work done again and again, in a thread of its own, for as long as the context lasts."""
+        """Run each function repeatedly in its own thread until the context ends."""
         return going_on(self.tally, works)
 
     def fill(self, storage: Storage, keys: Sequence[str] = KEYS) -> None:
-        """Store each key once, and check that no fault has begun yet."""
+        """Store each key once, and check that no fault occurs yet."""
         caller = self.caller(storage.port)
         for key in keys:
             assert caller.set(key), "a healthy server refused a value"
 
     def verify(self, storage: Storage, keys: Sequence[str] | None = None) -> list[str]:
-        """Read all keys; return those that were not served right."""
+        """Read all keys. Return the keys with a wrong or missing answer."""
         return self.caller(storage.port).verify(keys)
 
     def pause(self, least_s: float, most_s: float) -> None:
-        """Let things happen for a time that the seed chooses."""
+        """Wait for a time that the seed chooses."""
         time.sleep(self.chance.uniform(least_s, most_s))
 
     def kills(self, node: Storage | DataPlane, times: int, up: Span, down: Span = (0.0, 0.0)) -> None:
-        """Kill a node so often, and start it again: it is up, and then down, for a time that the seed chooses."""
+        """Kill and restart a node several times. The seed chooses how long it is up and how long it is down."""
         for _ in range(times):
             self.pause(*up)
             node.kill()
@@ -112,13 +112,13 @@ class Context:
             node.start()
 
     def restart(self, storage: Storage) -> None:
-        """Start a server that has ended; what it held in memory alone may be gone."""
+        """Start a server again. Values that were only in memory may be lost."""
         if self.engine == "memory":
             self.expected.all_may_be_lost("the engine memory ends with its process")
         storage.start()
 
     def close(self) -> None:
-        """Stop what runs, in order; what does not stop is a hang."""
+        """Stop all processes in order. A process that does not stop is a hang."""
         for node in self._nodes:
             if isinstance(node, Storage) and node.alive and not node.stop():
                 self.tally.note(Outcome.HANG, "the server does not stop on SIGTERM")
@@ -134,12 +134,12 @@ class Case:
     """One row of the matrix.
 
     Attributes:
-        fault: what happens, as the matrix calls it.
-        what: in words: where, when, and who uses the store meanwhile.
-        engine: of the storage server.
-        repetitions: with as many seeds.
-        run: does one.
-        short: it is part of the tests.
+        fault: Fault, as the matrix names it.
+        what: Description: place and time of the fault, and the clients of the store during it.
+        engine: Engine of the storage server.
+        repetitions: Number of runs, each with another seed.
+        run: Function that runs the case once.
+        short: True if the case is part of the tests.
     """
 
     fault: str
@@ -160,7 +160,7 @@ CASES: list[Case] = []
 def case(
     fault: str, what: str, *, engines: Sequence[str], repetitions: int = 2, short: Sequence[str] = ()
 ) -> Callable[[Run], Run]:
-    """Register a function as a case, once for each engine; ``short`` are the engines that tests take it with."""
+    """Register a function as a case, once for each engine. ``short`` lists the engines of the tests."""
 
     def register(run: Run) -> Run:
         for engine in engines:
@@ -174,12 +174,12 @@ def case(
 
 @dataclass
 class Row:
-    """What a case came to.
+    """Result of a case.
 
     Attributes:
-        broken: why the case itself failed; empty for not at all.
-        unavailable: why it could not be tried here.
-        complaints: lines of logs that no fault should bring about.
+        broken: Reason why the case itself failed; empty if it did not.
+        unavailable: Reason why the case cannot run on this machine.
+        complaints: Log lines that no fault should cause.
     """
 
     case: Case
@@ -196,7 +196,7 @@ class Row:
 
 
 def run_case(chosen: Case, folder: Path, *, seed: int = 0, repetitions: int | None = None) -> Row:
-    """Run a case with as many seeds as it has repetitions."""
+    """Run a case once for each repetition, each time with another seed."""
     row = Row(chosen)
     began = time.monotonic()
     for number in range(chosen.repetitions if repetitions is None else repetitions):

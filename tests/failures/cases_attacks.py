@@ -1,4 +1,4 @@
-"""Attacks: what people try who mean ill, while others work. Memory and the longest wait of the others are measured."""
+"""Attacks by malicious clients while other clients work. Each case measures memory and the others' longest wait."""
 
 import contextlib
 import itertools
@@ -49,7 +49,7 @@ class Node:
         return redis.Redis(port=self.port, username="mallory", password="mallory", socket_timeout=WAIT_MAX_S, **options)
 
     def connect(self) -> socket.socket:
-        """Return a bare connection of mallory's; ConnectionError: there is no place for it."""
+        """Return a raw connection of mallory's; ConnectionError: no connection slot is free."""
         sock = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_MAX_S)
         try:
             sock.sendall(command("AUTH", "mallory", "mallory"))
@@ -68,7 +68,7 @@ def command(*words: str | bytes) -> bytes:
 
 @contextlib.contextmanager
 def others_work(context: Context, storage: Storage, callers: Sequence[Caller], bound_mib: int) -> Iterator[None]:
-    """Have others read and write all the while; measure their longest wait, and by how much the server grows."""
+    """Run other clients during the attack. Measure their longest wait and the growth of the server's memory."""
     before = storage.resident_bytes()
 
     def watch() -> None:
@@ -89,10 +89,10 @@ def others_work(context: Context, storage: Storage, callers: Sequence[Caller], b
     with context.beside(watch, *[working(*pair) for pair in enumerate(callers)]):
         yield
     grown = context.tally.most.get("memory_MiB", 0)
-    assert grown < bound_mib, f"the server has grown by {grown:.0f} MiB"
+    assert grown < bound_mib, f"the server's memory grew by {grown:.0f} MiB"
 
 
-# ---- Let in
+# ---- Authenticated attackers
 
 
 HTTP = [
@@ -186,7 +186,7 @@ def unfinished_requests(context: Context) -> None:
                     sock.sendall(bytes(4 * MIB))
         for _, sock in socks:
             sock.close()
-        context.tally.note(Outcome.REFUSED, "requests that are refused: not all of their bytes were taken")
+        context.tally.note(Outcome.REFUSED, "refused requests: the server did not read all of their bytes")
 
 
 @case(
@@ -211,13 +211,13 @@ def idle_strangers(context: Context) -> None:
                 socks.append(node.connect())
         newcomer = node.alice()
         context.tally.note(
-            Outcome.RIGHT if newcomer.ping() else Outcome.WRONG, "a tenant with a password found no place"
+            Outcome.RIGHT if newcomer.ping() else Outcome.WRONG, "a tenant with a password got no connection slot"
         )
     for sock in socks:
         sock.close()
 
 
-# ---- Everyone waits
+# ---- Attacks on all clients
 
 
 @case(
@@ -231,7 +231,7 @@ def page_of_pins(context: Context) -> None:
     node = Node(context, memory_budget_bytes=8 * MIB, device_bytes=24 * MIB, memory_bytes=8 * MIB)
     mallory = node.mallory()
     alice = node.alice()
-    context.expected.losable = "evicted"  # her own, for there is little room
+    context.expected.losable = "evicted"  # her own records, because the store is small
     with others_work(context, node.storage, [alice], bound_mib=128):
         for number in range(1500):
             with contextlib.suppress(redis.exceptions.ResponseError):
@@ -240,7 +240,7 @@ def page_of_pins(context: Context) -> None:
     refused = context.tally.counts[Outcome.REFUSED]
     for key in KEYS:
         if not alice.set(key):
-            context.tally.note(Outcome.WRONG, "a tenant cannot store for another's pins")
+            context.tally.note(Outcome.WRONG, "a tenant cannot store because of another tenant's pins")
     assert context.tally.counts[Outcome.REFUSED] == refused
 
 
@@ -306,14 +306,14 @@ def scan_cursors(context: Context) -> None:
     with others_work(context, node.storage, [alice], bound_mib=64):
         for _ in range(20):
             now = cursors()
-            context.tally.note(Outcome.RIGHT if now == before else Outcome.WRONG, f"cursors went {before}, then {now}")
+            context.tally.note(Outcome.RIGHT if now == before else Outcome.WRONG, f"cursors were {before}, then {now}")
 
 
 # ---- Over a data plane
 
 
 def hosts_work(context: Context, address: str) -> contextlib.AbstractContextManager[None]:
-    """Have a host store and fetch all the while, and be served right."""
+    """Store and fetch with another host during the attack, and judge every answer."""
     host = context.host(address, deadline_s=WAIT_MAX_S)
     prompts = [Prompt(f"{context.seed}/{number}", 4) for number in range(3)]
     host.store_whole(prompts)
@@ -353,8 +353,8 @@ def shrinking_segments(context: Context) -> None:
             os.ftruncate(descriptor, context.chance.choice((0, 4096, SHAPE.raw_bytes)))
             answer = call.result()
             os.close(descriptor)
-            context.tally.note(Outcome.REFUSED, f"into a segment that shrank: {answer.reason}")
-            assert plane.alive, "the daemon has died"
+            context.tally.note(Outcome.REFUSED, f"the segment shrank: {answer.reason}")
+            assert plane.alive, "the daemon ended"
 
 
 @case(
@@ -373,12 +373,12 @@ def undecodable_messages(context: Context) -> None:
             for _ in range(250):
                 try:
                     call(b"\xff" * 40, timeout=WAIT_MAX_S)
-                    context.tally.note(Outcome.WRONG, f"{method}: nonsense was answered")
+                    context.tally.note(Outcome.WRONG, f"{method}: an invalid message got an answer")
                 except grpc.RpcError as error:
                     said = error.code()  # type: ignore[attr-defined]
                     right = said is grpc.StatusCode.INVALID_ARGUMENT
                     context.tally.note(Outcome.REFUSED if right else Outcome.WRONG, f"{method}: {said.name}")
-        assert log_bytes(plane) - began < 64_000, f"the log has grown by {log_bytes(plane) - began} bytes"
+        assert log_bytes(plane) - began < 64_000, f"the log grew by {log_bytes(plane) - began} bytes"
 
 
 @case(
@@ -401,7 +401,7 @@ def hung_accelerator(context: Context) -> None:
         began = time.monotonic()
         assert context.host(hung.address, deadline_s=WAIT_MAX_S).fetch(prompt) == 0
         context.tally.measure("longest_wait_s", time.monotonic() - began)
-        wait_for(lambda hung=hung: not hung.alive)  # it ends by itself
+        wait_for(lambda hung=hung: not hung.alive)  # the daemon ends without a signal
         assert "it is given up" in hung.log.read_text()
     assert plane.start() and context.host(plane.address, deadline_s=WAIT_MAX_S).fetch(prompt, stored=4) == 4
 
@@ -425,8 +425,8 @@ def wrong_devices(context: Context) -> None:
 
     def refused(what: str, content: bytes) -> None:
         path.write_bytes(content)
-        assert not storage.try_start(), f"{what}: the server serves from it"
-        assert path.read_bytes() == content, f"{what}: it was written to"
+        assert not storage.try_start(), f"{what}: the server uses the device"
+        assert path.read_bytes() == content, f"{what}: the server wrote to the device"
         context.tally.note(Outcome.REFUSED, what)
 
     refused("cut off", whole[: len(whole) // 2])
@@ -436,10 +436,10 @@ def wrong_devices(context: Context) -> None:
         cwd=REPOSITORY,
         check=False,
     )
-    context.tally.note(Outcome.REFUSED if judged.returncode else Outcome.WRONG, "verify: a device that is cut off")
+    context.tally.note(Outcome.REFUSED if judged.returncode else Outcome.WRONG, "verify: a truncated device")
     foreign = bytearray(len(whole))
     foreign[len(whole) // 2 : len(whole) // 2 + 8 * MIB] = os.urandom(8 * MIB)
-    refused("somebody's data in the middle", bytes(foreign))
+    refused("foreign data in the middle", bytes(foreign))
     gone = bytearray(whole)
     for offset in SUPERBLOCK_OFFSETS:
         gone[offset : offset + BLOCK_BYTES] = bytes(BLOCK_BYTES)

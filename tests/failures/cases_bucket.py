@@ -1,6 +1,6 @@
-"""A bucket below storage nodes that fails them, or that they share: real nodes, hosts that fetch through data planes.
+"""A bucket that fails, or that several storage nodes share: real nodes, and hosts that fetch through data planes.
 
-Over Ceph's gateway where it is installed and can be made to do it, else over the tests' own server.
+The bucket is Ceph's gateway if it is installed and supports the case, else the tests' own server.
 """
 
 import json
@@ -41,7 +41,7 @@ _WORDS = {
 
 
 class _Bucket:
-    """A bucket, nodes over it, and prompts that are in it."""
+    """A bucket, nodes over it, and prompts that it stores."""
 
     def __init__(self, context: Context, *, real: bool = True) -> None:
         self.context = context
@@ -54,7 +54,7 @@ class _Bucket:
         self.prompts = prompts_of(context, _PROMPTS)
 
     def node(self, port: int = 0, *, reads_only: bool = False, secret: str = "", **s3: object) -> Storage:
-        """Start a node, perhaps through a proxy's port; one that only reads has no room for all prompts."""
+        """Start a node, with ``port`` through a proxy. A node that only reads is too small for all prompts."""
         given = {"bucket": BUCKET, "endpoint": f"http://127.0.0.1:{port or self.port}", "gather_s": 0.1}
         given |= {"index_ttl_s": 0.2, "timeout_s": 1.0, "object_bytes": MIB} | (
             {"write": "never"} if reads_only else {}
@@ -70,7 +70,7 @@ class _Bucket:
         return self.context.data_plane(nodes[0].port, storage_nodes=json.dumps(addresses))
 
     def fill(self, node: Storage) -> None:
-        """Store all prompts in a node, and wait until the bucket has them."""
+        """Store all prompts in a node, and wait until they are in the bucket."""
         self.context.host(self.hosts(node).address).store_whole(self.prompts)
         self.await_known(node)
 
@@ -82,14 +82,14 @@ class _Bucket:
         wait_for(known)
 
     def fetching(self, address: str, losable: str = "") -> AbstractContextManager[None]:
-        """Have two hosts fetch at random for as long as the context lasts."""
+        """Run two hosts that fetch at random until the context ends."""
         work = Work(self.context, address, self.prompts)
         work.stored = dict.fromkeys(work.stored, CHUNKS)
         work.losable, work.storing = losable, False
         return work.running()
 
     def verify(self, address: str) -> None:
-        """Wait until the nodes reach the bucket again, then see that nothing is lost."""
+        """Wait until the nodes reach the bucket again. Then check that no record is lost."""
         with closing(Host(address, Tally())) as quiet:
             for prompt in self.prompts:
                 wait_for(lambda prompt=prompt: quiet.fetch(prompt) == CHUNKS)  # type: ignore[misc]
@@ -99,7 +99,7 @@ class _Bucket:
 
 
 def s3_of(node: Storage) -> dict[str, int]:
-    """Return the numbers that a node tells of its bucket."""
+    """Return the numbers that a node reports about its bucket."""
     with redis.Redis(port=node.port) as client:
         found = client.info("s3")
     return {name: int(value) for name, value in found.items() if isinstance(value, int)}
@@ -152,7 +152,7 @@ def bucket_wrong_secret(context: Context) -> None:
 def bucket_away_at_start(context: Context) -> None:
     bucket = _Bucket(context)
     bucket.fill(bucket.node())
-    proxy = context.proxy(1)  # nobody listens there
+    proxy = context.proxy(1)  # no process listens on this port
     reader = bucket.node(proxy.port, reads_only=True)
     plane = bucket.hosts(reader)
     with bucket.fetching(plane.address, "the bucket is away"):

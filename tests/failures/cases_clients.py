@@ -1,4 +1,4 @@
-"""Clients that misbehave: who do not read, write a byte at a time, come in crowds."""
+"""Misbehaving clients: some do not read, some write one byte at a time, some open many connections."""
 
 import contextlib
 import resource
@@ -32,7 +32,7 @@ def _closing(sockets: list[socket.socket]) -> Iterator[None]:
 
 
 def closed_by_server(context: Context, what: str, sock: socket.socket) -> None:
-    """The server has to end this connection; it may say why before."""
+    """Check that the server closes this connection. It may send an error first."""
     try:
         while sock.recv(1 << 16):
             pass
@@ -61,12 +61,12 @@ def slow_readers(context: Context) -> None:
             for _ in range(100):
                 name = context.chance.choice(keys).encode()
                 sock.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name))
-            sock.sendall(b"QUIT\r\n")  # one whose turn came late may get everything after all
+            sock.sendall(b"QUIT\r\n")  # a client served late may still get the full reply
         context.expected.sizes = (150, 70_000)
         with context.load(storage.port, keys=[f"other {number}" for number in range(20)]):
             context.pause(0.5, 1.0)
         grown = storage.resident_bytes() - before
-        assert grown < 350 * MIB, f"the server has grown by {grown} bytes for clients that do not read"
+        assert grown < 350 * MIB, f"the server's memory grew by {grown} bytes for clients that do not read"
         time.sleep(2.5)
         for sock in lazy:
             closed_by_server(context, "slow reader", sock)
@@ -108,7 +108,7 @@ def slow_writers(context: Context) -> None:
                 text = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$40\r\n%b\r\n" % (len(name), name.encode(), value)
                 piece = text[position : position + 1] if position < 19 else text[19:]
                 if position == 19 and int(name.split()[1]) % 2:
-                    continue  # half of them never finish
+                    continue  # half of the requests stay incomplete
                 with contextlib.suppress(OSError):
                     sock.sendall(piece)
         for number, (name, sock) in enumerate(zip(names, slow, strict=True)):
@@ -129,7 +129,7 @@ def slow_writers(context: Context) -> None:
 
 
 def _flood(context: Context, storage: Storage, count: int) -> None:
-    """Open many connections, and have each ask once: an answer, an error, or the connection's end."""
+    """Open many connections and send one request on each. Expect an answer, an error, or a closed connection."""
     sockets: list[socket.socket] = []
     with _closing(sockets):
         for _ in range(count):

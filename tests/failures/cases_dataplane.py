@@ -1,4 +1,4 @@
-"""The whole way: host's client, data plane, storage; each of them lost."""
+"""The full path of host's client, data plane and storage, with the loss of each."""
 
 import contextlib
 import multiprocessing
@@ -20,7 +20,7 @@ def prompts_of(context: Context, count: int = 5) -> list[Prompt]:
 
 
 class Work:
-    """Hosts that store and fetch at random, and know how much of each prompt was acknowledged."""
+    """Hosts that store and fetch at random, and count the acknowledged chunks of each prompt."""
 
     def __init__(self, context: Context, address: str, prompts: list[Prompt] | None = None) -> None:
         self.losable = ""
@@ -32,19 +32,19 @@ class Work:
         self.host = context.host(address)
 
     def fill(self) -> None:
-        """Have all of it stored."""
+        """Store all prompts."""
         self.host.store_whole(self.prompts)
         self.stored = dict.fromkeys(self.stored, CHUNKS)
 
     def step(self, host: Host, prompt: Prompt, luck: float) -> None:
         if self.storing and luck < 0.3:
-            # What was acknowledged once stays: records are immutable.
+            # An acknowledged chunk stays: records are immutable.
             self.stored[id(prompt)] = max(self.stored[id(prompt)], host.store(prompt))
         else:
             host.fetch(prompt, stored=self.stored[id(prompt)], losable=self.losable)
 
     def running(self) -> contextlib.AbstractContextManager[None]:
-        """Have hosts work for as long as the context lasts."""
+        """Run the hosts until the context ends."""
 
         def working(number: int, host: Host) -> Callable[[], None]:
             own = self.prompts[number :: len(self._hosts)]
@@ -54,12 +54,12 @@ class Work:
         return self._context.beside(*[working(*pair) for pair in enumerate(self._hosts)])
 
     def verify(self) -> None:
-        """See that what was stored is there."""
+        """Check that all acknowledged chunks are present."""
         for prompt in self.prompts:
             self.host.fetch(prompt, stored=self.stored[id(prompt)], losable=self.losable)
 
     def verify_again(self) -> None:
-        """Wait until the data plane has found its storage again, then see that what was stored is there."""
+        """Wait until the data plane reaches its storage again. Then check that all acknowledged chunks are present."""
         with contextlib.closing(Host(self._address, Tally())) as quiet:
             quiet.store_whole([Prompt(f"{self._context.seed}/probe", 1)])
         self.verify()
@@ -112,7 +112,7 @@ def daemon_frozen(context: Context) -> None:
 
 
 def _be_a_host(address: str, seed: int) -> None:
-    """Store and fetch until killed."""
+    """Store and fetch until a signal kills this process."""
     tally = Tally()
     host = Host(address, tally)
     prompts = [Prompt(f"{seed}/{number}", CHUNKS) for number in range(5)]

@@ -1,4 +1,4 @@
-"""Devices that fail: errors, disappearance, no room, torn and rotten objects, reads that go elsewhere."""
+"""Failing devices: I/O errors, a missing device, a full device, torn and damaged objects, misdirected reads."""
 
 import contextlib
 import errno
@@ -19,7 +19,7 @@ from shadowserve.pool.volume.format import BLOCK_BYTES
 
 
 def _cold(context: Context, **options: object) -> Storage:
-    """Return a server that holds every key, none of them in memory."""
+    """Return a server that has every key, none of them in memory."""
     storage = context.storage(**options)
     context.fill(storage)
     assert storage.stop()
@@ -27,12 +27,12 @@ def _cold(context: Context, **options: object) -> Storage:
 
 
 def _during(context: Context, why: str) -> None:
-    """From now on, any key may be missed for this reason."""
+    """Allow from now on that any key is absent for this reason."""
     context.expected.losable = why
 
 
 def _after(context: Context) -> None:
-    """The fault is over: what is written from now on has to stay; of what was there before nobody knows."""
+    """End the fault: values written from now on must stay; values written before may be present or absent."""
     context.expected.all_may_be_lost(context.expected.losable)
     context.expected.losable = ""
 
@@ -59,21 +59,21 @@ def reads_fail(context: Context) -> None:
 
 
 def _failing_writes(context: Context, **faults: int) -> None:
-    """Write while that fails, then restart with a sound device: whatever was acknowledged is there.
+    """Write with failing writes, then restart with a sound device, and check that every acknowledged value is present.
 
-    But for what lies on a device that was given up while another went on: it is dropped, since it may be stale.
+    Exception: objects on a device that the pool closed while another continued may be stale, so the pool drops them.
     """
     alone = bool(context.seed % 2)
     storage = context.storage(faulty=True, devices=1 if alone else 2)
     with context.load(storage.port):
         context.pause(0.1, 0.3)
         storage.faults.set(**faults)
-        context.expected.losable = "the device that has it was given up, until the next start"
+        context.expected.losable = "its device is closed until the next start"
         context.pause(0.4, 0.8)
     assert storage.faults.met, "nothing has failed"
     storage.kill()
     storage.faults.clear()
-    context.expected.losable = "" if alone else "stale: its device was given up while the other went on"
+    context.expected.losable = "" if alone else "stale: its device was closed while the other continued"
     storage.start()
     context.verify(storage)
     if not alone:
@@ -142,7 +142,7 @@ def cut_loop_device(context: Context) -> None:
     with _loop_devices(context.folder, 2) as pairs:
         storage = context.storage(paths=[device for device, _ in pairs])
         context.fill(storage)
-        assert list(images.objects([pairs[0][1]])), "nothing lies on the device that will be gone"
+        assert list(images.objects([pairs[0][1]])), "the device to remove has no objects"
         with context.load(storage.port):
             context.pause(0.1, 0.3)
             _during(context, "its device is gone")
@@ -175,7 +175,7 @@ Damage = Callable[[Sequence[StoredObject], Random], None]
 
 
 def _damaged_while_down(context: Context, damage: Damage) -> None:
-    """Damage objects between a SIGKILL and the next start: those may be missed, no others."""
+    """Damage objects between a SIGKILL and the next start. Only those objects may be absent."""
     storage = context.storage()
     context.fill(storage)
     storage.kill()
@@ -188,7 +188,7 @@ def _damaged_while_down(context: Context, damage: Damage) -> None:
 
 
 def _damaged_while_up(context: Context, damage: Damage) -> None:
-    """Damage objects that are not in memory while clients read them: those may be missed, no others."""
+    """Damage objects on the devices while clients read them. Only those objects may be absent."""
     storage = _cold(context)
     _harm(context, storage, damage)
     context.verify(storage)
@@ -207,7 +207,7 @@ def _harm(context: Context, storage: Storage, damage: Damage) -> None:
 
 
 def _name(chosen: StoredObject) -> str:
-    """Return the client's key of one of KEYS, of which a device has only its digest."""
+    """Return the client's key, one of KEYS, for a digest from a device."""
     return _DIGESTS[chosen.key]
 
 
@@ -317,11 +317,11 @@ def exchanged_while_up(context: Context) -> None:
     _damaged_while_up(context, _exchange)
 
 
-# ---- What devices are made of
+# ---- Devices and their content
 
 
 def _log_blocks(path: Path, copy: int) -> list[tuple[int, int]]:
-    """Return offset and sequence of each written block of one copy of the log, as the superblock says it lies."""
+    """Return offset and sequence of each written block of one log copy, at its place according to the superblock."""
     data = path.read_bytes()
     begins = [int.from_bytes(data[at : at + 8], "little") for at in (80, 88)]
     blocks = int.from_bytes(data[96:104], "little")

@@ -1,10 +1,10 @@
-"""Attacks of one tenant on another one's time and memory, through what all tenants share: streams, link, locks, loops.
+"""Attacks of one tenant on another's time and memory, through shared resources: streams, link, locks, event loops.
 
-Alice fetches a prefix layer by layer during the attack, in turns from the attacked node and from a control: an idle
-node on the same machine, which shares nothing with the attacker but the processors. Nine of ten of her waits at the
-attacked node stay within three times those at the control plus one fair share: of the link, and of the processor, which
-another tenant may hold once for each layer. The longest may be longer by a pause of the machine itself. The server's
-memory stays within its budget and its clients' bound.
+Alice fetches a prefix layer by layer during the attack, alternately from the attacked node and from a control. The
+control is an idle node on the same machine; it shares only the processors with the attacker. At the attacked node,
+90 % of her waits stay within a bound: three times those at the control, plus one fair share of the link, plus one fair
+share of the processor, which another tenant may hold once for each layer. The longest wait may exceed the bound by a
+pause of the machine. The server's memory stays within its budget plus its clients' bound.
 """
 
 import contextlib
@@ -86,7 +86,7 @@ class Prefix:
         return client
 
     def _fetch(self, client: redis.Redis) -> float:
-        """Fetch the prefix, check its bytes, and return the seconds that it took."""
+        """Fetch the prefix and check its bytes. Return the seconds of the fetch."""
         began = time.monotonic()
         _, *layers = client.execute_command("KV.LAYERS", "0-3", 0, 0, *self.records)
         seconds = time.monotonic() - began
@@ -96,7 +96,7 @@ class Prefix:
 
     @contextlib.contextmanager
     def fetched_meanwhile(self, node: Node, budget_mib: int) -> Iterator[None]:
-        """Fetch the prefix again and again during an attack; then check the longest wait and the server's memory."""
+        """Fetch the prefix repeatedly during an attack. Then check the longest wait and the server's memory."""
         tally = self.context.tally
         tally.measure("alone_s", self._alone_s)
         before = node.storage.resident_bytes()
@@ -117,15 +117,15 @@ class Prefix:
         processor_s = undisturbed_s + LAYERS * sys.getswitchinterval()
         bound_s = 3 * undisturbed_s + max(self._share_s, processor_s)
         said = f"alone {self._alone_s:.3f} s, control {control_s:.3f} s, bound {bound_s:.3f} s"
-        assert wait_s < bound_s, f"one of ten of alice's waits is longer than {wait_s:.3f} s: {said}"
+        assert wait_s < bound_s, f"10 % of alice's waits exceed {wait_s:.3f} s: {said}"
         assert attacked[-1] < bound_s + _PAUSE_S, f"alice's longest wait is {attacked[-1]:.3f} s: {said}"
         grown = tally.most["memory_MiB"]
         bound = budget_mib + _CLIENTS_MIB + _MARGIN_MIB
-        assert grown < bound, f"the server has grown by {grown:.0f} MiB"
+        assert grown < bound, f"the server's memory grew by {grown:.0f} MiB"
 
 
 def _connections(context: Context, node: Node, count: int) -> list[socket.socket]:
-    """Return connections of mallory's, as many as are let in."""
+    """Return the connections of mallory's that the server accepts."""
     found = []
     for _ in range(count):
         with contextlib.suppress(OSError):
@@ -134,7 +134,7 @@ def _connections(context: Context, node: Node, count: int) -> list[socket.socket
 
 
 def _send(sock: socket.socket, data: bytes) -> None:
-    """Send as long as the server takes anything."""
+    """Send data as long as the server reads it."""
     sock.settimeout(0.2)
     with contextlib.suppress(OSError):
         sock.sendall(data)
@@ -164,9 +164,9 @@ def lasting_streams(context: Context) -> None:
     with prefix.fetched_meanwhile(node, 64):
         try:
             mallory.execute_command("KV.LAYERS", "0-3", 1, 0, *stored)
-            context.tally.note(Outcome.WRONG, "a rate of a bit a second was taken")
+            context.tally.note(Outcome.WRONG, "the server accepted a rate of a bit per second")
         except redis.exceptions.ResponseError as error:
-            context.tally.note(Outcome.REFUSED, f"a bit a second: {error}")
+            context.tally.note(Outcome.REFUSED, f"a bit per second: {error}")
         socks = _connections(context, node, 120)
         for number, sock in enumerate(socks):
             _send(sock, request(list(stored), rate=1_000_000 if number % 2 else 0) * 4)
@@ -193,7 +193,7 @@ def many_publishers(context: Context) -> None:
                 with contextlib.suppress(OSError):
                     sock.send(data)
         context.pause(4.0, 6.0)
-        context.tally.note(Outcome.REFUSED, "what thousands ask for at a time: it comes in the turns of one tenant")
+        context.tally.note(Outcome.REFUSED, "requests of thousands of connections: one tenant's share serves them")
 
 
 @case(
@@ -220,7 +220,7 @@ def large_layer_requests(context: Context) -> None:
         for sock in _connections(context, node, 1000):
             _send(sock, request(asked, layers="0-31"))
         context.pause(2.0, 3.0)
-        context.tally.note(Outcome.REFUSED, "requests for layers: not all of them were begun")
+        context.tally.note(Outcome.REFUSED, "requests for layers: the server did not start all of them")
 
 
 @case(
@@ -247,13 +247,13 @@ def cold_flood(context: Context) -> None:
     with redis.Redis(port=node.port, username="root", password="root") as root:
         wait_for(lambda: root.info("s3")["records"] >= len(stored))
     with prefix.fetched_meanwhile(node, 32):
-        own.fault = lambda asked: time.sleep(0.2)  # and the right answer
+        own.fault = lambda asked: time.sleep(0.2)  # then the correct answer
         socks = _connections(context, node, 40)
         for number, sock in enumerate(socks):
             asked = list(stored)[number % 10 * 30 :][:30]
             _send(sock, request(asked) + command("MGET", *asked))
         context.pause(4.0, 6.0)
-        context.tally.note(Outcome.REFUSED, "cold reads of the other tenant are its own to wait for")
+        context.tally.note(Outcome.REFUSED, "only the other tenant waits for its cold reads")
 
 
 __all__ = ["Prefix", "cold_flood", "large_layer_requests", "lasting_streams", "many_publishers"]

@@ -1,6 +1,6 @@
-"""An engine's pages on a data plane's devices (host.pages): these fail, fill, rot, are another's, or never answer.
+"""Device loads into an engine's pages (host.pages): devices fail, are full, damaged, foreign, or do not answer.
 
-The data plane has its tiers alone, so that nothing but the fault says what may be missing.
+The data plane has only its local tiers, so a missing chunk can have no other cause than the fault.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _SILENT_S = 1.0
 
 
 class _Served:
-    """A data plane with a device, an engine whose prompts lie on it, and faults of that device."""
+    """A data plane with a device, an engine with prompts on that device, and faults of the device."""
 
     def __init__(self, context: Context, *, size: str = "32MiB", deadline_s: float = 3.0, faulty: bool = True) -> None:
         self.context, self.device = context, context.folder / "disk" / "one"
@@ -38,7 +38,7 @@ class _Served:
 
     @property
     def told(self) -> Faults:
-        """What the device is told."""
+        """Faults of the device."""
         assert self._faults is not None
         return self._faults
 
@@ -55,7 +55,7 @@ class _Served:
             self.engine.load(pair, losable=losable)
 
     def repair(self, losable: str = "") -> None:
-        """Store everything again, and have all of it right; where damage is latent, once a read has met all of it."""
+        """Store all prompts again, and check them all. With latent damage, a read meets all of the damage first."""
         for _ in range(CHUNKS + 1 if losable else 1):
             self.engine.stores.store_whole(self.prompts)
             self.verify(losable)
@@ -84,7 +84,7 @@ def _store(engine: PagedEngine, prompts: Sequence[Prompt]) -> None:
 
 
 def await_devices(engine: PagedEngine, prompts: Sequence[Prompt]) -> None:
-    """Wait until prompts come straight from devices: what was stored just now is written soon."""
+    """Wait until devices load the prompts directly: new records reach them with a short delay."""
 
     def straight(prompt: Prompt) -> bool:
         before = engine.straight_bytes
@@ -96,7 +96,7 @@ def await_devices(engine: PagedEngine, prompts: Sequence[Prompt]) -> None:
 
 
 def _held(faults: Faults, then: Callable[[], None]) -> Callable[[], None]:
-    """Return what an engine does meanwhile: once a read is under way that the device does not answer, ``then``."""
+    """Return a step for an engine: it calls ``then`` while the device does not answer a running read."""
     done: list[bool] = []
 
     def meanwhile() -> None:
@@ -272,7 +272,7 @@ def pages_device_silent(context: Context) -> None:
     before = served.engine.pages.segment
     served.told.set(hold=1)
     served.engine.load(served.some(), losable="its device does not answer")
-    assert served.told.held and served.engine.pages.segment is not before, "the memory was to be replaced"
+    assert served.told.held and served.engine.pages.segment is not before, "the memory must be replaced"
     served.told.set(hold=0)
     wait_for(lambda: not served.told.held)
     context.pause(0.1, 0.4)
@@ -365,7 +365,7 @@ def pages_daemon_frozen(context: Context) -> None:
 )
 def pages_of_two_models(context: Context) -> None:
     served = _Served(context)
-    shape = Shape("another model", layers=2, page_bytes=12288)  # of as many bytes a chunk
+    shape = Shape("another model", layers=2, page_bytes=12288)  # with the same number of bytes per chunk
     other = _engine(context, served.plane, shape)
     theirs = [shape.prompt(f"{context.seed}/{number}") for number in range(_PROMPTS)]
     _store(other, theirs)

@@ -1,4 +1,4 @@
-"""A real engine with more requests than memory: what it saves of preempted ones is lost, damaged, or late."""
+"""A real engine with too little memory for its requests: saved KV of preempted requests is lost, damaged, or late."""
 
 import contextlib
 import itertools
@@ -25,11 +25,11 @@ _FETCH_TIMEOUT_S = 1.0
 _SERVE_S = 90.0
 _MODEL = Model(layers=2, hidden=64, heads=2, head_size=32)
 _KV_BYTES = 2 * _MODEL.kv_bytes
-"""Of a token, in float32: other answers than those that were computed alone are other KV, and not rounding."""
+"""Tolerance of a token's logprob in float32. A larger difference from the answer alone means wrong KV, not rounding."""
 
 
 def _engine(context: Context, data_plane: str) -> contextlib.AbstractContextManager[Engine]:
-    """Run vLLM in a process, with memory for some of the requests that it is asked."""
+    """Run vLLM in a process, with memory for only some of its requests."""
     folder = context.folder / "model"
     folder.mkdir()
     config = _MODEL.config(_PROMPT + _OUTPUT + BLOCK_TOKENS)
@@ -59,7 +59,7 @@ def _engine(context: Context, data_plane: str) -> contextlib.AbstractContextMana
 
 
 class _Pressed:
-    """An engine that is asked more than it has memory for, and knows what it answers to each request alone."""
+    """An engine with more requests than memory. It knows the answer to each request alone."""
 
     def __init__(self, context: Context, plane: DataPlane) -> None:
         self._context = context
@@ -70,7 +70,7 @@ class _Pressed:
         self._answers = [self._alone(tokens) for tokens in self._prompts]
         for tokens, answer in zip(self._prompts, self._answers, strict=True):
             other = [*prompt(-1 - context.seed, BLOCK_TOKENS, VOCABULARY), *tokens[BLOCK_TOKENS:]]
-            assert self._alone(other) != answer, "another beginning has the same answer: equal ones would show nothing"
+            assert self._alone(other) != answer, "two prompts have the same answer, so the comparison proves nothing"
         self._engine.ask("reading", only=False)
         self._engine.ask("hits", way="fetch")
         self._counted = self._engine.ask("counters")
@@ -80,7 +80,7 @@ class _Pressed:
         return list(result["answer"])
 
     def serve(self) -> dict[str, int]:
-        """Ask everything at once and judge the answers; return what the plugin has counted since."""
+        """Send all requests at once and judge the answers. Return the increase of the plugin's counters."""
         tally, began = self._context.tally, time.monotonic()
         requests = [{"prompt": tokens, "output": _OUTPUT, "at": 0.0} for tokens in self._prompts]
         try:
@@ -88,15 +88,15 @@ class _Pressed:
         except ShadowServeError:
             tally.note(Outcome.HANG, f"requests without an answer after {time.monotonic() - began:.0f} s")
             raise
-        assert self._engine.ask("pressure")["preemptions"], "the case wants preemptions"
+        assert self._engine.ask("pressure")["preemptions"], "the case needs preemptions"
         for result, answer in zip(results, self._answers, strict=True):
             right = result["answer"] == answer
             tally.note(Outcome.RIGHT if right else Outcome.WRONG, "" if right else "request: other tokens")
-        self._alone(self._prompts[0][:2], 2)  # counts are taken with a step
+        self._alone(self._prompts[0][:2], 2)  # each step updates the counters
         before, self._counted = self._counted, self._engine.ask("counters")
         counted = {name: value - before.get(name, 0) for name, value in self._counted.items()}
         if counted["restored_tokens"] < counted["saved_tokens"]:
-            tally.note(Outcome.MISSED, "load: less than was saved is there")
+            tally.note(Outcome.MISSED, "load: fewer chunks are present than were saved")
         for name, value in counted.items():
             kind, _, reason = name.partition("/")
             what = {"load_failures": "load", "lookup_failures": "lookup", "dropped_stores": "save"}.get(kind)
@@ -105,20 +105,20 @@ class _Pressed:
         return counted
 
     def serving(self) -> contextlib.AbstractContextManager[None]:
-        """Have the engine serve, again and again, for as long as the context lasts."""
+        """Serve repeatedly until the context ends."""
         return self._context.beside(self.serve)
 
     def repaired(self) -> None:
-        """Serve without a fault: what was preempted is loaded again."""
+        """Serve without a fault, and check that the engine loads preempted requests."""
         ends = time.monotonic() + _SERVE_S
         while not (counted := self.serve())["restored_tokens"] or any(
             value for name, value in counted.items() if name.startswith("load_failures")
         ):
-            assert time.monotonic() < ends, f"nothing is loaded again: {counted}"
+            assert time.monotonic() < ends, f"the engine loads nothing: {counted}"
 
 
 def _filling(context: Context, plane: DataPlane) -> contextlib.AbstractContextManager[None]:
-    """Have another host fill the tiers."""
+    """Fill the tiers with records of another host."""
     host, numbers = context.host(plane.address), itertools.count()
     return context.beside(lambda: host.store(Prompt(f"{context.seed}/{next(numbers)}", 6)))
 
@@ -181,7 +181,7 @@ def preempted_records_rot(context: Context) -> None:
     disk = context.folder / "tier" / "disk"
     plane = context.data_plane(0, tiers=tiers("1MiB", disk, "64MiB", objects_max=4000))
     pressed, rotten = _Pressed(context, plane), set[tuple[int, int]]()
-    with pressed.serving(), _filling(context, plane):  # so that little of it is found in memory
+    with pressed.serving(), _filling(context, plane):  # the memory then has few of the engine's records
         ends = time.monotonic() + 3
         while time.monotonic() < ends:
             for stored in images.objects([disk]):

@@ -1,4 +1,4 @@
-"""Processes that end: killed, restarted, frozen."""
+"""Processes that end or stop: killed, restarted, frozen."""
 
 import time
 

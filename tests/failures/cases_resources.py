@@ -1,4 +1,4 @@
-"""Machines that are odd: clocks that jump, memory that is not there."""
+"""Unusual machines: clock jumps and little memory."""
 
 import contextlib
 import os
@@ -118,7 +118,7 @@ def killed_for_memory(context: Context) -> None:
 
 @contextlib.contextmanager
 def _memory_group(storage: Storage, limit: int) -> Iterator[None]:
-    """Have a process in a group of its own with so many bytes of memory; cgroup v1 or v2."""
+    """Run a process in its own cgroup (v1 or v2) with a memory limit in bytes."""
     name = f"shadowserve-{os.getpid()}-{storage.pid}"
     old, new = Path("/sys/fs/cgroup/memory") / name, Path("/sys/fs/cgroup") / name
     group = old if old.parent.is_dir() else new
@@ -130,7 +130,7 @@ def _memory_group(storage: Storage, limit: int) -> Iterator[None]:
     except OSError as error:
         with contextlib.suppress(OSError):
             group.rmdir()
-        raise Unavailable(f"no cgroup of our own: {error.strerror}") from error
+        raise Unavailable(f"no cgroup for the process: {error.strerror}") from error
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
-"""A data plane's tiers, above a storage server that has everything: a device fails or rots, the daemon is killed.
+"""A data plane's local tiers above a storage server with all records: failing or damaged device, killed daemon.
 
-Likewise while they are filled ahead of requests that wait.
+The same faults occur during prefetch for waiting requests.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _PROMPTS = 10
 def _filled(
     context: Context, prompts: int = _PROMPTS, memory: str = "2MiB", size: str = "32MiB", faults: Faults | None = None
 ) -> tuple[DataPlane, Work]:
-    """Return a data plane whose tiers hold prompts on a file, and few of them in memory; and what uses it."""
+    """Return a data plane whose tiers have prompts in a file, few of them in memory; and its clients."""
     plane = context.data_plane(
         context.storage(memory_bytes=64 << 20).port,
         faults,
@@ -148,7 +148,7 @@ def tier_silent(context: Context) -> None:
 
 @contextlib.contextmanager
 def _waiting(context: Context, work: Work, address: str) -> Iterator[None]:
-    """Have an engine's queue told to a data plane, of prompts that are fetched meanwhile, or never are."""
+    """Send an engine's queue to a data plane. The queue has prompts that hosts fetch meanwhile, and others."""
     client = DataPlaneClient(address, backoff=0.02, backoff_max_s=0.2)
     keys = {f"{prompt.keys[0].hex()} {turn}": prompt.keys for turn in range(40) for prompt in work.prompts}
     queue = WaitingQueue(lambda name: {client: [(SHAPE.namespace, keys[name])]}, [client])
@@ -238,7 +238,7 @@ def prefetching_told_lies(context: Context) -> None:
                 )
                 answer = client.expect(told)
                 assert answer is not None
-                with contextlib.suppress(grpc.RpcError):  # absurd ones are refused
+                with contextlib.suppress(grpc.RpcError):  # the data plane refuses invalid queues
                     answer.result(timeout=60)
         work.verify()
     finally:

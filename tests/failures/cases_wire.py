@@ -1,4 +1,4 @@
-"""Networks that fail: bits that flip, connections of which one end is gone, resets."""
+"""Failing networks: flipped bits, half-open connections, resets."""
 
 import subprocess
 import sys
@@ -73,7 +73,7 @@ def flips_while_storing(context: Context) -> None:
     storage = context.storage()
     proxy = context.proxy(storage.port)
     proxy.flip_one_in, proxy.flips = 3, "up"
-    caller = context.caller(proxy.port, deadline_s=0.7, silence="a flipped length has the server wait for more")
+    caller = context.caller(proxy.port, deadline_s=0.7, silence="the server waits for the bytes of a flipped length")
     made = _records(context)
     for key, data in made.items():
         caller.set_to(key.decode(), data)
@@ -88,7 +88,7 @@ def flips_under_tls(context: Context) -> None:
     storage = context.storage(tls_cert=folder / "server.crt", tls_key=folder / "server.key")
     secure = {"ssl": True, "ssl_ca_certs": str(folder / "ca.crt"), "ssl_check_hostname": False}
     proxy = context.proxy(storage.port)
-    with context.load(proxy.port, deadline_s=2, silence="a flipped length has one side wait", **secure):
+    with context.load(proxy.port, deadline_s=2, silence="one side waits for the bytes of a flipped length", **secure):
         context.pause(0.2, 0.4)
         proxy.flip_one_in = 12
         context.pause(1.0, 1.5)

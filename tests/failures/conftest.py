@@ -1,4 +1,4 @@
-"""So that tests find what they are made of."""
+"""Import path of the test helpers in this folder."""
 
 import sys
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""A real server with a pool, killed again and again under load, against an expected state that is kept in a file.
+"""A loop that kills a real server with a pool under load, and checks it against an expected state in a file.
 
-After each restart every acknowledged write is there with its bytes, every acknowledged removal holds, and a write that
-was under way is there as it was, as it is, or not at all. Nothing may be evicted: the devices have room for everything.
-The model is RocksDB's db_crashtest. The journal of the expected state survives this program too: what a loop left
-behind can be looked at, and a loop can be gone on with.
+After each restart every acknowledged write is present with its bytes, and every acknowledged removal holds. A write in
+flight at the kill has the old value, the new value, or none. No eviction may occur: the devices have space for all.
+The model is RocksDB's db_crashtest. The journal of the expected state also survives this program, so a later run can
+inspect or continue a loop.
 """
 
 import argparse
@@ -29,10 +29,10 @@ _CLIENTS: Final = 3
 
 
 class Journal(Expected):
-    """An expected state whose every change is in a file before anybody acts on it."""
+    """An expected state with a journal. Each change is in the file before the operation starts."""
 
     def __init__(self, path: Path, seed: int, **options: Any) -> None:
-        """Take the state that the file has, if it is there."""
+        """Read the state from the file if it exists."""
         super().__init__(seed, **options)
         self._file = -1
         for line in path.read_text().splitlines() if path.exists() else []:
@@ -71,18 +71,18 @@ class Journal(Expected):
 
 
 def _provoke(storage: Storage, callers: Sequence[Caller], keys: Sequence[str], chance: random.Random) -> None:
-    """Work for a moment that ends with the server's death."""
+    """Run operations for a short time, until the server's death."""
     with load(callers, keys, chance.randrange(1 << 30)):
         time.sleep(chance.choice([0.02, 0.1, 0.3, 0.8]) * chance.random())
         storage.kill()
-    if chance.random() < 0.2:  # once more, while it recovers
+    if chance.random() < 0.2:  # a second kill, during recovery
         storage.start_only()
         time.sleep(chance.uniform(0.2, 1.2))
         storage.kill()
 
 
 def run(folder: Path, kills: int, seed: int, ends: float | None = None) -> dict[str, Any]:
-    """Kill a server so many times, or until a time of the monotonic clock, but once at least; return the report."""
+    """Kill a server a number of times or until a time of the monotonic clock, at least once; return the report."""
     chance = random.Random(seed)
     tally = Tally()
     expected = Journal(folder / "expected", seed, sizes=(9, 150, 4_000, 70_000, 300_000))
@@ -126,11 +126,11 @@ def run(folder: Path, kills: int, seed: int, ends: float | None = None) -> dict[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the loop; print its report as JSON."""
-    parser = argparse.ArgumentParser(description="Kill a storage server again and again, and look what it still knows.")
+    """Run the loop, and print its report as JSON."""
+    parser = argparse.ArgumentParser(description="Kill a storage server repeatedly and check its data.")
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--folder", type=Path, help="to work in; kept, and gone on with")
+    parser.add_argument("--folder", type=Path, help="working folder; kept and continued")
     options = parser.parse_args(arguments)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="crash-loop-"))
     folder.mkdir(exist_ok=True, parents=True)
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if report["passed"] and options.folder is None:
         shutil.rmtree(folder)
     elif not report["passed"]:
-        print(f"what is left is in {folder}", file=sys.stderr)
+        print(f"the remaining files are in {folder}", file=sys.stderr)
     return int(not report["passed"])
 
 

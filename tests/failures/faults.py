@@ -1,4 +1,4 @@
-"""Faults within a process: what its disk and its clock tell it (faults.c, preloaded)."""
+"""Faults within a process: false results of its disk operations and its clock (faults.c, preloaded)."""
 
 import mmap
 import os
@@ -22,14 +22,14 @@ _FIELDS: Final = {
 
 
 class Faults:
-    """What one process, and its successors with the same environment, are told; to be changed while it runs.
+    """Faults of one process and its successors with the same environment. They can change while the process runs.
 
     Attributes:
-        environment: to start the process with.
+        environment: Environment variables to start the process with.
     """
 
     def __init__(self, folder: Path, path: Path) -> None:
-        """Make faults of operations on files whose path begins like ``path``; none at first."""
+        """Create faults of operations on files whose path begins like ``path``. Initially there are no faults."""
         library = folder / "faults.so"
         compiler = shutil.which("cc") or shutil.which("gcc")
         assert compiler, "the failure matrix needs a C compiler"
@@ -45,8 +45,8 @@ class Faults:
         }
 
     def set(self, **values: int) -> None:
-        """Set fields: errors as errno, 0 for none; ``clock_offset_ns``; ``one_in``: one of so many meets it; ``hold``:
-        reads wait."""
+        """Set fields: errors as errno (0: none); ``clock_offset_ns``; ``one_in``: one of this number of operations
+        fails; ``hold``: reads wait."""
         for name, value in values.items():
             offset, form = _FIELDS[name]
             struct.pack_into(form, self._map, offset, value)
@@ -56,12 +56,12 @@ class Faults:
 
     @property
     def met(self) -> int:
-        """Operations that have failed."""
+        """Number of failed operations."""
         return self._get("met")
 
     @property
     def held(self) -> int:
-        """Reads that wait now."""
+        """Number of reads that wait now."""
         return self._get("held")
 
     def _get(self, name: str) -> int:

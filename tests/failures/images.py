@@ -1,4 +1,4 @@
-"""Objects where they lie in a device's image: found, damaged, exchanged behind the server's back."""
+"""Objects in a device's image: functions that find, damage and exchange them without the server."""
 
 import random
 import struct
@@ -16,16 +16,16 @@ _FIELDS: Final = struct.Struct("<8sIIHHIII32sQII")
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """One object of docs/reference/volume-format.md; those that were removed are found as well, until they are written
-    over.
+    """One object of docs/reference/volume-format.md. Removed objects are included until new data overwrites
+    them.
 
     Attributes:
-        file: the image.
-        offset: of its header.
-        length: bytes of the value.
-        key: 32 bytes.
-        generation: number of the put.
-        name: the client's key; empty where the key says it all.
+        file: Image file.
+        offset: Offset of the object's header.
+        length: Bytes of the value.
+        key: Key of 32 bytes.
+        generation: Number of the put.
+        name: The client's key; empty if ``key`` contains it.
     """
 
     file: Path
@@ -37,12 +37,12 @@ class StoredObject:
 
     @property
     def size(self) -> int:
-        """Bytes that its header, its value and its name take."""
+        """Bytes of header, value and name."""
         return HEADER + self.length + len(self.name)
 
 
 def objects(files: list[Path]) -> Iterator[StoredObject]:
-    """Yield what lies in images of devices, in order."""
+    """Yield the objects in images of devices, in order."""
     for file in files:
         data = file.read_bytes()
         offset = data.find(_MAGIC)
@@ -71,12 +71,12 @@ def flip(file: Path, offset: int, bit: int) -> None:
 
 
 def rot(chosen: StoredObject, chance: random.Random) -> None:
-    """Invert one bit of an object: its header, its value or its name."""
+    """Invert one bit of an object: in its header, its value or its name."""
     flip(chosen.file, chosen.offset + chance.randrange(chosen.size), chance.randrange(8))
 
 
 def tear(chosen: StoredObject, chance: random.Random) -> None:
-    """Leave of an object only some of its sectors, as if its write had been cut off."""
+    """Keep only some sectors of an object, as after an interrupted write."""
     sectors = -(-chosen.size // SECTOR)
     for number in sorted(chance.sample(range(sectors), chance.randint(1, sectors))):
         begin = number * SECTOR
@@ -85,7 +85,7 @@ def tear(chosen: StoredObject, chance: random.Random) -> None:
 
 
 def exchange(one: StoredObject, other: StoredObject) -> None:
-    """Put each of two objects where the other is, as far as both have room: what a misdirected read brings."""
+    """Exchange two objects as far as both have space. This simulates misdirected reads."""
     size = min(one.size, other.size)
     with open(one.file, "rb") as first, open(other.file, "rb") as second:
         first.seek(one.offset)

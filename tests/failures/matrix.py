@@ -1,4 +1,4 @@
-"""The failure matrix: runs every case with real processes, counts outcomes, writes the full matrix and a summary."""
+"""The failure matrix: runs all cases with real processes, counts outcomes, writes the full matrix and a summary."""
 
 import argparse
 import fnmatch
@@ -42,10 +42,10 @@ _PARTS = (
     cases_attacks,
     cases_isolation,
 )
-"""Importing them has filled CASES."""
+"""The imports above register all cases in CASES."""
 
 _JOBS = min(2 * (os.cpu_count() or 1), 8)
-"""Most of a case is waiting, for a stall, a deadline, a start: one for each core would leave cores unused."""
+"""Cases mostly wait for a stall, a deadline or a start, so more cases than cores run at a time."""
 
 _FAILED = (Outcome.WRONG, Outcome.HANG)
 
@@ -92,7 +92,7 @@ def _rounded(measured: dict[str, float]) -> dict[str, float]:
 
 
 def _among_kept(found: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the matrix that is kept, with the rows of some cases replaced by what they came to now."""
+    """Return the stored matrix with new results of some cases."""
     kept: dict[str, Any] = json.loads(path.read_text())
     new = {row["name"]: row for row in found["cases"]}
     kept["cases"] = [new.pop(row["name"], row) for row in kept["cases"]] + list(new.values())
@@ -118,7 +118,7 @@ _COUNTS = " | ".join(outcome.value for outcome in Outcome)
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """The full matrix in Markdown: a row for each case."""
+    """Return the full matrix in Markdown: a row for each case."""
     lines = [
         f"{_HEAD}{_sums(found)} {found['seconds']} s, seed {found['seed']}.",
         "",
@@ -141,7 +141,7 @@ def as_text(found: dict[str, Any]) -> str:
 
 
 def as_summary(found: dict[str, Any]) -> str:
-    """docs/reference/failure-matrix.md: a row for each kind of fault."""
+    """Return docs/reference/failure-matrix.md: a row for each kind of fault."""
     by_fault: dict[str, list[dict[str, Any]]] = {}
     for row in found["cases"]:
         by_fault.setdefault(row["fault"], []).append(row)
@@ -170,18 +170,18 @@ def _reason(row: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the cases; return 1 if any is wrong, hangs or could not be run."""
+    """Run the cases. Return 1 if a case is wrong, hangs or cannot run."""
     parser = argparse.ArgumentParser(description="Make faults happen and judge every answer.")
     parser.add_argument("names", nargs="*", help="cases, with wildcards; by default all")
-    parser.add_argument("--list", action="store_true", help="say which cases there are")
+    parser.add_argument("--list", action="store_true", help="list the cases")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--repetitions", type=int, help="of each case, in place of its own number")
+    parser.add_argument("--repetitions", type=int, help="repetitions of each case, instead of its own number")
     parser.add_argument("--jobs", type=int, default=_JOBS, help="cases at a time (here: %(default)s)")
     parser.add_argument(
         "--output", type=Path, help="folder for the full matrix; a run of some cases changes their rows"
     )
     parser.add_argument("--summary", type=Path, help="file for the summary; not written after a run of some cases only")
-    parser.add_argument("--keep", action="store_true", help="keep what the processes wrote")
+    parser.add_argument("--keep", action="store_true", help="keep the processes' files")
     options = parser.parse_args(arguments)
     chosen = [
         case
@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows = list(pool.map(run, chosen))
     finally:
         if options.keep:
-            print(f"what the processes wrote is in {place}")
+            print(f"the processes' files are in {place}")
         else:
             shutil.rmtree(place, ignore_errors=True)
     found = as_json(rows, time.monotonic() - began, options.seed)

@@ -25,13 +25,13 @@ _GONE: Final = re.compile(r"Traceback|connection_failed|Segmentation|AddressSani
 
 
 class _Node:
-    """One of our programs as a process, on the same port after each start.
+    """One program of the product as a process, on the same port after each start.
 
     Attributes:
-        port: that it listens on.
-        log: what it says.
-        options: keys of its configuration, for the next start.
-        environment: to be added to ours, less our programs' own variables, for the next start.
+        port: Port that it listens on.
+        log: File with its output.
+        options: Configuration keys for the next start.
+        environment: Variables for the next start, added to this process's environment without the product's own ones.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class _Node:
         return self
 
     def try_start(self) -> bool:
-        """Start it; return whether it serves. Else it has ended, and its log says why."""
+        """Start it. Return True if it serves; else it has ended, and its log has the reason."""
         self.start_only()
         assert self.process is not None and self.process.stdout is not None
         if self.process.stdout.readline().startswith("ready "):
@@ -64,7 +64,7 @@ class _Node:
         return False
 
     def start_only(self) -> None:
-        """Start it without waiting for anything."""
+        """Start it without waiting."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SHADOWSERVE_")}
         with open(self.log, "ab") as log:
             self.process = Preloaded(
@@ -91,7 +91,7 @@ class _Node:
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """Have it stand still for as long as the context lasts."""
+        """Stop the process with SIGSTOP until the context ends."""
         self.signal(signal.SIGSTOP)
         try:
             yield
@@ -105,7 +105,7 @@ class _Node:
             self._ended(WAIT_MAX_S)
 
     def stop(self) -> bool:
-        """SIGTERM; return whether it ended by itself in time."""
+        """Send SIGTERM. Return True if the process ends in time without SIGKILL."""
         if self.process is not None:
             self.signal(signal.SIGTERM)
             try:
@@ -126,17 +126,17 @@ class _Node:
         self.kill()
 
     def complaints(self) -> list[str]:
-        """Return lines of its log that no fault should bring about."""
+        """Return log lines that no fault should cause."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return [line for line in text.splitlines() if _GONE.search(line)]
 
 
 class Storage(_Node):
-    """One storage server of a kind, on the same port and the same devices after each start.
+    """One storage server with one engine, on the same port and devices after each start.
 
     Attributes:
-        engine: memory or pool.
-        paths: of its devices.
+        engine: Engine name: memory or pool.
+        paths: Paths of its devices.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Storage(_Node):
         environment: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
-        """Describe one; ``limits`` are arguments of prlimit, ``options`` keys of the configuration."""
+        """Describe a server. ``limits``: arguments of prlimit; ``options``: configuration keys."""
         super().__init__("storage", folder, environment, {"memory_budget_bytes": memory_bytes})
         self.engine, self._limits = engine, list(limits)
         where = folder / "disks"
@@ -181,7 +181,7 @@ class Storage(_Node):
 
     @property
     def faults(self) -> Faults:
-        """What it is told of its disk and its clock, where ``faulty`` was asked for."""
+        """Faults of its disk and its clock; requires ``faulty``."""
         assert self._faults is not None
         return self._faults
 
@@ -195,14 +195,14 @@ class Storage(_Node):
         if self._faults is not None:
             self._faults.close()
 
-    # ---- Looking
+    # ---- Inspection
 
     def objects(self) -> list[StoredObject]:
-        """Return what lies on its devices, dead objects included."""
+        """Return the objects on its devices, including dead ones."""
         return list(objects([path for path in self.paths if path.exists()]))
 
     def stored(self) -> int:
-        """Return how many keys it has."""
+        """Return the number of its keys."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_MAX_S) as sock:
             sock.sendall(b"*1\r\n$6\r\nDBSIZE\r\n")
             return int(sock.recv(64)[1:])
@@ -212,12 +212,12 @@ class Storage(_Node):
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def descriptors(self) -> int:
-        """Return how many file descriptors it has."""
+        """Return the number of its open file descriptors."""
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
 
 class DataPlane(_Node):
-    """One daemon, on the same port after each start, above a storage server, or (port 0) with its tiers alone."""
+    """One daemon above a storage server, or (port 0) with its tiers only. It has the same port after each start."""
 
     def __init__(
         self, storage_port: int, folder: Path, environment: Mapping[str, str] | None = None, **options: Any
@@ -239,7 +239,7 @@ class DataPlane(_Node):
 
 
 def tiers(memory: str, device: Path | None = None, size: str = "32MiB", **disk: Any) -> str:
-    """Return a data plane's tiers: so much memory, alone or above a file of ``size``."""
+    """Return the configuration of a data plane's tiers: memory, alone or above a file of ``size``."""
     made: dict[str, Any] = {"memory_budget_bytes": memory}
     if device is not None:
         device.parent.mkdir(exist_ok=True)

@@ -1,9 +1,9 @@
-"""What an operation came to, judged against what was stored.
+"""The outcome of an operation, judged against the stored bytes.
 
-Every operation under a fault ends in one of five ways. Right: the bytes that were stored, or an acknowledgement.
-Missed: the cache does not have it, for a reason that the fault explains. Refused: an error, or the connection's end,
-within the deadline. Wrong: other bytes than were stored, or a miss that nothing explains: an acknowledged write is
-lost. Hang: no end within deadline and bound.
+Every operation under a fault ends in one of five ways. Right: the stored bytes, or an acknowledgement.
+Missed: the cache does not have the key, for a reason that the fault explains. Refused: an error or a closed
+connection within the deadline. Wrong: other bytes than the stored ones, or a miss without a reason (an acknowledged
+write is lost). Hang: no end within deadline and bound.
 """
 
 import random
@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any, Final
 
 BOUND_S: Final = 30.0
-"""How far an operation may outlast its deadline before it counts as a hang: the machine itself may stand still."""
+"""Time beyond its deadline after which an operation counts as a hang: the machine itself may pause."""
 
 _EXAMPLES_MAX: Final = 5
 
@@ -28,10 +28,10 @@ class Outcome(Enum):
 
 
 class Tally:
-    """Counts outcomes, and keeps an example of the reason for each but the first; and what was measured. Thread-safe.
+    """Counts outcomes, and keeps measured values and one example reason for each outcome but the first. Thread-safe.
 
     Attributes:
-        most: the largest value that was measured of each thing.
+        most: Largest measured value of each kind.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Tally:
                 self.reasons[outcome][reason[:240]] += 1
 
     def measure(self, name: str, value: float) -> None:
-        """Note a value of which the largest counts."""
+        """Record a value. The largest one counts."""
         with self._lock:
             self.most[name] = max(value, self.most.get(name, value))
 
@@ -69,18 +69,18 @@ class Tally:
 
 
 ABSENT: Final = -1
-"""In place of a version: the key is not there."""
+"""Version of an absent key."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of one key.
+    """Expected state of one key.
 
     Attributes:
-        possible: versions that a read may return, by rights.
-        late: versions whose writers gave up waiting: the network may yet deliver them, whatever has been written since.
-        losable: why it may be absent all the same; empty for not at all.
-        next_version: number of the next write.
+        possible: Versions that a read may return.
+        late: Versions of abandoned writes: the network may still deliver them after later writes.
+        losable: Reason why the key may be absent; empty if it must be present.
+        next_version: Number of the next write.
     """
 
     possible: set[int] = field(default_factory=lambda: {ABSENT})
@@ -90,10 +90,10 @@ class _Known:
 
 
 class Expected:
-    """The state that a store should be in: the oracle. One writer for each key at a time; any thread.
+    """The expected state of a store: the oracle. One writer for each key at a time; any thread.
 
     Attributes:
-        losable: why any key may be absent; empty while acknowledged writes must be there.
+        losable: Reason why any key may be absent; empty if acknowledged writes must be present.
     """
 
     def __init__(self, seed: int, *, sizes: tuple[int, ...] = (9, 150, 4_000, 70_000, 300_000)) -> None:
@@ -114,17 +114,17 @@ class Expected:
             return list(self._known)
 
     def value(self, key: str, version: int) -> bytes:
-        """Return the bytes that stand for a version of a key."""
+        """Return the bytes of a version of a key."""
         if key in self._given:
             return self._given[key]
         chance = random.Random(f"{self.seed}/{key}/{version}")
         size = chance.choice(self.sizes)
         return f"{key}|{version}|".encode() + chance.randbytes(size)
 
-    # ---- Writing
+    # ---- Writes
 
     def begin(self, key: str) -> int:
-        """Return the version that is about to be written: from now on it may be read."""
+        """Return the version of the next write. From now on a read may return it."""
         known = self.of(key)
         version = known.next_version
         known.next_version += 1
@@ -132,12 +132,12 @@ class Expected:
         return version
 
     def begin_with(self, key: str, value: bytes) -> int:
-        """Begin to write a value that is given, the only one that the key will ever have."""
+        """Begin to write a given value, the only value that the key ever has."""
         self._given[key] = value
         return self.begin(key)
 
     def acknowledged(self, key: str, version: int) -> None:
-        """The write, or (ABSENT) the removal, was acknowledged: nothing else may be read any more."""
+        """Record the acknowledgement of a write or (ABSENT) a removal: from now on no other version is right."""
         known = self.of(key)
         known.possible = {version}
         known.losable = ""
@@ -146,11 +146,11 @@ class Expected:
         self.of(key).possible.add(ABSENT)
 
     def may_come_late(self, key: str, version: int) -> None:
-        """Nobody waits for this write or (ABSENT) removal any more, and it may be executed at any later time."""
+        """Record an abandoned write or (ABSENT) removal: the server may execute it at any later time."""
         self.of(key).late.add(version)
 
     def unknown(self, key: str) -> None:
-        """A write ended with an error: what was there, what was to be there, or nothing."""
+        """Record a write that ended with an error: the key has the old value, the new value, or none."""
         self.of(key).possible.add(ABSENT)
 
     def may_be_lost(self, key: str, why: str) -> None:
@@ -160,12 +160,12 @@ class Expected:
         for key in self.keys:
             self.may_be_lost(key, why)
 
-    # ---- Reading
+    # ---- Reads
 
     def judge(self, key: str, found: bytes | None) -> tuple[Outcome, str]:
-        """Return what a read came to."""
+        """Return the outcome of a read, and its reason."""
         known = self.of(key)
-        # A write of the same key may be under way in another thread: its version is possible from begin() on.
+        # Another thread may write the same key: its version is possible from begin() on.
         possible = known.possible | known.late
         if found is None:
             if possible == {ABSENT}:

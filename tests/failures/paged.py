@@ -1,4 +1,4 @@
-"""An engine's paged memory, into which a data plane's devices bring chunks (host.pages), and every byte judged."""
+"""An engine's paged memory. A data plane's devices load chunks into it (host.pages), and each byte is checked."""
 
 import random
 import time
@@ -23,14 +23,14 @@ from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.keys import KVNamespace, ModelIdentity
 
 CHUNKS: Final = 6
-"""Of a prompt."""
+"""Chunks of a prompt."""
 _BLOCKS, _CHUNK_BLOCKS = 128, 4
 _DAMAGED: Final = {"absent", "corrupt", "mismatch", "not_a_record"}
-"""What a load may fall short for only where a fault explains it."""
+"""Reasons of incomplete loads that count as wrong unless a fault explains them."""
 
 
 class Shape:
-    """What engines of one model have: the form of their chunks, and prompts."""
+    """A model of engines: the shape of its chunks, and prompts."""
 
     def __init__(self, model: str = "pages", layers: int = 3, page_bytes: int = 8192) -> None:
         self.model = ModelIdentity(model=model, dtype="bfloat16", chunk_tokens=64)
@@ -50,7 +50,7 @@ class Shape:
 
 
 class _Placer(PagePlacer):
-    """Counts the bytes that devices have brought into pages, and the calls for them."""
+    """Counts the bytes that devices have loaded into pages, and the calls that load them."""
 
     straight_bytes = calls = 0
 
@@ -62,15 +62,15 @@ class _Placer(PagePlacer):
 
 
 class PagedEngine:
-    """An engine's memory, its loads into it, and its stores. One thread at a time, which is the engine's.
+    """An engine's memory with loads and stores. One thread at a time, which is the engine's thread.
 
-    A block belongs to a load until the engine has been told of its end. Then it is looked at, and given away: another
-    request writes to it at once. So every block that no load has holds what its owner wrote, or somebody has written
-    into memory that was not his any more.
+    A block belongs to a load until the engine receives the load's end. The test then checks the block and releases it:
+    another request writes to it at once. So each block without a load has the bytes of its owner. Other bytes mean a
+    write into memory that its writer no longer owned.
 
     Attributes:
-        stores: its chunks.
-        pages: its memory.
+        stores: Chunks that the engine stores.
+        pages: Paged memory of the engine.
     """
 
     def __init__(self, address: str, tally: Tally, seed: str, shape: Shape, *, deadline_s: float = 3.0) -> None:
@@ -78,7 +78,7 @@ class PagedEngine:
         self._chance = random.Random(seed)
         whole = torch.zeros(_BLOCKS, shape.layers, shape.page_bytes, dtype=torch.uint8)
         self.pages = SharedPages([whole[:, layer] for layer in range(shape.layers)], _CHUNK_BLOCKS)
-        self._blocks = whole.numpy()  # [block, layer, byte]; the same addresses whatever they are mapped onto
+        self._blocks = whole.numpy()  # [block, layer, byte]; the same addresses for every mapping
         self._owners = np.zeros(_BLOCKS, np.uint64)
         self._free = set(range(_BLOCKS))
         self._number = 0
@@ -109,16 +109,16 @@ class PagedEngine:
 
     @property
     def straight_bytes(self) -> int:
-        """Bytes that devices have brought into pages."""
+        """Bytes that devices have loaded into pages."""
         return self._placer.straight_bytes
 
     @property
     def calls(self) -> int:
-        """Calls for chunks that devices may have."""
+        """Number of calls for chunks that devices may have."""
         return self._placer.calls
 
     def give(self, blocks: Sequence[int]) -> None:
-        """Have other requests write to blocks."""
+        """Write to blocks as other requests."""
         for block in blocks:
             self._number += 1
             self._owners[block] = self._number
@@ -126,16 +126,16 @@ class PagedEngine:
         self._free.update(blocks)
 
     def check(self) -> None:
-        """Look whether anything has landed in blocks that no load has."""
+        """Check that no load has changed blocks without a load."""
         free = sorted(self._free)
         words = self._blocks[free].reshape(len(free), -1).view(np.uint64)
         if (words != self._owners[free, None]).any():
-            self.tally.note(Outcome.WRONG, "load: something landed in blocks that were given away")
+            self.tally.note(Outcome.WRONG, "load: a write changed released blocks")
 
-    # ---- In the manager's thread
+    # ---- The manager's thread
 
     def _scatter(self, job: FetchJob, part: int, first: int, chunks: Any) -> None:
-        """Place chunks that were fetched as ever, in the manager's thread."""
+        """Copy fetched chunks into pages, in the manager's thread."""
         count = len(chunks) // self.shape.chunk.raw_bytes
         blocks = job.target.groups[0].blocks[first * _CHUNK_BLOCKS : (first + count) * _CHUNK_BLOCKS]
         found = np.frombuffer(chunks, np.uint8).reshape(count, self.shape.layers, _CHUNK_BLOCKS, -1)
@@ -156,13 +156,13 @@ class PagedEngine:
         meanwhile: Callable[[], None] = lambda: None,
         abort: Callable[[], bool] = lambda: False,
     ) -> list[FetchResult]:
-        """Load prompts that were stored, all at once, and look at each byte; return what came of it.
+        """Load stored prompts at once and compare each byte. Return the number of loaded chunks of each.
 
         Args:
-            prompts: at most five.
-            losable: why they may be absent, or damaged.
-            meanwhile: what the engine does after each step.
-            abort: whether the requests are aborted now.
+            prompts: Prompts to load, at most five.
+            losable: Reason why chunks may be absent or damaged.
+            meanwhile: Function that the engine calls after each step.
+            abort: Function that returns True when the requests must be aborted.
         """
         jobs: dict[str, tuple[FetchJob, Prompt]] = {}
         for prompt in prompts:
@@ -176,12 +176,12 @@ class PagedEngine:
         self._manager.exchange([job for job, _ in jobs.values()])
         while len(results) < len(jobs):
             ended = self._manager.exchange(cancel=list(jobs) if abort() else ())
-            self.pages.renew()  # before anybody hears of it
+            self.pages.renew()  # before any client can receive it
             for result in ended:
                 self._judge(result, jobs[result.job.request_id][1], losable)
                 self.give(result.job.target.groups[0].blocks)
             results += ended
-            # Others compute meanwhile, in blocks of theirs.
+            # Other requests compute meanwhile, in their own blocks.
             self.give(self._chance.sample(sorted(self._free), 4))
             meanwhile()
             if time.monotonic() - began > self._deadline_s + BOUND_S:
@@ -203,7 +203,9 @@ class PagedEngine:
         if arrived == CHUNKS:
             return
         if result.reason in _DAMAGED and not losable:
-            self.tally.note(Outcome.WRONG, f"load: {CHUNKS} chunks were acknowledged, {arrived} came: {result.reason}")
+            self.tally.note(
+                Outcome.WRONG, f"load: {CHUNKS} chunks were acknowledged, {arrived} arrived: {result.reason}"
+            )
         else:
             self.tally.note(Outcome.MISSED, f"load: {result.reason}{f': {losable}' if losable else ''}")
 

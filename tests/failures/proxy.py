@@ -1,4 +1,4 @@
-"""A proxy between a client and a server that does to a connection what networks do."""
+"""A proxy between client and server that simulates network faults on connections."""
 
 import contextlib
 import random
@@ -12,15 +12,15 @@ _PIECE: Final = 64 << 10
 
 
 class Proxy:
-    """Forwards TCP connections to a port of loopback; its misdeeds can be changed at any time.
+    """Forwards TCP connections to a port of loopback. Its faults can change at any time.
 
     Attributes:
-        port: to connect to.
-        silent: forwards nothing more and says nothing of it, in either direction: a half-open connection.
-        flip_one_in: inverts a bit in one of so many pieces, on average; 0 for none.
-        flips: "up" (to the server), "down", or "both".
-        flipped: bits that were inverted.
-        bytes_per_s: of each direction of each connection; 0 for no limit.
+        port: Port to connect to.
+        silent: Forwards no bytes in either direction and does not close: a half-open connection.
+        flip_one_in: Average number of pieces for one inverted bit; 0 for no faults.
+        flips: Direction of the faults: "up" (to the server), "down", or "both".
+        flipped: Number of inverted bits.
+        bytes_per_s: Rate limit of each direction of each connection; 0 for no limit.
     """
 
     def __init__(self, target: int, seed: int = 0) -> None:
@@ -58,7 +58,7 @@ class Proxy:
             thread.start()
 
     def _forward(self, client: socket.socket, server: socket.socket) -> None:
-        """Move bytes both ways until one side ends or this proxy does."""
+        """Forward bytes in both directions until one side ends or this proxy ends."""
         other = {client: server, server: client}
         try:
             while not self._stopped.is_set():

@@ -1,4 +1,4 @@
-"""What only time shows: a server and a data plane under load for half an hour must not grow; and the long loops.
+"""The long tests: a server and a data plane under load for half an hour must not grow; and the long loops.
 
 ``make soak`` runs the leak soak, the crash loop, the simulation and engines under stress, and writes one JSON report.
 """
@@ -30,18 +30,18 @@ from nodes import MIB, REPOSITORY, DataPlane, Storage
 from outcomes import Expected, Outcome, Tally
 
 _WARM_UP_SHARE: Final = 0.25
-"""Of the time: caches and pools fill, malloc's arenas settle."""
+"""Share of the time: caches and pools fill, and malloc's arenas reach their size."""
 _GROWTH_BYTES_MAX: Final = 8 * MIB
-"""That the line through the samples may rise over the time after the warm-up: of half an hour, 250,000 operations and
-80,000 connections, so 35 bytes for each of those, or 105 for each of these, would be more. Less is what fills up late,
-but has bounds: the account of chains (placement.py) takes 2 MiB, and malloc's holes about as much."""
+"""Permitted rise of the line through the samples after the warm-up. That time has about 250,000 operations and 80,000
+connections per half hour, so a leak of 35 bytes per operation or of 105 per connection exceeds it. Slower growth is
+bounded memory that fills late: the account of chains (placement.py) takes 2 MiB, and malloc's holes about as much."""
 _GROWTH_DESCRIPTORS_MAX: Final = 1.0
 _PAUSE_S: Final = 0.004
-"""Between operations of one client: other work on the machine goes on."""
+"""Pause between operations of one client, for other work on the machine."""
 
 
 def slope(samples: Sequence[tuple[float, float]]) -> float:
-    """Return the median of the slopes of all pairs (Theil and Sen): one outlier does not move it."""
+    """Return the median slope of all pairs (Theil and Sen): one outlier does not change it."""
     chosen = samples[:: max(1, len(samples) // 120)]
     slopes = [
         (later[1] - earlier[1]) / (later[0] - earlier[0])
@@ -53,7 +53,7 @@ def slope(samples: Sequence[tuple[float, float]]) -> float:
 
 
 def verdict(samples: Sequence[tuple[float, float]], allowed: float) -> dict[str, Any]:
-    """Return how much a figure grows over the time of its samples after the warm-up, and whether it may."""
+    """Return the growth of a figure over the samples after the warm-up, and the permitted growth."""
     begins, ends = samples[0][0], samples[-1][0]
     settled = [sample for sample in samples if sample[0] >= begins + _WARM_UP_SHARE * (ends - begins)]
     growth = slope(settled) * (settled[-1][0] - settled[0][0])
@@ -72,7 +72,7 @@ def verdict(samples: Sequence[tuple[float, float]], allowed: float) -> dict[str,
 
 def _resident(pid: int) -> float:
     fields = Path(f"/proc/{pid}/statm").read_text().split()
-    return float((int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE"))  # without what is shared
+    return float((int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE"))  # without shared pages
 
 
 def _descriptors(pid: int) -> float:
@@ -89,7 +89,7 @@ def _redis_work(caller: Caller, keys: Sequence[str], seed: int, stopped: threadi
 
 
 def _host_work(address: str, tally: Tally, seed: int, stopped: threading.Event) -> None:
-    """Store and fetch ever new prompts: the store is full most of the time."""
+    """Store and fetch new prompts all the time: the store is full most of the time."""
     chance = random.Random(seed)
     host, recent = Host(address, tally, deadline_s=60), []
     number = 0
@@ -100,14 +100,14 @@ def _host_work(address: str, tally: Tally, seed: int, stopped: threading.Event) 
             host.store(recent[-1])
         else:
             host.fetch(chance.choice(recent), losable="evicted to make room")
-        if number % 50 == 49:  # a host that goes and comes again
+        if number % 50 == 49:  # a host that disconnects and connects again
             host.leave()
             host, number = Host(address, tally, deadline_s=60), number + 1
         time.sleep(_PAUSE_S)
     host.leave()
 
 
-# ---- Clients that come once
+# ---- Clients with one connection
 
 
 def _ask(sock: socket.socket, *lines: str) -> None:
@@ -160,7 +160,7 @@ _VISITS: Final = (
 
 
 def _visits_work(storage: Storage, seed: int, stopped: threading.Event, visits: list[int]) -> None:
-    """Connections that end in every way, names that come once, settings that change. Others look at the answers."""
+    """Open connections that end in every way, use names once, and change settings. Other functions check answers."""
     chance = random.Random(seed)
     while not stopped.is_set():
         visits[0] += 1
@@ -174,7 +174,7 @@ def _visits_work(storage: Storage, seed: int, stopped: threading.Event, visits: 
 def _tls_work(
     storage: Storage, context: ssl.SSLContext, seed: int, stopped: threading.Event, visits: list[int]
 ) -> None:
-    """Handshakes that succeed, fail, or stop half way."""
+    """Run handshakes that succeed, fail, or stop half way."""
     chance = random.Random(seed)
     while not stopped.is_set():
         visits[0] += 1
@@ -206,11 +206,11 @@ def _secure_server(folder: Path) -> tuple[Storage, ssl.SSLContext]:
 
 
 Sample = tuple[float, float]
-"""Seconds since the beginning, and the figure then."""
+"""Seconds since the start, and the figure at that time."""
 
 
 def leak_soak(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
-    """Run servers and a data plane under load; return how their memory and descriptors went."""
+    """Run servers and a data plane under load. Return the growth of their memory and descriptors."""
     tally, expected = Tally(), Expected(seed)
     expected.losable = "evicted to make room"
     keys = [f"key {number}" for number in range(400)]
@@ -258,7 +258,7 @@ def leak_soak(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _load(work: Sequence[Callable[[], None]], stopped: threading.Event, failures: list[str]) -> Iterator[None]:
-    """Have work done in threads meanwhile. One that ends with an error, or not at all, is a failure: no load."""
+    """Run functions in threads. A function that raises an error, or a thread that does not end, is a failure."""
 
     def run(each: Callable[[], None]) -> None:
         try:
@@ -291,13 +291,13 @@ def _watch(pids: dict[str, int], seconds: float) -> dict[str, list[Sample]]:
 
 
 def crashes(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
-    """Kill a server again and again; return the crash loop's report."""
+    """Kill a server repeatedly. Return the crash loop's report."""
     found = crash_loop.run(folder, sys.maxsize, seed, time.monotonic() + seconds)
     return found | {"passed": found["passed"] and found["kills"] > 0}
 
 
 def simulation(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
-    """Run further seeds of the simulation; return its own report. It chooses fresh seeds by itself."""
+    """Run new seeds of the simulation, which the script chooses itself. Return its report."""
     program = REPOSITORY / "scripts" / "soak-simulation"
     report = folder / "simulation.json"
     command = [sys.executable, program, "--hours", f"{seconds / 3600:.6f}", "--json", report]
@@ -307,7 +307,7 @@ def simulation(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
 
 
 def engines(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
-    """Run engines of every kind, one after the other, under everything at once; return how each ended."""
+    """Run engines of every kind one after the other, under all loads at once. Return how each ended."""
     program = REPOSITORY / "tests" / "e2e" / "engine_stress.py"
     listed = subprocess.run([sys.executable, program, "--list"], check=True, capture_output=True, text=True)
     found: dict[str, Any] = {}
@@ -326,40 +326,42 @@ PARTS: Final[dict[str, tuple[float, Callable[[Path, float, int], dict[str, Any]]
     "simulation": (1.0, simulation),
     "engines": (1.0, engines),
 }
-"""How much of the time each part gets, in comparison, and what runs it."""
+"""Relative time of each part, and the function that runs it."""
 
 _HELP: Final = """Run the long tests, one after the other, and write one report.
 
 leaks       a server with a pool, one with TLS, and a data plane under load: memory and descriptors must not grow
 crashes     a server killed again and again: what was acknowledged is there after each restart (scripts/crash-loop)
-simulation  seeds that nobody has run yet (scripts/soak-simulation)
+simulation  new seeds, never run before (scripts/soak-simulation)
 engines     real vLLM under arrivals, aborts, preemptions and faults at once: answers are right, and nothing is left
 
 Of the time, leaks get two fifths, the others a fifth each; with --parts, those share it alike. The exit status is 1 if
-any part has not passed, or could not run; what it left behind is kept then, and the last lines say where, and what
-shows it again. docs/design/testing.md has more."""
+any part has not passed, or could not run. The files of such a part are kept; the last lines have their folder and the
+command that repeats it. docs/design/testing.md has more."""
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
     hours = float(os.environ.get("SOAK_HOURS", "1"))
-    parser.add_argument("--hours", type=float, default=hours, help="in all; by default $SOAK_HOURS, or 1")
-    parser.add_argument("--parts", default=",".join(PARTS), help="which, with commas between; by default all of them")
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="of leaks and crashes; by default the time")
+    parser.add_argument("--hours", type=float, default=hours, help="total time; by default $SOAK_HOURS, or 1")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated names of parts; by default all")
+    parser.add_argument(
+        "--seed", type=int, default=int(time.time()), help="seed of leaks and crashes; by default the time"
+    )
     parser.add_argument("--json", type=Path, default=Path("soak.json"), help="the report; by default soak.json")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts; return 1 if one has not passed."""
+    """Run the parts. Return 1 if one has not passed."""
     parser = _parser()
     options = parser.parse_args(arguments)
     chosen = list(dict.fromkeys(options.parts.split(",")))
     if unknown := [name for name in chosen if name not in PARTS]:
         parser.error(f"--parts: there is no {unknown[0]!r}; there are {', '.join(PARTS)}")
     if options.hours <= 0:
-        parser.error("--hours: nothing can be run in no time")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers and clients end with it
+        parser.error("--hours: the time must be positive")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # its exit also ends servers and clients
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     report: dict[str, Any] = {"seed": options.seed, "hours": options.hours, "passed": False}
     whole = sum(PARTS[name][0] for name in chosen)
@@ -383,7 +385,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name}: {'failed' if name in failed else 'passed'}")
     for name in failed:
         again = f"scripts/soak --parts {name} --seed {options.seed} --hours {options.hours:g}"
-        print(f"{name}: what is left is in {folder / name}; again: {report[name].get('again', again)}", file=sys.stderr)
+        print(
+            f"{name}: files: {folder / name}; again: {report[name].get('again', again)}",
+            file=sys.stderr,
+        )
     return int(bool(failed))
 
 

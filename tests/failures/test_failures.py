@@ -1,4 +1,4 @@
-"""A part of the failure matrix, one seed of each case; ``make failure-matrix`` has the whole of it."""
+"""A part of the failure matrix: one seed of each case. ``make failure-matrix`` runs all of it."""
 
 import errno
 import re
@@ -57,7 +57,7 @@ def test_other_bytes_and_lost_writes_are_wrong() -> None:
 
 
 def test_pages_of_another_prefix_and_blocks_that_were_given_away_are_wrong(tmp_path: Path) -> None:
-    """What the rows of pages would see."""
+    """Check that the judgement of page loads finds wrong bytes and unexplained misses."""
     tally = Tally()
     shape = Shape()
     one, other = shape.prompt("one"), shape.prompt("other")
@@ -71,9 +71,9 @@ def test_pages_of_another_prefix_and_blocks_that_were_given_away_are_wrong(tmp_p
         one.chunks = other.chunks
         engine.load([one])
         assert tally.counts[Outcome.WRONG] == 1
-        engine.load([shape.prompt("nobody's")])
-        assert tally.counts[Outcome.WRONG] == 2, "it is absent, and nothing explains that"
-        engine.pages.segment.memory[:1] = b"\xff"  # as what lands late would
+        engine.load([shape.prompt("not stored")])
+        assert tally.counts[Outcome.WRONG] == 2, "a chunk is absent without a reason"
+        engine.pages.segment.memory[:1] = b"\xff"  # as a late write would
         engine.check()
         assert tally.counts[Outcome.WRONG] == 3
     finally:
@@ -92,7 +92,7 @@ def test_a_wrong_answer_and_a_hang_fail_the_matrix() -> None:
 
 @pytest.mark.parametrize(("error", "one_in"), [(errno.EIO, 0), (errno.EIO, 2), (errno.EMFILE, 0), (errno.ENOMEM, 2)])
 def test_errors_that_pass_while_it_starts_delete_nothing(error: int, one_in: int, tmp_path: Path) -> None:
-    """Symptom: a device that could not be read once was formatted."""
+    """Symptom: the server formatted a device that could not be read once."""
     storage = Storage("pool", tmp_path, faulty=True).start()
     try:
         with redis.Redis(port=storage.port) as client:

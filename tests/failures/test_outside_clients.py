@@ -1,4 +1,4 @@
-"""Programs that are not ours, over the pool engine: redis-py's commands, redis-benchmark's own load."""
+"""Programs from outside the project over the pool engine: redis-py's commands, redis-benchmark's own load."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""The soak: what it calls growth, that each part is really run and counted, and what it says of a seed that fails."""
+"""Tests of the soak: its definition of growth, its parts, which must run and count, and its report of a failed seed."""
 
 import importlib.util
 import json
@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(("grows", "passes"), [(0.0, True), (4 * MIB, True), (40 * MIB, False)])
 def test_growth_is_told_from_noise(grows: float, passes: bool) -> None:
-    noise = [0, 3 * MIB, -2 * MIB, MIB, 900 * MIB]  # an outlier now and then
+    noise = [0, 3 * MIB, -2 * MIB, MIB, 900 * MIB]  # one outlier
     samples = [(float(i), 100 * MIB + grows * i / 300 + noise[4 if i % 50 == 7 else i % 4]) for i in range(400)]
     assert soak.verdict(samples, 16 * MIB)["passed"] is passes
 
@@ -77,7 +77,7 @@ def test_parts_share_the_time_and_no_part_is_no_success(
 
 @pytest.fixture
 def seeds() -> ModuleType:
-    """scripts/soak-simulation, as a module of its own."""
+    """scripts/soak-simulation as a module."""
     loader = SourceFileLoader("soak_simulation", str(REPOSITORY / "scripts" / "soak-simulation"))
     spec = importlib.util.spec_from_loader("soak_simulation", loader)
     assert spec is not None

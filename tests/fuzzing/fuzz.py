@@ -1,8 +1,8 @@
-"""Every fuzzer for its share of some time, its inputs counted: those in C (libFuzzer), and the parsers in Python.
+"""Runs each fuzzer for its share of a time and counts its inputs: fuzzers in C (libFuzzer), and parsers in Python.
 
-Those in C go on from what they found before (``build/fuzz/corpus``), beside the kept corpus. Those in Python have their
-inputs made from a seed: inputs of a corpus, changed, cut, and put together. What ends in anything but the parser's own
-error is a finding, and the input is kept.
+The fuzzers in C continue from earlier findings (``build/fuzz/corpus``) beside the kept corpus. For parsers in Python, a
+seed determines the inputs: inputs of a corpus, changed, truncated, and joined. A parser may raise only its own error:
+any other end is a finding, and the input is kept.
 """
 
 import argparse
@@ -36,21 +36,21 @@ _PROGRAMS: Final = REPOSITORY / "native" / "fuzz"
 _EXECUTED: Final = re.compile(r"stat::number_of_executed_units:\s*(\d+)")
 _KEPT: Final = re.compile(r"Test unit written to (\S+)")
 _HANG_S: Final = 120
-"""An input that takes so long hangs; less may be the machine that stands still."""
+"""Time after which an input hangs; less may be a pause of the machine."""
 _TELL_S: Final = 2.0
 _BATCH: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one fuzzer.
+    """Result of one fuzzer.
 
     Attributes:
-        name: of it.
-        inputs: that it was given.
-        seconds: that took.
-        finding: where the input lies that it failed with, or what went wrong; None if nothing did.
-        output: the end of what it said about that.
+        name: Name of the fuzzer.
+        inputs: Number of inputs.
+        seconds: Run time.
+        finding: Path of the failing input, or the error; None without a finding.
+        output: End of the fuzzer's output about the finding.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Outcome:
 
 
 def changed(chance: random.Random, target: Target, corpus: Sequence[bytes]) -> bytes:
-    """Return an input like one of the corpus."""
+    """Return an input similar to one of the corpus."""
     data = bytearray(chance.choice(corpus) if corpus and chance.random() < 0.95 else b"")
     for _ in range(chance.choice((1, 1, 2, 4, 8, 16))):
         at = chance.randrange(len(data) + 1)
@@ -91,7 +91,7 @@ def changed(chance: random.Random, target: Target, corpus: Sequence[bytes]) -> b
 
 
 def fuzz(name: str, target: Target, seconds: float, seed: int, folder: Path) -> Outcome:
-    """Give a parser inputs for some time; what it fails with is kept in ``folder``."""
+    """Run a parser on inputs for some time. Failing inputs are kept in ``folder``."""
     chance = random.Random(seed)
     corpus = [data[: target.size_max] for data in target.corpus()]
     began, inputs, data = time.monotonic(), 0, b""
@@ -119,7 +119,7 @@ def _hung(_number: int, _frame: FrameType | None) -> None:
 
 
 def _run_target(name: str, seconds: float, seed: int) -> Outcome:
-    """Fuzz in a process of its own, so that one which dies takes no other along."""
+    """Fuzz in a separate process, so that a crash ends no other fuzzer."""
     script = REPOSITORY / "scripts" / "fuzz"
     command = [sys.executable, str(script), "--target", name, "--seconds", str(seconds), "--seed", str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -133,7 +133,7 @@ def _run_target(name: str, seconds: float, seed: int) -> Outcome:
 
 
 def run_program(program: Path, seconds: float, kept: Path, folder: Path) -> Outcome:
-    """Run a program of libFuzzer over the corpus ``kept`` and what it found before; findings go to ``folder``."""
+    """Run a libFuzzer program over the corpus ``kept`` and its earlier inputs; findings go to ``folder``."""
     found = folder / "corpus" / program.name
     found.mkdir(parents=True, exist_ok=True)
     findings = folder / "findings"
@@ -151,22 +151,22 @@ def run_program(program: Path, seconds: float, kept: Path, folder: Path) -> Outc
 
 
 def _programs() -> dict[str, Path]:
-    """Build the fuzzers in C; return them by name.
+    """Build the fuzzers in C, and return them by name.
 
     Raises:
-        AssertionError: they cannot be built.
+        AssertionError: The build failed.
     """
     build = NativeBuild("fuzz")
     folder = build.directory / "native" / "fuzz"
     return {path.stem: folder / path.stem for path in sorted(_PROGRAMS.glob("fuzz_*.c"))}
 
 
-# ---- All of them
+# ---- All fuzzers
 
 
 @contextlib.contextmanager
 def _telling(what: Callable[[], str]) -> Iterator[None]:
-    """Say every two seconds what goes on: in one line on a terminal, nowhere else."""
+    """Print the progress every two seconds: in one line on a terminal, else not at all."""
     ended = threading.Event()
 
     def tell() -> None:
@@ -228,20 +228,22 @@ def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fuzz",
         description="Run every fuzzer for its share of the time, and count inputs.",
-        epilog="Exit codes: 0 nothing was found; 1 something was, and its input is named; 2 it could not be run.",
+        epilog="Exit codes: 0 no finding; 1 a finding, with its input's path; 2 the fuzzers could not run.",
     )
     parser.add_argument("names", nargs="*", help="fuzzers to run; all of them by default, see --list")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for all together, beside building (60)")
-    parser.add_argument("--seed", type=int, help="of those in Python; another one each time by default")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write what came of it as data")
-    parser.add_argument("--list", action="store_true", help="list the fuzzers, and do nothing")
-    parser.add_argument("--python-only", action="store_true", help="leave out those in C, which need clang")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="time of all fuzzers together, without the build (60)"
+    )
+    parser.add_argument("--seed", type=int, help="seed of the fuzzers in Python; by default another one each time")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results as JSON")
+    parser.add_argument("--list", action="store_true", help="list the fuzzers and exit")
+    parser.add_argument("--python-only", action="store_true", help="skip the fuzzers in C, which need clang")
     parser.add_argument("--target", choices=TARGETS, help=argparse.SUPPRESS)
     return parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run what the command line says; return the exit code."""
+    """Run the command line's fuzzers and return the exit code."""
     parser = _arguments()
     given = parser.parse_args(words)
     seed = random.SystemRandom().getrandbits(32) if given.seed is None else given.seed
@@ -261,7 +263,7 @@ def main(words: Sequence[str] | None = None) -> int:
     jobs: dict[str, Callable[[float], Outcome]] = {}
     if set(wanted) & set(in_c):
         if shutil.which("clang") is None:
-            print("The fuzzers in C need clang with libFuzzer; --python-only leaves them out.", file=sys.stderr)
+            print("The fuzzers in C need clang with libFuzzer; --python-only skips them.", file=sys.stderr)
             return 2
         print("Building the fuzzers in C; the first time takes some minutes.", file=sys.stderr, flush=True)
         try:

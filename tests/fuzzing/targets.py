@@ -1,4 +1,4 @@
-"""What is fuzzed of the parsers in Python: each takes any bytes, and may refuse them with its own error alone."""
+"""Fuzz targets: the parsers in Python. Each accepts any bytes, and may raise only its own error."""
 
 import contextlib
 import hashlib
@@ -38,13 +38,13 @@ _REPOSITORY: Final = _TESTS.parent
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A parser, and what to make inputs of.
+    """A parser, and the material for its inputs.
 
     Attributes:
-        run: gives it an input; raises whatever it should not.
-        corpus: inputs that are changed.
-        words: that are put into them.
-        size_max: of an input.
+        run: Function that parses an input, and raises an exception for each violation.
+        corpus: Inputs to change.
+        words: Byte strings to insert.
+        size_max: Maximum size of an input.
     """
 
     run: Callable[[bytes], None]
@@ -58,7 +58,7 @@ def _files(folder: Path, pattern: str = "*") -> list[bytes]:
 
 
 def _resp(data: bytes) -> None:
-    """See that what is read does not depend on how it is cut; of a line that is too long the error's text does."""
+    """Check that the result is the same for all splits of the input, except the error's text for a too long line."""
     for make in (ReplyReader, CommandReader):
         whole, error = outcome(make(_LIMITS), data, max(len(data), 1))
         pieces, piece_error = outcome(make(_LIMITS), data, 1 if len(data) <= 64 else 7)
@@ -99,9 +99,9 @@ _COLD_TENANTS: Final = ("", "team-a", "we/..%2F=x")
 
 
 def _cold_object(data: bytes) -> None:
-    """See that what is taken for an object's contents lies within it; the corpus has its name in front."""
+    """Check that the parsed contents of an object lie within it. The corpus has the object's name in front."""
     name, _, given = data.partition(b"\n")
-    # What is behind the checksum is to be seen, too.
+    # The data behind the checksum must be parsed, too.
     summed = given[:-16] + hashlib.blake2b(given[:-16], digest_size=16).digest()
     for tail, size in itertools.product((given, summed), (len(given), len(given) + 1000)):
         with contextlib.suppress(cold_layout.ColdObjectError):
@@ -238,4 +238,4 @@ TARGETS: Final = {
     "users": Target(_users, lambda: _files(_TESTS / "storage" / "corpus" / "users"), _ACL, 512),
     "volume_blocks": Target(_volume, _volume_blocks, (b"SSLG", b"SSSN", b"SSSH", b"SSVOLUME", b"\xff" * 8)),
 }
-"""By name; ``native/fuzz`` has those in C."""
+"""Targets by name; ``native/fuzz`` has those in C."""

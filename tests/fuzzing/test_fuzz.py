@@ -1,4 +1,4 @@
-"""``make fuzz``: inputs are counted, a finding is kept and told, whoever has it."""
+"""Tests of ``make fuzz``: it counts inputs, and it keeps and reports a finding of any fuzzer."""
 
 import json
 import random
@@ -15,13 +15,13 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def refusing(data: bytes) -> None:
-    """Stand for a parser that lets something through."""
+    """Simulate a parser with a missing check."""
     if b"\xff\xff" in data:
         raise IndexError("behind the end")
 
 
 def program(folder: Path, name: str, words: str) -> Path:
-    """Return a program that says what one of libFuzzer would."""
+    """Return a program with the output of a libFuzzer program."""
     path = folder / name
     path.write_text(f"#!/bin/sh\n{words}\n", encoding="utf-8")
     path.chmod(0o755)

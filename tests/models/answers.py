@@ -1,4 +1,4 @@
-"""What an engine answers, and how far two answers are from each other."""
+"""An engine's answers, and the difference between two answers."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,18 +10,18 @@ __all__ = ["LOGPROBS", "TOLERANCES", "Answer", "answer", "answers", "difference"
 
 LOGPROBS: Final = 5
 TOLERANCES: Final = {"float32": 1e-3, "bfloat16": 0.2}
-"""By which logprobs may differ: the same sums in another order. A prefix that is another moves them by 0.05 to 2 in
-float32, where equal ones differ by 1e-5; in bfloat16, which only states need, by 0.5 and more."""
+"""Tolerance of logprobs: the same sums in another order. Another prefix changes them by 0.05 to 2 in float32, where
+equal prefixes differ by 1e-5; in bfloat16, which only recurrent state needs, by 0.5 and more."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was generated, how likely it was, and how many tokens of the prompt were not computed.
+    """Generated tokens with their probabilities, and the number of prompt tokens from a cache.
 
     Attributes:
-        tokens: of the output.
-        logprobs: of each of them, the likeliest tokens.
-        cached: tokens of the prompt.
+        tokens: Tokens of the output.
+        logprobs: Likeliest tokens at each position, with their logprobs.
+        cached: Number of prompt tokens from a cache.
     """
 
     tokens: list[int]
@@ -37,19 +37,19 @@ def of_output(output: Any) -> Answer:
 
 
 def answers(engine: Any, prompts: Sequence[list[int]], tokens: int = 8) -> list[Answer]:
-    """Return the answers to prompts that are asked at once."""
+    """Return the answers to prompts in one request."""
     return [of_output(output) for output in engine.generate(list(prompts), tokens, logprobs=LOGPROBS)]
 
 
 def answer(engine: Any, prompt: list[int], tokens: int = 8) -> Answer:
-    """Return the answer to a prompt that is asked alone."""
+    """Return the answer to a single prompt."""
     return answers(engine, [prompt], tokens)[0]
 
 
 def difference(one: Answer, other: Answer, tolerance: float) -> float:
-    """Return by how much the logprobs differ at most; infinite where other tokens were generated.
+    """Return the largest difference of the logprobs; infinity for other tokens.
 
-    Two tokens that are as likely within ``tolerance`` may take each other's place; what follows them says nothing.
+    Two tokens may be exchanged if their logprobs differ by at most ``tolerance``; later tokens are then not compared.
     """
     most = 0.0
     for token, second, here, there in zip(one.tokens, other.tokens, one.logprobs, other.logprobs, strict=True):
@@ -65,11 +65,11 @@ def difference(one: Answer, other: Answer, tolerance: float) -> float:
 
 @contextmanager
 def prefill_of(engine: Any, tokens: int | None) -> Iterator[None]:
-    """Have the engine compute prompts in steps of so many tokens; ``None`` for whole, as without chunked prefill."""
+    """Limit steps of prompt computation to this number of tokens; ``None`` if the model has no chunked prefill."""
     scheduler = engine.scheduler
     before = scheduler.max_num_scheduled_tokens, scheduler.scheduler_config.enable_chunked_prefill
     if not before[1]:
-        yield  # it only computes them whole
+        yield  # no chunked prefill
         return
     scheduler.scheduler_config.enable_chunked_prefill = tokens is not None
     if tokens is not None:

@@ -1,4 +1,4 @@
-"""The cells of the matrix: what is done to an engine with the plugin, and compared with the engine without it."""
+"""The cells of the matrix: operations on an engine with the plugin, compared with the engine without it."""
 
 import math
 import time
@@ -35,25 +35,25 @@ CELLS: Final = (
 )
 _FAULTS: Final = ("a record is lost", "the data plane is killed", "a record is damaged")
 _GOES_ON_BEHIND: Final = (20, 35, 50, 65, 80)
-"""Generated tokens: some of many places in which a request may be preempted."""
+"""Generated tokens: they give a request many positions for a preemption."""
 _FEWER_BLOCKS: Final = (2.6, 2.2, 1.8, 1.5, 1.25, 1.1)
-"""Of what one request takes: the first share that makes several drive each other out will do."""
+"""Shares of the memory of one request: the first share that causes preemptions is used."""
 
 
 _FOUND_AGAIN_S: Final = 10 * WAIT_MAX_S
-"""One question, in which nothing fails, may last as long as the deadlines of a lookup, a fetch and a store together."""
+"""Bound of a request without a fault: the deadlines of a lookup, a fetch and a store together."""
 
 
 @dataclass
 class Cell:
-    """What became of a cell.
+    """Result of a cell.
 
     Attributes:
-        outcome: ``passed``, ``failed``, or ``not possible`` here.
-        why: of the last two.
-        hit: tokens that were not computed.
-        own: tokens that vLLM's own prefix cache would have had: what a hit should reach in whole chunks.
-        difference: of logprobs, at most; of *sensitive*, at least.
+        outcome: Outcome: ``passed``, ``failed``, or ``not possible`` here.
+        why: Reason of the last two outcomes.
+        hit: Number of tokens that were not computed.
+        own: Number of tokens in vLLM's own prefix cache: a hit should reach it in whole chunks.
+        difference: Largest difference of logprobs; in *sensitive*, the smallest.
     """
 
     outcome: str = "passed"
@@ -63,7 +63,7 @@ class Cell:
     difference: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Return it without what says nothing: of other tokens, logprobs do not."""
+        """Return the cell without meaningless values: logprobs of other tokens mean nothing."""
         gap = float(f"{self.difference:.2g}") if math.isfinite(self.difference) else 0
         found = asdict(self) | {"difference": gap or None}
         return {name: value for name, value in found.items() if value not in (None, "")}
@@ -71,17 +71,17 @@ class Cell:
 
 @dataclass
 class Reference:
-    """What the engine without the plugin answers.
+    """Answers of the engine without the plugin.
 
     Attributes:
-        plan: the prompts.
-        tolerance: see answers.py.
-        alone: cell -> answer.
-        own: cell -> answer of the same engine, asked again: from its own prefix cache.
-        crowd: answers, each asked alone.
-        sensitive: the cell of that name.
-        unsound: cell -> what vLLM itself answers otherwise in it, without the plugin.
-        rounding: what it answers otherwise where it goes on behind tokens that it has generated: as after a preemption.
+        plan: Prompts of the family.
+        tolerance: Tolerance of logprobs; see answers.py.
+        alone: Answers by cell.
+        own: Second answers of the same engine by cell, from its own prefix cache.
+        crowd: Answers to the crowd's prompts, each computed alone.
+        sensitive: Cell of that name.
+        unsound: Cells in which vLLM itself answers differently without the plugin, with the reason.
+        rounding: Difference of vLLM's own answer when it continues behind generated tokens, as after a preemption.
     """
 
     plan: Plan
@@ -94,13 +94,13 @@ class Reference:
     rounding: str = ""
 
     def compare(self, cell: str, expected: Answer, given: Answer, where: str) -> None:
-        """Note where vLLM's own answer depends on more than the prompt."""
+        """Record that vLLM's own answer depends on more than the prompt."""
         if difference(expected, given, self.tolerance) > self.tolerance:
             self.unsound.setdefault(cell, f"vLLM answers otherwise {where}, without the plugin as well")
 
 
 def refer(engine: Any, plan: Plan, tolerance: float) -> Reference:
-    """Ask the engine without the plugin, and show that its answers tell one prefix from another."""
+    """Get the answers of the engine without the plugin, and check that they distinguish prefixes."""
     found = Reference(plan, tolerance)
     least = math.inf
     for cell, prompt in plan.alone.items():
@@ -131,7 +131,7 @@ def refer(engine: Any, plan: Plan, tolerance: float) -> Reference:
 
 
 def _others(prompt: list[int], chunk: int) -> Iterator[list[int]]:
-    """Yield the prompt with another first chunk, and with another last chunk of those that a hit can serve."""
+    """Yield the prompt with another first chunk, and with another last chunk that a hit can serve."""
     if len(prompt) > chunk:
         last = (len(prompt) - 1) // chunk * chunk
         yield with_another_first_chunk(prompt, chunk)
@@ -139,7 +139,7 @@ def _others(prompt: list[int], chunk: int) -> Iterator[list[int]]:
 
 
 def _rounding(engine: Any, prompt: list[int], alone: Answer, tolerance: float) -> str:
-    """Return how far from itself vLLM answers where it computes as a prompt what it had decoded, if that is too far."""
+    """Return the difference between vLLM's answers if it computes decoded tokens as a prompt; empty if it is small."""
     for generated in _GOES_ON_BEHIND if tolerance > TOLERANCES["float32"] else ():
         engine.forget()
         rest = Answer(alone.tokens[generated:], alone.logprobs[generated:], 0)
@@ -154,7 +154,7 @@ def _rounding(engine: Any, prompt: list[int], alone: Answer, tolerance: float) -
 
 
 def pressed(engine: Any, plan: Plan) -> Iterator[list[Answer]]:
-    """Ask the crowd at once, twice, in so few blocks that requests are preempted; nothing where none can be."""
+    """Run the crowd twice with few blocks, so that vLLM preempts requests; yield nothing if it cannot preempt."""
     if not plan.crowd:
         return
     pool = engine.scheduler.kv_cache_manager.block_pool
@@ -170,7 +170,7 @@ def pressed(engine: Any, plan: Plan) -> Iterator[list[Answer]]:
             first = answers(engine, plan.crowd, plan.crowd_tokens)
             if _preemptions(engine) > before:
                 yield first
-                yield answers(engine, plan.crowd, plan.crowd_tokens)  # what it finds, the first has stored
+                yield answers(engine, plan.crowd, plan.crowd_tokens)  # the first run has stored the hits of this one
                 return
         finally:
             pool.free_blocks(taken)
@@ -181,7 +181,7 @@ def _preemptions(engine: Any) -> int:
 
 
 def steps_of(engine: Any, prompt: list[int], tokens: int) -> Iterator[list[Any]]:
-    """Answer a prompt, named ``asked``, step by step; yields what has finished."""
+    """Answer a prompt with the request id ``asked`` step by step; yield finished requests."""
     from vllm import SamplingParams
 
     core = engine.llm.llm_engine
@@ -194,11 +194,11 @@ def steps_of(engine: Any, prompt: list[int], tokens: int) -> Iterator[list[Any]]
 
 
 class Stack:
-    """A data plane over a storage server, or over a Redis, that takes what is damaged as well.
+    """A data plane over a storage server, or over a Redis, which also stores damaged records.
 
     Args:
-        storage: address of the server.
-        redis: the same; empty where there is none.
+        storage: Address of the server.
+        redis: Address of a Redis; empty without one.
     """
 
     def __init__(self, storage: str, redis: str = "") -> None:
@@ -206,13 +206,13 @@ class Stack:
         self.plane = data_plane(storage)
 
     def over(self, store: str) -> None:
-        """Have the data plane, at the same address, work over another store."""
+        """Restart the data plane at the same address over another store."""
         self.plane.kill()
         self._over = store
         self.plane = data_plane(store, self.plane.address)
 
     def restore(self) -> None:
-        """Have it work over the storage server again, if it does not."""
+        """Restart it over the storage server, unless it already uses it."""
         if self._over != self.storage or self.plane.killed:
             self.over(self.storage)
 
@@ -222,18 +222,18 @@ class Stack:
         return Redis(host, int(port))
 
     def records(self) -> set[bytes]:
-        """Return the names of what is stored."""
+        """Return the keys in the store."""
         with self.client() as client:
             return set(client.scan_iter())
 
 
 class Served:
-    """An engine with the plugin, beside the reference.
+    """An engine with the plugin, and the reference.
 
     Args:
-        engine: that it is.
-        reference: of the engine without the plugin.
-        stack: that it stores in.
+        engine: Engine with the plugin.
+        reference: Answers of the engine without the plugin.
+        stack: Stack that the engine stores in.
     """
 
     def __init__(self, engine: Any, reference: Reference, stack: Stack) -> None:
@@ -242,7 +242,7 @@ class Served:
         self.problem: str = engine.problem
 
     def run(self, cell: str) -> Cell:
-        """Return what became of one cell; whatever is raised is a failure of it."""
+        """Return the result of one cell. An exception is a failure of the cell."""
         steps: dict[str, Callable[[str], Cell]] = {
             "128 chunks": self._many,
             "local then stored": self._local_then_stored,
@@ -269,7 +269,7 @@ class Served:
     # ------------------------------------------------------------------ hits
 
     def stored(self, cell: str) -> Cell:
-        """Have a cell's prompt computed, stored and forgotten by the engine."""
+        """Compute and store a cell's prompt, and clear the engine's prefix cache."""
         self.engine.forget()
         found = self._judged(Cell(), answer(self.engine, self.plan.alone[cell]), self.reference.alone[cell])
         self.engine.flush()
@@ -284,7 +284,7 @@ class Served:
         return cell
 
     def again(self, name: str, cell: Cell, *, hits: bool = True) -> Cell:
-        """Ask a cell's prompt once more; where the plugin is on, ``hits`` wants one as long as vLLM's own cache has."""
+        """Run a cell's prompt again. With ``hits`` and the plugin on, the hit must be as long as in vLLM's cache."""
         given = answer(self.engine, self.plan.alone[name])
         self._judged(cell, given, self.reference.alone[name])
         cell.hit, cell.own = given.cached, self.reference.own[name].cached
@@ -300,7 +300,7 @@ class Served:
             return self.again(cell, self.stored(cell))
 
     def _many(self, cell: str) -> Cell:
-        """More chunks than the buffer of waiting stores takes in one step: the others are stored the next time."""
+        """More chunks than the buffer of waiting stores holds in one step: the second run stores the others."""
         found = self.stored(cell)
         return self.again(cell, self.stored(cell) if found.outcome == "passed" else found)
 
@@ -309,10 +309,10 @@ class Served:
         answer(self.engine, self.plan.alone[cell][: 2 * self.plan.chunk + 1])
         if not self.problem:
             return self.again(cell, found)
-        given = answer(self.engine, self.plan.alone[cell])  # what it has itself is served all the same
+        given = answer(self.engine, self.plan.alone[cell])  # a hit on its own blocks is still served
         return self._judged(found, given, self.reference.alone[cell])
 
-    # ------------------------------------------------------------------ little room, requests that end early
+    # ------------------------------------------------------------------ small memory, requests that end early
 
     def _preemption(self, _: str) -> Cell:
         found, rounds = Cell(), 0
@@ -363,7 +363,7 @@ class Served:
 
     @contextmanager
     def _while_it_loads(self, fault: Callable[[], None]) -> Iterator[list[int]]:
-        """Have a fault happen when a load is decided on, before it begins; yields the tokens of such loads."""
+        """Cause a fault after the decision to load and before the load; yield the tokens of such loads."""
         connector, loads = self.engine.connector, list[int]()
         allocated = connector.update_state_after_alloc
 
@@ -381,9 +381,9 @@ class Served:
             self.stack.plane.freeze(frozen=False)
 
     def _faults(self, name: str, fault: Callable[[Redis, list[bytes]], object]) -> Cell:
-        """Have something happen to a third of a prompt's records, then to the others: answers stay right.
+        """Damage a third of a prompt's records, then the others: answers stay right.
 
-        Not each of them is needed by a hit: of windows, those at its end alone.
+        A hit does not need all of them: of windows, it needs only those at its end.
         """
         before, failed = self.stack.records(), self._failed_loads()
         found = self.stored(name)
@@ -399,7 +399,7 @@ class Served:
                 return Cell("failed", "nothing was loaded")
             self.engine.flush()
             self.engine.forget()
-        found.hit = found.own = None  # of what is left by then
+        found.hit = found.own = None  # meaningless for the remaining records
         return found if self._failed_loads() > failed else Cell("failed", "no load failed")
 
     def _failed_loads(self) -> int:
@@ -414,7 +414,7 @@ class Served:
             return Cell("not possible", "no redis-server, and a storage server of ours takes no damaged record")
 
         def damage(client: Redis, names: list[bytes]) -> None:
-            """Flip a bit of every other record, and put a sound one of another chunk or group in the others' place."""
+            """Flip a bit of every other record, and replace the rest by a sound record of another chunk or group."""
             records = [client.get(name) for name in names]
             for number, (name, record) in enumerate(zip(names, records, strict=True)):
                 place = len(record) * (number // 2 % 3 + 1) // 4
@@ -426,7 +426,7 @@ class Served:
         return self._faults(cell, damage)
 
     def _until_found(self, cell: str) -> None:
-        """Wait until the engine has found a data plane that was away."""
+        """Wait until the engine reaches a data plane that was down."""
         prompt = random_tokens(2 * self.plan.chunk + 1, f"{cell}: is it back?")
 
         def found() -> bool:

@@ -1,4 +1,4 @@
-"""A real vLLM engine in this process, and what tests want of it. To be imported before vLLM is."""
+"""A real vLLM engine in this process, and helpers for tests. Import it before vLLM."""
 
 import gc
 import os
@@ -19,14 +19,14 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="WARNING",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
-    # The model is tiny: a second thread would only spin.
+    # The model is tiny: a second thread would only busy-wait.
     OMP_NUM_THREADS="1",
-    # And vLLM's own small functions take 15 s of a core each to be compiled, in each process anew.
+    # In each process, compiling vLLM's own small functions takes 15 s of a core.
     TORCHDYNAMO_DISABLE="1",
 )
 
 BLOCK: Final = 32
-# An engine in the same process can keep the scripted data plane from its turn for seconds, and so can the machine.
+# An engine in the same process can delay the scripted data plane for seconds, and so can the machine.
 PATIENT: Final = {
     "connect_timeout_s": WAIT_MAX_S,
     "shadowserve.fetch_timeout_s": WAIT_MAX_S,
@@ -39,11 +39,11 @@ IMWAIT_MAX_S: Final = 1.0
 
 @contextmanager
 def imports_aside() -> Iterator[None]:
-    """Leave what is garbage collected to what the engine made, and look at a model's class in this process.
+    """Restrict garbage collection to the engine's objects, and inspect a model's class in this process.
 
-    At each start and end vLLM collects several times, among half a million objects that imports have made, and freezes
-    or unfreezes all of them: five times as much work as the engine itself is. And at a class that it has not seen yet
-    it looks in a process of its own, for the sake of CUDA: that imports vLLM anew, nine seconds each.
+    At each start and end vLLM collects several times over half a million objects of imports, and freezes or unfreezes
+    all of them: five times the work of the engine itself. For CUDA's sake vLLM also inspects an unknown class in a
+    separate process, which imports vLLM again: nine seconds each.
     """
     from vllm.model_executor.models import registry
 
@@ -55,7 +55,7 @@ def imports_aside() -> Iterator[None]:
 
 
 class Engine:
-    """One vLLM engine and what a test wants of it."""
+    """One vLLM engine with helpers for tests."""
 
     def __init__(self, model: Path, data_plane: str | None, **options: Any) -> None:
         from vllm import LLM
@@ -97,7 +97,7 @@ class Engine:
 
     @property
     def connector(self) -> Any:
-        """The scheduler's half, as a connector."""
+        """The scheduler's half of the connector."""
         return self.scheduler.connector
 
     @property
@@ -106,7 +106,7 @@ class Engine:
 
     @property
     def problem(self) -> str:
-        """Why the plugin is off; empty where it is on."""
+        """Reason why the plugin is off; empty if it is on."""
         return str(self.connector._scheduler.problem)
 
     @property
@@ -127,17 +127,17 @@ class Engine:
         return [list(out.outputs[0].token_ids) for out in self.generate(prompts, tokens)]
 
     def assert_sensitive(self, prompts: list[list[int]], outputs: list[list[int]]) -> None:
-        """Assert that outputs tell: with another first chunk and the same rest, each prompt gives others than these.
+        """Check that another first chunk with the same rest changes the output of each prompt.
 
-        Without that, equal outputs would say nothing about the KV that was loaded. What is computed here is stored,
-        too: do it last, or :meth:`reset`.
+        Otherwise equal outputs would prove nothing about loaded KV. The engine also stores the KV of this check, so run
+        the check last, or call :meth:`reset`.
         """
         others = self.outputs([with_another_first_chunk(prompt) for prompt in prompts], len(outputs[0]))
         for prompt, output, other in zip(prompts, outputs, others, strict=True):
-            assert output != other, f"{len(prompt)} tokens with another first chunk end in the same {output}"
+            assert output != other, f"{len(prompt)} tokens with another first chunk give the same output {output}"
 
     def flush(self) -> None:
-        """Wait until everything that was gathered is stored, by each worker."""
+        """Wait until each worker has stored all gathered chunks."""
 
         def flush(_: Any) -> bool:
             from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -149,7 +149,7 @@ class Engine:
 
     @contextmanager
     def impatient(self) -> Iterator[None]:
-        """Have short deadlines that are meant to be hit, for a peer that does not answer."""
+        """Set short deadlines that must expire, for a peer that does not answer."""
         parts = [(self.connector._scheduler._lookup, "_timeout"), (self.worker._loads.managers[0], "_fetch_timeout")]
         parts += [(self.worker._stores.queue, "_timeout")]
         if self.connector._scheduler._preemption is not None:
@@ -162,7 +162,7 @@ class Engine:
 
     @contextmanager
     def awaiting_lookups(self) -> Iterator[None]:
-        """Have the step that asks for a lookup's answer wait for it: which of several comes first decides nothing."""
+        """Let the step that polls a lookup wait for the answer, so that the order of answers does not matter."""
         lookup = self.connector._scheduler._lookup
         poll = lookup.poll
         with pytest.MonkeyPatch.context() as patch:
@@ -170,7 +170,7 @@ class Engine:
             yield
 
     def forget(self) -> None:
-        """Drop the engine's own prefix cache, so that the next prompt has to come from elsewhere."""
+        """Clear the engine's own prefix cache, so that the next prompt comes from elsewhere."""
         assert self.llm.reset_prefix_cache()
 
     def counters(self) -> dict[str, int]:
@@ -191,7 +191,7 @@ class Engine:
             gc.collect()
 
     def reset(self, plane: Any, *, records: bool = False) -> None:
-        """Begin anew: the script, the engine's own caches, the breakers; with ``records``, what is stored as well."""
+        """Reset the script, the engine's own caches and the breakers; with ``records``, the stored records as well."""
         self.flush()
         plane.script.unstall.set()
         plane.script = type(plane.script)()
@@ -211,7 +211,7 @@ class Engine:
         self.counted = self.counters()
 
     def counted_since(self) -> dict[str, int]:
-        """Return the counters that moved since :meth:`reset`."""
+        """Return the increase of each counter since :meth:`reset`."""
         return {
             name: count - self.counted.get(name, 0)
             for name, count in self.counters().items()

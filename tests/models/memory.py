@@ -1,4 +1,4 @@
-"""What a KV cache is made of, how many tokens it holds, and which bytes of it hits can need: by vLLM's own rules."""
+"""A KV cache's groups, its capacity in tokens, and the bytes that hits can need, by vLLM's own rules."""
 
 import math
 from typing import Any
@@ -34,14 +34,14 @@ def groups(kv_cache_config: Any) -> list[dict[str, Any]]:
 
 
 def chunk_tokens(kv_cache_config: Any) -> int:
-    """Return the shortest chunk that is whole blocks of every group."""
+    """Return the shortest chunk of whole blocks of every group."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    # Where no prefix is cached, a state's block is as long as the context.
+    # Without prefix caching, the block of a recurrent state is as long as the context.
     return math.lcm(*(spec.block_size for spec in specs if getattr(spec, "mamba_cache_mode", "") != "none"))
 
 
 def capacity(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Return how many tokens fit, in requests of the longest context."""
+    """Return the number of tokens that fit, in requests of the longest context."""
     from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
     concurrency = get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config)
@@ -49,12 +49,12 @@ def capacity(vllm_config: Any, kv_cache_config: Any) -> int:
 
 
 def needed_bytes(kv_cache_config: Any, tokens: int, *, everywhere: bool) -> int:
-    """Return how much of what a prompt fills a hit can ever need, by each group's own rule.
+    """Return how many bytes of a prompt's KV a hit can ever need, by each group's own rule.
 
     Args:
-        kv_cache_config: of vLLM's scheduler.
-        tokens: of the prompt.
-        everywhere: hits may end at each boundary that vLLM knows, else at the last one within the prompt alone.
+        kv_cache_config: KV cache configuration of vLLM's scheduler.
+        tokens: Number of tokens of the prompt.
+        everywhere: True if hits may end at each boundary of vLLM, False if only at the last one within the prompt.
     """
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 

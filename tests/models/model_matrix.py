@@ -1,4 +1,4 @@
-"""The matrix of models: every family, one after the other; a table and a JSON file written."""
+"""The matrix of models: runs every family, and writes a table and a JSON file."""
 
 import argparse
 import contextlib
@@ -23,14 +23,14 @@ __all__ = ["as_text", "main", "run_families"]
 
 HERE: Final = Path(__file__).parent
 FAMILY_TIMEOUT_S: Final = 1800.0
-"""For one family: it starts four engines, and a machine that is used by others takes a minute for each."""
+"""Bound for one family: it starts four engines, and each takes a minute on a busy machine."""
 _SHORT: Final = {"passed": "yes", "failed": "**no**", "not possible": "–"}
 
 
 def run_families(
     names: Sequence[str], cells: Sequence[str], timeout: float = FAMILY_TIMEOUT_S
 ) -> Iterator[dict[str, Any]]:
-    """Yield what is found of each family; one that ends the process that runs it has failed, and others go on."""
+    """Yield the results of each family. A family that ends its process has failed; the others continue."""
     left = list(names)
     while left:
         for family in _run(tuple(left), cells, timeout):
@@ -39,7 +39,7 @@ def run_families(
 
 
 def _run(names: Sequence[str], cells: Sequence[str], timeout: float) -> Iterator[dict[str, Any]]:
-    """Run families in a process, until one ends it."""
+    """Run families in a process until one of them ends it."""
     reader, writer = os.pipe()
     command = [sys.executable, str(HERE / "families.py"), str(writer), ",".join(names), ",".join(cells)]
     with tempfile.TemporaryFile() as log, os.fdopen(reader, "rb", 0) as found:
@@ -61,7 +61,7 @@ def _run(names: Sequence[str], cells: Sequence[str], timeout: float) -> Iterator
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a family's process, so that it ends what it has started; then whatever is left."""
+    """End a family's process, so that it ends its own children. Then kill the remaining processes."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(WAIT_MAX_S)
@@ -71,7 +71,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def failed(family: dict[str, Any]) -> bool:
-    """True if anything that vLLM does without the plugin differs with it."""
+    """Return True if a result of vLLM with the plugin differs from one without it."""
     blocks = family.get("blocks", {})
     return bool(
         family.get("failed")
@@ -144,7 +144,7 @@ Their values in vLLM's own spec classes, grouped by vLLM's rules, and how the pl
 
 
 def as_text(data: dict[str, Any]) -> str:
-    """The full results in Markdown."""
+    """Return the full results in Markdown."""
     ran = [family for family in data["families"] if not family.get("does not run")]
     return _FULL.format(
         vllm=data["vllm"],
@@ -156,7 +156,7 @@ def as_text(data: dict[str, Any]) -> str:
 
 
 def as_summary(data: dict[str, Any]) -> str:
-    """docs/reference/models.md: which families are served, and how published models are stored."""
+    """Return docs/reference/models.md: the supported families, and how published models are stored."""
     return _SUMMARY.format(
         vllm=data["vllm"],
         families="\n".join(_family_row(family, groups=False) for family in data["families"]),
@@ -165,14 +165,14 @@ def as_summary(data: dict[str, Any]) -> str:
 
 
 def published_row(model: dict[str, Any]) -> str:
-    """One published model's row of the summary."""
+    """Return one published model's row of the summary."""
     return (
         f"| {model['name']} | {model['of']} | {_groups(model, sizes=True)} | {_cell(model['off'] or model['kept'])} |"
     )
 
 
 def _groups(family: dict[str, Any], *, sizes: bool = False) -> str:
-    """Return the groups, alike ones once, with their number."""
+    """Return the groups; equal ones once, with their number."""
     said: dict[str, int] = {}
     for group in family.get("groups", []):
         window = f" {group['window']:,}" if group.get("window") else ""
@@ -217,12 +217,10 @@ def _cell_table(families: list[dict[str, Any]]) -> list[str]:
 
 
 def _notes(families: list[dict[str, Any]]) -> list[str]:
-    """Return why cells are not possible or failed, families with the same reason together."""
+    """Return why cells are not possible or failed; families with the same reason share a line."""
     said: dict[tuple[str, str], list[str]] = {}
     for family in families:
-        alone = family.get(
-            "vLLM alone", {}
-        )  # what it answers otherwise is said even where the plugin has no part in it
+        alone = family.get("vLLM alone", {})  # differences of vLLM itself are listed, too
         reasons = {name: {"outcome": "not possible", "why": why} for name, why in alone.items()}
         for name, cell in (reasons | {key: cell for key, cell in family["cells"].items() if cell.get("why")}).items():
             said.setdefault((f"{name}: {cell['why']}", cell["outcome"]), []).append(family["name"])
@@ -253,7 +251,7 @@ def _bytes_row(family: dict[str, Any]) -> str:
 
 
 def _write(folder: Path, summary: Path | None, data: dict[str, Any], family: dict[str, Any]) -> None:
-    """Write the results with one family's row renewed; the summary once the results have all families."""
+    """Write the results with one family's new row, and the summary if the results have all families."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "models.json"
     kept = json.loads(path.read_text())["families"] if path.exists() else []
@@ -266,13 +264,13 @@ def _write(folder: Path, summary: Path | None, data: dict[str, Any], family: dic
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the families; return 1 if any answer with the plugin is not the engine's own."""
+    """Run the families. Return 1 if an answer with the plugin differs from the engine's own."""
     import importlib.metadata
 
     parser = argparse.ArgumentParser(description="Compare vLLM with the plugin and without it, family by family.")
     parser.add_argument("names", nargs="*", help="families; by default all")
-    parser.add_argument("--list", action="store_true", help="say which families and cells there are")
-    parser.add_argument("--cells", default=",".join(CELLS), help="by default all, with commas between them")
+    parser.add_argument("--list", action="store_true", help="list the families and cells")
+    parser.add_argument("--cells", default=",".join(CELLS), help="comma-separated cells; by default all")
     parser.add_argument("--output", type=Path, help="folder for all results; a run of some families changes their rows")
     parser.add_argument(
         "--summary", type=Path, help="file for the summary, once the folder has results of all families"
@@ -280,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     names = options.names or list(FAMILIES)
     if unknown := [*({*names} - {*FAMILIES}), *({*options.cells.split(",")} - {*CELLS})]:
-        parser.error(f"unknown: {', '.join(unknown)}; --list says which there are")
+        parser.error(f"unknown: {', '.join(unknown)}; --list prints the known names")
     if options.list:
         print("\n".join([f"{name:12} {family.like}" for name, family in FAMILIES.items()]), "", *CELLS, sep="\n")
         return 0

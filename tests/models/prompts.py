@@ -1,4 +1,4 @@
-"""Which prompts a family is asked: of tokens of their own, so that no cell of the matrix lives on another's hits."""
+"""Prompts of a family. Each cell of the matrix has its own tokens, so that no cell hits another cell's records."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -8,7 +8,7 @@ from tiny_models import random_tokens
 __all__ = ["MANY_CHUNKS", "Plan", "plan"]
 
 MANY_CHUNKS: Final = 130
-"""More than 128: others have failed there."""
+"""Number of chunks: more than 128, because other systems failed there."""
 SEEDS: Final = 4
 
 
@@ -17,11 +17,11 @@ class Plan:
     """The prompts of a family.
 
     Attributes:
-        chunk: tokens in a chunk.
-        alone: cell -> a prompt that is asked alone.
-        crowd: prompts that are asked at once.
-        crowd_tokens: that each of them is answered with.
-        step: tokens of a step, where a prompt is computed in steps.
+        chunk: Number of tokens in a chunk.
+        alone: Prompts by cell, each run alone.
+        crowd: Prompts that run at once.
+        crowd_tokens: Number of generated tokens for each of them.
+        step: Number of tokens in a step, for prompts that are computed in steps.
     """
 
     chunk: int
@@ -32,12 +32,12 @@ class Plan:
 
 
 def plan(chunk: int, window: int, tokens_max: int, cells: tuple[str, ...]) -> Plan:
-    """Return the prompts for chunks and a window of so many tokens, none longer than ``tokens_max``."""
+    """Return the prompts for a chunk size and a window size in tokens, none longer than ``tokens_max``."""
     rest = chunk // 4 + 1
     many = min(MANY_CHUNKS, (tokens_max - 64) // chunk)
     lengths = {
         "one chunk": chunk + rest,
-        # A hit is whole chunks, or a token less where the prompt ends there: it ends at a prompt's last token but one.
+        # A hit is whole chunks, or one token less at the end of the prompt: it ends at the last token but one.
         **(
             {f"window{sign}": window + more + 1 for sign, more in ((" - 1", -1), ("", 0), (" + 1", 1))}
             if window

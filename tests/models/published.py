@@ -1,6 +1,6 @@
-"""Models that no CPU runs: vLLM's own groups, made of their published configurations by vLLM's own classes.
+"""Models that no CPU runs: vLLM's own groups, from their published configurations and vLLM's own classes.
 
-Each layer's spec is what vLLM's model of the family returns for it on one GPU; what becomes of them, vLLM decides.
+Each layer's spec is the one of vLLM's model class on one GPU. vLLM's own code forms the groups.
 """
 
 import collections
@@ -60,7 +60,7 @@ def _latent_window(window: int, **more: Any) -> Any:
 
 
 def _beside_states(attention: Callable[[int], Any], aligned: int, shapes: Any, dtypes: Any) -> tuple[Any, Any]:
-    """Return attention's spec and the state's: blocks as long as a state is large, as vLLM makes them of both."""
+    """Return the specs of attention and recurrent state: blocks as large as a state, as vLLM creates them of both."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
     state = MambaSpec(block_size=-1, shapes=shapes, dtypes=dtypes).page_size_bytes
@@ -168,11 +168,11 @@ PUBLISHED: Final[dict[str, tuple[Callable[[], dict[str, Any]], str]]] = {
     "Nemotron-H 8B": (_nemotron_h, "24 layers of Mamba-2 states, 4 of attention; 8 heads of 128"),
     "a ring of scratch": (_scratch, "as GLM-5-next and Qwen4-exp have beside attention: no prefix is cached of it"),
 }
-"""Model -> its layers' specs, and the values of its configuration that they are made of."""
+"""Layer specs by model, with the configuration values that they come from."""
 
 
 def _vllm_config() -> Any:
-    """Return of vLLM's configuration what its rules for groups, and ours, look at."""
+    """Return the part of vLLM's configuration that its rules for groups, and the plugin's, read."""
     from vllm.v1.kv_cache_interface import KVCacheLayout
 
     model = {"runner_type": "generate", "is_encoder_decoder": False, "is_prefix_caching_supported": True}
@@ -192,14 +192,14 @@ def _vllm_config() -> Any:
 
 
 def kv_cache_config(model: str) -> Any:
-    """Return what vLLM makes of a model's layers: ``kv_cache_groups``."""
+    """Return vLLM's ``kv_cache_groups`` of a model's layers."""
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
     return SimpleNamespace(kv_cache_groups=get_kv_cache_groups(_vllm_config(), PUBLISHED[model][0]()))
 
 
 def found(model: str) -> dict[str, Any]:
-    """Return what vLLM makes of a model, and what the plugin says of it."""
+    """Return vLLM's groups of a model, and the plugin's verdict."""
     memory = kv_cache_config(model)
     off = uncacheable(_vllm_config(), memory) or ""
     return {
@@ -212,7 +212,7 @@ def found(model: str) -> dict[str, Any]:
 
 
 def _kept(made: Groups) -> str:
-    """Return what the records of a chunk hold of each group."""
+    """Return the contents of a chunk's records by group."""
     held = collections.Counter(
         "a state" if group.kind == "state" else f"{group.record_blocks * group.block_tokens} tokens"
         for group in made.groups

@@ -1,4 +1,4 @@
-"""Our programs, and ``vllm serve``, as processes that tests can kill and start again."""
+"""Programs of the project, and ``vllm serve``, as processes that tests can kill and restart."""
 
 import json
 import os
@@ -19,7 +19,7 @@ ROOT: Final = Path(__file__).parents[2]
 
 
 class Process:
-    """A program of ours that says ``ready ADDRESS`` on its standard output."""
+    """A program of the project that prints ``ready ADDRESS`` on its standard output."""
 
     def __init__(self, program: str, *arguments: str) -> None:
         self._command = [sys.executable, "-m", "shadowserve_tools", program]
@@ -28,7 +28,7 @@ class Process:
         self.start()
 
     def start(self) -> None:
-        # scripts/test-dpu gives the daemon, and it alone, a C core with sanitizers.
+        # scripts/test-dpu gives only the daemon a C core with sanitizers.
         special = os.environ.get("TEST_DPU_ENVIRONMENT", "") if self._command[-1] == "dpu" else ""
         self._process = subprocess.Popen(
             [*self._command, *self._arguments],
@@ -45,11 +45,11 @@ class Process:
 
     @property
     def killed(self) -> bool:
-        """Whether it has ended."""
+        """True if the process has ended."""
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """End it as the machine's power switch would."""
+        """Kill it with SIGKILL, like a loss of power."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
         self._close()
@@ -64,7 +64,7 @@ class Process:
         self.start()
 
     def freeze(self, frozen: bool) -> None:
-        """Stop its threads where they are, connections open; or let them go on."""
+        """Stop its threads with open connections, or let them continue."""
         self._process.send_signal(signal.SIGSTOP if frozen else signal.SIGCONT)
         if frozen:
             wait_for(lambda: machine.frozen(self._process.pid))
@@ -86,14 +86,14 @@ def data_plane(storage: str, listen: str = "") -> Process:
 
 
 class Server:
-    """``vllm serve``, with the plugin or without it.
+    """``vllm serve``, with or without the plugin.
 
     Args:
-        model: folder.
-        transfer: the plugin's own configuration; None without it.
-        log: file.
-        options: more arguments.
-        popen: what starts it.
+        model: Folder of the model.
+        transfer: The plugin's own configuration; None without the plugin.
+        log: File of the output.
+        options: Further arguments.
+        popen: Function that starts the process.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Server:
         }
         arguments = [
             *("--served-model-name", "small", "--host", "127.0.0.1", "--port", str(port)),
-            # By default vLLM kills its workers as soon as it is told to stop.
+            # By default vLLM kills its workers immediately at a stop request.
             *("--shutdown-timeout", "60"),
             *("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "4", "--block-size", "32"),
             *("--enforce-eager", "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(64 << 20)),
@@ -143,7 +143,7 @@ class Server:
             )
 
     def kill(self) -> None:
-        """End all of its processes as the machine's power switch would."""
+        """Kill all of its processes with SIGKILL, like a loss of power."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()

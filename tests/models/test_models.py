@@ -1,4 +1,4 @@
-"""The matrix of models in small: three families, a few cells, as `make models` runs them all."""
+"""A small matrix of models: three families and a few cells; `make models` runs all of them."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +26,10 @@ def test_answers_are_those_of_the_engine_without_the_plugin() -> None:
         assert set(family["cells"]) == set(CELLS), family
         assert family["cells"]["sensitive"]["outcome"] == "passed"
         served = family["cells"]["one chunk"]
-        assert served["own"] == family["chunk_tokens"], "vLLM's own cache has it: so a hit is possible"
-        assert bool(served["hit"]) == (family["off"] == ""), "what is on serves, what is off says why"
+        assert served["own"] == family["chunk_tokens"], "vLLM's own cache has no hit"
+        assert bool(served["hit"]) == (family["off"] == ""), (
+            "the plugin must serve if it is on, and give a reason if it is off"
+        )
         if family["name"] == "llama":
             assert family["off"] == "" and family["cells"]["a record is lost"]["outcome"] == "passed"
 
@@ -66,7 +68,7 @@ def test_as_likely_tokens_may_take_each_others_place_within_the_tolerance() -> N
 def test_what_is_wrong_with_a_hit_is_seen(
     cold: Answer, warm: Answer, off: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that answers as it is told."""
+    """An engine with scripted answers."""
     told = iter([cold, warm])
     monkeypatch.setattr(answers_module, "answers", lambda *_: [next(told)])
     prompts = plan(32, 0, 8192, ("one chunk",))
@@ -133,7 +135,7 @@ def test_a_family_that_ends_its_process_is_the_only_one_to_fail(
 def test_vllm_groups_a_published_model_as_it_does_on_a_gpu(model: str, blocks: list[int]) -> None:
     described = found(model)
     assert [group["block_tokens"] for group in described["groups"]] == blocks
-    assert published_row(described) in DOCUMENT.read_text(), "run 'make models', which writes these as well"
+    assert published_row(described) in DOCUMENT.read_text(), "run 'make models', which writes these rows, too"
 
 
 def test_the_document_names_every_family_and_published_model() -> None:

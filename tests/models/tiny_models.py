@@ -1,7 +1,7 @@
-"""Tiny models of the families that vLLM knows, with random weights so wide that outputs tell one KV from another.
+"""Tiny models of vLLM's families, with random weights so wide that outputs distinguish one KV from another.
 
-vLLM's own dummy weights will not do: they are small and alike, so any prefix gives the same output, and a test that
-compares outputs sees nothing. Nor will a trained model on text that it does not know.
+vLLM's own dummy weights are too small and too similar: any prefix gives the same output, and a test that compares
+outputs finds nothing. The same holds for a trained model on unknown text.
 """
 
 import random
@@ -20,15 +20,15 @@ _SEED: Final = 7
 
 @dataclass(frozen=True)
 class Family:
-    """How a tiny model of a family is made, and what vLLM's CPU build needs to run it.
+    """Construction of a family's tiny model, and the options that vLLM's CPU build needs.
 
     Attributes:
-        like: the models that it stands for.
-        model_type: as transformers has it.
-        options: of the model's configuration.
-        engine: options of vLLM without which it does not run, or not as itself.
-        why: of these options.
-        draft: ``eagle`` or ``mtp``, where it has draft layers.
+        like: Published models that it represents.
+        model_type: Model type in transformers.
+        options: Options of the model's configuration.
+        engine: Options of vLLM without which it does not run, or runs as another model.
+        why: Reason of these options.
+        draft: Draft layers: ``eagle`` or ``mtp``; empty without them.
     """
 
     like: str
@@ -40,11 +40,11 @@ class Family:
 
     @property
     def window(self) -> int:
-        """Tokens that a layer with a window sees, itself included; 0 without one."""
+        """Tokens in a window of a layer, including the current one; 0 without a window."""
         return int(self.options.get("sliding_window") or self.options.get("attention_chunk_size") or 0)
 
     def engine_options(self, folder: Path) -> dict[str, Any]:
-        """Return the options of vLLM for a model of the family that lies in ``folder``."""
+        """Return vLLM's options for a model of the family in ``folder``."""
         if not self.draft:
             return dict(self.engine)
         model = {"model": str(folder / "draft")} if self.draft == "eagle" else {}
@@ -72,7 +72,7 @@ _STATES: Final[dict[str, Any]] = {
 }
 _WITHOUT_HEAD_DIM: Final = {key: value for key, value in _SMALL.items() if key != "head_dim"}
 _LLAMA: Final = Family(
-    # As large as the project's own model, whose tokenizer it gets.
+    # As large as the project's own model, whose tokenizer it uses.
     "Llama 3, Mistral Small, MiniMax-M2",
     "llama",
     _SMALL | {"hidden_size": 192, "intermediate_size": 640, "num_hidden_layers": 4, "head_dim": 64},
@@ -139,9 +139,9 @@ FAMILIES: Final[dict[str, Family]] = {
         engine={"attention_backend": "CPU_MLA"},
         why="on a CPU with AMX vLLM would else take kernels of bfloat16 alone",
     ),
-    # A state beside attention. vLLM's CPU kernels want bfloat16 and these sizes of a state's heads; attention's are
-    # large, so that a block, which is as large as a state, has few tokens. With attention behind the states only, the
-    # start of a prompt would be forgotten.
+    # Recurrent state beside attention. vLLM's CPU kernels need bfloat16 and these sizes of a state's heads. Attention's
+    # heads are large, so that a block, which is as large as a state, has few tokens. With attention only behind the
+    # recurrent layers, the model would forget the start of a prompt.
     "qwen3_next": Family(
         "Qwen3-Next, Qwen3.5: GDN states beside attention",
         "qwen3_next",
@@ -201,11 +201,11 @@ FAMILIES: Final[dict[str, Family]] = {
         draft="mtp",
     ),
 }
-"""Name -> how it is made."""
+"""Families by name."""
 
 
 def write_model(family: str, folder: Path) -> Path:
-    """Write a model of the family into ``folder``, the same each time, and return the folder."""
+    """Write a model of the family into ``folder``, with the same weights each time, and return the folder."""
     made = FAMILIES[family]
     model = _model(made.model_type, made.options)
     if made.draft == "mtp":
@@ -232,7 +232,7 @@ def _model(model_type: str, options: dict[str, Any]) -> Any:
 
 
 def _layer(options: dict[str, Any], model_type: str) -> dict[str, Any]:
-    """Return the weights of one layer like those of the model, but others."""
+    """Return other weights of one layer, in the model's shapes."""
     model = _model(model_type, options | {"num_hidden_layers": 1, "initializer_range": 0.15})
     prefix = "model.layers.0."
     return {name.removeprefix(prefix): weight for name, weight in model.state_dict().items() if name.startswith(prefix)}
@@ -265,7 +265,7 @@ def _write_eagle(made: Family, folder: Path) -> None:
     draft.config.save_pretrained(folder)
     _set_architecture(folder, "LlamaForCausalLM")
     layer = _layer(made.options, made.model_type)
-    del layer["input_layernorm.weight"]  # what it would norm, the projection has made
+    del layer["input_layernorm.weight"]  # the projection's output needs no norm
     weights = {f"layers.0.{name}": weight.contiguous() for name, weight in layer.items()}
     save_file(weights | {"fc.weight": _projection(made.options)}, folder / "model.safetensors")
 
@@ -278,11 +278,11 @@ def _set_architecture(folder: Path, name: str) -> None:
 
 
 def random_tokens(count: int, seed: object) -> list[int]:
-    """Return tokens that a model of any family knows; the same seed's begin alike, however many."""
+    """Return tokens of a vocabulary that all families share. Equal seeds give equal beginnings at any length."""
     generator = random.Random(f"{seed}")
     return [generator.randrange(_VOCABULARY) for _ in range(count)]
 
 
 def with_another_first_chunk(prompt: list[int], chunk: int = CHUNK) -> list[int]:
-    """Return the prompt with the first chunk of another and the same rest: what outputs must be able to tell."""
+    """Return the prompt with another first chunk and the same rest. Outputs must distinguish the two."""
     return random_tokens(chunk, "another first chunk") + prompt[chunk:]

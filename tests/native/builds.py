@@ -1,7 +1,7 @@
-"""Builds of the C core by CMake: what they are called, how they are configured, which of their tests run.
+"""Builds of the C core by CMake: their names, their configuration, and their tests.
 
-They are kept under ``build/tests``, and several processes may want one at the same time: the first one makes it, the
-others wait for that.
+The builds are kept under ``build/tests``. If several processes need one at the same time, the first one builds it, and
+the others wait.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ FOLDER: Final = REPOSITORY / "build" / "tests"
 
 
 class Options(NamedTuple):
-    """How a build is configured; which tests run (CTest's arguments); what else is built."""
+    """Configuration of a build: CMake definitions, tests to run (CTest's arguments), and further targets."""
 
     defines: dict[str, str]
     ctest: tuple[str, ...] = ()
@@ -28,7 +28,7 @@ class Options(NamedTuple):
     targets: tuple[str, ...] = ()
 
 
-# Of builds that are neither measured nor have the sanitizers' own level.
+# For builds that are neither measured nor have the sanitizers' own level.
 _QUICKLY: Final = {"CMAKE_C_FLAGS_RELEASE": "-O1 -DNDEBUG"}
 
 
@@ -39,16 +39,16 @@ def _of_one_decoder(decoder: str) -> Options:
     return Options(defines, ("--verbose", "--tests-regex", f"^test_({'|'.join(names)})$"))
 
 
-# What lies below the pipeline: that is in the library which the data plane's tests run, and here with sanitizers.
+# Tests below the pipeline: their code is in the library of the data plane's tests, and here with sanitizers.
 _BELOW_PIPELINE: Final = ("--exclude-regex", "^test_(pipeline|doca_emulator)_")
-# What has threads, each path once; of the pipeline over an accelerator, a fetch, and what hangs.
+# Tests with threads, each path once. Of the pipeline over an accelerator, only a fetch, and hanging jobs.
 _THREADED: Final = (
     "--tests-regex",
     r"^test_(codec|block.*|pipeline_.*|doca_emulator_.*)$",
     "--exclude-regex",
     r"^test_pipeline_(counts|doca|pieces|trace|(failure|layers|pieces|sources|store|trace)\.doca)$",
 )
-# What has code of its own for Arm, what stands on that, and a pipeline that stores and fetches.
+# Code with its own variants for Arm, code on top of it, and a pipeline that stores and fetches.
 _OF_ARM: Final = (
     "--tests-regex",
     "^test_(block|codec|cpu|crc32|decode|kvrans|kvrans_kernels|object|pipeline_(fetch|resp|store)|quantize|strided)$",
@@ -59,8 +59,8 @@ _ARM: Final = {
     "CMAKE_COMPILE_WARNING_AS_ERROR": "ON",
     "SHADOWSERVE_TESTS": "ON",
     "SHADOWSERVE_BENCH": "ON",
-    # BlueField-2's, which has neither Armv8.1's atomics nor fp16 arithmetic nor dot products: any one that the compiler
-    # or we took for granted ends the program with SIGILL.
+    # BlueField-2's CPU has neither Armv8.1's atomics nor fp16 arithmetic nor dot products. Any such instruction, of the
+    # compiler or of the source, ends the program with SIGILL.
     "SHADOWSERVE_ARM64_CPU": "cortex-a72",
 }
 BUILDS: Final = {
@@ -80,14 +80,14 @@ class NativeBuild:
     def __init__(self, name: str) -> None:
         self.directory = FOLDER / name
         self._options = options = BUILDS[name]
-        # What is left of the cores where tests run in several processes.
+        # The share of the cores for this process, if tests run in several processes.
         workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
         self._at_once = str(max(1, len(os.sched_getaffinity(0)) // workers))
         self.environment = dict(os.environ)
-        # The tests of a sanitizer build are programs of their own: what this process preloads is not for them.
+        # The tests of a sanitizer build are separate programs: preloaded libraries of this process are not for them.
         self.environment.pop("LD_PRELOAD", None)
         self.environment["SHADOWSERVE_TEST_BRIEF"] = "1"  # native/tests/brief.h
-        # CMake and Ninja came with this interpreter's environment, which need not be the active one.
+        # CMake and Ninja belong to this interpreter's environment, which need not be the active one.
         self.environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         if options.compiler is not None:
             self.environment["CC"] = options.compiler
@@ -99,7 +99,7 @@ class NativeBuild:
             self.run(*build, "--target", *self._programs(), *options.targets)
 
     def _tool(self, name: str) -> str:
-        """Return the program's path: a child's search path does not count when it is looked up."""
+        """Return the program's path: the lookup does not use a child's search path."""
         return shutil.which(name, path=self.environment["PATH"]) or name
 
     def _programs(self) -> list[str]:
@@ -110,21 +110,21 @@ class NativeBuild:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let nobody else make this build meanwhile; ends with the process at the latest."""
+        """Prevent parallel builds by other processes, at most until the end of the process."""
         FOLDER.mkdir(parents=True, exist_ok=True)
         with open(FOLDER / f"{self.directory.name}.lock", "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     def run(self, *command: str) -> str:
-        """Run a command and return what it printed; fail the test with that where it fails."""
+        """Run a command and return its output. Fail the test with the output if the command fails."""
         result = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=1700)
         output = result.stdout + result.stderr
         assert result.returncode == 0, f"{' '.join(command)} exited with {result.returncode}:\n{output[-8000:]}"
         return output
 
     def ctest(self) -> str:
-        """Run the build's tests; return what CTest said."""
+        """Run the build's tests. Return CTest's output."""
         command = (self._tool("ctest"), "--test-dir", str(self.directory), "--output-on-failure")
-        at_once = str(max(2, int(self._at_once)))  # the pipeline's wait half of the time
+        at_once = str(max(2, int(self._at_once)))  # the pipeline's tests wait half of the time
         return self.run(*command, "--parallel", at_once, *self._options.ctest)

@@ -1,6 +1,6 @@
-"""Fixtures of the C core's tests: which ISAs this machine has, and builds of the core by CMake.
+"""Fixtures of the C core's tests: this machine's instruction sets, and builds of the core by CMake.
 
-Also makes ``builds`` and ``kvrans_reader`` importable: pytest imports by path, so that folders need no __init__.py.
+It also makes ``builds`` and ``kvrans_reader`` importable: pytest imports by path, so folders need no __init__.py.
 """
 
 import shutil
@@ -21,7 +21,7 @@ ISAS = [isa for isa in native.Isa if native.isa_available(isa)]
 
 @pytest.fixture(params=ISAS, ids=lambda isa: isa.name.lower())
 def isa(request: pytest.FixtureRequest) -> Iterator[native.Isa]:
-    """Run the test once for each instruction set, and put the default back."""
+    """Run the test once for each instruction set, and restore the default."""
     before = native.isa_active()
     native.isa_force(request.param)
     yield request.param
@@ -30,13 +30,13 @@ def isa(request: pytest.FixtureRequest) -> Iterator[native.Isa]:
 
 @pytest.fixture
 def native_build() -> Callable[[str], NativeBuild]:
-    """Make builds of the C core: ``native_build(name)``."""
+    """Build the C core: ``native_build(name)``."""
     return NativeBuild
 
 
 @pytest.fixture
 def arm_tools() -> None:
-    """Skip the test where there is nothing to build for 64-bit Arm with, or to run that."""
+    """Skip the test if this machine cannot build for 64-bit Arm, or cannot run such programs."""
     missing = [tool for tool in ("aarch64-linux-gnu-gcc", "qemu-aarch64") if shutil.which(tool) is None]
     libraries = REPOSITORY / "build/aarch64/libraries"
     if missing or not any(libraries.glob(".unpacked-*")):
@@ -48,5 +48,5 @@ def arm_tools() -> None:
 
 @pytest.fixture
 def arm_build(arm_tools: None, native_build: Callable[[str], NativeBuild]) -> Callable[[], NativeBuild]:
-    """Make the warning-free build for 64-bit Arm, whose programs run under qemu."""
+    """Create the warning-free build for 64-bit Arm, whose programs run under qemu."""
     return lambda: native_build("aarch64")

@@ -1,4 +1,4 @@
-"""A second decoder of kvrans, written from docs/design/kvrans.md alone: slow, plain, and without anything of the C
+"""A second decoder of kvrans, written only from docs/design/kvrans.md: slow, plain, and without code of the C
 core."""
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Reader:
         return self.data[self.position - size : self.position]
 
     def rest(self) -> bytes:
-        """Return all that is left."""
+        """Return all remaining bytes."""
         return self.take(len(self.data) - self.position)
 
 
@@ -60,13 +60,13 @@ class BitReader:
         return value
 
     def padding(self) -> None:
-        """Check that what is left of the last byte is zeros."""
+        """Check that the remaining bits of the last byte are zeros."""
         if self._bits:
             raise BadStreamError("bits after the last one are not zero")
 
 
 def decode(stream: bytes, size: int) -> bytes:
-    """Return the ``size`` bytes that ``stream`` stands for."""
+    """Return the ``size`` decoded bytes of ``stream``."""
     reader = Reader(stream)
     version = reader.take(1)[0]
     columns = int.from_bytes(reader.take(3), "little")

@@ -1,4 +1,4 @@
-"""Block devices through Python: each access in turn, on files, on tmpfs, on a loop device where one may be made."""
+"""Block devices through Python: each access method, on files, on tmpfs, and on a loop device if possible."""
 
 import errno
 import mmap
@@ -26,7 +26,7 @@ ACCESSES = [access for access in (BlockAccess.URING, BlockAccess.THREADS) if nat
 
 
 class Memory:
-    """Memory at a page's start, as arenas are."""
+    """Memory at a page boundary, like an arena."""
 
     def __init__(self, size: int) -> None:
         self.mapping = mmap.mmap(-1, size)
@@ -41,7 +41,7 @@ def memory() -> Memory:
 
 @pytest.fixture(params=["file", "tmpfs", "loop"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """What is opened: a file on disk, one in memory, a block device."""
+    """The opened path: a file on disk, one in memory, a block device."""
     if request.param == "file":
         yield tmp_path / "device"
         return
@@ -83,7 +83,7 @@ def operation(
 
 
 def perform(device: BlockDevice, *operations: Operation) -> list[Operation]:
-    """Submit, and return in the order of completion, once ``fileno()`` said that there are some."""
+    """Submit operations. Wait for ``fileno()``, and return them in the order of completion."""
     device.submit(operations)
     ended: list[Operation] = []
     while len(ended) < len(operations):
@@ -317,7 +317,7 @@ with BlockDevice(sys.argv[1], size=16 << 20) as device:
 
 def test_memory_that_may_not_be_locked_is_used_unregistered() -> None:
     if os.geteuid() != 0:
-        pytest.skip("a process can only become a user without the right to lock memory where it is root")
+        pytest.skip("only root can become a user without the right to lock memory")
     path = Path("/dev/shm", f"shadowserve-test-nobody-{os.getpid()}")
     path.touch()
     try:

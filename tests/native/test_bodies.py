@@ -1,4 +1,4 @@
-"""Batches whose bodies lie in this process, through the binding: read in place, and kept until the batch is over."""
+"""Batches with bodies in this process, through the binding: they are read in place, and kept until the batch ends."""
 
 import mmap
 import socket
@@ -23,7 +23,7 @@ DATA = np.random.default_rng(11).integers(0, 256, (CHUNKS, CHUNK_BYTES), np.uint
 def make_batch(
     target: NDArray[np.uint8], bodies: dict[int, Any], deadline_ns: int = 2**62, groups: int = 1
 ) -> native.Batch:
-    """A batch of what was stored without quantizer and codec: a body is what is delivered. Groups share the target."""
+    """A batch of bodies without quantizer and codec, so a body equals the delivered bytes. Groups share the target."""
     pieces, slices = np.zeros(CHUNKS, native.PIECE_DTYPE), np.zeros(CHUNKS * SLICES, native.SLICE_DTYPE)
     pieces["codec"], pieces["slice_count"], pieces["body_length"] = native.Codec.NONE, SLICES, CHUNK_BYTES
     pieces["group"], pieces["chunk"] = np.divmod(np.arange(CHUNKS), CHUNKS // groups)
@@ -63,7 +63,7 @@ def test_bodies_of_any_buffer_are_delivered_without_a_socket_or_room(target: NDA
     with make_pipeline(decompression_bytes=1) as pipeline:
         batch_ = make_batch(target, bodies)
         with pytest.raises(BufferError):
-            shared.close()  # while it may be read
+            shared.close()  # while a read is possible
         assert pipeline.fetch(batch_) is Result.OK
         assert batch_.received_bytes == 0
         batch_.release()
@@ -120,7 +120,7 @@ def test_a_damaged_body_costs_its_own_group_alone(target: NDArray[np.uint8]) -> 
         assert pipeline.fetch(batch_) is Result.CHECKSUM
         assert batch_.results[0] is Result.CHECKSUM and batch_.results[2:] == [Result.OK, Result.OK]
         batch_.release()
-        assert pipeline.fetch(batch_) is Result.BAD_ARGUMENT, "it has let go of its groups"
+        assert pipeline.fetch(batch_) is Result.BAD_ARGUMENT, "a released batch has no groups"
     assert (target.reshape(DATA.shape)[2:] == DATA[2:]).all()
 
 

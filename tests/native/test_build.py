@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from machine import NEVER_S
 
-# Compiling takes a while the first time, and sanitizers slow the tests down.
+# The first compilation takes a while, and sanitizers slow the tests down.
 pytestmark = pytest.mark.timeout(1800)
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def passed(output: str) -> int:
-    """Return how many tests CTest ran, all of which passed."""
+    """Return the number of tests in CTest's output, all of which passed."""
     match = re.search(r"100% tests passed(?:, 0 tests failed)? out of (\d+)", output)
     assert match is not None, output[-4000:]
     return int(match[1])
@@ -53,7 +53,7 @@ def test_the_core_stands_on_one_deflate_decoder_alone(native_build: Callable[...
 
 
 def configure(directory: Path, *options: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """Run CMake's configuration in a build of its own, and return what it said."""
+    """Run CMake's configuration in a separate build, and return its output."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     generator = ["-G", "Ninja"] if shutil.which("ninja", path=path) else []
     command = [shutil.which("cmake", path=path) or "cmake", "-S", str(REPOSITORY), "-B", str(directory)]
@@ -85,7 +85,7 @@ def test_the_sdk_of_doca_is_taken_where_pkg_config_finds_it(tmp_path: Path) -> N
     assert missing.returncode != 0 and "pkg-config does not find doca-common" in missing.stderr
     older = {"PKG_CONFIG_PATH": str(tmp_path / "old"), "PKG_CONFIG_LIBDIR": str(tmp_path / "old")}
     old = configure(tmp_path / "too-old", **older)
-    assert old.returncode == 0 and "DOCA: FALSE" in old.stdout, "2.9 lacks one call of the backend's"
+    assert old.returncode == 0 and "DOCA: FALSE" in old.stdout, "DOCA 2.9 lacks a function of the backend"
     asked = configure(tmp_path / "asked", "-DSHADOWSERVE_DOCA=emulator", PKG_CONFIG_PATH=str(tmp_path))
     assert asked.returncode == 0 and "DOCA: TRUE, emulated TRUE" in asked.stdout
 

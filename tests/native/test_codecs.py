@@ -1,4 +1,4 @@
-"""Checksum and codecs through Python: what comes back, what zlib makes of our streams, and which errors arise."""
+"""Checksum and codecs through Python: round trips, compatibility with zlib, and errors."""
 
 import zlib
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def kv_symbols(count: int, bins: int = 32, seed: int = 0) -> bytes:
 
 
 def blocks(data: st.DataObject) -> bytes:
-    """Draw data in regions: runs, few symbols, noise, so that stored and coded Deflate blocks meet."""
+    """Draw data in regions: runs, few symbols, noise, so that stored and coded Deflate blocks alternate."""
     parts = []
     for _ in range(data.draw(st.integers(0, 4))):
         size = data.draw(st.integers(0, 70_000))

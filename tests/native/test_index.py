@@ -1,4 +1,4 @@
-"""The index of what is stored and the allocator of blocks, by their Python face, against dictionaries."""
+"""The index of stored objects and the allocator of blocks, through Python, compared with dictionaries."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(24)]
 DEVICES = 2
 TENANTS = 2
 OBJECTS_MAX = 16
-# No key is evicted while a child of it is there, so a parent must not be its own descendant: it comes first.
+# No key is evicted while its child is present. So a parent must not be its own descendant: it comes first.
 numbers = st.integers(0, len(KEYS) - 1)
 tenants = st.integers(0, TENANTS - 1)
 
@@ -54,11 +54,11 @@ class LruModel(RuleBasedStateMachine):
 
     @rule(tenant=tenants, number=numbers, device=st.integers(0, DEVICES - 1), length=st.integers(0, 1 << 24))
     def put(self, tenant: int, number: int, device: int, length: int) -> None:
-        """Put an object in, as one of a chain of three."""
+        """Put an object into the index, as a part of a chain of three."""
         now_s = self._tick()
         parent = KEYS[number - 1] if number % 3 else native.NO_PARENT
         if parent != native.NO_PARENT and (tenant, number - 1) not in self.objects:
-            return  # a parent's place is the C tests' subject: the model would have to keep it, too
+            return  # the C tests cover the place of an absent parent
         arguments = {"device": device, "length": length, "flags": IndexFlag.RECORD, "generation": now_s}
         if len(self.objects) == OBJECTS_MAX and (tenant, number) not in self.objects:
             with pytest.raises(NativeError, match="of at most 16"):
@@ -93,14 +93,14 @@ class LruModel(RuleBasedStateMachine):
 
     @rule(tenant=tenants, number=numbers)
     def remove_a_leaf(self, tenant: int, number: int) -> None:
-        """Remove an object that nothing hangs on."""
+        """Remove an object without children."""
         if (tenant, number) in self.objects and not self.children.get((tenant, number)):
             self.index.remove(self.index.find(tenant, KEYS[number]))
             self._forget(tenant, number)
 
     @rule(tenant=st.integers(-1, TENANTS - 1), device=st.integers(-1, DEVICES - 1))
     def evict(self, tenant: int, device: int) -> None:
-        """Evict what the model evicts."""
+        """Evict the model's victim."""
         now_s = self._tick()
         slot = self.index.victim(now_s, device=device, tenant=tenant)
         tails = [
@@ -112,7 +112,7 @@ class LruModel(RuleBasedStateMachine):
             assert slot == 0
             return
         entry = self.index.read(slot)
-        # Of several queues, the one whose victim was used least recently; the order of equals is not said.
+        # Of several queues, the victim is the one with the oldest last use; the order of equal ones is not defined.
         oldest = min(tails)[0]
         expected = {}
         for accessed_s, (owner, home), number in tails:
@@ -137,7 +137,7 @@ class LruModel(RuleBasedStateMachine):
 
     @rule(tenant=st.integers(-1, TENANTS - 1), device=st.integers(-1, DEVICES - 1))
     def start_again(self, tenant: int, device: int) -> None:
-        """Dump everything, recover it in another index; afterwards the order is that of the last uses."""
+        """Dump all objects and recover them in another index. Afterwards the order is that of the last uses."""
         records = np.zeros(OBJECTS_MAX + 1, native.INDEX_RECORD_DTYPE)
         other = Index(OBJECTS_MAX, IndexPolicy.LRU)
         for home in range(DEVICES):
@@ -152,7 +152,7 @@ class LruModel(RuleBasedStateMachine):
 
     @invariant()
     def everything_is_as_it_should_be(self) -> None:
-        """Compare all that is known."""
+        """Compare all fields."""
         for (tenant, number), entry in self.objects.items():
             assert self.index.read(self.index.find(tenant, KEYS[number])) == entry
         for tenant in (native.ANY, *range(TENANTS)):
@@ -175,7 +175,7 @@ class ExtentsModel(RuleBasedStateMachine):
 
     @initialize(blocks=st.integers(0, 60))
     def open(self, blocks: int) -> None:
-        """Begin with all of them free."""
+        """Start with all blocks free."""
         self.extents = Extents(blocks)
         self.free = set(range(blocks))
 
@@ -185,7 +185,7 @@ class ExtentsModel(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 12))
     def allocate(self, count: int) -> None:
-        """Take the first run that is long enough."""
+        """Take the first run of sufficient length."""
         first = self.extents.allocate(count)
         runs = (begin for begin in sorted(self.free) if set(range(begin, begin + count)) <= self.free)
         assert first == next(runs, None)
@@ -194,7 +194,7 @@ class ExtentsModel(RuleBasedStateMachine):
 
     @rule(first=st.integers(0, 70), count=st.integers(0, 12), gives=st.booleans())
     def change(self, first: int, count: int, gives: bool) -> None:
-        """Give blocks back, or take these."""
+        """Free blocks, or reserve these."""
         blocks = set(range(first, first + count))
         fits = bool(blocks) and max(blocks) < self.extents.blocks
         fits = fits and (blocks.isdisjoint(self.free) if gives else blocks <= self.free)
@@ -214,7 +214,7 @@ TestExtents = ExtentsModel.TestCase
 
 @pytest.fixture(params=list(IndexPolicy), ids=lambda policy: policy.name.lower())
 def index(request: pytest.FixtureRequest) -> Iterator[Index]:
-    """Make an index of either policy."""
+    """Create an index of either policy."""
     made = Index(1000, request.param)
     yield made
     made.close()
@@ -320,7 +320,7 @@ def test_objects_of_a_device_that_overlap_leave_the_later_one() -> None:
 
 
 def hits(policy: IndexPolicy) -> int:
-    """Return how many of 60,000 requests a cache of 500 objects answers; every second one comes just once."""
+    """Return the number of hits of 60,000 requests in a cache of 500 objects. Half of the requests never repeat."""
     index = Index(500, policy, seed=3)
     random = np.random.default_rng(5)
     popular = random.zipf(1.2, 30_000) % 5000
@@ -356,7 +356,7 @@ def test_a_scan_returns_what_stays_exactly_once_and_depends_on_the_tenants_own_k
                 return keys, cursors
             change(len(cursors))
 
-    for count in (300, 6_000):  # few are found by the tenant's lists, many in the table
+    for count in (300, 6_000):  # few keys are found by the tenant's lists, many by the table
         index = Index(40_000, seed=1)
         own = [hashlib.sha256(b"%d" % number).digest() for number in range(count)]
         for key in own:

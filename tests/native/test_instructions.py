@@ -1,4 +1,4 @@
-"""The hot kernels run as many instructions as is kept in native/bench/instructions.json."""
+"""The hot kernels execute the instruction counts in native/bench/instructions.json."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from machine import NEVER_S
 
-# Compiling takes a while the first time, and a step up to 20 us in some virtual machines.
+# The first compilation takes a while, and a step takes up to 20 us in some virtual machines.
 pytestmark = pytest.mark.timeout(1800)
 
 REPOSITORY = Path(__file__).parents[2]
@@ -49,12 +49,12 @@ def test_stepping_from_outside_counts_the_same(count_instructions: str) -> None:
         assert "SYS_PTRACE" in outside.stderr
         return
     counts = [int(re.search(r"crc32 \S+ (\d+) ", output)[1]) for output in (inside, outside.stdout)]
-    assert abs(counts[0] - counts[1]) <= 8  # what lies between the two marks, and belongs to neither
+    assert abs(counts[0] - counts[1]) <= 8  # the instructions between the two marks
 
 
 @pytest.fixture
 def pretend(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Compare the kept counts of gcc 12, all or one of them multiplied by something, as if another program had run."""
+    """Compare the kept counts of gcc 12, some of them multiplied by a factor, as if another program had run."""
 
     def run(factor: float = 1.0, compiler: str = "gcc-12 x86_64", without: str = "") -> Any:
         lines = [f"compiler {compiler}"]

@@ -1,4 +1,4 @@
-"""shadowserve.native against the header: enums, structs, errors, loading, batches."""
+"""shadowserve.native compared with the header: enums, structs, errors, loading, batches."""
 
 import mmap
 import os
@@ -80,7 +80,7 @@ def test_an_isa_that_is_not_there_cannot_be_forced() -> None:
 
 
 def import_native(**environment: str) -> subprocess.CompletedProcess[str]:
-    """Import shadowserve.native in a process of its own."""
+    """Import shadowserve.native in a separate process."""
     command = [sys.executable, "-c", "from shadowserve import native; print(native.library_path())"]
     return subprocess.run(
         command, env={**os.environ, **environment}, cwd=REPOSITORY, capture_output=True, text=True, timeout=NEVER_S
@@ -120,10 +120,10 @@ def test_calls_release_the_gil() -> None:
 
     def count() -> None:
         nonlocal switches
-        while not stop.wait(0.0001):  # lets go of the GIL each time
+        while not stop.wait(0.0001):  # releases the GIL each time
             switches += 1
 
-    # With the interval at a minute nobody takes the GIL away: the counter can only run while this thread gives it up.
+    # With an interval of a minute the GIL is not taken away: the counter runs only if this thread releases it.
     interval = sys.getswitchinterval()
     counter = threading.Thread(target=count)
     sys.setswitchinterval(60)

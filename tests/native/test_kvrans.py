@@ -1,5 +1,5 @@
-"""kvrans against a second decoder, written from docs/design/kvrans.md: the format means what the page says, and stays
-so."""
+"""kvrans compared with a second decoder, written from docs/design/kvrans.md: the format matches the page, and does not
+change."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Memory that pipelines deliver to and store from: registered here, or exported by another process."""
+"""Memory that pipelines read and write: registered here, or exported by another process."""
 
 import mmap
 import os
@@ -21,7 +21,7 @@ MIB = 1 << 20
 SLICE_BYTES = 65536
 SLICES = 24
 
-# Exports bytes that are told by a seed, says where they are, and ends when it is told to.
+# Exports random bytes of a fixed seed, prints their place, and ends at a line of input.
 EXPORTER = """
 import sys
 import numpy as np
@@ -80,7 +80,7 @@ def test_a_region_lies_within_its_registered_memory(pipeline: native.Pipeline) -
             with pytest.raises(NativeError, match="do not lie within 4096 bytes"):
                 registered.region(offset, length)
         with pytest.raises(BufferError):
-            memory.append(0)  # it is exported for as long as it is registered
+            memory.append(0)  # registration locks the size of the memory
     memory.append(0)
     registered.close()
     with pytest.raises(NativeError, match="closed"):
@@ -90,7 +90,7 @@ def test_a_region_lies_within_its_registered_memory(pipeline: native.Pipeline) -
 
 
 def stored(pipeline: native.Pipeline, memory: Any) -> tuple[Result, list[int]]:
-    """Encode as one piece of many slices, without compression; return what came of it and the slices' checksums."""
+    """Encode as one piece of many slices, without compression. Return the result and the slices' checksums."""
     pieces, slices = np.zeros(1, native.PIECE_DTYPE), np.zeros(SLICES, native.SLICE_DTYPE)
     pieces["codec"], pieces["slice_count"] = native.Codec.NONE, SLICES
     slices["memory_offset"] = np.arange(SLICES) * SLICE_BYTES
@@ -117,7 +117,7 @@ def test_what_another_process_exported_is_collected_until_it_is_gone(pipeline: n
             assert stored(pipeline, registered.region(0, registered.size)) == (Result.OK, expected)
             exporter.communicate("\n", timeout=NEVER_S)
             assert stored(pipeline, registered.region(0, registered.size))[0] is Result.DEVICE
-    assert stored(pipeline, data) == (Result.OK, expected)  # memory of this process needs nobody's help
+    assert stored(pipeline, data) == (Result.OK, expected)  # memory of this process does not depend on the exporter
 
 
 def test_a_descriptor_that_is_none_is_refused(pipeline: native.Pipeline) -> None:
@@ -136,16 +136,16 @@ def test_a_guarded_mapping_outlives_its_file_and_says_so(tmp_path: Any) -> None:
         whole[:] = b"x" * size
         assert not any(guard.lost for guard in guards)
         file.truncate(mmap.PAGESIZE)
-        assert whole[mmap.PAGESIZE] == 0, "what is gone reads as zeros"
+        assert whole[mmap.PAGESIZE] == 0, "lost pages must read as zeros"
         assert [guard.lost for guard in guards] == [True, False]
         whole[-1:] = b"y"
-        assert whole[0] == 0 and other[0] == ord("x"), "the whole mapping is apart from the file"
+        assert whole[0] == 0 and other[0] == ord("x"), "the whole mapping must be separate from the file"
         for guard in guards:
             guard.close()
             guard.close()
         assert guards[0].lost
         again = native.Guard(other)
-        assert not again.lost, "a guard that is used again begins anew"
+        assert not again.lost, "a reused guard must start without a loss"
         again.close()
 
 
@@ -183,7 +183,7 @@ print("lives")
 @pytest.mark.parametrize("handler", ["none", "before"])
 def test_a_bus_error_elsewhere_still_ends_the_process(what: str, handler: str) -> None:
     command = [sys.executable, "-c", UNGUARDED, what, handler]
-    # A sanitizer that is there would be the handler before, and end the process in its own way.
+    # A loaded sanitizer would be the previous handler, and end the process in its own way.
     left_alone = {name: f"{os.environ.get(name, '')}:handle_sigbus=0" for name in ("ASAN_OPTIONS", "TSAN_OPTIONS")}
     done = subprocess.run(command, env=os.environ | left_alone, capture_output=True, text=True, timeout=NEVER_S)
     assert done.returncode == -signal.SIGBUS, done.stderr

@@ -25,7 +25,7 @@ def random_patterns(dtype: DType, count: int, seed: int = 0) -> NDArray[np.uint8
 
 
 def elements(dtype: DType, values: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Return values as the bytes of ``dtype`` (bfloat16: cut, not rounded)."""
+    """Return values as the bytes of ``dtype`` (bfloat16: truncated, not rounded)."""
     if dtype is DType.FLOAT8_E4M3:
         clamped = (
             torch.from_numpy(values).nan_to_num(nan=torch.nan, posinf=torch.nan, neginf=torch.nan).clamp(-448, 448)
@@ -39,7 +39,7 @@ def elements(dtype: DType, values: NDArray[np.float32]) -> NDArray[np.uint8]:
 
 
 def values_of(dtype: DType, data: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """Return the numbers that the bytes of ``dtype`` mean."""
+    """Return the values of bytes in ``dtype``."""
     if dtype is DType.FLOAT8_E4M3:
         return torch.from_numpy(data).view(torch.float8_e4m3fn).double().numpy()
     if dtype is DType.FLOAT16:

@@ -1,4 +1,4 @@
-"""The wheel for 64-bit Arm, cross-compiled: its tag, what it holds, and that its C core is Arm code."""
+"""The wheel for 64-bit Arm, cross-compiled: its tag, its contents, and the Arm code of its C core."""
 
 import re
 import subprocess
@@ -28,7 +28,7 @@ def test_the_wheel_for_arm_is_one(arm_tools: None, tmp_path: Path) -> None:
         assert "Tag: py3-none-linux_aarch64" in wheel.read(about).decode().splitlines()
         core = wheel.read("shadowserve/libshadowserve.so")
         bindings = wheel.read("shadowserve/_cffi.py")
-    # As any other wheel: all sources, and the two files of the C core (tests/test_layout.py).
+    # The same contents as any other wheel: all sources, and the two files of the C core (tests/test_layout.py).
     sources = {path for package in PACKAGES for path in (REPOSITORY / package).rglob("*") if path.is_file()}
     kept = {str(path.relative_to(REPOSITORY)) for path in sources if "__pycache__" not in path.parts}
     kept |= {f"shadowserve_tools/{path.relative_to(REPOSITORY)}" for path in (REPOSITORY / "configs").rglob("*.*")}
@@ -36,6 +36,6 @@ def test_the_wheel_for_arm_is_one(arm_tools: None, tmp_path: Path) -> None:
     assert b"ss_isa_force" in bindings
     assert core.startswith(ELF_64_LITTLE_ENDIAN)
     assert int.from_bytes(core[18:20], "little") == MACHINE_AARCH64
-    # Ubuntu 22.04, which DPUs come with, has 2.35.
+    # Ubuntu 22.04, the system of DPUs, has 2.35.
     needed = {tuple(map(int, version)) for version in re.findall(rb"\0GLIBC_(\d+)\.(\d+)", core)}
-    assert max(needed) <= (2, 34), f"needs another C library than scripts/build-wheel-aarch64 says: {max(needed)}"
+    assert max(needed) <= (2, 34), f"needs a newer C library than scripts/build-wheel-aarch64 states: {max(needed)}"

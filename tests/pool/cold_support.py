@@ -1,4 +1,4 @@
-"""Shared by tests of the bucket: pools over a bucket, and chains of records."""
+"""Helpers of the bucket's tests: pools over a bucket, and chains of records."""
 
 import contextlib
 import hashlib
@@ -41,7 +41,7 @@ class Node(Driver):
             self.put(storage_key(name), value, tenant, header_bytes=header_bytes, parent=parent)
 
     def await_written(self, count: int) -> None:
-        """Wait until nothing waits to be written, and this node has written ``count`` objects."""
+        """Wait until no write waits, and this node has written ``count`` objects."""
         wait_for(lambda: self.cold().written_objects >= count and not self.cold().waiting_records)
 
     def await_known(self, records: int) -> None:

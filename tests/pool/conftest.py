@@ -1,4 +1,4 @@
-"""Makes the modules beside this file importable, and gives tests a bucket."""
+"""Import path of the modules beside this file, and a bucket for tests."""
 
 import sys
 from collections.abc import Iterator
@@ -23,6 +23,6 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
 
 @pytest.fixture
 def open_node(bucket: FaultyS3) -> Iterator[Opens]:
-    """Opens nodes of memory alone over the bucket."""
+    """Opens nodes without devices over the bucket."""
     with nodes(bucket) as opens:
         yield opens

@@ -16,7 +16,7 @@ from shadowserve.pool.volume.format import RecordKind, pack_record
 GOLDEN = Path(__file__).parents[1] / "assets" / "volumes" / "version-1.bin"
 NAME = b"a name that is longer than one piece of eighty bytes, so that its text takes two records of the log"
 VALUES = {number.to_bytes(32, "little"): bytes([number]) * (1000 * number) for number in range(1, 41)}
-"""Its values besides a named key of tenant 5; the first twenty are in the snapshot, the others in the log only."""
+"""Values besides a named key of tenant 5. The first twenty are in the snapshot, the others only in the log."""
 
 
 def make() -> SimulatedDevice:
@@ -42,7 +42,7 @@ def make() -> SimulatedDevice:
 
 
 def save(device: SimulatedDevice, path: Path) -> None:
-    """Write the blocks that are not zeros, each behind its number, compressed."""
+    """Write the nonzero blocks, each behind its number, compressed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(zlib.compress(b"".join(struct.pack("<Q", at) + block for at, block in device.blocks()), 9))
 

@@ -1,4 +1,4 @@
-"""Shared by tests of the pool: pools over memory, simulated devices and files."""
+"""Helpers of the pool's tests: pools over memory, simulated devices and files."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,7 +41,7 @@ def simulated_pool(
         entries.append((DeviceConfig(path=Path(device.name), **given), device))
     keys.setdefault("memory_bandwidth", 1)
     return DevicePool(
-        # Keys of devices need devices; these here are opened already.
+        # Configurations of devices need devices; these are already open.
         configuration(devices=[str(number) for number in range(len(devices))], **keys).model_copy(
             update={"devices": []}
         ),

@@ -1,8 +1,8 @@
-"""A block device in memory, with faults that a seed or the test chooses.
+"""A block device in memory, with faults that a seed or the test selects.
 
-Operations end when the test says so, in any order. A crash keeps of every block of 4 KiB one of these: the content
-before the last flush, any of the writes since, or pieces of 512 bytes of several: an honest device may do that. Faults
-go further: errors, damaged bits, misdirected or lost bytes, a device that is gone or never answers.
+Operations end when the test ends them, in any order. A crash keeps for every block of 4 KiB one of these: the content
+before the last flush, any later write, or sectors of 512 bytes of several writes. An honest device may do the same.
+Faults are worse: errors, damaged bits, misdirected or lost bytes, a device that is gone or never answers.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class Fault:
 
     Attributes:
         kind: Kind of operation.
-        error: errno of the operation; 0 for success, whatever really happens.
+        error: errno of the operation; 0 for success, whatever the real result.
         after: Matching operations that succeed first.
         times: Matching operations that fail; None for all.
         first_block: First block of the affected range.
@@ -53,7 +53,7 @@ class Fault:
     met: int = 0
 
     def meets(self, operation: Operation) -> bool:
-        """Return whether an operation fails, and count it."""
+        """Return True if an operation fails, and count it."""
         if operation.kind is not self.kind or (self.times is not None and self.met >= self.times):
             return False
         if operation.kind is not OperationKind.FLUSH:
@@ -126,7 +126,7 @@ class SimulatedDevice:
         self._statistics = SimulatedStatistics()
         self._descriptor = os.eventfd(1, os.EFD_NONBLOCK)
 
-    # ---- What a volume sees
+    # ---- Interface of a volume
 
     def register(self, memory: memoryview) -> None:
         """No-op."""
@@ -159,7 +159,7 @@ class SimulatedDevice:
         return self._statistics
 
     def close(self) -> None:
-        """Forget operations in progress."""
+        """Drop operations in progress."""
         self._waiting.clear()
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -169,7 +169,7 @@ class SimulatedDevice:
         with contextlib.suppress(OSError):
             self.close()
 
-    # ---- What a test decides
+    # ---- Interface of a test
 
     @property
     def waiting(self) -> list[Operation]:
@@ -208,7 +208,7 @@ class SimulatedDevice:
             self.complete()
 
     def crash(self, *, torn: bool = True, seed: int | None = None) -> "SimulatedDevice":
-        """Return the device after a power cut; this one is dead.
+        """Return the device after a power cut; this one cannot be used any longer.
 
         Of each block written since the last flush any version survives; with ``torn``, sectors of several.
         """
@@ -220,7 +220,7 @@ class SimulatedDevice:
         for operation, _, content in [*self._waiting, *self._stuck]:
             if operation.kind is OperationKind.WRITE:
                 self._write(operation.offset // BLOCK_BYTES, content, None)
-        mood = chance.choice((0.0, 0.2, 0.5, 0.8, 1.0))  # how much of it survives: also nearly all, and nearly nothing
+        mood = chance.choice((0.0, 0.2, 0.5, 0.8, 1.0))  # share of surviving writes, also nearly all or none
         for block, versions in sorted(self._dirty.items()):
             old = self._durable.get(block, _ZEROS)
             contents = [version.content for version in versions]
@@ -237,7 +237,7 @@ class SimulatedDevice:
         return after
 
     def restart(self) -> "SimulatedDevice":
-        """Return the device after the process has died with the power on: all completed writes are there."""
+        """Return the device after a SIGKILL without a power cut: all completed writes are present."""
         after = SimulatedDevice(
             self.capacity_bytes,
             seed=self.random.randrange(1 << 32),
@@ -299,7 +299,7 @@ class SimulatedDevice:
             if (content := self._current(block)) != _ZEROS:
                 yield block, content
 
-    # ---- Inside
+    # ---- Internal methods
 
     def _perform(self, operation: Operation, submitted: int, content: bytes, fault: Fault | None) -> int:
         error = fault.error if fault is not None else 0
@@ -308,7 +308,7 @@ class SimulatedDevice:
         if operation.kind is OperationKind.WRITE:
             now = ctypes.string_at(operation.address, operation.length)
             assert now == content, "memory changed while it was being written"
-            if error and content:  # a write that failed may have been done in part
+            if error and content:  # a failed write may be partly complete
                 count = self.random.randrange(len(content) // BLOCK_BYTES + 1)
                 self._write(block, content[: count * BLOCK_BYTES], self._completions)
             elif not lost:
@@ -318,7 +318,7 @@ class SimulatedDevice:
             ctypes.memset(operation.address, 0, operation.length)
             durable, dirty = self._durable, self._dirty
             for each in range(block, block + count):
-                if each in durable or each in dirty:  # of most of a device nothing was ever written
+                if each in durable or each in dirty:  # most blocks of a device were never written
                     ctypes.memmove(operation.address + (each - block) * BLOCK_BYTES, self._current(each), BLOCK_BYTES)
         elif operation.kind is OperationKind.FLUSH and not error and not lost:
             self._flush(submitted)

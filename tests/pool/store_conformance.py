@@ -22,7 +22,7 @@ class StoreConformance(ABC):
     """The suite. Budgets are in bytes; cost() returns the bytes that an entry counts for."""
 
     MANY = 3_000
-    """Entries that are enough to tell work on all of them from work on some."""
+    """Number of entries that distinguishes work on all entries from work on some."""
     PIN_UNIT_MS = 1000
     """Resolution of a pin's end."""
 
@@ -73,8 +73,8 @@ class StoreConformance(ABC):
         store = self.drive(3 * self.cost(b"a", 100), Clock())
         for key in (b"a", b"b", b"c"):
             store.put(key, b"x" * 100)
-        assert store.get(b"a") is not None  # b is the oldest now
-        assert store.peek(b"b") is not None  # and looking without using does not change that
+        assert store.get(b"a") is not None  # b is now the oldest
+        assert store.peek(b"b") is not None  # peek() does not change the order
         store.put(b"d", b"x" * 100)
         assert store.peek(b"b") is None
         assert all(store.peek(key) is not None for key in (b"a", b"c", b"d"))
@@ -86,7 +86,7 @@ class StoreConformance(ABC):
         store = self.drive(4 * self.cost(b"a", 8000), Clock())
         for key in (b"a", b"b", b"c", b"d"):
             store.put(key, b"x" * 8000)
-        store.put(b"e", b"y" * 14400)  # one is not enough, two are
+        store.put(b"e", b"y" * 14400)  # one eviction is not enough, two are
         assert [key for key in (b"a", b"b", b"c", b"d") if store.peek(key)] == [b"c", b"d"]
         assert store.value(b"e") == b"y" * 14400
         assert store.statistics().used_bytes <= 4 * self.cost(b"a", 8000)
@@ -142,7 +142,7 @@ class StoreConformance(ABC):
         store = self.drive(1 << 22, clock)
         for number in range(100):
             store.put(b"%d" % number, b"1", expires_at_ms=clock.now_ms + 1 + number)
-        store.put(b"0", b"stays")  # the expiry that it had is void
+        store.put(b"0", b"stays")  # the previous expiry is removed
         clock.now_ms += 50
         assert store.sweep(10) == 10
         while store.sweep(10):
@@ -174,7 +174,7 @@ class StoreConformance(ABC):
             found += keys
             if cursor == 0:
                 break
-            for number in range(step * 20, step * 20 + 20):  # everything changes while the scan goes on
+            for number in range(step * 20, step * 20 + 20):  # all keys change during the scan
                 store.call(store.store.remove, (0, b"goes%d" % number))
                 store.get(b"stays%d" % number)
                 store.put_soon(b"stays%d" % (number * 7 % 300), b"2")
@@ -249,7 +249,7 @@ class StoreConformance(ABC):
         assert store.keys(one) == {b"b", b"c", b"d"}
         store.call(store.store.set_quota, one, None, 2)
         assert store.keys(one) == {b"c", b"d"}
-        store.put(b"c", b"new", one)  # in place of one that is there
+        store.put(b"c", b"new", one)  # replaces an existing value
         store.put(b"e", b"x", one)
         assert store.keys(one) == {b"c", b"e"} and store.keys() == {b"a"}
         assert store.statistics(one).evicted_keys == 3 and store.statistics(0).evicted_keys == 0
@@ -261,7 +261,7 @@ class StoreConformance(ABC):
         store.put(b"old", b"x" * 900)
         for key in (b"a", b"b", b"c", b"d", b"e"):
             store.put(key, b"x" * 1000, one)
-        store.put(b"new", b"x" * 900)  # tenant 0 has the oldest, and less than its share
+        store.put(b"new", b"x" * 900)  # tenant 0 has the oldest value, and less than its share
         assert store.keys() == {b"old", b"new"} and store.keys(one) == {b"b", b"c", b"d", b"e"}
         store.put(b"f", b"x" * 1000, one)
         assert store.keys() == {b"old", b"new"} and store.keys(one) == {b"c", b"d", b"e", b"f"}
@@ -283,7 +283,7 @@ class StoreConformance(ABC):
         store.put(b"d", b"x" * 1000)
         assert store.keys() == {b"a", b"d"}
         assert store.pin(b"a", 0)
-        store.put(b"e", b"x" * 1000)  # which of the two goes is the policy's business
+        store.put(b"e", b"x" * 1000)  # the policy chooses the victim of the two
         assert b"e" in store.keys() and store.count() == 2
         assert store.pin(b"e", clock.now_ms + 100 * unit) and store.remove(b"e")  # a pin is no lock
         assert store.statistics().pinned_keys == 0
@@ -308,7 +308,7 @@ class StoreConformance(ABC):
         put(5, None)
         assert store.count() == 4 and {keys[0], keys[4], keys[5]} < store.keys()
         store.get(keys[4])
-        store.put(b"large", b"x" * 2100)  # the last child, and then its parent, which has none left
+        store.put(b"large", b"x" * 2100)  # the last child, and then its parent without children
         assert store.keys().isdisjoint({keys[1], keys[2], keys[3]})
         store.remove(keys[0])
         assert store.value(keys[4]) is not None
@@ -344,7 +344,7 @@ class StoreConformance(ABC):
 
         assert pin_all(tenants[0]) == 4 and store.statistics(tenants[0]).pinned_keys == 4
         assert store.statistics(tenants[0]).pinned_bytes == 4 * self.cost(b"00", 1000)
-        for number in range(40):  # whatever it has pinned, a SET of another goes on
+        for number in range(40):  # pins of one tenant do not block a SET of another
             store.put(b"%d" % (100 + number), b"x" * 1000, tenants[1])
         assert pin_all(tenants[1]) == 4
         assert pin_all(tenants[2]) == 0  # all together have half
@@ -373,7 +373,7 @@ class StoreConformance(ABC):
         with pytest.raises(PinShareError):
             store.pin(b"2", clock.now_ms + 10**6, one)
         assert store.pin(b"0", clock.now_ms + 2 * 10**6, one)  # which it has already
-        store.put(b"0", b"new", one)  # a pin goes with the old value
+        store.put(b"0", b"new", one)  # a pin ends with the old value
         assert store.pin(b"2", clock.now_ms + 10**6, one)
         for number in range(10):
             store.put(b"%d" % (10 + number), b"x" * 1000, one)

@@ -1,4 +1,4 @@
-"""Drives a pool in tests as the server does: with a lock, and a caller of poll()."""
+"""Drives a pool in tests like the server: with a lock, and a caller of poll()."""
 
 import threading
 from collections.abc import Callable
@@ -115,7 +115,7 @@ class Driver:
         if error is not None:
             raise error
 
-    # ---- The engine's methods, waited for
+    # ---- The engine's methods, with waiting
 
     def put_soon(self, key: bytes, value: bytes | memoryview, tenant: int = 0, **named: Any) -> Change:
         """Store a value without waiting for durability; wait while the pool is busy."""

@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 def faults_in_writing(size: int) -> int:
-    """Return how often the kernel has to give out a page for a value that is written and let go of."""
+    """Return the number of page faults for a value that is written and released."""
     view = allocate(size)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     np.frombuffer(view, np.uint8)[:] = 1
@@ -49,10 +49,10 @@ def test_a_value_of_one_huge_page_gets_it() -> None:
 
 def test_a_new_value_reuses_the_pages_of_a_freed_one() -> None:
     size = 11 * MIB + 5000
-    for first in (size, 14 * MIB):  # one a little larger, and one that is made smaller
+    for first in (size, 14 * MIB):  # a slightly larger size, and one to shrink
         faults_in_writing(first)
         for other in (size, size - 3000, size + 3000):
-            assert faults_in_writing(other) <= 4, "the kernel has zeroed pages for it"
+            assert faults_in_writing(other) <= 4, "the kernel provided new pages"
 
 
 def test_pages_are_not_reused_while_a_view_exists() -> None:
@@ -79,4 +79,4 @@ def test_unused_mappings_are_limited() -> None:
     large = allocate(2 * KEPT_BYTES_MAX)
     before = mapped()
     del large
-    assert before - mapped() >= 2 * KEPT_BYTES_MAX, "what is larger than all that may be kept goes at once"
+    assert before - mapped() >= 2 * KEPT_BYTES_MAX, "a buffer above the limit is released at once"

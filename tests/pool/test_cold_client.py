@@ -21,7 +21,7 @@ from shadowserve.pool.cold.signing import Credentials, signed_headers
 NAME = "t/" + 40 * "0" + ".kv"
 PREFIX = "shadowserve/"
 RSS_GROWTH_MAX = 8 * PAGE_BYTES_MAX
-"""A page as bytes, as text and as objects, and memory that the allocator keeps."""
+"""Memory of a page as bytes, as text and as objects, and of the allocator."""
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_signatures_are_those_of_aws_documentation(query: str, signature: str) -
 
 @pytest.mark.parametrize("odd", ["a//b", "./x", "../x", "a\tb", "a\nb", "a\x01b", "a b+c%2F&<>", "é", "/", ""])
 def test_an_odd_name_under_the_prefix_costs_that_object_alone(server: FaultyS3, bucket: Bucket, odd: str) -> None:
-    """Symptom: one such name, and the list failed: the node found none of its records, FLUSHALL was an error."""
+    """Symptom: with one such name the list failed: the node found none of its records, and FLUSHALL was an error."""
     server.objects = {f"{PREFIX}{odd}": b"x", f"{PREFIX}{NAME}": b"ours", "elsewhere": b"y"}
     assert {listed.name: listed.size for listed in bucket.list()} == {odd: 1, NAME: 4}
 
@@ -129,7 +129,7 @@ def test_an_endless_list_ends_at_its_deadline(server: FaultyS3) -> None:
     server.fault = lambda asked: Answer(200, body=page(3, token=str(len(server.asked))))
     with opened(server.endpoint, list_timeout_s=0.5) as bucket, pytest.raises(BucketError) as raised:
         for _ in bucket.list():
-            """Each page names another one."""
+            """Each page has another continuation."""
     assert raised.value.reason == "bad_list" and "no end" in str(raised.value)
 
 
@@ -138,7 +138,7 @@ def test_an_endless_list_ends_at_its_deadline(server: FaultyS3) -> None:
 
 @contextmanager
 def endless(headers: dict[str, str], piece: bytes) -> Iterator[str]:
-    """Yield the endpoint of a server that sends a body for as long as it is read."""
+    """Yield the endpoint of a server that sends a body as long as the client reads."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -220,12 +220,12 @@ def test_a_slow_server_is_cut_off_at_the_deadline(
         assert raised.value.reason == "timeout"
 
 
-# ---- Where credentials come from and go to
+# ---- Sources and receivers of credentials
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_a_redirect_is_not_followed(monkeypatch: pytest.MonkeyPatch, server: FaultyS3, status: int) -> None:
-    """Symptom: the other host was sent x-amz-security-token."""
+    """Symptom: another host received x-amz-security-token."""
     monkeypatch.setenv("AWS_SESSION_TOKEN", "secret token")
     with faulty_s3() as elsewhere, opened(server.endpoint) as bucket:
         server.fault = lambda asked: Answer(status, "TemporaryRedirect", {"Location": f"{elsewhere.endpoint}/x"})
@@ -243,7 +243,7 @@ def test_a_redirect_is_not_followed(monkeypatch: pytest.MonkeyPatch, server: Fau
 
 
 def test_the_error_about_missing_credentials_says_what_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Symptom: a log line about the metadata service of AWS, of a node over MinIO."""
+    """Symptom: a log line of a node over MinIO named the metadata service of AWS."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
@@ -256,7 +256,7 @@ def test_the_error_about_missing_credentials_says_what_to_set(monkeypatch: pytes
 
 
 class _Roles(BaseHTTPRequestHandler):
-    """Gives credentials out: as STS, as a container's agent, and as an instance's metadata service."""
+    """Issues credentials like STS, a container's agent, and an instance's metadata service."""
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""

@@ -12,9 +12,9 @@ from machine import wait_for
 from shadowserve.keys import storage_key
 
 FITS = Chain("fits", 16, 1 << 17)
-"""2 MiB: the device has room for them."""
+"""2 MiB: they fit on the device."""
 MORE = Chain("more", 96, 1 << 17)
-"""12 MiB, with which it has not."""
+"""12 MiB: they do not fit on the device."""
 
 
 @pytest.fixture
@@ -25,34 +25,34 @@ def node(bucket: FaultyS3, tmp_path: Path) -> Iterator[Node]:
 
 
 def in_memory(node: Node, chain: Chain) -> int:
-    """Return how many records of a chain are held in memory, and not on the device alone."""
+    """Return the number of a chain's records in memory."""
     items = [node.peek(key) for key in chain.keys]
     return sum(item is not None and item.value is not None for item in items)
 
 
 def values(node: Node, chain: Chain) -> list[bytes | None]:
-    """Read a chain, one after the other: memory has not room for all of it."""
+    """Read the records of a chain in order: the memory is too small for all of them."""
     return [node.value(key) for key in chain.keys]
 
 
 def cool(node: Node) -> None:
-    """Have the device alone hold what the pool has."""
+    """Move all of the pool's values to the device alone."""
     node.pump(lambda: not node.store.busy)
     with node.lock:
         while node.store._core.memory_cache.make_room():  # type: ignore[attr-defined]
-            """Nothing is in memory."""
+            """The memory has no copies."""
 
 
 def test_only_evicted_records_are_written_to_the_bucket_and_read_back(node: Node, bucket: FaultyS3) -> None:
     node.store_chain(FITS)
     cool(node)
-    assert in_memory(node, FITS) == 0, "it is written from the device"
+    assert in_memory(node, FITS) == 0, "the records must be read from the device"
     assert not bucket.objects and node.cold().waiting_records == len(FITS.records)
     node.store_chain(MORE)
     statistics = node.statistics()
     assert statistics.evicted_keys > 0 and node.cold().held_back > 0
-    assert node.cold().missed_records == 0, "nothing goes before it is written"
-    assert 0 < node.cold().written_objects < statistics.evicted_keys, "runs are written together"
+    assert node.cold().missed_records == 0, "no record must be evicted before its write"
+    assert 0 < node.cold().written_objects < statistics.evicted_keys, "consecutive records must share an object"
     assert values(node, FITS) == FITS.values
     assert values(node, MORE) == MORE.values
     assert node.cold().read_records > 0
@@ -64,11 +64,11 @@ def test_a_restarted_node_serves_its_device_and_the_bucket(node: Node, bucket: F
     node.stop()
     again = device_node(bucket.endpoint, tmp_path / "device", write="evicted")
     try:
-        assert again.statistics().keys > 0, "the device has its own"
+        assert again.statistics().keys > 0, "the device must keep its records"
         again.await_listed()
         newest_first = [again.value(key) for key in [*FITS.keys, *MORE.keys][::-1]]
         assert newest_first == [*FITS.values, *MORE.values][::-1]
-        assert 0 < again.cold().read_records < len(newest_first), "some came from the device"
+        assert 0 < again.cold().read_records < len(newest_first), "some records must come from the device"
     finally:
         again.store.close()
 
@@ -108,7 +108,7 @@ def test_an_unwritable_bucket_delays_stores_until_its_deadline_and_loses_evicted
 def test_only_a_record_that_the_device_lost_before_its_write_is_a_miss(
     node: Node, bucket: FaultyS3, tmp_path: Path
 ) -> None:
-    """Rot is met when it is read to be written: its neighbours get into the bucket all the same."""
+    """A read for the bucket finds a damaged record. Its neighbours must still be written to the bucket."""
     node.store_chain(FITS)
     cool(node)
     lost = 5
@@ -117,7 +117,7 @@ def test_only_a_record_that_the_device_lost_before_its_write_is_a_miss(
     data = bytearray(path.read_bytes())
     places = [place for place in range(0, len(data), 512) if data[place : place + 512] == value[-1024:-512]]
     begin = data.find(value)
-    assert begin >= 0 and places, "it lies on the device in one piece"
+    assert begin >= 0 and places, "the record must be contiguous on the device"
     with path.open("r+b") as file:
         file.seek(begin + len(value) // 2)
         file.write(b"\xff" * 64)

@@ -1,4 +1,4 @@
-"""The format of an object in the bucket: frozen, and checked before it is used."""
+"""The format of an object in the bucket: it is frozen, and checked before use."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def test_only_sound_files_of_the_corpus_are_accepted(path: Path) -> None:
     contents = parsed(data)
     body = bytearray(data.partition(b"\n")[2][: sum(place.length for place in contents.places.values())])
     assert finish(body, contents.tenant, list(contents.places.items())) == contents
-    assert bytes(body) == data.partition(b"\n")[2], "the format is frozen: what was written must be written so again"
+    assert bytes(body) == data.partition(b"\n")[2], "the format is frozen: a writer must produce the same bytes"
 
 
 def test_every_changed_byte_of_a_footer_is_detected() -> None:

@@ -8,7 +8,7 @@ MB = 1_000_000
 
 
 def told(pace: ThroughputEstimate, rounds: int, *, at_once: int, seconds: float, size: int) -> ThroughputEstimate:
-    """Have so many requests go on side by side, again and again."""
+    """Simulate a number of parallel requests, repeatedly."""
     now_s = 0.0
     for _ in range(rounds):
         for _ in range(at_once):
@@ -16,7 +16,7 @@ def told(pace: ThroughputEstimate, rounds: int, *, at_once: int, seconds: float,
         began_s, now_s = now_s, now_s + seconds
         for _ in range(at_once):
             pace.end(now_s, began_s, size)
-        now_s += 100.0  # nobody asks for anything: that says nothing of the bucket
+        now_s += 100.0  # an idle time is no measurement of the bucket
     return pace
 
 

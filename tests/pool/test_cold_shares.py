@@ -27,7 +27,7 @@ def object_of(tenant: str, label: str, records: int = 1) -> Contents:
     return Contents(name_of(tenant, keys), tenant, 100 * records + 200, places)
 
 
-# ---- What a share is
+# ---- Definition of a share
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_the_tenant_furthest_beyond_its_share_is_the_same_on_each_node() -> None
 def test_a_sweep_deletes_objects_of_the_tenant_beyond_its_share(
     bucket: FaultyS3, open_node: Opens, quotas: dict[str, tuple[int, None]]
 ) -> None:
-    """Symptom: 100 MiB of another tenant, whose quota is 8 MiB, left a tenant 0 of 12 records."""
+    """Symptom: 100 MiB of another tenant with a quota of 8 MiB left a tenant 0 of 12 records."""
     settings = {"memory_budget_bytes": 256 * MIB, "bytes_max": 64 * MIB, "quotas": quotas}
     node = open_node(**settings)
     second = open_node(**settings)
@@ -84,7 +84,7 @@ def test_a_sweep_deletes_objects_of_the_tenant_beyond_its_share(
     second.await_listed()
     assert sum(name.startswith("shadowserve/tmodest/") for name in bucket.objects) == 1
     assert any(name.startswith("shadowserve/tgreedy/") for name in bucket.objects), (
-        "it has the room that no other tenant needs"
+        "a tenant must get the space that others do not need"
     )
     other = open_node(**settings)
     wait_for(lambda: other.cold().objects == len(bucket.objects))
@@ -92,7 +92,7 @@ def test_a_sweep_deletes_objects_of_the_tenant_beyond_its_share(
 
 
 def test_after_a_restart_each_tenant_has_its_share_of_known_records(bucket: FaultyS3, open_node: Opens) -> None:
-    """Symptom: with chunks_max less than what another tenant had stored since, a tenant had 0 of 12 records."""
+    """Symptom: a tenant kept 0 of 12 records if another tenant had stored more than chunks_max since."""
     node = open_node()
     node.store_chain(MINE, tenant(node, "modest"))
     node.await_written(1)
@@ -108,19 +108,19 @@ def test_after_a_restart_each_tenant_has_its_share_of_known_records(bucket: Faul
     again.await_listed()
     asked = bucket.count("get")
     again.await_listed()
-    assert bucket.count("get") == asked, "the tail of an object without room is not read with each list"
+    assert bucket.count("get") == asked, "the tail of an object without space must not be read again"
 
 
 def test_a_full_catalog_makes_room_for_a_tenant_that_has_less_than_its_share() -> None:
     catalog = Catalog(Shares(10))
     for number in range(10):
         assert catalog.add(object_of("greedy", str(number)), number)
-    assert not catalog.add(object_of("greedy", "older"), -1.0), "its own newer ones stay"
+    assert not catalog.add(object_of("greedy", "older"), -1.0), "the tenant's own newer objects must stay"
     assert catalog.add(object_of("greedy", "newer"), 10.0)
     assert catalog.find("greedy", b"0 0".ljust(32)) is None and catalog.find("greedy", b"1 0".ljust(32)) is not None
     for number in range(5):
         assert catalog.add(object_of("modest", str(number)), -10.0 - number)
-    assert not catalog.add(object_of("modest", "more"), -20.0), "no more than its share"
+    assert not catalog.add(object_of("modest", "more"), -20.0), "a tenant must not exceed its share"
     assert catalog.chunks == 10 and catalog.left_out == 8
     assert catalog.begin_list() >= {object_of("modest", "more").name}
 
@@ -163,7 +163,7 @@ def test_tenants_and_their_clients_take_turns_of_equal_cost() -> None:
     for _ in range(7):
         take()
     behind = taken[10:]
-    assert sum(item.startswith("modest") for item in behind) >= 4, "by cost, not by count"
+    assert sum(item.startswith("modest") for item in behind) >= 4, "turns must count cost, not requests"
     assert "greedy's other client" in behind
     assert queue.waiting("greedy") + queue.waiting("modest") == 105 - len(taken)
     while queue:
@@ -172,7 +172,7 @@ def test_tenants_and_their_clients_take_turns_of_equal_cost() -> None:
 
 
 def test_a_flood_of_reads_causes_no_miss_for_another_tenant(bucket: FaultyS3, open_node: Opens) -> None:
-    """Symptom: a tenant's read waited behind all of another's, and was a miss after timeout_s."""
+    """Symptom: a tenant's read waited behind all reads of another, and was a miss after timeout_s."""
     writer = open_node()
     floods = [Chain(f"flood {number}", 12) for number in range(20)]
     for number, chain in enumerate([*floods, MINE]):
@@ -201,11 +201,11 @@ def test_a_flood_of_reads_causes_no_miss_for_another_tenant(bucket: FaultyS3, op
         if reading is not None:
             reading.wait()
             reading.release()
-    assert "tmodest" in order[:3], "at most what is under way, and one turn, comes before"
+    assert "tmodest" in order[:3], "only running reads and one turn may come before"
 
 
 def test_queued_reads_that_time_out_do_not_count_as_failures_of_the_bucket(bucket: FaultyS3, open_node: Opens) -> None:
-    """Symptom: a tenant whose reads were too many made all others be answered misses: the bucket counted as away."""
+    """Symptom: too many reads of one tenant made the bucket count as down, and all reads of others were misses."""
     writer = open_node()
     chains = [Chain(f"chain {number}", 4) for number in range(8)]
     for number, chain in enumerate(chains):
@@ -225,7 +225,7 @@ def test_queued_reads_that_time_out_do_not_count_as_failures_of_the_bucket(bucke
 
 
 def test_a_full_backlog_drops_records_of_the_largest_tenant() -> None:
-    """Symptom: a tenant's stores pushed another's records out of the backlog, and they never got into the bucket."""
+    """Symptom: a tenant's stores displaced another's records in the backlog, and they never reached the bucket."""
     gathering = Gathering(1000, 5.0, 100, backlog_max=10)
     for number in range(4):
         gathering.add((1, b"mine %d" % number), b"mine %d" % number, b"", 1000, 0.0)

@@ -1,4 +1,4 @@
-"""A bucket below the pool: every node finds the records of the others; faults of the bucket are misses."""
+"""A bucket below the pool: every node finds the records of the others, and faults of the bucket are misses."""
 
 import contextlib
 import threading
@@ -17,7 +17,7 @@ CHAIN = Chain("prefix", 12)
 
 
 def filled(open_node: Opens, chain: Chain = CHAIN) -> Node:
-    """Return a node that has stored a chain, all of which is in the bucket, in one object."""
+    """Return a node with a stored chain. The bucket has all of it in one object."""
     node = open_node(gather_s=0.5)
     node.store_chain(chain)
     node.await_written(1)
@@ -25,7 +25,7 @@ def filled(open_node: Opens, chain: Chain = CHAIN) -> Node:
     return node
 
 
-# ---- What it is for
+# ---- Purpose
 
 
 def test_an_empty_node_serves_records_of_another_node(bucket: FaultyS3, open_node: Opens) -> None:
@@ -34,11 +34,13 @@ def test_an_empty_node_serves_records_of_another_node(bucket: FaultyS3, open_nod
     other.await_known(12)
     asked = bucket.count("get")
     assert other.read_chain(CHAIN) == CHAIN.values
-    assert bucket.count("get") - asked <= 6, "neighbours come in one range, or a few while they are asked for"
+    assert bucket.count("get") - asked <= 6, "neighbouring records must share a few range requests"
     assert other.cold().read_records == 12
     requests = len([each for each in bucket.asked if each.operation != "list"])
     assert other.read_chain(CHAIN) == CHAIN.values
-    assert len([each for each in bucket.asked if each.operation != "list"]) == requests, "they have come to stay"
+    assert len([each for each in bucket.asked if each.operation != "list"]) == requests, (
+        "read records must stay in the node"
+    )
 
 
 def test_a_chain_becomes_few_objects_and_lookups_need_no_request(bucket: FaultyS3, open_node: Opens) -> None:
@@ -88,7 +90,7 @@ def test_write_evicted_writes_only_when_there_is_no_room(bucket: FaultyS3, open_
         node.put(storage_key(name), value, header_bytes=header_bytes, parent=parent)
     statistics = node.statistics()
     assert statistics.evicted_keys and node.cold().held_back and not node.cold().missed_records
-    assert node.cold().written_objects <= 10, "a run is written together"
+    assert node.cold().written_objects <= 10, "consecutive records must share an object"
     assert node.read_chain(long) == long.values
 
 
@@ -147,7 +149,7 @@ def test_written_records_survive_a_crash(bucket: FaultyS3, open_node: Opens) -> 
     node = open_node(gather_s=0.3)
     node.store_chain(CHAIN)
     wait_for(lambda: bucket.count("put"))
-    crash = threading.Thread(target=node.store.close)  # without drain(): as after a crash
+    crash = threading.Thread(target=node.store.close)  # without drain(), as in a crash
     crash.start()
     gate.set()
     crash.join()
@@ -193,11 +195,11 @@ def test_a_refused_deletion_is_an_error_and_is_repeated_later(bucket: FaultyS3, 
     assert node.peek(CHAIN.keys[0]) is None
     asked = bucket.count("list")
     wait_for(lambda: bucket.count("list") > asked + 1)
-    assert node.peek(CHAIN.keys[0]) is None, "a list does not bring it back"
+    assert node.peek(CHAIN.keys[0]) is None, "a list must not restore a removed record"
     late = Chain("late", 3)
     open_node().store_chain(late)
     node.await_known(3)
-    assert node.read_chain(late) == late.values, "what cannot be deleted does not keep anything from being read"
+    assert node.read_chain(late) == late.values, "failed deletions must not prevent reads"
     bucket.fault = lambda asked: None
     wait_for(lambda: len(bucket.objects) == 1)
 
@@ -216,7 +218,7 @@ def test_a_removal_ends_at_its_deadline_and_does_not_block_another_tenant(bucket
     bucket.fault = stuck
     try:
         ticket = node.call(node.store.put, (0, CHAIN.keys[0]), b"another value")
-        assert node.remove(short.keys[0], modest), "it has a turn"
+        assert node.remove(short.keys[0], modest), "the tenant must get a turn"
         assert ticket is not None
         with pytest.raises(Exception, match="cannot delete"):
             node.settle(ticket)
@@ -226,14 +228,14 @@ def test_a_removal_ends_at_its_deadline_and_does_not_block_another_tenant(bucket
 
 
 def test_a_removal_that_fails_at_once_is_an_error(bucket: FaultyS3, open_node: Opens) -> None:
-    """Symptom: success, where the bucket had said no before the removal's end was asked for."""
+    """Symptom: a removal succeeded if the bucket refused it before the caller waited for its end."""
     node = filled(open_node)
     bucket.fault = lambda asked: Answer(403, "AccessDenied") if asked.operation == "delete" else None
     assert node.call(node.store.remove, (0, CHAIN.keys[0]))
-    wait_for(lambda: bucket.count("delete") > 2)  # lists have tried it again
+    wait_for(lambda: bucket.count("delete") > 2)  # later lists repeat the deletion
     with pytest.raises(Exception, match="cannot delete"):
         node.settle(node.call(node.store.barrier))
-    assert node.call(node.store.barrier) is None, "it is told once"
+    assert node.call(node.store.barrier) is None, "the error must be reported only once"
     bucket.fault = lambda asked: None
 
 
@@ -251,7 +253,7 @@ def test_a_record_removed_during_its_write_is_not_in_the_bucket(bucket: FaultyS3
 
 
 def test_a_removed_record_does_not_return_by_a_footer_read_before(bucket: FaultyS3, open_node: Opens) -> None:
-    node = open_node(index_ttl_s=1.0, gather_s=0.5)  # time to look before the next list repairs it
+    node = open_node(index_ttl_s=1.0, gather_s=0.5)  # enough time for the check before the next list repairs it
     gate = threading.Event()
     late: list[Asked] = []
 
@@ -328,11 +330,11 @@ def test_a_removal_waits_for_the_first_complete_list(bucket: FaultyS3, open_node
     filled(open_node)
     gate = threading.Event()
     bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
-    other = open_node(timeout_s=0.3)  # it starts before the tail has come
+    other = open_node(timeout_s=0.3)  # it starts before the tail is in the bucket
     ticket = other.call(other.store.put, (0, CHAIN.keys[0]), b"another value")
     assert ticket is not None and not ticket.settled
     gate.set()
-    with contextlib.suppress(Exception):  # its time may be over before the tail is there
+    with contextlib.suppress(Exception):  # its deadline may pass before the tail arrives
         other.settle(ticket)
     wait_for(lambda: other.cold().lists)
     other.put(CHAIN.keys[0], b"a third value")
@@ -340,7 +342,7 @@ def test_a_removal_waits_for_the_first_complete_list(bucket: FaultyS3, open_node
 
 
 def test_removal_deletes_an_object_whose_write_had_no_answer(bucket: FaultyS3, open_node: Opens) -> None:
-    """Symptom: a write without an answer had arrived, and DEL was answered without deleting its object."""
+    """Symptom: a write without an answer was complete, and DEL was answered without deleting its object."""
     node = open_node(index_ttl_s=3600.0)
     wait_for(lambda: node.cold().lists)
     arrived = bucket.objects
@@ -358,7 +360,7 @@ def test_removal_deletes_an_object_whose_write_had_no_answer(bucket: FaultyS3, o
 
 
 def test_removal_deletes_an_object_that_could_not_be_read(bucket: FaultyS3, open_node: Opens) -> None:
-    """Symptom: a read that failed made the node forget the object, and DEL was answered without deleting it."""
+    """Symptom: a failed read made the node forget the object, and DEL was answered without deleting it."""
     filled(open_node)
     other = open_node(index_ttl_s=3600.0)
     other.await_known(12)
@@ -370,11 +372,11 @@ def test_removal_deletes_an_object_that_could_not_be_read(bucket: FaultyS3, open
     assert not bucket.objects
 
 
-# ---- A bucket that is away, refuses, or lies
+# ---- A bucket that is down, refuses, or returns wrong data
 
 
 def test_a_wrong_list_forgets_nothing_and_a_clear_then_fails(bucket: FaultyS3, open_node: Opens) -> None:
-    """Symptom: FLUSHALL was never answered, since each page named another one."""
+    """Symptom: FLUSHALL was never answered, because each page had another continuation."""
     node = filled(open_node)
     endless = "<ListBucketResult><IsTruncated>true</IsTruncated><NextContinuationToken>%d</NextContinuationToken>"
     other = open_node(list_timeout_s=0.3)
@@ -384,7 +386,7 @@ def test_a_wrong_list_forgets_nothing_and_a_clear_then_fails(bucket: FaultyS3, o
     )
     wait_for(lambda: other.cold().failing_s)
     assert not other.cold().up and "no end" in other.cold().last_error
-    assert other.read_chain(CHAIN) == CHAIN.values, "known objects are read"
+    assert other.read_chain(CHAIN) == CHAIN.values, "known objects must be readable"
     with pytest.raises(Exception, match="cannot list"):
         other.clear(0)
     bucket.fault = lambda asked: None
@@ -419,7 +421,7 @@ def test_an_object_that_was_swapped_for_another_is_a_miss(bucket: FaultyS3, open
     assert found == [None] * len(CHAIN.records)
     newcomer = open_node()
     newcomer.await_listed()
-    assert newcomer.read_chain(CHAIN) == [None] * 12, "its tail says that it is another one"
+    assert newcomer.read_chain(CHAIN) == [None] * 12, "the tail must reveal another object"
     assert newcomer.cold().failed_reads["damaged"]
 
 
@@ -446,7 +448,7 @@ def test_a_silent_bucket_costs_the_deadline_and_later_nothing(bucket: FaultyS3, 
         assert other.read_chain(CHAIN) == [None] * 12
         drive(lambda: other.read_chain(CHAIN), lambda: other.cold().away)
         assert other.cold().failed_reads["timeout"]
-        assert other.peek(CHAIN.keys[0]) is None, "nobody is sent to a bucket that is away"
+        assert other.peek(CHAIN.keys[0]) is None, "no client must wait for a bucket that is down"
         other.put(b"key", b"value")
         assert other.value(b"key") == b"value"
     finally:
@@ -519,7 +521,7 @@ def test_foreign_objects_under_the_prefix_are_left_alone(bucket: FaultyS3, open_
 
 
 def test_an_object_damaged_in_transit_is_known_after_a_good_read(bucket: FaultyS3, open_node: Opens) -> None:
-    """Symptom: a tail that came damaged once was not read again until the node was restarted."""
+    """Symptom: a tail that was damaged in one answer was not read again until the node was restarted."""
     filled(open_node)
     bucket.fault = LIES["same_length"]
     other = open_node()
@@ -530,7 +532,7 @@ def test_an_object_damaged_in_transit_is_known_after_a_good_read(bucket: FaultyS
 
 
 def test_a_new_node_knows_the_bucket_at_once(bucket: FaultyS3, open_node: Opens) -> None:
-    """Symptom: a node that came back was asked before it had listed the bucket, and said that nothing was there."""
+    """Symptom: a restarted node answered before it had listed the bucket, and reported no records."""
     filled(open_node)
     assert open_node(index_ttl_s=3600.0).read_chain(CHAIN) == CHAIN.values
 
@@ -542,7 +544,7 @@ def test_chunks_max_limits_the_known_records(open_node: Opens) -> None:
     assert other.cold().records == 0
 
 
-# ---- Who asks, and whom
+# ---- Access control between tenants
 
 
 def test_ca_file_is_trusted(bucket: FaultyS3, certificates: Path) -> None:
@@ -576,7 +578,7 @@ def test_renewed_credentials_of_a_file_are_used(
         open_node()
 
 
-# ---- What waits
+# ---- Waiting writes
 
 
 def test_the_backlog_is_limited_and_dropped_records_are_counted() -> None:
@@ -584,7 +586,7 @@ def test_the_backlog_is_limited_and_dropped_records_are_counted() -> None:
     for number in range(25):
         gathering.add((0, b"%d" % number), b"%d" % number, b"", 10, 0.0)
     assert (gathering.waiting, gathering.dropped) == (10, 15)
-    assert gathering.take(1.0) is None, "they wait for more"
+    assert gathering.take(1.0) is None, "the writes must wait for further ones"
     batch = gathering.take(6.0)
     assert batch is not None and [key for _, key in batch.records] == [b"%d" % number for number in range(15, 25)]
     gathering.put_back(batch)

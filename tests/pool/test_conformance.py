@@ -1,4 +1,4 @@
-"""Every kind of pool passes the conformance suite: memory alone, a simulated device, a file."""
+"""Every kind of pool passes the conformance suite: memory only, a simulated device, a file."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ DEVICE_BYTES = 160 * MIB
 
 
 class DeviceConformance(StoreConformance):
-    """Objects lie in whole blocks."""
+    """Objects occupy whole blocks."""
 
     def cost(self, key: bytes, size: int) -> int:
         return object_blocks(size) * BLOCK_BYTES
@@ -113,7 +113,7 @@ class TestPoolOfMemory(StoreConformance):
 
 
 class TestPoolOfASimulatedDevice(DeviceConformance):
-    # One: the index knows the order of uses of several devices' objects by the second only.
+    # One device: for objects of several devices, the index orders uses by the second only.
     def make(self, budget_bytes: int, clock_ms: Callable[[], int]) -> Pool:
         return simulated_pool([SimulatedDevice(DEVICE_BYTES)], budget_bytes=budget_bytes, clock_ms=clock_ms)
 

@@ -1,4 +1,4 @@
-"""Sizes of devices: a file gets the configured size, and a volume grows but never shrinks."""
+"""Sizes of devices: a file gets the configured size, and a volume may grow but never shrink."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def volume(tmp_path: Path) -> Path:
 
 
 def test_a_file_grows_to_the_configured_size_and_keeps_its_objects(volume: Path) -> None:
-    """Symptom: a size that was changed later was ignored, and nothing said so."""
+    """Symptom: a later change of the size was ignored without a message."""
     before = start(volume, "16 MiB")
     less = room(before)
     before.stop()
@@ -82,7 +82,7 @@ def test_a_smaller_size_is_refused_with_advice(volume: Path) -> None:
 
 
 def test_a_corrected_size_is_accepted_after_a_failed_first_start(tmp_path: Path) -> None:
-    """Symptom: the corrected configuration failed in the same way until the file was deleted."""
+    """Symptom: the corrected configuration failed in the same way until the user deleted the file."""
     path = tmp_path / "values.pool"
     with pytest.raises(ConfigurationError, match="cannot hold the log"):
         start(path, "1 MiB")
@@ -118,7 +118,7 @@ def test_a_size_of_a_block_device_is_refused(monkeypatch: pytest.MonkeyPatch, tm
 
 @pytest.mark.parametrize("written", [0, 1])
 def test_a_volume_whose_growth_was_cut_short_is_opened(volume: Path, written: int) -> None:
-    """A crash can leave the new superblock in one of its two places, whichever it is."""
+    """A crash can leave the new superblock at only one of its two places; each place is tested."""
     with volume.open("r+b") as file:
         file.truncate(32 * MIB)
     device = BlockDevice(volume)

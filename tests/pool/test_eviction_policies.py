@@ -20,7 +20,7 @@ LATER_S = 1_000_000
 
 
 class Tier:
-    """An index within a budget, as a pool uses it: what goes is asked of the policy, and checked."""
+    """An index within a budget, like a pool's. It gets victims from the policy, and checks them."""
 
     def __init__(self, policy: IndexPolicy, budget_bytes: int, pinned: set[bytes]) -> None:
         self.index = Index(len(KEYS), policy, seed=2)
@@ -30,7 +30,7 @@ class Tier:
         self.sizes: dict[bytes, int] = {}
 
     def put(self, key: bytes, size: int) -> bool:
-        """Store a key that is absent; return whether there was room, or could be made."""
+        """Store an absent key. Return True if there was or could be room for it."""
         while sum(self.sizes.values()) + size > self.budget_bytes:
             if self.evict() is None:
                 return False
@@ -95,7 +95,7 @@ def test_every_policy_keeps_budget_and_pins_and_evicts_all_else(make: Callable[[
     assert len(tier.next_use) == len(waiting)
     while tier.evict() is not None:
         pass
-    assert set(tier.sizes) == tier.pinned, "something can neither go nor is pinned"
+    assert set(tier.sizes) == tier.pinned, "an unpinned key cannot be evicted"
 
 
 def test_unneeded_entries_are_evicted_first_then_the_last_request_from_its_end(make: Callable[[int], Tier]) -> None:
@@ -120,7 +120,7 @@ def test_a_shared_key_is_kept_for_the_earliest_request_that_needs_it(
     tier.next_use.publish("early", 1, [KEYS[0], KEYS[1]], LATER_S)
     tier.next_use.publish("late", 1, [KEYS[0], KEYS[2]], LATER_S)
     assert [tier.evict() for _ in range(2)] == [KEYS[2], KEYS[1]]
-    tier.next_use.withdraw("early")  # it runs: its key is the policy's again, as is what only "late" still needs
+    tier.next_use.withdraw("early")  # it runs: the policy may evict its key again, and the keys that only "late" needs
     assert tier.evict() == KEYS[0]
 
 
@@ -162,7 +162,7 @@ def test_pins_of_clients_are_neither_used_nor_ended(make: Callable[[int], Tier])
         tier.put(key, 1)
     tier.pin(KEYS[0], True)
     tier.next_use.publish("r", 1, KEYS[:2], LATER_S)
-    tier.pin(KEYS[1], True)  # pinned while it is waited for
+    tier.pin(KEYS[1], True)  # pinned while a request waits for it
     tier.next_use.withdraw("r")
     assert tier.evict() is None
     tier.pin(KEYS[0], False)
@@ -180,7 +180,7 @@ def test_a_victim_is_of_the_given_device_and_tenant() -> None:
     index.evict(index.find(1, found[0]))
     found.append(index.read(next_use.victim(1, device=1, tenant=1)).key)
     assert found == [KEYS[2], KEYS[3]]
-    assert index.read(next_use.victim(1, device=1)).tenant == 1  # it was held no more; then the last request gives
+    assert index.read(next_use.victim(1, device=1)).tenant == 1  # its hold has ended; next is the last request's key
     index.evict(index.find(1, KEYS[3]))
     assert index.read(next_use.victim(1)).tenant == 2
     index.close()
@@ -224,7 +224,7 @@ def test_a_pool_keeps_needed_entries_and_evicts_the_last_requests() -> None:
         until_s = 1 << 31
         pool.next_use.publish("next", 0, parsed[:20], until_s)
         pool.next_use.publish("last", 0, parsed[20:40], until_s)
-        for address in addresses[40:240]:  # twice what there is room for
+        for address in addresses[40:240]:  # twice the room
             pool.put(address, b"x" * 10_000)
         assert all(pool.peek(address) is not None for address in addresses[:40])
         late = [(0, b"late %d" % number) for number in range(2)]

@@ -1,4 +1,4 @@
-"""Records that are lent in their extents on devices."""
+"""Lending of records in their extents on devices."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def test_a_chain_is_lent_in_place_several_times() -> None:
     accessed = [pool.store._index.get(0, name)[1].accessed_s for name in CHAIN]  # type: ignore[index]
     assert accessed == [clock.now_ms // 1000] * len(CHAIN)
     give_back(pool, first)
-    assert used(pool) == len(CHAIN), "the other one has them"
+    assert used(pool) == len(CHAIN), "the other device must have all records"
     give_back(pool, second)
     assert used(pool) == 0
     pool.stop()
@@ -77,7 +77,7 @@ def test_lending_ends_before_the_first_unavailable_record(why: str) -> None:
         change = pool.put_soon(third, b"y" * LENGTHS[2])
     elif why == "gone":
         drop_copies(pool)  # memory would serve its copies
-        pool.store._core.disks[places[2][0]].give_up("it was pulled out")
+        pool.store._core.disks[places[2][0]].give_up("the device was removed")
         expected = next(at for at, (device, _) in enumerate(places) if device == places[2][0])
     lent = lend(pool, lengths)
     assert len(lent) == expected and used(pool) == expected + (why == "not durable")
@@ -127,7 +127,7 @@ def test_a_lent_extent_is_not_reused_before_it_is_returned(change: str) -> None:
                 pool.store.clear(None)
     pool.pump(lambda: not pool.store._core.clears.under_way)
     before = {extent for _, extent in places}
-    assert set(disk._freed_later) == before, "they wait for who reads there"
+    assert set(disk._freed_later) == before, "freed extents must wait for their readers"
     for number in range(20):
         pool.put(b"new%d" % number, b"z" * 10_000)
         item = pool.peek(b"new%d" % number)

@@ -1,4 +1,4 @@
-"""Passing errors: a busy device, or a block that is unreadable once. Nothing is dropped for them."""
+"""Transient errors: a busy device, or a block that is unreadable once. No object may be lost because of them."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def filled(count: int = 12) -> tuple[SimulatedDevice, Layout]:
-    """Return a volume with values of named keys, of which nothing tells but its log."""
+    """Return a volume with values of named keys, which only its log records."""
     store = Store(device_of())
     for number in range(count):
         store.put(index_key(b"%d" % number), b"%d" % number * 2000)
@@ -47,13 +47,13 @@ def check_all(device: SimulatedDevice, count: int = 12) -> None:
     assert [n for n in range(count) if store.get(index_key(b"%d" % n)) != b"%d" % n * 2000] == []
 
 
-# ---- At the start
+# ---- During the start
 
 
 @pytest.mark.parametrize("error", [errno.EIO, *PASSING])
 @pytest.mark.parametrize("which", [1, 5, 12], ids=["first", "middle", "last"])
 def test_an_unreadable_block_of_the_log_drops_nothing(which: int, error: int) -> None:
-    """Symptom: what was read once with EIO counted as a gap, or as the log's end: what was behind it was dropped."""
+    """Symptom: one EIO made a block look like a gap, or the log's end; the records behind it were dropped."""
     device, layout = filled()
     for first in layout.log_firsts:
         device.fail(
@@ -74,7 +74,7 @@ def test_an_unreadable_snapshot_drops_nothing() -> None:
     for number in range(12):
         store.put(index_key(b"%d" % number), b"%d" % number * 2000)
         store.drain()
-    for turn in range(3):  # so that the log has been written over once
+    for turn in range(3):  # so that the log wraps around once
         for _ in range(60):
             store.expire(index_key(b"1"), 4_000_000_000_000 + turn)
             store.drain()
@@ -92,7 +92,7 @@ def test_an_unreadable_snapshot_drops_nothing() -> None:
 
 
 def test_an_unreadable_object_of_the_last_group_stays() -> None:
-    """Symptom: taken for a put that never was, and its removal logged."""
+    """Symptom: the put counted as incomplete, and its removal was logged."""
     device, layout = filled()
     fault = device.fail(OperationKind.READ, times=None, first_block=layout.data_first)
     store = Store(device)
@@ -113,7 +113,7 @@ def test_a_superblock_that_cannot_be_read_once_is_read_the_second_time(copies: t
 
 
 def test_a_start_without_descriptors_for_a_device_fails(tmp_path: Path) -> None:
-    """Symptom: the others went on without it, and what was on it was dropped as stale when it was back."""
+    """Symptom: the pool continued without the device, and dropped its objects as stale at its return."""
     paths = [tmp_path / "one", tmp_path / "two"]
     pool = Driver(file_pool(paths))
     for number in range(20):
@@ -123,7 +123,7 @@ def test_a_start_without_descriptors_for_a_device_fails(tmp_path: Path) -> None:
     devices = [{"path": str(path), "access": "threads"} for path in paths]
     highest = max(map(int, os.listdir("/proc/self/fd")))
     taken = [os.open("/dev/null", os.O_RDONLY)]
-    while taken[-1] <= highest:  # so that what is opened next gets the next numbers
+    while taken[-1] <= highest:  # so that later descriptors have higher numbers
         taken.append(os.open("/dev/null", os.O_RDONLY))
     told, spare = "", 0
     try:
@@ -143,12 +143,12 @@ def test_a_start_without_descriptors_for_a_device_fails(tmp_path: Path) -> None:
     pool.stop()
 
 
-# ---- While it runs
+# ---- During operation
 
 
 @pytest.mark.parametrize("error", PASSING)
 def test_a_read_of_a_busy_device_is_retried(error: int) -> None:
-    """Symptom: dropped as io_error, and its extent quarantined."""
+    """Symptom: the object was dropped as io_error, and its extent quarantined."""
     pool, devices = start_pool()
     pool.put(b"a", b"x" * 100_000)
     drop_copies(pool)
@@ -167,13 +167,13 @@ def test_a_read_of_a_busy_device_is_retried(error: int) -> None:
 
 @pytest.mark.parametrize("error", PASSING)
 def test_a_write_to_a_busy_device_is_retried(error: int) -> None:
-    """Symptom: one EBUSY of an object's write kept others away for a second, one of the log's ended the device."""
+    """Symptom: one EBUSY of an object's write delayed others for a second; one of the log's closed the device."""
     pool, devices = start_pool()
     devices[0].fail(OperationKind.WRITE, error=error, times=4)
     pool.put(b"a", b"x" * 10_000)
     assert place_of(pool, b"a")[0] == 0
     data = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
-    devices[0].fail(OperationKind.WRITE, error=error, times=3, last_block=data)  # of the log
+    devices[0].fail(OperationKind.WRITE, error=error, times=3, last_block=data)  # writes of the log
     pool.put(b"b", b"y" * 10_000)
     found = pool.statistics().devices[0]
     assert found.state == "ok" and found.errors == 0 and found.busy == 7
@@ -211,7 +211,7 @@ def test_a_device_that_stays_busy_is_not_given_up(monkeypatch: pytest.MonkeyPatc
 
 
 def quarantined(pool: Driver, devices: list[SimulatedDevice], key: bytes = b"a", size: int = 100_000) -> int:
-    """Have the extent of an object be quarantined; return where it begins."""
+    """Quarantine the extent of an object. Return its offset."""
     pool.put(key, b"x" * size)
     drop_copies(pool)
     _, offset = place_of(pool, key)
@@ -229,7 +229,7 @@ def pass_time(pool: Driver, clock: Clock, seconds: int) -> None:
 
 
 def test_quarantined_extents_are_tested_without_scrubbing() -> None:
-    """Symptom: with scrub_bytes_per_s 0 it was never looked at again."""
+    """Symptom: with scrub_bytes_per_s 0 the extent was never checked again."""
     clock = Clock()
     pool, devices = start_pool(clock_ms=clock)
     quarantined(pool, devices)
@@ -256,7 +256,7 @@ def test_quarantined_extents_are_tested_while_all_memory_is_in_use() -> None:
 
 @pytest.mark.parametrize("kind", [OperationKind.WRITE, OperationKind.READ])
 def test_a_test_of_an_extent_is_repeated_if_the_device_was_busy(kind: OperationKind) -> None:
-    """Symptom: out of use until the next start, since it had not passed."""
+    """Symptom: the extent was unused until the next start, because its check had failed."""
     clock = Clock()
     pool, devices = start_pool(clock_ms=clock)
     extent = quarantined(pool, devices) // BLOCK_BYTES
@@ -297,7 +297,7 @@ def test_tests_of_extents_use_a_bounded_part_of_a_device() -> None:
 
 
 def test_scrubbing_continues_while_all_memory_is_in_use() -> None:
-    """Symptom: with copies in all of the memory, as a cache has them, no object was ever checked."""
+    """Symptom: with copies in all of the memory, the normal state of a cache, no object was ever checked."""
     clock = Clock()
     pool, devices = start_pool(clock_ms=clock, scrub_bytes_per_s=64 << 20)
     for number in range(30):

@@ -30,7 +30,7 @@ from shadowserve.pool.volume.volume import VolumeError
 
 
 def place_of(driver: Driver, key: bytes) -> tuple[int, int]:
-    """Return the device of an object, and where on it its value begins."""
+    """Return the device of an object, and the offset of its value."""
     entry = entry_of(driver, key)
     return entry.device, entry.extent * 4096 + 2048
 
@@ -103,7 +103,7 @@ def test_a_real_device_checks_reads_and_the_pool_checks_the_rest(
     assert checked == []
     assert pool.value(b"part", 400_000, 450_000) == value[400_000:450_000]
     assert pool.value(b"part", 890_000, 910_000) is None
-    assert checked == [6, 13]  # parts behind the header, which come in two operations
+    assert checked == [6, 13]  # parts behind the header, read in two operations
     assert pool.statistics().lost == {"rotten": 2}
     pool.stop()
 
@@ -116,7 +116,7 @@ def test_a_lost_write_does_not_return_the_old_value() -> None:
     pool.pump(lambda: not pool.store._core.disks[0].is_freeing)  # type: ignore[attr-defined]
     data = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
     devices[0].fail(OperationKind.WRITE, error=0, lost=True, first_block=data)
-    pool.put(b"a", b"new" * 10_000)  # the same key, length and place: all that tells is the number of the put
+    pool.put(b"a", b"new" * 10_000)  # the same key, length and place: only the put's number differs
     assert place_of(pool, b"a")[1] == first
     drop_copies(pool)
     assert pool.value(b"a") is None and pool.statistics().lost == {"misdirected": 1}
@@ -174,7 +174,7 @@ def test_an_old_value_does_not_return_if_all_devices_were_lost_when_it_was_repla
     for device in devices:
         device.remove()
     for key in (b"a", b"b"):
-        errors = [pool.put_soon(key, b"new").wait() for _ in range(3)]  # the first ones find out
+        errors = [pool.put_soon(key, b"new").wait() for _ in range(3)]  # the first writes detect the failure
         assert None not in errors and "no device is left" in str(errors[-1])
     pool.store.close()
     again = Driver(simulated_pool([device.restart() for device in devices], clock_ms=Clock()))
@@ -185,7 +185,7 @@ def test_an_old_value_does_not_return_if_all_devices_were_lost_when_it_was_repla
 def test_a_write_after_a_failed_one_goes_to_the_device() -> None:
     pool, devices = start_pool()
     data_first = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
-    devices[0].fail(OperationKind.WRITE, times=1, first_block=data_first)  # the log of the start may be on its way
+    devices[0].fail(OperationKind.WRITE, times=1, first_block=data_first)  # the log write of the start may be in flight
     assert pool.put_soon(b"a", b"x").wait() is not None
     pool.put(b"b", b"y")
     assert place_of(pool, b"b")[0] == 0
@@ -196,7 +196,7 @@ def test_a_memory_only_value_keeps_the_older_one_from_returning_after_a_crash() 
     pool, devices = start_pool(options=[{"write_bytes_per_day": MIB}])
     pool.put(b"a", b"old")
     while not pool.statistics().devices[0].wear_refused:
-        pool.put(b"filler", b"x" * 4000)  # all that may be written today
+        pool.put(b"filler", b"x" * 4000)  # the whole write budget of the day
     pool.put(b"a", b"new")
     assert pool.value(b"a") == b"new" and place_of(pool, b"a")[0] == 255
     again = Driver(simulated_pool([devices[0].crash()], clock_ms=Clock()))
@@ -225,7 +225,7 @@ def test_the_scrubber_finds_damage_and_extents_are_tested_before_reuse() -> None
         clock.now_ms += 10_000
         return not pool.statistics().devices[0].quarantined_bytes
 
-    pool.pump(over)  # what was written to it could be read back
+    pool.pump(over)  # a written value could be read
     pool.put(b"8", b"y")
     place = place_of(pool, b"9")
     devices[0].fail(OperationKind.READ, times=None, first_block=place[1] // 4096, last_block=place[1] // 4096 + 4)
@@ -234,7 +234,7 @@ def test_the_scrubber_finds_damage_and_extents_are_tested_before_reuse() -> None
     for _ in range(50):
         clock.now_ms += 10_000
         pool.store.poll()
-    assert pool.statistics().devices[0].quarantined_bytes  # it never passes
+    assert pool.statistics().devices[0].quarantined_bytes  # it never passes the check
     pool.stop()
 
 
@@ -288,7 +288,7 @@ def test_a_returning_device_brings_no_removed_object_back(when: str) -> None:
 
 
 def test_a_value_removed_before_it_was_written_is_acknowledged_with_its_removal() -> None:
-    """Acknowledged at once, it could be followed by a crash that brought back the value before both."""
+    """A write acknowledged at once could be followed by a crash that restores the value before both."""
     pool, (device,) = start_pool()
     pool.put(b"key", b"old")
     device.automatic = False
@@ -308,7 +308,7 @@ def test_a_value_removed_before_it_was_written_is_acknowledged_with_its_removal(
 def test_objects_dropped_for_a_damaged_block_of_the_log_are_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Symptom: they were gone after a start, and no counter and no line of the log said so."""
+    """Symptom: objects were absent after a start, without a counter or a log line."""
     pool, devices = start_pool()
     for number in range(10):
         pool.put(b"%d" % number, b"x" * 1000)
@@ -335,12 +335,12 @@ def test_objects_dropped_for_a_damaged_block_of_the_log_are_counted(
 
 
 def test_a_power_cut_at_the_start_does_not_drop_a_devices_objects() -> None:
-    """Some logs knew of the new session, one did not yet: its device was taken for one that had been away."""
+    """Symptom: a log without the newest session number made its device look absent in that session."""
     pool, _ = start_pool(2)
     for number in range(20):
         pool.put(b"%d" % number, b"%d" % number)
     pool.stop()
-    for _ in range(3):  # once more before the other log has heard of it
+    for _ in range(3):  # once more before the other log has the session
         devices = [disk.volume.device.restart() for disk in pool.store._core.disks]  # type: ignore[attr-defined]
         pool = Driver(simulated_pool(devices, clock_ms=Clock()))
         devices[1].automatic = False
@@ -359,7 +359,7 @@ def test_objects_of_a_conflicting_tenant_id_are_dropped(first: int) -> None:
     pool.stop()
     devices = [device.restart() for device in devices]
     clock, ids = Clock(), []
-    for number, name in ((first, "one"), (1 - first, "other")):  # each while the other one is away
+    for number, name in ((first, "one"), (1 - first, "other")):  # each while the other one is absent
         clock.now_ms += 1
         pool = Driver(simulated_pool([devices[number]], clock_ms=clock))
         ids.append(pool.call(pool.store.tenant, name))
@@ -368,7 +368,7 @@ def test_objects_of_a_conflicting_tenant_id_are_dropped(first: int) -> None:
         devices[number] = pool.store._core.disks[0].volume.device.restart()  # type: ignore[attr-defined]
     assert ids[0] == ids[1]
     pool = Driver(simulated_pool(devices, clock_ms=clock))
-    # The later one counts, with what its tenant has there; never is one's object the other's.
+    # The later put is valid, with its tenant's value; one tenant never gets the other's object.
     assert pool.keys(pool.call(pool.store.tenant, "other")) == {b"secret of other"}
     assert pool.keys(pool.call(pool.store.tenant, "one")) == set()
     assert pool.statistics().lost["stale"] == 1
@@ -376,7 +376,7 @@ def test_objects_of_a_conflicting_tenant_id_are_dropped(first: int) -> None:
 
 
 class Oracle:
-    """What reads may return: of each key what was done, in order, and how long ago it was certain."""
+    """Values that a read may return: for each key the changes in order, and when each became certain."""
 
     def __init__(self) -> None:
         self.done: dict[bytes, list[tuple[bytes | None, Change | None]]] = {}
@@ -388,9 +388,9 @@ class Oracle:
         return self.done.get(key, [(None, None)])[-1][0]
 
     def after_crash(self, pool: Driver) -> None:
-        """Check every key: the last acknowledged value, or what was done later; of what was being replaced, or nothing.
+        """Check every key: the last acknowledged value, or a later change; during a replacement also no value.
 
-        A record may survive whose object did not: data and record go with one flush.
+        A record may survive without its object: one flush covers data and record.
         """
         for key, done in self.done.items():
             certain = max(
@@ -421,7 +421,7 @@ def test_a_crash_loses_no_acknowledged_change(seed: int) -> None:
                 pool.call(pool.store.remove, (0, key))
                 oracle.note(key, None, None)
             elif action < 0.6:
-                pool.remove(key)  # and waits
+                pool.remove(key)  # wait for its completion
                 certain = Change(pool, None)
                 oracle.note(key, None, certain)
             elif action < 0.9:
@@ -434,7 +434,7 @@ def test_a_crash_loses_no_acknowledged_change(seed: int) -> None:
 
 
 def test_a_scrub_of_an_emptied_pool_scans_a_bounded_part_at_a_time() -> None:
-    """Symptom: one step over all slots that are free, of which there may be millions, with the lock held."""
+    """Symptom: a step visited all free slots, possibly millions, with the lock held."""
     clock = Clock()
     device = SimulatedDevice(64 * MIB)
     pool = Driver(simulated_pool([device], options=[{"objects_max": 50_000}], clock_ms=clock, scrub_bytes_per_s=MIB))
@@ -460,7 +460,7 @@ def test_a_scrub_of_an_emptied_pool_scans_a_bounded_part_at_a_time() -> None:
 
 
 class Looked:
-    """An index, and how many lines of its table were looked at in each call."""
+    """An index, and the number of table rows that each call visits."""
 
     def __init__(self, index: Index, looked: list[int]) -> None:
         self._index = index

@@ -97,7 +97,7 @@ def test_memory_is_registered_while_the_pool_serves(tmp_path: Path, caplog: pyte
     pool = Driver(file_pool([tmp_path / "one", tmp_path / "two"]))
     pool.put(b"a", b"x" * 300_000)
     message = wait_for(lambda: [record.getMessage() for record in caplog.records])[0]
-    assert message.startswith(("memory_registered", "memory_not_registered"))  # the latter where little may be locked
+    assert message.startswith(("memory_registered", "memory_not_registered"))  # the latter with a small lock limit
     assert pool.value(b"a") == b"x" * 300_000
     pool.stop()
 
@@ -136,7 +136,7 @@ def test_entries_read_twice_stay_in_memory_during_a_large_scan() -> None:
 
 
 def test_reads_that_wait_for_memory_begin_eight_at_a_time_while_their_device_is_busy() -> None:
-    pool, devices = start_pool(clock_ms=Clock())  # which stands still, so that no turn of the pool helps
+    pool, devices = start_pool(clock_ms=Clock())  # a stopped clock, so that the pool does no periodic work
     values = {b"%d" % number: b"%03d" % number * 30_000 for number in range(200)}
     for key, value in values.items():
         pool.put(key, value)
@@ -264,7 +264,7 @@ def test_the_extent_of_an_object_that_was_evicted_for_its_own_successor_is_freed
         homes[item.entry.device].append(key)
     number, (pinned, key, *_) = max(homes.items(), key=lambda home: len(home[1]))
     pool.pin(pinned, 1 << 40)
-    disks[number].set_budget(None, 1)  # so nothing else may be there, and what is there goes
+    disks[number].set_budget(None, 1)  # so the device must drop its objects
     pool.put(key, b"y" * 20_000)
     item = pool.peek(key)
     assert isinstance(item, PoolItem) and item.entry.device == 1 - number and pool.value(key) == b"y" * 20_000
@@ -281,7 +281,7 @@ def test_expiry_and_pin_of_what_is_being_written_are_not_lost() -> None:
     change = pool.put_soon(b"a", b"x")
     pool.call(pool.store.set_expiry, (0, b"a"), clock.now_ms + 10**8)
     devices[0].automatic = False
-    pool.store.poll()  # it is on its way
+    pool.store.poll()  # the write is in flight
     pool.call(pool.store.pin, (0, b"a"), clock.now_ms + 10**7)
     devices[0].automatic = True
     assert change.wait() is None
@@ -305,7 +305,7 @@ def test_second_hit_admission_writes_entries_that_are_read() -> None:
     for number in range(10, 3000):  # more than the memory holds
         pool.put(b"%d" % number, b"x" * 1000)
     assert pool.peek(b"0") is None
-    pool.put(b"0", b"y" * 1000)  # it was there before: so it is written at once
+    pool.put(b"0", b"y" * 1000)  # the key exists, so it is written at once
     assert pool.statistics().devices[0].objects == 2
     pool = again(devices, admission="second_hit")
     assert pool.value(b"3") == b"x" * 1000 and pool.value(b"0") == b"y" * 1000 and pool.count() == 2
@@ -366,7 +366,7 @@ def test_an_abandoned_buffer_is_freed() -> None:
     pool, _ = start_pool()
     buffer = pool.call(pool.store.allocate, 2 * MIB, lambda: None)
     assert buffer is not None
-    del buffer  # its client has gone away
+    del buffer  # its client has disconnected
     pool.store.poll()
     assert pool.statistics().memory_used_bytes == 0
     pool.stop()
@@ -385,7 +385,7 @@ def test_readers_wait_for_memory_instead_of_failing() -> None:
 
 
 def test_a_long_prefix_that_uses_all_memory_evicts_no_memory_only_object() -> None:
-    """Which would take the rest of its chain along, from devices too."""
+    """Otherwise the rest of its chain would be removed, from devices too."""
     pool, _ = start_pool(bandwidths=[3 * MIB], memory_bandwidth=MIB, memory_homes=True)
     for number in range(16):
         value = bytes([number]) * 1_000_000

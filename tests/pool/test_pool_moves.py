@@ -1,4 +1,4 @@
-"""Keys that move between devices: no older value returns, wherever a log is cut short."""
+"""Keys that move between devices: no older value returns, wherever a log ends."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from shadowserve.pool.disk import Disk
 
 KEY = b"key"
 POLLS = 24
-"""Enough for a device that answers to make anything durable: object, log, flush, and the log of a removal."""
+"""Number of completions after which a device has made anything durable: object, log, flush, and log of a removal."""
 
 
 def device_of(disk: Disk) -> SimulatedDevice:
@@ -25,7 +25,7 @@ def home_of(pool: Driver, key: bytes = KEY) -> Disk:
 
 
 def avoid(pool: Driver, *disks: Disk) -> None:
-    """Have no new objects put on some devices."""
+    """Exclude some devices from new objects."""
     for disk in disks_of(pool):
         disk.avoided_until_ms = 1 << 60 if disk in disks else 0
 
@@ -41,7 +41,7 @@ def evict(pool: Driver, disk: Disk) -> None:
 
 
 def crash(pool: Driver, missing: tuple[int, ...] = ()) -> Driver:
-    """Cut the power and start again, some devices missing."""
+    """Cut the power and start again without some devices."""
     after = [device_of(disk).crash(torn=False, seed=0) for disk in disks_of(pool)]
     pool.store.close()
     return Driver(
@@ -50,7 +50,7 @@ def crash(pool: Driver, missing: tuple[int, ...] = ()) -> Driver:
 
 
 def survive_nothing(*disks: Disk) -> None:
-    """Have a power cut take all that was not flushed."""
+    """Simulate a power cut that loses all unflushed writes."""
     for disk in disks:
         device_of(disk).crash = _cut(device_of(disk))  # type: ignore[method-assign]
 
@@ -65,7 +65,7 @@ def _cut(device: SimulatedDevice) -> Callable[..., SimulatedDevice]:
 
 
 def moved(**keys: Any) -> tuple[Driver, Disk, Disk, Change]:
-    """Return a pool with a value on one device, acknowledged, and its successor on the other; the first one hangs."""
+    """Return a pool with an acknowledged value on one device and its successor on the other. The first device hangs."""
     pool = start_pool(2, **keys)[0]
     pool.put(KEY, b"old")
     poll(pool)
@@ -91,7 +91,7 @@ def test_a_value_replaced_on_another_device_does_not_return_after_its_successors
         poll(pool)
     after = crash(pool, (second.number,) if missing else ())
     assert after.value(KEY) in ([None, b"new"] if acknowledged else [b"old", b"new", None])
-    assert not acknowledged, "the first device's log does not know yet that its value is gone"
+    assert not acknowledged, "the first device's log has no removal of its value yet"
     after.stop()
 
 
@@ -109,7 +109,7 @@ def test_an_evicted_value_does_not_win_over_a_later_one_elsewhere() -> None:
     poll(pool)
     assert home_of(pool) is second and not change.outcomes
     after = crash(pool, (second.number,))
-    assert after.value(KEY) == b"old", "nobody was told of the new one"
+    assert after.value(KEY) == b"old", "the new value was not acknowledged"
     after.stop()
 
 
@@ -154,7 +154,7 @@ def test_a_value_found_twice_after_a_power_cut_does_not_return_when_the_newer_on
 
 
 def test_a_returning_device_drops_nothing_of_the_others() -> None:
-    """Its puts had later numbers than those that the pool gave out without it, and were taken for later ones."""
+    """Symptom: the device's puts had higher numbers than later puts of the pool without it, and counted as newer."""
     pool = start_pool(2)[0]
     pool.put(b"other", b"x")
     pool.put(KEY, b"old")
@@ -182,7 +182,7 @@ def test_a_returning_device_drops_nothing_of_the_others() -> None:
 
 
 def test_no_value_is_acknowledged_before_all_devices_log_that_one_is_missing() -> None:
-    """Otherwise the next start could take the one that missed it for a device that missed nothing."""
+    """Otherwise the next start could treat a device that missed a session as complete."""
     pool = start_pool(3)[0]
     pool.put(KEY, b"old")
     first = home_of(pool)
@@ -236,7 +236,7 @@ def test_a_value_kept_in_memory_alone_is_not_acknowledged_while_an_older_one_may
 
 @pytest.mark.parametrize("snapshot", [False, True])
 def test_a_power_cut_during_a_move_keeps_the_old_value(snapshot: bool) -> None:
-    """The first device's log must not forget it, nor its snapshots, before the other one's log has the new value."""
+    """The first device's log and snapshots must keep the value until the other device's log has the new one."""
     pool = start_pool(2)[0]
     pool.put(KEY, b"old")
     poll(pool)
@@ -277,14 +277,14 @@ def test_a_value_that_moves_back_and_forth_is_the_last_one_and_frees_all_extents
 
 
 def test_of_two_devices_used_without_each_other_the_later_one_wins() -> None:
-    """Whichever it was: by the number of its session alone, it could be the one that had been away first."""
+    """Each device in turn: the number of its session alone could make it look like the first absent one."""
     for order in ([0, 1], [1, 0]):
         pool = start_pool(2)[0]
         pool.stop()
         devices = [device_of(disk).restart() for disk in disks_of(pool)]
         clock = Clock()
         for turn, number in enumerate(order):
-            for _ in range(3 - 2 * turn):  # the first one has the more sessions
+            for _ in range(3 - 2 * turn):  # the first device has more sessions
                 clock.now_ms += 60_000
                 pool = Driver(simulated_pool([devices[number]], clock_ms=clock))
                 pool.put(KEY, b"of %d" % turn)

@@ -1,4 +1,4 @@
-"""The memory overhead of a pool of memory alone."""
+"""The memory overhead of a pool without devices."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Placement by bandwidth along each chain of chunks, and devices that cannot take objects."""
+"""Placement by bandwidth along each chain of chunks, and devices that cannot store objects."""
 
 import random
 from collections import Counter
@@ -187,7 +187,7 @@ def test_the_write_budget_counts_by_days_even_if_the_clock_goes_back() -> None:
 def test_bandwidth_is_measured_on_busy_devices_and_small_changes_keep_the_shares() -> None:
     fast, slow = BandwidthMeter(), BandwidthMeter()
     organizer = BandwidthShares([fast, slow])
-    assert organizer.shares == [0.5, 0.5]  # nothing is known
+    assert organizer.shares == [0.5, 0.5]  # without measurements
     for meter, rate in ((fast, 3), (slow, 1)):
         now = 0
         for _ in range(200):  # of a MiB each, one after another, rate bytes a nanosecond
@@ -222,7 +222,7 @@ def test_lent_memory_returns_with_its_last_view() -> None:
     part = view[10:20]
     assert arenas.lent(view) is buffer and arenas.lent(part) is None and arenas.lent_bytes == 40_960
     del view
-    assert not arenas.settle()  # a part of it is looked at
+    assert not arenas.settle()  # a view of it is in use
     del part
     assert arenas.settle() and arenas.used_bytes == arenas.lent_bytes == 0
     buffer = arenas.take(1)

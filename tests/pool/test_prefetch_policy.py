@@ -1,4 +1,4 @@
-"""The prefetch policy: single rules, and that no link gets more than it carries in time."""
+"""The prefetch policy: single rules, and no link gets more bytes than it can carry in time."""
 
 import random
 
@@ -17,10 +17,10 @@ def test_as_many_bytes_are_prefetched_as_arrive_before_the_request_runs() -> Non
     plan = PrefetchPolicy(1).plan
     assert plan([Waiting("r", 0.5, [400])], [FAST], [0]) == [Move("r", 0, 400)]
     assert plan([Waiting("r", 0.5, [800])], [FAST], [0]) == [Move("r", 0, 500)]
-    assert plan([Waiting("r", 0.5, [800])], [FAST], [300]) == [Move("r", 0, pytest.approx(200))]  # promised counts
+    assert plan([Waiting("r", 0.5, [800])], [FAST], [300]) == [Move("r", 0, pytest.approx(200))]  # planned bytes count
     assert plan([Waiting("r", 0.5, [800])], [Hop(1000, 0.1)], [0]) == [Move("r", 0, pytest.approx(400))]
     assert plan([Waiting("r", 0.5, [800])], [FAST], [500]) == []
-    assert plan([Waiting("r", 0.0, [1])], [FAST], [0]) == []  # its turn has come: this is a load
+    assert plan([Waiting("r", 0.0, [1])], [FAST], [0]) == []  # its turn has started: this is a load
 
 
 def test_the_reach_is_a_number_of_requests_or_a_time() -> None:

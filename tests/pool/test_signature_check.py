@@ -1,4 +1,4 @@
-"""Devices without a sound volume: described alike everywhere, and never formatted without force."""
+"""Devices without a sound volume: all commands describe them alike, and none formats them without force."""
 
 import errno
 import json
@@ -33,7 +33,7 @@ from shadowserve_tools import main
 
 MIB = 1 << 20
 LARGE = 272 * MIB
-"""More than is read as a whole."""
+"""Device size that exceeds the bytes read as a whole."""
 
 
 def run(*arguments: object) -> Result:
@@ -41,7 +41,7 @@ def run(*arguments: object) -> Result:
 
 
 def words_of_the_server(path: Path) -> str:
-    """Return why a server does not start with a device."""
+    """Return the reason why a server does not start with a device."""
     with pytest.raises(ConfigurationError) as refused:
         Driver(DevicePool(configuration(devices=[{"path": str(path)}]), measure=False))
     return str(refused.value)
@@ -63,7 +63,7 @@ def volume(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def loop(tmp_path: Path) -> Iterator[Path]:
-    """A block device of 320 MiB: XFS makes none of less than 300."""
+    """A block device of 320 MiB: mkfs.xfs needs at least 300 MiB."""
     backing = tmp_path / "backing"
     backing.write_bytes(b"")
     os.truncate(backing, 320 * MIB)
@@ -78,12 +78,12 @@ def loop(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["losetup", "--detach", made.stdout.strip()], check=True, timeout=WAIT_MAX_S)
 
 
-# ---- Truncated
+# ---- Truncated devices
 
 
 @pytest.mark.parametrize("size", [8 * MIB - BLOCK_BYTES, 3 * MIB, MIB // 2], ids=["by a block", "by much", "to a bit"])
 def test_verify_status_and_server_describe_a_truncated_device_alike(volume: Path, size: int) -> None:
-    """Symptom: 'sound' by verify and pool status, refused by the server."""
+    """Symptom: verify and pool status reported 'sound', but the server refused the volume."""
     os.truncate(volume, size)
     told = words_of_the_server(volume)
     words = f"device {volume} has {size} bytes, was formatted with {8 * MIB}: give it back its size"
@@ -119,11 +119,11 @@ def test_verify_describes_two_volumes_superblocks_like_the_server(volume: Path) 
     assert "two volumes" in checked.output and "two volumes" in status.output
 
 
-# ---- Formatted over
+# ---- Devices with other contents
 
 
 def refused(path: Path, meaning: str) -> None:
-    """See that neither a server nor the command formats what holds ``meaning``, and that a word is enough."""
+    """Check that server and command refuse to format ``meaning``, and that --force suffices."""
     before = path.read_bytes() if path.is_file() and path.stat().st_size < LARGE else None
     assert re.search(meaning, words_of_the_server(path))
     done = run("pool", "format", path)
@@ -135,7 +135,7 @@ def refused(path: Path, meaning: str) -> None:
 
 
 def sparse(path: Path, size: int, *parts: tuple[int, bytes]) -> Path:
-    """Make a file with bytes at some offsets; negative ones count from its end."""
+    """Create a file with bytes at given offsets; negative offsets count from its end."""
     with path.open("wb") as file:
         file.truncate(size)
         for offset, content in parts:
@@ -172,7 +172,7 @@ def sparse(path: Path, size: int, *parts: tuple[int, bytes]) -> Path:
     ],
 )
 def test_a_signature_is_found_at_every_known_place(offset: int, content: bytes, meaning: str, tmp_path: Path) -> None:
-    """Symptom: formatted, since only the first MiB was looked at."""
+    """Symptom: the device was formatted, because only its first MiB was checked."""
     size = 16 * MIB if 0 <= offset < 4 * MIB else LARGE
     refused(sparse(tmp_path / "device", size, (offset, content)), meaning)
 
@@ -209,7 +209,7 @@ def test_an_unreadable_object_is_a_finding() -> None:
 
 
 def test_a_volume_without_any_superblock_is_not_taken_for_empty(volume: Path) -> None:
-    """Symptom: both superblocks zeroed, and the server formatted it."""
+    """Symptom: with both superblocks zeroed, the server formatted the device."""
     with volume.open("r+b") as file:
         for offset in SUPERBLOCK_OFFSETS:
             file.seek(offset)
@@ -224,7 +224,7 @@ def test_a_volume_whose_first_megabytes_are_zeros_is_recognised_by_its_objects(v
 
 
 def test_samples_of_a_large_device_find_what_is_promised(tmp_path: Path) -> None:
-    """A run as long as two slices is found wherever it begins, and so is a hundredth spread about."""
+    """A run as long as two slices is found at any offset, and so are bytes spread over a hundredth of the device."""
     slices = 2 * (LARGE // signature_check.SAMPLES)
     chance = random.Random(7)
     for trial in range(8):
@@ -265,7 +265,7 @@ def test_content_made_by_a_tool_is_not_formatted_over(tool: str, loop: Path) -> 
 def test_an_old_second_superblock_does_not_endanger_a_new_file_system(
     volume: Path,
 ) -> None:
-    """Symptom: the copy at 1 MiB was sound, so that the server 'repaired' the first one: it wrote over the other's."""
+    """Symptom: the copy at 1 MiB was sound, so the server 'repaired' the first one and overwrote the file system."""
     with volume.open("r+b") as file:
         file.write(bytes(BLOCK_BYTES))
         file.seek(1080)
@@ -277,7 +277,7 @@ def test_an_old_second_superblock_does_not_endanger_a_new_file_system(
     assert told.removeprefix("the pool cannot be opened: ") in run("verify", volume).output
     with volume.open("r+b") as file:
         file.seek(1080)
-        file.write(bytes(2))  # what wipefs does
+        file.write(bytes(2))  # as wipefs does
     pool = Driver(DevicePool(configuration(devices=[{"path": str(volume)}]), measure=False))
     pool.stop()
     assert run("verify", volume).exit_code == 0
@@ -304,7 +304,7 @@ def test_a_mounted_device_is_not_formatted_even_when_forced(how: str, loop: Path
 
 
 def test_an_existing_file_keeps_its_size_when_formatted(tmp_path: Path) -> None:
-    """Symptom: refused, with 'nothing was changed', it had grown to the size that was asked for."""
+    """Symptom: the pool refused the file with 'nothing was changed', but had enlarged it to the configured size."""
     path = sparse(tmp_path / "photos", 16 * MIB, (5 * MIB, b"a photo"))
     for options in ((), ("--force",)):
         done = run("pool", "format", path, "--size", "32MiB", *options)
@@ -312,12 +312,12 @@ def test_an_existing_file_keeps_its_size_when_formatted(tmp_path: Path) -> None:
         assert path.stat().st_size == 16 * MIB
 
 
-# ---- Not to be read
+# ---- Unreadable devices
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOMEM])
 def test_an_unreadable_device_is_not_taken_for_empty(error: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Symptom: what could not be read counted as zeros, so that a volume was formatted."""
+    """Symptom: unreadable blocks counted as zeros, so the server formatted a volume."""
     monkeypatch.setattr(block_reader, "_PAUSES_S", 0.1)
     device = device_of()
     written = len(device.trace)

@@ -19,13 +19,13 @@ def value(number: int) -> bytes:
 
 @pytest.fixture
 def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a pool with objects that its device alone holds, and a list that what the device does goes into."""
+    """Return a pool with objects only on its device, and a list that records the device's operations."""
     pool = Driver(file_pool([tmp_path / "device"], 64 << 20, strict_order=True))
     for number in range(COUNT):
         pool.put(b"%d" % number, value(number))
     with pool.lock:
         while pool.store._core.memory_cache.make_room():  # type: ignore[attr-defined]
-            """Nothing is in memory."""
+            """The memory has no copies."""
     device = pool.store._core.disks[0].volume.device  # type: ignore[attr-defined]
     done: list[Operation] = []
     completed = device.completed
@@ -58,7 +58,7 @@ def test_reads_and_writes_of_a_device_never_overlap_and_both_progress(pool: tupl
     counted = {True: 0, False: 0}
     for operation in sorted(done, key=lambda each: each.begin_ns):
         reads = operation.kind == OperationKind.READ
-        assert operation.begin_ns >= ends[not reads], "it began while the device had another kind"
+        assert operation.begin_ns >= ends[not reads], "it began during an operation of the other kind"
         ends[reads] = max(ends[reads], operation.end_ns)
         counted[reads] += 1
     assert counted[True] >= COUNT and counted[False] > COUNT

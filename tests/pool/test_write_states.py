@@ -1,4 +1,4 @@
-"""The states of a put: the documented table is that of the code."""
+"""The states of a put: the documented table equals the code's."""
 
 import re
 from typing import Any
@@ -9,11 +9,11 @@ from shadowserve.pool import write_states
 from shadowserve.pool.volume.tickets import Ticket
 from shadowserve.pool.write_states import ENDS, State, Write
 
-NOTHING: Any = None  # a write's parts, which its states do not concern
+NOTHING: Any = None  # parts of a write without effect on its states
 
 
 def told() -> dict[State, set[State]]:
-    """Return which states the table says may follow each."""
+    """Return the successors of each state in the documented table."""
     assert write_states.__doc__ is not None
     rows = re.findall(r"^([A-Z_]+)  .*?  (?:when .*?  (.*)|no more)$", write_states.__doc__, re.MULTILINE)
     return {State[name]: {State[each] for each in re.findall(r"[A-Z_]{2,}", following)} for name, following in rows}

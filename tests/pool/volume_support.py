@@ -53,7 +53,7 @@ def index_key(name: bytes) -> bytes:
 
 @dataclass
 class Store:
-    """One volume with an index of its own, and buffers for its objects.
+    """One volume with its own index, and buffers for its objects.
 
     Attributes:
         settled: Settled tickets in their order: (what, error).
@@ -118,7 +118,7 @@ class Store:
             self.volume.free(old.extent, HEADER + old.length)
 
         def settled(error: Exception | None) -> None:
-            pages.view.release()  # kept until now, as an engine keeps its buffer
+            pages.view.release()  # held until now, like an engine's buffer
             slot = self.index.find(tenant, key)
             if error is not None and slot and self.index.read(slot).generation == entry.generation:
                 self.index.remove(slot)

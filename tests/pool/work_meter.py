@@ -6,7 +6,7 @@ from types import FrameType, TracebackType
 from typing import Any, Final
 
 WORK_MAX: Final = 400_000
-"""Most steps in one hold. One takes 20 ns, calls into C included: 8 ms. 250 evictions from a device take 360,000;
+"""Maximum steps in one hold. One takes 20 ns, calls into C included: 8 ms. 250 evictions from a device take 360,000;
 removing 3,000 keys would take a million."""
 
 
@@ -30,7 +30,7 @@ class WorkMeter:
         self._counts = True
 
     def end(self) -> int:
-        """Stop counting; return the steps of the longest hold."""
+        """Stop counting. Return the steps of the longest hold."""
         self._counts = False
         return self.longest
 
@@ -59,7 +59,7 @@ class WorkMeter:
         self.release()
 
     def _trace_callers(self, trace: Any) -> None:
-        """Count, or stop counting, the steps of functions that are running already."""
+        """Start or stop counting for functions that are already running."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             frame.f_trace = trace

@@ -1,4 +1,4 @@
-"""Makes ``record_forge`` importable: pytest imports by path, so that folders need no __init__.py."""
+"""Import path of ``record_forge``: pytest imports by path, so folders need no __init__.py."""
 
 import sys
 from pathlib import Path

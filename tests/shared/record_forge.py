@@ -17,7 +17,7 @@ KEY = bytes(range(32))
 NAMESPACE = bytes(range(100, 132))
 BUILT_IN = sorted(native.codec_implementations())
 
-# docs/reference/record-format.md once more, written down apart from the module that it checks.
+# docs/reference/record-format.md again, independent of the module under test.
 HEADER_FIELDS = (
     ("magic", "4s"),
     ("version", "H"),
@@ -77,7 +77,7 @@ FLOAT8_VALUES = np.array(
 
 
 def as_elements(values: npt.NDArray[np.float32], dtype: DType) -> bytes:
-    """Return the bytes of ``values`` as ``dtype`` has them; bfloat16 by cutting a float32."""
+    """Return the bytes of ``values`` in ``dtype``; bfloat16 by truncation of a float32."""
     if dtype is DType.UINT8:
         return values.astype(np.uint8).tobytes()
     if dtype is DType.FLOAT8_E4M3:
@@ -100,7 +100,7 @@ def as_values(data: bytes | bytearray, dtype: DType) -> npt.NDArray[np.float64]:
 
 
 def pattern(layout: ChunkLayout, seed: int = 0) -> bytes:
-    """Return KV that looks like KV: normal values, of another size in each vector."""
+    """Return KV-like data: normal values, with another magnitude in each vector."""
     vectors = layout.layers * layout.kinds * layout.tokens
     generator = np.random.default_rng(seed)
     values = generator.standard_normal((vectors, layout.vector_length)) * np.linspace(1, 9, vectors)[:, None]
@@ -121,7 +121,7 @@ def read_manifest(record: bytes) -> Manifest:
 
 
 def seal(record: bytes) -> bytes:
-    """Return the record with a right checksum over its head, as a faulty or hostile writer would make it."""
+    """Return the record with a right checksum over its header, as from a faulty or hostile writer."""
     sealed = bytearray(record)
     header_bytes = min(read_header(record)["header_length"], len(record))
     sealed[12:16] = bytes(4)
@@ -130,7 +130,7 @@ def seal(record: bytes) -> bytes:
 
 
 def forge(record: bytes, manifest: Manifest | None = None, body: bytes | None = None, **header: Any) -> bytes:
-    """Return the record with other parts, header lengths that fit them unless given, and a right checksum."""
+    """Return the record with other parts, matching header lengths by default, and a right checksum."""
     original = read_header(record)
     manifest = read_manifest(record) if manifest is None else manifest
     body = record[original["header_length"] :] if body is None else body

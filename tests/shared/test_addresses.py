@@ -1,4 +1,4 @@
-"""Addresses: read as they are written, and which of them only this machine reaches."""
+"""Addresses: their parser, and the test for addresses of this machine only."""
 
 import pytest
 

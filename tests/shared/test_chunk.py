@@ -1,4 +1,4 @@
-"""The chunk's description: what may be one, and that a message says the same."""
+"""The chunk's description: valid values, and its equality after a message."""
 
 from dataclasses import replace
 from typing import Any

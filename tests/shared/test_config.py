@@ -1,4 +1,4 @@
-"""Configuration: flag, then environment, then file, then default; and nothing unknown is silently ignored."""
+"""Configuration: flag, then environment, then file, then default. Unknown keys are errors."""
 
 import importlib.util
 import re
@@ -24,11 +24,11 @@ REPOSITORY = Path(__file__).parents[2]
 PROGRAMS: list[type[Section]] = [StorageConfig, DataPlaneConfig, HostConfig]
 CONFIG_FILES = sorted((REPOSITORY / "configs").glob("*.yaml"))
 DEPLOYMENTS = {"bluefield.yaml", "one-host.yaml"}
-"""Files for one kind of machine: they say what differs there, and leave the explaining of every key to the others."""
+"""Files for one kind of machine. They have only the differences, without the explanation of every key."""
 
 
 class SmallConfig(Section):
-    """A section with one key of each sort."""
+    """A section with one key of each kind."""
 
     section: ClassVar[str] = "storage"
 
@@ -323,13 +323,13 @@ def test_a_variable_that_is_no_yaml_is_refused_by_name() -> None:
         SmallConfig.load(environment={"SHADOWSERVE_STORAGE_CORES": "[1"})
 
 
-# ---- The files that we ship ------------------------------------------------------------------------------------------
+# ---- Files in the repository -----------------------------------------------------------------------------------------
 
 KEY_LINE = re.compile(r"^  (?P<off># ?)?(?P<key>[a-z][a-z0-9_]*):(?: +(?P<value>.*))?$")
 
 
 def keys_of(path: Path, section: str) -> dict[str, str]:
-    """Return each key that a section of a file has, commented out or not, with the text of its value."""
+    """Return each key of a file's section, also if it is commented out, with the text of its value."""
     keys: dict[str, str] = {}
     inside = False
     for line in path.read_text().splitlines():
@@ -427,7 +427,7 @@ def test_a_document_without_a_place_for_a_table_is_refused() -> None:
     "text", ["9" * 5000, "!!bool x", "!!timestamp x", "!!int x", "[" * 5000, "!!map [1]"], ids=lambda text: text[:12]
 )
 def test_what_yaml_stumbles_over_is_refused_as_any_other_text(text: str, tmp_path: Path) -> None:
-    """Symptom: a traceback. 'make fuzz' has found the first."""
+    """Symptom: a traceback. 'make fuzz' found the first one."""
     file = tmp_path / "configuration.yaml"
     file.write_text(f"storage:\n  port: {text}\n", encoding="utf-8")
     with pytest.raises(ConfigurationError, match="cannot read configuration file"):

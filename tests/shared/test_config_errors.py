@@ -1,4 +1,4 @@
-"""What is said of a configuration that cannot be used: the key, and what to write instead."""
+"""Error messages of invalid configurations: they name the key and a correction."""
 
 from pathlib import Path
 from typing import Any

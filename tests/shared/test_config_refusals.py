@@ -1,4 +1,4 @@
-"""Keys that cannot do what they say beside others: the configuration is refused, in one line that names them."""
+"""Keys without effect beside other keys: the configuration is refused with one line that names them."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ DEVICE = [{"path": "/dev/null/values.pool", "size": "64MiB"}]
 def test_keys_that_would_do_nothing_are_refused(
     section: type[Section], flags: dict[str, Any], named: tuple[str, ...]
 ) -> None:
-    """Symptom: the program started, and the key did nothing."""
+    """Symptom: the program started, and the key had no effect."""
     with pytest.raises(ConfigurationError) as raised:
         section.load(flags=flags, environment={})
     assert all(name in str(raised.value) for name in named), raised.value

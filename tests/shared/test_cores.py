@@ -1,4 +1,4 @@
-"""A process is confined to cores with all of its threads, those of libraries included."""
+"""A process can confine all of its threads to cores, including those of libraries."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The one tree of exceptions: as drawn, nothing beside it, and each with what its handlers need."""
+"""The single tree of exceptions: as documented, complete, and with the fields that handlers need."""
 
 import copy
 import importlib
@@ -14,7 +14,7 @@ from shadowserve.errors import DataPlaneError, NativeError, NotInstalledError, S
 
 
 def drawn() -> dict[str, str]:
-    """Return the base of each exception as the drawing in the module's docstring has it."""
+    """Return the base of each exception according to the drawing in the module's docstring."""
     parents: list[tuple[int, str]] = []
     bases = {}
     for indent, name in re.findall(r"^    ([ |+-]*)(\w*Error)\b", errors.__doc__ or "", re.MULTILINE):
@@ -49,7 +49,7 @@ def test_failures_carry_what_handlers_decide_by() -> None:
     "error", [NativeError("text", 7), DataPlaneError("text", "deadline"), NotInstalledError("no x", "install x")]
 )
 def test_an_exception_can_be_rebuilt_elsewhere(error: ShadowServeError) -> None:
-    # Engines hand exceptions from process to process; one that cannot be rebuilt there hides the cause.
+    # Engines send exceptions between processes. An exception that cannot be rebuilt there hides the cause.
     rebuilt = copy.copy(error)
     assert rebuilt is not error
     assert (type(rebuilt), str(rebuilt), vars(rebuilt)) == (type(error), str(error), vars(error))
@@ -69,6 +69,6 @@ def test_every_module_can_be_imported() -> None:
         try:
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:
-            if error.name == "triton":  # the GPU's kernels; CPUs' environments keep it where vLLM does not find it
+            if error.name == "triton":  # GPU kernels; CPU environments keep triton outside of vLLM's path
                 continue
             raise

@@ -1,4 +1,4 @@
-"""The HTTP endpoint that operators and their programs ask, and what is told to systemd."""
+"""The HTTP endpoint for operators and their programs, and the notifications to systemd."""
 
 import contextlib
 import http.client
@@ -78,7 +78,7 @@ def test_a_collector_that_fails_is_an_error_and_not_the_end(endpoint: Endpoint) 
 def test_connections_that_ask_nothing_neither_block_nor_pile_up(endpoint: Endpoint) -> None:
     held = [socket.create_connection(("127.0.0.1", endpoint.port), WAIT_MAX_S) for _ in range(140)]
     try:
-        assert held[0].recv(1) == b""  # beyond the limit of one address: the first makes way
+        assert held[0].recv(1) == b""  # beyond the limit of one address: the oldest is closed
     finally:
         for each in held:
             each.close()
@@ -93,7 +93,7 @@ def test_connections_that_ask_nothing_neither_block_nor_pile_up(endpoint: Endpoi
 
 
 def test_300_slow_connections_that_come_back_delay_no_answer(endpoint: Endpoint, checks: list[Check]) -> None:
-    """Symptom: they delayed /healthz by 8 s. Each probe from another address is answered while they reconnect."""
+    """Symptom: slow clients delayed /healthz by 8 s. Probes from other addresses are answered while they reconnect."""
     stopped, rounds = threading.Event(), [0]
 
     def slow() -> None:
@@ -114,7 +114,7 @@ def test_300_slow_connections_that_come_back_delay_no_answer(endpoint: Endpoint,
     try:
         wait_for(lambda: rounds[0] > 300)
         answered, asked = 0, rounds[0]
-        while answered < 20 or rounds[0] < asked + 1000:  # they are many, and they come back, meanwhile
+        while answered < 20 or rounds[0] < asked + 1000:  # meanwhile many clients connect repeatedly
             assert request(endpoint.port, "/healthz")[0] == 200
             answered += 1
     finally:
@@ -141,7 +141,7 @@ def test_metrics_that_nobody_reads_and_checks_that_take_long_keep_no_probe_waiti
             held.append(socket.create_connection(("127.0.0.1", endpoint.port), WAIT_MAX_S))
             held[-1].sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
         assert request(endpoint.port, "/healthz")[0] == 200
-        assert b" 503 " in held[-1].recv(1 << 12), "beyond what may wait it is told so"
+        assert b" 503 " in held[-1].recv(1 << 12), "a client beyond the limit must get a status"
     finally:
         go_on.set()
         for each in held:
@@ -167,7 +167,7 @@ def test_a_loop_that_does_not_answer_is_found_out() -> None:
 
 @pytest.fixture
 def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """What stands in for systemd."""
+    """A socket instead of systemd's."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(tmp_path / "notify"))
         listener.settimeout(WAIT_MAX_S)
@@ -203,7 +203,7 @@ def test_the_watchdog_is_fed_while_all_is_well(manager: socket.socket, monkeypat
         watchdog.close()
         manager.setblocking(False)
         with pytest.raises(BlockingIOError):
-            while True:  # what was sent before
+            while True:  # earlier messages
                 assert manager.recv(1024) == b"WATCHDOG=1"
     finally:
         watchdog.close()

@@ -1,4 +1,4 @@
-"""What callers can bring into a log: a line at once, then a count by the minute, and a bound on all of it."""
+"""Log lines that clients can cause: one at once, then a count per minute, and a bound for all of them."""
 
 import math
 
@@ -9,12 +9,12 @@ def test_what_repeats_is_told_at_once_then_counted_by_the_minute() -> None:
     failed = Incidents()
     told = [failed.note("tls", "10.0.0.1", "expired", 100.0 + number) for number in range(20)]
     assert told == [True] + 19 * [False]
-    assert failed.note("tls", "10.0.0.1", "hung up", 120.0), "another reason is news"
-    assert failed.note("tls", "10.0.0.2", "expired", 130.0), "and so is another caller"
+    assert failed.note("tls", "10.0.0.1", "hung up", 120.0), "another reason needs a new line"
+    assert failed.note("tls", "10.0.0.2", "expired", 130.0), "another caller needs a new line"
     assert failed.due(100.0 + INTERVAL_S - 1) == []
     assert failed.due(100.0 + INTERVAL_S) == [Repeated("tls", "10.0.0.1", 19, "expired")]
     assert not failed.note("tls", "10.0.0.1", "hung up", 170.0), "it goes on"
-    assert failed.due(130.0 + INTERVAL_S) == [], "the other one has not come again, and is forgotten"
+    assert failed.due(130.0 + INTERVAL_S) == [], "an incident without repetition must be forgotten"
     assert failed.note("tls", "10.0.0.2", "expired", 195.0)
     assert failed.due(math.inf) == [Repeated("tls", "10.0.0.1", 1, "hung up")]
     assert failed.note("tls", "10.0.0.1", "expired", 400.0) and failed.due(math.inf) == []

@@ -1,4 +1,4 @@
-"""Names of models, chains and keys: the format is frozen, and nothing that changes the KV can be left out of a key."""
+"""Names of models, chains and keys: the format is frozen, and every input that changes the KV changes the key."""
 
 import hashlib
 import json
@@ -41,7 +41,7 @@ LAYOUT = ChunkLayout(
 )
 NAMESPACE = KVNamespace(model=MODEL, layers=(0, 32), heads=(0, 8))
 
-# What is stored today must be found by every later version: if one of these changes, SCHEMA_VERSION must, too.
+# Every later version must find today's records. If one of these values changes, SCHEMA_VERSION must change, too.
 GOLDEN_MODEL = "9fd6431f7572974cced83228bb788375828a365903bea7558f2c4faf460b4281"
 GOLDEN_NAMESPACE = "c775a6aaf093270d74457f37d401d7271da54173bc41e7674135ab9873de295c"
 GOLDEN_LINKS = [
@@ -59,9 +59,9 @@ GOLDEN_KEYS = [
     "8d83375fb5aa43b2b3a1593eabb0cbcad8adb778bfc120056e5d4b44a888d734",
 ]
 SCHEMA_3_KEY = "bfc3ca1faa88a825b3d4c5da07e125efd83a2ec4dc61b749b0b8158d94f8cfe5"
-"""Of the same tokens of the same model, as the schema before this one had it."""
+"""Key of the same tokens and model in schema 3."""
 
-# One other value for each field; a field that is added has to be added here to pass.
+# One other value for each field. A new field must be added here.
 OTHER_MODEL: dict[str, Any] = {
     "model": "another/model",
     "weights": "0123abc",
@@ -89,7 +89,7 @@ TOKENS = list(range(1000))
 
 
 def reference_links(model: bytes, tokens: list[int], chunk_tokens: int, extra: Extra) -> list[bytes]:
-    """The chain as the docstring of prefix_chain defines it, one token at a time."""
+    """Return the chain by the definition in prefix_chain's docstring, one token at a time."""
     links = []
     previous = hashlib.sha256(b"shadowserve chain 2\0" + model).digest()
     for start in range(0, len(tokens) - chunk_tokens + 1, chunk_tokens):
@@ -127,7 +127,7 @@ def test_the_keys_of_records_are_frozen() -> None:
     before = b"shadowserve record 4\0" + named()
     end = hashlib.sha256(before + links[0][24:]).digest()[:8]
     assert record_keys(named(), links) == [hashlib.sha256(before + link).digest()[:24] + end for link in links]
-    assert SCHEMA_3_KEY not in GOLDEN_KEYS, "what was stored before is a miss"
+    assert SCHEMA_3_KEY not in GOLDEN_KEYS, "records of an earlier schema must be misses"
 
 
 def test_keys_of_one_namespace_end_alike_if_their_prompts_begin_alike_and_not_otherwise() -> None:
@@ -139,7 +139,9 @@ def test_keys_of_one_namespace_end_alike_if_their_prompts_begin_alike_and_not_ot
     assert len(ends) == 1 and len({*links, *branched}) == len(links) + len(branched) - 1
     elsewhere = prefix_chain(MODEL.digest(), TOKENS[1:])
     assert len({chain_of(key) for key in record_keys(named(), [links[2], elsewhere[2]])}) == 2
-    assert not ends & {chain_of(key) for key in record_keys(other, links)}, "ranks and groups are spread"
+    assert not ends & {chain_of(key) for key in record_keys(other, links)}, (
+        "ranks and groups must have different placements"
+    )
 
 
 def test_the_storage_key_is_frozen() -> None:
@@ -173,7 +175,7 @@ def test_each_part_of_a_models_kv_in_each_form_has_a_name_of_its_own() -> None:
     counted = {"namespace", "layers", "tokens"}  # the namespace's own layers and tokens
     assert set(OTHER_LAYOUT) | counted == {field.name for field in fields(ChunkLayout)}
     fewer = named(replace(NAMESPACE, layers=(0, 31)), replace(LAYOUT, layers=31))
-    last = named(layout=replace(LAYOUT, tokens=LAYOUT.tokens // 2))  # of a window
+    last = named(layout=replace(LAYOUT, tokens=LAYOUT.tokens // 2))  # layout of a window
     names = [named(), fewer, last, *(named(part) for part in parts), *(named(layout=form) for form in forms)]
     assert len(set(names)) == len(names)
     links = prefix_chain(MODEL.digest(), TOKENS)
@@ -283,7 +285,7 @@ def test_an_image_changes_the_chunks_from_its_own_on_and_not_the_text_before_it(
         assert chain[:same] == text[:same]
     assert len({link for chain in (text, *chains) for link in chain[same:]}) == 3 * (4 - same)
     salted = prefix_chain(model, tokens, extra=Extra(b"adapter", (Input(offset, length, bytes(32)),)))
-    assert not set(salted) & set(text), "what holds for the request holds for all of it"
+    assert not set(salted) & set(text), "an input of the whole request must change all keys"
 
 
 def test_an_image_counts_by_its_place_and_its_length_and_not_by_its_place_in_a_list() -> None:
@@ -371,7 +373,7 @@ def test_a_tail_has_a_link_of_its_own_tokens_and_of_all_before_them() -> None:
 
     text = b"shadowserve tail 2\0" + links[1] + np.arange(16, 20, dtype="<u4").tobytes() + struct.pack("<I", 0)
     definition = hashlib.sha256(text).digest()[:24] + links[0][24:]
-    assert link(tokens, 4) == definition, "the definition, which is frozen"
+    assert link(tokens, 4) == definition, "the definition is frozen"
     assert link(tokens[:20], 4) == link(np.array(tokens), 4) == link(tokens, 4)  # type: ignore[arg-type]
     image = Input(17, 2, bytes(32))
     others = [
@@ -384,7 +386,9 @@ def test_a_tail_has_a_link_of_its_own_tokens_and_of_all_before_them() -> None:
         prefix_chain(MODEL.digest(), tokens, chunk_tokens=4)[4],
     ]
     assert len({link(tokens, 4), *links, *others}) == 1 + len(links) + len(others)
-    assert link(tokens, 4, extra=Extra(inputs=(Input(20, 2, bytes(32)),))) == link(tokens, 4), "an image behind it"
+    assert link(tokens, 4, extra=Extra(inputs=(Input(20, 2, bytes(32)),))) == link(tokens, 4), (
+        "an image behind the chunk must not change its key"
+    )
 
 
 @pytest.mark.parametrize(("count", "size"), [(22, 0), (22, 8), (19, 4), (15, 4)])

@@ -13,7 +13,7 @@ from shadowserve.logs import JsonFormatter, TextFormatter, configure_logging
 
 @pytest.fixture
 def root() -> Iterator[logging.Logger]:
-    """The root logger, which is put back."""
+    """The root logger, which is restored afterwards."""
     logger = logging.getLogger()
     handlers, level = list(logger.handlers), logger.level
     yield logger

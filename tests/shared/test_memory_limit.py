@@ -1,4 +1,4 @@
-"""Memory budgets against what the machine and its control groups have."""
+"""Memory budgets in comparison with the memory of the machine and its control groups."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Sets of pieces: what the wire says is what was meant, and nonsense is told from it."""
+"""Sets of pieces: they survive the wire format, and invalid ones are refused."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The stored record: what was written is read for ever, in whole and by layers."""
+"""The stored record: later versions can read it, as a whole and by layers."""
 
 import hashlib
 import itertools
@@ -71,7 +71,7 @@ GOLDEN_KV_SHA256 = {
 
 PARENT = bytes(range(200, 232))
 VERSIONS = {"v1": b"", "v2": PARENT}
-"""And whether the golden records of it have a parent."""
+"""Parent of the golden records of each version; empty for none."""
 
 
 @pytest.mark.parametrize("version", list(VERSIONS))
@@ -146,7 +146,7 @@ def test_a_header_names_the_bins_of_values_and_the_tokens_of_a_scale() -> None:
     assert parse_header(make_record(layout)).layout == layout
     assert (
         read_header(make_record(replace(layout, scale_tokens=1)))["scale_tokens"] == 0
-    )  # as before there was a choice
+    )  # as in versions without a choice
 
 
 def test_keys_and_values_are_quantized_with_bins_of_their_own() -> None:
@@ -222,7 +222,7 @@ def test_what_was_stored_is_read(
 ) -> None:
     layout = make_layout(quantizer, dtype, layers, kinds, tokens, vector_length)
     if quantizer is not Quantizer.BINNED:
-        kv = random.randbytes(layout.raw_bytes)  # every bit pattern, not a number included
+        kv = random.randbytes(layout.raw_bytes)  # all bit patterns, including NaN
         assert decode(encode(KEY, codec, layout, kv), KEY, layout) == kv
         return
     scale_tokens = min(scale_tokens, tokens)
@@ -277,7 +277,7 @@ def test_where_a_writer_cuts_changes_no_value() -> None:
     for slice_bytes in (1, 17 * layout.token_decoded_bytes, 40 * layout.token_decoded_bytes, DECODED_BYTES_MAX):
         cut = layout.cut(slice_bytes)
         assert sum(cut) == 100 and min(cut) > 0
-        assert all(tokens % 16 == 0 for tokens in cut[:-1]), "tokens of one scale were parted"
+        assert all(tokens % 16 == 0 for tokens in cut[:-1]), "the tokens of one scale must not be split"
 
 
 @settings(max_examples=200)

@@ -1,4 +1,4 @@
-"""Damaged, foreign and hostile records: nothing but the record that was asked for is ever taken for it."""
+"""Damaged, foreign and hostile records: only the requested record is ever accepted."""
 
 import struct
 import tracemalloc
@@ -66,7 +66,7 @@ def test_each_flipped_bit_of_a_head_under_a_right_checksum_is_found(codec: Codec
         if 12 <= bit // 8 < 16:
             continue  # the checksum itself
         if 128 <= bit // 8 < 160:
-            continue  # the parent: whose decoded values it does not change
+            continue  # the parent, which does not change decoded values
         with pytest.raises(RecordError):
             decode(seal(damaged + record[header_bytes:]), KEY, layout)
 
@@ -83,7 +83,7 @@ def test_each_flipped_bit_of_a_stream_under_a_right_checksum_is_found_when_decod
             kv = decode(forge(record, manifest, damaged), KEY, layout)
         except RecordError:
             continue
-        assert kv == pattern(layout)  # padding bits after the last symbol: other bytes of the same stream
+        assert kv == pattern(layout)  # padding bits after the last symbol do not change the stream
 
 
 @pytest.mark.parametrize("codec", BUILT_IN)
@@ -201,7 +201,7 @@ def test_a_codec_that_was_not_built_in_is_a_mismatch_and_not_damage(monkeypatch:
         decode(record, KEY, make_layout())
 
 
-# ---- Hostile heads ---------------------------------------------------------------------------------------------------
+# ---- Hostile headers -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_a_manifest_that_does_not_cover_the_chunk_is_corrupt(change: Callable[[M
     manifest = read_manifest(record)
     change(manifest)
     with pytest.raises(CorruptRecordError, match="does not cover"):
-        _ = parse_header(forge(record, manifest)).slices  # what a data plane goes by, which has only the head
+        _ = parse_header(forge(record, manifest)).slices  # a data plane uses only the header
     sound = parse_header(record)
     with pytest.raises(CorruptRecordError, match="does not cover"):
         slices_of([sound, parse_header(forge(record, manifest)), sound])
@@ -317,7 +317,7 @@ def test_a_manifest_that_does_not_cover_the_chunk_is_corrupt(change: Callable[[M
 
 @pytest.mark.parametrize("name", ["encoded_length", "tokens"])
 def test_manifests_whose_faults_cancel_out_are_corrupt(name: str) -> None:
-    """Together they have as many bytes and tokens as they ought to."""
+    """The total numbers of bytes and tokens are right."""
     record = make_record(codec=Codec.NONE)
     heads = []
     for by in (1, -1):
@@ -335,44 +335,44 @@ def test_manifests_are_those_of_their_heads() -> None:
 
 
 def test_a_head_of_more_tokens_than_a_chunk_has_is_corrupt() -> None:
-    """So many that a position could wrap around to a sound one."""
+    """A position could otherwise wrap around to a sound one."""
     with pytest.raises(CorruptRecordError, match="at most 65536"):
         parse_header(forge(make_record(), tokens=2**32 - 1))
 
 
 def rename_kind(manifest: Manifest) -> Manifest:
-    """Layer 1, kind 0 is called layer 0, kind 2: the same position by another name."""
+    """Rename layer 1, kind 0 to layer 0, kind 2: the same position by another name."""
     manifest["layer"][2], manifest["kind"][2] = 0, 2
     return manifest
 
 
 def rename_token(manifest: Manifest) -> Manifest:
-    """Kind 1, token 0 is called kind 0, token 3, of three."""
+    """Rename kind 1, token 0 to kind 0, token 3 (of three)."""
     manifest["kind"][1], manifest["token_first"][1] = 0, 3
     return manifest
 
 
 def merge(manifest: Manifest) -> Manifest:
-    """One slice spans K and V."""
+    """Merge K and V into one slice."""
     manifest["tokens"][0] += manifest["tokens"][1]
     manifest["encoded_length"][0] += manifest["encoded_length"][1]
     return np.delete(manifest, 1)
 
 
 def insert_empty(manifest: Manifest) -> Manifest:
-    """A slice of nothing stands between two others."""
+    """Insert an empty slice between two others."""
     empty = manifest[1:2].copy()
     empty["tokens"] = empty["encoded_length"] = empty["checksum"] = empty["decoded_crc32"] = 0
     return np.concatenate([manifest[:1], empty, manifest[1:]])
 
 
 def leave_out(manifest: Manifest) -> Manifest:
-    """The last layer's last kind is missing."""
+    """Remove the last layer's last kind."""
     return manifest[:-1]
 
 
 def call_scales(manifest: Manifest) -> Manifest:
-    """The first bytes of a stream are called scales, which a lossless record has none of."""
+    """Declare the first bytes of a stream as scales; a lossless record has none."""
     manifest["scales_length"][1], manifest["encoded_length"][1] = 4, manifest["encoded_length"][1] - 4
     return manifest
 

@@ -1,4 +1,4 @@
-"""Records of pages: their bodies begin where a device's blocks do, behind an object's header."""
+"""Records of pages: their bodies begin at a device block's boundary, behind an object's header."""
 
 import pytest
 from record_forge import KEY, flipped, make_layout, make_record, pattern, seal
@@ -13,7 +13,7 @@ LAYOUT = make_layout(Quantizer.PASSTHROUGH, DType.UINT8, layers=3, kinds=1, toke
 
 
 def padded() -> bytes:
-    """Return a record as it is stored of pages."""
+    """Return a record as stored for pages."""
     plain = make_record(LAYOUT, Codec.NONE)
     head = parse_header(plain)
     return encode_header(KEY, Codec.NONE, LAYOUT, head.manifest, in_blocks=True) + plain[head.header_length :]
@@ -44,7 +44,7 @@ def test_padding_is_zeros_and_as_long_as_the_header_says() -> None:
     length = header_length(record)
     for changed in (
         record[: length - 1] + b"\1" + record[length:],
-        record[:4] + b"\2" + record[5:],  # of a version that has none
+        record[:4] + b"\2" + record[5:],  # of a version without padding
         record[:124] + bytes(4) + record[128:],
         record[:124] + (4096).to_bytes(4, "little") + record[128:],
         record[:124] + (2**32 - 1).to_bytes(4, "little") + record[128:],

@@ -66,7 +66,7 @@ VALUES: list[tuple[Value, bytes, bytes | None]] = [
      b"*2\r\n$10\r\ninvalidate\r\n*1\r\n$1\r\nk\r\n"),
 ]  # fmt: skip
 
-# (bytes, value): what peers may send and we do not
+# (bytes, value): bytes that peers may send and this encoder does not
 READ_ONLY: list[tuple[bytes, Value]] = [
     (b"$-1\r\n", None),
     (b"*-1\r\n", None),
@@ -110,7 +110,7 @@ def same(left: object, right: object) -> bool:
 
 
 def read_all(reader: ReplyReader | CommandReader, data: bytes, step: int) -> list[object]:
-    """Feed ``data`` in pieces of ``step`` bytes, through get_buffer() where there is one; return what comes out."""
+    """Feed ``data`` in pieces of ``step`` bytes, through get_buffer() if possible. Return the values."""
     found: list[object] = []
     position = 0
     while position < len(data):
@@ -245,7 +245,7 @@ def test_a_command_whose_bulks_together_are_too_large_is_refused() -> None:
     ids=["pipeline", "one", "inline", "large"],
 )
 def test_a_reader_keeps_nothing_of_what_has_been_read(data: bytes) -> None:
-    """A client that had sent much at a time, and then said nothing for days, held 64 KiB of the server's memory."""
+    """Symptom: an idle client that had once sent a lot held 64 KiB of the server's memory."""
     reader = CommandReader()
     kept = sys.getrefcount(data)
     reader.feed(data)
@@ -365,7 +365,7 @@ def test_any_commands_survive_a_round_trip_in_any_split(commands: list[list[byte
 
 
 def outcome(reader: ReplyReader | CommandReader, data: bytes, step: int) -> tuple[list[str], str | None]:
-    """Everything that comes out of ``data``, and the error that ends it."""
+    """Return all values of ``data``, and the error that ends it."""
     found: list[str] = []
     position = 0
     try:
@@ -379,7 +379,7 @@ def outcome(reader: ReplyReader | CommandReader, data: bytes, step: int) -> tupl
 
 
 def normal(value: object) -> str:
-    """Return a text of a value or a command in which it does not matter whether a bulk came in place."""
+    """Return a text of a value or a command that is independent of in-place reception."""
     if isinstance(value, memoryview):
         value = bytes(value)
     if isinstance(value, list):
@@ -388,13 +388,13 @@ def normal(value: object) -> str:
 
 
 def check_hostile(data: bytes) -> None:
-    """Whatever the bytes: no other exception than ProtocolError, and the same outcome in every split."""
+    """For any bytes: no other exception than ProtocolError, and the same outcome in every split."""
     for make in (ReplyReader, CommandReader):
         limits = Limits(large_bulk_bytes=32, bulk_bytes_max=4096, items_max=64, line_bytes_max=256)
         whole, error = outcome(make(limits), data, max(len(data), 1))
         for step in (1, 5):
             pieces, piece_error = outcome(make(limits), data, step)
-            # An error may surface before values that came with it were handed out; splits may show more of them.
+            # An error may be raised before earlier values are returned; other splits may return more of them.
             assert pieces[: len(whole)] == whole
             assert piece_error == error
 

@@ -1,4 +1,4 @@
-"""Sizes as people write them: what is taken, and what is said of the rest."""
+"""Sizes as users write them: valid forms, and the error messages of others."""
 
 import ast
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_a_number_and_a_unit_are_a_size(text: Any, size: int) -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_size_is_refused_with_what_to_write(text: Any, told: str) -> None:
-    """Symptom: '8 GB of RAM' was taken for 8 GB, and '8,5 GiB' for 8 bytes."""
+    """Symptom: '8 GB of RAM' was read as 8 GB, and '8,5 GiB' as 8 bytes."""
     with pytest.raises(ValidationError) as refused:
         Model(size=text)
     assert told in str(refused.value)

@@ -1,4 +1,4 @@
-"""``shadowserve.tls.diagnose`` against servers that are not what a client expects."""
+"""``shadowserve.tls.diagnose`` against servers that differ from a client's configuration."""
 
 import gc
 import select
@@ -15,7 +15,7 @@ from machine import WAIT_MAX_S
 from shadowserve.tls import diagnose
 
 RESET = struct.pack("ii", 1, 0)
-"""``SO_LINGER`` of no time: ``close`` resets the connection."""
+"""``SO_LINGER`` with time 0: ``close`` resets the connection."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Makes the modules beside this file, and those of the storage tests, importable."""
+"""Import path of the modules beside this file, and of those of the storage tests."""
 
 import sys
 from pathlib import Path

@@ -1,8 +1,8 @@
 """The data plane's client of storage on a simulated bad network.
 
 The product's code runs: the control connection with its requests, watchdog and back-off, the catalog of record headers,
-and the data connections up to the C core. Whatever the network does, a request ends within its deadline with a right
-answer, a miss with a reason, or an error; and when the network works again, the client works again.
+and the data connections up to the C core. With any network, a request ends within its deadline with a right answer, a
+miss with a reason, or an error. When the network works again, the client works again.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from dpu_dataplane.sources.resp.server import OneServer
 from shadowserve.errors import StorageError
 
 _DEADLINE_S: Final = 12
-"""At most 2 s to connect and 5 s of silence; a slow network may send something all the time."""
+"""At most 2 s to connect and 5 s of silence. A slow network may send at intervals."""
 _RECOVERY_S: Final = 10
 
 
@@ -70,7 +70,7 @@ class DataPlane:
 
     @property
     def finished(self) -> bool:
-        """True if no request is in progress or planned."""
+        """True if no request is running or planned."""
         return not self._turns and not self._asking
 
     @property
@@ -117,7 +117,7 @@ class DataPlane:
             raise Violation(f"hang: the data plane waited for {name} from {began} until {self._world.now_ns}")
 
     def recover(self) -> None:
-        """Make it connect to storage again, on a network and with a server that work."""
+        """Connect it to storage again, over a working network and server."""
         self._asking += 1
         self._loop.call_soon(self._loop.create_task, self._recover())
 
@@ -130,7 +130,7 @@ class DataPlane:
                 break
             except StorageError as error:
                 if self._world.now_ns > ends:
-                    raise Violation(f"hang: the data plane does not find storage again: {error}") from error
+                    raise Violation(f"hang: the data plane does not reconnect to storage: {error}") from error
                 await asyncio.sleep(0.1)
         self._asking -= 1
 
@@ -139,7 +139,7 @@ class DataPlane:
         self._loop.call_soon(self._loop.create_task, self._close())
 
     def abandon(self) -> None:
-        """Drop it in any state."""
+        """Abort it in any state."""
         self._loop.close()
 
     async def _close(self) -> None:
@@ -148,7 +148,7 @@ class DataPlane:
         self._data.close()
         self._closed = True
 
-    # ---- Questions
+    # ---- Requests
 
     def _keys(self) -> list[bytes]:
         chain = self._world.random.randrange(CHAINS)
@@ -162,7 +162,7 @@ class DataPlane:
         return [stored is not None for stored in found]
 
     async def _meta_by_ranges(self) -> object:
-        """As of a server that does not know KV.META."""
+        """Reply of a server without KV.META."""
         keys, began = self._keys(), self._world.now_ns
         control = self._client._control
         if control is not None:
@@ -173,7 +173,7 @@ class DataPlane:
         for key, stored in zip(keys, found, strict=True):
             if stored is None:
                 self._check(key, None, began, "meta by ranges")
-            else:  # two commands: a value may have been replaced between them
+            else:  # two commands: another client may replace the value between them
                 assert isinstance(stored, Stored)
                 length, head, _ = stored
                 self._compare(key, lambda write, of=length: len(write.value) == of, began, "length by ranges")
@@ -201,8 +201,8 @@ class DataPlane:
         return "deleted"
 
     async def _open_data(self) -> object:
-        """Data connections, greeted: two of them, alive, and quiet when nobody has asked for anything."""
-        async with self._round:  # which has the links for itself
+        """Open data connections and check them: there are two, alive, and silent without a request."""
+        async with self._round:  # with exclusive use of the links
             links = await self._data.open(self._client.nodes()[0])
         if len(links) != 2:
             raise Violation(f"the data plane has {len(links)} data connections, not 2")

@@ -15,12 +15,12 @@ _Present = dict[_Chunk, tuple[object, _Chunk | None]]
 
 
 class Invariants:
-    """Checks a server's store now and then."""
+    """Checks a server's store at intervals."""
 
     def __init__(
         self, world: World, model: Model, tenants: tuple[str, ...], wall: Callable[[], tuple[int, int]]
     ) -> None:
-        """``wall`` returns the least and the greatest time that the wall clock has shown."""
+        """Create the checks; ``wall`` returns the least and the greatest time that the wall clock has shown."""
         self._world = world
         self._model = model
         self._tenants = tenants
@@ -53,7 +53,7 @@ class Invariants:
                 raise Violation(f"quota: tenant {name} has {of.used_bytes} bytes of {limits.bytes_max}")
 
     def _check_gone(self, store: Pool, parent: _Chunk, child: _Chunk) -> None:
-        """A chunk is absent although the next one is present: a client must have removed it."""
+        """Check an absent chunk whose successor is present: a client must have removed it."""
         names = {store.tenant(name): name for name in self._tenants}
         key = names[parent[0]], b"kv:" + parent[1].hex().encode()
         now = self._world.now_ns

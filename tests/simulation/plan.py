@@ -11,8 +11,8 @@ class Plan:
 
     Attributes:
         engine: ``memory`` or ``pool``.
-        tight: Objects have to be evicted.
-        crashes: The server dies and restarts.
+        tight: Evictions are necessary.
+        crashes: The server ends abnormally and restarts.
         network: Links break or go silent.
         disks: Devices fail, lose bits and misdirect bytes.
         clocks: The wall clock jumps.
@@ -21,7 +21,7 @@ class Plan:
         absent: Devices are missing at some starts.
         starts: Power and devices fail during starts and first snapshots.
         dataplane: A data plane reads the same records as other clients.
-        volatile: Some values are in memory alone.
+        volatile: Some values are only in memory.
     """
 
     engine: str

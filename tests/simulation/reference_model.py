@@ -1,10 +1,10 @@
-"""The reference model: which answers a store may give, given everything that clients were told.
+"""The reference model: permitted answers of a store, given all replies that clients have received.
 
-Clients overlap, replies get lost, servers die. So the model keeps for each key every change with the interval in which
-it must have happened: from the client's request to its reply or, without a reply, to the time after which the server
-cannot have executed it. A read may return a value if its change can have come before the read, and no acknowledged
-change is known to have replaced it in between. It may miss if the value can have been removed or have expired; any
-other miss must be matched by an eviction or loss that the pool has counted.
+Clients overlap, replies get lost, servers end. So the model keeps every change of each key with the interval in which
+it occurred: from the client's request to its reply or, without a reply, to the time after which the server cannot have
+executed it. A read may return a value if its change can precede the read, and no acknowledged change is known to have
+replaced it in between. A read may miss if the value can have been removed or have expired. The pool must have counted
+an eviction or loss for any other miss.
 """
 
 import random
@@ -19,7 +19,7 @@ Key = tuple[str, bytes]
 
 
 class Violation(AssertionError):
-    """The store has done what it must never do."""
+    """The store has violated a guarantee."""
 
 
 @dataclass(eq=False)
@@ -28,13 +28,13 @@ class Change:
 
     Attributes:
         kind: ``set``, ``remove``, or ``expiry``.
-        begin_ns: It cannot have happened before.
-        end: Returns the latest time at which it can have happened.
-        acknowledged: Its client knows that it has happened.
-        rejected: It is known not to have happened.
+        begin_ns: Earliest possible time.
+        end: Function that returns the latest possible time.
+        acknowledged: True if its client knows that it has occurred.
+        rejected: True if it has certainly not occurred.
         expires: Earliest and latest wall time at which the value expires; None for never.
-        keeps_expiry: The previous expiry stays.
-        failed: The client got an error; it may or may not have happened.
+        keeps_expiry: True if the previous expiry stays.
+        failed: True if the client got an error; the change may or may not have occurred.
     """
 
     kind: str
@@ -49,12 +49,12 @@ class Change:
 
 @dataclass(eq=False)
 class Write(Change):
-    """A set, and its value.
+    """A set of a value.
 
     Attributes:
-        value: Unique value, made from the number.
-        is_record: The store keeps the first of two records.
-        lost: A read has missed it with a counted reason, or one that the model does not cover.
+        value: Unique value, derived from the number.
+        is_record: True if the store keeps the first of two records.
+        lost: True if a read has missed it with a counted reason, or a reason outside of the model.
     """
 
     number: int = 0
@@ -80,9 +80,9 @@ class Model:
 
     Attributes:
         unpaid: Misses of keys that should have been present.
-        must_hit: Every such miss is a violation: nothing may be evicted or lost.
-        reads: Reads that returned a value.
-        misses: Reads that did not.
+        must_hit: True if every such miss is a violation, because no eviction or loss is possible.
+        reads: Number of reads that returned a value.
+        misses: Number of other reads.
     """
 
     def __init__(self, must_hit: bool) -> None:
@@ -93,7 +93,7 @@ class Model:
         self._histories: defaultdict[Key, _History] = defaultdict(_History)
 
     def add(self, key: Key, change: Change) -> None:
-        """Add a change that a client is about to request."""
+        """Add a change before its request."""
         self._histories[key].changes.append(change)
 
     def keys(self) -> list[Key]:
@@ -101,18 +101,18 @@ class Model:
         return [key for key in self._histories if key[1]]
 
     def writes(self, key: Key) -> list[Write]:
-        """Return every set of a key that may have happened."""
+        """Return every set of a key that may have occurred."""
         return [each for each in self._histories[key].changes if isinstance(each, Write) and not each.rejected]
 
     def lose_all(self) -> None:
-        """All values may be lost: a store in memory has ended."""
+        """Allow the loss of all values: a store in memory has ended."""
         for history in self._histories.values():
             for change in history.changes:
                 if isinstance(change, Write):
                     change.lost = True
 
     def doubt_all(self) -> None:
-        """All changes so far may be undone."""
+        """Allow the loss of all changes so far."""
         for history in self._histories.values():
             for change in history.changes:
                 change.acknowledged = False
@@ -122,7 +122,7 @@ class Model:
     def check_value(
         self, key: Key, matches: Callable[[Write], bool], begin_ns: int, end_ns: int, wall: tuple[int, int], what: str
     ) -> None:
-        """Check that a read may have returned a value; ``matches`` tells for a write whether it was its value."""
+        """Check that a read may have returned a value. ``matches`` returns True for a write of this value."""
         self.reads += 1
         reasons = []
         for write in reversed(self.writes(key)):
@@ -133,14 +133,14 @@ class Model:
                 return
             reasons.append(f"write {write.number}: {reason}")
         if reasons:
-            raise Violation(f"stale: {what} of {key} returned what it must not any more: {'; '.join(reasons)}")
+            raise Violation(f"stale: {what} of {key} returned an outdated value: {'; '.join(reasons)}")
         others = [
             (other, write.number)
             for other, history in self._histories.items()
             for write in history.changes
             if isinstance(write, Write) and matches(write)
         ]
-        raise Violation(f"wrong: {what} of {key} returned bytes that nobody stored there; they are of {others}")
+        raise Violation(f"wrong: {what} of {key} returned bytes of another key or of none: {others}")
 
     def _stale_reason(self, key: Key, write: Write, begin_ns: int, end_ns: int, wall: tuple[int, int]) -> str | None:
         if write.begin_ns > end_ns:
@@ -181,12 +181,12 @@ class Model:
             ):
                 continue
             if each.keeps_expiry:
-                return [(0, FOREVER)]  # whatever the one before it had
+                return [(0, FOREVER)]  # any expiry of the previous write
             found.append(each.expires or (FOREVER, FOREVER))
         return found
 
     def check_miss(self, key: Key, begin_ns: int, end_ns: int, wall: tuple[int, int], what: str) -> None:
-        """Check that a read may have missed, or note that the miss needs a counted reason."""
+        """Check that a read may have missed, or record that the miss needs a counted reason."""
         self.misses += 1
         sure = self.surely_there(key, begin_ns, end_ns, wall)
         if sure is None:
@@ -199,7 +199,7 @@ class Model:
                 write.lost = True
 
     def surely_there(self, key: Key, begin_ns: int, end_ns: int, wall: tuple[int, int]) -> Write | None:
-        """Return a write that guarantees that the key is present; None if none does."""
+        """Return a write that guarantees the presence of the key; None if none does."""
         changes = list(self._changes(key))
         for write in reversed(self.writes(key)):
             if not write.acknowledged or write.lost or write.end() >= begin_ns:
@@ -213,14 +213,14 @@ class Model:
 
 
 def _may_remove(change: Change, write: Write) -> bool:
-    """Return whether a change may have removed the value of a write, or replaced it by one that was lost."""
+    """Return True if a change may have removed the value of a write, or replaced it by a lost value."""
     if change is write or change.end() <= write.begin_ns:
         return False
     return change.kind == "remove" or change.failed or (isinstance(change, Write) and change.lost)
 
 
 def _may_expire(change: Change, write: Write, wall: tuple[int, int]) -> bool:
-    """Return whether the key may have expired by a change; ``wall``: least and greatest time of the wall clock."""
+    """Return True if the key may have expired by a change; ``wall``: least and greatest time of the wall clock."""
     if change.end() <= write.begin_ns and not write.is_record:  # of two records, the store may have kept the first
         return False
     return change.keeps_expiry or (change.expires is not None and change.expires[0] <= wall[1])

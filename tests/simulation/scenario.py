@@ -62,7 +62,7 @@ class Result:
 
 
 class _Problems(logging.Handler):
-    """Collects tracebacks that the product logs: bugs that it survived."""
+    """Collects logged tracebacks of the product: bugs that it survived."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class _Problems(logging.Handler):
             self.found.append(record)
 
     def check(self) -> None:
-        """Raise the first one."""
+        """Raise the first traceback's exception."""
         if self.found:
             record = self.found[0]
             assert record.exc_info is not None
@@ -114,7 +114,7 @@ class Simulation:
         self._over = False
         self._crash_armed = False
         self._awaited = self._is_flushing
-        self._lied = False  # a device has, in this life of the server
+        self._lied = False  # a device has damaged or lost bytes in this life of the server
 
     def _client(self, number: int, tenant: str) -> SimulatedClient:
         login = ("AUTH", f"user{TENANTS.index(tenant)}", _PASSWORD)
@@ -150,14 +150,14 @@ class Simulation:
             if self._starts(trouble):
                 break
         self._check_start()
-        if troubled and self.world.chance(0.5):  # as after damage
+        if troubled and self.world.chance(0.5):  # extra snapshots, as after damage
             for disk in self.server.store._core.disks:  # type: ignore[attr-defined]
                 disk.volume.snapshot()
             self._crash_armed = self._crash_armed or self.world.chance(0.5)
             self._awaited = self._is_snapshotting
 
     def _check_start(self) -> None:
-        """Check that nothing was dropped: a start damages at most one of two copies."""
+        """Check that no object was dropped: a start damages at most one of two copies."""
         if self.plan.disks or not isinstance(self.server.store, DevicePool):
             return
         for disk in self.server.store._core.disks:
@@ -165,11 +165,11 @@ class Simulation:
                 raise Violation(f"dropped: {disk.name} lost objects at a start: {disk.volume.report}")
 
     def _starts(self, trouble: StartTrouble | None) -> bool:
-        """Start the server; return whether it runs."""
+        """Start the server. Return True if it runs."""
         if trouble is None:
             self.server.start()
             return True
-        preempts, self.world.preempts = self.world.preempts, 0.0  # what runs beside it is no part of the start
+        preempts, self.world.preempts = self.world.preempts, 0.0  # other actors are no part of the start
         try:
             with trouble:
                 self.server.start()
@@ -177,7 +177,7 @@ class Simulation:
             self.world.note("power fails at the start")
             self.server.die()
             self.devices = [device.crash() for device in self.devices]
-        except ConfigurationError as error:  # somebody starts it again
+        except ConfigurationError as error:  # an operator starts it again
             self.world.note("the start fails")
             assert trouble.is_met, error
             self.server.die()
@@ -191,13 +191,13 @@ class Simulation:
         return False
 
     def _choose_absent(self) -> None:
-        """Let devices disappear or return.
+        """Remove devices or bring them back.
 
-        One is always present: a pool without any device of its last session cannot know that there was one.
+        One is always present: a pool without any device of its last session cannot know of that session.
         """
         devices = sorted([*self.devices, *self.absent], key=lambda device: device.name)
         chance = self.world.chance
-        # One that is formatted while the others are away is of another pool, and refused when they come back.
+        # A device formatted in the absence of the others belongs to another pool, which refuses the returning ones.
         formatted = all(Superblock.unpack(device.peek(0, 4096)) is not None for device in devices)
         here = (
             devices
@@ -226,7 +226,7 @@ class Simulation:
         self.paid += found.evicted_keys + found.lost_keys + found.failed_writes
 
     def _end_life(self, how: str) -> None:
-        """End the server: by a power cut, by SIGKILL, or orderly."""
+        """End the server: by a power cut, by SIGKILL, or in order."""
         self.world.note(f"server ends: {how}")
         if how == "stop":
             self.server.stop()
@@ -235,7 +235,7 @@ class Simulation:
         self._count_losses()
         after = []
         for device in self.devices:
-            if how == "kill":  # what the kernel has been given it does
+            if how == "kill":  # the kernel completes submitted operations
                 while device.waiting and self.world.chance(0.8):
                     device.complete()
             after.append(device.crash() if how == "power" else device.restart())
@@ -257,10 +257,10 @@ class Simulation:
             device.faults.clear()
         self.start_server()
 
-    # ---- What goes wrong
+    # ---- Faults
 
     def misfortune(self) -> None:
-        """Cause a fault now and then."""
+        """Cause a fault at intervals."""
         if self._over:
             return
         chance, plan = self.world.random, self.plan
@@ -285,14 +285,14 @@ class Simulation:
             self.restart_server(self.world.random.choice(("power", "power", "kill", "kill", "stop")))
 
     def _is_flushing(self) -> bool:
-        """Return whether a flush is in progress: the worst moment for a crash."""
+        """Return True if a flush is in progress: the worst moment for a crash."""
         return any(operation.kind is OperationKind.FLUSH for device in self.devices for operation in device.waiting)
 
     def _is_snapshotting(self) -> bool:
         return any(operation.priority is Priority.BACKGROUND for device in self.devices for operation in device.waiting)
 
     def _shun(self) -> None:
-        """Make random devices avoided and slow for a while."""
+        """Make random devices slow for a while, so that the pool avoids them."""
         if self._over:
             return
         now_ms = self.world.wall_ms()
@@ -346,7 +346,7 @@ class Simulation:
                 device.rot(chance.choice(written) * 4096 + chance.randrange(4096), bit=chance.randrange(8))
 
     def _data(self) -> dict[str, Any]:
-        """Return where objects are: damage there is detected, while the log relies on its two copies."""
+        """Return the range of objects. Damage there is always detected; the log depends on its two copies."""
         disks = self.server.store._core.disks  # type: ignore[attr-defined]
         return {"first_block": disks[0].volume.superblock.layout.data_first}
 
@@ -407,7 +407,7 @@ class Simulation:
             self._go_on(problems, lambda: self._finished)
 
     def _check_end(self, problems: _Problems) -> None:
-        """Check that nothing is left after all clients have ended."""
+        """Check that no resources are left after the end of all clients."""
         for client in self._clients:
             client.close()
         if self.data_plane is not None:
@@ -422,7 +422,7 @@ class Simulation:
             raise Violation(f"lost: {len(self.model.unpaid)} misses, {self.paid} counted: {self.model.unpaid}")
         found = self.server.statistics()
         if found.held_bytes:
-            raise Violation(f"leak: {found.held_bytes} bytes are held for nobody")
+            raise Violation(f"leak: {found.held_bytes} bytes are held without a user")
         engine = self.server.store
         if isinstance(engine, DevicePool):
             gc.collect(0)
@@ -430,7 +430,7 @@ class Simulation:
                 raise Violation("leak: the engine is still busy")
             engine._core.arenas.settle()
             if engine._core.arenas.lent_bytes:
-                raise Violation(f"leak: {engine._core.arenas.lent_bytes} bytes are lent to nobody")
+                raise Violation(f"leak: {engine._core.arenas.lent_bytes} bytes are lent without a user")
         self.server.stop()
         self.server.store.close()
 
@@ -527,7 +527,7 @@ def _holds(entries: int) -> Iterator[None]:
 
 
 def simulate(seed: int, *, verbose: bool = False) -> Result:
-    """Run a seed; raises violations, with the command that replays it."""
+    """Run a seed. Violations include the command that replays it."""
     simulation = Simulation(seed, _folder(), verbose)
     try:
         with _holds(_HOLDS[seed % len(_HOLDS)]):

@@ -18,7 +18,7 @@ from scenario import simulate  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
-    """Run the seeds; return the number of failures."""
+    """Run the seeds. Return the number of failures."""
     verbose = "-v" in arguments
     failures = 0
     for argument in arguments:

@@ -15,7 +15,7 @@ from simulated_network import Link
 from world import S, World
 
 Connect = Callable[[Link], bool]
-"""Connects a link to the server; returns whether a server listens."""
+"""Function that connects a link to the server. It returns True if a server listens."""
 
 
 class SimulatedEventLoop(asyncio.BaseEventLoop):
@@ -35,7 +35,7 @@ class SimulatedEventLoop(asyncio.BaseEventLoop):
         self._world.failure = self._world.failure or failure
 
     def _check_closed(self) -> None:
-        """No-op: remains of a failed run may still be called."""
+        """No-op: remaining tasks of a failed run may still call it."""
 
     # ---- Time
 
@@ -58,7 +58,7 @@ class SimulatedEventLoop(asyncio.BaseEventLoop):
             self._world.soon(self._name, self._turn)
 
     def _turn(self) -> None:
-        """Do one round of ``run_forever``."""
+        """Run one iteration of ``run_forever``."""
         self._awake = False
         if self.is_closed():
             return
@@ -141,7 +141,7 @@ class _Transport(asyncio.Transport):
         self.step()
 
     def step(self) -> None:
-        """Let the loop process the link; called by the network."""
+        """Process the link in the loop; called by the network."""
         self._loop.call_soon(self._step)
 
     def _step(self) -> None:
@@ -202,7 +202,7 @@ class SimulatedSocket:
                 future.set_result(None)
 
     async def changed(self) -> None:
-        """Wait until something has happened on the link."""
+        """Wait until an event occurs on the link."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         await future

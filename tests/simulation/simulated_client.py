@@ -1,7 +1,7 @@
 """A typical client: it connects, authenticates, sends commands, waits until its deadline, and retries.
 
-A state machine that the world drives. The network cuts what it sends into pieces; it reads with ``shadowserve.resp``'s
-reader, large bulks in place.
+A state machine that the world drives. The network cuts sent bytes into pieces. The client reads with
+``shadowserve.resp``'s reader, large bulks in place.
 """
 
 from collections import deque
@@ -23,10 +23,10 @@ class Call:
     """A command and its outcome.
 
     Attributes:
-        begin_ns: When it was sent.
-        end_ns: When its reply was complete or the client gave up; None before.
-        reply: The reply, bulks as bytes; meaningless unless ``answered``.
-        link: The link that it was sent over.
+        begin_ns: Time of the send.
+        end_ns: Time of the complete reply, or of the client's timeout; None before.
+        reply: Reply, bulks as bytes; meaningless unless ``answered``.
+        link: Link of the command.
     """
 
     arguments: tuple[Any, ...]
@@ -46,7 +46,7 @@ class SimulatedClient:
 
     Attributes:
         name: Name in the trace.
-        hurt: The network was made to fail it, so its deadlines prove nothing any more.
+        hurt: True if the network made it fail, so its deadlines prove nothing.
     """
 
     def __init__(self, world: World, server: Callable[[], SimulatedServer], name: str, login: tuple[Any, ...]) -> None:
@@ -68,11 +68,11 @@ class SimulatedClient:
 
     @property
     def idle(self) -> bool:
-        """True if it waits for nothing."""
+        """True if it waits for no reply."""
         return not self._waiting
 
     def send(self, calls: list[Call]) -> None:
-        """Send commands in a pipeline; connects first if needed."""
+        """Send commands in a pipeline. Connect first if needed."""
         if self._link is None:
             self._connect()
         for call in calls:
@@ -94,7 +94,7 @@ class SimulatedClient:
             self._out += encode_command(*login.arguments)
 
     def close(self) -> None:
-        """End the connection; commands in progress stay unanswered."""
+        """End the connection. Commands in progress get no reply."""
         link, self._link = self._link, None
         if link is not None:
             link.close_client()
@@ -157,7 +157,7 @@ class SimulatedClient:
         while link is self._link and (value := self._reader.next_value()) is not NEED_DATA:
             if isinstance(value, LargeBulk):
                 continue
-            assert self._waiting, f"a reply that nobody asked for: {value!r}"
+            assert self._waiting, f"a reply without a request: {value!r}"
             call = self._waiting.popleft()
             call.end_ns = self.world.now_ns
             call.answered = True

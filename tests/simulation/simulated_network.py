@@ -1,7 +1,7 @@
-"""A network of byte streams: bytes arrive in pieces, late, or never; a connection may end orderly or not.
+"""A network of byte streams: bytes arrive in pieces, late, or never, and a connection may end in order or not.
 
-A link has two directions, each with a bounded buffer. Bytes of one direction keep their order; nothing else does. A
-half-open link loses everything without telling either side, like a machine that vanishes.
+A link has two directions, each with a bounded buffer. Only the bytes of one direction keep their order. A half-open
+link loses all bytes without a sign to either side, as if a machine had lost power.
 """
 
 import itertools
@@ -15,7 +15,7 @@ class Stream:
 
     Attributes:
         arrived: Bytes that the receiver may read.
-        ended: The receiver knows that no more bytes follow.
+        ended: True if the receiver knows that no more bytes follow.
     """
 
     def __init__(self, world: World, link: "Link", capacity: int, notify: Callable[[], None]) -> None:
@@ -32,7 +32,7 @@ class Stream:
 
     @property
     def room(self) -> int:
-        """Bytes that may be sent now."""
+        """Number of bytes that may be sent now."""
         return 0 if self._shut else self._capacity - self._in_flight - len(self.arrived)
 
     def send(self, data: bytes) -> None:
@@ -43,7 +43,7 @@ class Stream:
             self._deliver(lambda piece=piece: self._arrive(piece))  # type: ignore[misc]
 
     def shut(self) -> None:
-        """Send nothing more; the receiver learns it behind the last byte."""
+        """Stop sending. The receiver sees the end behind the last byte."""
         if not self._shut:
             self._shut = True
             self._deliver(self._end)
@@ -81,9 +81,9 @@ class Link:
     """A connection between a client and a server.
 
     Attributes:
-        reset: Both ends get an error.
-        is_lost: It loses everything silently.
-        server_gone_ns: When the server's end was closed; later bytes of the client have no effect.
+        reset: True if both ends get an error.
+        is_lost: True if it loses all bytes silently.
+        server_gone_ns: Time when the server's end was closed; later bytes of the client have no effect.
     """
 
     _numbers = itertools.count(1)
@@ -113,7 +113,7 @@ class Link:
         return self._slow * (chance.randrange(10 * US, 200 * US) + (chance.randrange(20 * MS) if late else 0))
 
     def break_(self) -> None:
-        """Reset it: both ends get an error, bytes in transit are lost."""
+        """Reset it: both ends get an error, and bytes in transit are lost."""
         if not self.reset:
             self.reset = True
             self.to_server.drop()
@@ -122,7 +122,7 @@ class Link:
             self.world.soon("network", lambda: self.on_client())
 
     def close_client(self) -> None:
-        """Close the client's side; with unread bytes, or after a crash of the client, that is a reset."""
+        """Close the client's side. With unread bytes, or after a crash of the client, this is a reset."""
         if self.to_client.arrived:
             self.break_()
         self.to_server.shut()
@@ -185,11 +185,11 @@ class ServerSocket:
         return len(data)
 
     def send(self, data: bytes) -> int:
-        """Send at most as many bytes as there is room for."""
+        """Send some of the bytes, at most the free space."""
         return self.sendmsg([data])
 
     def sendmsg(self, parts: Sequence[bytes | memoryview]) -> int:
-        """Send at most as many bytes of the parts as there is room for."""
+        """Send some of the parts' bytes, at most the free space."""
         assert not self.closed
         if self.link.reset:
             raise ConnectionResetError("reset by peer")

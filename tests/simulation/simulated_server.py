@@ -1,7 +1,7 @@
-"""The storage node under simulation: its real connections, commands and pools, with a simulated loop and threads.
+"""The simulated storage node: its real connections, commands and pools, with a simulated loop and threads.
 
-It replaces only ``server.py``, ``io_threads.py``, ``event_loop.py`` and ``engine_thread.py``: waiting, and the order of
-calls.
+It replaces only ``server.py``, ``io_threads.py``, ``event_loop.py`` and ``engine_thread.py``: the waits, and the order
+of calls.
 """
 
 import heapq
@@ -76,7 +76,7 @@ class SimulatedLoop:
         self._world.after(time_s * S - self._world.now_ns - 1000 * S, self._name, self.wake)
 
     def enter(self, tenant: int) -> Lane:
-        """No-op, as move() and leave(): the order is random, so lanes do not change it."""
+        """No-op, like move() and leave(): the order is random, so lanes do not change it."""
         return Lane(tenant)
 
     def move(self, descriptor: int, old: Lane, tenant: int) -> Lane:
@@ -143,11 +143,11 @@ class _Workers:
 
 
 class SimulatedServer:
-    """One life of a server process, from its start to its stop or its death.
+    """One life of a server process, from its start to its end.
 
     Attributes:
         store: The pool.
-        is_started: The pool is open.
+        is_started: True if the pool is open.
         problems: Exceptions that the product would have logged and survived.
     """
 
@@ -170,7 +170,7 @@ class SimulatedServer:
         self._poller = select.poll()
 
     def start(self) -> None:
-        """Open the pool, which recovers the devices' objects, and begin to serve."""
+        """Open the pool, which recovers the devices' objects, and start to serve."""
         self.store.start(self.lock)  # type: ignore[arg-type]
         self.is_started = True
         self.node.apply_quotas()
@@ -208,7 +208,7 @@ class SimulatedServer:
         self._connections[session] = Connection(self.node, self.workers, self.forget, socket, session, loop), loop  # type: ignore[arg-type]
 
     def forget(self, session: Session) -> None:
-        """A client's connection has ended."""
+        """Process the end of a client's connection."""
         self._connections.pop(session, None)
         with self.lock:
             self.node.sessions.pop(session.id, None)
@@ -218,7 +218,7 @@ class SimulatedServer:
         for connection, loop in list(self._connections.values()):
             loop.call_threadsafe(lambda connection=connection: action(connection))  # type: ignore[misc]
 
-    # ---- the pool's thread, and the main one
+    # ---- The pool's thread, and the main one
 
     def _schedule(self, device: SimulatedDevice, count: int) -> None:
         slowness, chance = self._slowness[id(device)], self.world.random
@@ -248,7 +248,7 @@ class SimulatedServer:
             self.look()
 
     def look(self) -> None:
-        """Wake the pool's thread if it would be woken; after each event."""
+        """Wake the pool's thread if it would be woken; called after each event."""
         if self.alive and not self._poll_due and self._poller.poll(0):
             self._poll_soon()
 
@@ -272,7 +272,7 @@ class SimulatedServer:
         return self.store.statistics()
 
     def die(self) -> None:
-        """End like a killed process: at once."""
+        """End at once, like a killed process."""
         self.alive = False
         for loop in self._loops:
             loop.closed = True
@@ -284,7 +284,7 @@ class SimulatedServer:
             link.break_()
 
     def stop(self) -> None:
-        """Stop as on SIGTERM; the caller closes the pool."""
+        """Stop as on SIGTERM. The caller closes the pool."""
         self._each(Connection.finish)
         self.world.run(lambda: not self.node.sessions, self.node.config.shutdown_timeout_s)
         self._each(Connection.abort)

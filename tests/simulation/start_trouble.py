@@ -14,13 +14,13 @@ _BLOCK_BYTES = 4096
 
 
 class PowerCutError(Exception):
-    """The power is off: the server does nothing more."""
+    """The power is off: the server executes nothing more."""
 
 
 class StartTrouble:
-    """Activates one fault while it is entered.
+    """Activates one fault while its context is open.
 
-    It damages only one of two copies; damage to both belongs to plans with failing devices.
+    It damages only one of two copies. Damage of both belongs to plans with failing devices.
     """
 
     def __init__(self, world: World, devices: list[SimulatedDevice]) -> None:

@@ -22,13 +22,13 @@ from storage_kv.session import Session
 
 _SEEDS = range(1, 1001)
 _RARE = range(3001, 10001)
-"""Seeds for defects that only one in a hundred suitable runs detects."""
+"""Number of seeds for defects that only one in a hundred suitable runs detects."""
 
 
 def seen(may_show: Callable[[Plan], bool], seeds: range = _SEEDS, begin: int = 0) -> str:
-    """Return how the first failing seed fails; runs only seeds of suitable plans.
+    """Return the failure of the first failing seed. Only seeds of suitable plans run.
 
-    Begins with the seed that detected it last time, and goes round from there.
+    The search begins with the last detecting seed, and wraps around.
     """
     for seed in (*range(max(begin, seeds.start), seeds.stop), *range(seeds.start, begin)):
         if may_show(plan_of(seed)):
@@ -72,7 +72,7 @@ def test_the_simulation_detects_ignored_tenants(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_simulation_detects_removals_that_are_not_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DiskLog, "remove", lambda self, tenant, key: None)
-    assert seen(in_a_crash).startswith(("stale", "dropped"))  # the latter as objects that lie where others do
+    assert seen(in_a_crash).startswith(("stale", "dropped"))  # the latter for objects at the place of others
 
 
 def test_the_simulation_detects_an_unchecked_log_tail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,12 +20,12 @@ def test_seeds(first: int) -> None:
     reads = 0
     for seed in range(first, first + _BATCH):
         reads += simulate(seed).reads
-    assert reads > _BATCH, "most of what is stored is read"
+    assert reads > _BATCH, "most stored values must be read"
 
 
 @pytest.mark.parametrize("seed", [4, 6, 12])
 def test_a_seed_replays_exactly(seed: int) -> None:
-    """Also in another process, with another hash seed and other addresses."""
+    """The trace is also the same in another process, with another hash seed and other addresses."""
     here = simulate(seed)
     assert simulate(seed).trace == here.trace
     command = [sys.executable, _SIMULATE, str(seed)]

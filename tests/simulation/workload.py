@@ -1,4 +1,4 @@
-"""Clients and their commands; each reply is checked against the model."""
+"""Clients and their commands. Each reply is checked against the model."""
 
 import itertools
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class Workload:
     """Some clients, each with a number of turns.
 
     Attributes:
-        silent: Half-open links, whose clients may wait in vain.
+        silent: Half-open links; their clients may wait without a reply.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Workload:
 
     @property
     def finished(self) -> bool:
-        """True if no command is in progress or planned."""
+        """True if no command is running or planned."""
         return not self._turns and not self._under_way
 
     def describe(self) -> str:
@@ -109,7 +109,7 @@ class Workload:
         self._under_way += len(calls)
         client.send(calls)
 
-    # ---- What to ask for
+    # ---- Requests
 
     def _random_call(self, tenant: str) -> Call:
         chance = self.world.random
@@ -165,7 +165,7 @@ class Workload:
         return call
 
     def _begin(self, change: Change, call: Call) -> None:
-        """Bind a change's times to those of the call."""
+        """Set the times of a change from those of the call."""
         change.begin_ns = self.world.now_ns
 
         def end() -> int:
@@ -173,14 +173,14 @@ class Workload:
                 return FOREVER
             if call.answered:
                 return call.end_ns
-            # Nobody knows: it may be executed as long as the server has the connection.
+            # The outcome is unknown: the server may execute it as long as it has the connection.
             gone = None if call.link is None else call.link.server_gone_ns
             return FOREVER if gone is None else max(gone, call.end_ns) + _GRACE_NS
 
         change.end = end
 
     def _record(self, key: bytes, variant: int) -> tuple[bytes, int]:
-        """Return one of the records that a chunk may have, and how long its head is."""
+        """Return one of the possible records of a chunk, and the length of its header."""
         found = self._records.get((key, variant))
         name = bytes.fromhex(key[3:].decode())
         if found is None:
@@ -331,7 +331,7 @@ class Workload:
             ]
             self._send(client, [*calls, self._all(tenant)])
 
-    # ---- What came back
+    # ---- Replies
 
     def _call(self, arguments: tuple[Any, ...], check: Callable[[Call], None]) -> Call:
         return Call(arguments, lambda call: self._ended(call, check))
@@ -381,7 +381,7 @@ class Workload:
         return first + lifetime, FOREVER if last == FOREVER else last + lifetime
 
     def note_wall(self) -> None:
-        """The wall clock has jumped."""
+        """Record a jump of the wall clock."""
         self._walls.append((self.world.now_ns, self.world.wall_offset_ns))
 
     def wall_between(self, begin_ns: int, end_ns: int) -> tuple[int, int]:

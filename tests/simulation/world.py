@@ -1,8 +1,8 @@
 """The scheduler of a simulation: a virtual clock, and events in an order that a seed decides.
 
 Every event belongs to an actor: a thread of the server, the network, a device, a client. Events run one after the
-other, except for preemption: where a thread releases the node's lock, events of other actors may run before it
-continues. The product's modules see this clock instead of ``time``.
+other, with one exception: when a thread releases the node's lock, events of other actors may run before it continues
+(preemption). The product's modules see this clock instead of ``time``.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ class World:
         random: The only source of decisions.
         now_ns: Time since the beginning.
         wall_offset_ns: Error of the wall clock.
-        creeps: Each read of the clock costs time: for code that polls the clock.
-        preempts: Probability that a thread is preempted where it releases the lock.
+        creeps: True if each read of the clock takes time, for code that polls the clock.
+        preempts: Probability of a preemption at each release of the lock.
         events: Number of events so far.
     """
 
@@ -62,7 +62,7 @@ class World:
         self.after(self.random.randrange(most_ns), actor, function)
 
     def step(self) -> bool:
-        """Run the next event; return whether there was one."""
+        """Run the next event. Return True if there was one."""
         if not self._queue:
             return False
         due, _, actor, function = heapq.heappop(self._queue)
@@ -76,7 +76,7 @@ class World:
         return True
 
     def run(self, condition: Callable[[], Any], limit_s: float) -> bool:
-        """Run events until a condition holds; return whether it does within ``limit_s``."""
+        """Run events until a condition holds. Return True if it holds within ``limit_s``."""
         ends = self.now_ns + int(limit_s * S)
         while not condition():
             if not self._queue or self._queue[0][0] > ends:
@@ -88,17 +88,17 @@ class World:
         return True
 
     def preempt(self) -> None:
-        """Let other actors run, where a thread releases a lock."""
+        """Run events of other actors at a thread's release of a lock."""
         while self._running and self._queue and self.random.random() < self.preempts:
             due, _, actor, _ = self._queue[0]
             if due > self.now_ns + _PREEMPTION_NS or actor in self._running or actor == "world":
                 return
             try:
                 self.step()
-            except Exception as error:  # of another thread: it must not become that of the one that was interrupted
+            except Exception as error:  # of another thread: it must not reach the interrupted thread
                 self.failure = self.failure or error
 
-    # ---- What happened
+    # ---- Trace
 
     def note(self, what: str) -> None:
         """Add to the trace, which is the same in each run of a seed."""
@@ -124,7 +124,7 @@ class World:
 
 
 class SimulatedLock:
-    """The node's lock where only one thread really runs: waiting for it would be a deadlock."""
+    """The node's lock. Only one thread really runs, so a wait for the lock would be a deadlock."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -137,7 +137,7 @@ class SimulatedLock:
         self.release()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        assert not self._held, "a thread waits for the node's lock that it holds"
+        assert not self._held, "a thread waits for its own lock of the node"
         self._held = True
         return True
 
@@ -175,7 +175,7 @@ class VirtualTime:
 
     def sleep(self, seconds: float) -> None:
         """Fail: simulated code must not sleep."""
-        raise AssertionError(f"somebody sleeps for {seconds} s")
+        raise AssertionError(f"simulated code sleeps for {seconds} s")
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from storage_support import Child, Client
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Child]]:
-    """Start servers with flags; they end with the test."""
+    """Start servers with flags. They end with the test."""
     with contextlib.ExitStack() as children:
 
         def start_child(*flags: str, environment: dict[str, str] | None = None) -> Child:
@@ -62,7 +62,7 @@ def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
                 return True
             return False
 
-        wait_for(listens)  # redis-server reports nothing that could be awaited
+        wait_for(listens)  # redis-server sends no ready message
         yield port
     finally:
         process.terminate()

@@ -1,4 +1,4 @@
-"""A store whose reads and writes end when a test says so, and a server with it in this process."""
+"""A store whose reads and writes end on a test's call, and a server with it in this process."""
 
 import asyncio
 import threading
@@ -28,13 +28,13 @@ class Away(Item):
 
 
 class SlowStore(MemoryPool):
-    """A store with values that must be read and writes that must be awaited, as the test configures.
+    """A store whose reads and writes wait for the test.
 
     Attributes:
-        away: values are not in memory.
-        lazy: writes are durable when settle() says so.
-        full: there is no room to write, and none to receive in.
-        crowded: there is no room to write.
+        away: True if values are not in memory.
+        lazy: True if writes become durable in settle().
+        full: True if writes and receive buffers have no space.
+        crowded: True if writes have no space.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class SlowStore(MemoryPool):
         self.ready: list[Callable[[], None]] = []
         self.refused_writes: list[Ticket] = []
         self.leases = 0
-        self.buffers: list[memoryview] = []  # given out, and neither stored nor given back
+        self.buffers: list[memoryview] = []  # lent, and neither stored nor returned
         self.drained = self.closed = False
 
     def get(self, address: Address) -> Any:
@@ -93,7 +93,7 @@ class SlowStore(MemoryPool):
         super().close()
         self.closed = True
 
-    # ---- What a test does
+    # ---- Interface of a test
 
     def finish_read(self, number: int = 0, *, lost: bool = False) -> None:
         """End one of the running reads."""
@@ -113,7 +113,7 @@ class SlowStore(MemoryPool):
         self.tickets.pop(0).settle(error)
 
     def make_room(self, *, crowded: bool = False) -> None:
-        """Let everybody try again."""
+        """Let all waiting clients try again."""
         self.full, self.crowded = False, crowded
         ready, self.ready = self.ready, []
         busy, self.refused_writes = self.refused_writes, []
@@ -166,7 +166,7 @@ class Served:
     def __exit__(self, *_: object) -> None:
         for client in self._clients:
             client.close()
-        for _ in range(2):  # the second cuts short what a failed test has left pending
+        for _ in range(2):  # the second signal ends pending requests of a failed test
             if self._thread.is_alive():
                 self.request_stop()
         self.wait()

@@ -1,4 +1,4 @@
-"""Parts of the storage tests: servers as child processes, a plain client, and records."""
+"""Helpers of the storage tests: servers as child processes, a plain client, and records."""
 
 import contextlib
 import http.client
@@ -25,7 +25,7 @@ TIMEOUT_S = WAIT_MAX_S
 
 
 class Child:
-    """A storage server in its own process, on a free port; it always ends."""
+    """A storage server in a separate process, on a free port. It always ends."""
 
     def __init__(self, *flags: str, environment: dict[str, str] | None = None) -> None:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SHADOWSERVE_")}
@@ -54,7 +54,7 @@ class Child:
             self.log.append(line.rstrip())
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Send a signal; return the exit status."""
+        """Send a signal. Return the exit status."""
         self.process.send_signal(number)
         return self.wait()
 
@@ -136,7 +136,7 @@ class Client:
         self.socket.sendall(encode_command(*arguments))
 
     def receive(self) -> Value:
-        """Return the next reply; bulks received in place as bytes."""
+        """Return the next reply. Bulks received in place are returned as bytes."""
         while True:
             event = self._reader.next_value()
             if isinstance(event, memoryview):
@@ -188,7 +188,7 @@ class Client:
 
 
 def login(child: Child, name: str, receive_buffer: int | None = None) -> Client:
-    """Return a client that is authenticated as a user whose password is the first letter of its name."""
+    """Return a client with an authenticated user whose password is the first letter of its name."""
     client = child.client(receive_buffer=receive_buffer)
     assert client.call("AUTH", name, name[0]) == b"OK"
     return client

@@ -56,7 +56,7 @@ def test_before_the_password_a_client_may_send_little(guarded: Child) -> None:
     with guarded.client() as client:
         client.socket.sendall(encode_command("DEL", *["a"] * 10))
         assert client.receive_to_end() == b"-ERR Protocol error: unauthenticated multibulk length\r\n"
-    with guarded.client() as client:  # and everything after it, in the same packet
+    with guarded.client() as client:  # and the commands after it in the same packet
         client.socket.sendall(encode_command("AUTH", PASSWORD) + encode_command("SET", "a", b"x" * 20_000))
         assert client.receive() == b"OK" and client.receive() == b"OK"
         assert client.call("EXISTS", *["a"] * 20) == 20

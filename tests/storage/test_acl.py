@@ -67,7 +67,7 @@ def test_key_patterns_allow_reading_and_writing() -> None:
     for key, may in ((b"a:1", "RW"), (b"b:", "RW"), (b"r:1", "R"), (b"w:1", "W"), (b"x", "")):
         for access in ("R", "W", "RW"):
             assert user.may_use(key, access) == set(access).issubset(may), (key, access)
-        assert user.may_use(key, "") == bool(may)  # asking whether it is there
+        assert user.may_use(key, "") == bool(may)  # with the check for existence
     user.apply(b"%W~r:*", BY_FULL_NAME)
     assert user.may_use(b"r:1", "RW") and b"~r:*" in user.keys_text.split()
     user.apply(b"allkeys", BY_FULL_NAME)
@@ -207,9 +207,9 @@ def test_after_failures_all_attempts_of_an_address_are_delayed() -> None:
     assert throttle.answer_at("10.0.0.2:1", 100.0, accepted=True) == 0.0
     while not throttle.is_refused("10.0.0.1:4", 100.0):
         assert throttle.answer_at("10.0.0.1:4", 100.0, accepted=False) < 100.0 + 10.0
-    assert throttle.answer_at("10.0.0.1:5", 200.0, accepted=True) == 0.0  # forgotten
+    assert throttle.answer_at("10.0.0.1:5", 200.0, accepted=True) == 0.0  # the failure is forgotten
     throttle.answer_at("[2001:db8::1]:1", 100.0, accepted=False)
-    assert throttle.answer_at("[2001:db8::2]:1", 100.0, accepted=True) > 100.0  # of the same network
+    assert throttle.answer_at("[2001:db8::2]:1", 100.0, accepted=True) > 100.0  # an address of the same network
     assert throttle.answer_at("[::ffff:10.9.9.9]:1", 100.0, accepted=True) == 0.0
     for number in range(10_000):
         throttle.answer_at(f"10.{number >> 8}.{number & 255}.1:1", 100.0, accepted=False)
@@ -255,7 +255,7 @@ def test_changed_rules_apply_to_connected_clients_at_once(start: Callable[..., C
         assert admin.call("ACL", "SETUSER", "alice", "-get") == b"OK"
         assert alice.call("GET", "a:1").startswith(b"NOPERM")  # type: ignore[union-attr]
         assert admin.call("ACL", "SETUSER", "alice", "+get", "off") == b"OK"
-        assert alice.call("GET", "a:1") is None  # who is there stays
+        assert alice.call("GET", "a:1") is None  # existing users stay
         assert alice.call("AUTH", "alice", "pa").startswith(b"WRONGPASS")  # type: ignore[union-attr]
         assert admin.call("ACL", "SETUSER", "alice", "on", "+nosuch").startswith(b"ERR Error in")  # type: ignore[union-attr]
         assert b"off" in admin.call("ACL", "GETUSER", "alice")[1]  # type: ignore[index, operator]
@@ -313,7 +313,7 @@ def test_denials_are_in_acl_log(start: Callable[..., Child], users_file: Path) -
 
 
 def test_too_many_attempts_are_refused_without_a_check(start: Callable[..., Child]) -> None:
-    """Parallel attempts are answered one after the other; those that would wait too long are refused."""
+    """The server answers parallel attempts one after the other, and refuses those with a too long wait."""
     child = start(environment={"SHADOWSERVE_STORAGE_PASSWORD": "right"})
     clients = [child.client() for _ in range(150)]
     for client in clients:
@@ -321,7 +321,7 @@ def test_too_many_attempts_are_refused_without_a_check(start: Callable[..., Chil
     answers = [client.receive() for client in clients]
     refused = [answer for answer in answers if b"too many failed" in answer]  # type: ignore[operator]
     assert refused and len(refused) < len(answers)
-    with child.client() as client:  # and the server serves on
+    with child.client() as client:  # the server continues to serve
 
         def enters() -> bool:
             with child.client() as other:

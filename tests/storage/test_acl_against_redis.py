@@ -164,7 +164,7 @@ def test_users_files_are_exchangeable_with_redis(start: Callable[..., Child], tm
     try:
 
         def listens() -> bool:
-            assert process.poll() is None, "redis-server does not take the file"
+            assert process.poll() is None, "redis-server refuses the file"
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), WAIT_MAX_S):
                 return True
             return False

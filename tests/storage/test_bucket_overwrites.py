@@ -1,4 +1,4 @@
-"""Commands that replace or remove a record of a bucket are acknowledged after the bucket has deleted it."""
+"""Commands that replace or remove a record of a bucket are acknowledged after its deletion in the bucket."""
 
 import json
 import select
@@ -76,7 +76,7 @@ def start_node(
 
 
 def store(client: Client, bucket: FaultyS3, what: str) -> bytes:
-    """Store the record of a command, wait until the bucket has it in an object of its own, and return its key."""
+    """Store the record of a command, wait until the bucket has it in a separate object, and return its key."""
     key, value = RECORDS[what].keys[0], RECORDS[what].values[0]
     before = len(bucket.objects)
     assert client.call("SET", key, value) == b"OK"
@@ -113,12 +113,14 @@ def test_no_command_is_acknowledged_before_the_bucket_has_deleted_the_old_record
         commands = words(key)
         for command in commands:
             client.send(*command)
-        if what == "exec":  # the header of its replies is sent at once
+        if what == "exec":  # the server sends the header of its replies at once
             assert client.receive_raw(18) == b"+OK\r\n+QUEUED\r\n*1\r\n"
         wait_for(lambda asked=asked: bucket.count("delete") > asked)
         assert other.call("PING") == b"PONG", "no other client waits"
         assert other.call("SET", "free", "value") == b"OK"
-        assert not select.select([client.socket], [], [], 0)[0], f"{what} was answered before the bucket was asked"
+        assert not select.select([client.socket], [], [], 0)[0], (
+            f"{what} was answered before the deletion in the bucket"
+        )
         gate.set()
         replies = [client.receive() for _ in (commands[:1] if what == "exec" else commands)]
         assert not in_bucket(bucket, what), what
@@ -134,14 +136,14 @@ def test_no_command_is_acknowledged_before_the_bucket_has_deleted_the_old_record
 def test_a_bucket_that_refuses_makes_an_error_of_each_such_command_again_and_again(
     bucket: FaultyS3, start_node: Callable[[], tuple[Child, Client]], number: signal.Signals
 ) -> None:
-    """Symptom: SET was answered OK and the second DEL of a key 0 while the bucket refused deletions."""
+    """Symptom: while the bucket refused deletions, SET was answered OK and the second DEL of a key 0."""
     child, client = start_node()
     keys = {what: store(client, bucket, what) for what in ALL if what not in ("expire persist", "set xx")}
     bucket.fault = lambda asked: Answer(403, "AccessDenied") if asked.operation == "delete" else None
     for what, key in keys.items():
         for turn in ("first", "second"):
             if turn == "second" and what in ("getdel", "getex", *EXPIRING, "set xx", "del setnx", "del msetnx"):
-                continue  # what there is now is no record any more, or nothing: nothing is changed
+                continue  # the key has no record any more, so the command changes nothing
             replies = [client.call(*command) for command in ALL[what](key)]
             last = replies[-1][0] if isinstance(replies[-1], list) else replies[-1]
             assert isinstance(last, ErrorReply) and "IOERR" in str(last), (what, turn, replies)
@@ -156,7 +158,7 @@ def test_a_bucket_that_refuses_makes_an_error_of_each_such_command_again_and_aga
 def test_a_removal_before_the_first_list_waits_for_it(
     bucket: FaultyS3, start_node: Callable[[], tuple[Child, Client]]
 ) -> None:
-    """Symptom: DEL before the first listing was answered 0, and the record was found afterwards."""
+    """Symptom: DEL before the first listing was answered 0, and later the record was found."""
     child, client = start_node()
     key = store(client, bucket, "del")
     child.stop(signal.SIGKILL)

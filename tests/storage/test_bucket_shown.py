@@ -42,7 +42,7 @@ def stats(child: Child, *flags: str) -> str:
 def test_the_state_of_a_bucket_is_shown_before_during_and_after_an_outage(
     bucket: FaultyS3, start_node: Callable[..., Child]
 ) -> None:
-    """Symptom: neither showed the bucket."""
+    """Symptom: neither output contained the bucket."""
     child = start_node()
     client = child.client()
     for key, value in zip(CHAIN.keys, CHAIN.values, strict=True):
@@ -61,7 +61,7 @@ def test_the_state_of_a_bucket_is_shown_before_during_and_after_an_outage(
     wait_for(lambda: child.samples()["shadowserve_storage_s3_up"] == 0)
     assert child.samples()["shadowserve_storage_s3_failing_s"] > 0
     status, text = child.http("/readyz")
-    assert status == 200, "the node serves its memory"
+    assert status == 200, "the node must serve records from memory"
     assert "bucket: away for" in text and "503 SlowDown" in text
     shown = json.loads(stats(child, "--json"))["bucket"]
     assert shown["up"] == 0 and shown["failing_s"] > 0 and "cannot list" in shown["last_error"]

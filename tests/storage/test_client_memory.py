@@ -14,7 +14,7 @@ from test_large_values import resident_bytes
 from shadowserve.resp import encode_command
 
 MIB = 1 << 20
-VALUE = b"x" * 15_000  # copied into replies, and almost large enough to be sent from where it is
+VALUE = b"x" * 15_000  # copied into replies, just below the size for sends without a copy
 SMALL = ("--memory-budget-bytes", "64 MiB")
 
 
@@ -33,7 +33,7 @@ class Weighed:
 
 
 def send_until_it_stops(clients: list[Client], data: bytes) -> None:
-    """Send the same bytes by each client while the server receives from any of them."""
+    """Send the same bytes with each client, in parallel."""
     left = {client.socket: memoryview(data) for client in clients}
     while waiting := [each for each, view in left.items() if view]:
         ready = select.select([], waiting, [], 0.5)[1]
@@ -41,7 +41,7 @@ def send_until_it_stops(clients: list[Client], data: bytes) -> None:
             return
         for each in ready:
             try:
-                left[each] = left[each][each.send(left[each][:MIB]) :]  # it has a timeout, so it takes what fits
+                left[each] = left[each][each.send(left[each][:MIB]) :]  # its timeout permits partial sends
             except ConnectionError:
                 left[each] = memoryview(b"")
 
@@ -74,7 +74,9 @@ def test_an_unread_mget_of_one_key_many_times_costs_little_memory(start: Callabl
     commands_of(child, "mget", 1)
     commands_of(child, "kv.meta", 1)
     assert weighed.grown < 24 * MIB
-    expected = b"*10000\r\n" + (b"$%d\r\n%b\r\n" % (len(VALUE), VALUE)) * 100  # a client that reads gets all of it
+    expected = (
+        b"*10000\r\n" + (b"$%d\r\n%b\r\n" % (len(VALUE), VALUE)) * 100
+    )  # a reading client gets the complete reply
     assert mget.receive_raw(len(expected)) == expected
     for _ in range(9_899):
         assert len(mget.receive_raw(len(VALUE) + 10)) == len(VALUE) + 10
@@ -122,7 +124,7 @@ def tenants(tmp_path: Path, start: Callable[..., Child]) -> Child:
     config.write_text("storage:\n  tenants: {a: {bytes_max: 16 MiB}}\n")
     return start(
         *("--config", str(config), "--users-file", str(users), *SMALL),
-        # Who waits is the fourth pair's turn, each of which is closed after a sixth of that and some ticks.
+        # The waiting client has the fourth turn, and each pair is closed after a sixth of that time plus some ticks.
         *("--clients-memory-bytes-max", "64 MiB", "--stall-timeout-s", "6"),
     )
 
@@ -192,7 +194,7 @@ def test_unfinished_values_of_a_tenant_are_bounded_and_delay_no_other(tenants: C
     send_until_it_stops(clients, begin + bytes(14 * MIB))
     with tenants.client() as root, tenants.client() as other, tenants.client() as same:
         root.call("AUTH", "root", "pr")
-        assert int(root.info()["clients_memory_bytes"]) <= 32 * MIB, "half of the bound, for there are several tenants"
+        assert int(root.info()["clients_memory_bytes"]) <= 32 * MIB, "with several tenants, half of the bound"
         assert weighed.grown < 56 * MIB
         other.call("AUTH", "bob", "pb")
         assert other.call("SET", "b", bytes(20 * MIB)) == b"OK"
@@ -222,7 +224,7 @@ def test_unauthenticated_clients_use_little_memory(start: Callable[..., Child]) 
     part = b"*3\r\n$4\r\nAUTH\r\n$16384\r\n" + bytes(16384) + b"\r\n$16384\r\n" + bytes(16000)
     for _ in range(280):
         child.client().socket.sendall(part)
-    deaf = [child.client(receive_buffer=4096) for _ in range(10)]  # what they are answered, they do not read
+    deaf = [child.client(receive_buffer=4096) for _ in range(10)]  # they do not read their replies
     send_until_it_stops(deaf, encode_command("PING") * 500_000)
     with child.client() as client:
         assert client.call("AUTH", "pa") == b"OK"
@@ -266,7 +268,7 @@ def test_slow_readers_are_closed_when_others_need_their_memory(tenants: Child) -
         with tenants.client() as root:
             root.call("AUTH", "root", "pr")
             wait_for(lambda: int(root.info()["lent_bytes"]) > 16 * MIB)
-            # Half of what may be lent, a quarter of the budget; and one value, whose size shows when it is found.
+            # Half of the lent budget, which is a quarter of the memory budget, plus one value of unknown size.
             assert int(root.info()["lent_bytes"]) <= (16 + 6) * MIB
             assert bob.call("PING") == b"PONG" and bob.call("EXISTS", "b5") == 1
             assert bob.call("GET", "b5") == bytes(6 * MIB)

@@ -26,7 +26,7 @@ from shadowserve.resp import (
 Command = list[bytes]
 
 CONVERSATIONS = 40
-COMMANDS = 150  # of one conversation
+COMMANDS = 150  # commands of one conversation
 
 NOT_COMPARED = {
     "acl": "has a comparison of its own",
@@ -48,7 +48,7 @@ NOT_COMPARED = {
     "quit": "ends the connection",
     "select": "we have one database",
 }
-"""Commands of both servers that no conversation has, with the reason."""
+"""Commands of both servers without a conversation, with the reason."""
 
 KEYS = [b"a", b"b", b"c", b"key:1", b"key:2", b"", b"\x00\r\n\xff", b"K" * 300]
 VALUES = [b"", b"0", b"-0", b"1", b"Hello, world", b"\x00\r\n\xff", b"v" * 20_000, b"w" * 70_000, b"-1", b" 1"]
@@ -58,7 +58,7 @@ NUMBERS = [
     *(b"99999999999999999999", b"-99999999999999999999", b"2147483648", b"4294967296", b"18446744073709551615"),
 ]
 OFFSETS = [*NUMBERS, b"1", b"2", b"3", b"4", b"12", b"13", b"100", b"-2", b"-12", b"-13", b"69999", b"70000"]
-# Nothing that would expire while the test runs: what is short is over at once, what is not lasts for days.
+# Expiries during the test are impossible: short ones pass at once, and long ones last for days.
 DURATIONS = [
     *(number for number in NUMBERS if number != b"+1"),
     *(b"1000000000", b"2000000000", b"9000000000", b"9223372036854775", b"9223372036854776", b"-9223372036854776"),
@@ -71,7 +71,7 @@ NONSENSE = [b"", b"FOO", b"NX", b"EX", b"\x00", b"GETX", b"KEEPTT", b"x" * 200, 
 
 
 class Generator:
-    """Generates commands; a seed always gives the same ones."""
+    """Generates commands. Equal seeds give equal commands."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -99,7 +99,7 @@ class Generator:
         )
 
     def options(self, *options: tuple[str, list[bytes] | None], most: int = 4) -> Command:
-        """Some options in any order, maybe twice, seldom without their values."""
+        """Return some options in any order, sometimes twice, seldom without their values."""
         found: Command = []
         count = self.random.choice([0, 0, 1, 1, 1, 2, 2, 3, most])
         for _ in range(count):
@@ -137,7 +137,7 @@ class Generator:
         return [word for _ in range(self.random.randint(1, 4)) for word in (self.key(), self.value())]
 
     def described(self) -> Command:
-        """A command and arguments to tell the keys of."""
+        """Return a command and arguments for COMMAND GETKEYS."""
         return self.random.choice([self.plain(name, with_arity=True) for name in ("set", "mset", "get", "del", "ping")])
 
     def grammar(self) -> dict[str, Callable[[], Command]]:
@@ -189,7 +189,7 @@ class Generator:
         }
 
     def plain(self, name: str, *, with_arity: bool = False) -> Command:
-        """A command, seldom with an argument too many, too few, or of another kind."""
+        """Return a command, seldom with an argument too many, too few, or of another kind."""
         arguments = self.grammar()[name]()
         shape = self.random.random()
         if with_arity or shape > 0.1:
@@ -219,7 +219,7 @@ class Generator:
 def is_safe(command: Command) -> bool:
     """Return False for commands whose replies depend on the server or on the time.
 
-    An expiry of less than a day may pass while the test runs; a nonsense argument may have become one.
+    An expiry of less than a day may pass during the test, and a random argument may be such an expiry.
     """
     name = command[0].lower()
     if name in (b"set", b"getex", b"setex", b"psetex", b"expire", b"pexpire"):
@@ -285,13 +285,13 @@ def value_of(reply: bytes) -> Value:
 
 
 def compared(command: Command, reply: bytes) -> object:
-    """Return the comparable part of a reply: all of it, except what the protocol leaves open.
+    """Return the comparable part of a reply: all of it, except parts that the protocol leaves open.
 
-    - SCAN: no cursor of one server means anything to the other, so only a scan from 0 to the end is compared as a set,
-      and otherwise what shape the reply has.
+    - SCAN: cursors differ between the servers. A scan from 0 to the end is compared as a set, other scans only by
+        the shape of the reply.
     - KEYS: the order is open.
-    - TTL, PTTL and the times that follow from a time to live: time passes between one server and the other.
-    - DBSIZE: Redis counts keys that have expired until it comes across them.
+    - TTL, PTTL and the times that follow from a time to live: time passes between the two servers.
+    - DBSIZE: Redis counts expired keys until it finds them.
     - HELLO: the id of the connection.
     - CONFIG GET: the order is open.
     """
@@ -317,7 +317,7 @@ def compared(command: Command, reply: bytes) -> object:
 
 
 def flattened(commands: list[Command], replies: list[bytes]) -> Iterator[tuple[Command, object]]:
-    """Yield the comparable part of each reply; those within EXEC's belong to the queued commands."""
+    """Yield the comparable part of each reply. Replies within EXEC's belong to the queued commands."""
     queued: list[Command] = []
     for command, reply in zip(commands, replies, strict=True):
         if reply == b"+QUEUED\r\n":
@@ -374,7 +374,7 @@ def test_the_grammar_has_every_command_that_both_servers_have(shared_server: Chi
 SILENCE = [b"CLIENT", b"REPLY", b"OFF"]
 UNANSWERED = [SILENCE, [b"CLIENT", b"REPLY", b"SKIP"], [b"PING", b"skipped"], [b"PING", b"unseen"]]
 
-# Commands as a person would type them, separated by semicolons.
+# Commands as a user would type them, separated by semicolons.
 SCRIPTS = {
     "commands about commands": r"""
         COMMAND GETKEYS GET a ; COMMAND GETKEYS MSET a 1 b 2 ; COMMAND GETKEYS PING x ; COMMAND GETKEYS NOSUCH x ;
@@ -509,7 +509,7 @@ def test_typed_requests_get_the_replies_of_redis(data: bytes, shared_server: Chi
 
 
 def test_command_table_agrees_with_redis(shared_server: Child, redis_port: int) -> None:
-    """Every field of every common row, subcommands included: flags, keys, categories, tips, specifications."""
+    """Compare all fields of each common row, with subcommands: flags, keys, categories, tips, specifications."""
     with Child.client(shared_server) as ours, Client(redis_port) as theirs:
         for protocol in (2, 3):
             names = ours.call("COMMAND", "LIST")
@@ -533,7 +533,7 @@ def test_command_table_agrees_with_redis(shared_server: Child, redis_port: int) 
 
 
 def test_command_docs_have_the_fields_of_redis(shared_server: Child, redis_port: int) -> None:
-    """The texts of COMMAND DOCS differ; the fields are those of Redis, except some that only people read."""
+    """The texts of COMMAND DOCS differ. The fields are those of Redis, except some for human readers."""
     with Child.client(shared_server) as ours, Client(redis_port) as theirs:
         names = ours.call("COMMAND", "LIST")
         assert isinstance(names, list)
@@ -565,7 +565,7 @@ def test_killed_clients_disappear_from_client_list_at_once(shared_server: Child,
             for number, client in enumerate(clients):
                 assert client.call("CLIENT", "SETNAME", f"killed-{number}") == b"OK"
             with Client(port) as killer:
-                # In one piece, so that the list is made right behind the reply.
+                # One send, so that the server creates the list directly after the reply.
                 killer.socket.sendall(
                     encode_command("CLIENT", "KILL", "TYPE", "normal")
                     + encode_command("CLIENT", "LIST")

@@ -38,9 +38,9 @@ def test_clients_that_do_not_authenticate_in_time_are_closed(start: Callable[...
         assert reset.call("RESET") == b"RESET"
         with pytest.raises((EOFError, ConnectionError)):
             while True:
-                chatty.call("PING")  # what it asks does not buy it time
+                chatty.call("PING")  # commands do not extend its time
         assert not is_open(silent) or silent.socket.recv(1) == b""
-        assert reset.socket.recv(1) == b"", "it has ceased to be known"
+        assert reset.socket.recv(1) == b"", "it is unauthenticated again"
         assert client.call("PING") == b"PONG"
         assert int(client.info()["unauthenticated_closed"]) == 3
     assert child.stop() == 0
@@ -97,9 +97,11 @@ def test_a_tenant_has_its_share_of_slots(start: Callable[..., Child], users: str
     of_ann = [comes_in("ann", "pa") for _ in range(15)]
     assert sum(client is not None for client in of_ann) == 10
     of_bob = [comes_in("bob", "pb") for _ in range(15)]
-    assert sum(client is not None for client in of_bob) == 8, "the last eighth is for tenants that have little"
+    assert sum(client is not None for client in of_bob) == 8, (
+        "only tenants with few connections may use the last eighth"
+    )
     third = comes_in("root", "pr")
-    assert third is not None, "two tenants that take all they may keep no third out"
+    assert third is not None, "two tenants at their limits must not lock out a third"
     third.close()
     first = of_ann[0]
     assert first is not None and first.call("AUTH", "ann", "pa") == b"OK", "a connected client keeps its slot"

@@ -1,4 +1,4 @@
-"""Deferred replies: order, limits and end; and a store without room."""
+"""Deferred replies: order, limits and end; and a full store."""
 
 import socket
 import threading
@@ -113,7 +113,7 @@ def test_a_disconnected_client_releases_its_deferred_reads(served: Served) -> No
         for _ in range(3):
             client.send("GET", "a")
         served.wait_for_reads(3)
-        store.finish_read(1)  # this one is there, but not its turn
+        store.finish_read(1)  # this value is ready, but its turn has not come
         assert store.leases == 1
         client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         client.close()  # with a reset
@@ -152,7 +152,7 @@ def test_a_slow_device_does_not_count_as_a_stalled_client() -> None:
         served.store.away = True
         client.send("GET", "a")
         served.wait_for_reads(1)
-        with served.client() as stalling:  # the server's time passes
+        with served.client() as stalling:  # the server's clock advances
             stalling.socket.sendall(b"*2\r\n$3\r\nGET\r\n")
             assert stalling.receive_to_end() == b""
         assert nothing_arrives(client)
@@ -248,7 +248,7 @@ def test_a_client_stops_where_there_is_no_room_and_goes_on_when_there_is(served:
         assert other.call("EXISTS", "a") == 0
         if size < MIB:
             assert sent.wait(60.0)
-        else:  # what is not received, the client cannot send
+        else:  # the client cannot send more than the server receives
             assert not sent.is_set()
         store.make_room()
         assert client.receive() == b"OK" and client.receive() == value
@@ -275,7 +275,7 @@ def test_a_client_gets_an_error_after_waiting_too_long_for_room(size: int) -> No
         client.send("SET", "a", b"v" * size)
         reply = client.receive()
         assert isinstance(reply, bytes) and reply.startswith(b"OOM no room to write for too long")
-        if size == 100:  # a value that was not received cannot be skipped, but this one was
+        if size == 100:  # an unreceived value cannot be skipped, but this one was received
             assert client.call("PING") == b"PONG"
         served.store.make_room()
         with served.client() as other:

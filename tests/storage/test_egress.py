@@ -59,7 +59,7 @@ def test_a_link_is_idle_only_if_all_requests_have_their_cap(
 
 
 def best(mix: list[Demand], caps: list[float], budget: float) -> list[float]:
-    """Return the rates of equation 6, found by bisecting the one multiplier of its Lagrangian."""
+    """Return the rates of equation 6 by bisection of the single multiplier of its Lagrangian."""
     low, high = 0.0, inf
     level = 1.0
     for _ in range(4000):
@@ -86,7 +86,7 @@ def test_the_waits_are_those_that_a_numeric_optimiser_finds(
 def test_no_move_of_bandwidth_between_two_requests_shortens_the_layers(
     policy: str, margin: float, mix: list[Demand], budget: float, pairs: st.DataObject
 ) -> None:
-    # Not the optimiser's own argument again: any feasible exchange is tried.
+    # This is independent of the optimiser's argument: every feasible exchange is tried.
     rates = allocate(policy, mix, budget, margin)
     giver, taker = (pairs.draw(st.integers(0, len(mix) - 1)) for _ in range(2))
     moved = pairs.draw(st.floats(0.0, 0.9)) * rates[giver]

@@ -24,7 +24,7 @@ from storage_kv.reconfiguration import Reconfiguration
 
 
 class DeviceEngine:
-    """A store with nothing but devices, some of them healthy."""
+    """A store with devices only, some of them healthy."""
 
     def __init__(self, *healthy: bool) -> None:
         self.healthy = healthy
@@ -89,7 +89,7 @@ def test_draining_serves_clients_and_fails_readiness(start: Callable[..., Child]
     with child.client() as late:
         assert late.call("SET", "a", "1") == b"OK"
         assert child.samples()["shadowserve_storage_draining"] == 1
-        child.process.send_signal(signal.SIGTERM)  # cuts the waiting short
+        child.process.send_signal(signal.SIGTERM)  # ends the wait early
         assert late.receive_to_end() == b""
     assert child.wait() == 0 and any(" draining delay_s=" in line for line in child.log)
 
@@ -113,7 +113,7 @@ def test_the_drain_delay_ends(start: Callable[..., Child]) -> None:
 
 @pytest.fixture
 def manager(tmp_path: Path) -> Iterator[socket.socket]:
-    """A socket in place of systemd's."""
+    """A socket instead of systemd's."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(tmp_path / "notify"))
         listener.settimeout(WAIT_MAX_S)

@@ -1,4 +1,4 @@
-"""The HTTP endpoint and hostile requests: slow ones, large ones, and web pages."""
+"""The HTTP endpoint against hostile requests: slow ones, large ones, and web pages."""
 
 import contextlib
 import http.client
@@ -24,7 +24,7 @@ def ask(child: Child, method: str = "GET", path: str = "/healthz", **headers: st
 
 
 def test_unfinished_http_requests_do_not_block_probes(observed: Child) -> None:
-    """Symptom: with sixteen of them /healthz did not answer, and an orchestrator would have restarted the node."""
+    """Symptom: with sixteen of them /healthz did not answer, so an orchestrator would have restarted the node."""
     slow_clients = [socket.create_connection(("127.0.0.1", observed.metrics_port), TIMEOUT_S) for _ in range(40)]
     for slow_client in slow_clients:
         with contextlib.suppress(OSError):
@@ -64,7 +64,7 @@ def test_a_web_page_with_dns_rebinding_reads_nothing(observed: Child, host: str)
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:9100", "127.0.0.1:9100", "127.0.0.1", "[::1]:9100", "[::1]"])
 def test_probes_of_this_machine_are_answered(observed: Child, host: str) -> None:
     assert ask(observed, path="/metrics", Host=host) == 200
-    assert ask(observed) == 200, "without the header, as HTTP/1.0 has it"
+    assert ask(observed) == 200, "a request without the header, as in HTTP/1.0"
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "FLUSHALL"])

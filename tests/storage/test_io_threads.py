@@ -27,7 +27,7 @@ def value_of(number: int, size: int) -> bytes:
 
 
 def work_against_a_model(client: Client, prefix: str, seed: int, steps: int) -> None:
-    """Run random commands on keys of its own; every reply must be the model's."""
+    """Run random commands on its own keys. Every reply must equal the model's."""
     chosen = random.Random(seed)
     model: dict[str, bytes] = {}
     for step in range(steps):
@@ -59,7 +59,7 @@ def work_against_a_model(client: Client, prefix: str, seed: int, steps: int) -> 
 
 
 def wait_until_nothing_is_held(client: Client) -> None:
-    """Wait until the threads have released the values that they have sent."""
+    """Wait until the threads have released the sent values."""
     while client.info()["memory_held_bytes"] != "0":
         pass
 
@@ -105,11 +105,11 @@ def test_the_budget_holds_whoever_writes_and_only_whole_values_are_read(
         chosen = random.Random(number)
         with child.client() as client:
             for step in range(80):
-                key = f"key{chosen.randrange(12)}"  # everybody's
+                key = f"key{chosen.randrange(12)}"  # keys of all threads
                 if chosen.random() < 0.5:
                     size = chosen.choice([100, 50_000, MIB, 2 * MIB])
                     answer = client.call("SET", key, value_of(number << 32 | step, size))
-                    # What is being sent cannot be evicted, so that a write may have to be refused.
+                    # A value cannot be evicted while it is sent, so the server may refuse a write.
                     if answer != b"OK" and not str(answer).startswith("b'OOM"):
                         wrong.append(answer)
                 else:

@@ -1,4 +1,4 @@
-"""Tenants that share a node: requests of one do not delay those of another, and are bounded and counted."""
+"""Tenants that share a node: one tenant's requests do not delay another's, and are bounded and counted."""
 
 import threading
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def test_unread_streams_do_not_delay_other_tenants(begin: Callable[..., Child]) 
     wait_for(lambda: number_of(root, "layer_streams_active") and number_of(root, "layer_streams_waiting"))
     for _ in range(3):
         check(ann.call("KV.LAYERS", "0-3", 0, 0, *records), list(records), records, range(LAYERS))
-    assert number_of(root, "layer_streams_waiting") > 0, "theirs wait on, for their own tenants' shares"
+    assert number_of(root, "layer_streams_waiting") > 0, "the other streams must wait for their own tenants' shares"
 
 
 def test_a_rate_limited_tenant_does_not_delay_others(begin: Callable[..., Child]) -> None:
@@ -147,7 +147,7 @@ def test_a_request_for_layers_that_would_take_too_much_is_refused(begin: Callabl
 
 
 def test_arguments_of_an_unread_reply_are_counted(begin: Callable[..., Child]) -> None:
-    """Symptom: they were counted while they arrived, but not after the command had started."""
+    """Symptom: values were counted on arrival, but not after the start of their command."""
     child = begin("--clients-memory-bytes-max", "64 MiB")
     root, bob = login(child, "root"), login(child, "bob", receive_buffer=4096)
     assert bob.call("SET", "a", bytes(15_000)) == b"OK"
@@ -172,7 +172,7 @@ def test_tenants_and_then_clients_take_turns_by_cost() -> None:
         order.append(item)
         turns.charge(tenants[0], 5)
     assert order[:5] == ["a0", "c0", "b", "c1", "a1"] and len(order) == 103
-    assert order[5:] == [f"a{number}" for number in range(2, 100)], "a client's own stay in their order"
+    assert order[5:] == [f"a{number}" for number in range(2, 100)], "a client's own requests must keep their order"
 
 
 def test_a_returning_tenant_gets_no_extra_turns() -> None:
@@ -230,7 +230,7 @@ def test_an_event_loop_serves_each_tenant_in_turn() -> None:
     assert done.wait(WAIT_MAX_S)
     thread.join()
     loop.close()
-    assert served.index("other") < waiting + 500, "it waited for a part of one turn of the others, not for all of them"
+    assert served.index("other") < waiting + 500, "it must wait for a part of one turn, not for all others"
 
 
 def test_verifying_a_record_does_not_wait_for_another_tenants_queue() -> None:
@@ -277,11 +277,13 @@ def test_tenants_share_the_link_whatever_each_requests() -> None:
     assert alone.rate == pytest.approx(75 * MBIT)
     alone.limit = 10 * MBIT
     run.go(0.05)
-    assert sum(flow.rate for flow in run.shaper.flows) == pytest.approx(100 * MBIT), "what one leaves others have"
+    assert sum(flow.rate for flow in run.shaper.flows) == pytest.approx(100 * MBIT), (
+        "the other flows must get unused rate"
+    )
 
 
 def test_each_client_has_its_own_debt() -> None:
-    """Symptom: another tenant's PING waited 2.8 s for a debt that was not its own."""
+    """Symptom: another tenant's PING waited 2.8 s for the debt of this tenant."""
     run = Run(shared())
     others = run.shaper.others
     run.enter(10_000, 0.1, 100_000)
@@ -295,7 +297,7 @@ def test_each_client_has_its_own_debt() -> None:
     assert others.wait_s(same, run.now_s) == others.wait_s(other, run.now_s) == 0.0
     assert others.wait_s(Sent(4, 1), run.now_s) == 0.0
     others.leave(greedy)
-    assert others.wait_s(Sent(5, 1), run.now_s) > 0, "who connects anew takes the debt along"
+    assert others.wait_s(Sent(5, 1), run.now_s) > 0, "a new connection must keep the tenant's debt"
     assert others.wait_s(Sent(6, 2), run.now_s) == 0.0
 
 
@@ -319,7 +321,7 @@ def test_a_client_with_one_request_at_a_time_is_limited_too(begin: Callable[...,
         assert ann.call("PING") == b"PONG"
         pings += 1
     thread.join()
-    assert pings > 40, "they were answered between the values of the other"
+    assert pings > 40, "the server must answer them between the other tenant's values"
 
 
 # ---- Memory
@@ -337,8 +339,8 @@ def test_two_tenants_with_half_each_leave_room_for_a_third() -> None:
     budget = MemoryBudget(lambda: 1600, lambda: 4, is_own_memory=True)
     accounts = [Account(budget, Holder(), tenant) for tenant in (1, 2, 3)]
     assert accounts[0].admit(800) and not accounts[0].admit(10)
-    assert accounts[1].admit(600) and not accounts[1].admit(10), "the last eighth is not for those who have much"
-    assert accounts[2].admit(50), "its part of that eighth"
+    assert accounts[1].admit(600) and not accounts[1].admit(10), "a large account must not use the last eighth"
+    assert accounts[2].admit(50), "its part of the last eighth"
     assert not accounts[2].admit(200)
 
 
@@ -355,7 +357,7 @@ def test_only_the_longest_lasting_clients_of_a_pending_key_are_kept() -> None:
     noted = [client for client in range(2000) if pending_keys.withdraw(client, [key])]
     assert 2 <= len(noted) <= 8 and {999, 1999} <= set(noted)
     assert pending_keys.until_ms(key, 5000) == 0
-    for client in range(2000):  # and what a gone one had published makes room for one that is there
+    for client in range(2000):  # keys of disconnected clients free space for connected ones
         pending_keys.add(client, [key], 0, 20_000)
         pending_keys.leave(client)
     pending_keys.add(5000, [key], 0, 15_000)

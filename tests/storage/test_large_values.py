@@ -64,7 +64,7 @@ def test_a_value_being_sent_stays_whole_while_it_is_replaced_and_deleted(shared_
         client.call("SET", "large", VALUE)
         with shared_server.client() as reader:
             reader.send("GET", "large")
-            assert reader.receive_raw(11) == b"$33554432\r\n"  # in progress: more is left than sockets buffer
+            assert reader.receive_raw(11) == b"$33554432\r\n"  # in progress: the rest exceeds the socket buffers
             client.call(*change)
             assert int(client.info()["memory_held_bytes"]) > len(VALUE)
             assert reader.receive_raw(len(VALUE) + 2) == VALUE + b"\r\n"
@@ -82,7 +82,7 @@ def test_a_client_that_disconnects_during_a_reply_releases_its_value(shared_serv
     client_id = next(line for line in str(client.call("CLIENT", "LIST")).split("\\n") if "cmd=get" in line)
     assert "omem=0 " not in client_id
     reader.close()
-    while int(client.info()["memory_held_bytes"]):  # each round trip lets the server notice
+    while int(client.info()["memory_held_bytes"]):  # each round trip gives the server time to detect it
         pass
     assert client.info()["used_memory"] == "0"
 

@@ -150,7 +150,7 @@ def test_requests_beyond_a_limit_are_refused_before_any_work(start: Callable[...
     for rate, window in ((-1, 0), (1 << 51, 0), (0, -1), (0, 10**10)):
         assert bytes(client.call("KV.LAYERS", "0", rate, window, "a")).startswith(b"ERR invalid rate")
     assert isinstance(client.call("KV.LAYERS", "0", "x", 0, "a"), ErrorReply)
-    # All of it would keep more than half of the memory from going.
+    # The whole request would pin more than half of the memory.
     records = stored(client, 12, layer_bytes=96 << 10)
     refused = client.call("KV.LAYERS", "0-3", 0, 0, *records)
     assert isinstance(refused, ErrorReply) and b"request fewer keys" in refused
@@ -252,7 +252,7 @@ def test_a_chunk_that_cannot_be_read_is_missing_from_the_beginning() -> None:
         for there in fates[:-1]:
             store.finish_read(lost=not there)
         assert server.client().call("PING") == b"PONG"
-        assert select.select([client.socket], [], [], 0)[0] == []  # nothing is sent before all is known
+        assert select.select([client.socket], [], [], 0)[0] == []  # no bytes are sent before all lookups are complete
         store.finish_read()
         left = {key: value for (key, value), there in zip(records.items(), fates, strict=True) if there}
         check(client.receive(), asked, left, range(LAYERS))
@@ -305,7 +305,7 @@ def test_a_bug_in_the_shared_thread_fails_all_streams(
             for each in clients:
                 each.send("KV.LAYERS", "0-3", 0, 0, *asked)
             for each in clients:
-                answer = each.receive()  # an error in place of all of it, or of each layer behind the beginning
+                answer = each.receive()  # one error instead of all layers, or of each layer after the first ones
                 layers = answer[1:] if isinstance(answer, list) else [answer]
                 assert layers and all(isinstance(layer, ErrorReply) for layer in layers)
         check(client.call("KV.LAYERS", "0-3", 0, 0, *asked), asked, records, range(LAYERS))
@@ -314,7 +314,7 @@ def test_a_bug_in_the_shared_thread_fails_all_streams(
 
 
 def test_rates_of_tenants_and_of_the_request_hold(start: Callable[..., Child]) -> None:
-    # No figure is held here but the least time that so many bytes take: a slow machine takes longer, never less.
+    # The test checks only the minimum time for the bytes: a slow machine takes longer, never less.
     child = start("--memory-budget-bytes", "64 MiB", "--tenants", '{"": {"bytes_per_s": "16 MiB"}}')
     client = child.client()
     records = stored(client, 4, layer_bytes=128 << 10)  # 2 MiB
@@ -324,7 +324,7 @@ def test_rates_of_tenants_and_of_the_request_hold(start: Callable[..., Child]) -
     check(client.call("KV.LAYERS", "0-3", rate, 0, *asked), asked, records, range(LAYERS))
     assert time.monotonic() - began > 0.4
     began = time.monotonic()
-    for _ in range(24):  # 48 MiB, of which 16 were saved up
+    for _ in range(24):  # 48 MiB, 16 of them saved
         client.call("KV.LAYERS", "0-3", 0, 0, *asked)
     assert time.monotonic() - began > 1.0
 
@@ -345,7 +345,7 @@ def test_a_shared_link_brings_layers_and_whole_values_to_all_under_every_policy(
                 client.send("GET", key)
         for client in clients[:4]:
             check(client.receive(), asked, records, range(LAYERS))
-        assert time.monotonic() - began > 0.05  # 4 MiB over this link take 84 ms, less what is saved up
+        assert time.monotonic() - began > 0.05  # 4 MiB over this link take 84 ms, minus saved credit
         for client in clients[4:]:
             assert [client.receive() for _ in asked] == list(records.values())
     assert isinstance(operator.call("CONFIG", "SET", "egress_policy", "greedy"), ErrorReply)

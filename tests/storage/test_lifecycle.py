@@ -60,7 +60,7 @@ def test_a_record_being_checked_is_answered_before_the_end(start: Callable[..., 
     writer = child.client()
     writer.send("SET", key, value)
     child.process.send_signal(signal.SIGTERM)
-    assert writer.receive_to_end() in (b"+OK\r\n", b"")  # answered, or not begun: never half
+    assert writer.receive_to_end() in (b"+OK\r\n", b"")  # answered or not started, never partial
     assert child.wait() == 0
 
 
@@ -81,7 +81,7 @@ def test_a_second_signal_ends_at_once(start: Callable[..., Child]) -> None:
         slow.send("GET", "a")
         slow.receive_raw(11)
         child.process.send_signal(signal.SIGTERM)
-        assert other.receive_to_end() == b""  # the first signal has arrived
+        assert other.receive_to_end() == b""  # the server has received the first signal
         assert child.stop() == 0
 
 
@@ -173,4 +173,4 @@ def test_connections_leave_nothing_behind(start: Callable[..., Child]) -> None:
             with child.client() as client:
                 client.call("SET", "a", str(number))
         wait_for(lambda: watcher.info()["connected_clients"] == "1")
-        wait_for(lambda: descriptors() == before)  # a connection is counted out before it is closed
+        wait_for(lambda: descriptors() == before)  # the counter decreases before the connection closes

@@ -24,7 +24,7 @@ def test_clients_beyond_the_limit_get_an_error(start: Callable[..., Child]) -> N
             assert third.receive_to_end() == b"-ERR max number of clients reached\r\n"
         assert first.info()["rejected_connections"] == "1"
         second.close()
-        while first.info()["connected_clients"] != "1":  # each round trip lets the server notice
+        while first.info()["connected_clients"] != "1":  # each round trip gives the server time to detect it
             pass
         with child.client() as fourth:
             assert fourth.call("PING") == b"PONG"
@@ -69,26 +69,26 @@ def test_a_client_that_does_not_read_stops_itself_and_costs_only_its_own_backlog
     with child.client() as other:
 
         def backlog() -> int:
-            """Return the bytes of replies that wait for the client that does not read; 0 before it was ever served."""
+            """Return the bytes of replies that wait for the client that does not read; 0 before its first reply."""
             clients = bytes(other.call("CLIENT", "LIST")).decode()  # type: ignore[arg-type]
             line = next((line for line in clients.splitlines() if "cmd=get" in line), "omem=0 ")
             return int(line.split("omem=")[1].split()[0])
 
         other.call("SET", "a", b"x" * 10_000)
-        commands = encode_command("GET", "a") * 500_000  # 5 GB of replies, were they all made
+        commands = encode_command("GET", "a") * 500_000  # 5 GB of replies, if all were created
         slow = child.client(receive_buffer=4096)
         slow.socket.settimeout(0.5)
         before = int(other.info()["used_memory_rss"])
         sent = 0
         waiting = 0
-        while not waiting:  # a server that stands still reads nothing either
+        while not waiting:  # a paused server does not read either
             with pytest.raises(TimeoutError):
                 while sent < len(commands):
                     sent += slow.socket.send(commands[sent:])
             waiting = backlog()
         assert waiting <= 64 * 1024 + 10_100
         assert int(other.info()["used_memory_rss"]) - before < 4 * MIB
-        # It gets every reply as soon as it reads, the rest of its commands sent meanwhile.
+        # The client gets every reply when it reads, and meanwhile sends the rest of its commands.
         slow.socket.settimeout(TIMEOUT_S)
         expected = (b"$10000\r\n" + b"x" * 10_000 + b"\r\n") * 50
         assert slow.receive_raw(len(expected)) == expected
@@ -143,7 +143,9 @@ def test_a_stalled_writer_is_closed_and_a_slow_one_is_not(start: Callable[..., C
     while not answered:
         tries += 1
         answered, longest = write_slowly_beside_one_that_stands_still(child)
-        assert answered or longest > 0.3, "it never stood still"  # or it did: then again, on another moment's machine
+        assert answered or longest > 0.3, (
+            "the slow client got no reply, and the machine did not pause"
+        )  # or the machine paused: repeat
         assert tries < 30
     with child.client() as client:
         assert int(client.info()["clients_stalled"]) >= 1

@@ -1,7 +1,7 @@
-"""What a server still has of clients that have gone, and of names that came once: nothing, or a bounded table.
+"""A server's memory of clients that have disconnected, and of names that were used once: none, or a bounded table.
 
-The collector of cycles hardly ever looks at what has lived for a while (server.run says why), so what a connection was
-must go with its last reference. The tests switch it off.
+The cycle collector hardly ever checks long-lived objects (see server.run), so all objects of a connection must be freed
+with their last reference. The tests disable the collector.
 """
 
 import contextlib
@@ -134,7 +134,7 @@ def _a_handshake_cut_off(sock: socket.socket, context: ssl.SSLContext) -> None:
     with contextlib.suppress(ssl.SSLWantReadError):
         client.do_handshake()
     sock.sendall(outgoing.read())
-    assert sock.recv(1)  # the server's part
+    assert sock.recv(1)  # the server's part of the handshake
     _reset(sock)
 
 
@@ -166,7 +166,7 @@ TLS_ENDS = (
 @pytest.fixture
 def without_collector() -> Iterator[None]:
     with warnings.catch_warnings(action="ignore", category=ResourceWarning):
-        gc.collect()  # what other tests have left, open sockets too
+        gc.collect()  # objects of other tests, including open sockets
     gc.disable()
     yield
     gc.enable()
@@ -214,7 +214,7 @@ def test_tls_and_failed_handshakes_leave_no_reference_cycles(
         _check_nothing_is_left(served, lambda sock: end(sock, context))
 
 
-# ---- Ever new names
+# ---- New names
 
 
 def _sizes(root: object) -> Counter[str]:
@@ -242,7 +242,7 @@ def _sizes(root: object) -> Counter[str]:
 
 
 def _sizes_at_rest(served: Lasting) -> Counter[str]:
-    """Return the sizes of a server's tables when it is idle; otherwise nothing."""
+    """Return the sizes of a server's tables if it is idle; otherwise an empty result."""
     node = served.server.node
     with node.lock:
         disks = node.store._core.disks if isinstance(node.store, Pool) else []
@@ -290,7 +290,7 @@ def _use_new_names(served: Lasting, numbers: range) -> None:
 
 @pytest.mark.parametrize("engine", ["memory", "pool"])
 def test_names_that_occur_once_do_not_accumulate(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables of keys, users, clients, commands and addresses are bounded; here the bounds are small."""
+    """Tables of keys, users, clients, commands and addresses are bounded. The test uses small bounds."""
     for module, bound in (
         (interleaver, "_CHAINS_MAX"),
         (memory_cache, "_GHOSTS_MAX"),
@@ -308,8 +308,8 @@ def test_names_that_occur_once_do_not_accumulate(engine: str, tmp_path: Path, mo
         for turn in range(6):
             _use_new_names(served, range(turn * _NAMES, (turn + 1) * _NAMES))
             found.append(wait_for(lambda: _sizes_at_rest(served)))
-    # The first two turns fill what has a bound. What has none has one more for each name of the four that follow; what
-    # closes its holes from time to time, as the key index does, goes up and down by less.
+    # The first two turns fill the bounded tables. An unbounded table grows by one for each name of the next four turns.
+    # A table that compacts at intervals, such as the key index, varies by less.
     grown = {path: size - found[1][path] for path, size in found[5].items()}
     assert {path: more for path, more in grown.items() if more >= 2 * _NAMES} == {}
-    assert any(path.endswith("auth_throttle._queues") for path in grown), "the walk finds the tables"
+    assert any(path.endswith("auth_throttle._queues") for path in grown), "the walk must find the tables"

@@ -32,7 +32,7 @@ class Asked:
 
     def _counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any, **named: Any) -> Any:
-            self._now += not self._within  # what the store asks itself is no more
+            self._now += not self._within  # nested calls of the store do not count
             within, self._within = self._within, True
             try:
                 return method(*arguments, **named)
@@ -127,7 +127,7 @@ def test_keys_lists_each_key_once_while_others_change(served: Served) -> None:
             store.put((0, b"new%d" % calls), b"x")
             store.remove((0, b"k%d" % (MANY - calls)))
             next_cursor, names = scan(tenant, cursor, count)
-            return next_cursor, [*names, b"k0"]  # an store may return a key twice
+            return next_cursor, [*names, b"k0"]  # a store may return a key twice
 
         store.scan = scan_and_change  # type: ignore[method-assign]
         found = client.call("KEYS", "k*")
@@ -159,7 +159,7 @@ def test_values_set_together_wait_for_room_and_are_answered_when_durable(served:
         def put_with_pauses(*arguments: Any, **named: Any) -> Any:
             nonlocal puts
             puts += 1
-            store.crowded |= puts % max(3, count // 5) == 0  # until the test makes room
+            store.crowded |= puts % max(3, count // 5) == 0  # until the test frees memory
             return put(*arguments, **named)
 
         store.put = put_with_pauses  # type: ignore[method-assign]
@@ -171,7 +171,7 @@ def test_values_set_together_wait_for_room_and_are_answered_when_durable(served:
             store.make_room()
         assert room >= 2
         other = served.client()
-        assert other.call("EXISTS", "k0") == 1  # and yet there is no answer
+        assert other.call("EXISTS", "k0") == 1  # but the reply must still wait
         for number in range(count):
             store.settle(OutOfBudgetError("gone") if number == 1 else None)
         refused = client.receive()
@@ -262,7 +262,7 @@ def test_client_kill_filters_select_clients(start: Callable[..., Child]) -> None
         alice, alice_too, bob = (child.client() for _ in range(3))
         for client, name in ((alice, "alice"), (alice_too, "alice"), (bob, "bob")):
             assert client.call("AUTH", name, "pw") == b"OK"
-        unknown = alice.call("CLIENT", "KILL", "USER", "bob")  # of another tenant: not even that there is one
+        unknown = alice.call("CLIENT", "KILL", "USER", "bob")  # of another tenant: its existence must stay hidden
         assert isinstance(unknown, ErrorReply) and unknown == b"ERR No such user 'bob'"
         assert isinstance(alice.call("CLIENT", "KILL", address_of(bob)), ErrorReply)
         assert alice.call("CLIENT", "KILL", "TYPE", "normal") == 1 and is_gone(alice_too)
@@ -283,7 +283,7 @@ def test_the_name_of_a_client_is_bounded(client: Client) -> None:
 
 @pytest.mark.parametrize("command", ["MSET", "MSETNX", "SET in MULTI"])
 def test_large_values_are_stored_as_they_were_received(served: Served, command: str) -> None:
-    """Symptom: they were copied once more with the lock held."""
+    """Symptom: the server copied them once more with the lock held."""
     put = served.store.put
     stored: list[bytes | memoryview] = []
 

@@ -86,7 +86,9 @@ def test_metrics_count_the_work_of_a_server(start: Callable[..., Child]) -> None
     assert samples['shadowserve_storage_command_refusals_total{command="get"}'] == 1
     assert samples['shadowserve_storage_command_failures_total{command="set"}'] == 1
     assert samples["shadowserve_storage_unknown_commands_total"] == 1
-    assert samples['shadowserve_storage_command_duration_seconds_count{command="set"}'] == 1  # the first is timed
+    assert (
+        samples['shadowserve_storage_command_duration_seconds_count{command="set"}'] == 1
+    )  # the first command is timed
     assert samples["shadowserve_storage_clients"] == 1
     assert samples["shadowserve_storage_recovered"] == 1 and samples["shadowserve_storage_draining"] == 0
     assert samples["shadowserve_storage_cpu_seconds_total"] > 0
@@ -242,7 +244,7 @@ def alerts() -> dict[str, dict[str, Any]]:
 
 def test_every_metric_of_an_alert_is_exported(exported_names: set[str]) -> None:
     of_the_data_plane = families(generate_latest(Metrics().registry).decode())
-    of_the_data_plane |= {"shadowserve_storage_up", "shadowserve_tier_devices_gone"}  # with storage, and with tiers
+    of_the_data_plane |= {"shadowserve_storage_up", "shadowserve_tier_devices_gone"}  # only with storage or with tiers
     with_a_bucket = {f"shadowserve_storage_{name}" for name in (row.name for row in BUCKET)}
     for name, rule in alerts().items():
         for prefix, metric in ANY_METRIC.findall(rule["expr"]):
@@ -251,7 +253,7 @@ def test_every_metric_of_an_alert_is_exported(exported_names: set[str]) -> None:
 
 
 def of_the_plugin() -> set[str]:
-    """Return the names of the plugin's counters, read from its source: importing it needs vLLM."""
+    """Return the names of the plugin's counters from its source, because its import needs vLLM."""
     module = ast.parse((REPOSITORY / "host_control" / "vllm" / "metrics.py").read_text())
     tables = [
         each.value for each in module.body if isinstance(each, ast.AnnAssign) and isinstance(each.value, ast.Dict)

@@ -45,7 +45,7 @@ def bucket(request: pytest.FixtureRequest) -> tuple[str, dict[str, str]]:
 
 @pytest.fixture
 def node(start: Starts, request: pytest.FixtureRequest) -> StartsNodes:
-    """Start a node over a bucket, with a prefix of its own."""
+    """Start a node over a bucket with a separate prefix."""
     prefix = "".join(each if each.isalnum() else "_" for each in request.node.name)
 
     def start_node(endpoint: str, credentials: dict[str, str], *flags: str, **keys: Any) -> tuple[Child, Client]:
@@ -86,7 +86,7 @@ def test_an_empty_node_answers_for_what_another_one_stored(
     assert isinstance(found, list)
     assert found[:-1] == [[len(value), value[:head]] for _, value, head, _ in CHAIN.records] and found[-1] is None
     assert two.call("MGET", *CHAIN.keys) == CHAIN.values
-    assert two.call("DBSIZE") == 24, "what was read stays here"
+    assert two.call("DBSIZE") == 24, "read records must stay in the node"
 
 
 def test_a_killed_node_without_devices_recovers_from_the_bucket(
@@ -112,7 +112,7 @@ def test_a_node_with_devices_keeps_what_comes_from_the_bucket_on_them(
     assert two.call("MGET", *CHAIN.keys) == CHAIN.values
     assert child.stop() == 0
     _, again = node("http://127.0.0.1:1", bucket[1], "--devices", devices)
-    assert again.call("MGET", *CHAIN.keys) == CHAIN.values, "the bucket is not needed for them"
+    assert again.call("MGET", *CHAIN.keys) == CHAIN.values, "the node must serve them without the bucket"
 
 
 def test_deleted_and_flushed_keys_are_gone_from_the_bucket(
@@ -182,7 +182,7 @@ def test_kv_meta_of_cold_records_tells_length_and_time_without_a_read(faulty: Fa
     del found[2], found[-1]
     lengths, times = zip(*found, strict=True)
     assert list(lengths) == [len(value) for value in CHAIN.values]
-    assert 0 < times[0] <= times[23] and list(times) == sorted(times), "those before it come, too"
+    assert 0 < times[0] <= times[23] and list(times) == sorted(times), "earlier records must be read, too"
     assert faulty.count("get") == asked
     assert two.call("MGET", *CHAIN.keys) == CHAIN.values
     assert two.call("KV.META", *CHAIN.keys) == [[len(value), value[:head]] for _, value, head, _ in CHAIN.records]
@@ -199,9 +199,9 @@ def test_kv_prefetch_reads_cold_records_without_waiting(faulty: FaultyS3, node: 
     try:
         first = two.call("KV.PREFETCH", *CHAIN.keys, b"kv:" + b"0" * 64)
         assert isinstance(first, int) and 0 < first <= 24
-        assert two.call("KV.PREFETCH", *CHAIN.keys[:first]) == first, "they are on their way"
+        assert two.call("KV.PREFETCH", *CHAIN.keys[:first]) == first, "the reads must be in flight"
         reading = int(s3(two)["reading"])
-        assert reading == first, "asked for again, they are not read again"
+        assert reading == first, "a second request must not read them again"
     finally:
         gate.set()
 
@@ -216,7 +216,7 @@ def test_kv_prefetch_reads_cold_records_without_waiting(faulty: FaultyS3, node: 
     read = faulty.count("get")
     assert two.call("MGET", *CHAIN.keys) == CHAIN.values
     assert faulty.count("get") == read
-    assert child.stop() == 0, "no lease is left"
+    assert child.stop() == 0, "no lease must be left"
 
 
 def test_prefetches_use_at_most_a_second_of_a_slow_bucket(faulty: FaultyS3, node: StartsNodes) -> None:

@@ -1,4 +1,4 @@
-"""Redis and Valkey clients: what works, and the errors where something does not."""
+"""Redis and Valkey clients: supported features, and the errors for unsupported ones."""
 
 import importlib
 import shutil

@@ -83,7 +83,7 @@ def test_a_pending_key_expires(server: Child) -> None:
     assert client.call("KV.PUBLISH", 1, "a") == 1
     wait_for(lambda: pending(client, "a") == [False])
     assert client.call("KV.PUBLISH", MINUTE_MS, "a") == 1
-    assert client.call("KV.PUBLISH", 1, "a") == 1, "the last word counts"
+    assert client.call("KV.PUBLISH", 1, "a") == 1, "the last value must be valid"
     wait_for(lambda: pending(client, "a") == [False])
 
 
@@ -92,7 +92,7 @@ def test_pending_keys_are_bounded_and_expired_ones_make_room(server: Child) -> N
     keys = [f"k{number}" for number in range(16_384)]
     assert client.call("KV.PUBLISH", 1000, *keys) == len(keys)
     refusal = client.call("KV.PUBLISH", MINUTE_MS, "one more")
-    if isinstance(refusal, ErrorReply):  # a machine that stands still for a second has expired them all
+    if isinstance(refusal, ErrorReply):  # a pause of a second lets all of them expire
         assert refusal.startswith(b"OOM this connection may have 16384 pending keys and has 16384")
     wait_for(lambda: client.call("KV.PUBLISH", MINUTE_MS, "one more") == 1)
     for number in range(3):

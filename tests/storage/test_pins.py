@@ -1,4 +1,4 @@
-"""Pins: bounded by shares and time; operators see and end them."""
+"""Pins: bounded by shares and time. Operators can list and end them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_one_tenants_pins_leave_the_others_room_and_an_operator_sees_and_ends_th
     budget = int(root.info("memory")["maxmemory"])
     keys = [f"k{number}" for number in range(budget // len(VALUE) + 1)]
     refusal: ErrorReply | None = None
-    for key in keys:  # a page of pins: all that there is room for
+    for key in keys:  # one page of pins fills the share
         assert ann.call("SET", key, VALUE) == b"OK"
         reply = ann.call("KV.PIN", 600, key)
         if isinstance(reply, ErrorReply):

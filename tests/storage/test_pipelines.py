@@ -22,7 +22,7 @@ Commands = Sequence[Sequence[bytes]]
 
 END = b"$15\r\nthat was it all\r\n"
 LARGE = bytes(range(256)) * 200  # sent by reference
-EDGE = 1 << 10  # up to here, headers of replies are kept ready
+EDGE = 1 << 10  # reply headers up to this size are precomputed
 OFF, SKIP, ON = ([b"CLIENT", b"REPLY", word] for word in (b"OFF", b"SKIP", b"ON"))
 
 
@@ -38,7 +38,7 @@ def words(text: str) -> list[list[bytes]]:
 
 @contextlib.contextmanager
 def connected(port: int, *greetings: Sequence[bytes]) -> Iterator[socket.socket]:
-    """Connect, empty the store, and send greetings, such as AUTH, that are answered +OK."""
+    """Connect, empty the store, and send greetings, such as AUTH, whose reply is +OK."""
     with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as sock:
         for greeting in ([b"FLUSHALL"], *greetings):
             sock.sendall(encode_command(*greeting))
@@ -47,7 +47,7 @@ def connected(port: int, *greetings: Sequence[bytes]) -> Iterator[socket.socket]
 
 
 def one_reply(sock: socket.socket) -> bytes:
-    """Return the bytes of one reply, of which nothing follows."""
+    """Return the bytes of one reply, with no bytes after it."""
     reader, found = ReplyReader(), b""
     while (event := reader.next_value()) is NEED_DATA or isinstance(event, LargeBulk):
         data = sock.recv(1 << 16)
@@ -74,16 +74,16 @@ def ended(commands: Commands) -> list[Sequence[bytes]]:
 
 
 def together(sock: socket.socket, commands: Commands, cuts: Sequence[float] = ()) -> bytes:
-    """Send commands in one piece, or cut at fractions of their length; return the replies."""
+    """Send commands in one piece, or cut at fractions of their length. Return the replies."""
     data = b"".join(encode_command(*command) for command in ended(commands))
     bounds = [0, *sorted(int(cut * len(data)) for cut in cuts), len(data)]
 
     def send() -> None:
-        with contextlib.suppress(OSError):  # behind QUIT
+        with contextlib.suppress(OSError):  # after QUIT
             for begin, end in zip(bounds, bounds[1:], strict=False):
                 sock.sendall(data[begin:end])
 
-    sender = threading.Thread(target=send)  # a server that is not read from stops reading
+    sender = threading.Thread(target=send)  # a server stops reading if its client does not read
     sender.start()
     try:
         return to_the_end(sock)
@@ -92,7 +92,7 @@ def together(sock: socket.socket, commands: Commands, cuts: Sequence[float] = ()
 
 
 def apart(sock: socket.socket, commands: Commands) -> bytes:
-    """Send each command after the reply to the one before it; return the replies."""
+    """Send each command after the previous reply. Return the replies."""
     found = b""
     silent = skipped = False
     for command in ended(commands):
@@ -133,7 +133,7 @@ RUNS = st.tuples(st.one_of(USUAL, USUAL, UNUSUAL), st.sampled_from([1, 1, 2, 5, 
 
 @pytest.fixture(scope="module")
 def narrow_server() -> Iterator[Child]:
-    """A server whose turns end in the middle of runs."""
+    """A server whose turns end within runs of equal commands."""
     with Child("--pipeline-commands-max", "3", "--output-buffer-bytes-max", "4096") as child:
         yield child
 

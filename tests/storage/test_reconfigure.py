@@ -164,7 +164,7 @@ def test_sighup_reads_the_file_again(start: Callable[..., Child], tmp_path: Path
         line = reload(child, "configuration_reloaded")
         assert "applied='memory_budget_bytes,stall_timeout_s'" in line and "needs_restart='bulk_bytes_max'" in line
         assert get(client, "maxmemory") == str(4 * MIB) and get(client, "stall_timeout_s") == "60.0"
-        assert get(client, "maxclients") == "9"  # a flag goes before the file, now as at the start
+        assert get(client, "maxclients") == "9"  # a flag has precedence over the file, as at the start
 
 
 @pytest.mark.parametrize("text", ["storage: {nosuch: 1}", "storage: {port: [", "storage: {memory_budget_bytes: 1}"])

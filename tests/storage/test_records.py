@@ -27,7 +27,7 @@ def test_a_second_record_of_the_same_key_is_answered_ok_and_dropped(client: Clie
     assert client.call("SET", key, first, "EX", 1000) == b"OK"
     assert client.call("SET", key, second) == b"OK"
     assert client.call("GET", key) == first
-    assert client.call("TTL", key) == 1000  # nothing of it changes, not even that
+    assert client.call("TTL", key) == 1000  # nothing changes, not even the expiry
     after = client.info()
     assert int(after["records_stored"]) - int(before["records_stored"]) == 1
     assert int(after["records_kept"]) - int(before["records_kept"]) == 1

@@ -15,7 +15,7 @@ MBIT = 1e6
 
 @dataclass
 class Sent:
-    """A client with replies that are no layers."""
+    """A client with replies other than layers."""
 
     id: int
     tenant: int = 0
@@ -23,7 +23,7 @@ class Sent:
 
 
 class Run:
-    """A shaper whose layers are sent when it allows them."""
+    """A shaper with layers that are sent when it permits them."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -40,7 +40,7 @@ class Run:
         return flow
 
     def go(self, for_s: float) -> None:
-        """Let time pass as the thread of the streams does: it sleeps until there may be something."""
+        """Advance the clock like the thread of the streams, which sleeps until the next possible send."""
         ends_s = self.now_s + for_s
         while True:
             for flow in self.shaper.ready(self.now_s):
@@ -72,7 +72,7 @@ def test_without_a_bound_everything_goes_at_once() -> None:
     assert [run.bits(flow) for flow in flows] == [24e6] * 4
     run.go(0.1)
     late = run.enter(1e6, 0.1, 1)
-    run.go(0.001)  # a link that is not shared has no epochs
+    run.go(0.001)  # an unshared link has no epochs
     assert run.bits(late) == 8e6
 
 
@@ -98,7 +98,7 @@ def test_layers_come_at_even_times_at_the_policys_rates() -> None:
 def test_the_rate_of_a_finished_request_goes_to_others_at_the_next_epoch() -> None:
     run = Run(shared())
     short, long = run.enter(50_000, 0.1, 10), run.enter(50_000, 0.1, 10_000)
-    run.go(0.0801)  # short has just sent its last
+    run.go(0.0801)  # short has just sent its last layer
     assert run.left[short] == 0 and long.rate == 50 * MBIT
     run.go(0.02)
     assert long.rate == 100 * MBIT
@@ -129,7 +129,7 @@ def test_a_slow_reader_saves_at_most_one_layer_of_credit() -> None:
 
 def test_unused_capacity_shortens_first_layers() -> None:
     run = Run(shared(100 * MBIT, "stall_opt"))
-    flow = run.enter(12_500, 0.1, 10)  # a megabit a second would do
+    flow = run.enter(12_500, 0.1, 10)  # a megabit per second suffices
     run.go(0.0011)
     assert run.bits(flow) == 100_000
 
@@ -142,7 +142,7 @@ def test_clients_of_other_replies_have_a_fair_share_and_pay_for_more() -> None:
     run.go(0.001)
     for client in (1, 2, 3):
         others.charge(Sent(client), 1, run.now_s)
-    run.go(0.02)  # the next epoch knows of them
+    run.go(0.02)  # the next epoch includes them
     assert flow.rate == 25 * MBIT and others.rate == 75 * MBIT
     others.wait_s(Sent(1), run.now_s)
     others.charge(Sent(1), 1_000_000, run.now_s)
@@ -152,7 +152,7 @@ def test_clients_of_other_replies_have_a_fair_share_and_pay_for_more() -> None:
         run.go(wait_s)
         waited_s += wait_s
         if waited_s > 0.05:
-            # One that waits is counted, although it is sent nothing.
+            # A waiting flow counts, although nothing is sent to it.
             assert flow.rate == 50 * MBIT and others.rate == 50 * MBIT
     assert 8 / 75 <= waited_s <= 8 / 45
     run.left[flow] = 1
@@ -182,7 +182,7 @@ def test_all_layers_are_sent_and_never_more_than_the_link_carries(
         if not any(run.left[flow] for flow in flows):
             break
     assert not any(run.left[flow] for flow in flows)
-    largest = sum(8 * flow.demand.layer_bytes for flow in flows)  # a layer each may have been saved up
+    largest = sum(8 * flow.demand.layer_bytes for flow in flows)  # each flow may have saved one layer
     total = 0.0
     for time_s, flow in run.sent:
         total += 8 * flow.demand.layer_bytes

@@ -35,7 +35,7 @@ def used(child: Child) -> None:
         for _ in range(3):
             client.call("GET", key)
         client.call("GET", "none")
-        for name in ("none", "neither", key):  # looked up, and not read
+        for name in ("none", "neither", key):  # lookups without a read
             client.call("EXISTS", name)
 
 
@@ -64,7 +64,7 @@ def test_once_it_shows_totals_and_the_slowest_commands(server: Child) -> None:
 
 def test_as_json_it_is_one_object(server: Child) -> None:
     view = json.loads(stats("--port", str(server.port), "--json").output)
-    assert view["read_hit_rate"] == 0.75, "symptom: keys that were only looked up counted as well"
+    assert view["read_hit_rate"] == 0.75, "symptom: keys of lookups counted, too"
     assert view["lookup_hit_rate"] == 1 / 3 and view["other_server"] == ""
     assert view["records"] == 1 and view["memory_budget_bytes"] == 4 << 30
     calls = {each["command"]: each["calls"] for each in view["commands"]}
@@ -76,7 +76,7 @@ def test_watching_shows_rates_between_two_samples(server: Child) -> None:
     done = stats("--port", str(server.port), "--json", "--watch", "--interval", "0.05", "--count", "3")
     views = [json.loads(line) for line in done.output.splitlines()]
     assert len(views) == 3 and views[0]["read_hit_rate"] == 0.75 and views[2]["read_hit_rate"] is None
-    assert views[2]["commands_per_s"] > 0  # INFO itself
+    assert views[2]["commands_per_s"] > 0  # INFO itself counts
     shown = stats("--port", str(server.port), "--watch", "--interval", "0.05", "--count", "2")
     assert shown.exit_code == 0 and "read hit rate" in shown.output
 
@@ -159,7 +159,7 @@ def test_certificates_that_cannot_be_used_are_refused() -> None:
     assert stats("--tls-cert", "/nonexistent.crt").exit_code == 2
 
 
-# ---- What is made of INFO --------------------------------------------------------------------------------------------
+# ---- Display of INFO -------------------------------------------------------------------------------------------------
 
 
 def test_devices_and_causes_are_read() -> None:
@@ -270,7 +270,7 @@ def test_a_tenant_is_still_seen_after_a_restart(start: Callable[..., Child], tmp
     assert {each["name"]: each["keys"] for each in view["tenants"]} == {"b,x=1%": 1, "": 0}
 
 
-# ---- What a number is of ---------------------------------------------------------------------------------------------
+# ---- Time range of each number ---------------------------------------------------------------------------------------
 
 
 def test_each_column_names_its_value_and_period(server: Child) -> None:

@@ -115,7 +115,7 @@ def test_a_user_that_moves_to_another_tenant_must_reconnect(people: dict[str, Cl
 
 
 def recorded(execution: Callable[[], object]) -> tuple[list[tuple[str, str]], object]:
-    """Return every function of this project that an execution calls, in order, with its result."""
+    """Return all functions of this project that a command executes, in order, with its result."""
     import sys
 
     calls: list[tuple[str, str]] = []
@@ -158,7 +158,7 @@ def test_buckets_go_into_debt_and_earn_it_back() -> None:
     limiter.charge(5, 3000)
     assert limiter.wait_s(100.0) == pytest.approx(2.0)
     assert limiter.wait_s(101.0) == pytest.approx(1.0)
-    assert limiter.wait_s(102.5) == 0 and limiter.wait_s(102.0) == 0  # a clock never earns backwards
+    assert limiter.wait_s(102.5) == 0 and limiter.wait_s(102.0) == 0  # a clock that goes back adds no credit
     assert not RateLimiter(TenantLimits(keys_max=1), 0.0).has_limits
 
 
@@ -171,10 +171,10 @@ def test_a_tenant_beyond_its_rate_waits_and_others_do_not(start: Callable[..., C
     for _ in range(60):
         ann.send("PING")
     assert root.call("PING") == b"PONG"
-    assert [ann.receive() for _ in range(60)] == [b"PONG"] * 60  # none is lost
+    assert [ann.receive() for _ in range(60)] == [b"PONG"] * 60  # no reply is lost
     for _ in range(3):
         assert ann.call("PING") == b"PONG"
-    assert time.monotonic() - begun > 1.0  # 63 commands, 20 saved up, 20 a second: it cannot be faster
+    assert time.monotonic() - begun > 1.0  # 63 commands, 20 of them saved, at 20 per second
     value = b"v" * (6 << 20)
     assert bob.call("SET", "k", value) == b"OK" and bob.call("GET", "k") == value and bob.call("PING") == b"PONG"
     assert int(root.info()["throttled"]) >= 2
@@ -202,7 +202,7 @@ def test_invalid_limits_are_refused(tenants: str) -> None:
 
 
 def test_waiting_commands_of_a_throttled_client_use_no_memory(start: Callable[..., Child], users: Path) -> None:
-    """A client beyond its rate is not read, so its commands stay in its own buffers."""
+    """A client beyond its rate is not read. Its commands stay in its own buffers."""
     child = start("--users-file", str(users), "--tenants", "{team-a: {commands_per_s: 1}}")
     ann, root = login(child, "ann"), login(child, "root")
     ann.socket.setblocking(False)

@@ -31,7 +31,7 @@ def make_certificates(folder: Path, *arguments: str) -> None:
 
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Certificates of an authority, a server, alice, and mallory, who is no user."""
+    """Certificates of an authority, a server, alice, and mallory, who is not a user."""
     folder = tmp_path_factory.mktemp("certificates")
     make_certificates(folder, "--user", "alice", "--user", "mallory")
     return folder
@@ -59,7 +59,7 @@ def context_of(folder: Path, user: str = "", certificates_of: Path | None = None
 
 
 class TlsClient(Client):
-    """A plain blocking client, over TLS."""
+    """A plain blocking client over TLS."""
 
     def __init__(self, port: int, context: ssl.SSLContext, receive_buffer: int | None = None) -> None:
         super().__init__(port, receive_buffer=receive_buffer)
@@ -107,7 +107,7 @@ def test_values_of_any_size_come_back_whole(size: int, client: TlsClient) -> Non
 
 
 def test_a_slow_reader_gets_every_byte(secure: Child, certificates: Path) -> None:
-    """The kernel takes parts of records; OpenSSL must get the same bytes when it continues."""
+    """The kernel accepts parts of records. OpenSSL must get the same bytes when it continues."""
     values = [bytes([number]) * (3 * MIB + 4000 * number) for number in range(8)]
     with TlsClient(secure.port, context_of(certificates), receive_buffer=1 << 14) as client:
         for number, value in enumerate(values):
@@ -160,7 +160,7 @@ def test_a_plain_client_at_a_tls_port_gets_an_error(secure: Child) -> None:
 def test_repeated_tls_failures_are_logged_with_a_count(
     start: Callable[..., Child], certificates: Path, other_authority: Path, tmp_path: Path
 ) -> None:
-    """The log has few lines; the counter and the audit log have every failure."""
+    """The log has few lines. The counter and the audit log have every failure."""
     audit_log = tmp_path / "audit.log"
     child = start(*tls_flags(certificates, mutual=True), "--audit-log", str(audit_log))
     foreign = context_of(certificates, "alice", certificates_of=other_authority)
@@ -191,7 +191,7 @@ def test_an_ipv6_client_is_identified_by_its_network(address: str, caller: str) 
 
 
 def test_a_tls_client_at_a_plain_port_is_refused(start: Callable[..., Child], certificates: Path) -> None:
-    child = start()  # of its own: a server limits the log lines of an address
+    child = start()  # a separate server, because the log lines of an address are limited
     with pytest.raises(ssl.SSLError) as caught:
         TlsClient(child.port, context_of(certificates))
     assert caught.value.reason == "WRONG_VERSION_NUMBER"
@@ -212,7 +212,7 @@ def test_old_versions_and_renegotiation_are_refused(secure: Child, certificates:
                 TlsClient(secure.port, context)
     ran = subprocess.run(
         ["openssl", "s_client", "-connect", f"127.0.0.1:{secure.port}", "-tls1_2", "-CAfile", f"{certificates}/ca.crt"],
-        input=b"R\n",  # asks to renegotiate
+        input=b"R\n",  # requests a renegotiation
         capture_output=True,
         timeout=NEVER_S,
     )
@@ -225,7 +225,7 @@ def test_an_unfinished_handshake_delays_no_other_client(start: Callable[..., Chi
     child = start(*tls_flags(certificates), "--authentication-timeout-s", "0.5")
 
     def answered() -> str:
-        """Return how many handshakes have failed, asked by a client that is in time: our own may be late, too."""
+        """Return the number of failed handshakes, through a fast client: a client with TLS may itself be late."""
         with contextlib.suppress(OSError, EOFError), TlsClient(child.port, context_of(certificates)) as client:
             return client.info()["tls_failures"]
         return ""
@@ -234,7 +234,7 @@ def test_an_unfinished_handshake_delays_no_other_client(start: Callable[..., Chi
     for sock in silent[10:]:
         sock.sendall(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a greeting
     wait_for(answered)
-    for sock in silent:  # each is ended, and would never be if its deadline were not kept
+    for sock in silent:  # each connection ends only if the server keeps its deadline
         assert sock.recv(1) == b""
         sock.close()
     assert int(wait_for(answered)) >= 20
@@ -291,7 +291,7 @@ def test_a_certificate_names_its_user(start: Callable[..., Child], certificates:
     child = start(*tls_flags(certificates, mutual=True), "--tls-users", "cn", "--users-file", str(users))
     with TlsClient(child.port, context_of(certificates, "alice")) as client:
         assert client.call("ACL", "WHOAMI") == b"alice"
-        assert client.call("SET", "a:1", "x" * 30_000) == b"OK"  # more than one who is not known may send
+        assert client.call("SET", "a:1", "x" * 30_000) == b"OK"  # more than an unauthenticated client may send
         assert client.call("GET", "b").startswith(b"NOPERM")  # type: ignore[union-attr]
         assert client.call("AUTH", "bob", "pw") == b"OK" and client.call("ACL", "WHOAMI") == b"bob"
     with TlsClient(child.port, context_of(certificates, "mallory")) as client:

@@ -21,7 +21,7 @@ def served() -> Iterator[Served]:
 
 
 def calls(client: Client, *commands: tuple[object, ...]) -> list[object]:
-    """Send all commands at once; return the replies."""
+    """Send all commands at once. Return the replies."""
     client.socket.sendall(b"".join(encode_command(*command) for command in commands))  # type: ignore[arg-type]
     return [client.receive() for _ in commands]
 
@@ -59,7 +59,7 @@ def test_replies_of_a_transaction_wait_for_devices_and_keep_their_places(served:
         calls(client, ("MULTI",), ("GET", "a"), ("SET", key, record), ("GETDEL", "a"), ("MGET", "a", "b"))
         client.send("EXEC")
         served.wait_for_reads(2)
-        assert other.call("EXISTS", "a", key) == 1  # all of it has been executed
+        assert other.call("EXISTS", "a", key) == 1  # all commands have been executed
         store.finish_read(1)
         wait_for(lambda: len(store.tickets) == 2)
         store.settle()
@@ -106,7 +106,7 @@ def test_a_transaction_holds_no_more_than_a_request_may(
 
 
 def test_a_long_transaction_releases_the_lock() -> None:
-    """A transaction that fits into a turn runs in one turn; a longer one does not."""
+    """A transaction that fits into a turn runs in one turn. A longer one takes several turns."""
     with Served(pipeline_commands_max=10) as served, served.client() as client:
         node = served.server.node
         held: list[int] = []
@@ -131,7 +131,7 @@ def test_a_long_transaction_releases_the_lock() -> None:
         calls(client, ("MULTI",), *[("PING",)] * 9)
         held.clear()
         assert client.call("EXEC") == [b"PONG"] * 9
-        assert 10 in held  # all of it together with EXEC
+        assert 10 in held  # all commands run in one hold, with EXEC
 
 
 def test_a_client_that_does_not_read_stops_its_transaction(served: Served) -> None:
@@ -207,7 +207,7 @@ def test_exec_executes_nothing_if_a_watched_key_has_changed(
         client.call("SET", "done", "1")
         assert client.call("EXEC") == (None if breaks else [b"OK"])
         assert client.call("EXISTS", "done") == (not breaks)
-        assert calls(client, ("MULTI",), ("PING",), ("EXEC",))[2] == [b"PONG"]  # what was watched is forgotten
+        assert calls(client, ("MULTI",), ("PING",), ("EXEC",))[2] == [b"PONG"]  # EXEC has cleared the watched keys
 
 
 def test_a_pipeline_of_another_client_fails_watchers(client: Client, shared_server: Child) -> None:

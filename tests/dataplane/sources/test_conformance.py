@@ -45,9 +45,9 @@ CODECS = frozenset(native.codec_implementations())
 
 
 class Behind(ABC):
-    """The storage of a source, as a test controls it.
+    """The storage of a source, controlled by a test.
 
-    ``verifies``: it takes sound records only; ``is_pool``: it is a pool of this process.
+    ``verifies``: it stores only sound records; ``is_pool``: it is a pool of this process.
     """
 
     verifies = False
@@ -58,14 +58,14 @@ class Behind(ABC):
 
     @abstractmethod
     def hold(self) -> None:
-        """Let it answer nothing any more."""
+        """Stop answering."""
 
     @abstractmethod
     def release(self) -> None: ...
 
     @abstractmethod
     def asked(self) -> bool:
-        """Whether a question waits while it is held."""
+        """Return True if a request waits while answers are stopped."""
 
     @abstractmethod
     def kill(self) -> None: ...
@@ -195,7 +195,7 @@ class BehindScript(Behind):
 
 
 class BehindTiers(Behind):
-    """A pool of memory and a file, alone."""
+    """A pool of memory and a file, without storage."""
 
     is_pool = True
 
@@ -232,7 +232,7 @@ class BehindTiers(Behind):
         wait_for(lambda: not self.pool.busy)
         with self.source._tiers.lock:
             while self.pool._core.memory_cache.make_room():
-                """Nothing is in memory."""
+                """The memory has no copies."""
         self._free.clear()
 
     def release(self) -> None:
@@ -242,7 +242,7 @@ class BehindTiers(Behind):
         return bool(self.pool._reader.under_way)
 
     def kill(self) -> None:
-        pytest.skip("a pool of this process is not away")
+        pytest.skip("a pool of this process cannot be down")
 
     def revive(self) -> None: ...
 
@@ -269,7 +269,7 @@ class Bench:
         targets: Sequence[np.ndarray],  # type: ignore[type-arg]
         layerwise: bool = False,
     ) -> FetchPlan:
-        """Plan all pieces of some groups' chunks; ``found`` has the answers for one group after the other."""
+        """Plan all pieces of some groups' chunks; ``found`` has the answers of each group in order."""
         answers = iter(found)
         parts = [
             part_of(SHAPE, keys, dict(enumerate(islice(answers, len(keys)))), memory=target)
@@ -282,7 +282,7 @@ class Bench:
     async def deliver(
         self, keys: Sequence[bytes], found: Sequence[Found] = (), layerwise: bool = False
     ) -> tuple[Delivered, list[bytes]]:
-        """Deliver chunks with the given or current answers; return the result and the delivered bytes."""
+        """Deliver chunks with the given or current answers. Return the result and the delivered bytes."""
         target = np.zeros(len(keys) * SHAPE.raw_bytes, np.uint8)
         job = Job("a test", "a job", WAIT_MAX_S)
         order = self.order(job, [keys], found or await self.source.find(keys), [target], layerwise)
@@ -311,7 +311,7 @@ class Bench:
 def end_of(done: Delivered, chunks: int = 0) -> tuple[int, Result]:
     """Return the number of leading delivered pieces, and the result of the next one.
 
-    Layer by layer, of so many ``chunks``, pieces are counted by chunks.
+    In layer order with ``chunks`` chunks, pieces are counted by chunks.
     """
     if chunks:
         there = (done.results == Result.OK).reshape(-1, chunks).all(axis=0)
@@ -463,7 +463,7 @@ async def test_a_record_deleted_after_the_lookup_costs_no_earlier_chunk(
     wanted = [expected(SHAPE, key, record) for key, record in zip(keys, records, strict=True)]
     assert chunks[:absent] == wanted[:absent]
     done, _ = await bench.deliver(keys[:absent] + keys[absent + 1 :], layerwise=layerwise)
-    assert end_of(done, 4 * layerwise)[1] is Result.OK, "what failed one order harms the next"
+    assert end_of(done, 4 * layerwise)[1] is Result.OK, "a failed order must not affect the next one"
 
 
 async def test_damaged_records_are_not_delivered(bench: Bench) -> None:
@@ -475,7 +475,7 @@ async def test_damaged_records_are_not_delivered(bench: Bench) -> None:
     wanted = Result.CHECKSUM
     if bench.behind.verifies:
         with pytest.raises(AssertionError, match="checksum is wrong"):
-            bench.behind.put(keys[1], damaged)  # our server takes no such record in the first place
+            bench.behind.put(keys[1], damaged)  # the storage node refuses such a record
         wanted = Result.NOT_FOUND
     else:
         bench.behind.put(keys[1], damaged)
@@ -487,7 +487,7 @@ async def test_stored_records_are_found_and_delivered(bench: Bench) -> None:
     [key] = keys_of(SHAPE, 1, seed=6)
     assert await bench.source.find([key]) == [None]
     assert await bench.store(key, 7) is Result.OK
-    assert await bench.store(key, 7) is Result.OK, "a record that is there already is a success"
+    assert await bench.store(key, 7) is Result.OK, "a store of an existing record must succeed"
     done, chunks = await bench.deliver([key])
     assert (end_of(done), chunks) == ((1, Result.OK), [kv(SHAPE, 7)])
 
@@ -519,7 +519,7 @@ async def test_nothing_is_written_after_a_plan_that_ended_early(bench: Bench, wh
     keys = keys_of(SHAPE, 4, seed=9)
     bench.put(keys)
     found = await bench.source.find(keys)
-    assert end_of((await bench.deliver(keys))[0])[1] is Result.OK  # so that it stands connected
+    assert end_of((await bench.deliver(keys))[0])[1] is Result.OK  # so that it is connected
     target = np.zeros(len(keys) * SHAPE.raw_bytes, np.uint8)
     bench.behind.hold()
     try:
@@ -536,7 +536,9 @@ async def test_nothing_is_written_after_a_plan_that_ended_early(bench: Bench, wh
     finally:
         bench.behind.release()
     target[:] = 0xA5
-    assert end_of((await bench.deliver(keys))[0])[1] is Result.OK, "it goes on, whatever is still to be answered"
+    assert end_of((await bench.deliver(keys))[0])[1] is Result.OK, (
+        "the source must continue despite unanswered requests"
+    )
     assert (target == 0xA5).all()
 
 
@@ -560,11 +562,11 @@ async def test_an_unreachable_source_fails_at_once_and_reconnects(bench: Bench) 
 
 
 async def receive(bench: Bench, key: bytes, first: int, memory: bytearray, job: Job | None = None) -> Result:
-    """Receive a part of a record; skip the test where the source has none to hand out."""
+    """Receive a part of a record. Skip the test if the source cannot return one."""
     if bench.behind.is_pool:
         with pytest.raises(StorageRefusedError):
             await bench.source.receive(Job("a test", "a job", WAIT_MAX_S), key, first, memoryview(memory))
-        pytest.skip("nobody is above a pool")
+        pytest.skip("a pool has no clients that receive parts")
     return await bench.source.receive(job or Job("a test", "a job", WAIT_MAX_S), key, first, memoryview(memory))
 
 

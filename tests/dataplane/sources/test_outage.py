@@ -53,7 +53,7 @@ def serving(answer: Callable[[socket.socket], None]) -> Iterator[str]:
 async def test_a_server_that_closes_each_connection_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each connection stood for a moment: it is one outage all the same."""
+    """Each connection lasts for a moment; together they are one outage."""
     monkeypatch.setattr(outage, "time", SimpleNamespace(monotonic=lambda: 0.0))
     monkeypatch.setattr(Outage, "next_delay_s", lambda self: 0.0)
 
@@ -90,7 +90,7 @@ async def test_each_cause_is_logged_once_in_each_outage(caplog: pytest.LogCaptur
     now[0] += STABLE_S / 2
     assert not known.disconnect()
     known.fail(first)
-    assert told() == [], "it did not hold: the same outage"
+    assert told() == [], "the connection did not last: the same outage"
     known.recover()
     known.check()
     now[0] += STABLE_S
@@ -105,7 +105,7 @@ async def test_each_cause_is_logged_once_in_each_outage(caplog: pytest.LogCaptur
 
 
 def is_pause(seconds: float, number: int) -> bool:
-    """Whether it may be the pause of that number of an outage."""
+    """Return True if the time can be the pause of that number in an outage."""
     planned = min(BACKOFF_FIRST_S * 2 ** min(number, 16), BACKOFF_MAX_S)
     return 0.8 * planned <= seconds <= 1.2 * planned
 
@@ -116,17 +116,17 @@ def test_delays_grow_to_a_bound_and_restart_after_a_stable_connection() -> None:
     assert all(is_pause(known.next_delay_s(), number) for number in range(20))
     known.recover()
     assert not known.disconnect()
-    assert is_pause(known.next_delay_s(), 20), "it did not hold"
+    assert is_pause(known.next_delay_s(), 20), "the connection did not last"
     known.recover()
     now[0] += STABLE_S
     assert known.disconnect()
     assert all(is_pause(known.next_delay_s(), number) for number in range(20))
     delays = {known.next_delay_s() for _ in range(20)}
-    assert len(delays) > 1, "data planes that lost the same server must not reconnect together"
+    assert len(delays) > 1, "data planes must not reconnect to a server at the same time"
 
 
 async def test_a_cancelled_connection_attempt_ends_at_once(certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Symptom: the connection stayed open for half a minute, waiting for the server to close TLS."""
+    """Symptom: the connection stayed open for half a minute and waited for the server's end of TLS."""
     context, ended = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), threading.Event()
     context.load_cert_chain(certificates / "server.crt", certificates / "server.key")
 
@@ -159,7 +159,7 @@ async def test_a_cancelled_connection_attempt_ends_at_once(certificates: Path, m
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iterator[TlsServer]:
-    """Our storage server, which wants a certificate and a password."""
+    """A storage server that requires a certificate and a password."""
     server = TlsServer("storage_kv", tmp_path_factory.mktemp("guarded"), certificates, mutual=True, password="both")
     try:
         yield server.start()

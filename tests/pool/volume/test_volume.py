@@ -79,7 +79,7 @@ def test_a_nearly_full_log_refuses_writes_until_a_snapshot_is_complete() -> None
     assert isinstance(device, SimulatedDevice)
     device.automatic = False
     with pytest.raises(BusyError) as busy:
-        for number in range(1000):  # snapshots go nowhere while nothing of the lowest priority ends
+        for number in range(1000):  # snapshots make no progress without the lowest priority
             store.put(key(number % 40), b"x")
             for _ in range(20):
                 device.complete(lambda operation: operation.priority is not Priority.BACKGROUND)

@@ -1,6 +1,6 @@
-"""Hundreds of crashes at moments that a seed chooses, checked against a model.
+"""Hundreds of crashes at random moments of a seed, checked against a model.
 
-An acknowledged value is present and complete until its replacement is; in between it is one or the other, never a mix.
+An acknowledged value is present and complete until its replacement is. In between a read finds one of the two, no mix.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ KEYS = 24
 
 
 class Model:
-    """For each key all that was done to it, in order, and the last of it that was acknowledged."""
+    """All changes of each key in order, and the last acknowledged one."""
 
     def __init__(self) -> None:
         self.done: dict[bytes, list[bytes | None]] = defaultdict(lambda: [None])
@@ -40,7 +40,7 @@ class Model:
 
 
 class Driver:
-    """Does random things to a store and crashes it."""
+    """Executes random operations on a store and crashes it."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -119,11 +119,11 @@ def test_a_crash_at_any_moment_keeps_acknowledged_changes_and_tears_nothing(firs
                 driver.act()
             driver.crash()
         snapshots += driver.snapshots
-    assert snapshots, "no snapshot was ever completed: the test has lost its point"
+    assert snapshots, "the test completed no snapshot, so it tested nothing"
 
 
 def test_a_value_torn_by_a_crash_does_not_replace_the_old_one() -> None:
-    """The record of the new one had survived, and its bytes had not: then both were gone."""
+    """Symptom: the new value's record survived without its bytes, and both values were absent."""
     cut_short = 0
     for seed in range(60):
         store = Store(device_of(seed=seed))
@@ -142,8 +142,8 @@ def test_a_value_torn_by_a_crash_does_not_replace_the_old_one() -> None:
         value = found.get(key)
         assert value in (old, new)
         found = found.crashed(torn=False)
-        assert found.get(key) == value, "what it has repaired stays so, durable or not"
+        assert found.get(key) == value, "a repair must last, durable or not"
         found.put(index_key(b"another"), new)
         found.drain()
         assert found.restarted().get(key) == value
-    assert cut_short, "the test has lost its point"
+    assert cut_short, "the test cut no write short"

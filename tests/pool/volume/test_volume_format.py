@@ -1,4 +1,4 @@
-"""The format of a volume: version 1 stays readable, damage is detected, foreign bytes are refused."""
+"""The format of a volume: version 1 stays readable, damage is detected, and foreign bytes are refused."""
 
 import random
 import struct
@@ -88,7 +88,7 @@ def test_the_golden_volume_is_sound(golden: SimulatedDevice) -> None:
     assert all(kind is OperationKind.READ for kind, _, _ in golden.trace)
 
 
-# ---- Refused
+# ---- Refused volumes
 
 
 def test_an_unformatted_device_is_refused_and_the_message_says_how_to_format() -> None:
@@ -165,11 +165,11 @@ def test_a_device_that_is_too_small_cannot_be_formatted(capacity: int) -> None:
         Volume.format(SimulatedDevice(capacity), pool_id=POOL, objects_max=1000)
 
 
-# ---- Damaged
+# ---- Damaged volumes
 
 
 def test_a_reader_that_stops_early_does_not_confuse_later_reads() -> None:
-    """Symptom: verify told of a sound object, the first behind the log's end, that it was not there."""
+    """Symptom: verify reported a sound object as absent, the first one behind the log's end."""
     device = SimulatedDevice(4096 * BLOCK_BYTES)
     for number in range(4096):
         device.set_block(number, number.to_bytes(8, "little") * (BLOCK_BYTES // 8))
@@ -224,7 +224,7 @@ def test_a_gap_in_the_log_keeps_later_objects_and_no_stale_ones() -> None:
         flags = 1 if number < 3 else 0
         store.put(KEYS[number], VALUES[KEYS[number]], flags=flags)
         store.drain()
-    store.put(KEYS[5], b"a newer value")  # sequence 13: the block that rots
+    store.put(KEYS[5], b"a newer value")  # sequence 13: the block to damage
     store.drain()
     for number in range(20, 25):
         store.put(KEYS[number], VALUES[KEYS[number]])
@@ -309,7 +309,7 @@ def test_a_misdirected_read_and_a_lost_write_are_misses(golden: SimulatedDevice)
 
 
 def resealed(block: bytes | bytearray, crc_at: int) -> bytes:
-    """Return a block with the checksum that it should have, so that what is behind the checksum is tried, too."""
+    """Return a block with a right checksum, so that the code behind the checksum is tested, too."""
     import zlib
 
     data = bytearray(block)
@@ -319,7 +319,7 @@ def resealed(block: bytes | bytearray, crc_at: int) -> bytes:
 
 
 def parse(block: bytes) -> None:
-    """Give a block to every parser: they may find nothing or refuse, and nothing else."""
+    """Pass a block to every parser. Each must return, or raise its own error."""
     volume_id = block[16:32]
     for seal in (None, 8, 12):
         data = block if seal is None else resealed(block, seal)
@@ -411,7 +411,7 @@ def _swap(device: SimulatedDevice, block: int, chance: random.Random) -> None:
 
 
 def _reseal(device: SimulatedDevice, block: int, chance: random.Random) -> None:
-    """A field that is wrong under a checksum that is right: a bug of a writer, or bytes synthetic."""
+    """A wrong field under a right checksum: a bug of a writer, or synthetic bytes."""
     content = bytearray(device.peek(block * BLOCK_BYTES, BLOCK_BYTES))
     content[chance.randrange(16, 128)] = chance.randrange(256)
     device.set_block(block, resealed(content, 12 if content[:8] == b"SSVOLUME" else 8))
@@ -435,7 +435,7 @@ def test_records_with_impossible_extents_are_dropped() -> None:
         record = pack_record(RecordKind.PUT, 0, KEYS[number], extent=extent, length=9000, generation=number + 1)
         store.volume.log(record)
     store.drain()
-    store.volume.log(pack_record(RecordKind.REMOVE, 0, KEYS[5]))  # behind which those before are believed
+    store.volume.log(pack_record(RecordKind.REMOVE, 0, KEYS[5]))  # a later record makes the earlier ones valid
     store.drain()
     after = store.crashed()
     assert [after.entry(KEYS[number]) is not None for number in range(4)] == [False, False, False, True]

@@ -1,4 +1,4 @@
-"""A process that writes to a real file is killed at random moments, again and again."""
+"""A process that writes to a real file is killed at random moments, repeatedly."""
 
 import os
 import random
@@ -30,7 +30,7 @@ def value(number: int, turn: int) -> bytes:
 
 
 def write_until_killed(path: str, turn: int) -> None:
-    """Write, and say of each value that is durable so on standard output."""
+    """Write values, and print each durable one on standard output."""
     with closing(BlockDevice(path)) as device:
         store = Store(device, seed=turn)
         chance = random.Random(turn)

@@ -21,7 +21,7 @@ def is_data(store: Store) -> int:
 
 
 def run(store: Store, steps: int = 50) -> None:
-    """Complete everything but writes of objects."""
+    """Complete all operations except writes of objects."""
     first = is_data(store)
     for _ in range(steps):
         while simulated(store).complete(lambda each: each.kind is not OperationKind.WRITE or each.offset < first):
@@ -119,7 +119,7 @@ def test_a_failed_replacement_frees_the_old_extent_after_the_durable_removal() -
     device.complete()
     calls = store.volume.step()
     assert store.volume.freeing_blocks == 1, "a crash now would find the old object in the log"
-    assert device.waiting, "the removal is on its way without anybody asking for it"
+    assert device.waiting, "the removal must be written without a further request"
     for call in calls:
         call()
 

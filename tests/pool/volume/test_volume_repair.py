@@ -1,4 +1,4 @@
-"""Repair of the log's two copies at a start."""
+"""Repair of the log's two copies at the start."""
 
 import errno
 
@@ -24,7 +24,7 @@ def layout_of(device: SimulatedDevice) -> Layout:
 
 
 def place_of(device: SimulatedDevice, copy: int, sequence: int) -> int:
-    """Return the block of the device where a copy of a block of the log lies."""
+    """Return the device's block with one copy of a block of the log."""
     layout = layout_of(device)
     return layout.log_firsts[copy] + sequence % layout.log_blocks
 
@@ -40,13 +40,13 @@ def written() -> SimulatedDevice:
 
 
 def tear(device: SimulatedDevice, copy: int, *sequences: int) -> None:
-    """Have a power cut take the second half of blocks in one copy."""
+    """Simulate a power cut that loses the second half of blocks in one copy."""
     for sequence in sequences:
         device.poke(place_of(device, copy, sequence) * BLOCK_BYTES + BLOCK_BYTES // 2, b"\xff" * (BLOCK_BYTES // 2))
 
 
 def without(device: SimulatedDevice, copy: int) -> SimulatedDevice:
-    """Have one copy of the log be unreadable."""
+    """Make one copy of the log unreadable."""
     first = layout_of(device).log_firsts[copy]
     device.fail(OperationKind.READ, times=None, first_block=first, last_block=first + layout_of(device).log_blocks)
     return device
@@ -59,7 +59,7 @@ def check_all(store: Store) -> None:
 
 
 def log_writes(device: SimulatedDevice) -> list[tuple[int, int]]:
-    """Return (copy, place in it) of the blocks of the log that were written."""
+    """Return (copy, block number) of the written blocks of the log."""
     layout = layout_of(device)
     return [
         (copy, block - first)
@@ -73,7 +73,7 @@ def log_writes(device: SimulatedDevice) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("copy", COPIES)
 def test_losing_one_copy_and_later_the_other_loses_no_object(copy: int) -> None:
-    """Symptom: a block of the log, torn in one copy, stayed so; starts later the other copy could not be read."""
+    """Symptom: a log block torn in one copy was not repaired; later the other copy could be unreadable."""
     device = written()
     tear(device, copy, 4, 7, 8, 12)
     first = Store(device)
@@ -120,7 +120,7 @@ def test_each_block_is_repaired_from_its_sound_copy() -> None:
 
 
 def test_a_block_of_an_abandoned_run_is_not_taken_for_a_copy() -> None:
-    """It has the right sequence and a right checksum, and follows the same block: only its epoch says what it is."""
+    """It has the right sequence and checksum, and follows the same block. Only its epoch identifies it."""
     device = written()
     before = device.copy()
     other = Store(before, seed=9)  # another run's block 13
@@ -141,7 +141,7 @@ def test_a_block_of_an_abandoned_run_is_not_taken_for_a_copy() -> None:
 
 
 def test_a_block_of_another_run_in_the_first_copy_does_not_hide_the_second() -> None:
-    """A run left block 14 in both copies, not 13; the next one's 14 then replaced only one of them before the cut."""
+    """A run left block 14 in both copies, not 13; the next run's block 14 replaced only one of them before the cut."""
     device = written()
     before = device.copy()
     other = Store(before, seed=9)
@@ -191,7 +191,7 @@ def test_a_volume_opens_although_a_copy_cannot_be_written() -> None:
     assert "1 blocks of the log are sound in one copy only" in report.notes[0] and "Input/output" in report.notes[0]
     store.step()
     store.drain()
-    assert store.volume.statistics().snapshots == 1, "so that nobody needs the block any more"
+    assert store.volume.statistics().snapshots == 1, "no reader must need the block afterwards"
     check_all(Store(without(device.restart(), 1)))
 
 
@@ -201,7 +201,7 @@ def test_a_read_only_device_gets_a_bounded_number_of_repairs() -> None:
     device.poke(first * BLOCK_BYTES, b"\xff" * BLOCK_BYTES * layout_of(device).log_blocks)
     device.fail(OperationKind.WRITE, times=None, error=errno.EROFS)
     store = Store(device)
-    assert device.statistics().errors[OperationKind.WRITE] == 9, "all at once, and eight one by one"
+    assert device.statistics().errors[OperationKind.WRITE] == 9, "one write of all blocks, and eight single writes"
     assert store.volume.report.log_blocks_unrepaired == 12 and not store.volume.report.log_blocks_repaired
     check_all(store)
 
@@ -224,7 +224,7 @@ def test_a_device_that_does_not_answer_a_repair_is_refused() -> None:
 
 
 def test_a_header_that_becomes_readable_again_does_not_match_another_snapshots_blocks() -> None:
-    """Symptom: the next snapshot had its number, so that a power cut left parts of both under the old header."""
+    """Symptom: the next snapshot had the same number, so a power cut left parts of both under the old header."""
     store = Store(written())
     store.volume.snapshot()
     store.step()
@@ -275,7 +275,7 @@ def test_many_torn_blocks_in_a_long_log_are_repaired() -> None:
 
 
 def test_one_block_can_be_read_during_pieces() -> None:
-    """Symptom: the other copy of a torn block was read into memory that a read of a later piece wrote to meanwhile."""
+    """Symptom: a repair read the other copy into memory that a read of a later piece was using."""
     device = SimulatedDevice(4096 * BLOCK_BYTES)
     for number in range(4096):
         device.set_block(number, number.to_bytes(8, "little") * (BLOCK_BYTES // 8))

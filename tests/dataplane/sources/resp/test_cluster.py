@@ -41,7 +41,7 @@ def module_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster
 
 @pytest.fixture
 def cluster(module_cluster: Cluster) -> Cluster:
-    """The shared cluster with a record under each key, on all masters."""
+    """The shared cluster with a record for each key, on all masters."""
     module_cluster.clear()
     module_cluster.bring_home(KEYS)
     for key, record in zip(KEYS, RECORDS, strict=True):
@@ -106,20 +106,20 @@ async def test_a_missing_chunk_ends_the_prefix(cluster: Cluster) -> None:
 
 async def test_a_moved_slot_is_followed_and_remembered(cluster: Cluster) -> None:
     async with serving(cluster) as (daemon, client):
-        await client.lookup(KEYS)  # heads are remembered, so that the bytes' own connections meet the redirection
+        await client.lookup(KEYS)  # headers are cached, so that the data connections get the redirection
         moved = KEYS[5]
         source = cluster.master_of(moved)
         target = another(cluster, source)
         cluster.move(slot_of(moved), source, target)
         await until(lambda: cluster.all_know(slot_of(moved), target))
-        for redirections in (1, 1):  # the second fetch knows
+        for redirections in (1, 1):  # the second fetch knows the slot
             answer = await client.fetch(KEYS)
             assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
             assert_delivered(client, len(KEYS))
             assert daemon.metrics.totals["storage_redirections"] == redirections
             client.segment.memory[:] = 0
         cluster.move(slot_of(moved), target, source)
-        assert (await client.store([moved])).chunks == 1  # skipped or stored, both by asking the right node
+        assert (await client.store([moved])).chunks == 1  # skipped or stored, in both cases at the right node
         assert (await client.fetch(KEYS)).chunks == len(KEYS)
 
 
@@ -131,7 +131,7 @@ async def test_local_hits_and_redirected_chunks_come_in_the_same_fetch(cluster: 
         source = cluster.master_of(KEYS[5])
         cluster.move(slot_of(KEYS[5]), source, another(cluster, source))
         metrics = daemon.metrics
-        for batches, near in ((1 + 2, 12), (1 + 2 + 1, 12 + 24)):  # the chunk that has moved takes a batch more
+        for batches, near in ((1 + 2, 12), (1 + 2 + 1, 12 + 24)):  # the moved chunk needs one more batch
             client.segment.memory[:] = 0
             answer = await client.fetch(KEYS)
             assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
@@ -155,10 +155,10 @@ async def test_chunks_of_a_migrating_slot_are_found_on_both_nodes(cluster: Clust
             assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
             assert_delivered(client, len(KEYS))
             assert daemon.metrics.totals["storage_redirections"] == len(moving)
-            answer = await client.fetch(KEYS)  # ASK is for once: nothing was remembered of it
+            answer = await client.fetch(KEYS)  # ASK is valid once, so the map has not changed
             assert answer.chunks == len(KEYS)
             assert daemon.metrics.totals["storage_redirections"] == 2 * len(moving)
-            assert (await client.lookup(KEYS)).hits == [len(KEYS)]  # heads go the same way
+            assert (await client.lookup(KEYS)).hits == [len(KEYS)]  # requests for headers follow the same redirection
         finally:
             for slot, source, target in ways:
                 cluster.end_move(slot, target)
@@ -190,7 +190,7 @@ async def test_circular_redirections_cost_one_chunk_and_the_later_ones(cluster: 
     async with serving(cluster) as (_, client):
         await client.lookup(KEYS)
         source.redis.execute_command("CLUSTER SETSLOT", slot_of(key), "MIGRATING", target.id)
-        source.redis.delete(storage_key(key))  # so it says ASK, and the other one, which expects nothing, MOVED
+        source.redis.delete(storage_key(key))  # so it answers ASK, and the other node answers MOVED
         try:
             answer = await client.fetch(KEYS)
             assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_REFUSED, 4)
@@ -238,7 +238,7 @@ async def test_no_connection_stays_open_when_the_client_closes_while_the_map_is_
     cluster: Cluster, turns: int
 ) -> None:
     await close_while_reading(cluster, turns)
-    gc.collect()  # warns of what is open, and warnings are errors
+    gc.collect()  # reports open resources as warnings, which are errors
 
 
 async def test_fetches_are_whole_while_slots_move_under_them(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,11 +333,11 @@ async def test_a_dead_node_costs_its_chunks_until_the_failover(tmp_path: Path) -
             victim = cluster.master_of(KEYS[first])
             victim.kill()
             answer = await client.fetch(KEYS)
-            if answer.outcome != pb.OUTCOME_COMPLETE:  # the replica has not taken over yet, which takes it seconds
+            if answer.outcome != pb.OUTCOME_COMPLETE:  # the failover to the replica takes seconds
                 assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, first), answer.detail
                 assert_delivered(client, first)
                 assert str(victim.port) in answer.detail
-                assert daemon._source.connected  # to the others
+                assert daemon._source.connected  # to the other nodes
 
             async def whole() -> bool:
                 return (await client.fetch(KEYS)).chunks == len(KEYS)
@@ -359,7 +359,7 @@ async def test_a_dead_node_costs_its_chunks_until_the_failover(tmp_path: Path) -
 
 
 async def test_redirections_outside_the_cluster_are_not_followed() -> None:
-    """Each key could name another one, and each cost a connection."""
+    """Each key could name another node, and each would cost a connection."""
     visitors: list[Any] = []
     slots = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$0\r\n\r\n:%d\r\n"
 

@@ -1,4 +1,4 @@
-"""Fetches in layer order as one request: conditions, the request, and servers that do not know it."""
+"""Fetches in layer order as one request: conditions, the request, and servers without that command."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ RECORDS = [make_record(SHAPE, key, index) for index, key in enumerate(KEYS)]
 
 
 async def fetched(client: Client, storage: Server, **changes: Any) -> pb.FetchResponse:
-    """Fetch all chunks in layer order, and check their bytes."""
+    """Fetch all chunks in layer order. Check their bytes."""
     for key, data in zip(KEYS, RECORDS, strict=True):
         storage.put(key, data)
     await client.register(SHAPE, CHUNKS)
@@ -36,7 +36,7 @@ async def fetched(client: Client, storage: Server, **changes: Any) -> pb.FetchRe
 
 
 def calls(storage: Server) -> dict[str, int]:
-    """Return how often each command was executed."""
+    """Return the number of executions of each command."""
     with redis_py.Redis(port=storage.port, password=storage.password or None) as client:
         found = client.info("commandstats")
     return {name.removeprefix("cmdstat_"): each["calls"] for name, each in found.items()}
@@ -68,7 +68,7 @@ async def test_after_one_unknown_layer_request_range_requests_are_used(
         said = [record.message for record in caplog.records if "does not answer KV.LAYERS" in record.message]
         assert len(said) == 1 and "unknown command" in said[0]
         assert daemon.metrics.totals["layer_batches"] == 0
-        assert daemon.metrics.slower_paths == {"no_layer_requests": 2}, "all but the one that found that out"
+        assert daemon.metrics.slower_paths == {"no_layer_requests": 2}, "all requests except the one that detected it"
         assert sum("(no_layer_requests)" in record.message for record in caplog.records) == 1
 
 
@@ -102,7 +102,7 @@ async def test_batches_too_large_for_the_node_use_ranges_and_smaller_ones_one_re
 
 async def test_a_chunk_deleted_after_the_lookup_ends_the_prefix(storage: Server) -> None:
     async with running(storage, layer_request_bytes_min=0) as (daemon, client):
-        assert (await fetched(client, storage)).outcome == pb.OUTCOME_COMPLETE  # so heads are remembered
+        assert (await fetched(client, storage)).outcome == pb.OUTCOME_COMPLETE  # so headers are cached
         storage.command(b"DEL", b"kv:" + KEYS[3].hex().encode())
         part = client.part(KEYS, length=CHUNKS * SHAPE.raw_bytes)
         answer = await client.stub.Fetch(client.fetch_request([], parts=[part], order=pb.ORDER_LAYERS))
@@ -132,12 +132,10 @@ async def test_below_tiers_a_layer_request_fills_the_pool_and_local_records_use_
                 assert mine == expected(large, keys[index], make_record(large, keys[index], index))
             assert daemon.metrics.totals["layer_batches"] == batches
         assert daemon.metrics.tier_records["memory"] == 2 + 2 + 1
-        assert daemon.metrics.slower_paths == {"near_chunks": 1}, (
-            "of the two that tiers had, and the one that they had not"
-        )
+        assert daemon.metrics.slower_paths == {"near_chunks": 1}, "the tiers had two of the chunks, and not the third"
 
 
-# ---- What is asked for
+# ---- Contents of the request
 
 
 def order(layers: list[int], chunks: list[int], *, group: int = 0, window_s: float = 0.0) -> FetchPlan:
@@ -177,11 +175,11 @@ def test_pieces_that_are_no_rows_of_the_same_chunks_are_no_layer_request() -> No
 
 def test_the_threshold_is_the_bandwidth_delay_product() -> None:
     threshold = Threshold(None)
-    assert threshold.bytes_min(0.01) == 0  # nothing is known yet
+    assert threshold.bytes_min(0.01) == 0  # without measurements
     threshold.note(1_000_000, 0.1)
-    threshold.note(1_000, 0.01)  # a short batch says nothing of the link
+    threshold.note(1_000, 0.01)  # a short batch is no measurement of the link
     assert threshold.bytes_min(0.01) == pytest.approx(100_000)
-    for _ in range(40):  # it is slower of late
+    for _ in range(40):  # the link becomes slower
         threshold.note(1_000_000, 1.0)
     assert threshold.bytes_min(0.01) == pytest.approx(10_000)
     assert Threshold(5000).bytes_min(7.0) == 5000

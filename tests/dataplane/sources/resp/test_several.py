@@ -32,7 +32,7 @@ def bucket() -> Iterator[FaultyS3]:
 
 @pytest.fixture
 def nodes(bucket: FaultyS3, tmp_path: Path) -> Iterator[list[Server]]:
-    """Two storage nodes over one bucket, which they look at all the time."""
+    """Two storage nodes over one bucket, which they list all the time."""
     s3 = {"bucket": BUCKET, "endpoint": bucket.endpoint, "gather_s": 0.05, "index_ttl_s": 0.1, "timeout_s": WAIT_MAX_S}
     credentials = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "secret"}
     folders = [tmp_path / str(number) for number in range(2)]
@@ -53,7 +53,7 @@ def addresses(nodes: list[Server]) -> list[str]:
 
 
 def chains_of(nodes: list[Server]) -> list[list[bytes]]:
-    """Return the keys of a chain for each node that it is the first choice for, in the order of the nodes."""
+    """Return for each node, in order, the keys of a chain whose first choice is that node."""
     chains = {
         ranking(chain_of(keys[0]), addresses(nodes))[0]: keys
         for keys in (keys_of(SHAPE, CHUNKS, seed) for seed in range(20))
@@ -62,7 +62,7 @@ def chains_of(nodes: list[Server]) -> list[list[bytes]]:
 
 
 def known(node: Server) -> int:
-    """Return how many records of the bucket a node knows of."""
+    """Return the number of the bucket's records that a node knows."""
     from redis import Redis
 
     with Redis(port=node.port) as client:
@@ -70,7 +70,7 @@ def known(node: Server) -> int:
 
 
 async def fetched(client: Client, keys: list[bytes]) -> list[bytes]:
-    """Fetch chunks and return those that came."""
+    """Fetch chunks. Return the ones that arrived."""
     client.segment.memory[:] = 0
     answer = await client.fetch(keys)
     assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
@@ -102,7 +102,7 @@ async def test_a_prefix_is_on_one_node_and_prefixes_are_on_all_nodes(nodes: list
 
 
 async def nodes_have_no_copy(node: Server, keys: list[bytes]) -> None:
-    """See that a node holds nothing of a chain itself; it may know of it from the bucket."""
+    """Check that a node has no record of a chain itself; it may know records of the bucket."""
     from redis import Redis
 
     with Redis(port=node.port) as client:
@@ -121,7 +121,7 @@ async def test_a_dead_node_is_replaced_until_it_returns(nodes: list[Server]) -> 
         assert await fetched(client, chain) == wanted
         assert daemon.metrics.gauges["storage_nodes_away"][1]() == 0
         nodes[0].kill()
-        # its heads are remembered, its connections broken: who comes next has what the bucket has
+        # The headers are cached, and the connections are closed: the next node has the bucket's records.
         assert await fetched(client, chain) == wanted
         assert (await client.lookup(chain)).hits == [CHUNKS]
         await until(lambda: daemon.metrics.gauges["storage_nodes_away"][1]() == 1)
@@ -136,7 +136,7 @@ async def test_a_dead_node_is_replaced_until_it_returns(nodes: list[Server]) -> 
         await until(lambda: daemon.metrics.gauges["storage_nodes_away"][1]() == 0)
         wait_for(lambda: known(nodes[0]) >= 2 * CHUNKS)
         nodes[1].kill()
-        assert await fetched(client, chain) == wanted, "it has its prefixes again, from the bucket"
+        assert await fetched(client, chain) == wanted, "the node must have its prefixes again, from the bucket"
         assert len(await fetched(client, late)) == CHUNKS
         assert (await client.lookup(other)).outcome == pb.OUTCOME_COMPLETE
 
@@ -165,7 +165,7 @@ async def test_a_lookup_reports_cold_chunks_without_waiting(nodes: list[Server],
     chain, other = chains_of(nodes)
     records = [make_record(SHAPE, key, seed) for seed, key in enumerate(chain)]
     for key, value in zip(chain, records, strict=True):
-        nodes[1].put(key, value)  # not its first choice, which finds it in the bucket
+        nodes[1].put(key, value)  # not the first choice, which finds it in the bucket
     await until(lambda: known(nodes[0]) >= CHUNKS)
     gate = threading.Event()
     bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
@@ -177,7 +177,7 @@ async def test_a_lookup_reports_cold_chunks_without_waiting(nodes: list[Server],
             assert found(answer, CHUNKS, CHUNKS).hits == [CHUNKS, 0]
             assert answer.cold_ms[0] > 0 and answer.cold_ms[1] == 0
             assert list(answer.tiers) == [bytes([pb.TIER_COLD] * CHUNKS), bytes(CHUNKS)]
-            assert list(answer.stored_bytes) == [sum(map(len, records)), 0], "the node knows how long they are"
+            assert list(answer.stored_bytes) == [sum(map(len, records)), 0], "the node must know the lengths"
             assert bucket.count("get") == read, "nothing was read"
         finally:
             gate.set()
@@ -203,9 +203,11 @@ async def test_a_lookup_with_prefetch_brings_cold_records_without_waiting(
             assert set((await look(client, chain, prefetch=True)).tiers[0]) == {pb.TIER_COLD}
             fetching = asyncio.create_task(client.fetch(chain, length=CHUNKS * SHAPE.raw_bytes))
             await until(lambda: bucket.count("get") > 0)
-            assert (await look(client, [other[0]])).tiers[0] == bytes([pb.TIER_STORAGE]), "other lookups go on"
+            assert (await look(client, [other[0]])).tiers[0] == bytes([pb.TIER_STORAGE]), "other lookups must continue"
             again = await client.store(chain[:1], offset=CHUNKS * SHAPE.raw_bytes)
-            assert again.outcome == pb.OUTCOME_COMPLETE and again.stored_bytes > 0, "it is stored: no need to read it"
+            assert again.outcome == pb.OUTCOME_COMPLETE and again.stored_bytes > 0, (
+                "the record is stored, so a read is not needed"
+            )
         finally:
             gate.set()
         assert (await fetching).chunks == CHUNKS
@@ -234,7 +236,7 @@ async def test_a_fetch_gives_up_its_turn_while_it_waits_for_the_bucket(nodes: li
 
 
 async def test_a_lookup_reports_the_tier_of_each_chunk(nodes: list[Server], tmp_path: Path) -> None:
-    """A chunk in memory, one on a device, one in storage, one in the bucket alone, and two nowhere."""
+    """One chunk in memory, one on a device, one in storage, one only in the bucket, and two nowhere."""
     from redis import Redis
 
     chain, _ = chains_of(nodes)
@@ -247,19 +249,19 @@ async def test_a_lookup_reports_the_tier_of_each_chunk(nodes: list[Server], tmp_
     async with running("127.0.0.1:1", storage_nodes=addresses(nodes), tiers=tiers) as (_, client):
         await client.register(SHAPE, CHUNKS)
         assert set((await look(client, chain)).tiers[0]) == {pb.TIER_COLD, pb.TIER_NONE}
-        assert len(await fetched(client, chain[1:2])) == 1  # the tiers keep it, at last on the device
+        assert len(await fetched(client, chain[1:2])) == 1  # the tiers fill it, finally on the device
     async with running("127.0.0.1:1", storage_nodes=addresses(nodes), tiers=tiers) as (_, client):  # empty memory
         await client.register(SHAPE, CHUNKS)
         assert len(await fetched(client, chain[:1])) == 1
         with Redis(port=nodes[0].port) as reader:
-            assert reader.get(storage_key(chain[2])) == records[2]  # which brings it into the node
+            assert reader.get(storage_key(chain[2])) == records[2]  # the node then has it in memory
         answer = await look(client, chain)
         expected_tiers = [pb.TIER_MEMORY, pb.TIER_DEVICE, pb.TIER_STORAGE, pb.TIER_COLD, pb.TIER_NONE, pb.TIER_NONE]
         assert list(answer.tiers[0]) == expected_tiers
         assert answer.stored_bytes[0] == sum(map(len, records[:4])) and answer.cold_ms[0] > 0
         for node in nodes:
             node.kill()
-        assert found(await look(client, chain), CHUNKS).hits == [2], "the tiers serve alone"
+        assert found(await look(client, chain), CHUNKS).hits == [2], "the tiers must serve without storage"
 
 
 @pytest.mark.parametrize("kind", ["redis", "storage"])

@@ -41,7 +41,7 @@ RECORDS = [make_record(SHAPE, key, seed) for seed, key in enumerate(KEYS)]
 
 
 class Proxy:
-    """A TLS server in front of a plain one, that cuts answers off without a farewell."""
+    """A TLS server in front of a plain one. It cuts answers off without close_notify."""
 
     def __init__(self, folder: Path, port: int) -> None:
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -91,7 +91,7 @@ class Proxy:
                 front.sendall(data[: self.cut_after - total])
                 self.cuts_left -= 1
                 self.cuts += 1
-                front.shutdown(socket.SHUT_RDWR)  # the socket's, not TLS's: no close_notify
+                front.shutdown(socket.SHUT_RDWR)  # of the socket, not of TLS: no close_notify
                 return
             total += len(data)
             front.sendall(data)
@@ -108,7 +108,7 @@ class Proxy:
 
 @pytest.fixture(scope="module")
 def encrypted(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iterator[TlsServer]:
-    """Our storage server with TLS and a password, holding the records."""
+    """A storage server with TLS and a password that has the records."""
     server = TlsServer("storage_kv", tmp_path_factory.mktemp("tls"), certificates, password="of tls")
     server.start()
     try:
@@ -182,7 +182,9 @@ async def test_mutual_tls_works(tmp_path: Path, certificates: Path, kind: str) -
             answer = await client.fetch(KEYS)
             assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
             assert client.segment.memory.tobytes() == data
-        await fails(server, "storage_tls_cert", **trusting(certificates))  # and without one there is nothing
+        await fails(
+            server, "storage_tls_cert", **trusting(certificates)
+        )  # and without a client certificate all calls fail
     finally:
         server.kill()
 
@@ -210,7 +212,7 @@ async def test_an_expired_certificate_is_not_trusted(storage: Server, expired: P
 async def test_data_connections_check_certificates_themselves(
     encrypted: TlsServer, certificates: Path, foreign: Path, expired: Path, storage: Server
 ) -> None:
-    """What the control connection would have found first, the C core finds as well."""
+    """The C core finds the same errors as the control connection, which normally finds them first."""
     from dpu_dataplane.sources.resp.links import Dialer, Node
     from shadowserve.errors import StorageUnavailableError
 
@@ -244,7 +246,7 @@ async def test_a_truncated_tls_stream_is_not_complete(proxy: Proxy, certificates
         await client.register(SHAPE, len(KEYS))
         await client.lookup(KEYS)
         proxy.cut_after, proxy.cuts_left = len(b"+PONG\r\n") + after, 1
-        answer = await client.fetch(KEYS)  # once: the connection is made again
+        answer = await client.fetch(KEYS)  # one failure: the daemon connects again
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
         assert_delivered(client, len(KEYS))
         assert proxy.cuts == 1
@@ -252,7 +254,7 @@ async def test_a_truncated_tls_stream_is_not_complete(proxy: Proxy, certificates
         await client.register(SHAPE, len(KEYS))
         await client.lookup(KEYS)
         proxy.cuts_left = 1000
-        answer = await client.fetch(KEYS)  # for good
+        answer = await client.fetch(KEYS)  # permanent failure
         assert answer.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
         assert answer.chunks < len(KEYS)
         assert_delivered(client, answer.chunks)
@@ -276,7 +278,7 @@ async def test_a_stalled_handshake_is_given_up(certificates: Path) -> None:
 async def test_a_handshake_does_not_outlive_the_call_that_waits_for_it(
     encrypted: TlsServer, certificates: Path
 ) -> None:
-    """The data connections' own one: the control connection stands."""
+    """The deadline of the data connections: the control connection stays open."""
     async with running(encrypted, connect_timeout_s=WAIT_MAX_S, **trusting(certificates)) as (daemon, client):
         await client.register(SHAPE, len(KEYS))
         await client.lookup(KEYS)
