@@ -115,6 +115,8 @@ class StepReports:
                 self._report(decodes)
             if self._closed and not self._reported[0]:
                 return
+            if decodes != (self._clock() < self._until_s):
+                continue  # decodes() was called during the report, and compared with the report before
             pause_s = (_MOVING_S if self._moving else _CALM_S) if decodes else None
             if pause_s is not None:
                 pause_s = max(min(pause_s, self._until_s - self._clock()), 0.01)

@@ -59,7 +59,7 @@ class Pins:
         own_max = self._own_max(quota_bytes, budget_bytes)
         if self.bytes_of(tenant) + more > own_max:
             raise PinShareError(
-                f"pins of this tenant may have {own_max} bytes and have {self.bytes_of(tenant)}; "
+                f"pins of this tenant may take {own_max} bytes and take {self.bytes_of(tenant)}; "
                 "unpin some entries, or wait until pins end"
             )
         if self.total_bytes + more > int(self.of_all * budget_bytes):

@@ -278,7 +278,7 @@ async def test_malformed_parts_name_the_field(client: Client, storage: Server) -
         ([first.part(), second.part(keys=[])], 0, ["parts[1].keys has 0"]),
         ([first.part(), second.part(keys=[bytes(32)] * 65535)], 0, ["65540 keys together"]),
         ([first.part(), second.part(wanted=b"\1")], 0, ["parts[1].wanted", "12 has 2 bytes"]),
-        ([first.part(), second.part(wanted=b"\1\x80")], 0, ["parts[1].wanted", "behind its end"]),
+        ([first.part(), second.part(wanted=b"\1\x80")], 0, ["parts[1].wanted", "after its end"]),
         ([first.part(), second.part(length=second.shape.raw_bytes - 1)], 0, ["parts[1].length"]),
         ([first.part(), second.part(offset=2)], 0, ["offset", "multiple of 4"]),
         ([first.part(), second.part(length=second.segment.size + 1)], 0, ["outside"]),

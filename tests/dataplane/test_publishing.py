@@ -229,7 +229,7 @@ def test_a_decode_engine_waits_for_keys_published_by_a_prefill_engine_of_the_sam
             lambda: (clients[1].find([(SHAPE.namespace, RECORDS)], WAIT_MAX_S)().published or [np.zeros(1)])[0].all()
         )
         decode.submit("r", TOKENS, disaggregation=Disaggregation(waits=WAIT_MAX_S))
-        wait_for(lambda: decode.poll("r") or decode._coming._waiting)
+        wait_for(lambda: decode.poll("r") or decode._publications._waits)
         assert decode.poll("r") is None, "it waits"
         if stores:
 

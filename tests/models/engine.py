@@ -11,7 +11,7 @@ import pytest
 from machine import WAIT_MAX_S, wait_for
 from tiny_models import with_another_first_chunk
 
-__all__ = ["BLOCK", "IMWAIT_MAX_S", "PATIENT", "Engine"]
+__all__ = ["BLOCK", "SHORT_TIMEOUT_S", "PATIENT", "Engine"]
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -34,7 +34,7 @@ PATIENT: Final = {
     "store_timeout_s": WAIT_MAX_S,
     "close_timeout_s": WAIT_MAX_S,
 }
-IMWAIT_MAX_S: Final = 1.0
+SHORT_TIMEOUT_S: Final = 1.0
 
 
 @contextmanager
@@ -157,7 +157,7 @@ class Engine:
         with pytest.MonkeyPatch.context() as patch:
             for part, name in parts:
                 assert getattr(part, name) == WAIT_MAX_S
-                patch.setattr(part, name, IMWAIT_MAX_S)
+                patch.setattr(part, name, SHORT_TIMEOUT_S)
             yield
 
     @contextmanager

@@ -64,13 +64,13 @@ def test_every_command_has_help_for_each_of_its_options(command: list[str], flag
 
 @pytest.mark.parametrize(("command", "section"), PROGRAMS)
 def test_a_program_has_a_flag_for_each_key_with_its_default(command: str, section: type[Section]) -> None:
-    text = " ".join(run(command, "--help").output.split())
+    text = " ".join(run(command, "--help").output.split()).replace("- ", "-")  # click wraps at hyphens
     described = section.descriptions()
     assert list(described) == list(section.model_fields)
     for key, description in described.items():
         flag = rf" --{key.replace('_', '-')} (?:[A-Z:]+|\[[\w|]+\]) +\[default: {re.escape(section.default_text(key))}"
         assert re.search(flag, text), key
-        assert " ".join(description.replace("``", "'").split()) in text
+        assert " ".join(description.replace("``", "'").split()).replace("- ", "-") in text
 
 
 def test_a_flag_has_a_placeholder_a_default_and_limits() -> None:
@@ -88,7 +88,6 @@ def test_a_flag_has_a_placeholder_a_default_and_limits() -> None:
         ("storage", "--tenants MAPPING  [default: {}]"),
         ("dpu", "--storage HOST:PORT  [default: 127.0.0.1:6380]"),
         ("dpu", "--fused [auto|true|false]  [default: auto]"),
-        ("dpu", "--poll-interval-us MICROSECONDS  [default: 10; at most 1000000]"),
         ("dpu", "--quarantine-s SECONDS  [default: 300.0; above 0, at most 86400]"),
         ("dpu", "--net-cores [auto|CORES]  [default: auto]"),
     ):

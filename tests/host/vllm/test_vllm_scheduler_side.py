@@ -241,7 +241,7 @@ def test_request_whose_inputs_cannot_be_named_is_computed_and_not_stored(
     for done in range(0, len(TOKENS), CHUNK):
         new = {"new": {"r": (done, CHUNK)}} if not done else {"cached": {"r": (done, CHUNK)}}
         assert side.step(step(**new)).stores == []
-    assert not fetch or "a worker's memory alone" in caplog.text
+    assert not fetch or "only in a worker's memory" in caplog.text
     side.finished(request)
 
 
