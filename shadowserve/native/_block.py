@@ -308,7 +308,7 @@ _kept_for_ever: list[Any] = []
 
 _ACCESS_NAMES: Final = {BlockAccess.URING: "io_uring", BlockAccess.NVME: "NVMe"}
 _OPEN_ADVICE: Final = {
-    errno.EBUSY: "it is mounted, part of a volume, or another process uses it: stop that, or name another device",
+    errno.EBUSY: "it is mounted, part of a volume, or another process has it: stop that, or name another device",
     errno.EACCES: "give the server's user the right to read and write it (docs/guides/storage-devices.md)",
     errno.EPERM: "give the server's user the right to read and write it (docs/guides/storage-devices.md)",
     errno.ENOSPC: "there is no room for the configured size: make it smaller, or make room",
