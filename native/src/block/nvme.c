@@ -2,9 +2,9 @@
 /*
  * nvme.c - NVMe commands through io_uring (io_uring_cmd on /dev/ngXnY), past the kernel's block layer
  *
- * The kernel neither splits such commands nor tries them again, so requests are no larger than the device and its queue
- * take, and what fails is reported at once. The kernel needs to be 5.19 or newer; the rights are those of the character
- * device, and before 6.2 CAP_SYS_ADMIN.
+ * The kernel neither splits nor repeats such commands, so requests are within the limits of the device and its queue,
+ * and failures are reported at once. This needs Linux 5.19 or newer, the rights of the character device, and before
+ * Linux 6.2 CAP_SYS_ADMIN.
  */
 #include "block/uring.h"
 

@@ -1,21 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * schedule.c - which of the waiting operations a device gets next
+ * schedule.c - selects the next of the waiting operations for a device
  *
- * Reads and writes that are mixed cost an SSD much of its bandwidth, and a client waits for reads alone. So:
+ * Mixing reads and writes costs an SSD much of its bandwidth, and clients wait only for reads. So:
  *
- * - What is of the foreground goes first, in the order of submission.
- * - Writes go while nothing of the foreground waits or is under way, background while no writes do either.
- * - Of lower priorities only so many bytes, and half the requests, are in flight: what comes next never waits for more.
- * - One that waited too long since the last of its priority began gets a turn before all others: as many bytes as may
- * be in flight. So both have some bandwidth however many reads there are, and reads have the rest however many writes
- *   there are.
+ * - Foreground operations go first, in the order of submission.
+ * - Writes go while no foreground operation waits or is in flight, background operations while no write does either.
+ * - Lower priorities have a limit of bytes and half the requests in flight, which bounds the wait of a new operation.
+ * - A lower priority that has waited too long gets a turn before all others: as many bytes as may be in flight. So both
+ *   lower priorities have some bandwidth with any number of reads, and reads have the rest with any number of writes.
  *
- * In strict order, what has another priority never is in flight at the same time: a device that has both is slower at
- * both. A turn begins when it has done what it had, and reads go on when it has done the turn's writes.
+ * In strict order, operations of different priorities are never in flight at the same time, since mixing makes both
+ * slower. A turn begins when the device has finished all requests, and reads continue when the turn's writes are done.
  *
- * Large operations are given out in requests, and one of them is in parts at a time for each priority, at the head of
- * its queue. After a request failed, no other of its operation begins.
+ * Large operations are split into requests. In each priority, only the operation at the head of the queue is split at
+ * a time. After a request failed, no other request of its operation begins.
  */
 #include "block/schedule.h"
 
@@ -122,7 +121,7 @@ enum ss_result ss_schedule_submit(struct ss_schedule *schedule, const struct ss_
     return SS_OK;
 }
 
-/* Of an operation that the device has done: no request of it is in flight, and it is in no queue. */
+/* For an operation that the device has finished: none of its requests is in flight, and it is in no queue. */
 static void complete(struct ss_schedule *schedule, struct ss_entry *entry, uint64_t now_ns) {
     struct ss_block_statistics *statistics = &schedule->statistics;
     const struct ss_block_operation *operation = &entry->operation;
@@ -170,7 +169,7 @@ static void request_free(struct ss_schedule *schedule, struct ss_request *reques
     schedule->free_requests = request;
 }
 
-/* Completes an operation of which nothing is left to do. */
+/* Completes a finished operation. */
 static void settle(struct ss_schedule *schedule, struct ss_entry *entry, uint64_t now_ns) {
     if (!entry->is_queued && entry->in_flight == 0 && entry->unchecked == 0) {
         complete(schedule, entry, now_ns);
