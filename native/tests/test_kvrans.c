@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * kvrans by itself: every variant of the kernels writes the same streams and reads them to the same bytes, for every
+ * kvrans alone: every variant of the kernels writes the same streams and reads them to the same bytes, for every
  * number of rows, odd numbers of columns, all alphabets and alignments, between guard pages; damaged streams end in
- * SS_BAD_DATA or in other bytes, the same with every variant. What a stream's bytes mean is tested from Python.
+ * SS_BAD_DATA or in other bytes, the same with every variant. The tests in Python check the format of streams.
  */
 #include "check.h"
 #include "codecs/kvrans/kvrans.h"

@@ -207,7 +207,8 @@ static void test_two_pipelines_on_one_device(void) {
 
 /* ---- Data that is not as it should be -------------------------------------------------------------------------- */
 
-/* Without scales nobody but the engine looks at the data: what it cannot decode, and what it decodes to other bytes. */
+/* Without scales only the engine checks the data: a stream that it cannot decode, and one that decodes to other bytes.
+ */
 static void test_data_that_is_wrong(enum ss_codec codec) {
     struct shape shape = shape_of(codec, SS_QUANTIZER_LOSSLESS);
     struct bench bench = bench_start(&shape);

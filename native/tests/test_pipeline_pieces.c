@@ -98,7 +98,7 @@ static void bench_stop(struct bench *bench) {
     }
 }
 
-/* Layers from 'layer' on of a chunk, 'layers' of them, as a piece; its slices are told from its own first byte. */
+/* Layers from 'layer' on of a chunk, 'layers' of them, as a piece; slice offsets begin at its own first byte. */
 static struct ss_piece piece_of(const struct bench *bench, uint32_t group, uint32_t chunk, uint32_t layer,
                                 uint32_t layers) {
     const struct fixture *fixture = bench->fixtures[group];
@@ -293,7 +293,7 @@ static void *cancel_stalled(void *argument) {
     while (slices_through(stalled->bench) < stalled->slices) {
         sched_yield();
     }
-    uint32_t layers = 0; /* it is told of while the batch lasts */
+    uint32_t layers = 0; /* updated during the batch */
     while (layers < stalled->layers) {
         layers = ss_progress_wait(stalled->bench->batch->progress, layers, 1000000000);
         CHECK(layers <= stalled->layers);

@@ -68,7 +68,7 @@ static void test_any_mixture_is_delivered(int fused) {
     struct server *server = server_start();
     fixture_serve(fixture, server);
     struct ss_pipeline_options options = pipeline_options(fixture, fused);
-    options.queue_depth = 2; /* fewer than a chunk's slices: what is there at once has to wait for the decoder */
+    options.queue_depth = 2; /* fewer than a chunk's slices: slices that are ready at once must wait for the decoder */
     struct ss_pipeline *pipeline = pipeline_make(&options);
     int32_t sockets[3];
     for (uint32_t i = 0; i < 3; i++) {
@@ -125,7 +125,7 @@ static void test_nothing_is_copied_where_the_decoder_reads_anywhere(int fused) {
     struct ss_batch *batch = fixture_round(fixture);
     struct bodies bodies = bodies_give(fixture, batch, 0x1f);
     for (uint32_t i = 0; i < CHUNKS && anywhere; i++) {
-        batch->pieces[i].decompression_offset = 0; /* nobody's: they may be alike */
+        batch->pieces[i].decompression_offset = 0; /* unused: they may be equal */
     }
     CHECK_EQUAL(pipeline_fetch(pipeline, batch, NULL, 0), anywhere ? SS_OK : SS_BAD_ARGUMENT);
     for (uint32_t i = 0; i < CHUNKS && anywhere; i++) {

@@ -9,7 +9,7 @@
 
 enum { HEAD_BYTES = RECORD_OFFSET };
 
-static const uint8_t head[HEAD_BYTES] = "the record's head, any bytes";
+static const uint8_t head[HEAD_BYTES] = "the record header, any bytes";
 
 /* A batch as a caller gives it to ss_pipeline_encode(): nothing that encoding finds out is filled in. */
 static struct ss_batch *encode_batch_make(const struct fixture *fixture) {

@@ -34,7 +34,7 @@ struct relayed {
     int front;
 };
 
-/* Moves what there is from one side to the other. Returns 0 at the end. */
+/* Moves the available bytes from one side to the other. Returns 0 at the end. */
 static int relay_step(SSL *ssl, int behind, size_t *left) {
     uint8_t data[RELAY_BYTES];
     struct pollfd polled[2] = {{.fd = SSL_get_fd(ssl), .events = POLLIN}, {.fd = behind, .events = POLLIN}};

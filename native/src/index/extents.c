@@ -33,7 +33,7 @@ struct ss_extents {
 
 enum { ROOM_MIN = 16 };
 
-/* Makes sure that there is a node to take. */
+/* Ensures that a free node exists. */
 static bool room_for_one(struct ss_extents *extents) {
     if (extents->unused != 0 || extents->used < extents->room) {
         return true;

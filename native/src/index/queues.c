@@ -262,9 +262,9 @@ static uint32_t unblocked(const struct ss_index *index, uint32_t sibling) {
 }
 
 /*
- * leaf_below() returns a leaf below 'top', a cell's candidate, or 'top' itself; 0 where all of them are blocked, 'top'
- * then too. What it passes on its way down goes to the end of the candidate's queue, so that the chain is evicted from
- * its end without being walked down each time.
+ * leaf_below() returns a leaf below 'top', a cell's candidate, or 'top' itself; 0 if all of them, and 'top', are
+ * blocked. The objects on the way down move to the end of the candidate's queue, so that later evictions of this chain
+ * need not walk down again.
  */
 static uint32_t leaf_below(struct ss_index *index, struct cell *cell, uint32_t top) {
     struct entry *entries = index->entries;

@@ -216,7 +216,7 @@ enum ss_result ss_index_reserve(struct ss_index *index, uint8_t device, struct s
         }
         const struct entry *entry = &index->entries[kept];
         result = ss_extents_reserve(extents, entry->extent, ss_index_entry_blocks(entry));
-        if (result == SS_BAD_ARGUMENT) { /* taken by someone else, or behind the end */
+        if (result == SS_BAD_ARGUMENT) { /* reserved by another object, or beyond the end */
             ss_index_remove(index, kept);
             ++*dropped;
             result = SS_OK;

@@ -13,8 +13,7 @@ struct extremes {
     __m256i least, most, signed_least, signed_most;
 };
 
-/* row_load() loads 'width' bytes of a row; what lies behind them is made equal to the first, which changes no extremes.
- */
+/* row_load() loads 'width' bytes of a row; the bytes behind them are set to the first, which changes no extremes. */
 TARGET_INLINE __m256i row_load(const uint8_t *source, uint32_t width, struct extremes *seen) {
     __m256i bytes;
 

@@ -249,8 +249,7 @@ struct extremes {
     int8x16_t signed_least, signed_most;
 };
 
-/* row_load() loads 'width' bytes of a row; what lies behind them is made equal to the first, which changes no extremes.
- */
+/* row_load() loads 'width' bytes of a row; the bytes behind them are set to the first, which changes no extremes. */
 INLINE uint8x16_t row_load(const uint8_t *source, uint32_t width, struct extremes *seen) {
     uint8x16_t bytes;
 
