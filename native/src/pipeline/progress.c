@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * progress.c - how many leading layers of a batch in layer order are in place, in a word that another process sees
+ * progress.c - progress word: the number of leading layers in place, visible in other processes
  *
- * Whoever waits for a layer must not need a call for it: the word lies in the memory that the layers go to. It is
- * written with release order behind what it speaks of, and only while the batch runs, so a quiet batch is quiet here
- * too. It is never read here: it belongs to whoever waits, who may write what they like.
+ * A waiting process needs no call: the word is in the memory that the layers are delivered to. It is written with
+ * release order after the layers, and only while the batch runs, so a quiet batch does not write here either. This file
+ * never reads the word, since the waiting process may write any value to it.
  */
 #define _GNU_SOURCE 1
 #include <limits.h>
