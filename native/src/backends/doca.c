@@ -204,7 +204,7 @@ static doca_error_t piece_take_bufs(struct piece *piece) {
     return error;
 }
 
-/* Starts a piece; where that fails, it is among the failed ones. */
+/* Starts a piece; on failure, adds it to the failed pieces. */
 static void piece_start(struct piece *piece) {
     struct channel *channel = piece->channel;
     struct ss_doca_task *task = &piece->tasks[piece->kind];
@@ -223,7 +223,7 @@ static void piece_start(struct piece *piece) {
     piece_failed(piece);
 }
 
-/* Makes the next piece of a work. */
+/* Creates the next piece of a work. */
 static void work_cut(struct channel *channel, struct ss_work *work) {
     struct piece *piece = channel->free_pieces;
     channel->free_pieces = piece->next;
@@ -247,7 +247,7 @@ static void work_cut(struct channel *channel, struct ss_work *work) {
     piece_start(piece);
 }
 
-/* Starts what waits, as far as there are tasks. */
+/* Starts waiting pieces while tasks are free. */
 static void channel_pump(struct channel *channel) {
     while (channel->waiting_first != NULL && channel->free_pieces != NULL && !channel->suspect) {
         struct ss_work *work = channel->waiting_first;

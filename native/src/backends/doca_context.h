@@ -55,7 +55,7 @@ int ss_doca_context_runs(const struct ss_doca_context *context);
 doca_error_t ss_doca_task_prepare(struct ss_doca_context *context, enum ss_doca_kind kind, struct doca_buf *source,
                                   struct doca_buf *target, void *user, struct ss_doca_task *task);
 
-/* ss_doca_task_release() gives the task back to the context, unless it was not taken. */
+/* ss_doca_task_release() returns the task to the context, if it was allocated. */
 void ss_doca_task_release(struct ss_doca_task *task);
 
 /* ss_doca_task_crc32() returns the CRC-32 of the output of a successful decompression. */

@@ -87,7 +87,7 @@ static void software_channel_close(void *argument) {
     free(channel);
 }
 
-/* Memory of this process needs nothing, and has no handle. */
+/* Memory of this process needs no registration, and has no handle. */
 static enum ss_result software_memory_open(void *device, const struct ss_memory *memory, void **handle,
                                            uint8_t **address) {
     (void)device;
@@ -109,7 +109,7 @@ static void software_memory_close(void *device, void *handle) {
     }
 }
 
-/* Decompresses and dequantizes at once, if that can be. */
+/* Decompresses and dequantizes in one step, if possible. */
 static int work_decodes(struct ss_work *work) {
     if (work->elements.target == NULL) {
         return 0;
@@ -124,7 +124,7 @@ static int work_decodes(struct ss_work *work) {
     return work->dequantized != 0;
 }
 
-/* Decompresses what the channel keeps, and completes copies that have arrived. */
+/* Decompresses the slices that the channel keeps, and completes finished copies. */
 static uint32_t software_progress(void *argument) {
     struct channel *channel = argument;
     struct ss_work *works[IN_FLIGHT_MAX];

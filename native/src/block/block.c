@@ -288,7 +288,7 @@ int ss_block_access_available(enum ss_block_access access) {
 
 /* ---- Operations ------------------------------------------------------------------------------------------------ */
 
-/* Whether what is to be checked is all there. */
+/* Returns whether a checked read covers the header and its units. */
 static int check_is_valid(const struct ss_block_operation *operation) {
     uint64_t value = (uint64_t)operation->expected_units * ss_object_unit(operation->expected.length);
     uint64_t length = operation->expected.length;
@@ -297,7 +297,7 @@ static int check_is_valid(const struct ss_block_operation *operation) {
            operation->length >= SS_OBJECT_HEADER_BYTES + (value < length ? value : length);
 }
 
-/* Whether a read into pages stays on the device, and goes to pages that a device can reach. */
+/* Returns whether a read into pages is within the device, and its pages are aligned for a device. */
 static int pages_are_valid(const struct ss_block *block, const struct ss_block_operation *operation) {
     const struct ss_block_pages *pages = operation->pages;
     uint64_t size = block->device.size, offset = operation->offset, length = operation->length;

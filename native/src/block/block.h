@@ -17,7 +17,7 @@ struct ss_block;
  * no thread yet. */
 struct ss_block_driver {
     const char *name;
-    /* Makes what it needs and starts threads that run ss_block_run(). SS_NOT_SUPPORTED: the kernel refuses it. */
+    /* Creates its state and starts threads that run ss_block_run(). SS_NOT_SUPPORTED: the kernel refuses it. */
     enum ss_result (*start)(struct ss_block *block);
     /* One of its threads: returns, with the lock held as before, when 'stopping' is set and it has no request, and
      * nothing that it finished is left to be checked. */
@@ -26,9 +26,9 @@ struct ss_block_driver {
     void (*wake)(struct ss_block *block);
     /* May be NULL. Called from any thread. */
     enum ss_result (*add_memory)(struct ss_block *block, uint8_t *memory, uint64_t size);
-    /* Where there is add_memory(): forgets what it was given. */
+    /* Only with add_memory(): removes the memory again. */
     void (*drop_memory)(struct ss_block *block, const uint8_t *memory, uint64_t size);
-    /* Frees what start() made, also when that failed half way; no thread runs any more. */
+    /* Frees the state of start(), also after it failed half way; no thread runs any longer. */
     void (*finish)(struct ss_block *block);
 };
 

@@ -59,7 +59,7 @@ int ss_block_nvme_paths(const char *path, char *block_path, char *character_path
     return 1;
 }
 
-/* Unlocks first, as there may be others that hold the open file, such as a child of fork(). */
+/* Unlocks first, since another process may have the same open file, such as a child of fork(). */
 static void close_unlocked(int fd) {
     if (fd >= 0) {
         (void)flock(fd, LOCK_UN);
@@ -82,7 +82,7 @@ int ss_block_device_is_gone(const struct ss_block_device *device) {
     return ioctl(device->guard >= 0 ? device->guard : device->fd, BLKGETSIZE64, &size) != 0 || size < device->size;
 }
 
-/* Locks it against others of us. */
+/* Locks it against other ShadowServe processes. */
 static enum ss_result lock(int fd) {
     if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
         errno = errno == EWOULDBLOCK ? EBUSY : errno;
@@ -91,7 +91,7 @@ static enum ss_result lock(int fd) {
     return SS_OK;
 }
 
-/* Opens past the page cache where that can be had. */
+/* Opens with O_DIRECT if the file system supports it. */
 static enum ss_result open_direct(struct ss_block_device *device, const char *path, int flags, uint32_t buffered) {
     device->is_buffered = buffered != 0;
     device->fd = open(path, flags | (buffered ? 0 : O_DIRECT), 0600);

@@ -39,7 +39,7 @@ struct nvme_ring {
     } *ranges;
 };
 
-/* ---- What device it is ----------------------------------------------------------------------------------------- */
+/* ---- Properties of the device ----------------------------------------------------------------------------------- */
 
 static uint32_t queue_number(const char *name, const char *attribute) {
     char path[256];
@@ -56,7 +56,7 @@ static uint32_t queue_number(const char *name, const char *attribute) {
     return number;
 }
 
-/* What the device's queue takes in one command, if every page of it lies elsewhere. */
+/* Returns the limit of one command in the device's queue, if all its pages are scattered. */
 static uint32_t request_bytes_max(const char *name) {
     uint32_t kib = queue_number(name, "max_hw_sectors_kb"), segments = queue_number(name, "max_segments");
     uint64_t bytes = kib != 0 ? (uint64_t)kib << 10 : REQUEST_BYTES_DEFAULT;

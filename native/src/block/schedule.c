@@ -271,7 +271,7 @@ size_t ss_request_part(const struct ss_request *request) {
     return request->first / request->entry->operation.length;
 }
 
-/* Of a read into pages, requests end where parts do. */
+/* Requests of a read into pages end at the ends of parts. */
 static uint64_t next_bytes(const struct ss_schedule *schedule, const struct ss_entry *entry) {
     const struct ss_block_operation *operation = &entry->operation;
     uint64_t max = operation->kind == SS_BLOCK_DISCARD ? DISCARD_BYTES_MAX : schedule->request_bytes_max;
@@ -280,7 +280,7 @@ static uint64_t next_bytes(const struct ss_schedule *schedule, const struct ss_e
     return left < max ? left : max;
 }
 
-/* Where an operation goes on on the device. */
+/* Returns the offset on the device of an operation's next request. */
 static uint64_t next_offset(const struct ss_entry *entry) {
     const struct ss_block_operation *operation = &entry->operation;
     const struct ss_block_pages *pages = operation->pages;
@@ -317,7 +317,7 @@ uint32_t ss_request_vectors(const struct ss_request *request) {
     return count;
 }
 
-/* Ends operations at the heads of queues that are not wanted any more. */
+/* Ends reads into pages that were stopped, at the heads of queues. */
 static void drop_unwanted(struct ss_schedule *schedule, uint64_t now_ns) {
     for (uint32_t priority = 0; priority < SS_PRIORITIES; priority++) {
         struct ss_entry *head;
@@ -331,12 +331,12 @@ static void drop_unwanted(struct ss_schedule *schedule, uint64_t now_ns) {
     }
 }
 
-/* Bytes that are to be moved: those of a discard are not. */
+/* Bytes that an operation moves: none for a discard. */
 static uint64_t cost(const struct ss_entry *entry, uint64_t bytes) {
     return entry->operation.kind == SS_BLOCK_DISCARD || bytes < REQUEST_COST_MIN ? REQUEST_COST_MIN : bytes;
 }
 
-/* Whether the head of a lower priority's queue may be in flight beside what is. */
+/* Returns whether the head of a lower priority's queue may start, with the present requests in flight. */
 static int has_room(const struct ss_schedule *schedule, uint32_t priority) {
     const struct ss_entry *head = schedule->waiting[priority].head;
     uint64_t bytes = schedule->bytes_in_flight[priority];
@@ -348,7 +348,7 @@ static int has_room(const struct ss_schedule *schedule, uint32_t priority) {
             bytes + cost(head, next_bytes(schedule, head)) <= schedule->bytes_max[priority]);
 }
 
-/* Whether a lower priority goes before all others now. */
+/* Returns whether a lower priority has its turn now. */
 static int has_turn(struct ss_schedule *schedule, uint32_t priority, uint64_t now_ns) {
     const struct ss_entry *head = schedule->waiting[priority].head;
 
@@ -367,7 +367,7 @@ static int has_turn(struct ss_schedule *schedule, uint32_t priority, uint64_t no
     return has_room(schedule, priority);
 }
 
-/* Whether a request of 'priority' may be in flight beside what is. */
+/* Returns whether a request of 'priority' may start, with the present requests in flight. */
 static int may_join(const struct ss_schedule *schedule, uint32_t priority) {
     return !schedule->is_strict || schedule->statistics.in_flight == schedule->in_flight[priority];
 }

@@ -81,7 +81,7 @@ struct ss_schedule {
     struct ss_block_statistics statistics;
 };
 
-/* Takes limits from 'options', none of which is 0. SS_NO_MEMORY. */
+/* Initializes the limits from 'options', none of which is 0. SS_NO_MEMORY. */
 enum ss_result ss_schedule_init(struct ss_schedule *schedule, const struct ss_block_options *options);
 void ss_schedule_free(struct ss_schedule *schedule);
 
@@ -89,7 +89,7 @@ void ss_schedule_free(struct ss_schedule *schedule);
 enum ss_result ss_schedule_submit(struct ss_schedule *schedule, const struct ss_block_operation *operations,
                                   size_t count, uint64_t now_ns);
 
-/* The request to give to the device now; NULL: none, until an operation is submitted or a request is done. */
+/* Returns the next request for the device; NULL: none, until an operation is submitted or a request is done. */
 struct ss_request *ss_schedule_next(struct ss_schedule *schedule, uint64_t now_ns);
 
 /* A request ended; the operation is completed with the last one of its requests. */
@@ -101,13 +101,13 @@ uint64_t ss_operation_bytes(const struct ss_block_operation *operation);
 /* Fills in the targets of the rest of a request, for a read into pages; returns the number of vectors. */
 uint32_t ss_request_vectors(const struct ss_request *request);
 
-/* Gives out a read that is done and has to be checked, the most urgent first; NULL: there is none. */
+/* Returns a completed read to check, the most urgent first; NULL: none. */
 struct ss_entry *ss_schedule_unchecked(struct ss_schedule *schedule);
 
 /* Whether there is one. */
 int ss_schedule_has_unchecked(const struct ss_schedule *schedule);
 
-/* Gives out the last request of a part that has come and has to be checked; NULL: there is none. */
+/* Returns the last request of a completed part to check; NULL: none. */
 struct ss_request *ss_schedule_unchecked_part(struct ss_schedule *schedule);
 
 /* It was checked; its operation is completed with the last part. */

@@ -28,10 +28,10 @@ ssize_t ss_channel_send(const struct ss_channel *channel, const struct iovec *pa
  */
 ssize_t ss_channel_receive(const struct ss_channel *channel, const struct iovec *parts, size_t count);
 
-/* ss_channel_events() returns what poll() is to wait for: an answer, and room if there is something to send. */
+/* ss_channel_events() returns the events for poll(): an answer, and room in the socket if 'sending'. */
 short ss_channel_events(const struct ss_channel *channel, int sending);
 
-/* ss_socket_prepare(): no Nagle, no delayed acknowledgement, where there is such a thing. */
+/* ss_socket_prepare() turns Nagle's algorithm and delayed acknowledgements off, if the socket has them. */
 void ss_socket_prepare(int socket);
 
 /* ss_socket_disconnect() disconnects the socket, so that any later use fails; the caller still closes it. */

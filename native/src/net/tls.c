@@ -92,13 +92,13 @@ static void method_make(void) {
     }
 }
 
-/* ---- Whom to trust, and what to show -------------------------------------------------------------------------- */
+/* ---- Trusted authorities and own certificate ------------------------------------------------------------------- */
 
 const char *ss_tls_library(void) {
     return OpenSSL_version(OPENSSL_VERSION);
 }
 
-/* Nobody is there to type one. */
+/* Refuses encrypted keys: a daemon has no user to type a passphrase. */
 static int no_passphrase(char *buffer, int size, int writing, void *data) {
     (void)buffer;
     (void)size;

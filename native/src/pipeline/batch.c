@@ -314,7 +314,7 @@ static int backend_takes(const struct ss_backend_capabilities *capabilities, con
     return takes;
 }
 
-/* What each piece's state begins as. One that the backend does not take fails at once. */
+/* Sets the initial state of each piece. A piece that the backend does not support fails at once. */
 static void pieces_begin(struct ss_pipeline *pipeline, struct ss_batch *batch) {
     struct ss_fetch *fetch = &pipeline->fetch;
     for (uint32_t i = 0; i < batch->piece_count; i++) {
@@ -333,7 +333,7 @@ static void pieces_begin(struct ss_pipeline *pipeline, struct ss_batch *batch) {
     }
 }
 
-/* Gives each piece its region of each buffer. A piece that is received into memory of its own needs no room. */
+/* Assigns each piece its region of each buffer. A piece that is received into its own memory needs no region. */
 static void pieces_place(struct ss_pipeline *pipeline, const struct ss_batch *batch) {
     uint8_t *dma_source = pipeline->dma_source.data;
     for (uint32_t i = 0; i < batch->piece_count; i++) {
@@ -382,8 +382,7 @@ void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_batch *batch, const 
     ss_progress_begin(pipeline);
 }
 
-/* What became of a piece of a quiet batch. Where the batch ended early, that is the failure of what was still of use.
- */
+/* Result of a piece of a quiet batch. If the batch ended early, its result is that of all unfinished useful pieces. */
 static enum ss_result piece_result(struct ss_pipeline *pipeline, uint32_t piece) {
     struct ss_piece_state *state = &pipeline->piece_states[piece];
     enum ss_result aborted = (enum ss_result)atomic_load(&pipeline->fetch.abort_result);

@@ -266,12 +266,12 @@ void ss_group_ends(struct ss_group_state *group, uint32_t chunk);
 /* ss_fetch_abort() ends the batch early with SS_DEADLINE or SS_CANCELLED; the first caller wins. */
 void ss_fetch_abort(struct ss_pipeline *pipeline, enum ss_result result);
 
-/* ss_piece_useful() returns whether all that failed leaves a piece of use. */
+/* ss_piece_useful() returns whether a piece is still useful after the failures so far. */
 static inline int ss_piece_useful(const struct ss_piece_state *state) {
     return state->chunk < atomic_load_explicit(&state->group->chunks, memory_order_relaxed);
 }
 
-/* ss_fetch_drops() returns whether work on 'piece' is of no use any more. */
+/* ss_fetch_drops() returns whether work on 'piece' is no longer useful. */
 int ss_fetch_drops(struct ss_pipeline *pipeline, uint32_t piece);
 
 /* ss_piece_part_done() counts a slice that was delivered, or an answer that ended well. */
@@ -281,10 +281,10 @@ void ss_piece_part_done(struct ss_pipeline *pipeline, uint32_t piece);
 
 int ss_progress_is_valid(const struct ss_batch *batch);
 
-/* ss_progress_begin() begins to count the layers of the fetch batch that was checked. */
+/* ss_progress_begin() begins to count the layers of the checked fetch batch. */
 void ss_progress_begin(struct ss_pipeline *pipeline);
 
-/* ss_progress_piece() is told of a piece of which nothing is missing any more. */
+/* ss_progress_piece() counts a complete piece. */
 void ss_progress_piece(struct ss_pipeline *pipeline, uint32_t piece);
 
 /* ---- memory.c ---- */
@@ -331,12 +331,12 @@ struct ss_trace_work {
 
 struct ss_trace_log *ss_trace_log_create(uint32_t capacity);
 
-/* ss_trace_now() is the time for a span's begin or end; 0 while nothing is recorded. */
+/* ss_trace_now() returns the time for a span's begin or end; 0 while no recording runs. */
 static inline uint64_t ss_trace_now(const struct ss_pipeline *pipeline) {
     return atomic_load_explicit(&pipeline->trace_recording, memory_order_relaxed) == 0 ? 0 : ss_now_ns();
 }
 
-/* ss_trace_add() writes a span into the log of 'worker', whose thread this is; not where 'begin_ns' is 0. */
+/* ss_trace_add() writes a span into the log of 'worker', on its own thread; nothing if 'begin_ns' is 0. */
 void ss_trace_add(struct ss_worker *worker, enum ss_stage stage, uint64_t begin_ns, uint64_t end_ns,
                   const struct ss_trace_work *work);
 

@@ -64,7 +64,7 @@ static int options_are_valid(const struct ss_pipeline_options *options) {
            cores_are_valid(options->dma_cores, options->dma_threads);
 }
 
-/* Whether there can be memory that store threads cannot read themselves. */
+/* Returns whether the backend supports memory that store threads cannot read themselves. */
 static int stores_collect(const struct ss_pipeline *pipeline) {
     return (ss_pipeline_memory_kinds(pipeline) & ~(1U << SS_MEMORY_LOCAL)) != 0;
 }

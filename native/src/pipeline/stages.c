@@ -526,7 +526,7 @@ void ss_engine_destroy(struct ss_engine *engine) {
 }
 
 /*
- * Timer slack of a thread's sleep. By default the kernel may wake it 50 us late, which is five times the polling
+ * Precision of a thread's sleep. By default the kernel may wake it 50 us late, which is five times the polling
  * interval.
  */
 enum { TIMER_SLACK_NS = 1000 };

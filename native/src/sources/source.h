@@ -50,10 +50,10 @@ enum ss_source_step {
 struct ss_source {
     const char *name;
 
-    /* takes() returns whether a piece is this source's. */
+    /* takes() returns whether a piece belongs to this source. */
     int (*takes)(const struct ss_piece *piece);
 
-    /* answers() returns how often ss_feed_answered() is called for a piece of this source, by all threads together. */
+    /* answers() returns the number of ss_feed_answered() calls for a piece of this source, by all threads in total. */
     uint32_t (*answers)(const struct ss_batch *batch, uint32_t piece, uint32_t threads);
 
     /* create() makes a thread's state; NULL: no memory. */
