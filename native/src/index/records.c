@@ -10,7 +10,7 @@ _Static_assert(sizeof(struct ss_index_record) == 128, "docs/reference/volume-for
 
 /* ---- Replay -------------------------------------------------------------------------------------------------- */
 
-/* Returns whether 'generation' is later than the other one; generations may wrap. */
+/* Returns whether 'generation' is earlier than the other one; generations may wrap. */
 static bool is_before(uint32_t generation, uint32_t other) {
     return other - generation - 1 < UINT32_MAX / 2;
 }

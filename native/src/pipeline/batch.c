@@ -382,7 +382,7 @@ void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_batch *batch, const 
     ss_progress_begin(pipeline);
 }
 
-/* Result of a piece of a quiet batch. If the batch ended early, its result is that of all unfinished useful pieces. */
+/* Returns the result of a piece of a quiet batch. If the batch ended early, unfinished useful pieces get its result. */
 static enum ss_result piece_result(struct ss_pipeline *pipeline, uint32_t piece) {
     struct ss_piece_state *state = &pipeline->piece_states[piece];
     enum ss_result aborted = (enum ss_result)atomic_load(&pipeline->fetch.abort_result);
