@@ -159,7 +159,7 @@ static int output_text(struct connection *connection, const char *text) {
     return output(connection, text, strlen(text), SIZE_MAX);
 }
 
-/* Tells that an answer is stalled, and waits until the peer has gone. */
+/* Signals that an answer is stalled, and waits until the peer has disconnected. */
 static int stall(struct connection *connection) {
     struct server *server = connection->server;
     pthread_mutex_lock(&server->lock);

@@ -242,7 +242,7 @@ static void test_reads_are_checked(const char *path, enum ss_block_access access
     wrong = checked_read(&objects[0], memory, 0);
     wrong.kind = SS_BLOCK_WRITE;
     CHECK(ss_block_submit(block, &wrong, 1) == SS_BAD_ARGUMENT, "a write");
-    /* What ends with the device is either checked or cancelled. */
+    /* Operations that end when the device closes are either checked or cancelled. */
     for (size_t index = 0; index < OBJECTS; index++) {
         operations[index] = checked_read(&objects[index], memory, index);
     }

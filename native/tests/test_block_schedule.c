@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a device gets next: reads before writes, writes in the gaps, background last, all of them some day. The device
+/* The choice of the next operation: reads before writes, writes in the gaps, background last, none starves. The device
  * is this test: it holds what it was given, and a clock that it sets. */
 #include "block/schedule.h"
 #include "check.h"

@@ -112,7 +112,7 @@ static void evict_one(struct ss_index *index, uint32_t now_s) {
     struct model *model = model_of(&record);
     CHECK(model->record.kind != 0 && (tenant < 0 || record.tenant == tenant), "a tenant's victim");
     if (record.expires_at_ms == 0 || record.expires_at_ms > (uint64_t)now_s * 1000) {
-        /* What stays for pinned ones alone goes where nothing else may. */
+        /* Ancestors of pinned objects alone are evicted if there is no other victim. */
         CHECK(!has_children(model) || !some_victim(device, tenant, now_s), "evicted before its children");
         CHECK(model->record.pinned_until_s <= now_s, "evicted though pinned");
     }
@@ -654,7 +654,7 @@ static void test_put_names(void) {
     ss_index_close(index);
 }
 
-/* What is dumped says the same again. */
+/* A replay of the dump gives the same index. */
 static void test_dumped_names(void) {
     struct ss_index *index = open_index(64, SS_INDEX_LRU);
     struct ss_index_totals totals;

@@ -14,7 +14,7 @@ enum { CELLS_MAX = 300 * 1024, STREAM_MAX = CELLS_MAX + CELLS_MAX / 64 + 64 };
 static struct guarded plain, stream, decoded;
 static uint8_t reference[STREAM_MAX];
 
-/* What a block can look like. */
+/* Kinds of test blocks. */
 enum kind { BINNED, CONSTANT, NOISE, WIDE, LISTED, EXPONENTS, NARROW, LAST_SYMBOL, KINDS };
 
 static uint8_t cell(enum kind kind, size_t column, size_t index) {

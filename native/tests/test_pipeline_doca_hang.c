@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_pipeline_doca_hang.c - a device that never ends what it was given: the batch ends, says so, and so does the rest
+ * test_pipeline_doca_hang.c - a device that never finishes its work: the batch fails in time, and so does all later
+ * work
  *
  * The emulator never completes some tasks. An abandoned device stays open until the process ends, and an open device
  * keeps its settings, so each case uses another card.
@@ -48,7 +49,7 @@ static void bench_stop(struct bench *bench) {
     fixture_free(bench->fixture);
 }
 
-/* Runs a batch and checks that what is said to be there is there; returns its result. */
+/* Runs a batch and checks that all pieces with SS_OK are in place; returns its result. */
 static enum ss_result bench_fetch(struct bench *bench) {
     struct ss_batch *batch = fixture_round(bench->fixture);
     enum ss_result result = pipeline_fetch(bench->pipeline, batch, bench->sockets, SOCKETS);

@@ -124,7 +124,7 @@ static void add_head(struct bench *bench, unsigned others, uint64_t other_bytes)
     }
 }
 
-/* Where a layer of a chunk lies in its record. */
+/* Returns the address of a chunk's layer in its record. */
 static const uint8_t *stored(const struct bench *bench, const struct ss_piece *piece) {
     return bench->fixture->records[piece->chunk] + piece->record_offset;
 }

@@ -137,7 +137,7 @@ static void test_nothing_is_copied_where_the_decoder_reads_anywhere(int fused) {
     fixture_free(fixture);
 }
 
-/* What fails in one source costs what is behind it in all, and nothing before it. */
+/* A failure in one source skips later chunks of all sources, but no earlier ones. */
 static void test_the_first_failure_decides_whosever_it_is(int fused) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
@@ -186,7 +186,7 @@ static void *cancel_when_stalled(void *argument) {
     return NULL;
 }
 
-/* Once a batch is back nothing reads the memory any more, however it ended: it is given back at once. */
+/* After a batch has returned, with any result, nothing reads the memory: it is freed at once. */
 static void test_an_end_before_all_is_there_leaves_the_memory_alone(int fused) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
@@ -278,7 +278,7 @@ static void test_what_is_awaited_comes_in_any_order(int fused) {
     fixture_free(fixture);
 }
 
-/* What never comes holds a batch up to its deadline, unless it is of no use. */
+/* A body that is never supplied delays a batch until its deadline, unless the piece is useless. */
 static void test_what_never_comes_ends_with_the_deadline(int fused) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
@@ -340,7 +340,7 @@ static void test_what_a_server_sends_is_left_in_memory(int fused) {
     fixture_free(fixture);
 }
 
-/* What is handed on takes the time that its bytes have at the rate, whichever source it is from, and is the same. */
+/* Delivery takes the time of the bytes at the rate, for every source, and the elements are the same. */
 static void test_a_rate_holds_every_source_back(int fused) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);

@@ -297,7 +297,7 @@ static void test_put(struct ss_tls *tls, SSL_CTX *context) {
     fixture_free(fixture);
 }
 
-/* What a handshake with 'name' at 'port' comes to, and that its reason holds 'words'. */
+/* Returns the result of a handshake with 'name' at 'port', and checks that its reason has 'words'. */
 static void check_distrust(struct ss_tls *tls, uint16_t port, const char *name, const char *words) {
     int socket = server_connect_port(port);
     struct ss_tls_session *session;

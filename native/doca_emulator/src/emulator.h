@@ -194,7 +194,7 @@ struct doca_task {
     struct doca_buf *target;
     bool fault; /* this one is to fail */
     bool hang;  /* this one never ends */
-    /* What the worker sets. */
+    /* Fields that the worker sets. */
     doca_error_t status;
     size_t produced;
     uint32_t crc32;

@@ -91,7 +91,7 @@ void doca_task_free(struct doca_task *task) {
 
 /* ---- Submission ----------------------------------------------------------------------------------------------- */
 
-/* What must hold of each buf of a task. */
+/* Checks each buf of a task. */
 static void buf_submittable(const struct doca_buf *buf, const struct doca_dev *dev, const char *call) {
     if (!buf->taken) {
         misuse(call, "a task's bufs must not have been given back to their inventory");

@@ -38,7 +38,7 @@ extern const struct ss_block_driver ss_block_uring;
 extern const struct ss_block_driver ss_block_nvme;
 #endif
 
-/* What was opened. */
+/* An open file or device. */
 struct ss_block_device {
     int fd;                     /* that requests go to */
     int guard;                  /* NVMe: the block device beside it, which is what others would use; else -1 */

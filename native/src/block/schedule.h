@@ -104,7 +104,7 @@ uint32_t ss_request_vectors(const struct ss_request *request);
 /* Returns a completed read to check, the most urgent first; NULL: none. */
 struct ss_entry *ss_schedule_unchecked(struct ss_schedule *schedule);
 
-/* Whether there is one. */
+/* Returns whether there is a read to check. */
 int ss_schedule_has_unchecked(const struct ss_schedule *schedule);
 
 /* Returns the last request of a completed part to check; NULL: none. */

@@ -26,7 +26,7 @@ static uint32_t pieces_of(uint32_t length) {
     return length == 0 ? 1 : (length + NAME_PIECE_SIZE - 1) / NAME_PIECE_SIZE;
 }
 
-/* What malloc() takes for a text: in steps of 16 bytes, with 8 of its own. */
+/* Bytes that malloc() uses for a text: in steps of 16 bytes, with 8 bytes of overhead. */
 static uint64_t size_of(uint32_t length) {
     return (sizeof(struct name) + length + 8 + 15) / 16 * 16;
 }

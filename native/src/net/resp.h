@@ -17,7 +17,7 @@ enum { SS_RESP_KEY_MAX = 96, SS_RESP_REQUEST_MAX = 256 };
 /* Longest error line that is accepted; Redis's own error lines are under 200 bytes. */
 enum { SS_RESP_LINE_MAX = 4096 };
 
-/* How much of a simple string's or an error's text is kept. */
+/* Most bytes that are kept of a simple string's or an error's text. */
 enum { SS_RESP_TEXT_MAX = 256 };
 
 enum ss_resp_kind {

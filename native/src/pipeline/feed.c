@@ -12,7 +12,7 @@
 /* Most slices passed to the next stage at a time. */
 enum { PUSH_MAX = 64 };
 
-/* How often a thread that waits for the rate checks whether the batch has ended. */
+/* Interval at which a thread that waits for the rate checks whether the batch has ended. */
 #define PACE_LOOK_NS 5000000ULL
 
 static const struct ss_source *const sources[SS_SOURCE_COUNT] = {&ss_source_resp, &ss_source_memory};

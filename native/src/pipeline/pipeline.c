@@ -69,8 +69,8 @@ static int stores_collect(const struct ss_pipeline *pipeline) {
     return (ss_pipeline_memory_kinds(pipeline) & ~(1U << SS_MEMORY_LOCAL)) != 0;
 }
 
-/* The scratches of a pipeline: one slice for each fused work in flight, and for each store thread; and what these
- * collect. */
+/* Size of a pipeline's scratches: one slice for each fused work in flight, and for each store thread, plus
+ * the memory for collected elements. */
 static uint64_t scratch_bytes(const struct ss_pipeline *pipeline) {
     const struct ss_pipeline_options *options = &pipeline->options;
     uint64_t bytes = options->store_threads * SS_SLICE_BYTES_MAX;

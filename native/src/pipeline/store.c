@@ -21,7 +21,7 @@ static enum ss_result store_interrupted(const struct ss_batch *batch) {
     return ss_now_ns() >= batch->deadline_ns ? SS_DEADLINE : SS_OK;
 }
 
-/* Lets fetches go first, for at most SS_STORE_YIELD_NS. */
+/* Waits for the end of a running fetch, for at most SS_STORE_YIELD_NS. */
 static void store_yield(struct ss_pipeline *pipeline, const struct ss_batch *batch) {
     pthread_mutex_lock(&pipeline->lock);
     if (pipeline->fetch_active) {

@@ -23,7 +23,7 @@ enum ss_layers_status {
     SS_LAYERS_INVALID  /* it is no such answer */
 };
 
-/* What is read next. */
+/* Part of the answer to read next. */
 enum ss_layers_phase {
     SS_LAYERS_HEAD,   /* of the answer */
     SS_LAYERS_COUNT,  /* of the totals */

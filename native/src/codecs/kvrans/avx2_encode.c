@@ -8,7 +8,7 @@
 
 /* ---- Encode: rows to columns --------------------------------------------------------------------------------- */
 
-/* What was seen of a block's bytes. */
+/* Statistics of a block's bytes. */
 struct extremes {
     __m256i least, most, signed_least, signed_most;
 };
@@ -102,7 +102,7 @@ TARGET_INLINE __m256i lookup_256(const uint8_t *table, __m256i index) {
     return found;
 }
 
-/* What bytes become indices with: registers, and a table in memory. */
+/* Tables to convert bytes to indices: registers, and a table in memory. */
 struct mapping {
     __m256i kept, first;
     __m128i shift;

@@ -31,7 +31,7 @@ static const char *implementation(void) {
 
 /* ---- Sections of a block ------------------------------------------------------------------------------------- */
 
-/* What is left to read of a stream. */
+/* Unread rest of a stream. */
 struct reader {
     const uint8_t *next;
     const uint8_t *end;
@@ -385,7 +385,7 @@ static enum ss_result blocks_elements(struct reader *reader, struct ss_kvrans_de
 
 /* ---- Lossless elements --------------------------------------------------------------------------------------- */
 
-/* Where the blocks of each plane are still to be read. */
+/* Read positions of the blocks of each plane. */
 struct plane_readers {
     struct reader of[4];
     uint32_t count;

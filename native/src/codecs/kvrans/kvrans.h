@@ -106,7 +106,7 @@ struct ss_kvrans_encode_table {
     uint8_t reciprocal_high[SS_KVRANS_INDEX_MAX];
 };
 
-/* How the bytes of a block become indices. */
+/* Conversion of a block's bytes to indices. */
 struct ss_kvrans_alphabet {
     _Alignas(64) uint8_t index[256];    /* of each (byte >> shift); 0 where there is none */
     uint8_t value[SS_KVRANS_INDEX_MAX]; /* (byte >> shift) of each index */

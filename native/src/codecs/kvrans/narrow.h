@@ -42,7 +42,7 @@ struct ss_kvrans_decoding {
     uint32_t symbols;     /* of the table with the most of them: 2 to 64 */
 };
 
-/* What is done in vectors, so by each instruction set on its own. */
+/* Vector kernels, separate for each instruction set. */
 struct ss_kvrans_decode_steps {
     void (*prepare)(struct ss_kvrans_decoding *decoding); /* changes the layout of the block's tables; may be NULL */
 

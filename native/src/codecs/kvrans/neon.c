@@ -243,7 +243,7 @@ static enum ss_result decode_planes(const struct ss_kvrans_block *block, const s
 
 /* ---- Encode: rows to columns --------------------------------------------------------------------------------- */
 
-/* What was seen of a block's bytes. */
+/* Statistics of a block's bytes. */
 struct extremes {
     uint8x16_t least, most;
     int8x16_t signed_least, signed_most;
@@ -341,7 +341,7 @@ INLINE uint8x16_t lookup_256(const uint8x16x4_t *tables, uint8x16_t index) {
     return found;
 }
 
-/* What bytes become indices with. */
+/* Tables to convert bytes to indices. */
 struct mapping {
     uint8x16x4_t index[4];
     uint8x16_t kept, first;

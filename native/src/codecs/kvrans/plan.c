@@ -273,7 +273,7 @@ static uint64_t entropy_of(const struct ss_kvrans_logs *logs, const uint32_t *to
     return sum != 0 ? sum * log2_of(logs, (uint32_t)sum) - bits : 0;
 }
 
-/* What joining two groups costs, in 1/65536 bits, and what each costs alone. */
+/* Cost of joining two groups, in 1/65536 bits, and cost of each alone. */
 struct joins {
     uint64_t alone[SS_KVRANS_TABLES_MAX];
     uint64_t joined[SS_KVRANS_TABLES_MAX][SS_KVRANS_TABLES_MAX]; /* for the lower number first */
