@@ -138,7 +138,7 @@ if(NOT SHADOWSERVE_DOCA STREQUAL "emulator")
                             "doca-compress and doca-dma; see that PKG_CONFIG_PATH has the SDK's lib/.../pkgconfig")
     endif()
 endif()
-# Without the SDK the product has no DOCA. The emulator is for tests, and for whoever asks for it by name.
+# Without the SDK the product has no DOCA. The emulator is for tests, and for builds with SHADOWSERVE_DOCA=emulator.
 if(NOT SHADOWSERVE_HAVE_DOCA AND (SHADOWSERVE_DOCA STREQUAL "emulator" OR SHADOWSERVE_TESTS OR SHADOWSERVE_FUZZ))
     set(SHADOWSERVE_HAVE_DOCA TRUE)
     set(SHADOWSERVE_DOCA_EMULATED TRUE)

@@ -39,7 +39,7 @@
 enum { VECTORS = 2, VECTOR_LENGTH = 1024, COUNT = VECTORS * VECTOR_LENGTH, STREAM_SIZE = 8192, STREAMS = 3 };
 /*
  * A block of kvrans. Encoding is mostly planning, which has few bytes to work on; so it has fewer columns, and is
- * counted for vector kernels only. Scalar decoding takes so many instructions that a quarter of the rows is enough.
+ * counted for vector kernels only. Scalar decoding takes many instructions, so a quarter of the rows is enough.
  */
 enum { ROWS = 256, ROWS_SCALAR = 64, COLUMNS_ENCODED = 16, COLUMNS_DECODED = 64, ROWS_SIZE = ROWS * COLUMNS_DECODED };
 enum { STREAM_SIZE_MAX = 2 * ROWS_SIZE, TARGET_SIZE = 4 * ROWS_SIZE };

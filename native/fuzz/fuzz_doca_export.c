@@ -2,8 +2,8 @@
 /*
  * fuzz_doca_export.c - any bytes, imported as another process's memory by the DOCA emulator
  *
- * Invariants: what is refused is refused with one code and leaves nothing behind. What is imported has a range and one
- * PCI permission, gives bufs inside of that range only, and a copy from it ends, however wrong what it says is.
+ * Invariants: a refusal has one code and leaves no object behind. An imported mmap has a range and one PCI permission,
+ * allows bufs only inside of this range, and a copy from it ends, even if its descriptor is wrong.
  *
  * Input: one byte that says whether to repair the checksum, then the descriptor. That every bit counts for the checksum
  * is tested in test_doca_emulator_export.c.

@@ -49,7 +49,7 @@ static void check_dump(struct ss_index *index) {
     free(records);
 }
 
-/* Whether an object may go that others do not need. */
+/* Returns whether an object may be evicted that has no needed descendants. */
 static bool some_end(struct ss_index *index) {
     for (uint32_t slot = 1; slot <= OBJECTS_MAX; slot++) {
         const struct entry *entry = &index->entries[slot];

@@ -78,14 +78,14 @@ SS_API uint32_t ss_crc32(uint32_t crc, const void *data, size_t size);
 
 /*
  * ss_codec_implementation() names the library and version that decodes 'codec', such as "isa-l 2.30.0", in a static
- * string (for Deflate: all but what ss_compress() writes, for which there is a decoder of our own; for kvrans: the
- * kernels in use now, such as "own, avx512"); NULL where the codec was not built in. SS_CODEC_NONE, SS_CODEC_DEFLATE
- * and SS_CODEC_KVRANS are always there.
+ * string (for Deflate: the library for streams of other encoders, since our own decoder decodes those of ss_compress();
+ * for kvrans: the kernels in use now, such as "own, avx512"); NULL if the codec was not built in. SS_CODEC_NONE,
+ * SS_CODEC_DEFLATE and SS_CODEC_KVRANS are always built in.
  */
 SS_API const char *ss_codec_implementation(enum ss_codec codec);
 
 /*
- * ss_compress_bound() returns the most bytes that ss_compress() writes for 'size' bytes of input; 0 where the codec was
+ * ss_compress_bound() returns the most bytes that ss_compress() writes for 'size' bytes of input; 0 if the codec was
  * not built in or 'size' is over its limit of about 2 GiB.
  */
 SS_API size_t ss_compress_bound(enum ss_codec codec, size_t size);
@@ -93,9 +93,9 @@ SS_API size_t ss_compress_bound(enum ss_codec codec, size_t size);
 /*
  * ss_compress() encodes 'size' bytes as one stream and stores its length in '*written'. Deflate is raw (RFC 1951),
  * Huffman-only: literals in dynamic blocks, or stored blocks where entropy coding gains nothing. kvrans
- * (docs/design/kvrans.md) takes the source as rows of 'row_length' bytes, a token's symbols, and has a table for each
- * kind of column; the other codecs ignore it. 0 where there are no rows. Fails with SS_NO_SPACE where 'target_size' is
- * under ss_compress_bound() and the stream did not fit, SS_NOT_SUPPORTED, SS_NO_MEMORY. Thread-safe.
+ * (docs/design/kvrans.md) treats the source as rows of 'row_length' bytes, a token's symbols, and has a table for each
+ * kind of column; 0: no rows. The other codecs ignore 'row_length'. Fails with SS_NO_SPACE if 'target_size' is under
+ * ss_compress_bound() and the stream does not fit, SS_NOT_SUPPORTED, SS_NO_MEMORY. Thread-safe.
  */
 SS_API enum ss_result ss_compress(enum ss_codec codec, const void *source, size_t size, size_t row_length, void *target,
                                   size_t target_size, size_t *written);
@@ -108,7 +108,7 @@ SS_API enum ss_result ss_compress(enum ss_codec codec, const void *source, size_
 SS_API enum ss_result ss_decompress(enum ss_codec codec, const void *source, size_t size, void *target,
                                     size_t target_size);
 
-/* One of several streams that are decoded by one call. */
+/* One of several streams that one call decodes. */
 struct ss_stream {
     const void *source;
     void *target;
@@ -118,9 +118,9 @@ struct ss_stream {
 };
 
 /*
- * ss_decompress_many() does the same for each of 'count' streams, whose targets do not overlap, and stores what became
- * of it in its 'result'; one that fails changes nothing for the others. Deflate streams without matches, which is what
- * ss_compress() writes, are decoded in turns, which is much faster than one after the other. Thread-safe.
+ * ss_decompress_many() decodes each of 'count' streams, whose targets do not overlap, and stores its 'result'. A stream
+ * that fails does not affect the others. Deflate streams without matches, as ss_compress() writes them, are decoded in
+ * turns, which is much faster than one after the other. Thread-safe.
  */
 SS_API void ss_decompress_many(enum ss_codec codec, struct ss_stream *streams, size_t count);
 
@@ -142,36 +142,36 @@ SS_API size_t ss_dtype_size(enum ss_dtype dtype);
  *   scales. Exact for every bit pattern.
  * SS_QUANTIZER_PASSTHROUGH: a copy; no scales.
  *
- * 'scales' may be unaligned; 'bins' is ignored but for binned. Every ISA variant writes the same bytes.
+ * 'scales' may be unaligned; only binned uses 'bins'. Every ISA variant writes the same bytes.
  */
 SS_API enum ss_result ss_quantize(enum ss_quantizer quantizer, enum ss_dtype dtype, uint32_t bins, const void *source,
                                   size_t vectors, size_t vector_length, uint8_t *symbols, void *scales);
 
 /*
- * ss_dequantize() is the way back: exact for lossless and passthrough; symbol * scale in single precision, rounded to
- * nearest even in 'dtype', for binned (float8 takes its largest number, 448, for all that lies above it). Fails with
- * SS_BAD_DATA for a scale that is infinite or NaN. Every ISA variant writes the same bytes.
+ * ss_dequantize() is the inverse: exact for lossless and passthrough; symbol * scale in single precision, rounded to
+ * nearest even in 'dtype', for binned (float8 saturates at its largest number, 448). Fails with SS_BAD_DATA for a scale
+ * that is infinite or NaN. Every ISA variant writes the same bytes.
  */
 SS_API enum ss_result ss_dequantize(enum ss_quantizer quantizer, enum ss_dtype dtype, const uint8_t *symbols,
                                     const void *scales, size_t vectors, size_t vector_length, void *target);
 
-/* How the symbols of a stream become elements, and where these go. */
+/* Description of the elements that a stream's symbols become, and their target. */
 struct ss_elements {
-    const void *scales; /* of binned: one float for every 'scale_vectors' vectors; may be unaligned */
+    const void *scales; /* binned: one float for every 'scale_vectors' vectors; may be unaligned */
     void *target;       /* vectors * vector_length elements; may be unaligned, but is faster at multiples of 64 bytes */
     size_t vectors;
     size_t vector_length;
-    size_t scale_vectors; /* of binned: the last of them are perhaps fewer; 1 for the others */
+    size_t scale_vectors; /* binned: vectors that share a scale; the last scale may have fewer; else 1 */
     enum ss_quantizer quantizer;
     enum ss_dtype dtype;
 };
 
 /*
- * ss_decode_many() does what ss_decompress_many() and then ss_dequantize() do, for each of 'count' streams, and stores
- * what became of it in its 'result'. The target of a stream is a scratch for its symbols, of no meaning afterwards. So
- * are elements of a stream that failed. Elements are written past the caches where the CPU can do that, so it is for
- * those that are not soon read again; with kvrans, lossless ones and, on x86-64, binned ones of 16 bits are made as
- * they are decoded. What is written is the same. SS_BAD_ARGUMENT where sizes do not fit each other. Thread-safe.
+ * ss_decode_many() combines ss_decompress_many() and ss_dequantize() for each of 'count' streams, and stores its
+ * 'result'. The target of a stream is scratch memory for its symbols; its content is undefined afterwards, and so are
+ * the elements of a stream that failed. Elements are written with non-temporal stores where the CPU has them, so use
+ * this call for elements that are not read again soon. With kvrans, the decoder itself writes lossless elements and, on
+ * x86-64, binned elements of 16 bits; the result is the same. SS_BAD_ARGUMENT if sizes are inconsistent. Thread-safe.
  */
 SS_API void ss_decode_many(enum ss_codec codec, struct ss_stream *streams, const struct ss_elements *elements,
                            size_t count);
@@ -191,46 +191,46 @@ struct ss_slice {
     uint32_t checksum;       /* CRC-32 of the stored bytes */
     uint32_t decoded_crc32;  /* CRC-32 of the symbols (checked by accelerators, which return it for free) */
     uint32_t vectors;        /* tokens in the slice */
-    uint32_t bins;           /* of binned, for ss_pipeline_encode(); a fetch needs none */
+    uint32_t bins;           /* binned: number of bins, for ss_pipeline_encode(); a fetch ignores it */
 };
 
-/* Where the body of a piece comes from, in a fetch. */
+/* Source of a piece's body, in a fetch. */
 enum ss_origin {
     SS_ORIGIN_SERVER = 0,  /* a server, or a node of a cluster */
     SS_ORIGIN_MEMORY = 1,  /* memory of this process */
     SS_ORIGIN_AWAITED = 2, /* memory of this process, once ss_batch_supply() names the address */
-    SS_ORIGIN_NOWHERE = 3  /* nowhere: it was awaited, and could not be read */
+    SS_ORIGIN_NOWHERE = 3  /* none: it was awaited, and could not be read */
 };
 
 /*
- * One piece of a batch: consecutive layers of one chunk of one group, which lie in one record. When a record is stored,
+ * One piece of a batch: consecutive layers of one chunk of one group, from one record. When a record is stored,
  * the piece has all layers. Several pieces may belong to one record. The caller assigns each piece a region in every
  * buffer before the batch starts. Pieces must not share slices, and their regions must not overlap.
  */
 struct ss_piece {
-    uint8_t key[96]; /* of the record, as it goes over the wire */
+    uint8_t key[96]; /* the record's key in wire format */
     uint32_t key_length;
     enum ss_codec codec;
     uint32_t group;                /* index into the batch's groups */
     uint32_t chunk;                /* position in the group's chain of chunks, below UINT32_MAX */
-    uint64_t record_offset;        /* of the body in the record: where the first slice's stored bytes begin */
+    uint64_t record_offset;        /* of the body in the record, that is of the first slice's stored bytes */
     uint64_t body_length;          /* bytes of the body: all slices, in order and without gaps */
     uint64_t decompression_offset; /* in the decompression buffer, of a region of body_length bytes */
     uint64_t
         dequantization_offset; /* in the dequantization buffer, of a region of all decoded bytes; unused when fused */
     uint32_t slice_first;      /* index into the batch's slices */
     uint32_t slice_count;
-    uint32_t node;   /* fetch: the node that has it, below the batch's 'node_count' */
+    uint32_t node;   /* fetch: index of its node, below the batch's 'node_count' */
     uint32_t asking; /* fetch: 1 to send ASKING first, after a cluster's node answered ASK */
     enum ss_origin origin;
-    const uint8_t *memory; /* fetch: address of the body in this process. For a piece of a server: where the body is
-                              left if the piece ends with SS_OK; NULL: it is not kept */
+    const uint8_t *memory; /* fetch: address of the body in this process. For a server's piece: memory that keeps the
+                              body if the piece ends with SS_OK; NULL: it is not kept */
     uint32_t layer;        /* fetch with 'progress': the layer, or chunk, that 'progress' counts it for */
     enum ss_result result; /* out */
     char error[256];       /* out, for SS_REFUSED and SS_REDIRECTED: the server's text, truncated, zero-terminated */
 };
 
-/* Where registered memory is. */
+/* Kind of registered memory. */
 enum ss_memory_kind {
     SS_MEMORY_LOCAL = 0,    /* in this process */
     SS_MEMORY_EXPORTED = 1, /* in another process, often of another machine, exported by ss_export_open() */
@@ -261,7 +261,7 @@ struct ss_group {
     enum ss_dtype dtype;
     uint32_t scale_vectors; /* binned: number of vectors of a slice that share a scale; the last scale may have fewer */
     uint32_t vector_length; /* elements */
-    uint8_t *memory;        /* first byte; where registered, within ss_memory_address() and its size */
+    uint8_t *memory;        /* first byte; if registered, within the registered memory (ss_memory_address()) */
     uint64_t memory_size;   /* bytes */
     struct ss_registered_memory *registered; /* the registration of 'memory'; NULL: plain memory, for a CPU only */
 };
@@ -271,7 +271,7 @@ struct ss_group {
  * the same 'keys' chunks of one group, one layer of each, in the order of the batch's pieces.
  */
 struct ss_layers {
-    const uint8_t *request; /* as it goes over the wire */
+    const uint8_t *request; /* in wire format */
     uint64_t request_size;  /* bytes */
     uint32_t layers;
     uint32_t keys;    /* at most 8192 */
@@ -282,9 +282,9 @@ struct ss_layers {
 /*
  * One batch: pieces of some groups, at most 16384 pieces and 64 groups. A fetch moves each piece from its source (a
  * server, a node of a cluster, memory) to its group's memory; a store reads the group's memory. Pieces are requested in
- * the order of the list: chunk by chunk, or layer by layer. Set the fields that are not marked 'out', and the others to
- * zero, and change nothing until the call that runs the batch returns. The core does not check that slices do not
- * overlap in the group's memory.
+ * the order of the list: chunk by chunk, or layer by layer. The caller sets the fields that are not marked 'out', sets
+ * the others to zero, and changes nothing until the call that runs the batch returns. The core does not check whether
+ * slices overlap in the group's memory.
  */
 struct ss_batch {
     struct ss_piece *pieces;
@@ -305,8 +305,8 @@ struct ss_batch {
     uint32_t layers_end;      /* with 'progress': layers in place after it, at most 4096 more: the batch has all missing
                                  pieces of the layers from 'layers_first' on */
     uint64_t rate;            /* fetch: most delivered bytes per second; 0: no limit */
-    struct ss_layers *layers; /* of a fetch over one socket, how all pieces are asked for, of
-                                 a server that may know it; NULL: each by GETRANGE */
+    struct ss_layers *layers; /* fetch over one socket: the single request for all pieces, for a server that may
+                                 support KV.LAYERS; NULL: GETRANGE for each piece */
 };
 
 enum ss_stage {
@@ -332,13 +332,13 @@ struct ss_pipeline_options {
     size_t options_size;           /* sizeof(struct ss_pipeline_options), so that it can grow */
     const char *backend;           /* "software" or "doca" */
     const char *device;            /* PCI address or name of the backend's device; "" or NULL: the first that can */
-    uint32_t fused;                /* decompress, dequantize and deliver a slice in one go, on the decompress threads */
+    uint32_t fused;                /* decompress, dequantize and deliver a slice in one step, on a decompress thread */
     uint32_t queue_depth;          /* slices in each queue between stages */
     uint32_t requests_in_flight;   /* range requests sent ahead on each connection */
-    uint32_t pin_memory;           /* lock the buffers in memory; failure to lock is not an error, see _statistics */
+    uint32_t pin_memory;           /* lock the buffers in memory; a failure is no error: ss_pipeline_locked_bytes() */
     uint64_t decompression_bytes;  /* size of the decompression buffer */
     uint64_t dequantization_bytes; /* of the dequantization buffer; 0 when fused */
-    uint64_t dma_source_bytes;     /* of the DMA source buffer: what a batch delivers; 0 when fused */
+    uint64_t dma_source_bytes;     /* of the DMA source buffer: bytes that a batch delivers; 0 when fused */
     uint64_t store_bytes;          /* of the buffer that stored bodies are encoded into */
     const int32_t *net_cores;
     const int32_t *decompress_cores;
@@ -350,12 +350,12 @@ struct ss_pipeline_options {
     uint32_t dequantize_threads;
     uint32_t dma_threads;
     uint32_t store_threads;
-    uint32_t trace_events;     /* room for so many in each thread's log, 56 bytes each; 0: no tracing */
-    uint32_t poll_interval_us; /* between two looks at a device that has nothing done; 0: no pause. At most 1 s */
-    uint32_t nodes_max;        /* of a cluster that one batch may ask, at most 256; 0: one */
+    uint32_t trace_events;     /* capacity of each thread's log, in events of 56 bytes; 0: no tracing */
+    uint32_t poll_interval_us; /* pause between two polls of a device without a result; 0: no pause. At most 1 s */
+    uint32_t nodes_max;        /* most nodes of a cluster in one batch, at most 256; 0: one */
     /*
-     * How long a device may owe results and give none before it is given up; 0: ten seconds. Only time in which the
-     * thread that waits runs is counted, so that a machine that stood still is not taken for such a device. See
+     * Longest time without a result while a device has work; 0: ten seconds. The device is abandoned then. Only time in
+     * which the waiting thread runs counts, so that a suspended machine does not look like a failed device. See
      * ss_pipeline_given_up().
      */
     uint32_t device_timeout_ms;
@@ -364,8 +364,8 @@ struct ss_pipeline_options {
 /* ---- Backends ------------------------------------------------------------------------------------------------ */
 
 /*
- * ss_backend_description() says what backend 'name' is here, such as "CPU", "DOCA 2.9.1" or "DOCA emulator 3.0.0", in a
- * static string; NULL where this build has no such backend.
+ * ss_backend_description() describes backend 'name' of this build, such as "CPU", "DOCA 2.9.1" or
+ * "DOCA emulator 3.0.0", in a static string; NULL if this build has no such backend.
  */
 SS_API const char *ss_backend_description(const char *name);
 
@@ -373,9 +373,9 @@ SS_API const char *ss_backend_description(const char *name);
 SS_API int ss_backend_emulated(const char *name);
 
 /*
- * ss_device_error() writes the last thing that a device's library refused in this process, such as
- * "doca_mmap_start: DOCA_ERROR_DRIVER", cut to 'size' - 1 bytes; "" before there was one. It says why a call ended with
- * SS_NOT_SUPPORTED, SS_BAD_ARGUMENT, SS_NO_MEMORY or SS_DEVICE. From any thread.
+ * ss_device_error() writes the last error of a device's library in this process, such as
+ * "doca_mmap_start: DOCA_ERROR_DRIVER", cut to 'size' - 1 bytes; "" if there was none. It explains why a call ended
+ * with SS_NOT_SUPPORTED, SS_BAD_ARGUMENT, SS_NO_MEMORY or SS_DEVICE. From any thread.
  */
 SS_API void ss_device_error(char *text, size_t size);
 
@@ -383,18 +383,18 @@ SS_API void ss_device_error(char *text, size_t size);
 
 /*
  * ss_pipeline_create() allocates, touches and locks all buffers and starts and pins all threads; nothing is allocated
- * afterwards. Fails with SS_BAD_ARGUMENT, SS_NOT_SUPPORTED (unknown backend, no device
- * that can do its work, or options that the backend does not take), SS_NO_MEMORY, SS_OS_ERROR (errno), SS_DEVICE.
+ * afterwards. Fails with SS_BAD_ARGUMENT, SS_NOT_SUPPORTED (unknown backend, no suitable device, or options that the
+ * backend does not support), SS_NO_MEMORY, SS_OS_ERROR (errno), SS_DEVICE.
  */
 SS_API enum ss_result ss_pipeline_create(const struct ss_pipeline_options *options, struct ss_pipeline **pipeline);
 
 /*
- * ss_pipeline_destroy() stops the threads and frees the buffers. No call may be in progress. NULL is allowed. One whose
- * device was given up keeps all that the device may still use, until the process ends.
+ * ss_pipeline_destroy() stops the threads and frees the buffers. No call may be in progress. NULL is allowed. If the
+ * device was abandoned, all memory that the device may still use is kept until the process ends.
  */
 SS_API void ss_pipeline_destroy(struct ss_pipeline *pipeline);
 
-/* ss_pipeline_device() returns the name of the device that was opened, "" where the backend has none. */
+/* ss_pipeline_device() returns the name of the open device, "" if the backend has none. */
 SS_API const char *ss_pipeline_device(const struct ss_pipeline *pipeline);
 
 /*
@@ -405,16 +405,16 @@ SS_API const char *ss_pipeline_device(const struct ss_pipeline *pipeline);
  */
 SS_API int ss_pipeline_given_up(const struct ss_pipeline *pipeline);
 
-/* ss_pipeline_memory_kinds() returns a mask with bit 1 << kind for each kind that ss_memory_register() takes. */
+/* ss_pipeline_memory_kinds() returns a mask with bit 1 << kind for each kind that ss_memory_register() supports. */
 SS_API uint32_t ss_pipeline_memory_kinds(const struct ss_pipeline *pipeline);
 
-/* ss_pipeline_locked_bytes() returns how many bytes of the buffers could be locked in memory. */
+/* ss_pipeline_locked_bytes() returns the number of bytes of the buffers that are locked in memory. */
 SS_API uint64_t ss_pipeline_locked_bytes(const struct ss_pipeline *pipeline);
 
 /*
  * ss_memory_register() registers memory with the pipeline's backend, once for any number of batches. A device reaches
  * no other memory. The memory, and its export if it has one, must exist until ss_memory_release(). Fails with
- * SS_NOT_SUPPORTED (this backend does not take this kind), SS_BAD_ARGUMENT (invalid descriptor), SS_NO_MEMORY,
+ * SS_NOT_SUPPORTED (the backend does not support this kind), SS_BAD_ARGUMENT (invalid descriptor), SS_NO_MEMORY,
  * SS_DEVICE. From any thread, also during batches.
  */
 SS_API enum ss_result ss_memory_register(struct ss_pipeline *pipeline, const struct ss_memory *memory,
@@ -422,7 +422,7 @@ SS_API enum ss_result ss_memory_register(struct ss_pipeline *pipeline, const str
 
 /*
  * ss_memory_release() ends the registration. No batch may use it, and the pipeline must still exist. If its device was
- * given up, the device keeps its access, so the memory must then exist until the process ends.
+ * abandoned, the device keeps its access, so the memory must then exist until the process ends.
  */
 SS_API void ss_memory_release(struct ss_registered_memory *registered);
 
@@ -447,16 +447,15 @@ SS_API uint8_t *ss_memory_address(const struct ss_registered_memory *registered)
  * other pieces continue. A broken connection fails the pieces that are outstanding on it.
  *
  * The call blocks until the batch is quiet: afterwards nothing reads or writes the groups' memory or the batch, except
- * a device that was given up (ss_pipeline_given_up()). It returns shortly after 'deadline_ns' at the latest, earlier
- * when cancelled; if a device has work, when the device has finished it or is given up. Every piece has its own
- * 'result'. Returns SS_OK if all pieces are SS_OK, else the result of the first failed piece in the list; errno for
- * SS_OS_ERROR.
+ * an abandoned device (ss_pipeline_given_up()). It returns shortly after 'deadline_ns' at the latest, earlier when
+ * cancelled; if a device has work, when the device has finished it or is abandoned. Every piece has its own 'result'.
+ * Returns SS_OK if all pieces are SS_OK, else the result of the first failed piece in the list; errno for SS_OS_ERROR.
  *
  * 'sockets_in_sync' tells whether the sockets can be used again. They can after well-formed answers (SS_OK, and usually
  * SS_NOT_FOUND, SS_REFUSED, SS_CHECKSUM and SS_BAD_DATA): the outstanding answers were then read and dropped. Otherwise
  * close the sockets. A socket with half an answer left is already disconnected, so it cannot be taken for a new answer.
  *
- * SS_BAD_ARGUMENT, before any byte moves, if numbers of the batch do not fit each other or the buffers, or if a fetch
+ * SS_BAD_ARGUMENT, before any byte moves, if numbers of the batch are inconsistent or exceed the buffers, or if a fetch
  * is running: one at a time for each pipeline. ss_pipeline_encode() may run at the same time.
  */
 SS_API enum ss_result ss_pipeline_fetch(struct ss_pipeline *pipeline, struct ss_batch *batch, const int32_t *sockets,
@@ -474,14 +473,14 @@ SS_API void ss_batch_supply(struct ss_batch *batch, uint32_t piece, const uint8_
 
 /*
  * ss_pipeline_copy_body() copies the body of a piece that ss_pipeline_encode() has made to 'target', which has room for
- * its body_length. SS_BAD_ARGUMENT where the piece is none of those in the store buffer.
+ * its body_length. SS_BAD_ARGUMENT if the piece is not in the store buffer.
  */
 SS_API enum ss_result ss_pipeline_copy_body(const struct ss_pipeline *pipeline, const struct ss_piece *piece,
                                             uint8_t *target);
 
 /*
- * ss_progress_wait() waits until the word differs from 'seen', at most 'timeout_ns', and returns the word. All that the
- * word counts can then be read, in any process that maps the memory.
+ * ss_progress_wait() waits until the word differs from 'seen', at most 'timeout_ns', and returns the word. All layers
+ * that the word counts can then be read, in any process that maps the memory.
  */
 SS_API uint32_t ss_progress_wait(const uint32_t *progress, uint32_t seen, uint64_t timeout_ns);
 
@@ -504,33 +503,33 @@ SS_API enum ss_result ss_pipeline_encode(struct ss_pipeline *pipeline, struct ss
 
 /* ---- TLS to storage ------------------------------------------------------------------------------------------ */
 
-/* ss_tls_library() returns the library that does it and its version, NULL where this build has none. */
+/* ss_tls_library() returns the TLS library and its version, NULL if this build has none. */
 SS_API const char *ss_tls_library(void);
 
 /*
- * ss_tls_create() reads whom to trust and, unless both are NULL, what certificate to show: files, PEM. SS_BAD_DATA
- * where one cannot be used, SS_NOT_SUPPORTED where this build has no TLS; 'error', cut to 'error_size' - 1 bytes, says
- * more.
+ * ss_tls_create() reads the trusted authorities and, unless both are NULL, the own certificate and its key: PEM files.
+ * SS_BAD_DATA if a file is not usable, SS_NOT_SUPPORTED if this build has no TLS; 'error' is the cause, cut to
+ * 'error_size' - 1 bytes.
  */
 SS_API enum ss_result ss_tls_create(const char *authorities, const char *certificate, const char *key,
                                     struct ss_tls **tls, char *error, size_t error_size);
 
-/* ss_tls_destroy() may come before the sessions' end. NULL is allowed. */
+/* ss_tls_destroy() may be called before the sessions' end. NULL is allowed. */
 SS_API void ss_tls_destroy(struct ss_tls *tls);
 
 /*
- * ss_tls_session_create() begins a session on a connected, non-blocking socket, which stays the caller's and must stay
- * open until ss_tls_session_destroy(). The server's certificate must hold 'name', a host name or an IP address. One
- * thread at a time uses a session, and no other bytes go over its socket.
+ * ss_tls_session_create() begins a session on a connected, non-blocking socket. The caller owns the socket, and keeps
+ * it open until ss_tls_session_destroy(). The server's certificate must have 'name', a host name or an IP address. Only
+ * one thread at a time may use a session, and no other bytes go over its socket.
  */
 SS_API enum ss_result ss_tls_session_create(struct ss_tls *tls, int32_t socket, const char *name,
                                             struct ss_tls_session **session);
 SS_API void ss_tls_session_destroy(struct ss_tls_session *session);
 
 /*
- * These three never block. SS_OK with '*events' 0 is done; with POLLIN or POLLOUT call again, with the same arguments,
- * once the socket is ready for that. Otherwise the session is over: SS_DISCONNECTED, or SS_PROTOCOL where the other
- * side does not speak TLS, is not to be trusted, or its bytes were changed on the way; ss_tls_reason() says more.
+ * These three calls never block. SS_OK with '*events' 0: complete; with POLLIN or POLLOUT: call again with the same
+ * arguments when the socket is ready. Any other result ends the session: SS_DISCONNECTED, or SS_PROTOCOL if the peer
+ * does not use TLS, is not trusted, or its bytes were changed in transit; ss_tls_reason() returns the cause.
  */
 SS_API enum ss_result ss_tls_handshake(struct ss_tls_session *session, uint32_t *events);
 SS_API enum ss_result ss_tls_send(struct ss_tls_session *session, const void *data, size_t size, size_t *sent,
@@ -539,15 +538,15 @@ SS_API enum ss_result ss_tls_receive(struct ss_tls_session *session, void *data,
                                      uint32_t *events);
 SS_API const char *ss_tls_reason(const struct ss_tls_session *session);
 
-/* ss_tls_has_pending() returns whether bytes have arrived that nobody has read. */
+/* ss_tls_has_pending() returns whether the session has received bytes that are not yet read. */
 SS_API int ss_tls_has_pending(const struct ss_tls_session *session);
 
 /*
  * ss_pipeline_put() sends SET key head+body for one encoded piece on one connected, non-blocking socket and waits for
- * the answer until 'deadline_ns'. The key is sent as it is. SS_REFUSED when the server answers an error; its text,
- * cut to 'error_size' - 1 bytes, is then in 'error'. After any other failure close the socket. A server may refuse
- * before it has read the value: then, too, the answer is SS_REFUSED, but the socket is disconnected. Runs on the
- * caller's thread; calls for different sockets may run at the same time. 'session': on the socket; NULL: no TLS.
+ * the answer until 'deadline_ns'. The key is sent unchanged. SS_REFUSED if the server answers an error; 'error' then
+ * has its text, cut to 'error_size' - 1 bytes. After any other failure close the socket. If a server refuses before it
+ * has read the value, the result is also SS_REFUSED, but the socket is disconnected. Runs on the caller's thread; calls
+ * for different sockets may run at the same time. 'session': the socket's TLS session; NULL: no TLS.
  */
 SS_API enum ss_result ss_pipeline_put(struct ss_pipeline *pipeline, const struct ss_piece *piece, const void *head,
                                       size_t head_size, int32_t socket, struct ss_tls_session *session,
@@ -557,10 +556,10 @@ SS_API enum ss_result ss_pipeline_put(struct ss_pipeline *pipeline, const struct
 SS_API void ss_pipeline_statistics(const struct ss_pipeline *pipeline, struct ss_stage_statistics *statistics);
 
 /*
- * A span of one stage thread's time in a fetch batch: a slice in a stage, or in SS_STAGE_NET what one system call
- * received. Spans of one thread and stage are in the order of their ends, and either nest or do not overlap: slices
- * that are decompressed in turns share their end, and what a device has queued begins when the work before it ends.
- * Fused, a slice's SS_STAGE_DEQUANTIZE span, which delivers it, is the decompress thread's, too.
+ * A span of one stage thread's time in a fetch batch: a slice in a stage, or in SS_STAGE_NET the bytes of one system
+ * call. Spans of one thread and stage are in the order of their ends, and either nest or do not overlap: slices that
+ * are decompressed in turns share their end, and queued work of a device begins when the work before it ends. When
+ * fused, the decompress thread also has the SS_STAGE_DEQUANTIZE span of a slice, which delivers it.
  */
 struct ss_trace_event {
     uint64_t begin_ns; /* CLOCK_MONOTONIC */
@@ -570,52 +569,53 @@ struct ss_trace_event {
     uint32_t batch;  /* of the pipeline, counted from 1 */
     uint32_t piece;  /* index in the batch */
     uint32_t slice;  /* likewise; UINT32_MAX for SS_STAGE_NET */
-    int32_t core;    /* where the span ended */
+    int32_t core;    /* core at the span's end */
     uint32_t stage;  /* enum ss_stage */
-    uint32_t thread; /* of those that serve the stage */
+    uint32_t thread; /* index among the stage's threads */
 };
 
 /*
- * ss_pipeline_trace_start() begins a recording, and ends the one before it. ss_pipeline_trace_stop() ends it; threads
- * may add an event that they are at. Each log keeps its first 'trace_events' events. From any thread.
- * SS_NOT_SUPPORTED where the pipeline was made without room for events.
+ * ss_pipeline_trace_start() begins a recording, and ends the previous one. ss_pipeline_trace_stop() ends it; threads
+ * may still add the event that they are writing. Each log keeps its first 'trace_events' events. From any thread.
+ * SS_NOT_SUPPORTED if the pipeline was created without 'trace_events'.
  */
 SS_API enum ss_result ss_pipeline_trace_start(struct ss_pipeline *pipeline);
 SS_API void ss_pipeline_trace_stop(struct ss_pipeline *pipeline);
 
 /*
- * ss_pipeline_trace_read() copies the last recording's events, at most 'count_max', one thread's after another's, and
- * returns how many there are; in '*dropped' how many found their log full. During a recording it sees what is there so
- * far. Not beside ss_pipeline_trace_start().
+ * ss_pipeline_trace_read() copies the last recording's events, at most 'count_max', thread by thread, and returns their
+ * number; '*dropped' gets the number of events that did not fit into a log. During a recording it copies the events
+ * recorded so far. Do not call it during ss_pipeline_trace_start().
  */
 SS_API uint64_t ss_pipeline_trace_read(struct ss_pipeline *pipeline, struct ss_trace_event *events, uint64_t count_max,
                                        uint64_t *dropped);
 
-/* ---- Memory that others may take away ------------------------------------------------------------------------- */
+/* ---- Guarded mappings of files --------------------------------------------------------------------------------- */
 
 struct ss_guard;
 
 /*
- * ss_guard_open() makes this process survive that the file behind a mapping shrinks, or that its file system is full:
- * a thread that touches what is gone then finds zeros, in memory that is nobody else's, all over the mapping, which is
- * lost. 'address' is where the mapping begins, at a page; it stays mapped until ss_guard_close(). A call installs a
- * handler of SIGBUS where another one, or none, is installed; it passes on what is not about guarded memory. A thread
- * that blocks the signal survives nothing. SS_BAD_ARGUMENT, SS_NO_MEMORY, SS_OS_ERROR (errno). From any thread.
+ * ss_guard_open() protects this process against SIGBUS, if the file of a mapping shrinks or its file system is full. An
+ * access to a lost page replaces the whole mapping with private memory of zeros, and marks it as lost. 'address' is the
+ * first address of the mapping, at a page; keep it mapped until ss_guard_close(). The call installs a SIGBUS handler,
+ * unless it is the present one; the handler passes on signals that do not concern guarded memory. A thread that blocks
+ * SIGBUS is not protected. SS_BAD_ARGUMENT, SS_NO_MEMORY, SS_OS_ERROR (errno). From any thread.
  */
 SS_API enum ss_result ss_guard_open(void *address, uint64_t size, struct ss_guard **guard);
 
-/* ss_guard_lost() returns whether that has happened: ask after the last access, and trust nothing read where it has. */
+/* ss_guard_lost() returns whether the mapping was lost: call it after the last access; if so, discard the read bytes.
+ */
 SS_API int ss_guard_lost(const struct ss_guard *guard);
 
-/* ss_guard_close() ends it; nobody may be touching the memory. NULL is allowed. */
+/* ss_guard_close() ends the protection; no thread may access the memory during the call. NULL is allowed. */
 SS_API void ss_guard_close(struct ss_guard *guard);
 
 /* ---- Memory in another order ----------------------------------------------------------------------------------- */
 
 /*
- * ss_copy_strided() copies 'count' blocks of one shape, each from where 'from' says to where 'to' says. A block has up
- * to six dimensions of 'sizes' elements, of 1, 2, 4 or 8 bytes; strides are bytes from one element to the next of a
- * dimension. No two elements of a target may overlap, nor targets with sources. SS_BAD_ARGUMENT for other dimensions or
+ * ss_copy_strided() copies 'count' blocks of one shape, from the addresses in 'from' to the addresses in 'to'. A block
+ * has up to six dimensions of 'sizes' elements, of 1, 2, 4 or 8 bytes; strides are bytes from one element to the next
+ * of a dimension. Elements of a target must not overlap each other or a source. SS_BAD_ARGUMENT for other dimensions or
  * elements. Thread-safe.
  */
 SS_API enum ss_result ss_copy_strided(void *const *to, const void *const *from, uint64_t count, uint32_t dimensions,
@@ -627,19 +627,23 @@ SS_API enum ss_result ss_copy_strided(void *const *to, const void *const *from, 
 struct ss_export;
 
 /*
- * ss_export_open() lets a DPU read and write 'size' bytes at 'address', and describes them for a pipeline there:
- * SS_MEMORY_EXPORTED. 'device' is the PCI address or name of one of the DPU's functions on this side; "" or NULL: the
- * first that can. 'dmabuf_fd' is -1 for host memory, or for GPU memory with nvidia-peermem; else the DMA-BUF that
- * holds the GPU memory at 'address'. Memory, descriptor of the DMA-BUF and export must stay while anyone uses them.
- * Fails with SS_NOT_SUPPORTED (no such device, or it cannot), SS_BAD_ARGUMENT, SS_NO_MEMORY, SS_DEVICE.
+ * ss_export_open() allows a DPU to read and write 'size' bytes at 'address', and makes a descriptor of them for a
+ * pipeline on the DPU: SS_MEMORY_EXPORTED. 'device' is the PCI address or name of one of the DPU's functions on this
+ * host; "" or NULL: the first suitable one. 'dmabuf_fd' is -1 for host memory, or for GPU memory with nvidia-peermem;
+ * else the DMA-BUF of the GPU memory at 'address'. Memory, descriptor of the DMA-BUF and export must exist while a
+ * pipeline uses them. Fails with SS_NOT_SUPPORTED (no such device, or it cannot export), SS_BAD_ARGUMENT, SS_NO_MEMORY,
+ * SS_DEVICE.
  */
 SS_API enum ss_result ss_export_open(const char *device, void *address, uint64_t size, int32_t dmabuf_fd,
                                      struct ss_export **exported);
 
-/* ss_export_descriptor() gives the description. Whoever has it can reach the memory: for trusted connections only. */
+/*
+ * ss_export_descriptor() returns the descriptor. Any process that has it can access the memory: send it over trusted
+ * connections only.
+ */
 SS_API void ss_export_descriptor(const struct ss_export *exported, const void **bytes, size_t *size);
 
-/* ss_export_close() ends it; importers' transfers fail from then on. NULL is allowed. */
+/* ss_export_close() ends the export; later transfers of importers fail. NULL is allowed. */
 SS_API void ss_export_close(struct ss_export *exported);
 /* cffi:end */
 

@@ -42,7 +42,7 @@ struct bench {
     uint8_t *memory; /* MEMORY_BYTES */
 };
 
-/* What the callbacks were told, in their order. */
+/* Arguments of the callbacks, in order. */
 struct report {
     uint64_t user_data;
     doca_error_t status;
@@ -65,7 +65,7 @@ struct doca_dev *device_open(void);
 void bench_open(struct bench *bench);
 void bench_close(struct bench *bench);
 
-/* The callbacks that note what they are told in 'reports'. */
+/* Callbacks that record their arguments in 'reports'. */
 void note_deflate(struct doca_compress_task_decompress_deflate *task, union doca_data user, union doca_data context);
 void note_block(struct doca_compress_task_decompress_lz4_block *task, union doca_data user, union doca_data context);
 void note_memcpy(struct doca_dma_task_memcpy *task, union doca_data user, union doca_data context);

@@ -3,7 +3,7 @@
  * fake_cuda.c - a libcuda.so.1 for tests on machines without a GPU: the driver calls that ShadowServe makes, no more
  *
  * "GPU memory" is an anonymous file, mapped into the process that allocated it and into those that opened its IPC
- * handle, so that a test can look at what arrived. Nothing computes. What is kept are the rules of NVIDIA's "CUDA
+ * handle, so that a test can check the copied bytes. Nothing computes. The fake enforces the rules of NVIDIA's "CUDA
  * Driver API" that callers break most easily:
  *   - nothing works before cuInit() (CUDA_ERROR_NOT_INITIALIZED);
  *   - a context is current for each thread of its own, and most calls need one (CUDA_ERROR_INVALID_CONTEXT);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * pipeline_server.c - a RESP server of one page, for tests: GETRANGE and SET, and whatever it is told to answer
- * to KV.LAYERS, a thread for each connection
+ * pipeline_server.c - a small RESP server for tests: GETRANGE and SET, and answers to KV.LAYERS that the test sets; one
+ * thread for each connection
  */
 #include <arpa/inet.h>
 #include <fcntl.h>
@@ -159,7 +159,7 @@ static int output_text(struct connection *connection, const char *text) {
     return output(connection, text, strlen(text), SIZE_MAX);
 }
 
-/* Tells that an answer is stalled, and waits until the peer has gone. */
+/* Signals that an answer is stalled, and waits until the peer has disconnected. */
 static int stall(struct connection *connection) {
     struct server *server = connection->server;
     pthread_mutex_lock(&server->lock);

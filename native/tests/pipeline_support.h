@@ -34,7 +34,7 @@
 
 /* ---- Server -------------------------------------------------------------------------------------------------- */
 
-/* What the server does wrong, for one key. */
+/* Fault of the server, for one key. */
 enum fault {
     FAULT_NONE,
     FAULT_BYTE_BY_BYTE, /* nothing wrong: every byte in its own segment */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Block devices, over each access that there is: what was written is read, from several threads, out of registered
- * memory and other, and checked on request; and what cannot be is refused.
+ * Block devices, with each available access: written bytes are read back, from several threads, with registered and
+ * other memory, and with checks; invalid operations are refused.
  *
  * Without arguments on files in this folder and in memory. 'test_block ACCESS PATH' does on a device what can be done
  * there, and destroys what is on it; 'test_block ACCESS PATH removed' reads and writes it until it is taken away.
@@ -31,7 +31,7 @@ static struct ss_block *device_open(const char *path, enum ss_block_access acces
     struct ss_block *block = NULL;
     enum ss_result result;
 
-    /* The kernel may not have let go yet of what was closed just now. */
+    /* The kernel may not have released the closed device yet. */
     for (int tries = 0; (result = ss_block_open(&options, &block)) == SS_OS_ERROR && errno == EBUSY && tries < 1000;
          tries++) {
         usleep(10000);
@@ -242,7 +242,7 @@ static void test_reads_are_checked(const char *path, enum ss_block_access access
     wrong = checked_read(&objects[0], memory, 0);
     wrong.kind = SS_BLOCK_WRITE;
     CHECK(ss_block_submit(block, &wrong, 1) == SS_BAD_ARGUMENT, "a write");
-    /* What ends with the device is either checked or cancelled. */
+    /* Operations that end when the device closes are either checked or cancelled. */
     for (size_t index = 0; index < OBJECTS; index++) {
         operations[index] = checked_read(&objects[index], memory, index);
     }
@@ -268,7 +268,7 @@ enum {
     PARTS = LAYERS * EXTENTS
 };
 
-/* Paged memory, what reads into it are told, and what they tell. */
+/* Paged memory, the tables of reads into it, and their results. */
 struct paged {
     uint8_t *memory;
     uint64_t layers[LAYERS], extents[EXTENTS];
@@ -432,7 +432,8 @@ static void test_pages(const char *path, enum ss_block_access access) {
 
 enum { CHECKED = 1, OBJECT_LENGTH = 3 * PAGE - SS_OBJECT_HEADER_BYTES };
 
-/* Submits 'count' operations, and returns the errno of the last one that failed. What was read is sound. */
+/* Submits 'count' operations, and returns the errno of the last one that failed. Successful reads have the expected
+ * bytes. */
 static int32_t last_error(struct ss_block *block, const struct ss_block_operation *operations, size_t count) {
     struct ss_block_completion completion;
     struct pollfd poll_set = {.fd = ss_block_descriptor(block), .events = POLLIN};

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A device that answers late, in parts, with errors, or not at all: a driver of this test's does what it is told. */
+/* A device that answers late, in parts, with errors, or not at all: the test's own driver simulates each case. */
 #include "block/block.h"
 #include "check.h"
 
@@ -133,7 +133,7 @@ static void test_a_device_that_went_away_is_told(void) {
     ss_block_close(block);
 }
 
-/* The block of a device that never answers is never freed: whoever looks for leaks finds it here. */
+/* The block of a device that never answers is never freed: this pointer keeps it reachable for leak checkers. */
 static struct ss_block *stuck;
 
 static void test_a_device_that_does_not_answer_holds_up_nobody(void) {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a device gets next: reads before writes, writes in the gaps, background last, all of them some day. The device
+/* The choice of the next operation: reads before writes, writes in the gaps, background last, none starves. The device
  * is this test: it holds what it was given, and a clock that it sets. */
 #include "block/schedule.h"
 #include "check.h"
@@ -81,7 +81,7 @@ static void test_reads_go_before_writes_and_these_before_background(void) {
     submit_read(4096);
     submit_read(4096);
     struct ss_request *first = given(3), *second = given(4);
-    nothing_given(); /* while reads are under way, nothing that can wait is */
+    nothing_given(); /* while reads are in flight, no lower priority starts */
     done(second, 0);
     nothing_given();
     done(first, 0);
@@ -199,7 +199,7 @@ static void test_writes_without_end_leave_bandwidth_for_reads(void) {
     ss_schedule_free(&schedule);
 }
 
-/* Neither beside what is under way nor beside what comes: a turn waits for reads to end, and reads for the turn. */
+/* In strict order, a turn waits for the end of all reads in flight, and new reads wait for the end of the turn. */
 static void test_in_strict_order_nothing_is_beside_another_priority(void) {
     start(8);
     schedule.is_strict = 1;
@@ -350,7 +350,7 @@ static void test_times_are_counted(void) {
     uint64_t begun = now_ns;
     now_ns += 7 * MS;
     ss_schedule_statistics(&schedule, &statistics, now_ns);
-    CHECK(statistics.busy_ns == 7 * MS && statistics.oldest_ns == begun && statistics.in_flight == 1, "under way");
+    CHECK(statistics.busy_ns == 7 * MS && statistics.oldest_ns == begun && statistics.in_flight == 1, "in flight");
     ss_schedule_done(&schedule, request, 0, now_ns);
     now_ns += 9 * MS;
     ss_schedule_statistics(&schedule, &statistics, now_ns);

@@ -23,7 +23,7 @@ enum { WORK_BYTES = 65536, WORKS = 20, BYTES = WORKS * WORK_BYTES, HANDLE_BYTES 
 #define HOLDS(condition) CHECK(condition, "errno is %d", errno)
 #define CHECK_EQUAL(found, wanted) CHECK((found) == (wanted), "%s", #found " is another value")
 
-/* What an exporter writes. */
+/* Message of an exporter. */
 struct exported {
     uint8_t handle[HANDLE_BYTES];
     char gpu[ADDRESS_BYTES]; /* its PCI address */

@@ -128,7 +128,7 @@ static void note_and_look(struct doca_dma_task_memcpy *task, union doca_data use
     note_memcpy(task, user, context);
 }
 
-/* Facts 9 [S pe_task_error], 12 (7): the context stops by itself, and takes what is in flight with it. */
+/* Facts 9 [S pe_task_error], 12 (7): the context stops automatically, and all tasks in flight fail. */
 static void test_a_failing_task_takes_those_behind_it_along(void) {
     struct bench bench;
     struct doca_buf *sources[8], *targets[8];

@@ -2,7 +2,7 @@
 /*
  * test_doca_emulator_export.c - memory of another process: exported there, imported here
  *
- * The exporter is a child, started before this process has any thread. It does what it is told, one letter at a time.
+ * The exporter is a child, started before this process has any thread. It executes commands of one letter each.
  */
 #include <signal.h>
 #include <sys/mman.h>

@@ -117,7 +117,8 @@ static void run_beside_another_handler(void) {
     (void)bytes[map_shrunk(&guards[1])[0]];
     CHECK(ss_guard_lost(guards[0]) && ss_guard_lost(guards[1]) && atomic_load(&told[0]) == 0);
     atomic_store(&told[1], 1);
-    (void)*(volatile uint8_t *)map_shrunk(NULL); /* nobody's: the other one is told, and it is the end */
+    (void)*(volatile uint8_t *)map_shrunk(
+        NULL); /* not guarded: the other handler gets the signal, and the process ends */
     _exit(0);
 }
 

@@ -112,7 +112,7 @@ static void evict_one(struct ss_index *index, uint32_t now_s) {
     struct model *model = model_of(&record);
     CHECK(model->record.kind != 0 && (tenant < 0 || record.tenant == tenant), "a tenant's victim");
     if (record.expires_at_ms == 0 || record.expires_at_ms > (uint64_t)now_s * 1000) {
-        /* What stays for pinned ones alone goes where nothing else may. */
+        /* Ancestors of pinned objects alone are evicted if there is no other victim. */
         CHECK(!has_children(model) || !some_victim(device, tenant, now_s), "evicted before its children");
         CHECK(model->record.pinned_until_s <= now_s, "evicted though pinned");
     }
@@ -224,7 +224,7 @@ static void clear_one(struct ss_index *index) {
 }
 
 static void run_random(enum ss_index_policy policy) {
-    /* Phantoms beyond their number lose children, but the model's do not: let there be enough, but not of objects. */
+    /* Absent parents beyond the limit lose their children, but not in the model: so keep enough room for them. */
     struct ss_index *index = open_index(KEYS * TENANTS * 8, policy);
     index->objects_max = OBJECTS_MAX;
     memset(models, 0, sizeof models);
@@ -309,7 +309,7 @@ static void test_pins(void) {
     ss_index_pin(index, end, 50);
     put(index, 200, NONE, 0, 2);
     put(index, 201, 98, 0, 2);
-    /* What nobody needs goes first; then what stays for the pinned end alone. */
+    /* Objects without pinned descendants go first; then the ancestors of the pinned object. */
     expect_evicted(index, -1, 10, (uint32_t[]){201, 200}, 2);
     for (uint32_t number = 0; number < 99; number++) {
         uint32_t slot = ss_index_victim(index, -1, -1, 10);
@@ -447,7 +447,7 @@ static void replay_one(struct ss_index *index, uint8_t device, uint8_t kind, uin
     CHECK(ss_index_replay(index, device, 1000, &record, 1, &counts) == SS_OK && counts.refused == 0, "replay");
 }
 
-/* A key that two devices have: of the one that lost, its log has to be told, unless it says so itself. */
+/* A key on two devices: the log of the device with the earlier put needs a REMOVE record, unless it has one already. */
 static void test_superseded(void) {
     enum { COUNT = 300 };
     struct ss_index *index = open_index(2 * COUNT, SS_INDEX_LRU);
@@ -654,7 +654,7 @@ static void test_put_names(void) {
     ss_index_close(index);
 }
 
-/* What is dumped says the same again. */
+/* A replay of the dump gives the same index. */
 static void test_dumped_names(void) {
     struct ss_index *index = open_index(64, SS_INDEX_LRU);
     struct ss_index_totals totals;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * kvrans by itself: every variant of the kernels writes the same streams and reads them to the same bytes, for every
+ * kvrans alone: every variant of the kernels writes the same streams and reads them to the same bytes, for every
  * number of rows, odd numbers of columns, all alphabets and alignments, between guard pages; damaged streams end in
- * SS_BAD_DATA or in other bytes, the same with every variant. What a stream's bytes mean is tested from Python.
+ * SS_BAD_DATA or in other bytes, the same with every variant. The tests in Python check the format of streams.
  */
 #include "check.h"
 #include "codecs/kvrans/kvrans.h"
@@ -14,7 +14,7 @@ enum { CELLS_MAX = 300 * 1024, STREAM_MAX = CELLS_MAX + CELLS_MAX / 64 + 64 };
 static struct guarded plain, stream, decoded;
 static uint8_t reference[STREAM_MAX];
 
-/* What a block can look like. */
+/* Kinds of test blocks. */
 enum kind { BINNED, CONSTANT, NOISE, WIDE, LISTED, EXPONENTS, NARROW, LAST_SYMBOL, KINDS };
 
 static uint8_t cell(enum kind kind, size_t column, size_t index) {

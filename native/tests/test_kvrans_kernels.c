@@ -12,7 +12,7 @@ enum { BLOCKS = 400, COLUMNS_MAX = 200, CELLS = COLUMNS_MAX * SS_KVRANS_ROWS_MAX
 
 static const char *const isa_names[] = {"scalar", "avx2", "avx512", "neon"};
 
-/* What a block is made of. */
+/* Kinds of test blocks. */
 struct sample {
     struct ss_kvrans_table tables[SS_KVRANS_TABLES_MAX];
     struct ss_kvrans_plan plan;

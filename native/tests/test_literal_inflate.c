@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The decoder of literals by itself, against zlib: what it accepts, zlib accepts, and makes the same bytes of; it does
- * accept what we write; it gives up everything else; and streams that are decoded in turns know nothing of each other.
+ * The decoder of literals, compared with zlib: zlib decodes each accepted stream to the same bytes; our own streams are
+ * accepted; all other streams are rejected; streams that are decoded in turns do not affect each other.
  */
 #include "brief.h"
 #include "check.h"

@@ -134,7 +134,7 @@ static void test_what_does_not_fit_is_not_sealed(void) {
     CHECK(ss_object_seal(object, UINT64_MAX, &fields) == SS_BAD_ARGUMENT, "a name that is too long");
 }
 
-/* A header whose checksum fits was made by somebody: fields that do not fit each other are still no object. */
+/* A header with a correct checksum may be forged: inconsistent fields are still no object. */
 static void test_a_forged_header_is_read_without_harm(void) {
     struct guarded region = guarded_make(HEADER);
     uint8_t *header = guarded_place(&region, HEADER, 1);

@@ -3,8 +3,8 @@
  * test_pipeline_backend.c - the backend interface, with a backend that works as an accelerator does: several works in
  * flight, complete later, in another order, only when polled
  *
- * What a backend must keep to is checked from its side: never more in flight than it allows, one thread for each
- * channel, nothing left in flight when a channel closes.
+ * The backend checks the executor's rules: never more works in flight than it allows, one thread for each channel, no
+ * work in flight when a channel closes.
  */
 #include <pthread.h>
 #include <string.h>
@@ -260,7 +260,7 @@ static void late_reset(int fused) {
     CHECK_EQUAL(pthread_cond_init(&late.starts, NULL), 0);
 }
 
-/* Fetches a batch and checks what became of it; 'bad' is the chunk that is to fail, if any. */
+/* Fetches a batch and checks its results; 'bad' is the chunk that must fail, if any. */
 static void run(const struct fixture *fixture, enum ss_result expected, uint32_t bad) {
     struct server *server = server_start();
     fixture_serve(fixture, server);
@@ -383,7 +383,7 @@ static struct ss_memory exported(uint8_t *bytes, uint64_t size) {
                               .descriptor_size = sizeof descriptor};
 }
 
-/* A batch to memory that is not here, and back: what was stored from there is what was fetched to it. */
+/* A batch to memory of another process, and back: storing from it gives the fetched records. */
 static void test_memory_that_is_elsewhere(void) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);

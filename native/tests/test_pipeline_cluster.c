@@ -134,7 +134,7 @@ static void test_asking(int fused, uint32_t requests_in_flight) {
     bench_free(&bench);
 }
 
-/* What lies before the failing node's first chunk that is not there is delivered, by all nodes. */
+/* All chunks before the first missing chunk of the failing node are delivered, from all nodes. */
 static void test_a_node_that_goes(int fused, enum fault kind, enum ss_result expected) {
     struct bench bench = bench_make(fused, 4);
     fault(&bench, 2, 5, kind);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_pipeline_counts.c - what a batch does not do: allocate, map, lock, or free anything, on any thread
+ * test_pipeline_counts.c - a batch never allocates, maps, locks, or frees memory, on any thread
  *
  * This program's own malloc(), mmap() and so on are the ones that the core and its libraries call, and they count. The
  * server is another process, so that everything that is counted is the pipeline's. Sanitizers bring allocators of their

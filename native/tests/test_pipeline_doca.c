@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_pipeline_doca.c - the DOCA backend over the emulator: limits, profiles, memory that is elsewhere, and an engine
+ * test_pipeline_doca.c - the DOCA backend over the emulator: limits, profiles, memory of other processes, and an engine
  * that fails at any task of a fetch or a store
  *
- * What holds for every backend is tested over this one by the other pipeline tests (SHADOWSERVE_TEST_BACKEND). Whatever
- * fails here, what is said to have arrived is right, and the next batch is not the worse for it.
+ * The other pipeline tests check the common rules of all backends with this one, too (SHADOWSERVE_TEST_BACKEND). After
+ * any failure here, all pieces with SS_OK are correct, and the next batch is not affected.
  */
 #include <pthread.h>
 #include <string.h>
@@ -70,7 +70,7 @@ static void bench_stop(struct bench *bench) {
     fixture_free(bench->fixture);
 }
 
-/* Runs a batch and checks that what is said to be there is there; returns its result. */
+/* Runs a batch and checks that all pieces with SS_OK are in place; returns its result. */
 static enum ss_result bench_fetch(struct bench *bench) {
     struct ss_batch *batch = fixture_round(bench->fixture);
     enum ss_result result = pipeline_fetch(bench->pipeline, batch, bench->sockets, SOCKETS);
@@ -98,7 +98,7 @@ static void fetch_all(enum ss_codec codec, enum ss_quantizer quantizer) {
     bench_stop(&bench);
 }
 
-/* Whatever the device cannot do, or takes only in pieces, the batch is the same. */
+/* The batch has the same result for work that the device does not support, or does only in pieces. */
 static void test_settings_that_change_nothing(void) {
     static const char *const settings[][2] = {
         {"PROFILE", "bf3"},        {"PROFILE", "bf2"},    {"MAX_BUF_BYTES", "8191"}, {"MAX_BUF_BYTES", "1000"},
@@ -207,7 +207,8 @@ static void test_two_pipelines_on_one_device(void) {
 
 /* ---- Data that is not as it should be -------------------------------------------------------------------------- */
 
-/* Without scales nobody but the engine looks at the data: what it cannot decode, and what it decodes to other bytes. */
+/* Without scales only the engine checks the data: a stream that it cannot decode, and one that decodes to other bytes.
+ */
 static void test_data_that_is_wrong(enum ss_codec codec) {
     struct shape shape = shape_of(codec, SS_QUANTIZER_LOSSLESS);
     struct bench bench = bench_start(&shape);
@@ -409,7 +410,7 @@ static void *cancel_soon(void *argument) {
     return NULL;
 }
 
-/* A batch that is over has nothing in flight, and a pipeline that is closed leaves nothing behind. */
+/* A finished batch has nothing in flight, and a closed pipeline has freed everything. */
 static void test_a_batch_that_is_cancelled_while_engines_work(void) {
     struct shape shape = default_shape();
     struct bench bench = bench_start(&shape);

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_pipeline_doca_hang.c - a device that never ends what it was given: the batch ends, says so, and so does the rest
+ * test_pipeline_doca_hang.c - a device that never finishes its work: the batch fails in time, and so does all later
+ * work
  *
- * The emulator swallows tasks. What is given up stays open until the process ends, and a device that is open keeps its
- * settings, so that each case takes a card of its own.
+ * The emulator never completes some tasks. An abandoned device stays open until the process ends, and an open device
+ * keeps its settings, so each case uses another card.
  */
 #include <string.h>
 #include <unistd.h>
@@ -48,7 +49,7 @@ static void bench_stop(struct bench *bench) {
     fixture_free(bench->fixture);
 }
 
-/* Runs a batch and checks that what is said to be there is there; returns its result. */
+/* Runs a batch and checks that all pieces with SS_OK are in place; returns its result. */
 static enum ss_result bench_fetch(struct bench *bench) {
     struct ss_batch *batch = fixture_round(bench->fixture);
     enum ss_result result = pipeline_fetch(bench->pipeline, batch, bench->sockets, SOCKETS);
@@ -102,7 +103,7 @@ static void test_a_store_that_never_ends(const char *device) {
     bench_stop(&bench);
 }
 
-/* A device that is slow, but gives something now and then, is let be. */
+/* A slow device that completes some work at intervals is not abandoned. */
 static void test_a_slow_device_is_not_given_up(const char *device) {
     emulate("LATENCY_US", "400000");
     struct bench bench = bench_start(device, 3000);

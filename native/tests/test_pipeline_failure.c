@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_pipeline_failure.c - batches that go wrong: what each chunk becomes, that the call comes back in time, that what
- * was good is delivered and what was not is said, and that the next batch is not the worse for it
+ * test_pipeline_failure.c - failing batches: each chunk has the right result, the call returns in time, good chunks are
+ * delivered, bad ones are reported, and the next batch is not affected
  */
 #include <pthread.h>
 #include <string.h>
@@ -185,8 +185,8 @@ static void flip(struct bench *bench, uint32_t chunk, uint64_t offset) {
 }
 
 /*
- * What a batch with a flipped bit ends with. Where an engine's checksum of the decoded bytes is all that is looked at,
- * a stream may not decode at all, or, flipped where it means nothing, decode as if nothing were wrong.
+ * Checks the result of a batch with a flipped bit. If only an engine's checksum of the decoded bytes is checked, the
+ * stream may not decode, or, if the bit has no meaning, decode correctly.
  */
 static enum ss_result flipped_result(enum ss_result result, enum ss_quantizer quantizer) {
     int engine_checks = strcmp(test_backend(), "software") != 0 && quantizer == SS_QUANTIZER_LOSSLESS;
@@ -245,7 +245,7 @@ static void test_stream_of_another_length(int fused) {
 
 /* ---- Time ---------------------------------------------------------------------------------------------------- */
 
-/* Whether there was time for what comes before the chunk that stalls. */
+/* Returns whether the chunks before the stalled chunk had enough time. */
 static int is_fetched_up_to(const struct bench *bench, uint32_t chunk) {
     for (uint32_t i = 0; i < chunk; i++) {
         if (bench->batch->pieces[i].result != SS_OK) {

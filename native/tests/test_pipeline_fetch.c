@@ -209,7 +209,7 @@ static size_t read_file(const char *path, char *text, size_t size) {
     return length;
 }
 
-/* What is added to the process's niceness for a thread of that name. */
+/* Returns the expected difference to the process's niceness for a thread with this name. */
 static int expected_niceness(const char *name) {
     return strncmp(name, "ss-net-", 7) == 0 ? 0 : strncmp(name, "ss-store-", 9) == 0 ? 10 : 5;
 }

@@ -33,7 +33,7 @@ struct bench {
     int out_of_sync; /* it cannot be used again */
 };
 
-/* A layer of a chunk as a piece; its slices are told from its own first byte. */
+/* A layer of a chunk as a piece; the offsets of its slices begin at its own first byte. */
 static struct ss_piece piece_of(struct bench *bench, uint32_t chunk, uint32_t layer) {
     struct ss_piece piece = bench->fixture->chunks[chunk];
     piece.result = (enum ss_result)99; /* must be overwritten */
@@ -109,7 +109,7 @@ static void add_line(struct answer *answer, const char *type, uint64_t number) {
     add(answer, line, (size_t)snprintf(line, sizeof line, "%s%llu\r\n", type, (unsigned long long)number));
 }
 
-/* Begins an answer; chunks whose bit is set are gone, or have so many bytes. */
+/* Begins an answer; chunks whose bit is set are missing, or have the given length. */
 static void add_head(struct bench *bench, unsigned others, uint64_t other_bytes) {
     bench->answer.size = 0;
     add_line(&bench->answer, "*", 1 + LAYERS);
@@ -124,12 +124,12 @@ static void add_head(struct bench *bench, unsigned others, uint64_t other_bytes)
     }
 }
 
-/* Where a layer of a chunk lies in its record. */
+/* Returns the address of a chunk's layer in its record. */
 static const uint8_t *stored(const struct bench *bench, const struct ss_piece *piece) {
     return bench->fixture->records[piece->chunk] + piece->record_offset;
 }
 
-/* Adds a layer; of chunks whose bit is set so many bytes that are nobody's. */
+/* Adds a layer; chunks whose bit is set have the given number of bytes, which no piece expects. */
 static void add_layer(struct bench *bench, uint32_t layer, unsigned others, uint32_t other_bytes) {
     static const uint8_t nothing[100 << 10];
     struct answer *answer = &bench->answer;
@@ -281,7 +281,7 @@ static void test_a_record_that_was_replaced_is_not_taken(int fused) {
     bench_stop(bench);
 }
 
-/* What has been placed passed every check, wherever the rest goes wrong; and nobody waits for what cannot come. */
+/* All placed bytes passed every check, at any point of failure; and no thread waits for bytes that cannot arrive. */
 static void test_answers_that_are_none_break_the_connection(int fused) {
     struct bench *bench = bench_start(fused);
     const char *heads[] = {"*4\r\n*5\r\n", "*5\r\n*4\r\n",       "*5\r\n:5\r\n",       "$5\r\n", "+OK\r\n",

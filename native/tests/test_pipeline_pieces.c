@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * test_pipeline_pieces.c - batches of pieces: some layers of chunks, of two groups, in any order, from servers and
- * memory; what a failure costs, and what it does not
+ * memory; pieces that a failure skips, and pieces that it does not affect
  */
 #include <pthread.h>
 #include <sched.h>
@@ -98,7 +98,7 @@ static void bench_stop(struct bench *bench) {
     }
 }
 
-/* Layers from 'layer' on of a chunk, 'layers' of them, as a piece; its slices are told from its own first byte. */
+/* Layers from 'layer' on of a chunk, 'layers' of them, as a piece; slice offsets begin at its own first byte. */
 static struct ss_piece piece_of(const struct bench *bench, uint32_t group, uint32_t chunk, uint32_t layer,
                                 uint32_t layers) {
     const struct fixture *fixture = bench->fixtures[group];
@@ -210,8 +210,8 @@ static int has_failed(const struct ss_piece *piece) {
 }
 
 /*
- * What holds however a batch ends: what is said to be in place is; what was skipped was of no use, since its group
- * failed at its chunk or before it.
+ * Invariants of every finished batch: pieces with SS_OK are in place; skipped pieces are useless, since their group
+ * failed at their chunk or before it.
  */
 static void check_set(const struct bench *bench) {
     const struct ss_batch *batch = bench->batch;
@@ -286,14 +286,14 @@ static uint64_t slices_through(const struct bench *bench) {
     return statistics[bench->fused ? SS_STAGE_DEQUANTIZE : SS_STAGE_DMA].items;
 }
 
-/* Cancels the batch when it can get no further. */
+/* Cancels the batch when it cannot make progress. */
 static void *cancel_stalled(void *argument) {
     const struct stalled *stalled = argument;
     server_wait_stalled(stalled->bench->server);
     while (slices_through(stalled->bench) < stalled->slices) {
         sched_yield();
     }
-    uint32_t layers = 0; /* it is told of while the batch lasts */
+    uint32_t layers = 0; /* updated during the batch */
     while (layers < stalled->layers) {
         layers = ss_progress_wait(stalled->bench->batch->progress, layers, 1000000000);
         CHECK(layers <= stalled->layers);
@@ -429,7 +429,7 @@ static void test_a_layer_that_has_moved_is_fetched_alone(int fused) {
     bench_stop(&bench);
 }
 
-/* What a lost connection owes is lost at once, of lower chunks, too; what the others have for themselves is had. */
+/* Outstanding pieces of a lost connection fail at once, also those of lower chunks; other pieces are delivered. */
 static void test_a_lost_connection_fails_all_that_it_owes(int fused) {
     static const enum fault faults[] = {FAULT_DISCONNECT, FAULT_GARBAGE};
     struct bench bench = bench_start(fused);

@@ -68,7 +68,7 @@ static void test_any_mixture_is_delivered(int fused) {
     struct server *server = server_start();
     fixture_serve(fixture, server);
     struct ss_pipeline_options options = pipeline_options(fixture, fused);
-    options.queue_depth = 2; /* fewer than a chunk's slices: what is there at once has to wait for the decoder */
+    options.queue_depth = 2; /* fewer than a chunk's slices: slices that are ready at once must wait for the decoder */
     struct ss_pipeline *pipeline = pipeline_make(&options);
     int32_t sockets[3];
     for (uint32_t i = 0; i < 3; i++) {
@@ -125,7 +125,7 @@ static void test_nothing_is_copied_where_the_decoder_reads_anywhere(int fused) {
     struct ss_batch *batch = fixture_round(fixture);
     struct bodies bodies = bodies_give(fixture, batch, 0x1f);
     for (uint32_t i = 0; i < CHUNKS && anywhere; i++) {
-        batch->pieces[i].decompression_offset = 0; /* nobody's: they may be alike */
+        batch->pieces[i].decompression_offset = 0; /* unused: they may be equal */
     }
     CHECK_EQUAL(pipeline_fetch(pipeline, batch, NULL, 0), anywhere ? SS_OK : SS_BAD_ARGUMENT);
     for (uint32_t i = 0; i < CHUNKS && anywhere; i++) {
@@ -137,7 +137,7 @@ static void test_nothing_is_copied_where_the_decoder_reads_anywhere(int fused) {
     fixture_free(fixture);
 }
 
-/* What fails in one source costs what is behind it in all, and nothing before it. */
+/* A failure in one source skips later chunks of all sources, but no earlier ones. */
 static void test_the_first_failure_decides_whosever_it_is(int fused) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
@@ -186,7 +186,7 @@ static void *cancel_when_stalled(void *argument) {
     return NULL;
 }
 
-/* Once a batch is back nothing reads the memory any more, however it ended: it is given back at once. */
+/* After a batch has returned, with any result, nothing reads the memory: it is freed at once. */
 static void test_an_end_before_all_is_there_leaves_the_memory_alone(int fused) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
@@ -278,7 +278,7 @@ static void test_what_is_awaited_comes_in_any_order(int fused) {
     fixture_free(fixture);
 }
 
-/* What never comes holds a batch up to its deadline, unless it is of no use. */
+/* A body that is never supplied delays a batch until its deadline, unless the piece is useless. */
 static void test_what_never_comes_ends_with_the_deadline(int fused) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
@@ -340,7 +340,7 @@ static void test_what_a_server_sends_is_left_in_memory(int fused) {
     fixture_free(fixture);
 }
 
-/* What is handed on takes the time that its bytes have at the rate, whichever source it is from, and is the same. */
+/* Delivery takes the time of the bytes at the rate, for every source, and the elements are the same. */
 static void test_a_rate_holds_every_source_back(int fused) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);

@@ -9,9 +9,9 @@
 
 enum { HEAD_BYTES = RECORD_OFFSET };
 
-static const uint8_t head[HEAD_BYTES] = "the record's head, any bytes";
+static const uint8_t head[HEAD_BYTES] = "the record header, any bytes";
 
-/* A batch as a caller gives it to ss_pipeline_encode(): nothing that encoding finds out is filled in. */
+/* A batch for ss_pipeline_encode(), without the fields that encoding fills in. */
 static struct ss_batch *encode_batch_make(const struct fixture *fixture) {
     struct ss_batch *batch = fixture_round(fixture);
     memcpy(batch->groups->memory, fixture->source, fixture->size);
@@ -32,7 +32,7 @@ static struct ss_batch *encode_batch_make(const struct fixture *fixture) {
     return batch;
 }
 
-/* The batch that fetches what 'encoded' became. */
+/* The batch that fetches the result of 'encoded'. */
 static struct ss_batch *fetch_batch_make(const struct fixture *fixture, const struct ss_batch *encoded) {
     struct ss_batch *batch = fixture_round(fixture);
     memcpy(batch->pieces, encoded->pieces, batch->piece_count * sizeof *batch->pieces);

@@ -34,7 +34,7 @@ struct relayed {
     int front;
 };
 
-/* Moves what there is from one side to the other. Returns 0 at the end. */
+/* Moves the available bytes from one side to the other. Returns 0 at the end. */
 static int relay_step(SSL *ssl, int behind, size_t *left) {
     uint8_t data[RELAY_BYTES];
     struct pollfd polled[2] = {{.fd = SSL_get_fd(ssl), .events = POLLIN}, {.fd = behind, .events = POLLIN}};
@@ -297,7 +297,7 @@ static void test_put(struct ss_tls *tls, SSL_CTX *context) {
     fixture_free(fixture);
 }
 
-/* What a handshake with 'name' at 'port' comes to, and that its reason holds 'words'. */
+/* Returns the result of a handshake with 'name' at 'port', and checks that its reason has 'words'. */
 static void check_distrust(struct ss_tls *tls, uint16_t port, const char *name, const char *words) {
     int socket = server_connect_port(port);
     struct ss_tls_session *session;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Quantizers: every ISA writes the scalar variant's bytes at every length and alignment and touches nothing outside
- * its buffers; the scalar variant batches as an independent reference in double precision does.
+ * its buffers; the scalar variant rounds as an independent reference in double precision does.
  */
 #include "check.h"
 #include "shadowserve.h"
@@ -15,7 +15,7 @@ static struct guarded source, symbols, scales, target, expected_symbols, expecte
 
 /* ---- The reference ------------------------------------------------------------------------------------------- */
 
-/* batch_to() batches to 'mantissa_bits' after the leading one, ties to even, with subnormals under 2^exponent_min. */
+/* batch_to() rounds to 'mantissa_bits' after the leading one, ties to even, with subnormals under 2^exponent_min. */
 static double batch_to(double value, int mantissa_bits, int exponent_min) {
     int exponent = value != 0 ? ilogb(value) : exponent_min;
     double step = ldexp(1, (exponent < exponent_min ? exponent_min : exponent) - mantissa_bits);

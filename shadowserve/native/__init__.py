@@ -1,10 +1,10 @@
 """The C core (native/), loaded once per process.
 
-Everything in ``native/include/`` has its Python face here, but for element types and quantizers, which hosts without
-the C core name, too (:mod:`shadowserve.chunk`). This is the one place that turns its result codes into exceptions.
+This package wraps everything in ``native/include/``. Only element types and quantizers are elsewhere
+(:mod:`shadowserve.chunk`), because hosts without the C core need them, too. Result codes become exceptions here only.
 Calls release the GIL and block; callers that must not block use threads.
 
-Set ``SHADOWSERVE_NATIVE_LIBRARY`` to load another build of the library, such as one made with sanitizers.
+Set ``SHADOWSERVE_NATIVE_LIBRARY`` to load another build of the library, for example one with sanitizers.
 """
 
 from shadowserve.native import _block, _index, _kernels, _memory, _pipeline, _tls

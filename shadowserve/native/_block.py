@@ -1,7 +1,7 @@
-"""Block devices and files past the page cache, and the objects that lie on them.
+"""Block devices and files that bypass the page cache, and the objects that are stored on them.
 
-:class:`BlockDevice` is the one of ``shadowserve.pool.volume.device``'s protocol that is real.
-docs/guides/storage-devices.md says how devices are accessed and what rights that takes.
+:class:`BlockDevice` implements the protocol of ``shadowserve.pool.volume.device`` with a real device.
+docs/guides/storage-devices.md describes how devices are accessed and which rights this requires.
 """
 
 import enum
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 OBJECT_HEADER_BYTES: Final = 2048
-"""In front of every value on a device."""
+"""Bytes of the header in front of every value on a device."""
 
 _COMPLETIONS_MAX: Final = 256
 _KINDS: Final = ("read", "write", "flush", "discard")
@@ -51,7 +51,7 @@ class BlockAccess(enum.IntEnum):
     """How a device is accessed (``enum ss_block_access``)."""
 
     AUTO = 0
-    """The first of NVME, URING and THREADS that device, build and kernel have."""
+    """The first of NVME, URING and THREADS that the device, the build and the kernel support."""
     URING = 1
     THREADS = 2
     NVME = 3
@@ -63,35 +63,35 @@ def block_access_built(access: BlockAccess) -> bool:
 
 
 def block_access_available(access: BlockAccess) -> bool:
-    """Return whether this build and the running kernel have ``access``. That a device takes it is another matter."""
+    """Return whether this build and the running kernel have ``access``; a device may still not support it."""
     return bool(lib.ss_block_access_available(access))
 
 
 class BlockDevice(Closing):
-    """A file or device that is this process' alone. It checks what operations say that they expect.
+    """A file or device that only this process uses. It checks the content of reads that have an expected object.
 
-    Safe to use from several threads. After :meth:`close` only :meth:`completed` gives anything.
+    Safe to use from several threads. After :meth:`close` only :meth:`completed` returns results.
 
     Args:
-        path: a file, a block device, or an NVMe namespace's character device.
-        size: bytes to use, a multiple of 4096. A file is made if it is not there, and its blocks are reserved; 0: take
-            it as it is.
-        access: how.
-        queue_depth: requests that the device has at a time; 0: 32.
-        operations_max: that may be submitted and not taken back; 0: 1024.
-        strict: never read beside writes, nor anything beside what has another priority.
-        core: of its threads; -1: any.
-        busy_wait_s: to wait for another process to let the device go: the kernel may hold the devices of one that was
-            killed for some time yet, until what they had to do is done.
+        path: A file, a block device, or an NVMe namespace's character device.
+        size: Bytes to use, a multiple of 4096. A missing file is created, and its blocks are reserved; 0: the present
+            size.
+        access: Access method.
+        queue_depth: Number of requests that the device has at a time; 0: 32.
+        operations_max: Number of operations that are submitted and not yet taken back; 0: 1024.
+        strict: No reads beside writes, and no operations of different priorities at the same time.
+        core: Core of the device's threads; -1: any.
+        busy_wait_s: Time to wait until another process releases the device. After a process was killed, the kernel
+            may hold its devices until their outstanding work is done.
 
     Attributes:
-        name: the path.
-        capacity_bytes: that can be used.
-        access_name: how it is accessed, such as ``"io_uring, direct"``.
-        latencies: of what has been taken back, from when the device got it to its end; by ``read``, ``write``...
+        name: Path of the device.
+        capacity_bytes: Usable bytes.
+        access_name: Access method, such as ``"io_uring, direct"``.
+        latencies: Latencies of completed operations by ``read``, ``write``..., from the first request to the end.
 
     Raises:
-        DeviceError: it cannot be opened; ``errno`` says why, EBUSY where it is mounted or another process has it.
+        DeviceError: The device cannot be opened; ``errno`` has the cause, EBUSY if it is mounted or in use.
     """
 
     def __init__(
@@ -125,17 +125,17 @@ class BlockDevice(Closing):
         self._registered: list[Any] = []
         self._left: list[Operation] = []
         self._tables: dict[int, list[Any]] = {}  # of reads into pages, by tag
-        # No call is in the C core when the block is freed, and one at a time takes completions.
+        # The lock prevents calls into the C core while the block is freed. Only one thread at a time takes completions.
         self._lock = threading.Lock()
         self._closing = threading.Lock()
         self._last_statistics = BlockStatistics()
 
     def register(self, memory: memoryview) -> bool:
-        """Make memory known to the kernel, which makes operations on it cheaper; it stays until the device is closed.
+        """Register memory with the kernel until the device is closed; operations on it are then cheaper.
 
         Returns:
-            Whether the kernel took it. Where not (the limit of locked memory, most often; or an access that has no use
-            for it), operations on it are done all the same.
+            True if the kernel accepted the memory. It may refuse (mostly because of the limit of locked memory, or
+            because the access method does not use registration). Operations on the memory work in both cases.
         """
         buffer = ffi.from_buffer("uint8_t[]", memory, require_writable=True)
         with self._lock:
@@ -149,7 +149,7 @@ class BlockDevice(Closing):
         return True
 
     def unregister(self, memory: memoryview) -> None:
-        """Have the kernel forget memory of :meth:`register` that nothing under way uses: then it may go."""
+        """Remove a registration of :meth:`register`. No operation in flight may use the memory."""
         with self._lock, ffi.from_buffer("uint8_t[]", memory) as buffer:
             if self._block != ffi.NULL:
                 lib.ss_block_unregister(self._block, buffer, len(buffer))
@@ -163,10 +163,10 @@ class BlockDevice(Closing):
         """Queue operations, all or none; never blocks.
 
         Raises:
-            BusyError: there are too many already.
-            DeviceError: the device is closed.
-            NativeError: with ``Result.BAD_ARGUMENT``, one is not within the device, not aligned, or too short for what
-                it expects.
+            BusyError: Too many operations are submitted already.
+            DeviceError: The device is closed.
+            NativeError: With ``Result.BAD_ARGUMENT``, an operation is outside the device, not aligned, or too short for
+                the expected object.
         """
         described = ffi.new("struct ss_block_operation[]", len(operations))
         tags = list(itertools.islice(self._tags, len(operations)))
@@ -195,7 +195,7 @@ class BlockDevice(Closing):
             _refused(code, self.name, operations)
 
     def completed(self) -> list[Operation]:
-        """Take back what has ended, ``error`` set; the caller calls ``done``. Never blocks."""
+        """Return the operations that have ended, with ``error`` set; the caller calls ``done``. Never blocks."""
         with self._lock:
             if self._block != ffi.NULL:
                 return self._take()
@@ -222,12 +222,12 @@ class BlockDevice(Closing):
         return ended
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while there is something to take back. It is not to be read."""
+        """Return a descriptor that is readable while completed operations are waiting. Do not read from it."""
         with self._lock:
             return int(lib.ss_block_descriptor(self._open()))
 
     def statistics(self) -> BlockStatistics:
-        """Return counters since it was opened; after closing those of the end."""
+        """Return the counters since the device was opened; after closing, the last ones."""
         with self._lock:
             return self._count()
 
@@ -252,16 +252,16 @@ class BlockDevice(Closing):
         )
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Let the device go: what has not begun is cancelled, what the device has is waited for. Twice is harmless.
+        """Close the device: cancel waiting operations, wait for those in flight. A second call does nothing.
 
-        What ended is then given by :meth:`completed` once more, with ECANCELED for what had not begun. A device that
-        answers nothing for ``timeout_s`` keeps its operations: they end with ETIMEDOUT here, but their memory may be
-        written to yet, so it must stay for as long as the process; what was registered does.
+        :meth:`completed` then returns the last operations, with ECANCELED for those that had not begun. If the device
+        does not answer for ``timeout_s``, its operations end with ETIMEDOUT. The device may still write to their
+        memory, so this memory must exist until the process ends. Registered memory is kept automatically.
         """
         with self._closing:
             if self._block == ffi.NULL:
                 return
-            # Without the lock: others go on meanwhile, and are told that it is closed, or take what has ended.
+            # Without the lock: other threads continue. Their submissions fail, and they can take completions.
             stuck = lib.ss_block_stop(self._block, int(timeout_s * 1000)) != Result.OK
             with self._lock:
                 self._left = self._take()
@@ -290,7 +290,7 @@ class BlockDevice(Closing):
 
 
 def _table(pages: Pages) -> Any:
-    """Return how the C core is told of pages; it stays until the read has ended."""
+    """Return the C core's table of the pages; keep it until the read has ended."""
     table = ffi.new("struct ss_block_pages *")
     table.size, table.stride = pages.size, pages.stride
     for name in ("layers", "extents"):
@@ -304,7 +304,7 @@ def _table(pages: Pages) -> Any:
 
 
 _kept_for_ever: list[Any] = []
-"""Memory that a device which does not answer may write to yet."""
+"""Memory that an unresponsive device may still write to."""
 
 _ACCESS_NAMES: Final = {BlockAccess.URING: "io_uring", BlockAccess.NVME: "NVMe"}
 _OPEN_ADVICE: Final = {
@@ -338,7 +338,7 @@ def _not_opened(code: int, number: int, name: str, access: BlockAccess) -> Devic
         case Result.NOT_SUPPORTED:
             wanted = _ACCESS_NAMES.get(access, access.name.lower())
             cause = f"this build, kernel or device does not have access by {wanted}"
-            advice = "take 'auto'; 'shadowserve doctor --role storage' says what there is"
+            advice = "take 'auto'; 'shadowserve doctor --role storage' lists the available ones"
         case Result.BAD_ARGUMENT:
             cause = "it is no file or block device of at least 4096 bytes, or an option is out of range"
             if os.path.isdir(name):
@@ -350,17 +350,17 @@ def _not_opened(code: int, number: int, name: str, access: BlockAccess) -> Devic
 
 
 def _absent_advice(name: str) -> str:
-    """Return what to do about a path that leads nowhere."""
+    """Return the advice for a path that does not exist."""
     folder = os.path.dirname(os.path.abspath(name))
     if not os.path.isdir(folder):
         return f"make the folder {folder}"
     if folder.startswith("/dev"):
-        return "see 'lsblk' for the devices that there are"
-    return "check the path; to have a file made there, give its size"
+        return "see 'lsblk' for the existing devices"
+    return "check the path; to create a file there, give its size"
 
 
 def _refused(code: int, name: str, operations: Sequence[Operation]) -> None:
-    """Raise what a submission that was refused comes to."""
+    """Raise the exception for a refused submission."""
     if code == Result.NO_SPACE:
         raise BusyError(f"device {name} has as many operations as it takes; try again when some have ended")
     if code == Result.CANCELLED:
@@ -379,22 +379,22 @@ def object_bytes(length: int, name: bytes = b"") -> int:
 
 @lru_cache(64)
 def object_unit(length: int) -> int:
-    """Return how many bytes of a value of ``length`` bytes have one checksum."""
+    """Return the number of bytes that share one checksum, in a value of ``length`` bytes."""
     return int(lib.ss_object_unit(length))
 
 
 def object_units(length: int, start: int, end: int) -> tuple[int, int]:
-    """Return first and count of the units that have bytes ``start`` to ``end`` of a value of ``length`` bytes."""
+    """Return the first and the number of units with bytes ``start`` to ``end`` of a value of ``length`` bytes."""
     unit = object_unit(length)
     first = start // unit
     return first, -(-min(end, length) // unit) - first if end > start else 0
 
 
 def seal_object(memory: "WriteableBuffer", fields: ObjectFields, name: bytes = b"") -> None:
-    """Write header, ``name`` and padding around a value that is in place, from byte OBJECT_HEADER_BYTES of ``memory``.
+    """Write header, ``name`` and padding around a value that is already at OBJECT_HEADER_BYTES of ``memory``.
 
     Raises:
-        NativeError: the memory is too small, or the fields do not fit each other.
+        NativeError: The memory is too small, or the fields are inconsistent.
     """
     if len(name) != fields.name_length or len(fields.key) != 32:
         raise NativeError("name_length is not the name's length, or the key has not 32 bytes", Result.BAD_ARGUMENT)
@@ -409,10 +409,10 @@ def seal_object(memory: "WriteableBuffer", fields: ObjectFields, name: bytes = b
 
 
 def object_header(header: "ReadableBuffer") -> ObjectFields:
-    """Return what a header says, of which at least OBJECT_HEADER_BYTES are given.
+    """Return the fields of a header, of at least OBJECT_HEADER_BYTES.
 
     Raises:
-        NativeError: with ``Result.BAD_DATA``, it is none; with ``Result.CHECKSUM``, not the one that was written.
+        NativeError: With ``Result.BAD_DATA``, the bytes are no header; with ``Result.CHECKSUM``, they were changed.
     """
     found = ffi.new("struct ss_object_fields *")
     with ffi.from_buffer("uint8_t[]", header) as source:
@@ -432,14 +432,14 @@ def object_header(header: "ReadableBuffer") -> ObjectFields:
 def check_object(
     header: "ReadableBuffer", expected: ObjectFields, data: "ReadableBuffer" = b"", first: int = 0, count: int = 0
 ) -> Result:
-    """Return whether a header is the expected object's, and ``data`` ``count`` units of its value from ``first`` on.
+    """Check a header against the expected object, and ``data`` against ``count`` units of its value from ``first``.
 
     Returns:
-        ``OK``; ``BAD_DATA``: no object; ``CHECKSUM``: not the bytes that were sealed; ``NOT_FOUND``: another object, so
-        a read or write went astray, or was lost.
+        ``OK``; ``BAD_DATA``: no object; ``CHECKSUM``: not the sealed bytes; ``NOT_FOUND``: another object, because a
+        read or write used a wrong address, or a write was lost.
 
     Raises:
-        NativeError: there are no such units, or ``data`` is shorter than they are.
+        NativeError: These units do not exist, or ``data`` is shorter than the units.
     """
     unit = object_unit(expected.length)
     needed = max(0, min((first + count) * unit, expected.length) - first * unit)
@@ -455,7 +455,7 @@ def check_object(
 
 
 def check_object_name(header: "ReadableBuffer", name: "ReadableBuffer") -> Result:
-    """Return ``OK`` where ``name`` is the text that was sealed with this header, else ``CHECKSUM`` or ``BAD_DATA``."""
+    """Return ``OK`` if ``name`` is the text that was sealed with this header, else ``CHECKSUM`` or ``BAD_DATA``."""
     with ffi.from_buffer("uint8_t[]", header) as head, ffi.from_buffer("uint8_t[]", name) as text:
         _has_header(len(head))
         found = ffi.new("struct ss_object_fields *")

@@ -1,4 +1,4 @@
-"""The index of what is stored, and the allocator of blocks: the tables of the storage engine, in C."""
+"""The index of stored objects, and the block allocator: the tables of the storage engine, in C."""
 
 import enum
 import os
@@ -35,7 +35,7 @@ __all__ = [
 
 INDEX_KEY_BYTES: Final = 32
 ANY: Final = -1
-"""Of a tenant or a device: each one."""
+"""All tenants, or all devices."""
 NO_PARENT: Final = bytes(INDEX_KEY_BYTES)
 
 INDEX_RECORD_DTYPE: Final = np.dtype(
@@ -67,7 +67,7 @@ _PLACE: Final = struct.Struct("<IIII")
 
 
 class IndexPolicy(enum.IntEnum):
-    """What is evicted next (``enum ss_index_policy``)."""
+    """Eviction policy (``enum ss_index_policy``)."""
 
     LRU = 0
     S3FIFO = 1
@@ -75,7 +75,7 @@ class IndexPolicy(enum.IntEnum):
 
 
 class IndexRecordKind(enum.IntEnum):
-    """What a record says (``enum ss_index_record_kind``)."""
+    """Kind of a record (``enum ss_index_record_kind``)."""
 
     PUT = 1
     REMOVE = 2
@@ -87,37 +87,37 @@ class IndexRecordKind(enum.IntEnum):
 
 
 class IndexFlag(enum.IntFlag):
-    """What an object is (``enum ss_index_flags``)."""
+    """Flags of an object (``enum ss_index_flags``)."""
 
     RECORD = 1
     NAMED = 2
     EVERY_TENANT = 0x80
-    """Of a CLEAR record only."""
+    """Only in a CLEAR record."""
 
 
-# A flag's own operators are functions of Python, and these are needed for each put.
+# Operators of enum.IntFlag are slow Python functions. These plain integers are needed for each put.
 _PUT: Final = int(IndexRecordKind.PUT)
 _NAMED: Final = int(IndexFlag.NAMED)
 
 
 class IndexPurge(enum.IntEnum):
-    """Which objects cannot stay (``enum ss_index_purge``)."""
+    """Objects to remove after recovery (``enum ss_index_purge``)."""
 
     UNPROVEN = 0
     NAMELESS = 1
 
 
 class IndexEntry(NamedTuple):
-    """What is known of an object. Its fields are those of a PUT record, in its order."""
+    """Index entry of an object. The fields are those of a PUT record, in the same order."""
 
     kind: int
     flags: int
     device: int
     name_blocks: int
-    """By how many blocks a long name makes the object larger."""
+    """Additional blocks for a long name."""
     tenant: int
     extent: int
-    """First 4 KiB block on the device; in memory alone (device 255) bytes that it takes beside its value."""
+    """First 4 KiB block on the device; for an object only in memory (device 255): bytes in addition to the value."""
     length: int
     """Bytes of the value."""
     header_length: int
@@ -132,7 +132,7 @@ class IndexEntry(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """How many 4 KiB blocks it takes on its device."""
+        """Number of 4 KiB blocks on the device."""
         return blocks_of(self.length) + self.name_blocks
 
     def pack(self) -> bytes:
@@ -141,12 +141,12 @@ class IndexEntry(NamedTuple):
 
     @classmethod
     def unpack(cls, record: bytes) -> "IndexEntry":
-        """Return what 128 bytes say, of any kind of record."""
+        """Return the entry of a record of any kind, 128 bytes."""
         return cls._make(_RECORD.unpack(record))
 
 
 class IndexPlace(NamedTuple):
-    """Where an object lies: of an :class:`IndexEntry`, what a reader of its device needs."""
+    """Position of an object: the fields of an :class:`IndexEntry` that a reader of its device needs."""
 
     slot: int
     extent: int
@@ -159,45 +159,45 @@ class IndexTotals(NamedTuple):
 
     objects: int
     bytes: int
-    """With headers, each object rounded up to 4 KiB; in memory alone its length and its ``extent``."""
+    """Bytes with headers, each object rounded up to 4 KiB; for an object only in memory: ``length`` plus ``extent``."""
     records: int
     expiring: int
     name_records: int
-    """That their names take in a log or a snapshot."""
+    """Number of records that the names take in a log or a snapshot."""
 
 
 class ReplayCounts(NamedTuple):
-    """What became of records that were replayed."""
+    """Results of a replay of records."""
 
     applied: int
     ignored: int
-    """Of kinds that are the volume's own, or about objects that are not there."""
+    """Records of the volume's own kinds, or of absent objects."""
     refused: int
-    """With an impossible field."""
+    """Records with an invalid field."""
 
 
 def blocks_of(length: int, name_length: int = 0) -> int:
-    """Return how many 4 KiB blocks an object takes whose value, and whose name behind it, have so many bytes."""
+    """Return the number of 4 KiB blocks of an object with a value and a name of these lengths."""
     return int(lib.ss_index_blocks(length, name_length))
 
 
 class Index:
-    """All objects of a storage node by tenant and key, with what to evict next. Not for several threads at a time.
+    """All objects of a storage node by tenant and key, with the eviction queues. Not thread-safe.
 
-    A slot is an object's number, from 1, while it is there. Methods that take one do nothing for a slot without
-    an object.
+    A slot is an object's number, from 1, until the object is removed. Methods that take a slot do nothing if the slot
+    has no object.
     """
 
     def __init__(self, objects_max: int, policy: IndexPolicy = IndexPolicy.LRU, seed: int | None = None) -> None:
-        """Reserve addresses for ``objects_max`` objects; memory is taken as they come.
+        """Reserve addresses for ``objects_max`` objects; memory is allocated as objects are inserted.
 
         Args:
-            objects_max: 1 to 2^30.
-            policy: of eviction.
-            seed: 64 bits; without it a random one, so that no client can choose keys that collide.
+            objects_max: Most objects, 1 to 2^30.
+            policy: Eviction policy.
+            seed: Seed of the hash, 64 bits; None: a random one, so that no client can choose keys that collide.
 
         Raises:
-            NativeError: there are no addresses, or ``objects_max`` is out of range.
+            NativeError: The addresses cannot be reserved, or ``objects_max`` is out of range.
         """
         pointer = ffi.new("struct ss_index **")
         self._index: Any = ffi.NULL
@@ -211,7 +211,7 @@ class Index:
         self._buffer = ffi.buffer(self._record)
 
     def close(self) -> None:
-        """Give the memory back. Twice is harmless; nothing else may be called after it."""
+        """Free the memory. A second call does nothing; no other method may be called afterwards."""
         index, self._index = self._index, ffi.NULL
         if index != ffi.NULL:
             lib.ss_index_close(index)
@@ -224,27 +224,27 @@ class Index:
         return self.totals().objects
 
     def find(self, tenant: int, key: bytes) -> int:
-        """Return the object's slot; 0: absent. Not a use of it. ``key`` has 32 bytes."""
+        """Return the object's slot; 0: absent. This does not count as a use. ``key`` has 32 bytes."""
         if len(key) != INDEX_KEY_BYTES:
             raise _wrong_key(key)
         return int(lib.ss_index_find(self._index, tenant, key))
 
     def get(self, tenant: int, key: bytes, now_s: int = 0) -> tuple[int, IndexEntry] | None:
-        """Return an object's slot and what is known of it; None: absent. With ``now_s`` it is a use of the object."""
+        """Return an object's slot and entry; None: absent. With ``now_s`` this counts as a use of the object."""
         if len(key) != INDEX_KEY_BYTES:
             raise _wrong_key(key)
         slot = lib.ss_index_get(self._index, tenant, key, now_s, self._record)
         return (slot, self._entry()) if slot else None
 
     def places(self, tenant: int, keys: bytes, lengths: Sequence[int], now_ms: int) -> list[IndexPlace]:
-        """Return where the leading ones of many chunks lie on devices, and count a use of each.
+        """Return the positions of the leading chunks that are on devices, and count a use of each.
 
-        Those are before the first that is absent, of another length, in memory alone, or has expired.
+        The list ends before the first chunk that is absent, has another length, is only in memory, or has expired.
 
         Args:
-            tenant: whose.
-            keys: of 32 bytes each, one behind the other.
-            lengths: that they are expected to have.
+            tenant: Tenant of the chunks.
+            keys: Keys of 32 bytes each, without gaps.
+            lengths: Expected lengths.
             now_ms: Unix time in milliseconds.
         """
         count = len(lengths)
@@ -256,7 +256,7 @@ class Index:
         return list(map(IndexPlace._make, _PLACE.iter_unpack(ffi.buffer(places, found * _PLACE.size))))
 
     def find_many(self, tenant: int, keys: "bytes | memoryview | NDArray[np.uint8]") -> "NDArray[np.uint32]":
-        """Return the slot of each of many keys, which lie one behind the other; 0: absent."""
+        """Return the slot of each key; 0: absent. The keys follow each other without gaps."""
         content = ffi.from_buffer("uint8_t[]", keys)
         slots = np.empty(len(content) // INDEX_KEY_BYTES, np.uint32)
         pointer = ffi.cast("uint32_t *", ffi.from_buffer("uint8_t[]", slots))
@@ -264,10 +264,10 @@ class Index:
         return slots
 
     def read(self, slot: int) -> IndexEntry:
-        """Return what is known of an object.
+        """Return the entry of an object.
 
         Raises:
-            KeyError: there is none at this slot.
+            KeyError: The slot has no object.
         """
         if lib.ss_index_read(self._index, slot, self._record):
             raise KeyError(slot)
@@ -277,7 +277,7 @@ class Index:
         return tuple.__new__(IndexEntry, _RECORD.unpack_from(self._buffer))  # as _make(), in half of its time
 
     def holds(self, slot: int, key: bytes, generation: int) -> bool:
-        """Return whether at a slot is an object with this key, of this put: sooner told than read."""
+        """Return whether the slot has the object with this key, of this put; faster than :meth:`read`."""
         if lib.ss_index_read(self._index, slot, self._record):
             return False
         return bool(self._record.generation == generation and ffi.buffer(self._record.key)[:] == key)
@@ -300,13 +300,13 @@ class Index:
         generation: int = 0,
         parent: bytes = NO_PARENT,
     ) -> int:
-        """Put an object in, or replace the one with its key; return its slot.
+        """Insert an object, or replace the object with the same key; return its slot.
 
-        With a ``name``, its key's text, it has the flag NAMED as well; ``name_blocks`` are those that the text takes on
-        the device.
+        With ``name``, the text of its key, the object also gets the flag NAMED; ``name_blocks`` is the number of blocks
+        of this text on the device.
 
         Raises:
-            NativeError: with ``Result.NO_SPACE`` when there are ``objects_max`` objects.
+            NativeError: With ``Result.NO_SPACE``, the index has ``objects_max`` objects.
         """
         _RECORD.pack_into(
             self._buffer,
@@ -333,28 +333,28 @@ class Index:
         return self._slot[0]  # type: ignore[no-any-return]
 
     def set_name(self, slot: int, name: bytes) -> None:
-        """Keep the text of an object's key, which has the flag NAMED.
+        """Store the text of the key of an object with the flag NAMED.
 
         Raises:
-            NativeError: there is no memory for it, or no such object.
+            NativeError: No memory, or no such object.
         """
         check(lib.ss_index_set_name(self._index, slot, name, len(name)), f"keeping a key of {len(name)} bytes")
 
     def name(self, slot: int) -> bytes | None:
-        """Return the text of an object's key; None for one that is not named, or has none."""
+        """Return the text of an object's key; None if it is not named, or has no text."""
         text = lib.ss_index_name(self._index, slot, self._slot)
         return None if text == ffi.NULL else ffi.buffer(text, self._slot[0])[:]
 
     def remove(self, slot: int) -> None:
-        """Forget an object. Its children keep its place, and it may come back."""
+        """Remove an object. Its children keep their place in the chain, and it can be inserted again."""
         lib.ss_index_remove(self._index, slot)
 
     def evict(self, slot: int) -> None:
-        """Forget an object, but remember in the ghost queue that it was there."""
+        """Remove an object, and add its key to the ghost queue."""
         lib.ss_index_evict(self._index, slot)
 
     def clear(self, tenant: int = ANY, device: int = ANY) -> int:
-        """Forget all objects of a tenant on a device; return how many."""
+        """Remove all objects of a tenant on a device; return their number."""
         return int(lib.ss_index_clear(self._index, tenant, device))
 
     def touch(self, slot: int, now_s: int) -> None:
@@ -366,39 +366,39 @@ class Index:
         lib.ss_index_touch_each(self._index, ffi.from_buffer("uint32_t[]", slots), len(slots), now_s)
 
     def set_expiry(self, slot: int, expires_at_ms: int) -> None:
-        """Set when it expires; 0: never."""
+        """Set the time of expiry; 0: never."""
         lib.ss_index_expire(self._index, slot, expires_at_ms)
 
     def resize(self, slot: int, length: int) -> None:
-        """Say how long the new value of an object in memory alone is.
+        """Set the length of the new value of an object that is only in memory.
 
         Raises:
-            NativeError: there is no such object in memory alone, or it is a record and has a longer head.
+            NativeError: No such object only in memory, or a record with a longer header.
         """
         code = lib.ss_index_resize(self._index, slot, length)
         if code:
             check(code, f"giving an object a value of {length} bytes")
 
     def pin(self, slot: int, until_s: int) -> None:
-        """Keep it from being a victim before ``until_s``; 0 ends that."""
+        """Protect the object from eviction until ``until_s``; 0 ends the protection."""
         lib.ss_index_pin(self._index, slot, until_s)
 
     def victim(self, now_s: int, device: int = ANY, tenant: int = ANY) -> int:
-        """Return the slot of what to evict next; 0: nothing. It may lie on another device (the end of a chain)."""
+        """Return the slot of the next object to evict; 0: none. It may be on another device (the end of a chain)."""
         return lib.ss_index_victim(self._index, device, tenant, now_s)
 
     def ghost(self, tenant: int, key: bytes) -> bool:
-        """Return whether the key was evicted or remembered lately."""
+        """Return whether the ghost queue has the key."""
         return bool(lib.ss_index_ghost(self._index, tenant, key))
 
     def scan(self, tenant: int, cursor: int, max_slots: int, max_lines: int) -> tuple[int, list[int]]:
-        """Return the next cursor, 0 at the end, and slots of a tenant's objects, in an order that nothing changes.
+        """Return the next cursor, 0 at the end, and slots of a tenant's objects, in an order that never changes.
 
         Args:
-            tenant: whose; :data:`ANY` for everybody's.
-            cursor: where to go on, 64 bits; 0 at first.
-            max_slots: at most so many.
-            max_lines: of the table that are looked at, some ten objects each.
+            tenant: Tenant of the objects; :data:`ANY`: all tenants.
+            cursor: Cursor of the previous call, 64 bits; 0 at first.
+            max_slots: Most slots to return.
+            max_lines: Most lines of the table to read, about ten objects each.
         """
         slots = ffi.new("uint32_t[]", max_slots)
         position = ffi.new("uint64_t *", cursor)
@@ -406,7 +406,7 @@ class Index:
         return int(position[0]), list(slots[0:count])
 
     def expired(self, now_ms: int, max_slots: int) -> list[int]:
-        """Return the slots of at most so many objects that have expired."""
+        """Return the slots of at most ``max_slots`` objects that have expired."""
         slots = ffi.new("uint32_t[]", max_slots)
         return list(slots[0 : lib.ss_index_expired(self._index, now_ms, slots, max_slots)])
 
@@ -417,7 +417,7 @@ class Index:
         return IndexTotals(totals.objects, totals.bytes, totals.records, totals.expiring, totals.name_records)
 
     def used_bytes(self, tenant: int = ANY) -> int:
-        """Return the bytes of a tenant's objects, as totals() does, in a tenth of its time."""
+        """Return the bytes of a tenant's objects, as totals() does, but ten times as fast."""
         return int(lib.ss_index_bytes(self._index, tenant))
 
     def memory_bytes(self) -> int:
@@ -428,12 +428,12 @@ class Index:
         """Apply records (:data:`INDEX_RECORD_DTYPE`) of a device's snapshot or log, in order.
 
         Args:
-            device: whose they are; the records' own device is not looked at.
-            blocks: of 4 KiB that the device has; objects that reach beyond are refused.
-            records: contiguous.
+            device: Device of the records; the device field of the records is ignored.
+            blocks: Number of 4 KiB blocks of the device; objects beyond its end are refused.
+            records: Contiguous records.
 
         Raises:
-            NativeError: with ``Result.NO_SPACE`` for more than ``objects_max`` objects.
+            NativeError: With ``Result.NO_SPACE``, the records have more than ``objects_max`` objects.
         """
         content = ffi.from_buffer("uint8_t[]", records)
         counts = ffi.new("struct ss_index_counts *")
@@ -445,15 +445,15 @@ class Index:
         return ReplayCounts(counts.applied, counts.ignored, counts.refused)
 
     def replayed(self) -> None:
-        """Put the queues in order, after the last record of the last device."""
+        """Sort the queues, after the last record of the last device."""
         check(lib.ss_index_replayed(self._index), "ordering the queues of the index")
 
     def purge(self, device: int, what: IndexPurge) -> int:
-        """Remove the objects on a device that cannot stay; return how many."""
+        """Remove objects on a device after recovery; return their number."""
         return int(lib.ss_index_purge(self._index, device, what))
 
     def reserve(self, device: int, extents: "Extents") -> int:
-        """Reserve the extents of all objects on a device; return how many were dropped since they overlap."""
+        """Reserve the extents of all objects on a device; drop overlapping objects, and return their number."""
         dropped = ffi.new("uint64_t *")
         code = lib.ss_index_reserve(self._index, device, extents._extents, dropped)
         check(code, f"reserving the extents of device {device}")
@@ -463,7 +463,7 @@ class Index:
         """Store PUT records of the next objects on a device into ``records``.
 
         Returns:
-            The next cursor (0 at first, and again after the last), and how many were stored, perhaps none.
+            The next cursor (0 at first, and again after the last), and the number of stored records, which may be 0.
         """
         content = ffi.from_buffer("uint8_t[]", records, require_writable=True)
         self._slot[0] = cursor
@@ -472,7 +472,7 @@ class Index:
         return int(self._slot[0]), int(count)
 
     def dump_names(self, puts: "NDArray[np.void]") -> bytes:
-        """Return the NAME records of those objects, as dump() stored them, that have names."""
+        """Return the NAME records of the objects of a dump() that have names."""
         content = ffi.cast("struct ss_index_record *", ffi.from_buffer("uint8_t[]", puts))
         count = lib.ss_index_dump_names(self._index, content, len(puts), ffi.NULL, 0)
         records = bytearray(count * INDEX_RECORD_DTYPE.itemsize)
@@ -481,7 +481,7 @@ class Index:
         return bytes(records)
 
     def superseded(self, device: int) -> list[tuple[int, bytes]]:
-        """Return tenant and key of each put that a device's log still has, but that lost to another device's."""
+        """Return tenant and key of each put in a device's log that a later put of another device supersedes."""
         found: list[tuple[int, bytes]] = []
         records = ffi.new("struct ss_index_record[]", _RIVALS_AT_ONCE)
         self._slot[0] = 0
@@ -497,10 +497,10 @@ def _wrong_key(key: bytes) -> ValueError:
 
 
 class Extents:
-    """Runs of free blocks of a device or an arena. Not for several threads at a time."""
+    """Allocator of runs of blocks of a device or an arena. Not thread-safe."""
 
     def __init__(self, blocks: int) -> None:
-        """Make an allocator of so many blocks, all of them free."""
+        """Create an allocator of ``blocks`` free blocks."""
         pointer = ffi.new("struct ss_extents **")
         self._extents: Any = ffi.NULL
         check(lib.ss_extents_open(min(max(blocks, 0), 0xFFFFFFFF), pointer), f"making an allocator of {blocks} blocks")
@@ -508,7 +508,7 @@ class Extents:
         self.blocks = blocks
 
     def close(self) -> None:
-        """Give the memory back. Twice is harmless; nothing else may be called after it."""
+        """Free the memory. A second call does nothing; no other method may be called afterwards."""
         extents, self._extents = self._extents, ffi.NULL
         if extents != ffi.NULL:
             lib.ss_extents_close(extents)
@@ -518,30 +518,30 @@ class Extents:
             self.close()
 
     def allocate(self, count: int) -> int | None:
-        """Return the first of ``count`` blocks; None where no free run is that long."""
+        """Return the first of ``count`` blocks; None if no free run is long enough."""
         first = int(lib.ss_extents_allocate(self._extents, count))
         return None if first == 0xFFFFFFFF else first
 
     def free(self, first: int, count: int) -> None:
-        """Give blocks back.
+        """Free blocks.
 
         Raises:
-            NativeError: one of them is free already, or does not exist.
+            NativeError: A block is already free, or does not exist.
         """
         code = lib.ss_extents_free(self._extents, first, count)
         if code:
             check(code, f"freeing {count} blocks at {first} of {self.blocks}")
 
     def reserve(self, first: int, count: int) -> None:
-        """Take these blocks.
+        """Reserve these blocks.
 
         Raises:
-            NativeError: one of them is taken already, or does not exist.
+            NativeError: A block is already reserved, or does not exist.
         """
         code = lib.ss_extents_reserve(self._extents, first, count)
         check(code, f"reserving {count} blocks at {first} of {self.blocks}")
 
     @property
     def free_blocks(self) -> int:
-        """How many blocks are free."""
+        """Number of free blocks."""
         return int(lib.ss_extents_free_blocks(self._extents))

@@ -1,4 +1,4 @@
-"""The kernels: CPU dispatch, checksum, codecs, quantizers. One call each, over whole buffers."""
+"""The kernels: CPU dispatch, checksum, codecs, quantizers. Each call processes whole buffers."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -38,7 +38,7 @@ def isa_available(isa: Isa) -> bool:
 
 
 def isa_active() -> Isa:
-    """Return the variant that the kernels use now: the best available one, unless forced."""
+    """Return the variant that the kernels use now: the best available one, unless another one was forced."""
     return Isa(lib.ss_isa_active())
 
 
@@ -46,7 +46,7 @@ def isa_force(isa: Isa) -> None:
     """Make every kernel use ``isa`` from now on; for tests and benchmarks, while no other thread runs kernels.
 
     Raises:
-        NativeError: with ``Result.NOT_SUPPORTED``, and nothing changes.
+        NativeError: With ``Result.NOT_SUPPORTED``, ``isa`` is not available; nothing changes.
     """
     check(lib.ss_isa_force(isa), f"forcing the {isa.name} kernels")
 
@@ -71,10 +71,10 @@ def codec_implementations() -> dict[Codec, str]:
 
 
 def compress_bound(codec: Codec, size: int) -> int:
-    """Return the most bytes that ``compress()`` makes of ``size`` bytes.
+    """Return the largest possible result of ``compress()`` for ``size`` bytes.
 
     Raises:
-        NativeError: the codec was not built in, or ``size`` is over its limit (about 2 GiB).
+        NativeError: The codec was not built in, or ``size`` is over its limit (about 2 GiB).
     """
     bound = lib.ss_compress_bound(codec, size)
     if bound == 0 and not (codec is Codec.NONE and size == 0):
@@ -86,13 +86,13 @@ def compress(codec: Codec, data: "ReadableBuffer", row_length: int = 0) -> bytes
     """Return ``data`` as one stream of ``codec``; Deflate is raw and Huffman-only.
 
     Args:
-        codec: one that this build can encode.
-        data: what to compress.
-        row_length: bytes of one row, a token's symbols, which kvrans takes as columns; other codecs ignore it. 0 where
-            there are no rows.
+        codec: Codec; this build must have it.
+        data: Bytes to compress.
+        row_length: Bytes of one row, a token's symbols, for kvrans, which codes columns; other codecs ignore it. 0: no
+            rows.
 
     Raises:
-        NativeError: with ``Result.NOT_SUPPORTED`` or ``Result.NO_MEMORY``.
+        NativeError: With ``Result.NOT_SUPPORTED`` or ``Result.NO_MEMORY``.
     """
     with ffi.from_buffer("uint8_t[]", data) as source:
         target = np.empty(compress_bound(codec, len(source)), dtype=np.uint8)
@@ -107,7 +107,7 @@ def decompress(codec: Codec, data: "ReadableBuffer", size: int) -> bytes:
     """Decode ``data``, one whole stream of ``codec``, to exactly ``size`` bytes.
 
     Raises:
-        NativeError: with ``Result.BAD_DATA`` where it does not decode to that, ``Result.NOT_SUPPORTED``.
+        NativeError: With ``Result.BAD_DATA``, ``data`` does not decode to ``size`` bytes; or ``Result.NOT_SUPPORTED``.
     """
     target = np.empty(size, dtype=np.uint8)
     decompress_into(codec, data, target)
@@ -115,23 +115,23 @@ def decompress(codec: Codec, data: "ReadableBuffer", size: int) -> bytes:
 
 
 def decompress_into(codec: Codec, data: "ReadableBuffer", target: "WriteableBuffer") -> None:
-    """Decode ``data``, one whole stream of ``codec``, into ``target``, which it has to fill exactly.
+    """Decode ``data``, one whole stream of ``codec``, into ``target``, which it must fill exactly.
 
     Raises:
-        NativeError: as :func:`decompress`.
+        NativeError: As for :func:`decompress`.
     """
     decompress_many(codec, [(data, target)])
 
 
 def decompress_many(codec: Codec, streams: "Sequence[tuple[ReadableBuffer, WriteableBuffer]]") -> None:
-    """Decode several streams, each into its target; a few at a time are faster than one after the other.
+    """Decode several streams, each into its target; a few streams together are faster than one after the other.
 
     Args:
-        codec: of all of them.
-        streams: pairs of a whole stream and the target that it has to fill exactly; targets do not overlap.
+        codec: Codec of all streams.
+        streams: Pairs of a whole stream and a target, which the stream must fill exactly; targets do not overlap.
 
     Raises:
-        NativeError: as :func:`decompress`, for the first stream that failed; the others are decoded all the same.
+        NativeError: As for :func:`decompress`, for the first stream that failed; all other streams are decoded.
     """
     buffers = [(ffi.from_buffer("uint8_t[]", data), ffi.from_buffer("uint8_t[]", out, True)) for data, out in streams]
     jobs = ffi.new("struct ss_stream[]", len(buffers))
@@ -153,9 +153,10 @@ def _check_size(name: str, actual: int, needed: int) -> None:
 def _batches(
     quantizer: Quantizer, vectors: int, vector_length: int, scale_vectors: int
 ) -> list[tuple[int, int, int, int]]:
-    """Return vectors, their length, first element and first scale of each call of a kernel.
+    """Return number of vectors, their length, first element and first scale of each kernel call.
 
-    Vectors that share a scale are one longer vector to it; the last of them may be fewer, which takes a second call.
+    The kernel processes vectors that share a scale as one longer vector. If the last such vector is shorter, it needs a
+    second call.
     """
     if quantizer is not Quantizer.BINNED:
         return [(vectors, vector_length, 0, 0)]
@@ -177,19 +178,19 @@ def quantize(
     """Turn elements into symbols.
 
     Args:
-        quantizer: which way; ``BINNED`` loses precision, the others do not.
-        dtype: of the elements in ``source``.
+        quantizer: Quantizer; ``BINNED`` loses precision, the others do not.
+        dtype: Type of the elements in ``source``.
         source: ``vectors * vector_length`` elements, contiguous.
-        vectors: number of vectors (tokens).
-        vector_length: elements of each.
-        bins: for ``BINNED``: even, 4 to 256.
-        scale_vectors: for ``BINNED``: so many vectors share one scale, the last of them perhaps fewer.
+        vectors: Number of vectors (tokens).
+        vector_length: Elements of each vector.
+        bins: Number of bins, for ``BINNED``: even, 4 to 256.
+        scale_vectors: Number of vectors that share one scale, for ``BINNED``; the last scale may have fewer.
 
     Returns:
-        The symbols, and the scales (none unless binned).
+        The symbols, and the scales (an empty array unless binned).
 
     Raises:
-        NativeError: with ``Result.NOT_FINITE`` where a value to bin is infinite or NaN, or ``Result.BAD_ARGUMENT``.
+        NativeError: With ``Result.NOT_FINITE``, a value to bin is infinite or NaN; or ``Result.BAD_ARGUMENT``.
     """
     itemsize = 1 if quantizer is Quantizer.BINNED else dtype.itemsize
     symbols = np.empty(vectors * vector_length * itemsize, dtype=np.uint8)
@@ -226,20 +227,20 @@ def dequantize(
     """Turn symbols back into elements of ``dtype``.
 
     Args:
-        quantizer: the one that made the symbols.
-        dtype: of the elements to make.
-        symbols: one byte for each element where binned, else the elements' bytes.
-        scales: float32, one for every ``scale_vectors`` vectors where binned, else ignored.
-        vectors: number of vectors (tokens).
-        vector_length: elements of each.
-        scale_vectors: as they were quantized.
-        out: where to write; a new array where it is ``None``.
+        quantizer: Quantizer of the symbols.
+        dtype: Type of the elements.
+        symbols: Symbols: one byte for each element if binned, else the elements' bytes.
+        scales: Scales, float32, one for every ``scale_vectors`` vectors if binned, else ignored.
+        vectors: Number of vectors (tokens).
+        vector_length: Elements of each vector.
+        scale_vectors: Number of vectors that share one scale, as in :func:`quantize`.
+        out: Memory to write to; None: a new array.
 
     Returns:
-        The elements' bytes; view them as what they are.
+        The elements' bytes; view the array with the element type.
 
     Raises:
-        NativeError: with ``Result.BAD_DATA`` for a scale that is not finite, or ``Result.BAD_ARGUMENT``.
+        NativeError: With ``Result.BAD_DATA``, a scale is not finite; or ``Result.BAD_ARGUMENT``.
     """
     binned = quantizer is Quantizer.BINNED
     size = vectors * vector_length * dtype.itemsize

@@ -1,4 +1,4 @@
-"""The library itself: loaded once, its constants, and the one place that turns its result codes into exceptions."""
+"""The shared library: loaded once, its constants, and the conversion of its result codes into exceptions."""
 
 import abc
 import enum
@@ -42,11 +42,11 @@ ABI_VERSION: Final = 12
 
 
 class Closing(abc.ABC):
-    """What holds something of the C core until it is closed, at the latest by the end of a ``with``."""
+    """Owner of an object of the C core until :meth:`close`, at the latest until the end of a ``with``."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Let go of it."""
+        """Release the object."""
 
     def __enter__(self) -> Self:
         return self
@@ -56,7 +56,7 @@ class Closing(abc.ABC):
 
 
 class Result(enum.IntEnum):
-    """What a call into the C core, or one chunk of a batch, came to (``enum ss_result``)."""
+    """Result of a call into the C core, or of one chunk of a batch (``enum ss_result``)."""
 
     OK = 0
     BAD_DATA = 1
@@ -89,7 +89,7 @@ class Codec(enum.IntEnum):
 
 
 class Isa(enum.IntEnum):
-    """Instruction sets that the kernels come in (``enum ss_isa``)."""
+    """Instruction sets of the kernels' variants (``enum ss_isa``)."""
 
     SCALAR = 0
     AVX2 = 1
@@ -98,27 +98,27 @@ class Isa(enum.IntEnum):
 
 
 class MemoryKind(enum.IntEnum):
-    """Where memory is that batches deliver to, or store from (``enum ss_memory_kind``)."""
+    """Kind of the memory that batches deliver to or store from (``enum ss_memory_kind``)."""
 
     LOCAL = 0
-    """In this process."""
+    """Memory of this process."""
     EXPORTED = 1
-    """In another process, often on another machine, that exported it (:class:`shadowserve.native.Export`)."""
+    """Memory of another process, often on another machine, that exported it (:class:`shadowserve.native.Export`)."""
     CUDA_IPC = 2
-    """In a GPU of this machine, by a handle of CUDA IPC."""
+    """Memory of a GPU of this machine, by a handle of CUDA IPC."""
 
 
 class Origin(enum.IntEnum):
-    """Where the body of a piece comes from, in a fetch (``enum ss_origin``)."""
+    """Source of the body of a piece, in a fetch (``enum ss_origin``)."""
 
     SERVER = 0
     """A server, or a node of a cluster."""
     MEMORY = 1
-    """It lies in this process."""
+    """Memory of this process."""
     AWAITED = 2
-    """It is going to."""
+    """Memory of this process, once its address is supplied."""
     NOWHERE = 3
-    """It was awaited, and is not to be had."""
+    """None: it was awaited, and could not be read."""
 
 
 class Stage(enum.IntEnum):
@@ -136,7 +136,7 @@ class Stage(enum.IntEnum):
 _DEVICE_TEXT_SIZE: Final = 256
 _RESULT_TEXTS: Final[dict[Result, tuple[str, str]]] = {
     Result.BAD_DATA: ("the bytes do not decode to the length asked for", "treat the record as corrupt"),
-    Result.NO_SPACE: ("the output buffer is too small", "give it ss_compress_bound() bytes"),
+    Result.NO_SPACE: ("the output buffer is too small", "make it ss_compress_bound() bytes long"),
     Result.BAD_ARGUMENT: ("sizes, offsets or options do not fit each other", "this is a bug in the caller: report it"),
     Result.NOT_SUPPORTED: (
         "this build or this CPU does not have it",
@@ -165,7 +165,7 @@ _RESULT_TEXTS: Final[dict[Result, tuple[str, str]]] = {
 
 
 def result_text(result: Result) -> str:
-    """Return one sentence on what ``result`` means and what to do about it; ``"done"`` for ``Result.OK``."""
+    """Return one sentence with the meaning of ``result`` and advice; ``"done"`` for ``Result.OK``."""
     if result is Result.OK:
         return "done"
     cause, advice = _RESULT_TEXTS[result]
@@ -175,16 +175,16 @@ def result_text(result: Result) -> str:
 
 
 def device_error() -> str:
-    """Return what a device's library refused last in this process; empty before it refused anything."""
+    """Return the last error of a device's library in this process; empty if there was none."""
     text = ffi.new("char[]", _DEVICE_TEXT_SIZE)
     lib.ss_device_error(text, _DEVICE_TEXT_SIZE)
     return ffi.string(text).decode("utf-8", "replace")
 
 
 def check(code: int, operation: str, *, device: bool = False) -> None:
-    """Raise NativeError unless ``code`` is ``Result.OK``; ``operation`` says what was tried on what.
+    """Raise NativeError unless ``code`` is ``Result.OK``; ``operation`` describes the failed operation.
 
-    With ``device``, a device took part, and what its library said is a part of the message.
+    With ``device``, the operation used a device, and the message has the last error of its library.
     """
     if code == Result.OK:
         return
@@ -201,12 +201,12 @@ def library_path() -> str:
     """Return the path of the shared library that this process uses.
 
     Raises:
-        NotInstalledError: it was not built.
+        NotInstalledError: The library was not built.
     """
     override = os.environ.get("SHADOWSERVE_NATIVE_LIBRARY")
     if override:
         return override
-    # An editable install spreads the package over the checkout and site-packages.
+    # An editable install has parts of the package in the checkout and parts in site-packages.
     for directory in shadowserve.__path__:
         path = Path(directory, "libshadowserve.so")
         if path.exists():
@@ -215,14 +215,14 @@ def library_path() -> str:
 
 
 def _load(path: str) -> "_Lib":
-    """Return the library at ``path``, of the ABI that this package speaks.
+    """Load the library at ``path``, and check its ABI version.
 
     Raises:
-        NotInstalledError: libraries that it was built with are not on this machine, or it is of another version.
+        NotInstalledError: A library that it was built with is not on this machine, or it has another version.
     """
     try:
         loaded = ffi.dlopen(path)
-    except OSError as error:  # made where there were more libraries
+    except OSError as error:  # built on a machine with more libraries
         absent = _absent_libraries(path)
         cause = f"{', '.join(absent)} cannot be found on this machine" if absent else str(error)
         packages = " ".join(dict.fromkeys(map(_debian_package, absent)))
@@ -236,8 +236,8 @@ def _load(path: str) -> "_Lib":
 
 
 def _absent_libraries(path: str) -> list[str]:
-    """Return the names of all shared libraries that one at ``path`` needs and the loader does not find."""
-    try:  # the loader's own message names the first alone
+    """Return the names of all shared libraries that the library at ``path`` needs and the loader does not find."""
+    try:  # the loader's own message names only the first one
         listed = subprocess.run(["ldd", path], capture_output=True, text=True, timeout=10, check=False).stdout
     except (OSError, subprocess.SubprocessError):
         return []
@@ -245,7 +245,7 @@ def _absent_libraries(path: str) -> list[str]:
 
 
 def _debian_package(library: str) -> str:
-    """Return the package of a shared library by Debian's rule: its name and, behind a digit's dash, its version."""
+    """Return the package of a shared library by Debian's rule: name and version, with a dash between two digits."""
     name, _, version = library.partition(".so.")
     if name == "libcrypto":
         name = "libssl"

@@ -37,7 +37,7 @@ class RegisteredMemory(Closing):
     """
 
     def __init__(self, pipeline: _Pipeline, memory: Any, keep: Any) -> None:
-        """Register ``memory`` (a ``struct ss_memory *``); ``keep`` is kept alive until it is closed."""
+        """Register ``memory`` (a ``struct ss_memory *``); keep ``keep`` alive until :meth:`close`."""
         pointer = ffi.new("struct ss_registered_memory **")
         self.kind = MemoryKind(memory.kind)
         self.size = int(memory.size)
@@ -55,10 +55,10 @@ class RegisteredMemory(Closing):
 
     @classmethod
     def local(cls, pipeline: _Pipeline, memory: "WriteableBuffer") -> Self:
-        """Register memory of this process. It is kept alive until the registration is closed.
+        """Register memory of this process, and keep it alive until the registration is closed.
 
         Raises:
-            NativeError: The device does not take it.
+            NativeError: The device does not accept the memory.
         """
         buffer = ffi.from_buffer("uint8_t[]", memory, require_writable=True)
         described = ffi.new("struct ss_memory *")
@@ -73,11 +73,11 @@ class RegisteredMemory(Closing):
 
     @classmethod
     def exported(cls, pipeline: _Pipeline, address: int, size: int, descriptor: bytes) -> Self:
-        """Register memory that another process exported (:class:`Export`), where ``address`` is its address there.
+        """Register memory that another process exported (:class:`Export`); ``address`` is its address in that process.
 
         Raises:
-            NativeError: with ``Result.NOT_SUPPORTED`` where the backend reaches only its own process' memory, with
-                another result where the descriptor is not valid for its device.
+            NativeError: With ``Result.NOT_SUPPORTED``, the backend reaches only memory of its own process; with another
+                result, the descriptor is not valid for its device.
         """
         described = ffi.new("struct ss_memory *")
         content = ffi.from_buffer("uint8_t[]", descriptor)
@@ -93,14 +93,14 @@ class RegisteredMemory(Closing):
         """Register memory of a GPU of this machine, a whole allocation of another process.
 
         Args:
-            pipeline: that copies to it.
+            pipeline: Pipeline that copies to the memory.
             handle: ``CUipcMemHandle``, 64 bytes.
-            size: bytes.
+            size: Bytes.
             device: PCI address of the GPU.
 
         Raises:
-            NativeError: with ``Result.NOT_SUPPORTED`` where there is no CUDA driver, the backend is another one or the
-                pipeline is fused; with ``Result.BAD_ARGUMENT`` for a GPU or a handle that is not (any more).
+            NativeError: With ``Result.NOT_SUPPORTED``, no CUDA driver, another backend, or a fused pipeline; with
+                ``Result.BAD_ARGUMENT``, the GPU or the handle does not exist (any longer).
         """
         described = ffi.new("struct ss_memory *")
         content = ffi.from_buffer("uint8_t[]", handle)
@@ -113,7 +113,7 @@ class RegisteredMemory(Closing):
         return cls(pipeline, described, None)
 
     def close(self) -> None:
-        """End the registration. No batch may use it. A second call does nothing."""
+        """End the registration. No batch may use the memory. A second call does nothing."""
         registered, self._registered = self._registered, ffi.NULL
         if registered != ffi.NULL:
             lib.ss_memory_release(registered)
@@ -122,10 +122,10 @@ class RegisteredMemory(Closing):
             ffi.release(keep)
 
     def region(self, offset: int, length: int) -> "Region":
-        """Return ``length`` bytes from ``offset`` as a :class:`Group` takes them.
+        """Return the region of ``length`` bytes from ``offset``, for a :class:`Group`.
 
         Raises:
-            NativeError: The region does not lie inside, or the registration is closed.
+            NativeError: The region is not inside the memory, or the registration is closed.
         """
         if self._registered == ffi.NULL:
             raise NativeError("the registered memory is closed; register it again", Result.BAD_ARGUMENT)
@@ -146,16 +146,16 @@ class Region:
 
 
 class Guard:
-    """Lets this process survive that the file behind a mapping shrinks, or that its file system is full.
+    """Protects this process against SIGBUS, if the file of a mapping shrinks or its file system is full.
 
-    Whoever touches what is gone finds zeros, in memory that nobody else has, all over the mapping, which is
-    :attr:`lost` then. Installs a handler of SIGBUS, once, that passes on what is not about guarded memory.
+    An access to a lost page replaces the whole mapping with private memory of zeros; :attr:`lost` is then true. The
+    first guard installs a SIGBUS handler, which passes on signals that do not concern guarded memory.
 
     Args:
-        memory: a whole mapping, from its first byte; it must stay until :meth:`close`.
+        memory: A whole mapping, from its first byte; it must exist until :meth:`close`.
 
     Raises:
-        NativeError: it does not begin at a page, or the handler cannot be installed.
+        NativeError: The memory does not begin at a page, or the handler cannot be installed.
     """
 
     def __init__(self, memory: "WriteableBuffer") -> None:
@@ -168,11 +168,11 @@ class Guard:
 
     @property
     def lost(self) -> bool:
-        """Whether a part of the memory was gone when it was touched. Ask after the last access."""
+        """True if a page was lost when it was accessed. Check this after the last access."""
         return bool(lib.ss_guard_lost(self._guard)) if self._guard != ffi.NULL else self._lost
 
     def close(self) -> None:
-        """End it, with nobody touching the memory. Twice is harmless."""
+        """End the protection; no thread may access the memory. A second call does nothing."""
         guard, self._guard = self._guard, ffi.NULL
         if guard != ffi.NULL:
             self._lost = bool(lib.ss_guard_lost(guard))
@@ -180,12 +180,12 @@ class Guard:
 
 
 def progress_wait(word: "ReadableBuffer", seen: int, timeout: float) -> int:
-    """Wait, where a batch's progress is ``seen``, until it may be something else; return what it is.
+    """Wait until a batch's progress may differ from ``seen``; return the progress.
 
     Args:
-        word: its 4 bytes (:class:`Progress`), in this process or another.
-        seen: what it was.
-        timeout: seconds, the longest to wait.
+        word: The word of 4 bytes (:class:`Progress`), in this process or another.
+        seen: Previous value of the word.
+        timeout: Longest time to wait, in seconds.
     """
     with ffi.from_buffer("uint8_t[]", word) as memory:
         return int(lib.ss_progress_wait(ffi.cast("uint32_t *", memory), seen, max(0, int(timeout * 1e9))))
@@ -195,10 +195,10 @@ class StridedCopy:
     """Copies blocks of one shape, with the dimensions of source and target in different orders.
 
     Args:
-        sizes: of the dimensions, at most six.
-        to_strides: bytes from one element of a dimension to the next, in targets.
-        from_strides: the same in sources.
-        element_bytes: 1, 2, 4 or 8.
+        sizes: Sizes of the dimensions, at most six.
+        to_strides: Bytes from one element of a dimension to the next, in targets.
+        from_strides: The same in sources.
+        element_bytes: Bytes of one element: 1, 2, 4 or 8.
     """
 
     def __init__(
@@ -213,25 +213,25 @@ class StridedCopy:
         )
 
     def __call__(self, to: NDArray[np.uint64], source: NDArray[np.uint64]) -> None:
-        """Copy as many blocks as there are addresses; whoever calls knows that there is memory."""
+        """Copy one block for each pair of addresses; the caller must ensure that the addresses are valid."""
         assert to.shape == source.shape and to.flags.c_contiguous and source.flags.c_contiguous
         targets, sources = ffi.from_buffer("void *[]", to), ffi.from_buffer("void *[]", source)
         check(lib.ss_copy_strided(targets, sources, to.size, *self._shape), f"copying {to.size} blocks")
 
 
 class Export(Closing):
-    """Memory of this process, or of a GPU, that a DPU's pipeline may read and write: the serving process' side.
+    """Memory of the serving process, or of a GPU, that a DPU's pipeline may read and write.
+
+    The memory, and ``dmabuf``, must exist until :meth:`close`.
 
     Args:
-        address: of the memory, in this process (for a GPU: its device address).
-        size: bytes.
-        device: PCI address or name of one of the DPU's functions on this side; empty for the first that can.
-        dmabuf: file descriptor of the DMA-BUF that holds GPU memory; -1 for host memory, or with nvidia-peermem.
-
-    The memory, and ``dmabuf``, must stay until :meth:`close`.
+        address: Address of the memory, in this process (for a GPU: its device address).
+        size: Bytes.
+        device: PCI address or name of one of the DPU's functions on this host; empty: the first suitable one.
+        dmabuf: File descriptor of the DMA-BUF of GPU memory; -1 for host memory, or with nvidia-peermem.
 
     Raises:
-        NativeError: no such device, or it cannot export this memory.
+        NativeError: No such device, or the device cannot export this memory.
     """
 
     def __init__(self, address: int, size: int, *, device: str = "", dmabuf: int = -1) -> None:
@@ -247,10 +247,10 @@ class Export(Closing):
         content_size = ffi.new("size_t *")
         lib.ss_export_descriptor(self._export, content, content_size)
         self.descriptor = bytes(ffi.buffer(content[0], content_size[0]))
-        """What :meth:`RegisteredMemory.exported` wants. Whoever has it can reach the memory."""
+        """Descriptor for :meth:`RegisteredMemory.exported`. Any process that has it can access the memory."""
 
     def close(self) -> None:
-        """End it: transfers fail from then on. Twice is harmless."""
+        """End the export: later transfers fail. A second call does nothing."""
         exported, self._export = self._export, ffi.NULL
         if exported != ffi.NULL:
             lib.ss_export_close(exported)

@@ -1,4 +1,4 @@
-"""The pipeline executor: its tables, one batch of work, and the executor itself."""
+"""The pipeline executor: its tables, its batches, and the executor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,9 +35,9 @@ __all__ = [
 KEY_SIZE_MAX: Final = 96
 """Bytes of the longest key that a piece can hold (``struct ss_piece``)."""
 LAYERS_MAX: Final = 4096
-"""Layers whose progress a batch can tell."""
+"""Most layers whose progress a batch can report."""
 ERROR_SIZE: Final = 256
-"""Bytes of the server's words that are kept of an error about a piece."""
+"""Bytes that are kept of the server's error text about a piece."""
 _ERROR_TEXT_SIZE: Final = 512
 
 
@@ -66,7 +66,7 @@ SLICE_DTYPE: Final = _numpy_dtype(
         "bins": "u4",
     },
 )
-"""``struct ss_slice`` as a numpy dtype: an array of it is handed to the C core without a copy."""
+"""``struct ss_slice`` as a numpy dtype: an array of it goes to the C core without a copy."""
 
 PIECE_DTYPE: Final = _numpy_dtype(
     "struct ss_piece",
@@ -91,10 +91,10 @@ PIECE_DTYPE: Final = _numpy_dtype(
         "error": f"S{ERROR_SIZE}",
     },
 )
-"""``struct ss_piece`` as a numpy dtype. ``key`` is padded with zero bytes, so ``key_length`` is what counts.
+"""``struct ss_piece`` as a numpy dtype. ``key`` is padded with zero bytes; ``key_length`` is its length.
 
-``origin`` is an :class:`Origin`: SERVER, or anything else for a piece that :meth:`Batch.supply` is called for.
-``memory`` is an address, which :class:`Batch` fills in.
+``origin`` is an :class:`Origin`: SERVER, or any other one for a piece whose body :meth:`Batch.supply` supplies.
+:class:`Batch` fills in ``memory``, an address.
 """
 
 TRACE_DTYPE: Final = _numpy_dtype(
@@ -112,21 +112,21 @@ TRACE_DTYPE: Final = _numpy_dtype(
         "thread": "u4",
     },
 )
-"""``struct ss_trace_event`` as a numpy dtype. Times are on the clock of ``time.monotonic_ns()``."""
+"""``struct ss_trace_event`` as a numpy dtype. Times are those of ``time.monotonic_ns()``."""
 
 
 BACKENDS: Final = ("software", "doca")
-"""Names of all backends, whether this build has them or not."""
+"""Names of all backends, including those that this build does not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What does the pipeline's accelerated work.
+    """Backend of the pipeline: the CPU, or an accelerator.
 
     Attributes:
-        name: as :class:`Pipeline` takes it.
-        description: what it is here, such as ``"CPU"``, ``"DOCA 3.0.0"`` or ``"DOCA emulator 3.0.0"``.
-        emulated: it only imitates its hardware.
+        name: Name, as an option of :class:`Pipeline`.
+        description: Description, such as ``"CPU"``, ``"DOCA 3.0.0"`` or ``"DOCA emulator 3.0.0"``.
+        emulated: True if it only imitates its hardware.
     """
 
     name: str
@@ -135,7 +135,7 @@ class Backend:
 
     @property
     def label(self) -> str:
-        """The name, for people: an emulated one says so."""
+        """Name for messages; it marks an emulated backend."""
         return f"{self.name} (emulated)" if self.emulated else self.name
 
 
@@ -152,7 +152,7 @@ def backends() -> dict[str, Backend]:
 
 @dataclass(frozen=True, slots=True)
 class StageStatistics:
-    """Counters of one stage since the pipeline was created; ``busy_ns`` is summed over its threads."""
+    """Counters of one stage since the pipeline was created; ``busy_ns`` is the sum over its threads."""
 
     items: int
     input_bytes: int
@@ -162,13 +162,13 @@ class StageStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """What the elements of a group's pieces are, and where they go to or come from (``struct ss_group``).
+    """Elements of a group's pieces, and the memory that they are delivered to or stored from (``struct ss_group``).
 
     Attributes:
-        quantizer: of every piece.
+        quantizer: Quantizer of every piece.
         dtype: Type of the elements in the group's memory.
-        vector_length: elements of one vector.
-        scale_vectors: for ``Quantizer.BINNED``: so many vectors of a slice share one scale.
+        vector_length: Elements of one vector.
+        scale_vectors: Number of vectors of a slice that share one scale, for ``Quantizer.BINNED``.
         memory: Memory that elements are delivered to (``Pipeline.fetch``, writable) or stored from (``encode``):
             a region of registered memory, or, except for a fetch with an accelerator, any buffer.
     """
@@ -181,7 +181,7 @@ class Group:
 
     @classmethod
     def of(cls, layout: ChunkLayout, memory: "ReadableBuffer | Region") -> Self:
-        """Return the group whose chunks are laid out so."""
+        """Return the group for chunks of this layout."""
         return cls(
             quantizer=layout.quantizer,
             dtype=layout.dtype,
@@ -193,12 +193,14 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a fetch says how many leading layers are in place (``struct ss_batch``), or chunks, where ``layer`` is one.
+    """Progress word of a fetch: the number of leading layers in place (``struct ss_batch``).
+
+    It counts chunks if the pieces' ``layer`` is the number of a chunk.
 
     Attributes:
-        word: 4 bytes of memory of this process, at a multiple of 4, that whoever waits reads with ``progress_wait``.
-        first: so many layers were in place before the batch.
-        end: as many as there may be after it: all that those from ``first`` on lack is among the batch's pieces.
+        word: 4 bytes of memory of this process, at a multiple of 4; waiting threads read it with ``progress_wait``.
+        first: Number of layers in place before the batch.
+        end: Number of layers in place after it. The batch has all missing pieces of the layers from ``first`` on.
     """
 
     word: Region
@@ -209,19 +211,19 @@ class Progress:
 class Batch:
     """One batch: pieces of some groups, between their sources and the groups' memory (``struct ss_batch``).
 
-    Keeps everything that it points at alive, and exported: a memory map cannot be closed before ``release()``.
+    A batch keeps its buffers alive and exported: a memory map cannot be closed before ``release()``.
 
     Args:
-        pieces: array of ``PIECE_DTYPE``, in the order in which they are wanted; each one's ``result`` is written there.
-        slices: array of ``SLICE_DTYPE``.
-        groups: that a piece's ``group`` counts from 0.
-        deadline_ns: on the clock of ``time.monotonic_ns()``.
-        progress: where to say how far the layers are; each piece is then of one, its ``layer``.
-        rate: most bytes a second that are delivered; 0: no bound.
+        pieces: Array of ``PIECE_DTYPE``, in the order of the requests; the call writes each ``result`` there.
+        slices: Array of ``SLICE_DTYPE``.
+        groups: Groups; a piece's ``group`` is an index into them.
+        deadline_ns: Deadline, as a time of ``time.monotonic_ns()``.
+        progress: Progress word; each piece then belongs to one layer, its ``layer``.
+        rate: Most bytes to deliver per second; 0: no limit.
 
     Raises:
-        NativeError: with ``Result.BAD_ARGUMENT`` where an array is not contiguous or of another dtype, or the word is
-            no memory of this process.
+        NativeError: With ``Result.BAD_ARGUMENT``, an array is not contiguous or has another dtype, or the word is not
+            in memory of this process.
     """
 
     def __init__(
@@ -252,7 +254,7 @@ class Batch:
         self._batch.slice_count = len(slices)
         self._batch.deadline_ns = deadline_ns
         self._batch.rate = rate
-        pieces["memory"] = 0  # of nobody else: what is read there is kept
+        pieces["memory"] = 0  # the batch alone sets the addresses, and keeps their memory alive
         pieces["origin"][pieces["origin"] != Origin.SERVER] = Origin.AWAITED
         self._groups = ffi.new("struct ss_group[]", len(groups))
         self._batch.groups = self._groups
@@ -263,21 +265,21 @@ class Batch:
             self._tell(progress)
 
     def _tell(self, progress: Progress) -> None:
-        """Have the C core say how far the layers are."""
+        """Set the progress word of the C core's batch."""
         memory, offset = progress.word.registered, progress.word.offset
         if memory.kind is not MemoryKind.LOCAL or progress.word.length < ffi.sizeof("uint32_t"):
-            raise NativeError("progress is told in 4 bytes of this process' own memory", Result.BAD_ARGUMENT)
+            raise NativeError("the progress word needs 4 bytes of this process' own memory", Result.BAD_ARGUMENT)
         self._batch.progress = ffi.cast("uint32_t *", memory.address + offset)
         self._batch.layers_first = progress.first
         self._batch.layers_end = min(progress.end, progress.first + LAYERS_MAX)
 
     def ask_by_layers(self, request: bytes, layers: int, keys: int) -> None:
-        """Have all pieces asked for in one request (``struct ss_layers``), over the one socket of the fetch.
+        """Request all pieces with one command (``struct ss_layers``), over the single socket of the fetch.
 
         Args:
-            request: KV.LAYERS, as it goes over the wire.
-            layers: that it names; the batch is as many rows of pieces.
-            keys: that it names; as many pieces are a row, each row of the same chunks.
+            request: KV.LAYERS in its wire format.
+            layers: Number of layers in the request; the batch has one row of pieces for each.
+            keys: Number of keys in the request; each row has one piece for each key, in the same order.
         """
         self._layers = ffi.new("struct ss_layers *")
         self._layers.request = self._hold(request)
@@ -287,7 +289,7 @@ class Batch:
 
     @property
     def refusal(self) -> str | None:
-        """The error that answered the one request, if it was one: the pieces were asked for by ranges then."""
+        """Server's error for the KV.LAYERS request; the pieces were then requested by ranges. None: no error."""
         if self._layers == ffi.NULL or not self._layers.refused:
             return None
         return bytes(ffi.string(self._layers.error)).decode("utf-8", "replace")
@@ -298,7 +300,7 @@ class Batch:
         return memory
 
     def _address(self, index: int, body: "ReadableBuffer", *, writable: bool = False) -> int:
-        """Return where the body of a piece lies, which is held from now on."""
+        """Return the address of a piece's body, and keep the body alive from now on."""
         memory = self._hold(body, writable=writable)
         if len(memory) != self.pieces[index]["body_length"]:
             raise NativeError(
@@ -308,27 +310,27 @@ class Batch:
         return int(ffi.cast("uintptr_t", memory))
 
     def leave(self, index: int, memory: "WriteableBuffer") -> None:
-        """Have the body of a server's piece left in memory, too, where it is once the piece is OK; before the batch.
+        """Keep the body of a server's piece in ``memory``, too; it is valid if the piece is OK. Call before the batch.
 
         Raises:
-            NativeError: the memory is not as long as the body.
+            NativeError: The memory has another length than the body.
         """
         self.pieces[index]["memory"] = self._address(index, memory, writable=True)
 
     def supply(self, index: int, body: "ReadableBuffer | None") -> None:
-        """Say where the body of an awaited piece is: it is read there. None: it is not to be had.
+        """Supply the body of an awaited piece. None: the body is not available.
 
-        Once for each, from any thread, before the batch runs or while it does, but not beside or after ``release()``.
-        The body must stay as it is until the fetch is back.
+        Call this once for each piece, from any thread, before or during the batch, but not during or after
+        ``release()``. The body must not change until the fetch returns.
 
         Raises:
-            NativeError: a body is not as long as its piece says.
+            NativeError: A body does not have the length of its piece.
         """
         address = 0 if body is None else self._address(index, body)
         lib.ss_batch_supply(self._batch, index, ffi.cast("uint8_t *", address))
 
     def _place(self, target: Any, group: Group) -> None:
-        """Write a group where the C core reads it."""
+        """Write a group into the C core's table."""
         target.quantizer = group.quantizer
         target.dtype = group.dtype
         target.scale_vectors = group.scale_vectors
@@ -359,16 +361,16 @@ class Batch:
 
     @property
     def sockets_in_sync(self) -> bool:
-        """Whether, after a fetch, no socket holds half an answer, so that all can be used again."""
+        """True if, after a fetch, no socket has half an answer; then all sockets can be used again."""
         return bool(self._batch.sockets_in_sync)
 
     @property
     def results(self) -> list[Result]:
-        """Each piece's result, after the batch: those that are ``Result.OK`` are in place."""
+        """Result of each piece, after the batch: pieces with ``Result.OK`` are in place."""
         return [Result(int(result)) for result in self.pieces["result"]]
 
     def release(self) -> None:
-        """Release the memory of groups and bodies. The batch must be over, and cannot run again."""
+        """Release the memory of groups and bodies. The batch must have ended, and cannot run again."""
         self._batch.groups = ffi.NULL
         self._batch.group_count = 0
         self._batch.progress = ffi.NULL
@@ -440,7 +442,7 @@ class Pipeline:
         device = chosen["device"]
         options = ffi.new("struct ss_pipeline_options *")
         options.options_size = ffi.sizeof("struct ss_pipeline_options")
-        alive = []  # what the struct points to, until the call returns
+        alive = []  # memory that the struct points to, until the call returns
         for name, value in chosen.items():
             if isinstance(value, str):
                 alive.append(ffi.new("char[]", value.encode()))
@@ -468,9 +470,9 @@ class Pipeline:
         self.close()
 
     def close(self) -> None:
-        """Stop the threads and free the buffers; no call may be in progress. Twice is harmless.
+        """Stop the threads and free the buffers; no call may be in progress. A second call does nothing.
 
-        Where the device was given up, what it may still use stays until the process ends.
+        If the device was abandoned, the memory that it may still use is kept until the process ends.
         """
         pipeline, self._pipeline = self._pipeline, ffi.NULL
         if pipeline != ffi.NULL:
@@ -488,14 +490,14 @@ class Pipeline:
         """Fetch a batch over connected, authenticated, non-blocking sockets (their file descriptors); blocks.
 
         Args:
-            batch: to fetch.
-            sockets: node by node, as many for each; none where all of the batch's bodies lie in this process.
-            sessions: with TLS, that of each socket.
-            nodes: that the sockets are of; a piece's ``node`` counts them from 0.
+            batch: Batch to fetch.
+            sockets: Sockets in node order, the same number for each node; none if all bodies are in this process.
+            sessions: TLS session of each socket, or empty without TLS.
+            nodes: Number of nodes; a piece's ``node`` is an index of a node.
 
         Returns:
-            ``Result.OK``, or the result of the first piece that failed. Nothing is raised for a piece's failure. Close
-            the sockets unless the batch says ``sockets_in_sync``.
+            ``Result.OK``, or the result of the first piece that failed; a failed piece raises no exception. Close the
+            sockets unless ``sockets_in_sync`` of the batch is true.
 
         Raises:
             NativeError: A group's memory is read-only, or the pipeline is closed.
@@ -552,14 +554,14 @@ class Pipeline:
         return Result(result), ffi.string(error).decode("utf-8", "replace")
 
     def copy_body(self, batch: Batch, piece_index: int, target: "WriteableBuffer") -> None:
-        """Copy the body of a piece that ``encode()`` has made, with the interpreter's lock given up.
+        """Copy the body of a piece that ``encode()`` has made, without the interpreter's lock.
 
         Raises:
-            NativeError: the piece has none, or one of another length than ``target``.
+            NativeError: The piece has no body, or ``target`` has another length.
         """
         with ffi.from_buffer("uint8_t[]", target, require_writable=True) as memory:
             if len(memory) != batch.pieces[piece_index]["body_length"]:
-                raise NativeError(f"room of {len(memory)} bytes for another body", Result.BAD_ARGUMENT)
+                raise NativeError(f"a target of {len(memory)} bytes for a body of another length", Result.BAD_ARGUMENT)
             check(lib.ss_pipeline_copy_body(self._open(), batch._batch.pieces + piece_index, memory), "copying a body")
 
     def statistics(self) -> dict[Stage, StageStatistics]:
@@ -574,10 +576,10 @@ class Pipeline:
         }
 
     def trace_start(self) -> None:
-        """Begin to record what the threads do in fetch batches; ends a recording in progress.
+        """Start a recording of the threads' work in fetch batches; end the previous recording.
 
         Raises:
-            NativeError: the pipeline was made without ``trace_events``, or is closed.
+            NativeError: The pipeline was created without ``trace_events``, or is closed.
         """
         check(lib.ss_pipeline_trace_start(self._open()), "recording a trace")
 
@@ -586,9 +588,9 @@ class Pipeline:
         lib.ss_pipeline_trace_stop(self._open())
 
     def trace_read(self) -> tuple[NDArray[np.void], int]:
-        """Return the last recording, an array of ``TRACE_DTYPE``, and how many events found their thread's log full.
+        """Return the last recording, an array of ``TRACE_DTYPE``, and the number of events that did not fit into a log.
 
-        Not beside ``trace_start()``.
+        Do not call this during ``trace_start()``.
         """
         dropped = ffi.new("uint64_t *")
         count = lib.ss_pipeline_trace_read(self._open(), ffi.NULL, 0, dropped)
@@ -599,14 +601,14 @@ class Pipeline:
 
     @property
     def device(self) -> str:
-        """The name of the device that does the work; empty for a CPU."""
+        """Name of the device; empty for a CPU."""
         return str(ffi.string(lib.ss_pipeline_device(self._open())).decode())
 
     @property
     def given_up(self) -> bool:
-        """Whether the device never ended what it was given, and is not asked any more.
+        """True if the device did not finish its work in time, and the pipeline no longer uses it.
 
-        It may still read and write the memory of the batches that failed so: that is quiet when this process has ended.
+        The device may still read and write the memory of the failed batches until this process ends.
         """
         return self._given_up if self._pipeline == ffi.NULL else bool(lib.ss_pipeline_given_up(self._pipeline))
 
@@ -618,5 +620,5 @@ class Pipeline:
 
     @property
     def locked_bytes(self) -> int:
-        """How many bytes of the buffers could be locked in memory."""
+        """Number of bytes of the buffers that are locked in memory."""
         return lib.ss_pipeline_locked_bytes(self._open())

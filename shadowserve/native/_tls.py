@@ -1,4 +1,4 @@
-"""TLS on the connections that bytes from storage come over: in the C core, since Python never sees those bytes."""
+"""TLS on the connections to storage. It is in the C core because the received bytes never pass through Python."""
 
 import enum
 from typing import TYPE_CHECKING, Any, Final
@@ -17,7 +17,7 @@ _POLL_OUT: Final = 4
 
 
 class TlsWant(enum.Enum):
-    """What a step of a session waits for."""
+    """Event that a step of a session waits for."""
 
     NOTHING = 0
     READ = 1
@@ -28,21 +28,21 @@ _WANTS: Final = {0: TlsWant.NOTHING, _POLL_IN: TlsWant.READ, _POLL_OUT: TlsWant.
 
 
 def tls_library() -> str:
-    """Return the library that does it and its version; empty where this build of the C core has none."""
+    """Return the TLS library and its version; empty if this build of the C core has none."""
     text = lib.ss_tls_library()
     return "" if text == ffi.NULL else str(ffi.string(text).decode())
 
 
 class Tls:
-    """Whom to trust, and what to show: made once, for any number of sessions (``struct ss_tls``).
+    """TLS context: the trusted authorities and the own certificate, for any number of sessions (``struct ss_tls``).
 
     Args:
-        authorities: file of certificates, PEM.
-        certificate, key: files, PEM; empty for a client that shows none.
+        authorities: File of certificates, PEM.
+        certificate, key: Files, PEM; empty for a client without a certificate.
 
     Raises:
-        NativeError: ``Result.NOT_SUPPORTED`` where this build has no TLS, ``Result.BAD_DATA`` for a file that cannot be
-            used.
+        NativeError: With ``Result.NOT_SUPPORTED``, this build has no TLS; with ``Result.BAD_DATA``, a file is not
+            usable.
     """
 
     def __init__(self, authorities: str, certificate: str = "", key: str = "") -> None:
@@ -71,18 +71,18 @@ class Tls:
 
 
 class TlsSession:
-    """TLS on one connected, non-blocking socket, which stays the caller's (``struct ss_tls_session``).
+    """TLS session on one connected, non-blocking socket of the caller (``struct ss_tls_session``).
 
-    The steps below never block: each returns what it waits for, and is called again, with the same arguments, once the
-    socket is ready for that. One thread at a time uses a session.
+    The methods below never block. Each returns the event that it waits for. Call it again with the same arguments when
+    the socket is ready. Only one thread at a time may use a session.
 
     Args:
-        tls: whom to trust.
-        socket: its file descriptor, open until :meth:`close`.
-        name: that the server's certificate must hold, a host name or an IP address.
+        tls: TLS context.
+        socket: File descriptor of the socket; the caller keeps it open until :meth:`close`.
+        name: Name that the server's certificate must have, a host name or an IP address.
 
     Raises:
-        NativeError: no memory, or a name that cannot be one.
+        NativeError: No memory, or an invalid name.
     """
 
     def __init__(self, tls: Tls, socket: int, name: str) -> None:
@@ -95,47 +95,47 @@ class TlsSession:
         self.close()
 
     def close(self) -> None:
-        """Say farewell, if there is room for it, and forget the session. The socket stays open. Twice is harmless."""
+        """Send close_notify if the socket has room, and free the session. The socket stays open; idempotent."""
         session, self._session = self._session, ffi.NULL
         if session != ffi.NULL:
             lib.ss_tls_session_destroy(session)
 
     @property
     def handle(self) -> Any:
-        """What the pipeline takes."""
+        """Handle of the session for the pipeline."""
         return self._session
 
     @property
     def has_pending(self) -> bool:
-        """Whether bytes have arrived that nobody has read."""
+        """True if the session has decrypted bytes that are not yet read."""
         return bool(lib.ss_tls_has_pending(self._session))
 
     @property
     def reason(self) -> str:
-        """Why the session is over; empty while it is not."""
+        """Reason of the session's end; empty while it is open."""
         return str(ffi.string(lib.ss_tls_reason(self._session)).decode("utf-8", "replace"))
 
     def handshake(self) -> tuple[Result, TlsWant]:
-        """Go on with the handshake; ``Result.OK`` and ``TlsWant.NOTHING`` once it is done."""
+        """Continue the handshake; ``Result.OK`` and ``TlsWant.NOTHING`` when it is complete."""
         events = ffi.new("uint32_t *")
         result = lib.ss_tls_handshake(self._session, events)
         return Result(result), _WANTS[events[0]]
 
     def send(self, data: "ReadableBuffer") -> tuple[Result, TlsWant, int]:
-        """Send what is taken now; also how many bytes that were."""
+        """Send bytes without blocking; the last item of the result is the number of bytes sent."""
         events, sent = ffi.new("uint32_t *"), ffi.new("size_t *")
         with ffi.from_buffer("uint8_t[]", data) as memory:
             result = lib.ss_tls_send(self._session, memory, len(memory), sent, events)
         return Result(result), _WANTS[events[0]], int(sent[0])
 
     def receive(self, size: int) -> tuple[Result, TlsWant, bytes]:
-        """Receive up to ``size`` bytes of what there is."""
+        """Receive up to ``size`` available bytes."""
         data = bytearray(size)
         result, want, received = self.receive_into(data)
         return result, want, bytes(data[:received])
 
     def receive_into(self, memory: "WriteableBuffer") -> tuple[Result, TlsWant, int]:
-        """Fill memory from its beginning with what there is; also how many bytes that were."""
+        """Receive available bytes into memory; the last item of the result is their number."""
         events, received = ffi.new("uint32_t *"), ffi.new("size_t *")
         with ffi.from_buffer("uint8_t[]", memory, require_writable=True) as room:
             result = lib.ss_tls_receive(self._session, room, len(room), received, events)

@@ -26,7 +26,7 @@ DOCA_STABLE doca_error_t doca_mmap_set_dmabuf_memrange(struct doca_mmap *mmap, i
                                                        size_t dmabuf_offset, size_t len);
 DOCA_STABLE doca_error_t doca_mmap_set_permissions(struct doca_mmap *mmap, uint32_t access_mask);
 
-/* The bytes of an export belong to the mmap and die with it. Whoever has them can reach the memory. */
+/* The mmap owns the bytes of its export and frees them at its end. Any process that has them can access the memory. */
 DOCA_STABLE doca_error_t doca_mmap_export_pci(struct doca_mmap *mmap, const struct doca_dev *dev,
                                               const void **export_desc, size_t *export_desc_len);
 

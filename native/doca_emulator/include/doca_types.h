@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-/* What the program attaches to an object, and gets back in callbacks. */
+/* Value that the program attaches to an object, and gets in callbacks. */
 union doca_data {
     void *ptr;
     uint64_t u64;

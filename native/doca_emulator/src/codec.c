@@ -3,8 +3,8 @@
  * codec.c - what is decompressed, and how
  *
  * Deflate and checksums come from the library that the C core was configured with, LZ4's blocks from liblz4. A task is
- * one whole stream: bytes behind its end are an error. What a card does with them is not documented, and a program that
- * sends them depends on it.
+ * one whole stream: bytes behind its end are an error. DOCA does not document the card's behaviour for such bytes, so a
+ * program must not depend on it.
  */
 #include <stdlib.h>
 

@@ -2,9 +2,9 @@
 /*
  * emulator.h - what the parts of the emulator share: settings, misuse, ownership, and the objects behind the handles
  *
- * Three kinds of outcome, never mixed. What DOCA documents as an error code is one. What its accelerators refuse fails
- * the task when it completes. What it leaves undefined - a task freed in flight, a context used by two threads - ends
- * the process with a message that names the rule, so that a test sees what a card would have done some day.
+ * There are three kinds of failure. Errors that DOCA documents return its error code. Errors of its accelerators fail
+ * the task at its completion. Undefined behaviour - a task freed in flight, a context used by two threads - ends the
+ * process with a message that names the rule, so that a test finds it reliably.
  */
 #ifndef DOCA_EMULATOR_H
 #define DOCA_EMULATOR_H
@@ -74,8 +74,8 @@ void settings_read(struct settings *settings);
 _Noreturn void misuse(const char *call, const char *rule, ...) __attribute__((format(printf, 2, 3)));
 
 /*
- * The thread that an object belongs to: the first that used it for work, until that thread ends. What is prepared on
- * one thread may be handed to another before it is used, and torn down by any once its owner has ended.
+ * The thread that owns an object: the first that used it for work, until that thread ends. One thread may prepare an
+ * object and pass it to another before its first use; any thread may destroy it after its owner has ended.
  */
 struct owner {
     _Atomic(struct thread *) thread;
@@ -146,7 +146,7 @@ bool mmap_has_device(const struct doca_mmap *mmap, const struct doca_dev *dev);
 /* export_fill() makes the descriptor of 'mmap'; false where the system has no random numbers. */
 bool export_fill(struct doca_mmap *mmap);
 
-/* export_parse() takes bytes of anyone; false where they are no descriptor. */
+/* export_parse() parses untrusted bytes; false if they are no descriptor. */
 bool export_parse(const void *bytes, size_t size, struct export_descriptor *descriptor);
 
 /* These move bytes out of and into the exporting process; false where it is gone, or its export is. 'address' is one of
@@ -194,7 +194,7 @@ struct doca_task {
     struct doca_buf *target;
     bool fault; /* this one is to fail */
     bool hang;  /* this one never ends */
-    /* What the worker sets. */
+    /* Fields that the worker sets. */
     doca_error_t status;
     size_t produced;
     uint32_t crc32;

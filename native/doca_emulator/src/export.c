@@ -3,9 +3,9 @@
  * export.c - memory of another process of this machine
  *
  * On a card, an exported range is reached over PCI. Here the importer's worker copies with process_vm_readv() and
- * process_vm_writev(), which fail where the exporter is gone or its memory is. That a process of the same number still
- * has this export, and not another one or none, is told by a random token: the descriptor says where it is in the
- * exporter, which wipes it when its mmap is destroyed.
+ * process_vm_writev(), which fail after the exporter, or its memory, is gone. A random token proves that the process
+ * with this number still has this export: the descriptor has the token's address in the exporter, which erases the
+ * token when its mmap is destroyed.
  *
  * Where Yama restricts ptrace, a process lets others read it by PR_SET_PTRACER. Both must run under one user.
  */

@@ -22,7 +22,7 @@ static doca_error_t context_make(struct doca_dev *dev, size_t size, enum acceler
     return DOCA_SUCCESS;
 }
 
-/* What both contexts have. 'name' is without its struct. */
+/* Functions of both contexts. 'name' is without its struct. */
 #define CONTEXT(name, accelerator)                                                                                     \
     struct name {                                                                                                      \
         struct doca_ctx ctx;                                                                                           \

@@ -189,7 +189,7 @@ doca_error_t doca_mmap_export_pci(struct doca_mmap *mmap, const struct doca_dev 
 
 doca_error_t doca_mmap_create_from_export(const union doca_data *user_data, const void *export_desc,
                                           size_t export_desc_len, struct doca_dev *dev, struct doca_mmap **mmap) {
-    (void)user_data; /* nobody asks for it */
+    (void)user_data; /* has no getter */
     struct export_descriptor descriptor;
     REFUSE_IF(export_desc == NULL || dev == NULL || mmap == NULL, DOCA_ERROR_INVALID_VALUE);
     REFUSE_IF(dev->info.settings.profile == PROFILE_NONE, DOCA_ERROR_NOT_SUPPORTED);

@@ -2,9 +2,9 @@
 /*
  * owner.c - misuse, and the threads that objects belong to
  *
- * DOCA's objects take no locks: one thread has a progress engine and everything that is connected to it. Its own
- * programs prepare such a set on the main thread and hand it to a worker, so an object belongs to nobody until it is
- * used; and they take it apart after the worker was joined, so ownership ends with the thread.
+ * DOCA's objects take no locks: one thread owns a progress engine and all objects connected to it. DOCA's own programs
+ * prepare such a set on the main thread and pass it to a worker, so an object has no owner until its first use. They
+ * destroy it after they have joined the worker, so ownership ends with the thread.
  */
 #include <stdarg.h>
 #include <stdio.h>

@@ -162,7 +162,7 @@ static void environment_apply(struct settings *settings, bool profile_only) {
             continue;
         }
         if (!setting_set(settings, name, equals + 1)) {
-            misuse("settings", "there is no " PREFIX "%s; native/doca_emulator/README.md lists what there is", name);
+            misuse("settings", "there is no " PREFIX "%s; native/doca_emulator/README.md lists the settings", name);
         }
     }
 }

@@ -2,9 +2,9 @@
 /*
  * task.c - tasks of every kind: allocated, submitted, completed, freed
  *
- * From submission to callback a task is the accelerator's, and so are its bufs. doca_task_submit() looks at no size:
- * what the accelerator refuses fails when it completes. What none could even be told - a buf that was given back,
- * memory that the device was never given - is misuse.
+ * From submission to callback the accelerator owns a task and its bufs. doca_task_submit() checks no sizes: a task that
+ * the accelerator refuses fails at its completion. A task that no device could execute - with a released buf, or with
+ * memory that is not registered with the device - is misuse.
  */
 #include <stdlib.h>
 
@@ -91,7 +91,7 @@ void doca_task_free(struct doca_task *task) {
 
 /* ---- Submission ----------------------------------------------------------------------------------------------- */
 
-/* What must hold of each buf of a task. */
+/* Checks each buf of a task. */
 static void buf_submittable(const struct doca_buf *buf, const struct doca_dev *dev, const char *call) {
     if (!buf->taken) {
         misuse(call, "a task's bufs must not have been given back to their inventory");

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* backend.c - the backends that there are */
+/* backend.c - table of the backends of this build */
 #include "backends/backend.h"
 
 #include <string.h>

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * backend.h - what does the pipeline's accelerated work: a CPU, a DPU's accelerators, or an emulator of them
+ * backend.h - interface of the backends, which do the pipeline's accelerated work: CPU, DPU, or an emulator of a DPU
  *
  * A backend decompresses slices, copies elements to registered memory, and copies elements to store from there.
  * The executor does the rest: networking, checksums of the stored bytes, dequantization, order, failure, deadlines.
- * Where the stages are fused, a backend may do dequantization in one go with decompression.
+ * If the stages are fused, a backend may also dequantize while it decompresses.
  *
  * Life: open() once for each pipeline; channel_open() once for each thread that uses the backend, on that thread; then
  * any number of decompress(), deliver() or collect() calls on each channel, always from its one thread, so that a
@@ -13,12 +13,13 @@
  * and from within complete().
  *
  * Work: decompress(), deliver() and collect() start one slice. When they return SS_OK, the backend calls
- * work->complete(work) exactly once, with work->result set: from within this call, from a later one that starts another
- * work (a CPU, which decompresses several at a time), or from a later progress() (an accelerator).
- * When they return anything else, nothing was started and complete() is never called. The executor starts no more than
- * 'in_flight_max' works on a channel at a time, and calls progress() until all are complete. It never gives up on one,
- * since an accelerator may write until it says that it is done; but where one owes works and completes none for too
- * long, it gives up the device: it calls nothing of that channel any more, channel_close() and close() included.
+ * work->complete(work) exactly once, with work->result set: within this call, within a later call that starts another
+ * work (a CPU, which decompresses several at a time), or within a later progress() (an accelerator).
+ * If they return another result, nothing was started and complete() is never called. The executor starts no more than
+ * 'in_flight_max' works on a channel at a time, and calls progress() until all are complete. It never abandons a single
+ * work, since an accelerator may write until it reports completion. If a device with work completes nothing for too
+ * long, the executor abandons the device: it makes no further call for that channel, not even channel_close() or
+ * close().
  */
 #ifndef SS_BACKEND_H
 #define SS_BACKEND_H
@@ -31,12 +32,12 @@
 /* The accelerator's limit on one operation (ShadowServe section 5), and so the limit on a slice everywhere. */
 #define SS_SLICE_BYTES_MAX ((size_t)2 << 20)
 
-/* Bytes that are delivered or collected at a time at most: what the largest element makes of a slice's symbols. */
+/* Most bytes that are delivered or collected at a time: a slice of symbols with the largest element type. */
 #define SS_DELIVERED_BYTES_MAX (4 * SS_SLICE_BYTES_MAX)
 
 struct ss_backend_setup {
-    const char *device;   /* "": the first that can */
-    uint32_t queue_depth; /* slices in each queue between stages: more than so many are never there at once */
+    const char *device;   /* "": the first suitable one */
+    uint32_t queue_depth; /* most slices in each queue between stages */
 };
 
 struct ss_backend_range {
@@ -44,7 +45,7 @@ struct ss_backend_range {
     uint64_t size;
 };
 
-/* What one thread will use its channel for; a backend that has to register memory with a device does it once. */
+/* Description of a thread's use of its channel; a backend that must register memory with a device does this once. */
 struct ss_backend_channel {
     enum ss_stage stage;            /* SS_STAGE_DECOMPRESS, SS_STAGE_DMA, or SS_STAGE_QUANTIZE: a thread that stores */
     struct ss_backend_range source; /* decompress: the decompression buffer; deliver: the DMA source buffer */
@@ -56,39 +57,39 @@ struct ss_work {
     const uint8_t *source; /* decompress: the stream; deliver: elements; collect: in 'memory' */
     uint8_t *target;       /* decompress: the symbols; deliver: in 'memory'; collect: elements */
     size_t source_size;
-    size_t target_size;          /* deliver, collect: equal to source_size, at most SS_DELIVERED_BYTES_MAX */
-    const uint8_t *next;         /* decompress: what the caller reads once this is done, to be asked for meanwhile; */
-    size_t next_size;            /* 0: it does not know */
-    void *memory;                /* deliver, collect: from memory_open(); NULL: plain memory */
-    enum ss_codec codec;         /* decompress only */
-    uint32_t decoded_crc32;      /* decompress only: what a backend with 'checks_decoded' compares with */
-    uint32_t dequantized;        /* out, decompress only; 0 at first: the elements are there, the symbols may be not */
-    struct ss_elements elements; /* decompress, fused, only: what the symbols are to become; else its target is NULL */
+    size_t target_size;     /* deliver, collect: equal to source_size, at most SS_DELIVERED_BYTES_MAX */
+    const uint8_t *next;    /* decompress: what the caller reads once this is done, to be asked for meanwhile; */
+    size_t next_size;       /* 0: it does not know */
+    void *memory;           /* deliver, collect: from memory_open(); NULL: plain memory */
+    enum ss_codec codec;    /* decompress only */
+    uint32_t decoded_crc32; /* decompress only: expected value, for a backend with 'checks_decoded' */
+    uint32_t dequantized; /* out, decompress only; 0 at first; 1: the elements are complete, the symbols perhaps not */
+    struct ss_elements elements; /* decompress, fused, only: the elements to make; else its target is NULL */
     enum ss_result result;       /* out: SS_OK, SS_BAD_DATA, SS_CHECKSUM, SS_NO_MEMORY, SS_DEVICE */
     void (*complete)(struct ss_work *work);
     void *user;              /* the executor's */
-    uint64_t backend_use[4]; /* the backend's, from start to complete() */
+    uint64_t backend_use[4]; /* for the backend's own use, from start to complete() */
 };
 
 struct ss_backend_capabilities {
     uint32_t codecs;          /* bit 1 << enum ss_codec for each that decompress() takes */
     uint32_t in_flight_max;   /* works on one channel at a time, at least 1 */
-    uint64_t slice_bytes_max; /* of decompress's target_size; deliver() and collect() split what is too large */
+    uint64_t slice_bytes_max; /* of decompress's target_size; deliver() and collect() split larger works */
     uint32_t fused;           /* decompress() can write into any memory, so that the executor may fuse the stages */
     uint32_t checks_decoded;  /* decompress() compares decoded_crc32; slices without scales need no CPU checksum */
     uint32_t memory_kinds;    /* bit 1 << enum ss_memory_kind for each that memory_open() takes */
     uint32_t reads_plain;     /* decompress() reads any memory, not only the pipeline's buffers */
-    uint32_t plain_memory;    /* deliver() reaches memory that nobody registered */
+    uint32_t plain_memory;    /* deliver() also reaches memory that is not registered */
 };
 
 struct ss_backend {
     const char *name;
 
-    /* description() and emulated() are what ss_backend_description() and ss_backend_emulated() say. */
+    /* description() and emulated() return the results of ss_backend_description() and ss_backend_emulated(). */
     const char *(*description)(void);
     int (*emulated)(void);
 
-    /* open() claims the device. SS_NOT_SUPPORTED where there is no such device here. */
+    /* open() claims the device. SS_NOT_SUPPORTED if this machine has no such device. */
     enum ss_result (*open)(const struct ss_backend_setup *setup, void **device);
     void (*close)(void *device);
 
@@ -99,27 +100,27 @@ struct ss_backend {
     enum ss_result (*channel_open)(void *device, const struct ss_backend_channel *setup, void **channel);
     void (*channel_close)(void *channel);
 
-    /* memory_open() makes memory known to all channels, and stores where works find it in '*address'. */
+    /* memory_open() registers memory with all channels, and stores its address for works in '*address'. */
     enum ss_result (*memory_open)(void *device, const struct ss_memory *memory, void **handle, uint8_t **address);
     void (*memory_close)(void *device, void *handle);
 
     enum ss_result (*decompress)(void *channel, struct ss_work *work);
     enum ss_result (*deliver)(void *channel, struct ss_work *work);
 
-    /* collect() is deliver() backwards, from memory that this process cannot read itself. */
+    /* collect() is the inverse of deliver(), from memory that this process cannot read itself. */
     enum ss_result (*collect)(void *channel, struct ss_work *work);
 
-    /* progress() completes what is done, without waiting, and returns how many works that was. */
+    /* progress() completes finished works without waiting, and returns their number. */
     uint32_t (*progress)(void *channel);
 };
 
-/* Does everything on the thread that asks. Always there. */
+/* The CPU backend: works run on the calling thread. Every build has it. */
 extern const struct ss_backend ss_backend_software;
 
 /* A BlueField's accelerators through DOCA, or an emulator of that; only in a build with one of them. */
 extern const struct ss_backend ss_backend_doca;
 
-/* ss_backend_find() returns the backend called 'name', NULL where this build has none. */
+/* ss_backend_find() returns the backend called 'name', NULL if this build does not have it. */
 const struct ss_backend *ss_backend_find(const char *name);
 
 #endif /* SS_BACKEND_H */

@@ -35,13 +35,13 @@ typedef struct {
 enum { CUDA_OK = 0, CUDA_OUT_OF_MEMORY = 2, CUDA_NOT_READY = 600 };
 enum { CUDA_IPC_LAZY_PEER_ACCESS = 1, CUDA_HOST_PORTABLE = 1, CUDA_STREAM_NON_BLOCKING = 1, CUDA_EVENT_NO_TIMING = 2 };
 
-/* Copies of one channel that may be on their way. */
+/* Most copies in flight on one channel. */
 enum { COPIES_MAX = 8 };
 
-/* How long copies may be in the way of another one. They take milliseconds; more than seconds is a GPU that hangs. */
+/* Longest time to wait for earlier copies. They take milliseconds; more than seconds means that the GPU hangs. */
 #define COPY_TIME_NS 10000000000ULL
 
-/* What is used of the driver. */
+/* The driver's functions that this file uses. */
 static struct {
     void *library;
     cuda_result (*init)(unsigned);
@@ -93,7 +93,7 @@ static void cuda_load(void) {
     }
     const struct {
         const char *name;
-        void *function; /* where its address goes */
+        void *function; /* receives its address */
     } symbols[] = {
         {"cuInit", &cuda.init},
         {"cuDeviceGetByPCIBusId", &cuda.device_by_address},
@@ -220,7 +220,7 @@ void ss_cuda_channel_free(struct ss_cuda_channel *channel) {
     free(channel);
 }
 
-/* Page-locks the buffer, once for all contexts. Where another channel has locked a shared buffer, that one serves. */
+/* Page-locks the buffer, once for all contexts. If another channel has locked a shared buffer, that is sufficient. */
 static void channel_pin(struct ss_cuda_channel *channel, cuda_device device) {
     void *context = NULL;
     if (channel->buffer.data == NULL || channel->pinned_context != NULL ||
@@ -267,7 +267,7 @@ static uint64_t now_ns(void) {
     return (uint64_t)now.tv_sec * 1000000000ULL + (uint64_t)now.tv_nsec;
 }
 
-/* Waits for copies that are in the way of another one; SS_DEVICE where they do not end. */
+/* Waits for earlier copies, before another one; SS_DEVICE if they do not end. */
 static enum ss_result channel_make_room(struct ss_cuda_channel *channel, const struct ss_cuda_memory *memory) {
     uint64_t end = now_ns() + COPY_TIME_NS;
     while (channel->count > 0 && (channel->count == COPIES_MAX || channel->context != memory->context)) {
@@ -298,7 +298,7 @@ enum ss_result ss_cuda_copy(struct ss_cuda_channel *channel, struct ss_cuda_memo
             cuda.copy_from_gpu(work->target, (cuda_address)(uintptr_t)work->source, work->source_size, channel->stream);
     }
     if (result == CUDA_OK && cuda.event_record(channel->events[slot], channel->stream) != CUDA_OK) {
-        cuda.stream_wait(channel->stream); /* it was started: nobody may hear that nothing was before it is over */
+        cuda.stream_wait(channel->stream); /* the copy was started: wait for its end before reporting a failure */
         result = CUDA_NOT_READY;
     }
     if (result != CUDA_OK) {

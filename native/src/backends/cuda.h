@@ -13,7 +13,7 @@
 struct ss_cuda_memory;
 struct ss_cuda_channel;
 
-/* ss_cuda_present() returns whether this machine has a CUDA driver; whether that finds a GPU is another question. */
+/* ss_cuda_present() returns whether this machine has a CUDA driver, with or without a GPU. */
 int ss_cuda_present(void);
 
 /*
@@ -29,19 +29,19 @@ void ss_cuda_memory_close(struct ss_cuda_memory *memory);
 
 /*
  * A channel copies for one thread. 'pinned' is the buffer that it copies from or to: page-locked for CUDA with the
- * first copy, since others are neither asynchronous nor fast; one that cannot be is used as it is.
+ * first copy, since pageable memory is slow and not asynchronous. If page-locking fails, it stays pageable.
  */
 struct ss_cuda_channel *ss_cuda_channel_new(struct ss_backend_range pinned);
 void ss_cuda_channel_free(struct ss_cuda_channel *channel);
 
 /*
  * ss_cuda_copy() starts to copy work->source to work->target, one of which lies in 'memory': the target, where
- * 'to_gpu'. Completes it in a later ss_cuda_progress(). SS_DEVICE where it cannot be started; then nothing was.
+ * 'to_gpu'. Completes it in a later ss_cuda_progress(). SS_DEVICE if it was not started.
  */
 enum ss_result ss_cuda_copy(struct ss_cuda_channel *channel, struct ss_cuda_memory *memory, struct ss_work *work,
                             int to_gpu);
 
-/* ss_cuda_progress() completes what has arrived, without waiting, and returns how many works that was. */
+/* ss_cuda_progress() completes finished copies without waiting, and returns their number. */
 uint32_t ss_cuda_progress(struct ss_cuda_channel *channel);
 
 #endif /* SS_CUDA_H */

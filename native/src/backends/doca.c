@@ -2,19 +2,19 @@
 /*
  * doca.c - the backend of a BlueField: its accelerators, Compress and DMA, through DOCA
  *
- * A channel is a progress engine, one context, and what that needs: mmaps of the buffers, bufs, tasks. All of it is
- * made when the channel opens, on the thread that will use it.
+ * A channel has a progress engine, one context, and the objects of the context: mmaps of the buffers, bufs, tasks. The
+ * thread that uses the channel creates all of them when it opens the channel.
  *
- * Work is cut into pieces that the accelerator takes: one for a stream, several for a copy above the device's limit.
- * Pieces wait for a free task, run, and end in their callback. What it does not take (another codec, a stream above the
- * limit), the channel's thread does: a record that was stored with another setup is slow then, and not a miss.
+ * Work is split into pieces for the accelerator: one for a stream, several for a copy above the device's limit. Pieces
+ * wait for a free task, run, and end in their callback. The channel's thread does the work that the accelerator does
+ * not support (another codec, a stream above the limit): such a record is slow to load, but not a miss.
  *
- * When a piece fails. DOCA does not say whether the accelerator or the data is at fault, and a DMA context stops itself
- * and takes down what was in flight (pe_task_error of DOCA's samples). So the piece that failed first is charged with
- * an attempt, the others are victims; when all have ended, the context is made anew, and all are started again. A
- * stream has one attempt, then the CPU decodes it: it is done, or found corrupt. A copy has COPY_ATTEMPTS, then it is
- * SS_DEVICE: only the accelerator reaches its memory. Contexts that fail and fail again without one success between are
- * given up after RESTARTS_MAX; with new work they are tried again.
+ * Failure of a piece. DOCA does not report whether the accelerator or the data is at fault. A DMA context stops after a
+ * failure, and all pieces in flight fail (pe_task_error of DOCA's samples). So only the piece that failed first has
+ * used an attempt, the others are victims. When all have ended, the context is created again, and all pieces restart. A
+ * stream has one attempt, then the CPU decodes it and finds out whether it is corrupt. A copy has COPY_ATTEMPTS, then
+ * it fails with SS_DEVICE: only the accelerator reaches its memory. After RESTARTS_MAX failures of the context without
+ * a success in between, its pieces fail; new work tries the context again.
  */
 #include <pthread.h>
 #include <stdio.h>
@@ -27,12 +27,12 @@
 #include "backends/backend.h"
 #include "backends/doca_context.h"
 
-/* Works on one channel at a time. Measured on BlueField: DMA needs about so many outstanding for its full rate. */
+/* Most works on one channel at a time. On BlueField, DMA needs about this number in flight for its full rate. */
 enum { IN_FLIGHT_MAX = 32 };
 enum { STREAM_ATTEMPTS = 1, COPY_ATTEMPTS = 3, RESTARTS_MAX = 8 };
 
 struct device {
-    pthread_mutex_t lock; /* around every call about the device that is not one channel's own */
+    pthread_mutex_t lock; /* for every call about the device that is not limited to one channel */
     struct doca_dev *dev;
     uint32_t kinds;
     uint64_t bytes_max[SS_DOCA_KIND_COUNT];
@@ -68,16 +68,21 @@ struct channel {
     struct piece *free_pieces;
     struct piece *failed; /* pieces to be started again */
     struct ss_work *waiting_first;
-    struct ss_work *waiting_last;           /* works of which pieces are still to be made */
+    struct ss_work *waiting_last;           /* works whose pieces are not all created */
     uint32_t in_flight;                     /* pieces */
     uint32_t suspect;                       /* a piece failed: the context may have stopped */
     uint32_t restarts;                      /* without a success between */
-    uint32_t own_crc32[SS_DOCA_KIND_COUNT]; /* the accelerator's turned out to be another one: computed here */
+    uint32_t own_crc32[SS_DOCA_KIND_COUNT]; /* the accelerator's CRC-32 is another one: the CPU computes it */
     uint32_t completed;
 };
 
-/* What a work keeps in 'backend_use'. */
-enum use { USE_CUT, USE_PIECES, USE_RESULT, USE_NEXT }; /* bytes cut into pieces; pieces not ended; of those; waiting */
+/* Use of a work's 'backend_use'. */
+enum use {
+    USE_CUT,
+    USE_PIECES,
+    USE_RESULT,
+    USE_NEXT
+}; /* bytes already in pieces; pieces not ended; of those; waiting */
 
 /* ---- The end of a piece, and of a work ----------------------------------------------------------------------- */
 
@@ -114,7 +119,7 @@ static void piece_end(struct piece *piece, enum ss_result result) {
     }
 }
 
-/* What the accelerator does not do, or failed to. */
+/* Does work on the CPU that the accelerator does not support, or failed to do. */
 static enum ss_result decompress_here(const struct ss_work *work) {
     enum ss_result result =
         ss_decompress(work->codec, work->source, work->source_size, work->target, work->target_size);
@@ -125,8 +130,8 @@ static enum ss_result decompress_here(const struct ss_work *work) {
 }
 
 /*
- * Compares the accelerator's CRC-32 of what it decoded. That it is the usual one is certain only for compression, so
- * before it condemns anything the CPU has its say, and if that disagrees, the accelerator is not asked again.
+ * Compares the accelerator's CRC-32 of the decoded bytes. DOCA documents the usual CRC-32 only for compression. So the
+ * CPU checks each mismatch; if the CPU disagrees, the accelerator's CRC-32 is not used again.
  */
 static enum ss_result check_decoded(struct piece *piece) {
     struct channel *channel = piece->channel;
@@ -146,7 +151,7 @@ static void piece_give_up(struct piece *piece) {
     piece_end(piece, piece->kind == SS_DOCA_COPY ? SS_DEVICE : decompress_here(piece->work));
 }
 
-/* To be started again, charged with the failure unless another piece's is the cause of it. */
+/* Puts a failed piece into the list to restart; it has used an attempt unless another piece's failure is the cause. */
 static void piece_failed(struct piece *piece) {
     struct channel *channel = piece->channel;
     piece_release_bufs(piece);
@@ -177,7 +182,7 @@ void ss_doca_task_ended(void *user, int failed) {
 
 /* ---- The start of a piece ------------------------------------------------------------------------------------ */
 
-/* Which ends of a stage's work are in the pipeline's buffers; the others are in memory of the host. */
+/* Which sides of a stage's work are in the pipeline's buffers; the others are in memory of the host. */
 static int reads_buffer(enum ss_stage stage) {
     return stage != SS_STAGE_QUANTIZE;
 }
@@ -199,7 +204,7 @@ static doca_error_t piece_take_bufs(struct piece *piece) {
     return error;
 }
 
-/* Starts a piece; where that fails, it is among the failed ones. */
+/* Starts a piece; on failure, adds it to the failed pieces. */
 static void piece_start(struct piece *piece) {
     struct channel *channel = piece->channel;
     struct ss_doca_task *task = &piece->tasks[piece->kind];
@@ -218,7 +223,7 @@ static void piece_start(struct piece *piece) {
     piece_failed(piece);
 }
 
-/* Makes the next piece of a work. */
+/* Creates the next piece of a work. */
 static void work_cut(struct channel *channel, struct ss_work *work) {
     struct piece *piece = channel->free_pieces;
     channel->free_pieces = piece->next;
@@ -242,7 +247,7 @@ static void work_cut(struct channel *channel, struct ss_work *work) {
     piece_start(piece);
 }
 
-/* Starts what waits, as far as there are tasks. */
+/* Starts waiting pieces while tasks are free. */
 static void channel_pump(struct channel *channel) {
     while (channel->waiting_first != NULL && channel->free_pieces != NULL && !channel->suspect) {
         struct ss_work *work = channel->waiting_first;
@@ -263,7 +268,7 @@ static void channel_pump(struct channel *channel) {
 
 /* ---- Failure ------------------------------------------------------------------------------------------------- */
 
-/* Makes the context anew. Nothing is in flight. */
+/* Creates the context again. Nothing is in flight. */
 static enum ss_result channel_restart(struct channel *channel) {
     for (uint32_t i = 0; i < channel->piece_count; i++) {
         for (int kind = 0; kind < SS_DOCA_KIND_COUNT; kind++) {
@@ -271,7 +276,7 @@ static enum ss_result channel_restart(struct channel *channel) {
         }
     }
     pthread_mutex_lock(&channel->device->lock);
-    (void)ss_doca_context_close(&channel->context); /* one that does not come to rest is left behind */
+    (void)ss_doca_context_close(&channel->context); /* a context that does not stop is abandoned */
     enum ss_result result = ss_doca_context_open(&channel->context);
     pthread_mutex_unlock(&channel->device->lock);
     return result;
@@ -284,11 +289,11 @@ static struct piece *failed_pop(struct channel *channel) {
     return piece;
 }
 
-/* Looks after a failure whether the context still runs, and makes it run once everything has ended. */
+/* Checks after a failure whether the context still runs, and restarts it once all pieces have ended. */
 static void channel_recover(struct channel *channel) {
     if (!ss_doca_context_runs(&channel->context)) {
         if (channel->in_flight > 0) {
-            return; /* the victims are still to come */
+            return; /* the victims have not all ended */
         }
         channel->restarts++;
         if (channel_restart(channel) != SS_OK || channel->restarts > RESTARTS_MAX) {
@@ -453,8 +458,8 @@ static void channel_close(void *argument) {
 /* ---- Memory -------------------------------------------------------------------------------------------------- */
 
 /*
- * Registered memory is one mmap for all channels. It comes and goes on the threads of the pipeline's callers while
- * channels use others, so it is the one kind of object here that has to be safe between threads.
+ * Registered memory is one mmap for all channels. The pipeline's callers register and release it on their own threads
+ * while channels use other mmaps, so it is the only kind of object here that must be thread-safe.
  */
 static enum ss_result memory_open(void *argument, const struct ss_memory *memory, void **handle, uint8_t **address) {
     struct device *device = argument;

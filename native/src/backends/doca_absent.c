@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* doca_absent.c - a build without DOCA: there is no backend "doca", and no memory can be exported to a DPU */
+/* doca_absent.c - for a build without DOCA: no backend "doca", and no export of memory to a DPU */
 #include "shadowserve.h"
 
 void ss_device_error(char *text, size_t size) {

@@ -2,7 +2,7 @@
 /*
  * doca_context.c - the two accelerators behind one interface
  *
- * Kinds of tasks differ in the names of their calls and in nothing else that matters here, so each has a table of them.
+ * Kinds of tasks differ here only in the names of their calls, so each kind has a table of calls.
  */
 #include "backends/doca_context.h"
 
@@ -10,7 +10,7 @@
 #include <doca_dma.h>
 #include <time.h>
 
-/* How long a context that has nothing to do may take to stop. It takes microseconds; more than seconds is a defect. */
+/* Longest time that an idle context may take to stop. It takes microseconds; more than seconds is a defect. */
 #define STOP_TIME_NS 10000000000ULL
 
 struct kind {

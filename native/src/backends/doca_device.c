@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* doca_device.c - finding a DPU's devices, giving them memory to reach, and keeping what DOCA said when it failed */
+/* doca_device.c - opens a DPU's devices, registers memory with them, and keeps DOCA's last error */
 #include "backends/doca_device.h"
 
 #include <doca_compress.h>
@@ -10,7 +10,7 @@
 
 /* ---- Errors -------------------------------------------------------------------------------------------------- */
 
-/* A result cannot say which of some thirty calls failed, and on a new machine that is the first question. */
+/* A result does not identify the failed call among about thirty, which is important on a new machine. */
 static pthread_mutex_t error_lock = PTHREAD_MUTEX_INITIALIZER;
 static char error_text[160];
 
@@ -55,7 +55,7 @@ static int device_is_named(const struct doca_devinfo *info, const char *name) {
     return doca_devinfo_get_ibdev_name(info, text, sizeof text) == DOCA_SUCCESS && strcmp(text, name) == 0;
 }
 
-/* SS_OK where the device can do what it is wanted for. */
+/* SS_OK if the device supports this use. */
 static enum ss_result device_check(const struct doca_devinfo *info, enum ss_doca_use use) {
     uint8_t exports = 0;
     enum ss_result result;

@@ -2,8 +2,8 @@
 /*
  * doca_export.c - the host's side of a DPU: memory that its accelerators may reach
  *
- * The serving process exports its destination once; the DPU's daemon imports what describes it and then copies into it,
- * and out of it, with nobody on the host taking part.
+ * The serving process exports its registered memory once. The DPU's daemon imports the descriptor and then copies to
+ * and from this memory, without any work of the host.
  */
 #include <stdlib.h>
 
@@ -54,7 +54,7 @@ void ss_export_close(struct ss_export *exported) {
         return;
     }
     if (exported->mmap != NULL) {
-        (void)doca_mmap_destroy(exported->mmap); /* not stopped first: of what is exported, that may be refused */
+        (void)doca_mmap_destroy(exported->mmap); /* without a stop before: DOCA may refuse to stop an exported mmap */
     }
     if (exported->device != NULL) {
         (void)doca_dev_close(exported->device);

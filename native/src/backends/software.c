@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * software.c - the backend that is always there: the CPU
+ * software.c - the CPU backend, which every build has
  *
- * Work is complete before the call that starts it returns, so that a slice is still in the cache for the next stage;
- * but for Deflate. Decompressing several of its streams in turns is faster than one after the other
- * (codecs/literal_inflate.c), so a channel keeps slices until it has IN_FLIGHT_MAX of them, or until the executor
- * polls, which it does as soon as it has no more to start: nothing waits for a slice that is not there yet. Copies to
- * and from a GPU's memory (cuda.h) are asynchronous, too; those within this process' memory are not.
+ * Except for Deflate, work is complete before the call that starts it returns, so that a slice is still in the cache
+ * for the next stage. Several Deflate streams are faster in turns than one after the other (codecs/literal_inflate.c),
+ * so a channel keeps slices until it has IN_FLIGHT_MAX of them, or until the executor polls. The executor polls as soon
+ * as it has no more slices to start, so slices never wait for slices that have not arrived. Copies to and from a GPU's
+ * memory (cuda.h) are asynchronous, too; copies within this process' memory are not.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -21,7 +21,7 @@ enum { IN_FLIGHT_MAX = SS_LITERAL_INFLATE_LANES };
 struct channel {
     struct ss_work *works[IN_FLIGHT_MAX]; /* of one codec */
     uint32_t count;
-    struct ss_backend_range copied; /* what copies come from, or go to */
+    struct ss_backend_range copied; /* source or target of copies */
     struct ss_cuda_channel *cuda;   /* NULL before the first copy to or from a GPU */
 };
 
@@ -87,7 +87,7 @@ static void software_channel_close(void *argument) {
     free(channel);
 }
 
-/* Memory of this process needs nothing, and has no handle. */
+/* Memory of this process needs no registration, and has no handle. */
 static enum ss_result software_memory_open(void *device, const struct ss_memory *memory, void **handle,
                                            uint8_t **address) {
     (void)device;
@@ -109,7 +109,7 @@ static void software_memory_close(void *device, void *handle) {
     }
 }
 
-/* Decompresses and dequantizes at once, if that can be. */
+/* Decompresses and dequantizes in one step, if possible. */
 static int work_decodes(struct ss_work *work) {
     if (work->elements.target == NULL) {
         return 0;
@@ -124,7 +124,7 @@ static int work_decodes(struct ss_work *work) {
     return work->dequantized != 0;
 }
 
-/* Decompresses what the channel keeps, and completes copies that have arrived. */
+/* Decompresses the slices that the channel keeps, and completes finished copies. */
 static uint32_t software_progress(void *argument) {
     struct channel *channel = argument;
     struct ss_work *works[IN_FLIGHT_MAX];

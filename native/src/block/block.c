@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * block.c - a block device: its life, and the way of an operation through it
+ * block.c - a block device: its life cycle, and the path of an operation
  *
  *     submit -> [schedule] -> a driver's thread -> kernel -> the thread, check -> [completed] -> eventfd, completions
  *
- * Who submits and who takes completions only queues and takes, under one lock that is never held during a system call
- * that may wait. Drivers: uring.c and nvme.c have one thread with a ring, threads.c one thread for
- * each request in flight. Each asks ss_block_next_request() for requests, reports them with ss_block_finish_request(),
- * and checks with ss_block_check_next() what is to be checked, once the device has something to do again.
+ * Callers only queue operations and take completions, under one lock that is never held during a system call that may
+ * wait. Drivers: uring.c and nvme.c have one thread with a ring, threads.c one thread for each request in flight. Each
+ * thread gets requests from ss_block_next_request(), reports them with ss_block_finish_request(), and checks completed
+ * reads with ss_block_check_next(), after it has given the device new requests.
  */
 #include "block/block.h"
 
@@ -78,7 +78,8 @@ enum ss_result ss_block_start_thread(struct ss_block *block, uint32_t number) {
     if (pthread_attr_init(&attributes) != 0) {
         return SS_NO_MEMORY;
     }
-    /* Nobody joins it, since one that the kernel holds on to would never end: it counts itself instead. */
+    /* Detached, since a thread that is stuck in the kernel never ends and cannot be joined; a counter replaces joins.
+     */
     int error = pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     if (error == 0 && block->options.core >= 0) {
         CPU_ZERO(&cores);
@@ -117,7 +118,7 @@ static const struct ss_block_driver *driver_of(enum ss_block_access access) {
     return access == SS_BLOCK_THREADS ? &ss_block_threads : NULL;
 }
 
-/* Ends the threads; whether they did in time. With the lock held, which it lets go of in between. */
+/* Ends the threads, and returns whether they ended in time. With the lock held, which it releases while it waits. */
 static int threads_end(struct ss_block *block, uint32_t timeout_ms) {
     struct timespec until;
 
@@ -156,7 +157,7 @@ static enum ss_result try_access(struct ss_block *block, enum ss_block_access ac
     if (result != SS_OK) {
         int error = errno;
         pthread_mutex_lock(&block->lock);
-        (void)threads_end(block, CLOSE_MS); /* of some that were started already, and have nothing to do */
+        (void)threads_end(block, CLOSE_MS); /* some threads may have started, and have no work */
         block->stopping = 0;
         pthread_mutex_unlock(&block->lock);
         block->driver->finish(block);
@@ -170,7 +171,7 @@ static enum ss_result try_access(struct ss_block *block, enum ss_block_access ac
     return SS_OK;
 }
 
-/* Whether another access may do what this one could not: not where the device itself is what cannot be had. */
+/* Returns whether to try another access after a failure: not if the device itself is not available. */
 static int is_refusal(enum ss_result result, int error, enum ss_block_access access) {
     return result == SS_NOT_SUPPORTED ||
            (result == SS_OS_ERROR && access == SS_BLOCK_NVME && error != EBUSY && error != ENOSPC);
@@ -271,7 +272,7 @@ int ss_block_access_available(enum ss_block_access access) {
     if (driver_of(access) == NULL || options_complete(&options) != SS_OK || (block = block_new(&options)) == NULL) {
         return 0;
     }
-    /* Whether the kernel makes such a ring; what it would be for is not asked. */
+    /* Checks whether the kernel can create such a ring, without a device. */
     int is_available = 0;
     block->driver = driver_of(access);
     if (ss_schedule_init(&block->schedule, &options) == SS_OK) {
@@ -287,7 +288,7 @@ int ss_block_access_available(enum ss_block_access access) {
 
 /* ---- Operations ------------------------------------------------------------------------------------------------ */
 
-/* Whether what is to be checked is all there. */
+/* Returns whether a checked read covers the header and its units. */
 static int check_is_valid(const struct ss_block_operation *operation) {
     uint64_t value = (uint64_t)operation->expected_units * ss_object_unit(operation->expected.length);
     uint64_t length = operation->expected.length;
@@ -296,7 +297,7 @@ static int check_is_valid(const struct ss_block_operation *operation) {
            operation->length >= SS_OBJECT_HEADER_BYTES + (value < length ? value : length);
 }
 
-/* Whether a read into pages stays on the device, and goes to pages that a device can reach. */
+/* Returns whether a read into pages is within the device, and its pages are aligned for a device. */
 static int pages_are_valid(const struct ss_block *block, const struct ss_block_operation *operation) {
     const struct ss_block_pages *pages = operation->pages;
     uint64_t size = block->device.size, offset = operation->offset, length = operation->length;
@@ -386,7 +387,7 @@ int ss_block_finish_request(struct ss_block *block, struct ss_request *request, 
         return 1;
     }
     if (error == 0 && is_transfer) {
-        /* What is left of a short one begins at a block again. */
+        /* The rest of a short request must begin at a block. */
         uint64_t done = request->done + (uint64_t)outcome;
         uint64_t kept = done < request->length ? done - done % SS_BLOCK_MEMORY_ALIGNMENT : done;
         if (kept < request->length && kept > request->done) {
@@ -396,9 +397,9 @@ int ss_block_finish_request(struct ss_block *block, struct ss_request *request, 
         error = done >= request->length ? 0 : request->kind == SS_BLOCK_READ ? EIO : ENOSPC;
     }
     if (request->kind == SS_BLOCK_DISCARD && (error == EOPNOTSUPP || error == ENOTTY || error == EINVAL)) {
-        error = 0; /* advice that a device does not take */
+        error = 0; /* a device may not support discards */
     }
-    /* One that was removed says that it is full, or at its end: it has no size any more. */
+    /* A removed device has no size, so its error is "no space" or end of file. */
     if ((error == EIO || error == ENOSPC) && ss_block_device_is_gone(&block->device)) {
         error = ENODEV;
     }
@@ -407,7 +408,7 @@ int ss_block_finish_request(struct ss_block *block, struct ss_request *request, 
     return 0;
 }
 
-/* Says how many leading layers lack nothing; several devices' threads may, about one word. */
+/* Sets the number of complete leading layers in the word; threads of several devices may share one word. */
 static void tell_layers(const struct ss_block_pages *pages) {
     uint32_t layers;
 
@@ -420,7 +421,7 @@ static void tell_layers(const struct ss_block_pages *pages) {
     } while (layers < pages->layer_count && __atomic_load_n(&pages->left[layers], __ATOMIC_ACQUIRE) == 0);
 }
 
-/* Checks a part of a read into pages that has come. Without the lock. */
+/* Checks a completed part of a read into pages. Without the lock. */
 static enum ss_result check_part(const struct ss_request *request) {
     const struct ss_block_operation *operation = &request->entry->operation;
     const struct ss_block_pages *pages = operation->pages;
@@ -533,7 +534,7 @@ void ss_block_close(struct ss_block *block) {
         (void)ss_block_stop(block, CLOSE_MS);
     }
     if (block->is_stuck) {
-        return; /* its threads are in the kernel yet, and will look at it when they come back */
+        return; /* its threads are still in the kernel, and will access the block when they return */
     }
     block->driver->finish(block);
     ss_block_device_close(&block->device);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* block.h - what the parts of a block device share; block.c says who does what on which thread */
+/* block.h - declarations shared by the parts of a block device; block.c describes the threads */
 #ifndef SS_BLOCK_INTERNAL_H
 #define SS_BLOCK_INTERNAL_H
 
@@ -13,11 +13,11 @@
 
 struct ss_block;
 
-/* How requests get to the device. All but add_memory() and drop_memory() are called with the block's lock held, or with
+/* Driver of a device. All but add_memory() and drop_memory() are called with the block's lock held, or with
  * no thread yet. */
 struct ss_block_driver {
     const char *name;
-    /* Makes what it needs and starts threads that run ss_block_run(). SS_NOT_SUPPORTED: the kernel refuses it. */
+    /* Creates its state and starts threads that run ss_block_run(). SS_NOT_SUPPORTED: the kernel refuses it. */
     enum ss_result (*start)(struct ss_block *block);
     /* One of its threads: returns, with the lock held as before, when 'stopping' is set and it has no request, and
      * nothing that it finished is left to be checked. */
@@ -26,9 +26,9 @@ struct ss_block_driver {
     void (*wake)(struct ss_block *block);
     /* May be NULL. Called from any thread. */
     enum ss_result (*add_memory)(struct ss_block *block, uint8_t *memory, uint64_t size);
-    /* Where there is add_memory(): forgets what it was given. */
+    /* Only with add_memory(): removes the memory again. */
     void (*drop_memory)(struct ss_block *block, const uint8_t *memory, uint64_t size);
-    /* Frees what start() made, also when that failed half way; no thread runs any more. */
+    /* Frees the state of start(), also after it failed half way; no thread runs any longer. */
     void (*finish)(struct ss_block *block);
 };
 
@@ -38,7 +38,7 @@ extern const struct ss_block_driver ss_block_uring;
 extern const struct ss_block_driver ss_block_nvme;
 #endif
 
-/* What was opened. */
+/* An open file or device. */
 struct ss_block_device {
     int fd;                     /* that requests go to */
     int guard;                  /* NVMe: the block device beside it, which is what others would use; else -1 */
@@ -72,8 +72,8 @@ struct ss_block {
 enum ss_result ss_block_open_with(const struct ss_block_options *options, const struct ss_block_driver *driver,
                                   struct ss_block **block);
 
-/* ss_block_finish_request() tells what became of a request: bytes done or -errno. Returns whether it is to be tried
- * again, or its rest is. With the lock held. */
+/* ss_block_finish_request() reports the outcome of a request: bytes done or -errno. Returns whether to repeat the
+ * request, or its rest. With the lock held. */
 int ss_block_finish_request(struct ss_block *block, struct ss_request *request, int64_t outcome);
 
 /* ss_block_next_request() is ss_schedule_next(), for drivers: it may complete operations that are not wanted any more.
@@ -81,8 +81,8 @@ int ss_block_finish_request(struct ss_block *block, struct ss_request *request, 
 struct ss_request *ss_block_next_request(struct ss_block *block);
 
 /* ss_block_check_next() checks one read that is done, or a part of it, and completes what is checked in full; returns
- * whether there was one. With the lock held, which it lets go of in between. A driver's threads call it until there is
- * none before they wait. */
+ * whether there was one. With the lock held, which it releases during the check. A driver's threads call it before they
+ * wait, until it returns 0. */
 int ss_block_check_next(struct ss_block *block);
 
 /* ss_block_start_thread() runs driver->run() in a new thread. */
@@ -97,7 +97,7 @@ enum ss_result ss_block_device_open(struct ss_block_device *device, const struct
                                     enum ss_block_access access);
 void ss_block_device_close(struct ss_block_device *device);
 
-/* Whether a block device is not there any more, or smaller than it was; asked when it fails. A file never is. */
+/* Returns whether a block device was removed, or is smaller than before; called after a failure. A file never is. */
 int ss_block_device_is_gone(const struct ss_block_device *device);
 
 /* Whether 'path' names an NVMe namespace; if so the names of its two devices, cut to 'size' bytes. */

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * device.c - files and devices: opened for this process alone, past the page cache, with all their bytes there
+ * device.c - files and devices: opened exclusively, without the page cache, with all blocks reserved
  *
- * Two servers on one device would destroy each other's data, so a device is opened with O_EXCL, which fails while it is
- * mounted, part of a volume, or opened so by somebody else, and files and devices alike are locked with flock(). A
- * file's blocks are reserved when it is opened: a write to it does not find the file system full.
+ * Two servers on one device would destroy each other's data. So a device is opened with O_EXCL, which fails while it is
+ * mounted, part of a volume, or opened with O_EXCL by another process. Files and devices are also locked with flock().
+ * A file's blocks are reserved when it is opened, so that a later write does not fail for lack of space.
  */
 #include "block/block.h"
 
@@ -59,7 +59,7 @@ int ss_block_nvme_paths(const char *path, char *block_path, char *character_path
     return 1;
 }
 
-/* Unlocks first, as there may be others that hold the open file, such as a child of fork(). */
+/* Unlocks first, since another process may have the same open file, such as a child of fork(). */
 static void close_unlocked(int fd) {
     if (fd >= 0) {
         (void)flock(fd, LOCK_UN);
@@ -82,7 +82,7 @@ int ss_block_device_is_gone(const struct ss_block_device *device) {
     return ioctl(device->guard >= 0 ? device->guard : device->fd, BLKGETSIZE64, &size) != 0 || size < device->size;
 }
 
-/* Locks it against others of us. */
+/* Locks it against other ShadowServe processes. */
 static enum ss_result lock(int fd) {
     if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
         errno = errno == EWOULDBLOCK ? EBUSY : errno;
@@ -91,18 +91,18 @@ static enum ss_result lock(int fd) {
     return SS_OK;
 }
 
-/* Opens past the page cache where that can be had. */
+/* Opens with O_DIRECT if the file system supports it. */
 static enum ss_result open_direct(struct ss_block_device *device, const char *path, int flags, uint32_t buffered) {
     device->is_buffered = buffered != 0;
     device->fd = open(path, flags | (buffered ? 0 : O_DIRECT), 0600);
     if (device->fd < 0 && errno == EINVAL && !buffered) {
-        device->is_buffered = 1; /* a file system without it, which may have made the file nevertheless */
+        device->is_buffered = 1; /* the file system does not support O_DIRECT, but may have created the file */
         device->fd = open(path, flags & O_CREAT ? flags & ~O_EXCL : flags, 0600);
     }
     return device->fd < 0 ? SS_OS_ERROR : lock(device->fd);
 }
 
-/* Makes a new file's name as durable as the file. */
+/* Makes the name of a new file durable. */
 static int sync_folder(const char *path) {
     char folder[PATH_MAX];
     const char *slash = strrchr(path, '/');
@@ -116,11 +116,11 @@ static int sync_folder(const char *path) {
     int error = errno;
     close(fd);
     errno = error;
-    /* Some file systems do not know this, and need it not. */
+    /* Some file systems do not support this, and do not need it. */
     return result != 0 && error != EINVAL ? -1 : 0;
 }
 
-/* Reserves all blocks of the file, or takes it as long as it is. */
+/* Reserves all blocks of the file, or uses the present size. */
 static enum ss_result file_size(struct ss_block_device *device, uint64_t size) {
     struct stat status;
 
@@ -156,7 +156,7 @@ static enum ss_result file_open(struct ss_block_device *device, const struct ss_
     }
     if (result != SS_OK && !exists && device->fd >= 0) {
         int error = errno;
-        (void)unlink(options->path); /* which was made here, above */
+        (void)unlink(options->path); /* which this function created above */
         errno = error;
     }
     return result;
@@ -185,7 +185,7 @@ static enum ss_result device_open(struct ss_block_device *device, const struct s
     if (ioctl(device->fd, BLKSSZGET, &sector) != 0 || sector > (int)SS_BLOCK_ALIGNMENT) {
         return SS_NOT_SUPPORTED;
     }
-    /* Nothing that was read or written through the page cache is to come between. May be refused without root. */
+    /* Drops cached pages of earlier buffered reads and writes. The kernel may refuse this without root. */
     (void)fsync(device->fd);
     (void)ioctl(device->fd, BLKFLSBUF, 0);
     return device_size(device, device->fd, options->size);

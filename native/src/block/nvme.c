@@ -2,9 +2,9 @@
 /*
  * nvme.c - NVMe commands through io_uring (io_uring_cmd on /dev/ngXnY), past the kernel's block layer
  *
- * The kernel neither splits such commands nor tries them again, so requests are no larger than the device and its queue
- * take, and what fails is reported at once. The kernel needs to be 5.19 or newer; the rights are those of the character
- * device, and before 6.2 CAP_SYS_ADMIN.
+ * The kernel neither splits nor repeats such commands, so requests are within the limits of the device and its queue,
+ * and failures are reported at once. This needs Linux 5.19 or newer, the rights of the character device, and before
+ * Linux 6.2 CAP_SYS_ADMIN.
  */
 #include "block/uring.h"
 
@@ -39,7 +39,7 @@ struct nvme_ring {
     } *ranges;
 };
 
-/* ---- What device it is ----------------------------------------------------------------------------------------- */
+/* ---- Properties of the device ----------------------------------------------------------------------------------- */
 
 static uint32_t queue_number(const char *name, const char *attribute) {
     char path[256];
@@ -56,7 +56,7 @@ static uint32_t queue_number(const char *name, const char *attribute) {
     return number;
 }
 
-/* What the device's queue takes in one command, if every page of it lies elsewhere. */
+/* Returns the limit of one command in the device's queue, if all its pages are scattered. */
 static uint32_t request_bytes_max(const char *name) {
     uint32_t kib = queue_number(name, "max_hw_sectors_kb"), segments = queue_number(name, "max_segments");
     uint64_t bytes = kib != 0 ? (uint64_t)kib << 10 : REQUEST_BYTES_DEFAULT;

@@ -2,10 +2,10 @@
 /*
  * object.c - the header in front of every object on a device: sealing and checking
  *
- * All numbers are little-endian. The value begins half a page in, since that is where sending it is cheapest
- * (shadowserve/pool/buffers.py), and the header has that room for the checksums of units: parts of the value that can
- * be read and checked alone. What is read is hostile until its checksums fit, and the fields are checked for sense even
- * then: a CRC keeps out rot, not malice.
+ * All numbers are little-endian. The value begins in the middle of a page, where sending it is cheapest
+ * (shadowserve/pool/buffers.py). The header uses this space for the checksums of units: parts of the value that can be
+ * read and checked alone. Bytes from a device are untrusted until their checksums match. The fields are validated even
+ * then, since a CRC detects corruption, but no attack.
  */
 #include "shadowserve_block.h"
 

@@ -1,21 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * schedule.c - which of the waiting operations a device gets next
+ * schedule.c - selects the next of the waiting operations for a device
  *
- * Reads and writes that are mixed cost an SSD much of its bandwidth, and a client waits for reads alone. So:
+ * Mixing reads and writes costs an SSD much of its bandwidth, and clients wait only for reads. So:
  *
- * - What is of the foreground goes first, in the order of submission.
- * - Writes go while nothing of the foreground waits or is under way, background while no writes do either.
- * - Of lower priorities only so many bytes, and half the requests, are in flight: what comes next never waits for more.
- * - One that waited too long since the last of its priority began gets a turn before all others: as many bytes as may
- * be in flight. So both have some bandwidth however many reads there are, and reads have the rest however many writes
- *   there are.
+ * - Foreground operations go first, in the order of submission.
+ * - Writes go while no foreground operation waits or is in flight, background operations while no write does either.
+ * - Lower priorities have a limit of bytes and half the requests in flight, which bounds the wait of a new operation.
+ * - A lower priority that has waited too long gets a turn before all others: as many bytes as may be in flight. So both
+ *   lower priorities have some bandwidth with any number of reads, and reads have the rest with any number of writes.
  *
- * In strict order, what has another priority never is in flight at the same time: a device that has both is slower at
- * both. A turn begins when it has done what it had, and reads go on when it has done the turn's writes.
+ * In strict order, operations of different priorities are never in flight at the same time, since mixing makes both
+ * slower. A turn begins when the device has finished all requests, and reads continue when the turn's writes are done.
  *
- * Large operations are given out in requests, and one of them is in parts at a time for each priority, at the head of
- * its queue. After a request failed, no other of its operation begins.
+ * Large operations are split into requests. In each priority, only the operation at the head of the queue is split at
+ * a time. After a request failed, no other request of its operation begins.
  */
 #include "block/schedule.h"
 
@@ -122,7 +121,7 @@ enum ss_result ss_schedule_submit(struct ss_schedule *schedule, const struct ss_
     return SS_OK;
 }
 
-/* Of an operation that the device has done: no request of it is in flight, and it is in no queue. */
+/* For an operation that the device has finished: none of its requests is in flight, and it is in no queue. */
 static void complete(struct ss_schedule *schedule, struct ss_entry *entry, uint64_t now_ns) {
     struct ss_block_statistics *statistics = &schedule->statistics;
     const struct ss_block_operation *operation = &entry->operation;
@@ -170,7 +169,7 @@ static void request_free(struct ss_schedule *schedule, struct ss_request *reques
     schedule->free_requests = request;
 }
 
-/* Completes an operation of which nothing is left to do. */
+/* Completes a finished operation. */
 static void settle(struct ss_schedule *schedule, struct ss_entry *entry, uint64_t now_ns) {
     if (!entry->is_queued && entry->in_flight == 0 && entry->unchecked == 0) {
         complete(schedule, entry, now_ns);
@@ -272,7 +271,7 @@ size_t ss_request_part(const struct ss_request *request) {
     return request->first / request->entry->operation.length;
 }
 
-/* Of a read into pages, requests end where parts do. */
+/* Requests of a read into pages end at the ends of parts. */
 static uint64_t next_bytes(const struct ss_schedule *schedule, const struct ss_entry *entry) {
     const struct ss_block_operation *operation = &entry->operation;
     uint64_t max = operation->kind == SS_BLOCK_DISCARD ? DISCARD_BYTES_MAX : schedule->request_bytes_max;
@@ -281,7 +280,7 @@ static uint64_t next_bytes(const struct ss_schedule *schedule, const struct ss_e
     return left < max ? left : max;
 }
 
-/* Where an operation goes on on the device. */
+/* Returns the offset on the device of an operation's next request. */
 static uint64_t next_offset(const struct ss_entry *entry) {
     const struct ss_block_operation *operation = &entry->operation;
     const struct ss_block_pages *pages = operation->pages;
@@ -318,7 +317,7 @@ uint32_t ss_request_vectors(const struct ss_request *request) {
     return count;
 }
 
-/* Ends operations at the heads of queues that are not wanted any more. */
+/* Ends reads into pages that were stopped, at the heads of queues. */
 static void drop_unwanted(struct ss_schedule *schedule, uint64_t now_ns) {
     for (uint32_t priority = 0; priority < SS_PRIORITIES; priority++) {
         struct ss_entry *head;
@@ -332,12 +331,12 @@ static void drop_unwanted(struct ss_schedule *schedule, uint64_t now_ns) {
     }
 }
 
-/* Bytes that are to be moved: those of a discard are not. */
+/* Bytes that an operation moves: none for a discard. */
 static uint64_t cost(const struct ss_entry *entry, uint64_t bytes) {
     return entry->operation.kind == SS_BLOCK_DISCARD || bytes < REQUEST_COST_MIN ? REQUEST_COST_MIN : bytes;
 }
 
-/* Whether the head of a lower priority's queue may be in flight beside what is. */
+/* Returns whether the head of a lower priority's queue may start, with the present requests in flight. */
 static int has_room(const struct ss_schedule *schedule, uint32_t priority) {
     const struct ss_entry *head = schedule->waiting[priority].head;
     uint64_t bytes = schedule->bytes_in_flight[priority];
@@ -349,7 +348,7 @@ static int has_room(const struct ss_schedule *schedule, uint32_t priority) {
             bytes + cost(head, next_bytes(schedule, head)) <= schedule->bytes_max[priority]);
 }
 
-/* Whether a lower priority goes before all others now. */
+/* Returns whether a lower priority has its turn now. */
 static int has_turn(struct ss_schedule *schedule, uint32_t priority, uint64_t now_ns) {
     const struct ss_entry *head = schedule->waiting[priority].head;
 
@@ -368,7 +367,7 @@ static int has_turn(struct ss_schedule *schedule, uint32_t priority, uint64_t no
     return has_room(schedule, priority);
 }
 
-/* Whether a request of 'priority' may be in flight beside what is. */
+/* Returns whether a request of 'priority' may start, with the present requests in flight. */
 static int may_join(const struct ss_schedule *schedule, uint32_t priority) {
     return !schedule->is_strict || schedule->statistics.in_flight == schedule->in_flight[priority];
 }

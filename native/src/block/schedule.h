@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * schedule.h - which of the waiting operations a device gets next
+ * schedule.h - selects the next of the waiting operations for a device; schedule.c has the rules
  *
- * No threads, no clock and no system calls: all calls of one schedule are made under one lock, and are told the time.
- * What holds is told in schedule.c.
+ * No threads, no clock and no system calls: all calls of one schedule are made under one lock, with the time as an
+ * argument.
  */
 #ifndef SS_BLOCK_SCHEDULE_H
 #define SS_BLOCK_SCHEDULE_H
@@ -14,7 +14,7 @@
 
 #define SS_PRIORITIES 3u
 
-/* A part of a read into pages has so many bytes at most, and goes to so many pieces of memory, which IOV_MAX bounds. */
+/* Most bytes of a part of a read into pages, and most memory ranges of its target, which IOV_MAX bounds. */
 #define SS_PART_BYTES_MAX (2u << 20)
 #define SS_VECTORS_MAX (SS_PART_BYTES_MAX / 4096)
 
@@ -24,16 +24,16 @@ struct ss_entry {
     uint64_t submitted_ns;
     uint64_t begin_ns;
     uint64_t end_ns;
-    uint64_t started;   /* bytes that were given out in requests */
-    uint32_t unchecked; /* of a read into pages: parts that have come and are not checked */
+    uint64_t started;   /* bytes already in requests */
+    uint32_t unchecked; /* of a read into pages: completed parts that are not checked */
     uint32_t in_flight; /* requests */
     int32_t error;
     enum ss_result verdict;
-    int is_queued; /* in a queue: not all of it was given out */
+    int is_queued; /* in a queue: not all bytes are in requests */
     struct ss_entry *next;
 };
 
-/* What the device has at a time: an operation, or a part of one. */
+/* A request to the device: an operation, or a part of one. */
 struct ss_request {
     struct ss_entry *entry; /* NULL: free */
     enum ss_block_kind kind;
@@ -42,11 +42,11 @@ struct ss_request {
     uint64_t cost; /* bytes that it counts for */
     uint64_t done; /* bytes, after a short read or write */
     uint8_t *memory;
-    struct iovec *vectors; /* of a read into pages: where its bytes go, once ss_request_vectors() has said so */
+    struct iovec *vectors; /* of a read into pages: its targets, set by ss_request_vectors() */
     uint64_t first;        /* bytes of the operation before it */
     uint64_t begin_ns;
     uint32_t tries;
-    int is_fixed; /* a driver's: it is done as one on registered memory */
+    int is_fixed; /* for the driver: it uses registered memory */
     struct ss_request *next;
 };
 
@@ -61,7 +61,7 @@ struct ss_schedule {
     uint32_t free_count;
     struct ss_entry_queue waiting[SS_PRIORITIES];
     struct ss_entry_queue unchecked[SS_PRIORITIES]; /* done, but for the check */
-    struct ss_request *unchecked_parts;             /* last requests of parts that have come */
+    struct ss_request *unchecked_parts;             /* last requests of completed parts */
     struct ss_entry_queue completed;
     struct ss_request *requests;
     struct ss_request *free_requests;
@@ -81,7 +81,7 @@ struct ss_schedule {
     struct ss_block_statistics statistics;
 };
 
-/* Takes limits from 'options', none of which is 0. SS_NO_MEMORY. */
+/* Initializes the limits from 'options', none of which is 0. SS_NO_MEMORY. */
 enum ss_result ss_schedule_init(struct ss_schedule *schedule, const struct ss_block_options *options);
 void ss_schedule_free(struct ss_schedule *schedule);
 
@@ -89,7 +89,7 @@ void ss_schedule_free(struct ss_schedule *schedule);
 enum ss_result ss_schedule_submit(struct ss_schedule *schedule, const struct ss_block_operation *operations,
                                   size_t count, uint64_t now_ns);
 
-/* The request to give to the device now; NULL: none, until an operation is submitted or a request is done. */
+/* Returns the next request for the device; NULL: none, until an operation is submitted or a request is done. */
 struct ss_request *ss_schedule_next(struct ss_schedule *schedule, uint64_t now_ns);
 
 /* A request ended; the operation is completed with the last one of its requests. */
@@ -98,16 +98,16 @@ void ss_schedule_done(struct ss_schedule *schedule, struct ss_request *request, 
 /* Bytes that an operation moves. */
 uint64_t ss_operation_bytes(const struct ss_block_operation *operation);
 
-/* Fills in where the rest of a request goes that is part of a read into pages; returns how many vectors there are. */
+/* Fills in the targets of the rest of a request, for a read into pages; returns the number of vectors. */
 uint32_t ss_request_vectors(const struct ss_request *request);
 
-/* Gives out a read that is done and has to be checked, the most urgent first; NULL: there is none. */
+/* Returns a completed read to check, the most urgent first; NULL: none. */
 struct ss_entry *ss_schedule_unchecked(struct ss_schedule *schedule);
 
-/* Whether there is one. */
+/* Returns whether there is a read to check. */
 int ss_schedule_has_unchecked(const struct ss_schedule *schedule);
 
-/* Gives out the last request of a part that has come and has to be checked; NULL: there is none. */
+/* Returns the last request of a completed part to check; NULL: none. */
 struct ss_request *ss_schedule_unchecked_part(struct ss_schedule *schedule);
 
 /* It was checked; its operation is completed with the last part. */
@@ -120,7 +120,7 @@ size_t ss_request_part(const struct ss_request *request);
 /* It was checked, and so is completed. */
 void ss_schedule_checked(struct ss_schedule *schedule, struct ss_entry *entry, enum ss_result verdict);
 
-/* Ends what has not begun with ECANCELED, and lets nothing else begin. */
+/* Completes waiting operations with ECANCELED, and prevents the start of others. */
 void ss_schedule_stop(struct ss_schedule *schedule, uint64_t now_ns);
 
 /* Takes back at most 'max' completed operations. */

@@ -3,7 +3,7 @@
  * threads.c - a device through pread() and pwrite(): for builds without liburing, and kernels that refuse
  * io_uring
  *
- * As many threads as requests may be in flight, up to THREADS_MAX: each takes one, and waits in the kernel for it.
+ * One thread for each request in flight, up to THREADS_MAX: each takes one request, and waits in the kernel for it.
  */
 #include "block/block.h"
 
@@ -62,7 +62,7 @@ static void threads_run(struct ss_block *block) {
             }
             pthread_cond_wait(&block->changed, &block->lock);
         }
-        pthread_cond_signal(&block->changed); /* there may be one for the next thread, too */
+        pthread_cond_signal(&block->changed); /* another thread may find a request, too */
         int64_t outcome;
         do {
             pthread_mutex_unlock(&block->lock);

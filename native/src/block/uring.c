@@ -2,12 +2,12 @@
 /*
  * uring.c - a device through io_uring: one thread, one ring, the file and the arenas registered with it
  *
- * The thread fills the ring with what the schedule gives, submits, checks one read that is done or, where there is
- * none, waits for completions. One of these is of a read of an eventfd, by which others wake it. It is woken only while
- * it waits, so a busy device costs no extra calls.
+ * The thread fills the ring with the schedule's requests, submits them, checks one completed read or, if there is none,
+ * waits for completions. A pending read of an eventfd lets other threads wake it. They do so only while it waits, so a
+ * busy device costs no extra calls.
  *
  * Neither a polling thread of the kernel (SQPOLL) nor polling for completions (IOPOLL) is used:
- * docs/guides/storage-devices.md says what was found.
+ * docs/guides/storage-devices.md has the measurements.
  */
 #include "block/uring.h"
 
@@ -33,7 +33,7 @@ int ss_ring_region(const struct ss_ring *ring, const uint8_t *memory, uint64_t s
 
 /* ---- Life ------------------------------------------------------------------------------------------------------ */
 
-/* The kernel is too old, built without it, or told to refuse it to us, as container runtimes do. */
+/* The kernel is too old, built without io_uring, or configured to refuse it, as container runtimes do. */
 static int is_unavailable(int error) {
     return error == ENOSYS || error == EPERM || error == EACCES || error == EINVAL || error == ENOMEM;
 }
@@ -77,7 +77,7 @@ void ss_ring_finish(struct ss_block *block) {
         return;
     }
     if (ring->is_made) {
-        /* The kernel takes rings apart when it has time, and would hold on to the device until then. */
+        /* The kernel frees rings asynchronously, and would keep the device open until then. */
         if (ring->has_file) {
             (void)io_uring_unregister_files(&ring->ring);
         }
@@ -131,7 +131,7 @@ static enum ss_result add_region(struct ss_block *block, uint8_t *memory, uint64
     return SS_OK;
 }
 
-/* Forgets all regions within some memory. Requests that use them already keep what they need. */
+/* Unregisters all regions within some memory. Requests in flight keep their references. */
 static void drop_regions(struct ss_block *block, const uint8_t *memory, uint64_t size) {
     struct ss_ring *ring = block->driver_state;
 
@@ -271,7 +271,7 @@ static void arm_wake(struct ss_ring *ring) {
     io_uring_sqe_set_data(sqe, NULL);
 }
 
-/* Takes in what has completed. With the lock held. */
+/* Processes completions. With the lock held. */
 static void reap(struct ss_block *block) {
     struct ss_ring *ring = block->driver_state;
     struct io_uring_cqe *cqe;
@@ -299,7 +299,8 @@ void ss_ring_run(struct ss_block *block) {
         }
         if (ss_schedule_has_unchecked(&block->schedule)) {
             pthread_mutex_unlock(&block->lock);
-            (void)io_uring_submit(&ring->ring); /* first the device; what it does not take now stays in the ring */
+            (void)io_uring_submit(
+                &ring->ring); /* first the device's requests; requests that it does not accept now stay in the ring */
             pthread_mutex_lock(&block->lock);
             (void)ss_block_check_next(block);
             reap(block);

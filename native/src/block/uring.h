@@ -18,17 +18,17 @@ struct ss_region {
 struct ss_ring {
     struct io_uring ring;
     int is_made;
-    int has_buffers;             /* the table of registered memory is there */
+    int has_buffers;             /* the table of registered memory exists */
     int has_file;                /* file 0 is the device */
     int has_fixed_vectors;       /* a request may go to several pieces of registered memory */
-    int refuses_fixed;           /* registered memory is of no use for requests, as the kernel turned out to say */
+    int refuses_fixed;           /* the kernel refused requests on registered memory: do not use it */
     int is_waiting;              /* its thread may be in the kernel: wake it */
     int wake_fd;                 /* eventfd that the ring reads */
     uint64_t wake_value;         /* where it reads to */
     pthread_mutex_t region_lock; /* one registration at a time; region_count changes with the block's lock held */
     uint32_t region_count;       /* those of no size are free again */
     struct ss_region regions[SS_REGIONS_MAX];
-    /* Fills in what is to be done, but not where it is reported. */
+    /* Fills in the request, except for its user data. */
     void (*prepare)(struct ss_block *block, struct ss_request *request, struct io_uring_sqe *sqe);
     /* Turns a completion's result into bytes done or -errno. */
     int64_t (*outcome)(struct ss_block *block, const struct ss_request *request, int32_t result);

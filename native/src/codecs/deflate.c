@@ -2,9 +2,9 @@
 /*
  * deflate.c - raw Deflate: our encoder, our decoder of what it writes, and a library for everything else
  *
- * Streams without matches, and ours are, are decoded several at a time by literal_inflate.c, twice as fast as ISA-L
- * decodes them one after the other. What it gives up goes to a library from its beginning: streams of other encoders,
- * and damaged ones, which the library has the last word on.
+ * Streams without matches, such as ours, are decoded several at a time by literal_inflate.c, twice as fast as ISA-L
+ * decodes them one after the other. If it rejects a stream, a library decodes it from the beginning: streams of other
+ * encoders, and damaged ones, for which the library's result counts.
  *
  * The library is chosen when the build is configured: ISA-L (twice as fast as the others on Huffman-only streams), else
  * libdeflate, else zlib. All of them bound every access by the two sizes; this file adds that the stream must

@@ -20,9 +20,9 @@
  *
  * Smaller tables are built faster and leave more of the first-level cache, larger ones hold more literals in an entry.
  *
- * Whatever is not a valid stream of literals is given up (the caller's full decoder then says what it is), so only what
- * is accepted has to be right: codes are complete, stored lengths match their complements, and source and target end
- * with the final block. This is zlib's idea of validity, minus matches and incomplete codes of literals.
+ * This decoder rejects any stream that is not a valid stream of literals; the caller's full decoder then decides. So
+ * only accepted streams must be correct: codes are complete, stored lengths match their complements, and source and
+ * target end with the final block. The rules are zlib's, without matches and incomplete codes of literals.
  */
 #include "codecs/literal_inflate.h"
 

@@ -2,8 +2,8 @@
 /*
  * extents.c - runs of free blocks, in a treap by address in which each node knows the longest run below it
  *
- * So the first run that is long enough is found on one way down. Neighbours are found by address and merged, so there
- * is one node for each run and none for a block. Nodes lie in one array that grows by halves.
+ * So one walk down finds the first run that is long enough. Adjacent runs are merged, so each run has one node. Nodes
+ * are in one array, which grows by halves.
  */
 #include "shadowserve_index.h"
 
@@ -33,7 +33,7 @@ struct ss_extents {
 
 enum { ROOM_MIN = 16 };
 
-/* Makes sure that there is a node to take. */
+/* Ensures that a free node exists. */
 static bool room_for_one(struct ss_extents *extents) {
     if (extents->unused != 0 || extents->used < extents->room) {
         return true;
@@ -75,8 +75,7 @@ static void update(struct run *runs, uint32_t node) {
     runs[node].longest = runs[runs[node].right].longest > longest ? runs[runs[node].right].longest : longest;
 }
 
-/* split() parts a tree into what begins before 'first' and the rest. As deep as the tree, which is a few times its log.
- */
+/* split() divides a tree into the runs before 'first' and the rest. Recursion is as deep as the tree, O(log). */
 static void split(struct run *runs, uint32_t node, uint32_t first, uint32_t *before, uint32_t *rest) {
     if (node == 0) {
         *before = *rest = 0;
@@ -109,7 +108,7 @@ static uint32_t merge(struct run *runs, uint32_t before, uint32_t rest) {
     return rest;
 }
 
-/* Puts a node in below 'root', and returns the new root: down to its priority, and only then a split. */
+/* Inserts a node below 'root' at the depth of its priority, where it splits the tree, and returns the new root. */
 static uint32_t insert(struct run *runs, uint32_t root, uint32_t node) {
     if (root == 0 || runs[node].priority > runs[root].priority) {
         uint32_t left, right;
@@ -128,7 +127,7 @@ static uint32_t insert(struct run *runs, uint32_t root, uint32_t node) {
     return root;
 }
 
-/* Takes the run that begins at 'first' out; it is there. */
+/* Removes the run that begins at 'first', which must exist. */
 static uint32_t take_out(struct run *runs, uint32_t root, uint32_t first) {
     if (runs[root].first == first) {
         return merge(runs, runs[root].left, runs[root].right);
@@ -142,7 +141,7 @@ static uint32_t take_out(struct run *runs, uint32_t root, uint32_t first) {
     return root;
 }
 
-/* Changes the run that begins at 'was' without moving it in the tree; order stays, since it meets no neighbour. */
+/* Changes the run that begins at 'was' in place; the order is unchanged, since it does not reach another run. */
 static void change(struct run *runs, uint32_t root, uint32_t was, uint32_t first, uint32_t count) {
     if (runs[root].first == was) {
         runs[root].first = first;

@@ -127,7 +127,7 @@ bool ss_index_valid(const struct ss_index_record *record, uint32_t blocks) {
            (uint64_t)record->extent + ss_index_blocks(record->length, 0) + record->name_blocks <= blocks;
 }
 
-/* Sets what a put says of an object that is in the table and counted nowhere. */
+/* Sets the fields of a put in an object that is in the table and not yet counted. */
 static void fill(struct entry *entry, const struct ss_index_record *record, uint32_t accessed_s) {
     entry->device = record->device;
     entry->flags = record->flags;
@@ -312,7 +312,7 @@ uint32_t ss_index_next(const struct ss_index *index, uint32_t slot) {
     return 0;
 }
 
-/* Of what one line of the table is home to: its own places, and those behind it that took what did not fit. */
+/* Most objects whose home is one line of the table: its own places, and places in the lines after it. */
 enum { HOME_MAX = 4096 };
 
 struct found {
@@ -330,7 +330,7 @@ static bool is_of(const struct ss_index *index, uint32_t slot, int32_t tenant) {
     return !entry->dangling && (tenant < 0 || entry->tenant == tenant);
 }
 
-/* at_home() finds a tenant's objects whose home is a line, from a hash on, and sorts them; returns how many. */
+/* at_home() finds a tenant's objects whose home is a line, from a hash on, and sorts them; returns their number. */
 static size_t at_home(const struct ss_index *index, uint64_t home, int32_t tenant, uint64_t from, struct found *found) {
     size_t count = 0;
     uint64_t number = home;
@@ -364,7 +364,7 @@ static uint64_t first_of(const struct ss_index *index, uint64_t line) {
     return (uint64_t)first;
 }
 
-/* in_cell() adds a cell's objects, from a hash on; returns how many there are by now. */
+/* in_cell() adds a cell's objects, from a hash on; returns the number found so far. */
 static size_t in_cell(const struct ss_index *index, const struct cell *cell, uint64_t from, struct found *found,
                       size_t count) {
     for (size_t list = LIST_SMALL; list < LIST_COUNT; list++) {
@@ -405,7 +405,7 @@ size_t ss_index_scan(const struct ss_index *index, int32_t tenant, uint64_t *cur
     }
     struct ss_index_totals totals;
     ss_index_totals(index, tenant, -1, &totals);
-    if (totals.objects <= HOME_MAX) { /* sooner than looking through everybody's */
+    if (totals.objects <= HOME_MAX) { /* faster than a scan of the objects of all tenants */
         size_t count = all_of(index, tenant, *cursor, found);
         for (; stored < count && stored < max; stored++) {
             slots[stored] = found[stored].slot;

@@ -1,15 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * internal.h - what the parts of the index share
+ * internal.h - declarations shared by the parts of the index
  *
- * An entry is found by a table of lines of 64 bytes, each with twelve slots and a byte of each one's hash: one line and
- * one entry are all that most look-ups touch. Entries link themselves: into a queue of their cell (a tenant's objects
- * on a device), and into the tree of parents and children. Memory is reserved once, as addresses; the kernel gives
- * pages when they are first written to. So nothing is ever moved, and a slot is an object's number for as long as it is
- * there.
+ * A table of lines of 64 bytes, each with twelve slots and a byte of each one's hash, finds an entry: most look-ups
+ * read one line and one entry. Entries have links for a queue of their cell (a tenant's objects on a device), and for
+ * the tree of parents and children. The address range is reserved once; the kernel allocates pages at their first
+ * write. So nothing is ever moved, and an object keeps its slot until it is removed.
  *
- * The texts of named keys lie apart, each in memory of its own that an array by slots points to; where no key is named,
- * no page of that is ever touched.
+ * The texts of named keys are in separate memory, with an array of pointers by slot; without named keys, no page of
+ * this array is used.
  *
  * A dangling parent is an entry without an object. It keeps the children of a missing parent together. It is in the
  * table and in the list of dangling parents, but in no cell, and is freed with its last child.
@@ -27,7 +26,7 @@ enum {
     LINE_SLOTS = 12,
     KEY_SIZE = 32,
     BLOCK_SIZE = 4096,
-    MEMORY = 255, /* the device of objects in memory alone: their 'extent' is what they take beside the value */
+    MEMORY = 255, /* the device of objects only in memory: their 'extent' is the bytes in addition to the value */
     ANY_DEVICE = 256,
     GHOST_WAYS = 8,
     FREQUENCY_MAX = 3,
@@ -95,7 +94,7 @@ struct name {
     uint8_t text[];
 };
 
-/* The text of a key as records bring it, piece by piece; whole when 'filled' is its length. */
+/* The text of a key from its records, part by part; complete when 'filled' is its length. */
 struct replayed_name {
     uint8_t key[KEY_SIZE];
     uint16_t tenant;

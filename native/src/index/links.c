@@ -21,7 +21,7 @@ static void attach(struct ss_index *index, uint32_t parent, uint32_t child) {
     ss_index_dangling_unblock(index, parent);
 }
 
-/* Takes a child from its parent, which it returns. */
+/* Removes a child from its parent, and returns the parent. */
 static uint32_t detach(struct ss_index *index, uint32_t child) {
     struct entry *entries = index->entries, *entry = &entries[child];
     uint32_t parent = entry->parent;
@@ -41,7 +41,7 @@ static uint32_t detach(struct ss_index *index, uint32_t child) {
     return parent;
 }
 
-/* Takes a child from its parent, and frees each dangling ancestor that has no child left. */
+/* Removes a child from its parent, and frees each dangling ancestor that has no child left. */
 static void leave(struct ss_index *index, uint32_t child) {
     uint32_t parent = detach(index, child);
     while (parent != 0 && index->entries[parent].dangling && index->entries[parent].first_child == 0) {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* names.c - the texts of keys that are not a chunk's: kept, brought by records, and made records of */
+/* names.c - the texts of named keys: in memory, in a replay, and in snapshots */
 #include "index/internal.h"
 
 #include <stdlib.h>
@@ -26,7 +26,7 @@ static uint32_t pieces_of(uint32_t length) {
     return length == 0 ? 1 : (length + NAME_PIECE_SIZE - 1) / NAME_PIECE_SIZE;
 }
 
-/* What malloc() takes for a text: in steps of 16 bytes, with 8 of its own. */
+/* Bytes that malloc() uses for a text: in steps of 16 bytes, with 8 bytes of overhead. */
 static uint64_t size_of(uint32_t length) {
     return (sizeof(struct name) + length + 8 + 15) / 16 * 16;
 }
@@ -109,7 +109,7 @@ enum ss_result ss_index_take_name(struct ss_index *index, uint32_t slot) {
     return ss_index_set_name(index, slot, name->text, name->length);
 }
 
-/* begin() makes room for a text; its former one is forgotten, whole or not. */
+/* begin() allocates memory for a text, and drops the previous one, complete or not. */
 static struct replayed_name *begin(struct ss_index *index, uint8_t device, const struct name_record *piece) {
     struct replayed_name *name = index->replayed_name;
     if (name == NULL && (name = malloc(sizeof *name)) == NULL) {

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * queues.c - cells, their queues, the ghost queue, and what to evict next
+ * queues.c - cells, their queues, the ghost queue, and the choice of the victim
  *
- * LRU has one queue, LIST_MAIN, from what was used last to the victim. S3-FIFO (SOSP '23) has two: what is new goes
- * into the small one, a tenth of the objects, and from its end into the main one if it was used twice since, else away;
- * in the main one, what was used since goes round again. By frequency there is the main one alone: an object goes round
- * once for each use that it had lately, three at most (GCLOCK). What may not be evicted waits in LIST_BLOCKED, so that
- * no search meets it again and again: pinned objects, and those that have only such descendants.
+ * LRU has one queue, LIST_MAIN, from the last used object to the victim. S3-FIFO (SOSP '23) has two. New objects go
+ * into the small queue, a tenth of the objects. At its end an object moves to the main queue if it was used twice
+ * since, else it is evicted. Objects of the main queue that were used since go round again. The frequency policy has
+ * only the main queue: an object goes round once for each recent use, at most three times (GCLOCK). Objects that may
+ * not be evicted are in LIST_BLOCKED, so that searches do not find them repeatedly: pinned objects, and objects with
+ * only such descendants.
  */
 #include "index/internal.h"
 
@@ -163,7 +164,7 @@ void ss_index_touch_each(struct ss_index *index, const uint32_t *slots, size_t c
     }
 }
 
-/* unblock() lets an object take part again; the end of its pin counts as a use of it. */
+/* unblock() moves an object back to a queue; the end of its pin counts as a use of it. */
 static void unblock(struct ss_index *index, struct cell *cell, uint32_t slot) {
     index->entries[slot].pinned_until_s = 0;
     move_to(index, cell, slot, LIST_MAIN);
@@ -186,7 +187,7 @@ void ss_index_pin(struct ss_index *index, uint32_t slot, uint32_t until_s) {
 
 /* ---- Ghosts -------------------------------------------------------------------------------------------------- */
 
-/* Sets of eight, each a queue of its own: which one, and what is in it, are different bits of the key's hash. */
+/* Sets of eight, each one a queue: different bits of the key's hash select the set, and are the fingerprint. */
 static uint16_t *ghost_set(const struct ss_index *index, uint64_t hash, uint16_t *ghost) {
     uint16_t bits = (uint16_t)(hash >> 8);
     *ghost = bits != 0 ? bits : 1;
@@ -221,7 +222,7 @@ int ss_index_ghost(const struct ss_index *index, uint16_t tenant, const uint8_t 
 
 /* ---- Victims ------------------------------------------------------------------------------------------------- */
 
-/* candidate() returns what the policy would evict next of a cell, 0 where all that is there is blocked. */
+/* candidate() returns the next object of a cell to evict by the policy, 0 if all its objects are blocked. */
 static uint32_t candidate(struct ss_index *index, struct cell *cell) {
     struct list_ends *small = &cell->lists[LIST_SMALL], *main = &cell->lists[LIST_MAIN];
     for (;;) {
@@ -262,9 +263,9 @@ static uint32_t unblocked(const struct ss_index *index, uint32_t sibling) {
 }
 
 /*
- * leaf_below() returns a leaf below 'top', a cell's candidate, or 'top' itself; 0 where all of them are blocked, 'top'
- * then too. What it passes on its way down goes to the end of the candidate's queue, so that the chain is evicted from
- * its end without being walked down each time.
+ * leaf_below() returns a leaf below 'top', a cell's candidate, or 'top' itself; 0 if all of them, and 'top', are
+ * blocked. The objects on the way down move to the end of the candidate's queue, so that later evictions of this chain
+ * need not walk down again.
  */
 static uint32_t leaf_below(struct ss_index *index, struct cell *cell, uint32_t top) {
     struct entry *entries = index->entries;
@@ -291,7 +292,7 @@ static uint32_t leaf_below(struct ss_index *index, struct cell *cell, uint32_t t
     }
 }
 
-/* Lets some of what was blocked take part again, where no pin holds it any more; returns how many. */
+/* Unblocks some objects that no pin protects any longer; returns their number. */
 static uint32_t look_at_blocked(struct ss_index *index, struct cell *cell, uint32_t now_s, uint32_t *looks) {
     struct list_ends *blocked = &cell->lists[LIST_BLOCKED];
     uint32_t freed = 0, left = blocked->count;
@@ -325,7 +326,7 @@ static uint32_t next_cell(const struct ss_index *index, uint32_t number, int32_t
     return whole != NULL ? whole->next : 0;
 }
 
-/* oldest_cell() returns the cell whose next candidate was used least recently; NULL where there are none. */
+/* oldest_cell() returns the cell whose next candidate was used least recently; NULL if there is no candidate. */
 static struct cell *oldest_cell(const struct ss_index *index, int32_t device, int32_t tenant) {
     struct cell *oldest = NULL;
     uint32_t oldest_s = 0;
@@ -355,7 +356,7 @@ static uint32_t search(struct ss_index *index, int32_t device, int32_t tenant) {
     return 0;
 }
 
-/* At most 'max' looks, however many cells there are: the next call goes on behind the last cell that it came to. */
+/* Examines at most 'max' objects, for any number of cells: the next call continues after the last cell. */
 static uint32_t look_at_all_blocked(struct ss_index *index, int32_t device, int32_t tenant, uint32_t now_s,
                                     uint32_t max) {
     uint32_t freed = 0, looks = max;
@@ -375,8 +376,8 @@ static uint32_t look_at_all_blocked(struct ss_index *index, int32_t device, int3
 }
 
 /*
- * ancestor() returns an object that stays for the sake of pinned descendants only; 0 for none. Else the pin of one
- * small object at the end would keep a whole chain. search() has just blocked such ones: they are at the heads.
+ * ancestor() returns an object that is blocked only by pinned descendants; 0 for none. Else the pin of one small object
+ * at the end would keep a whole chain. search() has just blocked such objects: they are at the heads.
  */
 static uint32_t ancestor(const struct ss_index *index, int32_t device, int32_t tenant, uint32_t now_s) {
     uint32_t looks = LOOK_AT_BLOCKED_MAX;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* records.c - from the records of logs and snapshots to the index, and back */
+/* records.c - conversion between the records of logs and snapshots and the index */
 #include "index/internal.h"
 
 #include <stdlib.h>
@@ -10,12 +10,12 @@ _Static_assert(sizeof(struct ss_index_record) == 128, "docs/reference/volume-for
 
 /* ---- Replay -------------------------------------------------------------------------------------------------- */
 
-/* Whether 'generation' is behind the other one; they may wrap. */
+/* Returns whether 'generation' is earlier than the other one; generations may wrap. */
 static bool is_before(uint32_t generation, uint32_t other) {
     return other - generation - 1 < UINT32_MAX / 2;
 }
 
-/* put() replays a put; '*result' is SS_NO_SPACE or SS_NO_MEMORY where nothing can go on. */
+/* put() replays a put; '*result' is SS_NO_SPACE or SS_NO_MEMORY if the replay cannot continue. */
 static uint64_t *put(struct ss_index *index, uint8_t device, uint32_t blocks, const struct ss_index_record *record,
                      struct ss_index_counts *counts, enum ss_result *result) {
     uint64_t hash = ss_index_hash(index, record->tenant, record->key);
@@ -113,7 +113,7 @@ struct keyed {
     uint32_t slot;
 };
 
-/* Sorts by key, stable, with as much memory again behind the array; returns which half has the result. */
+/* Stable sort by key, with scratch memory of the same size behind the array; returns the half with the result. */
 static struct keyed *sort(struct keyed *items, size_t count) {
     struct keyed *source = items, *target = items + count;
     for (unsigned shift = 0; shift < 32; shift += DIGIT_BITS) {
@@ -216,7 +216,7 @@ enum ss_result ss_index_reserve(struct ss_index *index, uint8_t device, struct s
         }
         const struct entry *entry = &index->entries[kept];
         result = ss_extents_reserve(extents, entry->extent, ss_index_entry_blocks(entry));
-        if (result == SS_BAD_ARGUMENT) { /* taken by someone else, or behind the end */
+        if (result == SS_BAD_ARGUMENT) { /* reserved by another object, or beyond the end */
             ss_index_remove(index, kept);
             ++*dropped;
             result = SS_OK;

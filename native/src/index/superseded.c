@@ -23,7 +23,7 @@ struct superseded {
 
 struct ss_index_superseded {
     struct superseded *puts; /* from 1 */
-    uint32_t *heads;         /* as many as there is room for: a power of two */
+    uint32_t *heads;         /* heads of the hash chains; their number is a power of two */
     uint32_t room;
     uint32_t used;
     uint32_t last; /* the highest that ever was */

@@ -1,21 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * guard.c - mappings of files that others may shrink, survived
+ * guard.c - protection against SIGBUS in mappings of files that other processes may shrink
  *
- * To touch a page that its file does not have any more, or that a full file system cannot give, is SIGBUS, and by
- * default the end of the process with all that it serves. So the handler puts plain memory, which reads as zeros, over
- * the whole of a guarded mapping, and notes that it is lost; the instruction is then done again, and the owner looks
- * before it says what came of it. All of the mapping, not a page: what is lost in part is of no use, and one fault is
- * then all there is. Plain memory is given page by page as it is touched, so it costs what is touched.
+ * An access to a page that its file no longer has, or that a full file system cannot allocate, raises SIGBUS, which by
+ * default ends the process. The handler replaces the whole guarded mapping with anonymous memory, which reads as zeros,
+ * and marks the mapping as lost. The instruction is then repeated, and the owner checks the mark before it reports a
+ * result. The whole mapping is replaced, not a page, because a mapping that is lost in part is useless, and one fault
+ * is then enough. Anonymous memory is allocated page by page on access, so it costs only the accessed pages.
  *
- * Whoever installs a handler after ours, such as Python's faulthandler, takes all faults. So each guard that is opened
- * looks whether ours is still there, and puts it in front again. The other one is told of faults that are not ours, and
- * may hand them on to ours, as the one that it found: what comes back so goes to who was there before either.
+ * A handler installed after ours, such as Python's faulthandler, gets all faults. So each opened guard checks whether
+ * our handler is still installed, and installs it in front again. Faults that are not ours go to the other handler,
+ * which may pass them on to ours, the handler that it found. Such faults go to the handler that was first of all.
  *
- * A handler may not wait, so it reads the list without a lock: guards are added in front and used again, never freed.
- * Each opening and each closing adds one to a guard's version. The handler uses begin and end only where the version is
- * odd and the same before and after it reads them: else they may be those of two mappings. A guard that changes
- * meanwhile is not the one of the fault, since its owner still touches that mapping.
+ * A handler may not wait, so it reads the list without a lock: guards are added in front and reused, never freed. Each
+ * opening and each closing increments a guard's version. The handler uses begin and end only if the version is odd and
+ * the same before and after it reads them: else they may be those of two mappings. A guard that changes in between is
+ * not the guard of the fault, since the owner of the faulting mapping still uses it.
  */
 #include <errno.h>
 #include <pthread.h>
@@ -29,7 +29,7 @@
 #include "shadowserve.h"
 
 struct ss_guard {
-    _Atomic uint64_t version; /* odd: open; even: free */
+    _Atomic uint64_t version; /* odd: open; even: closed */
     _Atomic uintptr_t begin;
     _Atomic uintptr_t end;
     _Atomic uint32_t lost;
@@ -38,12 +38,12 @@ struct ss_guard {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic(struct ss_guard *) guards;
-static struct sigaction first; /* what was installed before ours, for all that is not ours */
-static struct sigaction last;  /* what was installed since, and ours put in front of again; else the same */
+static struct sigaction first; /* the handler before ours, for other faults */
+static struct sigaction last;  /* a handler that was installed after ours, which is now in front of it; else the same */
 static int installed;
 static _Thread_local volatile sig_atomic_t passing __attribute__((tls_model("initial-exec"))); /* to 'last' */
 
-/* Returns whether the address is in a guarded mapping, which plain memory then lies over. */
+/* Returns whether the address is in a guarded mapping, and replaces that mapping with anonymous memory. */
 static int replaced(uintptr_t address) {
     for (struct ss_guard *guard = atomic_load(&guards); guard != NULL; guard = guard->next) {
         uint64_t version = atomic_load(&guard->version);
@@ -53,9 +53,9 @@ static int replaced(uintptr_t address) {
             continue;
         }
         if (atomic_exchange(&guard->lost, 1)) {
-            return 1; /* another thread is at it, or was: this one tries again */
+            return 1; /* another thread replaces it, or has: repeat the instruction */
         }
-        /* Not mmap(), which is not said to be safe in a handler; the system call is. */
+        /* Not mmap(), which is not documented as async-signal-safe; the system call is safe. */
         long mapped = syscall(SYS_mmap, begin, end - begin, PROT_READ | PROT_WRITE,
                               MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0L);
         return mapped == (long)begin;
@@ -64,7 +64,8 @@ static int replaced(uintptr_t address) {
 }
 
 static void pass_on(int number, siginfo_t *info, void *context) {
-    /* Below 1 it was sent: by one that was told of a fault, has put back what it found, and gives it the rest. */
+    /* Below 1 it was sent: by a handler that got a fault, restored the previous handler, and raised the signal again.
+     */
     const struct sigaction *next = passing || info->si_code <= 0 ? &first : &last;
     if (next->sa_flags & SA_SIGINFO) {
         passing++;
@@ -76,13 +77,13 @@ static void pass_on(int number, siginfo_t *info, void *context) {
         passing--;
     } else {
         (void)sigaction(number, next, NULL);
-        (void)raise(number); /* comes when this handler is left */
+        (void)raise(number); /* delivered when this handler returns */
     }
 }
 
 static void on_bus_error(int number, siginfo_t *info, void *context) {
     int error = errno;
-    /* Above 0 it is the kernel's, and the address is a fault's. */
+    /* Above 0 the kernel sent it, and the address is that of a fault. */
     if (info->si_code <= 0 || !replaced((uintptr_t)info->si_addr)) {
         pass_on(number, info, context);
     }

@@ -143,8 +143,7 @@ static inline void line_write(uint8_t *to, const uint8_t *line, uint64_t bytes) 
     }
 #endif
 
-/* ---- What lies innermost
- * --------------------------------------------------------------------------------------------- */
+/* ---- Innermost dimensions --------------------------------------------------------------------------------------- */
 
 #define PLANE(bits)                                                                                                    \
     SQUARES(bits)                                                                                                      \
@@ -259,7 +258,7 @@ static void inner(const struct ss_strided *shape, uint8_t *to, const uint8_t *fr
     }
 }
 
-/* find() returns the outer dimension that has so many bytes from one to the next on one side; their number, if none. */
+/* find() returns the outer dimension with this stride on one side; the number of dimensions if there is none. */
 static uint32_t find(const struct ss_strided *shape, int of_target, int64_t bytes) {
     uint32_t i = shape->count;
     while (i-- > 0) {

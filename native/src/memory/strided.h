@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* strided.h - what lies innermost in a block, and the kernels that copy it with wider vectors; see strided.c */
+/* strided.h - the innermost dimensions of a block, and the kernels that copy them with wider vectors; see strided.c */
 #ifndef SS_STRIDED_H
 #define SS_STRIDED_H
 

@@ -2,9 +2,9 @@
 /*
  * strided_avx512.c - tiles and planes of a block with AVX-512, a line at a time
  *
- * CPUs that multiply matrices hold their KV so, and have AVX-512. With vectors of 16 bytes the instructions took as
- * long as memory did; here they hide behind it. What a block has of one head is over before such a CPU has noticed that
- * it is read in order, so the next head's lines are asked for meanwhile.
+ * CPUs with matrix multiplication have AVX-512, and this layout of KV. With vectors of 16 bytes the instructions took
+ * as long as the memory accesses; here the memory accesses hide them. The data of one head in a block is too short for
+ * the hardware prefetcher, so the loop prefetches the next head's lines.
  */
 #include "memory/strided.h"
 

@@ -14,7 +14,7 @@ ssize_t ss_channel_send(const struct ss_channel *channel, const struct iovec *pa
     if (channel->session != NULL) {
         return ss_tls_session_send(channel->session, parts, count);
     }
-    /* The kernel does not write what it sends. */
+    /* The kernel does not write to the memory of a send. */
     struct msghdr message = {.msg_iov = (struct iovec *)(uintptr_t)parts, .msg_iovlen = count};
     return sendmsg(channel->socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
@@ -40,7 +40,7 @@ void ss_socket_prepare(int socket) {
     (void)setsockopt(socket, IPPROTO_TCP, TCP_QUICKACK, &on, sizeof on);
 }
 
-/* Not shutdown(), after which what has arrived can still be read: this forgets it, and tells the server by a reset. */
+/* Not shutdown(), after which received bytes can still be read: this drops them, and sends a reset to the server. */
 void ss_socket_disconnect(int socket) {
     struct sockaddr nobody = {.sa_family = AF_UNSPEC};
     if (connect(socket, &nobody, sizeof nobody) != 0) {

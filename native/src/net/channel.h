@@ -19,22 +19,22 @@ struct ss_channel {
     struct ss_tls_session *session; /* NULL: not encrypted */
 };
 
-/* ss_channel_send() sends what is taken now of 'count' parts. */
+/* ss_channel_send() sends 'count' parts, as far as the socket has room now. */
 ssize_t ss_channel_send(const struct ss_channel *channel, const struct iovec *parts, size_t count);
 
 /*
- * ss_channel_receive() fills the parts in order with what there is. Encrypted, it stops at SS_TLS_BATCH_BYTES so that
- * whole slices are passed on while the rest is deciphered. A stream that fails its cipher's check is EPROTO.
+ * ss_channel_receive() fills the parts in order with the available bytes. With TLS it stops at SS_TLS_BATCH_BYTES, so
+ * that complete slices are passed on while the rest is decrypted. EPROTO: the stream fails its cipher's check.
  */
 ssize_t ss_channel_receive(const struct ss_channel *channel, const struct iovec *parts, size_t count);
 
-/* ss_channel_events() returns what poll() is to wait for: an answer, and room if there is something to send. */
+/* ss_channel_events() returns the events for poll(): an answer, and room in the socket if 'sending'. */
 short ss_channel_events(const struct ss_channel *channel, int sending);
 
-/* ss_socket_prepare(): no Nagle, no delayed acknowledgement, where there is such a thing. */
+/* ss_socket_prepare() turns Nagle's algorithm and delayed acknowledgements off, if the socket has them. */
 void ss_socket_prepare(int socket);
 
-/* ss_socket_disconnect(): whatever uses it next finds it disconnected; the caller still closes it. */
+/* ss_socket_disconnect() disconnects the socket, so that any later use fails; the caller still closes it. */
 void ss_socket_disconnect(int socket);
 
 /* ---- tls.c, or tls_absent.c where this build has no TLS ---- */

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * resp.h - the little of the Redis protocol that the C core speaks
+ * resp.h - the subset of the Redis protocol that the C core uses
  *
- * Requests are built whole into a caller's buffer. Replies are read in two steps: the head (one line) through
- * ss_resp_head_feed(), byte by byte if need be, and a bulk string's body by the caller, straight into place.
+ * Requests are written to a buffer of the caller. Replies are read in two steps: the head (one line) with
+ * ss_resp_head_feed(), byte by byte if necessary, and a bulk string's body by the caller, directly into place.
  */
 #ifndef SS_RESP_H
 #define SS_RESP_H
@@ -14,10 +14,10 @@
 /* Bytes that hold any request that this file builds for a key of up to SS_RESP_KEY_MAX bytes, and ASKING before it. */
 enum { SS_RESP_KEY_MAX = 96, SS_RESP_REQUEST_MAX = 256 };
 
-/* An error line longer than this is not one that a sane server sends; Redis's own are under 200 bytes. */
+/* Longest error line that is accepted; Redis's own error lines are under 200 bytes. */
 enum { SS_RESP_LINE_MAX = 4096 };
 
-/* How much of a simple string's or an error's text is kept. */
+/* Most bytes that are kept of a simple string's or an error's text. */
 enum { SS_RESP_TEXT_MAX = 256 };
 
 enum ss_resp_kind {

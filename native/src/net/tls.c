@@ -2,11 +2,11 @@
 /*
  * tls.c - TLS on a connection to storage, by OpenSSL
  *
- * The socket stays the caller's and stays non-blocking; OpenSSL reads and writes it through a BIO of our own, since its
- * own one raises SIGPIPE. What arrives is deciphered straight to where it will be decompressed: OpenSSL keeps whole
- * records in its buffer, deciphers them in place, and copies each once, to the address that it was given.
+ * The caller owns the socket, which stays non-blocking. OpenSSL reads and writes it through our own BIO, since
+ * OpenSSL's socket BIO raises SIGPIPE. Received bytes are decrypted directly into the decompression buffer: OpenSSL
+ * keeps whole records in its buffer, decrypts them in place, and copies each once, to the given address.
  *
- * One thread at a time uses a session. Those that follow each other are ordered by the pipeline's lock.
+ * Only one thread at a time uses a session. The pipeline's lock orders threads that use it one after the other.
  */
 #define _GNU_SOURCE 1
 #include <errno.h>
@@ -92,13 +92,13 @@ static void method_make(void) {
     }
 }
 
-/* ---- Whom to trust, and what to show -------------------------------------------------------------------------- */
+/* ---- Trusted authorities and own certificate ------------------------------------------------------------------- */
 
 const char *ss_tls_library(void) {
     return OpenSSL_version(OPENSSL_VERSION);
 }
 
-/* Nobody is there to type one. */
+/* Refuses encrypted keys: a daemon has no user to type a passphrase. */
 static int no_passphrase(char *buffer, int size, int writing, void *data) {
     (void)buffer;
     (void)size;
@@ -173,7 +173,7 @@ void ss_tls_destroy(struct ss_tls *tls) {
 
 /* ---- A session ------------------------------------------------------------------------------------------------ */
 
-/* An address must be in the certificate as an address; a name is also told to the server, which may have several. */
+/* An address must be in the certificate as an address; a name is also sent to the server (SNI). */
 static int expect_name(SSL *ssl, const char *name) {
     if (X509_VERIFY_PARAM_set1_ip_asc(SSL_get0_param(ssl), name) == 1) {
         return 1;
@@ -214,7 +214,7 @@ void ss_tls_session_destroy(struct ss_tls_session *session) {
         return;
     }
     if (SSL_is_init_finished(session->ssl) && !session->broken) {
-        (void)SSL_shutdown(session->ssl); /* says farewell if there is room for it, and waits for nothing */
+        (void)SSL_shutdown(session->ssl); /* sends close_notify if the socket has room, without waiting */
     }
     ERR_clear_error();
     SSL_free(session->ssl);
@@ -233,7 +233,7 @@ static void note_reason(struct ss_tls_session *session) {
             session->ended ? "the server closed the connection" : "TLS failed");
 }
 
-/* What a call that returned 'returned' came to. SS_OK: nothing now, see '*events'. */
+/* Result of a call that returned 'returned'. SS_OK: would block, see '*events'. */
 static enum ss_result settle(struct ss_tls_session *session, int returned, uint32_t *events) {
     *events = 0;
     switch (SSL_get_error(session->ssl, returned)) {
@@ -255,7 +255,7 @@ static enum ss_result settle(struct ss_tls_session *session, int returned, uint3
     default:
         session->broken = 1;
         note_reason(session);
-        return session->ended ? SS_DISCONNECTED : SS_PROTOCOL; /* cut off without a farewell, or not what was sent */
+        return session->ended ? SS_DISCONNECTED : SS_PROTOCOL; /* closed without close_notify, or changed in transit */
     }
 }
 
@@ -314,7 +314,7 @@ int ss_tls_has_pending(const struct ss_tls_session *session) {
 
 /* ---- As the pipeline uses it ---------------------------------------------------------------------------------- */
 
-/* What send() or recvmsg() would say. */
+/* Return value and errno as of send() or recvmsg(). */
 static ssize_t as_call(enum ss_result result, size_t done) {
     if (done > 0) {
         return (ssize_t)done; /* what stopped it is found by the next call */

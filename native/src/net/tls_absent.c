@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * tls_absent.c - what a build without OpenSSL says of TLS: that it has none
+ * tls_absent.c - for a build without OpenSSL: TLS is not supported
  *
- * No session can come to be, so what takes one is never called; it fails all the same.
+ * Sessions cannot be created, so functions with a session are never called; they fail nevertheless.
  */
 #include <errno.h>
 #include <poll.h>

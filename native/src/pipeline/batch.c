@@ -2,8 +2,8 @@
 /*
  * batch.c - checks a batch before it starts, sets up its state, and writes its results
  *
- * A batch's numbers come from records that were read over a network. Every one of them is checked here, once, before
- * any byte moves; the stages then trust them.
+ * A batch's numbers come from records that were read over a network. This file checks each of them once, before any
+ * byte moves; the stages then trust them.
  */
 #include <string.h>
 
@@ -38,7 +38,7 @@ static int group_is_valid(const struct ss_group *group) {
     }
 }
 
-/* The tables are there and of a size that can be; each group makes sense. */
+/* Returns whether the tables exist and have valid sizes, and each group is valid. */
 static int tables_are_valid(const struct ss_batch *batch) {
     if (batch->piece_count > SS_BATCH_PIECES_MAX || batch->group_count > SS_BATCH_GROUPS_MAX ||
         (batch->group_count > 0 && batch->groups == NULL) ||
@@ -69,7 +69,7 @@ static int slice_is_valid(const struct ss_group *group, const struct ss_slice *s
     return slice->memory_offset <= group->memory_size && delivered <= group->memory_size - slice->memory_offset;
 }
 
-/* What only encoding needs of the slices: decoding takes any symbols. */
+/* Checks the slices' bins, for encoding only: decoding accepts any symbols. */
 static int bins_are_valid(const struct ss_batch *batch, const struct ss_piece *piece) {
     for (uint32_t i = 0; group_of(batch, piece)->quantizer == SS_QUANTIZER_BINNED && i < piece->slice_count; i++) {
         uint32_t bins = batch->slices[piece->slice_first + i].bins;
@@ -80,7 +80,7 @@ static int bins_are_valid(const struct ss_batch *batch, const struct ss_piece *p
     return 1;
 }
 
-/* The piece can be asked for, and its slices lie in its body in order and without gaps. */
+/* Returns whether the piece can be requested, and its slices are in its body in order and without gaps. */
 static int stored_form_is_valid(const struct ss_batch *batch, const struct ss_piece *piece) {
     uint64_t end = 0;
     if (ss_piece_origin(piece) == SS_ORIGIN_SERVER &&
@@ -162,7 +162,7 @@ static void heap_sift(const struct ss_batch *batch, enum region region, uint32_t
     }
 }
 
-/* Sorts pieces by their offset, unless they are, as most are. A heap, because qsort() may allocate. */
+/* Sorts pieces by their offset, unless they are sorted, as most are. Heap sort, because qsort() may allocate. */
 static void sort_by_offset(const struct ss_batch *batch, enum region region, uint32_t *order) {
     uint32_t count = batch->piece_count;
     uint64_t before = 0;
@@ -234,7 +234,7 @@ static int sockets_are_valid(const struct ss_pipeline *pipeline, const struct ss
     return 1;
 }
 
-/* Rows of the same chunks, in the order in which the one request asks for them. */
+/* Returns whether the pieces are rows of the same chunks, in the order of the KV.LAYERS request. */
 static int layers_are_valid(const struct ss_batch *batch, uint32_t socket_count) {
     const struct ss_layers *layers = batch->layers;
     if (layers == NULL) {
@@ -314,7 +314,7 @@ static int backend_takes(const struct ss_backend_capabilities *capabilities, con
     return takes;
 }
 
-/* What each piece's state begins as. One that the backend does not take fails at once. */
+/* Sets the initial state of each piece. A piece that the backend does not support fails at once. */
 static void pieces_begin(struct ss_pipeline *pipeline, struct ss_batch *batch) {
     struct ss_fetch *fetch = &pipeline->fetch;
     for (uint32_t i = 0; i < batch->piece_count; i++) {
@@ -333,7 +333,7 @@ static void pieces_begin(struct ss_pipeline *pipeline, struct ss_batch *batch) {
     }
 }
 
-/* Gives each piece its region of each buffer. A piece that is received into memory of its own needs no room. */
+/* Assigns each piece its region of each buffer. A piece that is received into its own memory needs no region. */
 static void pieces_place(struct ss_pipeline *pipeline, const struct ss_batch *batch) {
     uint8_t *dma_source = pipeline->dma_source.data;
     for (uint32_t i = 0; i < batch->piece_count; i++) {
@@ -382,8 +382,7 @@ void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_batch *batch, const 
     ss_progress_begin(pipeline);
 }
 
-/* What became of a piece of a quiet batch. Where the batch ended early, that is the failure of what was still of use.
- */
+/* Returns the result of a piece of a quiet batch. If the batch ended early, unfinished useful pieces get its result. */
 static enum ss_result piece_result(struct ss_pipeline *pipeline, uint32_t piece) {
     struct ss_piece_state *state = &pipeline->piece_states[piece];
     enum ss_result aborted = (enum ss_result)atomic_load(&pipeline->fetch.abort_result);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * buffer.c - memory that is there before the first batch: mapped, in huge pages where possible, touched, locked
+ * buffer.c - memory that is allocated before the first batch: mapped, in huge pages if possible, touched, locked
  */
 #define _GNU_SOURCE 1
 #include <errno.h>
@@ -57,7 +57,8 @@ enum ss_result ss_buffer_map(struct ss_buffer *buffer, uint64_t size, int lock, 
     buffer->mapped = mapped;
 #ifdef MADV_HUGEPAGE
     if (unit == HUGE_PAGE_BYTES) {
-        (void)madvise(buffer->data, mapped, MADV_HUGEPAGE); /* a wish: without it, there are just more page faults */
+        (void)madvise(buffer->data, mapped,
+                      MADV_HUGEPAGE); /* only a hint: without huge pages, page faults are more frequent */
     }
 #endif
     touch(buffer->data, mapped, page);

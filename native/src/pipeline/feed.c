@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * feed.c - the network stage: threads that drive the sources, and what the pipeline does for those (sources/source.h)
+ * feed.c - the network stage: threads that drive the sources, and the pipeline's calls for sources (sources/source.h)
  */
 #define _GNU_SOURCE 1
 #include <poll.h>
@@ -9,10 +9,10 @@
 
 #include "pipeline/internal.h"
 
-/* Slices handed to the next stage at a time. */
+/* Most slices passed to the next stage at a time. */
 enum { PUSH_MAX = 64 };
 
-/* How often a thread that waits for the rate checks whether the batch has ended. */
+/* Interval at which a thread that waits for the rate checks whether the batch has ended. */
 #define PACE_LOOK_NS 5000000ULL
 
 static const struct ss_source *const sources[SS_SOURCE_COUNT] = {&ss_source_resp, &ss_source_memory};
@@ -177,7 +177,7 @@ void ss_feed_trace_end(const struct ss_feed *feed, uint32_t piece, uint64_t begi
 
 /* ---- The thread ---------------------------------------------------------------------------------------------- */
 
-/* Sleeps until something happens that a source waits for, or the wake event. */
+/* Sleeps until an event that a source waits for, or the wake event. */
 static void wait_for_sources(struct ss_worker *worker, const int *over) {
     struct pollfd polled[1 + SS_NODES_MAX];
     nfds_t count = 1;

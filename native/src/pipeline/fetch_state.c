@@ -58,7 +58,7 @@ void ss_fetch_fail(struct ss_pipeline *pipeline, uint32_t piece, enum ss_result 
     if (broken) {
         atomic_store(&pipeline->fetch.broken, 1);
     }
-    ss_fetch_wake_net(pipeline); /* what is awaited may be of no use any more */
+    ss_fetch_wake_net(pipeline); /* awaited pieces may no longer be of use */
 }
 
 static int is_redirection(const char *text, size_t length) {
@@ -85,7 +85,7 @@ void ss_fetch_abort(struct ss_pipeline *pipeline, enum ss_result result) {
     ss_fetch_wake_net(pipeline);
 }
 
-/* Leaves the body of a piece that is in place where it is to be, unless it was received there. */
+/* Copies the body of a delivered piece to its 'memory', unless it was received there. */
 static void piece_leave(const struct ss_piece_state *state, const struct ss_piece *piece) {
     if (ss_piece_origin(piece) == SS_ORIGIN_SERVER && piece->memory != NULL && piece->memory != state->stored) {
         memcpy((uint8_t *)(uintptr_t)piece->memory, state->stored, piece->body_length);

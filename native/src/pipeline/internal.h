@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * internal.h - what the pipeline's files share
+ * internal.h - declarations shared by the pipeline's files
  *
  *   pipeline.c  buffers, threads, the life of a batch
  *   batch.c     checks a batch before any byte moves; its state at the start, its results at the end
@@ -8,20 +8,20 @@
  *   clock.h     clocks and counters
  *   feed.c      the network threads, which drive the sources (sources/source.h)
  *   stages.c    decompress, dequantize, DMA, or all of it fused
- *   trace.c     what each thread did when, on request
- *   memory.c    what batches deliver to and store from, made known to the backend
- *   store.c     the way back: quantize, compress, and the put
+ *   trace.c     recordings of the threads' work
+ *   memory.c    registered memory, which batches deliver to and store from
+ *   store.c     storing: quantize and compress
  *
  * Threads. A batch belongs to the thread that called ss_pipeline_fetch(), which sleeps until the batch is quiet and
- * is the only one that looks at the clock. Stage threads live as long as the pipeline. What they share in a batch is
- * in struct ss_fetch: plain fields are written before the batch is published (under the pipeline's lock) and only read
- * until it is quiet; the others are atomic.
+ * is the only one that reads the clock. Stage threads exist as long as the pipeline. They share struct ss_fetch in a
+ * batch: plain fields are written before the batch is published (under the pipeline's lock) and only read until it is
+ * quiet; the others are atomic.
  *
  * Quiet. 'work' counts the net threads that have not finished and the slices that have been pushed and not retired.
  * A slice that moves to the next queue stays counted, so zero means that nothing touches the batch any more.
  *
- * A device that never finishes its work would keep its slices counted for ever. The thread that waits for it gives it
- * up after a timeout (stages.c): its slices fail, and no thread uses it again. Then no thread of this process touches
+ * A device that never finishes its work would keep its slices counted for ever. The thread that waits for it abandons
+ * it after a timeout (stages.c): its slices fail, and no thread uses it again. Then no thread of this process touches
  * the batch. The device may still do so, so all memory that it can reach is kept until the process ends.
  */
 #ifndef SS_PIPELINE_INTERNAL_H
@@ -38,22 +38,22 @@
 #include "sources/source.h"
 
 /*
- * Pieces in one batch: 4 Mi tokens in chunks of 256, over any context there is; in one layer's pieces, some gigabytes.
- * And groups, of which models have a few. Bounds what is allocated up front.
+ * Most pieces in one batch: 4 Mi tokens in chunks of 256, longer than any context; in pieces of one layer, some
+ * gigabytes. And most groups; models have a few. These limits bound the memory that is allocated at creation.
  */
 enum { SS_BATCH_PIECES_MAX = 16384, SS_BATCH_GROUPS_MAX = 64 };
 
-/* Layers that a batch can tell the progress of: above what a record has of them. */
+/* Most layers whose progress a batch can report: more than a record can have. */
 enum { SS_BATCH_LAYERS_MAX = 4096 };
 
-/* Limits on the options, so that a typing error is an error and not a machine that swaps. */
+/* Limits of the options, so that a typing error is reported and does not make the machine swap. */
 enum { SS_THREADS_MAX = 256, SS_QUEUE_DEPTH_MAX = 1 << 20, SS_REQUESTS_IN_FLIGHT_MAX = 4096 };
 enum { SS_TRACE_EVENTS_MAX = 1 << 24, SS_POLL_INTERVAL_US_MAX = 1000000 };
 
-/* Nodes of one batch: what one poll() of a network thread looks at. */
+/* Most nodes of one batch: one poll() of a network thread watches all of them. */
 enum { SS_NODES_MAX = 256 };
 
-/* Sources that there are. */
+/* Number of sources. */
 enum { SS_SOURCE_COUNT = 2 };
 
 /*
@@ -134,7 +134,7 @@ struct ss_registered_memory {
     uint8_t *address;
     uint64_t size;
     enum ss_memory_kind kind;
-    struct ss_registered_memory *next; /* of those that are kept */
+    struct ss_registered_memory *next; /* in the list of kept memory */
 };
 
 struct ss_worker {
@@ -186,7 +186,7 @@ struct ss_pipeline {
     uint64_t fetch_generation;
     uint64_t encode_generation;
     uint32_t threads_ready;
-    enum ss_result ready_result; /* of the first thread that could not make what it needs */
+    enum ss_result ready_result; /* of the first thread that could not create its state */
     int ready_error;             /* errno, then */
     uint32_t stopping;
     _Atomic uint32_t given_up; /* the device did not finish its work; it is not used again */
@@ -198,7 +198,7 @@ struct ss_pipeline {
     _Atomic uint32_t trace_recording; /* the generation that is recorded; 0: off */
     uint32_t trace_generation;        /* the last one; under the lock */
 
-    struct ss_registered_memory *kept; /* released after the device was given up; under the lock */
+    struct ss_registered_memory *kept; /* released after the device was abandoned; under the lock */
 
     struct ss_pipeline *next; /* in the list that ss_batch_cancel() walks */
 };
@@ -224,7 +224,7 @@ enum ss_result ss_fetch_check(struct ss_pipeline *pipeline, const struct ss_batc
                               uint32_t socket_count);
 enum ss_result ss_encode_check(struct ss_pipeline *pipeline, const struct ss_batch *batch);
 
-/* ss_fetch_begin() fills pipeline->fetch for a batch that was checked; the caller publishes it. */
+/* ss_fetch_begin() fills pipeline->fetch for a checked batch; the caller publishes it. */
 void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_batch *batch, const int32_t *sockets,
                     uint32_t socket_count);
 
@@ -234,26 +234,26 @@ enum ss_result ss_fetch_finish(struct ss_pipeline *pipeline);
 /* ---- fetch_state.c ---- */
 
 /*
- * ss_worker_ready() is called by each thread once it has made what it needs, or failed to: creation waits for all of
- * them, and fails with the first failure.
+ * Each thread calls ss_worker_ready() once it has created its state, or failed to: creation waits for all threads, and
+ * fails with the first failure.
  */
 void ss_worker_ready(struct ss_pipeline *pipeline, enum ss_result result);
 
-/* ss_fetch_done() takes 'count' off the batch's work and tells the batch's owner when that was the last. */
+/* ss_fetch_done() subtracts 'count' from the batch's work and wakes the batch's owner when it is 0. */
 void ss_fetch_done(struct ss_pipeline *pipeline, uint64_t count);
 
-/* ss_fetch_wake_net() makes every net thread of the batch look around. */
+/* ss_fetch_wake_net() wakes every net thread of the batch. */
 void ss_fetch_wake_net(struct ss_pipeline *pipeline);
 
 /*
- * ss_fetch_fail() notes that 'piece' failed; only its first failure counts. 'broken': of its connection, too. Of its
- * group, its chunk and those behind are of no use any more.
+ * ss_fetch_fail() records the failure of 'piece'; only its first failure counts. 'broken': its connection failed, too.
+ * The chunk, and later chunks of its group, are then useless.
  */
 void ss_fetch_fail(struct ss_pipeline *pipeline, uint32_t piece, enum ss_result result, int broken);
 
 /*
- * ss_fetch_refused() notes an error that a server answered for 'piece': a redirection to another node leaves other
- * pieces alone, anything else fails.
+ * ss_fetch_refused() records a server's error for 'piece': a redirection to another node does not affect other pieces,
+ * any other error is a failure.
  */
 void ss_fetch_refused(struct ss_pipeline *pipeline, uint32_t piece, const char *text, size_t length);
 
@@ -266,12 +266,12 @@ void ss_group_ends(struct ss_group_state *group, uint32_t chunk);
 /* ss_fetch_abort() ends the batch early with SS_DEADLINE or SS_CANCELLED; the first caller wins. */
 void ss_fetch_abort(struct ss_pipeline *pipeline, enum ss_result result);
 
-/* ss_piece_useful() returns whether all that failed leaves a piece of use. */
+/* ss_piece_useful() returns whether a piece is still useful after the failures so far. */
 static inline int ss_piece_useful(const struct ss_piece_state *state) {
     return state->chunk < atomic_load_explicit(&state->group->chunks, memory_order_relaxed);
 }
 
-/* ss_fetch_drops() returns whether work on 'piece' is of no use any more. */
+/* ss_fetch_drops() returns whether work on 'piece' is no longer useful. */
 int ss_fetch_drops(struct ss_pipeline *pipeline, uint32_t piece);
 
 /* ss_piece_part_done() counts a slice that was delivered, or an answer that ended well. */
@@ -281,10 +281,10 @@ void ss_piece_part_done(struct ss_pipeline *pipeline, uint32_t piece);
 
 int ss_progress_is_valid(const struct ss_batch *batch);
 
-/* ss_progress_begin() begins to count the layers of the fetch batch that was checked. */
+/* ss_progress_begin() begins to count the layers of the checked fetch batch. */
 void ss_progress_begin(struct ss_pipeline *pipeline);
 
-/* ss_progress_piece() is told of a piece of which nothing is missing any more. */
+/* ss_progress_piece() counts a complete piece. */
 void ss_progress_piece(struct ss_pipeline *pipeline, uint32_t piece);
 
 /* ---- memory.c ---- */
@@ -295,17 +295,17 @@ enum ss_result ss_batch_memory_check(const struct ss_pipeline *pipeline, const s
 
 /* ---- feed.c ---- */
 
-/* ss_source_of() returns whose a piece is. */
+/* ss_source_of() returns the source of a piece. */
 const struct ss_source *ss_source_of(const struct ss_piece *piece);
 
-/* ss_sources_create() makes a network thread's state of each source. SS_NO_MEMORY. */
+/* ss_sources_create() creates a network thread's state of each source. SS_NO_MEMORY. */
 enum ss_result ss_sources_create(struct ss_worker *worker);
 void ss_sources_destroy(struct ss_worker *worker);
 void *ss_net_thread(void *worker);
 
 /* ---- stages.c ---- */
 
-/* ss_engine_create() makes what a thread that drives the backend needs, but for the channel; NULL: no memory. */
+/* ss_engine_create() creates the state of a thread that drives the backend, without the channel; NULL: no memory. */
 struct ss_engine *ss_engine_create(struct ss_pipeline *pipeline, struct ss_worker *worker, uint8_t *scratch);
 void ss_engine_destroy(struct ss_engine *engine);
 
@@ -321,7 +321,7 @@ void *ss_dequantize_thread(void *worker);
 
 /* ---- trace.c ---- */
 
-/* What a span was spent on. */
+/* Work of a span. */
 struct ss_trace_work {
     uint32_t piece;
     uint32_t slice;
@@ -331,12 +331,12 @@ struct ss_trace_work {
 
 struct ss_trace_log *ss_trace_log_create(uint32_t capacity);
 
-/* ss_trace_now() is the time for a span's begin or end; 0 while nothing is recorded. */
+/* ss_trace_now() returns the time for a span's begin or end; 0 while no recording runs. */
 static inline uint64_t ss_trace_now(const struct ss_pipeline *pipeline) {
     return atomic_load_explicit(&pipeline->trace_recording, memory_order_relaxed) == 0 ? 0 : ss_now_ns();
 }
 
-/* ss_trace_add() writes a span into the log of 'worker', whose thread this is; not where 'begin_ns' is 0. */
+/* ss_trace_add() writes a span into the log of 'worker', on its own thread; nothing if 'begin_ns' is 0. */
 void ss_trace_add(struct ss_worker *worker, enum ss_stage stage, uint64_t begin_ns, uint64_t end_ns,
                   const struct ss_trace_work *work);
 

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * memory.c - memory that batches deliver to and store from, made known to the backend
+ * memory.c - registered memory, which batches deliver to and store from
  *
- * An engine reaches only what was registered with its device, and registering pins pages and fills tables, so it is
- * done once for all batches (ShadowServe section 4.3). A CPU reaches whatever is in its process.
+ * An engine reaches only memory that is registered with its device. Registration pins pages and fills tables, so it is
+ * done once for all batches (ShadowServe section 4.3). A CPU reaches all memory of its process.
  */
 #include <errno.h>
 #include <stdlib.h>
@@ -11,7 +11,7 @@
 #include "pipeline/internal.h"
 
 uint32_t ss_pipeline_memory_kinds(const struct ss_pipeline *pipeline) {
-    /* Fused, the CPU writes the elements itself, so they have to be in its reach. */
+    /* When fused, the CPU itself writes the elements, so it must be able to reach them. */
     uint32_t reachable = pipeline->options.fused ? 1U << SS_MEMORY_LOCAL : UINT32_MAX;
     return pipeline->capabilities.memory_kinds & reachable;
 }
@@ -56,7 +56,8 @@ enum ss_result ss_memory_register(struct ss_pipeline *pipeline, const struct ss_
 
 void ss_memory_release(struct ss_registered_memory *registered) {
     struct ss_pipeline *pipeline = registered->pipeline;
-    if (atomic_load(&pipeline->given_up)) { /* the device may be at it: it keeps the right to be, as long as we live */
+    if (atomic_load(
+            &pipeline->given_up)) { /* the device may still access it: keep the registration until the process ends */
         pthread_mutex_lock(&pipeline->lock);
         registered->next = pipeline->kept;
         pipeline->kept = registered;

@@ -2,8 +2,8 @@
 /*
  * pipeline.c - buffers, threads and the life of a batch
  *
- * Everything is made in ss_pipeline_create() and kept until ss_pipeline_destroy() (ShadowServe sections 4.2 and 4.3):
- * a batch only moves bytes between what is there. See internal.h for who may touch what, and when.
+ * ss_pipeline_create() allocates everything, and ss_pipeline_destroy() frees it (ShadowServe sections 4.2 and 4.3): a
+ * batch only moves bytes between existing buffers. internal.h describes the access rules of the threads.
  */
 #define _GNU_SOURCE 1
 #include "pipeline/internal.h"
@@ -20,11 +20,11 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Pipelines that ss_batch_cancel() looks through. Taken before any pipeline's own lock. */
+/* Pipelines that ss_batch_cancel() searches. This lock is taken before any pipeline's own lock. */
 static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct ss_pipeline *registry;
 
-/* Pipelines whose device was given up: what it may still use stays as it is. */
+/* Pipelines whose device was abandoned: their memory, which the device may still use, is kept. */
 static struct ss_pipeline *given_up;
 
 /* ---- Creation ------------------------------------------------------------------------------------------------ */
@@ -64,13 +64,13 @@ static int options_are_valid(const struct ss_pipeline_options *options) {
            cores_are_valid(options->dma_cores, options->dma_threads);
 }
 
-/* Whether there can be memory that store threads cannot read themselves. */
+/* Returns whether the backend supports memory that store threads cannot read themselves. */
 static int stores_collect(const struct ss_pipeline *pipeline) {
     return (ss_pipeline_memory_kinds(pipeline) & ~(1U << SS_MEMORY_LOCAL)) != 0;
 }
 
-/* The scratches of a pipeline: one slice for each fused work in flight, and for each store thread; and what these
- * collect. */
+/* Size of a pipeline's scratches: one slice for each fused work in flight, and for each store thread, plus
+ * the memory for collected elements. */
 static uint64_t scratch_bytes(const struct ss_pipeline *pipeline) {
     const struct ss_pipeline_options *options = &pipeline->options;
     uint64_t bytes = options->store_threads * SS_SLICE_BYTES_MAX;
@@ -170,7 +170,7 @@ static enum ss_result create_workers(struct ss_pipeline *pipeline) {
     return SS_OK;
 }
 
-/* What one thread needs before it starts. '*scratch' is the next free scratch. */
+/* Creates a thread's state before it starts. '*scratch' is the next free scratch. */
 static enum ss_result create_worker_state(struct ss_worker *worker, uint8_t **scratch) {
     struct ss_pipeline *pipeline = worker->pipeline;
     if (pipeline->options.trace_events > 0) {
@@ -226,17 +226,17 @@ static thread_entry worker_entry(const struct ss_worker *worker) {
 }
 
 /*
- * Added to the process's own niceness. Who receives goes before who computes on what it has brought, or a core has
- * nothing to compute while another one has both; 5 still leaves decoders a quarter of a core that others keep busy.
- * Storing is half way down: well below serving, still above what an administrator runs at idle priority.
+ * Added to the process's own niceness. Threads that receive have a higher priority than threads that decode, or a core
+ * may have nothing to decode while another core has both; 5 still gives decoders a quarter of a core that other
+ * processes keep busy. Storing is in the middle: well below serving, but above processes with idle priority.
  */
 static const int niceness[SS_STAGE_COUNT] = {
     [SS_STAGE_NET] = 0, [SS_STAGE_DECOMPRESS] = 5, [SS_STAGE_DEQUANTIZE] = 5,
     [SS_STAGE_DMA] = 5, [SS_STAGE_COMPRESS] = 10,
 };
 
-/* Who wakes as SCHED_BATCH takes no core from who woke it. The kernel takes any thread down in priority; if it does
- * not, a thread is merely less polite. */
+/* A SCHED_BATCH thread does not preempt the thread that woke it. The kernel always permits a lower priority; if the
+ * call fails, the thread only disturbs others more. */
 static void give_way(const struct ss_worker *worker) {
     if (niceness[worker->stage] > 0) {
         struct sched_param parameters = {.sched_priority = 0};
@@ -285,8 +285,8 @@ static enum ss_result start_worker(struct ss_worker *worker) {
 }
 
 /*
- * A thread makes its decoders and its channel itself, since they belong to it. The first batch is not to meet one that
- * has yet to.
+ * Each thread creates its own decoders and its channel, since they belong to it. Creation waits for this, so that the
+ * first batch finds all of them.
  */
 static enum ss_result wait_until_ready(struct ss_pipeline *pipeline) {
     pthread_mutex_lock(&pipeline->lock);
@@ -300,8 +300,8 @@ static enum ss_result wait_until_ready(struct ss_pipeline *pipeline) {
 }
 
 /*
- * Starts all threads with every signal blocked: signals are the host program's business, on its own threads. But not
- * SIGBUS, which is about what a thread itself has touched: guarded memory (memory/guard.c).
+ * Starts all threads with every signal blocked: the host program handles signals, on its own threads. But not SIGBUS,
+ * which a thread's own access to guarded memory raises (memory/guard.c).
  */
 static enum ss_result start_workers(struct ss_pipeline *pipeline) {
     sigset_t all;
@@ -478,7 +478,7 @@ static struct timespec timespec_of(uint64_t time_ns) {
                              .tv_nsec = (long)(time_ns % 1000000000ULL)};
 }
 
-/* Sleeps until the batch is quiet, and ends it when its time is over. */
+/* Sleeps until the batch is quiet, and ends it at its deadline. */
 static void wait_until_quiet(struct ss_pipeline *pipeline) {
     struct timespec deadline = timespec_of(pipeline->fetch.batch->deadline_ns);
     int late = 0;
@@ -528,7 +528,7 @@ enum ss_result ss_pipeline_fetch(struct ss_pipeline *pipeline, struct ss_batch *
     pipeline->fetch_active = 1;
     pthread_mutex_unlock(&pipeline->lock);
     if (taken) {
-        return SS_BAD_ARGUMENT; /* the other batch's memory is not touched: it may be this very one */
+        return SS_BAD_ARGUMENT; /* do not change the batch: it may be the one that is running */
     }
     enum ss_result result = ss_fetch_check(pipeline, batch, sockets, socket_count);
     if (result == SS_OK && atomic_load(&pipeline->given_up)) {
@@ -561,7 +561,7 @@ void ss_batch_cancel(struct ss_batch *batch) {
         if (pipeline->fetch.batch == batch) {
             ss_fetch_abort(pipeline, SS_CANCELLED);
         }
-        pthread_cond_broadcast(&pipeline->fetch_over); /* a store thread that lets fetches go first */
+        pthread_cond_broadcast(&pipeline->fetch_over); /* for store threads that wait for the end of fetches */
         pthread_mutex_unlock(&pipeline->lock);
     }
     pthread_mutex_unlock(&registry_lock);

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * progress.c - how many leading layers of a batch in layer order are in place, in a word that another process sees
+ * progress.c - progress word: the number of leading layers in place, visible in other processes
  *
- * Whoever waits for a layer must not need a call for it: the word lies in the memory that the layers go to. It is
- * written with release order behind what it speaks of, and only while the batch runs, so a quiet batch is quiet here
- * too. It is never read here: it belongs to whoever waits, who may write what they like.
+ * A waiting process needs no call: the word is in the memory that the layers are delivered to. It is written with
+ * release order after the layers, and only while the batch runs, so a quiet batch does not write here either. This file
+ * never reads the word, since the waiting process may write any value to it.
  */
 #define _GNU_SOURCE 1
 #include <limits.h>
@@ -26,7 +26,7 @@ void ss_progress_tell(uint32_t *progress, uint32_t layers) {
     (void)syscall(SYS_futex, progress, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-/* Moves on over layers that lack nothing, and tells of it. */
+/* Advances over complete layers, and updates the word. */
 static void advance(struct ss_pipeline *pipeline) {
     struct ss_progress *progress = &pipeline->fetch.progress;
     const struct ss_batch *batch = pipeline->fetch.batch;
@@ -42,7 +42,7 @@ static void advance(struct ss_pipeline *pipeline) {
     pthread_mutex_unlock(&pipeline->progress_lock);
 }
 
-/* Returns where a piece's layer is counted, NULL where it is not. */
+/* Returns the counter of a piece's layer, NULL if the layer is not counted. */
 static _Atomic uint32_t *counted(struct ss_pipeline *pipeline, uint32_t piece) {
     const struct ss_batch *batch = pipeline->fetch.batch;
     uint32_t layer = batch->pieces[piece].layer;

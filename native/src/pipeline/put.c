@@ -2,9 +2,9 @@
 /*
  * put.c - SET of one encoded piece, on the caller's thread
  *
- * The request is gathered from where its parts lie, so the body is copied by nobody but the kernel. A server may
- * answer before it has read everything (a value that is too large); its answer is worth more than the broken pipe
- * that follows, so the socket is watched for one while it is written, and looked at once more when writing fails.
+ * The request is a gathered write of its parts, so only the kernel copies the body. A server may answer before it has
+ * read everything (a value that is too large). This answer is more useful than the broken pipe that follows, so the
+ * loop polls for an answer while it writes, and reads once more after a write has failed.
  */
 #define _GNU_SOURCE 1
 #include <errno.h>
@@ -32,7 +32,7 @@ static int is_again(int error) {
     return error == EAGAIN || error == EWOULDBLOCK || error == EINTR;
 }
 
-/* Sends what the socket takes. SS_OK also when it takes nothing now. */
+/* Sends without blocking. SS_OK also if the socket has no room now. */
 static enum ss_result put_send(struct put *put) {
     while (put->first_part < PUT_PARTS) {
         ssize_t sent =
@@ -54,7 +54,7 @@ static enum ss_result put_send(struct put *put) {
     return SS_OK;
 }
 
-/* Reads what there is of the answer. SS_OK also while it is not whole; see reply.status. */
+/* Reads the available bytes of the answer. SS_OK also while it is incomplete; see reply.status. */
 static enum ss_result put_receive(struct put *put) {
     while (put->reply.status == SS_RESP_MORE) {
         uint8_t data[SS_RESP_TEXT_MAX];
@@ -69,7 +69,7 @@ static enum ss_result put_receive(struct put *put) {
         size_t consumed;
         enum ss_resp_status status = ss_resp_head_feed(&put->reply, data, (size_t)received, &consumed);
         if (status == SS_RESP_INVALID || consumed < (size_t)received) {
-            put->reply.status = SS_RESP_INVALID; /* also where more comes behind it: no other answer is due */
+            put->reply.status = SS_RESP_INVALID; /* also if more bytes follow it: no other answer is expected */
             return SS_PROTOCOL;
         }
     }
@@ -91,7 +91,7 @@ static enum ss_result put_wait(const struct put *put) {
     return ready > 0 && (polled.revents & POLLNVAL) ? SS_BAD_ARGUMENT : SS_OK;
 }
 
-/* Sends and receives until there is an answer or no hope of one. */
+/* Sends and receives until the answer is complete or cannot arrive. */
 static enum ss_result put_exchange(struct put *put) {
     for (;;) {
         enum ss_result sent = put_send(put);
@@ -167,7 +167,7 @@ enum ss_result ss_pipeline_put(struct ss_pipeline *pipeline, const struct ss_pie
         result = put_outcome(&put, error, error_size);
     }
     if (put.first_part < PUT_PARTS && put.sent > 0) {
-        ss_socket_disconnect(socket); /* half a request is on its way: nothing sensible can follow it */
+        ss_socket_disconnect(socket); /* half a request was sent: the connection cannot be used again */
     }
     ss_counters_add(&pipeline->put, result == SS_OK, head_size + piece->body_length, put.sent, ss_thread_ns() - begin);
     return result;

@@ -3,16 +3,16 @@
  * stages.c - from stored bytes to elements in registered memory
  *
  * Separate: decompress (backend) -> dequantize (CPU) -> DMA (backend), each with its queue and threads, each reading
- * the buffer that the one before it wrote. Fused: the decompress threads do it all, slice by slice, through a scratch
- * that stays in cache; dequantization writes the group's memory itself. A backend may do both at once; all of the time
- * is then decompression's.
+ * the buffer that the one before it wrote. Fused: the decompress threads do all steps, slice by slice, with a scratch
+ * buffer that stays in the cache; dequantization writes directly to the group's memory. A backend may do both at once;
+ * all of the time then counts as decompression.
  *
- * Engine threads (decompress, DMA) drive a backend's channel, which they open and close themselves. They start what
- * they are given and poll only while something is in flight, and then at once: a CPU, which works on several slices in
- * turns, takes the first poll for the news that no more are there to be started.
+ * Engine threads (decompress, DMA) drive a backend's channel, which they open and close themselves. They start slices
+ * from the queue, and poll at once while slices are in flight: for a CPU, which decodes several slices in turns, the
+ * first poll means that no more slices are waiting.
  *
- * A device that owes works and completes none for 'device_timeout_ms' is given up. It takes microseconds for one, so
- * seconds mean that it never will, and without an end the batch, and with it the daemon, would wait for ever.
+ * A device that has work and completes none of it for 'device_timeout_ms' is abandoned. A work takes microseconds, so
+ * after seconds it will never complete, and without a timeout the batch and the daemon would wait for ever.
  */
 #define _GNU_SOURCE 1
 #include <stdlib.h>
@@ -24,15 +24,15 @@
 #include "pipeline/internal.h"
 
 /*
- * Slices handed on at a time. Waking a thread costs several microseconds, tens on a virtual machine; so few slices cost
- * the next stage no time to speak of.
+ * Slices passed on at a time. Waking a thread costs several microseconds, tens on a virtual machine; the delay of a few
+ * slices is negligible for the next stage.
  */
 enum { PASS_COUNT = SS_POP_MAX };
 
 /* The default of device_timeout_ms. */
 enum { DEVICE_TIMEOUT_MS = 10000 };
 
-/* How much time one look at the backend counts for at most, beside the pauses between looks. */
+/* Most time that one poll of the backend counts for, in addition to the pauses between polls. */
 #define LOOK_NS_MAX 100000000ULL
 
 /* One work of one channel. */
@@ -51,11 +51,11 @@ struct ss_engine {
     struct slot *slots;
     struct slot *free_slots;
     uint32_t in_flight;
-    uint32_t lost;      /* the device was given up over this channel, of which nothing is asked any more */
-    uint64_t waited_ns; /* since the backend was given its oldest work, or completed one; as far as we were looking */
-    uint64_t looked_ns; /* when we looked last */
-    /* What complete() leaves for engine_flush(): nothing is handed on before it is in the statistics. */
-    uint64_t dequantize_ns; /* fused: part of the time, but another stage's */
+    uint32_t lost;      /* the device was abandoned because of this channel, which is no longer used */
+    uint64_t waited_ns; /* counted time since the backend's oldest work began, or since its last completion */
+    uint64_t looked_ns; /* time of the last poll */
+    /* Results of complete() for engine_flush(): a slice is passed on only after it is in the statistics. */
+    uint64_t dequantize_ns; /* fused: part of the time, which counts for another stage */
     struct ss_item *passed; /* to the next stage; room for in_flight_max more than PASS_COUNT */
     uint32_t passed_count;
     uint32_t retired;
@@ -112,7 +112,7 @@ static void item_trace(struct ss_worker *worker, enum ss_stage stage, const stru
     ss_trace_add(worker, stage, begin_ns, end_ns, &work);
 }
 
-/* What a slice's symbols become at 'target'. */
+/* Description of a slice's elements at 'target'. */
 static struct ss_elements item_elements(const struct ss_pipeline *pipeline, const struct ss_item *item,
                                         uint8_t *target) {
     const struct ss_group *group = item_group(pipeline, item)->group;
@@ -127,9 +127,9 @@ static struct ss_elements item_elements(const struct ss_pipeline *pipeline, cons
 }
 
 /*
- * Dequantizes a slice's symbols to 'target', on account of 'counters'. Adds the time to '*elapsed_ns'. Where 'symbols'
- * is 'target', the elements are there already: only counts. Fused, nobody reads them soon, so they are written past the
- * caches; without, the DMA stage does.
+ * Dequantizes a slice's symbols to 'target', and updates 'counters'. Adds the time to '*elapsed_ns'. If 'symbols' is
+ * 'target', the elements are already there: only counts. When fused, the elements are not read soon, so the stores
+ * bypass the caches; otherwise the DMA stage reads them.
  */
 static enum ss_result item_dequantize(struct ss_worker *worker, const struct ss_item *item, const uint8_t *symbols,
                                       uint8_t *target, struct ss_counters *counters, uint64_t *elapsed_ns) {
@@ -155,7 +155,7 @@ static enum ss_result item_dequantize(struct ss_worker *worker, const struct ss_
 
 /* ---- Decompress ---------------------------------------------------------------------------------------------- */
 
-/* The backend owes something from now on, or has given something. */
+/* Restarts the timeout: the backend gets its first work, or has completed one. */
 static void watch_begin(struct ss_engine *engine) {
     engine->waited_ns = 0;
     engine->looked_ns = ss_now_ns();
@@ -171,7 +171,7 @@ static struct slot *slot_take(struct ss_engine *engine) {
     return slot;
 }
 
-/* The end of an engine's work on a slice, whatever came of it. */
+/* Ends an engine's work on a slice, with any result. */
 static void slot_finish(struct slot *slot, enum ss_result result, int delivered) {
     struct ss_engine *engine = slot->worker->engine;
     struct ss_pipeline *pipeline = slot->worker->pipeline;
@@ -199,7 +199,7 @@ static void completions_begin(struct ss_engine *engine) {
     }
 }
 
-/* When the backend was done. Works that it did together end together, not after what is made of the first one. */
+/* Time when the backend finished. Works that it did together have the same end, without the time of later steps. */
 static uint64_t completion_ns(struct ss_engine *engine) {
     if (engine->completed_ns == 0) {
         engine->completed_ns = ss_now_ns();
@@ -207,7 +207,7 @@ static uint64_t completion_ns(struct ss_engine *engine) {
     return engine->completed_ns;
 }
 
-/* The span of a work that is complete. Works that wait for one another's engine are told one after the other. */
+/* Records the span of a complete work. Spans of queued works of one engine follow each other. */
 static void slot_trace(const struct slot *slot, uint64_t input_bytes, uint64_t output_bytes) {
     struct ss_engine *engine = slot->worker->engine;
     if (slot->begin_ns != 0) {
@@ -217,7 +217,7 @@ static void slot_trace(const struct slot *slot, uint64_t input_bytes, uint64_t o
     }
 }
 
-/* The symbols of a slice are there: pass it on, or finish it here. */
+/* The symbols of a slice are complete: passes it on, or finishes it here. */
 static void decompress_complete(struct ss_work *work) {
     struct slot *slot = work->user;
     struct ss_worker *worker = slot->worker;
@@ -235,7 +235,7 @@ static void decompress_complete(struct ss_work *work) {
     slot_finish(slot, result, fused);
 }
 
-/* Where the symbols go. Fused and without a quantizer, they are what is delivered: no detour. */
+/* Returns the target of the symbols. Fused and without a quantizer, the symbols are the elements: direct delivery. */
 static uint8_t *decompress_target(const struct ss_pipeline *pipeline, const struct slot *slot) {
     if (!pipeline->options.fused) {
         return item_symbols(pipeline, &slot->item);
@@ -319,7 +319,7 @@ static void deliver_start(struct ss_worker *worker, const struct ss_item *item) 
 
 /* ---- Threads ------------------------------------------------------------------------------------------------- */
 
-/* Hands slices on to the next stage if there are 'least' of them. */
+/* Passes slices on to the next stage if there are at least 'least'. */
 static void engine_pass(struct ss_worker *worker, uint32_t least) {
     struct ss_engine *engine = worker->engine;
     if (engine->passed_count >= least) {
@@ -328,7 +328,7 @@ static void engine_pass(struct ss_worker *worker, uint32_t least) {
     }
 }
 
-/* Accounts for what the engine did since 'begin_ns', then hands on what it finished. */
+/* Counts the engine's work since 'begin_ns', then passes on the finished slices. */
 static void engine_flush(struct ss_worker *worker, uint64_t begin_ns, uint64_t items, uint64_t input_bytes,
                          uint64_t output_bytes) {
     struct ss_pipeline *pipeline = worker->pipeline;
@@ -343,7 +343,7 @@ static void engine_flush(struct ss_worker *worker, uint64_t begin_ns, uint64_t i
     }
 }
 
-/* Leaves the core to others until it is time to look at the engine again. */
+/* Sleeps until the next poll of the engine. */
 static void poll_pause(const struct ss_pipeline *pipeline) {
     uint32_t interval = pipeline->options.poll_interval_us;
     const struct timespec time = {.tv_sec = interval / 1000000, .tv_nsec = (long)(interval % 1000000) * 1000};
@@ -353,8 +353,8 @@ static void poll_pause(const struct ss_pipeline *pipeline) {
 }
 
 /*
- * Notes a look at a backend that owes something; returns whether it has owed it for too long. A look counts for little
- * time, however long ago the last one was: this thread may have stood still, and a device that is emulated with it.
+ * Counts a poll of a backend that has work; returns whether the timeout has passed. A poll counts for little time, even
+ * if the last one was long ago: this thread may have been suspended, and an emulated device with it.
  */
 static int watch_look(const struct ss_pipeline *pipeline, struct ss_engine *engine) {
     uint32_t timeout = pipeline->options.device_timeout_ms;
@@ -366,7 +366,7 @@ static int watch_look(const struct ss_pipeline *pipeline, struct ss_engine *engi
     return engine->waited_ns / 1000000 >= (timeout > 0 ? timeout : DEVICE_TIMEOUT_MS);
 }
 
-/* What the device has of this channel fails; it may end it all the same, at any time, and nobody looks. */
+/* Fails the works of this channel on the device; it may still finish them at any time, which is ignored. */
 static void engine_give_up(struct ss_worker *worker) {
     struct ss_engine *engine = worker->engine;
     engine->lost = 1;
@@ -378,7 +378,7 @@ static void engine_give_up(struct ss_worker *worker) {
     }
 }
 
-/* Completes what the engine has done; where that is nothing, leaves the core to others for a while. */
+/* Completes the engine's finished works; if there are none, sleeps for a while. */
 static void engine_progress(struct ss_worker *worker) {
     uint64_t begin = ss_thread_ns();
     completions_begin(worker->engine);
@@ -389,7 +389,7 @@ static void engine_progress(struct ss_worker *worker) {
         engine_give_up(worker);
     }
     engine_flush(worker, begin, 0, 0, 0);
-    engine_pass(worker, 1); /* all of it: the thread may be about to wait */
+    engine_pass(worker, 1); /* all slices: the thread may wait next */
     if (completed == 0) {
         poll_pause(worker->pipeline);
     }
@@ -428,7 +428,7 @@ void *ss_engine_thread(void *argument) {
     enum ss_result opened = ss_engine_open(worker);
     ss_worker_ready(pipeline, opened);
     while (opened == SS_OK) {
-        int idle = worker->engine->in_flight == 0; /* and so nothing is left to pass on */
+        int idle = worker->engine->in_flight == 0; /* so no slice is left to pass on */
         uint32_t room = pipeline->capabilities.in_flight_max - worker->engine->in_flight;
         uint32_t count = ss_queue_pop(queue, items, room < SS_POP_MAX ? room : SS_POP_MAX, idle);
         if (count == 0 && idle) {
@@ -446,7 +446,7 @@ void *ss_engine_thread(void *argument) {
     return NULL;
 }
 
-/* Returns whether the slice goes on, by itself. */
+/* Dequantizes one slice; returns whether it goes to the next stage. */
 static int dequantize_item(struct ss_worker *worker, const struct ss_item *item) {
     struct ss_pipeline *pipeline = worker->pipeline;
     uint64_t elapsed = 0;
@@ -526,7 +526,7 @@ void ss_engine_destroy(struct ss_engine *engine) {
 }
 
 /*
- * How exactly the kernel ends a thread's sleep. By default it may be 50 us late, which is five times the polling
+ * Precision of a thread's sleep. By default the kernel may wake it 50 us late, which is five times the polling
  * interval.
  */
 enum { TIMER_SLACK_NS = 1000 };
@@ -554,7 +554,7 @@ void ss_engine_close(struct ss_worker *worker) {
     }
 }
 
-/* ---- The way back -------------------------------------------------------------------------------------------- */
+/* ---- Storing ------------------------------------------------------------------------------------------------- */
 
 static void collect_complete(struct ss_work *work) {
     struct slot *slot = work->user;

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * store.c - the way back: quantize and compress into the store buffer
+ * store.c - storing: quantize and compress into the store buffer
  *
- * Each store thread takes whole pieces, so that a piece's slices are packed behind one another without gaps. Storing
- * must not disturb serving: the threads have the lowest priority, and before each slice they let a fetch batch go
- * first, but only so long, since a server under constant load must still store something.
+ * Each store thread takes whole pieces, so that a piece's slices are stored without gaps. Storing must not disturb
+ * serving: the threads have a low priority, and before each slice they wait for a running fetch batch, but only for a
+ * limited time, since a server under constant load must still store.
  */
 #define _GNU_SOURCE 1
 #include <errno.h>
@@ -13,7 +13,7 @@
 
 #include "pipeline/internal.h"
 
-/* Time's up, or the caller does not want it any more. */
+/* The deadline has passed, or the caller has cancelled the call. */
 static enum ss_result store_interrupted(const struct ss_batch *batch) {
     if (__atomic_load_n(&batch->cancelled, __ATOMIC_SEQ_CST)) {
         return SS_CANCELLED;
@@ -21,7 +21,7 @@ static enum ss_result store_interrupted(const struct ss_batch *batch) {
     return ss_now_ns() >= batch->deadline_ns ? SS_DEADLINE : SS_OK;
 }
 
-/* Lets fetches go first, for at most SS_STORE_YIELD_NS. */
+/* Waits for the end of a running fetch, for at most SS_STORE_YIELD_NS. */
 static void store_yield(struct ss_pipeline *pipeline, const struct ss_batch *batch) {
     pthread_mutex_lock(&pipeline->lock);
     if (pipeline->fetch_active) {
@@ -49,7 +49,7 @@ static uint64_t slice_raw_bytes(const struct ss_group *group, const struct ss_sl
            (group->quantizer == SS_QUANTIZER_BINNED ? ss_dtype_size(group->dtype) : 1);
 }
 
-/* Quantizes one slice. Vectors that share a scale are one longer vector; the last of them are perhaps fewer. */
+/* Quantizes one slice. Vectors that share a scale are one longer vector; the last such vector may be shorter. */
 static enum ss_result quantize_slice(const struct ss_group *group, const struct ss_slice *slice, const uint8_t *source,
                                      uint8_t *symbols, uint8_t *scales) {
     size_t shared = group->quantizer == SS_QUANTIZER_BINNED ? group->scale_vectors : 1;
@@ -65,7 +65,7 @@ static enum ss_result quantize_slice(const struct ss_group *group, const struct 
                        scales + whole * sizeof(float));
 }
 
-/* Brings a slice's elements to where the CPU can read them, unless they are there, and says where that is. */
+/* Copies a slice's elements to memory that the CPU can read, if necessary, and returns their address. */
 static enum ss_result collect_slice(struct ss_worker *worker, const struct ss_group *group,
                                     const struct ss_slice *slice, const uint8_t **elements) {
     const struct ss_registered_memory *memory = group->registered;
@@ -78,7 +78,7 @@ static enum ss_result collect_slice(struct ss_worker *worker, const struct ss_gr
     return ss_engine_collect(worker, memory, source, worker->collected, slice_raw_bytes(group, slice));
 }
 
-/* Encodes one slice at 'target', which has room for its bound, and fills in what it became. */
+/* Encodes one slice at 'target', which has room for its bound, and fills in the result's fields. */
 static enum ss_result encode_slice(struct ss_worker *worker, const struct ss_group *group, const struct ss_piece *piece,
                                    struct ss_slice *slice, uint8_t *target) {
     size_t written = 0;

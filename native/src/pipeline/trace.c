@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * trace.c - what each thread did when, written down on request
+ * trace.c - recordings of the threads' work
  *
- * Each thread writes a log of its own, made with the pipeline, so recording neither locks nor allocates; while it is
- * off, it costs a load and a branch for each slice. A log keeps the first events and counts the rest, so that what was
- * written once is never overwritten and can be read beside the writer: 'count' is stored after the event it counts.
- * A new recording has a new generation; each thread empties its log when it meets one.
+ * Each thread writes to its own log, allocated with the pipeline, so recording neither locks nor allocates; while it is
+ * off, it costs a load and a branch for each slice. A log keeps the first events and counts the rest, so an event is
+ * never overwritten, and readers can run beside the writer: 'count' is stored after the event that it counts. A new
+ * recording has a new generation; each thread empties its log when it finds a new generation.
  */
 #define _GNU_SOURCE 1
 #include <sched.h>
@@ -15,7 +15,7 @@
 
 struct ss_trace_log {
     _Atomic uint32_t generation; /* of the recording that the events are of */
-    _Atomic uint32_t count;      /* events that are there */
+    _Atomic uint32_t count;      /* events in the log */
     _Atomic uint32_t dropped;    /* events that found the log full */
     struct ss_trace_event events[];
 };
@@ -46,7 +46,7 @@ void ss_trace_add(struct ss_worker *worker, enum ss_stage stage, uint64_t begin_
     struct ss_pipeline *pipeline = worker->pipeline;
     uint32_t generation = atomic_load_explicit(&pipeline->trace_recording, memory_order_relaxed);
     if (generation == 0 || begin_ns == 0) {
-        return; /* not any more, or not yet when it began */
+        return; /* no recording now, or none when the span began */
     }
     const struct ss_trace_event event = {.begin_ns = begin_ns,
                                          .end_ns = end_ns,

@@ -8,9 +8,9 @@
  *   symbol  = round_to_nearest_even(x * (1 / scale))          clamped to -limit .. limit
  *   decoded = symbol * scale                                  (one rounding to float, one to the dtype)
  *
- * The division is done once for each vector; the product with the rounded inverse can exceed the limit by a hair,
- * hence the clamp. Where the scale is so small that its inverse overflows (under about 2^-128, which float16 cannot
- * hold and a KV vector never is) the vector counts as zero: scale 0, all symbols 0.
+ * The division is done once for each vector. The product with the rounded inverse can exceed the limit by a rounding
+ * error, so it is clamped. If the scale is so small that its inverse overflows (under about 2^-128, which float16
+ * cannot represent and KV vectors never have), the vector counts as zero: scale 0, all symbols 0.
  *
  * The largest magnitude is found on bit patterns without their sign: as unsigned integers they order like the
  * numbers, infinities and NaN come out on top, and no conversion is needed.

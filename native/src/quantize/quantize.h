@@ -29,7 +29,8 @@ struct ss_quantize_kernels {
     uint32_t (*magnitude_max[SS_DTYPE_COUNT])(const void *source, size_t count);
     /* symbols = clamp(round_to_nearest_even(source * inverse), -limit, limit) */
     void (*bin[SS_DTYPE_COUNT])(const void *source, size_t count, float inverse, int limit, int8_t *symbols);
-    /* target = symbols * the vector's scale, rounded to nearest even; for a whole batch, as vectors can be short */
+    /* target = symbols * the vector's scale, rounded to nearest even; for many vectors at once, as vectors can be short
+     */
     void (*unbin[SS_DTYPE_COUNT])(const int8_t *symbols, const uint8_t *scales, size_t vectors, size_t vector_length,
                                   uint8_t *target);
     /* The same past the caches, see ss_dequantize_streamed(). NULL where there is no such variant. */
@@ -72,10 +73,10 @@ extern const struct ss_quantize_kernels ss_quantize_kernels_avx512;
 extern const struct ss_quantize_kernels ss_quantize_kernels_neon;
 
 /*
- * ss_dequantize_streamed() is ss_dequantize() for a target that nobody reads soon on this core, such as where a slice
- * is delivered to: whole lines go to memory past the caches, where the CPU has such stores and the target is aligned
- * for them. That saves reading what is overwritten, and leaves in the caches what was there. When the call is back,
- * what it wrote is ordered before all that this thread does next, as with ordinary stores.
+ * ss_dequantize_streamed() is ss_dequantize() for a target that this core does not read soon, such as delivered slices.
+ * It writes whole cache lines with non-temporal stores, if the CPU has them and the target is aligned. This avoids
+ * reading the overwritten lines, and keeps the contents of the caches. After the call its stores are ordered before all
+ * later operations of this thread, as ordinary stores are.
  */
 enum ss_result ss_dequantize_streamed(enum ss_quantizer quantizer, enum ss_dtype dtype, const uint8_t *symbols,
                                       const void *scales, size_t vectors, size_t vector_length, void *target);
@@ -165,7 +166,7 @@ static inline float ss_float_of_float8(uint8_t byte) {
 #define SS_FLOAT8_NORMAL_MIN 0x1p-6f
 #define SS_FLOAT8_STEPS 0x1p14f /* added to a number under 2^-6, leaves its mantissa in steps of 2^-9, rounded */
 
-/* ss_float8_of_float() rounds to nearest even and takes 448 for what lies above it; 'value' is not NaN. */
+/* ss_float8_of_float() rounds to nearest even and saturates at 448; 'value' is not NaN. */
 static inline uint8_t ss_float8_of_float(float value) {
     uint32_t sign = ss_bits_of_float(value) >> 24 & 0x80;
     float magnitude = ss_float_of_bits(ss_bits_of_float(value) & 0x7FFFFFFF);

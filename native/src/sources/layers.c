@@ -2,9 +2,9 @@
 /*
  * layers.c - the answer to KV.LAYERS
  *
- * An array: first an array of how many bytes of each key's record follow, or null; then a bulk for each layer: the
- * lengths of the keys' pieces, 32 bits each with the lowest byte first, and the pieces. Any of its parts may arrive in
- * any number of pieces.
+ * The answer is an array. Its first item is an array with the length of each key's record, or null. Then it has one
+ * bulk string for each layer: the lengths of the keys' pieces, 32 bits each in little-endian order, and the pieces.
+ * Each part may arrive in any number of fragments.
  */
 #include "sources/layers.h"
 
@@ -51,7 +51,7 @@ static void layer_end(struct ss_layers_reader *reader) {
     phase_begin(reader, reader->layer == reader->layers->layers ? SS_LAYERS_END : SS_LAYERS_LAYER);
 }
 
-/* The piece cannot be had, if anybody still wants it: there is no such record, or another one than was expected. */
+/* Fails a piece that is still useful: the record does not exist, or is not the expected one. */
 static void piece_is_gone(const struct ss_layers_reader *reader, uint32_t key) {
     uint32_t index = reader->layer * reader->layers->keys + key;
     if (ss_feed_useful(reader->feed, index)) {
@@ -80,7 +80,7 @@ static enum ss_layers_status total_take(struct ss_layers_reader *reader) {
 }
 
 static enum ss_layers_status layer_take(struct ss_layers_reader *reader) {
-    if (reader->head.kind == SS_RESP_ERROR) { /* of this layer alone: the others are still answered */
+    if (reader->head.kind == SS_RESP_ERROR) { /* only for this layer: the others are still answered */
         ss_feed_refused(reader->feed, ss_layers_position(reader), reader->head.text, reader->head.text_length);
         layer_end(reader);
         return SS_LAYERS_MORE;
@@ -125,7 +125,7 @@ static enum ss_layers_status head_take(struct ss_layers_reader *reader) {
 
 /* ---- Pieces -------------------------------------------------------------------------------------------------- */
 
-/* Goes past pieces that have no bytes, to the next that has, or to the layer's end. */
+/* Skips pieces without bytes, up to the next piece with bytes, or to the layer's end. */
 static void piece_begin(struct ss_layers_reader *reader) {
     reader->done = 0;
     while (reader->key < reader->layers->keys && length_of(reader, reader->key) == 0) {
@@ -139,7 +139,7 @@ static void piece_begin(struct ss_layers_reader *reader) {
     reader->arrival = (struct ss_arrival){.slice_first = piece->slice_first, .slice_count = piece->slice_count};
 }
 
-/* The lengths of a layer are there: they must be what its head said, and what the batch expects. */
+/* Checks the lengths of a layer: they must match the layer's total length, and the batch. */
 static enum ss_layers_status table_end(struct ss_layers_reader *reader) {
     uint64_t sum = 4ULL * reader->layers->keys;
     for (uint32_t key = 0; key < reader->layers->keys; key++) {
@@ -159,7 +159,7 @@ static enum ss_layers_status table_end(struct ss_layers_reader *reader) {
     return SS_LAYERS_MORE;
 }
 
-/* Returns where a piece goes, NULL where nobody wants it. Once decided it stays so: part of it may be there. */
+/* Returns the target of a piece, NULL if it is useless. The first decision is final: part of it may be in place. */
 static uint8_t *place_of(struct ss_layers_reader *reader, uint32_t key) {
     for (; reader->decided <= key; reader->decided++) {
         uint32_t index = reader->layer * reader->layers->keys + reader->decided;
@@ -232,7 +232,7 @@ enum ss_layers_status ss_layers_placed(struct ss_layers_reader *reader, uint64_t
     return size > 0 && reader->done == 4ULL * reader->layers->keys ? table_end(reader) : SS_LAYERS_MORE;
 }
 
-/* Takes what it can use of bytes that are not in place; '*taken' says how many. */
+/* Consumes bytes that are not in place; '*taken' is their number. */
 static enum ss_layers_status bytes_take(struct ss_layers_reader *reader, const uint8_t *data, size_t size,
                                         size_t *taken) {
     struct iovec part;
@@ -270,7 +270,7 @@ enum ss_layers_status ss_layers_take(struct ss_layers_reader *reader, const uint
         data += taken;
         size -= taken;
         if (status != SS_LAYERS_MORE) {
-            return size > 0 ? SS_LAYERS_INVALID : status; /* nothing more is owed */
+            return size > 0 ? SS_LAYERS_INVALID : status; /* no more bytes are expected */
         }
     }
     return reader->phase == SS_LAYERS_END ? SS_LAYERS_OVER : SS_LAYERS_MORE;

@@ -2,9 +2,9 @@
 /*
  * layers.h - the answer to KV.LAYERS, read: a batch's pieces in one stream, layer after layer (storage_kv/README.md)
  *
- * The caller receives: into ss_layers_parts(), then calls ss_layers_placed(); or anywhere, then ss_layers_take(). No
- * byte of a piece is placed before the lengths of its layer were found to be those of the batch. A piece whose record
- * is not what the batch expects fails, and what is of no use is read and dropped.
+ * The caller receives bytes into ss_layers_parts(), and then calls ss_layers_placed(); or into any memory, and then
+ * calls ss_layers_take(). No byte of a piece is placed before the lengths of its layer are checked against the batch. A
+ * piece with another record than expected fails, and useless bytes are read and dropped.
  */
 #ifndef SS_LAYERS_H
 #define SS_LAYERS_H
@@ -23,7 +23,7 @@ enum ss_layers_status {
     SS_LAYERS_INVALID  /* it is no such answer */
 };
 
-/* What is read next. */
+/* Part of the answer to read next. */
 enum ss_layers_phase {
     SS_LAYERS_HEAD,   /* of the answer */
     SS_LAYERS_COUNT,  /* of the totals */
@@ -35,7 +35,7 @@ enum ss_layers_phase {
     SS_LAYERS_END
 };
 
-/* What is dropped is received here. */
+/* Target of dropped bytes. */
 enum { SS_LAYERS_DROPPED_BYTES = 16 << 10 };
 
 struct ss_layers_reader {
@@ -47,7 +47,7 @@ struct ss_layers_reader {
     uint32_t key;   /* of its keys */
     uint64_t done;  /* bytes of the table, the piece or the tail */
     uint64_t payload;
-    uint32_t decided; /* keys of this layer of which it is known whether their pieces are taken */
+    uint32_t decided; /* keys of this layer for which it is decided whether their pieces are kept */
     struct ss_arrival arrival;
     uint64_t body_bytes; /* that were placed in this batch */
     uint64_t slices;
@@ -60,16 +60,17 @@ struct ss_layers_reader {
 void ss_layers_begin(struct ss_layers_reader *reader, const struct ss_feed *feed);
 
 /*
- * ss_layers_parts() says where the next bytes go, at most 'bytes_max' in at most 'count_max' parts; returns how many.
+ * ss_layers_parts() stores the targets of the next bytes, at most 'bytes_max' in at most 'count_max' parts; returns the
+ * number of parts.
  * '*whole': the parts end with the table or the layer, so that bytes behind them can be received with them.
  */
 size_t ss_layers_parts(struct ss_layers_reader *reader, struct iovec *parts, size_t count_max, size_t bytes_max,
                        int *whole);
 
-/* ss_layers_placed() takes note of bytes that were received into the parts. */
+/* ss_layers_placed() reports the number of bytes that were received into the parts. */
 enum ss_layers_status ss_layers_placed(struct ss_layers_reader *reader, uint64_t size);
 
-/* ss_layers_take() takes bytes that were received elsewhere. */
+/* ss_layers_take() processes bytes that were received into other memory. */
 enum ss_layers_status ss_layers_take(struct ss_layers_reader *reader, const uint8_t *data, size_t size);
 
 /* ss_layers_position() returns the first piece of the batch that is not whole. */

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * memory.c - pieces whose bodies lie in this process, such as in a pool's arena
+ * memory.c - pieces whose bodies are in this process, such as in a pool's arena
  *
- * Each piece is whole at once, but may be so later than the batch begins: what a device reads is awaited. Where the
- * decoder can read anywhere, it reads where they lie, and nothing is copied; an accelerator that reaches nothing but
- * the pipeline's buffers gets a copy there.
+ * A piece is complete at once, but perhaps later than the batch begins: reads of a device are awaited. A decoder that
+ * can read any memory reads the bodies in place, without a copy; an accelerator that reaches only the pipeline's
+ * buffers gets a copy there.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -15,7 +15,7 @@ struct memory {
     const struct ss_feed *feed;
     uint32_t first; /* nothing before it is left */
     uint32_t next;  /* to look at in this pass */
-    int waits;      /* this pass has gone past what cannot be begun yet */
+    int waits;      /* this pass has skipped pieces that cannot begin yet */
     uint8_t begun[];
 };
 
@@ -54,7 +54,7 @@ static void piece_give(const struct ss_feed *feed, uint32_t index) {
     ss_feed_answered(feed, index);
 }
 
-/* Whether a piece is neither another source's, nor another thread's, nor begun, nor of no use any more. */
+/* Returns whether a piece belongs to this source and thread, has not begun, and is still useful. */
 static int piece_is_left(const struct memory *memory, uint32_t index) {
     const struct ss_feed *feed = memory->feed;
     return index % feed->threads == feed->thread && memory_takes(&feed->batch->pieces[index]) &&
@@ -62,8 +62,8 @@ static int piece_is_left(const struct memory *memory, uint32_t index) {
 }
 
 /*
- * Begins the next piece that can be: one in each step, so that what comes over sockets gets its turns. A pass over all
- * of them begins those that have come; what comes behind its back wakes the thread for another one.
+ * Begins the next available piece: one in each step, so that sockets get their turns. A pass over all pieces begins
+ * those that have arrived; a piece that arrives later wakes the thread for another pass.
  */
 static enum ss_source_step memory_step(void *state) {
     struct memory *memory = state;

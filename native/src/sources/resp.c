@@ -2,17 +2,17 @@
 /*
  * resp.c - pieces at storage servers: range requests out, stored bytes straight into the decompression buffer
  *
- * Each thread drives one connection to each node; a storage server of its own is one node. On each it asks for its run
- * of the slices of every piece that the node has, several requests ahead, and reads the answers, which come in order. A
- * body is received where it will be decompressed: one system call takes what is left of the body into place and at most
- * HEAD_BYTES behind it, the end of this answer and the head of the next, into a small buffer. What little of the next
- * body comes along is copied. Or the whole batch is asked for in one request (layers.c), on its one connection; where
- * the server does not take that, by ranges after all.
+ * Each thread drives one connection to each node; a single storage server is one node. On each connection it requests
+ * its run of the slices of every piece of the node, several requests ahead, and reads the answers, which arrive in
+ * order. A body is received into the decompression buffer: one system call receives the rest of the body in place and
+ * at most HEAD_BYTES behind it, the end of this answer and the head of the next, into a small buffer. Only the few
+ * bytes of the next body in this buffer are copied. Alternatively, one request on one connection asks for the whole
+ * batch (layers.c); if the server does not support it, the pieces are requested by ranges.
  *
- * Failure. What fails is the piece of the oldest answer that is due; pieces before it have all their bytes from this
- * connection. A well-formed refusal leaves the connection in step, so after one the answers that are under way are
- * read and dropped and the connection can be used again. Anything else breaks it. A connection that is left with half
- * an answer is disconnected, so that no later reader can take that half for an answer of its own.
+ * Failure. A failure concerns the piece of the oldest outstanding answer; all earlier pieces have their bytes from this
+ * connection. After a well-formed refusal the connection is still in step, so the outstanding answers are read and
+ * dropped, and the connection can be used again. Any other failure breaks it. A connection with half an answer left is
+ * disconnected, so that no later reader mistakes that half for its own answer.
  */
 #define _GNU_SOURCE 1
 #include <errno.h>
@@ -26,15 +26,15 @@
 #include "sources/layers.h"
 #include "sources/source.h"
 
-/* Small, since what it takes of a body is copied; more than CR LF and the longest "$n" head that is expected. */
+/* Small, since bytes of a body in it are copied; more than CR LF and the longest expected "$n" head. */
 enum { HEAD_BYTES = 64 };
 
-/* Where layers are read: the numbers at the beginning, and the parts that one system call fills. */
+/* For layers: bytes of the numbers at the beginning, and most parts that one system call fills. */
 enum { NUMBERS_BYTES = 4096, PARTS_MAX = 64 };
 
 /*
- * One system call's share. Each call also tells the sender that there is room again, and on loopback does some of its
- * work; fewer calls cost less, down to this size (native/decisions.md).
+ * Most bytes of one system call. Each call also updates the sender's window, and on loopback does some of its work;
+ * fewer calls cost less, down to this size (native/decisions.md).
  */
 #define RECEIVE_BYTES_MAX ((size_t)4 << 20)
 
@@ -43,7 +43,7 @@ enum { OUTPUT_BYTES = 16 * SS_RESP_REQUEST_MAX };
 
 enum phase { PHASE_HEAD, PHASE_BODY, PHASE_TAIL };
 
-/* What a step of the loop came to. */
+/* Result of a step of the loop. */
 enum step { STEP_AGAIN, STEP_WAIT, STEP_FINISHED };
 
 /* The run of a piece's slices that one connection fetches. 'slice_count' may be 0. */
@@ -55,7 +55,7 @@ struct run {
     uint32_t slice_count;
 };
 
-/* A range that was asked for; or the word before it, which is answered for itself. */
+/* A requested range; or the ASKING before it, which has its own answer. */
 struct request {
     struct run run;
     uint32_t piece;
@@ -65,7 +65,7 @@ struct request {
 struct connection {
     struct ss_channel channel;
     uint32_t node;
-    int over;                 /* nothing more is to be done on it in this batch */
+    int over;                 /* no work is left for it in this batch */
     int failed;               /* since it broke, or is out of step */
     struct request *requests; /* a ring, oldest first: asked for, not answered */
     uint32_t ahead_max;       /* ranges asked for ahead */
@@ -76,13 +76,13 @@ struct connection {
 
     struct ss_layers_reader
         *reader;            /* of the answer to the one request that the batch is; NULL: ranges are asked for */
-    const uint8_t *request; /* what is left to send of that */
+    const uint8_t *request; /* unsent rest of this request */
     uint64_t request_left;
 
     uint8_t output[OUTPUT_BYTES];
     size_t output_begin;
     size_t output_end;
-    int send_failed; /* the server takes no more, but may have answered before */
+    int send_failed; /* the server does not read on, but may have answered before */
 
     enum phase phase; /* of the oldest request's answer */
     struct ss_resp_head reply;
@@ -176,9 +176,9 @@ static void resp_begin(void *state, const struct ss_feed *feed) {
 }
 
 /*
- * A slice belongs to the run that its middle byte falls into, so the runs are contiguous, cover all slices, and differ
- * by at most a slice. Which connection takes which run moves on with the piece, so that pieces of fewer slices than
- * connections spread over all connections.
+ * A slice belongs to the run with its middle byte, so the runs are contiguous, cover all slices, and differ by at most
+ * a slice. The assignment of runs to connections rotates from piece to piece, so that pieces with fewer slices than
+ * connections are spread over all connections.
  */
 static struct run run_of(const struct ss_batch *batch, uint32_t piece_index, uint32_t thread, uint32_t threads) {
     const struct ss_piece *piece = &batch->pieces[piece_index];
@@ -232,7 +232,7 @@ static int connection_has_more(const struct ss_feed *feed, struct connection *co
     return 0;
 }
 
-/* The connection is lost: so is what it was asked for and what was to be, unless that is of no use anyway. */
+/* The connection is lost: fails its outstanding and future pieces, unless they are useless. */
 static void connection_fail(const struct ss_feed *feed, struct connection *connection, enum ss_result result) {
     connection->failed = 1;
     if (connection->reader != NULL) {
@@ -278,7 +278,7 @@ static void request_append(const struct ss_feed *feed, struct connection *connec
     request_note(connection, (struct request){.run = run, .piece = index});
 }
 
-/* Appends requests for this connection's runs while they are wanted and there is room for them; how many. */
+/* Appends requests for this connection's runs while they are useful and fit; returns their number. */
 static uint32_t requests_fill(const struct ss_feed *feed, struct connection *connection) {
     uint32_t added = 0;
     if (connection->output_begin == connection->output_end) {
@@ -316,7 +316,7 @@ static void requests_send(struct connection *connection) {
         } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
             return;
         } else if (errno != EINTR) {
-            connection->send_failed = 1; /* what was answered before is still read: that has the last word */
+            connection->send_failed = 1; /* earlier answers are still read, and decide the results */
         }
     }
 }
@@ -331,7 +331,7 @@ static void slices_pass(const struct ss_feed *feed, struct connection *connectio
     }
 }
 
-/* Takes the head of an answer. Returns 0 where it breaks the connection. */
+/* Processes the head of an answer. Returns 0 if it breaks the connection. */
 static int answer_head(const struct ss_feed *feed, struct connection *connection) {
     const struct request *request = oldest(connection);
     uint64_t expected = request->run.bytes;
@@ -374,7 +374,7 @@ static int answer_head(const struct ss_feed *feed, struct connection *connection
     return 1;
 }
 
-/* An answer is whole. It counts as work of its piece, so that no piece is done before its last CR LF. */
+/* An answer is complete. It counts as work of its piece, so that no piece is done before its last CR LF. */
 static void answer_end(const struct ss_feed *feed, struct connection *connection) {
     const struct request *request = oldest(connection);
     if (!request->asking) {
@@ -401,12 +401,12 @@ static void body_advance(const struct ss_feed *feed, struct connection *connecti
     }
 }
 
-/* Takes 'size' bytes that are not in place. Returns 0 where the server broke the protocol. */
+/* Processes 'size' bytes that are not in place. Returns 0 if the server violated the protocol. */
 static int bytes_take(const struct ss_feed *feed, struct connection *connection, const uint8_t *data, size_t size) {
     while (size > 0) {
         size_t taken = 0;
         if (connection->count == 0) {
-            return 0; /* an answer to nothing */
+            return 0; /* an answer without a request */
         }
         if (connection->phase == PHASE_HEAD) {
             enum ss_resp_status status = ss_resp_head_feed(&connection->reply, data, size, &taken);
@@ -434,7 +434,7 @@ static int bytes_take(const struct ss_feed *feed, struct connection *connection,
     return 1;
 }
 
-/* Receives into the parts, for a piece; '*received' says how much. STEP_AGAIN where that is anything. */
+/* Receives into the parts, for a piece; '*received' is the number of bytes. STEP_AGAIN if it is not 0. */
 static enum step connection_receive(const struct ss_feed *feed, struct connection *connection,
                                     const struct iovec *parts, size_t count, uint32_t piece, size_t *received_out) {
     uint64_t begin = ss_feed_trace_begin(feed);
@@ -494,7 +494,7 @@ static void layers_count(struct connection *connection) {
     connection->body_bytes += connection->reader->body_bytes;
 }
 
-/* The answer to the batch's one request has come to its end, or to one that it should not have. */
+/* The answer to the batch's single request has ended, or failed. */
 static enum step layers_end(const struct ss_feed *feed, struct connection *connection, enum ss_layers_status status) {
     if (status == SS_LAYERS_INVALID) {
         connection_fail(feed, connection, SS_PROTOCOL);
@@ -506,7 +506,7 @@ static enum step layers_end(const struct ss_feed *feed, struct connection *conne
     return STEP_AGAIN;
 }
 
-/* One receive of that: tables and pieces into place, the rest into a buffer, which is large where numbers come. */
+/* One receive of this answer: tables and pieces into place, the rest into a buffer, which is large for numbers. */
 static enum step layers_receive(const struct ss_feed *feed, struct connection *connection) {
     struct ss_layers_reader *reader = connection->reader;
     uint8_t small[NUMBERS_BYTES];
@@ -538,18 +538,18 @@ static enum step layers_receive(const struct ss_feed *feed, struct connection *c
 
 /* ---- Turns --------------------------------------------------------------------------------------------------- */
 
-/* Whether an answer is to come. */
+/* Returns whether an answer is outstanding. */
 static int is_owed(const struct connection *connection) {
     return connection->count > 0 || connection->reader != NULL;
 }
 
-/* Whether the connection has done all it has to, or all that is of use. */
+/* Returns whether the connection has finished all its work, or all useful work. */
 static int connection_is_finished(const struct ss_feed *feed, struct connection *connection) {
     if (ss_feed_aborted(feed)) {
         return 1;
     }
     if (connection->reader != NULL) {
-        return !ss_feed_useful(feed, 0); /* of the first chunk: what is behind it is of no use then either */
+        return !ss_feed_useful(feed, 0); /* the first chunk: if it is useless, all later ones are, too */
     }
     if (connection->count > 0 && !ss_feed_broken(feed)) {
         return 0;
@@ -610,7 +610,7 @@ static enum ss_source_step resp_step(void *state) {
     return running == 0 ? SS_SOURCE_OVER : again ? SS_SOURCE_AGAIN : SS_SOURCE_WAIT;
 }
 
-/* Waits for connections that are not over and are owed something. */
+/* Watches connections that are not over and have outstanding answers. */
 static uint32_t resp_watch(void *state, struct pollfd *polled) {
     struct resp *resp = state;
     uint32_t count = 0;
@@ -618,7 +618,8 @@ static uint32_t resp_watch(void *state, struct pollfd *polled) {
         struct connection *connection = &resp->connections[i];
         if (!connection->over && is_owed(connection)) {
             int sending = is_sending(connection);
-            ss_socket_prepare(connection->channel.socket); /* the kernel leaves quick acknowledgement by itself */
+            ss_socket_prepare(
+                connection->channel.socket); /* the kernel turns quick acknowledgement off automatically */
             polled[count++] = (struct pollfd){.fd = connection->channel.socket,
                                               .events = ss_channel_events(&connection->channel, sending)};
         }

@@ -1,15 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * source.h - where stored bytes come from: what a source does, and what the pipeline does for it
+ * source.h - interface of the sources of stored bytes, and the pipeline's calls for sources
  *
- * A source makes the bodies of its pieces appear and says of each slice when it is whole. A batch may mix sources: each
- * piece is one source's. The network threads drive them, each with a state of its own of every source; all of a state's
- * calls come from its thread, and none of them blocks, but for ss_feed_slices() while the next stage has more than it
- * can do.
+ * A source receives the bodies of its pieces and reports each complete slice. A batch may mix sources: each piece has
+ * one source. The network threads drive the sources, each thread with its own state of every source. All calls for a
+ * state come from its thread. None of them blocks, except for ss_feed_slices() while the next queue is full.
  *
- * Quiet. Once step() has said SS_SOURCE_OVER nothing of that state reads or writes for this batch any more. It says so
- * when all is done, when what is left is of no use, and soon after ss_feed_aborted(): then with whatever was under way
- * left so that nobody takes it for an answer to something else.
+ * Quiet. After step() has returned SS_SOURCE_OVER, that state no longer reads or writes for this batch. It returns this
+ * when all work is done, when the rest is useless, and soon after ss_feed_aborted(). Unfinished requests are then left
+ * such that their answers cannot be mistaken for other answers.
  */
 #ifndef SS_SOURCE_H
 #define SS_SOURCE_H
@@ -35,7 +34,7 @@ struct ss_feed {
     struct ss_worker *worker;
 };
 
-/* What bounds a state. */
+/* Limits of a state. */
 struct ss_source_limits {
     uint32_t nodes_max;
     uint32_t requests_in_flight; /* to each node */
@@ -43,18 +42,18 @@ struct ss_source_limits {
 };
 
 enum ss_source_step {
-    SS_SOURCE_AGAIN, /* something was done: another call may find more */
-    SS_SOURCE_WAIT,  /* nothing can be done until something watched happens, or the thread is woken */
-    SS_SOURCE_OVER   /* nothing is left to be done in this batch */
+    SS_SOURCE_AGAIN, /* progress: another call may find more work */
+    SS_SOURCE_WAIT,  /* no work until a watched event, or until the thread is woken */
+    SS_SOURCE_OVER   /* no work is left in this batch */
 };
 
 struct ss_source {
     const char *name;
 
-    /* takes() returns whether a piece is this source's. */
+    /* takes() returns whether a piece belongs to this source. */
     int (*takes)(const struct ss_piece *piece);
 
-    /* answers() returns how often ss_feed_answered() is called for a piece of this source, by all threads together. */
+    /* answers() returns the number of ss_feed_answered() calls for a piece of this source, by all threads in total. */
     uint32_t (*answers)(const struct ss_batch *batch, uint32_t piece, uint32_t threads);
 
     /* create() makes a thread's state; NULL: no memory. */
@@ -70,34 +69,33 @@ struct ss_source {
 /* Pieces at a server, or at the nodes of a cluster. */
 extern const struct ss_source ss_source_resp;
 
-/* Pieces that lie in this process, or are going to. */
+/* Pieces in memory of this process, now or later (awaited). */
 extern const struct ss_source ss_source_memory;
 
-/* ss_piece_origin() returns where a piece comes from, as of now: an awaited one may come at any moment. */
+/* ss_piece_origin() returns a piece's present origin: an awaited piece may arrive at any moment. */
 static inline enum ss_origin ss_piece_origin(const struct ss_piece *piece) {
     return __atomic_load_n(&piece->origin, __ATOMIC_SEQ_CST);
 }
 
-/* ---- What the pipeline does for a source (pipeline/feed.c) ---- */
+/* ---- The pipeline's calls for sources (pipeline/feed.c) ---- */
 
-/* ss_feed_aborted() returns whether the batch is to end now, whatever is left. */
+/* ss_feed_aborted() returns whether the batch must end now, with unfinished pieces. */
 int ss_feed_aborted(const struct ss_feed *feed);
 
-/* ss_feed_broken() returns whether some answer will never come, so that others of no use are not worth waiting for. */
+/* ss_feed_broken() returns whether some answer will never arrive; then do not wait for useless answers. */
 int ss_feed_broken(const struct ss_feed *feed);
 
-/* ss_feed_useful() returns whether a piece is of use. One that is not never is again, and nobody waits for it. */
+/* ss_feed_useful() returns whether a piece is useful. A useless piece stays useless, and no thread waits for it. */
 int ss_feed_useful(const struct ss_feed *feed, uint32_t piece);
 
-/* ss_feed_place() returns where the body is to appear; that is its 'memory', where it has one that the decoder reads.
- */
+/* ss_feed_place() returns the target of the body: its 'memory', if it has one that the decoder can read. */
 uint8_t *ss_feed_place(const struct ss_feed *feed, uint32_t piece);
 
-/* ss_feed_slices() hands on slices that are whole. 'decoded_before': bytes of symbols of the piece's slices before. */
+/* ss_feed_slices() passes complete slices on. 'decoded_before': bytes of symbols of the piece's earlier slices. */
 void ss_feed_slices(const struct ss_feed *feed, uint32_t piece, uint32_t slice_first, uint32_t count,
                     uint64_t decoded_before);
 
-/* Consecutive slices of a piece whose bytes arrive in order, and how many of them were handed on. */
+/* Consecutive slices of a piece whose bytes arrive in order, and the number of them that were passed on. */
 struct ss_arrival {
     uint32_t slice_first;
     uint32_t slice_count;
@@ -106,16 +104,16 @@ struct ss_arrival {
     uint64_t decoded; /* bytes of symbols of all slices of the piece before the next one */
 };
 
-/* ss_feed_arrived() hands on those that are whole now that 'received' of their bytes are there; returns how many. */
+/* ss_feed_arrived() passes on the slices that are complete after 'received' bytes; returns their number. */
 uint32_t ss_feed_arrived(const struct ss_feed *feed, uint32_t piece, struct ss_arrival *arrival, uint64_t received);
 
-/* ss_feed_answered() says that one of a piece's answers() has come to its end. */
+/* ss_feed_answered() reports the end of one of a piece's answers(). */
 void ss_feed_answered(const struct ss_feed *feed, uint32_t piece);
 
-/* ss_feed_fail() says why a piece cannot be had; 'broken': nor can anything else on the way that it was to come. */
+/* ss_feed_fail() reports the failure of a piece; 'broken': its connection failed, too. */
 void ss_feed_fail(const struct ss_feed *feed, uint32_t piece, enum ss_result result, int broken);
 
-/* ss_feed_refused() says what a server answered instead of a piece. */
+/* ss_feed_refused() reports a server's error for a piece. */
 void ss_feed_refused(const struct ss_feed *feed, uint32_t piece, const char *text, size_t length);
 
 /* ss_feed_os_error() keeps the errno of an SS_OS_ERROR; ss_feed_out_of_sync() says that a socket cannot be used again.

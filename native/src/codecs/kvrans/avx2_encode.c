@@ -8,13 +8,12 @@
 
 /* ---- Encode: rows to columns --------------------------------------------------------------------------------- */
 
-/* What was seen of a block's bytes. */
+/* Statistics of a block's bytes. */
 struct extremes {
     __m256i least, most, signed_least, signed_most;
 };
 
-/* row_load() loads 'width' bytes of a row; what lies behind them is made equal to the first, which changes no extremes.
- */
+/* row_load() loads 'width' bytes of a row; the bytes behind them are set to the first, which changes no extremes. */
 TARGET_INLINE __m256i row_load(const uint8_t *source, uint32_t width, struct extremes *seen) {
     __m256i bytes;
 
@@ -103,7 +102,7 @@ TARGET_INLINE __m256i lookup_256(const uint8_t *table, __m256i index) {
     return found;
 }
 
-/* What bytes become indices with: registers, and a table in memory. */
+/* Tables to convert bytes to indices: registers, and a table in memory. */
 struct mapping {
     __m256i kept, first;
     __m128i shift;

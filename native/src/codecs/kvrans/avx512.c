@@ -148,7 +148,7 @@ struct shape {
 TARGET_INLINE void column_decode(const struct ss_kvrans_block *block, uint32_t column, struct states *states,
                                  struct shape shape, const uint8_t **next, uint8_t *tile) {
     const struct registers table = registers_load(&block->tables[block->column_table[column]]);
-    /* What each index stands for; in a range, what the first one does. */
+    /* Symbol of each index; in a range, the first symbol. */
     const __m512i values = shape.range ? _mm512_set1_epi8((char)block->value[0]) : _mm512_load_si512(block->value);
     const size_t plane_size = (block->rows + 7) / 8;
     const uint8_t *planes = block->planes + column * shape.shift * plane_size;

@@ -6,7 +6,7 @@
 
 #include "codecs/kvrans/avx512.h"
 
-/* What was seen of a block's bytes. */
+/* Statistics of a block's bytes. */
 struct extremes {
     __m512i least, most, signed_least, signed_most;
 };

@@ -16,7 +16,7 @@ enum {
     ROW_LENGTH_UNKNOWN_MAX = 1024, /* bytes of a row where the source has none */
     LANES_128_CELLS = 64 * 1024,   /* each lane costs a byte and a half: from here on under 0.8 % for 128 of them */
     LANES_256_CELLS = 192 * 1024,
-    SAVED_LEAST = 32, /* one of so many bytes, or a block is stored */
+    SAVED_LEAST = 32, /* coding must save more than this fraction of the bytes, or they are stored */
     SAMPLE_COLUMNS = 64,
     SAMPLE_STRETCH = 16, /* columns side by side */
 };
@@ -214,8 +214,8 @@ static void put_coded(struct writer *writer, const struct ss_kvrans_encoder *enc
 }
 
 /*
- * pays() returns whether coding 'cells' bytes to 'size' is worth that they are decoded: a plane of mantissas would be
- * decoded for a thousandth, where stored bytes are read from where they lie.
+ * pays() returns whether coding 'cells' bytes to 'size' is worth the decoding time. A plane of mantissas would save a
+ * thousandth, but stored bytes need no decoding and are read in place.
  */
 static int pays(uint64_t size, size_t cells) {
     return size + cells / SAVED_LEAST < cells;

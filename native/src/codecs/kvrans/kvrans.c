@@ -6,9 +6,9 @@
  * column by column: all rows of a column share one table, which a vector register file can hold, and every lane of a
  * register is another row. What each byte of a stream means, and why, is in docs/design/kvrans.md.
  *
- * Nothing that a stream says is believed. A block is parsed whole before a kernel sees it: every section lies inside
- * the source, tables sum up, no number points outside its array. What is left to the kernel are the coded bytes, any of
- * which decode to something; it makes sure that it takes no more of them than there are.
+ * Streams are untrusted. A block is parsed completely before a kernel runs: every section is inside the source, tables
+ * sum up, no index is outside its array. The kernel gets only the coded bytes. Any coded bytes decode to some symbols;
+ * the kernel ensures that it does not read beyond their end.
  */
 #include "codecs/kvrans/kvrans.h"
 
@@ -31,7 +31,7 @@ static const char *implementation(void) {
 
 /* ---- Sections of a block ------------------------------------------------------------------------------------- */
 
-/* What is left to read of a stream. */
+/* Unread rest of a stream. */
 struct reader {
     const uint8_t *next;
     const uint8_t *end;
@@ -149,7 +149,8 @@ static uint32_t frequency_read(struct bits *bits, uint32_t order) {
 
 /* table_read() reads one table of 'count' frequencies and lays it out for decoding. */
 static int table_read(struct bits *bits, uint32_t count, struct ss_kvrans_table *table) {
-    uint8_t *slots = (uint8_t *)table; /* 'index' comes first, and what is written too far is written anew below */
+    uint8_t *slots =
+        (uint8_t *)table; /* 'index' is the first member; the bytes written beyond it are overwritten below */
     uint8_t frequencies[SS_KVRANS_INDEX_MAX] = {0}, starts[SS_KVRANS_INDEX_MAX] = {0};
     uint32_t order, start = 0;
 
@@ -384,7 +385,7 @@ static enum ss_result blocks_elements(struct reader *reader, struct ss_kvrans_de
 
 /* ---- Lossless elements --------------------------------------------------------------------------------------- */
 
-/* Where the blocks of each plane are still to be read. */
+/* Read positions of the blocks of each plane. */
 struct plane_readers {
     struct reader of[4];
     uint32_t count;

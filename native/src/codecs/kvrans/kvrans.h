@@ -106,7 +106,7 @@ struct ss_kvrans_encode_table {
     uint8_t reciprocal_high[SS_KVRANS_INDEX_MAX];
 };
 
-/* How the bytes of a block become indices. */
+/* Conversion of a block's bytes to indices. */
 struct ss_kvrans_alphabet {
     _Alignas(64) uint8_t index[256];    /* of each (byte >> shift); 0 where there is none */
     uint8_t value[SS_KVRANS_INDEX_MAX]; /* (byte >> shift) of each index */
@@ -122,13 +122,13 @@ struct ss_kvrans_extremes {
 };
 
 /*
- * A block on its way to be coded. Bytes, later indices, lie column by column, SS_KVRANS_ROWS_MAX apart, whatever
- * 'rows' is; what lies behind a column's last row is of no meaning but may be read and written.
+ * A block that is being encoded. Bytes, later indices, are stored column by column, SS_KVRANS_ROWS_MAX apart for any
+ * 'rows'; the bytes behind a column's last row are undefined, but may be read and written.
  */
 struct ss_kvrans_plan {
     struct ss_kvrans_encode_table tables[SS_KVRANS_TABLES_MAX];
     uint8_t *cells;              /* columns * SS_KVRANS_ROWS_MAX */
-    uint8_t *cells_scratch;      /* one byte for each column, for whoever needs it */
+    uint8_t *cells_scratch;      /* one byte for each column, for temporary use */
     uint16_t *counts;            /* columns * SS_KVRANS_INDEX_MAX: how often each index is in each column */
     uint16_t *counts_of_part;    /* room for those of SS_KVRANS_PART_MAX columns */
     const uint8_t *column_table; /* for each column, its table's number */

@@ -79,8 +79,8 @@ static enum ss_result decoding_end(const struct ss_kvrans_decoding *decoding, co
 /*
  * column_decode() decodes one column. Returns 0 where coded bytes are missing.
  *
- * A column takes as many bytes as it has rows at most, so it is decoded without looking at the end; once fewer are
- * left, it may also take of what lies behind them, which has to be noticed when it is done.
+ * A column takes at most one byte for each row, so it is decoded without a check of the end. Once fewer bytes are left,
+ * it may also read bytes behind the end, so this is checked after the column.
  */
 static int column_decode(const struct ss_kvrans_decode_steps *steps, struct ss_kvrans_decoding *decoding,
                          const struct ss_kvrans_block *block, uint32_t column, uint8_t *target) {

@@ -42,13 +42,13 @@ struct ss_kvrans_decoding {
     uint32_t symbols;     /* of the table with the most of them: 2 to 64 */
 };
 
-/* What is done in vectors, so by each instruction set on its own. */
+/* Vector kernels, separate for each instruction set. */
 struct ss_kvrans_decode_steps {
-    void (*prepare)(struct ss_kvrans_decoding *decoding); /* lays out the block's tables anew; may be NULL */
+    void (*prepare)(struct ss_kvrans_decoding *decoding); /* changes the layout of the block's tables; may be NULL */
 
     /*
-     * column[n] decodes one column to 'target', with a table of up to 16 * (n + 1) symbols. All columns of a block take
-     * the same: a jump that changes from column to column is guessed wrong, which costs more than steps in vain.
+     * column[n] decodes one column to 'target', with a table of up to 16 * (n + 1) symbols. All columns of a block use
+     * the same n: a branch that changes from column to column is mispredicted, which costs more than useless steps.
      */
     void (*column[SS_KVRANS_INDEX_MAX / 16])(struct ss_kvrans_decoding *decoding, const struct ss_kvrans_block *block,
                                              const struct ss_kvrans_ranks *table, uint8_t *target);

@@ -243,14 +243,13 @@ static enum ss_result decode_planes(const struct ss_kvrans_block *block, const s
 
 /* ---- Encode: rows to columns --------------------------------------------------------------------------------- */
 
-/* What was seen of a block's bytes. */
+/* Statistics of a block's bytes. */
 struct extremes {
     uint8x16_t least, most;
     int8x16_t signed_least, signed_most;
 };
 
-/* row_load() loads 'width' bytes of a row; what lies behind them is made equal to the first, which changes no extremes.
- */
+/* row_load() loads 'width' bytes of a row; the bytes behind them are set to the first, which changes no extremes. */
 INLINE uint8x16_t row_load(const uint8_t *source, uint32_t width, struct extremes *seen) {
     uint8x16_t bytes;
 
@@ -342,7 +341,7 @@ INLINE uint8x16_t lookup_256(const uint8x16x4_t *tables, uint8x16_t index) {
     return found;
 }
 
-/* What bytes become indices with. */
+/* Tables to convert bytes to indices. */
 struct mapping {
     uint8x16x4_t index[4];
     uint8x16_t kept, first;

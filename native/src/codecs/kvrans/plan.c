@@ -2,8 +2,8 @@
 /*
  * plan.c - the decisions of kvrans's encoder
  *
- * Channels of KV differ in their mean and spread, and those of one kind can share a table. Which are of one kind is
- * found for each block anew: columns are first sorted by spread, then by mean, into equal groups; then each column
+ * Channels of KV differ in their mean and spread, and channels of one kind can share a table. The kinds are computed
+ * again for each block: columns are first sorted by spread, then by mean, into equal groups; then each column
  * moves, a few times over, to the group whose table codes it best, and the tables follow (Lloyd's algorithm with code
  * length as its distance). At last the two most similar groups become one, again and again, and the number of groups
  * is kept at which symbols, tables and the columns' numbers together are smallest.
@@ -193,7 +193,7 @@ static void quantile_groups(const uint32_t *histogram, uint32_t count, uint8_t *
     for (uint32_t bucket = 0; bucket < BUCKETS; bucket++) {
         uint64_t middle = before + histogram[bucket] / 2;
         uint32_t group;
-        if (histogram[bucket] == 0) { /* nobody asks where these belong */
+        if (histogram[bucket] == 0) { /* an empty bucket needs no group */
             continue;
         }
         group = (uint32_t)(middle * count / total);
@@ -273,7 +273,7 @@ static uint64_t entropy_of(const struct ss_kvrans_logs *logs, const uint32_t *to
     return sum != 0 ? sum * log2_of(logs, (uint32_t)sum) - bits : 0;
 }
 
-/* What joining two groups costs, in 1/65536 bits, and what each costs alone. */
+/* Cost of joining two groups, in 1/65536 bits, and cost of each alone. */
 struct joins {
     uint64_t alone[SS_KVRANS_TABLES_MAX];
     uint64_t joined[SS_KVRANS_TABLES_MAX][SS_KVRANS_TABLES_MAX]; /* for the lower number first */
@@ -394,8 +394,8 @@ static uint64_t worth_of(uint32_t total, uint32_t frequency, int up) {
 }
 
 /*
- * frequencies_adjust() gives slots to those to whom they are worth most, or takes them from those to whom they are
- * worth least, until 'slots' is SS_KVRANS_SLOTS or nobody is left. Returns the slots in use.
+ * frequencies_adjust() adds slots to the symbols with the largest gain, or removes them from the symbols with the
+ * smallest loss, until 'slots' is SS_KVRANS_SLOTS or no symbol is left. Returns the slots in use.
  */
 static uint32_t frequencies_adjust(const uint32_t *totals, uint32_t index_count, uint32_t slots, uint32_t *frequency) {
     const int up = slots < SS_KVRANS_SLOTS;

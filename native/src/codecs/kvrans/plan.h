@@ -12,7 +12,7 @@ struct ss_kvrans_logs {
     uint16_t fractions[1 << SS_KVRANS_LOG_BITS]; /* log2(1 + i / 2048) * SS_KVRANS_LOG_ONE */
 };
 
-/* What was decided. Frequencies are by table and index. */
+/* The plan of a block. Frequencies are by table and index. */
 struct ss_kvrans_tables {
     uint32_t count; /* 1 to SS_KVRANS_TABLES_MAX */
     uint8_t frequency[SS_KVRANS_TABLES_MAX][SS_KVRANS_INDEX_MAX];
