@@ -13,7 +13,7 @@ sys.path[:0] = [
     *(str(_TESTS / name) for name in ("host", "models", "pool", "dataplane")),
 ]
 
-from families import family  # noqa: E402, F401
+from family_fixture import family  # noqa: E402, F401
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import pytest
 sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / name) for name in ("host", "models"))]
 
 from engine import PATIENT, Engine  # noqa: E402
-from families import family  # noqa: E402, F401
+from family_fixture import family  # noqa: E402, F401
 from machine import free_port  # noqa: E402
 from scripted import ScriptedDataPlane  # noqa: E402
 from stack import Process  # noqa: E402
