@@ -72,7 +72,7 @@ _LookupKey = tuple[ChainLookup, int, bytes, bytes]
 
 
 class Catalog:
-    """What the source holds. Methods raise StorageUnavailableError or StorageRefusedError if it does not answer."""
+    """Records of the source. Methods raise StorageUnavailableError or StorageRefusedError if it does not answer."""
 
     def __init__(self, source: Source, metrics: Metrics, config: DataPlaneConfig) -> None:
         self._source = source
@@ -130,7 +130,7 @@ class Catalog:
         return cold
 
     async def prefetch(self, chains: Sequence[Chain]) -> None:
-        """Have storage begin to bring cold records, first those of each prompt's first chunks."""
+        """Start to read cold records from object storage, first those of each prompt's first chunks."""
         interleaved = zip_longest(*(keys for _, keys in chains))
         keys = [key for chunk in interleaved for key in chunk if key is not None]
         for first in range(0, len(keys), QUESTION_KEYS_MAX):
@@ -284,7 +284,7 @@ class Catalog:
             task.add_done_callback(self._tasks.discard)
 
     def release(self, namespace: bytes, key: bytes) -> None:
-        """Release a key from quarantine: it was stored anew."""
+        """Release a key from quarantine: it was stored again."""
         self._quarantine.pop((namespace, key), None)
         self._cache.drop(key)
 

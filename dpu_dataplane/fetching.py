@@ -56,7 +56,7 @@ class Fetch:
     """A Fetch call and its progress.
 
     Attributes:
-        parts: What is fetched, one part for each group.
+        parts: Wanted chunks, one part for each group.
         layerwise: In the order of layers, not of chunks.
         word: Memory for the number of leading layers in place, or of leading chunks of all parts.
         on_layers: Called with the number of leading layers in place, for calls without a ``word`` of their own.
@@ -226,7 +226,7 @@ class Fetcher:
         )
 
     async def _fetch_batch(self, job: Job, fetch: Fetch, plan: FetchPlan) -> bool:
-        """Have the source deliver a plan; return whether a failure is worth a retry."""
+        """Deliver a plan through the source; return whether a failure is worth a retry."""
         groups, chunks = plan.pieces["group"], plan.pieces["chunk"]
         sizes = np.array([part.piece_bytes for part in fetch.parts], np.int64)
         moved = (plan.layers[:, 1] - plan.layers[:, 0]) * sizes[groups]

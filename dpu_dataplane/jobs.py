@@ -81,7 +81,7 @@ class Job:
 
     @property
     def cancelled(self) -> bool:
-        """Whether :meth:`cancel` was called."""
+        """True if :meth:`cancel` was called."""
         return self._cancelled.done()
 
     def cancel(self) -> None:

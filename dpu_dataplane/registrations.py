@@ -120,7 +120,7 @@ class Registration:
 
     @property
     def shared(self) -> bool:
-        """Whether it is shared memory, mapped in this process."""
+        """True if it is shared memory, mapped in this process."""
         return self._segment is not None
 
     def region(self, offset: int, length: int) -> native.Region:
@@ -215,7 +215,7 @@ class Registrations:
 
     @property
     def given_up(self) -> bool:
-        """Whether the device was given up."""
+        """True if the device was given up."""
         return self._pipeline.given_up
 
     def __len__(self) -> int:

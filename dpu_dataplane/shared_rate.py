@@ -107,9 +107,9 @@ class SharedRate:
 
         Args:
             owner: the host of the engine.
-            engine: which of its engines.
+            engine: ID of the engine on its host.
             rate: bytes a second at which its steps stay within its budget; 0: they do at any rate.
-            budget: by which fraction its steps may be longer.
+            budget: Allowed relative slowdown of its steps.
             lasts_s: seconds.
         """
         self._settle_debt()
@@ -157,7 +157,7 @@ class SharedRate:
 
     @property
     def bounded(self) -> bool:
-        """Whether turns wait, for each other or for the end of a pause."""
+        """True if turns wait, for each other or for the end of a pause."""
         return self.rate > 0 or self._clock() < self._paused_until_s
 
     def _decoding(self) -> dict[str, dict[bytes, _Report]]:

@@ -42,7 +42,7 @@ class Found(NamedTuple):
 
 
 def found_of(answer: pb.LookupResponse, counts: Sequence[int]) -> Found:
-    """Return the answer of a lookup for chains of so many records.
+    """Return the answer of a lookup for chains with the given numbers of records.
 
     Raises:
         ValueError: The answer contradicts itself or the question.
@@ -65,7 +65,7 @@ def found_of(answer: pb.LookupResponse, counts: Sequence[int]) -> Found:
 
 @dataclass(frozen=True)
 class FetchPart:
-    """What a fetch wants of one shard.
+    """Wanted chunks of one shard in a fetch.
 
     Attributes:
         memory_id: Registered memory that the chunks go to.

@@ -1,4 +1,4 @@
-"""Small JSON files in the user's cache folder. An engine works without them, but starts slower or learns anew."""
+"""Small JSON files in the user's cache folder. An engine works without them, but starts slower or learns again."""
 
 import contextlib
 import json
@@ -54,7 +54,7 @@ class CacheFile:
         self._warned = False
 
     def read(self, parse: Callable[[Any], _T]) -> _T | None:
-        """Return what ``parse`` makes of the file's JSON; ``None`` if there is no valid file.
+        """Return ``parse`` of the file's JSON; ``None`` if there is no valid file.
 
         ``parse`` raises ``ValueError``, ``TypeError``, ``KeyError`` or ``AttributeError`` for invalid contents.
         """

@@ -65,7 +65,7 @@ _ADVICE: Final[dict[str, str]] = {
     Reason.DEADLINE: "; is `shadowserve dpu` running there, and can it reach the storage server?",
     Reason.STORAGE_UNAVAILABLE: "; can the data plane reach the storage server?",
 }
-"""What to do about failures that the data plane does not explain."""
+"""Advice for failures that the data plane does not explain."""
 _AT_FAULT: Final = {
     Reason.UNREACHABLE,
     Reason.DEADLINE,

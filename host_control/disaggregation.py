@@ -36,7 +36,7 @@ those that are pending; None if unknown."""
 
 @dataclass(frozen=True, kw_only=True)
 class Disaggregation:
-    """What one request needs of other engines.
+    """P/D disaggregation parameters of one request.
 
     Attributes:
         publishes: Seconds for which chunks that its lookup finds absent are published; 0: they are not.
@@ -45,7 +45,7 @@ class Disaggregation:
             storage does not know pending chunks.
         tail_tokens: Tokens of the prompt's tail; 0 where it has no record.
         load_tokens_max: Most tokens to load.
-        store_tokens_max: Chunks are stored of so many leading tokens at most.
+        store_tokens_max: Most leading tokens whose chunks are stored.
         cold: Load chunks that are in object storage alone.
     """
 

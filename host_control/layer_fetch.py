@@ -1,8 +1,8 @@
 """One fetch layer by layer: each layer is scattered as it arrives, while later layers are still on their way.
 
 The data plane tells how many leading layers are in place (:mod:`host_control.progress`), so a layer costs no call.
-Layers that were told stay valid, whatever the answer is; the answer tells of the rest. Where the data plane's buffers
-hold less than the fetch, another call fetches the missing pieces into the same places.
+Layers that were reported stay valid, whatever the answer is; the answer reports the rest. Where the data plane's
+buffers hold less than the fetch, another call fetches the missing pieces into the same places.
 
 Chunks are useful as a prefix only. At the end of a fetch that fails, the layers that lack some chunks are scattered for
 the leading chunks that are complete.

@@ -64,7 +64,7 @@ class LookupAnswer:
             ``cold_late`` (chunks are still in object storage alone); or why the data plane did not answer.
         detail: A sentence about a failure, else empty.
         shard_layout: Shard layout of the records; 0 is this engine's own.
-        present: Of each group, the chunks that are stored.
+        present: Flags of each group: chunks that are stored.
         tail: The prompt's tail is stored, too.
         chunk_bytes: Mean bytes of a chunk's records, of all groups and ranks together; 0 if unknown.
         tiers: :class:`~shadowserve.tier.Tier` of each chunk: the farthest of the records that a load needs.
@@ -95,7 +95,7 @@ class _Lookup:
         tokens, length: The prompt, which may grow, and its length at the start.
         extra: Inputs of its KV other than tokens, or the function that finds them.
         deadline: Time (monotonic) by which it has an answer.
-        disaggregation: What it waits for and publishes.
+        disaggregation: P/D parameters: keys to wait for and to publish.
         answer: The answer, once there is one.
         best_answer: The answer if no better one comes in time.
         chunk_keys: Keys of the whole chunks, once they are hashed.
@@ -106,7 +106,7 @@ class _Lookup:
         available: Chunks that can be fetched by now, where the answer counts pending or cold ones.
         bring_cold: Starts to bring a number of leading chunks nearer, where some are cold.
         cold_ended: How the wait for cold chunks ended; chunks that are still cold do not count any more.
-        present: Of each group, the chunks that are stored in this engine's own records.
+        present: Flags of each group: chunks that are stored in this engine's own records.
         asked_at: Time of the last probe that was answered.
     """
 
@@ -139,7 +139,7 @@ class PrefixLookup:
         rule: The engine's rule of how long a hit may be.
         others: Records of other shard layouts that this engine can read.
         saved: Records of preempted requests, where these are separate.
-        every: Of each group, True if it keeps every chunk, so that a missing chunk may be waited for; by default all.
+        every: Flag per group: it keeps every chunk, so that a missing chunk may be waited for; by default all.
         chunk_tokens: Tokens in a chunk.
         timeout: Seconds from :meth:`submit` to an answer.
         threads: Number of threads that hash and ask.
@@ -207,7 +207,7 @@ class PrefixLookup:
             tokens: Tokens of the prompt; must not change until :meth:`forget`, except by growing.
             extra: Inputs of its KV other than tokens, or a function that returns them, called on a lookup thread. If it
                 raises, the answer's reason is ``unnamed``, and there are no chunk keys.
-            disaggregation: What the lookup waits for and publishes.
+            disaggregation: P/D parameters: keys to wait for and to publish.
             saved: Names of its chunks, and of its tail, among :data:`SAVED` records: only these are asked for.
         """
         lookup = _Lookup(tokens, len(tokens), extra, time.monotonic() + self._timeout, disaggregation, saved=saved)
@@ -257,7 +257,7 @@ class PrefixLookup:
         return extra
 
     def present(self, request_id: str, *, saved: bool = False) -> Sequence[Flags] | None:
-        """Return which chunks of each group are stored, even where the answer came too late to be used.
+        """Return flags of the stored chunks of each group, even where the answer came too late to be used.
 
         ``saved``: in the records of the preempted request. None where the other records were asked for.
         """

@@ -48,10 +48,10 @@ class Probe:
 
     Attributes:
         shard_layout: Shard layout of the records.
-        present: Of each group, the chunks that are stored.
+        present: Flags of each group: chunks that are stored.
         stored: Chunks that are stored in every group that keeps all chunks.
-        pending: Of the others, those that are pending; None: not known.
-        tiers: Of each group, the tier of each chunk: the farthest of its records; 0 where it is not stored.
+        pending: Flags of chunks that are pending; None: not known.
+        tiers: Tier of each chunk, per group: the farthest of its records; 0 where it is not stored.
         chunk_bytes: Mean bytes of a chunk's records, of all groups and ranks together; 0 if unknown.
         cold_seconds: Seconds after which storage expects to have the cold ones nearer.
     """
@@ -72,7 +72,7 @@ class Probe:
             shard_layout: Shard layout of the records.
             count: Number of chunks.
             groups: Chains of each group.
-            every: Of each group, True if it keeps every chunk.
+            every: Flag per group: it keeps every chunk.
         """
         present = [np.logical_and.reduce([chain.stored for chain in group]) for group in groups]
         kept = [chain for group, each in zip(groups, every, strict=True) if each for chain in group]
@@ -135,7 +135,7 @@ class Prober:
     Args:
         layouts: Records that this engine can read, by shard layout; 0 is its own.
         saved: Key, among shard layouts, of the records of preempted requests, and these records.
-        every: Of each group, True if it keeps every chunk.
+        every: Flag per group: it keeps every chunk.
     """
 
     def __init__(self, layouts: Mapping[int, Records], saved: tuple[int, Records], every: Sequence[bool]) -> None:
@@ -163,7 +163,7 @@ class Prober:
         return own, best
 
     def of_any(self, chunk_keys: Sequence[bytes], layouts: Iterable[int], timeout: float) -> tuple[Flags, Flags | None]:
-        """Return which chunks are stored, and which are pending, in any of some shard layouts."""
+        """Return flags of stored and of pending chunks, in any of some shard layouts."""
         probes = self.ask(dict.fromkeys(layouts, len(chunk_keys)), chunk_keys, timeout, published=True)
         stored = np.logical_or.reduce([probe.stored for probe in probes])
         known = [probe.pending for probe in probes if probe.pending is not None]

@@ -16,7 +16,7 @@ from typing import Final
 
 
 class State(enum.StrEnum):
-    """Where a transfer is. The last three states are final."""
+    """State of a transfer. The last three states are final."""
 
     PROBING = "probing"
     """A lookup asks which chunks are stored."""
@@ -41,7 +41,7 @@ class State(enum.StrEnum):
 
 
 class Event(enum.StrEnum):
-    """What happens to a transfer."""
+    """Event of a transfer."""
 
     PROBE = "probe"
     """vLLM asks (again) how many tokens can be loaded."""

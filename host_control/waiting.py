@@ -46,7 +46,7 @@ _DRIFT_S: Final = 0.05
 _DRIFT_SHARE: Final = 0.25
 """An expected begin that has changed by more than both is sent again."""
 _NEXT: Final = 8
-"""Only the begins of so many next requests are compared: later ones change with every begin, and matter later."""
+"""Number of next requests whose estimated starts are compared: later ones change with every begin, and matter later."""
 
 
 class Begins:
@@ -90,7 +90,7 @@ class _Entry:
 
 @dataclass
 class _PeerState:
-    """What one data plane was sent.
+    """State that one data plane was sent.
 
     Attributes:
         peer: The data plane's identity at the last message; None: everything has to be sent.

@@ -2,13 +2,13 @@
 """Records what of vLLM host_control uses, for each release that it shall work with, and compares.
 
     scripts/vllm_interface.py                   compare the installed vLLM with what is recorded
-    scripts/vllm_interface.py --record          write tests/assets/vllm/VERSION.json anew from it, and the document
+    scripts/vllm_interface.py --record          write tests/assets/vllm/VERSION.json again from it, and the document
     scripts/vllm_interface.py --record --fetch  the same of the release that has no CPU build, from PyPI: 150 MB of /tmp
-    scripts/vllm_interface.py --source FOLDER   of sources that lie somewhere: in the folder that holds vllm/
+    scripts/vllm_interface.py --source FOLDER   from sources in a folder that contains vllm/
 
-Sources are parsed and never run, so a release that cannot be installed here is read as well as one that is. What is
-imported from vLLM is found in our own sources; of classes that ours derive from, all public members count. What vLLM
-hands over as an object is named in ``OBJECTS``, by what is read of it.
+The script parses sources and never runs them, so it reads releases that cannot be installed here. It finds our imports
+from vLLM in our own sources. All public members of our base classes count. ``OBJECTS`` names the objects that vLLM
+passes to us, with the members that we read.
 """
 
 import argparse
@@ -152,7 +152,7 @@ class Sources:
         return ".".join([*parts, *(node.module or "").split(".")]).rstrip(".")
 
     def members(self, module: str, node: ast.ClassDef) -> dict[str, str]:
-        """Return what a class has, its own over what it inherits: name -> form."""
+        """Return the members of a class, its own over inherited ones: name -> form."""
         found: dict[str, str] = {}
         for base in reversed(node.bases):
             parent = self.find(module, base.id) if isinstance(base, ast.Name) else None
@@ -193,7 +193,7 @@ def _is_self(node: ast.AST) -> bool:
 
 
 def _form(node: ast.FunctionDef) -> str:
-    """Return what a caller and an heir of a function have to know: its kind and its parameters."""
+    """Return the kind and the parameters of a function, for its callers and subclasses."""
     names = {each.id if isinstance(each, ast.Name) else getattr(each, "attr", "") for each in node.decorator_list}
     words = [word for word in ("abstractmethod", "classmethod", "staticmethod") if word in names]
     if names & {"property", "cached_property"}:
@@ -206,7 +206,7 @@ def _form(node: ast.FunctionDef) -> str:
 
 
 class Ours:
-    """What our own sources say of vLLM.
+    """Uses of vLLM in our own sources.
 
     Attributes:
         imports: names of vLLM that are imported, as ``module.name``; of modules, what is read of them.
@@ -238,7 +238,7 @@ class Ours:
 
 
 def described(sources: Sources, ours: Ours) -> dict[str, Any]:
-    """Return what a vLLM has of what ours uses: name -> form, of a class its members; ``null`` where it has not."""
+    """Return the used parts of a vLLM: name -> form, for a class its members; ``null`` if missing."""
     found: dict[str, Any] = {}
     for name in sorted(ours.imports | ours.heirs.keys() | OBJECTS.keys()):
         module, _, plain = name.rpartition(".")
@@ -258,13 +258,13 @@ def described(sources: Sources, ours: Ours) -> dict[str, Any]:
 
 
 def recorded(version: str) -> dict[str, Any]:
-    """Return what was recorded of a version."""
+    """Return the record of a version."""
     value: dict[str, Any] = json.loads((RECORDED / f"{version}.json").read_text())
     return value
 
 
 def differences() -> dict[str, tuple[str | None, str | None]]:
-    """Return what the two versions have unlike: ``class.member`` or name -> its form in either."""
+    """Return the differences of two versions: ``class.member`` or name -> its form in either."""
     old, new = (_flat(recorded(version)) for version in VERSIONS)
     return {
         name: (old.get(name), new.get(name))

@@ -1,4 +1,4 @@
-"""What every benchmark reports and how: medians, ratios of pairs with their spread, charts, machine and commit.
+"""Report of a benchmark: medians, ratios of pairs with their spread, charts, machine and commit.
 
 A benchmark is a click command with ``output_options``. It fills a ``Report`` and passes the ``Output`` to ``finish``.
 """

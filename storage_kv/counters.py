@@ -1,4 +1,4 @@
-"""What a node has done: counters of the node and of each command.
+"""Counters of work: counters of the node and of each command.
 
 Executing GET of a small value takes 0.7 us; timing it takes 0.5 us more. So one call in :data:`SAMPLE_EVERY` of each
 command is timed, the first one included, which costs 0.07 us a call. A duration is the time under the node's lock: the

@@ -56,7 +56,7 @@ class Watch:
 
 @dataclass(slots=True)
 class ClientInfo:
-    """What CLIENT LIST shows of a client, and when it was last active. Times are of ``time.monotonic()``."""
+    """Facts of a client for CLIENT LIST, and the time of its last activity. Times are of ``time.monotonic()``."""
 
     local_address: str
     file_descriptor: int

@@ -28,7 +28,7 @@ class Outage:
 
     Args:
         logger: Receives a warning for each cause.
-        meanwhile: What the warning says of the time of the outage.
+        meanwhile: Consequence of the outage, for the warning.
 
     Attributes:
         failure: Error of the last attempt; None while connected, and before the first attempt has ended.

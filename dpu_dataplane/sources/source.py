@@ -135,7 +135,7 @@ class Source(ABC):
     @property
     @abstractmethod
     def connected(self) -> bool:
-        """Whether the source can be reached, as far as is known."""
+        """True if the source can be reached, as far as is known."""
 
     @abstractmethod
     async def start(self) -> None:
@@ -166,7 +166,7 @@ class Source(ABC):
         return False
 
     async def published(self, keys: Sequence[bytes]) -> Flags | None:
-        """Return which keys are published and not stored; None for a source that takes no publications.
+        """Return a flag per key for those that are pending; None for a source that takes no publications.
 
         Of two concurrent requests this one is answered before :meth:`find`: a key that is no longer published is
         either stored or not coming.

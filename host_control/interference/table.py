@@ -15,7 +15,8 @@ Row = Literal["prompts", "decoding", "layer"]
 """Steps with prompts, steps that only decode, and single layers of either."""
 
 _DECODING_DECAY: Final = 0.99
-"""Close to 1: the slowdown by transfers is much smaller than the variation of decode steps, so many must count."""
+"""Close to 1: the slowdown by transfers is much smaller than the variation of decode steps, so the estimate needs many
+samples."""
 _DECODING_REFIT: Final = 16
 """Decode steps between two fits. A fit takes longer than all other bookkeeping of a step."""
 

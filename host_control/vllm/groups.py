@@ -39,7 +39,7 @@ class Group:
 
     Attributes:
         index: Index of the group in vLLM's configuration and block tables.
-        kind: Which tokens the group keeps.
+        kind: Kind of the group: the tokens that it keeps.
         block_tokens: Tokens per block. For recurrent state: tokens between two states.
         chunk_blocks: Blocks per chunk.
         record_blocks: Number of last blocks of a chunk that a record holds; 1 for recurrent state.

@@ -35,7 +35,7 @@ class LoadOperation:
         request_id: Name of the request.
         epoch: Epoch of the weights that the chunks were computed with.
         shard_layout: Shard layout of the records (:class:`host_control.vllm.shards.Shard`).
-        groups: What it takes of each group, by the group's index; empty where the load is impossible.
+        groups: Chunks and blocks of each group, by the group's index; empty where the load is impossible.
         layerwise: Layer by layer, in the step that computes on it.
         in_step: All of it before the step that computes on it begins.
         available: Chunks that can be fetched by now, where other engines still store the rest; None: all.
@@ -59,7 +59,7 @@ class StoreOperation:
         group: Index of the group.
         chunk_keys: Keys of the chunks.
         previous: Key of the chunk before the first; None at the start of a prompt.
-        anchored: That chunk is known to be stored.
+        anchored: True if that chunk is known to be stored.
         blocks: Blocks of the chunks' records, chunk after chunk; NOWHERE where a tail's record is empty.
         published: Other engines may wait for them.
         absent_seconds: Time since a lookup found them absent; None where they were not looked up.

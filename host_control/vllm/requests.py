@@ -39,8 +39,8 @@ class Load(Transfer):
         chunks: Chunks to load of the first group, from ``first_chunk`` on.
         placed_chunks: Leading chunks of these that every rank placed, as far as reported.
         table: Block table of an in-step load.
-        operation: What the workers are sent.
-        abort_due: The request has ended and the workers have not been told.
+        operation: Operation for the workers.
+        abort_due: The request has ended and the workers have not been notified.
     """
 
     request_id: str = ""
@@ -64,7 +64,7 @@ class Load(Transfer):
 
     @property
     def available(self) -> Available | None:
-        """Chunks that the workers may fetch by now, as they were told last; None: all from the start."""
+        """Chunks that the workers may fetch by now, as last sent; None: all from the start."""
         return None if self.operation is None else self.operation.available
 
 
@@ -90,7 +90,7 @@ class Save(Transfer):
         tokens: Leading tokens that are saved.
         chunk_tokens: Tokens in a chunk.
         chunk_keys: Keys of the chunks, then of the tail if there is one.
-        held: Of each group, the keys of those that the request held a block of; a load takes the same ones.
+        held: Keys, per group, of those that the request held a block of; a load takes the same ones.
         preemptions: The request's preemptions, this one included.
         until: Time (monotonic) up to which the request waits for the save.
         ranks: Ranks that have not stored or dropped their part yet.

@@ -32,14 +32,14 @@ _STEPS_MAX: Final = 64
 """More steps than any engine runs at once; a bound for engines that never report the end of a step."""
 _PAUSE_EVERY_STEPS: Final = 1024
 _FIRST_PAUSE_STEPS: Final = 64
-"""After so many decode steps in a row with concurrent transfers, data planes are asked to pause, so that the duration
-of a step without transfers is measured. The second number applies until it was measured once."""
+"""After this number of decode steps in a row with concurrent transfers, data planes are asked to pause, so that the
+duration of a step without transfers is measured. The second number applies until it was measured once."""
 _PAUSE_STEPS: Final = 16
-"""A pause ends after so many steps without transfers."""
+"""A pause ends after this number of steps without transfers."""
 _QUIET_STEPS: Final = 64
 _QUIET_EVERY: Final = 32
-"""After so many decode steps without transfers, only one step in so many is measured: measuring takes 0.2 ms of the
-engine's thread."""
+"""After this number of decode steps without transfers, only one step in as many is measured: measuring takes 0.2 ms of
+the engine's thread."""
 _PAUSE_MAX_S: Final = 2.0
 """Longest pause: a fifth of the default ``fetch_timeout_s``."""
 

@@ -1,4 +1,4 @@
-"""What the workers of an engine hold, all ranks together, and the data planes that serve them."""
+"""State of all workers of an engine, and the data planes that serve them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -23,7 +23,7 @@ from shadowserve.pool.usage_ranking import UsageRanking
 from shadowserve.pool.volume.volume import Call, VolumeError
 from shadowserve.pool.write_states import OldCopy, Writes
 
-_NOT_THE_EXTENTS: Final = frozenset({"device_gone", "no_memory", "stale", "stranger"})
+_NOT_THE_EXTENTS: Final = frozenset({"device_gone", "no_memory", "stale", "reassigned"})
 """Reasons for dropping an object that say nothing about its extent."""
 
 

@@ -1,4 +1,4 @@
-"""What the pool logs on one device, and which of it is durable.
+"""Log of the pool on one device, and its durable part.
 
 Records wait here while the device's log is full. A *session* is a period in which the same devices belong to the pool.
 Each device logs the sessions that it belongs to, so that a start finds out which devices have missed changes.

@@ -1,4 +1,4 @@
-"""What the index knows about an object, and where its bytes are in memory."""
+"""Index entry of an object, and the place of its bytes in memory."""
 
 from typing import Final
 

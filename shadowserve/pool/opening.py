@@ -44,7 +44,7 @@ _CENSUS_OBJECTS: Final = 16_384
 _READ_BYTES: Final = 1 << 20
 _MEASURED_READS: Final = 64
 _MEASURED_S: Final = 0.25
-"""What is read of a device to measure it, and for how long at most."""
+"""Size and time limit of a bandwidth measurement."""
 _ACCESS: Final = {
     "auto": BlockAccess.AUTO,
     "nvme": BlockAccess.NVME,
@@ -68,7 +68,7 @@ class Sessions:
         A device that is missing, or was given up, does not log what is removed or replaced from now on. When it
         returns, its log has an older session than the others', so its objects may be stale and are dropped. A session
         is a number, a digest of its members and their earlier sessions, so that two pools that went on without each
-        other are told apart, and the list of members, since a power cut may come when only some logs have it. The
+        other are distinguished, and the list of members, since a power cut may come when only some logs have it. The
         number is the time where possible: of two sessions that did not know of each other, the later one counts.
         """
         present = [disk for disk in self._disks if disk.gone is None]
@@ -362,7 +362,7 @@ def _drop_foreign_objects(core: Core, tenants: Tenants) -> None:
             for slot in slots:
                 entry = core.entry(slot)
                 if entry is not None and entry.device == disk.number:
-                    core.drop_lost(entry, "stranger")
+                    core.drop_lost(entry, "reassigned")
 
 
 def _find_stale(disks: list[Disk]) -> list[int]:

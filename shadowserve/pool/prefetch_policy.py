@@ -1,4 +1,4 @@
-"""What is prefetched for requests before they run: TierKV's equations 1 and 2, and its algorithm 1.
+"""Prefetch policy for waiting requests: TierKV's equations 1 and 2, and its algorithm 1.
 
 A hop is the way from a tier to the next nearer one. Moving n bytes over a hop takes its latency plus n divided by its
 bandwidth (equation 2), after the bytes that are queued there. A request's bytes are prefetched as far as they arrive

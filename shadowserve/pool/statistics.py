@@ -29,7 +29,7 @@ class DeviceStatistics:
         scrubbed_bytes: Bytes checked in the background.
         wear_refused: Objects that went elsewhere because of write_bytes_per_day.
         wear_budget_bytes: Most bytes written in a day; None for no limit.
-        latencies: Of operations, by ``read``, ``write``..., where the device counts them.
+        latencies: Latencies of operations, by ``read``, ``write``..., where the device counts them.
     """
 
     name: str
@@ -160,7 +160,7 @@ class Statistics:
         lost_keys: Entries that were dropped because their bytes could not be read, or were wrong.
         lost: These by reason; of a whole pool only.
         failed_writes: Values that could not be made durable; their writers got an error.
-        cold: Of the bucket, if there is one.
+        cold: Statistics of the bucket, if there is one.
         memory_bytes: Bytes of all arenas.
         memory_used_bytes: Used bytes of the arenas.
         memory_held_bytes: Bytes of removed values that are still being sent.

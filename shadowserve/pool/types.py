@@ -33,7 +33,7 @@ class Kept(Protocol):
 
 
 class Item:
-    """What the pool knows about a value without touching a device; valid until the pool's lock is released.
+    """Facts about a value that need no device access; valid until the pool's lock is released.
 
     Each pool derives its own class. An item with a value stays valid longer between hold() and release().
 

@@ -49,7 +49,7 @@ _NEXT: Final = {
 
 
 class End(NamedTuple):
-    """What happens when a put ends.
+    """Actions at the end of a put.
 
     Attributes:
         has_entry: The entry is still in the index. Old copies on other devices are freed, or after a failure the entry

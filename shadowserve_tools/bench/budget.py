@@ -104,7 +104,7 @@ class _Steps:
 
 
 @click.command()
-@model_options_with(layers=4)  # short steps, so that there are more of them
+@model_options_with(layers=4)  # short steps, for more samples
 @click.option("--read-chunks", default=96, show_default=True, type=click.IntRange(8), help="Chunks to read in a turn.")
 @click.option("--chunk-kib", default=7424, show_default=True, type=click.IntRange(64, 1 << 20), help="KiB of a chunk.")
 @click.option("--cap", default=200, show_default=True, type=click.IntRange(1), help="MB/s that the device reads.")

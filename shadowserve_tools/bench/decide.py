@@ -28,7 +28,7 @@ from shadowserve_tools.bench.peers.network import Link, linked
 from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import INTERVAL_VALUES_MIN, Output, Report, half_width, output_options
 
-_WAYS: Final = {"no cache": "compute", "always fetch": "fetch", "deciding": "decide"}
+_WAYS: Final = {"no cache": "compute", "always fetch": "fetch", "policy": "decide"}
 _OFF, _ALWAYS, _DECIDING = _WAYS
 _FREE_GBIT_PER_S: Final = 100.0
 _HEALED: Final = 3

@@ -31,7 +31,7 @@ from shadowserve_tools.report import Output, Report, output_options
 
 
 class _System(NamedTuple):
-    """Where the KV of waiting requests is: prefetched or not, on the SSD or in the store, or in memory already."""
+    """Place of the KV of waiting requests: prefetched or not, on the SSD or in the store, or in memory already."""
 
     prefetches: bool = False
     on_ssd: bool = False

@@ -88,7 +88,7 @@ def accelerators(machine: Machine, device: str) -> Iterator[Finding]:
 
 
 def huge_pages(machine: Machine) -> Iterator[Finding]:
-    """Huge pages for XLIO (reserved, or to be had on demand) and for our own buffers (transparent ones)."""
+    """Huge pages for XLIO (reserved, or available on demand) and for our own buffers (transparent ones)."""
     folder = "/sys/kernel/mm/hugepages/hugepages-2048kB"
     free, extra = machine.number(f"{folder}/free_hugepages"), machine.number(f"{folder}/nr_overcommit_hugepages")
     enough = (free + extra) << 21 >= XLIO_HUGE_BYTES
@@ -141,7 +141,7 @@ def core_lists(machine: Machine, lists: Mapping[str, Sequence[int]]) -> Iterator
         absent = sorted(set(cores) - there - {-1})
         if absent:
             yield Finding(
-                key, "failed", f"there is no core {absent[0]}", f"divide anew the {len(there)} that there are"
+                key, "failed", f"there is no core {absent[0]}", f"divide the {len(there)} existing cores again"
             )
 
 

@@ -1,4 +1,4 @@
-"""PCI functions as the kernel shows them under /sys: which there are, and what lies between two of them."""
+"""PCI functions as the kernel shows them under /sys: the functions, and the path between two of them."""
 
 import re
 import struct

@@ -1,4 +1,4 @@
-"""What a storage node or a data plane keeps records in: memory and devices, and how devices can be accessed here."""
+"""Storage of a storage node or a data plane: memory and devices, and how devices can be accessed here."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The model of the pipeline on BlueField-3, and of CacheGen-Async beside it. docs/design/simulation.md tells it in
+"""The model of the pipeline on BlueField-3, and of CacheGen-Async beside it. docs/design/simulation.md describes it in
 words.
 
 Everything is a closed form but for the load that a system can carry, which is where a falling curve crosses a line and

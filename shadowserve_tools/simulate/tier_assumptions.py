@@ -1,4 +1,4 @@
-"""What the model of tiers takes from TierKV, and what it has to assume since the paper does not say, or says twice.
+"""Parameters of the model of tiers: values from the TierKV paper, and assumptions where the paper gives none or two.
 
 "Section", "figure", "table" and "equation" are the TierKV paper's. docs/design/simulation.md says what follows from
 each.

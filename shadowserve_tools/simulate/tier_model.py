@@ -1,4 +1,4 @@
-"""What the model of tiers is made of: sessions and their requests, tiers of memory, the six policies.
+"""Parts of the model of tiers: sessions and their requests, tiers of memory, the six policies.
 
 What goes is decided by the product's own objects: ``shadowserve.native.Index`` (LRU, by frequency) and ``NextUse``.
 """

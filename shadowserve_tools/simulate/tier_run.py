@@ -140,7 +140,7 @@ class _Run:
         if self.predicted is not None:
             self.hbm.victim = self.predicted.victim
         self.now = self.steps = self.running_bytes = 0.0
-        self.arrived = self.announced = 0
+        self.arrived = self.foreseen = 0
         self.queue: deque[Request] = deque()
         self.running: list[tuple[float, int]] = []  # last iteration and number of each running request
         self.ahead: dict[bytes, int] = {}  # prefetched blocks without a use
@@ -223,14 +223,14 @@ class _Run:
     # ---- Requests
 
     def _announce(self) -> None:
-        """Announce requests to the policy as early as it may know them."""
+        """Report requests to the policy as early as it may know them."""
         if self.policy.foresees is None:
             return
-        while self.announced < min(self.arrived + self.policy.foresees, len(self.requests)):
-            request = self.requests[self.announced]
+        while self.foreseen < min(self.arrived + self.policy.foresees, len(self.requests)):
+            request = self.requests[self.foreseen]
             request.session.known.append(request.number)
             self._publish(request.number, request.session)
-            self.announced += 1
+            self.foreseen += 1
 
     def _publish(self, number: int, session: Session) -> None:
         for tier in self.filled:
@@ -361,7 +361,7 @@ class _Run:
     def _waiting(self) -> Iterator[Waiting]:
         gap_s = self.step_s * self.trace.mean_tokens / max(1, len(self.running))
         first = 1 if self.queue and self.queue[0].turn_s is not None else 0
-        later = (self.requests[number] for number in range(self.arrived, self.announced))
+        later = (self.requests[number] for number in range(self.arrived, self.foreseen))
         planned = 0.0
         for place, request in enumerate(chain(islice(self.queue, first, None), later), start=1):
             below = request.session.below

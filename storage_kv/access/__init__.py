@@ -1,1 +1,1 @@
-"""Who may do what, and how much of it: users, tenants, limits, and the log that tells of them."""
+"""Access control: users, tenants, limits, and the audit log."""

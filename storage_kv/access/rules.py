@@ -212,7 +212,7 @@ class User:
 
         Args:
             rule: the word.
-            commands: by their full names, those that there are.
+            commands: All commands, by full name.
 
         Raises:
             RuleError: it cannot be applied; nothing has changed.

@@ -45,7 +45,7 @@ class Command:
         summary: One sentence.
         keys: Position of the first key, of the last one (negative from the end), step; zeros for none.
         values: Positions of values, likewise; only values may be large.
-        key_flags: What it does to its keys, in Redis' words and order. A test for existence is no access.
+        key_flags: Accesses to its keys, in Redis' words and order. A test for existence is no access.
         categories: ACL categories beside those that follow from the flags; None for those of the group.
         tips: Hints for cluster clients, in Redis' words.
         parent: Name of the command that a subcommand belongs to.
@@ -108,7 +108,7 @@ class Command:
         return bool(first) and first <= position <= (last if last >= 0 else position) and not (position - first) % step
 
     def flags_of_keys(self, arguments: Sequence[Argument]) -> str:
-        """Return what the command does to its keys with these arguments, in Redis' words."""
+        """Return the key flags of the command with these arguments, in Redis' words."""
         if not self.key_flags.endswith(_VARIABLE):
             return self.key_flags
         returns_old = any(bytes(option[:4]).upper() == b"GET" for option in arguments[3:])

@@ -1,1 +1,1 @@
-"""What those who run the storage node see and change: metrics, health, and the configuration of a running one."""
+"""Operation of the storage node: metrics, health, and the configuration of a running one."""

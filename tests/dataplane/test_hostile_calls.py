@@ -134,9 +134,9 @@ async def test_the_bytes_of_calls_in_progress_are_bounded(mortal_storage: Server
 
 async def test_stalled_unauthenticated_calls_do_not_lock_hosts_out(storage: Server, tmp_path: Path) -> None:
     async with attacked(storage, tmp_path) as (daemon, client):
-        stranger = Client(daemon.address)
+        other_host = Client(daemon.address)
         try:
-            lookup = stranger.channel.stream_unary(METHODS[1])
+            lookup = other_host.channel.stream_unary(METHODS[1])
             sessions: list[Any] = [(), ((SESSION_KEY, b"x" * 16),)]
             calls = [lookup(metadata=sessions[number % 2]) for number in range(400)]
             await until(lambda: sum(call.done() for call in calls) >= 400 - 128)
@@ -149,7 +149,7 @@ async def test_stalled_unauthenticated_calls_do_not_lock_hosts_out(storage: Serv
             for call in calls:
                 call.cancel()
         finally:
-            await stranger.close()
+            await other_host.close()
 
 
 async def test_a_missing_message_releases_its_call(storage: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,15 +298,15 @@ async def test_late_messages_are_ignored_and_missing_ones_requested(storage: Ser
         other = Queue(client, b"another engine")
         assert not (await other.say({1: CHAINS[3]}, gone=[3])).again
         assert waiting() == [3, 1, 1] or waiting() == [1, 3, 1], "an engine's report must affect only its own queue"
-        stranger = Client(daemon.address)
-        await stranger.hello(host="another machine")
-        stranger.shape = SHAPE
-        assert (await Queue(stranger).say({}, whole=False)).again, (
+        other_host = Client(daemon.address)
+        await other_host.hello(host="another machine")
+        other_host.shape = SHAPE
+        assert (await Queue(other_host).say({}, whole=False)).again, (
             "another host's queue of the same name must be separate"
         )
-        assert not (await Queue(stranger).say({}, whole=True)).again
+        assert not (await Queue(other_host).say({}, whole=True)).again
         assert len(waiting()) == 3
-        await stranger.close()
+        await other_host.close()
 
 
 @pytest.mark.parametrize(

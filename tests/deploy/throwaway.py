@@ -47,7 +47,7 @@ class Throwaway:
         return self.outside("chroot", self.root, *command, check=check)
 
     def files(self) -> dict[str, str | bytes]:
-        """Return what was written there: path to content, or to where a link leads."""
+        """Return the written files: path to content, or to where a link leads."""
         found: dict[str, str | bytes] = {}
         for path in sorted(self.changes.rglob("*")):
             name = f"/{path.relative_to(self.changes)}"
@@ -60,7 +60,7 @@ class Throwaway:
 
 @contextlib.contextmanager
 def throwaway(folder: Path) -> Iterator[Throwaway]:
-    """Have such a system while the context lasts, in a mount namespace that ends with it.
+    """Run such a system during the context, in a mount namespace that ends with it.
 
     Raises:
         PermissionError: one has to be root to mount it.

@@ -64,7 +64,7 @@ def test_outputs_are_the_same(engine: Any, plane: Any, serve: Any) -> None:
 
 
 @pytest.fixture
-def deciding(engine: Any, decides: Any, plane: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def policy_engine(engine: Any, decides: Any, plane: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The same engine with the policy, which has learnt 1 ms per token and 0.2 s per load."""
     side, policy = engine.connector._scheduler, decides._policy
     table = ComputeTable()
@@ -88,19 +88,19 @@ def deciding(engine: Any, decides: Any, plane: Any, monkeypatch: pytest.MonkeyPa
     plane.script.record_bytes = 0
 
 
-def test_the_policy_selects_layer_order_if_it_is_fastest(deciding: Any, plane: Any, serve: Any) -> None:
-    assert serve(deciding, 1000) == 768 and plane.layerwise_calls == 1
+def test_the_policy_selects_layer_order_if_it_is_fastest(policy_engine: Any, plane: Any, serve: Any) -> None:
+    assert serve(policy_engine, 1000) == 768 and plane.layerwise_calls == 1
     wait_for(lambda: plane.decisions)
     (told,) = plane.decisions
     assert (told.kind, told.loaded_tokens, told.stored_bytes) == ("layers", 768, 300_000)
     soonest = told.predicted["layers"]
-    assert soonest == pytest.approx(0.232 + 0.2 / layers(deciding), rel=0.1), (
+    assert soonest == pytest.approx(0.232 + 0.2 / layers(policy_engine), rel=0.1), (
         "computing hides the load except for one layer"
     )
     assert soonest == told.predicted_seconds < min(told.predicted["fetch"], told.predicted["compute"])
-    counted = deciding.counted_since()
+    counted = policy_engine.counted_since()
     assert counted["decisions/layers"] == 1 and counted["loaded_tokens"] == 768
-    side = deciding.connector._scheduler
+    side = policy_engine.connector._scheduler
     policy = side._policy_runner._policy
     assert policy._queued == {}, "no load is queued"
     assert policy._loads._lines[Tier.STORAGE]._last[-1][1] != 0.2, "the load was not learnt"
@@ -108,24 +108,24 @@ def test_the_policy_selects_layer_order_if_it_is_fastest(deciding: Any, plane: A
     assert learnt == pytest.approx(0.6), "a step that waited for layers was learnt"
 
 
-def test_the_policy_computes_if_layers_would_be_late(deciding: Any, plane: Any, serve: Any) -> None:
-    policy = deciding.connector._scheduler._policy_runner._policy
+def test_the_policy_computes_if_layers_would_be_late(policy_engine: Any, plane: Any, serve: Any) -> None:
+    policy = policy_engine.connector._scheduler._policy_runner._policy
     for _ in range(3):
         policy.fetched(Decision(way="fetch", end_tokens=0, kind="fetch", load_tiers={Tier.STORAGE: 3e5}), 20.0)
-    serve(deciding, 1000)
+    serve(policy_engine, 1000)
     assert plane.layerwise_calls == 0 and "Fetch" not in plane.calls
     wait_for(lambda: plane.decisions)
     (told,) = plane.decisions
     assert told.kind == "compute" and told.predicted["layers"] > 19
 
 
-def test_a_failed_layer_after_a_decision_is_recomputed(deciding: Any, plane: Any, serve: Any) -> None:
+def test_a_failed_layer_after_a_decision_is_recomputed(policy_engine: Any, plane: Any, serve: Any) -> None:
     plane.script.fail_layer, plane.script.fail_fetch_at = 1, 0
-    serve(deciding, 1000)
+    serve(policy_engine, 1000)
     assert plane.layerwise_calls == 1
-    counted = deciding.counted_since()
+    counted = policy_engine.counted_since()
     assert counted["decisions/layers"] == 1 and counted["load_failures/corrupt"] == 1
-    side = deciding.connector._scheduler
+    side = policy_engine.connector._scheduler
     policy = side._policy_runner._policy
     line = policy._loads._lines[Tier.STORAGE]
     assert side._loads == {} == policy._queued and line._last[-1][1] == 0.2

@@ -137,14 +137,14 @@ for _how in LIES:
 def bucket_wrong_secret(context: Context) -> None:
     bucket = _Bucket(context)
     bucket.fill(bucket.node())
-    stranger = bucket.node(reads_only=True, secret="wrong")
-    plane = bucket.hosts(stranger)
+    rejected = bucket.node(reads_only=True, secret="wrong")
+    plane = bucket.hosts(rejected)
     checked = not buckets.MISSING
     with bucket.fetching(plane.address, "its secret is wrong" if checked else ""):
         context.pause(0.5, 0.8)
-    stranger.kill()
-    stranger.environment = buckets.CREDENTIALS
-    stranger.start()
+    rejected.kill()
+    rejected.environment = buckets.CREDENTIALS
+    rejected.start()
     bucket.verify(plane.address)
 
 

@@ -15,7 +15,7 @@ from shadowserve.keys import storage_key
 
 @case(
     "half-open TCP",
-    "the network forwards nothing for a second, and nobody is told; then everything again",
+    "the network forwards nothing for a second, and no endpoint is notified; then everything again",
     engines=ENGINES,
     repetitions=2,
     short=("memory",),

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /*
- * faults.c - what a process is told of clocks and disks, to be preloaded: for the failure matrix.
+ * faults.c - faults of clocks and disks for the failure matrix, as a preloaded library
  *
- * FAULTS_CONTROL names a file of struct faults, which whoever started the process changes while it runs.
+ * FAULTS_CONTROL names a file of struct faults, which the test changes during the run.
  * FAULTS_PATH says of which files operations fail: those whose path begins so.
  */
 #define _GNU_SOURCE

@@ -105,7 +105,7 @@ class _Run:
                 self.note(cell, served.run(cell))
                 if cell == "128 chunks":
                     self.stored(engine, reference)
-        stack.restore()  # for another TP size to find what is there
+        stack.restore()  # for another TP size to find the stored records
 
     def stored(self, engine: Engine, reference: Reference) -> None:
         """Note what the longest prompt left in the store, and what a hit of it moved."""

@@ -412,8 +412,8 @@ def test_an_object_that_was_swapped_for_another_is_a_miss(bucket: FaultyS3, open
     other = open_node(index_ttl_s=3600.0)
     other.await_known(12)
     writer = open_node()
-    stranger = Chain("stranger", 12)
-    writer.store_chain(stranger)
+    rejected = Chain("rejected", 12)
+    writer.store_chain(rejected)
     wait_for(lambda: len(bucket.objects) > 1)
     ours, theirs = sorted(bucket.objects, key=lambda name: CHAIN.values[0] not in bucket.objects[name])[:2]
     bucket.objects[ours] = bucket.objects[theirs]
@@ -552,9 +552,9 @@ def test_ca_file_is_trusted(bucket: FaultyS3, certificates: Path) -> None:
         node = opens(ca_file=certificates / "ca.crt")
         node.store_chain(CHAIN)
         node.await_written(1)
-        stranger = opens()
-        wait_for(lambda: stranger.cold().failed_reads)
-        assert stranger.cold().objects == 0
+        rejected = opens()
+        wait_for(lambda: rejected.cold().failed_reads)
+        assert rejected.cold().objects == 0
 
 
 def test_renewed_credentials_of_a_file_are_used(

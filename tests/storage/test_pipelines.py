@@ -165,7 +165,7 @@ MIXTURES = {
     "pins": words("*2 SET a 1 ; KV.PIN 100 a ; *2 SET a 2 ; *2 GET a ; KV.PIN 0 a ; SET a 3 ; GET a"),
     "a quit": words("*5 SET a 1 ; *2 GET a ; QUIT ; SET a 2 ; GET a"),
     "a reset": words("*2 SET a 1 ; RESET ; *2 GET a"),
-    "a protocol that there is none of": words("*2 GET none ; HELLO 4 ; *2 GET none"),
+    "an unknown protocol": words("*2 GET none ; HELLO 4 ; *2 GET none"),
 }  # fmt: skip
 
 

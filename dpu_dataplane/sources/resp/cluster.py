@@ -118,7 +118,7 @@ class ServerCluster(RespSource):
 
     @property
     def connected(self) -> bool:
-        """Whether the map is known."""
+        """True if the map is known."""
         return self._map is not None
 
     def check(self) -> None:

@@ -64,7 +64,7 @@ class Threshold:
     """The number of stored bytes from which a batch is one request.
 
     Args:
-        bytes_min: That number; None for the measured bandwidth-delay product of the link.
+        bytes_min: Smallest number of bytes; None for the measured bandwidth-delay product of the link.
     """
 
     def __init__(self, bytes_min: int | None) -> None:

@@ -108,7 +108,7 @@ def _receive_answer(link: Link, command: bytes, memory: memoryview, deadline_ns:
         end = memoryview(bytearray(max(2 - len(rest[size:]), 0)))
         stream.fill(end)
         if rest[size:] + end != b"\r\n":
-            return Result.PROTOCOL, "its answer has another length than announced"
+            return Result.PROTOCOL, "its answer has another length than its header says"
         return (Result.OK if size == len(memory) else Result.NOT_FOUND), ""
     except TimeoutError:
         return Result.DEADLINE, "not answered in time"

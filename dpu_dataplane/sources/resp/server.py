@@ -42,7 +42,7 @@ class OneServer(RespSource):
 
     Args:
         address: Address of the server, host:port; by default ``storage`` of the configuration.
-        meanwhile: What the log says of the time of an outage.
+        meanwhile: Consequence of an outage, for the log.
     """
 
     clustered = False
@@ -70,7 +70,7 @@ class OneServer(RespSource):
 
     @property
     def connected(self) -> bool:
-        """Whether the control connection is open."""
+        """True if the control connection is open."""
         return self._control is not None
 
     def check(self) -> None:

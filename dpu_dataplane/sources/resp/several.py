@@ -60,7 +60,7 @@ class SeveralServers(RespSource):
 
     @property
     def connected(self) -> bool:
-        """Whether a server is connected."""
+        """True if a server is connected."""
         return any(server.connected for server in self._servers.values())
 
     def check(self) -> None:

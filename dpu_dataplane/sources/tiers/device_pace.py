@@ -40,7 +40,7 @@ class DevicePace:
 
     @property
     def waits(self) -> bool:
-        """Whether a turn was requested and is not granted yet."""
+        """True if a turn was requested and is not granted yet."""
         return self._requested
 
     def allows(self, size: int) -> bool:

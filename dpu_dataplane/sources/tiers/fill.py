@@ -67,7 +67,7 @@ class ReadThroughFill:
         return True
 
     def attach(self, batch: native.Batch, piece_ids: Sequence[int]) -> None:
-        """Have the batch leave the bodies in the pool's memory."""
+        """Make the batch leave the bodies in the pool's memory."""
         if self._memory:
             for row, piece in enumerate(piece_ids):
                 if (memory := self._memory.get(piece)) is not None:

@@ -49,7 +49,7 @@ class LinkEstimator:
 
     @property
     def measured(self) -> bool:
-        """Whether a transfer was measured yet."""
+        """True if a transfer was measured yet."""
         return self._bytes > 0 and self._seconds > 0
 
     @property

@@ -101,7 +101,7 @@ class _FetchGate:
         self._changed = asyncio.Condition()
 
     async def check(self) -> None:
-        """Have all waiting prefetches check their conditions."""
+        """Wake all waiting prefetches to check their conditions."""
         async with self._changed:
             self._changed.notify_all()
 

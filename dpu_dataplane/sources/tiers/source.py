@@ -59,7 +59,7 @@ class LocalSource(Source):
 
     @property
     def connected(self) -> bool:
-        """Whether the pool is open."""
+        """True if the pool is open."""
         return self._open
 
     async def start(self) -> None:
@@ -158,7 +158,7 @@ class TieredSource(LocalSource):
 
     @property
     def connected(self) -> bool:
-        """Whether the source below can be reached."""
+        """True if the source below can be reached."""
         return self._below.connected
 
     async def start(self) -> None:

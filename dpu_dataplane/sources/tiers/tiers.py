@@ -183,7 +183,8 @@ class Tiers:
         return found, reads
 
     async def paged(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return which records hold an engine's pages: devices read these into paged memory, not into the pool's."""
+        """Return flags of records that hold an engine's pages: devices read these into paged memory, not into the
+        pool's."""
         found, reads = await self.look_up(keys)
         await self.await_headers(reads)
         return {
@@ -305,7 +306,7 @@ class Tiers:
         """Add an encoded record, unless the pool has it. Return whether the pool has it then.
 
         Args:
-            wait: Wait for room, within the job's time. Otherwise drop a record that there is no room for now.
+            wait: Wait for room, within the job's time. Otherwise drop a record without room.
         """
         if not self.has(key):
             length = int(record.batch.pieces[record.position]["body_length"])

@@ -13,7 +13,7 @@ _ALGORITHM: Final = "AWS4-HMAC-SHA256"
 
 
 class Credentials(NamedTuple):
-    """What requests are signed with. ``expires_s``: Unix time."""
+    """Credentials for signing requests. ``expires_s``: Unix time."""
 
     key_id: str
     secret: str
@@ -47,14 +47,14 @@ def signed_headers(
     """Return the headers that sign a request.
 
     Args:
-        method: of HTTP.
+        method: HTTP method.
         host: as the ``Host`` header has it.
         path: encoded.
         query: encoded.
         credentials: whose request it is.
-        region: of the bucket.
+        region: Region of the bucket.
         body_sha256: in hexadecimal digits.
-        service: that is asked.
+        service: Name of the service.
         now: the time; None for the clock's.
     """
     time_text = (now or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")

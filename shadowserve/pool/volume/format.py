@@ -4,7 +4,7 @@ docs/reference/volume-format.md has the same in tables. The format is frozen: a 
 readable, and a change of a structure needs a new :data:`VERSION`.
 
 Parsers take bytes that may be anything. They never trust a length or a count. They return None, or raise
-:class:`FormatError` where a user has to be told.
+:class:`FormatError` for a message to the user.
 """
 
 import struct

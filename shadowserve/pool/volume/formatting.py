@@ -71,7 +71,7 @@ def format_volume(
     first = SnapshotHeader(
         generation=1, blocks=0, records=0, log_first=1, log_epoch=0, log_last=0, created_ms=superblock.created_ms
     )
-    # The order: both superblocks are erased, so that there are never those of two volumes; then the empty
+    # The order: both superblocks are erased, so two volumes never have one at once; then the empty
     # snapshot's header; last both superblocks.
     reader = BlockReader(device)
     page = bytes(BLOCK_BYTES)

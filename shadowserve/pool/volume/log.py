@@ -118,7 +118,7 @@ class Log:
         return self._durable_records == self.records
 
     def append(self, records: bytes) -> None:
-        """Add records to the next group. The caller has checked that there is room."""
+        """Add records to the next group. The caller has checked for room."""
         self._pending += records
         self.records += len(records) // RECORD_BYTES
 

@@ -1,4 +1,4 @@
-"""Signature check: the content of a device without a volume, so that nobody formats another program's data by mistake.
+"""Signature check: the content of a device without a volume, so that no user formats another program's data by mistake.
 
 It looks for known signatures at their places, runs wipefs(8) where that is installed, and looks for bytes other than
 zeros: in all of a small device; of a larger one at both ends, and in samples at a random place of each of many equal
@@ -89,7 +89,7 @@ KiB.
 
 
 def describe_content(device: BlockDevice) -> str | None:
-    """Return what a device seems to hold; None if nothing was found.
+    """Return a description of a device's content; None if nothing was found.
 
     Raises:
         OSError: It cannot be read, so its content is unknown.

@@ -1,1 +1,1 @@
-"""What benchmarks are made of: workloads, loads, engines, disks and rounds that several of them measure with."""
+"""Parts of benchmarks: workloads, loads, engines, disks and rounds that several benchmarks use."""

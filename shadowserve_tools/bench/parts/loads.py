@@ -137,7 +137,7 @@ def _move(rate: float, writes_only: bool) -> None:
             target[position : position + SLICE_BYTES] = source[position : position + SLICE_BYTES]
         position = (position + SLICE_BYTES) % COPY_BYTES
         now = time.perf_counter()
-        # Time in which the process was stopped is not made up for.
+        # Time in which the process was stopped is not compensated.
         due = max(due + SLICE_BYTES / rate, now - 0.01)
         if due > now:
             time.sleep(due - now)

@@ -36,7 +36,7 @@ STORED_TIMEOUT_S: Final = 60.0
 
 @dataclass(frozen=True)
 class Site:
-    """Where systems run.
+    """Placement of systems.
 
     Attributes:
         folder: Folder of logs.

@@ -152,9 +152,9 @@ def test_an_adapter_number_used_twice_is_uncacheable(tmp_path: Path) -> None:
 def test_a_reloaded_adapter_number_is_uncacheable(tmp_path: Path) -> None:
     one, other, inputs = adapter(tmp_path / "a"), adapter(tmp_path / "b", b"other"), engine()
     extra(inputs, lora_request=lora(one))
-    for path, anew in ((other, True), (other, False), (one, False)):
+    for path, in_place in ((other, True), (other, False), (one, False)):
         with pytest.raises(UncacheableError):
-            extra(inputs, lora_request=lora(path, load_inplace=anew))
+            extra(inputs, lora_request=lora(path, load_inplace=in_place))
 
 
 def test_an_adapter_of_the_hub_s_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -371,16 +371,16 @@ async def test_redirections_outside_the_cluster_are_not_followed() -> None:
         with contextlib.closing(writer):
             while data := await reader.read(1 << 16):
                 asked = data.count(b"STRLEN") + data.count(b"GETRANGE")
-                writer.write(b"-ASK 0 127.0.0.1:%d\r\n" % port_of(stranger) * asked)
+                writer.write(b"-ASK 0 127.0.0.1:%d\r\n" % port_of(other_server) * asked)
                 writer.write(slots % port_of(node) * data.count(b"SLOTS"))
                 writer.write(b"+OK\r\n" * (data.count(b"AUTH") + data.count(b"PING")))
 
     def port_of(server: asyncio.Server) -> int:
         return int(server.sockets[0].getsockname()[1])
 
-    stranger = await asyncio.start_server(meet, "127.0.0.1", 0)
+    other_server = await asyncio.start_server(meet, "127.0.0.1", 0)
     node = await asyncio.start_server(send_on, "127.0.0.1", 0)
-    async with stranger, node:
+    async with other_server, node:
         client = ServerCluster(cluster_config([f"127.0.0.1:{port_of(node)}"]), Metrics())
         await client.start()
         try:
