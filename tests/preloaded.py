@@ -23,8 +23,6 @@ from typing import Any, Final
 
 from machine import WAIT_MAX_S
 
-__all__ = ["Preloaded"]
-
 REQUEST_BYTES_MAX: Final = 1 << 20
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _CLONE_NEWNET: Final = 0x40000000

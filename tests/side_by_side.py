@@ -13,8 +13,6 @@ from typing import Any, Final
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-__all__ = ["APART", "LINES", "LONGEST", "SideBySide", "begin_with_the_longest", "file_of", "processes"]
-
 PROCESSES_MAX: Final = 8
 """Maximum number of processes: with more, the lines end last, and the others only use memory."""
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Final, Literal, NamedTuple
 
-__all__ = ["ABILITIES", "PAIRS", "Ability", "Behind", "Expected", "expected", "pairs", "runs"]
-
 Behind = Literal["node", "nodes", "s3", "cluster", "nothing"]
 """Storage behind the data plane: a storage node, several, one over a bucket, a Redis Cluster, or nothing."""
 

@@ -12,8 +12,6 @@ from typing import Final
 
 from abilities import ABILITIES, expected, pairs, runs
 
-__all__ = ["DOCUMENT", "main", "section"]
-
 DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "reference" / "combinations.md"
 _BEGIN: Final = "<!-- begin matrix: scripts/gen-combinations writes it -->\n"
 _END: Final = "<!-- end matrix -->\n"

@@ -19,8 +19,6 @@ from machine import PATIENT, WAIT_MAX_S, free_port, wait_for
 from stack import Process
 from tiny_models import random_tokens
 
-__all__ = ["Observed", "References", "observe"]
-
 _BUFFERS: Final = ("decompression", "dequantization", "dma-source", "store")
 _SEVERAL_AT_ONCE: Final = tuple((random_tokens(300, seed), 110) for seed in range(11, 15))
 """Prompts and output lengths. Together their KV exceeds the paged memory of the ability ``preemption``."""

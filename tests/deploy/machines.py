@@ -4,8 +4,6 @@ import os
 import struct
 from pathlib import Path
 
-__all__ = ["CARD", "GPU", "acs", "bluefield", "host_with_card", "pci", "write"]
-
 CARD = "0000:3c:00.0"
 GPU = "0000:3d:00.0"
 _NIC_CLASS, _GPU_CLASS, _BRIDGE_CLASS = 0x020000, 0x030200, 0x060400

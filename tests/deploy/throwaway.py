@@ -16,8 +16,6 @@ from packaging.utils import canonicalize_name
 
 import shadowserve
 
-__all__ = ["Throwaway", "make_wheels", "throwaway"]
-
 REPOSITORY = Path(__file__).parents[2]
 
 

@@ -31,8 +31,6 @@ from tiny_models import random_tokens, write_model  # noqa: E402
 
 from shadowserve.proto import dataplane_pb2 as pb  # noqa: E402
 
-__all__ = ["GENERATED", "KINDS", "Faults", "Kind", "Script", "Stress", "left_behind", "main", "prompts"]
-
 GENERATED: Final = 110
 """Tokens of the longest answers."""
 _REQUESTS: Final = 50

@@ -356,6 +356,3 @@ class Host:
     def _settle(self, reason: str, quiet: bool) -> None:
         if not quiet or reason == "unknown_memory":
             self._registration.retire(release=not quiet)
-
-
-__all__ = ["SHAPE", "Caller", "Host", "Prompt", "going_on", "load"]

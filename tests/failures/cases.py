@@ -222,6 +222,3 @@ def run_case(chosen: Case, folder: Path, *, seed: int = 0, repetitions: int | No
             break
     row.seconds = time.monotonic() - began
     return row
-
-
-__all__ = ["CASES", "KEYS", "Case", "Context", "Row", "Unavailable", "case", "run_case"]

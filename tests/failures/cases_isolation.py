@@ -254,6 +254,3 @@ def cold_flood(context: Context) -> None:
             _send(sock, request(asked) + command("MGET", *asked))
         context.pause(4.0, 6.0)
         context.tally.note(Outcome.REFUSED, "only the other tenant waits for its cold reads")
-
-
-__all__ = ["Prefix", "cold_flood", "large_layer_requests", "lasting_streams", "many_publishers"]

@@ -391,6 +391,3 @@ def pages_of_two_models(context: Context) -> None:
         asked = _SHAPE.prompt("of nobody")
         asked.keys, asked.parents = its.keys, mine.parents
         served.engine.load([asked], losable="it is of another model")
-
-
-__all__ = ["await_devices"]

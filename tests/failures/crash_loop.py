@@ -141,6 +141,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif not report["passed"]:
         print(f"the remaining files are in {folder}", file=sys.stderr)
     return int(not report["passed"])
-
-
-__all__ = ["Journal", "main", "run"]

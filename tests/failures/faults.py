@@ -74,6 +74,3 @@ class Faults:
 
 def is_root() -> bool:
     return os.geteuid() == 0
-
-
-__all__ = ["Faults", "is_root"]

@@ -93,17 +93,3 @@ def exchange(one: StoredObject, other: StoredObject) -> None:
         data, replacement = first.read(size), second.read(size)
     write(one.file, one.offset, replacement)
     write(other.file, other.offset, data)
-
-
-__all__ = [
-    "BLOCK",
-    "HEADER",
-    "SECTOR",
-    "StoredObject",
-    "exchange",
-    "flip",
-    "objects",
-    "rot",
-    "tear",
-    "write",
-]

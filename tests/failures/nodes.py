@@ -246,6 +246,3 @@ def tiers(memory: str, device: Path | None = None, size: str = "32MiB", **disk: 
         disk = {"path": str(device), "size": size, "objects_max": 600} | disk
         made |= {"memory_bandwidth": 1, "scrub_bytes_per_s": 0, "devices": [disk]}
     return json.dumps(made)
-
-
-__all__ = ["ENGINES", "MIB", "REPOSITORY", "DataPlane", "Storage", "tiers"]

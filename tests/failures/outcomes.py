@@ -180,6 +180,3 @@ class Expected:
             return Outcome.RIGHT, ""
         label = found[:40].split(b"|")[:2]
         return Outcome.WRONG, f"other bytes: {key} should be of {sorted(possible)}, found {len(found)} bytes of {label}"
-
-
-__all__ = ["ABSENT", "BOUND_S", "Expected", "Outcome", "Tally"]

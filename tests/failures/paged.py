@@ -208,6 +208,3 @@ class PagedEngine:
             )
         else:
             self.tally.note(Outcome.MISSED, f"load: {result.reason}{f': {losable}' if losable else ''}")
-
-
-__all__ = ["CHUNKS", "PagedEngine", "Shape"]

@@ -109,6 +109,3 @@ class Proxy:
         self.cut()
         for thread in list(self._threads):
             thread.join(10)
-
-
-__all__ = ["Proxy"]

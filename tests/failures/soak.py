@@ -390,6 +390,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
     return int(bool(failed))
-
-
-__all__ = ["PARTS", "crashes", "engines", "leak_soak", "main", "simulation", "slope", "verdict"]

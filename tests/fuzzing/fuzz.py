@@ -29,8 +29,6 @@ from typing import Any, Final
 from builds import REPOSITORY, NativeBuild
 from targets import TARGETS, Target
 
-__all__ = ["Outcome", "changed", "fuzz", "main", "run_program"]
-
 _FOLDER: Final = REPOSITORY / "build" / "fuzz"
 _PROGRAMS: Final = REPOSITORY / "native" / "fuzz"
 _EXECUTED: Final = re.compile(r"stat::number_of_executed_units:\s*(\d+)")

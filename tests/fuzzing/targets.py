@@ -30,8 +30,6 @@ from storage_kv.access.rules import RuleError, User, parse_line
 from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
 
-__all__ = ["TARGETS", "Target"]
-
 _TESTS: Final = Path(__file__).parents[1]
 _REPOSITORY: Final = _TESTS.parent
 

@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["LOGPROBS", "TOLERANCES", "Answer", "answer", "answers", "difference", "of_output", "prefill_of"]
-
 LOGPROBS: Final = 5
 TOLERANCES: Final = {"float32": 1e-3, "bfloat16": 0.2}
 """Tolerance of logprobs: the same sums in another order. Another prefix changes them by 0.05 to 2 in float32, where

@@ -14,8 +14,6 @@ from redis import Redis
 from stack import Process, data_plane
 from tiny_models import random_tokens, with_another_first_chunk
 
-__all__ = ["CELLS", "Cell", "Reference", "Served", "Stack", "refer"]
-
 CELLS: Final = (
     "sensitive",
     "one chunk",

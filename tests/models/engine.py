@@ -11,8 +11,6 @@ import pytest
 from machine import WAIT_MAX_S, wait_for
 from tiny_models import with_another_first_chunk
 
-__all__ = ["BLOCK", "SHORT_TIMEOUT_S", "PATIENT", "Engine"]
-
 os.environ.update(
     HF_HUB_OFFLINE="1",
     VLLM_NO_USAGE_STATS="1",

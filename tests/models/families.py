@@ -29,8 +29,6 @@ from tiny_models import FAMILIES, write_model  # noqa: E402
 
 from shadowserve_tools.processes import start_redis  # noqa: E402
 
-__all__ = ["main"]
-
 MEMORY_BYTES: Final = 192 << 20
 TOKENS_MAX: Final = 16384
 

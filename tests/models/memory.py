@@ -3,8 +3,6 @@
 import math
 from typing import Any
 
-__all__ = ["capacity", "chunk_tokens", "groups", "needed_bytes"]
-
 
 def layer_specs(group: Any) -> list[Any]:
     """Return the spec of each layer of a group."""

@@ -19,8 +19,6 @@ from machine import WAIT_MAX_S
 from published import PUBLISHED, found
 from tiny_models import FAMILIES
 
-__all__ = ["as_text", "main", "run_families"]
-
 HERE: Final = Path(__file__).parent
 FAMILY_TIMEOUT_S: Final = 1800.0
 """Bound for one family: it starts four engines, and each takes a minute on a busy machine."""

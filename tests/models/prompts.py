@@ -5,8 +5,6 @@ from typing import Final
 
 from tiny_models import random_tokens
 
-__all__ = ["MANY_CHUNKS", "Plan", "plan"]
-
 MANY_CHUNKS: Final = 130
 """Number of chunks: more than 128, because other systems failed there."""
 SEEDS: Final = 4

@@ -15,8 +15,6 @@ from host_control.config import HostConfig
 from host_control.vllm.groups import Groups
 from host_control.vllm.support import uncacheable
 
-__all__ = ["PUBLISHED", "kv_cache_config", "found"]
-
 _BLOCK: Final = 16
 _MLA_BLOCK: Final = 64
 

@@ -13,8 +13,6 @@ from typing import Any, Final
 import machine
 from machine import PATIENT, WAIT_MAX_S, free_port, wait_for
 
-__all__ = ["ROOT", "Process", "Server", "data_plane"]
-
 ROOT: Final = Path(__file__).parents[2]
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["CHUNK", "FAMILIES", "Family", "random_tokens", "with_another_first_chunk", "write_model"]
-
 ASSET: Final = Path(__file__).parents[1] / "assets" / "model"
 CHUNK: Final = 256
 _VOCABULARY: Final = 264

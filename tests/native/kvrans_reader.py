@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BadStreamError", "decode"]
-
 
 class BadStreamError(Exception):
     """The bytes are not a stream, or not one of that size."""
