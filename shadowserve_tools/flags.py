@@ -20,7 +20,7 @@ _LIMITS: Final = {
     "lt": "under {}",
     "multiple_of": "multiple of {}",
 }
-_TIMES: Final = ("_s", "timeout", "_time", "timeout_max_s", "_idle")
+_TIMES: Final = "_s"
 _GENERAL: Final = "General"
 _CHOICE_COLUMNS_MAX: Final = 40
 """Most columns of alternatives next to a flag and its default, for a terminal of 80 columns."""
