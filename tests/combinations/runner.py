@@ -8,7 +8,8 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
+from unittest import Final, mock
 
 from abilities import ABILITIES, Behind, Expected
 from cluster_support import PASSWORD, Cluster
@@ -139,7 +140,7 @@ def _storage(behind: Behind, folder: Path) -> Iterator[tuple[list[str], Callable
         else:
             server = ends.enter_context(faulty_s3())
             s3 = {"bucket": BUCKET, "endpoint": server.endpoint, "prefix": "pair", "gather_s": 0.2, "timeout_s": 20.0}
-            os.environ.update(CREDENTIALS)
+            ends.enter_context(mock.patch.dict(os.environ, CREDENTIALS))
             cold = node("--s3", json.dumps(s3))
 
             def restart() -> None:
