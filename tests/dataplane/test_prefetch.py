@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from budget_support import delayed, dropped, held, moved, report
+from budget_support import delayed, dropped, moved, report
 from dataplane_support import (
     Client,
     DaemonProcess,
@@ -22,7 +22,7 @@ from dataplane_support import (
     make_record,
     running,
 )
-from machine import until
+from machine import NEVER_S, until
 from test_tiers import cool, storage_away, tiers_in, tiers_of
 
 from dpu_dataplane.server import Daemon
@@ -475,15 +475,16 @@ async def test_prefetches_wait_for_turns_and_are_dropped_when_their_request_begi
     async with running(storage, tiers=tiers_of(), shares_host_memory=True) as (daemon, client):
         await client.register(SHAPE, 6)
         queue = Queue(client)
-
-        async def begin_soon() -> None:
+        await report(client)
+        async with daemon.budget.turn(Mover.FETCH, 1 << 50) as turn, asyncio.timeout(NEVER_S):
+            turn.moved_bytes = 0
             await queue.say({1: chain})
-            await until(lambda: delayed(daemon, Mover.PREFETCH) > 0)
-            await queue.say(gone=[1])
-
-        await held(daemon, client, Mover.PREFETCH, begin_soon)
-        # On a busy machine the prefetch may get its turn before the request begins.
-        await until(lambda: ("prefetch", "request_begun") in dropped(daemon) or moved(daemon).get("prefetch", 0) > 0)
+            while not delayed(daemon, Mover.PREFETCH):
+                await report(client)  # the previous report expires
+                await asyncio.sleep(0.01)
+            assert moved(daemon).get("prefetch", 0) == 0
+            await queue.say(gone=[1])  # before the prefetch gets its turn
+        await until(lambda: ("prefetch", "request_begun") in dropped(daemon))
         await queue.say({2: chain})
         await until(
             lambda: moved(daemon).get("prefetch", 0) == sum(hop[0] for hop in daemon.metrics.prefetches().values())

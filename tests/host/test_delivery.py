@@ -195,11 +195,9 @@ class Engine:
             self.layout.gather(chunk, range(index * CHUNK_BLOCKS, (index + 1) * CHUNK_BLOCKS))
 
         assert self.queue.wait_tried(WAIT_MAX_S)
-        staged = 0
-        while staged < len(self.keys):  # a busy machine may drop a chunk; the next offer skips the stored ones
-            staged += self.queue.offer(self.keys, gather)
-            assert self.queue.flush(2 * WAIT_MAX_S)
-        assert staged == len(self.keys) == BLOCKS // CHUNK_BLOCKS
+        staged = self.queue.offer(self.keys, gather)
+        assert self.queue.flush(2 * WAIT_MAX_S)
+        assert staged == len(self.keys) == BLOCKS // CHUNK_BLOCKS, (self.queue.take_counts(), self.queue.details)
         assert self.queue.take_counts()["stored"] == len(self.keys)
 
     def fetch(self, blocks: list[int], *, layerwise: bool = False) -> FetchResult:
