@@ -1,11 +1,12 @@
 """The data plane's client: deadlines, reasons, the breaker, and invalid answers."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 import pytest
-from machine import WAIT_MAX_S
+from machine import WAIT_MAX_S, wait_for
 from scripted import ScriptedDataPlane, pieces
 
 from host_control.breaker import Breaker
@@ -202,3 +203,22 @@ def test_disagreement_about_the_chunk_size_is_found_at_registration(
 
 def test_statistics(client: DataPlaneClient) -> None:
     assert client.statistics().version == "scripted"
+
+
+def test_two_threads_that_connect_at_once_share_one_session(plane: ScriptedDataPlane) -> None:
+    """Symptom: memory that one thread had registered was unknown, and the first chunks of an engine were not stored."""
+    client = DataPlaneClient(plane.address, connect_timeout_s=WAIT_MAX_S)
+    try:
+        plane.script.stall.add("Hello")
+        threads = [threading.Thread(target=client.connect, args=(WAIT_MAX_S,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: plane.calls.count("Hello") >= 1)
+        threads[1].join(0.2)  # time for a second Hello
+        assert plane.calls.count("Hello") == 1
+        plane.script.unstall.set()
+        for thread in threads:
+            thread.join(WAIT_MAX_S)
+        assert [hello.session for hello in plane.hellos] == [b"", plane.session]
+    finally:
+        client.close()
