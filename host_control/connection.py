@@ -90,7 +90,6 @@ class Connection:
         self._engine = engine
         self._credentials = credentials
         self._lock = threading.Lock()
-        self._connecting = threading.Lock()  # two Hellos without a session would open two sessions
         self._session = b""
         self._peer: Peer | None = None
         self._closed = False
@@ -138,17 +137,6 @@ class Connection:
             DataPlaneError: No data plane answers (``unreachable``), TLS fails or the versions do not fit (``refused``);
                 the message says what to do.
         """
-        ends = time.monotonic() + timeout
-        if not self._connecting.acquire(timeout=timeout):
-            raise DataPlaneError(
-                f"connecting to the data plane {self.address} failed: another thread still connects", Reason.UNREACHABLE
-            )
-        try:
-            return self._connect(ends, layout, chunk_bytes, wait=wait)
-        finally:
-            self._connecting.release()
-
-    def _connect(self, ends: float, layout: pb.ChunkLayout | None, chunk_bytes: int, *, wait: bool) -> Peer:
         self._renew()
         request = pb.HelloRequest(
             protocol_version=PROTOCOL_VERSION,
@@ -162,6 +150,7 @@ class Connection:
             session=self._session,
             engine=None if layout is None else self._engine,
         )
+        ends = time.monotonic() + timeout
         try:
             # The first call does not wait: a call that waits learns no reason, and some failures do not go away.
             answer = self._hello(request, ends, wait=False)
@@ -179,8 +168,11 @@ class Connection:
             tuple(answer.differences),
         )
         with self._lock:
-            self._session, self._peer = answer.session, peer
-        return peer
+            if self._session == request.session:
+                self._session, self._peer = answer.session, peer
+                return peer
+        # Another thread has opened a session meanwhile, and may have registered memory: continue that one.
+        return self.connect(max(ends - time.monotonic(), 0.001), layout, chunk_bytes, wait=wait)
 
     def _hello(self, request: pb.HelloRequest, ends: float, *, wait: bool) -> pb.HelloResponse:
         try:

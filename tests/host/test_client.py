@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
-from machine import WAIT_MAX_S, wait_for
+from machine import WAIT_MAX_S
 from scripted import ScriptedDataPlane, pieces
 
 from host_control.breaker import Breaker
@@ -205,20 +205,31 @@ def test_statistics(client: DataPlaneClient) -> None:
     assert client.statistics().version == "scripted"
 
 
-def test_two_threads_that_connect_at_once_share_one_session(plane: ScriptedDataPlane) -> None:
+def test_two_threads_that_connect_at_once_share_one_session(
+    plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Symptom: memory that one thread had registered was unknown, and the first chunks of an engine were not stored."""
     client = DataPlaneClient(plane.address, connect_timeout_s=WAIT_MAX_S)
+    both, opened = threading.Barrier(2), [b"second", b"first"]
+    hello = client._connection._hello
+
+    def open_both(request: pb.HelloRequest, ends: float, *, wait: bool) -> pb.HelloResponse:
+        answer = hello(request, ends, wait=wait)
+        if not request.session:
+            answer.session = opened.pop()
+            both.wait(WAIT_MAX_S)
+        else:
+            answer.session = request.session
+        return answer
+
+    monkeypatch.setattr(client._connection, "_hello", open_both)
     try:
-        plane.script.stall.add("Hello")
         threads = [threading.Thread(target=client.connect, args=(WAIT_MAX_S,)) for _ in range(2)]
         for thread in threads:
             thread.start()
-        wait_for(lambda: plane.calls.count("Hello") >= 1)
-        threads[1].join(0.2)  # time for a second Hello
-        assert plane.calls.count("Hello") == 1
-        plane.script.unstall.set()
         for thread in threads:
             thread.join(WAIT_MAX_S)
-        assert [hello.session for hello in plane.hellos] == [b"", plane.session]
+        ((_, session),) = client._connection.metadata()
+        assert [hello.session for hello in plane.hellos] == [b"", b"", session]
     finally:
         client.close()
