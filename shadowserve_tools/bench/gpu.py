@@ -2,8 +2,8 @@
 
 Method: a batch of 256 MiB of Llama-3.1-8B's KV is scattered into paged memory with the Triton kernel and with torch,
 and compared with a copy of the same bytes within the GPU. Then the matrix products of four Llama layers at batch 32
-run on a stream of their own while KV arrives at 11 GB/s: beside nothing, beside scattering, beside a stand-in for
-decompressing on the GPU (65,536 lanes with dependent table lookups), and beside fetches through shared memory.
+run on a stream of their own while KV arrives at 11 GB/s: alone, with scattering, with a stand-in for
+decompressing on the GPU (65,536 lanes with dependent table lookups), and with fetches through shared memory.
 ``--cpu`` runs the code on CPU tensors for tests; its figures mean nothing. No machine with a GPU has run this
 benchmark yet.
 

@@ -7,7 +7,7 @@ Poisson in an open loop, at a part of ShadowServe's highest throughput.
 
 Then a steady batch decodes in phases of ten steps, beside fetches of lossless and of binned KV at full speed, beside
 in-engine decompression, and beside three controls on the data plane's core: a process that spins, one that copies and
-one that writes as many bytes. A phase's median step is compared with the phases before and after it, beside nothing.
+one that writes as many bytes. A phase's median step is compared with the phases without load before and after it.
 Rounds go on until the median's 95 % interval is within 0.01; a wider one is no result.
 
 Prediction: ``decode_step_slowdown`` 0.01 to 0.03, the same for the copying control; 0.3 to 1 decoded in the engine.

@@ -8,8 +8,8 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-from unittest import Final, mock
+from typing import Any, Final
+from unittest import mock
 
 from abilities import ABILITIES, Behind, Expected
 from cluster_support import PASSWORD, Cluster
