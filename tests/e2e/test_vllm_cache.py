@@ -95,7 +95,7 @@ def test_local_prefix_beyond_a_chunk_saves_fetching_it(engine: Any, plane: Any, 
 
 def test_a_prompt_without_a_full_chunk_is_not_looked_up(engine: Any, plane: Any, serve: Any) -> None:
     serve(engine, 240)
-    assert plane.calls == []
+    assert set(plane.calls) <= {"Hello", "ReportSteps"}, "decoding is reported, by a thread, whatever the prompt is"
 
 
 def test_a_chunk_with_generated_tokens_is_stored(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
