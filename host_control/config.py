@@ -109,7 +109,7 @@ class HostConfig(Section):
     """PCI address or name of the DPU's function on this host that exports memory. Empty: the first suitable one."""
     fetch_buffer_bytes: ByteSize = Field(ByteSize(512 * _MIB), ge=4096, le=_BUFFER_MAX)
     """Memory per worker that fetched chunks are written to, on the GPU if they are delivered there (ShadowServe section
-    4.3: the DMA registration buffer), else on the host. It holds two batches: one is written while the other is
+    4.3: the DMA destination buffer), else on the host. It holds two batches: one is written while the other is
     scattered. The size is limited to between 2 and 128 chunks. Hits on records of another shard layout use a second
     buffer of the same size."""
     reshaping_buffer_bytes: ByteSize = Field(ByteSize(512 * _MIB), ge=4096, le=_BUFFER_MAX)

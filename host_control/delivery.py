@@ -9,7 +9,7 @@
 ``exported``        a GPU buffer or host memory, written by a DPU       the GPU buffer or host memory
 ==================  ==================================================  =============================================
 
-The GPU buffer is the paper's DMA registration buffer (ShadowServe section 4.3). Chunks to be stored always wait in host
+The GPU buffer is the paper's DMA destination buffer (ShadowServe section 4.3). Chunks to be stored always wait in host
 memory, shared or exported: stores are not urgent, and GPU memory is scarce.
 
 **When bytes may be read.** The data plane answers when a batch is quiesced: its copies have ended. Writes of a DPU into

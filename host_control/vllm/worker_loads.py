@@ -206,6 +206,8 @@ class WorkerLoads:
         short are used, and vLLM computes the other blocks (:meth:`take_bad_blocks`); with several it takes all or none.
         """
         self._end_layerwise()
+        if self.pages is not None:
+            self.pages.renew()  # before vLLM learns of a load into pages that ended without an answer
         if not self._results:
             return set(), set()  # as in most steps
         results = self._certain()

@@ -316,8 +316,6 @@ class WorkerSide:
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Return the requests whose load has ended since the last call, and those of them that got no KV."""
-        if self._pages is not None:
-            self._pages.renew()  # before vLLM learns of a load into pages that ended without an answer
         return self._loads.take_finished()
 
     def take_bad_blocks(self) -> set[int]:

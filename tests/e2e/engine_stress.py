@@ -282,8 +282,8 @@ def left_behind(engine: Any) -> dict[str, Any]:
     if side._policy_runner is not None:
         kept["first tokens"] = side._policy_runner._waiting
         kept["policy"] = side._policy_runner._policy._queued
-    for cut, manager in worker._loads.managers.items():
-        kept |= {f"{name} {cut}": getattr(manager, name) for name in _OF_MANAGER}
+    for key, manager in worker._loads.managers.items():
+        kept |= {f"{name} {key}": getattr(manager, name) for name in _OF_MANAGER}
     return {name: list(value) for name, value in kept.items() if value}
 
 

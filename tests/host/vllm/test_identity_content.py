@@ -160,27 +160,27 @@ def test_unreadable_files_are_uncacheable(tmp_path: Path, kind: str) -> None:
 def hub(folder: Path, name: str, data: bytes) -> Path:
     """Create a file in a hub cache, with the layout of huggingface_hub."""
     blob = folder / "models--a--model" / "blobs" / name
-    chunk_key = folder / "models--a--model" / "snapshots" / ("0" * 40) / "model.safetensors"
-    for path in (blob, chunk_key):
+    link = folder / "models--a--model" / "snapshots" / ("0" * 40) / "model.safetensors"
+    for path in (blob, link):
         path.parent.mkdir(parents=True, exist_ok=True)
     blob.write_bytes(data)
-    chunk_key.symlink_to(os.path.relpath(blob, chunk_key.parent))
-    return chunk_key
+    link.symlink_to(os.path.relpath(blob, link.parent))
+    return link
 
 
 def test_hashes_in_hub_file_names_are_used(tmp_path: Path) -> None:
     name = hashlib.sha256(b"weights").hexdigest()
-    chunk_key = hub(tmp_path, name, b"weights")
+    link = hub(tmp_path, name, b"weights")
     with opened() as names:
-        assert hashes().digests([chunk_key]) == [name] == [hub_digest(chunk_key)]
+        assert hashes().digests([link]) == [name] == [hub_digest(link)]
     assert not [path for path in names if "models--" in path]
 
 
 @pytest.mark.parametrize("name", ["a" * 40, "A" * 64, "g" * 64, "a" * 63])
 def test_other_hub_file_names_are_not_hashes(tmp_path: Path, name: str) -> None:
-    chunk_key = hub(tmp_path, name, b"config")
-    assert hub_digest(chunk_key) is None
-    assert hashes().digests([chunk_key]) == [hashlib.sha256(b"config").hexdigest()]
+    link = hub(tmp_path, name, b"config")
+    assert hub_digest(link) is None
+    assert hashes().digests([link]) == [hashlib.sha256(b"config").hexdigest()]
 
 
 def test_file_names_outside_a_hub_cache_are_not_hashes(tmp_path: Path) -> None:

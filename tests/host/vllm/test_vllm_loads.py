@@ -68,6 +68,30 @@ def test_a_load_of_two_groups_with_asynchronous_fetch_false_ends_for_vllm(
     assert side.counts.take().data["slower_paths/several_groups"] == 1
 
 
+def test_pages_are_renewed_before_vllm_learns_of_a_layerwise_load_that_ended_without_an_answer(
+    make_side: Any, plane: ScriptedDataPlane
+) -> None:
+    """Symptom: vLLM computes into pages that a device may still write to, because the load ended after the renewal."""
+    from host_control.vllm.metadata import ShadowServeMetadata
+
+    side, worker = make_side(layer_order=True), worker_of(groups_of(full()), layer_order=True)
+    side.ways.layerwise_chunks = 8
+    operation = load(side, arrive(side, plane, TOKENS, stored=4, status=None))
+    assert operation.layerwise
+    events: list[str] = []
+    worker._pages = worker._loads.pages = SimpleNamespace(renew=lambda: events.append("renewed"))
+    ended = worker._loads._failed_load(operation, "unreachable")
+    outcomes = [[], [ended]]
+
+    worker._loads.managers[0] = SimpleNamespace(
+        exchange=lambda *arguments: outcomes.pop(0), wait=lambda requests: events.append("ended"), idle=False
+    )
+    worker.exchange(ShadowServeMetadata(loads=[operation]))
+    worker.take_finished()
+    assert worker.take_report().loaded == {operation.request_id: 0}
+    assert events == ["ended", "renewed"]
+
+
 SEEDED = SimpleNamespace(seed=1, thinking_token_budget=None)
 BUDGET = SimpleNamespace(seed=None, thinking_token_budget=10)
 PLAIN = SimpleNamespace(seed=None, thinking_token_budget=None)
