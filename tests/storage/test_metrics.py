@@ -157,6 +157,25 @@ def test_a_scrape_does_not_use_the_store_before_recovery() -> None:
     assert [check.name for check in condition.readiness() if check.failed] == ["recovery", "listening"]
 
 
+def test_a_scrape_reads_sessions_and_queues_with_the_lock_held() -> None:
+    node = node_with(ShownStore())
+    for owner, name in ((node, "sessions"), (node.memory, "_queues"), (node.lent, "_queues")):
+        setattr(owner, name, LockedDict(node))
+    assert exported(node)["shadowserve_storage_clients"] == 0
+
+
+class LockedDict(dict[Any, Any]):
+    """A dictionary that other threads change: only the holder of the node's lock may iterate over it."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__()
+        self._node = node
+
+    def values(self) -> Any:
+        assert self._node.lock.locked()
+        return super().values()
+
+
 def test_an_engine_of_memory_alone_has_neither_devices_nor_arenas() -> None:
     samples = exported(node_with(MemoryPool.open(StorageConfig())))
     assert "shadowserve_storage_keys" in samples
