@@ -89,6 +89,8 @@ def test_metrics_count_the_work_of_a_server(start: Callable[..., Child]) -> None
     assert (
         samples['shadowserve_storage_command_duration_seconds_count{command="set"}'] == 1
     )  # the first command is timed
+    assert samples["shadowserve_storage_records_stored_total"] == 1
+    assert samples["shadowserve_storage_received_bytes_total"] > len(value)
     assert samples["shadowserve_storage_clients"] == 1
     assert samples["shadowserve_storage_recovered"] == 1 and samples["shadowserve_storage_draining"] == 0
     assert samples["shadowserve_storage_cpu_seconds_total"] > 0
@@ -188,6 +190,14 @@ def test_every_metric_has_the_prefix_and_units_stand_at_the_end() -> None:
         assert NAMES.fullmatch(bare), name
         if "bytes" in bare or "seconds" in bare:
             assert bare.endswith(UNITS), name
+
+
+def test_every_metric_of_the_storage_node_is_documented_and_no_other(start: Callable[..., Child]) -> None:
+    text = start("--metrics-port", "0").http("/metrics")[1]
+    exported_names = {name.removeprefix("shadowserve_storage_") for name in re.findall(r"^# TYPE (\S+) ", text, re.M)}
+    page = (REPOSITORY / "docs" / "reference" / "metrics.md").read_text()
+    table = page.partition("## Storage node\n")[2].partition("| metrics | meaning |")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`([a-z_]+)(?:{[a-z, ]+})?`", table)) == exported_names
 
 
 # ---- Commands --------------------------------------------------------------------------------------------------------
