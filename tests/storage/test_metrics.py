@@ -1,6 +1,7 @@
 """The metrics of a running server, and of a store with devices."""
 
 import ast
+import errno
 import re
 import shutil
 import subprocess
@@ -243,6 +244,15 @@ def test_info_has_the_commands_as_redis_has_them(start: Callable[..., Child]) ->
         assert "cmdstat_set" in client.info("all") and "cmdstat_set" not in client.info("default")
         client.call("CONFIG", "RESETSTAT")
         assert "cmdstat_set" not in client.info("commandstats")
+
+
+def test_info_needs_no_free_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptor(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("builtins.open", no_descriptor)
+    reply = execute(node_with(MemoryPool.open(StorageConfig())), Session(1, "", authenticated=True), [b"INFO"])
+    assert isinstance(reply, bytes) and re.search(rb"used_memory_rss:[1-9]", reply)
 
 
 # ---- Alerts ----------------------------------------------------------------------------------------------------------
