@@ -297,8 +297,7 @@ class CommandReader(_Reader):
 
         Raises:
             ProtocolError: The input is not RESP or exceeds a limit; the message is the error reply without ``-ERR``.
-            Every
-                later call raises it again.
+                Every later call raises it again.
         """
         if self._position >= len(self._buffer) and self._large_size < 0 and self._failure is None:
             return NEED_DATA

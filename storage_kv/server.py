@@ -308,7 +308,7 @@ class StorageServer:
             return False
         self.node.counters.unauthenticated_evicted += 1
         self.node.warn_limited(
-            "client_displaced", session.address, "newcomers needed its place, and it had not authenticated"
+            "unauthenticated_evicted", session.address, "new clients needed its slot, and it had not authenticated"
         )
         session.closing = True
         session.hooks.abort()

@@ -249,6 +249,7 @@ class Connection(WatchedSocket):
         replies = self._executor.replies
         sent_bytes, layer_bytes = 0, replies.layer_bytes
         sent_slices: list[ValueSlice] = []
+        is_broken = False
         try:
             while replies.out:
                 sent_bytes += replies.send_to(self._transport, sent_slices)
@@ -257,9 +258,11 @@ class Connection(WatchedSocket):
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
-            self.abort()
+            is_broken = True
         if sent_bytes or sent_slices:  # a slice may be empty
             self._count_sent(sent_bytes, replies.layer_bytes - layer_bytes, sent_slices)
+        if is_broken:  # at last: it clears what counting sets
+            self.abort()
 
     def _count_sent(self, sent_bytes: int, layer_bytes: int, sent_slices: list[ValueSlice]) -> None:
         node, executor, session = self._node, self._executor, self.session

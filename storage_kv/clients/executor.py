@@ -2,7 +2,7 @@
 
 The call stack of a turn::
 
-    Connection._receive            bytes -> CommandReader
+    Connection._on_readable        bytes -> CommandReader
     CommandExecutor.execute_turn   takes the node's lock; the link's and the tenant's rates
       _execute_commands            until input, turn or output buffer is used up
         _execute_one               RequestBody.next_command, then commands.execute

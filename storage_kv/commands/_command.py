@@ -212,8 +212,7 @@ class CommandTable:
             raise CommandError(f"ERR unknown command '{quote(arguments[0], 128)}', with args beginning with: {shown}")
         if not command.subcommands or len(arguments) == 1:
             return command
-        name = quote(arguments[1], 64).lower()
-        subcommand = self.by_full_name.get(f"{command.name}|{name}")
+        subcommand = self.find_full_name(b"%b|%b" % (command.name.encode(), bytes(arguments[1][:64])))
         if subcommand is None:
             raise CommandError(f"ERR unknown subcommand '{quote(arguments[1], 128)}'. Try {command.name.upper()} HELP.")
         return subcommand

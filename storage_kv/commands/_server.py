@@ -39,8 +39,11 @@ def _human(size: int) -> str:
 
 
 def _resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:  # no descriptor is free: the peak is the next best
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def _table_fields(section: str, node: Node) -> _Fields:
@@ -49,7 +52,7 @@ def _table_fields(section: str, node: Node) -> _Fields:
 
 
 def _number(value: float | None) -> float:
-    return int(value) if value is None or isinstance(value, bool) else value  # type: ignore[arg-type]
+    return int(value or 0) if value is None or isinstance(value, bool) else value
 
 
 def _counts(found: Mapping[str, int]) -> str:

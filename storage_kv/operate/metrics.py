@@ -39,11 +39,12 @@ class NodeCollector:
         node, condition = self._node, self._condition
         with node.lock:
             view = View.of(node) if condition.recovered else View(node, node.counters, node.audit, Statistics())
+            of_node = list(_unlabelled(NODE, view))  # some rows iterate over what clients change
             by_command = dict(node.counters.by_command)
         yield InfoMetricFamily(
             _PREFIX + "build", "Version and store of the node.", {"version": __version__, "engine": node.config.kind}
         )
-        yield from _unlabelled(NODE, view)
+        yield from of_node
         for name, value, text in (
             ("recovered", condition.recovered, "1 if the store has recovered its keys, otherwise 0."),
             ("recovery_seconds", condition.recovery_s, "Duration of the recovery at the start."),

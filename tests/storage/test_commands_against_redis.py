@@ -386,7 +386,7 @@ SCRIPTS = {
     """,
     "unknown": r"""
         NOSUCH ; nosuch a "b c" ; NOSUCH LONG "never shown" ; LONG ; "GET\x0d\x0aX" a ; CLIENT NOSUCH ; CLIENT ;
-        CONFIG ; CONFIG NOSUCH x ; COMMAND NOSUCH ; client|id
+        CONFIG ; CONFIG NOSUCH x ; COMMAND NOSUCH ; client|id ; CLIENT "ID\x00x" ; CLIENT "\xe2\x84\xaaILL" ID 1
     """,
     "client": r"""
         CLIENT GETNAME ; CLIENT SETNAME me ; CLIENT GETNAME ; CLIENT SETNAME "a b" ; CLIENT SETNAME "" ;

@@ -75,6 +75,7 @@ def test_unauthenticated_clients_use_a_share_of_slots_and_new_clients_connect(st
             with child.client() as beyond:
                 assert beyond.receive_to_end() == b"-ERR max number of clients reached\r\n"
     assert int(established[0].info()["unauthenticated_evicted"]) >= 56
+    assert any("unauthenticated_evicted address=" in line for line in child.log)
 
 
 @pytest.fixture

@@ -1,9 +1,12 @@
 """Tenants that share a node: one tenant's requests do not delay another's, and are bounded and counted."""
 
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from machine import NEVER_S, WAIT_MAX_S, wait_for
@@ -13,15 +16,21 @@ from test_client_memory import MIB, Weighed
 from test_layers import LAYERS, check, stored
 from test_shaper import MBIT, Run, Sent, shared
 
+from shadowserve.pool.memory_pool import MemoryPool
 from shadowserve.resp import ErrorReply, encode_command
 from storage_kv.access.memory import Account, MemoryBudget
+from storage_kv.access.users import Users
+from storage_kv.clients.connection import Connection
 from storage_kv.clients.event_loop import EventLoop
 from storage_kv.clients.workers import Workers
+from storage_kv.config import StorageConfig
 from storage_kv.egress import Demand
 from storage_kv.fair_queue import FairQueue
+from storage_kv.node import Node
 from storage_kv.pending_keys import PendingKeys
+from storage_kv.reconfiguration import Reconfiguration
 from storage_kv.session import Session
-from storage_kv.shaper import Flow
+from storage_kv.shaper import Flow, Others
 
 USERS = """user root on >r ~* &* +@all
 user ann on >a ~* +@all -@admin tenant=a
@@ -299,6 +308,39 @@ def test_each_client_has_its_own_debt() -> None:
     others.leave(greedy)
     assert others.wait_s(Sent(5, 1), run.now_s) > 0, "a new connection must keep the tenant's debt"
     assert others.wait_s(Sent(6, 2), run.now_s) == 0.0
+
+
+class BreaksOff:
+    """A transport that sends one batch of buffers, then finds the client gone."""
+
+    is_secure = read_wants_write = write_wants_read = False
+
+    def __init__(self) -> None:
+        self.socket, client = socket.socketpair()
+        client.close()
+        self._sends = 0
+
+    def sendmsg(self, parts: Sequence[bytes | memoryview]) -> int:
+        self._sends += 1
+        if self._sends > 1:
+            raise ConnectionResetError
+        return sum(map(len, parts))
+
+
+def test_a_client_that_breaks_off_while_it_is_sent_to_is_forgotten_and_its_tenant_keeps_the_debt() -> None:
+    node = Node(Reconfiguration(StorageConfig()), Users(StorageConfig(), {}), MemoryPool.open(StorageConfig()), int)
+    node.streams = SimpleNamespace(others=(others := Others()))
+    others.rate = 1e3
+    session, transport = Session(1, "127.0.0.1:1", authenticated=True), BreaksOff()
+    workers, loop = Workers(0), EventLoop()
+    connection = Connection(node, workers, lambda session: None, cast(Any, transport), session, loop)
+    with node.lock:
+        for _ in range(100):
+            connection._executor.replies.append(b"x" * 1000)
+    connection.finish()
+    assert node.counters.output_bytes == 64_000
+    assert not others._tenants[session.tenant].clients and others._tenants[session.tenant].left.credit < 0
+    loop.close()
 
 
 def test_a_client_with_one_request_at_a_time_is_limited_too(begin: Callable[..., Child]) -> None:

@@ -1,6 +1,7 @@
 """The metrics of a running server, and of a store with devices."""
 
 import ast
+import errno
 import re
 import shutil
 import subprocess
@@ -89,6 +90,8 @@ def test_metrics_count_the_work_of_a_server(start: Callable[..., Child]) -> None
     assert (
         samples['shadowserve_storage_command_duration_seconds_count{command="set"}'] == 1
     )  # the first command is timed
+    assert samples["shadowserve_storage_records_stored_total"] == 1
+    assert samples["shadowserve_storage_received_bytes_total"] > len(value)
     assert samples["shadowserve_storage_clients"] == 1
     assert samples["shadowserve_storage_recovered"] == 1 and samples["shadowserve_storage_draining"] == 0
     assert samples["shadowserve_storage_cpu_seconds_total"] > 0
@@ -157,6 +160,25 @@ def test_a_scrape_does_not_use_the_store_before_recovery() -> None:
     assert [check.name for check in condition.readiness() if check.failed] == ["recovery", "listening"]
 
 
+def test_a_scrape_reads_sessions_and_queues_with_the_lock_held() -> None:
+    node = node_with(ShownStore())
+    for owner, name in ((node, "sessions"), (node.memory, "_queues"), (node.lent, "_queues")):
+        setattr(owner, name, LockedDict(node))
+    assert exported(node)["shadowserve_storage_clients"] == 0
+
+
+class LockedDict(dict[Any, Any]):
+    """A dictionary that other threads change: only the holder of the node's lock may iterate over it."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__()
+        self._node = node
+
+    def values(self) -> Any:
+        assert self._node.lock.locked()
+        return super().values()
+
+
 def test_an_engine_of_memory_alone_has_neither_devices_nor_arenas() -> None:
     samples = exported(node_with(MemoryPool.open(StorageConfig())))
     assert "shadowserve_storage_keys" in samples
@@ -169,6 +191,14 @@ def test_every_metric_has_the_prefix_and_units_stand_at_the_end() -> None:
         assert NAMES.fullmatch(bare), name
         if "bytes" in bare or "seconds" in bare:
             assert bare.endswith(UNITS), name
+
+
+def test_every_metric_of_the_storage_node_is_documented_and_no_other(start: Callable[..., Child]) -> None:
+    text = start("--metrics-port", "0").http("/metrics")[1]
+    exported_names = {name.removeprefix("shadowserve_storage_") for name in re.findall(r"^# TYPE (\S+) ", text, re.M)}
+    page = (REPOSITORY / "docs" / "reference" / "metrics.md").read_text()
+    table = page.partition("## Storage node\n")[2].partition("| metrics | meaning |")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`([a-z_]+)(?:{[a-z, ]+})?`", table)) == exported_names
 
 
 # ---- Commands --------------------------------------------------------------------------------------------------------
@@ -214,6 +244,15 @@ def test_info_has_the_commands_as_redis_has_them(start: Callable[..., Child]) ->
         assert "cmdstat_set" in client.info("all") and "cmdstat_set" not in client.info("default")
         client.call("CONFIG", "RESETSTAT")
         assert "cmdstat_set" not in client.info("commandstats")
+
+
+def test_info_needs_no_free_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptor(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("builtins.open", no_descriptor)
+    reply = execute(node_with(MemoryPool.open(StorageConfig())), Session(1, "", authenticated=True), [b"INFO"])
+    assert isinstance(reply, bytes) and re.search(rb"used_memory_rss:[1-9]", reply)
 
 
 # ---- Alerts ----------------------------------------------------------------------------------------------------------
