@@ -193,6 +193,11 @@ class DataPlaneConfig(Section):
             raise ValueError(f"'{value}': the storage server cannot have port 0")
         return value
 
+    @field_validator("metrics_port", mode="before")
+    @classmethod
+    def _read_port(cls, value: Any) -> Any:
+        return None if value == "none" else value
+
     @field_validator("storage_cluster", "storage_nodes")
     @classmethod
     def _check_several(cls, value: list[str]) -> list[str]:
