@@ -193,6 +193,11 @@ class DataPlaneConfig(Section):
             raise ValueError(f"'{value}': the storage server cannot have port 0")
         return value
 
+    @field_validator("metrics_port", mode="before")
+    @classmethod
+    def _read_port(cls, value: Any) -> Any:
+        return None if value == "none" else value
+
     @field_validator("storage_cluster", "storage_nodes")
     @classmethod
     def _check_several(cls, value: list[str]) -> list[str]:
@@ -226,7 +231,7 @@ class DataPlaneConfig(Section):
         if self.storage_server_name and self.storage_cluster:
             raise ValueError(
                 "storage_server_name is one name, and a cluster has several nodes: their certificates must hold the "
-                "names or addresses that the nodes publish (cluster-publish-hostname, cluster-publish-ip)"
+                "names or addresses that the nodes report in CLUSTER SLOTS"
             )
         if self.storage_server_name and self.storage_nodes:
             raise ValueError(

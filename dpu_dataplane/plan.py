@@ -167,7 +167,7 @@ class FetchPlan:
         return replace(self, keys=self.keys[:count], pieces=self.pieces[:count], layers=self.layers[:count])
 
     def batch(self, piece_ids: Sequence[int]) -> native.Batch:
-        """Make a batch of some pieces for the pipeline. The caller releases it before it makes another one."""
+        """Make the pipeline's batch of some pieces, in ascending order. The caller releases it before the next one."""
         whole = len(piece_ids) == len(self.pieces)
         batch = native.Batch(
             pieces=self.pieces if whole else self.pieces[list(piece_ids)],

@@ -15,7 +15,7 @@ from shadowserve.errors import StorageRefusedError
 from shadowserve.pieces import Flags
 
 PENDING_KEYS_MAX: Final = 16_384
-"""Most pending keys of all hosts together: a storage node's limit for one client (storage_kv/publications.py)."""
+"""Most pending keys of all hosts together: a storage node's limit for one client (storage_kv/pending_keys.py)."""
 LASTS_MS_MAX: Final = 60_000
 """Longest lifetime of a publication, as on a storage node."""
 

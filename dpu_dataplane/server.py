@@ -70,6 +70,7 @@ class Daemon:
 
     Attributes:
         address: Address of the gRPC server, ``host:port`` or ``unix:/path``.
+        metrics_port: Port of /metrics and the probes; None for none.
         device_lost: Set once the accelerator was given up: the process has to end.
         unclean: Jobs or the accelerator may still access memory after the stop: the process has to end at once.
     """
@@ -80,7 +81,7 @@ class Daemon:
         self.config = config
         self.address = ""
         self.metrics = Metrics()
-        self.metrics_port = 0
+        self.metrics_port: int | None = None
         self._loop: asyncio.AbstractEventLoop
         self._source: Source
         self._draining = False
@@ -186,6 +187,8 @@ class Daemon:
         except OSError as error:
             raise ConfigurationError(f"metrics_port: cannot listen on {port}: {error}") from error
         self._exit.callback(endpoint.close)
+        self.metrics_port = endpoint.port
+        logger.info("metrics and probes: http://127.0.0.1:%d/metrics", endpoint.port)
 
     @property
     def storage_name(self) -> str:

@@ -29,7 +29,7 @@ TREATMENTS = [
     *(layout("binned", dtype) for dtype in ("bfloat16", "float16", "float32", "float8_e4m3")),
     layout("binned", bins=64, value_bins=16),
     layout("binned", "float8_e4m3", bins=64, value_bins=16, scale_tokens=16),
-    layout("binned", "float16", value_bins=8, scale_tokens=5),  # the last scale of a slice is covers fewer tokens
+    layout("binned", "float16", value_bins=8, scale_tokens=5),  # the last scale of a slice covers fewer tokens
     *(layout("passthrough", dtype) for dtype in ("uint8", "bfloat16", "float8_e4m3")),
 ]
 

@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 from budget_support import moved, report
-from dataplane_support import Client, Fetched, Segment, Server, keys_of, kv, layout, running
+from dataplane_support import BACKEND, Client, Fetched, Segment, Server, keys_of, kv, layout, running
 from machine import WAIT_MAX_MS, WAIT_MAX_S, until
 from test_tiers import cool, store, tiers_in, tiers_of
 
@@ -172,7 +172,8 @@ async def test_chunks_of_pages_are_compressed_without_devices(storage: Server, t
         await client.register(SHAPE, CHUNKS)
         client.segment.memory[: CHUNKS * SHAPE.raw_bytes] = 7
         answer = await client.store(KEYS, plain=True, parents=[b"", *KEYS[:-1]])
-        assert answer.chunks == CHUNKS and answer.stored_bytes < answer.raw_bytes / 4
+        ratio = 10 if BACKEND == "software" else 4  # Huffman coding alone needs an eighth of constant bytes
+        assert answer.chunks == CHUNKS and answer.stored_bytes < answer.raw_bytes / ratio
         assert storage.has(KEYS[0])
         assert (await client.fetch(KEYS)).chunks == CHUNKS and client.chunk(1) == b"\x07" * SHAPE.raw_bytes
 

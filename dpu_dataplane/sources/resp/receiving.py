@@ -150,7 +150,7 @@ class _Stream:
                 self._wait(_EVENTS[want])
 
     def receive_line(self, most: int) -> tuple[bytes, bytes]:
-        """Return a line without its end, and what came behind it: of both up to ``most`` bytes and a line's more."""
+        """Receive a line; return it without its end, and what came after it: at most ``most`` bytes."""
         data, part = b"", memoryview(bytearray(min(most, _LINE_MAX)))
         while b"\r\n" not in data:
             if len(data) > _LINE_MAX:
