@@ -21,7 +21,7 @@ from shadowserve.errors import RecordError
 from shadowserve.keys import storage_key
 from shadowserve.pieces import leading
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.record import Head, Manifest, plan_slices, slices_of
+from shadowserve.record import Header, Manifest, plan_slices, slices_of
 
 ALIGNMENT: Final = 64
 """Alignment of occupancies in bytes: a cache line; accelerators need it too."""
@@ -158,14 +158,14 @@ def plan_fetch(parts: Sequence[FetchPart], layerwise: bool, buffers: Buffers, co
 
 def _find_headers(
     part: FetchPart, layerwise: bool, buffers: Buffers, codecs: Collection[int]
-) -> tuple[dict[int, Head], GroupEnd | None, bool]:
+) -> tuple[dict[int, Header], GroupEnd | None, bool]:
     """Return the headers of remaining chunks, where the group ends if it does, and whether there may be more chunks.
 
     Stops where more surely would not fit. The manifests are not checked yet.
     """
     whole = np.logical_and.reduce(part.remaining, axis=0) & (not layerwise)
     whole_max = PIECES_MAX if buffers.dma_source is None else buffers.dma_source // part.layout.raw_bytes
-    headers: dict[int, Head] = {}
+    headers: dict[int, Header] = {}
     bodies = chunks = 0  # of chunks that are wanted whole
     for chunk in np.flatnonzero(part.remaining.any(axis=0)).tolist():
         if chunk not in part.found:
@@ -184,13 +184,13 @@ def _find_headers(
     return headers, None, False
 
 
-def _check_manifests(headers: dict[int, Head]) -> tuple[dict[int, Head], Manifest, GroupEnd | None]:
+def _check_manifests(headers: dict[int, Header]) -> tuple[dict[int, Header], Manifest, GroupEnd | None]:
     """Return the leading headers with sound manifests, these manifests, and where the group ends if it does."""
     with contextlib.suppress(RecordError):
         manifest = slices_of(list(headers.values()))
         if manifest["encoded_length"].all():
             return headers, manifest, None
-    sound: dict[int, Head] = {}
+    sound: dict[int, Header] = {}
     for chunk, header in headers.items():  # one manifest is faulty: check them one by one
         try:
             empty = not header.slices["encoded_length"].all()
@@ -204,7 +204,7 @@ def _check_manifests(headers: dict[int, Head]) -> tuple[dict[int, Head], Manifes
 
 
 def _cut_pieces(
-    index: int, part: FetchPart, headers: Mapping[int, Head], manifest: Manifest, layerwise: bool
+    index: int, part: FetchPart, headers: Mapping[int, Header], manifest: Manifest, layerwise: bool
 ) -> _GroupPieces:
     """Return the pieces of some chunks: one for each remaining layer, or one for each run of remaining layers."""
     layout, chunks = part.layout, np.array(list(headers), np.int64)

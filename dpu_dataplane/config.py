@@ -231,7 +231,7 @@ class DataPlaneConfig(Section):
         if self.storage_server_name and self.storage_cluster:
             raise ValueError(
                 "storage_server_name is one name, and a cluster has several nodes: their certificates must hold the "
-                "names or addresses that the nodes report in CLUSTER SLOTS"
+                "names or addresses of the nodes (cluster-announce-hostname, cluster-announce-ip)"
             )
         if self.storage_server_name and self.storage_nodes:
             raise ValueError(

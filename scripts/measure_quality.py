@@ -183,7 +183,7 @@ def stored_and_loaded(
     return [(layer[0:1].contiguous(), layer[1:2].contiguous()) for layer in joined], stored
 
 
-def _symbols(head: record.Head, data: bytes) -> Iterator[npt.NDArray[np.int8]]:
+def _symbols(head: record.Header, data: bytes) -> Iterator[npt.NDArray[np.int8]]:
     """Yield each slice's symbols, a row for each token, of a record without a codec."""
     for entry in head.slices:
         begin = int(entry["offset"]) + int(entry["scales_length"])

@@ -80,7 +80,7 @@ def plan_slices(layout: ChunkLayout, slice_bytes: int = DECODED_BYTES_MAX) -> Ma
 
 
 @dataclass(frozen=True)
-class Head:
+class Header:
     """Header with valid lengths and checksum. :meth:`expect` and :attr:`slices` check its contents.
 
     Attributes:
@@ -129,21 +129,21 @@ class Head:
         return lengths
 
 
-def slices_of(heads: Sequence[Head]) -> Manifest:
-    """Return the concatenated manifests of headers of one layout, checked as in :attr:`Head.slices`.
+def slices_of(headers: Sequence[Header]) -> Manifest:
+    """Return the concatenated manifests of headers of one layout, checked as in :attr:`Header.slices`.
 
     One call checks all headers: a fetch waits for it, and numpy's cost per call exceeds that of one header's data.
 
     Raises:
         CorruptRecordError: A header fails the check.
     """
-    manifest: Manifest = np.frombuffer(b"".join(head.manifest for head in heads), MANIFEST_DTYPE)
-    if not heads:
+    manifest: Manifest = np.frombuffer(b"".join(header.manifest for header in headers), MANIFEST_DTYPE)
+    if not headers:
         return manifest
-    layout, counts = heads[0].layout, [len(head.manifest) for head in heads]
+    layout, counts = headers[0].layout, [len(header.manifest) for header in headers]
     chunk_tokens = layout.layers * layout.kinds * layout.tokens
-    of, last = np.repeat(np.arange(len(heads)), counts), np.cumsum(counts) - 1
-    head_lengths, lengths = np.array([(head.header_length, head.record_length) for head in heads], np.int64).T
+    of, last = np.repeat(np.arange(len(headers)), counts), np.cumsum(counts) - 1
+    header_lengths, lengths = np.array([(header.header_length, header.record_length) for header in headers], np.int64).T
     layers, kinds, tokens, first, scales = (
         manifest[name].astype(np.int64) for name in ("layer", "kind", "tokens", "token_first", "scales_length")
     )
@@ -157,15 +157,15 @@ def slices_of(heads: Sequence[Head]) -> Manifest:
         and bool((kinds < layout.kinds).all())
         and bool((first + tokens <= layout.tokens).all())
         and bool((position == ends - tokens).all())
-        and bool((ends[last] == (np.arange(len(heads)) + 1) * chunk_tokens).all())
+        and bool((ends[last] == (np.arange(len(headers)) + 1) * chunk_tokens).all())
         and bool((tokens * layout.token_decoded_bytes <= DECODED_BYTES_MAX).all())
         and bool((scales == layout.scales_bytes(tokens)).all())
-        and bool((behind[last] == np.cumsum(lengths - head_lengths)).all())
+        and bool((behind[last] == np.cumsum(lengths - header_lengths)).all())
         and bool((manifest["offset"] == (lengths - behind[last])[of] + behind - stored).all())
     )
     if not sound:
         raise CorruptRecordError(
-            f"manifest of record {heads[0].key.hex()} does not cover its chunk; the writer is faulty: delete the record"
+            f"manifest of record {headers[0].key.hex()} does not cover its chunk: the writer is faulty; delete it"
         )
     return manifest
 
@@ -188,8 +188,7 @@ def encode_header(
         manifest: Result of :func:`plan_slices` with encoded_length, checksum and decoded_crc32 filled in. Offsets are
             computed here: slices follow each other without gaps.
         parent: Key of the previous chunk's record in the prompt, 32 bytes; empty for the first. Eviction uses it: a
-        chunk
-            is useless without those before it.
+            chunk is useless without those before it.
         in_blocks: Start the body at a block of 4096 bytes on a device, so that a device can read slices directly into
             their target.
 
@@ -226,13 +225,13 @@ def encode_header(
         layout.scale_tokens if layout.scale_tokens > 1 else 0,
         padding,
     )
-    head = bytearray(header + (parent or _NO_PARENT) + placed.tobytes() + bytes(padding))
-    struct.pack_into("<I", head, _CHECKSUM_OFFSET, native.crc32(head))
-    return bytes(head)
+    whole = bytearray(header + (parent or _NO_PARENT) + placed.tobytes() + bytes(padding))
+    struct.pack_into("<I", whole, _CHECKSUM_OFFSET, native.crc32(whole))
+    return bytes(whole)
 
 
 def header_length(data: Data) -> int:
-    """Return how many bytes the head at the start of ``data`` claims to have; 0 where none can begin like that."""
+    """Return the claimed length of the header at the start of ``data``; 0 if no header can begin so."""
     if len(data) < _HEADER.size or data[:4] != MAGIC:
         return 0
     length: int = _HEADER.unpack_from(data)[3]
@@ -279,7 +278,7 @@ def _read_header(view: memoryview) -> tuple[Any, ...]:
         raise CorruptRecordError("the record's lengths contradict each other")
     if len(view) < claimed:
         raise CorruptRecordError(f"the record is cut off after {len(view)} bytes, within its manifest")
-    if _head_checksum(view[:claimed]) != checksum or view[claimed - padding : claimed] != bytes(padding):
+    if _header_checksum(view[:claimed]) != checksum or view[claimed - padding : claimed] != bytes(padding):
         raise CorruptRecordError("the header's checksum is wrong: bytes have changed since the record was written")
     return fields
 
@@ -321,7 +320,7 @@ def _layout(namespace: bytes, dtype: int, layers: int, *numbers: int) -> ChunkLa
     )
 
 
-def parse_header(data: Data) -> Head:
+def parse_header(data: Data) -> Header:
     """Parse the header at the start of ``data``; more bytes may follow it.
 
     Raises:
@@ -343,35 +342,35 @@ def parse_header(data: Data) -> Head:
         raise CorruptRecordError(f"the raw length is {raw_length}, the shape gives {layout.raw_bytes}")
     parent = bytes(view[_HEADER.size : header_length])
     manifest = np.frombuffer(view[header_length:], MANIFEST_DTYPE, count)
-    return Head(key, codec, layout, length, record_length, parent if any(parent) else b"", manifest)
+    return Header(key, codec, layout, length, record_length, parent if any(parent) else b"", manifest)
 
 
-def _head_checksum(head: memoryview) -> int:
-    crc = zlib.crc32(_CHECKSUM_ZEROED, zlib.crc32(head[:_CHECKSUM_OFFSET]))
-    return zlib.crc32(head[_CHECKSUM_OFFSET + 4 :], crc)  # faster than a call into the C core up to about 4 KB
+def _header_checksum(header: memoryview) -> int:
+    crc = zlib.crc32(_CHECKSUM_ZEROED, zlib.crc32(header[:_CHECKSUM_OFFSET]))
+    return zlib.crc32(header[_CHECKSUM_OFFSET + 4 :], crc)  # faster than a call into the C core up to about 4 KB
 
 
-def verify(data: Data, key: bytes) -> Head:
+def verify(data: Data, key: bytes) -> Header:
     """Check a whole record without decoding it: header, manifest, and the checksum of each slice.
 
     Raises:
         NotARecordError, CorruptRecordError, MismatchError: The record is invalid, or has another key.
     """
-    head = parse_header(data)
-    head.expect(key)
+    header = parse_header(data)
+    header.expect(key)
     view = memoryview(data)
-    if len(view) != head.record_length:
-        raise CorruptRecordError(f"the record has {len(view)} bytes, its header says {head.record_length}")
-    for entry, stored in _stored_slices(head, view):
+    if len(view) != header.record_length:
+        raise CorruptRecordError(f"the record has {len(view)} bytes, its header says {header.record_length}")
+    for entry, stored in _stored_slices(header, view):
         if native.crc32(stored) != entry["checksum"]:
             raise CorruptRecordError(
                 f"slice of layer {entry['layer']}, kind {entry['kind']} of record {key.hex()}: checksum is wrong"
             )
-    return head
+    return header
 
 
-def _stored_slices(head: Head, record: memoryview) -> Iterator[tuple[Any, memoryview]]:
-    for entry in head.slices:
+def _stored_slices(header: Header, record: memoryview) -> Iterator[tuple[Any, memoryview]]:
+    for entry in header.slices:
         begin = int(entry["offset"])
         yield entry, record[begin : begin + int(entry["scales_length"]) + int(entry["encoded_length"])]
 
@@ -428,12 +427,12 @@ def decode(data: Data, key: bytes, layout: ChunkLayout) -> bytearray:
             codec that is not built in.
         NativeError: Out of memory.
     """
-    head = verify(data, key)
-    head.expect(key, layout)
-    codec = _codec(head)
+    header = verify(data, key)
+    header.expect(key, layout)
+    codec = _codec(header)
     kv = bytearray()
     for (entry, stored), decoded_length in zip(
-        _stored_slices(head, memoryview(data)), head.decoded_lengths.tolist(), strict=True
+        _stored_slices(header, memoryview(data)), header.decoded_lengths.tolist(), strict=True
     ):
         scales, stream = stored[: int(entry["scales_length"])], stored[int(entry["scales_length"]) :]
         try:
@@ -444,21 +443,21 @@ def decode(data: Data, key: bytes, layout: ChunkLayout) -> bytearray:
             raise CorruptRecordError(f"a slice of record {key.hex()} does not decode: {error}") from error
         if native.crc32(symbols) != entry["decoded_crc32"]:
             raise CorruptRecordError(f"a slice of record {key.hex()} decodes to other bytes than were stored")
-        kv += _dequantize(head, entry, symbols, scales)
+        kv += _dequantize(header, entry, symbols, scales)
     return kv
 
 
-def _codec(head: Head) -> native.Codec:
-    if head.codec not in native.codec_implementations():
+def _codec(header: Header) -> native.Codec:
+    if header.codec not in native.codec_implementations():
         known = ", ".join(codec.name.lower() for codec in native.codec_implementations())
         raise MismatchError(
-            f"record {head.key.hex()} has codec {head.codec}, which this build cannot decode; it has {known}"
+            f"record {header.key.hex()} has codec {header.codec}, which this build cannot decode; it has {known}"
         )
-    return native.Codec(head.codec)
+    return native.Codec(header.codec)
 
 
-def _dequantize(head: Head, entry: Any, symbols: bytes, scales: memoryview) -> bytes:
-    layout = head.layout
+def _dequantize(header: Header, entry: Any, symbols: bytes, scales: memoryview) -> bytes:
+    layout = header.layout
     try:
         return native.dequantize(
             layout.quantizer,
@@ -470,4 +469,4 @@ def _dequantize(head: Head, entry: Any, symbols: bytes, scales: memoryview) -> b
             scale_vectors=layout.scale_tokens,
         ).tobytes()
     except NativeError as error:  # a scale is not finite; our writers never store one
-        raise CorruptRecordError(f"a slice of record {head.key.hex()} cannot be dequantized: {error}") from error
+        raise CorruptRecordError(f"a slice of record {header.key.hex()} cannot be dequantized: {error}") from error

@@ -8,7 +8,7 @@ from typing import Final, Generic, NamedTuple, Self, TypeVar
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import CorruptRecordError, NotARecordError, RecordError, StorageError, StorageRefusedError
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.record import Head, HeaderPeek, header_length, parse_header, peek_header
+from shadowserve.record import Header, HeaderPeek, header_length, parse_header, peek_header
 from shadowserve.tier import Tier
 
 HEADER_CACHE_BYTES: Final = 32 << 20
@@ -101,7 +101,7 @@ def inspect_header(stored: Stored, key: bytes, namespace: bytes, codecs: Collect
 
 def check_header(
     stored: Stored, key: bytes, layout: ChunkLayout, body_max: int, codecs: Collection[int]
-) -> Fault | Head:
+) -> Fault | Header:
     """Check all of a header but its manifest, as a fetch must; ``body_max`` bounds the encoded bytes of the chunk."""
     try:
         header = parse_header(stored.header)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from shadowserve import native
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.native import Codec
-from shadowserve.record import FIXED_HEADER_BYTES, MANIFEST_DTYPE, Head, Manifest, encode
+from shadowserve.record import FIXED_HEADER_BYTES, MANIFEST_DTYPE, Header, Manifest, encode
 
 KEY = bytes(range(32))
 NAMESPACE = bytes(range(100, 132))
@@ -147,7 +147,7 @@ def flipped(record: bytes) -> Iterator[tuple[int, bytes]]:
         yield bit, bytes(damaged)
 
 
-def layer_range(head: Head, first: int, last: int) -> tuple[int, int]:
+def layer_range(head: Header, first: int, last: int) -> tuple[int, int]:
     """Return the byte range ``[begin, end)`` of the record that holds layers first to last, inclusive."""
     chosen = head.slices[(head.slices["layer"] >= first) & (head.slices["layer"] <= last)]
     end = sum(int(chosen[-1][name]) for name in ("offset", "scales_length", "encoded_length"))

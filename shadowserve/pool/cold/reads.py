@@ -359,7 +359,7 @@ class ColdReader:
             if buffer is not None and not self._closed:
                 self._pool.discard(buffer)
 
-    def _keep_in_pool(self, read: _Read, buffer: memoryview | None, head: record.Head) -> Item | None:
+    def _keep_in_pool(self, read: _Read, buffer: memoryview | None, head: record.Header) -> Item | None:
         """Put a record into the pool; return its item with its value, None if the pool does not have it.
 
         A record that was removed in the meantime is not stored.
