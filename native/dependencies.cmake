@@ -65,11 +65,17 @@ else()
                         "libisal-dev, the fastest), libdeflate (libdeflate-dev) or zlib (zlib1g-dev).")
 endif()
 # The decoder's library computes CRC-32, too; on Arm libdeflate does, see src/cpu/crc32.c.
-if(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64" AND crc32 STREQUAL "ISAL" AND LIBDEFLATE_FOUND)
-    library_use(LIBDEFLATE)
-    set(crc32 LIBDEFLATE)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64" AND crc32 STREQUAL "ISAL")
+    if(LIBDEFLATE_FOUND)
+        library_use(LIBDEFLATE)
+        set(crc32 LIBDEFLATE)
+    else()
+        message(WARNING "ISA-L computes CRC-32: slowly on CPUs without the cryptographic extension, such as some "
+                        "BlueField parts. Install libdeflate (Debian: libdeflate-dev).")
+    endif()
 endif()
 list(APPEND SHADOWSERVE_DEFINITIONS SS_CRC32_${crc32})
+message(STATUS "Deflate: ${deflate}, CRC-32: ${crc32}")
 
 # What of liburing is needed is there from 2.2 on.
 if(URING_FOUND)

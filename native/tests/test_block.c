@@ -497,12 +497,12 @@ struct submitter {
 
 static void *submit_many(void *context) {
     struct submitter *submitter = context;
-    for (int batch = 0; batch < 100; batch++) {
-        struct ss_block_operation operation = {.kind = batch % 2 == 0 ? SS_BLOCK_WRITE : SS_BLOCK_READ,
-                                               .priority = (enum ss_block_priority)(batch % 3),
-                                               .offset = submitter->offset + (uint64_t)(batch / 2) * PAGE,
+    for (int trial = 0; trial < 100; trial++) {
+        struct ss_block_operation operation = {.kind = trial % 2 == 0 ? SS_BLOCK_WRITE : SS_BLOCK_READ,
+                                               .priority = (enum ss_block_priority)(trial % 3),
+                                               .offset = submitter->offset + (uint64_t)(trial / 2) * PAGE,
                                                .length = PAGE,
-                                               .memory = submitter->memory + (size_t)batch * PAGE,
+                                               .memory = submitter->memory + (size_t)trial * PAGE,
                                                .tag = 1};
         enum ss_result result;
         while ((result = ss_block_submit(submitter->block, &operation, 1)) == SS_NO_SPACE) {

@@ -103,7 +103,7 @@ static void check_damage(enum ss_codec codec) {
         plain_fill(plain.start, size, which == 1 ? 3 : 1);
         CHECK(ss_compress(codec, plain.start, size, 0, whole, sizeof(whole), &written) == SS_OK, "codec %d",
               (int)codec);
-        for (int batch = 0; batch < 3000 / fewer; batch++) {
+        for (int trial = 0; trial < 3000 / fewer; trial++) {
             size_t kept = random_below(4) == 0 ? random_below(written + 1) : written;
             size_t wanted = random_below(4) == 0 ? random_below(2 * size) : size;
             uint8_t *encoded = guarded_place(&stream, kept, 1);
@@ -117,7 +117,7 @@ static void check_damage(enum ss_codec codec) {
             CHECK(result == SS_OK || result == SS_BAD_DATA, "codec %d: result %d", (int)codec, (int)result);
         }
     }
-    for (int batch = 0; batch < 20000 / fewer; batch++) {
+    for (int trial = 0; trial < 20000 / fewer; trial++) {
         size_t size = random_below(300), wanted = random_below(2000);
         uint8_t *encoded = guarded_place(&stream, size, 1);
         random_fill(encoded, size);
@@ -195,9 +195,9 @@ static void *thread_run(void *argument) {
     size_t written;
 
     CHECK(data && back && encoded, "no memory");
-    for (int batch = 0; batch < 20; batch++) {
+    for (int trial = 0; trial < 20; trial++) {
         for (size_t index = 0; index < size; index++) {
-            data[index] = (uint8_t)((index * index * (size_t)(batch + 3) >> 9) % (*(size_t *)argument + 2));
+            data[index] = (uint8_t)((index * index * (size_t)(trial + 3) >> 9) % (*(size_t *)argument + 2));
         }
         for (enum ss_codec codec = SS_CODEC_NONE; codec <= SS_CODEC_KVRANS; codec++) {
             if (ss_codec_implementation(codec) == NULL) {
@@ -243,8 +243,8 @@ int main(void) {
         for (size_t size = 0; size <= 400; size += step) {
             check_round_trip(codec, size, (int)(size % 5), (int)(size / 5 % 2));
         }
-        for (int batch = 0; batch < 60; batch += (int)step) {
-            check_round_trip(codec, random_below(60000), batch % 5, batch % 2);
+        for (int trial = 0; trial < 60; trial += (int)step) {
+            check_round_trip(codec, random_below(60000), trial % 5, trial % 2);
         }
         for (size_t index = 0; index < sizeof(sizes) / sizeof(sizes[0]); index++) {
             for (int kind = (int)(index % step % 5); kind < 5; kind += (int)step) {

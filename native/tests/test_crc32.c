@@ -29,7 +29,7 @@ int main(void) {
         check_at(guarded_place(&region, size, 0), size);
         check_at(region.start + size % 64 + 1, size);
     }
-    for (int batch = 0; batch < 2000; batch++) {
+    for (int trial = 0; trial < 2000; trial++) {
         size_t size = random_below(SIZE_MAX_TESTED);
         check_at(guarded_place(&region, size, (int)random_below(2)), size);
     }

@@ -130,7 +130,7 @@ static void test_completions_come_out_of_order_by_a_seed(void) {
         sources[i] = buf_data(&bench, 64 * i, 64);
         targets[i] = buf_empty(&bench, 65536 + 64 * i, 64);
     }
-    for (int batch = 0; batch < 20 && !out_of_order; batch++) {
+    for (int trial = 0; trial < 20 && !out_of_order; trial++) {
         uint64_t seen = 0;
         report_count = 0;
         for (size_t i = 0; i < TASKS_MAX; i++) {
@@ -144,7 +144,7 @@ static void test_completions_come_out_of_order_by_a_seed(void) {
         }
         CHECK(seen == (1ull << TASKS_MAX) - 1, "each once: %llx", (unsigned long long)seen);
     }
-    CHECK(out_of_order, "20 batches in order");
+    CHECK(out_of_order, "20 trials in order");
     for (size_t i = 0; i < TASKS_MAX; i++) {
         buf_release(sources[i]);
         buf_release(targets[i]);

@@ -75,7 +75,7 @@ static void check_codes(void) {
         check_plain(size, "Fibonacci frequencies");
     }
     /* A few common bytes and a sprinkle of all others. */
-    for (int batch = 0; batch < 200; batch++) {
+    for (int trial = 0; trial < 200; trial++) {
         size_t size = 1 + random_below(200000);
         size_t rare = 2 + random_below(3000);
         for (size_t index = 0; index < size; index++) {
@@ -87,7 +87,7 @@ static void check_codes(void) {
 
 static void check_sizes(void) {
     /* Stored and coded regions in turn, so that runs of stored blocks begin and end everywhere. */
-    for (int batch = 0; batch < 60; batch++) {
+    for (int trial = 0; trial < 60; trial++) {
         size_t size = random_below(SIZE_MAX_TESTED);
         size_t region = 1 + random_below(300000);
         for (size_t index = 0; index < size; index++) {
@@ -96,7 +96,7 @@ static void check_sizes(void) {
         check_plain(size, "mixed regions");
     }
     random_fill(plain, SIZE_MAX_TESTED);
-    for (int batch = 0; batch < 20; batch++) {
+    for (int trial = 0; trial < 20; trial++) {
         size_t size = random_below(SIZE_MAX_TESTED);
         size_t written = check_plain(size, "noise");
         CHECK(written <= size + 6 * (size / 65535 + 1), "%zu bytes of noise became %zu", size, written);
@@ -127,17 +127,17 @@ static void check_ratio(int bins) {
 static void check_foreign_streams(void) {
     static const int strategies[] = {Z_DEFAULT_STRATEGY, Z_FILTERED, Z_HUFFMAN_ONLY, Z_RLE, Z_FIXED};
 
-    for (int batch = 0; batch < 300; batch++) {
-        size_t size = random_below(batch % 10 == 0 ? SIZE_MAX_TESTED : 5000);
+    for (int trial = 0; trial < 300; trial++) {
+        size_t size = random_below(trial % 10 == 0 ? SIZE_MAX_TESTED : 5000);
         size_t period = 1 + random_below(40000);
         size_t written;
         for (size_t index = 0; index < size; index++) {
             plain[index] = (uint8_t)(index >= period && random_below(50) ? plain[index - period] : random64() >> 50);
         }
-        written = zlib_deflate(plain, size, encoded, 2 * SIZE_MAX_TESTED, batch % 10, strategies[batch % 5]);
+        written = zlib_deflate(plain, size, encoded, 2 * SIZE_MAX_TESTED, trial % 10, strategies[trial % 5]);
         CHECK(ss_decompress(SS_CODEC_DEFLATE, encoded, written, decoded, size) == SS_OK &&
                   memcmp(plain, decoded, size) == 0,
-              "zlib level %d strategy %d, %zu bytes", batch % 10, strategies[batch % 5], size);
+              "zlib level %d strategy %d, %zu bytes", trial % 10, strategies[trial % 5], size);
     }
 }
 

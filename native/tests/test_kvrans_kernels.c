@@ -239,7 +239,7 @@ static void prepare_compare(const struct ss_kvrans_kernels *kernels, const struc
 static void test_kernels(const struct ss_kvrans_kernels *kernels) {
     static struct sample sample;
 
-    for (int batch = 0; batch < BLOCKS; batch++) {
+    for (int trial = 0; trial < BLOCKS; trial++) {
         uint8_t *end, *coded;
         sample_make(&sample);
         end = coded_buffer + SS_KVRANS_ENCODE_SLACK + (size_t)sample.plan.rows * sample.plan.columns;

@@ -102,13 +102,13 @@ static int stream_make(struct ss_stream *stream, size_t slot, size_t size) {
 static void check_together(void) {
     static uint8_t reference[SIZE_MAX_TESTED + 1];
 
-    for (int batch = 0; batch < (test_is_brief() ? 100 : 400); batch++) {
+    for (int trial = 0; trial < (test_is_brief() ? 100 : 400); trial++) {
         struct ss_stream streams[STREAMS_MAX];
         int ours[STREAMS_MAX], damaged[STREAMS_MAX];
         size_t count = random_below(STREAMS_MAX + 1);
 
         for (size_t slot = 0; slot < count; slot++) {
-            ours[slot] = stream_make(&streams[slot], slot, batch % 8 == 0 ? size_choose() : size_choose() / 16);
+            ours[slot] = stream_make(&streams[slot], slot, trial % 8 == 0 ? size_choose() : size_choose() / 16);
             damaged[slot] = random_below(4) == 0 && streams[slot].source_size > 0;
             if (damaged[slot]) {
                 ((uint8_t *)streams[slot].source)[random_below(streams[slot].source_size)] ^=
@@ -119,15 +119,15 @@ static void check_together(void) {
         for (size_t slot = 0; slot < count; slot++) {
             struct ss_stream *stream = &streams[slot];
             if (!damaged[slot]) {
-                CHECK(stream->result == SS_OK || !ours[slot], "batch %d, stream %zu of %zu", batch, slot, count);
+                CHECK(stream->result == SS_OK || !ours[slot], "trial %d, stream %zu of %zu", trial, slot, count);
             }
             if (stream->result == SS_OK) {
                 CHECK(zlib_inflate(stream->source, stream->source_size, reference, stream->target_size) &&
                           memcmp(reference, stream->target, stream->target_size) == 0,
-                      "batch %d, stream %zu of %zu: zlib makes something else of it", batch, slot, count);
+                      "trial %d, stream %zu of %zu: zlib makes something else of it", trial, slot, count);
             }
             if (stream->result == SS_OK && !damaged[slot]) {
-                CHECK(memcmp(plains[slot], stream->target, stream->target_size) == 0, "batch %d", batch);
+                CHECK(memcmp(plains[slot], stream->target, stream->target_size) == 0, "trial %d", trial);
             }
         }
     }

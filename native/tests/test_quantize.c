@@ -15,8 +15,8 @@ static struct guarded source, symbols, scales, target, expected_symbols, expecte
 
 /* ---- The reference ------------------------------------------------------------------------------------------- */
 
-/* batch_to() rounds to 'mantissa_bits' after the leading one, ties to even, with subnormals under 2^exponent_min. */
-static double batch_to(double value, int mantissa_bits, int exponent_min) {
+/* round_to() rounds to 'mantissa_bits' after the leading one, ties to even, with subnormals under 2^exponent_min. */
+static double round_to(double value, int mantissa_bits, int exponent_min) {
     int exponent = value != 0 ? ilogb(value) : exponent_min;
     double step = ldexp(1, (exponent < exponent_min ? exponent_min : exponent) - mantissa_bits);
     return nearbyint(value / step) * step;
@@ -59,17 +59,17 @@ static double rounded(enum ss_dtype dtype, float product) {
     double value;
 
     if (dtype == SS_DTYPE_FLOAT8_E4M3) {
-        value = isinf(product) ? (double)product : batch_to((double)product, 3, -6);
+        value = isinf(product) ? (double)product : round_to((double)product, 3, -6);
         return fabs(value) > 448 ? copysign(448, value) : value;
     }
     if (dtype == SS_DTYPE_FLOAT32 || isinf(product)) {
         return (double)product;
     }
     if (dtype == SS_DTYPE_FLOAT16) {
-        value = batch_to((double)product, 10, -14);
+        value = round_to((double)product, 10, -14);
         return fabs(value) >= 65536 ? copysign(INFINITY, value) : value;
     }
-    value = batch_to((double)product, 7, -126);
+    value = round_to((double)product, 7, -126);
     return fabs(value) >= 0x1p128 ? copysign(INFINITY, value) : value;
 }
 
@@ -169,7 +169,7 @@ static void check_all_shapes(void) {
                 check_shape(&shape, 1);
                 check_shape(&shape, 0);
             }
-            for (int batch = 0; batch < 100; batch++) {
+            for (int trial = 0; trial < 100; trial++) {
                 size_t length = 1 + random_below(1500);
                 struct shape shape = {quantizer, dtype, bins_tested[random_below(6)],
                                       1 + random_below(ELEMENTS_MAX / length), length};
@@ -190,8 +190,8 @@ static void check_rounding(enum ss_isa isa) {
     }
     CHECK(ss_isa_force(isa) == SS_OK, "%s", isa_names[isa]);
     for (enum ss_dtype dtype = SS_DTYPE_FLOAT16; dtype <= SS_DTYPE_FLOAT8_E4M3; dtype++) {
-        for (int batch = 0; batch < SCALES; batch++) {
-            float scale = (float)ldexp(1 + (double)(random64() >> 11) * 0x1p-53, batch % 278 - 150);
+        for (int trial = 0; trial < SCALES; trial++) {
+            float scale = (float)ldexp(1 + (double)(random64() >> 11) * 0x1p-53, trial % 278 - 150);
             uint8_t scale_bytes[9]; /* unaligned on purpose */
             if (isinf(scale)) {
                 scale = 0;
@@ -297,12 +297,12 @@ static void check_one_symbol_of_more_bins(enum ss_isa isa) {
     int8_t made[COUNT];
     uint8_t wanted[4 * COUNT], decoded[4 * COUNT];
 
-    for (unsigned batch = 0; batch < 400; batch++) {
-        const enum ss_dtype dtype = dtypes[batch % 4];
+    for (unsigned trial = 0; trial < 400; trial++) {
+        const enum ss_dtype dtype = dtypes[trial % 4];
         for (size_t index = 0; index < COUNT; index++) {
             made[index] = (int8_t)((int)random_below(64) - 32);
         }
-        if (batch % 5 != 0) {
+        if (trial % 5 != 0) {
             made[random_below(COUNT)] = beyond[random_below(4)];
         }
         CHECK(ss_isa_force(SS_ISA_SCALAR) == SS_OK, "scalar is always there");
@@ -313,7 +313,7 @@ static void check_one_symbol_of_more_bins(enum ss_isa isa) {
         CHECK(ss_dequantize(SS_QUANTIZER_BINNED, dtype, (uint8_t *)made, vector_scales, VECTORS, LENGTH, decoded) ==
                       SS_OK &&
                   memcmp(wanted, decoded, COUNT * ss_dtype_size(dtype)) == 0,
-              "%s differs from scalar, dtype %d, batch %u", isa_names[isa], (int)dtype, batch);
+              "%s differs from scalar, dtype %d, trial %u", isa_names[isa], (int)dtype, trial);
     }
 }
 

@@ -61,7 +61,7 @@ INDEX_RECORD_DTYPE: Final = np.dtype(
 """One record of a device's log and snapshot (``struct ss_index_record``), 128 bytes."""
 
 _NULL: Final = ffi.NULL
-_RIVALS_AT_ONCE: Final = 256
+_SUPERSEDED_AT_ONCE: Final = 256
 _RECORD: Final = struct.Struct("<BBBBHxxIIIIIIQ32s32s24x")
 _PLACE: Final = struct.Struct("<IIII")
 
@@ -483,10 +483,10 @@ class Index:
     def superseded(self, device: int) -> list[tuple[int, bytes]]:
         """Return tenant and key of each put in a device's log that a later put of another device supersedes."""
         found: list[tuple[int, bytes]] = []
-        records = ffi.new("struct ss_index_record[]", _RIVALS_AT_ONCE)
+        records = ffi.new("struct ss_index_record[]", _SUPERSEDED_AT_ONCE)
         self._slot[0] = 0
         while True:
-            count = lib.ss_index_superseded(self._index, device, self._slot, records, _RIVALS_AT_ONCE)
+            count = lib.ss_index_superseded(self._index, device, self._slot, records, _SUPERSEDED_AT_ONCE)
             found += [(records[at].tenant, bytes(ffi.buffer(records[at].key))) for at in range(count)]
             if not self._slot[0]:
                 return found

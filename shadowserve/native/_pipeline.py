@@ -1,4 +1,4 @@
-"""The pipeline executor: its tables, its batches, and the executor."""
+"""The pipeline executor, the tables of its batches, and the batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

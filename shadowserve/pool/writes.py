@@ -126,7 +126,7 @@ class Writer:
             ticket = Ticket()
             self._barriers.append(ticket)
             self._core.waker.wake()
-            return joined((ticket,))
+            return ticket
         return self._when_logs_are_durable()
 
     def _when_logs_are_durable(self) -> Ticket | None:

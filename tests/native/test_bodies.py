@@ -41,10 +41,10 @@ def make_batch(
         for part in np.split(target, groups)
     ]
     pieces["origin"][list(bodies)] = Origin.AWAITED
-    batch_ = native.Batch(pieces=pieces, slices=slices, groups=parts, deadline_ns=deadline_ns)
+    batch = native.Batch(pieces=pieces, slices=slices, groups=parts, deadline_ns=deadline_ns)
     for index, body in bodies.items():
-        batch_.supply(index, body)
-    return batch_
+        batch.supply(index, body)
+    return batch
 
 
 @pytest.fixture
@@ -61,12 +61,12 @@ def test_bodies_of_any_buffer_are_delivered_without_a_socket_or_room(target: NDA
     shared[:] = DATA[1].tobytes()
     bodies = {0: DATA[0].tobytes(), 1: shared, 2: DATA[2], 3: memoryview(bytearray(DATA[3]))}
     with make_pipeline(decompression_bytes=1) as pipeline:
-        batch_ = make_batch(target, bodies)
+        batch = make_batch(target, bodies)
         with pytest.raises(BufferError):
             shared.close()  # while a read is possible
-        assert pipeline.fetch(batch_) is Result.OK
-        assert batch_.received_bytes == 0
-        batch_.release()
+        assert pipeline.fetch(batch) is Result.OK
+        assert batch.received_bytes == 0
+        batch.release()
         shared.close()
     assert (target.reshape(DATA.shape) == DATA).all()
 
@@ -89,11 +89,11 @@ def test_bodies_and_what_a_server_sends_make_one_round(target: NDArray[np.uint8]
     thread.start()
     try:
         with make_pipeline() as pipeline:
-            batch_ = make_batch(target, {0: DATA[0], 3: DATA[3]})
-            assert pipeline.fetch(batch_, [near.fileno()]) is Result.OK
-            assert 2 * CHUNK_BYTES <= batch_.received_bytes < 2 * CHUNK_BYTES + 1000
-            assert batch_.sockets_in_sync
-            batch_.release()
+            batch = make_batch(target, {0: DATA[0], 3: DATA[3]})
+            assert pipeline.fetch(batch, [near.fileno()]) is Result.OK
+            assert 2 * CHUNK_BYTES <= batch.received_bytes < 2 * CHUNK_BYTES + 1000
+            assert batch.sockets_in_sync
+            batch.release()
     finally:
         near.close()
         thread.join()
@@ -105,10 +105,10 @@ def test_a_damaged_body_fails_its_chunk_and_those_behind(target: NDArray[np.uint
     bad = DATA.copy()
     bad[2, 5000] ^= 1
     with make_pipeline() as pipeline:
-        batch_ = make_batch(target, dict(enumerate(bad)))
-        assert pipeline.fetch(batch_) is Result.CHECKSUM
-        assert batch_.results[:3] == [Result.OK, Result.OK, Result.CHECKSUM]
-        batch_.release()
+        batch = make_batch(target, dict(enumerate(bad)))
+        assert pipeline.fetch(batch) is Result.CHECKSUM
+        assert batch.results[:3] == [Result.OK, Result.OK, Result.CHECKSUM]
+        batch.release()
     assert (target.reshape(DATA.shape)[:2] == DATA[:2]).all()
 
 
@@ -116,11 +116,11 @@ def test_a_damaged_body_costs_its_own_group_alone(target: NDArray[np.uint8]) -> 
     bad = DATA.copy()
     bad[0, 5000] ^= 1
     with make_pipeline() as pipeline:
-        batch_ = make_batch(target, dict(enumerate(bad)), groups=2)
-        assert pipeline.fetch(batch_) is Result.CHECKSUM
-        assert batch_.results[0] is Result.CHECKSUM and batch_.results[2:] == [Result.OK, Result.OK]
-        batch_.release()
-        assert pipeline.fetch(batch_) is Result.BAD_ARGUMENT, "a released batch has no groups"
+        batch = make_batch(target, dict(enumerate(bad)), groups=2)
+        assert pipeline.fetch(batch) is Result.CHECKSUM
+        assert batch.results[0] is Result.CHECKSUM and batch.results[2:] == [Result.OK, Result.OK]
+        batch.release()
+        assert pipeline.fetch(batch) is Result.BAD_ARGUMENT, "a released batch has no groups"
     assert (target.reshape(DATA.shape)[2:] == DATA[2:]).all()
 
 
@@ -132,7 +132,7 @@ def test_a_body_of_another_length_is_refused(target: NDArray[np.uint8]) -> None:
 
 def test_a_chunk_that_nobody_has_needs_a_socket(target: NDArray[np.uint8]) -> None:
     with make_pipeline() as pipeline:
-        batch_ = make_batch(target, {0: DATA[0]})
-        assert pipeline.fetch(batch_) is Result.BAD_ARGUMENT
-        batch_.release()
+        batch = make_batch(target, {0: DATA[0]})
+        assert pipeline.fetch(batch) is Result.BAD_ARGUMENT
+        batch.release()
     assert not target.any()

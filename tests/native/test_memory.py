@@ -98,9 +98,9 @@ def stored(pipeline: native.Pipeline, memory: Any) -> tuple[Result, list[int]]:
     group = native.Group(
         quantizer=Quantizer.PASSTHROUGH, dtype=DType.UINT8, vector_length=SLICE_BYTES // 16, memory=memory
     )
-    batch_ = native.Batch(pieces=pieces, slices=slices, groups=[group], deadline_ns=2**62)
-    result = pipeline.encode(batch_)
-    batch_.release()
+    batch = native.Batch(pieces=pieces, slices=slices, groups=[group], deadline_ns=2**62)
+    result = pipeline.encode(batch)
+    batch.release()
     return result, [int(crc) for crc in slices["decoded_crc32"]]
 
 

@@ -115,7 +115,7 @@ def test_every_instruction_set_writes_the_same_bytes(isa: Isa, dtype: DType, vec
     scale=st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=0),
 )
 @settings(deadline=None)
-def test_float16_batches_as_numpy_does(symbols: bytes, scale: float) -> None:
+def test_float16_rounds_as_numpy_does(symbols: bytes, scale: float) -> None:
     scales = np.array([scale], np.float32)
     decoded = native.dequantize(Quantizer.BINNED, DType.FLOAT16, symbols, scales, vectors=1, vector_length=64)
     with np.errstate(over="ignore"):
@@ -128,7 +128,7 @@ def test_float16_batches_as_numpy_does(symbols: bytes, scale: float) -> None:
     scale=st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=0),
 )
 @settings(deadline=None)
-def test_float8_batches_as_torch_does(symbols: bytes, scale: float) -> None:
+def test_float8_rounds_as_torch_does(symbols: bytes, scale: float) -> None:
     scales = np.array([scale], np.float32)
     decoded = native.dequantize(Quantizer.BINNED, DType.FLOAT8_E4M3, symbols, scales, vectors=1, vector_length=64)
     with np.errstate(over="ignore"):

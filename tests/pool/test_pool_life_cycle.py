@@ -76,6 +76,19 @@ def test_a_restart_keeps_objects_names_tenants_expiries_and_pins() -> None:
     pool.stop()
 
 
+def test_acknowledged_objects_survive_a_crash_and_memory_fills_by_use() -> None:
+    pool, devices = start_pool()
+    for number in range(10):
+        pool.put(b"%d" % number, b"%d" % number * 10_000)
+    pool.put_soon(b"never acknowledged", b"x" * 10_000)
+    pool = again(devices)  # without drain
+    assert pool.statistics().keys == 10
+    assert not in_memory(pool, b"3")
+    assert pool.value(b"3") == b"3" * 10_000 and in_memory(pool, b"3")
+    assert reads_of(pool) == 1
+    pool.stop()
+
+
 def test_a_pool_of_files_keeps_its_objects(tmp_path: Path) -> None:
     paths = [tmp_path / "one", tmp_path / "two"]
     pool = Driver(file_pool(paths))

@@ -78,11 +78,11 @@ struct channel {
 
 /* Use of a work's 'backend_use'. */
 enum use {
-    USE_CUT,
-    USE_PIECES,
-    USE_RESULT,
-    USE_NEXT
-}; /* bytes already in pieces; pieces not ended; of those; waiting */
+    USE_CUT,    /* bytes already in pieces */
+    USE_PIECES, /* pieces not ended */
+    USE_RESULT, /* result of the ended pieces */
+    USE_NEXT    /* the next waiting work */
+};
 
 /* ---- The end of a piece, and of a work ----------------------------------------------------------------------- */
 

@@ -313,8 +313,8 @@ void ss_ring_run(struct ss_block *block) {
         pthread_mutex_unlock(&block->lock);
         int result = io_uring_submit_and_wait(&ring->ring, 1);
         if (result < 0 && result != -EINTR) {
-            usleep(
-                PAUSE_US); /* no memory, or more completions than were taken: what is not submitted stays in the ring */
+            /* No memory, or more completions than were taken: what is not submitted stays in the ring. */
+            usleep(PAUSE_US);
         }
         pthread_mutex_lock(&block->lock);
         ring->is_waiting = 0;

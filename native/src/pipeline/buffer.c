@@ -57,8 +57,8 @@ enum ss_result ss_buffer_map(struct ss_buffer *buffer, uint64_t size, int lock, 
     buffer->mapped = mapped;
 #ifdef MADV_HUGEPAGE
     if (unit == HUGE_PAGE_BYTES) {
-        (void)madvise(buffer->data, mapped,
-                      MADV_HUGEPAGE); /* only a hint: without huge pages, page faults are more frequent */
+        /* Only a hint: without huge pages, page faults are more frequent. */
+        (void)madvise(buffer->data, mapped, MADV_HUGEPAGE);
     }
 #endif
     touch(buffer->data, mapped, page);

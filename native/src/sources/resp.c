@@ -618,8 +618,8 @@ static uint32_t resp_watch(void *state, struct pollfd *polled) {
         struct connection *connection = &resp->connections[i];
         if (!connection->over && is_owed(connection)) {
             int sending = is_sending(connection);
-            ss_socket_prepare(
-                connection->channel.socket); /* the kernel turns quick acknowledgement off automatically */
+            /* Again before each wait: the kernel turns quick acknowledgement off automatically. */
+            ss_socket_prepare(connection->channel.socket);
             polled[count++] = (struct pollfd){.fd = connection->channel.socket,
                                               .events = ss_channel_events(&connection->channel, sending)};
         }

@@ -286,9 +286,8 @@ class Recovery:
             self.report.notes.append(f"blocks {sequence} to {durable} of the log are damaged in both copies")
             self._drop_unproven()
             sequence = durable + 1
-        self._must_have_read_one(
-            *self._log_places(sequence, sequence + 1)
-        )  # otherwise it is unknown whether the log ends here
+        # An unreadable block leaves open whether the log ends here.
+        self._must_have_read_one(*self._log_places(sequence, sequence + 1))
         self._judge_tail()
         durable = tail.proven if tail.torn else sequence - 1
         return LogEnd(first=first, sequence=sequence, epoch=epoch, durable=durable, torn=tuple(tail.torn))
