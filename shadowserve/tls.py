@@ -9,6 +9,7 @@ import os
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -220,13 +221,21 @@ def diagnose(host: str, port: int, credentials: Credentials | None, timeout: flo
     except (ssl.SSLError, OSError, ValueError) as error:
         return f"TLS: this host's certificates cannot be used: {error}"
     name = (credentials.server_name if credentials else "") or host
+    ends_s = time.monotonic() + timeout
+
+    def left_s() -> float:
+        return max(ends_s - time.monotonic(), 0.01)
+
     try:
-        with socket.create_connection((host, port), timeout=max(timeout / 2, 0.01)) as plain:
+        with socket.create_connection((host, port), timeout=left_s()) as plain:
             family, address = plain.family, plain.getpeername()
         # Python leaks a socket that the server resets before it is wrapped: so this one connects after.
-        with context.wrap_socket(socket.socket(family), server_hostname=name) as wrapped:
-            wrapped.settimeout(max(timeout / 2, 0.01))
+        with context.wrap_socket(socket.socket(family), server_hostname=name, do_handshake_on_connect=False) as wrapped:
+            wrapped.settimeout(left_s())
             wrapped.connect(address)
+            wrapped.settimeout(left_s())
+            wrapped.do_handshake()
+            wrapped.settimeout(left_s())
             if credentials is None:
                 return "TLS: the data plane uses TLS and this host does not: set tls_ca"
             # The server checks the client's certificate after the handshake. An HTTP/2 server sends first; gRPC closes
