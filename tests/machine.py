@@ -79,21 +79,27 @@ def cores_of_threads(pid: int) -> list[set[int]]:
     return found
 
 
+_GIVEN_PORTS: Final[set[int]] = set()
+
+
 def free_port() -> int:
     """Return a free TCP port of the loopback interface that the system does not assign automatically.
 
     Another process could get an automatically assigned port before its use, or while its server is down. Even a client
     that connects to the server could get it, and connect to itself. Each of several parallel test processes has its own
-    range of ports, so no other process takes a free port before its use.
+    range of ports, and gets each port once, so nothing takes a free port before its use.
     """
     first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     while True:
         port = random.SystemRandom().randrange(10_000 + worker % workers, first_given, workers)
+        if port in _GIVEN_PORTS:
+            continue
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
-            return port
+        _GIVEN_PORTS.add(port)
+        return port

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -28,18 +29,23 @@ class Process:
     def start(self) -> None:
         # scripts/test-dpu gives only the daemon a C core with sanitizers.
         special = os.environ.get("TEST_DPU_ENVIRONMENT", "") if self._command[-1] == "dpu" else ""
-        self._process = subprocess.Popen(
-            [*self._command, *self._arguments],
-            cwd=ROOT,
-            env=os.environ | dict(setting.split("=", 1) for setting in special.split()),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        word, _, address = self._process.stdout.readline().strip().partition(" ")
-        assert word == "ready"
-        self.address = address
+        with tempfile.TemporaryFile("w+") as log:
+            self._process = subprocess.Popen(
+                [*self._command, *self._arguments],
+                cwd=ROOT,
+                env=os.environ | dict(setting.split("=", 1) for setting in special.split()),
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+            assert self._process.stdout is not None
+            word, _, self.address = (line := self._process.stdout.readline()).strip().partition(" ")
+            if word != "ready":
+                status = self._process.wait(WAIT_MAX_S)
+                log.seek(0)
+                raise AssertionError(
+                    f"{self._process.args} printed {line!r}, exit status {status}: {log.read()[-3000:]}"
+                )
 
     @property
     def killed(self) -> bool:
