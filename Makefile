@@ -10,6 +10,7 @@
 # make soak SOAK_HOURS=1           leaks, a crash loop, the simulation, engines under stress; writes soak.json
 # make fuzz FUZZ_SECONDS=60        every fuzzer, in C and in Python, for its share of the time; counts inputs, exits 1
 #                                  with the path of the input where one is found; ARGS="--json out.json", ARGS=--help
+# make mutants                     the mutation score of each package, in some hours: changes that its tests detect
 # make bench                       every benchmark; data and plots go to bench-results/
 # make bench BENCH="codecs fetch"  some of them
 # make lint                        formatting, linting, types
@@ -28,7 +29,7 @@ export VENV PYTHON
 built_sources := $(shell find native proto CMakeLists.txt -type f)
 ready := $(VENV)/.ready
 
-.PHONY: demo test test-dpu failure-matrix models combinations soak fuzz bench lint format setup clean
+.PHONY: demo test test-dpu failure-matrix models combinations soak fuzz mutants bench lint format setup clean
 
 demo: $(ready)
 	$(VENV)/bin/shadowserve demo $(ARGS)
@@ -55,6 +56,14 @@ soak: $(ready)
 
 fuzz: $(ready)
 	$(VENV)/bin/python scripts/fuzz --seconds $(FUZZ_SECONDS) $(ARGS)
+
+mutants: $(ready)
+	$(VENV)/bin/python -m pip install --quiet --no-deps -r scripts/requirements/mutants.txt
+	$(VENV)/bin/python scripts/mutants shadowserve tests/shared tests/pool tests/simulation $(ARGS)
+	$(VENV)/bin/python scripts/mutants storage_kv tests/storage $(ARGS)
+	$(VENV)/bin/python scripts/mutants dpu_dataplane tests/dataplane $(ARGS)
+	$(VENV)/bin/python scripts/mutants host_control tests/host $(ARGS)
+	$(VENV)/bin/python scripts/mutants shadowserve_tools tests/tools $(ARGS)
 
 bench: $(ready)
 	scripts/bench $(BENCH)
