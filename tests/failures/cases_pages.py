@@ -13,7 +13,7 @@ from pathlib import Path
 
 import images
 from callers import Prompt
-from cases import Context, T, case
+from cases import POOL, Context, T, case
 from faults import Faults
 from machine import wait_for
 from nodes import DataPlane, tiers
@@ -110,14 +110,9 @@ def _held(faults: Faults, then: Callable[[], None]) -> Callable[[], None]:
 # ---- The device
 
 
-@case(
-    "device I/O error",
-    "one read in three into an engine's pages fails with EIO; then all is stored again",
-    engines=("pool",),
-    repetitions=2,
-    short=("pool",),
-)
+@case("device I/O error", POOL, short=POOL)
 def pages_reads_fail(context: Context) -> None:
+    """One read in three into an engine's pages fails with EIO; then all is stored again."""
     served = _Served(context)
     served.told.set(read_error=errno.EIO, one_in=3)
     served.load_for(0.5, "its device fails to read")
@@ -127,13 +122,9 @@ def pages_reads_fail(context: Context) -> None:
     served.repair()
 
 
-@case(
-    "device gone",
-    "in the middle of reads into an engine's pages: every operation fails with ENODEV; then a restart with it",
-    engines=("pool",),
-    repetitions=2,
-)
+@case("device gone", POOL)
 def pages_device_gone(context: Context) -> None:
+    """In the middle of reads into an engine's pages: every operation fails with ENODEV; then a restart with it."""
     served = _Served(context)
 
     def die() -> None:
@@ -151,13 +142,9 @@ def pages_device_gone(context: Context) -> None:
     served.repair()
 
 
-@case(
-    "disk full",
-    "more pages are stored than the device has room for, while others are read into an engine's pages",
-    engines=("pool",),
-    repetitions=2,
-)
+@case("disk full", POOL)
 def pages_device_full(context: Context) -> None:
+    """More pages are stored than the device has room for, while others are read into an engine's pages."""
     served = _Served(context, size="12MiB", faulty=False)
     more = (_SHAPE.prompt(f"{context.seed}/more/{number}") for number in itertools.count())
     host = context.host(served.plane.address, shape=_SHAPE.chunk, plain=True)
@@ -174,13 +161,9 @@ def pages_device_full(context: Context) -> None:
     served.repair()
 
 
-@case(
-    "disk full",
-    "every write of pages fails with ENOSPC while others are read; then a restart",
-    engines=("pool",),
-    repetitions=2,
-)
+@case("disk full", POOL)
 def pages_no_space(context: Context) -> None:
+    """Every write of pages fails with ENOSPC while others are read; then a restart."""
     served = _Served(context)
     more = [_SHAPE.prompt(f"{context.seed}/more/{number}") for number in range(_PROMPTS)]
     served.told.set(write_error=errno.ENOSPC)
@@ -197,29 +180,19 @@ def pages_no_space(context: Context) -> None:
     served.repair()
 
 
-@case(
-    "bit rot on disk",
-    "a bit of each of twenty records of pages, while they are read into an engine's pages",
-    engines=("pool",),
-    repetitions=3,
-    short=("pool",),
-)
+@case("bit rot on disk", POOL, repetitions=3, short=POOL)
 def pages_rotten(context: Context) -> None:
+    """A bit of each of twenty records of pages, while they are read into an engine's pages."""
     served = _Served(context, faulty=False)
-    stored = list(images.objects([served.device]))
-    for chosen in context.chance.sample(stored, 20):
+    for chosen in context.chance.sample(list(images.objects([served.device])), 20):
         images.rot(chosen, context.chance)
         served.engine.load(served.some(2), losable="damaged on its device")
     served.repair("damaged on its device")
 
 
-@case(
-    "misdirected read",
-    "twelve records of pages lie in each other's places, while an engine reads them into its pages",
-    engines=("pool",),
-    repetitions=2,
-)
+@case("misdirected read", POOL)
 def pages_misdirected(context: Context) -> None:
+    """Twelve records of pages lie in each other's places, while an engine reads them into its pages."""
     served = _Served(context, faulty=False)
     stored = list(images.objects([served.device]))
     for one, other in _pairs(context.chance.sample(stored, 12)):
@@ -228,13 +201,10 @@ def pages_misdirected(context: Context) -> None:
     served.repair("another record is in its place")
 
 
-@case(
-    "device of another machine",
-    "between two runs it is exchanged for one on which another machine keeps pages of the same model; then it is back",
-    engines=("pool",),
-    repetitions=2,
-)
+@case("device of another machine", POOL)
 def pages_of_another_machine(context: Context) -> None:
+    """Between two runs it is exchanged for one on which another machine keeps pages of the same model; then it is
+    back."""
     served = _Served(context, faulty=False)
     device = context.folder / "another" / "one"
     plane = _plane(context, device)
@@ -260,14 +230,10 @@ def pages_of_another_machine(context: Context) -> None:
     served.verify()
 
 
-@case(
-    "device that never answers",
-    "reads into an engine's pages stand still beyond the load's deadline; its blocks are given away; then they come",
-    engines=("pool",),
-    repetitions=3,
-    short=("pool",),
-)
+@case("device that never answers", POOL, repetitions=3, short=POOL)
 def pages_device_silent(context: Context) -> None:
+    """Reads into an engine's pages stand still beyond the load's deadline; its blocks are given away; then they
+    come."""
     served = _Served(context, deadline_s=_SILENT_S)
     before = served.engine.pages.segment
     served.told.set(hold=1)
@@ -283,14 +249,9 @@ def pages_device_silent(context: Context) -> None:
 # ---- The engine, and the daemon
 
 
-@case(
-    "blocks given away",
-    "requests are aborted, and their blocks given to others, while a device reads into them",
-    engines=("pool",),
-    repetitions=3,
-    short=("pool",),
-)
+@case("blocks given away", POOL, repetitions=3, short=POOL)
 def pages_given_away(context: Context) -> None:
+    """Requests are aborted, and their blocks given to others, while a device reads into them."""
     served = _Served(context)
     for _ in range(3):
         aborted: list[float] = []
@@ -313,13 +274,9 @@ def pages_given_away(context: Context) -> None:
     served.verify()
 
 
-@case(
-    "daemon loss",
-    "SIGKILL in the middle of reads into an engine's pages; restarted on the same device",
-    engines=("pool",),
-    repetitions=2,
-)
+@case("daemon loss", POOL)
 def pages_daemon_killed(context: Context) -> None:
+    """SIGKILL in the middle of reads into an engine's pages; restarted on the same device."""
     served = _Served(context)
     for _ in range(3):
         served.told.set(hold=1)
@@ -334,13 +291,9 @@ def pages_daemon_killed(context: Context) -> None:
     await_devices(served.engine, served.prompts)
 
 
-@case(
-    "daemon loss",
-    "SIGSTOP in the middle of reads into an engine's pages, beyond their deadline; then it goes on",
-    engines=("pool",),
-    repetitions=2,
-)
+@case("daemon loss", POOL)
 def pages_daemon_frozen(context: Context) -> None:
+    """SIGSTOP in the middle of reads into an engine's pages, beyond their deadline; then it goes on."""
     served = _Served(context, deadline_s=_SILENT_S)
 
     def freeze() -> None:
@@ -356,14 +309,10 @@ def pages_daemon_frozen(context: Context) -> None:
     served.repair()
 
 
-@case(
-    "two engines on one device",
-    "of different models, whose pages one device has, each load and store while one read in five fails; each also asks "
-    "for the other's keys",
-    engines=("pool",),
-    repetitions=2,
-)
+@case("two engines on one device", POOL)
 def pages_of_two_models(context: Context) -> None:
+    """Of different models, whose pages one device has, each load and store while one read in five fails; each also asks
+    for the other's keys."""
     served = _Served(context)
     shape = Shape("another model", layers=2, page_bytes=12288)  # with the same number of bytes per chunk
     other = _engine(context, served.plane, shape)

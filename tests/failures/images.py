@@ -2,7 +2,7 @@
 
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -73,6 +73,12 @@ def flip(file: Path, offset: int, bit: int) -> None:
 def rot(chosen: StoredObject, chance: random.Random) -> None:
     """Invert one bit of an object: in its header, its value or its name."""
     flip(chosen.file, chosen.offset + chance.randrange(chosen.size), chance.randrange(8))
+
+
+def rot_some(found: Iterable[StoredObject], count: int, chance: random.Random) -> None:
+    """Invert one bit of each of ``count`` objects."""
+    for chosen in chance.sample(list(found), count):
+        rot(chosen, chance)
 
 
 def tear(chosen: StoredObject, chance: random.Random) -> None:

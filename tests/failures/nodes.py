@@ -20,7 +20,6 @@ from preloaded import Preloaded
 
 REPOSITORY: Final = Path(__file__).parents[2]
 MIB: Final = 1 << 20
-ENGINES: Final = ("memory", "pool")
 _GONE: Final = re.compile(r"Traceback|connection_failed|Segmentation|AddressSanitizer")
 
 
@@ -246,3 +245,11 @@ def tiers(memory: str, device: Path | None = None, size: str = "32MiB", **disk: 
         disk = {"path": str(device), "size": size, "objects_max": 600} | disk
         made |= {"memory_bandwidth": 1, "scrub_bytes_per_s": 0, "devices": [disk]}
     return json.dumps(made)
+
+
+def certificates(folder: Path) -> Path:
+    """Make a folder with an authority and certificates."""
+    folder.mkdir(parents=True)
+    command = [sys.executable, REPOSITORY / "scripts" / "make-certificates", folder]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return folder

@@ -6,6 +6,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import Final
 
 _PIECE: Final = 64 << 10
@@ -96,6 +97,13 @@ class Proxy:
         harmed[self._chance.randrange(len(harmed))] ^= 1 << self._chance.randrange(8)
         self.flipped += 1
         return bytes(harmed)
+
+    @contextlib.contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Forward nothing until the context ends."""
+        self.silent = True
+        yield
+        self.silent = False
 
     def cut(self) -> None:
         """Reset all connections."""
