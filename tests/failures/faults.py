@@ -22,11 +22,7 @@ _FIELDS: Final = {
 
 
 class Faults:
-    """Faults of one process and its successors with the same environment. They can change while the process runs.
-
-    Attributes:
-        environment: Environment variables to start the process with.
-    """
+    """Faults of one process and its successors with the same environment. They can change while the process runs."""
 
     def __init__(self, folder: Path, path: Path) -> None:
         """Create faults of operations on files whose path begins like ``path``. Initially there are no faults."""

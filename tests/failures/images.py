@@ -20,10 +20,7 @@ class StoredObject:
     them.
 
     Attributes:
-        file: Image file.
-        offset: Offset of the object's header.
         length: Bytes of the value.
-        key: Key of 32 bytes.
         generation: Number of the put.
         name: The client's key; empty if ``key`` contains it.
     """

@@ -27,8 +27,6 @@ class _Node:
     """One program of the product as a process, on the same port after each start.
 
     Attributes:
-        port: Port that it listens on.
-        log: File with its output.
         options: Configuration keys for the next start.
         environment: Variables for the next start, added to this process's environment without the product's own ones.
     """
@@ -131,12 +129,7 @@ class _Node:
 
 
 class Storage(_Node):
-    """One storage server with one engine, on the same port and devices after each start.
-
-    Attributes:
-        engine: Engine name: memory or pool.
-        paths: Paths of its devices.
-    """
+    """One storage server with one engine, memory or pool, on the same port and devices after each start."""
 
     def __init__(
         self,
@@ -207,11 +200,9 @@ class Storage(_Node):
             return int(sock.recv(64)[1:])
 
     def resident_bytes(self) -> int:
-        """Return its resident memory."""
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def descriptors(self) -> int:
-        """Return the number of its open file descriptors."""
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
 

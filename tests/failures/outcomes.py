@@ -8,6 +8,7 @@ write is lost). Hang: no end within deadline and bound.
 
 import random
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
@@ -51,15 +52,14 @@ class Tally:
         with self._lock:
             self.most[name] = max(value, self.most.get(name, value))
 
+    def note_late(self, what: str, began: float, deadline_s: float) -> None:
+        """Count an operation that ended long after its deadline as a hang."""
+        if (took := time.monotonic() - began) > deadline_s + BOUND_S:
+            self.note(Outcome.HANG, f"{what}: an end after {took:.1f} s")
+
     @property
     def failed(self) -> bool:
         return bool(self.counts[Outcome.WRONG] or self.counts[Outcome.HANG])
-
-    def add(self, other: "Tally") -> None:
-        with self._lock:
-            self.counts.update(other.counts)
-            for outcome, reasons in other.reasons.items():
-                self.reasons[outcome].update(reasons)
 
     def examples(self, outcome: Outcome) -> list[str]:
         return [reason for reason, _ in self.reasons[outcome].most_common(_EXAMPLES_MAX)]
@@ -80,7 +80,6 @@ class _Known:
         possible: Versions that a read may return.
         late: Versions of abandoned writes: the network may still deliver them after later writes.
         losable: Reason why the key may be absent; empty if it must be present.
-        next_version: Number of the next write.
     """
 
     possible: set[int] = field(default_factory=lambda: {ABSENT})

@@ -16,7 +16,6 @@ class Proxy:
     """Forwards TCP connections to a port of loopback. Its faults can change at any time.
 
     Attributes:
-        port: Port to connect to.
         silent: Forwards no bytes in either direction and does not close: a half-open connection.
         flip_one_in: Average number of pieces for one inverted bit; 0 for no faults.
         flips: Direction of the faults: "up" (to the server), "down", or "both".
