@@ -89,39 +89,24 @@ class Phase:
         }
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.option(
-    "--model", default=str(OWN_MODEL), help="Model that vLLM loads.  [default: the project's own small Llama]"
+    "--model",
+    default=str(OWN_MODEL),
+    show_default=False,
+    help="Model that vLLM loads.  [default: the project's own small Llama]",
 )
-@click.option("--documents", default=8, show_default=True, type=click.IntRange(1, 64), help="Number of documents.")
+@click.option("--documents", default=8, type=click.IntRange(1, 64), help="Number of documents.")
+@click.option("--document-bytes", default=12288, type=click.IntRange(1024), help="Bytes of a document.")
+@click.option("--turns", default=3, type=click.IntRange(1, len(QUESTIONS)), help="Questions about each document.")
+@click.option("--output-tokens", default=24, type=click.IntRange(1), help="Tokens of an answer.")
+@click.option("--dtype", default="float32", help="Dtype of the engine; single precision makes outputs comparable.")
+@click.option("--quantizer", default="lossless", type=click.Choice(["lossless", "binned"]))
+@click.option("--bins", default=64, type=click.Choice([16, 32, 64]), help="Bins of keys, for binned.")
 @click.option(
-    "--document-bytes", default=12288, show_default=True, type=click.IntRange(1024), help="Bytes of a document."
-)
-@click.option(
-    "--turns",
-    default=3,
-    show_default=True,
-    type=click.IntRange(1, len(QUESTIONS)),
-    help="Questions about each document.",
-)
-@click.option("--output-tokens", default=24, show_default=True, type=click.IntRange(1), help="Tokens of an answer.")
-@click.option(
-    "--dtype",
-    default="float32",
-    show_default=True,
-    help="Dtype of the engine; single precision makes outputs comparable.",
-)
-@click.option("--quantizer", default="lossless", show_default=True, type=click.Choice(["lossless", "binned"]))
-@click.option(
-    "--bins", default=64, show_default=True, type=click.Choice([16, 32, 64]), help="Bins of keys, for binned."
-)
-@click.option(
-    "--backend",
-    default="software",
-    show_default=True,
-    type=click.Choice(BACKENDS),
+    "--backend", default="software", type=click.Choice(BACKENDS),
     help="Backend of the data plane. Without a DPU, doca is an emulator.",
-)
+)  # fmt: skip
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True), help="Write the table as JSON.")
 @click.option("--keep-logs", type=click.Path(file_okay=False), help="Folder for the logs of all processes.")
 def demo(json_file: str | None, keep_logs: str | None, **options: Any) -> None:

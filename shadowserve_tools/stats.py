@@ -388,11 +388,9 @@ def _commands(view: Mapping[str, Any]) -> list[RenderableType]:
 
 @click.command()
 @click.option(
-    "--host",
-    default="127.0.0.1",
-    show_default=True,
+    "--host", default="127.0.0.1", show_default=True,
     help="Name or address of the storage node or data plane, or a data plane's unix:/path.",
-)
+)  # fmt: skip
 @click.option("--port", default=6380, show_default=True, type=click.IntRange(1, 65535), help="TCP port.")
 @click.option("--user", default="", help="User name at a storage node. [default: the default user]")
 @click.option(
@@ -406,7 +404,11 @@ def _commands(view: Mapping[str, Any]) -> list[RenderableType]:
     "--interval", default=1.0, show_default=True, type=click.FloatRange(0.05), help="Interval of --watch, in seconds."
 )
 @click.option(
-    "--count", default=0, type=click.IntRange(0), help="With --watch, stop after this number of samples; 0: never."
+    "--count",
+    default=0,
+    show_default=False,
+    type=click.IntRange(0),
+    help="With --watch, stop after this number of samples; 0: never.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each sample.")
 def stats(watch: bool, interval: float, count: int, as_json: bool, **login: Any) -> None:

@@ -26,27 +26,20 @@ GRACE_S: Final = 30.0
 """Time to assemble and send a recording of up to hundreds of thousands of spans."""
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.option(
     "--output", "-o", metavar="FILE", type=click.Path(dir_okay=False, writable=True, path_type=Path), required=True,
     help="File for the timeline, as JSON.",
 )  # fmt: skip
+@click.option("--data-plane", metavar="HOST:PORT", help="Record the next fetches of a running data plane.")
+@click.option("--seconds", default=30.0, type=click.FloatRange(0.001, 600.0), help="Longest time to wait and record.")
 @click.option(
-    "--data-plane", metavar="HOST:PORT",
-    help="Record the next fetches of a running data plane.",
-)  # fmt: skip
-@click.option(
-    "--seconds", default=30.0, show_default=True, type=click.FloatRange(0.001, 600.0),
-    help="Longest time to wait and record.",
-)  # fmt: skip
-@click.option(
-    "--fetches", default=1, show_default=True, type=click.IntRange(1, 10000),
+    "--fetches", default=1, type=click.IntRange(1, 10000),
     help="Stop after this number of Fetch calls; each is one batch of a prompt.",
 )  # fmt: skip
 @click.option(
-    "--chunks", default=16, show_default=True, type=click.IntRange(1, 512),
-    help="Without --data-plane: chunks of 256 tokens to fetch.",
-)  # fmt: skip
+    "--chunks", default=16, type=click.IntRange(1, 512), help="Without --data-plane: chunks of 256 tokens to fetch."
+)
 @click.option(
     "--set", "settings", metavar="KEY=VALUE", multiple=True,
     help="Without --data-plane: a key of the data plane's configuration, such as fused=false. Repeatable.",

@@ -70,7 +70,7 @@ class Options:
         return self.file is not None and section.section in _sections(self.file)
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.option(
     "--role",
     type=click.Choice(["host", "data-plane", "bluefield", "storage"]),
@@ -82,20 +82,15 @@ class Options:
     "addresses, memory, cores, devices and certificates are checked."
 )  # fmt: skip
 @click.option(
-    "--kv-transfer-config",
-    "transfer",
-    metavar="JSON",
+    "--kv-transfer-config", "transfer", metavar="JSON",
     help="vLLM's option of this name: checked like in the plugin, including the connection to the data plane.",
-)
+)  # fmt: skip
 @click.option("--storage", metavar="HOST:PORT", help="Storage server. [default: as configured]")
 @click.option("--data-plane", metavar="HOST:PORT", help="Data plane. [default: as configured]")
 @click.option(
-    "--root",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    default=Path("/"),
-    show_default=True,
+    "--root", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path("/"),
     help="Root of the system to check, such as a mounted image.",
-)
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 def doctor(
     role: Role | None,

@@ -58,50 +58,26 @@ def _read_size(_context: click.Context, _parameter: click.Parameter, text: str) 
 
 @click.command()
 @click.option(
-    "--bandwidth",
-    "bandwidths",
-    default="10,20,30,40",
-    show_default=True,
-    metavar="GBPS,...",
-    callback=_read_bandwidths,
+    "--bandwidth", "bandwidths", default="10,20,30,40", metavar="GBPS,...", callback=_read_bandwidths,
     help="Links to storage.",
-)
+)  # fmt: skip
 @click.option(
-    "--prompt-tokens",
-    default=PAPER_TOKENS,
-    show_default=True,
-    type=click.IntRange(1, 1_000_000),
-    help="Tokens of a prompt, all stored.",
+    "--prompt-tokens", default=PAPER_TOKENS, type=click.IntRange(1, 1_000_000), help="Tokens of a prompt, all stored."
 )
+@click.option("--output-tokens", default=16, type=click.IntRange(2, 10_000), help="Tokens of an answer.")
+@click.option("--chunk-tokens", default=256, type=click.IntRange(1, 65_536), help="Tokens of a chunk.")
 @click.option(
-    "--output-tokens", default=16, show_default=True, type=click.IntRange(2, 10_000), help="Tokens of an answer."
-)
-@click.option(
-    "--chunk-tokens", default=256, show_default=True, type=click.IntRange(1, 65_536), help="Tokens of a chunk."
-)
-@click.option(
-    "--slice-bytes",
-    default="256KiB",
-    show_default=True,
-    metavar="SIZE",
-    callback=_read_size,
+    "--slice-bytes", default="256KiB", metavar="SIZE", callback=_read_size,
     help="Decoded bytes of a slice with the change 'slices'; the paper has 2MiB.",
-)
+)  # fmt: skip
 @click.option(
-    "--with",
-    "changes",
-    metavar="CHANGE,...",
-    callback=_read_changes,
+    "--with", "changes", metavar="CHANGE,...", callback=_read_changes,
     help=f"Only the paper's two systems and this combination of {', '.join(CHANGES)}; otherwise each and together.",
-)
+)  # fmt: skip
 @click.option(
-    "--rate",
-    default=1.0,
-    show_default=True,
-    type=click.FloatRange(0, 1000),
-    metavar="REQUESTS/S",
+    "--rate", default=1.0, type=click.FloatRange(0, 1000), metavar="REQUESTS/S",
     help="Load of at_rate_ms; empty if a system cannot carry it.",
-)
+)  # fmt: skip
 @output_options
 def bluefield(
     bandwidths: tuple[float, ...], prompt_tokens: int, output_tokens: int, chunk_tokens: int, slice_bytes: int,

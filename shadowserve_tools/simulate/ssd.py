@@ -132,15 +132,14 @@ def cost(machine: Machine, system: System, hit_rate: float) -> float:
 
 @click.command()
 @click.option(
-    "--context-tokens", default=131_072, show_default=True, type=click.IntRange(1024, 10_000_000),
+    "--context-tokens", default=131_072, type=click.IntRange(1024, 10_000_000),
     help="Tokens of a prompt. The fits hold for the default.",
 )  # fmt: skip
 @click.option(
-    "--hit-rate", default=0.9375, show_default=True, type=click.FloatRange(0, 1),
-    help="Cached share of the prompt, for bubbles and costs.",
-)  # fmt: skip
+    "--hit-rate", default=0.9375, type=click.FloatRange(0, 1), help="Cached share of the prompt, for bubbles and costs."
+)
 @click.option(
-    "--ssd-gb-per-s", default=25.9, show_default=True, type=click.FloatRange(0.001, 1e6),
+    "--ssd-gb-per-s", default=25.9, type=click.FloatRange(0.001, 1e6),
     help="Bandwidth of the SSDs; the default is that of Tutti's.",
 )  # fmt: skip
 @output_options
