@@ -79,26 +79,11 @@ def trace(
 
 
 def record(
-    address: str,
-    seconds: float,
-    fetches: int,
-    recording: Callable[[], object],
-    credentials: Credentials | None = None,
+    address: str, seconds: float, fetches: int, recording: Callable[[], object], credentials: Credentials | None = None
 ) -> tuple[list[pb.TraceSpan], int]:
-    """Record a data plane's next fetches.
+    """Return the spans of a data plane's next fetches, and the number of dropped ones.
 
-    Args:
-        address: ``host:port`` or ``unix:/path`` of the data plane.
-        seconds: Longest time to wait and record.
-        fetches: Number of calls after which the recording ends earlier.
-        recording: Called once the recording runs.
-        credentials: TLS credentials; ``None`` for none.
-
-    Returns:
-        The spans, and the number of dropped ones.
-
-    Raises:
-        ShadowServeError: The data plane cannot be reached, or does not record.
+    Calls ``recording`` once the recording runs, which ends after ``fetches`` calls, or at the latest after ``seconds``.
     """
     spans: list[pb.TraceSpan] = []
     dropped = 0
@@ -137,16 +122,9 @@ def _summarize(spans: Sequence[pb.TraceSpan], dropped: int, output: Path) -> Non
     console = Console()
     table = Table("step", "threads", "spans", "busy ms", "waiting ms", "share", "MB in", "MB out", title="the stages")
     for time in stage_times(spans):
-        table.add_row(
-            time.stage,
-            str(time.threads),
-            f"{time.spans:,d}",
-            f"{time.busy_ns / 1e6:.2f}",
-            f"{time.waiting_ns / 1e6:.2f}",
-            f"{time.share:.0%}",
-            f"{time.input_bytes / 1e6:.1f}",
-            f"{time.output_bytes / 1e6:.1f}",
-        )
+        times = (f"{ns / 1e6:.2f}" for ns in (time.busy_ns, time.waiting_ns))
+        moved = (f"{size / 1e6:.1f}" for size in (time.input_bytes, time.output_bytes))
+        table.add_row(time.stage, str(time.threads), f"{time.spans:,d}", *times, f"{time.share:.0%}", *moved)
     console.print(table)
     for span in spans:
         if span.step == DECISION:
