@@ -109,12 +109,8 @@ def bluefield(
     The best size of slices:              shadowserve simulate bluefield --with fusion,slices --slice-bytes 64KiB
     As data, and drawn:                   shadowserve simulate bluefield --json b.json --plot b.svg
     """
-    settings = [
-        Setting(
-            bandwidth_gbps=each, prompt_tokens=prompt_tokens, output_tokens=output_tokens, chunk_tokens=chunk_tokens
-        )
-        for each in bandwidths
-    ]
+    tokens = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "chunk_tokens": chunk_tokens}
+    settings = [Setting(bandwidth_gbps=each, **tokens) for each in bandwidths]
     combinations = [frozenset(each) for each in COMBINATIONS] if changes is None else [frozenset(), changes]
     designs = [Design(each, slice_bytes) for each in dict.fromkeys(combinations)]
     report_of(settings, designs, rate).finish(output)
@@ -133,7 +129,7 @@ def report_of(settings: Sequence[Setting], designs: Sequence[Design], rate: floa
     for setting in settings:
         report.row(**_row(CACHEGEN, setting, model.cachegen(setting, rate)))
         for design in designs:
-            ttft = swing(partial(_ttft_s, setting, design))
+            ttft = swing(partial(Model.ttft_s, setting=setting, design=design))
             load = swing(partial(_requests_per_s, setting, design))
             report.row(
                 **_row(design.name, setting, model.shadowserve(setting, design, rate)),
@@ -145,10 +141,6 @@ def report_of(settings: Sequence[Setting], designs: Sequence[Design], rate: floa
     }  # fmt: skip
     report.charts = _charts(model, designs)
     return report
-
-
-def _ttft_s(setting: Setting, design: Design, model: Model) -> float:
-    return model.ttft_s(setting, design)
 
 
 def _requests_per_s(setting: Setting, design: Design, model: Model) -> float:
@@ -190,13 +182,10 @@ def target_rows(model: Model) -> list[dict[str, Any]]:
     """Return every figure of the paper with the model's value."""
     return [
         {
-            "name": target.name,
-            "kind": target.kind,
-            "paper": target.paper,
+            **{key: getattr(target, key) for key in ("name", "kind", "paper", "source")},
             "model": target.model(model),
             "error": target.error(model),
             "missed": target.missed(model),
-            "source": target.source,
         }
         for target in TARGETS
     ]

@@ -27,14 +27,7 @@ BISECTIONS: Final = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Workload of a system.
-
-    Attributes:
-        bandwidth_gbps: Bandwidth of the link to storage; may be infinite.
-        prompt_tokens: Tokens of a prompt, all stored.
-        output_tokens: Tokens of an answer.
-        chunk_tokens: Tokens of a chunk; a prompt is whole chunks.
-    """
+    """Workload of a system: the link to storage, which may be infinite, and prompts of whole, stored chunks."""
 
     bandwidth_gbps: float
     prompt_tokens: int = PAPER_TOKENS
@@ -51,7 +44,6 @@ class Design:
     """The paper's design with some of our changes.
 
     Attributes:
-        changes: names out of ``CHANGES``.
         slice_bytes: decoded bytes of a slice where ``slices`` is among them.
         pipelined: false is the paper's "No CP".
         managed: false is the paper's "No MM": a chunk's buffers are registered when it comes.
@@ -72,11 +64,9 @@ class Result:
     """Predictions for a system in one setting.
 
     Attributes:
-        fetch_gbps: Rate of incoming compressed bytes, unloaded.
+        fetch_gbps, loaded_fetch_gbps: Rate of incoming compressed bytes, unloaded and at the highest load.
         ttft_s: Mean time to first token, unloaded.
-        tpot_s: Mean time per output token at the highest load.
-        requests_per_s: The highest load.
-        loaded_fetch_gbps: Rate of incoming compressed bytes at the highest load.
+        tpot_s: Mean time per output token at the highest load, ``requests_per_s``.
         ttft_at_rate_s: Mean time to first token at the given rate; None if that exceeds the highest load.
     """
 
@@ -252,11 +242,8 @@ class Model:
     ) -> Result:
         """Return the result of a system that fetches for one request at a time.
 
-        Args:
-            setting: Workload.
-            unloaded: TTFT and fetch rate as a function of the share of time in which decode is busy.
-            stolen: GPU seconds that a fetch takes from decode.
-            rate: Requests/s of the TTFT under load.
+        ``unloaded``: TTFT and fetch rate as a function of the share of time in which decode is busy. ``stolen``: GPU
+        seconds that a fetch takes from decode.
         """
 
         def at(load: float) -> tuple[float, float, float]:

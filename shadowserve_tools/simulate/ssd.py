@@ -49,12 +49,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class System:
-    """Source of KV.
-
-    Attributes:
-        rate: Name of its rate in :class:`Machine` or :class:`Fitted`.
-        is_memory: True if memory is paid for, False for SSDs.
-    """
+    """Source of KV: name of its rate in ``Machine`` or ``Fitted``; memory is paid for, or SSDs."""
 
     rate: str
     is_memory: bool
@@ -192,11 +187,7 @@ def report_of(machine: Machine, hit_rate: float) -> Report:
             paper="" if paper is None else f"{paper:.3f}", ttft_ms=its["ttft_ms"], bubble_ms=its["bubble_ms"],
             dollars=f"{its['dollars_per_million_tokens']:.3f}",
         )  # fmt: skip
-    report.more = {
-        "hit_rate": hit_rate,
-        "systems": systems,
-        "assumptions": assumption_rows(machine),
-    }
+    report.more = {"hit_rate": hit_rate, "systems": systems, "assumptions": assumption_rows(machine)}
     rates = [each / 200 for each in range(100, 200)]
     series = {
         name: [(rate, 1e3 * _prefill_s(machine, system, rate)) for rate in rates] for name, system in SYSTEMS.items()

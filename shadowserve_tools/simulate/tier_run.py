@@ -85,12 +85,10 @@ def outcome(trace: Trace, policy: Policy, step_ms: float, given: Assumed, rules:
 
 
 class _Links:
-    """The two links between the tiers, each of which moves one block after the other.
+    """The two links between the tiers. Each moves one block after the other.
 
     Attributes:
-        hops: Speed of each link.
-        jobs: Queue of each link; its first job is in transit.
-        ends: Time at which the job in transit ends.
+        jobs: Queue of each link; its first job is in transit, until ``ends``.
         moving: Keys of all queued blocks.
     """
 
@@ -216,10 +214,6 @@ class _Run:
             self._schedule()
             self._prefetch()
 
-    def _stall(self, seconds: float) -> None:
-        """Advance the time without decoding."""
-        self.now += seconds
-
     # ---- Requests
 
     def _announce(self) -> None:
@@ -295,7 +289,7 @@ class _Run:
         """Move the missing blocks while decoding stalls."""
         session = request.session
         while self.links.jobs[0] and self.links.moving & request.lacks:  # transfers that have begun arrive first
-            self._stall(max(0.0, self.links.ends[0] - self.now))
+            self.now = max(self.now, self.links.ends[0])
             self._land(0)
         seconds = 0.0
         for key, size in zip(session.keys, session.sizes, strict=True):
@@ -310,7 +304,7 @@ class _Run:
             self.hbm.put(key, size)
             self.hbm.pin(key)
         request.lacks.clear()
-        self._stall(seconds)
+        self.now += seconds
 
     def _load(self, request: Request) -> None:
         """Queue moves of the missing blocks, while other requests decode."""
