@@ -270,14 +270,6 @@ def test_a_mix_of_requests_is_reported_in_order_for_every_policy(tmp_path: Path)
         assert its["total_ttft_ms"] == pytest.approx(sum(row["ttft_ms"] for row in rows))
 
 
-def test_the_time_to_first_token_is_the_papers_equation(tmp_path: Path) -> None:
-    # Calculated by hand: 16K at 0.5 over 20 Gbps. A layer of 8,192 tokens of 4,096 bytes takes 13.4 ms, less than
-    # computing it.
-    found = shared(tmp_path / "o.json")["policies"]["equal"]["requests"][0]
-    assert found["rate_gbps"] == 20.0
-    assert found["ttft_ms"] == pytest.approx(8192 * 4096 * 8 / 20e6 + 955.89)
-
-
 def test_compressed_records_are_faster_by_their_share_of_the_bytes(tmp_path: Path) -> None:
     found = shared(tmp_path / "o.json", "--stored-share", "0.5")
     assert found["stored"]["share"] == 0.5
