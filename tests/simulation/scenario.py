@@ -104,7 +104,7 @@ class Simulation:
         self.paid = 0
         self.trusts_counts = not self.plan.disks
         self.server: SimulatedServer
-        self.workload = Workload(self.world, self.model, lambda: self.server, self._client, self.plan)
+        self.workload = Workload(self.world, self.model, self._client, self.plan)
         self._clients: list[SimulatedClient] = []
         self.data_plane: DataPlane | None = None
         self.invariants = Invariants(
@@ -199,11 +199,9 @@ class Simulation:
         chance = self.world.chance
         # A device formatted in the absence of the others belongs to another pool, which refuses the returning ones.
         formatted = all(Superblock.unpack(device.peek(0, 4096)) is not None for device in devices)
-        here = (
-            devices
-            if self._over or not formatted or chance(0.5)
-            else [device for device in devices if device.name == self._anchor or chance(0.6)]
-        )
+        here = devices
+        if not (self._over or not formatted or chance(0.5)):
+            here = [device for device in devices if device.name == self._anchor or chance(0.6)]
         self.devices, self.absent = here, [device for device in devices if device not in here]
         if self.absent:
             self.world.note(f"without {[device.name for device in self.absent]}")
@@ -245,9 +243,7 @@ class Simulation:
         self.server.store.close()
         if self.plan.engine == "memory" or self.plan.volatile:
             self.model.lose_all()
-        if (
-            self._lied
-        ):  # docs/reference/volume-format.md: such an object of the log's last group looks cut short, and is undone
+        if self._lied:  # volume-format.md: such an object of the log's last group looks cut short, and is undone
             self.model.doubt_all()
             self._lied = False
 

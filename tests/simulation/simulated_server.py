@@ -146,9 +146,7 @@ class SimulatedServer:
     """One life of a server process, from its start to its end.
 
     Attributes:
-        store: The pool.
         is_started: True if the pool is open.
-        problems: Exceptions that the product would have logged and survived.
     """
 
     def __init__(self, world: World, config: StorageConfig, store: Pool, devices: list[SimulatedDevice]) -> None:
