@@ -14,13 +14,7 @@ equal prefixes differ by 1e-5; in bfloat16, which only recurrent state needs, by
 
 @dataclass(frozen=True)
 class Answer:
-    """Generated tokens with their probabilities, and the number of prompt tokens from a cache.
-
-    Attributes:
-        tokens: Tokens of the output.
-        logprobs: Likeliest tokens at each position, with their logprobs.
-        cached: Number of prompt tokens from a cache.
-    """
+    """Generated tokens, the likeliest ones at each position, and the number of prompt tokens from a cache."""
 
     tokens: list[int]
     logprobs: list[dict[int, float]]

@@ -14,24 +14,11 @@ from redis import Redis
 from stack import Process, data_plane
 from tiny_models import random_tokens, with_another_first_chunk
 
-CELLS: Final = (
-    "sensitive",
-    "one chunk",
-    "window - 1",
-    "window",
-    "window + 1",
-    "128 chunks",
-    "local then stored",
-    "whole prefill",
-    "chunked prefill",
-    "preemption",
-    "abort",
-    "a record is lost",
-    "the data plane is killed",
-    "a record is damaged",
-    "another TP size",
-)
 _FAULTS: Final = ("a record is lost", "the data plane is killed", "a record is damaged")
+CELLS: Final = (
+    *("sensitive", "one chunk", "window - 1", "window", "window + 1", "128 chunks", "local then stored"),
+    *("whole prefill", "chunked prefill", "preemption", "abort", *_FAULTS, "another TP size"),
+)
 _GOES_ON_BEHIND: Final = (20, 35, 50, 65, 80)
 """Generated tokens: they give a request many positions for a preemption."""
 _FEWER_BLOCKS: Final = (2.6, 2.2, 1.8, 1.5, 1.25, 1.1)
@@ -72,12 +59,10 @@ class Reference:
     """Answers of the engine without the plugin.
 
     Attributes:
-        plan: Prompts of the family.
         tolerance: Tolerance of logprobs; see answers.py.
         alone: Answers by cell.
         own: Second answers of the same engine by cell, from its own prefix cache.
         crowd: Answers to the crowd's prompts, each computed alone.
-        sensitive: Cell of that name.
         unsound: Cells in which vLLM itself answers differently without the plugin, with the reason.
         rounding: Difference of vLLM's own answer when it continues behind generated tokens, as after a preemption.
     """
@@ -192,12 +177,7 @@ def steps_of(engine: Any, prompt: list[int], tokens: int) -> Iterator[list[Any]]
 
 
 class Stack:
-    """A data plane over a storage server, or over a Redis, which also stores damaged records.
-
-    Args:
-        storage: Address of the server.
-        redis: Address of a Redis; empty without one.
-    """
+    """A data plane over a storage server, or over a Redis (empty without one), which also stores damaged records."""
 
     def __init__(self, storage: str, redis: str = "") -> None:
         self.storage, self.redis, self._over = storage, redis, storage
@@ -215,24 +195,16 @@ class Stack:
             self.over(self.storage)
 
     def client(self) -> Redis:
-        """Return a client of the store."""
         host, _, port = self._over.rpartition(":")
         return Redis(host, int(port))
 
     def records(self) -> set[bytes]:
-        """Return the keys in the store."""
         with self.client() as client:
             return set(client.scan_iter())
 
 
 class Served:
-    """An engine with the plugin, and the reference.
-
-    Args:
-        engine: Engine with the plugin.
-        reference: Answers of the engine without the plugin.
-        stack: Stack that the engine stores in.
-    """
+    """An engine with the plugin, the stack that it stores in, and the answers of the engine without the plugin."""
 
     def __init__(self, engine: Any, reference: Reference, stack: Stack) -> None:
         self.engine, self.reference, self.stack = engine, reference, stack

@@ -49,10 +49,7 @@ def capacity(vllm_config: Any, kv_cache_config: Any) -> int:
 def needed_bytes(kv_cache_config: Any, tokens: int, *, everywhere: bool) -> int:
     """Return how many bytes of a prompt's KV a hit can ever need, by each group's own rule.
 
-    Args:
-        kv_cache_config: KV cache configuration of vLLM's scheduler.
-        tokens: Number of tokens of the prompt.
-        everywhere: True if hits may end at each boundary of vLLM, False if only at the last one within the prompt.
+    ``everywhere``: hits may end at each boundary of vLLM, not only at the last one within the prompt.
     """
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
@@ -64,14 +61,8 @@ def needed_bytes(kv_cache_config: Any, tokens: int, *, everywhere: bool) -> int:
         if not spec.prefix_cacheable:
             continue
         blocks = end // spec.block_size
-        mask = KVCacheSpecRegistry.get_manager_class(spec).reachable_block_mask(
-            0,
-            blocks,
-            aligned,
-            spec,
-            group.is_eagle_group,
-            retention_interval=None if everywhere else 0,
-            reachable_boundaries=(end,),
-        )
+        rule = KVCacheSpecRegistry.get_manager_class(spec).reachable_block_mask
+        ends = {"retention_interval": None if everywhere else 0, "reachable_boundaries": (end,)}
+        mask = rule(0, blocks, aligned, spec, group.is_eagle_group, **ends)
         total += (blocks if mask is None else sum(mask)) * sum(each.page_size_bytes for each in layer_specs(group))
     return total

@@ -90,15 +90,7 @@ def data_plane(storage: str, listen: str = "") -> Process:
 
 
 class Server:
-    """``vllm serve``, with or without the plugin.
-
-    Args:
-        model: Folder of the model.
-        transfer: The plugin's own configuration; None without the plugin.
-        log: File of the output.
-        options: Further arguments.
-        popen: Function that starts the process.
-    """
+    """``vllm serve``, with the plugin's own configuration ``transfer``, or without the plugin."""
 
     def __init__(
         self,
