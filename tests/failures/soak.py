@@ -107,58 +107,33 @@ def _host_work(address: str, tally: Tally, seed: int) -> Iterator[None]:
 
 # ---- Clients with one connection
 
+_VISITS: Final[dict[str, tuple[tuple[str, ...], bool]]] = {
+    "says little": (("PING", "CLIENT SETNAME visitor-{n}", "UNKNOWN{n} a", "GET absent:{n}"), False),
+    "leaves half a value": (("*3\r\n$3\r\nSET\r\n$4\r\nhalf\r\n$1000000\r\n{half}",), False),
+    "dies in a command": (("*3\r\n$3\r\nSET\r\n$1",), True),
+    "dies while it is answered": (("\r\n".join(f"GET key {key}" for key in range(50)),), True),
+    "says nonsense": (("*nonsense {n}",), False),
+    "begins TLS": (("\x16\x03\x01\x02\0\x01",), False),
+    "begins TLS and dies": (("\x16\x03\x01\x02\0\x01",), True),
+    "guesses a password": (("AUTH user{n} guessed",), False),
+    "administers": (
+        ("ACL SETUSER user{n} on >{n} ~* +@all", "CONFIG SET maxclients {most}", "INFO all", "ACL DELUSER user{n}"),
+        False,
+    ),
+}
+"""Sent lines, with an answer awaited after each but the last; and whether the connection ends with a reset."""
+_OVER_TLS: Final = ("says little", "leaves half a value", "dies in a command")
 
-def _ask(sock: socket.socket, *lines: str) -> None:
+
+def _visit(sock: socket.socket, what: str, number: int) -> None:
+    lines, resets = _VISITS[what]
     for line in lines:
-        sock.sendall(f"{line}\r\n".encode())
-        sock.recv(4096)
-
-
-def _says_little(sock: socket.socket, number: int) -> None:
-    _ask(sock, "PING", f"CLIENT SETNAME visitor-{number}", f"UNKNOWN{number} a", f"GET absent:{number}")
-
-
-def _leaves_half_a_value(sock: socket.socket, number: int) -> None:
-    sock.sendall(b"*3\r\n$3\r\nSET\r\n$4\r\nhalf\r\n$1000000\r\n" + bytes(number % 500_000))
-
-
-def _reset(sock: socket.socket) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # the end is a reset
-
-
-def _dies_in_a_command(sock: socket.socket, number: int) -> None:
-    sock.sendall(b"*3\r\n$3\r\nSET\r\n$1")
-    _reset(sock)
-
-
-def _dies_while_it_is_answered(sock: socket.socket, number: int) -> None:
-    sock.sendall(b"".join(b"GET key %d\r\n" % key for key in range(50)))
-    _reset(sock)
-
-
-def _says_nonsense(sock: socket.socket, number: int) -> None:
-    _ask(sock, f"*nonsense {number}")
-
-
-def _begins_tls(sock: socket.socket, number: int) -> None:
-    sock.sendall(b"\x16\x03\x01\x02\x00\x01")
-    sock.recv(4096)
-
-
-def _guesses_a_password(sock: socket.socket, number: int) -> None:
-    sock.sendall(b"AUTH user%d guessed\r\n" % number)
-
-
-def _administers(sock: socket.socket, number: int) -> None:
-    user = f"user{number}"
-    _ask(sock, f"ACL SETUSER {user} on >{number} ~* +@all", f"CONFIG SET maxclients {2000 + number % 100}", "INFO all")
-    _ask(sock, f"ACL DELUSER {user}")
-
-
-_VISITS: Final = (
-    *(_says_little, _leaves_half_a_value, _dies_in_a_command, _dies_while_it_is_answered),
-    *(_says_nonsense, _begins_tls, _guesses_a_password, _administers),
-)
+        text = line.format(n=number, half="0" * (number % 500_000), most=2000 + number % 100)
+        sock.sendall(text.encode("latin-1") + (b"" if resets or "{half}" in line else b"\r\n"))
+        if len(lines) > 1:
+            sock.recv(4096)
+    if resets:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def _visits_work(storage: Storage, chance: random.Random, counts: Counter[str]) -> Iterator[None]:
@@ -166,7 +141,7 @@ def _visits_work(storage: Storage, chance: random.Random, counts: Counter[str]) 
     while True:
         counts["visits"] += 1
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", storage.port), 60) as sock:
-            chance.choice(_VISITS)(sock, counts["visits"])
+            _visit(sock, chance.choice(list(_VISITS)), counts["visits"])
         if counts["visits"] % 500 == 0:
             storage.signal(signal.SIGHUP)
         time.sleep(3 * _PAUSE_S)
@@ -177,24 +152,18 @@ def _tls_work(storage: Storage, context: ssl.SSLContext, chance: random.Random, 
     """Run handshakes that succeed, fail, or stop half way."""
     while True:
         counts["handshakes"] += 1
+        number = counts["handshakes"]
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", storage.port), 60) as sock:
             luck = chance.random()
             if luck < 0.4:
                 with context.wrap_socket(sock, server_hostname="localhost") as secure:
-                    visit = chance.choice((_says_little, _leaves_half_a_value, _dies_in_a_command))
-                    visit(secure, counts["handshakes"])
+                    _visit(secure, chance.choice(_OVER_TLS), number)
             elif luck < 0.6:  # a client that does not trust the server
                 ssl.create_default_context().wrap_socket(sock, server_hostname="localhost")
             else:
-                chance.choice((_begins_tls_only, _says_nonsense))(sock, counts["handshakes"])
+                _visit(sock, chance.choice(("begins TLS", "begins TLS and dies", "says nonsense")), number)
         time.sleep(7 * _PAUSE_S)
         yield
-
-
-def _begins_tls_only(sock: socket.socket, number: int) -> None:
-    sock.sendall(b"\x16\x03\x01\x02\x00\x01")
-    if number % 2:
-        _reset(sock)
 
 
 Sample = tuple[float, float]
