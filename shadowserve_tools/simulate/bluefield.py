@@ -5,10 +5,9 @@ from functools import partial
 from typing import Any, Final
 
 import click
-from pydantic import TypeAdapter, ValidationError
 
-from shadowserve.sizes import ByteSize
 from shadowserve_tools.charts import Chart, Point
+from shadowserve_tools.flags import Size
 from shadowserve_tools.report import Output, Report, output_options
 from shadowserve_tools.simulate.assumptions import PAPER_TOKENS, Fitted, Given, described
 from shadowserve_tools.simulate.model import CHANGES, PAPER_SLICE_BYTES, Design, Model, Result, Setting, swing
@@ -46,16 +45,6 @@ def _read_changes(_context: click.Context, _parameter: click.Parameter, text: st
     return names
 
 
-def _read_size(_context: click.Context, _parameter: click.Parameter, text: str) -> int:
-    try:
-        size = int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError as error:
-        raise click.BadParameter(f"{text!r} is no size such as 64KiB") from error
-    if not SLICE_BYTES_MIN <= size <= PAPER_SLICE_BYTES:
-        raise click.BadParameter(f"{text!r}: has to be 4KiB to 2MiB, which is the accelerators' largest task")
-    return size
-
-
 @click.command()
 @click.option(
     "--bandwidth", "bandwidths", default="10,20,30,40", metavar="GBPS,...", callback=_read_bandwidths,
@@ -67,7 +56,7 @@ def _read_size(_context: click.Context, _parameter: click.Parameter, text: str) 
 @click.option("--output-tokens", default=16, type=click.IntRange(2, 10_000), help="Tokens of an answer.")
 @click.option("--chunk-tokens", default=256, type=click.IntRange(1, 65_536), help="Tokens of a chunk.")
 @click.option(
-    "--slice-bytes", default="256KiB", metavar="SIZE", callback=_read_size,
+    "--slice-bytes", default="256KiB", type=Size(SLICE_BYTES_MIN, PAPER_SLICE_BYTES),
     help="Decoded bytes of a slice with the change 'slices'; the paper has 2MiB.",
 )  # fmt: skip
 @click.option(
