@@ -112,7 +112,7 @@ HTTP = [
 HARM = [b"FLUSHALL\r\n", command("FLUSHALL"), b"ACL SETUSER eve on nopass ~* +@all\r\n", b"SET 'key 0' eve\r\n"]
 
 
-@case("attack: HTTP", ENGINES, repetitions=1, short=MEMORY)
+@case("attack: HTTP", ENGINES, repetitions=1)
 def http_requests(context: Context) -> None:
     """Requests of a browser or a forger, with commands in lines, headers and bodies, whole and in pieces; the default
     configuration, in which everybody on the machine is administrator."""
@@ -134,7 +134,7 @@ def http_requests(context: Context) -> None:
     context.tally.note(Outcome.RIGHT if len(users) == 1 else Outcome.WRONG, f"users: {users}")
 
 
-@case("attack: unread replies", ENGINES, repetitions=1, short=MEMORY)
+@case("attack: unread replies", ENGINES, repetitions=1)
 def unread_replies(context: Context) -> None:
     """A tenant asks on eight connections for 60,000 times the same value, and for pages of GETs, and reads nothing."""
     node = Node(context, memory_budget_bytes=64 * MIB, memory_bytes=64 * MIB)
@@ -154,7 +154,7 @@ def unread_replies(context: Context) -> None:
         context.tally.note(Outcome.REFUSED, "unread replies: not all of them were made")
 
 
-@case("attack: requests that are refused in the end", ENGINES, repetitions=1, short=MEMORY)
+@case("attack: requests that are refused in the end", ENGINES, repetitions=1)
 def unfinished_requests(context: Context) -> None:
     """Keys of 500 MB, values above the whole budget, published and half sent, by eight connections of each kind."""
     node = Node(context, memory_budget_bytes=64 * MIB, memory_bytes=64 * MIB)
@@ -177,7 +177,7 @@ def unfinished_requests(context: Context) -> None:
         context.tally.note(Outcome.REFUSED, "refused requests: the server did not read all of their bytes")
 
 
-@case("attack: connections without authentication", MEMORY, repetitions=1, short=MEMORY)
+@case("attack: connections without authentication", MEMORY, repetitions=1)
 def idle_strangers(context: Context) -> None:
     """More connections than there are places never authenticate, or dribble; a tenant's own take no more than its
     share."""
@@ -204,7 +204,7 @@ def idle_strangers(context: Context) -> None:
 # ---- Attacks on all clients
 
 
-@case("attack: a page of pins", ENGINES, repetitions=1, short=ENGINES)
+@case("attack: a page of pins", ENGINES, repetitions=1)
 def page_of_pins(context: Context) -> None:
     """A tenant pins all that it may store, for as long as it can; the other one stores on."""
     node = Node(context, memory_budget_bytes=8 * MIB, device_bytes=24 * MIB, memory_bytes=8 * MIB)
@@ -223,7 +223,7 @@ def page_of_pins(context: Context) -> None:
     assert context.tally.counts[Outcome.REFUSED] == refused
 
 
-@case("attack: FLUSHDB of a crowd of keys", ENGINES, repetitions=1, short=MEMORY)
+@case("attack: FLUSHDB of a crowd of keys", ENGINES, repetitions=1)
 def flush_of_many(context: Context) -> None:
     """A tenant with 30,000 keys removes them all at once, again and again, with pages of SCAN and DEL between."""
     metrics = free_port()
@@ -255,7 +255,7 @@ def flush_of_many(context: Context) -> None:
             context.tally.note(Outcome.RIGHT if mallory.dbsize() == 0 else Outcome.WRONG, "keys are left")
 
 
-@case("attack: listening to SCAN", ENGINES, repetitions=1, short=ENGINES)
+@case("attack: listening to SCAN", ENGINES, repetitions=1, short=MEMORY)
 def scan_cursors(context: Context) -> None:
     """A tenant watches its own cursor while the other one stores and removes."""
     node = Node(context)
@@ -502,7 +502,7 @@ def _send(sock: socket.socket, data: bytes) -> None:
         sock.sendall(data)
 
 
-@case("attack: streams that last", ENGINES, repetitions=1, short=MEMORY)
+@case("attack: streams that last", ENGINES, repetitions=1)
 def lasting_streams(context: Context) -> None:
     """A tenant asks for its prefix at one bit a second, at the least rate, and on sixty connections that it does not
     read; the link is shared."""
@@ -530,7 +530,7 @@ def lasting_streams(context: Context) -> None:
         context.pause(4.0, 6.0)
 
 
-@case("attack: thousands that publish", MEMORY, repetitions=1, short=MEMORY)
+@case("attack: thousands that publish", MEMORY, repetitions=1)
 def many_publishers(context: Context) -> None:
     """Two thousand connections of a tenant publish one key, and ask for hundreds of published keys without an end."""
     node = Node(context, memory_budget_bytes=64 * MIB, memory_bytes=64 * MIB)
@@ -548,7 +548,7 @@ def many_publishers(context: Context) -> None:
         context.tally.note(Outcome.REFUSED, "requests of thousands of connections: one tenant's share serves them")
 
 
-@case("attack: large requests for layers", ENGINES, repetitions=1, short=MEMORY)
+@case("attack: large requests for layers", ENGINES, repetitions=1)
 def large_layer_requests(context: Context) -> None:
     """A thousand connections of a tenant with a small quota ask for a thousand keys and 32 layers each, and do not
     read."""

@@ -21,7 +21,7 @@ from shadowserve.keys import storage_key
 # ---- Processes
 
 
-@case("server SIGKILL", ENGINES, repetitions=4, short=POOL)
+@case("server SIGKILL", ENGINES, repetitions=4)
 def killed(context: Context) -> None:
     """At a random moment while three clients store, fetch and remove; restarted on the same devices."""
     storage = context.storage()
@@ -149,7 +149,7 @@ def slow_link(context: Context) -> None:
     context.caller(proxy.port).verify(keys)
 
 
-@case("slow-loris writer", ENGINES, repetitions=1, short=POOL)
+@case("slow-loris writer", ENGINES, repetitions=1)
 def slow_writers(context: Context) -> None:
     """Fifty clients send a SET a byte at a time, or stop within it; others are served meanwhile."""
     storage = context.storage(stall_timeout_s=1.0)
@@ -207,7 +207,7 @@ def _flood(context: Context, storage: Storage, count: int) -> None:
                 context.tally.note(Outcome.REFUSED, f"connection: {text}")
 
 
-@case("connection flood", ENGINES, repetitions=1, short=MEMORY)
+@case("connection flood", ENGINES, repetitions=1)
 def flood(context: Context) -> None:
     """Five hundred connections at once where fifty are allowed; clients that were there go on."""
     storage = context.storage(connections_max=50)
@@ -278,7 +278,7 @@ def _set_clock(context: Context, storage: Storage, hours: int) -> None:
         context.expected.may_be_lost(key, "expired by the server's clock")
 
 
-@case("clock jump", ENGINES, short=POOL)
+@case("clock jump", ENGINES)
 def clock_jumps(context: Context) -> None:
     """The server's wall clock goes hours forth and back under load, with and without expiry; then a restart."""
     storage = _with_expiry(context)

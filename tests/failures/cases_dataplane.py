@@ -261,7 +261,7 @@ def _reads_fail(context: Context, work: _Tiered) -> None:
     work.verify()
 
 
-@case("device I/O error", MEMORY, short=MEMORY)
+@case("device I/O error", MEMORY)
 def tier_reads_fail(context: Context) -> None:
     """One read in three of a data plane's tier fails with EIO while hosts store and fetch: storage has what it had."""
     _reads_fail(context, _Tiered(context))

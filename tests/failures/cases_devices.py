@@ -195,7 +195,7 @@ def _exchange(chosen: list[StoredObject], chance: Random) -> None:
         images.exchange(one, other)
 
 
-@case("torn write", POOL, short=POOL)
+@case("torn write", POOL)
 def torn(context: Context) -> None:
     """Twelve objects keep only some of their sectors after a SIGKILL, as if their writes had been cut off."""
     _damaged(context, _tear, down=True)
@@ -268,7 +268,7 @@ def exchanged_while_down(context: Context) -> None:
     _damaged(context, _exchange, down=True)
 
 
-@case("misdirected read", POOL, short=POOL)
+@case("misdirected read", POOL)
 def exchanged_while_up(context: Context) -> None:
     """Twelve objects lie in each other's places, while the server runs."""
     _damaged(context, _exchange, down=False)
