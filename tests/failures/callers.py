@@ -311,18 +311,9 @@ class Host:
         self.tally.note_late("fetch", began, self._deadline_s)
         size = self._shape.raw_bytes
         (arrived,) = answer.chunks
-        for number in range(arrived):
-            if bytes(memory[number * size : (number + 1) * size]) != prompt.chunks[number]:
-                self.tally.note(Outcome.WRONG, f"fetch: chunk {number} of {arrived} has other bytes")
-                break
-        else:
-            if arrived:
-                self.tally.note(Outcome.RIGHT)
-        if arrived < len(prompt.keys):
-            if answer.reason == "absent" and arrived < stored and not losable:
-                self.tally.note(Outcome.WRONG, f"fetch: {stored} chunks were acknowledged, {arrived} are present")
-            else:
-                self.tally.note(Outcome.MISSED, f"fetch: {answer.reason}{f': {losable}' if losable else ''}")
+        found = [bytes(memory[number * size : (number + 1) * size]) for number in range(arrived)]
+        lost = answer.reason == "absent" and arrived < stored
+        self.tally.note_chunks("fetch", prompt.chunks, found, answer.reason, lost=lost, losable=losable)
         self._settle(answer.reason, answer.quiet)
         return arrived
 

@@ -141,7 +141,7 @@ def unread_replies(context: Context) -> None:
     for size in (10, 16_000, 100_000):
         node.mallory().set(f"large {size}", bytes(size))
     with others_work(context, node.storage, [node.alice()], bound_mib=256):
-        socks = [node.connect() for _ in range(8)]
+        socks = [context.enter(node.connect()) for _ in range(8)]
         for number, sock in enumerate(socks):
             size = (10, 16_000, 100_000)[number % 3]
             with contextlib.suppress(OSError):
@@ -149,8 +149,6 @@ def unread_replies(context: Context) -> None:
                 sock.sendall(command("MGET", *[f"large {size}"] * 60_000))
                 sock.sendall(command("GET", f"large {size}") * 20_000)
         context.pause(1.0, 1.5)
-        for sock in socks:
-            sock.close()
         context.tally.note(Outcome.REFUSED, "unread replies: not all of them were made")
 
 
@@ -165,15 +163,13 @@ def unfinished_requests(context: Context) -> None:
         b"*1048576\r\n$4\r\nMGET\r\n" + b"$1\r\nk\r\n" * 1000,
     ]
     with others_work(context, node.storage, [node.alice()], bound_mib=256):
-        socks = [(begin, node.connect()) for begin in beginnings for _ in range(8)]
+        socks = [(begin, context.enter(node.connect())) for begin in beginnings for _ in range(8)]
         for begin, sock in socks:
             sock.settimeout(2.0)
             with contextlib.suppress(OSError):
                 sock.sendall(begin)
                 for _ in range(16):
                     sock.sendall(bytes(4 * MIB))
-        for _, sock in socks:
-            sock.close()
         context.tally.note(Outcome.REFUSED, "refused requests: the server did not read all of their bytes")
 
 
@@ -184,21 +180,16 @@ def idle_strangers(context: Context) -> None:
     node = Node(context, connections_max=60)
     alice = node.alice()
     alice.ping()
-    socks: list[socket.socket] = []
     with others_work(context, node.storage, [alice], bound_mib=64):
         for _ in range(200):
             with contextlib.suppress(OSError):
-                socks.append(socket.create_connection(("127.0.0.1", node.port), timeout=WAIT_MAX_S))
-                socks[-1].sendall(b"*2\r\n$4\r\nAU")
-        for _ in range(120):
-            with contextlib.suppress(OSError):
-                socks.append(node.connect())
+                sock = context.enter(socket.create_connection(("127.0.0.1", node.port), timeout=WAIT_MAX_S))
+                sock.sendall(b"*2\r\n$4\r\nAU")
+        _connections(context, node, 120)
         newcomer = node.alice()
         context.tally.note(
             Outcome.RIGHT if newcomer.ping() else Outcome.WRONG, "a tenant with a password got no connection slot"
         )
-    for sock in socks:
-        sock.close()
 
 
 # ---- Attacks on all clients
@@ -491,7 +482,7 @@ def _connections(context: Context, node: Node, count: int) -> list[socket.socket
     found = []
     for _ in range(count):
         with contextlib.suppress(OSError):
-            found.append(context.enter(contextlib.closing(node.connect())))
+            found.append(context.enter(node.connect()))
     return found
 
 

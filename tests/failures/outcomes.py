@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
@@ -56,6 +57,22 @@ class Tally:
         """Count an operation that ended long after its deadline as a hang."""
         if (took := time.monotonic() - began) > deadline_s + BOUND_S:
             self.note(Outcome.HANG, f"{what}: an end after {took:.1f} s")
+
+    def note_chunks(
+        self, what: str, expected: Sequence[bytes], arrived: Sequence[bytes], reason: str, *, lost: bool, losable: str
+    ) -> None:
+        """Judge the leading chunks of a prompt that arrived. ``lost``: the others must be there."""
+        for index, (wanted, found) in enumerate(zip(expected, arrived, strict=False)):
+            if wanted != found:
+                self.note(Outcome.WRONG, f"{what}: chunk {index} of {len(arrived)} has other bytes")
+                return
+        if arrived:
+            self.note(Outcome.RIGHT)
+        if len(arrived) < len(expected):
+            if lost and not losable:
+                self.note(Outcome.WRONG, f"{what}: acknowledged chunks are lost, {len(arrived)} arrived: {reason}")
+            else:
+                self.note(Outcome.MISSED, f"{what}: {reason}{f': {losable}' if losable else ''}")
 
     @property
     def failed(self) -> bool:

@@ -180,18 +180,6 @@ class PagedEngine:
 
     def _judge(self, result: FetchResult, prompt: Prompt, losable: str) -> None:
         blocks = result.job.target.groups[0].blocks
-        (arrived,) = result.chunks
-        for index in range(arrived):
-            if self._chunk(blocks, index) != prompt.chunks[index]:
-                self.tally.note(Outcome.WRONG, f"load: chunk {index} of {arrived} has other bytes")
-                return
-        if arrived:
-            self.tally.note(Outcome.RIGHT)
-        if arrived == CHUNKS:
-            return
-        if result.reason in _DAMAGED and not losable:
-            self.tally.note(
-                Outcome.WRONG, f"load: {CHUNKS} chunks were acknowledged, {arrived} arrived: {result.reason}"
-            )
-        else:
-            self.tally.note(Outcome.MISSED, f"load: {result.reason}{f': {losable}' if losable else ''}")
+        arrived = [self._chunk(blocks, index) for index in range(result.chunks[0])]
+        lost = result.reason in _DAMAGED
+        self.tally.note_chunks("load", prompt.chunks, arrived, result.reason, lost=lost, losable=losable)
