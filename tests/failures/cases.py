@@ -132,35 +132,41 @@ class Case:
     """One row of the matrix: a function that makes a fault, an engine, and the number of runs with other seeds.
 
     Attributes:
+        what: Place and time of the fault, and the clients of the store during it.
         short: True if the case is part of the tests.
     """
 
+    name: str
     fault: str
+    what: str
     engine: str
     repetitions: int
     run: Run
     short: bool = False
 
-    @property
-    def name(self) -> str:
-        return f"{self.run.__name__}-{self.engine}"
-
-    @property
-    def what(self) -> str:
-        """Place and time of the fault, and the clients of the store during it: the function's docstring."""
-        return " ".join((self.run.__doc__ or "").split())
-
 
 CASES: list[Case] = []
 
 
-def case(
-    fault: str, engines: Sequence[str], *, repetitions: int = 2, short: Sequence[str] = ()
-) -> Callable[[Run], Run]:
-    """Register a function as a case, once for each engine. ``short`` lists the engines of the tests."""
+def add(
+    name: str,
+    fault: str,
+    what: str,
+    engines: Sequence[str],
+    run: Run,
+    *,
+    repetitions: int = 2,
+    short: Sequence[str] = (),
+) -> None:
+    """Register a case, once for each engine. ``short`` lists the engines of the tests."""
+    CASES.extend(Case(f"{name}-{each}", fault, what, each, repetitions, run, each in short) for each in engines)
+
+
+def case(fault: str, engines: Sequence[str], **options: Any) -> Callable[[Run], Run]:
+    """Register a function as a case, whose docstring says what happens; options as of :func:`add`."""
 
     def register(run: Run) -> Run:
-        CASES.extend(Case(fault, engine, repetitions, run, engine in short) for engine in engines)
+        add(run.__name__, fault, " ".join((run.__doc__ or "").split()), engines, run, **options)
         return run
 
     return register

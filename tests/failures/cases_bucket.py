@@ -6,13 +6,14 @@ The bucket is Ceph's gateway if it is installed and supports the case, else the 
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from urllib.parse import urlsplit
 
 import redis
 from callers import Host
-from cases import MEMORY, Context, case
+from cases import MEMORY, Context, add, case
 from cases_dataplane import CHUNKS, Work, prompts_of
 from faulty_s3 import BUCKET, LIES, Answer, faulty_s3
 from machine import WAIT_MAX_S, wait_for
@@ -122,22 +123,21 @@ def s3_of(node: Storage) -> dict[str, int]:
     return {name: int(value) for name, value in found.items() if isinstance(value, int)}
 
 
-def _lies(how: str) -> Callable[[Context], None]:
-    def run(context: Context) -> None:
-        bucket = _Bucket(context, real=False)
-        plane = bucket.reading()
-        bucket.own.fault = LIES[how]
-        with bucket.fetched(plane, _WORDS[how]):
-            context.pause(0.8, 1.2)
-            bucket.own.fault = lambda asked: None
-
-    run.__name__ = f"bucket_{how}"
-    run.__doc__ = f"{_WORDS[how]}, while hosts fetch what only the bucket has; then it is well again."
-    return run
+def _lies(context: Context, how: str) -> None:
+    bucket = _Bucket(context, real=False)
+    plane = bucket.reading()
+    bucket.own.fault = LIES[how]
+    with bucket.fetched(plane, _WORDS[how]):
+        context.pause(0.8, 1.2)
+        bucket.own.fault = lambda asked: None
 
 
 for _how in LIES:
-    case("bucket refuses or lies", MEMORY, repetitions=1, short=MEMORY if _how == "same_length" else ())(_lies(_how))
+    _what = f"{_WORDS[_how]}, while hosts fetch what only the bucket has; then it is well again."
+    _short = MEMORY if _how == "same_length" else ()
+    add(
+        f"bucket_{_how}", "bucket refuses or lies", _what, MEMORY, partial(_lies, how=_how), repetitions=1, short=_short
+    )
 
 
 @case("bucket refuses or lies", MEMORY)

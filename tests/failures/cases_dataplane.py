@@ -7,11 +7,12 @@ import multiprocessing
 import random
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import grpc
 import images
 from callers import SHAPE, Host, Prompt
-from cases import ENGINES, MEMORY, POOL, Context, case
+from cases import ENGINES, MEMORY, POOL, Context, add, case
 from machine import wait_for
 from nodes import DataPlane, tiers
 from outcomes import Tally
@@ -251,7 +252,8 @@ class _Tiered(Work):
         self.fill()
 
 
-def _reads_fail(context: Context, work: _Tiered) -> None:
+def _reads_fail(context: Context, *, queued: bool) -> None:
+    work = _Tiered(context, queued=queued)
     work.faults.set(read_error=errno.EIO, one_in=3)
     with work.running():
         work.verify()
@@ -259,18 +261,6 @@ def _reads_fail(context: Context, work: _Tiered) -> None:
         wait_for(lambda: work.faults.met)
     work.faults.clear()
     work.verify()
-
-
-@case("device I/O error", MEMORY)
-def tier_reads_fail(context: Context) -> None:
-    """One read in three of a data plane's tier fails with EIO while hosts store and fetch: storage has what it had."""
-    _reads_fail(context, _Tiered(context))
-
-
-@case("device I/O error", MEMORY, short=MEMORY)
-def prefetching_device_fails(context: Context) -> None:
-    """One read in three fails while a data plane brings records from its device into memory ahead of their fetches."""
-    _reads_fail(context, _Tiered(context, queued=True))
 
 
 @case("device I/O error", MEMORY)
@@ -287,22 +277,11 @@ def tier_writes_fail(context: Context) -> None:
     more.verify()
 
 
-def _tiers_killed(context: Context, work: _Tiered) -> None:
+def _tiers_killed(context: Context, *, queued: bool) -> None:
+    work = _Tiered(context, queued=queued)
     with work.surviving():
         context.kills(work.plane, 3, (0.2, 0.6))
         context.pause(0.3, 0.6)
-
-
-@case("daemon loss", MEMORY)
-def tier_daemon_killed(context: Context) -> None:
-    """SIGKILL of a data plane with a tier while hosts store, fetch, and records are kept; restarted on its file."""
-    _tiers_killed(context, _Tiered(context))
-
-
-@case("daemon loss", MEMORY)
-def prefetching_daemon_killed(context: Context) -> None:
-    """SIGKILL while a data plane brings records into memory ahead of their fetches; restarted on the same file."""
-    _tiers_killed(context, _Tiered(context, queued=True))
 
 
 @case("bit rot on disk", MEMORY)
@@ -322,16 +301,28 @@ def _used_for(context: Context, work: Work, least_s: float, most_s: float) -> No
     work.verify()
 
 
-@case("disk full", MEMORY)
-def tier_full(context: Context) -> None:
-    """More is stored through a data plane than its tier has room for, while hosts store and fetch: storage has all."""
+def _full(context: Context) -> None:
     _used_for(context, _Tiered(context, 4 * _PROMPTS, size="8MiB"), 0.6, 1.0)
 
 
-@case("memory taken back", MEMORY)
-def prefetching_memory_short(context: Context) -> None:
-    """What a data plane brings into memory ahead of fetches gives way to what hosts store and fetch meanwhile."""
+def _memory_short(context: Context) -> None:
     _used_for(context, _Tiered(context, 3 * _PROMPTS, memory="1MiB", queued=True), 0.8, 1.2)
+
+
+for _name, _fault, _what, _run in (
+    ("tier_reads_fail", "device I/O error", "One read in three of its device fails with EIO",
+        partial(_reads_fail, queued=False)),
+    ("prefetching_device_fails", "device I/O error", "One read in three fails while it prefetches for a queue",
+        partial(_reads_fail, queued=True)),
+    ("tier_daemon_killed", "daemon loss", "SIGKILL of a data plane with a tier; restarted on the same file",
+        partial(_tiers_killed, queued=False)),
+    ("prefetching_daemon_killed", "daemon loss", "SIGKILL while it prefetches for a queue; restarted on the same file",
+        partial(_tiers_killed, queued=True)),
+    ("tier_full", "disk full", "More is stored than its tier has room for", _full),
+    ("prefetching_memory_short", "memory taken back", "Prefetched records give way to what is used", _memory_short),
+):  # fmt: skip
+    _short = MEMORY if _name == "prefetching_device_fails" else ()
+    add(_name, _fault, f"{_what}, while hosts store and fetch.", MEMORY, _run, short=_short)
 
 
 @case("device that never answers", MEMORY)

@@ -6,11 +6,12 @@ import hashlib
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import images
-from cases import KEYS, POOL, Context, Unavailable, case
+from cases import KEYS, POOL, Context, Unavailable, add, case
 from faults import is_root
 from images import StoredObject
 from nodes import MIB, Storage
@@ -48,7 +49,7 @@ def reads_fail(context: Context) -> None:
         context.pause(0.1, 0.2)
 
 
-def _failing_writes(context: Context, **faults: int) -> None:
+def _failing_writes(context: Context, faults: dict[str, int]) -> None:
     """Write with failing writes, then restart with a sound device, and check that every acknowledged value is present.
 
     Exception: objects on a device that the pool closed while another continued may be stale, so the pool drops them.
@@ -72,28 +73,17 @@ def _failing_writes(context: Context, **faults: int) -> None:
         context.pause(0.1, 0.2)
 
 
-@case("device I/O error", POOL, repetitions=3, short=POOL)
-def writes_fail(context: Context) -> None:
-    """One write in four fails with EIO; then a restart."""
-    _failing_writes(context, write_error=errno.EIO, one_in=4)
-
-
-@case("device I/O error", POOL)
-def writes_fail_rarely(context: Context) -> None:
-    """One write in two hundred fails with EIO; then a restart."""
-    _failing_writes(context, write_error=errno.EIO, one_in=200)
-
-
-@case("device I/O error", POOL)
-def flushes_fail(context: Context) -> None:
-    """Every flush fails; then a restart."""
-    _failing_writes(context, flush_error=errno.EIO)
-
-
-@case("disk full", POOL)
-def no_space(context: Context) -> None:
-    """Every write fails with ENOSPC; then a restart."""
-    _failing_writes(context, write_error=errno.ENOSPC)
+for _name, _fault, _what, _faults in (
+    ("writes_fail", "device I/O error", "One write in four fails with EIO", {"write_error": errno.EIO, "one_in": 4}),
+    ("writes_fail_rarely", "device I/O error", "One write in 200 fails", {"write_error": errno.EIO, "one_in": 200}),
+    ("flushes_fail", "device I/O error", "Every flush fails", {"flush_error": errno.EIO}),
+    ("no_space", "disk full", "Every write fails with ENOSPC", {"write_error": errno.ENOSPC}),
+    ("vanished", "device gone", "Every operation fails with ENODEV, under load",
+        dict.fromkeys(("read_error", "write_error", "flush_error"), errno.ENODEV)),
+):  # fmt: skip
+    _short = POOL if _name == "writes_fail" else ()
+    _run = partial(_failing_writes, faults=_faults)
+    add(_name, _fault, f"{_what}; then a restart with a sound device.", POOL, _run, repetitions=3, short=_short)
 
 
 @case("disk full", POOL)
@@ -108,12 +98,6 @@ def evicting(context: Context) -> None:
     storage.kill()
     storage.start()
     context.verify(storage)
-
-
-@case("device gone", POOL, repetitions=3)
-def vanished(context: Context) -> None:
-    """Every operation fails with ENODEV, under load; then a restart with it."""
-    _failing_writes(context, read_error=errno.ENODEV, write_error=errno.ENODEV, flush_error=errno.ENODEV)
 
 
 @case("device gone", POOL)
@@ -144,7 +128,7 @@ def replaced(context: Context) -> None:
     storage = context.storage(filled=KEYS)
     assert storage.stop()
     for entry in images.objects([storage.paths[0]]):
-        context.expected.may_be_lost(_name(entry), "its device was replaced by an empty one")
+        context.expected.may_be_lost(_key_of(entry), "its device was replaced by an empty one")
     storage.paths[0].unlink()
     storage.start()
     context.verify(storage)
@@ -163,7 +147,7 @@ def _damaged(context: Context, damage: Damage, *, down: bool) -> None:
     chosen = context.chance.sample(whole, 12)
     damage(chosen, context.chance)
     for entry in chosen:
-        context.expected.may_be_lost(_name(entry), "damaged on its device")
+        context.expected.may_be_lost(_key_of(entry), "damaged on its device")
     if down:
         storage.start()
     context.verify(storage)
@@ -172,7 +156,7 @@ def _damaged(context: Context, damage: Damage, *, down: bool) -> None:
     context.verify(storage)
 
 
-def _name(chosen: StoredObject) -> str:
+def _key_of(chosen: StoredObject) -> str:
     """Return the client's key, one of KEYS, for a digest from a device."""
     return _DIGESTS[chosen.key]
 
@@ -195,10 +179,15 @@ def _exchange(chosen: list[StoredObject], chance: Random) -> None:
         images.exchange(one, other)
 
 
-@case("torn write", POOL)
-def torn(context: Context) -> None:
-    """Twelve objects keep only some of their sectors after a SIGKILL, as if their writes had been cut off."""
-    _damaged(context, _tear, down=True)
+for _name, _fault, _what, _damage, _down in (
+    ("torn", "torn write", "Twelve objects keep only some of their sectors after a SIGKILL", _tear, True),
+    ("rotten_while_down", "bit rot on disk", "A bit of each of twelve objects, while the server is down", _rot, True),
+    ("rotten_while_up", "bit rot on disk", "A bit of each of twelve objects, while the server runs", _rot, False),
+    ("exchanged_while_down", "misdirected read", "Twelve objects are exchanged, after a SIGKILL", _exchange, True),
+    ("exchanged_while_up", "misdirected read", "Twelve objects are exchanged, while the server runs", _exchange, False),
+):
+    _short = POOL if _name == "rotten_while_up" else ()
+    add(_name, _fault, f"{_what}.", POOL, partial(_damaged, damage=_damage, down=_down), short=_short)
 
 
 @case("torn write", POOL)
@@ -215,18 +204,6 @@ def torn_log(context: Context) -> None:
             images.write(path, last[0] + 512 * context.chance.randrange(1, 7), context.chance.randbytes(512))
     storage.start()
     context.verify(storage)
-
-
-@case("bit rot on disk", POOL)
-def rotten_while_down(context: Context) -> None:
-    """A bit of each of twelve objects, while the server is down."""
-    _damaged(context, _rot, down=True)
-
-
-@case("bit rot on disk", POOL, short=POOL)
-def rotten_while_up(context: Context) -> None:
-    """A bit of each of twelve objects, while the server runs."""
-    _damaged(context, _rot, down=False)
 
 
 @case("bit rot on disk", POOL)
@@ -260,18 +237,6 @@ def rotten_metadata(context: Context) -> None:
     with context.load(storage.port):
         context.pause(0.1, 0.3)
     assert storage.stop()
-
-
-@case("misdirected read", POOL)
-def exchanged_while_down(context: Context) -> None:
-    """Twelve objects lie in each other's places, after a SIGKILL."""
-    _damaged(context, _exchange, down=True)
-
-
-@case("misdirected read", POOL)
-def exchanged_while_up(context: Context) -> None:
-    """Twelve objects lie in each other's places, while the server runs."""
-    _damaged(context, _exchange, down=False)
 
 
 # ---- Devices and their content
