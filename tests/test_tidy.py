@@ -171,17 +171,6 @@ def test_c_files_say_their_licence_first() -> None:
     complain([place(path) for path, line in first.items() if "SPDX-License-Identifier: Apache-2.0" not in line])
 
 
-def test_a_link_in_the_documents_leads_somewhere() -> None:
-    link = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(?:#[^)]*)?\)")
-    found = [
-        f"{place(path)}: {target}"
-        for path in files(".md")
-        for target in link.findall(text_of(path))
-        if not (path.parent / target).exists()
-    ]
-    complain(found)
-
-
 def test_hooks_need_no_network() -> None:
     hooks = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())
     assert [repository["repo"] for repository in hooks["repos"]] == ["local"]
