@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from callers import Caller, Host, going_on, load
-from faults import Faults
+from faults import Faults, Proxy
 from nodes import DataPlane, Storage
 from outcomes import Expected, Outcome, Tally
-from proxy import Proxy
 
 KEYS: Final = [f"key {number}" for number in range(36)]
 MEMORY: Final = ("memory",)

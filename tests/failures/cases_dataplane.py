@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import faults
 import grpc
-import images
 from callers import SHAPE, Host, Prompt
 from cases import ENGINES, MEMORY, POOL, Context, add, case
 from machine import wait_for
@@ -196,7 +196,7 @@ def rotten_under_hosts(context: Context) -> None:
     work = Work(context, context.data_plane(storage.port))
     work.fill()
     assert storage.stop()
-    images.rot_some(storage.objects(), 12, context.chance)
+    faults.rot_some(storage.objects(), 12, context.chance)
     storage.start()
     work.losable = "damaged on its device"
     work.verify_again()
@@ -289,7 +289,7 @@ def tier_rotten(context: Context) -> None:
     """A bit of each of twenty records on a data plane's tier: storage has them."""
     work = _Tiered(context)
     assert work.plane.stop()
-    images.rot_some(images.objects([work.disk]), 20, context.chance)
+    faults.rot_some(faults.objects([work.disk]), 20, context.chance)
     work.plane.start()
     work.verify_again()
     _used_for(context, work, 0.4, 0.8)

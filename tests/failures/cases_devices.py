@@ -10,10 +10,9 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-import images
+import faults
 from cases import KEYS, POOL, Context, Unavailable, add, case
-from faults import is_root
-from images import StoredObject
+from faults import StoredObject, is_root
 from nodes import MIB, Storage
 
 from shadowserve.pool.volume.format import BLOCK_BYTES
@@ -49,7 +48,7 @@ def reads_fail(context: Context) -> None:
         context.pause(0.1, 0.2)
 
 
-def _failing_writes(context: Context, faults: dict[str, int]) -> None:
+def _failing_writes(context: Context, errors: dict[str, int]) -> None:
     """Write with failing writes, then restart with a sound device, and check that every acknowledged value is present.
 
     Exception: objects on a device that the pool closed while another continued may be stale, so the pool drops them.
@@ -58,7 +57,7 @@ def _failing_writes(context: Context, faults: dict[str, int]) -> None:
     storage = context.storage(faulty=True, devices=1 if alone else 2)
     with context.load(storage.port):
         context.pause(0.1, 0.3)
-        storage.faults.set(**faults)
+        storage.faults.set(**errors)
         context.expected.losable = "its device is closed until the next start"
         context.pause(0.4, 0.8)
     assert storage.faults.met, "nothing has failed"
@@ -73,7 +72,7 @@ def _failing_writes(context: Context, faults: dict[str, int]) -> None:
         context.pause(0.1, 0.2)
 
 
-for _name, _fault, _what, _faults in (
+for _name, _fault, _what, _errors in (
     ("writes_fail", "device I/O error", "One write in four fails with EIO", {"write_error": errno.EIO, "one_in": 4}),
     ("writes_fail_rarely", "device I/O error", "One write in 200 fails", {"write_error": errno.EIO, "one_in": 200}),
     ("flushes_fail", "device I/O error", "Every flush fails", {"flush_error": errno.EIO}),
@@ -82,7 +81,7 @@ for _name, _fault, _what, _faults in (
         dict.fromkeys(("read_error", "write_error", "flush_error"), errno.ENODEV)),
 ):  # fmt: skip
     _short = POOL if _name == "writes_fail" else ()
-    _run = partial(_failing_writes, faults=_faults)
+    _run = partial(_failing_writes, errors=_errors)
     add(_name, _fault, f"{_what}; then a restart with a sound device.", POOL, _run, repetitions=3, short=_short)
 
 
@@ -105,7 +104,7 @@ def cut_loop_device(context: Context) -> None:
     """A loop device's backing file is cut to nothing under load, which fails its I/O; then a restart without it."""
     with _loop_devices(context.folder, 2) as pairs:
         storage = context.storage(paths=[device for device, _ in pairs], filled=KEYS)
-        assert list(images.objects([pairs[0][1]])), "the device to remove has no objects"
+        assert list(faults.objects([pairs[0][1]])), "the device to remove has no objects"
         with context.load(storage.port):
             context.pause(0.1, 0.3)
             context.expected.losable = "its device is gone"
@@ -127,7 +126,7 @@ def replaced(context: Context) -> None:
     """One of two files is removed and replaced by an empty one, between two runs."""
     storage = context.storage(filled=KEYS)
     assert storage.stop()
-    for entry in images.objects([storage.paths[0]]):
+    for entry in faults.objects([storage.paths[0]]):
         context.expected.may_be_lost(_key_of(entry), "its device was replaced by an empty one")
     storage.paths[0].unlink()
     storage.start()
@@ -166,17 +165,17 @@ _DIGESTS = {hashlib.sha256(key.encode()).digest(): key for key in KEYS}
 
 def _tear(chosen: list[StoredObject], chance: Random) -> None:
     for entry in chosen:
-        images.tear(entry, chance)
+        faults.tear(entry, chance)
 
 
 def _rot(chosen: list[StoredObject], chance: Random) -> None:
-    images.rot_some(chosen, len(chosen), chance)
+    faults.rot_some(chosen, len(chosen), chance)
 
 
 def _exchange(chosen: list[StoredObject], chance: Random) -> None:
     ordered = sorted(chosen, key=lambda entry: entry.size)
     for one, other in zip(ordered[::2], ordered[1::2], strict=True):
-        images.exchange(one, other)
+        faults.exchange(one, other)
 
 
 for _name, _fault, _what, _damage, _down in (
@@ -201,7 +200,7 @@ def torn_log(context: Context) -> None:
         blocks = _log_blocks(path, context.chance.randrange(2))
         last = max(blocks, default=None, key=lambda block: block[1])
         if last is not None:
-            images.write(path, last[0] + 512 * context.chance.randrange(1, 7), context.chance.randbytes(512))
+            faults.write(path, last[0] + 512 * context.chance.randrange(1, 7), context.chance.randbytes(512))
     storage.start()
     context.verify(storage)
 
@@ -213,9 +212,9 @@ def rotten_log(context: Context) -> None:
     storage.kill()
     for path in storage.paths:
         copy = context.chance.randrange(2)
-        images.flip(path, copy << 20 | context.chance.randrange(BLOCK_BYTES), context.chance.randrange(8))
+        faults.flip(path, copy << 20 | context.chance.randrange(BLOCK_BYTES), context.chance.randrange(8))
         for offset, _ in context.chance.choices(_log_blocks(path, copy) or [(copy << 20, 0)], k=20):
-            images.flip(path, offset + context.chance.randrange(BLOCK_BYTES), context.chance.randrange(8))
+            faults.flip(path, offset + context.chance.randrange(BLOCK_BYTES), context.chance.randrange(8))
             break
     storage.start()
     context.verify(storage)
@@ -227,9 +226,9 @@ def rotten_metadata(context: Context) -> None:
     storage = context.storage(filled=KEYS)
     assert storage.stop()
     for path in storage.paths:
-        first = min(entry.offset for entry in images.objects([path]))
+        first = min(entry.offset for entry in faults.objects([path]))
         for _ in range(context.chance.randint(1, 40)):
-            images.flip(path, context.chance.randrange(1 << 20, first), context.chance.randrange(8))
+            faults.flip(path, context.chance.randrange(1 << 20, first), context.chance.randrange(8))
     context.expected.losable = "log or snapshot rotten beyond repair"
     storage.start()
     _after(context)

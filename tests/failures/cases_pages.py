@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-import images
+import faults
 from callers import Prompt
 from cases import POOL, Context, T, case
 from machine import wait_for
@@ -173,8 +173,8 @@ def pages_no_space(context: Context) -> None:
 def pages_rotten(context: Context) -> None:
     """A bit of each of twenty records of pages, while they are read into an engine's pages."""
     served = _Served(context, faulty=False)
-    for chosen in context.chance.sample(list(images.objects([served.device])), 20):
-        images.rot(chosen, context.chance)
+    for chosen in context.chance.sample(list(faults.objects([served.device])), 20):
+        faults.rot(chosen, context.chance)
         served.engine.load(served.some(2), losable="damaged on its device")
     served.repair("damaged on its device")
 
@@ -183,9 +183,9 @@ def pages_rotten(context: Context) -> None:
 def pages_misdirected(context: Context) -> None:
     """Twelve records of pages lie in each other's places, while an engine reads them into its pages."""
     served = _Served(context, faulty=False)
-    stored = list(images.objects([served.device]))
+    stored = list(faults.objects([served.device]))
     for one, other in _pairs(context.chance.sample(stored, 12)):
-        images.exchange(one, other)
+        faults.exchange(one, other)
         served.engine.load(served.some(2), losable="another record is in its place")
     served.repair("another record is in its place")
 

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 
-import images
+import faults
 from callers import Prompt
 from cases import MEMORY, POOL, Context, case
 from nodes import DataPlane, tiers
@@ -168,10 +168,10 @@ def preempted_records_rot(context: Context) -> None:
     with _Pressed(context, plane).serving(_filling(context, plane)):  # the memory then has few of the engine's records
         ends = time.monotonic() + 3
         while time.monotonic() < ends:
-            for stored in images.objects([disk]):
+            for stored in faults.objects([disk]):
                 if (stored.offset, stored.generation) not in rotten:
                     rotten.add((stored.offset, stored.generation))
-                    images.rot(stored, context.chance)
+                    faults.rot(stored, context.chance)
             time.sleep(0.02)
         assert rotten
 

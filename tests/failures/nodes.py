@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
-from faults import Faults
-from images import StoredObject, objects
+from faults import Faults, StoredObject, objects
 from machine import WAIT_MAX_S, free_port
 from preloaded import Preloaded
 
