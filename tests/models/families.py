@@ -20,10 +20,9 @@ _HERE: Final = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE.parents[1]), str(_HERE.parent), str(_HERE)]
 
 from answers import TOLERANCES, answer  # noqa: E402
-from cells import Cell, Reference, Served, Stack, refer  # noqa: E402
+from cells import Cell, Reference, Served, Stack, plan, refer  # noqa: E402
 from engine import Engine  # noqa: E402
-from memory import capacity, chunk_tokens, groups, needed_bytes  # noqa: E402
-from prompts import plan  # noqa: E402
+from published import capacity, chunk_tokens, groups, needed_bytes  # noqa: E402
 from stack import Process  # noqa: E402
 from tiny_models import FAMILIES, write_model  # noqa: E402
 

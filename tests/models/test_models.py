@@ -8,9 +8,8 @@ import answers as answers_module
 import model_matrix
 import pytest
 from answers import Answer, difference
-from cells import Cell, Reference, Served
+from cells import Cell, Reference, Served, plan
 from model_matrix import failed, published_row, run_families
-from prompts import plan
 from published import PUBLISHED, found
 from tiny_models import FAMILIES
 
