@@ -49,25 +49,6 @@ def forbidden(path: Path, names: tuple[str, ...]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("source", "names"),
-    [
-        ("import storage_kv.engine as e", ["storage_kv.engine"]),
-        ("from storage_kv import engine", ["storage_kv.engine"]),
-        ("def f():\n    if x:\n        from storage_kv.engine import Engine", ["storage_kv.engine.Engine"]),
-        ("from . import a", ["storage_kv.commands.a"]),
-        ("from .. import a", ["storage_kv.a"]),
-        ("from ..x import a", ["storage_kv.x.a"]),
-        ("importlib.import_module('host_control.vllm')", ["host_control.vllm"]),
-        ("__import__('host_control')", ["host_control"]),
-        ("import_module(f'host_control.{name}')", ["host_control."]),
-        ("text = 'import storage_kv'", []),
-    ],
-)
-def test_each_way_to_import_is_seen(source: str, names: list[str]) -> None:
-    assert [name for _, name in imported(source, "storage_kv.commands")] == names
-
-
 @pytest.mark.parametrize("package", PACKAGES)
 def test_arrows_point_down_from_the_roof_to_the_programs_to_the_ground_floor(package: str) -> None:
     below = {"shadowserve": {"shadowserve"}, ROOF: set(PACKAGES)}.get(package, {"shadowserve", package})
