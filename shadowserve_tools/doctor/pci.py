@@ -32,12 +32,12 @@ class Function:
 
     @property
     def is_bluefield(self) -> bool:
-        """Whether it is a network function, not a virtual one."""
+        """True for a network function that is not virtual."""
         return self.vendor == 0x15B3 and self.device in BLUEFIELDS and not (self.path / "physfn").exists()
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it is NVIDIA's display or 3D controller."""
+        """True for a display or 3D controller of NVIDIA."""
         return self.vendor == 0x10DE and self.class_code >> 16 == 0x03
 
     @property
