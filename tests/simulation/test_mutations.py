@@ -113,7 +113,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[[Any], Any], Callable[[Plan], bool],
         ("lost",),
     ),
 }  # fmt: skip
-"""Changed place of the product, and the change; plans and seeds that may show it, the first seed to try, and the failure."""
+"""Changed place of the product, and the change; plans, seeds and the first seed that may show it; the failure."""
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
