@@ -37,9 +37,11 @@ user mallory on >mallory ~* +@all -@admin tenant=mallory
 
 
 class Node:
-    """A server with two tenants: alice works, mallory attacks."""
+    """A server with two tenants: alice works, mallory attacks. ``mib`` is its memory."""
 
-    def __init__(self, context: Context, **options: Any) -> None:
+    def __init__(self, context: Context, *, mib: int = 0, **options: Any) -> None:
+        if mib:
+            options |= {"memory_budget_bytes": mib * MIB, "memory_bytes": mib * MIB}
         users = context.folder / "users.acl"
         users.write_text(USERS)
         self.context = context
@@ -137,7 +139,7 @@ def http_requests(context: Context) -> None:
 @case("attack: unread replies", ENGINES, repetitions=1)
 def unread_replies(context: Context) -> None:
     """A tenant asks on eight connections for 60,000 times the same value, and for pages of GETs, and reads nothing."""
-    node = Node(context, memory_budget_bytes=64 * MIB, memory_bytes=64 * MIB)
+    node = Node(context, mib=64)
     for size in (10, 16_000, 100_000):
         node.mallory().set(f"large {size}", bytes(size))
     with others_work(context, node.storage, [node.alice()], bound_mib=256):
@@ -155,7 +157,7 @@ def unread_replies(context: Context) -> None:
 @case("attack: requests that are refused in the end", ENGINES, repetitions=1)
 def unfinished_requests(context: Context) -> None:
     """Keys of 500 MB, values above the whole budget, published and half sent, by eight connections of each kind."""
-    node = Node(context, memory_budget_bytes=64 * MIB, memory_bytes=64 * MIB)
+    node = Node(context, mib=64)
     beginnings = [
         b"*2\r\n$3\r\nGET\r\n$500000000\r\n",
         b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$500000000\r\n",
@@ -198,7 +200,7 @@ def idle_strangers(context: Context) -> None:
 @case("attack: a page of pins", ENGINES, repetitions=1)
 def page_of_pins(context: Context) -> None:
     """A tenant pins all that it may store, for as long as it can; the other one stores on."""
-    node = Node(context, memory_budget_bytes=8 * MIB, device_bytes=24 * MIB, memory_bytes=8 * MIB)
+    node = Node(context, mib=8, device_bytes=24 * MIB)
     mallory = node.mallory()
     alice = node.alice()
     context.expected.losable = "evicted"  # her own records, because the store is small
@@ -219,7 +221,7 @@ def flush_of_many(context: Context) -> None:
     """A tenant with 30,000 keys removes them all at once, again and again, with pages of SCAN and DEL between."""
     metrics = free_port()
     count = 30_000
-    node = Node(context, memory_budget_bytes=128 * MIB, memory_bytes=128 * MIB, metrics_port=metrics)
+    node = Node(context, mib=128, metrics_port=metrics)
     if context.engine == "pool":
         node.storage.stop()
         for device in node.storage.devices:
@@ -419,7 +421,7 @@ class Prefix:
     def __init__(self, node: Node, *, share_s: float = 0.0) -> None:
         self.context = node.context
         self.records = records("alice", 8, 64 << 10)
-        control = Node(node.context, memory_budget_bytes=32 * MIB, memory_bytes=32 * MIB)
+        control = Node(node.context, mib=32)
         self._attacked, self._control = self._client(node), self._client(control)
         bounds = [record.layer_bounds(value).tolist() for value in self.records.values()]
         self._layers = []
@@ -500,8 +502,7 @@ def lasting_streams(context: Context) -> None:
     link_bits_per_s = 4e8
     node = Node(
         context,
-        memory_budget_bytes=64 * MIB,
-        memory_bytes=64 * MIB,
+        mib=64,
         egress_bits_per_s=link_bits_per_s,
         clients_memory_bytes_max=_CLIENTS_MIB * MIB,
     )
@@ -524,7 +525,7 @@ def lasting_streams(context: Context) -> None:
 @case("attack: thousands that publish", MEMORY, repetitions=1)
 def many_publishers(context: Context) -> None:
     """Two thousand connections of a tenant publish one key, and ask for hundreds of published keys without an end."""
-    node = Node(context, memory_budget_bytes=64 * MIB, memory_bytes=64 * MIB)
+    node = Node(context, mib=64)
     prefix = Prefix(node)
     names = [f"kv:{number:064x}" for number in range(250)]
     with prefix.fetched_meanwhile(node, 64):
@@ -545,8 +546,7 @@ def large_layer_requests(context: Context) -> None:
     read."""
     node = Node(
         context,
-        memory_budget_bytes=64 * MIB,
-        memory_bytes=64 * MIB,
+        mib=64,
         clients_memory_bytes_max=_CLIENTS_MIB * MIB,
         tenants=json.dumps({"mallory": {"bytes_max": 16 * MIB}}),
     )
@@ -568,7 +568,7 @@ def cold_flood(context: Context) -> None:
     own = context.enter(faulty_s3())
     s3 = {"bucket": BUCKET, "endpoint": own.endpoint, "gather_s": 0.1, "index_ttl_s": 0.2, "timeout_s": 20.0}
     options = {"s3": json.dumps(s3 | {"object_bytes": MIB}), "environment": buckets.CREDENTIALS}
-    writer = Node(context, memory_budget_bytes=64 * MIB, memory_bytes=64 * MIB, **options)
+    writer = Node(context, mib=64, **options)
     stored = records("mallory", 300, 16 << 10)
     mallory = writer.mallory()
     for key, value in stored.items():
@@ -576,7 +576,7 @@ def cold_flood(context: Context) -> None:
     with redis.Redis(port=writer.port, username="root", password="root") as root:
         wait_for(lambda: root.info("s3")["waiting_records"] == 0 and root.info("s3")["records"] == len(stored))
     assert writer.storage.stop()
-    node = Node(context, memory_budget_bytes=32 * MIB, memory_bytes=32 * MIB, **options)
+    node = Node(context, mib=32, **options)
     prefix = Prefix(node)
     with redis.Redis(port=node.port, username="root", password="root") as root:
         wait_for(lambda: root.info("s3")["records"] >= len(stored))
