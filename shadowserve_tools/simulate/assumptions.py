@@ -123,3 +123,8 @@ def described(kind: type[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield name, and source, meaning, low and high, of each number of a dataclass."""
     for each in dataclasses.fields(kind):
         yield each.name, dict(each.metadata)
+
+
+def rows(numbers: Any, **more: Any) -> list[dict[str, Any]]:
+    """Return name, value, and what :func:`described` yields, of each number of an instance; and ``more``."""
+    return [{"name": name, "value": getattr(numbers, name), **its, **more} for name, its in described(type(numbers))]

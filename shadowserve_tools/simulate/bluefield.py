@@ -9,7 +9,7 @@ import click
 from shadowserve_tools.charts import Chart, Point
 from shadowserve_tools.flags import Size
 from shadowserve_tools.report import Output, Report, output_options
-from shadowserve_tools.simulate.assumptions import PAPER_TOKENS, Fitted, Given, described
+from shadowserve_tools.simulate.assumptions import PAPER_TOKENS, rows
 from shadowserve_tools.simulate.model import CHANGES, PAPER_SLICE_BYTES, Design, Model, Result, Setting, swing
 from shadowserve_tools.simulate.targets import TARGETS
 
@@ -155,16 +155,10 @@ def _row(system: str, setting: Setting, result: Result) -> dict[str, Any]:
 def assumption_rows() -> list[dict[str, Any]]:
     """Return every number of the model: name, value, low and high (None: a point), source, meaning, whether fitted."""
     model = Model()
-    rows: list[dict[str, Any]] = [
-        {"name": name, "value": getattr(model.given, name), **its, "fitted_by_model": False}
-        for name, its in described(Given)
-    ]
-    for name, its in described(Fitted):
-        low, high = swing(partial(_fitted, name))
-        rows.append(
-            {"name": name, "value": _fitted(name, model), **its, "low": low, "high": high, "fitted_by_model": True}
-        )
-    return rows
+    fitted = rows(model.fitted, fitted_by_model=True)
+    for row in fitted:
+        row["low"], row["high"] = swing(partial(_fitted, row["name"]))
+    return rows(model.given, fitted_by_model=False) + fitted
 
 
 def target_rows(model: Model) -> list[dict[str, Any]]:
@@ -182,14 +176,11 @@ def target_rows(model: Model) -> list[dict[str, Any]]:
 
 def stage_rows(model: Model) -> list[dict[str, Any]]:
     """Return each stage's Gbps alone over the size of a chunk (figure 13a), and together with the others (13b)."""
-    rows = []
-    for tokens in (16, 64, 256, 1024):
-        stages = model.stages_gbps(Setting(bandwidth_gbps=40, chunk_tokens=tokens))
-        rows += [
-            {"chunk_tokens": tokens, "stage": name, "alone_Gbps": alone, "together_Gbps": together}
-            for name, (alone, together) in stages.items()
-        ]
-    return rows
+    return [
+        {"chunk_tokens": tokens, "stage": name, "alone_Gbps": alone, "together_Gbps": together}
+        for tokens in (16, 64, 256, 1024)
+        for name, (alone, together) in model.stages_gbps(Setting(bandwidth_gbps=40, chunk_tokens=tokens)).items()
+    ]
 
 
 def _charts(model: Model, designs: Sequence[Design]) -> list[Chart]:

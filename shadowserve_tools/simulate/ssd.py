@@ -11,7 +11,7 @@ import click
 
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.report import Output, Report, output_options
-from shadowserve_tools.simulate.assumptions import described, given
+from shadowserve_tools.simulate.assumptions import given, rows
 
 LAYERS: Final = 32
 TOKEN_LAYER_BYTES: Final = 4096
@@ -161,11 +161,7 @@ def ssd(context_tokens: int, hit_rate: float, ssd_gb_per_s: float, output: Outpu
 
 def assumption_rows(machine: Machine) -> list[dict[str, Any]]:
     """Return the inputs and the fitted numbers."""
-    return [
-        {"name": name, "value": getattr(kind, name), "fitted": kind is FITTED, **its}
-        for kind in (machine, FITTED)
-        for name, its in described(type(kind))
-    ]
+    return rows(machine, fitted=False) + rows(FITTED, fitted=True)
 
 
 def report_of(machine: Machine, hit_rate: float) -> Report:

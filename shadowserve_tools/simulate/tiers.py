@@ -7,7 +7,7 @@ import click
 
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.report import Output, Report, output_options, tracked
-from shadowserve_tools.simulate.assumptions import described
+from shadowserve_tools.simulate.assumptions import rows
 from shadowserve_tools.simulate.tier_assumptions import MODELS, TABLE_4, WORKLOADS, Assumed
 from shadowserve_tools.simulate.tier_model import POLICIES, trace
 from shadowserve_tools.simulate.tier_run import Outcome, Rules, outcome
@@ -90,9 +90,7 @@ def tiers(
     report.more = {
         "model": model, "workload": workload, "oversubscription": oversubscription, "seeds": seeds,
         "policies": {name: {key: getattr(its, key) for key in KEYS} for name, its in found.items()},
-        "assumptions": [
-            {"name": name, "value": getattr(given, name), **its} for name, its in described(Assumed)
-        ],
+        "assumptions": rows(given),
     }  # fmt: skip
     if output.plot_file:
         report.charts = [_over_oversubscription(model, workload, given, rules)]
