@@ -218,7 +218,6 @@ def _scale_x(chart: Chart, axes: Any) -> None:
 
 
 def _plain_ticks(axis: Any) -> None:
-    """Label a logarithmic axis with plain numbers."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))

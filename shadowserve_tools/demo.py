@@ -253,7 +253,6 @@ def _complete(url: str, phase: Phase, prompt: str, output_tokens: int) -> str:
 
 
 def _prompt_tokens(url: str) -> dict[str, int]:
-    """Return vLLM's counts of prompt tokens by the source of their KV."""
     counts = {}
     with _request(f"{url}/metrics") as response:
         text = response.read().decode()

@@ -55,7 +55,6 @@ def format_devices(
 
 
 def _keep_size(path: str, size: int) -> None:
-    """Check that an existing file keeps its size."""
     present = os.stat(path).st_size if os.path.isfile(path) else 0
     if size and present not in (0, size):
         raise click.BadParameter(

@@ -291,7 +291,6 @@ def _text(value: Any) -> str:
 
 
 def _backend() -> str:
-    """Return the default backend of the data planes that this process starts."""
     return native.backends()[DataPlaneConfig.load().backend].label
 
 

@@ -133,7 +133,6 @@ class Sample:
         return sorted(found, key=lambda each: (-each.get("used_bytes", 0), each["name"]))
 
     def _bucket(self) -> dict[str, Any] | None:
-        """Return the state of the server's bucket; None without one."""
         if "failed_reads" not in self.bucket:
             return None
         counts = {"failed_reads", "failed_writes"}

@@ -137,7 +137,6 @@ def _summarize(spans: Sequence[pb.TraceSpan], dropped: int, output: Path) -> Non
 
 
 def _decided(decision: pb.Decision) -> str:
-    """Return the predicted times of a decision and the measured one."""
     ways = [f"{way} {1e3 * seconds:.1f} ms" for way, seconds in sorted(decision.predicted.items())]
     done = f"{decision.kind}, {decision.loaded_tokens:,d} of {decision.tokens:,d} tokens loaded"
     expected = f"{1e3 * decision.predicted_seconds:.1f} ms predicted ({', '.join(ways)})" if ways else "no prediction"

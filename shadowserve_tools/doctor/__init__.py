@@ -111,7 +111,6 @@ def doctor(role: Role | None, root: Path, as_json: bool, **given: str | None) ->
 
 
 def _role(options: Options) -> Role:
-    """Return the role of a machine: by its hardware, or by the given file."""
     if options.machine.is_bluefield:
         return "bluefield"
     if options.transfer is not None or options.config is None or options.has(HostConfig):
@@ -322,7 +321,6 @@ def _start_command(config: StorageConfig | DataPlaneConfig, options: Options, ad
 
 
 def _tls_files(config: Section) -> Mapping[str, str]:
-    """Return the files of a program's TLS keys."""
     return {key: str(getattr(config, key)) for key in _TLS_FILES if key in type(config).model_fields}
 
 

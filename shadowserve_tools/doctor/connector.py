@@ -88,7 +88,6 @@ def _extra(transfer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _list(extra: Mapping[str, Any], key: str, name: str, wanted: str) -> dict[str, Any]:
-    """Return ShadowServe's entry in the list ``key``."""
     entries = extra.get(key)
     for entry in entries if isinstance(entries, list) else []:
         if isinstance(entry, dict) and entry.get(name) == wanted:

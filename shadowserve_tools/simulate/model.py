@@ -140,7 +140,6 @@ class Model:
         return self._registered_mib(setting, design) * self.given.register_us_per_mib / 1e6
 
     def _registered_mib(self, setting: Setting, design: Design) -> float:
-        """Return the MiB of a chunk's buffers: stored bytes, symbols and elements."""
         symbols = self._token_gbit * setting.chunk_tokens
         return (self._stored_gbit(setting, design) + 3 * symbols) / 8 * 1e9 / 2**20
 

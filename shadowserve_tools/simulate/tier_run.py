@@ -217,7 +217,6 @@ class _Run:
     # ---- Requests
 
     def _announce(self) -> None:
-        """Report requests to the policy as early as it may know them."""
         if self.policy.foresees is None:
             return
         while self.foreseen < min(self.arrived + self.policy.foresees, len(self.requests)):
@@ -286,7 +285,6 @@ class _Run:
     # ---- Moving
 
     def _fault(self, request: Request) -> None:
-        """Move the missing blocks while decoding stalls."""
         session = request.session
         while self.links.jobs[0] and self.links.moving & request.lacks:  # transfers that have begun arrive first
             self.now = max(self.now, self.links.ends[0])
@@ -307,7 +305,6 @@ class _Run:
         self.now += seconds
 
     def _load(self, request: Request) -> None:
-        """Queue moves of the missing blocks, while other requests decode."""
         session = request.session
         for key, size in zip(session.keys, session.sizes, strict=True):
             if key in request.lacks and key not in self.links.moving:
@@ -342,7 +339,6 @@ class _Run:
             self._publish(session.known[0], session)
 
     def _prefetch(self) -> None:
-        """Prefetch what the policy selects while a link is free."""
         if self.predicted is not None:
             self._prefetch_predicted(self.predicted)
         elif self.policy.foresees is not None and not all(self.links.jobs):

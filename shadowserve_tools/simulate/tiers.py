@@ -111,7 +111,6 @@ def outcomes(
 
 
 def _over_oversubscription(model: str, workload: str, given: Assumed, rules: Rules) -> Chart:
-    """Draw the paper's figure 3, of one seed."""
     series: dict[str, Any] = {name: [] for name in reversed(POLICIES)}
     for times in _DRAWN:
         for name, its in outcomes(model, workload, times, 1, given, rules).items():

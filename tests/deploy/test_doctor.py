@@ -41,7 +41,6 @@ def finding(root: Path, what: str, *arguments: str) -> tuple[str, str, str]:
 
 
 def deployed(root: Path) -> Path:
-    """A card with the files of the installer."""
     bluefield(root)
     for name in ("xlio.env", "libxlio.conf"):
         write(root, f"etc/shadowserve/{name}", (DEPLOYED / name).read_text())

@@ -33,7 +33,6 @@ needs_shellcheck = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def installed(system: Throwaway, wheels: Path) -> Throwaway:
-    """The system after the installation for a card."""
     add_card(system)
     install(system, "--wheels", wheels)
     return system

@@ -42,7 +42,6 @@ class Throwaway:
         return done
 
     def inside(self, *command: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
-        """Run a command within the system."""
         return self.outside("chroot", self.root, *command, check=check)
 
     def install(self, script: Path, *arguments: str | Path, code: int = 0) -> str:

@@ -58,7 +58,6 @@ class Caller:
         self.redis.close()
 
     def reconnect(self) -> None:
-        """Close the connections. The next call opens a new one."""
         self.redis.connection_pool.disconnect()
 
     def _call(self, what: str, call: Callable[[], Any]) -> tuple[bool, Any]:
@@ -118,7 +117,6 @@ class Caller:
         return outcome
 
     def ping(self) -> bool:
-        """Send a PING. Return True if an answer arrived."""
         answered, _ = self._call("PING", self.redis.ping)
         if answered:
             self.tally.note(Outcome.RIGHT)
@@ -130,7 +128,6 @@ class Caller:
         return [key for key in chosen if self.get(key) is not Outcome.RIGHT]
 
     def step(self, key: str, chance: random.Random) -> None:
-        """Execute one random operation on a key."""
         luck = chance.random()
         if luck < 0.5:
             served = self.set(key)

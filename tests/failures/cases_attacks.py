@@ -441,7 +441,6 @@ class Prefix:
         return client
 
     def _fetch(self, client: redis.Redis) -> float:
-        """Fetch the prefix and check its bytes. Return the seconds of the fetch."""
         began = time.monotonic()
         _, *layers = client.execute_command("KV.LAYERS", "0-3", 0, 0, *self.records)
         seconds = time.monotonic() - began

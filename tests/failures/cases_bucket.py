@@ -70,7 +70,6 @@ class _Bucket:
         )
 
     def hosts(self, *nodes: Storage) -> DataPlane:
-        """Start a data plane over nodes."""
         addresses = [f"127.0.0.1:{node.port}" for node in nodes]
         return self.context.data_plane(nodes[0].port, storage_nodes=json.dumps(addresses))
 
@@ -117,7 +116,6 @@ class _Bucket:
 
 
 def s3_of(node: Storage) -> dict[str, int]:
-    """Return the numbers that a node reports about its bucket."""
     with redis.Redis(port=node.port) as client:
         found = client.info("s3")
     return {name: int(value) for name, value in found.items() if isinstance(value, int)}

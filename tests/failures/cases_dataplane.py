@@ -48,7 +48,6 @@ class Work:
         self.host = context.host(plane.address)
 
     def fill(self) -> None:
-        """Store all prompts."""
         self.host.store_whole(self.prompts)
         self.stored = dict.fromkeys(self.stored, CHUNKS)
 
@@ -61,7 +60,6 @@ class Work:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Run the hosts until the context ends."""
 
         def working(number: int, host: Host) -> Callable[[], None]:
             own = self.prompts[number :: len(self._hosts)]

@@ -123,7 +123,6 @@ class _Pressed:
 
 
 def _filling(context: Context, plane: DataPlane) -> contextlib.AbstractContextManager[None]:
-    """Fill the tiers with records of another host."""
     host, numbers = context.host(plane.address), itertools.count()
     return context.beside(lambda: host.store(Prompt(f"{context.seed}/{next(numbers)}", 6)))
 

@@ -62,12 +62,10 @@ class Faults:
 
     @property
     def met(self) -> int:
-        """Number of failed operations."""
         return self._get("met")
 
     @property
     def held(self) -> int:
-        """Number of reads that wait now."""
         return self._get("held")
 
     def _get(self, name: str) -> int:
@@ -111,7 +109,6 @@ class StoredObject:
 
     @property
     def size(self) -> int:
-        """Bytes of header, value and name."""
         return HEADER + self.length + len(self.name)
 
 
@@ -136,7 +133,6 @@ def write(file: Path, offset: int, data: bytes) -> None:
 
 
 def flip(file: Path, offset: int, bit: int) -> None:
-    """Invert one bit."""
     with open(file, "r+b") as opened:
         opened.seek(offset)
         byte = opened.read(1)
@@ -150,7 +146,6 @@ def rot(chosen: StoredObject, chance: random.Random) -> None:
 
 
 def rot_some(found: Iterable[StoredObject], count: int, chance: random.Random) -> None:
-    """Invert one bit of each of ``count`` objects."""
     for chosen in chance.sample(list(found), count):
         rot(chosen, chance)
 
@@ -273,7 +268,6 @@ class Proxy:
         self.silent = False
 
     def cut(self) -> None:
-        """Reset all connections."""
         for sock in list(self._sockets):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)

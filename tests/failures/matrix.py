@@ -34,7 +34,6 @@ _NOTABLE = (*_FAILED, Outcome.MISSED, Outcome.REFUSED)
 
 
 def as_json(rows: Sequence[Row], seconds: float, seed: int) -> dict[str, Any]:
-    """Return the matrix as data."""
     return {
         "counts": {outcome.value: sum(row.tally.counts[outcome] for row in rows) for outcome in Outcome},
         "seed": seed,
@@ -93,7 +92,6 @@ _COUNTS = " | ".join(outcome.value for outcome in Outcome)
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """Return the full matrix in Markdown: a row for each case."""
     lines = [
         f"{_HEAD}{_sums(found)} {found['seconds']} s, seed {found['seed']}.",
         "",

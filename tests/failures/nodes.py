@@ -60,7 +60,6 @@ class _Node:
         return False
 
     def start_only(self) -> None:
-        """Start it without waiting."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SHADOWSERVE_")}
         with open(self.log, "ab") as log:
             self.process = Preloaded(
@@ -95,7 +94,6 @@ class _Node:
             self.signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL, and wait."""
         if self.process is not None:
             self.process.kill()
             self._ended(WAIT_MAX_S)
@@ -189,11 +187,9 @@ class Storage(_Node):
     # ---- Inspection
 
     def objects(self) -> list[StoredObject]:
-        """Return the objects on its devices, including dead ones."""
         return list(objects([path for path in self.paths if path.exists()]))
 
     def stored(self) -> int:
-        """Return the number of its keys."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_MAX_S) as sock:
             sock.sendall(b"*1\r\n$6\r\nDBSIZE\r\n")
             return int(sock.recv(64)[1:])
@@ -238,7 +234,6 @@ def tiers(memory: str, device: Path | None = None, size: str = "32MiB", **disk: 
 
 
 def certificates(folder: Path) -> Path:
-    """Make a folder with an authority and certificates."""
     folder.mkdir(parents=True)
     command = [sys.executable, REPOSITORY / "scripts" / "make-certificates", folder]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

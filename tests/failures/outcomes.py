@@ -130,7 +130,6 @@ class Expected:
             return list(self._known)
 
     def value(self, key: str, version: int) -> bytes:
-        """Return the bytes of a version of a key."""
         if key in self._given:
             return self._given[key]
         chance = random.Random(f"{self.seed}/{key}/{version}")

@@ -125,7 +125,6 @@ class PagedEngine:
     # ---- The manager's thread
 
     def _scatter(self, job: FetchJob, part: int, first: int, chunks: Any) -> None:
-        """Copy fetched chunks into pages, in the manager's thread."""
         count = len(chunks) // self.shape.chunk.raw_bytes
         blocks = job.target.groups[0].blocks[first * _CHUNK_BLOCKS : (first + count) * _CHUNK_BLOCKS]
         found = np.frombuffer(chunks, np.uint8).reshape(count, self.shape.layers, _CHUNK_BLOCKS, -1)

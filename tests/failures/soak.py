@@ -227,7 +227,6 @@ def _step(work: Iterator[None]) -> None:
 
 
 def _watch(pids: dict[str, int], seconds: float) -> dict[str, list[Sample]]:
-    """Take samples of processes until the time is over."""
     samples: dict[str, list[Sample]] = {}
     began = time.monotonic()
     while (now := time.monotonic() - began) < seconds:

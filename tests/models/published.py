@@ -15,13 +15,11 @@ from host_control.vllm.support import uncacheable
 
 
 def layer_specs(group: Any) -> list[Any]:
-    """Return the spec of each layer of a group."""
     specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     return [specs[name] for name in group.layer_names] if specs else [group.kv_cache_spec] * len(group.layer_names)
 
 
 def groups(kv_cache_config: Any) -> list[dict[str, Any]]:
-    """Return the groups of a KV cache, as the matrix shows them."""
     found = []
     for group in kv_cache_config.kv_cache_groups:
         specs = layer_specs(group)
@@ -240,7 +238,6 @@ def _vllm_config() -> Any:
 
 
 def kv_cache_config(model: str) -> Any:
-    """Return vLLM's ``kv_cache_groups`` of a model's layers."""
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
     return SimpleNamespace(kv_cache_groups=get_kv_cache_groups(_vllm_config(), PUBLISHED[model][0]()))

@@ -49,7 +49,6 @@ class Process:
 
     @property
     def killed(self) -> bool:
-        """True if the process has ended."""
         return self._process.poll() is not None
 
     def kill(self) -> None:
@@ -59,7 +58,6 @@ class Process:
         self._close()
 
     def restart(self) -> None:
-        """Start it again at its old address."""
         option = "--listen" if "--listen" in self._arguments else "--port"
         value = self.address if option == "--listen" else self.address.rpartition(":")[2]
         arguments = list(self._arguments)

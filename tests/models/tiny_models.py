@@ -230,7 +230,6 @@ def _model(model_type: str, options: dict[str, Any]) -> Any:
 
 
 def _layer(options: dict[str, Any], model_type: str) -> dict[str, Any]:
-    """Return other weights of one layer, in the model's shapes."""
     model = _model(model_type, options | {"num_hidden_layers": 1, "initializer_range": 0.15})
     prefix = "model.layers.0."
     return {name.removeprefix(prefix): weight for name, weight in model.state_dict().items() if name.startswith(prefix)}

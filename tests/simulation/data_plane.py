@@ -135,11 +135,9 @@ class DataPlane:
         self._asking -= 1
 
     def close(self) -> None:
-        """End it, with its connections."""
         self._loop.call_soon(self._loop.create_task, self._close())
 
     def abandon(self) -> None:
-        """Abort it in any state."""
         self._loop.close()
 
     async def _close(self) -> None:
@@ -234,7 +232,6 @@ class DataPlane:
 
 @contextmanager
 def simulated_modules(world: World) -> Iterator[None]:
-    """Give the data plane the world's randomness and sockets."""
     fake = types.SimpleNamespace(**{name: getattr(links.socket, name) for name in _SOCKET_NAMES})
     fake.socket = SimulatedSocket
     before = links.socket

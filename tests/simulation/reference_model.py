@@ -93,11 +93,9 @@ class Model:
         self._histories: defaultdict[Key, _History] = defaultdict(_History)
 
     def add(self, key: Key, change: Change) -> None:
-        """Add a change before its request."""
         self._histories[key].changes.append(change)
 
     def keys(self) -> list[Key]:
-        """Return every key that was ever set."""
         return [key for key in self._histories if key[1]]
 
     def writes(self, key: Key) -> list[Write]:

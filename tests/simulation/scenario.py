@@ -256,7 +256,6 @@ class Simulation:
     # ---- Faults
 
     def misfortune(self) -> None:
-        """Cause a fault at intervals."""
         if self._over:
             return
         chance, plan = self.world.random, self.plan
@@ -355,7 +354,6 @@ class Simulation:
     # ---- The run
 
     def run(self) -> Result:
-        """Run; raises violations."""
         world = self.world
         with _problems() as problems, virtual_time(world), simulated_modules(world):
             self.start_server()
@@ -387,7 +385,6 @@ class Simulation:
             raise Violation(f"hang: {self.workload.describe()} have not ended after {_QUIET_S} s")
 
     def _calm_down(self, problems: _Problems) -> None:
-        """Stop all faults, and read everything."""
         self._over = True
         self._crash_armed = False
         self.world.note("calm")
@@ -492,7 +489,6 @@ def _configuration(world: World, plan: Plan, folder: Path) -> StorageConfig:
 
 
 def plan_of(seed: int) -> Plan:
-    """Return the plan of a seed."""
     return Plan.of(World(seed))
 
 

@@ -59,7 +59,6 @@ class SimulatedClient:
 
     @property
     def idle(self) -> bool:
-        """True if it waits for no reply."""
         return not self._waiting
 
     def send(self, calls: list[Call]) -> None:
@@ -107,7 +106,6 @@ class SimulatedClient:
             self._step()
 
     def _step(self) -> None:
-        """Send and receive what is possible."""
         link = self.link
         if link is None:
             return

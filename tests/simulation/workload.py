@@ -26,7 +26,6 @@ _OF_MOVES: Final = (60, 20, 1, 1, 12, 4, 1, 1, 2)
 
 
 def chunk_name(chain: int, number: int) -> bytes:
-    """Return the name of a chunk, 32 bytes."""
     return (chain << 32 | number + 1).to_bytes(32, "big")
 
 
@@ -66,14 +65,12 @@ class Workload:
 
     @property
     def finished(self) -> bool:
-        """True if no command is running or planned."""
         return not self._turns and not self._under_way
 
     def describe(self) -> str:
         return f"{self._under_way} commands and {self._turns} turns"
 
     def begin(self, tenants: tuple[str, ...]) -> None:
-        """Start the clients."""
         chance = self.world.random
         for _ in range(chance.randint(1, 4)):
             number = next(self._clients)
@@ -357,7 +354,6 @@ class Workload:
         return first + lifetime, FOREVER if last == FOREVER else last + lifetime
 
     def note_wall(self) -> None:
-        """Record a jump of the wall clock."""
         self._walls.append((self.world.now_ns, self.world.wall_offset_ns))
 
     def wall_between(self, begin_ns: int, end_ns: int) -> tuple[int, int]:

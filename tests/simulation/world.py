@@ -58,7 +58,6 @@ class World:
         heapq.heappush(self._queue, (self.now_ns + max(int(delay_ns), 0), self._number, actor, function))
 
     def soon(self, actor: str, function: Callable[[], None], most_ns: int = 20 * US) -> None:
-        """Call a function after a short random time."""
         self.after(self.random.randrange(most_ns), actor, function)
 
     def step(self) -> bool:
@@ -109,7 +108,6 @@ class World:
 
     @property
     def trace(self) -> str:
-        """Digest of the trace."""
         return self._hash.hexdigest()
 
     # ---- Clocks
@@ -119,7 +117,6 @@ class World:
         return (_WALL_BEGIN_NS + self.now_ns + self.wall_offset_ns) // MS
 
     def chance(self, probability: float) -> bool:
-        """Return True with a probability."""
         return self.random.random() < probability
 
 
