@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import crash_loop
 from callers import Caller, Host, Prompt, going_on
@@ -107,32 +107,35 @@ def _host_work(address: str, tally: Tally, seed: int) -> Iterator[None]:
 
 # ---- Clients with one connection
 
-_VISITS: Final[dict[str, tuple[tuple[str, ...], bool]]] = {
-    "says little": (("PING", "CLIENT SETNAME visitor-{n}", "UNKNOWN{n} a", "GET absent:{n}"), False),
-    "leaves half a value": (("*3\r\n$3\r\nSET\r\n$4\r\nhalf\r\n$1000000\r\n{half}",), False),
-    "dies in a command": (("*3\r\n$3\r\nSET\r\n$1",), True),
-    "dies while it is answered": (("\r\n".join(f"GET key {key}" for key in range(50)),), True),
-    "says nonsense": (("*nonsense {n}",), False),
-    "begins TLS": (("\x16\x03\x01\x02\0\x01",), False),
-    "begins TLS and dies": (("\x16\x03\x01\x02\0\x01",), True),
-    "guesses a password": (("AUTH user{n} guessed",), False),
+_VISITS: Final[dict[str, tuple[Literal["answered", "closed", "reset"], tuple[str, ...]]]] = {
+    "says little": ("answered", ("PING", "CLIENT SETNAME visitor-{n}", "UNKNOWN{n} a", "GET absent:{n}")),
+    "leaves half a value": ("closed", ("*3\r\n$3\r\nSET\r\n$4\r\nhalf\r\n$1000000\r\n{half}",)),
+    "dies in a command": ("reset", ("*3\r\n$3\r\nSET\r\n$1",)),
+    "dies while it is answered": ("reset", ("\r\n".join(f"GET key {key}" for key in range(51)),)),
+    "says nonsense": ("answered", ("*nonsense {n}",)),
+    "begins TLS": ("answered", ("\x16\x03\x01\x02\0\x01",)),
+    "begins TLS and leaves": ("closed", ("\x16\x03\x01\x02\0\x01",)),
+    "begins TLS and dies": ("reset", ("\x16\x03\x01\x02\0\x01",)),
+    "guesses a password": ("closed", ("AUTH user{n} guessed\r\n",)),
     "administers": (
+        "answered",
         ("ACL SETUSER user{n} on >{n} ~* +@all", "CONFIG SET maxclients {most}", "INFO all", "ACL DELUSER user{n}"),
-        False,
     ),
 }
-"""Sent lines, with an answer awaited after each but the last; and whether the connection ends with a reset."""
+"""End of a connection, and what is sent: lines that are answered each, or bytes."""
+_PLAIN: Final = tuple(what for what in _VISITS if not what.startswith("begins TLS and"))
 _OVER_TLS: Final = ("says little", "leaves half a value", "dies in a command")
+_INSTEAD_OF_TLS: Final = ("begins TLS and leaves", "begins TLS and dies", "says nonsense")
 
 
 def _visit(sock: socket.socket, what: str, number: int) -> None:
-    lines, resets = _VISITS[what]
-    for line in lines:
-        text = line.format(n=number, half="0" * (number % 500_000), most=2000 + number % 100)
-        sock.sendall(text.encode("latin-1") + (b"" if resets or "{half}" in line else b"\r\n"))
-        if len(lines) > 1:
+    end, texts = _VISITS[what]
+    for text in texts:
+        told = text.format(n=number, half="0" * (number % 500_000), most=2000 + number % 100)
+        sock.sendall(told.encode("latin-1") + b"\r\n" * (end == "answered"))
+        if end == "answered":
             sock.recv(4096)
-    if resets:
+    if end == "reset":
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
@@ -141,7 +144,7 @@ def _visits_work(storage: Storage, chance: random.Random, counts: Counter[str]) 
     while True:
         counts["visits"] += 1
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", storage.port), 60) as sock:
-            _visit(sock, chance.choice(list(_VISITS)), counts["visits"])
+            _visit(sock, chance.choice(_PLAIN), counts["visits"])
         if counts["visits"] % 500 == 0:
             storage.signal(signal.SIGHUP)
         time.sleep(3 * _PAUSE_S)
@@ -161,7 +164,7 @@ def _tls_work(storage: Storage, context: ssl.SSLContext, chance: random.Random, 
             elif luck < 0.6:  # a client that does not trust the server
                 ssl.create_default_context().wrap_socket(sock, server_hostname="localhost")
             else:
-                _visit(sock, chance.choice(("begins TLS", "begins TLS and dies", "says nonsense")), number)
+                _visit(sock, chance.choice(_INSTEAD_OF_TLS), number)
         time.sleep(7 * _PAUSE_S)
         yield
 
