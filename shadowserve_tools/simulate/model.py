@@ -130,11 +130,6 @@ class Model:
         fills = math.ceil(chunks / in_round) * (sum(stages) - max(stages))
         return registering + fills + chunks * pieces * max(stages)
 
-    def registering_us_per_mib(self, setting: Setting, times: float) -> float:
-        """Return the cost of registering memory that makes TTFT ``times`` as long without memory management."""
-        more_s = (times - 1) * self.ttft_s(setting, Design())
-        return 1e6 * more_s / (setting.chunks * self._registered_mib(setting, Design()))
-
     def _registration_s(self, setting: Setting, design: Design) -> float:
         """Return the seconds of registering and releasing a chunk's buffers, one at a time, without overlap."""
         return self._registered_mib(setting, design) * self.given.register_us_per_mib / 1e6

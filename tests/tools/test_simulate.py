@@ -54,14 +54,6 @@ def test_the_network_stage_from_traffic_alone_does_not_use_its_target() -> None:
     assert told_otherwise.network_by_traffic_alone_gbps() == pytest.approx(said, rel=0.02)
 
 
-@pytest.mark.parametrize("times", [6.96, 11.73])
-def test_a_cost_of_registering_derived_from_a_slowdown_causes_that_slowdown(times: float) -> None:
-    setting = at(40)
-    dear = Model(dataclasses.replace(MODEL.given, register_us_per_mib=MODEL.registering_us_per_mib(setting, times)))
-    slowed = dear.ttft_s(setting, Design(managed=False)) / dear.ttft_s(setting, Design())
-    assert slowed == pytest.approx(times)
-
-
 def test_instruction_counts_are_the_measured_ones() -> None:
     counts = json.loads((REPOSITORY / "native/bench/instructions.json").read_text())["gcc-12 aarch64"]
     decode, symbols = counts["kvrans-decode neon"]
