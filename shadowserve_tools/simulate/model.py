@@ -14,12 +14,8 @@ from typing import Final
 
 from shadowserve_tools.simulate.assumptions import PAPER_TOKENS, RANGED, Fitted, Given
 
-CHANGES: Final = {
-    "fusion": "dequantize and DMA slice by slice, so that elements may pass through the cache",
-    "slices": "slices smaller than the paper's 2 MiB (--slice-bytes), handed on one by one",
-    "huffman": "Deflate streams with Huffman codes only: smaller, as quantized KV has no matches",
-    "kvrans": "our own codec, decoded and dequantized in one step on the Arm cores instead of the Deflate engine",
-}
+CHANGES: Final = ("fusion", "slices", "huffman", "kvrans")
+"""The help of 'simulate bluefield' describes them."""
 PAPER_SLICE_BYTES: Final = 2 << 20
 PAPER_CHUNK_TOKENS: Final = 256
 BISECTIONS: Final = 60

@@ -28,6 +28,7 @@ from dpu_dataplane.sources.resp import links
 from dpu_dataplane.sources.resp.links import DataLinks
 from dpu_dataplane.sources.resp.server import OneServer
 from shadowserve.errors import StorageError
+from shadowserve.keys import storage_key
 
 _DEADLINE_S: Final = 12
 """At most 2 s to connect and 5 s of silence. A slow network may send at intervals."""
@@ -162,12 +163,8 @@ class DataPlane:
     async def _meta_by_ranges(self) -> object:
         """Reply of a server without KV.META."""
         keys, began = self._keys(), self._world.now_ns
-        control = self._client._control
-        if control is not None:
-            control.has_meta = False
-        found = await self._client.find(keys)
-        if control is not None:
-            control.has_meta = True
+        control = await self._client._connected()
+        found = await self._client._meta_by_ranges(control, [storage_key(key) for key in keys])
         for key, stored in zip(keys, found, strict=True):
             if stored is None:
                 self._check(key, None, began, "meta by ranges")

@@ -53,7 +53,6 @@ class SimulatedClient:
         self._reader = ReplyReader()
         self._out = bytearray()
         self._waiting: deque[Call] = deque()
-        self._held_bytes = 0
         self._reads_slowly = world.chance(0.15)
         self._paused = False
 
