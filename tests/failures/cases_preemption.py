@@ -26,7 +26,6 @@ _FETCH_TIMEOUT_S = 1.0
 _SERVE_S = 90.0
 _MODEL = Model(layers=2, hidden=64, heads=2, head_size=32)
 _KV_BYTES = 2 * _MODEL.kv_bytes
-"""Tolerance of a token's logprob in float32. A larger difference from the answer alone means wrong KV, not rounding."""
 
 
 def _engine(context: Context, data_plane: str) -> contextlib.AbstractContextManager[Engine]:
