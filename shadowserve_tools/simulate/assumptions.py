@@ -6,7 +6,7 @@ from both. "Section", "figure" and "table" are the ShadowServe paper's.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -110,6 +110,18 @@ class Fitted:
     cachegen_decode_gbps: float = given(0, "loss_40", "CacheGen-Async's decompression on an idle GPU")
     gpu_share: float = given(0, "the four TPOT of figure 11a", "of the data sheet's bandwidth in a decode step")
     stolen_s: float = given(0, "the four TPOT of figure 11a", "decode's loss to one fetch of ShadowServe")
+
+
+_BISECTIONS: Final = 60
+
+
+def last(holds: Callable[[float], bool], most: float) -> float:
+    """Return up to which number from 0 to ``most`` a condition holds, by bisection."""
+    low, high = 0.0, most
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
 
 
 PAPER_TOKENS: Final = 14_000

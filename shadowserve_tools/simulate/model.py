@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from shadowserve_tools.simulate.assumptions import PAPER_TOKENS, RANGED, Fitted, Given
+from shadowserve_tools.simulate.assumptions import PAPER_TOKENS, RANGED, Fitted, Given, last
 
 CHANGES: Final = ("fusion", "slices", "huffman", "kvrans")
 """The help of 'simulate bluefield' describes them."""
 PAPER_SLICE_BYTES: Final = 2 << 20
 PAPER_CHUNK_TOKENS: Final = 256
-BISECTIONS: Final = 60
+_ITERATIONS: Final = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,18 +247,15 @@ class Model:
             return min(1 / service, self.given.requests_in_memory / (service + setting.output_tokens * tpot))
 
         ttft, fetch = unloaded(0)
-        low, high = 0.0, 1 / (ttft + self.fitted.gap_s)
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            low, high = (middle, high) if carried(middle) > middle else (low, middle)
-        tpot, _, loaded_fetch = at(low)
+        most = last(lambda load: carried(load) > load, 1 / (ttft + self.fitted.gap_s))
+        tpot, _, loaded_fetch = at(most)
         waited = None
-        if rate < low:
+        if rate < most:
             # Poisson arrivals, one server, equal service times (M/D/1).
             service = at(rate)[1]
             used = rate * service
             waited = service - self.fitted.gap_s + used * service / (2 * (1 - used)) if used < 1 else None
-        return Result(fetch, ttft, tpot, low, loaded_fetch, waited)
+        return Result(fetch, ttft, tpot, most, loaded_fetch, waited)
 
     # ---- Fits ----------------------------------------------------------------------------------------------------
 
@@ -271,7 +268,7 @@ class Model:
         """
         given, size_ours = self.given, 0.0
         at_20, at_20_ours = given.cachegen_ttft_20_ms / 1e3, given.ttft_20_ms / 1e3
-        for _ in range(BISECTIONS):
+        for _ in range(_ITERATIONS):
             floor = at_20_ours - size_ours * (1 / 20 - 1 / given.network_together_gbps)
             size = (at_20 - floor / (1 + given.loss_30)) / (1 / 20 - 1 / 30)
             rest = at_20 - size / 20
@@ -326,18 +323,16 @@ class Model:
 
     def _load_at(self, setting: Setting, tpot: float, cachegen: bool) -> float:
         """Return the highest load of a system whose TPOT is known."""
-        low, high = 0.0, 10.0
-        for _ in range(BISECTIONS):
-            load = (low + high) / 2
-            if cachegen:
-                busy = 1 - math.exp(-load * setting.output_tokens * tpot)
-                decoded = self.fitted.cachegen_decode_gbps * (1 - self.given.decode_slows_decompression * busy)
-                fetched = self.fitted.cachegen_gbit / min(setting.bandwidth_gbps, decoded)
-                service = self.fitted.cachegen_rest_s + fetched + self.fitted.gap_s
-            else:
-                service = self.ttft_s(setting, Design()) + self.fitted.gap_s
-            low, high = (load, high) if load < 1 / service else (low, load)
-        return low
+
+        def service_s(load: float) -> float:
+            if not cachegen:
+                return self.ttft_s(setting, Design()) + self.fitted.gap_s
+            busy = 1 - math.exp(-load * setting.output_tokens * tpot)
+            decoded = self.fitted.cachegen_decode_gbps * (1 - self.given.decode_slows_decompression * busy)
+            fetched = self.fitted.cachegen_gbit / min(setting.bandwidth_gbps, decoded)
+            return self.fitted.cachegen_rest_s + fetched + self.fitted.gap_s
+
+        return last(lambda load: load < 1 / service_s(load), 10.0)
 
 
 _AT_20: Final = Setting(bandwidth_gbps=20)

@@ -11,7 +11,7 @@ import click
 
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.report import Output, Report, output_options
-from shadowserve_tools.simulate.assumptions import given, rows
+from shadowserve_tools.simulate.assumptions import given, last, rows
 
 LAYERS: Final = 32
 TOKEN_LAYER_BYTES: Final = 4096
@@ -19,7 +19,6 @@ TOKEN_LAYER_BYTES: Final = 4096
 LAYER_PARAMETERS: Final = 218_112_000
 """Of a layer: 4,096 wide, 8 KV heads, 14,336 in its feed-forward network."""
 WIDTH: Final = 4096
-_STEPS: Final = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,14 +101,8 @@ def _compute_s(machine: Machine, hit_rate: float) -> float:
 
 def crossover(machine: Machine, system: System) -> float:
     """Return the hit rate up to which a layer's transfer takes no longer than its computing: equation 10."""
-    low, high = 0.0, 1.0
-    for _ in range(_STEPS):
-        middle = (low + high) / 2
-        if _transfer_s(machine, middle, system.gb_per_s(machine)) <= _compute_s(machine, middle):
-            low = middle
-        else:
-            high = middle
-    return low
+    rate = system.gb_per_s(machine)
+    return last(lambda share: _transfer_s(machine, share, rate) <= _compute_s(machine, share), 1.0)
 
 
 def _prefill_s(machine: Machine, system: System, hit_rate: float) -> float:
