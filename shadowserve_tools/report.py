@@ -146,8 +146,6 @@ class Report:
     Attributes:
         columns: Keys of the rows, in the table's order. A unit comes last, as in ``cpu_s_per_GB``.
         bars: Columns that the plot shows as bars, a panel for each; ``charts`` are further panels.
-        command: Name of the command group.
-        more: Further data for the JSON file.
     """
 
     bench: str

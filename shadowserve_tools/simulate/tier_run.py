@@ -44,7 +44,6 @@ class Outcome(NamedTuple):
     """Results of the counted requests.
 
     Attributes:
-        tpot_mean_ms: Mean over tokens.
         tpot_p95_ms: 95th percentile over requests.
         hit_rate: Bytes in the GPU's memory at their request's turn, of all.
         wasted_bytes: Bytes that were prefetched and never used.

@@ -73,7 +73,6 @@ class Cell:
 
     Attributes:
         outcome: Outcome: ``passed``, ``failed``, or ``not possible`` here.
-        why: Reason of the last two outcomes.
         hit: Number of tokens that were not computed.
         own: Number of tokens in vLLM's own prefix cache: a hit should reach it in whole chunks.
         difference: Largest difference of logprobs; in *sensitive*, the smallest.

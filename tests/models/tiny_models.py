@@ -22,10 +22,7 @@ class Family:
 
     Attributes:
         like: Published models that it represents.
-        model_type: Model type in transformers.
-        options: Options of the model's configuration.
         engine: Options of vLLM without which it does not run, or runs as another model.
-        why: Reason of these options.
         draft: Draft layers: ``eagle`` or ``mtp``; empty without them.
     """
 

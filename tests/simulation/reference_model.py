@@ -81,8 +81,6 @@ class Model:
     Attributes:
         unpaid: Misses of keys that should have been present.
         must_hit: True if every such miss is a violation, because no eviction or loss is possible.
-        reads: Number of reads that returned a value.
-        misses: Number of other reads.
     """
 
     def __init__(self, must_hit: bool) -> None:

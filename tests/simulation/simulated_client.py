@@ -23,10 +23,8 @@ class Call:
     """A command and its outcome.
 
     Attributes:
-        begin_ns: Time of the send.
         end_ns: Time of the complete reply, or of the client's timeout; None before.
         reply: Reply, bulks as bytes; meaningless unless ``answered``.
-        link: Link of the command.
     """
 
     arguments: tuple[Any, ...]

@@ -14,7 +14,6 @@ class Stream:
     """One direction of a link.
 
     Attributes:
-        arrived: Bytes that the receiver may read.
         ended: True if the receiver knows that no more bytes follow.
     """
 

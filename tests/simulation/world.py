@@ -28,11 +28,9 @@ class World:
 
     Attributes:
         random: The only source of decisions.
-        now_ns: Time since the beginning.
         wall_offset_ns: Error of the wall clock.
         creeps: True if each read of the clock takes time, for code that polls the clock.
         preempts: Probability of a preemption at each release of the lock.
-        events: Number of events so far.
     """
 
     def __init__(self, seed: int) -> None:
