@@ -85,14 +85,6 @@ def test_what_is_wrong_with_a_hit_is_seen(
     assert why in cell.why
 
 
-def test_a_family_fails_for_a_cell_a_process_or_a_block_less() -> None:
-    well: dict[str, Any] = {"cells": {"one chunk": {"outcome": "passed"}}, "blocks": {"without": 9, "with": 9}}
-    assert not failed(well)
-    assert failed(well | {"blocks": {"without": 9, "with": 5}})
-    assert failed(well | {"cells": {"one chunk": {"outcome": "failed", "why": ""}}})
-    assert failed(well | {"failed": "its process ended with -11"})
-
-
 _CRASHES = """
 import json, os, sys
 for name in sys.argv[2].split(","):
