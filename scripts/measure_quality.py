@@ -17,7 +17,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,7 @@ KVCache = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Treatment:
-    """Way of storing chunks.
-
-    Attributes:
-        quantizer, dtype, bins, value_bins, scale_tokens: See ChunkLayout.
-    """
+    """Way of storing chunks; see ChunkLayout."""
 
     quantizer: Quantizer = Quantizer.BINNED
     dtype: DType = DType.BFLOAT16
@@ -90,16 +86,12 @@ class Outcome:
     """One row of the table; means over windows.
 
     Attributes:
-        treatment: See Treatment.label.
-        dtype: Dtype of the cache.
         family: Curve of the plot.
         bits_per_element: Stored bits by codec, scales and headers included; ``"entropy"`` is the bound of a coder
             with a table for each of eight kinds of columns (binned only).
         error: Root mean square of the change in K and V, over that of K and V.
         divergence: Kullback-Leibler divergence of the predictions from those on the kept cache, in bits per byte.
-        bits_per_byte: Bits per byte of the scored text.
-        change: Change of bits_per_byte against the float32 cache without storing.
-        change_error: Standard error of ``change``.
+        change: Change of bits_per_byte against the float32 cache without storing; ``change_error`` is standard.
         agreement: Share of positions with the same most likely next byte.
     """
 
@@ -195,10 +187,7 @@ def column_entropy(symbols: npt.NDArray[np.int8]) -> int:
     """Return the bytes of an order-0 coder with a table for each of a few kinds of columns, tables included.
 
     Columns with similar distributions share a table: they are sorted by spread into classes of equal size, then moved
-    to the class that codes them best, a few times.
-
-    Args:
-        symbols: Symbols of a slice, a row for each token.
+    to the class that codes them best, a few times. ``symbols`` of a slice have a row for each token.
     """
     columns = symbols.shape[1]
     places = np.arange(columns) * 256
@@ -249,34 +238,18 @@ def _relative_error(cache: KVCache, other: KVCache) -> float:
     return math.sqrt(difference / magnitude)
 
 
-@dataclass
-class _Sample:
-    """Results of one treatment in each window."""
-
-    bits: list[float] = field(default_factory=list)
-    change: list[float] = field(default_factory=list)
-    divergence: list[float] = field(default_factory=list)
-    agreement: list[float] = field(default_factory=list)
-    error: list[float] = field(default_factory=list)
-    stored: list[dict[str, int]] = field(default_factory=list)
-
-    def outcome(self, treatment: Treatment, elements: int) -> Outcome:
-        """Return the row of a treatment with ``elements`` elements in each window."""
-        spread = statistics.stdev(self.change) if len(self.change) > 1 else 0.0
-        return Outcome(
-            treatment=treatment.label,
-            dtype=treatment.dtype.label,
-            family=_family(treatment),
-            bits_per_element={
-                name: 8 * statistics.fmean(stored[name] for stored in self.stored) / elements for name in self.stored[0]
-            },
-            error=statistics.fmean(self.error),
-            divergence=statistics.fmean(self.divergence),
-            bits_per_byte=statistics.fmean(self.bits),
-            change=statistics.fmean(self.change),
-            change_error=spread / math.sqrt(len(self.change)),
-            agreement=statistics.fmean(self.agreement),
-        )
+def _outcome(treatment: Treatment, windows: list[dict[str, float]], stored: list[dict[str, float]]) -> Outcome:
+    """Return the row of a treatment from its results, and the bytes of an element by codec, in each window."""
+    changes = [window["change"] for window in windows]
+    spread = statistics.stdev(changes) if len(changes) > 1 else 0.0
+    return Outcome(
+        treatment=treatment.label,
+        dtype=treatment.dtype.label,
+        family=_family(treatment),
+        bits_per_element={name: statistics.fmean(sizes[name] for sizes in stored) for name in stored[0]},
+        change_error=spread / math.sqrt(len(changes)),
+        **{name: statistics.fmean(window[name] for window in windows) for name in windows[0]},
+    )
 
 
 def _family(treatment: Treatment) -> str:
@@ -296,35 +269,30 @@ def measure(
 ) -> tuple[float, list[Outcome]]:
     """Return the bits per byte without storing, and one Outcome for each of ``treatments``.
 
-    Args:
-        model: A transformers model in single precision.
-        texts: Windows of tokens, all longer than ``prefix``.
-        prefix: Tokens that are prefilled and stored, a multiple of 256.
-        codecs: Codecs of the records.
-        treatments: Treatments to compare.
+    ``texts`` are windows of tokens. ``prefix`` of each, a multiple of 256 and less than all, are prefilled and stored.
     """
     baseline: list[float] = []
-    samples = {treatment: _Sample() for treatment in treatments}
-    elements = 0
+    results: dict[Treatment, list[dict[str, float]]] = {treatment: [] for treatment in treatments}
+    sizes: dict[Treatment, list[dict[str, float]]] = {treatment: [] for treatment in treatments}
     for tokens in texts:
         cache = prefill(model, tokens[:prefix])
         elements = sum(tensor.numel() for layer in cache for tensor in layer)
         plain, kept = score(model, cache, tokens[prefix:])
         baseline.append(plain)
-        for treatment, sample in samples.items():
+        for treatment in treatments:
             loaded, stored = stored_and_loaded(cache, treatment, codecs)
             bits, predicted = score(model, loaded, tokens[prefix:])
-            sample.bits.append(bits)
-            sample.change.append(bits - plain)
-            sample.divergence.append(_divergence(kept, predicted))
-            sample.agreement.append(float((predicted.argmax(-1) == kept.argmax(-1)).float().mean()))
-            sample.error.append(_relative_error(cache, loaded))
-            sample.stored.append(stored)
-    outcomes = [sample.outcome(treatment, elements) for treatment, sample in samples.items()]
-    return statistics.fmean(baseline), outcomes
-
-
-# ---- Output ----------------------------------------------------------------------------------------------------------
+            sizes[treatment].append({name: 8 * size / elements for name, size in stored.items()})
+            results[treatment].append(
+                {
+                    "bits_per_byte": bits,
+                    "change": bits - plain,
+                    "divergence": _divergence(kept, predicted),
+                    "agreement": float((predicted.argmax(-1) == kept.argmax(-1)).float().mean()),
+                    "error": _relative_error(cache, loaded),
+                }
+            )
+    return statistics.fmean(baseline), [_outcome(each, results[each], sizes[each]) for each in treatments]
 
 
 def _table(outcomes: Sequence[Outcome], codecs: Sequence[native.Codec]) -> str:
@@ -365,36 +333,6 @@ def draw(outcomes: Sequence[Outcome], codecs: Sequence[native.Codec], path: Path
     draw_charts(f"Quality against size with {name}: lower left is better", charts, path)
 
 
-def outcomes_of(document: Path) -> tuple[list[Outcome], list[native.Codec]]:
-    """Return the rows of the first table that :func:`_table` wrote into a document, and its codecs."""
-    lines = document.read_text(encoding="utf-8").splitlines()
-    start = next(index for index, line in enumerate(lines) if line.startswith("| cache | stored as |"))
-    header = [cell.strip() for cell in lines[start].strip("|").split("|")]
-    names = header[2 : header.index("error of K and V")]
-    families = {(treatment.dtype.name.lower(), treatment.label): _family(treatment) for treatment in TREATMENTS}
-    outcomes = []
-    for line in lines[start + 2 :]:
-        if not line.startswith("|"):
-            break
-        dtype, label, *cells = [cell.strip() for cell in line.strip("|").split("|")]
-        error, divergence, change, agreement = cells[len(names) :]
-        outcomes.append(
-            Outcome(
-                treatment=label,
-                dtype=dtype,
-                family=families[dtype, label],
-                error=float(error),
-                bits_per_element={name: float(cell) for name, cell in zip(names, cells, strict=False) if cell},
-                divergence=float(divergence),
-                bits_per_byte=math.nan,
-                change=float(change.split(" ")[0]),
-                change_error=float(change.split(" ")[2]),
-                agreement=float(agreement.rstrip("%")) / 100,
-            )  # fmt: skip
-        )
-    return outcomes, [native.Codec[name.upper()] for name in names if name != ENTROPY]
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ASSETS / "model")
@@ -403,11 +341,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--scored", type=int, default=1024, help="tokens that are scored after them")
     parser.add_argument("--windows", type=int, default=24, help="at most this many windows")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--table", type=Path, help="draw the table of this document; measure nothing")
     parser.add_argument("--plot", type=Path, help="also draw quality against size to this file (.svg or .png)")
     options = parser.parse_args()
-    if options.table and not options.plot:
-        parser.error("--table needs --plot")
     if options.prefix % CHUNK_TOKENS or options.prefix <= 0 or options.scored < 2 or options.windows < 1:
         parser.error("--prefix is a positive multiple of 256, --scored at least 2, --windows at least 1")
     return options
@@ -416,9 +351,6 @@ def _arguments() -> argparse.Namespace:
 def main() -> int:
     """Measure, print the table, and write the files of the command line."""
     options = _arguments()
-    if options.table:
-        draw(*outcomes_of(options.table), options.plot)
-        return 0
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()

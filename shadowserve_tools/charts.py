@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from shadowserve.errors import ShadowServeError
+from shadowserve.sizes import human_size
 
 Point = tuple[float | str, float]
 """Position along x, and the value. The position is the name of a group where the chart has bars."""
@@ -204,30 +205,24 @@ def _scale_x(chart: Chart, axes: Any) -> None:
     if chart.x_log:
         axes.set_xscale("log", base=2 if chart.x_bytes else 10)
         if len(xs) <= 8:  # one tick for each point
-            axes.set_xticks(xs, [_bytes(x) if chart.x_bytes else f"{x:,g}" for x in xs], rotation=45 * (len(xs) > 6))
+            axes.set_xticks(
+                xs, [human_size(x) if chart.x_bytes else f"{x:,g}" for x in xs], rotation=45 * (len(xs) > 6)
+            )
             axes.set_xticks([], minor=True)
             return
     if chart.x_bytes:
-        axes.xaxis.set_major_formatter(lambda x, _: _bytes(x))
+        axes.xaxis.set_major_formatter(lambda x, _: human_size(x))
     elif not chart.x_log and xs and xs[-1] >= 1e5:
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")  # instead of a power of ten in the corner
         axes.locator_params(axis="x", nbins=6)
 
 
 def _plain_ticks(axis: Any) -> None:
-    """Label a logarithmic axis with plain numbers."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
     axis.set_major_formatter(lambda value, _: f"{value:,g}")
     axis.set_minor_formatter(NullFormatter())
-
-
-def _bytes(count: float) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if count >= unit:
-            return f"{count / unit:g} {name}"
-    return f"{count:g} B"
 
 
 def _draw_bars(chart: Chart, axes: Any) -> None:

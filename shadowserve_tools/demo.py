@@ -53,16 +53,12 @@ class Phase:
     """Results of one engine's requests.
 
     Attributes:
-        name: ``cold`` or ``warm``.
         ttft_s: Time to the first token of each request, as the client measures it.
         outputs: Output token ids of each request.
-        tokens_prompt: Prompt tokens of all requests.
-        tokens_cacheable: Those in complete chunks that the engine's own prefix cache does not have.
-        tokens_computed: Tokens that the engine prefilled.
+        tokens_cacheable: Prompt tokens in complete chunks that the engine's own prefix cache does not have.
         tokens_fetched: Tokens whose KV came from the storage node through the data plane.
         bytes_raw: KV bytes in the engine's dtype that the data plane moved in either direction.
-        bytes_stored: Bytes of stored records, compressed.
-        bytes_fetched: Bytes of fetched records, compressed.
+        bytes_stored, bytes_fetched: Bytes of records, compressed.
     """
 
     name: str
@@ -89,39 +85,24 @@ class Phase:
         }
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.option(
-    "--model", default=str(OWN_MODEL), help="Model that vLLM loads.  [default: the project's own small Llama]"
+    "--model",
+    default=str(OWN_MODEL),
+    show_default=False,
+    help="Model that vLLM loads.  [default: the project's own small Llama]",
 )
-@click.option("--documents", default=8, show_default=True, type=click.IntRange(1, 64), help="Number of documents.")
+@click.option("--documents", default=8, type=click.IntRange(1, 64), help="Number of documents.")
+@click.option("--document-bytes", default=12288, type=click.IntRange(1024), help="Bytes of a document.")
+@click.option("--turns", default=3, type=click.IntRange(1, len(QUESTIONS)), help="Questions about each document.")
+@click.option("--output-tokens", default=24, type=click.IntRange(1), help="Tokens of an answer.")
+@click.option("--dtype", default="float32", help="Dtype of the engine; single precision makes outputs comparable.")
+@click.option("--quantizer", default="lossless", type=click.Choice(["lossless", "binned"]))
+@click.option("--bins", default=64, type=click.Choice([16, 32, 64]), help="Bins of keys, for binned.")
 @click.option(
-    "--document-bytes", default=12288, show_default=True, type=click.IntRange(1024), help="Bytes of a document."
-)
-@click.option(
-    "--turns",
-    default=3,
-    show_default=True,
-    type=click.IntRange(1, len(QUESTIONS)),
-    help="Questions about each document.",
-)
-@click.option("--output-tokens", default=24, show_default=True, type=click.IntRange(1), help="Tokens of an answer.")
-@click.option(
-    "--dtype",
-    default="float32",
-    show_default=True,
-    help="Dtype of the engine; single precision makes outputs comparable.",
-)
-@click.option("--quantizer", default="lossless", show_default=True, type=click.Choice(["lossless", "binned"]))
-@click.option(
-    "--bins", default=64, show_default=True, type=click.Choice([16, 32, 64]), help="Bins of keys, for binned."
-)
-@click.option(
-    "--backend",
-    default="software",
-    show_default=True,
-    type=click.Choice(BACKENDS),
+    "--backend", default="software", type=click.Choice(BACKENDS),
     help="Backend of the data plane. Without a DPU, doca is an emulator.",
-)
+)  # fmt: skip
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True), help="Write the table as JSON.")
 @click.option("--keep-logs", type=click.Path(file_okay=False), help="Folder for the logs of all processes.")
 def demo(json_file: str | None, keep_logs: str | None, **options: Any) -> None:
@@ -154,9 +135,8 @@ def demo(json_file: str | None, keep_logs: str | None, **options: Any) -> None:
                 for number, _ in enumerate(_serve(url, phase, options), start=1):
                     progress.update(task, advance=1, description=f"{name}: request {number} of {total // 2}")
                 stages = _settle(plane)
-                phase.bytes_raw = (stages.delivered_bytes - before.delivered_bytes) + (
-                    stages.stored_raw_bytes - before.stored_raw_bytes
-                )
+                phase.bytes_raw = stages.delivered_bytes - before.delivered_bytes
+                phase.bytes_raw += stages.stored_raw_bytes - before.stored_raw_bytes
                 phase.bytes_stored = stages.stored_bytes - before.stored_bytes
                 phase.bytes_fetched = stages.fetched_bytes - before.fetched_bytes
             phases.append(phase)
@@ -273,7 +253,6 @@ def _complete(url: str, phase: Phase, prompt: str, output_tokens: int) -> str:
 
 
 def _prompt_tokens(url: str) -> dict[str, int]:
-    """Return vLLM's counts of prompt tokens by the source of their KV."""
     counts = {}
     with _request(f"{url}/metrics") as response:
         text = response.read().decode()
@@ -300,22 +279,20 @@ def _settle(plane: DataPlaneClient) -> Any:
 def _report(console: Console, phases: list[Phase], stages: Any, options: dict[str, Any], json_file: str | None) -> None:
     cold, warm = (phase.summary() for phase in phases)
     table = Table("", *(phase.name for phase in phases), title="Two engines, the same conversations")
-    rows = [
-        ("requests", "requests", "{:d}"),
-        ("TTFT mean, s", "ttft_mean_s", "{:.3f}"),
-        ("TTFT p95, s", "ttft_p95_s", "{:.3f}"),
-        ("prompt tokens", "tokens_prompt", "{:,d}"),
-        ("  in chunks, not held by the engine", "tokens_cacheable", "{:,d}"),
-        ("  computed", "tokens_computed", "{:,d}"),
-        ("  fetched", "tokens_fetched", "{:,d}"),
-        ("KV moved, MB raw", "bytes_raw", None),
-        ("stored, MB", "bytes_stored", None),
-        ("fetched, MB", "bytes_fetched", None),
-    ]
-    for label, key, form in rows:
-        table.add_row(
-            label, *(form.format(phase[key]) if form else f"{phase[key] / 1e6:.1f}" for phase in (cold, warm))
-        )
+    for label, key, unit, form in (
+        ("requests", "requests", 1, "{:d}"),
+        ("TTFT mean, s", "ttft_mean_s", 1, "{:.3f}"),
+        ("TTFT p95, s", "ttft_p95_s", 1, "{:.3f}"),
+        ("prompt tokens", "tokens_prompt", 1, "{:,d}"),
+        ("  in chunks, not held by the engine", "tokens_cacheable", 1, "{:,d}"),
+        ("  computed", "tokens_computed", 1, "{:,d}"),
+        ("  fetched", "tokens_fetched", 1, "{:,d}"),
+        ("KV moved, MB raw", "bytes_raw", 1e6, "{:.1f}"),
+        ("stored, MB", "bytes_stored", 1e6, "{:.1f}"),
+        ("fetched, MB", "bytes_fetched", 1e6, "{:.1f}"),
+    ):
+        values = (phase[key] if unit == 1 else phase[key] / unit for phase in (cold, warm))
+        table.add_row(label, *map(form.format, values))
     console.print(table)
     console.print(_stage_table(stages))
     agree = phases[0].outputs == phases[1].outputs
@@ -333,17 +310,11 @@ def _report(console: Console, phases: list[Phase], stages: Any, options: dict[st
 
 
 def _stage_table(stages: Any) -> Table:
-    table = Table(
-        "stage", "items", "MB in", "MB out", "GB/s per core", title=f"Data plane, both phases: {stages.backend}"
-    )
+    title = f"Data plane, both phases: {stages.backend}"
+    table = Table("stage", "items", "MB in", "MB out", "GB/s per core", title=title)
     for stage in stages.stages:
         if stage.items:
-            bytes_moved = max(stage.input_bytes, stage.output_bytes)
-            table.add_row(
-                stage.stage,
-                f"{stage.items:,d}",
-                f"{stage.input_bytes / 1e6:.1f}",
-                f"{stage.output_bytes / 1e6:.1f}",
-                f"{bytes_moved / stage.busy_ns:.2f}" if stage.busy_ns else "",  # its time is part of another stage's
-            )
+            moved = (stage.input_bytes, stage.output_bytes)
+            rate = f"{max(moved) / stage.busy_ns:.2f}" if stage.busy_ns else ""  # its time is part of another stage's
+            table.add_row(stage.stage, f"{stage.items:,d}", *(f"{size / 1e6:.1f}" for size in moved), rate)
     return table

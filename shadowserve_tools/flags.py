@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 import click
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from shadowserve.config import CONFIG_FILE_VARIABLE, Section
 from shadowserve.errors import ConfigurationError
@@ -100,6 +101,25 @@ def _size(count: int) -> str:
         if count and count % unit == 0:
             return f"{count // unit} {name}"
     return str(count)
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes with a unit, of at most ``most`` bytes; see ``sizes``."""
+
+    name = "SIZE"
+
+    def __init__(self, least: int = 0, most: int | None = None) -> None:
+        self._least, self._most = least, most
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> int:
+        try:
+            size = int(ByteSize.read(value))
+        except PydanticCustomError:
+            self.fail(f"{value!r} is not a size; write it like 64KiB", parameter, context)
+        if size < self._least or self._most is not None and size > self._most:
+            limits = f"{_size(self._least)} to {_size(self._most or 0)}".replace(" KiB", "KiB").replace(" MiB", "MiB")
+            self.fail(f"{value!r}: has to be {limits}", parameter, context)
+        return size
 
 
 class Program(click.Command):

@@ -18,11 +18,7 @@ _ENGINE: Final = ("vllm", "torch", "triton", "transformers")
 
 
 def missing_package(error: ModuleNotFoundError) -> NotInstalledError:
-    """Return the error message for a Python package that is not installed.
-
-    Raises:
-        ModuleNotFoundError: The module is ShadowServe's own, which a user cannot install.
-    """
+    """Return the error for a package that is not installed; raise ``error`` itself for a module of ShadowServe."""
     name = (error.name or "").partition(".")[0]
     if not name or name in _OWN:
         raise error

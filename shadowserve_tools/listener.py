@@ -43,15 +43,9 @@ class Listener:
 
 
 def identify(address: str, *, encrypted: bool = False) -> Listener:
-    """Return the program that listens on ``host:port`` or ``unix:/path``.
+    """Return the program that listens on ``host:port`` or ``unix:/path``; ValueError: the address is malformed.
 
-    Args:
-        address: Address to connect to.
-        encrypted: True if it is known to speak TLS.
-
-    Raises:
-        OSError: The connection failed.
-        ValueError: The address is malformed.
+    ``encrypted``: it is known to speak TLS.
     """
     if encrypted:
         return _behind_tls(address)
@@ -72,23 +66,16 @@ def identify(address: str, *, encrypted: bool = False) -> Listener:
 def query(
     address: str, commands: Sequence[Sequence[bytes]], context: ssl.SSLContext | None = None, name: str = ""
 ) -> list[str]:
-    """Return the answers of a RESP server as text; errors begin with ``-``.
+    """Return the answers of a RESP server as text; errors begin with ``-``. ProtocolError: an answer is not RESP.
 
-    Args:
-        address: ``host:port``.
-        commands: Commands in order; each waits for the answer to the one before.
-        context: TLS context; None for plain TCP.
-        name: Name in the server's certificate; empty for the host.
-
-    Raises:
-        OSError: The connection failed.
-        ProtocolError: The answer is not RESP.
+    Each command waits for the answer to the one before. ``name``: in the server's certificate; empty for the host.
     """
     answers: list[str] = []
     limits = Limits(bulk_bytes_max=_ANSWER_BYTES_MAX, total_bytes_max=_ANSWER_BYTES_MAX, large_bulk_bytes=1 << 62)
     reader = ReplyReader(limits)
     with _connected(address) as plain:
-        wrapped = plain if context is None else context.wrap_socket(plain, server_hostname=name or _host(address))
+        host = name or split_address(address)[0]
+        wrapped = plain if context is None else context.wrap_socket(plain, server_hostname=host)
         with wrapped:
             for command in commands:
                 wrapped.sendall(encode_command(*command))
@@ -100,10 +87,6 @@ def query(
                 text = value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
                 answers.append(f"-{text}" if isinstance(value, ErrorReply) else text)
     return answers
-
-
-def _host(address: str) -> str:
-    return split_address(address)[0]
 
 
 @contextlib.contextmanager
@@ -121,14 +104,9 @@ def _connected(address: str) -> Iterator[socket.socket]:
 def _first_bytes(connection: socket.socket) -> bytes:
     """Return the start of a server's answer, up to 9 bytes or a line; empty if it closes or stays silent."""
     found = b""
-    try:
-        while len(found) < 9 and b"\n" not in found:
-            data = connection.recv(256)
-            if not data:
-                break
+    with contextlib.suppress(OSError):  # no answer, or reset
+        while len(found) < 9 and b"\n" not in found and (data := connection.recv(256)):
             found += data
-    except OSError:  # no answer, or reset
-        pass
     return found
 
 

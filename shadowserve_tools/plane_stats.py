@@ -21,37 +21,24 @@ _TIMEOUT_S: Final = 5.0
 
 @dataclass
 class PlaneWatcher:
-    """Successive statistics of a data plane.
-
-    Attributes:
-        client: Client of the data plane.
-        before: Previous statistics and their time; None at first.
-    """
+    """Successive statistics of a data plane; ``before``: the previous ones and their time."""
 
     client: DataPlaneClient
     before: tuple[pb.StatisticsResponse, float] | None = None
 
     @classmethod
     def connected(cls, address: str, credentials: Credentials | None) -> "PlaneWatcher":
-        """Return a watcher of the data plane at ``host:port`` or ``unix:/path``.
-
-        Raises:
-            ConfigurationError: The certificates are unusable.
-        """
+        """Return a watcher of ``host:port`` or ``unix:/path``; ConfigurationError: the certificates are unusable."""
         return cls(DataPlaneClient(address, credentials=credentials, connect_timeout_s=_TIMEOUT_S))
 
     def step(self) -> dict[str, Any]:
-        """Return the current view. Rates are since the previous step, or since the data plane's start.
-
-        Raises:
-            DataPlaneError: The data plane does not answer.
-        """
+        """Return the current view. Rates are since the previous step, or since the data plane's start."""
         now, taken_s = self.client.statistics(), time.monotonic()
         earlier, span_s = pb.StatisticsResponse(), max(now.up_seconds, 1.0)
-        since = "start"
+        period = "start"
         if self.before is not None and self.before[0].up_seconds <= now.up_seconds:  # otherwise it was restarted
             earlier, span_s = self.before[0], max(taken_s - self.before[1], 1e-3)
-            since = f"{span_s:.3g} s"
+            period = f"{span_s:.3g} s"
         self.before = (now, taken_s)
         found = now.lookup_keys - earlier.lookup_keys
         view: dict[str, Any] = MessageToDict(
@@ -64,16 +51,35 @@ class PlaneWatcher:
             "lookup_hit_rate": (now.lookup_hits - earlier.lookup_hits) / found if found else None,
             **rates,
             "engines": [
-                {"process": each.process, "model": each.model.hex(), "chunk_tokens": each.chunk_tokens,
-                 "quantizer": each.quantizer}
+                {
+                    "process": each.process,
+                    "model": each.model.hex(),
+                    "chunk_tokens": each.chunk_tokens,
+                    "quantizer": each.quantizer,
+                }
                 for each in now.engines
             ],
-            "since": since,
-        }  # fmt: skip
+            "since": period,
+        }
 
     def render(self, view: Mapping[str, Any], where: str) -> RenderableType:
         """Return a view for the terminal."""
-        return _rendered(view, where)
+        head = f"{where}, data plane, shadowserve {view['version']}, {view['backend']}, up {view['up_seconds']:.0f} s"
+        state = "connected" if view["storage_connected"] else "[red]not connected[/red]"
+        table = table_of("what", since(view))
+        for title, text in (
+            ("storage", f"{view['storage']}, {state}"),
+            ("lookup hit rate", percent(view["lookup_hit_rate"])),
+            ("fetched, as stored", f"{human_size(view['fetched_bytes_per_s'])}/s"),
+            ("delivered to engines", f"{human_size(view['delivered_bytes_per_s'])}/s"),
+            ("stored, as records", f"{human_size(view['stored_bytes_per_s'])}/s"),
+            ("batches", f"{view['batches_per_s']:,.1f} /s"),
+            ("buffers", human_size(view["buffer_bytes"])),
+            ("resident memory", human_size(view["resident_bytes"])),
+            ("registered memory", f"{view['registrations']:,} regions"),
+        ):
+            table.add_row(title, text)
+        return Group(head, table, _outcomes(view), *_engines(view))
 
     def close(self) -> None:
         self.client.close()
@@ -88,41 +94,35 @@ def _with_numbers(value: Any) -> Any:
     return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
-def _rendered(view: Mapping[str, Any], where: str) -> RenderableType:
-    """Return a data plane's statistics for the terminal."""
-    head = f"{where}, data plane, shadowserve {view['version']}, {view['backend']}, up {view['up_seconds']:.0f} s"
-    since = "since the start" if view["since"] == "start" else f"in the last {view['since']}"
-    table = Table(Column("what"), Column(since, justify="right"), box=SIMPLE_HEAD, padding=0)
-    found = "-" if view["lookup_hit_rate"] is None else f"{100 * view['lookup_hit_rate']:.1f} %"
-    state = "connected" if view["storage_connected"] else "[red]not connected[/red]"
-    for title, text in (
-        ("storage", f"{view['storage']}, {state}"),
-        ("lookup hit rate", found),
-        ("fetched, as stored", f"{human_size(view['fetched_bytes_per_s'])}/s"),
-        ("delivered to engines", f"{human_size(view['delivered_bytes_per_s'])}/s"),
-        ("stored, as records", f"{human_size(view['stored_bytes_per_s'])}/s"),
-        ("batches", f"{view['batches_per_s']:,.1f} /s"),
-        ("buffers", human_size(view["buffer_bytes"])),
-        ("resident memory", human_size(view["resident_bytes"])),
-        ("registered memory", f"{view['registrations']:,} regions"),
-    ):
-        table.add_row(title, text)
-    return Group(head, table, *_outcomes(view), *_engines(view))
+def percent(rate: float | None) -> str:
+    """Return a share in percent; a dash without one."""
+    return "-" if rate is None else f"{100 * rate:.1f} %"
 
 
-def _outcomes(view: Mapping[str, Any]) -> list[RenderableType]:
-    table = Table(Column("calls since the start"), Column("outcomes"), box=SIMPLE_HEAD, padding=0)
+def since(view: Mapping[str, Any]) -> str:
+    """Return the period of rates, as a column's heading."""
+    return "since the start" if view["since"] == "start" else f"in the last {view['since']}"
+
+
+def table_of(first: str, *numbers: str) -> Table:
+    """Return a table whose rows have a name and numbers."""
+    columns = (Column(each, justify="right") for each in numbers)
+    return Table(Column(first, overflow="fold"), *columns, box=SIMPLE_HEAD, padding=0)
+
+
+def _outcomes(view: Mapping[str, Any]) -> Table:
+    table = Table("calls since the start", "outcomes", box=SIMPLE_HEAD, padding=0)
     for title, counts in (("Fetch", view["fetch_outcomes"]), ("Store", view["store_outcomes"])):
         listed = sorted(counts.items(), key=lambda each: -each[1])
         table.add_row(title, ", ".join(f"{name} {count:,}" for name, count in listed) or "-")
-    return [table]
+    return table
 
 
 def _engines(view: Mapping[str, Any]) -> list[RenderableType]:
     if not view["engines"]:
         return []
-    table = Table("engine", "model", Column("tokens of a chunk", justify="right"), "quantizer", box=SIMPLE_HEAD,
-                  padding=0)  # fmt: skip
+    columns = ("engine", "model", Column("tokens of a chunk", justify="right"), "quantizer")
+    table = Table(*columns, box=SIMPLE_HEAD, padding=0)
     forms: dict[str, set[tuple[int, str]]] = {}
     for each in view["engines"]:
         forms.setdefault(each["model"], set()).add((each["chunk_tokens"], each["quantizer"]))

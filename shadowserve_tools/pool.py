@@ -9,6 +9,7 @@ import click
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.native import BlockDevice
+from shadowserve_tools.flags import Size
 
 _OBJECT_BYTES: Final = 64 << 10
 """Assumed object size for the default of --objects-max: a million objects in 64 GiB."""
@@ -22,21 +23,6 @@ Exit codes:
 """
 
 
-class _Size(click.ParamType[int]):
-    name = "SIZE"
-
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        text = str(value).strip()
-        units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-        unit = next((each for each in units if text.endswith(each)), "")
-        number = text.removesuffix(unit).strip()
-        if not number.isdecimal():
-            self.fail(f"{value!r} is not a size; write it like 64GiB", parameter, context)
-        return int(number) * units.get(unit, 1)
-
-
 @click.group()
 def pool() -> None:
     """Format devices of the pool engine, and show their contents. No server may be using them."""
@@ -45,7 +31,7 @@ def pool() -> None:
 @pool.command(name="format")
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path())
 @click.option("--objects-max", type=click.IntRange(1, (1 << 32) - 1), help="Most objects on each  [default: by size].")
-@click.option("--size", type=_Size(), default=0, help="Make files of this size, such as 64GiB, with reserved blocks.")
+@click.option("--size", type=Size(), default=0, help="Make files of this size, such as 64GiB, with reserved blocks.")
 @click.option(
     "--pool", "pool_hex", metavar="HEX", help="ID of the pool that they join, 32 digits  [default: a new one]."
 )
@@ -69,7 +55,6 @@ def format_devices(
 
 
 def _keep_size(path: str, size: int) -> None:
-    """Check that an existing file keeps its size."""
     present = os.stat(path).st_size if os.path.isfile(path) else 0
     if size and present not in (0, size):
         raise click.BadParameter(

@@ -30,14 +30,7 @@ By default each reply above 8 MiB is a new mapping, whose page faults cost Redis
 
 @dataclass(frozen=True)
 class Child:
-    """A running child process.
-
-    Attributes:
-        name: Name in messages.
-        process: The process.
-        log: File with its output.
-        address: ``host:port`` that it listens on.
-    """
+    """A running child process: its name in messages, the file with its output, and ``host:port`` it listens on."""
 
     name: str
     process: "subprocess.Popen[bytes]"
@@ -46,11 +39,7 @@ class Child:
 
 
 def until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """Wait until a condition holds.
-
-    Raises:
-        ShadowServeError: It does not hold within ``timeout_s``; the message has ``what``, such as "X is not stored".
-    """
+    """Wait until a condition holds; the error after ``timeout_s`` has ``what``, such as "X is not stored"."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -78,13 +67,7 @@ def started(
 ) -> Iterator[Child]:
     """Run a program while the context lasts. The context begins when the program has printed ``ready``.
 
-    Args:
-        name: Name in messages, and of the log.
-        command: Program and arguments.
-        log_folder: Folder of its output, ``<name>.log``.
-        ready: Output of a program that is ready; group ``address``, if any, becomes the child's address.
-        environment: Additional environment variables.
-        timeout_s: Time to become ready.
+    Its output is in ``<name>.log``. Group ``address`` of ``ready``, if any, becomes the child's address.
 
     Raises:
         ShadowServeError: It ended or was not ready in time; the message has the end of its log.
@@ -146,11 +129,7 @@ def start_data_plane(
 
 
 class Programs(contextlib.ExitStack):
-    """Programs of a benchmark, with a folder for their logs and a progress bar. All end with the context.
-
-    Attributes:
-        logs: Folder of the logs; it is removed at the end.
-    """
+    """Programs of a benchmark, with a folder for their logs and a progress bar. All end with the context."""
 
     logs: Path
 

@@ -43,12 +43,7 @@ _PACKAGES: Final = ("shadowserve", "storage_kv", "dpu_dataplane", "host_control"
 
 @dataclass(frozen=True)
 class Output:
-    """Files that a result is written to.
-
-    Attributes:
-        json_file: The result as data.
-        plot_file: The charts, as PNG or SVG by the file's name.
-    """
+    """Files that a result is written to: as data, and as charts (PNG or SVG by the file's name)."""
 
     json_file: Path | None = None
     plot_file: Path | None = None
@@ -96,12 +91,7 @@ def _check_plot(_context: click.Context, _parameter: click.Parameter, file: Path
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one run.
-
-    Attributes:
-        wall_s: Elapsed time.
-        cpu_s: CPU time, user and system, of all processes that took part.
-    """
+    """Cost of one run: elapsed time, and CPU time (user and system) of all processes that took part."""
 
     wall_s: float
     cpu_s: float
@@ -132,10 +122,8 @@ def cpu_s(process: psutil.Process) -> float:
 def repeat(count: int, *runs: Callable[[], Cost], description: str = "measuring") -> list[list[Cost]]:
     """Interleave runs: all of them ``count`` times, after one turn of warm-up, every second turn in reverse order.
 
-    Pairs of the same turn see the same state of the machine, and no run always follows the same other one.
-
-    Returns:
-        One list of costs for each run.
+    Pairs of the same turn see the same state of the machine, and no run always follows the same other one. Return a
+    list of costs for each run.
     """
     costs: list[list[Cost]] = [[] for _ in runs]
     for turn in tracked(range(1 + count), description):
@@ -156,12 +144,8 @@ class Report:
     """Rows, ratios and charts of one benchmark.
 
     Attributes:
-        bench: Name of the benchmark.
         columns: Keys of the rows, in the table's order. A unit comes last, as in ``cpu_s_per_GB``.
-        bars: Columns that the plot shows as bars, a panel for each.
-        charts: Further panels of the plot.
-        command: Name of the command group.
-        more: Further data for the JSON file.
+        bars: Columns that the plot shows as bars, a panel for each; ``charts`` are further panels.
     """
 
     bench: str
@@ -180,11 +164,9 @@ class Report:
         self.rows.append(values)
 
     def ratio(self, name: str, pairs: Sequence[float], goal: str, limits: Sequence[float] = ()) -> None:
-        """Add a ratio: the median of the pairs.
+        """Add a ratio: the median of the pairs, one for each turn.
 
         Args:
-            name: Key in the data.
-            pairs: The ratio in each turn.
             goal: "at least 3", "at most 0.9" or "exactly 1", with more words behind it if they help. Any other text
                 marks a ratio that has no goal.
             limits: The ratio in each turn if only the unavoidable part took time (the link, the device), as measured in
@@ -268,8 +250,7 @@ class Report:
 def half_width(values: Sequence[float]) -> float:
     """Return half the width of the median's 95 % confidence interval, by order statistics.
 
-    Args:
-        values: At least ``INTERVAL_VALUES_MIN`` values, of any distribution.
+    The values, at least ``INTERVAL_VALUES_MIN``, may have any distribution.
     """
     ordered, below, left_out = sorted(values), 0.0, -1
     while (below := below + math.comb(len(ordered), left_out + 1) / 2 ** len(ordered)) <= 0.025:
@@ -308,7 +289,6 @@ def _text(value: Any) -> str:
 
 
 def _backend() -> str:
-    """Return the default backend of the data planes that this process starts."""
     return native.backends()[DataPlaneConfig.load().backend].label
 
 

@@ -3,38 +3,27 @@
 import contextlib
 import itertools
 import json
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import unquote
 
 import click
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Column, Table
 from rich.text import Text
 
 from shadowserve.errors import StorageRefusedError
+from shadowserve.sizes import human_size
 from shadowserve.tls import Credentials
 from shadowserve_tools.listener import identify
-from shadowserve_tools.plane_stats import PlaneWatcher
+from shadowserve_tools.plane_stats import PlaneWatcher, percent, since, table_of
 from shadowserve_tools.storage_client import Login, StorageClient
 from storage_kv.metric_table import info_name
 
-_SECTIONS: Final = (
-    "server",
-    "clients",
-    "memory",
-    "stats",
-    "shadowserve",
-    "commandstats",
-    "devices",
-    "tenants",
-)
+_SECTIONS: Final = ("server", "clients", "memory", "stats", "shadowserve", "commandstats", "devices", "tenants")
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _HISTORY: Final = 60
 _COMMANDS_SHOWN: Final = 6
@@ -47,6 +36,16 @@ _RATES: Final = {
     )
 }
 """Rates by their counters in INFO."""
+_COUNTS: Final = (
+    *("records", "pinned_keys", "pinned_bytes", "evicted_keys", "expired_keys", "scrub_rotten", "writing_bytes"),
+    "tenants_known",
+)
+"""Numbers of INFO that a view has under their own names."""
+_DRAWN: Final = (
+    *("read_hit_rate", "lookup_hit_rate", "sent_bytes_per_s", "received_bytes_per_s", "commands_per_s"),
+    "memory_used_bytes",
+)
+"""Values whose history is drawn."""
 _OWN_ROWS: Final = ("lookup hit rate", "removed since the start", "records", "pinned")
 """Rows that Redis and Valkey do not have."""
 
@@ -72,13 +71,7 @@ def _number(text: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A server's INFO at one moment.
-
-    Attributes:
-        fields: Fields of INFO.
-        taken_s: Time of the server's clock.
-        bucket: Fields of INFO s3; empty without a bucket.
-    """
+    """A server's INFO at one moment of its clock; ``bucket``: INFO s3, empty without a bucket."""
 
     fields: Mapping[str, str]
     taken_s: float
@@ -86,11 +79,7 @@ class Sample:
 
     @classmethod
     def read(cls, client: StorageClient) -> "Sample":
-        """Return a new sample.
-
-        Raises:
-            StorageRefusedError: The user has no right to see the server's totals.
-        """
+        """Return a new sample; StorageRefusedError: the user has no right to see the server's totals."""
         fields = client.info(_SECTIONS)
         if "total_commands_processed" not in fields:
             raise StorageRefusedError(
@@ -137,14 +126,13 @@ class Sample:
         for each in found:
             past = before.get(each.get("name"), {})
             each["share"] = each.get("used_bytes", 0) / total if total else 0.0
-            for name, counter in (("commands", "commands"), ("bytes", "bytes")):
+            for counter in ("commands", "bytes"):
                 if counter in each:
-                    each[f"used_{name}_per_s"] = max(0, each[counter] - past.get(counter, 0)) / span_s
+                    each[f"used_{counter}_per_s"] = max(0, each[counter] - past.get(counter, 0)) / span_s
             each["name"] = unquote(str(each.get("name", "")))
         return sorted(found, key=lambda each: (-each.get("used_bytes", 0), each["name"]))
 
     def _bucket(self) -> dict[str, Any] | None:
-        """Return the state of the server's bucket; None without one."""
         if "failed_reads" not in self.bucket:
             return None
         counts = {"failed_reads", "failed_writes"}
@@ -175,20 +163,12 @@ class Sample:
             **rates,
             "memory_used_bytes": int(self.number("used_memory")),
             "memory_budget_bytes": int(self.number("maxmemory")),
-            "records": int(self.number("records")),
-            "pinned_keys": int(self.number("pinned_keys")),
-            "pinned_bytes": int(self.number("pinned_bytes")),
-            "evicted_keys": int(self.number("evicted_keys")),
-            "evictions": _pairs(self.fields.get("evictions", "")),
-            "lost_objects": _pairs(self.fields.get("lost_objects", "")),
-            "expired_keys": int(self.number("expired_keys")),
-            "scrub_rotten": int(self.number("scrub_rotten")),
-            "writing_bytes": int(self.number("writing_bytes")),
+            **{name: int(self.number(name)) for name in _COUNTS},
+            **{name: _pairs(self.fields.get(name, "")) for name in ("evictions", "lost_objects")},
             "devices": self.groups("device"),
             "arenas": self.groups("arena"),
             "bucket": self._bucket(),
             "commands": self.commands(earlier, span_s),
-            "tenants_known": int(self.number("tenants_known")),
             "tenants": self.tenants(earlier, span_s),
             "since": "start" if earlier.fields == {} else f"{span_s:.3g} s",
         }
@@ -200,8 +180,6 @@ class Watcher:
 
     Attributes:
         watches: True if there is a history to show.
-        before: The previous sample.
-        history: The latest values by name.
     """
 
     watches: bool = False
@@ -212,77 +190,46 @@ class Watcher:
         """Add a sample; return its view since the previous one."""
         view = sample.view(self.before)
         self.before = sample
-        for name in (
-            "read_hit_rate",
-            "lookup_hit_rate",
-            "sent_bytes_per_s",
-            "received_bytes_per_s",
-            "commands_per_s",
-            "memory_used_bytes",
-        ):
+        for name in _DRAWN:
             self.history.setdefault(name, deque(maxlen=_HISTORY)).append(view[name] or 0.0)
         return view
 
     def line(self, name: str) -> str:
         """Return the recent history of a value as a line of bars."""
-        return _sparkline(self.history.get(name, ()))
-
-
-def _sparkline(values: Iterable[float]) -> str:
-    found = list(values)
-    top = max(found, default=0.0)
-    if len(found) < 2 or top <= 0:
-        return ""
-    return "".join(_BARS[min(len(_BARS) - 1, int(value / top * len(_BARS)))] for value in found)
-
-
-def _size(value: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
+        found = self.history.get(name, ())
+        top = max(found, default=0.0)
+        if len(found) < 2 or top <= 0:
+            return ""
+        return "".join(_BARS[min(len(_BARS) - 1, int(value / top * len(_BARS)))] for value in found)
 
 
 def _rendered(view: Mapping[str, Any], where: str, watcher: Watcher) -> RenderableType:
     budget = view["memory_budget_bytes"]
-    used = _of(_size(view["memory_used_bytes"]), budget or None, _size)
+    used = _of(human_size(view["memory_used_bytes"]), budget or None, human_size)
     server = f"shadowserve {view['version']}, {view['engine']}"
     if view["other_server"]:
         server = f"{view['other_server']}, not a storage node of ShadowServe: fewer counters"
     head = f"{where}, {server}, up {view['uptime_s']:.0f} s"
-    table = Table(box=SIMPLE_HEAD, padding=0)
-    since = _since(view)
     watched = watcher.watches
-    table.add_column("what")
-    table.add_column(since, justify="right")
+    table = table_of("what", since(view))
     if watched:
         table.add_column(f"the last {_HISTORY} samples")
     for title, text, line in (
-        ("read hit rate", _share(view["read_hit_rate"]), "read_hit_rate"),
-        ("lookup hit rate", _share(view["lookup_hit_rate"]), "lookup_hit_rate"),
-        ("sent", f"{_size(view['sent_bytes_per_s'])}/s", "sent_bytes_per_s"),
-        ("received", f"{_size(view['received_bytes_per_s'])}/s", "received_bytes_per_s"),
+        ("read hit rate", percent(view["read_hit_rate"]), "read_hit_rate"),
+        ("lookup hit rate", percent(view["lookup_hit_rate"]), "lookup_hit_rate"),
+        ("sent", f"{human_size(view['sent_bytes_per_s'])}/s", "sent_bytes_per_s"),
+        ("received", f"{human_size(view['received_bytes_per_s'])}/s", "received_bytes_per_s"),
         ("commands", f"{view['commands_per_s']:,.0f} /s", "commands_per_s"),
         ("stored" if view["devices"] else "memory", used, "memory_used_bytes"),
-        ("evicted", f"{view['evicted_keys_per_s']:,.1f} /s, {_size(view['evicted_bytes_per_s'])}/s", ""),
+        ("evicted", f"{view['evicted_keys_per_s']:,.1f} /s, {human_size(view['evicted_bytes_per_s'])}/s", ""),
         ("removed since the start", _gone(view), ""),
         ("clients", f"{view['clients']:,}", ""),
         ("records", f"{view['records']:,}", ""),
-        ("pinned", f"{view['pinned_keys']:,}, {_size(view['pinned_bytes'])}", ""),
+        ("pinned", f"{view['pinned_keys']:,}, {human_size(view['pinned_bytes'])}", ""),
     ):
         if not view["other_server"] or title not in _OWN_ROWS:
             table.add_row(title, text, *([watcher.line(line)] if watched else []))
     return Group(head, table, *_devices(view), *_bucket(view), *_tenants(view), *_commands(view))
-
-
-def _share(rate: float | None) -> str:
-    return "-" if rate is None else f"{100 * rate:.1f} %"
-
-
-def _since(view: Mapping[str, Any]) -> str:
-    """Return the period of rates, as a column's heading."""
-    return "since the start" if view["since"] == "start" else f"in the last {view['since']}"
 
 
 def _gone(view: Mapping[str, Any]) -> str:
@@ -297,20 +244,20 @@ def _devices(view: Mapping[str, Any]) -> list[RenderableType]:
     if not view["devices"] and not view["arenas"]:
         return []
     title = "devices: bytes, errors and times since the start"
-    table = _table("device", "state", "used", "read", "written", "queue", "errors", "read p99")
+    table = table_of("device", "state", "used", "read", "written", "queue", "errors", "read p99")
     for each in view["devices"]:
         table.add_row(
             str(each.get("name", "")),
             "in use" if each.get("healthy", 1) else "[red]out of use[/red]",
-            f"{_size(each.get('used_bytes', 0))} of {_size(each.get('capacity_bytes', 0))}",
-            _size(each.get("read_bytes", 0)),
-            _size(each.get("written_bytes", 0)),
+            f"{human_size(each.get('used_bytes', 0))} of {human_size(each.get('capacity_bytes', 0))}",
+            human_size(each.get("read_bytes", 0)),
+            human_size(each.get("written_bytes", 0)),
             str(each.get("queue_depth", 0)),
             str(each.get("errors", 0)),
             f"{each['read_p99_usec']} us" if "read_p99_usec" in each else "-",
         )
     for each in view["arenas"]:
-        used = f"{_size(each.get('used_bytes', 0))} of {_size(each.get('capacity_bytes', 0))}"
+        used = f"{human_size(each.get('used_bytes', 0))} of {human_size(each.get('capacity_bytes', 0))}"
         table.add_row(f"arena {each.get('name', '')}", "in use", used, *["-"] * 5)
     return [title, table]
 
@@ -322,12 +269,12 @@ def _bucket(view: Mapping[str, Any]) -> list[RenderableType]:
     state = "reachable" if bucket["up"] else f"unreachable for {bucket['failing_s']:.0f} s"
     if not bucket["up"] and not bucket["failing_s"]:
         state = "not listed yet"
-    table = _table(
+    table = table_of(
         "bucket", "objects", "records", "bytes", "waiting reads", "waiting writes", "waiting removals", "failed"
     )
     failed = sum([*bucket["failed_reads"].values(), *bucket["failed_writes"].values()])
     counts = (f"{bucket[name]:,}" for name in ("reading", "waiting_records", "deleting"))
-    held = f"{bucket['objects']:,}", f"{bucket['records']:,}", _size(bucket["bytes"])
+    held = f"{bucket['objects']:,}", f"{bucket['records']:,}", human_size(bucket["bytes"])
     table.add_row(state, *held, *counts, f"{failed:,}")
     return [table, *([Text(f"last error of the bucket: {bucket['last_error']}")] if bucket["last_error"] else [])]
 
@@ -335,33 +282,27 @@ def _bucket(view: Mapping[str, Any]) -> list[RenderableType]:
 def _tenants(view: Mapping[str, Any]) -> list[RenderableType]:
     if not any(each["name"] for each in view["tenants"]):
         return []  # only the default tenant
-    title = f"tenants: rates {_since(view)}; evictions and waits since the start"
+    title = f"tenants: rates {since(view)}; evictions and waits since the start"
     columns = ("clients", "keys", "bytes", "share", "pins", "evicted", "cmds/s", "bytes/s", "waits")
-    table = _table("tenant", *columns)
+    table = table_of("tenant", *columns)
     shown = view["tenants"][:_TENANTS_SHOWN]
     for each in shown:
         table.add_row(
             each["name"] or "(default)",
             f"{each.get('clients', 0):,}",
             _of(f"{each.get('keys', 0):,}", each.get("keys_max"), "{:,}".format),
-            _of(_size(each.get("used_bytes", 0)), each.get("bytes_max"), _size),
+            _of(human_size(each.get("used_bytes", 0)), each.get("bytes_max"), human_size),
             f"{each['share']:.0%}",
             f"{each.get('pinned_keys', 0):,}",
             f"{each.get('evicted_keys', 0):,}",
             _rate(each, "commands", "{:,.0f}".format),
-            _rate(each, "bytes", _size),
+            _rate(each, "bytes", human_size),
             f"{each['throttled']:,}" if "throttled" in each else "-",
         )
     left = view["tenants_known"] - len(shown)
     if left > 0:
         title += f"; the largest, {left:,} more are not shown"
     return [title, table]
-
-
-def _table(first: str, *others: str) -> Table:
-    """Return a table whose rows have a name and numbers."""
-    numbers = (Column(each, justify="right") for each in others)
-    return Table(Column(first, overflow="fold"), *numbers, box=SIMPLE_HEAD, padding=0)
 
 
 def _of(used: str, limit: float | None, text: Callable[[float], str]) -> str:
@@ -377,8 +318,8 @@ def _rate(tenant: Mapping[str, Any], what: str, text: Callable[[float], str]) ->
 def _commands(view: Mapping[str, Any]) -> list[RenderableType]:
     if not view["commands"]:
         return []
-    title = f"slowest commands: calls/s {_since(view)}; all else since the start"
-    table = _table("command", "mean time", "calls", "calls/s", "failed", "refused")
+    title = f"slowest commands: calls/s {since(view)}; all else since the start"
+    table = table_of("command", "mean time", "calls", "calls/s", "failed", "refused")
     for each in view["commands"][:_COMMANDS_SHOWN]:
         counts = (f"{each.get(name, 0):,}" for name in ("failed_calls", "rejected_calls"))
         calls = (f"{each.get('calls', 0):,}", f"{each['calls_per_s']:,.1f}")
@@ -388,11 +329,9 @@ def _commands(view: Mapping[str, Any]) -> list[RenderableType]:
 
 @click.command()
 @click.option(
-    "--host",
-    default="127.0.0.1",
-    show_default=True,
+    "--host", default="127.0.0.1", show_default=True,
     help="Name or address of the storage node or data plane, or a data plane's unix:/path.",
-)
+)  # fmt: skip
 @click.option("--port", default=6380, show_default=True, type=click.IntRange(1, 65535), help="TCP port.")
 @click.option("--user", default="", help="User name at a storage node. [default: the default user]")
 @click.option(
@@ -406,7 +345,10 @@ def _commands(view: Mapping[str, Any]) -> list[RenderableType]:
     "--interval", default=1.0, show_default=True, type=click.FloatRange(0.05), help="Interval of --watch, in seconds."
 )
 @click.option(
-    "--count", default=0, type=click.IntRange(0), help="With --watch, stop after this number of samples; 0: never."
+    "--count",
+    default=0,
+    type=click.IntRange(0),
+    help="With --watch, stop after this number of samples; 0: never.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each sample.")
 def stats(watch: bool, interval: float, count: int, as_json: bool, **login: Any) -> None:
@@ -431,11 +373,9 @@ class _StorageView:
         self._watcher = Watcher(watches=watches)
 
     def step(self) -> dict[str, Any]:
-        """Return the current view."""
         return self._watcher.step(Sample.read(self._client))
 
     def render(self, view: Mapping[str, Any], where: str) -> RenderableType:
-        """Return a view for the terminal."""
         return _rendered(view, where, self._watcher)
 
     def close(self) -> None:
@@ -448,9 +388,8 @@ def _source(login: dict[str, Any], *, watches: bool) -> tuple[str, _StorageView 
     where = host if host.startswith("unix:") else f"{host}:{login['port']}"
     credentials = None
     if login["tls_ca"]:
-        credentials = Credentials(
-            authorities=login["tls_ca"], certificate=login["tls_cert"], key=login["tls_key"], server_name=""
-        )
+        files = {"certificate": login["tls_cert"], "key": login["tls_key"]}
+        credentials = Credentials(authorities=login["tls_ca"], **files, server_name="")
     try:
         is_plane = host.startswith("unix:") or identify(where, encrypted=credentials is not None).protocol == "http2"
     except (OSError, ValueError):  # the client reports the reason
@@ -470,7 +409,7 @@ def _run(
         for number in itertools.count(1):
             view = source.step()
             if as_json:
-                _print(view)
+                click.echo(json.dumps(view))
             elif live:
                 screen.update(source.render(view, where), refresh=True)
             else:
@@ -481,8 +420,3 @@ def _run(
                 time.sleep(interval_s)
             except KeyboardInterrupt:
                 return
-
-
-def _print(view: Mapping[str, Any]) -> None:
-    sys.stdout.write(json.dumps(view) + "\n")
-    sys.stdout.flush()

@@ -7,28 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from shadowserve.errors import (
-    ConfigurationError,
-    ProtocolError,
-    StorageRefusedError,
-    StorageUnavailableError,
-)
+from shadowserve.errors import ConfigurationError, ProtocolError, StorageRefusedError, StorageUnavailableError
 from shadowserve.resp import ErrorReply
 from shadowserve.resp_client import RespClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Login:
-    """Address and credentials of a server.
+    """Address and credentials of a server; empty for the default user, and for no password.
 
     Attributes:
-        host: Name or address.
-        port: TCP port.
-        user: User name; empty for the default user.
-        password: Password; empty for none.
         tls_ca: File of the authorities of the server's certificate, or ``system``; enables TLS.
-        tls_cert: File of the client's certificate, if the server requires one.
-        tls_key: File of its private key.
+        tls_cert, tls_key: Files of the client's certificate, if the server requires one.
     """
 
     host: str
@@ -40,16 +30,11 @@ class Login:
     tls_key: str = ""
 
     def context(self) -> ssl.SSLContext | None:
-        """Return the TLS context, None without TLS.
-
-        Raises:
-            ConfigurationError: A file is unusable.
-        """
+        """Return the TLS context, None without TLS; ConfigurationError: a file is unusable."""
         if not self.tls_ca:
             if self.tls_cert:
-                raise ConfigurationError(
-                    "a client certificate needs --tls-ca, the authorities of the server's certificate"
-                )
+                needed = "--tls-ca, the authorities of the server's certificate"
+                raise ConfigurationError(f"a client certificate needs {needed}")
             return None
         try:
             context = ssl.create_default_context(cafile=None if self.tls_ca == "system" else self.tls_ca)
@@ -123,11 +108,7 @@ class StorageClient:
         return reply
 
     def info(self, sections: Sequence[str] = ("everything",)) -> dict[str, str]:
-        """Return the fields of INFO.
-
-        Raises:
-            StorageError: See :meth:`call`.
-        """
+        """Return the fields of INFO."""
         reply = self.call("INFO", *sections)
         if not isinstance(reply, bytes):
             raise StorageUnavailableError(f"{self._where} does not answer INFO with text; is it a storage node?")

@@ -24,14 +24,10 @@ class StageTime:
     """Time use of one stage's threads.
 
     Attributes:
-        stage: Name of the stage.
-        threads: Number of its threads.
         spans: Number of slices, or for ``net`` of system calls that received bytes.
         busy_ns: Time in spans, summed over the threads; nested spans count once.
         waiting_ns: Time outside of all spans of its threads, between the first and the last event of a batch.
         share: Part of the threads' time in this stage's spans.
-        input_bytes: Bytes into the stage.
-        output_bytes: Bytes out of it.
     """
 
     stage: str
@@ -66,12 +62,7 @@ def lanes(spans: Sequence[pb.TraceSpan]) -> list[list[pb.TraceSpan]]:
 
 
 def chrome_trace(spans: Sequence[pb.TraceSpan], about: dict[str, Any]) -> dict[str, Any]:
-    """Return the whole document.
-
-    Args:
-        spans: Spans of the recording, at least one.
-        about: Description of the machine and the fetch.
-    """
+    """Return the whole document for at least one span; ``about`` describes the machine and the fetch."""
     start = min(span.begin_ns for span in spans)
     tracks: dict[tuple[int, str, int], list[pb.TraceSpan]] = defaultdict(list)
     for span in spans:

@@ -26,27 +26,20 @@ GRACE_S: Final = 30.0
 """Time to assemble and send a recording of up to hundreds of thousands of spans."""
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.option(
     "--output", "-o", metavar="FILE", type=click.Path(dir_okay=False, writable=True, path_type=Path), required=True,
     help="File for the timeline, as JSON.",
 )  # fmt: skip
+@click.option("--data-plane", metavar="HOST:PORT", help="Record the next fetches of a running data plane.")
+@click.option("--seconds", default=30.0, type=click.FloatRange(0.001, 600.0), help="Longest time to wait and record.")
 @click.option(
-    "--data-plane", metavar="HOST:PORT",
-    help="Record the next fetches of a running data plane.",
-)  # fmt: skip
-@click.option(
-    "--seconds", default=30.0, show_default=True, type=click.FloatRange(0.001, 600.0),
-    help="Longest time to wait and record.",
-)  # fmt: skip
-@click.option(
-    "--fetches", default=1, show_default=True, type=click.IntRange(1, 10000),
+    "--fetches", default=1, type=click.IntRange(1, 10000),
     help="Stop after this number of Fetch calls; each is one batch of a prompt.",
 )  # fmt: skip
 @click.option(
-    "--chunks", default=16, show_default=True, type=click.IntRange(1, 512),
-    help="Without --data-plane: chunks of 256 tokens to fetch.",
-)  # fmt: skip
+    "--chunks", default=16, type=click.IntRange(1, 512), help="Without --data-plane: chunks of 256 tokens to fetch."
+)
 @click.option(
     "--set", "settings", metavar="KEY=VALUE", multiple=True,
     help="Without --data-plane: a key of the data plane's configuration, such as fused=false. Repeatable.",
@@ -86,26 +79,11 @@ def trace(
 
 
 def record(
-    address: str,
-    seconds: float,
-    fetches: int,
-    recording: Callable[[], object],
-    credentials: Credentials | None = None,
+    address: str, seconds: float, fetches: int, recording: Callable[[], object], credentials: Credentials | None = None
 ) -> tuple[list[pb.TraceSpan], int]:
-    """Record a data plane's next fetches.
+    """Return the spans of a data plane's next fetches, and the number of dropped ones.
 
-    Args:
-        address: ``host:port`` or ``unix:/path`` of the data plane.
-        seconds: Longest time to wait and record.
-        fetches: Number of calls after which the recording ends earlier.
-        recording: Called once the recording runs.
-        credentials: TLS credentials; ``None`` for none.
-
-    Returns:
-        The spans, and the number of dropped ones.
-
-    Raises:
-        ShadowServeError: The data plane cannot be reached, or does not record.
+    Calls ``recording`` once the recording runs, which ends after ``fetches`` calls, or at the latest after ``seconds``.
     """
     spans: list[pb.TraceSpan] = []
     dropped = 0
@@ -144,16 +122,9 @@ def _summarize(spans: Sequence[pb.TraceSpan], dropped: int, output: Path) -> Non
     console = Console()
     table = Table("step", "threads", "spans", "busy ms", "waiting ms", "share", "MB in", "MB out", title="the stages")
     for time in stage_times(spans):
-        table.add_row(
-            time.stage,
-            str(time.threads),
-            f"{time.spans:,d}",
-            f"{time.busy_ns / 1e6:.2f}",
-            f"{time.waiting_ns / 1e6:.2f}",
-            f"{time.share:.0%}",
-            f"{time.input_bytes / 1e6:.1f}",
-            f"{time.output_bytes / 1e6:.1f}",
-        )
+        times = (f"{ns / 1e6:.2f}" for ns in (time.busy_ns, time.waiting_ns))
+        moved = (f"{size / 1e6:.1f}" for size in (time.input_bytes, time.output_bytes))
+        table.add_row(time.stage, str(time.threads), f"{time.spans:,d}", *times, f"{time.share:.0%}", *moved)
     console.print(table)
     for span in spans:
         if span.step == DECISION:
@@ -166,7 +137,6 @@ def _summarize(spans: Sequence[pb.TraceSpan], dropped: int, output: Path) -> Non
 
 
 def _decided(decision: pb.Decision) -> str:
-    """Return the predicted times of a decision and the measured one."""
     ways = [f"{way} {1e3 * seconds:.1f} ms" for way, seconds in sorted(decision.predicted.items())]
     done = f"{decision.kind}, {decision.loaded_tokens:,d} of {decision.tokens:,d} tokens loaded"
     expected = f"{1e3 * decision.predicted_seconds:.1f} ms predicted ({', '.join(ways)})" if ways else "no prediction"

@@ -8,7 +8,6 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -50,25 +49,6 @@ def forbidden(path: Path, names: tuple[str, ...]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("source", "names"),
-    [
-        ("import storage_kv.engine as e", ["storage_kv.engine"]),
-        ("from storage_kv import engine", ["storage_kv.engine"]),
-        ("def f():\n    if x:\n        from storage_kv.engine import Engine", ["storage_kv.engine.Engine"]),
-        ("from . import a", ["storage_kv.commands.a"]),
-        ("from .. import a", ["storage_kv.a"]),
-        ("from ..x import a", ["storage_kv.x.a"]),
-        ("importlib.import_module('host_control.vllm')", ["host_control.vllm"]),
-        ("__import__('host_control')", ["host_control"]),
-        ("import_module(f'host_control.{name}')", ["host_control."]),
-        ("text = 'import storage_kv'", []),
-    ],
-)
-def test_each_way_to_import_is_seen(source: str, names: list[str]) -> None:
-    assert [name for _, name in imported(source, "storage_kv.commands")] == names
-
-
 @pytest.mark.parametrize("package", PACKAGES)
 def test_arrows_point_down_from_the_roof_to_the_programs_to_the_ground_floor(package: str) -> None:
     below = {"shadowserve": {"shadowserve"}, ROOF: set(PACKAGES)}.get(package, {"shadowserve", package})
@@ -101,23 +81,13 @@ def test_a_volume_knows_nothing_of_the_pool_that_it_is_part_of() -> None:
     assert above and volume and not found, "\n".join(found)
 
 
-def test_no_two_modules_of_the_pool_need_each_other() -> None:
-    needs: dict[str, set[str]] = {}
-    for path in modules("shadowserve/pool"):
-        parts = path.relative_to(REPOSITORY).with_suffix("").parts
-        names = [name for _, name in imported(path.read_text(encoding="utf-8"), ".".join(parts[:-1]))]
-        needs[".".join(parts)] = {each for name in names for each in (name, name.rpartition(".")[0])}
-    assert any("shadowserve.pool.types" in each for each in needs.values())
-    list(TopologicalSorter(needs).static_order())  # raises CycleError for a cycle
-
-
-def test_the_storage_node_knows_neither_grpc_nor_an_engine() -> None:
-    found = [line for path in modules("storage_kv") for line in forbidden(path, ("grpc", "vllm", "torch"))]
-    assert not found, "\n".join(found)
-
-
-def test_the_data_plane_knows_no_engine() -> None:
-    found = [line for path in modules("dpu_dataplane") for line in forbidden(path, ("vllm", "torch"))]
+@pytest.mark.parametrize(
+    ("package", "names"), [("storage_kv", ("grpc", "vllm", "torch")), ("dpu_dataplane", ("vllm", "torch"))]
+)
+def test_the_storage_node_knows_neither_grpc_nor_an_engine_and_the_data_plane_no_engine(
+    package: str, names: tuple[str, ...]
+) -> None:
+    found = [line for path in modules(package) for line in forbidden(path, names)]
     assert not found, "\n".join(found)
 
 
@@ -165,10 +135,6 @@ def test_the_distribution_lists_the_packages() -> None:
     assert set(project["tool"]["scikit-build"]["wheel"]["packages"]) == set(PACKAGES)
 
 
-def configurations() -> list[Path]:
-    return [path for path in (REPOSITORY / "configs").rglob("*") if path.is_file()]
-
-
 def test_a_wheel_holds_the_packages_and_nothing_else(tmp_path: Path) -> None:
     # Without the C core, which takes the longest and adds two files to shadowserve/.
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", str(REPOSITORY), "--quiet"]
@@ -180,7 +146,8 @@ def test_a_wheel_holds_the_packages_and_nothing_else(tmp_path: Path) -> None:
     names = [Path(name) for name in zipfile.ZipFile(wheel).namelist()]
     top = {name.parts[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == set(PACKAGES)
-    configs = {f"{ROOF}/configs/{path.relative_to(REPOSITORY / 'configs')}" for path in configurations()}
+    folder = REPOSITORY / "configs"
+    configs = {f"{ROOF}/configs/{path.relative_to(folder)}" for path in folder.rglob("*") if path.is_file()}
     assert {str(name) for name in names if "configs" in name.parts} == configs
     packed = {name for name in names if name.suffix == ".py"}
     on_disk = {path.relative_to(REPOSITORY) for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py")}

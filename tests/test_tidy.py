@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
 import yaml
 from machine import NEVER_S
 
@@ -92,7 +91,7 @@ def c_functions(path: Path) -> Iterator[tuple[str, int, int]]:
 
 def test_git_lists_the_files() -> None:
     assert Path(__file__) in files()
-    assert len(files(".py")) > 30 and len(files(".c", ".h")) > 10
+    assert len(files(".py")) > 30 and sum(len(list(c_functions(path))) for path in files(".c")) > 50
 
 
 def test_functions_fit_on_a_screen() -> None:
@@ -104,10 +103,6 @@ def test_functions_fit_on_a_screen() -> None:
         if length > FUNCTION_LINES_MAX
     ]
     complain(found)
-
-
-def test_functions_are_found_in_c() -> None:
-    assert sum(len(list(c_functions(path))) for path in files(".c")) > 50
 
 
 def test_modules_can_be_read_in_one_go() -> None:
@@ -146,22 +141,6 @@ def test_no_python_object_is_unpickled_or_evaluated() -> None:
     complain(list(matches(UNSAFE, files(".py"))))
 
 
-@pytest.mark.parametrize(
-    ("pattern", "line"),
-    [
-        (UNSAFE, "import " + "pickle"),
-        (UNSAFE, "    from " + "marshal import loads"),
-        (UNSAFE, "x = yaml." + "load(text)"),
-        (UNSAFE, "y = ev" + "al(text)"),
-        (UNFINISHED, "# TO" + "DO: later"),
-        (MACHINE_PATHS, 'open("/ho' + 'me/me/file")'),
-        (MACHINE_PATHS, "see /wo" + "rk/main"),
-    ],
-)
-def test_a_pattern_finds_what_it_should(pattern: re.Pattern[str], line: str) -> None:
-    assert pattern.search(line)
-
-
 def test_no_path_of_a_developers_machine_is_written_down() -> None:
     complain(list(matches(MACHINE_PATHS, files())))
 
@@ -169,17 +148,6 @@ def test_no_path_of_a_developers_machine_is_written_down() -> None:
 def test_c_files_say_their_licence_first() -> None:
     first = {path: text_of(path).partition("\n")[0] for path in files(".c", ".h")}
     complain([place(path) for path, line in first.items() if "SPDX-License-Identifier: Apache-2.0" not in line])
-
-
-def test_a_link_in_the_documents_leads_somewhere() -> None:
-    link = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(?:#[^)]*)?\)")
-    found = [
-        f"{place(path)}: {target}"
-        for path in files(".md")
-        for target in link.findall(text_of(path))
-        if not (path.parent / target).exists()
-    ]
-    complain(found)
 
 
 def test_hooks_need_no_network() -> None:

@@ -1,9 +1,6 @@
 """``shadowserve doctor``: checks this machine and the programs on it, and proposes remedies.
 
-``process`` checks the interpreter, the C core and limits; ``host`` and ``bluefield`` the two sides of a BlueField, with
-``pci``; ``storage`` memory and devices; ``certificates`` the files of TLS; ``connector`` vLLM's configuration;
-``reach`` storage nodes and data planes, and ``listener`` other programs that listen. Each check is a function that
-yields findings.
+Each check is a function that yields findings; the modules have the checks by subject.
 """
 
 import json
@@ -28,8 +25,7 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.tls import Credentials
 from shadowserve_tools.doctor import bluefield, host, process
 from shadowserve_tools.doctor import storage as node
-from shadowserve_tools.doctor.access import access
-from shadowserve_tools.doctor.certificates import certificates
+from shadowserve_tools.doctor.access import access, certificates
 from shadowserve_tools.doctor.connector import EngineConfig, engine_config, transfer_config
 from shadowserve_tools.doctor.finding import Finding, Machine, run_check
 from shadowserve_tools.doctor.reach import Node, Plane, data_plane, storage_node
@@ -49,28 +45,24 @@ Check = Callable[[], Iterator[Finding]]
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the doctor.
+    """Options of the doctor: the system whose files are read; a file and addresses instead of the configured ones.
 
     Attributes:
-        machine: System whose files are read.
-        file: Configuration file; None for that of the installed service.
-        storage: Address of the storage node; None for the configured one.
-        data_plane: Address of the data plane; None for the configured one.
-        transfer: Text of vLLM's ``--kv-transfer-config``; None without one.
+        transfer: Text of vLLM's ``--kv-transfer-config``.
     """
 
     machine: Machine
-    file: str | None
+    config: str | None
     storage: str | None
     data_plane: str | None
     transfer: str | None
 
     def has(self, section: type[Section]) -> bool:
         """Return True if the given file has a section."""
-        return self.file is not None and section.section in _sections(self.file)
+        return self.config is not None and section.section in _sections(self.config)
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.option(
     "--role",
     type=click.Choice(["host", "data-plane", "bluefield", "storage"]),
@@ -82,38 +74,25 @@ class Options:
     "addresses, memory, cores, devices and certificates are checked."
 )  # fmt: skip
 @click.option(
-    "--kv-transfer-config",
-    "transfer",
-    metavar="JSON",
+    "--kv-transfer-config", "transfer", metavar="JSON",
     help="vLLM's option of this name: checked like in the plugin, including the connection to the data plane.",
-)
+)  # fmt: skip
 @click.option("--storage", metavar="HOST:PORT", help="Storage server. [default: as configured]")
 @click.option("--data-plane", metavar="HOST:PORT", help="Data plane. [default: as configured]")
 @click.option(
-    "--root",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    default=Path("/"),
-    show_default=True,
+    "--root", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path("/"),
     help="Root of the system to check, such as a mounted image.",
-)
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-def doctor(
-    role: Role | None,
-    config: str | None,
-    transfer: str | None,
-    storage: str | None,
-    data_plane: str | None,
-    root: Path,
-    as_json: bool,
-) -> None:
+def doctor(role: Role | None, root: Path, as_json: bool, **given: str | None) -> None:
     """Check this machine, and propose a remedy for everything that is missing.
 
     Storage nodes and data planes are checked in their own protocols. The exit code is 1 if something will not work; a
     program that is not running is only a warning.
     """
-    options = Options(Machine(root), config, storage, data_plane, transfer)
+    options = Options(Machine(root), **given)
     role = role or _role(options)
-    if transfer is not None and role != "host":
+    if options.transfer is not None and role != "host":
         raise click.UsageError(f"--kv-transfer-config belongs to an engine: use it with --role host, not {role}")
     checks = {
         "host": _host_checks,
@@ -132,10 +111,9 @@ def doctor(
 
 
 def _role(options: Options) -> Role:
-    """Return the role of a machine: by its hardware, or by the given file."""
     if options.machine.is_bluefield:
         return "bluefield"
-    if options.transfer is not None or options.file is None or options.has(HostConfig):
+    if options.transfer is not None or options.config is None or options.has(HostConfig):
         return "host"
     if options.has(DataPlaneConfig):
         return "data-plane"
@@ -163,20 +141,12 @@ def _host_checks(options: Options) -> Iterator[Check]:
     if options.data_plane:
         address, key = options.data_plane, "--data-plane"
     own = not host.cards(machine)
-    yield partial(
-        data_plane,
-        Plane(
-            address=address,
-            start=_start_command(plane, options, address) if own else "on the card: systemctl start shadowserve-dpu",
-            key=key,
-            config=config,
-            chunks=None if engine is None or engine.is_tier else (config.chunk_tokens, config.quantizer),
-        ),
-    )
+    start = _start_command(plane, options, address) if own else "on the card: systemctl start shadowserve-dpu"
+    chunks = None if engine is None or engine.is_tier else (config.chunk_tokens, config.quantizer)
+    yield partial(data_plane, Plane(address=address, start=start, key=key, config=config, chunks=chunks))
     if own:
         yield plane_configured
-        yield from _reach_storage(options, plane)
-    elif options.storage:  # the card's storage may be in a network that the host cannot reach
+    if own or options.storage:  # the card's storage may be in a network that the host cannot reach
         yield from _reach_storage(options, plane)
 
 
@@ -241,19 +211,16 @@ def _storage_checks(options: Options) -> Iterator[Check]:
     yield partial(node.devices, machine, config.devices)
     yield partial(certificates, machine, _tls_files(config))
     yield partial(access, machine, config)
-    address = options.storage or _connect_address(_own_address(config))
-    yield partial(
-        storage_node,
-        Node(
-            what="storage server",
-            address=address,
-            start=_start_command(config, options, options.storage or _own_address(config)),
-            key="--storage" if options.storage else "'port' of section 'storage'",
-            password=config.password.get_secret_value(),
-            credentials=Credentials(authorities=config.tls_client_ca) if config.tls_cert else None,
-            own=True,
-        ),
+    own = Node(
+        what="storage server",
+        address=options.storage or _connect_address(_own_address(config)),
+        start=_start_command(config, options, options.storage or _own_address(config)),
+        key="--storage" if options.storage else "'port' of section 'storage'",
+        password=config.password.get_secret_value(),
+        credentials=Credentials(authorities=config.tls_client_ca) if config.tls_cert else None,
+        own=True,
     )
+    yield partial(storage_node, own)
 
 
 def _mover_checks(configured: Check) -> Iterator[Check]:
@@ -272,25 +239,20 @@ def _reach_storage(options: Options, plane: DataPlaneConfig) -> Iterator[Check]:
     own, _ = _configuration(StorageConfig, options, optional=True)
     names = plane.storage_tls_ca, plane.storage_tls_cert, plane.storage_tls_key
     authorities, certificate, key = (str(options.machine.path(name)) if name else "" for name in names)
-    credentials = None
-    if authorities:
-        credentials = Credentials(
-            authorities=authorities, certificate=certificate, key=key, server_name=plane.storage_server_name
-        )
+    files = {"authorities": authorities, "certificate": certificate, "key": key}
+    credentials = Credentials(**files, server_name=plane.storage_server_name) if authorities else None
     for address in addresses:
-        yield partial(
-            storage_node,
-            Node(
-                what="storage server" if len(addresses) == 1 else f"storage node {address}",
-                address=address,
-                start=_start_command(own, options, address),
-                key="--storage" if options.storage else f"'{several}' of section 'dpu'",
-                user=plane.storage_username,
-                password=plane.storage_password.get_secret_value(),
-                credentials=credentials,
-                cluster=bool(plane.storage_cluster) and not options.storage,
-            ),
+        node = Node(
+            what="storage server" if len(addresses) == 1 else f"storage node {address}",
+            address=address,
+            start=_start_command(own, options, address),
+            key="--storage" if options.storage else f"'{several}' of section 'dpu'",
+            user=plane.storage_username,
+            password=plane.storage_password.get_secret_value(),
+            credentials=credentials,
+            cluster=bool(plane.storage_cluster) and not options.storage,
         )
+        yield partial(storage_node, node)
 
 
 def _configuration(
@@ -298,14 +260,11 @@ def _configuration(
 ) -> tuple[_S, Check]:
     """Return a program's configuration (the defaults if there is none), and the check of it.
 
-    Args:
-        section: Section of the program.
-        options: Options with the file.
-        what: Name of the finding.
-        optional: True if the given file may lack the section.
+    The file is the given one, which may lack an ``optional`` section, or that of the installed service.
     """
-    file = _file(section, options)
-    if optional and file is not None and options.file is not None and not options.has(section):
+    installed = options.machine.path(f"/etc/shadowserve/{section.section}.yaml")
+    file = options.config or (str(installed) if installed.is_file() else None)
+    if optional and options.config is not None and not options.has(section):
         file = None
     environment = {key: value for key, value in os.environ.items() if key != CONFIG_FILE_VARIABLE}
 
@@ -324,17 +283,11 @@ def _configuration(
 
 
 def _sections(file: str) -> tuple[str, ...]:
-    """Return the sections of a configuration file; empty if it is unreadable, which its program reports."""
+    """Return a file's sections; empty if it is unreadable, which its program reports."""
     try:
         return sections_of(file)
     except ConfigurationError:
         return ()
-
-
-def _file(section: type[Section], options: Options) -> str | None:
-    """Return the file that a program reads: the given one, or that of the installed service."""
-    installed = options.machine.path(f"/etc/shadowserve/{section.section}.yaml")
-    return options.file or (str(installed) if installed.is_file() else None)
 
 
 def _own_address(config: StorageConfig | DataPlaneConfig) -> str:
@@ -350,13 +303,7 @@ def _connect_address(listen: str) -> str:
 
 
 def _start_command(config: StorageConfig | DataPlaneConfig, options: Options, address: str) -> str:
-    """Return the command that starts a program at ``address``, on this machine or another one.
-
-    Args:
-        config: Configuration of the program on this machine.
-        options: Options with the machine, where the program may be a service, and the file.
-        address: ``host:port``, or ``unix:/path``.
-    """
+    """Return the command that starts a program at ``host:port`` or ``unix:/path``, on this machine or another one."""
     name, colon, port = address.rpartition(":")
     if not address.startswith("unix:") and not (name and colon and port.isdigit()):
         return "give the address as HOST:PORT"
@@ -367,14 +314,13 @@ def _start_command(config: StorageConfig | DataPlaneConfig, options: Options, ad
         return f"systemctl start shadowserve-{config.section}"
     command = f"shadowserve {config.section}"
     if options.has(type(config)) and config != type(config)():
-        command += f" --config {options.file}"
+        command += f" --config {options.config}"
     if own:
         return command
     return f"{command} --listen {address}" if isinstance(config, DataPlaneConfig) else f"{command} --port {port}"
 
 
 def _tls_files(config: Section) -> Mapping[str, str]:
-    """Return the files of a program's TLS keys."""
     return {key: str(getattr(config, key)) for key in _TLS_FILES if key in type(config).model_fields}
 
 

@@ -45,9 +45,8 @@ def arm_cores(machine: Machine) -> Iterator[Finding]:
     parts = re.findall(r"^CPU part\s*: (\S+)", text, re.MULTILINE)
     features = re.search(r"^Features\s*: (.*)", text, re.MULTILINE)
     if not parts or features is None:
-        yield Finding(
-            "Arm cores", "warning", "none: /proc/cpuinfo is not that of an Arm machine", "run the doctor on the card"
-        )
+        found = "none: /proc/cpuinfo is not that of an Arm machine"
+        yield Finding("Arm cores", "warning", found, "run the doctor on the card")
         return
     missing = [feature for feature in _FEATURES if feature not in features[1].split()]
     name = _PARTS.get(parts[0], f"part {parts[0]}")
@@ -60,12 +59,7 @@ def arm_cores(machine: Machine) -> Iterator[Finding]:
 
 
 def accelerators(machine: Machine, device: str) -> Iterator[Finding]:
-    """Check that the card's accelerators can be opened, by opening them; also while a daemon uses them.
-
-    Args:
-        machine: Machine that may be a card.
-        device: Key ``device`` of the configuration.
-    """
+    """Check that the card's accelerators can be opened, by opening them; also while a daemon uses them."""
     from shadowserve import native
 
     backend = native.backends().get("doca")
@@ -130,19 +124,13 @@ def xlio(machine: Machine, storage_port: int) -> Iterator[Finding]:
 
 
 def core_lists(machine: Machine, lists: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
-    """Check that the configured cores exist. The doctor itself may have fewer.
-
-    Args:
-        machine: Machine with the cores.
-        lists: Cores by configuration key, -1 for any.
-    """
+    """Check that the configured cores, -1 for any, exist. The doctor itself may have fewer."""
     there = _cores(machine.text("/sys/devices/system/cpu/online"))
     for key, cores in lists.items():
         absent = sorted(set(cores) - there - {-1})
         if absent:
-            yield Finding(
-                key, "failed", f"there is no core {absent[0]}", f"divide the {len(there)} existing cores again"
-            )
+            remedy = f"divide the {len(there)} existing cores again"
+            yield Finding(key, "failed", f"there is no core {absent[0]}", remedy)
 
 
 def isolation(machine: Machine, net_cores: list[int]) -> Iterator[Finding]:

@@ -12,15 +12,8 @@ from shadowserve_tools.doctor.finding import Finding
 
 WHAT: Final = "kv-transfer-config"
 VLLM_KEYS: Final = (
-    "kv_connector",
-    "engine_id",
-    "kv_buffer_device",
-    "kv_role",
-    "kv_port",
-    "kv_connector_extra_config",
-    "kv_connector_module_path",
-    "enable_permute_local_kv",
-    "kv_load_failure_policy",
+    *("kv_connector", "engine_id", "kv_buffer_device", "kv_role", "kv_port", "kv_connector_extra_config"),
+    *("kv_connector_module_path", "enable_permute_local_kv", "kv_load_failure_policy"),
 )
 """Keys of vLLM's KVTransferConfig. Importing vLLM for them would take ten seconds."""
 _CONNECTOR: Final = "ShadowServeConnector"
@@ -33,11 +26,9 @@ _EXAMPLE: Final = '{"kv_connector": "ShadowServeConnector", "kv_role": "kv_both"
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Configuration of an engine.
+    """Configuration of an engine: keys of section ``host``, and vLLM's own.
 
     Attributes:
-        host: Keys of section ``host``.
-        transfer: vLLM's own keys.
         is_tier: True if the plugin is a tier of vLLM's own offloading, and not the connector.
     """
 
@@ -47,11 +38,7 @@ class EngineConfig:
 
 
 def engine_config(text: str) -> EngineConfig:
-    """Parse ``--kv-transfer-config``.
-
-    Raises:
-        ConfigurationError: It is not for this plugin, or unusable; the message says what to write.
-    """
+    """Parse ``--kv-transfer-config``; ConfigurationError: it is not for this plugin, or unusable."""
     try:
         transfer = json.loads(text)
     except ValueError as error:
@@ -101,7 +88,6 @@ def _extra(transfer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _list(extra: Mapping[str, Any], key: str, name: str, wanted: str) -> dict[str, Any]:
-    """Return ShadowServe's entry in the list ``key``."""
     entries = extra.get(key)
     for entry in entries if isinstance(entries, list) else []:
         if isinstance(entry, dict) and entry.get(name) == wanted:

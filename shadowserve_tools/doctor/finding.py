@@ -34,11 +34,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Machine:
-    """The system whose /sys, /proc and /etc are read: this one, or a tree of its files.
-
-    Attributes:
-        root: Root of that system.
-    """
+    """The system whose /sys, /proc and /etc are read: this one, or a tree of its files."""
 
     root: Path
 
@@ -63,7 +59,7 @@ class Machine:
         return int(text) if text.isdigit() else 0
 
     def find(self, *patterns: str) -> list[Path]:
-        """Return the existing files of some patterns, in the order of the patterns."""
+        """Return the existing files of patterns, in their order."""
         return [path for pattern in patterns for path in sorted(self.root.glob(pattern.lstrip("/")))]
 
     @property

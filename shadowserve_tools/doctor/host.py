@@ -24,9 +24,8 @@ def card(machine: Machine) -> Iterator[Finding]:
     """Check the card from the host."""
     own = cards(machine)
     if not own:
-        yield Finding(
-            "card", "ok", "no BlueField on PCIe; 'shadowserve dpu' runs on CPU cores here (docs/guides/cores.md)"
-        )
+        found = "no BlueField on PCIe; 'shadowserve dpu' runs on CPU cores here (docs/guides/cores.md)"
+        yield Finding("card", "ok", found)
         return
     first = own[0]
     node = first.text("numa_node")
@@ -95,9 +94,8 @@ def _mode(machine: Machine, card: Function) -> Finding:
     """Check for DPU mode or NIC mode: a setting of the firmware, which only NVIDIA's tool reads."""
     question = f"mlxconfig -d {card.address} q INTERNAL_CPU_OFFLOAD_ENGINE"
     if not machine.is_this_one or shutil.which("mlxconfig") is None:
-        return Finding(
-            "card's mode", "warning", "unknown: mlxconfig is not installed", f"install mft, then, as root: {question}"
-        )
+        found = "unknown: mlxconfig is not installed"
+        return Finding("card's mode", "warning", found, f"install mft, then, as root: {question}")
     done = subprocess.run(question.split(), capture_output=True, text=True, timeout=60, check=False)
     answer = re.search(r"INTERNAL_CPU_OFFLOAD_ENGINE\s+(ENABLED|DISABLED)", done.stdout)
     if answer is None:
@@ -126,29 +124,21 @@ def _peer_memory(machine: Machine) -> Finding:
     if machine.path("/sys/module/nvidia_peermem").exists():
         ways.append("nvidia-peermem")
     if not driver:
-        return Finding(
-            "GPU memory",
-            "warning",
-            "no NVIDIA driver is loaded",
-            "install it: without it the card cannot reach the GPU",
-        )
-    if not ways:
-        remedy = (
-            "modprobe nvidia-peermem, or use NVIDIA's open kernel modules; until then KV passes through host memory"
-        )
-        return Finding("GPU memory", "warning", "neither DMA-BUF nor nvidia-peermem", remedy)
-    return Finding("GPU memory", "ok", ", ".join(ways))
+        remedy = "install it: without it the card cannot reach the GPU"
+        return Finding("GPU memory", "warning", "no NVIDIA driver is loaded", remedy)
+    remedy = "modprobe nvidia-peermem, or use NVIDIA's open kernel modules; until then KV passes through host memory"
+    return Finding.of("GPU memory", bool(ways), ", ".join(ways) or "neither DMA-BUF nor nvidia-peermem", remedy)
 
 
 def _path(card: Function, gpu: Function) -> Finding:
     between = relation(card, gpu)
-    what = f"path to GPU {gpu.address}"
-    if between == "switch":
-        return Finding(what, "ok", "one PCIe switch")
+    found = {
+        "switch": "one PCIe switch",
+        "root complex": "through the processor's root complex",
+        "processors": "through the link between processors",
+    }[between]
     slot = "put both below one PCIe switch, or accept a lower bandwidth (docs/guides/bluefield.md has the measurement)"
-    if between == "root complex":
-        return Finding(what, "warning", "through the processor's root complex", slot)
-    return Finding(what, "warning", "through the link between processors", slot)
+    return Finding.of(f"path to GPU {gpu.address}", between == "switch", found, slot)
 
 
 def _redirection(card: Function, gpu: Function) -> Finding:

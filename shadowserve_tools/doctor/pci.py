@@ -22,15 +22,7 @@ _ACS_REDIRECT: Final = 0b1100
 
 @dataclass(frozen=True)
 class Function:
-    """One PCI function.
-
-    Attributes:
-        address: such as ``0000:3b:00.0``.
-        vendor: number.
-        device: number.
-        class_code: number, three bytes.
-        path: its folder under /sys/devices; the folders above it are the bridges on the way to it.
-    """
+    """One PCI function; the folders above its ``path`` under /sys/devices are the bridges on the way to it."""
 
     address: str
     vendor: int
@@ -40,12 +32,12 @@ class Function:
 
     @property
     def is_bluefield(self) -> bool:
-        """True for a BlueField's network function that is not virtual."""
+        """True for a network function that is not virtual."""
         return self.vendor == 0x15B3 and self.device in BLUEFIELDS and not (self.path / "physfn").exists()
 
     @property
     def is_gpu(self) -> bool:
-        """True for NVIDIA's display or 3D controller."""
+        """True for a display or 3D controller of NVIDIA."""
         return self.vendor == 0x10DE and self.class_code >> 16 == 0x03
 
     @property
@@ -74,21 +66,16 @@ def functions(machine: Machine) -> list[Function]:
 
 
 def relation(one: Function, other: Function) -> Literal["switch", "root complex", "processors"]:
-    """Return the connection between two functions.
-
-    ``switch``: only PCIe switches. ``root complex``: that of one NUMA node. ``processors``: the link between
-    processors, or between parts of one.
-    """
+    """Return the farthest part between two functions; ``processors``: the link between them, or parts of one."""
     if set(one.bridges) & set(other.bridges):
         return "switch"
     return "root complex" if one.text("numa_node") == other.text("numa_node") else "processors"
 
 
 def redirecting_bridges(one: Function, other: Function) -> list[str]:
-    """Return the addresses of bridges between two functions that send what is for a peer up to the root complex.
+    """Return the bridges between two functions that send what is for a peer up to the root complex.
 
-    Raises:
-        PermissionError: only root may read that of bridges.
+    PermissionError: only root may read that.
     """
     shared = set(one.bridges) & set(other.bridges)
     between = [bridge for bridge in [*one.bridges, *other.bridges] if bridge not in shared]

@@ -43,9 +43,8 @@ def decoding() -> Iterator[Finding]:
     for codec in native.Codec:
         implementation = implementations.get(codec)
         if implementation is None:
-            remedy = (
-                f"install lib{codec.name.lower()}'s development package, then 'make setup': such records are misses now"
-            )
+            package = f"lib{codec.name.lower()}'s development package"
+            remedy = f"install {package}, then 'make setup': such records are misses now"
             yield Finding(f"codec {codec.name.lower()}", "warning", "not built in", remedy)
         elif codec is native.Codec.DEFLATE and "isa-l" not in implementation.lower():
             remedy = "install libisal-dev, then 'make setup': it decodes 2-3 times as fast"

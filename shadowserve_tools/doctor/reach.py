@@ -33,11 +33,8 @@ class Node:
 
     Attributes:
         what: Name in findings.
-        address: ``host:port``.
         start: Command that starts it.
         key: Configuration key of the address, for messages.
-        user, password: Credentials; a password without a user is the default user's.
-        credentials: TLS credentials; None for none.
         own: True if it is this machine's server: its requirements are known, but a client's certificate is missing.
         cluster: True if it may be Redis or Valkey as well.
     """
@@ -58,7 +55,6 @@ class Plane:
     """A data plane to check.
 
     Attributes:
-        address: ``host:port``, or ``unix:/path``.
         start: Command that starts it.
         key: Configuration key of the address, for messages.
         config: Configuration of the engine; None on the data plane's own machine, where no Hello is sent, since
@@ -102,9 +98,8 @@ def _no_node(node: Node, listener: Listener) -> Finding | None:
     remedy = "set storage_tls_ca to the file of the authority of its certificate"
     if not listener.encrypted:
         remedy = "give the server tls_cert and tls_key, or remove storage_tls_ca from section 'dpu'"
-    return Finding(
-        node.what, "failed", f"the server {where} speaks {speaks}, but the data plane is configured otherwise", remedy
-    )
+    found = f"the server {where} speaks {speaks}, but the data plane is configured otherwise"
+    return Finding(node.what, "failed", found, remedy)
 
 
 def _logged_in(node: Node, listener: Listener) -> Finding:
@@ -119,9 +114,7 @@ def _logged_in(node: Node, listener: Listener) -> Finding:
         remedy = "storage_tls_ca is the file of the authority that signed its certificate; storage_server_name its name"
         return Finding(node.what, "failed", f"the certificate of the server {where}: {error.verify_message}", remedy)
     except (OSError, ProtocolError, ValueError) as error:
-        if (
-            node.own and listener.encrypted
-        ):  # it requires a client's certificate, and this machine has only the server's
+        if node.own and listener.encrypted:  # it wants a client's certificate, and this machine has only the server's
             return Finding(node.what, "ok", f"a server that requires TLS client certificates answers {where}")
         remedy = "its log has the reason; with TLS, it may require storage_tls_cert and storage_tls_key"
         return Finding(node.what, "failed", f"the server {where} does not answer PING: {error}", remedy)
@@ -162,10 +155,8 @@ def _greeted(node: Node, where: str, answers: list[str], logged_in: bool) -> Fin
     if node.cluster:
         return Finding(node.what, "ok", f"{other} answers {where}")
     if node.own:
-        remedy = f"stop it, or choose another port: {node.start}"
-        return Finding(
-            node.what, "failed", f"{other} answers {where}: this is not a storage node of ShadowServe", remedy
-        )
+        found = f"{other} answers {where}: this is not a storage node of ShadowServe"
+        return Finding(node.what, "failed", found, f"stop it, or choose another port: {node.start}")
     remedy = "if this is a mistake, run 'shadowserve storage' there: Redis neither checks records nor streams layers"
     return Finding(node.what, "warning", f"{other} answers {where}, not a storage node of ShadowServe", remedy)
 
@@ -219,12 +210,7 @@ def _statistics(plane: Plane, listener: Listener) -> Iterator[Finding]:
 
 
 def _engines(engines: list[pb.Engine], own: tuple[int, str] | None) -> Iterator[Finding]:
-    """Compare the engines of one data plane: which share what they store.
-
-    Args:
-        engines: Connected engines.
-        own: Tokens of a chunk, and quantizer of the engine to be started; None if unknown.
-    """
+    """Compare the engines of one data plane, and the one to be started: which share what they store."""
     forms = Counter((each.model, each.chunk_tokens, each.quantizer) for each in engines)
     remedy = "give engines of one model the same chunk_tokens, quantizer, bins, value_bins and scale_tokens"
     for one, other in combinations(forms, 2):

@@ -44,12 +44,7 @@ def namespaces(machine: Machine) -> Iterator[Finding]:
 
 
 def memory(machine: Machine, budgets: Mapping[str, int]) -> Iterator[Finding]:
-    """Check that the machine has the memory that a program is configured to use.
-
-    Args:
-        machine: Machine of the program.
-        budgets: Bytes by configuration key.
-    """
+    """Check that the machine has the memory that a program is configured to use, in bytes by configuration key."""
     match = re.search(r"^MemAvailable: +(\d+) kB$", machine.text("/proc/meminfo"), re.MULTILINE)
     limit = memory_limit(machine.root)
     if match is None or limit is None:

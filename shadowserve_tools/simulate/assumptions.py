@@ -6,7 +6,7 @@ from both. "Section", "figure" and "table" are the ShadowServe paper's.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -112,6 +112,18 @@ class Fitted:
     stolen_s: float = given(0, "the four TPOT of figure 11a", "decode's loss to one fetch of ShadowServe")
 
 
+_BISECTIONS: Final = 60
+
+
+def last(holds: Callable[[float], bool], most: float) -> float:
+    """Return up to which number from 0 to ``most`` a condition holds, by bisection."""
+    low, high = 0.0, most
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
 PAPER_TOKENS: Final = 14_000
 """Of a prompt: NarrativeQA's median (section 6.1)."""
 
@@ -123,3 +135,8 @@ def described(kind: type[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield name, and source, meaning, low and high, of each number of a dataclass."""
     for each in dataclasses.fields(kind):
         yield each.name, dict(each.metadata)
+
+
+def rows(numbers: Any, **more: Any) -> list[dict[str, Any]]:
+    """Return name, value, and what :func:`described` yields, of each number of an instance; and ``more``."""
+    return [{"name": name, "value": getattr(numbers, name), **its, **more} for name, its in described(type(numbers))]

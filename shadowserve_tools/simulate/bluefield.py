@@ -5,12 +5,11 @@ from functools import partial
 from typing import Any, Final
 
 import click
-from pydantic import TypeAdapter, ValidationError
 
-from shadowserve.sizes import ByteSize
 from shadowserve_tools.charts import Chart, Point
+from shadowserve_tools.flags import Size
 from shadowserve_tools.report import Output, Report, output_options
-from shadowserve_tools.simulate.assumptions import PAPER_TOKENS, Fitted, Given, described
+from shadowserve_tools.simulate.assumptions import PAPER_TOKENS, rows
 from shadowserve_tools.simulate.model import CHANGES, PAPER_SLICE_BYTES, Design, Model, Result, Setting, swing
 from shadowserve_tools.simulate.targets import TARGETS
 
@@ -46,62 +45,28 @@ def _read_changes(_context: click.Context, _parameter: click.Parameter, text: st
     return names
 
 
-def _read_size(_context: click.Context, _parameter: click.Parameter, text: str) -> int:
-    try:
-        size = int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError as error:
-        raise click.BadParameter(f"{text!r} is no size such as 64KiB") from error
-    if not SLICE_BYTES_MIN <= size <= PAPER_SLICE_BYTES:
-        raise click.BadParameter(f"{text!r}: has to be 4KiB to 2MiB, which is the accelerators' largest task")
-    return size
-
-
 @click.command()
 @click.option(
-    "--bandwidth",
-    "bandwidths",
-    default="10,20,30,40",
-    show_default=True,
-    metavar="GBPS,...",
-    callback=_read_bandwidths,
+    "--bandwidth", "bandwidths", default="10,20,30,40", metavar="GBPS,...", callback=_read_bandwidths,
     help="Links to storage.",
-)
+)  # fmt: skip
 @click.option(
-    "--prompt-tokens",
-    default=PAPER_TOKENS,
-    show_default=True,
-    type=click.IntRange(1, 1_000_000),
-    help="Tokens of a prompt, all stored.",
+    "--prompt-tokens", default=PAPER_TOKENS, type=click.IntRange(1, 1_000_000), help="Tokens of a prompt, all stored."
 )
+@click.option("--output-tokens", default=16, type=click.IntRange(2, 10_000), help="Tokens of an answer.")
+@click.option("--chunk-tokens", default=256, type=click.IntRange(1, 65_536), help="Tokens of a chunk.")
 @click.option(
-    "--output-tokens", default=16, show_default=True, type=click.IntRange(2, 10_000), help="Tokens of an answer."
-)
-@click.option(
-    "--chunk-tokens", default=256, show_default=True, type=click.IntRange(1, 65_536), help="Tokens of a chunk."
-)
-@click.option(
-    "--slice-bytes",
-    default="256KiB",
-    show_default=True,
-    metavar="SIZE",
-    callback=_read_size,
+    "--slice-bytes", default="256KiB", type=Size(SLICE_BYTES_MIN, PAPER_SLICE_BYTES),
     help="Decoded bytes of a slice with the change 'slices'; the paper has 2MiB.",
-)
+)  # fmt: skip
 @click.option(
-    "--with",
-    "changes",
-    metavar="CHANGE,...",
-    callback=_read_changes,
+    "--with", "changes", metavar="CHANGE,...", callback=_read_changes,
     help=f"Only the paper's two systems and this combination of {', '.join(CHANGES)}; otherwise each and together.",
-)
+)  # fmt: skip
 @click.option(
-    "--rate",
-    default=1.0,
-    show_default=True,
-    type=click.FloatRange(0, 1000),
-    metavar="REQUESTS/S",
+    "--rate", default=1.0, type=click.FloatRange(0, 1000), metavar="REQUESTS/S",
     help="Load of at_rate_ms; empty if a system cannot carry it.",
-)
+)  # fmt: skip
 @output_options
 def bluefield(
     bandwidths: tuple[float, ...], prompt_tokens: int, output_tokens: int, chunk_tokens: int, slice_bytes: int,
@@ -133,12 +98,8 @@ def bluefield(
     The best size of slices:              shadowserve simulate bluefield --with fusion,slices --slice-bytes 64KiB
     As data, and drawn:                   shadowserve simulate bluefield --json b.json --plot b.svg
     """
-    settings = [
-        Setting(
-            bandwidth_gbps=each, prompt_tokens=prompt_tokens, output_tokens=output_tokens, chunk_tokens=chunk_tokens
-        )
-        for each in bandwidths
-    ]
+    tokens = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "chunk_tokens": chunk_tokens}
+    settings = [Setting(bandwidth_gbps=each, **tokens) for each in bandwidths]
     combinations = [frozenset(each) for each in COMBINATIONS] if changes is None else [frozenset(), changes]
     designs = [Design(each, slice_bytes) for each in dict.fromkeys(combinations)]
     report_of(settings, designs, rate).finish(output)
@@ -157,7 +118,7 @@ def report_of(settings: Sequence[Setting], designs: Sequence[Design], rate: floa
     for setting in settings:
         report.row(**_row(CACHEGEN, setting, model.cachegen(setting, rate)))
         for design in designs:
-            ttft = swing(partial(_ttft_s, setting, design))
+            ttft = swing(partial(Model.ttft_s, setting=setting, design=design))
             load = swing(partial(_requests_per_s, setting, design))
             report.row(
                 **_row(design.name, setting, model.shadowserve(setting, design, rate)),
@@ -169,10 +130,6 @@ def report_of(settings: Sequence[Setting], designs: Sequence[Design], rate: floa
     }  # fmt: skip
     report.charts = _charts(model, designs)
     return report
-
-
-def _ttft_s(setting: Setting, design: Design, model: Model) -> float:
-    return model.ttft_s(setting, design)
 
 
 def _requests_per_s(setting: Setting, design: Design, model: Model) -> float:
@@ -198,29 +155,20 @@ def _row(system: str, setting: Setting, result: Result) -> dict[str, Any]:
 def assumption_rows() -> list[dict[str, Any]]:
     """Return every number of the model: name, value, low and high (None: a point), source, meaning, whether fitted."""
     model = Model()
-    rows: list[dict[str, Any]] = [
-        {"name": name, "value": getattr(model.given, name), **its, "fitted_by_model": False}
-        for name, its in described(Given)
-    ]
-    for name, its in described(Fitted):
-        low, high = swing(partial(_fitted, name))
-        rows.append(
-            {"name": name, "value": _fitted(name, model), **its, "low": low, "high": high, "fitted_by_model": True}
-        )
-    return rows
+    fitted = rows(model.fitted, fitted_by_model=True)
+    for row in fitted:
+        row["low"], row["high"] = swing(partial(_fitted, row["name"]))
+    return rows(model.given, fitted_by_model=False) + fitted
 
 
 def target_rows(model: Model) -> list[dict[str, Any]]:
     """Return every figure of the paper with the model's value."""
     return [
         {
-            "name": target.name,
-            "kind": target.kind,
-            "paper": target.paper,
+            **{key: getattr(target, key) for key in ("name", "kind", "paper", "source")},
             "model": target.model(model),
             "error": target.error(model),
             "missed": target.missed(model),
-            "source": target.source,
         }
         for target in TARGETS
     ]
@@ -228,14 +176,11 @@ def target_rows(model: Model) -> list[dict[str, Any]]:
 
 def stage_rows(model: Model) -> list[dict[str, Any]]:
     """Return each stage's Gbps alone over the size of a chunk (figure 13a), and together with the others (13b)."""
-    rows = []
-    for tokens in (16, 64, 256, 1024):
-        stages = model.stages_gbps(Setting(bandwidth_gbps=40, chunk_tokens=tokens))
-        rows += [
-            {"chunk_tokens": tokens, "stage": name, "alone_Gbps": alone, "together_Gbps": together}
-            for name, (alone, together) in stages.items()
-        ]
-    return rows
+    return [
+        {"chunk_tokens": tokens, "stage": name, "alone_Gbps": alone, "together_Gbps": together}
+        for tokens in (16, 64, 256, 1024)
+        for name, (alone, together) in model.stages_gbps(Setting(bandwidth_gbps=40, chunk_tokens=tokens)).items()
+    ]
 
 
 def _charts(model: Model, designs: Sequence[Design]) -> list[Chart]:

@@ -12,29 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from shadowserve_tools.simulate.assumptions import PAPER_TOKENS, RANGED, Fitted, Given
+from shadowserve_tools.simulate.assumptions import PAPER_TOKENS, RANGED, Fitted, Given, last
 
-CHANGES: Final = {
-    "fusion": "dequantize and DMA slice by slice, so that elements may pass through the cache",
-    "slices": "slices smaller than the paper's 2 MiB (--slice-bytes), handed on one by one",
-    "huffman": "Deflate streams with Huffman codes only: smaller, as quantized KV has no matches",
-    "kvrans": "our own codec, decoded and dequantized in one step on the Arm cores instead of the Deflate engine",
-}
+CHANGES: Final = ("fusion", "slices", "huffman", "kvrans")
+"""The help of 'simulate bluefield' describes them."""
 PAPER_SLICE_BYTES: Final = 2 << 20
 PAPER_CHUNK_TOKENS: Final = 256
-BISECTIONS: Final = 60
+_ITERATIONS: Final = 60
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Workload of a system.
-
-    Attributes:
-        bandwidth_gbps: Bandwidth of the link to storage; may be infinite.
-        prompt_tokens: Tokens of a prompt, all stored.
-        output_tokens: Tokens of an answer.
-        chunk_tokens: Tokens of a chunk; a prompt is whole chunks.
-    """
+    """Workload of a system: the link to storage, which may be infinite, and prompts of whole, stored chunks."""
 
     bandwidth_gbps: float
     prompt_tokens: int = PAPER_TOKENS
@@ -51,7 +40,6 @@ class Design:
     """The paper's design with some of our changes.
 
     Attributes:
-        changes: names out of ``CHANGES``.
         slice_bytes: decoded bytes of a slice where ``slices`` is among them.
         pipelined: false is the paper's "No CP".
         managed: false is the paper's "No MM": a chunk's buffers are registered when it comes.
@@ -72,11 +60,9 @@ class Result:
     """Predictions for a system in one setting.
 
     Attributes:
-        fetch_gbps: Rate of incoming compressed bytes, unloaded.
+        fetch_gbps, loaded_fetch_gbps: Rate of incoming compressed bytes, unloaded and at the highest load.
         ttft_s: Mean time to first token, unloaded.
-        tpot_s: Mean time per output token at the highest load.
-        requests_per_s: The highest load.
-        loaded_fetch_gbps: Rate of incoming compressed bytes at the highest load.
+        tpot_s: Mean time per output token at the highest load, ``requests_per_s``.
         ttft_at_rate_s: Mean time to first token at the given rate; None if that exceeds the highest load.
     """
 
@@ -140,17 +126,11 @@ class Model:
         fills = math.ceil(chunks / in_round) * (sum(stages) - max(stages))
         return registering + fills + chunks * pieces * max(stages)
 
-    def registering_us_per_mib(self, setting: Setting, times: float) -> float:
-        """Return the cost of registering memory that makes TTFT ``times`` as long without memory management."""
-        more_s = (times - 1) * self.ttft_s(setting, Design())
-        return 1e6 * more_s / (setting.chunks * self._registered_mib(setting, Design()))
-
     def _registration_s(self, setting: Setting, design: Design) -> float:
         """Return the seconds of registering and releasing a chunk's buffers, one at a time, without overlap."""
         return self._registered_mib(setting, design) * self.given.register_us_per_mib / 1e6
 
     def _registered_mib(self, setting: Setting, design: Design) -> float:
-        """Return the MiB of a chunk's buffers: stored bytes, symbols and elements."""
         symbols = self._token_gbit * setting.chunk_tokens
         return (self._stored_gbit(setting, design) + 3 * symbols) / 8 * 1e9 / 2**20
 
@@ -252,11 +232,8 @@ class Model:
     ) -> Result:
         """Return the result of a system that fetches for one request at a time.
 
-        Args:
-            setting: Workload.
-            unloaded: TTFT and fetch rate as a function of the share of time in which decode is busy.
-            stolen: GPU seconds that a fetch takes from decode.
-            rate: Requests/s of the TTFT under load.
+        ``unloaded``: TTFT and fetch rate as a function of the share of time in which decode is busy. ``stolen``: GPU
+        seconds that a fetch takes from decode.
         """
 
         def at(load: float) -> tuple[float, float, float]:
@@ -270,18 +247,15 @@ class Model:
             return min(1 / service, self.given.requests_in_memory / (service + setting.output_tokens * tpot))
 
         ttft, fetch = unloaded(0)
-        low, high = 0.0, 1 / (ttft + self.fitted.gap_s)
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            low, high = (middle, high) if carried(middle) > middle else (low, middle)
-        tpot, _, loaded_fetch = at(low)
+        most = last(lambda load: carried(load) > load, 1 / (ttft + self.fitted.gap_s))
+        tpot, _, loaded_fetch = at(most)
         waited = None
-        if rate < low:
+        if rate < most:
             # Poisson arrivals, one server, equal service times (M/D/1).
             service = at(rate)[1]
             used = rate * service
             waited = service - self.fitted.gap_s + used * service / (2 * (1 - used)) if used < 1 else None
-        return Result(fetch, ttft, tpot, low, loaded_fetch, waited)
+        return Result(fetch, ttft, tpot, most, loaded_fetch, waited)
 
     # ---- Fits ----------------------------------------------------------------------------------------------------
 
@@ -294,7 +268,7 @@ class Model:
         """
         given, size_ours = self.given, 0.0
         at_20, at_20_ours = given.cachegen_ttft_20_ms / 1e3, given.ttft_20_ms / 1e3
-        for _ in range(BISECTIONS):
+        for _ in range(_ITERATIONS):
             floor = at_20_ours - size_ours * (1 / 20 - 1 / given.network_together_gbps)
             size = (at_20 - floor / (1 + given.loss_30)) / (1 / 20 - 1 / 30)
             rest = at_20 - size / 20
@@ -349,18 +323,16 @@ class Model:
 
     def _load_at(self, setting: Setting, tpot: float, cachegen: bool) -> float:
         """Return the highest load of a system whose TPOT is known."""
-        low, high = 0.0, 10.0
-        for _ in range(BISECTIONS):
-            load = (low + high) / 2
-            if cachegen:
-                busy = 1 - math.exp(-load * setting.output_tokens * tpot)
-                decoded = self.fitted.cachegen_decode_gbps * (1 - self.given.decode_slows_decompression * busy)
-                fetched = self.fitted.cachegen_gbit / min(setting.bandwidth_gbps, decoded)
-                service = self.fitted.cachegen_rest_s + fetched + self.fitted.gap_s
-            else:
-                service = self.ttft_s(setting, Design()) + self.fitted.gap_s
-            low, high = (load, high) if load < 1 / service else (low, load)
-        return low
+
+        def service_s(load: float) -> float:
+            if not cachegen:
+                return self.ttft_s(setting, Design()) + self.fitted.gap_s
+            busy = 1 - math.exp(-load * setting.output_tokens * tpot)
+            decoded = self.fitted.cachegen_decode_gbps * (1 - self.given.decode_slows_decompression * busy)
+            fetched = self.fitted.cachegen_gbit / min(setting.bandwidth_gbps, decoded)
+            return self.fitted.cachegen_rest_s + fetched + self.fitted.gap_s
+
+        return last(lambda load: load < 1 / service_s(load), 10.0)
 
 
 _AT_20: Final = Setting(bandwidth_gbps=20)

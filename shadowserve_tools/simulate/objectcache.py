@@ -75,23 +75,15 @@ def _read_requests(_context: click.Context, _parameter: click.Parameter, text: s
     callback=_read_requests,
     help="Requests that share the link: contexts of 4K, 16K, 32K or 64K, hit rates of 0.5 or 0.875; repeatable.",
 )
+@click.option("--cap-gbps", default=80.0, type=click.FloatRange(0.001, 1e6), help="Rate of the link.")
 @click.option(
-    "--cap-gbps", default=80.0, show_default=True, type=click.FloatRange(0.001, 1e6), help="Rate of the link."
-)
-@click.option(
-    "--margin-gbps",
-    default=5.0,
-    show_default=True,
-    type=click.FloatRange(0, 1e6),
+    "--margin-gbps", default=5.0, type=click.FloatRange(0, 1e6),
     help="Margin of calibrated_stall_opt over the rate at which a request does not wait.",
-)
+)  # fmt: skip
 @click.option(
-    "--stored-share",
-    default=STORED_SHARE,
-    show_default="1/1.52",
-    type=click.FloatRange(0.001, 1.0),
+    "--stored-share", default=STORED_SHARE, show_default="1/1.52", type=click.FloatRange(0.001, 1.0),
     help="Stored bytes over KV bytes; the default is lossless kvrans (bench codecs).",
-)
+)  # fmt: skip
 @output_options
 def objectcache(
     requests: list[Request], cap_gbps: float, margin_gbps: float, stored_share: float, output: Output

@@ -11,7 +11,7 @@ import click
 
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.report import Output, Report, output_options
-from shadowserve_tools.simulate.assumptions import described, given
+from shadowserve_tools.simulate.assumptions import given, last, rows
 
 LAYERS: Final = 32
 TOKEN_LAYER_BYTES: Final = 4096
@@ -19,7 +19,6 @@ TOKEN_LAYER_BYTES: Final = 4096
 LAYER_PARAMETERS: Final = 218_112_000
 """Of a layer: 4,096 wide, 8 KV heads, 14,336 in its feed-forward network."""
 WIDTH: Final = 4096
-_STEPS: Final = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +48,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class System:
-    """Source of KV.
-
-    Attributes:
-        rate: Name of its rate in :class:`Machine` or :class:`Fitted`.
-        is_memory: True if memory is paid for, False for SSDs.
-    """
+    """Source of KV: name of its rate in ``Machine`` or ``Fitted``; memory is paid for, or SSDs."""
 
     rate: str
     is_memory: bool
@@ -107,14 +101,8 @@ def _compute_s(machine: Machine, hit_rate: float) -> float:
 
 def crossover(machine: Machine, system: System) -> float:
     """Return the hit rate up to which a layer's transfer takes no longer than its computing: equation 10."""
-    low, high = 0.0, 1.0
-    for _ in range(_STEPS):
-        middle = (low + high) / 2
-        if _transfer_s(machine, middle, system.gb_per_s(machine)) <= _compute_s(machine, middle):
-            low = middle
-        else:
-            high = middle
-    return low
+    rate = system.gb_per_s(machine)
+    return last(lambda share: _transfer_s(machine, share, rate) <= _compute_s(machine, share), 1.0)
 
 
 def _prefill_s(machine: Machine, system: System, hit_rate: float) -> float:
@@ -132,15 +120,14 @@ def cost(machine: Machine, system: System, hit_rate: float) -> float:
 
 @click.command()
 @click.option(
-    "--context-tokens", default=131_072, show_default=True, type=click.IntRange(1024, 10_000_000),
+    "--context-tokens", default=131_072, type=click.IntRange(1024, 10_000_000),
     help="Tokens of a prompt. The fits hold for the default.",
 )  # fmt: skip
 @click.option(
-    "--hit-rate", default=0.9375, show_default=True, type=click.FloatRange(0, 1),
-    help="Cached share of the prompt, for bubbles and costs.",
-)  # fmt: skip
+    "--hit-rate", default=0.9375, type=click.FloatRange(0, 1), help="Cached share of the prompt, for bubbles and costs."
+)
 @click.option(
-    "--ssd-gb-per-s", default=25.9, show_default=True, type=click.FloatRange(0.001, 1e6),
+    "--ssd-gb-per-s", default=25.9, type=click.FloatRange(0.001, 1e6),
     help="Bandwidth of the SSDs; the default is that of Tutti's.",
 )  # fmt: skip
 @output_options
@@ -167,11 +154,7 @@ def ssd(context_tokens: int, hit_rate: float, ssd_gb_per_s: float, output: Outpu
 
 def assumption_rows(machine: Machine) -> list[dict[str, Any]]:
     """Return the inputs and the fitted numbers."""
-    return [
-        {"name": name, "value": getattr(kind, name), "fitted": kind is FITTED, **its}
-        for kind in (machine, FITTED)
-        for name, its in described(type(kind))
-    ]
+    return rows(machine, fitted=False) + rows(FITTED, fitted=True)
 
 
 def report_of(machine: Machine, hit_rate: float) -> Report:
@@ -193,11 +176,7 @@ def report_of(machine: Machine, hit_rate: float) -> Report:
             paper="" if paper is None else f"{paper:.3f}", ttft_ms=its["ttft_ms"], bubble_ms=its["bubble_ms"],
             dollars=f"{its['dollars_per_million_tokens']:.3f}",
         )  # fmt: skip
-    report.more = {
-        "hit_rate": hit_rate,
-        "systems": systems,
-        "assumptions": assumption_rows(machine),
-    }
+    report.more = {"hit_rate": hit_rate, "systems": systems, "assumptions": assumption_rows(machine)}
     rates = [each / 200 for each in range(100, 200)]
     series = {
         name: [(rate, 1e3 * _prefill_s(machine, system, rate)) for rate in rates] for name, system in SYSTEMS.items()

@@ -19,14 +19,10 @@ TOLERANCE: Final = 0.05
 
 @dataclass(frozen=True)
 class Target:
-    """One published figure.
+    """One published figure: its meaning with the unit, its value and place, and a function of the model's value.
 
     Attributes:
-        name: Meaning, with its unit.
-        paper: Published value.
         kind: States if the value was an input.
-        source: Place in the paper.
-        model: Returns the model's value.
         gain: A ratio, above 1 for a gain and below for a loss.
         known_miss: True if the model is known to miss it; docs/design/simulation.md has the reason.
     """
@@ -53,35 +49,25 @@ def _at(bandwidth: float, outputs: int = 16, tokens: int = 14_000) -> Setting:
     return Setting(bandwidth_gbps=bandwidth, output_tokens=outputs, prompt_tokens=tokens)
 
 
-def _ttft(bandwidth: float) -> Callable[[Model], float]:
-    return lambda model: 1e3 * model.ttft_s(_at(bandwidth), Design())
+_UNITS: Final = {"ttft_s": 1e3, "tpot_s": 1e3, "requests_per_s": 1.0, "loaded_fetch_gbps": 1.0}
 
 
-def _cachegen_ttft(bandwidth: float) -> Callable[[Model], float]:
-    return lambda model: 1e3 * model.cachegen(_at(bandwidth)).ttft_s
+def _ours(key: str, bandwidth: float, outputs: int = 16) -> Callable[[Model], float]:
+    return lambda model: _UNITS[key] * getattr(model.shadowserve(_at(bandwidth, outputs)), key)
 
 
-def _ttft_gain(bandwidth: float, tokens: int = 14_000) -> Callable[[Model], float]:
-    setting = _at(bandwidth, tokens=tokens)
-    return lambda model: model.cachegen(setting).ttft_s / model.ttft_s(setting, Design())
+def _cachegen(key: str, bandwidth: float, outputs: int = 16) -> Callable[[Model], float]:
+    return lambda model: _UNITS[key] * getattr(model.cachegen(_at(bandwidth, outputs)), key)
 
 
-def _tpot(bandwidth: float, outputs: int) -> Callable[[Model], float]:
-    return lambda model: 1e3 * model.shadowserve(_at(bandwidth, outputs)).tpot_s
-
-
-def _cachegen_tpot(bandwidth: float, outputs: int) -> Callable[[Model], float]:
-    return lambda model: 1e3 * model.cachegen(_at(bandwidth, outputs)).tpot_s
-
-
-def _tpot_gain(bandwidth: float, outputs: int) -> Callable[[Model], float]:
-    setting = _at(bandwidth, outputs)
-    return lambda model: model.cachegen(setting).tpot_s / model.shadowserve(setting).tpot_s
+def _gain(key: str, bandwidth: float, outputs: int = 16, tokens: int = 14_000) -> Callable[[Model], float]:
+    setting = _at(bandwidth, outputs, tokens)
+    return lambda model: getattr(model.cachegen(setting), key) / getattr(model.shadowserve(setting), key)
 
 
 def _throughput_gain(model: Model, bandwidth: float, outputs: int) -> float:
-    setting = _at(bandwidth, outputs)
-    return model.shadowserve(setting).requests_per_s / model.cachegen(setting).requests_per_s
+    key = "requests_per_s"
+    return _ours(key, bandwidth, outputs)(model) / _cachegen(key, bandwidth, outputs)(model)
 
 
 def _gains(
@@ -113,23 +99,22 @@ TARGETS: Final = (
            Model.network_by_traffic_alone_gbps, known_miss=True),
     Target("compressed chunk, MB", 6, "predicted", "section 6.3", _stored_chunk_mb, known_miss=True),
     # Unloaded TTFT: figures 9, 10 and 11b.
-    Target("TTFT at 20 Gbps, ms", 502.2, "fitted", "section 6.2.1", _ttft(20)),
-    Target("TTFT at 30 Gbps, ms", 500, "predicted", "section 6.2.2", _ttft(30)),
-    Target("TTFT at 40 Gbps, ms", 500, "predicted", "section 6.2.2", _ttft(40)),
-    Target("CacheGen-Async, TTFT at 20 Gbps, ms", 600.5, "fitted", "section 6.2.1", _cachegen_ttft(20)),
+    Target("TTFT at 20 Gbps, ms", 502.2, "fitted", "section 6.2.1", _ours("ttft_s", 20)),
+    Target("TTFT at 30 Gbps, ms", 500, "predicted", "section 6.2.2", _ours("ttft_s", 30)),
+    Target("TTFT at 40 Gbps, ms", 500, "predicted", "section 6.2.2", _ours("ttft_s", 40)),
+    Target("CacheGen-Async, TTFT at 20 Gbps, ms", 600.5, "fitted", "section 6.2.1", _cachegen("ttft_s", 20)),
     Target("CacheGen-Async, TTFT at 40 over 30 Gbps", 0.89, "fitted", "section 6.2.2",
-           lambda model: _cachegen_ttft(40)(model) / _cachegen_ttft(30)(model), gain=True),
-    Target("TTFT gain at 10 Gbps", 1.38, "fitted", "section 6.2.2", _ttft_gain(10), gain=True),
-    Target("TTFT gain at 20 Gbps", 1.20, "fitted", "section 6.2.2", _ttft_gain(20), gain=True),
-    Target("TTFT gain at 30 Gbps (11 % worse)", 1 / 1.11, "fitted", "section 6.2.2", _ttft_gain(30), gain=True),
-    Target("TTFT gain at 40 Gbps (24 % worse)", 1 / 1.24, "fitted", "section 6.2.2", _ttft_gain(40), gain=True),
+           lambda model: _cachegen("ttft_s", 40)(model) / _cachegen("ttft_s", 30)(model), gain=True),
+    Target("TTFT gain at 10 Gbps", 1.38, "fitted", "section 6.2.2", _gain("ttft_s", 10), gain=True),
+    Target("TTFT gain at 20 Gbps", 1.20, "fitted", "section 6.2.2", _gain("ttft_s", 20), gain=True),
+    Target("TTFT gain at 30 Gbps (11 % worse)", 1 / 1.11, "fitted", "section 6.2.2", _gain("ttft_s", 30), gain=True),
+    Target("TTFT gain at 40 Gbps (24 % worse)", 1 / 1.24, "fitted", "section 6.2.2", _gain("ttft_s", 40), gain=True),
     Target("TTFT gain at 40 Gbps on TriviaQA (20 % worse)", 1 / 1.20, "fitted", "section 6.2.3",
-           _ttft_gain(40, 9_300), gain=True),
+           _gain("ttft_s", 40, tokens=9_300), gain=True),
     # Throughput: figures 9 and 10.
-    Target("requests/s at 20 Gbps, 32 outputs", 1.78, "fitted", "section 6.2.1",
-           lambda model: model.shadowserve(_at(20, 32)).requests_per_s),
+    Target("requests/s at 20 Gbps, 32 outputs", 1.78, "fitted", "section 6.2.1", _ours("requests_per_s", 20, 32)),
     Target("CacheGen-Async, requests/s at 20 Gbps, 32 outputs", 1.51, "predicted", "section 6.2.1",
-           lambda model: model.cachegen(_at(20, 32)).requests_per_s),
+           _cachegen("requests_per_s", 20, 32)),
     Target("throughput gain, 4-8 outputs, 10-20 Gbps, largest", 1.35, "predicted", "section 6.2.2",
            _gains(max, (10, 20), _SHORT), gain=True),
     Target("throughput gain, 4-8 outputs, 10-20 Gbps, least", 1.16, "predicted", "section 6.2.2",
@@ -143,18 +128,18 @@ TARGETS: Final = (
     Target("throughput gain, 16-128 outputs, least", 1.01, "predicted", "section 6.2.2",
            _gains(min, _ALL, _LONG), gain=True, known_miss=True),
     # Loaded TPOT: figures 9, 10 and 11a.
-    Target("TPOT at 10 Gbps, 16 outputs, ms", 32.1, "fitted", "figure 11a", _tpot(10, 16)),
-    Target("TPOT at 40 Gbps, 16 outputs, ms", 38.5, "fitted", "figure 11a", _tpot(40, 16)),
-    Target("CacheGen-Async, TPOT at 10 Gbps, 16 outputs, ms", 36.5, "fitted", "figure 11a", _cachegen_tpot(10, 16)),
-    Target("CacheGen-Async, TPOT at 40 Gbps, 16 outputs, ms", 61.8, "fitted", "figure 11a", _cachegen_tpot(40, 16)),
-    Target("TPOT at 20 Gbps, 32 outputs, ms", 41.8, "predicted", "section 6.2.1", _tpot(20, 32)),
+    Target("TPOT at 10 Gbps, 16 outputs, ms", 32.1, "fitted", "figure 11a", _ours("tpot_s", 10)),
+    Target("TPOT at 40 Gbps, 16 outputs, ms", 38.5, "fitted", "figure 11a", _ours("tpot_s", 40)),
+    Target("CacheGen-Async, TPOT at 10 Gbps, 16 outputs, ms", 36.5, "fitted", "figure 11a", _cachegen("tpot_s", 10)),
+    Target("CacheGen-Async, TPOT at 40 Gbps, 16 outputs, ms", 61.8, "fitted", "figure 11a", _cachegen("tpot_s", 40)),
+    Target("TPOT at 20 Gbps, 32 outputs, ms", 41.8, "predicted", "section 6.2.1", _ours("tpot_s", 20, 32)),
     Target("CacheGen-Async, TPOT at 20 Gbps, 32 outputs, ms", 52.0, "predicted", "section 6.2.1",
-           _cachegen_tpot(20, 32), known_miss=True),
-    Target("TPOT gain at 40 Gbps, 4 outputs", 2.19, "predicted", "section 6.2.2", _tpot_gain(40, 4),
+           _cachegen("tpot_s", 20, 32), known_miss=True),
+    Target("TPOT gain at 40 Gbps, 4 outputs", 2.19, "predicted", "section 6.2.2", _gain("tpot_s", 40, 4),
            gain=True, known_miss=True),
-    Target("TPOT gain at 40 Gbps, 128 outputs", 1.09, "fitted", "section 6.2.2", _tpot_gain(40, 128), gain=True),
+    Target("TPOT gain at 40 Gbps, 128 outputs", 1.09, "fitted", "section 6.2.2", _gain("tpot_s", 40, 128), gain=True),
     Target("CacheGen-Async, fastest decoding under load, Gbps", 32, "predicted", "section 6.2.2",
-           lambda model: model.cachegen(_at(40, 4)).loaded_fetch_gbps),
+           _cachegen("loaded_fetch_gbps", 40, 4)),
     # The ablation: figure 14.
     Target("TTFT without the chunked pipeline, times, least", 1.56, "predicted", "section 6.4",
            _over_all(min, Model.ttft_s, _NO_PIPELINE), gain=True, known_miss=True),

@@ -32,7 +32,6 @@ class Policy:
     Attributes:
         eviction: Order in which KV without a known waiting request is evicted.
         copies_below: True if evicted KV has a copy below. Otherwise a single tier swaps, and writes it out first.
-        static: True if each block stays in its tier.
         predicts: True if it prefetches what was used most recently.
         foresees: Number of requests that it knows before they come; None if it does not know waiting requests
             either.
@@ -55,16 +54,11 @@ POLICIES: Final = {
 }
 
 
-# ---- Workload ---------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Session:
-    """KV that is used repeatedly.
+    """KV that is used repeatedly, as blocks with keys and sizes in bytes.
 
     Attributes:
-        keys: Keys of its blocks, in order.
-        sizes: Bytes of its blocks.
         below: Its bytes in each tier below the GPU's memory that are not being moved up, the nearest tier first.
         known: Numbers of its requests that the policy knows and that have not begun.
     """
@@ -147,9 +141,6 @@ def trace(shape: Shape, workload: str, oversubscription: float, seed: int, given
         for number, (session, comes, length) in enumerate(zip(picked, np.cumsum(gaps), tokens_of, strict=True))
     ]
     return Trace(sessions, requests, slots, running_bytes_max, given.answer_tokens)
-
-
-# ---- Tiers ---------------------------------------------------------------------------------------------------------
 
 
 class Tier:

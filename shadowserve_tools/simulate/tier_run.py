@@ -44,7 +44,6 @@ class Outcome(NamedTuple):
     """Results of the counted requests.
 
     Attributes:
-        tpot_mean_ms: Mean over tokens.
         tpot_p95_ms: 95th percentile over requests.
         hit_rate: Bytes in the GPU's memory at their request's turn, of all.
         wasted_bytes: Bytes that were prefetched and never used.
@@ -85,12 +84,10 @@ def outcome(trace: Trace, policy: Policy, step_ms: float, given: Assumed, rules:
 
 
 class _Links:
-    """The two links between the tiers, each of which moves one block after the other.
+    """The two links between the tiers. Each moves one block after the other.
 
     Attributes:
-        hops: Speed of each link.
-        jobs: Queue of each link; its first job is in transit.
-        ends: Time at which the job in transit ends.
+        jobs: Queue of each link; its first job is in transit, until ``ends``.
         moving: Keys of all queued blocks.
     """
 
@@ -216,14 +213,9 @@ class _Run:
             self._schedule()
             self._prefetch()
 
-    def _stall(self, seconds: float) -> None:
-        """Advance the time without decoding."""
-        self.now += seconds
-
     # ---- Requests
 
     def _announce(self) -> None:
-        """Report requests to the policy as early as it may know them."""
         if self.policy.foresees is None:
             return
         while self.foreseen < min(self.arrived + self.policy.foresees, len(self.requests)):
@@ -292,10 +284,9 @@ class _Run:
     # ---- Moving
 
     def _fault(self, request: Request) -> None:
-        """Move the missing blocks while decoding stalls."""
         session = request.session
         while self.links.jobs[0] and self.links.moving & request.lacks:  # transfers that have begun arrive first
-            self._stall(max(0.0, self.links.ends[0] - self.now))
+            self.now = max(self.now, self.links.ends[0])
             self._land(0)
         seconds = 0.0
         for key, size in zip(session.keys, session.sizes, strict=True):
@@ -310,10 +301,9 @@ class _Run:
             self.hbm.put(key, size)
             self.hbm.pin(key)
         request.lacks.clear()
-        self._stall(seconds)
+        self.now += seconds
 
     def _load(self, request: Request) -> None:
-        """Queue moves of the missing blocks, while other requests decode."""
         session = request.session
         for key, size in zip(session.keys, session.sizes, strict=True):
             if key in request.lacks and key not in self.links.moving:
@@ -348,7 +338,6 @@ class _Run:
             self._publish(session.known[0], session)
 
     def _prefetch(self) -> None:
-        """Prefetch what the policy selects while a link is free."""
         if self.predicted is not None:
             self._prefetch_predicted(self.predicted)
         elif self.policy.foresees is not None and not all(self.links.jobs):

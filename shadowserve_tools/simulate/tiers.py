@@ -7,7 +7,7 @@ import click
 
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.report import Output, Report, output_options, tracked
-from shadowserve_tools.simulate.assumptions import described
+from shadowserve_tools.simulate.assumptions import rows
 from shadowserve_tools.simulate.tier_assumptions import MODELS, TABLE_4, WORKLOADS, Assumed
 from shadowserve_tools.simulate.tier_model import POLICIES, trace
 from shadowserve_tools.simulate.tier_run import Outcome, Rules, outcome
@@ -23,36 +23,26 @@ _DRAWN: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0)
 
 
 @click.command()
+@click.option("--model", default="7b", type=click.Choice(list(MODELS)), help="Llama whose KV size and speed apply.")
 @click.option(
-    "--model",
-    default="7b",
-    show_default=True,
-    type=click.Choice(list(MODELS)),
-    help="Llama whose KV size and speed apply.",
-)
-@click.option(
-    "--workload", default="mixed", show_default=True, type=click.Choice(list(WORKLOADS)),
+    "--workload", default="mixed", type=click.Choice(list(WORKLOADS)),
     help="Context lengths: 512; 128-512; 512-2048; 2048-8192 tokens; a quarter of each.",
 )  # fmt: skip
 @click.option(
-    "--oversubscription", default=3.0, show_default=True, type=click.FloatRange(1, 20),
+    "--oversubscription", default=3.0, type=click.FloatRange(1, 20),
     help="KV of all sessions, relative to the GPU's memory.",
 )  # fmt: skip
+@click.option("--seeds", default=3, type=click.IntRange(1, 100), help="Number of runs; the mean counts.")
 @click.option(
-    "--seeds", default=3, show_default=True, type=click.IntRange(1, 100), help="Number of runs; the mean counts."
+    "--lookahead", default=1, type=click.IntRange(1, 1000), help="Requests ahead that are prefetched, the paper's K."
 )
 @click.option(
-    "--lookahead", default=1, show_default=True, type=click.IntRange(1, 1000),
-    help="Requests ahead that are prefetched, the paper's K.",
-)  # fmt: skip
-@click.option(
-    "--late", default="waits", show_default=True, type=click.Choice(["waits", "stalls"]),
+    "--late", default="waits", type=click.Choice(["waits", "stalls"]),
     help="Effect of a block that prefetch or oracle load too late: its request waits, or all decoding stalls.",
 )  # fmt: skip
 @click.option(
-    "--memory-gb", default=512.0, show_default=True, type=click.FloatRange(1, 1e5),
-    help="Host memory; the rest of the KV is on the SSD.",
-)  # fmt: skip
+    "--memory-gb", default=512.0, type=click.FloatRange(1, 1e5), help="Host memory; the rest of the KV is on the SSD."
+)
 @output_options
 def tiers(
     model: str, workload: str, oversubscription: float, seeds: int, lookahead: int, late: str, memory_gb: float,
@@ -100,9 +90,7 @@ def tiers(
     report.more = {
         "model": model, "workload": workload, "oversubscription": oversubscription, "seeds": seeds,
         "policies": {name: {key: getattr(its, key) for key in KEYS} for name, its in found.items()},
-        "assumptions": [
-            {"name": name, "value": getattr(given, name), **its} for name, its in described(Assumed)
-        ],
+        "assumptions": rows(given),
     }  # fmt: skip
     if output.plot_file:
         report.charts = [_over_oversubscription(model, workload, given, rules)]
@@ -123,7 +111,6 @@ def outcomes(
 
 
 def _over_oversubscription(model: str, workload: str, given: Assumed, rules: Rules) -> Chart:
-    """Draw the paper's figure 3, of one seed."""
     series: dict[str, Any] = {name: [] for name in reversed(POLICIES)}
     for times in _DRAWN:
         for name, its in outcomes(model, workload, times, 1, given, rules).items():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from machine import NEVER_S, WAIT_MAX_S, free_port, wait_for
-from throwaway import Throwaway
+from throwaway import OWN, Throwaway
 
 import shadowserve
 from shadowserve_tools.processes import started
@@ -22,28 +22,9 @@ REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "scripts" / "storage"
 INSTALL = FOLDER / "install"
 UNIT = "/etc/systemd/system/shadowserve-storage.service"
-OWN = re.compile("shadowserve", re.IGNORECASE)
-
-
-def own_files(system: Throwaway) -> dict[str, str | bytes]:
-    return {name: content for name, content in system.files().items() if OWN.search(name)}
-
-
-def install(system: Throwaway, *arguments: str | Path, code: int = 0) -> str:
-    done = system.outside(INSTALL, "--root", system.root, *arguments, check=False)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
 
 
 # ---- The unit --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def unit() -> configparser.ConfigParser:
-    found = configparser.ConfigParser(strict=False, interpolation=None)
-    found.optionxform = str  # type: ignore[assignment, method-assign]
-    found.read(FOLDER / "shadowserve-storage.service")
-    return found
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed (systemd)")
@@ -59,7 +40,10 @@ def test_systemd_takes_the_unit_without_a_word(tmp_path: Path) -> None:
         assert (not said) is clean, said
 
 
-def test_the_unit_waits_for_readiness_is_watched_and_may_lock_memory(unit: configparser.ConfigParser) -> None:
+def test_the_unit_waits_for_readiness_is_watched_and_may_lock_memory() -> None:
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read(FOLDER / "shadowserve-storage.service")
     service = unit["Service"]
     assert service["Type"] == "notify" and int(service["WatchdogSec"]) > 0
     assert service["LimitMEMLOCK"] == "infinity" and int(service["LimitNOFILE"]) > 10_000
@@ -79,14 +63,6 @@ def instructions() -> list[tuple[str, str]]:
 
 def of(kind: str) -> list[str]:
     return [text for name, text in instructions() if name == kind]
-
-
-def test_the_container_file_is_made_of_instructions_that_there_are() -> None:
-    assert {name for name, _ in instructions()} == {
-        *("FROM", "RUN", "COPY", "ENV", "USER", "WORKDIR", "VOLUME", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK"),
-        "ENTRYPOINT",
-    }
-    assert instructions()[0][0] == "FROM" and len(of("FROM")) == 2
 
 
 def test_the_image_is_built_of_what_is_there_and_of_all_that_a_wheel_needs() -> None:
@@ -176,13 +152,13 @@ def test_a_command_line_that_cannot_be_used_ends_with_2(arguments: list[str]) ->
 def test_the_installer_from_the_first_look_to_the_last_trace(system: Throwaway, wheels: Path, tmp_path: Path) -> None:
     """One test, because each step needs the previous one and an installation takes seconds."""
     before = system.files()
-    said = install(system, "--dry-run", "--wheels", wheels)
+    said = system.install(INSTALL, "--dry-run", "--wheels", wheels)
     assert f"would write: {UNIT}" in said and "would run: useradd" in said and system.files() == before
-    assert "failed   wheels: no shadowserve-*.whl" in install(system, "--wheels", tmp_path, code=1)
+    assert "failed   wheels: no shadowserve-*.whl" in system.install(INSTALL, "--wheels", tmp_path, code=1)
     assert system.files() == before
 
-    install(system, "--wheels", wheels)
-    files = own_files(system)
+    system.install(INSTALL, "--wheels", wheels)
+    files = system.own_files()
     assert files["/etc/shadowserve/storage.yaml"] == (REPOSITORY / "configs" / "storage.yaml").read_bytes()
     assert files[UNIT] == (FOLDER / "shadowserve-storage.service").read_bytes()
     assert files["/etc/systemd/system/multi-user.target.wants/shadowserve-storage.service"] == UNIT
@@ -199,13 +175,13 @@ def test_the_installer_from_the_first_look_to_the_last_trace(system: Throwaway, 
         wait_for(lambda: child.process.poll() is not None)
 
     system.outside("sed", "-i", "s/^  port: .*/  port: 7000/", system.root / "etc/shadowserve/storage.yaml")
-    said = install(system, "--wheels", wheels)
+    said = system.install(INSTALL, "--wheels", wheels)
     assert "kept: /etc/shadowserve/storage.yaml" in said and f"unchanged: {UNIT}" in said
-    assert b"port: 7000" in own_files(system)["/etc/shadowserve/storage.yaml"]  # type: ignore[operator]
+    assert b"port: 7000" in system.own_files()["/etc/shadowserve/storage.yaml"]  # type: ignore[operator]
 
-    said = install(system, "--uninstall")
+    said = system.install(INSTALL, "--uninstall")
     assert "kept: /etc/shadowserve" in said
-    assert {name for name in own_files(system) if not name.startswith("/etc/shadowserve/")} == set()
-    install(system, "--uninstall", "--purge")
-    assert not own_files(system)
+    assert {name for name in system.own_files() if not name.startswith("/etc/shadowserve/")} == set()
+    system.install(INSTALL, "--uninstall", "--purge")
+    assert not system.own_files()
     assert system.inside("id", "shadowserve", check=False).returncode != 0

@@ -17,6 +17,7 @@ from packaging.utils import canonicalize_name
 import shadowserve
 
 REPOSITORY = Path(__file__).parents[2]
+OWN = re.compile("shadowserve", re.IGNORECASE)
 
 
 class Throwaway:
@@ -41,8 +42,16 @@ class Throwaway:
         return done
 
     def inside(self, *command: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
-        """Run a command within the system."""
         return self.outside("chroot", self.root, *command, check=check)
+
+    def install(self, script: Path, *arguments: str | Path, code: int = 0) -> str:
+        """Run an installer from outside, as for an image. Return what it prints."""
+        done = self.outside(script, "--root", self.root, *arguments, check=False)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def own_files(self) -> dict[str, str | bytes]:
+        return {name: content for name, content in self.files().items() if OWN.search(name)}
 
     def files(self) -> dict[str, str | bytes]:
         """Return the written files: path to content, or to where a link leads."""

@@ -37,16 +37,10 @@ class Caller:
         silence: str = "",
         **options: Any,
     ) -> None:
-        """Create a client that connects at its first request.
+        """Create a client that connects at its first request, with ``options`` of redis-py.
 
-        Args:
-            port: Port of the server or of a proxy.
-            expected: Expected state of the store.
-            tally: Counters of the outcomes.
-            deadline_s: Deadline of each answer.
-            silence: Reason why an answer may be absent, so that the client's own deadline ends the call. Empty: a
-                    missing answer is a hang.
-            options: Options of redis-py.
+        ``silence``: reason why an answer may be absent, so that the client's own deadline ends the call. Empty: a
+        missing answer is a hang.
         """
         self.expected, self.tally, self.silence = expected, tally, silence
         self._deadline_s = deadline_s
@@ -64,32 +58,24 @@ class Caller:
         self.redis.close()
 
     def reconnect(self) -> None:
-        """Close the connections. The next call opens a new one."""
         self.redis.connection_pool.disconnect()
 
     def _call(self, what: str, call: Callable[[], Any]) -> tuple[bool, Any]:
         """Return (True, the answer), or (False, None) after an error."""
         began = time.monotonic()
+        answered, answer = False, None
         try:
-            answer = call()
+            answered, answer = True, call()
         except redis.exceptions.TimeoutError:
-            answered, answer = False, None
-            if self.silence:
-                self.tally.note(Outcome.REFUSED, f"{what}: the client's deadline passed: {self.silence}")
-            else:
+            if not self.silence:
                 self.tally.note(Outcome.HANG, f"{what}: no answer in {self._deadline_s:g} s")
                 return False, None
-        except redis.exceptions.ResponseError as error:
-            answered, answer = False, None
-            self.tally.note(Outcome.REFUSED, f"{what}: {type(error).__name__}: {_generic(str(error))}")
+            self.tally.note(Outcome.REFUSED, f"{what}: the client's deadline passed: {self.silence}")
         except (redis.exceptions.RedisError, OSError, ValueError) as error:  # ValueError: the answer is not RESP
-            answered, answer = False, None
             self.tally.note(Outcome.REFUSED, f"{what}: {type(error).__name__}: {_generic(str(error))}")
-            self.reconnect()
-        else:
-            answered = True
-        if time.monotonic() - began > self._deadline_s + BOUND_S:
-            self.tally.note(Outcome.HANG, f"{what}: an end after {time.monotonic() - began:.1f} s")
+            if not isinstance(error, redis.exceptions.ResponseError):
+                self.reconnect()
+        self.tally.note_late(what, began, self._deadline_s)
         return answered, answer
 
     def set(self, key: str, **options: Any) -> bool:
@@ -131,7 +117,6 @@ class Caller:
         return outcome
 
     def ping(self) -> bool:
-        """Send a PING. Return True if an answer arrived."""
         answered, _ = self._call("PING", self.redis.ping)
         if answered:
             self.tally.note(Outcome.RIGHT)
@@ -143,7 +128,6 @@ class Caller:
         return [key for key in chosen if self.get(key) is not Outcome.RIGHT]
 
     def step(self, key: str, chance: random.Random) -> None:
-        """Execute one random operation on a key."""
         luck = chance.random()
         if luck < 0.5:
             served = self.set(key)
@@ -278,10 +262,6 @@ class Host:
         self._jobs += 1
         return f"{id(self):x}-{self._jobs}"
 
-    def _check_time(self, what: str, began: float) -> None:
-        if time.monotonic() - began > self._deadline_s + BOUND_S:
-            self.tally.note(Outcome.HANG, f"{what}: an end after {time.monotonic() - began:.1f} s")
-
     def store(self, prompt: Prompt) -> int:
         """Store a prompt's chunks. Return the number of acknowledged chunks."""
         memory = self._memory()
@@ -290,16 +270,10 @@ class Host:
         for number, data in enumerate(prompt.chunks):
             memory[number * len(data) : (number + 1) * len(data)] = data
         began = time.monotonic()
-        answer = self.client.store(
-            self._next_job(),
-            self._registration.memory_id,
-            0,
-            prompt.keys,
-            prompt.parents,
-            self._deadline_s,
-            plain=self._plain,
-        )
-        self._check_time("store", began)
+        place = self._registration.memory_id, 0
+        keys = prompt.keys, prompt.parents
+        answer = self.client.store(self._next_job(), *place, *keys, self._deadline_s, plain=self._plain)
+        self.tally.note_late("store", began, self._deadline_s)
         self._settle(answer.reason, answer.quiet)
         chunks = leading(answer.stored)
         if chunks:
@@ -316,11 +290,7 @@ class Host:
     def fetch(self, prompt: Prompt, *, stored: int = 0, losable: str = "") -> int:
         """Fetch a prompt's chunks and compare each byte. Return the number of chunks that arrived.
 
-        Args:
-            prompt: Prompt to fetch.
-            stored: Number of leading chunks that were acknowledged. They must be present unless ``losable`` gives a
-                reason.
-            losable: Reason why chunks may be absent.
+        The first ``stored`` chunks were acknowledged: they must be present unless ``losable`` gives a reason.
         """
         memory = self._memory()
         if memory is None:
@@ -335,21 +305,12 @@ class Host:
             self.tally.note(Outcome.REFUSED, f"fetch: {error.outcome}")
             time.sleep(_PAUSE_S)
             return 0
-        self._check_time("fetch", began)
+        self.tally.note_late("fetch", began, self._deadline_s)
         size = self._shape.raw_bytes
         (arrived,) = answer.chunks
-        for number in range(arrived):
-            if bytes(memory[number * size : (number + 1) * size]) != prompt.chunks[number]:
-                self.tally.note(Outcome.WRONG, f"fetch: chunk {number} of {arrived} has other bytes")
-                break
-        else:
-            if arrived:
-                self.tally.note(Outcome.RIGHT)
-        if arrived < len(prompt.keys):
-            if answer.reason == "absent" and arrived < stored and not losable:
-                self.tally.note(Outcome.WRONG, f"fetch: {stored} chunks were acknowledged, {arrived} are present")
-            else:
-                self.tally.note(Outcome.MISSED, f"fetch: {answer.reason}{f': {losable}' if losable else ''}")
+        found = [bytes(memory[number * size : (number + 1) * size]) for number in range(arrived)]
+        lost = answer.reason == "absent" and arrived < stored
+        self.tally.note_chunks("fetch", prompt.chunks, found, answer.reason, lost=lost, losable=losable)
         self._settle(answer.reason, answer.quiet)
         return arrived
 

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from callers import Caller, Host, going_on, load
-from faults import Faults
+from faults import Faults, Proxy
 from nodes import DataPlane, Storage
 from outcomes import Expected, Outcome, Tally
-from proxy import Proxy
 
 KEYS: Final = [f"key {number}" for number in range(36)]
-
+MEMORY: Final = ("memory",)
+POOL: Final = ("pool",)
+ENGINES: Final = (*MEMORY, *POOL)
 
 T = TypeVar("T")
+N = TypeVar("N", Storage, DataPlane)
 Span = tuple[float, float]
 """Minimum and maximum number of seconds."""
 
@@ -39,18 +41,19 @@ class Context:
         self._stack = contextlib.ExitStack()
         self._nodes: list[Storage | DataPlane] = []
 
-    def storage(self, **options: Any) -> Storage:
-        """Start a server with the case's engine."""
-        node = Storage(self.engine, self.folder / f"storage{len(self._nodes)}", **options)
-        self._nodes.append(node)
-        self._stack.callback(node.close)
-        return node.start()
+    def storage(self, *, filled: Sequence[str] = (), **options: Any) -> Storage:
+        """Start a server with the case's engine, and store the keys ``filled`` in it."""
+        node = self._started(Storage(self.engine, self.folder / f"storage{len(self._nodes)}", **options))
+        self.fill(node, filled)
+        return node
 
     def data_plane(self, port: int, faults: Faults | None = None, **options: Any) -> DataPlane:
         """Start a data plane over the storage server at a port, or (0) with its local tiers only."""
         if faults is not None:
             options["environment"] = faults.environment
-        node = DataPlane(port, self.folder / f"dataplane{len(self._nodes)}", **options)
+        return self._started(DataPlane(port, self.folder / f"dataplane{len(self._nodes)}", **options))
+
+    def _started(self, node: N) -> N:
         self._nodes.append(node)
         self._stack.callback(node.close)
         return node.start()
@@ -60,19 +63,13 @@ class Context:
         return self._stack.enter_context(manager)
 
     def proxy(self, port: int) -> Proxy:
-        proxy = Proxy(port, self.seed)
-        self._stack.callback(proxy.close)
-        return proxy
+        return self.enter(contextlib.closing(Proxy(port, self.seed)))
 
     def caller(self, port: int, **options: Any) -> Caller:
-        caller = Caller(port, self.expected, self.tally, **options)
-        self._stack.callback(caller.close)
-        return caller
+        return self.enter(contextlib.closing(Caller(port, self.expected, self.tally, **options)))
 
     def host(self, address: str, **options: Any) -> Host:
-        host = Host(address, self.tally, **options)
-        self._stack.callback(host.close)
-        return host
+        return self.enter(contextlib.closing(Host(address, self.tally, **options)))
 
     def faults(self, folder: Path) -> Faults:
         """Create a folder, and return faults of file operations in it for a data plane."""
@@ -89,7 +86,7 @@ class Context:
         """Run each function repeatedly in its own thread until the context ends."""
         return going_on(self.tally, works)
 
-    def fill(self, storage: Storage, keys: Sequence[str] = KEYS) -> None:
+    def fill(self, storage: Storage, keys: Sequence[str]) -> None:
         """Store each key once, and check that no fault occurs yet."""
         caller = self.caller(storage.port)
         for key in keys:
@@ -129,19 +126,16 @@ class Context:
 Run = Callable[[Context], None]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
-    """One row of the matrix.
+    """One row of the matrix: a function that makes a fault, an engine, and the number of runs with other seeds.
 
     Attributes:
-        fault: Fault, as the matrix names it.
-        what: Description: place and time of the fault, and the clients of the store during it.
-        engine: Engine of the storage server.
-        repetitions: Number of runs, each with another seed.
-        run: Function that runs the case once.
+        what: Place and time of the fault, and the clients of the store during it.
         short: True if the case is part of the tests.
     """
 
+    name: str
     fault: str
     what: str
     engine: str
@@ -149,24 +143,29 @@ class Case:
     run: Run
     short: bool = False
 
-    @property
-    def name(self) -> str:
-        return f"{self.run.__name__}-{self.engine}"
-
 
 CASES: list[Case] = []
 
 
-def case(
-    fault: str, what: str, *, engines: Sequence[str], repetitions: int = 2, short: Sequence[str] = ()
-) -> Callable[[Run], Run]:
-    """Register a function as a case, once for each engine. ``short`` lists the engines of the tests."""
+def add(
+    name: str,
+    fault: str,
+    what: str,
+    engines: Sequence[str],
+    run: Run,
+    *,
+    repetitions: int = 2,
+    short: Sequence[str] = (),
+) -> None:
+    """Register a case, once for each engine. ``short`` lists the engines of the tests."""
+    CASES.extend(Case(f"{name}-{each}", fault, what, each, repetitions, run, each in short) for each in engines)
+
+
+def case(fault: str, engines: Sequence[str], **options: Any) -> Callable[[Run], Run]:
+    """Register a function as a case, whose docstring says what happens; options as of :func:`add`."""
 
     def register(run: Run) -> Run:
-        for engine in engines:
-            CASES.append(
-                Case(fault=fault, what=what, engine=engine, repetitions=repetitions, run=run, short=engine in short)
-            )
+        add(run.__name__, fault, " ".join((run.__doc__ or "").split()), engines, run, **options)
         return run
 
     return register

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 import socket
 import subprocess
@@ -13,29 +14,34 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
+import numpy as np
 import redis
 from callers import SHAPE, Caller, Prompt
-from cases import KEYS, Context, case
-from cases_clients import closed_by_server
+from cases import ENGINES, KEYS, MEMORY, POOL, Context, case
+from cases_clients import closed_by_server, records
+from faulty_s3 import BUCKET, faulty_s3
 from machine import WAIT_MAX_S, free_port, wait_for
 from nodes import MIB, REPOSITORY, DataPlane, Storage
 from outcomes import Outcome
 
 from host_control.client import FetchPart
+from shadowserve import record
 from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS
+from shadowserve_tools.bench.peers import buckets
 
 USERS = """user default off
 user root on >root ~* +@all
 user alice on >alice ~* +@all -@admin tenant=alice
 user mallory on >mallory ~* +@all -@admin tenant=mallory
 """
-OURS = ("memory", "pool")
 
 
 class Node:
-    """A server with two tenants: alice works, mallory attacks."""
+    """A server with two tenants: alice works, mallory attacks. ``mib`` is its memory."""
 
-    def __init__(self, context: Context, **options: Any) -> None:
+    def __init__(self, context: Context, *, mib: int = 0, **options: Any) -> None:
+        if mib:
+            options |= {"memory_budget_bytes": mib * MIB, "memory_bytes": mib * MIB}
         users = context.folder / "users.acl"
         users.write_text(USERS)
         self.context = context
@@ -108,17 +114,11 @@ HTTP = [
 HARM = [b"FLUSHALL\r\n", command("FLUSHALL"), b"ACL SETUSER eve on nopass ~* +@all\r\n", b"SET 'key 0' eve\r\n"]
 
 
-@case(
-    "attack: HTTP",
-    "requests of a browser or a forger, with commands in lines, headers and bodies, whole and in pieces; the default "
-    "configuration, in which everybody on the machine is administrator",
-    engines=OURS,
-    repetitions=1,
-    short=("memory",),
-)
+@case("attack: HTTP", ENGINES, repetitions=1)
 def http_requests(context: Context) -> None:
-    storage = context.storage()
-    context.fill(storage)
+    """Requests of a browser or a forger, with commands in lines, headers and bodies, whole and in pieces; the default
+    configuration, in which everybody on the machine is administrator."""
+    storage = context.storage(filled=KEYS)
     callers = [context.caller(storage.port)]
     with others_work(context, storage, callers, bound_mib=64):
         for request in HTTP:
@@ -136,19 +136,14 @@ def http_requests(context: Context) -> None:
     context.tally.note(Outcome.RIGHT if len(users) == 1 else Outcome.WRONG, f"users: {users}")
 
 
-@case(
-    "attack: unread replies",
-    "a tenant asks on eight connections for 60,000 times the same value, and for pages of GETs, and reads nothing",
-    engines=OURS,
-    repetitions=1,
-    short=("memory",),
-)
+@case("attack: unread replies", ENGINES, repetitions=1)
 def unread_replies(context: Context) -> None:
-    node = Node(context, memory_budget_bytes=64 * MIB, memory_bytes=64 * MIB)
+    """A tenant asks on eight connections for 60,000 times the same value, and for pages of GETs, and reads nothing."""
+    node = Node(context, mib=64)
     for size in (10, 16_000, 100_000):
         node.mallory().set(f"large {size}", bytes(size))
     with others_work(context, node.storage, [node.alice()], bound_mib=256):
-        socks = [node.connect() for _ in range(8)]
+        socks = [context.enter(node.connect()) for _ in range(8)]
         for number, sock in enumerate(socks):
             size = (10, 16_000, 100_000)[number % 3]
             with contextlib.suppress(OSError):
@@ -156,20 +151,13 @@ def unread_replies(context: Context) -> None:
                 sock.sendall(command("MGET", *[f"large {size}"] * 60_000))
                 sock.sendall(command("GET", f"large {size}") * 20_000)
         context.pause(1.0, 1.5)
-        for sock in socks:
-            sock.close()
         context.tally.note(Outcome.REFUSED, "unread replies: not all of them were made")
 
 
-@case(
-    "attack: requests that are refused in the end",
-    "keys of 500 MB, values above the whole budget, published and half sent, by eight connections of each kind",
-    engines=OURS,
-    repetitions=1,
-    short=("memory",),
-)
+@case("attack: requests that are refused in the end", ENGINES, repetitions=1)
 def unfinished_requests(context: Context) -> None:
-    node = Node(context, memory_budget_bytes=64 * MIB, memory_bytes=64 * MIB)
+    """Keys of 500 MB, values above the whole budget, published and half sent, by eight connections of each kind."""
+    node = Node(context, mib=64)
     beginnings = [
         b"*2\r\n$3\r\nGET\r\n$500000000\r\n",
         b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$500000000\r\n",
@@ -177,58 +165,42 @@ def unfinished_requests(context: Context) -> None:
         b"*1048576\r\n$4\r\nMGET\r\n" + b"$1\r\nk\r\n" * 1000,
     ]
     with others_work(context, node.storage, [node.alice()], bound_mib=256):
-        socks = [(begin, node.connect()) for begin in beginnings for _ in range(8)]
+        socks = [(begin, context.enter(node.connect())) for begin in beginnings for _ in range(8)]
         for begin, sock in socks:
             sock.settimeout(2.0)
             with contextlib.suppress(OSError):
                 sock.sendall(begin)
                 for _ in range(16):
                     sock.sendall(bytes(4 * MIB))
-        for _, sock in socks:
-            sock.close()
         context.tally.note(Outcome.REFUSED, "refused requests: the server did not read all of their bytes")
 
 
-@case(
-    "attack: connections without authentication",
-    "more connections than there are places never authenticate, or dribble; a tenant's own take no more than its share",
-    engines=("memory",),
-    repetitions=1,
-    short=("memory",),
-)
+@case("attack: connections without authentication", MEMORY, repetitions=1)
 def idle_strangers(context: Context) -> None:
+    """More connections than there are places never authenticate, or dribble; a tenant's own take no more than its
+    share."""
     node = Node(context, connections_max=60)
     alice = node.alice()
     alice.ping()
-    socks: list[socket.socket] = []
     with others_work(context, node.storage, [alice], bound_mib=64):
         for _ in range(200):
             with contextlib.suppress(OSError):
-                socks.append(socket.create_connection(("127.0.0.1", node.port), timeout=WAIT_MAX_S))
-                socks[-1].sendall(b"*2\r\n$4\r\nAU")
-        for _ in range(120):
-            with contextlib.suppress(OSError):
-                socks.append(node.connect())
+                sock = context.enter(socket.create_connection(("127.0.0.1", node.port), timeout=WAIT_MAX_S))
+                sock.sendall(b"*2\r\n$4\r\nAU")
+        _connections(context, node, 120)
         newcomer = node.alice()
         context.tally.note(
             Outcome.RIGHT if newcomer.ping() else Outcome.WRONG, "a tenant with a password got no connection slot"
         )
-    for sock in socks:
-        sock.close()
 
 
 # ---- Attacks on all clients
 
 
-@case(
-    "attack: a page of pins",
-    "a tenant pins all that it may store, for as long as it can; the other one stores on",
-    engines=OURS,
-    repetitions=1,
-    short=("memory", "pool"),
-)
+@case("attack: a page of pins", ENGINES, repetitions=1)
 def page_of_pins(context: Context) -> None:
-    node = Node(context, memory_budget_bytes=8 * MIB, device_bytes=24 * MIB, memory_bytes=8 * MIB)
+    """A tenant pins all that it may store, for as long as it can; the other one stores on."""
+    node = Node(context, mib=8, device_bytes=24 * MIB)
     mallory = node.mallory()
     alice = node.alice()
     context.expected.losable = "evicted"  # her own records, because the store is small
@@ -244,17 +216,12 @@ def page_of_pins(context: Context) -> None:
     assert context.tally.counts[Outcome.REFUSED] == refused
 
 
-@case(
-    "attack: FLUSHDB of a crowd of keys",
-    "a tenant with 30,000 keys removes them all at once, again and again, with pages of SCAN and DEL between",
-    engines=OURS,
-    repetitions=1,
-    short=("memory",),
-)
+@case("attack: FLUSHDB of a crowd of keys", ENGINES, repetitions=1)
 def flush_of_many(context: Context) -> None:
+    """A tenant with 30,000 keys removes them all at once, again and again, with pages of SCAN and DEL between."""
     metrics = free_port()
     count = 30_000
-    node = Node(context, memory_budget_bytes=128 * MIB, memory_bytes=128 * MIB, metrics_port=metrics)
+    node = Node(context, mib=128, metrics_port=metrics)
     if context.engine == "pool":
         node.storage.stop()
         for device in node.storage.devices:
@@ -281,14 +248,9 @@ def flush_of_many(context: Context) -> None:
             context.tally.note(Outcome.RIGHT if mallory.dbsize() == 0 else Outcome.WRONG, "keys are left")
 
 
-@case(
-    "attack: listening to SCAN",
-    "a tenant watches its own cursor while the other one stores and removes",
-    engines=OURS,
-    repetitions=1,
-    short=("memory", "pool"),
-)
+@case("attack: listening to SCAN", ENGINES, repetitions=1, short=MEMORY)
 def scan_cursors(context: Context) -> None:
+    """A tenant watches its own cursor while the other one stores and removes."""
     node = Node(context)
     mallory, alice = node.mallory(), node.alice()
     for number in range(50):
@@ -331,14 +293,9 @@ def log_bytes(plane: DataPlane) -> int:
     return plane.log.stat().st_size
 
 
-@case(
-    "attack: a segment that shrinks",
-    "a host cuts its shared memory off before and while the daemon writes into it; another host goes on",
-    engines=("memory",),
-    repetitions=1,
-    short=("memory",),
-)
+@case("attack: a segment that shrinks", MEMORY, repetitions=1, short=MEMORY)
 def shrinking_segments(context: Context) -> None:
+    """A host cuts its shared memory off before and while the daemon writes into it; another host goes on."""
     plane = context.data_plane(context.storage().port)
     prompt = Prompt(f"{context.seed}/attack", 8)
     with hosts_work(context, plane.address):
@@ -357,14 +314,9 @@ def shrinking_segments(context: Context) -> None:
             assert plane.alive, "the daemon ended"
 
 
-@case(
-    "attack: messages that are none",
-    "1,500 gRPC calls whose messages cannot be decoded; another host goes on, the log does not grow",
-    engines=("memory",),
-    repetitions=1,
-    short=("memory",),
-)
+@case("attack: messages that are none", MEMORY, repetitions=1, short=MEMORY)
 def undecodable_messages(context: Context) -> None:
+    """1,500 gRPC calls whose messages cannot be decoded; another host goes on, the log does not grow."""
     plane = context.data_plane(context.storage().port)
     with hosts_work(context, plane.address), grpc.insecure_channel(plane.address) as channel:
         began = log_bytes(plane)
@@ -381,14 +333,9 @@ def undecodable_messages(context: Context) -> None:
         assert log_bytes(plane) - began < 64_000, f"the log grew by {log_bytes(plane) - began} bytes"
 
 
-@case(
-    "attack: an accelerator that never completes",
-    "an engine of the emulated DPU ends nothing that it is given; the daemon gives it up, says so and ends",
-    engines=("memory",),
-    repetitions=1,
-    short=("memory",),
-)
+@case("attack: an accelerator that never completes", MEMORY, repetitions=1, short=MEMORY)
 def hung_accelerator(context: Context) -> None:
+    """An engine of the emulated DPU ends nothing that it is given; the daemon gives it up, says so and ends."""
     storage = context.storage()
     prompt = Prompt(f"{context.seed}/hang", 4)
     plane = context.data_plane(storage.port, codec="deflate")
@@ -409,16 +356,10 @@ def hung_accelerator(context: Context) -> None:
 # ---- Devices
 
 
-@case(
-    "attack: a device that is shorter than it says, or that is another's",
-    "cut off at its end; with somebody's data in the middle, at the end; with both superblocks gone",
-    engines=("pool",),
-    repetitions=1,
-    short=("pool",),
-)
+@case("attack: a device that is shorter than it says, or that is another's", POOL, repetitions=1, short=POOL)
 def wrong_devices(context: Context) -> None:
-    storage = context.storage(devices=1)
-    context.fill(storage)
+    """Cut off at its end; with somebody's data in the middle, at the end; with both superblocks gone."""
+    storage = context.storage(devices=1, filled=KEYS)
     assert storage.stop()
     (path,) = storage.paths
     whole = path.read_bytes()
@@ -447,3 +388,202 @@ def wrong_devices(context: Context) -> None:
     path.write_bytes(whole)
     storage.start()
     context.verify(storage)
+
+
+# ---- Attacks of one tenant on another's time and memory
+#
+# Through streams, link, locks and event loops. Alice fetches a prefix layer by layer during the attack, alternately
+# from the attacked node and from a control: an idle node on the same machine, which shares only the processors with the
+# attacker. At the attacked node, 90 % of her waits stay within a bound: three times those at the control, plus one fair
+# share of the link, plus one fair share of the processor, which another tenant may hold once for each layer. The
+# longest wait may exceed the bound by a pause of the machine. The server's memory is bounded.
+
+LAYERS = 4
+_PAUSE_S = 1.0
+"""Longest pause of a busy test machine."""
+_TENANTS = 3
+_CLIENTS_MIB = 64
+_MARGIN_MIB = 150
+
+
+def request(keys: Sequence[bytes], *, rate: int = 0, layers: str = "0-3") -> bytes:
+    return command("KV.LAYERS", layers, str(rate), "0", *keys)
+
+
+class Prefix:
+    """Alice's prefix, stored on a node and on a control.
+
+    Args:
+        node: Node under attack.
+        share_s: Seconds that the prefix takes at alice's fair share of the node's link.
+    """
+
+    def __init__(self, node: Node, *, share_s: float = 0.0) -> None:
+        self.context = node.context
+        self.records = records("alice", 8, 64 << 10)
+        control = Node(node.context, mib=32)
+        self._attacked, self._control = self._client(node), self._client(control)
+        bounds = [record.layer_bounds(value).tolist() for value in self.records.values()]
+        self._layers = []
+        for layer in range(LAYERS):
+            found = [
+                value[ends[layer] : ends[layer + 1]] for value, ends in zip(self.records.values(), bounds, strict=True)
+            ]
+            self._layers.append(np.array([len(piece) for piece in found], "<u4").tobytes() + b"".join(found))
+        self._share_s = share_s
+        self._alone_s = max(self._fetch(self._attacked) for _ in range(20))
+
+    def _client(self, node: Node) -> redis.Redis:
+        client = redis.Redis(port=node.port, username="alice", password="alice", socket_timeout=4 * WAIT_MAX_S)
+        self.context.enter(contextlib.closing(client))
+        for key, value in self.records.items():
+            client.set(key, value)
+        return client
+
+    def _fetch(self, client: redis.Redis) -> float:
+        began = time.monotonic()
+        _, *layers = client.execute_command("KV.LAYERS", "0-3", 0, 0, *self.records)
+        seconds = time.monotonic() - began
+        right = layers == self._layers
+        self.context.tally.note(Outcome.RIGHT if right else Outcome.WRONG, "KV.LAYERS: other bytes")
+        return seconds
+
+    @contextlib.contextmanager
+    def fetched_meanwhile(self, node: Node, budget_mib: int) -> Iterator[None]:
+        """Fetch the prefix repeatedly during an attack. Then check the longest wait and the server's memory."""
+        tally = self.context.tally
+        tally.measure("alone_s", self._alone_s)
+        before = node.storage.resident_bytes()
+        waits: dict[redis.Redis, list[float]] = {self._control: [], self._attacked: []}
+
+        def work() -> None:
+            for client, seconds in waits.items():
+                seconds.append(self._fetch(client))
+            tally.measure("memory_MiB", (node.storage.resident_bytes() - before) / MIB)
+
+        with self.context.beside(work):
+            yield
+        control, attacked = (sorted(seconds) for seconds in waits.values())
+        control_s, wait_s = (seconds[int(0.9 * len(seconds))] for seconds in (control, attacked))
+        for name, seconds in (("control_s", control_s), ("wait_s", wait_s), ("longest_wait_s", attacked[-1])):
+            tally.measure(name, seconds)
+        undisturbed_s = max(self._alone_s, control_s)
+        processor_s = undisturbed_s + LAYERS * sys.getswitchinterval()
+        bound_s = 3 * undisturbed_s + max(self._share_s, processor_s)
+        said = f"alone {self._alone_s:.3f} s, control {control_s:.3f} s, bound {bound_s:.3f} s"
+        assert wait_s < bound_s, f"10 % of alice's waits exceed {wait_s:.3f} s: {said}"
+        assert attacked[-1] < bound_s + _PAUSE_S, f"alice's longest wait is {attacked[-1]:.3f} s: {said}"
+        grown = tally.most["memory_MiB"]
+        bound = budget_mib + _CLIENTS_MIB + _MARGIN_MIB
+        assert grown < bound, f"the server's memory grew by {grown:.0f} MiB"
+
+
+def _connections(context: Context, node: Node, count: int) -> list[socket.socket]:
+    """Return the connections of mallory's that the server accepts."""
+    found = []
+    for _ in range(count):
+        with contextlib.suppress(OSError):
+            found.append(context.enter(node.connect()))
+    return found
+
+
+def _send(sock: socket.socket, data: bytes) -> None:
+    """Send data as long as the server reads it."""
+    sock.settimeout(0.2)
+    with contextlib.suppress(OSError):
+        sock.sendall(data)
+
+
+@case("attack: streams that last", ENGINES, repetitions=1)
+def lasting_streams(context: Context) -> None:
+    """A tenant asks for its prefix at one bit a second, at the least rate, and on sixty connections that it does not
+    read; the link is shared."""
+    link_bits_per_s = 4e8
+    node = Node(
+        context,
+        mib=64,
+        egress_bits_per_s=link_bits_per_s,
+        clients_memory_bytes_max=_CLIENTS_MIB * MIB,
+    )
+    prefix = Prefix(node, share_s=8 * 8 * LAYERS * (64 << 10) / (link_bits_per_s / _TENANTS))
+    mallory, stored = node.mallory(), records("mallory", 24, 64 << 10)
+    for key, value in stored.items():
+        mallory.set(key, value)
+    with prefix.fetched_meanwhile(node, 64):
+        try:
+            mallory.execute_command("KV.LAYERS", "0-3", 1, 0, *stored)
+            context.tally.note(Outcome.WRONG, "the server accepted a rate of a bit per second")
+        except redis.exceptions.ResponseError as error:
+            context.tally.note(Outcome.REFUSED, f"a bit per second: {error}")
+        socks = _connections(context, node, 120)
+        for number, sock in enumerate(socks):
+            _send(sock, request(list(stored), rate=1_000_000 if number % 2 else 0) * 4)
+        context.pause(4.0, 6.0)
+
+
+@case("attack: thousands that publish", MEMORY, repetitions=1)
+def many_publishers(context: Context) -> None:
+    """Two thousand connections of a tenant publish one key, and ask for hundreds of published keys without an end."""
+    node = Node(context, mib=64)
+    prefix = Prefix(node)
+    names = [f"kv:{number:064x}" for number in range(250)]
+    with prefix.fetched_meanwhile(node, 64):
+        socks = _connections(context, node, 2000)
+        for sock in socks:
+            sock.setblocking(False)
+        for data in (command("KV.PUBLISH", "60000", *names[:8]), command("KV.PENDING", *names) * 4):
+            for sock in socks:
+                with contextlib.suppress(OSError):
+                    sock.send(data)
+        context.pause(4.0, 6.0)
+        context.tally.note(Outcome.REFUSED, "requests of thousands of connections: one tenant's share serves them")
+
+
+@case("attack: large requests for layers", ENGINES, repetitions=1)
+def large_layer_requests(context: Context) -> None:
+    """A thousand connections of a tenant with a small quota ask for a thousand keys and 32 layers each, and do not
+    read."""
+    node = Node(
+        context,
+        mib=64,
+        clients_memory_bytes_max=_CLIENTS_MIB * MIB,
+        tenants=json.dumps({"mallory": {"bytes_max": 16 * MIB}}),
+    )
+    prefix = Prefix(node)
+    mallory, stored = node.mallory(), records("mallory", 200, 1 << 10)
+    for key, value in stored.items():
+        mallory.set(key, value)
+    asked = list(itertools.islice(itertools.cycle(stored), 1000))
+    with prefix.fetched_meanwhile(node, 0):
+        for sock in _connections(context, node, 1000):
+            _send(sock, request(asked, layers="0-31"))
+        context.pause(2.0, 3.0)
+        context.tally.note(Outcome.REFUSED, "requests for layers: the server did not start all of them")
+
+
+@case("attack: a flood of cold reads", MEMORY, repetitions=1, short=MEMORY)
+def cold_flood(context: Context) -> None:
+    """A tenant asks on forty connections for hundreds of records that are in the bucket alone, which is slow."""
+    own = context.enter(faulty_s3())
+    s3 = {"bucket": BUCKET, "endpoint": own.endpoint, "gather_s": 0.1, "index_ttl_s": 0.2, "timeout_s": 20.0}
+    options = {"s3": json.dumps(s3 | {"object_bytes": MIB}), "environment": buckets.CREDENTIALS}
+    writer = Node(context, mib=64, **options)
+    stored = records("mallory", 300, 16 << 10)
+    mallory = writer.mallory()
+    for key, value in stored.items():
+        mallory.set(key, value)
+    with redis.Redis(port=writer.port, username="root", password="root") as root:
+        wait_for(lambda: root.info("s3")["waiting_records"] == 0 and root.info("s3")["records"] == len(stored))
+    assert writer.storage.stop()
+    node = Node(context, mib=32, **options)
+    prefix = Prefix(node)
+    with redis.Redis(port=node.port, username="root", password="root") as root:
+        wait_for(lambda: root.info("s3")["records"] >= len(stored))
+    with prefix.fetched_meanwhile(node, 32):
+        own.fault = lambda asked: time.sleep(0.2)  # then the correct answer
+        socks = _connections(context, node, 40)
+        for number, sock in enumerate(socks):
+            asked = list(stored)[number % 10 * 30 :][:30]
+            _send(sock, request(asked) + command("MGET", *asked))
+        context.pause(4.0, 6.0)
+        context.tally.note(Outcome.REFUSED, "only the other tenant waits for its cold reads")

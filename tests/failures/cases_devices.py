@@ -5,14 +5,14 @@ import errno
 import hashlib
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 
-import images
-from cases import KEYS, Context, Unavailable, case
-from faults import is_root
-from images import StoredObject
+import faults
+from cases import KEYS, POOL, Context, Unavailable, add, case
+from faults import StoredObject, is_root
 from nodes import MIB, Storage
 
 from shadowserve.pool.volume.format import BLOCK_BYTES
@@ -20,15 +20,9 @@ from shadowserve.pool.volume.format import BLOCK_BYTES
 
 def _cold(context: Context, **options: object) -> Storage:
     """Return a server that has every key, none of them in memory."""
-    storage = context.storage(**options)
-    context.fill(storage)
+    storage = context.storage(**options, filled=KEYS)
     assert storage.stop()
     return storage.start()
-
-
-def _during(context: Context, why: str) -> None:
-    """Allow from now on that any key is absent for this reason."""
-    context.expected.losable = why
 
 
 def _after(context: Context) -> None:
@@ -37,16 +31,12 @@ def _after(context: Context) -> None:
     context.expected.losable = ""
 
 
-@case(
-    "device I/O error",
-    "one read in three fails with EIO, of values that are not in memory",
-    engines=("pool",),
-    repetitions=2,
-)
+@case("device I/O error", POOL)
 def reads_fail(context: Context) -> None:
+    """One read in three fails with EIO, of values that are not in memory."""
     storage = _cold(context, faulty=True)
     storage.faults.set(read_error=errno.EIO, one_in=3)
-    _during(context, "the device fails to read")
+    context.expected.losable = "the device fails to read"
     context.verify(storage)
     with context.load(storage.port):
         context.pause(0.3, 0.6)
@@ -58,7 +48,7 @@ def reads_fail(context: Context) -> None:
         context.pause(0.1, 0.2)
 
 
-def _failing_writes(context: Context, **faults: int) -> None:
+def _failing_writes(context: Context, errors: dict[str, int]) -> None:
     """Write with failing writes, then restart with a sound device, and check that every acknowledged value is present.
 
     Exception: objects on a device that the pool closed while another continued may be stale, so the pool drops them.
@@ -67,7 +57,7 @@ def _failing_writes(context: Context, **faults: int) -> None:
     storage = context.storage(faulty=True, devices=1 if alone else 2)
     with context.load(storage.port):
         context.pause(0.1, 0.3)
-        storage.faults.set(**faults)
+        storage.faults.set(**errors)
         context.expected.losable = "its device is closed until the next start"
         context.pause(0.4, 0.8)
     assert storage.faults.met, "nothing has failed"
@@ -77,42 +67,29 @@ def _failing_writes(context: Context, **faults: int) -> None:
     storage.start()
     context.verify(storage)
     if not alone:
-        context.expected.all_may_be_lost(context.expected.losable)
-        context.expected.losable = ""
+        _after(context)
     with context.load(storage.port):
         context.pause(0.1, 0.2)
 
 
-@case(
-    "device I/O error",
-    "one write in four fails with EIO; then a restart",
-    engines=("pool",),
-    repetitions=3,
-    short=("pool",),
-)
-def writes_fail(context: Context) -> None:
-    _failing_writes(context, write_error=errno.EIO, one_in=4)
+for _name, _fault, _what, _errors in (
+    ("writes_fail", "device I/O error", "One write in four fails with EIO", {"write_error": errno.EIO, "one_in": 4}),
+    ("writes_fail_rarely", "device I/O error", "One write in 200 fails", {"write_error": errno.EIO, "one_in": 200}),
+    ("flushes_fail", "device I/O error", "Every flush fails", {"flush_error": errno.EIO}),
+    ("no_space", "disk full", "Every write fails with ENOSPC", {"write_error": errno.ENOSPC}),
+    ("vanished", "device gone", "Every operation fails with ENODEV, under load",
+        dict.fromkeys(("read_error", "write_error", "flush_error"), errno.ENODEV)),
+):  # fmt: skip
+    _short = POOL if _name == "writes_fail" else ()
+    _run = partial(_failing_writes, errors=_errors)
+    add(_name, _fault, f"{_what}; then a restart with a sound device.", POOL, _run, repetitions=3, short=_short)
 
 
-@case("device I/O error", "one write in two hundred fails with EIO; then a restart", engines=("pool",), repetitions=2)
-def writes_fail_rarely(context: Context) -> None:
-    _failing_writes(context, write_error=errno.EIO, one_in=200)
-
-
-@case("device I/O error", "every flush fails; then a restart", engines=("pool",), repetitions=2)
-def flushes_fail(context: Context) -> None:
-    _failing_writes(context, flush_error=errno.EIO)
-
-
-@case("disk full", "every write fails with ENOSPC; then a restart", engines=("pool",), repetitions=2)
-def no_space(context: Context) -> None:
-    _failing_writes(context, write_error=errno.ENOSPC)
-
-
-@case("disk full", "the devices are full: what was used longest ago goes", engines=("pool",), repetitions=2)
+@case("disk full", POOL)
 def evicting(context: Context) -> None:
+    """The devices are full: what was used longest ago goes."""
     storage = context.storage(device_bytes=16 * MIB)
-    _during(context, "evicted to make room")
+    context.expected.losable = "evicted to make room"
     context.expected.sizes = (150, 300_000, 900_000)
     with context.load(storage.port, keys=[f"key {number}" for number in range(300)], threads=4):
         context.pause(1.5, 2.5)
@@ -122,30 +99,15 @@ def evicting(context: Context) -> None:
     context.verify(storage)
 
 
-@case(
-    "device gone",
-    "every operation fails with ENODEV, under load; then a restart with it",
-    engines=("pool",),
-    repetitions=3,
-)
-def vanished(context: Context) -> None:
-    _failing_writes(context, read_error=errno.ENODEV, write_error=errno.ENODEV, flush_error=errno.ENODEV)
-
-
-@case(
-    "device gone",
-    "a loop device's backing file is cut to nothing under load, which fails its I/O; then a restart without it",
-    engines=("pool",),
-    repetitions=2,
-)
+@case("device gone", POOL)
 def cut_loop_device(context: Context) -> None:
+    """A loop device's backing file is cut to nothing under load, which fails its I/O; then a restart without it."""
     with _loop_devices(context.folder, 2) as pairs:
-        storage = context.storage(paths=[device for device, _ in pairs])
-        context.fill(storage)
-        assert list(images.objects([pairs[0][1]])), "the device to remove has no objects"
+        storage = context.storage(paths=[device for device, _ in pairs], filled=KEYS)
+        assert list(faults.objects([pairs[0][1]])), "the device to remove has no objects"
         with context.load(storage.port):
             context.pause(0.1, 0.3)
-            _during(context, "its device is gone")
+            context.expected.losable = "its device is gone"
             pairs[0][1].write_bytes(b"")
             context.pause(0.5, 0.8)
         context.verify(storage)
@@ -159,54 +121,41 @@ def cut_loop_device(context: Context) -> None:
         assert storage.stop()
 
 
-@case("device gone", "one of two files is removed and replaced by an empty one, between two runs", engines=("pool",))
+@case("device gone", POOL)
 def replaced(context: Context) -> None:
-    storage = context.storage()
-    context.fill(storage)
+    """One of two files is removed and replaced by an empty one, between two runs."""
+    storage = context.storage(filled=KEYS)
     assert storage.stop()
-    for entry in images.objects([storage.paths[0]]):
-        context.expected.may_be_lost(_name(entry), "its device was replaced by an empty one")
+    for entry in faults.objects([storage.paths[0]]):
+        context.expected.may_be_lost(_key_of(entry), "its device was replaced by an empty one")
     storage.paths[0].unlink()
     storage.start()
     context.verify(storage)
 
 
-Damage = Callable[[Sequence[StoredObject], Random], None]
+Damage = Callable[[list[StoredObject], Random], None]
 
 
-def _damaged_while_down(context: Context, damage: Damage) -> None:
-    """Damage objects between a SIGKILL and the next start. Only those objects may be absent."""
-    storage = context.storage()
-    context.fill(storage)
-    storage.kill()
-    _harm(context, storage, damage)
-    storage.start()
-    context.verify(storage)
-    with context.load(storage.port):
-        context.pause(0.1, 0.3)
-    context.verify(storage)
-
-
-def _damaged_while_up(context: Context, damage: Damage) -> None:
-    """Damage objects on the devices while clients read them. Only those objects may be absent."""
-    storage = _cold(context)
-    _harm(context, storage, damage)
-    context.verify(storage)
-    with context.load(storage.port):
-        context.pause(0.1, 0.3)
-    context.verify(storage)
-
-
-def _harm(context: Context, storage: Storage, damage: Damage) -> None:
+def _damaged(context: Context, damage: Damage, *, down: bool) -> None:
+    """Damage objects between a SIGKILL and the next start, or while clients read. Only they may be absent."""
+    storage = context.storage(filled=KEYS) if down else _cold(context)
+    if down:
+        storage.kill()
     whole = storage.objects()
     assert len(whole) >= len(KEYS)
     chosen = context.chance.sample(whole, 12)
     damage(chosen, context.chance)
     for entry in chosen:
-        context.expected.may_be_lost(_name(entry), "damaged on its device")
+        context.expected.may_be_lost(_key_of(entry), "damaged on its device")
+    if down:
+        storage.start()
+    context.verify(storage)
+    with context.load(storage.port):
+        context.pause(0.1, 0.3)
+    context.verify(storage)
 
 
-def _name(chosen: StoredObject) -> str:
+def _key_of(chosen: StoredObject) -> str:
     """Return the client's key, one of KEYS, for a digest from a device."""
     return _DIGESTS[chosen.key]
 
@@ -214,34 +163,35 @@ def _name(chosen: StoredObject) -> str:
 _DIGESTS = {hashlib.sha256(key.encode()).digest(): key for key in KEYS}
 
 
-def _tear(chosen: Sequence[StoredObject], chance: Random) -> None:
+def _tear(chosen: list[StoredObject], chance: Random) -> None:
     for entry in chosen:
-        images.tear(entry, chance)
+        faults.tear(entry, chance)
 
 
-def _rot(chosen: Sequence[StoredObject], chance: Random) -> None:
-    for entry in chosen:
-        images.rot(entry, chance)
+def _rot(chosen: list[StoredObject], chance: Random) -> None:
+    faults.rot_some(chosen, len(chosen), chance)
 
 
-def _exchange(chosen: Sequence[StoredObject], chance: Random) -> None:
+def _exchange(chosen: list[StoredObject], chance: Random) -> None:
     ordered = sorted(chosen, key=lambda entry: entry.size)
     for one, other in zip(ordered[::2], ordered[1::2], strict=True):
-        images.exchange(one, other)
+        faults.exchange(one, other)
 
 
-@case(
-    "torn write",
-    "twelve objects keep only some of their sectors after a SIGKILL, as if their writes had been cut off",
-    engines=("pool",),
-    short=("pool",),
-)
-def torn(context: Context) -> None:
-    _damaged_while_down(context, _tear)
+for _name, _fault, _what, _damage, _down in (
+    ("torn", "torn write", "Twelve objects keep only some of their sectors after a SIGKILL", _tear, True),
+    ("rotten_while_down", "bit rot on disk", "A bit of each of twelve objects, while the server is down", _rot, True),
+    ("rotten_while_up", "bit rot on disk", "A bit of each of twelve objects, while the server runs", _rot, False),
+    ("exchanged_while_down", "misdirected read", "Twelve objects are exchanged, after a SIGKILL", _exchange, True),
+    ("exchanged_while_up", "misdirected read", "Twelve objects are exchanged, while the server runs", _exchange, False),
+):
+    _short = POOL if _name == "rotten_while_up" else ()
+    add(_name, _fault, f"{_what}.", POOL, partial(_damaged, damage=_damage, down=_down), short=_short)
 
 
-@case("torn write", "the log's last block is torn in one of its two copies after a SIGKILL", engines=("pool",))
+@case("torn write", POOL)
 def torn_log(context: Context) -> None:
+    """The log's last block is torn in one of its two copies after a SIGKILL."""
     storage = context.storage()
     with context.load(storage.port):
         context.pause(0.2, 0.5)
@@ -250,71 +200,42 @@ def torn_log(context: Context) -> None:
         blocks = _log_blocks(path, context.chance.randrange(2))
         last = max(blocks, default=None, key=lambda block: block[1])
         if last is not None:
-            images.write(path, last[0] + 512 * context.chance.randrange(1, 7), context.chance.randbytes(512))
+            faults.write(path, last[0] + 512 * context.chance.randrange(1, 7), context.chance.randbytes(512))
     storage.start()
     context.verify(storage)
 
 
-@case("bit rot on disk", "a bit of each of twelve objects, while the server is down", engines=("pool",))
-def rotten_while_down(context: Context) -> None:
-    _damaged_while_down(context, _rot)
-
-
-@case("bit rot on disk", "a bit of each of twelve objects, while the server runs", engines=("pool",), short=("pool",))
-def rotten_while_up(context: Context) -> None:
-    _damaged_while_up(context, _rot)
-
-
-@case(
-    "bit rot on disk",
-    "twenty bits of the log and a superblock, each in one of two copies, while the server is down",
-    engines=("pool",),
-)
+@case("bit rot on disk", POOL)
 def rotten_log(context: Context) -> None:
-    storage = context.storage()
-    context.fill(storage)
+    """Twenty bits of the log and a superblock, each in one of two copies, while the server is down."""
+    storage = context.storage(filled=KEYS)
     storage.kill()
     for path in storage.paths:
         copy = context.chance.randrange(2)
-        images.flip(path, copy << 20 | context.chance.randrange(BLOCK_BYTES), context.chance.randrange(8))
+        faults.flip(path, copy << 20 | context.chance.randrange(BLOCK_BYTES), context.chance.randrange(8))
         for offset, _ in context.chance.choices(_log_blocks(path, copy) or [(copy << 20, 0)], k=20):
-            images.flip(path, offset + context.chance.randrange(BLOCK_BYTES), context.chance.randrange(8))
+            faults.flip(path, offset + context.chance.randrange(BLOCK_BYTES), context.chance.randrange(8))
             break
     storage.start()
     context.verify(storage)
 
 
-@case("bit rot on disk", "anything outside of objects: bits of log, snapshots, superblocks", engines=("pool",))
+@case("bit rot on disk", POOL)
 def rotten_metadata(context: Context) -> None:
-    storage = context.storage()
-    context.fill(storage)
+    """Anything outside of objects: bits of log, snapshots, superblocks."""
+    storage = context.storage(filled=KEYS)
     assert storage.stop()
     for path in storage.paths:
-        first = min(entry.offset for entry in images.objects([path]))
+        first = min(entry.offset for entry in faults.objects([path]))
         for _ in range(context.chance.randint(1, 40)):
-            images.flip(path, context.chance.randrange(1 << 20, first), context.chance.randrange(8))
-    _during(context, "log or snapshot rotten beyond repair")
+            faults.flip(path, context.chance.randrange(1 << 20, first), context.chance.randrange(8))
+    context.expected.losable = "log or snapshot rotten beyond repair"
     storage.start()
     _after(context)
     context.verify(storage)
     with context.load(storage.port):
         context.pause(0.1, 0.3)
     assert storage.stop()
-
-
-@case("misdirected read", "twelve objects lie in each other's places, after a SIGKILL", engines=("pool",))
-def exchanged_while_down(context: Context) -> None:
-    _damaged_while_down(context, _exchange)
-
-
-@case(
-    "misdirected read",
-    "twelve objects lie in each other's places, while the server runs",
-    engines=("pool",),
-    short=("pool",),
-)
-def exchanged_while_up(context: Context) -> None:
-    _damaged_while_up(context, _exchange)
 
 
 # ---- Devices and their content

@@ -9,14 +9,12 @@ import itertools
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
-import images
+import faults
 from callers import Prompt
-from cases import Context, T, case
-from faults import Faults
+from cases import POOL, Context, T, case
 from machine import wait_for
-from nodes import DataPlane, tiers
+from nodes import tiers
 from paged import CHUNKS, PagedEngine, Shape
 
 _PROMPTS = 8
@@ -26,21 +24,32 @@ _SILENT_S = 1.0
 
 
 class _Served:
-    """A data plane with a device, an engine with prompts on that device, and faults of the device."""
+    """A data plane with a device, an engine with prompts on that device, and faults of the device if ``faulty``."""
 
-    def __init__(self, context: Context, *, size: str = "32MiB", deadline_s: float = 3.0, faulty: bool = True) -> None:
-        self.context, self.device = context, context.folder / "disk" / "one"
-        self._faults = context.faults(self.device.parent) if faulty else None
-        self.plane = _plane(context, self.device, size, self._faults)
-        self.engine = _engine(context, self.plane, deadline_s=deadline_s)
-        self.prompts = [_SHAPE.prompt(f"{context.seed}/{number}") for number in range(_PROMPTS)]
-        _store(self.engine, self.prompts)
+    def __init__(
+        self,
+        context: Context,
+        *,
+        place: str = "disk",
+        size: str = "32MiB",
+        deadline_s: float = 3.0,
+        faulty: bool = True,
+    ) -> None:
+        self.context, self.device = context, context.folder / place / "one"
+        self.faults = context.faults(self.device.parent)
+        own = tiers("4MiB", self.device, size, access="threads" if faulty else "auto")
+        self.plane = context.data_plane(0, self.faults if faulty else None, tiers=own)
+        self.prompts = [_SHAPE.prompt(f"{context.seed}/{place}/{number}") for number in range(_PROMPTS)]
+        self.engine = self.engine_with(self.prompts, _SHAPE, deadline_s=deadline_s)
 
-    @property
-    def told(self) -> Faults:
-        """Faults of the device."""
-        assert self._faults is not None
-        return self._faults
+    def engine_with(self, prompts: Sequence[Prompt], shape: Shape, *, deadline_s: float = 3.0) -> PagedEngine:
+        """Start an engine, let it store prompts, and wait until devices have them."""
+        seed = f"{self.context.seed}/{shape.model.model}"
+        engine = PagedEngine(self.plane.address, self.context.tally, seed, shape, deadline_s=deadline_s)
+        self.context.enter(contextlib.closing(engine))
+        engine.stores.store_whole(prompts)
+        await_devices(engine, prompts)
+        return engine
 
     def some(self, count: int = 3) -> list[Prompt]:
         return self.context.chance.sample(self.prompts, count)
@@ -49,6 +58,19 @@ class _Served:
         ends = time.monotonic() + seconds
         while time.monotonic() < ends:
             self.engine.load(self.some(), losable=losable)
+
+    def load_held(self, then: Callable[[], object], losable: str = "") -> None:
+        """Load prompts. Call ``then`` once, while the device does not answer a running read; then it answers."""
+        done: list[bool] = []
+
+        def meanwhile() -> None:
+            if self.faults.held and not done:
+                done.append(True)
+                then()
+                self.faults.set(hold=0)
+
+        self.faults.set(hold=1)
+        self.engine.load(self.some(), losable=losable, meanwhile=meanwhile)
 
     def verify(self, losable: str = "") -> None:
         for pair in _pairs(self.prompts):
@@ -66,23 +88,6 @@ def _pairs(each: Sequence[T]) -> Iterator[tuple[T, T]]:
     return zip(each[::2], each[1::2], strict=True)
 
 
-def _plane(context: Context, device: Path, size: str = "32MiB", faults: Faults | None = None) -> DataPlane:
-    access = {} if faults is None else {"access": "threads"}
-    return context.data_plane(0, faults, tiers=tiers("4MiB", device, size, **access))
-
-
-def _engine(context: Context, plane: DataPlane, shape: Shape = _SHAPE, *, deadline_s: float = 3.0) -> PagedEngine:
-    seed = f"{context.seed}/{shape.model.model}"
-    made = PagedEngine(plane.address, context.tally, seed, shape, deadline_s=deadline_s)
-    return context.enter(contextlib.closing(made))
-
-
-def _store(engine: PagedEngine, prompts: Sequence[Prompt]) -> None:
-    """Store prompts, and wait until devices have them."""
-    engine.stores.store_whole(prompts)
-    await_devices(engine, prompts)
-
-
 def await_devices(engine: PagedEngine, prompts: Sequence[Prompt]) -> None:
     """Wait until devices load the prompts directly: new records reach them with a short delay."""
 
@@ -95,69 +100,40 @@ def await_devices(engine: PagedEngine, prompts: Sequence[Prompt]) -> None:
         wait_for(lambda prompt=prompt: straight(prompt))
 
 
-def _held(faults: Faults, then: Callable[[], None]) -> Callable[[], None]:
-    """Return a step for an engine: it calls ``then`` while the device does not answer a running read."""
-    done: list[bool] = []
-
-    def meanwhile() -> None:
-        if faults.held and not done:
-            done.append(True)
-            then()
-
-    return meanwhile
-
-
 # ---- The device
 
 
-@case(
-    "device I/O error",
-    "one read in three into an engine's pages fails with EIO; then all is stored again",
-    engines=("pool",),
-    repetitions=2,
-    short=("pool",),
-)
+@case("device I/O error", POOL, short=POOL)
 def pages_reads_fail(context: Context) -> None:
+    """One read in three into an engine's pages fails with EIO; then all is stored again."""
     served = _Served(context)
-    served.told.set(read_error=errno.EIO, one_in=3)
+    served.faults.set(read_error=errno.EIO, one_in=3)
     served.load_for(0.5, "its device fails to read")
-    assert served.told.met
-    served.told.clear()
+    assert served.faults.met
+    served.faults.clear()
     served.verify("its device has failed to read")
     served.repair()
 
 
-@case(
-    "device gone",
-    "in the middle of reads into an engine's pages: every operation fails with ENODEV; then a restart with it",
-    engines=("pool",),
-    repetitions=2,
-)
+@case("device gone", POOL)
 def pages_device_gone(context: Context) -> None:
+    """In the middle of reads into an engine's pages: every operation fails with ENODEV; then a restart with it."""
     served = _Served(context)
 
-    def die() -> None:
-        served.told.set(read_error=errno.ENODEV, write_error=errno.ENODEV, flush_error=errno.ENODEV)
-        served.told.set(hold=0)
-
-    served.told.set(hold=1)
-    served.engine.load(served.some(), losable="its device is gone", meanwhile=_held(served.told, die))
+    gone = dict.fromkeys(("read_error", "write_error", "flush_error"), errno.ENODEV)
+    served.load_held(lambda: served.faults.set(**gone), "its device is gone")
     served.verify("its device is gone")
-    assert served.told.met
+    assert served.faults.met
     served.plane.kill()
-    served.told.clear()
+    served.faults.clear()
     served.plane.start()
     served.verify("its device was gone")
     served.repair()
 
 
-@case(
-    "disk full",
-    "more pages are stored than the device has room for, while others are read into an engine's pages",
-    engines=("pool",),
-    repetitions=2,
-)
+@case("disk full", POOL)
 def pages_device_full(context: Context) -> None:
+    """More pages are stored than the device has room for, while others are read into an engine's pages."""
     served = _Served(context, size="12MiB", faulty=False)
     more = (_SHAPE.prompt(f"{context.seed}/more/{number}") for number in itertools.count())
     host = context.host(served.plane.address, shape=_SHAPE.chunk, plain=True)
@@ -174,107 +150,81 @@ def pages_device_full(context: Context) -> None:
     served.repair()
 
 
-@case(
-    "disk full",
-    "every write of pages fails with ENOSPC while others are read; then a restart",
-    engines=("pool",),
-    repetitions=2,
-)
+@case("disk full", POOL)
 def pages_no_space(context: Context) -> None:
+    """Every write of pages fails with ENOSPC while others are read; then a restart."""
     served = _Served(context)
     more = [_SHAPE.prompt(f"{context.seed}/more/{number}") for number in range(_PROMPTS)]
-    served.told.set(write_error=errno.ENOSPC)
+    served.faults.set(write_error=errno.ENOSPC)
     for prompt in more:
         served.engine.stores.store(prompt)
         served.engine.load([prompt], losable="it could not be written")
         served.engine.load(served.some(1), losable="its device could not be written")
-    assert served.told.met
+    assert served.faults.met
     served.verify("its device could not be written")
     assert served.plane.stop()
-    served.told.clear()
+    served.faults.clear()
     served.plane.start()
     served.verify("its device could not be written")
     served.repair()
 
 
-@case(
-    "bit rot on disk",
-    "a bit of each of twenty records of pages, while they are read into an engine's pages",
-    engines=("pool",),
-    repetitions=3,
-    short=("pool",),
-)
+@case("bit rot on disk", POOL, repetitions=3, short=POOL)
 def pages_rotten(context: Context) -> None:
+    """A bit of each of twenty records of pages, while they are read into an engine's pages."""
     served = _Served(context, faulty=False)
-    stored = list(images.objects([served.device]))
-    for chosen in context.chance.sample(stored, 20):
-        images.rot(chosen, context.chance)
+    for chosen in context.chance.sample(list(faults.objects([served.device])), 20):
+        faults.rot(chosen, context.chance)
         served.engine.load(served.some(2), losable="damaged on its device")
     served.repair("damaged on its device")
 
 
-@case(
-    "misdirected read",
-    "twelve records of pages lie in each other's places, while an engine reads them into its pages",
-    engines=("pool",),
-    repetitions=2,
-)
+@case("misdirected read", POOL)
 def pages_misdirected(context: Context) -> None:
+    """Twelve records of pages lie in each other's places, while an engine reads them into its pages."""
     served = _Served(context, faulty=False)
-    stored = list(images.objects([served.device]))
+    stored = list(faults.objects([served.device]))
     for one, other in _pairs(context.chance.sample(stored, 12)):
-        images.exchange(one, other)
+        faults.exchange(one, other)
         served.engine.load(served.some(2), losable="another record is in its place")
     served.repair("another record is in its place")
 
 
-@case(
-    "device of another machine",
-    "between two runs it is exchanged for one on which another machine keeps pages of the same model; then it is back",
-    engines=("pool",),
-    repetitions=2,
-)
+@case("device of another machine", POOL)
 def pages_of_another_machine(context: Context) -> None:
-    served = _Served(context, faulty=False)
-    device = context.folder / "another" / "one"
-    plane = _plane(context, device)
-    engine = _engine(context, plane)
-    theirs = [_SHAPE.prompt(f"{context.seed}/theirs/{number}") for number in range(_PROMPTS)]
-    _store(engine, theirs)
+    """Between two runs it is exchanged for one on which another machine keeps pages of the same model; then it is
+    back."""
+    served, other = (_Served(context, place=place, faulty=False) for place in ("disk", "another"))
 
     def exchange() -> None:
-        for each in (served.plane, plane):
+        for each in (served.plane, other.plane):
             assert each.stop()
-        aside = device.with_name("aside")
+        aside = other.device.with_name("aside")
         served.device.rename(aside)
-        device.rename(served.device)
-        aside.rename(device)
-        for each in (served.plane, plane):
+        other.device.rename(served.device)
+        aside.rename(other.device)
+        for each in (served.plane, other.plane):
             each.start()
 
     exchange()
     served.verify("its device is another machine's")
-    for pair in _pairs(theirs):
+    for pair in _pairs(other.prompts):
         served.engine.load(pair)
     exchange()
     served.verify()
 
 
-@case(
-    "device that never answers",
-    "reads into an engine's pages stand still beyond the load's deadline; its blocks are given away; then they come",
-    engines=("pool",),
-    repetitions=3,
-    short=("pool",),
-)
+@case("device that never answers", POOL, repetitions=3, short=POOL)
 def pages_device_silent(context: Context) -> None:
+    """Reads into an engine's pages stand still beyond the load's deadline; its blocks are given away; then they
+    come."""
     served = _Served(context, deadline_s=_SILENT_S)
     before = served.engine.pages.segment
-    served.told.set(hold=1)
+    served.faults.set(hold=1)
     served.engine.load(served.some(), losable="its device does not answer")
-    assert served.told.held and served.engine.pages.segment is not before, "the memory must be replaced"
-    served.told.set(hold=0)
-    wait_for(lambda: not served.told.held)
+    assert served.faults.held and served.engine.pages.segment is not before, "the memory must be replaced"
+    served.faults.set(hold=0)
+    wait_for(lambda: not served.faults.held)
     context.pause(0.1, 0.4)
     served.engine.check()
     served.repair()
@@ -283,48 +233,38 @@ def pages_device_silent(context: Context) -> None:
 # ---- The engine, and the daemon
 
 
-@case(
-    "blocks given away",
-    "requests are aborted, and their blocks given to others, while a device reads into them",
-    engines=("pool",),
-    repetitions=3,
-    short=("pool",),
-)
+@case("blocks given away", POOL, repetitions=3, short=POOL)
 def pages_given_away(context: Context) -> None:
+    """Requests are aborted, and their blocks given to others, while a device reads into them."""
     served = _Served(context)
     for _ in range(3):
         aborted: list[float] = []
-        served.told.set(hold=1)
+        served.faults.set(hold=1)
 
         def let_go(aborted: list[float] = aborted) -> None:
             if aborted and time.monotonic() > aborted[0]:
-                served.told.set(hold=0)
+                served.faults.set(hold=0)
 
         def abort(aborted: list[float] = aborted) -> bool:
-            if served.told.held and not aborted:
+            if served.faults.held and not aborted:
                 aborted.append(time.monotonic() + context.chance.uniform(0.05, 0.5))
             return bool(aborted)
 
         served.engine.load(served.some(), meanwhile=let_go, abort=abort)
         assert aborted
-        served.told.set(hold=0)
+        served.faults.set(hold=0)
         context.pause(0.05, 0.2)
         served.engine.check()
     served.verify()
 
 
-@case(
-    "daemon loss",
-    "SIGKILL in the middle of reads into an engine's pages; restarted on the same device",
-    engines=("pool",),
-    repetitions=2,
-)
+@case("daemon loss", POOL)
 def pages_daemon_killed(context: Context) -> None:
+    """SIGKILL in the middle of reads into an engine's pages; restarted on the same device."""
     served = _Served(context)
     for _ in range(3):
-        served.told.set(hold=1)
-        served.engine.load(served.some(), meanwhile=_held(served.told, served.plane.kill))
-        served.told.set(hold=0, held=0)
+        served.load_held(served.plane.kill)
+        served.faults.set(held=0)
         served.engine.check()
         served.plane.start()
         context.pause(0.0, 0.3)
@@ -334,21 +274,11 @@ def pages_daemon_killed(context: Context) -> None:
     await_devices(served.engine, served.prompts)
 
 
-@case(
-    "daemon loss",
-    "SIGSTOP in the middle of reads into an engine's pages, beyond their deadline; then it goes on",
-    engines=("pool",),
-    repetitions=2,
-)
+@case("daemon loss", POOL)
 def pages_daemon_frozen(context: Context) -> None:
+    """SIGSTOP in the middle of reads into an engine's pages, beyond their deadline; then it goes on."""
     served = _Served(context, deadline_s=_SILENT_S)
-
-    def freeze() -> None:
-        served.plane.signal(signal.SIGSTOP)
-        served.told.set(hold=0)
-
-    served.told.set(hold=1)
-    served.engine.load(served.some(), meanwhile=_held(served.told, freeze))
+    served.load_held(lambda: served.plane.signal(signal.SIGSTOP))
     context.pause(0.0, 0.5)
     served.plane.signal(signal.SIGCONT)
     context.pause(0.1, 0.4)
@@ -356,20 +286,15 @@ def pages_daemon_frozen(context: Context) -> None:
     served.repair()
 
 
-@case(
-    "two engines on one device",
-    "of different models, whose pages one device has, each load and store while one read in five fails; each also asks "
-    "for the other's keys",
-    engines=("pool",),
-    repetitions=2,
-)
+@case("two engines on one device", POOL)
 def pages_of_two_models(context: Context) -> None:
+    """Of different models, whose pages one device has, each load and store while one read in five fails; each also asks
+    for the other's keys."""
     served = _Served(context)
     shape = Shape("another model", layers=2, page_bytes=12288)  # with the same number of bytes per chunk
-    other = _engine(context, served.plane, shape)
     theirs = [shape.prompt(f"{context.seed}/{number}") for number in range(_PROMPTS)]
-    _store(other, theirs)
-    served.told.set(read_error=errno.EIO, one_in=5)
+    other = served.engine_with(theirs, shape)
+    served.faults.set(read_error=errno.EIO, one_in=5)
     turns = itertools.cycle(theirs)
 
     def work() -> None:
@@ -383,7 +308,7 @@ def pages_of_two_models(context: Context) -> None:
             (prompt,) = served.some(1)
             served.engine.stores.store(prompt)
             served.engine.load([prompt], losable="its device fails to read")
-    served.told.clear()
+    served.faults.clear()
     served.repair()
     other.stores.store_whole(theirs)
     other.load(theirs[:4])

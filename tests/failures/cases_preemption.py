@@ -5,10 +5,11 @@ import itertools
 import json
 import os
 import time
+from collections.abc import Iterator
 
-import images
+import faults
 from callers import Prompt
-from cases import Context, case
+from cases import MEMORY, POOL, Context, case
 from nodes import DataPlane, tiers
 from outcomes import Outcome
 
@@ -25,7 +26,6 @@ _FETCH_TIMEOUT_S = 1.0
 _SERVE_S = 90.0
 _MODEL = Model(layers=2, hidden=64, heads=2, head_size=32)
 _KV_BYTES = 2 * _MODEL.kv_bytes
-"""Tolerance of a token's logprob in float32. A larger difference from the answer alone means wrong KV, not rounding."""
 
 
 def _engine(context: Context, data_plane: str) -> contextlib.AbstractContextManager[Engine]:
@@ -65,18 +65,18 @@ class _Pressed:
         self._context = context
         self._engine = context.enter(_engine(context, plane.address))
         self._prompts = [prompt(100 * context.seed + number, _PROMPT, VOCABULARY) for number in range(_REQUESTS)]
-        self._engine.ask("hits", way="compute")
-        self._engine.ask("reading", only=True)
+        self._engine.call("hits", way="compute")
+        self._engine.call("reading", only=True)
         self._answers = [self._alone(tokens) for tokens in self._prompts]
         for tokens, answer in zip(self._prompts, self._answers, strict=True):
             other = [*prompt(-1 - context.seed, BLOCK_TOKENS, VOCABULARY), *tokens[BLOCK_TOKENS:]]
             assert self._alone(other) != answer, "two prompts have the same answer, so the comparison proves nothing"
-        self._engine.ask("reading", only=False)
-        self._engine.ask("hits", way="fetch")
-        self._counted = self._engine.ask("counters")
+        self._engine.call("reading", only=False)
+        self._engine.call("hits", way="fetch")
+        self._counted = self._engine.call("counters")
 
     def _alone(self, tokens: list[int], output: int = _OUTPUT) -> list[int]:
-        (result,) = self._engine.ask("serve", requests=[{"prompt": tokens, "output": output, "at": 0.0}])
+        (result,) = self._engine.call("serve", requests=[{"prompt": tokens, "output": output, "at": 0.0}])
         return list(result["answer"])
 
     def serve(self) -> dict[str, int]:
@@ -84,16 +84,16 @@ class _Pressed:
         tally, began = self._context.tally, time.monotonic()
         requests = [{"prompt": tokens, "output": _OUTPUT, "at": 0.0} for tokens in self._prompts]
         try:
-            results = self._engine.ask("serve", timeout_s=_SERVE_S, requests=requests)
+            results = self._engine.call("serve", timeout_s=_SERVE_S, requests=requests)
         except ShadowServeError:
             tally.note(Outcome.HANG, f"requests without an answer after {time.monotonic() - began:.0f} s")
             raise
-        assert self._engine.ask("pressure")["preemptions"], "the case needs preemptions"
+        assert self._engine.call("pressure")["preemptions"], "the case needs preemptions"
         for result, answer in zip(results, self._answers, strict=True):
             right = result["answer"] == answer
             tally.note(Outcome.RIGHT if right else Outcome.WRONG, "" if right else "request: other tokens")
         self._alone(self._prompts[0][:2], 2)  # each step updates the counters
-        before, self._counted = self._counted, self._engine.ask("counters")
+        before, self._counted = self._counted, self._engine.call("counters")
         counted = {name: value - before.get(name, 0) for name, value in self._counted.items()}
         if counted["restored_tokens"] < counted["saved_tokens"]:
             tally.note(Outcome.MISSED, "load: fewer chunks are present than were saved")
@@ -104,12 +104,16 @@ class _Pressed:
                 tally.note(Outcome.MISSED, f"{what}: {reason}")
         return counted
 
-    def serving(self) -> contextlib.AbstractContextManager[None]:
-        """Serve repeatedly until the context ends."""
-        return self._context.beside(self.serve)
+    @contextlib.contextmanager
+    def serving(self, *others: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+        """Serve repeatedly until the context ends; then without a fault, until preempted requests are loaded."""
+        with contextlib.ExitStack() as works:
+            for work in (self._context.beside(self.serve), *others):
+                works.enter_context(work)
+            yield
+        self.repaired()
 
     def repaired(self) -> None:
-        """Serve without a fault, and check that the engine loads preempted requests."""
         ends = time.monotonic() + _SERVE_S
         while not (counted := self.serve())["restored_tokens"] or any(
             value for name, value in counted.items() if name.startswith("load_failures")
@@ -118,49 +122,31 @@ class _Pressed:
 
 
 def _filling(context: Context, plane: DataPlane) -> contextlib.AbstractContextManager[None]:
-    """Fill the tiers with records of another host."""
     host, numbers = context.host(plane.address), itertools.count()
     return context.beside(lambda: host.store(Prompt(f"{context.seed}/{next(numbers)}", 6)))
 
 
-@case(
-    "server SIGKILL",
-    "while an engine saves what it preempts there, and loads it again; restarted, empty",
-    engines=("memory",),
-    repetitions=1,
-)
+@case("server SIGKILL", MEMORY, repetitions=1)
 def preempted_storage_killed(context: Context) -> None:
+    """While an engine saves what it preempts there, and loads it again; restarted, empty."""
     storage = context.storage()
-    pressed = _Pressed(context, context.data_plane(storage.port))
-    with pressed.serving():
+    with _Pressed(context, context.data_plane(storage.port)).serving():
         context.kills(storage, 2, (0.3, 0.8), (0.3, 0.8))
-    pressed.repaired()
 
 
-@case(
-    "half-open TCP",
-    "between data plane and storage, while an engine saves there what it preempts: they hang beyond a load's deadline",
-    engines=("memory",),
-    repetitions=1,
-)
+@case("half-open TCP", MEMORY, repetitions=1)
 def preempted_save_hangs(context: Context) -> None:
+    """Between data plane and storage, while an engine saves there what it preempts: beyond a load's deadline."""
     proxy = context.proxy(context.storage().port)
-    pressed = _Pressed(context, context.data_plane(proxy.port))
-    with pressed.serving():
+    with _Pressed(context, context.data_plane(proxy.port)).serving():
         context.pause(0.1, 0.4)
-        proxy.silent = True
-        time.sleep(4 * _FETCH_TIMEOUT_S)
-        proxy.silent = False
-    pressed.repaired()
+        with proxy.silenced():
+            time.sleep(4 * _FETCH_TIMEOUT_S)
 
 
-@case(
-    "bit rot on the wire",
-    "between data plane and storage, where an engine saves what it preempts, and loads it again",
-    engines=("memory",),
-    repetitions=1,
-)
+@case("bit rot on the wire", MEMORY, repetitions=1)
 def preempted_records_flip(context: Context) -> None:
+    """Between data plane and storage, where an engine saves what it preempts, and loads it again."""
     proxy = context.proxy(context.storage().port)
     pressed = _Pressed(context, context.data_plane(proxy.port))
     proxy.flip_one_in = 4
@@ -171,86 +157,57 @@ def preempted_records_flip(context: Context) -> None:
     pressed.repaired()
 
 
-@case(
-    "bit rot on disk",
-    "a bit of each record that an engine has saved of what it preempts, on a data plane's tier with little memory",
-    engines=("pool",),
-    repetitions=1,
-)
+@case("bit rot on disk", POOL, repetitions=1)
 def preempted_records_rot(context: Context) -> None:
+    """A bit of each record that an engine has saved of what it preempts, on a data plane's tier with little memory."""
     disk = context.folder / "tier" / "disk"
     plane = context.data_plane(0, tiers=tiers("1MiB", disk, "64MiB", objects_max=4000))
-    pressed, rotten = _Pressed(context, plane), set[tuple[int, int]]()
-    with pressed.serving(), _filling(context, plane):  # the memory then has few of the engine's records
+    rotten = set[tuple[int, int]]()
+    with _Pressed(context, plane).serving(_filling(context, plane)):  # the memory then has few of the engine's records
         ends = time.monotonic() + 3
         while time.monotonic() < ends:
-            for stored in images.objects([disk]):
+            for stored in faults.objects([disk]):
                 if (stored.offset, stored.generation) not in rotten:
                     rotten.add((stored.offset, stored.generation))
-                    images.rot(stored, context.chance)
+                    faults.rot(stored, context.chance)
             time.sleep(0.02)
-    assert rotten
-    pressed.repaired()
+        assert rotten
 
 
-@case(
-    "memory taken back",
-    "another host fills the tiers while an engine saves there what it preempts, before it runs again",
-    engines=("pool",),
-    repetitions=1,
-)
+@case("memory taken back", POOL, repetitions=1)
 def preempted_records_evicted(context: Context) -> None:
+    """Another host fills the tiers while an engine saves there what it preempts, before it runs again."""
     plane = context.data_plane(0, tiers=tiers("1MiB"))
-    pressed = _Pressed(context, plane)
-    with pressed.serving(), _filling(context, plane):
+    with _Pressed(context, plane).serving(_filling(context, plane)):
         time.sleep(3)
-    pressed.repaired()
 
 
-@case(
-    "daemon loss",
-    "SIGKILL, again and again, while an engine saves what it preempts in tiers of memory; restarted, empty",
-    engines=("pool",),
-    repetitions=2,
-)
+@case("daemon loss", POOL)
 def preempted_daemon_killed(context: Context) -> None:
+    """SIGKILL, again and again, while an engine saves what it preempts in tiers of memory; restarted, empty."""
     plane = context.data_plane(0, tiers=tiers("16MiB"))
-    pressed = _Pressed(context, plane)
-    with pressed.serving():
+    with _Pressed(context, plane).serving():
         context.kills(plane, 4, (0.1, 0.8), (0.0, 0.3))
-    pressed.repaired()
 
 
-@case(
-    "daemon loss",
-    "SIGKILL of a data plane whose tiers have what an engine has saved of preempted requests; restarted without tiers",
-    engines=("memory",),
-    repetitions=1,
-)
+@case("daemon loss", MEMORY, repetitions=1)
 def preempted_tiers_away(context: Context) -> None:
+    """SIGKILL of a data plane whose tiers have what an engine has saved of preempted requests; restarted without."""
     plane = context.data_plane(context.storage().port, tiers=tiers("16MiB"))
-    pressed = _Pressed(context, plane)
-    with pressed.serving():
+    with _Pressed(context, plane).serving():
         context.pause(0.3, 0.8)
         plane.kill()
         del plane.options["tiers"]
         plane.start()
         context.pause(0.3, 0.8)
-    pressed.repaired()
 
 
-@case(
-    "daemon loss",
-    "SIGSTOP beyond the deadline of loads, while an engine saves and loads what it preempts",
-    engines=("pool",),
-    repetitions=1,
-)
+@case("daemon loss", POOL, repetitions=1)
 def preempted_daemon_frozen(context: Context) -> None:
+    """SIGSTOP beyond the deadline of loads, while an engine saves and loads what it preempts."""
     plane = context.data_plane(0, tiers=tiers("16MiB"))
-    pressed = _Pressed(context, plane)
-    with pressed.serving():
+    with _Pressed(context, plane).serving():
         for _ in range(2):
             context.pause(0.1, 0.6)
             with plane.frozen():
                 time.sleep(2 * _FETCH_TIMEOUT_S)
-    pressed.repaired()

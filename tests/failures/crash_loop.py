@@ -126,7 +126,6 @@ def run(folder: Path, kills: int, seed: int, ends: float | None = None) -> dict[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the loop, and print its report as JSON."""
     parser = argparse.ArgumentParser(description="Kill a storage server repeatedly and check its data.")
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seed", type=int, default=int(time.time()))

@@ -18,77 +18,51 @@ import cases_bucket
 import cases_clients
 import cases_dataplane
 import cases_devices
-import cases_isolation
 import cases_pages
 import cases_preemption
-import cases_processes
-import cases_resources
-import cases_tiers
-import cases_wire
 from cases import CASES, Case, Row, run_case
 from outcomes import Outcome
 
-_PARTS = (
-    cases_processes,
-    cases_devices,
-    cases_wire,
-    cases_clients,
-    cases_resources,
-    cases_tiers,
-    cases_pages,
-    cases_preemption,
-    cases_dataplane,
-    cases_bucket,
-    cases_attacks,
-    cases_isolation,
-)
-"""The imports above register all cases in CASES."""
+_PARTS = (cases_clients, cases_devices, cases_pages, cases_preemption, cases_dataplane, cases_bucket, cases_attacks)
+"""The imports of these modules register all cases in CASES."""
 
 _JOBS = min(2 * (os.cpu_count() or 1), 8)
 """Cases mostly wait for a stall, a deadline or a start, so more cases than cores run at a time."""
 
 _FAILED = (Outcome.WRONG, Outcome.HANG)
+_NOTABLE = (*_FAILED, Outcome.MISSED, Outcome.REFUSED)
 
 
 def as_json(rows: Sequence[Row], seconds: float, seed: int) -> dict[str, Any]:
-    """Return the matrix as data."""
     return {
         "counts": {outcome.value: sum(row.tally.counts[outcome] for row in rows) for outcome in Outcome},
         "seed": seed,
         "seconds": round(seconds),
         "command": "make failure-matrix",
-        "cases": [
-            {
-                "fault": row.case.fault,
-                "what": row.case.what,
-                "engine": row.case.engine,
-                "name": row.case.name,
-                "repetitions": row.repetitions,
-                "seconds": round(row.seconds, 1),
-                "outcomes": row.tally.as_json(),
-                **({"measured": _rounded(row.tally.most)} if row.tally.most else {}),
-                "reasons": {
-                    outcome.value: row.tally.examples(outcome) for outcome in Outcome if row.tally.examples(outcome)
-                },
-                "example reason": next(
-                    (
-                        row.tally.examples(outcome)[0]
-                        for outcome in (*_FAILED, Outcome.MISSED, Outcome.REFUSED)
-                        if row.tally.examples(outcome)
-                    ),
-                    "",
-                ),
-                **({"not tried": row.unavailable} if row.unavailable else {}),
-                **({"broken": row.broken} if row.broken else {}),
-                **({"complaints": row.complaints[:5]} if row.complaints else {}),
-            }
-            for row in rows
-        ],
+        "cases": [_as_json(row) for row in rows],
     }
 
 
-def _rounded(measured: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 3) for name, value in sorted(measured.items())}
+def _as_json(row: Row) -> dict[str, Any]:
+    reasons = {outcome: found for outcome in Outcome if (found := row.tally.examples(outcome))}
+    optional = {
+        "measured": {name: round(value, 3) for name, value in sorted(row.tally.most.items())},
+        "not tried": row.unavailable,
+        "broken": row.broken,
+        "complaints": row.complaints[:5],
+    }
+    return {
+        "fault": row.case.fault,
+        "what": row.case.what,
+        "engine": row.case.engine,
+        "name": row.case.name,
+        "repetitions": row.repetitions,
+        "seconds": round(row.seconds, 1),
+        "outcomes": row.tally.as_json(),
+        "reasons": {outcome.value: found for outcome, found in reasons.items()},
+        "example reason": next((reasons[outcome][0] for outcome in _NOTABLE if outcome in reasons), ""),
+        **{name: value for name, value in optional.items() if value},
+    }
 
 
 def _among_kept(found: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -118,7 +92,6 @@ _COUNTS = " | ".join(outcome.value for outcome in Outcome)
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """Return the full matrix in Markdown: a row for each case."""
     lines = [
         f"{_HEAD}{_sums(found)} {found['seconds']} s, seed {found['seed']}.",
         "",
@@ -224,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _told(row: Row) -> str:
     counts = " ".join(f"{outcome.value} {row.tally.counts[outcome]}" for outcome in Outcome)
     lines = [f"{row.case.name:34} {row.seconds:5.1f} s  {counts}"]
-    for outcome in (*_FAILED, Outcome.MISSED, Outcome.REFUSED):
+    for outcome in _NOTABLE:
         lines += [f"    {outcome.value}: {reason}" for reason in row.tally.examples(outcome)[:3]]
     lines += [f"    ! {problem[:400]}" for problem in [row.broken, row.unavailable, *row.complaints[:3]] if problem]
     return "\n".join(lines)

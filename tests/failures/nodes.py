@@ -13,14 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
-from faults import Faults
-from images import StoredObject, objects
+from faults import Faults, StoredObject, objects
 from machine import WAIT_MAX_S, free_port
 from preloaded import Preloaded
 
 REPOSITORY: Final = Path(__file__).parents[2]
 MIB: Final = 1 << 20
-ENGINES: Final = ("memory", "pool")
 _GONE: Final = re.compile(r"Traceback|connection_failed|Segmentation|AddressSanitizer")
 
 
@@ -28,8 +26,6 @@ class _Node:
     """One program of the product as a process, on the same port after each start.
 
     Attributes:
-        port: Port that it listens on.
-        log: File with its output.
         options: Configuration keys for the next start.
         environment: Variables for the next start, added to this process's environment without the product's own ones.
     """
@@ -64,7 +60,6 @@ class _Node:
         return False
 
     def start_only(self) -> None:
-        """Start it without waiting."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SHADOWSERVE_")}
         with open(self.log, "ab") as log:
             self.process = Preloaded(
@@ -99,7 +94,6 @@ class _Node:
             self.signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL, and wait."""
         if self.process is not None:
             self.process.kill()
             self._ended(WAIT_MAX_S)
@@ -132,12 +126,7 @@ class _Node:
 
 
 class Storage(_Node):
-    """One storage server with one engine, on the same port and devices after each start.
-
-    Attributes:
-        engine: Engine name: memory or pool.
-        paths: Paths of its devices.
-    """
+    """One storage server with one engine, memory or pool, on the same port and devices after each start."""
 
     def __init__(
         self,
@@ -198,21 +187,17 @@ class Storage(_Node):
     # ---- Inspection
 
     def objects(self) -> list[StoredObject]:
-        """Return the objects on its devices, including dead ones."""
         return list(objects([path for path in self.paths if path.exists()]))
 
     def stored(self) -> int:
-        """Return the number of its keys."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_MAX_S) as sock:
             sock.sendall(b"*1\r\n$6\r\nDBSIZE\r\n")
             return int(sock.recv(64)[1:])
 
     def resident_bytes(self) -> int:
-        """Return its resident memory."""
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def descriptors(self) -> int:
-        """Return the number of its open file descriptors."""
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
 
@@ -246,3 +231,10 @@ def tiers(memory: str, device: Path | None = None, size: str = "32MiB", **disk: 
         disk = {"path": str(device), "size": size, "objects_max": 600} | disk
         made |= {"memory_bandwidth": 1, "scrub_bytes_per_s": 0, "devices": [disk]}
     return json.dumps(made)
+
+
+def certificates(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    command = [sys.executable, REPOSITORY / "scripts" / "make-certificates", folder]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return folder

@@ -8,7 +8,9 @@ write is lost). Hang: no end within deadline and bound.
 
 import random
 import threading
+import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
@@ -51,15 +53,30 @@ class Tally:
         with self._lock:
             self.most[name] = max(value, self.most.get(name, value))
 
+    def note_late(self, what: str, began: float, deadline_s: float) -> None:
+        """Count an operation that ended long after its deadline as a hang."""
+        if (took := time.monotonic() - began) > deadline_s + BOUND_S:
+            self.note(Outcome.HANG, f"{what}: an end after {took:.1f} s")
+
+    def note_chunks(
+        self, what: str, expected: Sequence[bytes], arrived: Sequence[bytes], reason: str, *, lost: bool, losable: str
+    ) -> None:
+        """Judge the leading chunks of a prompt that arrived. ``lost``: the others must be there."""
+        for index, (wanted, found) in enumerate(zip(expected, arrived, strict=False)):
+            if wanted != found:
+                self.note(Outcome.WRONG, f"{what}: chunk {index} of {len(arrived)} has other bytes")
+                return
+        if arrived:
+            self.note(Outcome.RIGHT)
+        if len(arrived) < len(expected):
+            if lost and not losable:
+                self.note(Outcome.WRONG, f"{what}: acknowledged chunks are lost, {len(arrived)} arrived: {reason}")
+            else:
+                self.note(Outcome.MISSED, f"{what}: {reason}{f': {losable}' if losable else ''}")
+
     @property
     def failed(self) -> bool:
         return bool(self.counts[Outcome.WRONG] or self.counts[Outcome.HANG])
-
-    def add(self, other: "Tally") -> None:
-        with self._lock:
-            self.counts.update(other.counts)
-            for outcome, reasons in other.reasons.items():
-                self.reasons[outcome].update(reasons)
 
     def examples(self, outcome: Outcome) -> list[str]:
         return [reason for reason, _ in self.reasons[outcome].most_common(_EXAMPLES_MAX)]
@@ -80,7 +97,6 @@ class _Known:
         possible: Versions that a read may return.
         late: Versions of abandoned writes: the network may still deliver them after later writes.
         losable: Reason why the key may be absent; empty if it must be present.
-        next_version: Number of the next write.
     """
 
     possible: set[int] = field(default_factory=lambda: {ABSENT})
@@ -114,7 +130,6 @@ class Expected:
             return list(self._known)
 
     def value(self, key: str, version: int) -> bytes:
-        """Return the bytes of a version of a key."""
         if key in self._given:
             return self._given[key]
         chance = random.Random(f"{self.seed}/{key}/{version}")

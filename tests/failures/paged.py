@@ -50,14 +50,13 @@ class Shape:
 
 
 class _Placer(PagePlacer):
-    """Counts the bytes that devices have loaded into pages, and the calls that load them."""
+    """Counts the bytes that devices have loaded into pages."""
 
-    straight_bytes = calls = 0
+    straight_bytes = 0
 
     def place(self, *arguments: Any) -> Placed:
         placed = super().place(*arguments)
         self.straight_bytes += placed.moved_bytes
-        self.calls += 1
         return placed
 
 
@@ -67,10 +66,6 @@ class PagedEngine:
     A block belongs to a load until the engine receives the load's end. The test then checks the block and releases it:
     another request writes to it at once. So each block without a load has the bytes of its owner. Other bytes mean a
     write into memory that its writer no longer owned.
-
-    Attributes:
-        stores: Chunks that the engine stores.
-        pages: Paged memory of the engine.
     """
 
     def __init__(self, address: str, tally: Tally, seed: str, shape: Shape, *, deadline_s: float = 3.0) -> None:
@@ -112,11 +107,6 @@ class PagedEngine:
         """Bytes that devices have loaded into pages."""
         return self._placer.straight_bytes
 
-    @property
-    def calls(self) -> int:
-        """Number of calls for chunks that devices may have."""
-        return self._placer.calls
-
     def give(self, blocks: Sequence[int]) -> None:
         """Write to blocks as other requests."""
         for block in blocks:
@@ -135,7 +125,6 @@ class PagedEngine:
     # ---- The manager's thread
 
     def _scatter(self, job: FetchJob, part: int, first: int, chunks: Any) -> None:
-        """Copy fetched chunks into pages, in the manager's thread."""
         count = len(chunks) // self.shape.chunk.raw_bytes
         blocks = job.target.groups[0].blocks[first * _CHUNK_BLOCKS : (first + count) * _CHUNK_BLOCKS]
         found = np.frombuffer(chunks, np.uint8).reshape(count, self.shape.layers, _CHUNK_BLOCKS, -1)
@@ -156,13 +145,10 @@ class PagedEngine:
         meanwhile: Callable[[], None] = lambda: None,
         abort: Callable[[], bool] = lambda: False,
     ) -> list[FetchResult]:
-        """Load stored prompts at once and compare each byte. Return the number of loaded chunks of each.
+        """Load at most five stored prompts at once and compare each byte. Return the ended loads.
 
-        Args:
-            prompts: Prompts to load, at most five.
-            losable: Reason why chunks may be absent or damaged.
-            meanwhile: Function that the engine calls after each step.
-            abort: Function that returns True when the requests must be aborted.
+        Chunks may be absent or damaged if ``losable`` gives a reason. The engine calls ``meanwhile`` after each step,
+        and aborts the requests once ``abort`` returns True.
         """
         jobs: dict[str, tuple[FetchJob, Prompt]] = {}
         for prompt in prompts:
@@ -193,18 +179,6 @@ class PagedEngine:
 
     def _judge(self, result: FetchResult, prompt: Prompt, losable: str) -> None:
         blocks = result.job.target.groups[0].blocks
-        (arrived,) = result.chunks
-        for index in range(arrived):
-            if self._chunk(blocks, index) != prompt.chunks[index]:
-                self.tally.note(Outcome.WRONG, f"load: chunk {index} of {arrived} has other bytes")
-                return
-        if arrived:
-            self.tally.note(Outcome.RIGHT)
-        if arrived == CHUNKS:
-            return
-        if result.reason in _DAMAGED and not losable:
-            self.tally.note(
-                Outcome.WRONG, f"load: {CHUNKS} chunks were acknowledged, {arrived} arrived: {result.reason}"
-            )
-        else:
-            self.tally.note(Outcome.MISSED, f"load: {result.reason}{f': {losable}' if losable else ''}")
+        arrived = [self._chunk(blocks, index) for index in range(result.chunks[0])]
+        lost = result.reason in _DAMAGED
+        self.tally.note_chunks("load", prompt.chunks, arrived, result.reason, lost=lost, losable=losable)

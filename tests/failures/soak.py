@@ -5,6 +5,7 @@
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -17,16 +18,17 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import crash_loop
-from callers import Caller, Host, Prompt
-from nodes import MIB, REPOSITORY, DataPlane, Storage
+from callers import Caller, Host, Prompt, going_on
+from nodes import MIB, REPOSITORY, DataPlane, Storage, certificates
 from outcomes import Expected, Outcome, Tally
 
 _WARM_UP_SHARE: Final = 0.25
@@ -79,130 +81,92 @@ def _descriptors(pid: int) -> float:
     return float(len(os.listdir(f"/proc/{pid}/fd")))
 
 
-def _redis_work(caller: Caller, keys: Sequence[str], seed: int, stopped: threading.Event) -> None:
-    chance = random.Random(seed)
-    while not stopped.is_set():
+def _redis_work(caller: Caller, keys: Sequence[str], chance: random.Random) -> Iterator[None]:
+    while True:
         caller.step(chance.choice(keys), chance)
         if chance.random() < 0.005:
             caller.reconnect()
-        time.sleep(_PAUSE_S)
+        yield
 
 
-def _host_work(address: str, tally: Tally, seed: int, stopped: threading.Event) -> None:
+def _host_work(address: str, tally: Tally, seed: int) -> Iterator[None]:
     """Store and fetch new prompts all the time: the store is full most of the time."""
-    chance = random.Random(seed)
-    host, recent = Host(address, tally, deadline_s=60), []
-    number = 0
-    while not stopped.is_set():
-        if len(recent) < 4 or chance.random() < 0.2:
-            recent = [*recent[-7:], Prompt(f"{seed}/{number}", 6)]
-            number += 1
-            host.store(recent[-1])
-        else:
-            host.fetch(chance.choice(recent), losable="evicted to make room")
-        if number % 50 == 49:  # a host that disconnects and connects again
-            host.leave()
-            host, number = Host(address, tally, deadline_s=60), number + 1
-        time.sleep(_PAUSE_S)
-    host.leave()
+    chance, recent = random.Random(seed), list[Prompt]()
+    numbers = itertools.count()
+    while True:
+        host = Host(address, tally, deadline_s=60)
+        for _ in range(50):
+            if len(recent) < 4 or chance.random() < 0.2:
+                recent = [*recent[-7:], Prompt(f"{seed}/{next(numbers)}", 6)]
+                host.store(recent[-1])
+            else:
+                host.fetch(chance.choice(recent), losable="evicted to make room")
+            yield
+        host.leave()  # then it connects again
 
 
 # ---- Clients with one connection
 
-
-def _ask(sock: socket.socket, *lines: str) -> None:
-    for line in lines:
-        sock.sendall(f"{line}\r\n".encode())
-        sock.recv(4096)
-
-
-def _says_little(sock: socket.socket, number: int) -> None:
-    _ask(sock, "PING", f"CLIENT SETNAME visitor-{number}", f"UNKNOWN{number} a", f"GET absent:{number}")
-
-
-def _leaves_half_a_value(sock: socket.socket, number: int) -> None:
-    sock.sendall(b"*3\r\n$3\r\nSET\r\n$4\r\nhalf\r\n$1000000\r\n" + bytes(number % 500_000))
-
-
-def _dies_in_a_command(sock: socket.socket, number: int) -> None:
-    sock.sendall(b"*3\r\n$3\r\nSET\r\n$1")
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # the end is a reset
-
-
-def _dies_while_it_is_answered(sock: socket.socket, number: int) -> None:
-    sock.sendall(b"".join(b"GET key %d\r\n" % key for key in range(50)))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+_VISITS: Final[dict[str, tuple[Literal["answered", "closed", "reset"], tuple[str, ...]]]] = {
+    "says little": ("answered", ("PING", "CLIENT SETNAME visitor-{n}", "UNKNOWN{n} a", "GET absent:{n}")),
+    "leaves half a value": ("closed", ("*3\r\n$3\r\nSET\r\n$4\r\nhalf\r\n$1000000\r\n{half}",)),
+    "dies in a command": ("reset", ("*3\r\n$3\r\nSET\r\n$1",)),
+    "dies while it is answered": ("reset", ("\r\n".join(f"GET key {key}" for key in range(51)),)),
+    "says nonsense": ("answered", ("*nonsense {n}",)),
+    "begins TLS": ("answered", ("\x16\x03\x01\x02\0\x01",)),
+    "begins TLS and leaves": ("closed", ("\x16\x03\x01\x02\0\x01",)),
+    "begins TLS and dies": ("reset", ("\x16\x03\x01\x02\0\x01",)),
+    "guesses a password": ("closed", ("AUTH user{n} guessed\r\n",)),
+    "administers": (
+        "answered",
+        ("ACL SETUSER user{n} on >{n} ~* +@all", "CONFIG SET maxclients {most}", "INFO all", "ACL DELUSER user{n}"),
+    ),
+}
+"""End of a connection, and what is sent: lines that are answered each, or bytes."""
+_PLAIN: Final = tuple(what for what in _VISITS if not what.startswith("begins TLS and"))
+_OVER_TLS: Final = ("says little", "leaves half a value", "dies in a command")
+_INSTEAD_OF_TLS: Final = ("begins TLS and leaves", "begins TLS and dies", "says nonsense")
 
 
-def _says_nonsense(sock: socket.socket, number: int) -> None:
-    _ask(sock, f"*nonsense {number}")
+def _visit(sock: socket.socket, what: str, number: int) -> None:
+    end, texts = _VISITS[what]
+    for text in texts:
+        told = text.format(n=number, half="0" * (number % 500_000), most=2000 + number % 100)
+        sock.sendall(told.encode("latin-1") + b"\r\n" * (end == "answered"))
+        if end == "answered":
+            sock.recv(4096)
+    if end == "reset":
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def _begins_tls(sock: socket.socket, number: int) -> None:
-    sock.sendall(b"\x16\x03\x01\x02\x00\x01")
-    sock.recv(4096)
-
-
-def _guesses_a_password(sock: socket.socket, number: int) -> None:
-    sock.sendall(b"AUTH user%d guessed\r\n" % number)
-
-
-def _administers(sock: socket.socket, number: int) -> None:
-    user = f"user{number}"
-    _ask(sock, f"ACL SETUSER {user} on >{number} ~* +@all", f"CONFIG SET maxclients {2000 + number % 100}", "INFO all")
-    _ask(sock, f"ACL DELUSER {user}")
-
-
-_VISITS: Final = (
-    *(_says_little, _leaves_half_a_value, _dies_in_a_command, _dies_while_it_is_answered),
-    *(_says_nonsense, _begins_tls, _guesses_a_password, _administers),
-)
-
-
-def _visits_work(storage: Storage, seed: int, stopped: threading.Event, visits: list[int]) -> None:
+def _visits_work(storage: Storage, chance: random.Random, counts: Counter[str]) -> Iterator[None]:
     """Open connections that end in every way, use names once, and change settings. Other functions check answers."""
-    chance = random.Random(seed)
-    while not stopped.is_set():
-        visits[0] += 1
+    while True:
+        counts["visits"] += 1
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", storage.port), 60) as sock:
-            chance.choice(_VISITS)(sock, visits[0])
-        if visits[0] % 500 == 0:
+            _visit(sock, chance.choice(_PLAIN), counts["visits"])
+        if counts["visits"] % 500 == 0:
             storage.signal(signal.SIGHUP)
-        time.sleep(4 * _PAUSE_S)
+        time.sleep(3 * _PAUSE_S)
+        yield
 
 
-def _tls_work(
-    storage: Storage, context: ssl.SSLContext, seed: int, stopped: threading.Event, visits: list[int]
-) -> None:
+def _tls_work(storage: Storage, context: ssl.SSLContext, chance: random.Random, counts: Counter[str]) -> Iterator[None]:
     """Run handshakes that succeed, fail, or stop half way."""
-    chance = random.Random(seed)
-    while not stopped.is_set():
-        visits[0] += 1
+    while True:
+        counts["handshakes"] += 1
+        number = counts["handshakes"]
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", storage.port), 60) as sock:
             luck = chance.random()
             if luck < 0.4:
                 with context.wrap_socket(sock, server_hostname="localhost") as secure:
-                    chance.choice((_says_little, _leaves_half_a_value, _dies_in_a_command))(secure, visits[0])
+                    _visit(secure, chance.choice(_OVER_TLS), number)
             elif luck < 0.6:  # a client that does not trust the server
                 ssl.create_default_context().wrap_socket(sock, server_hostname="localhost")
             else:
-                chance.choice((_begins_tls_only, _says_nonsense))(sock, visits[0])
-        time.sleep(8 * _PAUSE_S)
-
-
-def _begins_tls_only(sock: socket.socket, number: int) -> None:
-    sock.sendall(b"\x16\x03\x01\x02\x00\x01")
-    if number % 2:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-
-def _secure_server(folder: Path) -> tuple[Storage, ssl.SSLContext]:
-    folder.mkdir(parents=True)
-    command = [sys.executable, REPOSITORY / "scripts" / "make-certificates", folder]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    files = {"tls_cert": folder / "server.crt", "tls_key": folder / "server.key"}
-    context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
-    return Storage("memory", folder / "storage", memory_bytes=16 * MIB, **files), context
+                _visit(sock, chance.choice(_INSTEAD_OF_TLS), number)
+        time.sleep(7 * _PAUSE_S)
+        yield
 
 
 Sample = tuple[float, float]
@@ -211,41 +175,45 @@ Sample = tuple[float, float]
 
 def leak_soak(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
     """Run servers and a data plane under load. Return the growth of their memory and descriptors."""
-    tally, expected = Tally(), Expected(seed)
+    tally, expected, counts = Tally(), Expected(seed), Counter[str]()
     expected.losable = "evicted to make room"
     keys = [f"key {number}" for number in range(400)]
-    visits, handshakes, failures = [0], [0], list[str]()
-    stopped = threading.Event()
+    failures, samples = list[str](), dict[str, list[Sample]]()
+    made = certificates(folder / "secure")
+    trusting = ssl.create_default_context(cafile=str(made / "ca.crt"))
+    files = {"tls_cert": made / "server.crt", "tls_key": made / "server.key"}
     with contextlib.ExitStack() as ends:
         storage = Storage("pool", folder / "storage", memory_bytes=32 * MIB, scrub_bytes_per_s=4 * MIB)
         plane = DataPlane(storage.port, folder / "dataplane", command_timeout_s=60, connect_timeout_s=60)
-        secure, context = _secure_server(folder / "secure")
-        for process in (storage, plane, secure):
+        secure = Storage("memory", folder / "secure" / "storage", memory_bytes=16 * MIB, **files)
+        processes = {"server": storage, "data plane": plane, "server with TLS": secure}
+        for process in processes.values():
             ends.callback(process.close)
             process.start()
-        pids = {"server": storage.pid, "data plane": plane.pid, "server with TLS": secure.pid}
-        work: list[Callable[[], None]] = [
-            lambda: _redis_work(Caller(storage.port, expected, tally), keys[:200], seed, stopped),
-            lambda: _redis_work(Caller(storage.port, expected, tally), keys[200:], seed + 1, stopped),
-            lambda: _host_work(plane.address, tally, seed, stopped),
-            lambda: _visits_work(storage, seed, stopped, visits),
-            lambda: _tls_work(secure, context, seed, stopped, handshakes),
-        ]
-        with _load(work, stopped, failures):
-            samples = _watch(pids, seconds)
+        works = (
+            _redis_work(Caller(storage.port, expected, tally), keys[:200], random.Random(seed)),
+            _redis_work(Caller(storage.port, expected, tally), keys[200:], random.Random(seed + 1)),
+            _host_work(plane.address, tally, seed),
+            _visits_work(storage, random.Random(seed), counts),
+            _tls_work(secure, trusting, random.Random(seed), counts),
+        )
+        try:
+            with going_on(tally, [partial(_step, work) for work in works]):
+                samples = _watch({name: process.pid for name, process in processes.items()}, seconds)
+        except Exception:
+            failures.append(traceback.format_exc()[-2000:])
         stopped_well = storage.stop() and secure.stop()
     verdicts = {
         name: verdict(found, _GROWTH_DESCRIPTORS_MAX if "descriptors" in name else _GROWTH_BYTES_MAX)
         for name, found in samples.items()
     }
-    complaints = storage.complaints() + plane.complaints() + secure.complaints()
-    did_all = visits[0] > 0 and handshakes[0] > 0 and tally.as_json()["right"] > 0
+    complaints = [line for process in processes.values() for line in process.complaints()]
+    did_all = counts["visits"] > 0 and counts["handshakes"] > 0 and tally.as_json()["right"] > 0
     return {
         "seconds": round(seconds),
         "outcomes": tally.as_json(),
         "examples": {outcome.value: tally.examples(outcome) for outcome in (Outcome.WRONG, Outcome.HANG)},
-        "visits": visits[0],
-        "handshakes": handshakes[0],
+        **counts,
         "growth": verdicts,
         "complaints": complaints[:5],
         "failures": failures,
@@ -256,30 +224,12 @@ def leak_soak(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def _load(work: Sequence[Callable[[], None]], stopped: threading.Event, failures: list[str]) -> Iterator[None]:
-    """Run functions in threads. A function that raises an error, or a thread that does not end, is a failure."""
-
-    def run(each: Callable[[], None]) -> None:
-        try:
-            each()
-        except Exception:
-            failures.append(traceback.format_exc()[-2000:])
-
-    threads = [threading.Thread(target=run, args=[each], daemon=True) for each in work]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stopped.set()
-        for thread in threads:
-            thread.join(120)
-    failures += ["a client's thread does not end" for thread in threads if thread.is_alive()]
+def _step(work: Iterator[None]) -> None:
+    next(work)
+    time.sleep(_PAUSE_S)
 
 
 def _watch(pids: dict[str, int], seconds: float) -> dict[str, list[Sample]]:
-    """Take samples of processes until the time is over."""
     samples: dict[str, list[Sample]] = {}
     began = time.monotonic()
     while (now := time.monotonic() - began) < seconds:
@@ -385,8 +335,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name}: {'failed' if name in failed else 'passed'}")
     for name in failed:
         again = f"scripts/soak --parts {name} --seed {options.seed} --hours {options.hours:g}"
-        print(
-            f"{name}: files: {folder / name}; again: {report[name].get('again', again)}",
-            file=sys.stderr,
-        )
+        print(f"{name}: files: {folder / name}; again: {again}", file=sys.stderr)
     return int(bool(failed))

@@ -26,14 +26,11 @@ def test_a_fault_ends_in_what_was_stored_a_miss_or_an_error(case: Case, tmp_path
     assert row.tally.counts[Outcome.RIGHT] > 0
 
 
-def test_every_case_has_a_name_of_its_own() -> None:
-    assert len({case.name for case in CASES}) == len(CASES)
-
-
 def test_the_summary_names_every_fault_and_reports_nothing_wrong() -> None:
     text = (REPOSITORY / "docs" / "reference" / "failure-matrix.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
     assert {row[0] for row in rows} == {case.fault for case in CASES}
+    assert len({case.name for case in CASES}) == len(CASES)
     assert all(row[-2:] == ["0", "0"] for row in rows)
 
 
@@ -90,7 +87,7 @@ def test_a_wrong_answer_and_a_hang_fail_the_matrix() -> None:
         assert "a reason" in matrix.as_text(found) or outcome is Outcome.RIGHT
 
 
-@pytest.mark.parametrize(("error", "one_in"), [(errno.EIO, 0), (errno.EIO, 2), (errno.EMFILE, 0), (errno.ENOMEM, 2)])
+@pytest.mark.parametrize(("error", "one_in"), [(errno.EIO, 0), (errno.EIO, 2)])
 def test_errors_that_pass_while_it_starts_delete_nothing(error: int, one_in: int, tmp_path: Path) -> None:
     """Symptom: the server formatted a device that could not be read once."""
     storage = Storage("pool", tmp_path, faulty=True).start()

@@ -13,7 +13,6 @@ from nodes import MIB, Storage
 
 @pytest.fixture
 def storage(tmp_path: Path) -> Iterator[Storage]:
-    """A server with a pool over two files."""
     node = Storage("pool", tmp_path, memory_bytes=8 * MIB).start()
     yield node
     node.close()

@@ -39,6 +39,11 @@ def _breaks(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
     raise OSError("a server did not start")
 
 
+@pytest.fixture(autouse=True)
+def _no_signal_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+
+
 @pytest.mark.parametrize("bad", [_fails, _breaks])
 @pytest.mark.parametrize("part", list(soak.PARTS))
 def test_a_part_that_fails_or_cannot_run_fails_the_soak_and_the_others_run(
@@ -47,20 +52,17 @@ def test_a_part_that_fails_or_cannot_run_fails_the_soak_and_the_others_run(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for name, (share, _) in soak.PARTS.items():
         monkeypatch.setitem(soak.PARTS, name, (share, bad if name == part else _passes))
-    monkeypatch.setattr("signal.signal", lambda *_: None)
     assert soak.main(["--hours", "0.1", "--seed", "7", "--json", str(tmp_path / "soak.json")]) == 1
     report = json.loads((tmp_path / "soak.json").read_text())
-    assert [name for name in soak.PARTS if report[name]["passed"]] == [name for name in soak.PARTS if name != part]
+    assert {name: report[name]["passed"] for name in soak.PARTS} == {name: name != part for name in soak.PARTS}
     assert report["passed"] is False
     said = capsys.readouterr()
-    assert f"{part}: failed" in said.out
-    assert f"again: scripts/soak --parts {part} --seed 7" in said.err
+    assert f"{part}: failed" in said.out and f"again: scripts/soak --parts {part} --seed 7" in said.err
 
 
 def test_parts_share_the_time_and_no_part_is_no_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("signal.signal", lambda *_: None)
     for name, (share, _) in soak.PARTS.items():
         monkeypatch.setitem(soak.PARTS, name, (share, _passes))
     path = tmp_path / "soak.json"
@@ -76,15 +78,12 @@ def test_parts_share_the_time_and_no_part_is_no_success(
 
 
 @pytest.fixture
-def seeds() -> ModuleType:
+def seeds(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """scripts/soak-simulation as a module."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     loader = SourceFileLoader("soak_simulation", str(REPOSITORY / "scripts" / "soak-simulation"))
-    spec = importlib.util.spec_from_loader("soak_simulation", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("soak_simulation", loader))  # type: ignore[arg-type]
     loader.exec_module(module)
-    sys.dont_write_bytecode = writes
     return module
 
 

@@ -62,7 +62,6 @@ class Outcome:
 
 
 def changed(chance: random.Random, target: Target, corpus: Sequence[bytes]) -> bytes:
-    """Return an input similar to one of the corpus."""
     data = bytearray(chance.choice(corpus) if corpus and chance.random() < 0.95 else b"")
     for _ in range(chance.choice((1, 1, 2, 4, 8, 16))):
         at = chance.randrange(len(data) + 1)
@@ -241,7 +240,6 @@ def _arguments() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line's fuzzers and return the exit code."""
     parser = _arguments()
     given = parser.parse_args(words)
     seed = random.SystemRandom().getrandbits(32) if given.seed is None else given.seed

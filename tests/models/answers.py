@@ -14,13 +14,7 @@ equal prefixes differ by 1e-5; in bfloat16, which only recurrent state needs, by
 
 @dataclass(frozen=True)
 class Answer:
-    """Generated tokens with their probabilities, and the number of prompt tokens from a cache.
-
-    Attributes:
-        tokens: Tokens of the output.
-        logprobs: Likeliest tokens at each position, with their logprobs.
-        cached: Number of prompt tokens from a cache.
-    """
+    """Generated tokens, the likeliest ones at each position, and the number of prompt tokens from a cache."""
 
     tokens: list[int]
     logprobs: list[dict[int, float]]
@@ -28,19 +22,16 @@ class Answer:
 
 
 def of_output(output: Any) -> Answer:
-    """Return vLLM's output as an answer."""
     generated = output.outputs[0]
     logprobs = [{token: value.logprob for token, value in each.items()} for each in generated.logprobs]
     return Answer(list(generated.token_ids), logprobs, output.num_cached_tokens or 0)
 
 
 def answers(engine: Any, prompts: Sequence[list[int]], tokens: int = 8) -> list[Answer]:
-    """Return the answers to prompts in one request."""
     return [of_output(output) for output in engine.generate(list(prompts), tokens, logprobs=LOGPROBS)]
 
 
 def answer(engine: Any, prompt: list[int], tokens: int = 8) -> Answer:
-    """Return the answer to a single prompt."""
     return answers(engine, [prompt], tokens)[0]
 
 

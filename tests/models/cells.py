@@ -9,29 +9,54 @@ from typing import Any, Final
 
 from answers import LOGPROBS, TOLERANCES, Answer, answer, answers, difference, of_output, prefill_of
 from machine import WAIT_MAX_S, wait_for
-from prompts import Plan
 from redis import Redis
 from stack import Process, data_plane
 from tiny_models import random_tokens, with_another_first_chunk
 
-CELLS: Final = (
-    "sensitive",
-    "one chunk",
-    "window - 1",
-    "window",
-    "window + 1",
-    "128 chunks",
-    "local then stored",
-    "whole prefill",
-    "chunked prefill",
-    "preemption",
-    "abort",
-    "a record is lost",
-    "the data plane is killed",
-    "a record is damaged",
-    "another TP size",
+MANY_CHUNKS: Final = 130
+"""Number of chunks: more than 128, because other systems failed there."""
+SEEDS: Final = 4
+_SIX_CHUNKS: Final = (
+    *("local then stored", "abort", "a record is lost", "the data plane is killed", "a record is damaged"),
 )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The prompts of a family: by cell, each run alone, and those of a crowd, run at once.
+
+    Attributes:
+        chunk: Number of tokens in a chunk.
+        crowd_tokens: Number of generated tokens for each prompt of the crowd.
+        step: Number of tokens in a step, for prompts that are computed in steps.
+    """
+
+    chunk: int
+    alone: dict[str, list[int]]
+    crowd: list[list[int]]
+    crowd_tokens: int
+    step: int
+
+
+def plan(chunk: int, window: int, tokens_max: int, cells: tuple[str, ...]) -> Plan:
+    """Return the prompts for a chunk size and a window size in tokens, none longer than ``tokens_max``."""
+    rest = chunk // 4 + 1
+    chunks = dict.fromkeys(_SIX_CHUNKS, 6) | dict.fromkeys(("whole prefill", "chunked prefill", "another TP size"), 5)
+    chunks |= {"one chunk": 1, "128 chunks": min(MANY_CHUNKS, (tokens_max - 64) // chunk)}
+    lengths = {cell: count * chunk + rest for cell, count in chunks.items()}
+    # A hit is whole chunks, or one token less at the end of the prompt: it ends at the last token but one.
+    for sign, more in ((" - 1", -1), ("", 0), (" + 1", 1)) if window else ():
+        lengths[f"window{sign}"] = window + more + 1
+    alone = {cell: random_tokens(length, cell) for cell, length in lengths.items() if cell in cells}
+    crowd = [random_tokens(2 * chunk + rest, f"crowd {seed}") for seed in range(SEEDS)] if "preemption" in cells else []
+    return Plan(chunk, alone, crowd, max(96, chunk + chunk // 4), chunk + chunk // 2)
+
+
 _FAULTS: Final = ("a record is lost", "the data plane is killed", "a record is damaged")
+CELLS: Final = (
+    *("sensitive", "one chunk", "window - 1", "window", "window + 1", "128 chunks", "local then stored"),
+    *("whole prefill", "chunked prefill", "preemption", "abort", *_FAULTS, "another TP size"),
+)
 _GOES_ON_BEHIND: Final = (20, 35, 50, 65, 80)
 """Generated tokens: they give a request many positions for a preemption."""
 _FEWER_BLOCKS: Final = (2.6, 2.2, 1.8, 1.5, 1.25, 1.1)
@@ -48,7 +73,6 @@ class Cell:
 
     Attributes:
         outcome: Outcome: ``passed``, ``failed``, or ``not possible`` here.
-        why: Reason of the last two outcomes.
         hit: Number of tokens that were not computed.
         own: Number of tokens in vLLM's own prefix cache: a hit should reach it in whole chunks.
         difference: Largest difference of logprobs; in *sensitive*, the smallest.
@@ -72,12 +96,10 @@ class Reference:
     """Answers of the engine without the plugin.
 
     Attributes:
-        plan: Prompts of the family.
         tolerance: Tolerance of logprobs; see answers.py.
         alone: Answers by cell.
         own: Second answers of the same engine by cell, from its own prefix cache.
         crowd: Answers to the crowd's prompts, each computed alone.
-        sensitive: Cell of that name.
         unsound: Cells in which vLLM itself answers differently without the plugin, with the reason.
         rounding: Difference of vLLM's own answer when it continues behind generated tokens, as after a preemption.
     """
@@ -192,12 +214,7 @@ def steps_of(engine: Any, prompt: list[int], tokens: int) -> Iterator[list[Any]]
 
 
 class Stack:
-    """A data plane over a storage server, or over a Redis, which also stores damaged records.
-
-    Args:
-        storage: Address of the server.
-        redis: Address of a Redis; empty without one.
-    """
+    """A data plane over a storage server, or over a Redis (empty without one), which also stores damaged records."""
 
     def __init__(self, storage: str, redis: str = "") -> None:
         self.storage, self.redis, self._over = storage, redis, storage
@@ -215,24 +232,16 @@ class Stack:
             self.over(self.storage)
 
     def client(self) -> Redis:
-        """Return a client of the store."""
         host, _, port = self._over.rpartition(":")
         return Redis(host, int(port))
 
     def records(self) -> set[bytes]:
-        """Return the keys in the store."""
         with self.client() as client:
             return set(client.scan_iter())
 
 
 class Served:
-    """An engine with the plugin, and the reference.
-
-    Args:
-        engine: Engine with the plugin.
-        reference: Answers of the engine without the plugin.
-        stack: Stack that the engine stores in.
-    """
+    """An engine with the plugin, the stack that it stores in, and the answers of the engine without the plugin."""
 
     def __init__(self, engine: Any, reference: Reference, stack: Stack) -> None:
         self.engine, self.reference, self.stack = engine, reference, stack

@@ -20,10 +20,9 @@ _HERE: Final = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE.parents[1]), str(_HERE.parent), str(_HERE)]
 
 from answers import TOLERANCES, answer  # noqa: E402
-from cells import Cell, Reference, Served, Stack, refer  # noqa: E402
+from cells import Cell, Reference, Served, Stack, plan, refer  # noqa: E402
 from engine import Engine  # noqa: E402
-from memory import capacity, chunk_tokens, groups, needed_bytes  # noqa: E402
-from prompts import plan  # noqa: E402
+from published import capacity, chunk_tokens, groups, needed_bytes  # noqa: E402
 from stack import Process  # noqa: E402
 from tiny_models import FAMILIES, write_model  # noqa: E402
 
@@ -53,7 +52,6 @@ class _Run:
 
     @contextmanager
     def engine(self, plane: str | None, **options: Any) -> Iterator[Engine]:
-        """Start one engine, and end it."""
         made = {**self.options, **options}
         engine = Engine(made.pop("model"), plane, **made)
         try:
@@ -62,7 +60,6 @@ class _Run:
             engine.close()
 
     def without(self) -> Reference:
-        """Run the engine without the plugin."""
         with self.engine(None) as engine:
             memory, config = engine.scheduler.kv_cache_config, engine.llm.llm_engine.vllm_config
             chunk = chunk_tokens(memory)
@@ -86,7 +83,6 @@ class _Run:
         return reference
 
     def served(self, reference: Reference, stack: Stack) -> None:
-        """Run the engine with the plugin, cell by cell."""
         extra = {"chunk_tokens": reference.plan.chunk}
         with self.engine(stack.plane.address, extra=extra) as engine:
             memory = engine.scheduler.kv_cache_config
@@ -118,7 +114,6 @@ class _Run:
         }
 
     def note(self, name: str, cell: Cell) -> None:
-        """Keep what became of a cell, and say so."""
         self.found["cells"][name] = cell.as_json()
         print(f"{self.name:12} {name:26} {json.dumps(cell.as_json())}", flush=True)
 

@@ -142,7 +142,6 @@ Their values in vLLM's own spec classes, grouped by vLLM's rules, and how the pl
 
 
 def as_text(data: dict[str, Any]) -> str:
-    """Return the full results in Markdown."""
     ran = [family for family in data["families"] if not family.get("does not run")]
     return _FULL.format(
         vllm=data["vllm"],
@@ -163,7 +162,6 @@ def as_summary(data: dict[str, Any]) -> str:
 
 
 def published_row(model: dict[str, Any]) -> str:
-    """Return one published model's row of the summary."""
     return (
         f"| {model['name']} | {model['of']} | {_groups(model, sizes=True)} | {_cell(model['off'] or model['kept'])} |"
     )

@@ -1,4 +1,4 @@
-"""Models that no CPU runs: vLLM's own groups, from their published configurations and vLLM's own classes.
+"""A KV cache's groups and bytes by vLLM's own rules; and models that no CPU runs, from their published configurations.
 
 Each layer's spec is the one of vLLM's model class on one GPU. vLLM's own code forms the groups.
 """
@@ -9,52 +9,106 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Final
 
-from memory import groups
-
 from host_control.config import HostConfig
 from host_control.vllm.groups import Groups
 from host_control.vllm.support import uncacheable
+
+
+def layer_specs(group: Any) -> list[Any]:
+    specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return [specs[name] for name in group.layer_names] if specs else [group.kv_cache_spec] * len(group.layer_names)
+
+
+def groups(kv_cache_config: Any) -> list[dict[str, Any]]:
+    found = []
+    for group in kv_cache_config.kv_cache_groups:
+        specs = layer_specs(group)
+        window = getattr(specs[0], "sliding_window", None) or getattr(specs[0], "attention_chunk_size", None)
+        found.append(
+            {
+                "kind": "+".join(sorted({type(spec).__name__.removesuffix("Spec") for spec in specs})),
+                "layers": len(specs),
+                "block_tokens": group.kv_cache_spec.block_size,
+                "block_bytes": sum(spec.page_size_bytes for spec in specs),
+                "page_bytes": sorted({spec.page_size_bytes for spec in specs}),
+                **({"window": window} if window else {}),
+                **({"draft": True} if group.is_eagle_group else {}),
+                **({} if group.kv_cache_spec.prefix_cacheable else {"scratch": True}),
+            }
+        )
+    return found
+
+
+def chunk_tokens(kv_cache_config: Any) -> int:
+    """Return the shortest chunk of whole blocks of every group."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    # Without prefix caching, the block of a recurrent state is as long as the context.
+    return math.lcm(*(spec.block_size for spec in specs if getattr(spec, "mamba_cache_mode", "") != "none"))
+
+
+def capacity(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Return the number of tokens that fit, in requests of the longest context."""
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+
+    concurrency = get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config)
+    return int(concurrency * vllm_config.model_config.max_model_len)
+
+
+def needed_bytes(kv_cache_config: Any, tokens: int, *, everywhere: bool) -> int:
+    """Return how many bytes of a prompt's KV a hit can ever need, by each group's own rule.
+
+    ``everywhere``: hits may end at each boundary of vLLM, not only at the last one within the prompt.
+    """
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    aligned = kv_cache_config.cache_hit_alignment_tokens or chunk_tokens(kv_cache_config)
+    end = tokens // aligned * aligned
+    total = 0
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        if not spec.prefix_cacheable:
+            continue
+        blocks = end // spec.block_size
+        rule = KVCacheSpecRegistry.get_manager_class(spec).reachable_block_mask
+        ends = {"retention_interval": None if everywhere else 0, "reachable_boundaries": (end,)}
+        mask = rule(0, blocks, aligned, spec, group.is_eagle_group, **ends)
+        total += (blocks if mask is None else sum(mask)) * sum(each.page_size_bytes for each in layer_specs(group))
+    return total
+
+
+# ---- Published models
 
 _BLOCK: Final = 16
 _MLA_BLOCK: Final = 64
 
 
-def _full(kv_heads: int, head_size: int, **more: Any) -> Any:
-    from torch import bfloat16
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+def _spec(kind: str, **options: Any) -> Any:
+    """Return a spec of vLLM's, with blocks of 16 tokens in bfloat16 unless ``options`` say otherwise."""
+    import torch
+    from vllm.v1 import kv_cache_interface
 
-    options = {"block_size": _BLOCK, "dtype": bfloat16, **more}
-    return FullAttentionSpec(num_kv_heads=kv_heads, head_size=head_size, **options)
+    return getattr(kv_cache_interface, kind)(**{"block_size": _BLOCK, "dtype": torch.bfloat16, **options})
+
+
+def _full(kv_heads: int, head_size: int, **more: Any) -> Any:
+    return _spec("FullAttentionSpec", num_kv_heads=kv_heads, head_size=head_size, **more)
 
 
 def _window(window: int, kv_heads: int, head_size: int) -> Any:
-    from torch import bfloat16
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
-
-    options = {"block_size": _BLOCK, "dtype": bfloat16}
-    return SlidingWindowSpec(num_kv_heads=kv_heads, head_size=head_size, sliding_window=window, **options)
+    return _spec("SlidingWindowSpec", num_kv_heads=kv_heads, head_size=head_size, sliding_window=window)
 
 
 def _local(chunk: int, kv_heads: int, head_size: int) -> Any:
-    from torch import bfloat16
-    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
-
-    options = {"block_size": _BLOCK, "dtype": bfloat16}
-    return ChunkedLocalAttentionSpec(num_kv_heads=kv_heads, head_size=head_size, attention_chunk_size=chunk, **options)
+    return _spec("ChunkedLocalAttentionSpec", num_kv_heads=kv_heads, head_size=head_size, attention_chunk_size=chunk)
 
 
 def _latent(**more: Any) -> Any:
-    from torch import bfloat16
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec
-
-    options = {"block_size": _MLA_BLOCK, "head_size": 576, "dtype": bfloat16, "max_tp_shards": 1, **more}
-    return MLAAttentionSpec(num_kv_heads=1, **options)
+    options = {"block_size": _MLA_BLOCK, "head_size": 576, "max_tp_shards": 1, **more}
+    return _spec("MLAAttentionSpec", num_kv_heads=1, **options)
 
 
 def _latent_window(window: int, **more: Any) -> Any:
-    from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
-
-    return SlidingWindowMLASpec(num_kv_heads=1, max_tp_shards=1, sliding_window=window, **more)
+    return _spec("SlidingWindowMLASpec", num_kv_heads=1, max_tp_shards=1, sliding_window=window, **more)
 
 
 def _beside_states(attention: Callable[[int], Any], aligned: int, shapes: Any, dtypes: Any) -> tuple[Any, Any]:
@@ -70,23 +124,6 @@ def _beside_states(attention: Callable[[int], Any], aligned: int, shapes: Any, d
 
 def _layers(kinds: list[Any]) -> dict[str, Any]:
     return {f"model.layers.{number}.attn": spec for number, spec in enumerate(kinds)}
-
-
-def _gpt_oss() -> dict[str, Any]:
-    return _layers([_window(128, 8, 64), _full(8, 64)] * 18)
-
-
-def _gemma3() -> dict[str, Any]:
-    kinds = [_full(16, 128) if number % 6 == 5 else _window(1024, 16, 128) for number in range(62)]
-    return _layers(kinds)
-
-
-def _llama4() -> dict[str, Any]:
-    return _layers([_full(8, 128) if number % 4 == 3 else _local(8192, 8, 128) for number in range(48)])
-
-
-def _deepseek_v3() -> dict[str, Any]:
-    return _layers([_latent() for _ in range(61)])
 
 
 def _deepseek_v32() -> dict[str, Any]:
@@ -147,18 +184,29 @@ def _nemotron_h() -> dict[str, Any]:
 
 
 def _scratch() -> dict[str, Any]:
-    from torch import bfloat16
-    from vllm.v1.kv_cache_interface import CircularBufferSpec
-
-    ring = CircularBufferSpec(block_size=_BLOCK, num_kv_heads=1, head_size=128, dtype=bfloat16)
+    ring = _spec("CircularBufferSpec", num_kv_heads=1, head_size=128)
     return _layers([_full(1, 128)] * 4) | {f"model.layers.{number}.ring": ring for number in range(4)}
 
 
+def _alternating(count: int, every: int, special: Callable[[], Any], others: Callable[[], Any]) -> dict[str, Any]:
+    """Return layers of which each ``every``-th is ``special``."""
+    return _layers([special() if number % every == every - 1 else others() for number in range(count)])
+
+
 PUBLISHED: Final[dict[str, tuple[Callable[[], dict[str, Any]], str]]] = {
-    "gpt-oss 120B": (_gpt_oss, "36 layers, every other one a window of 128; 8 heads of 64"),
-    "Gemma 3 27B": (_gemma3, "62 layers, five of six a window of 1,024; 16 heads of 128"),
-    "Llama 4 Scout": (_llama4, "48 layers, three of four see their 8,192 tokens; 8 heads of 128"),
-    "DeepSeek V3, R1": (_deepseek_v3, "61 layers of latents of 576"),
+    "gpt-oss 120B": (
+        lambda: _alternating(36, 2, lambda: _full(8, 64), lambda: _window(128, 8, 64)),
+        "36 layers, every other one a window of 128; 8 heads of 64",
+    ),
+    "Gemma 3 27B": (
+        lambda: _alternating(62, 6, lambda: _full(16, 128), lambda: _window(1024, 16, 128)),
+        "62 layers, five of six a window of 1,024; 16 heads of 128",
+    ),
+    "Llama 4 Scout": (
+        lambda: _alternating(48, 4, lambda: _full(8, 128), lambda: _local(8192, 8, 128)),
+        "48 layers, three of four see their 8,192 tokens; 8 heads of 128",
+    ),
+    "DeepSeek V3, R1": (lambda: _layers([_latent() for _ in range(61)]), "61 layers of latents of 576"),
     "DeepSeek V3.2": (_deepseek_v32, "61 layers of latents of 656 bytes, each with an indexer of 132"),
     "DeepSeek V4 Flash": (_deepseek_v4, "43 layers: 2 of windows alone, 41 compressed by 4 and 128 in turns"),
     "Qwen3-Next 80B": (_qwen3_next, "48 layers, three of four GDN; 2 heads of 256"),
@@ -169,6 +217,9 @@ PUBLISHED: Final[dict[str, tuple[Callable[[], dict[str, Any]], str]]] = {
 """Layer specs by model, with the configuration values that they come from."""
 
 
+_PARALLEL: Final = ("pipeline_parallel_size", "tensor_parallel_size", "decode_context_parallel_size")
+
+
 def _vllm_config() -> Any:
     """Return the part of vLLM's configuration that its rules for groups, and the plugin's, read."""
     from vllm.v1.kv_cache_interface import KVCacheLayout
@@ -177,20 +228,16 @@ def _vllm_config() -> Any:
     return SimpleNamespace(
         model_config=SimpleNamespace(**model, hf_config=SimpleNamespace(model_type=""), max_model_len=131072),
         cache_config=SimpleNamespace(
-            enable_prefix_caching=True,
-            get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLNHC,
+            enable_prefix_caching=True, get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLNHC
         ),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True, disable_hybrid_kv_cache_manager=False),
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1, tensor_parallel_size=1, decode_context_parallel_size=1
-        ),
+        parallel_config=SimpleNamespace(**dict.fromkeys(_PARALLEL, 1)),
         speculative_config=None,
         attention_config=None,
     )
 
 
 def kv_cache_config(model: str) -> Any:
-    """Return vLLM's ``kv_cache_groups`` of a model's layers."""
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
     return SimpleNamespace(kv_cache_groups=get_kv_cache_groups(_vllm_config(), PUBLISHED[model][0]()))

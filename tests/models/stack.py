@@ -49,7 +49,6 @@ class Process:
 
     @property
     def killed(self) -> bool:
-        """True if the process has ended."""
         return self._process.poll() is not None
 
     def kill(self) -> None:
@@ -59,7 +58,6 @@ class Process:
         self._close()
 
     def restart(self) -> None:
-        """Start it again at its old address."""
         option = "--listen" if "--listen" in self._arguments else "--port"
         value = self.address if option == "--listen" else self.address.rpartition(":")[2]
         arguments = list(self._arguments)
@@ -90,15 +88,7 @@ def data_plane(storage: str, listen: str = "") -> Process:
 
 
 class Server:
-    """``vllm serve``, with or without the plugin.
-
-    Args:
-        model: Folder of the model.
-        transfer: The plugin's own configuration; None without the plugin.
-        log: File of the output.
-        options: Further arguments.
-        popen: Function that starts the process.
-    """
+    """``vllm serve``, with the plugin's own configuration ``transfer``, or without the plugin."""
 
     def __init__(
         self,

@@ -8,9 +8,8 @@ import answers as answers_module
 import model_matrix
 import pytest
 from answers import Answer, difference
-from cells import Cell, Reference, Served
+from cells import Cell, Reference, Served, plan
 from model_matrix import failed, published_row, run_families
-from prompts import plan
 from published import PUBLISHED, found
 from tiny_models import FAMILIES
 
@@ -84,14 +83,6 @@ def test_what_is_wrong_with_a_hit_is_seen(
     cell: Cell = Served(engine, reference, SimpleNamespace()).run("one chunk")  # type: ignore[arg-type]
     assert (cell.outcome == "passed") == (not why), cell
     assert why in cell.why
-
-
-def test_a_family_fails_for_a_cell_a_process_or_a_block_less() -> None:
-    well: dict[str, Any] = {"cells": {"one chunk": {"outcome": "passed"}}, "blocks": {"without": 9, "with": 9}}
-    assert not failed(well)
-    assert failed(well | {"blocks": {"without": 9, "with": 5}})
-    assert failed(well | {"cells": {"one chunk": {"outcome": "failed", "why": ""}}})
-    assert failed(well | {"failed": "its process ended with -11"})
 
 
 _CRASHES = """

@@ -22,10 +22,7 @@ class Family:
 
     Attributes:
         like: Published models that it represents.
-        model_type: Model type in transformers.
-        options: Options of the model's configuration.
         engine: Options of vLLM without which it does not run, or runs as another model.
-        why: Reason of these options.
         draft: Draft layers: ``eagle`` or ``mtp``; empty without them.
     """
 
@@ -230,7 +227,6 @@ def _model(model_type: str, options: dict[str, Any]) -> Any:
 
 
 def _layer(options: dict[str, Any], model_type: str) -> dict[str, Any]:
-    """Return other weights of one layer, in the model's shapes."""
     model = _model(model_type, options | {"num_hidden_layers": 1, "initializer_range": 0.15})
     prefix = "model.layers.0."
     return {name.removeprefix(prefix): weight for name, weight in model.state_dict().items() if name.startswith(prefix)}

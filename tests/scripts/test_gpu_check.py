@@ -17,7 +17,6 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu-check"
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """Return the script in a folder that is not a checkout."""
     (tmp_path / "scripts").mkdir()
     return Path(shutil.copy(SCRIPT, tmp_path / "scripts"))
 

@@ -66,24 +66,6 @@ def parameters(form: str) -> ast.arguments:
     return function.args
 
 
-@pytest.mark.parametrize(
-    ("own", "base", "fits"),
-    [
-        ("def f(self, a, b=1): ...", "(self, a)", True),
-        ("def f(self, *args, **more): ...", "(self, a, *, c)", True),
-        ("def f(self, b): ...", "(self, a)", False),
-        ("def f(self): ...", "(self, a)", False),
-        ("def f(self, a, b): ...", "(self, a)", False),
-        ("def f(self, a): ...", "(self, a, *, c)", False),
-        ("def f(self, a): ...", "classmethod (self, a, **more)", False),
-    ],
-)
-def test_takes_tells_compatible_methods_from_others(own: str, base: str, fits: bool) -> None:
-    (function,) = ast.parse(own).body
-    assert isinstance(function, ast.FunctionDef)
-    assert takes(function, base) is fits
-
-
 @pytest.mark.parametrize("name", sorted(OBJECTS))
 def test_every_listed_attribute_of_an_object_is_used(name: str) -> None:
     sources = "".join(path.read_text() for path in (REPOSITORY / "host_control").rglob("*.py"))

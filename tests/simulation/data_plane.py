@@ -28,6 +28,7 @@ from dpu_dataplane.sources.resp import links
 from dpu_dataplane.sources.resp.links import DataLinks
 from dpu_dataplane.sources.resp.server import OneServer
 from shadowserve.errors import StorageError
+from shadowserve.keys import storage_key
 
 _DEADLINE_S: Final = 12
 """At most 2 s to connect and 5 s of silence. A slow network may send at intervals."""
@@ -135,11 +136,9 @@ class DataPlane:
         self._asking -= 1
 
     def close(self) -> None:
-        """End it, with its connections."""
         self._loop.call_soon(self._loop.create_task, self._close())
 
     def abandon(self) -> None:
-        """Abort it in any state."""
         self._loop.close()
 
     async def _close(self) -> None:
@@ -164,12 +163,8 @@ class DataPlane:
     async def _meta_by_ranges(self) -> object:
         """Reply of a server without KV.META."""
         keys, began = self._keys(), self._world.now_ns
-        control = self._client._control
-        if control is not None:
-            control.has_meta = False
-        found = await self._client.find(keys)
-        if control is not None:
-            control.has_meta = True
+        control = await self._client._connected()
+        found = await self._client._meta_by_ranges(control, [storage_key(key) for key in keys])
         for key, stored in zip(keys, found, strict=True):
             if stored is None:
                 self._check(key, None, began, "meta by ranges")
@@ -234,7 +229,6 @@ class DataPlane:
 
 @contextmanager
 def simulated_modules(world: World) -> Iterator[None]:
-    """Give the data plane the world's randomness and sockets."""
     fake = types.SimpleNamespace(**{name: getattr(links.socket, name) for name in _SOCKET_NAMES})
     fake.socket = SimulatedSocket
     before = links.socket

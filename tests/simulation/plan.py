@@ -10,7 +10,6 @@ class Plan:
     """The kind of a run.
 
     Attributes:
-        engine: ``memory`` or ``pool``.
         tight: Evictions are necessary.
         crashes: The server ends abnormally and restarts.
         network: Links break or go silent.

@@ -81,8 +81,6 @@ class Model:
     Attributes:
         unpaid: Misses of keys that should have been present.
         must_hit: True if every such miss is a violation, because no eviction or loss is possible.
-        reads: Number of reads that returned a value.
-        misses: Number of other reads.
     """
 
     def __init__(self, must_hit: bool) -> None:
@@ -93,11 +91,9 @@ class Model:
         self._histories: defaultdict[Key, _History] = defaultdict(_History)
 
     def add(self, key: Key, change: Change) -> None:
-        """Add a change before its request."""
         self._histories[key].changes.append(change)
 
     def keys(self) -> list[Key]:
-        """Return every key that was ever set."""
         return [key for key in self._histories if key[1]]
 
     def writes(self, key: Key) -> list[Write]:

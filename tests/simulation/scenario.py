@@ -104,7 +104,7 @@ class Simulation:
         self.paid = 0
         self.trusts_counts = not self.plan.disks
         self.server: SimulatedServer
-        self.workload = Workload(self.world, self.model, lambda: self.server, self._client, self.plan)
+        self.workload = Workload(self.world, self.model, self._client, self.plan)
         self._clients: list[SimulatedClient] = []
         self.data_plane: DataPlane | None = None
         self.invariants = Invariants(
@@ -199,11 +199,9 @@ class Simulation:
         chance = self.world.chance
         # A device formatted in the absence of the others belongs to another pool, which refuses the returning ones.
         formatted = all(Superblock.unpack(device.peek(0, 4096)) is not None for device in devices)
-        here = (
-            devices
-            if self._over or not formatted or chance(0.5)
-            else [device for device in devices if device.name == self._anchor or chance(0.6)]
-        )
+        here = devices
+        if not (self._over or not formatted or chance(0.5)):
+            here = [device for device in devices if device.name == self._anchor or chance(0.6)]
         self.devices, self.absent = here, [device for device in devices if device not in here]
         if self.absent:
             self.world.note(f"without {[device.name for device in self.absent]}")
@@ -245,9 +243,7 @@ class Simulation:
         self.server.store.close()
         if self.plan.engine == "memory" or self.plan.volatile:
             self.model.lose_all()
-        if (
-            self._lied
-        ):  # docs/reference/volume-format.md: such an object of the log's last group looks cut short, and is undone
+        if self._lied:  # volume-format.md: such an object of the log's last group looks cut short, and is undone
             self.model.doubt_all()
             self._lied = False
 
@@ -260,7 +256,6 @@ class Simulation:
     # ---- Faults
 
     def misfortune(self) -> None:
-        """Cause a fault at intervals."""
         if self._over:
             return
         chance, plan = self.world.random, self.plan
@@ -359,7 +354,6 @@ class Simulation:
     # ---- The run
 
     def run(self) -> Result:
-        """Run; raises violations."""
         world = self.world
         with _problems() as problems, virtual_time(world), simulated_modules(world):
             self.start_server()
@@ -391,7 +385,6 @@ class Simulation:
             raise Violation(f"hang: {self.workload.describe()} have not ended after {_QUIET_S} s")
 
     def _calm_down(self, problems: _Problems) -> None:
-        """Stop all faults, and read everything."""
         self._over = True
         self._crash_armed = False
         self.world.note("calm")
@@ -496,7 +489,6 @@ def _configuration(world: World, plan: Plan, folder: Path) -> StorageConfig:
 
 
 def plan_of(seed: int) -> Plan:
-    """Return the plan of a seed."""
     return Plan.of(World(seed))
 
 

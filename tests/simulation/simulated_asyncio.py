@@ -99,15 +99,12 @@ class SimulatedEventLoop(asyncio.BaseEventLoop):
         return transport, transport.protocol
 
     async def getaddrinfo(self, *_: Any, **__: Any) -> Any:
-        """Return one address."""
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("10.0.0.254", 6380))]
 
     async def sock_connect(self, sock: Any, address: Any) -> None:
-        """See :meth:`asyncio.loop.sock_connect`."""
         sock.link = await self._link(sock.wake)
 
     async def sock_sendall(self, sock: Any, data: Any) -> None:
-        """See :meth:`asyncio.loop.sock_sendall`."""
         while data:
             sent = sock.send(bytes(data))
             data = data[sent:]
@@ -115,7 +112,6 @@ class SimulatedEventLoop(asyncio.BaseEventLoop):
                 await sock.changed()
 
     async def sock_recv(self, sock: Any, size: int) -> bytes:
-        """See :meth:`asyncio.loop.sock_recv`."""
         while True:
             try:
                 return bytes(sock.recv(size))
@@ -195,14 +191,12 @@ class SimulatedSocket:
         """No-op."""
 
     def wake(self) -> None:
-        """Wake waiting callers; called by the network."""
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():
                 future.set_result(None)
 
     async def changed(self) -> None:
-        """Wait until an event occurs on the link."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         await future
@@ -216,7 +210,6 @@ class SimulatedSocket:
         return len(taken)
 
     def recv(self, size: int, flags: int = 0) -> bytes:
-        """Receive or peek."""
         assert self.link is not None
         if self.link.reset:
             raise ConnectionResetError(104, "Connection reset by peer")

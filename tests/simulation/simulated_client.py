@@ -23,10 +23,8 @@ class Call:
     """A command and its outcome.
 
     Attributes:
-        begin_ns: Time of the send.
         end_ns: Time of the complete reply, or of the client's timeout; None before.
         reply: Reply, bulks as bytes; meaningless unless ``answered``.
-        link: Link of the command.
     """
 
     arguments: tuple[Any, ...]
@@ -42,49 +40,38 @@ class Call:
 
 
 class SimulatedClient:
-    """One client with at most one connection.
-
-    Attributes:
-        name: Name in the trace.
-        hurt: True if the network made it fail, so its deadlines prove nothing.
-    """
+    """One client with at most one connection. The trace has its name."""
 
     def __init__(self, world: World, server: Callable[[], SimulatedServer], name: str, login: tuple[Any, ...]) -> None:
         self.world = world
         self.name = name
         self._server = server
         self._login = login
-        self._link: Link | None = None
+        self.link: Link | None = None
         self._reader = ReplyReader()
         self._out = bytearray()
         self._waiting: deque[Call] = deque()
-        self._held_bytes = 0
         self._reads_slowly = world.chance(0.15)
         self._paused = False
 
     @property
-    def link(self) -> Link | None:
-        return self._link
-
-    @property
     def idle(self) -> bool:
-        """True if it waits for no reply."""
         return not self._waiting
 
     def send(self, calls: list[Call]) -> None:
         """Send commands in a pipeline. Connect first if needed."""
-        if self._link is None:
+        if self.link is None:
             self._connect()
         for call in calls:
             call.begin_ns = self.world.now_ns
-            call.link, call.client = self._link, self.name
+            call.link, call.client = self.link, self.name
             self._waiting.append(call)
             self._out += encode_command(*call.arguments)
             self.world.after(DEADLINE_S * S, self.name, lambda call=call: self._expire(call))  # type: ignore[misc]
         self._step()
 
     def _connect(self) -> None:
-        link = self._link = Link(self.world, lambda: self._step_of(link))
+        link = self.link = Link(self.world, lambda: self._step_of(link))
         self._reader = ReplyReader()
         self._out.clear()
         self._server().connect(link)
@@ -95,7 +82,7 @@ class SimulatedClient:
 
     def close(self) -> None:
         """End the connection. Commands in progress get no reply."""
-        link, self._link = self._link, None
+        link, self.link = self.link, None
         if link is not None:
             link.close_client()
         self._fail()
@@ -112,12 +99,11 @@ class SimulatedClient:
             call.done(call)
 
     def _step_of(self, link: Link) -> None:
-        if link is self._link:
+        if link is self.link:
             self._step()
 
     def _step(self) -> None:
-        """Send and receive what is possible."""
-        link = self._link
+        link = self.link
         if link is None:
             return
         if link.reset:
@@ -132,7 +118,7 @@ class SimulatedClient:
 
     def _receive(self, link: Link) -> None:
         stream = link.to_client
-        while stream.arrived and not self._paused and link is self._link:
+        while stream.arrived and not self._paused and link is self.link:
             view = self._reader.get_buffer()
             size = len(view) if view is not None else 1 << 16
             if self._reads_slowly:
@@ -146,7 +132,7 @@ class SimulatedClient:
             else:
                 self._reader.feed(data)
             self._read_replies(link)
-        if stream.ended and not stream.arrived and link is self._link:
+        if stream.ended and not stream.arrived and link is self.link:
             self.close()
 
     def _resume(self, link: Link) -> None:
@@ -154,7 +140,7 @@ class SimulatedClient:
         self._step_of(link)
 
     def _read_replies(self, link: Link) -> None:
-        while link is self._link and (value := self._reader.next_value()) is not NEED_DATA:
+        while link is self.link and (value := self._reader.next_value()) is not NEED_DATA:
             if isinstance(value, LargeBulk):
                 continue
             assert self._waiting, f"a reply without a request: {value!r}"

@@ -14,7 +14,6 @@ class Stream:
     """One direction of a link.
 
     Attributes:
-        arrived: Bytes that the receiver may read.
         ended: True if the receiver knows that no more bytes follow.
     """
 
@@ -73,7 +72,6 @@ class Stream:
         return taken
 
     def drop(self) -> None:
-        """Drop the bytes that have arrived."""
         self.arrived.clear()
 
 
@@ -107,7 +105,6 @@ class Link:
         return self.half_open or self.reset
 
     def delay_ns(self) -> int:
-        """Return the delay of the next piece."""
         chance = self.world.random
         late = chance.random() < 0.02
         return self._slow * (chance.randrange(10 * US, 200 * US) + (chance.randrange(20 * MS) if late else 0))
@@ -165,7 +162,6 @@ class ServerSocket:
         return self.link.to_client.room > 0 or self.link.reset
 
     def recv(self, size: int) -> bytes:
-        """Receive some of the bytes that have arrived."""
         assert not self.closed
         if self.link.reset:
             raise ConnectionResetError("reset by peer")
@@ -185,11 +181,9 @@ class ServerSocket:
         return len(data)
 
     def send(self, data: bytes) -> int:
-        """Send some of the bytes, at most the free space."""
         return self.sendmsg([data])
 
     def sendmsg(self, parts: Sequence[bytes | memoryview]) -> int:
-        """Send some of the parts' bytes, at most the free space."""
         assert not self.closed
         if self.link.reset:
             raise ConnectionResetError("reset by peer")

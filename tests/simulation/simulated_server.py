@@ -46,7 +46,6 @@ class SimulatedLoop:
         self.closed = False
 
     def know(self, socket: ServerSocket) -> None:
-        """Add a descriptor."""
         self._sockets[socket.fileno()] = socket
         socket.link.on_server = self.wake
 
@@ -80,7 +79,6 @@ class SimulatedLoop:
         return Lane(tenant)
 
     def move(self, descriptor: int, old: Lane, tenant: int) -> Lane:
-        """See :meth:`EventLoop.move`."""
         return Lane(tenant)
 
     def leave(self, lane: Lane) -> None:
@@ -130,7 +128,6 @@ class _Workers:
         self._world = world
 
     def submit(self, session: Session, function: Callable[[], Any]) -> "Future[Any]":
-        """Call a function later."""
         future: Future[Any] = Future()
 
         def run() -> None:
@@ -146,9 +143,7 @@ class SimulatedServer:
     """One life of a server process, from its start to its end.
 
     Attributes:
-        store: The pool.
         is_started: True if the pool is open.
-        problems: Exceptions that the product would have logged and survived.
     """
 
     def __init__(self, world: World, config: StorageConfig, store: Pool, devices: list[SimulatedDevice]) -> None:
@@ -188,7 +183,6 @@ class SimulatedServer:
     # ---- The network
 
     def connect(self, link: Link) -> None:
-        """Accept a client."""
         if not self.alive:
             link.break_()
             return
@@ -208,7 +202,6 @@ class SimulatedServer:
         self._connections[session] = Connection(self.node, self.workers, self.forget, socket, session, loop), loop  # type: ignore[arg-type]
 
     def forget(self, session: Session) -> None:
-        """Process the end of a client's connection."""
         self._connections.pop(session, None)
         with self.lock:
             self.node.sessions.pop(session.id, None)
@@ -229,7 +222,6 @@ class SimulatedServer:
             self.world.after(delay, f"device {device.name}", lambda: self._complete(device))
 
     def slow_down(self, device: SimulatedDevice, factor: int) -> None:
-        """Multiply the durations of a device's later operations."""
         self._slowness[id(device)] = factor
 
     def _complete(self, device: SimulatedDevice) -> None:

@@ -31,7 +31,6 @@ class StartTrouble:
 
     @property
     def is_met(self) -> bool:
-        """True if an operation has failed."""
         return any(fault.met for _, fault in self._faults)
 
     def __enter__(self) -> None:

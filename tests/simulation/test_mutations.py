@@ -47,83 +47,24 @@ def in_absence(plan: Plan) -> bool:
     return plan.absent and not plan.disks
 
 
-def in_data_plane(plan: Plan) -> bool:
-    return plan.dataplane and plan.network
-
-
 def in_a_crash(plan: Plan) -> bool:
     return plan.engine == "pool" and plan.crashes and not plan.disks
 
 
-def test_the_simulation_detects_ignored_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reads, "failure_of", lambda *arguments: None)
-    assert seen(lambda plan: plan.disks, begin=104).startswith(("wrong", "stale"))
-
-
-def test_the_simulation_detects_acknowledgement_before_the_flush(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Log, "when_durable", lambda self, callback: callback(None))
-    assert seen(in_a_crash).startswith(("lost", "stale"))
-
-
-def test_the_simulation_detects_ignored_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Session, "qualify", lambda self, argument: (0, bytes(argument)))
-    assert seen(lambda plan: not plan.dataplane).startswith(("wrong", "stale", "lost"))
-
-
-def test_the_simulation_detects_removals_that_are_not_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DiskLog, "remove", lambda self, tenant, key: None)
-    assert seen(in_a_crash).startswith(("stale", "dropped"))  # the latter for objects at the place of others
-
-
-def test_the_simulation_detects_an_unchecked_log_tail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_tail, "_is_complete", lambda entry, blocks, read: True)
-    assert seen(in_a_crash, begin=944).startswith("lost")
-
-
-def test_the_simulation_detects_moves_acknowledged_before_the_old_removal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Core, "undurable_disks", lambda self, tenant, key, but=None: [])
-    assert seen(in_moves, _RARE, begin=3185).startswith("stale")
-
-
-def test_the_simulation_detects_old_copies_freed_before_the_new_one_is_durable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    replace = Core.replace
-
+def _early(replace: Any) -> Any:
     def early(self: Core, old: Entry, disk: Disk | None) -> Any:
         place, left = replace(self, old, disk)
         self.free_old_copies(old.tenant, old.key, left)
         return place, []
 
-    monkeypatch.setattr(Core, "replace", early)
-    assert seen(in_moves, _RARE, begin=4353).startswith(("lost", "prefix"))
+    return early
 
 
-def test_the_simulation_detects_stale_devices_that_are_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "_find_stale", lambda disks: [])
-    assert seen(in_absence, begin=932).startswith("stale")
+def _forgetful(put: Any) -> Any:
+    return lambda self, key, value, **named: put(self, key, value, **{**named, "expires_at_ms": None})
 
 
-def test_the_simulation_detects_endless_waits_of_the_data_plane(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RespClient, "_check_silence", lambda self: None)
-    assert seen(in_data_plane).startswith("hang")
-
-
-def test_the_simulation_detects_ignored_expiries(monkeypatch: pytest.MonkeyPatch) -> None:
-    put = DevicePool.put
-
-    def forget(self: DevicePool, key: bytes, value: Any, **named: Any) -> Any:
-        return put(self, key, value, **{**named, "expires_at_ms": None})
-
-    monkeypatch.setattr(DevicePool, "put", forget)
-    assert seen(lambda plan: plan.engine == "pool").startswith("stale")
-
-
-def test_the_simulation_detects_uncounted_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
-    evict = Space.evict
-
+def _quiet(evict: Any) -> Any:
     def quietly(self: Space, **named: Any) -> bool:
         counters = self._core.counters
         before = [(each.evictions.copy(), each) for each in (*counters.tenants.values(), counters.everyones)]
@@ -132,5 +73,51 @@ def test_the_simulation_detects_uncounted_evictions(monkeypatch: pytest.MonkeyPa
             each.evictions = counts
         return found
 
-    monkeypatch.setattr(Space, "evict", quietly)
-    assert seen(lambda plan: plan.engine == "pool" and plan.tight and not plan.disks, begin=77).startswith("lost")
+    return quietly
+
+
+def always(value: Any) -> Callable[[Any], Any]:
+    return lambda _: lambda *arguments, **named: value
+
+
+MUTANTS: dict[str, tuple[Any, str, Callable[[Any], Any], Callable[[Plan], bool], range, int, tuple[str, ...]]] = {
+    "ignored checksums": (
+        reads, "failure_of", always(None), lambda plan: plan.disks, _SEEDS, 104, ("wrong", "stale")
+    ),
+    "acknowledgement before the flush": (
+        Log, "when_durable", lambda _: lambda self, callback: callback(None), in_a_crash, _SEEDS, 0, ("lost", "stale")
+    ),
+    "ignored tenants": (
+        Session, "qualify", lambda _: lambda self, argument: (0, bytes(argument)),
+        lambda plan: not plan.dataplane, _SEEDS, 0, ("wrong", "stale", "lost"),
+    ),
+    "removals that are not logged": (  # "dropped" for objects at the place of others
+        DiskLog, "remove", always(None), in_a_crash, _SEEDS, 0, ("stale", "dropped")
+    ),
+    "an unchecked log tail": (log_tail, "_is_complete", always(True), in_a_crash, _SEEDS, 944, ("lost",)),
+    "moves acknowledged before the old removal": (
+        Core, "undurable_disks", always([]), in_moves, _RARE, 3185, ("stale",)
+    ),
+    "old copies freed before the new one is durable": (
+        Core, "replace", _early, in_moves, _RARE, 4353, ("lost", "prefix")
+    ),
+    "stale devices that are believed": (opening, "_find_stale", always([]), in_absence, _SEEDS, 932, ("stale",)),
+    "endless waits of the data plane": (
+        RespClient, "_check_silence", always(None), lambda plan: plan.dataplane and plan.network, _SEEDS, 0, ("hang",)
+    ),
+    "ignored expiries": (
+        DevicePool, "put", _forgetful, lambda plan: plan.engine == "pool", _SEEDS, 0, ("stale",)
+    ),
+    "uncounted evictions": (
+        Space, "evict", _quiet, lambda plan: plan.engine == "pool" and plan.tight and not plan.disks, _SEEDS, 77,
+        ("lost",),
+    ),
+}  # fmt: skip
+"""Changed place of the product, and the change; plans, seeds and the first seed that may show it; the failure."""
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_simulation_detects(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, name, change, may_show, seeds, begin, failures = MUTANTS[mutant]
+    monkeypatch.setattr(target, name, change(getattr(target, name)))
+    assert seen(may_show, seeds, begin).startswith(failures)

@@ -28,11 +28,9 @@ class World:
 
     Attributes:
         random: The only source of decisions.
-        now_ns: Time since the beginning.
         wall_offset_ns: Error of the wall clock.
         creeps: True if each read of the clock takes time, for code that polls the clock.
         preempts: Probability of a preemption at each release of the lock.
-        events: Number of events so far.
     """
 
     def __init__(self, seed: int) -> None:
@@ -58,7 +56,6 @@ class World:
         heapq.heappush(self._queue, (self.now_ns + max(int(delay_ns), 0), self._number, actor, function))
 
     def soon(self, actor: str, function: Callable[[], None], most_ns: int = 20 * US) -> None:
-        """Call a function after a short random time."""
         self.after(self.random.randrange(most_ns), actor, function)
 
     def step(self) -> bool:
@@ -109,7 +106,6 @@ class World:
 
     @property
     def trace(self) -> str:
-        """Digest of the trace."""
         return self._hash.hexdigest()
 
     # ---- Clocks
@@ -119,7 +115,6 @@ class World:
         return (_WALL_BEGIN_NS + self.now_ns + self.wall_offset_ns) // MS
 
     def chance(self, probability: float) -> bool:
-        """Return True with a probability."""
         return self.random.random() < probability
 
 

@@ -54,7 +54,7 @@ def test_once_it_shows_totals_and_the_slowest_commands(server: Child) -> None:
         "75.0 %",
         "lookup hit rate",
         "33.3 %",
-        "4.0 GiB",
+        " of 4 GiB",
         "slowest commands",
         "get",
         "memory",

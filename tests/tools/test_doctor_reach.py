@@ -1,9 +1,9 @@
 """``shadowserve doctor`` identifies storage nodes, data planes and other servers by their own protocols."""
 
+import contextlib
 import dataclasses
 import http.server
 import json
-import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -27,12 +27,6 @@ from shadowserve_tools.processes import Child, start_data_plane, start_redis, st
 SMALL = ["--decompression-buffer-bytes", "8 MiB", "--store-buffer-bytes", "8 MiB", *PATIENT]
 ENGINE = {"kv_connector": "ShadowServeConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 Found = dict[str, tuple[str, str, str]]
-
-
-@pytest.fixture(autouse=True)
-def no_configuration_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in [name for name in os.environ if name.startswith("SHADOWSERVE_") and "NATIVE" not in name]:
-        monkeypatch.delenv(variable)
 
 
 @pytest.fixture(scope="module")
@@ -155,8 +149,7 @@ def test_addresses_come_from_the_data_planes_configuration(tmp_path: Path) -> No
 
 def test_a_file_of_another_program_is_a_failure(tmp_path: Path) -> None:
     """Symptom: 'doctor --role storage --config emulated.yaml' found 0 faults."""
-    file = tmp_path / "dpu.yaml"
-    file.write_text("dpu: {}")
+    (file := tmp_path / "dpu.yaml").write_text("dpu: {}")
     state, found, _ = doctor("--role", "storage", "--config", str(file))["configuration"]
     assert state == "failed" and "is for 'shadowserve dpu'" in found
 
@@ -253,29 +246,18 @@ def test_engines_of_one_model_that_do_not_share_kv_are_a_warning(storage: Child,
         quantizer=Quantizer.LOSSLESS,
     )  # fmt: skip
     model = ModelIdentity(model="a model", dtype="bfloat16")
-    with start_data_plane(tmp_path, storage.address, *SMALL) as plane:
-        clients = []
-        for identity in (model, model, dataclasses.replace(model, chunk_tokens=512)):
-            engine = engine_message(identity, layout, paged=False)
-            client = HostConfig(data_plane=plane.address).client(0, engine)
-            client.connect(60.0, layout)
-            clients.append(client)
-            found = on_host(storage.address, plane.address)["engines"]
-            assert found[0] == ("ok" if len(clients) < 3 else "warning"), found
-        assert "256 tokens" in found[1] and "512 tokens" in found[1] and "chunk_tokens" in found[2]
-        for client in clients:
-            client.close()
+    with start_data_plane(tmp_path, storage.address, *SMALL) as plane, contextlib.ExitStack() as clients:
 
+        def engines(**keys: Any) -> tuple[str, str, str]:
+            return on_host(storage.address, plane.address, **keys)["engines"]
 
-def test_an_engine_that_would_not_share_kv_with_running_ones_is_a_warning(storage: Child, plane: Child) -> None:
-    layout = ChunkLayout(
-        dtype=DType.BFLOAT16, layers=2, kinds=2, vector_length=64, tokens=256, quantizer=Quantizer.LOSSLESS
-    )
-    engine = engine_message(ModelIdentity(model="a model", dtype="bfloat16"), layout, paged=False)
-    client = HostConfig(data_plane=plane.address).client(0, engine)
-    client.connect(60.0, layout)
-    assert on_host(storage.address, plane.address)["engines"][0] == "ok"
-    for keys in ({"chunk_tokens": 512}, {"quantizer": "binned"}):
-        state, found, _ = on_host(storage.address, plane.address, **keys)["engines"]
-        assert state == "warning" and "none has this engine's chunks" in found
-    client.close()
+        for number, identity in enumerate((model, model, dataclasses.replace(model, chunk_tokens=512))):
+            client = HostConfig(data_plane=plane.address).client(0, engine_message(identity, layout, paged=False))
+            clients.enter_context(contextlib.closing(client)).connect(60.0, layout)
+            if number == 0:
+                for keys in ({"chunk_tokens": 512}, {"quantizer": "binned"}):
+                    state, found, _ = engines(**keys)
+                    assert state == "warning" and "none has this engine's chunks" in found
+            state, found, remedy = engines()
+            assert state == ("ok" if number < 2 else "warning"), found
+        assert "256 tokens" in found and "512 tokens" in found and "chunk_tokens" in remedy

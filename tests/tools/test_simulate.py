@@ -54,14 +54,6 @@ def test_the_network_stage_from_traffic_alone_does_not_use_its_target() -> None:
     assert told_otherwise.network_by_traffic_alone_gbps() == pytest.approx(said, rel=0.02)
 
 
-@pytest.mark.parametrize("times", [6.96, 11.73])
-def test_a_cost_of_registering_derived_from_a_slowdown_causes_that_slowdown(times: float) -> None:
-    setting = at(40)
-    dear = Model(dataclasses.replace(MODEL.given, register_us_per_mib=MODEL.registering_us_per_mib(setting, times)))
-    slowed = dear.ttft_s(setting, Design(managed=False)) / dear.ttft_s(setting, Design())
-    assert slowed == pytest.approx(times)
-
-
 def test_instruction_counts_are_the_measured_ones() -> None:
     counts = json.loads((REPOSITORY / "native/bench/instructions.json").read_text())["gcc-12 aarch64"]
     decode, symbols = counts["kvrans-decode neon"]
@@ -268,14 +260,6 @@ def test_a_mix_of_requests_is_reported_in_order_for_every_policy(tmp_path: Path)
         assert all(set(row) == {"context", "hit_rate", "rate_gbps", "ttft_ms"} for row in rows)
         assert rows[0] == rows[2]
         assert its["total_ttft_ms"] == pytest.approx(sum(row["ttft_ms"] for row in rows))
-
-
-def test_the_time_to_first_token_is_the_papers_equation(tmp_path: Path) -> None:
-    # Calculated by hand: 16K at 0.5 over 20 Gbps. A layer of 8,192 tokens of 4,096 bytes takes 13.4 ms, less than
-    # computing it.
-    found = shared(tmp_path / "o.json")["policies"]["equal"]["requests"][0]
-    assert found["rate_gbps"] == 20.0
-    assert found["ttft_ms"] == pytest.approx(8192 * 4096 * 8 / 20e6 + 955.89)
 
 
 def test_compressed_records_are_faster_by_their_share_of_the_bytes(tmp_path: Path) -> None:
