@@ -32,7 +32,6 @@ def wrong_arguments(arguments: list[Argument]) -> NoReturn:
 
 
 def whoami(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """ACL WHOAMI."""
     return encode_bulk(session.user.name)
 
 
@@ -47,7 +46,6 @@ def users(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def getuser(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """ACL GETUSER name; the field ``tenant`` follows Redis' fields if the user has one."""
     user = node.users.by_name.get(bytes(arguments[2]))
     if user is None:
         return encode_null(session.protocol)
@@ -92,7 +90,6 @@ def deluser(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def genpass(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """ACL GENPASS [bits]."""
     if len(arguments) > 3:
         wrong_arguments(arguments)
     bits = as_integer(arguments[2]) if len(arguments) == 3 else _PASSWORD_BITS

@@ -95,7 +95,6 @@ def _shown(value: Any) -> str:
 
 
 def config_get(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """CONFIG GET pattern [pattern ...]."""
     found: dict[bytes, bytes] = {}  # each parameter once, and its spelling in the reply
     parameters = _parameters(node)
     for pattern in map(bytes, arguments[2:]):

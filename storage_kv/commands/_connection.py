@@ -29,14 +29,12 @@ _WRONG_PASSWORD = "WRONGPASS invalid username-password pair or user is disabled.
 
 
 def ping(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """PING [message]."""
     if len(arguments) > 2:
         raise CommandError("ERR wrong number of arguments for 'ping' command")
     return b"+PONG\r\n" if len(arguments) == 1 else encode_bulk(arguments[1])
 
 
 def echo(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """ECHO message."""
     return encode_bulk(arguments[1])
 
 
@@ -76,7 +74,6 @@ def hello(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def auth(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """AUTH [user] password."""
     if len(arguments) > 3:
         syntax_error()
     if len(arguments) == 2 and node.users.default.no_password:
@@ -115,7 +112,6 @@ def _authenticate(node: Node, session: Session, name: bytes, password: bytes, co
 
 
 def quit_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """QUIT."""
     session.closing = True
     return OK
 
@@ -149,18 +145,15 @@ def _checked_name(argument: Argument) -> bytes:
 
 
 def client_id(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """CLIENT ID."""
     return b":%d\r\n" % session.id
 
 
 def client_setname(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """CLIENT SETNAME name."""
     session.info.name = _checked_name(arguments[2])
     return OK
 
 
 def client_getname(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """CLIENT GETNAME."""
     return encode_bulk(session.info.name) if session.info.name else encode_null(session.protocol)
 
 
@@ -300,7 +293,6 @@ def _client_id(argument: Argument) -> int:
 
 
 def client_info(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """CLIENT INFO."""
     return encode(Verbatim(describe_client(session)), session.protocol)
 
 
@@ -314,7 +306,6 @@ def client_no_evict(node: Node, session: Session, arguments: list[Argument]) -> 
 
 
 def client_reply(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """CLIENT REPLY ON | OFF | SKIP."""
     option = bytes(arguments[2]).upper()
     if option == b"ON":
         session.replies = True

@@ -254,7 +254,6 @@ _SECTIONS_ON_DEMAND: Final[dict[str, Callable[[Node], _Fields]]] = {
 
 
 def info(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """INFO [section ...]; users without @admin see some sections, and their own tenant's keys."""
     wanted = {bytes(argument).decode("utf-8", "replace").lower() for argument in arguments[1:]}
     sections = _SECTIONS | _SECTIONS_ON_DEMAND
     if wanted & {"all", "everything"}:

@@ -36,7 +36,6 @@ _SMALL_HEADERS = tuple(encode_bulk_header(size) for size in range(1024))
 
 
 def get(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """GET key."""
     item = node.read((session.tenant, bytes(arguments[1])))
     if item is None:
         return encode_null(session.protocol)
@@ -61,13 +60,11 @@ def getrange(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def strlen(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """STRLEN key."""
     item = node.read(session.qualify(arguments[1]), lookup=True)
     return b":%d\r\n" % (0 if item is None else item.length)
 
 
 def mget(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """MGET key [key ...]."""
     null = encode_null(session.protocol)
 
     def value(key: Argument) -> bytes | list[Part]:
@@ -161,19 +158,16 @@ def set_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def setnx(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """SETNX key value."""
     key, value = _checked(arguments[1]), arguments[2]
     answers = _Answers(met=b":1\r\n", unmet=b":0\r\n")
     return _put(_Write(node, session, key, value, b"NX", None, False, "SETNX", answers))
 
 
 def setex(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """SETEX key seconds value."""
     return _set_expiring(node, session, arguments, b"EX", "setex")
 
 
 def psetex(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """PSETEX key milliseconds value."""
     return _set_expiring(node, session, arguments, b"PX", "psetex")
 
 
@@ -184,14 +178,12 @@ def _set_expiring(node: Node, session: Session, arguments: list[Argument], unit:
 
 
 def getset(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """GETSET key value."""
     key, value = _checked(arguments[1]), arguments[2]
     answers = _Answers(met=encode_null(session.protocol), returns_old=True)
     return _put(_Write(node, session, key, value, b"", None, False, "GETSET", answers))
 
 
 def getdel(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """GETDEL key."""
     key = session.qualify(arguments[1])
     item = node.read(key)
     if item is None:
@@ -202,7 +194,6 @@ def getdel(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def getex(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """GETEX key [EX seconds | PX ms | EXAT time | PXAT ms-time | PERSIST]."""
     options = _SetOptions.parse(arguments[2:], of_set=False)
     key, null = session.qualify(arguments[1]), encode_null(session.protocol)
     item = node.read(key)

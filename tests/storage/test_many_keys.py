@@ -103,7 +103,7 @@ def test_commands_on_many_keys_release_the_lock(served: Served) -> None:
 def test_commands_about_commands_release_the_lock(served: Served) -> None:
     meter = WorkMeter()
     served.server.node.lock = meter  # type: ignore[assignment]
-    questions = {"DOCS": ["client"], "INFO": ["client"], "GETKEYS": ["MSET"], "GETKEYSANDFLAGS": ["MSET"]}
+    questions = {"DOCS": ["client"], "INFO": ["client"], "GETKEYS": ["MSET"]}
     with served.client() as client:
         for name, words in questions.items():
             for count in (1000, 12_000 if words == ["MSET"] else 60_000):  # a hundred steps for each word
