@@ -1,10 +1,9 @@
 """Connection slots: authenticated connections by tenant, unauthenticated ones by network.
 
 Unauthenticated clients may use only a share of the slots. When that share or all slots are full, the oldest
-unauthenticated client is evicted, from the network that has most: a well-behaved client authenticates within a round
-trip, and an attacker who fills the share from one network evicts only its own connections. Where there are several
-tenants, each has half of the slots unless configured otherwise, and the last eighth is for tenants that use no more
-than their part of it.
+unauthenticated client is evicted, from the network that has most: an attacker who fills the share from one network
+evicts only its own connections. Where there are several tenants, each has half of the slots unless configured
+otherwise, and the last eighth is for tenants that use no more than their part of it.
 """
 
 from collections.abc import Callable
@@ -19,13 +18,7 @@ _RESERVED_SHARE: Final = 8
 
 
 class ConnectionSlots:
-    """Counts sessions. Needs the node's lock.
-
-    Attributes:
-        unauthenticated: Number of unauthenticated sessions, without those that are being ended.
-        authenticated: Number of authenticated sessions.
-        by_tenant: Number of authenticated sessions by name of tenant.
-    """
+    """Counts sessions. Needs the node's lock. ``unauthenticated`` is without those that are being ended."""
 
     def __init__(self, config: Callable[[], StorageConfig], has_tenants: Callable[[], bool]) -> None:
         self._config = config

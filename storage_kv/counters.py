@@ -1,8 +1,8 @@
 """Counters of work: counters of the node and of each command.
 
-Executing GET of a small value takes 0.7 us; timing it takes 0.5 us more. So one call in :data:`SAMPLE_EVERY` of each
-command is timed, the first one included, which costs 0.07 us a call. A duration is the time under the node's lock: the
-time that a command keeps all other clients waiting. It excludes waiting for a device or for another thread's checksum.
+Timing GET of a small value takes nearly as long as executing it. So one call in :data:`SAMPLE_EVERY` of each command is
+timed, the first one included. A duration is the time under the node's lock: the time that a command keeps all other
+clients waiting. It excludes waiting for a device or for another thread's checksum.
 """
 
 import time
@@ -29,7 +29,6 @@ class CommandCounters:
 
     Attributes:
         calls: Number of executions, failures included.
-        failed: Number of calls that ended in an error.
         rejected: Number of refusals before execution: wrong number of arguments, no permission.
         durations: Durations of the timed calls.
     """

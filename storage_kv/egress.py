@@ -7,8 +7,6 @@ rates are proportional to the square root of ``s``, each capped at ``s / c`` (Ob
 That is optimal for constant rates. A node that redistributes the rates of finished requests does better when the
 shortest requests finish first, so the default makes rates inversely proportional to the remaining bytes. A fifth of the
 link is shared equally, so that a series of short requests cannot stop a long one.
-
-The node's scheduler and ``shadowserve simulate objectcache`` use the same functions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,13 +22,7 @@ Policy: TypeAlias = Literal["equal", "kv_prop", "bw_prop", "stall_opt", "calibra
 
 
 class Demand(NamedTuple):
-    """The remaining work of a request.
-
-    Attributes:
-        layer_bytes: Mean size of its layers; more than 0.
-        window_s: Seconds that its reader computes with each; more than 0.
-        layers_left: Number of unsent layers; at least 1.
-    """
+    """The remaining work of a request: mean size of a layer, time to compute one, number of unsent ones."""
 
     layer_bytes: float
     window_s: float
@@ -61,13 +53,7 @@ def allocate(policy: Policy, demands: Sequence[Demand], budget: float, margin: f
 
 
 def ttft_s(demand: Demand, rate: float, layers: int) -> float:
-    """Return the seconds until a request has computed its last layer (equation 3 of the paper).
-
-    Args:
-        demand: The request; its layers have equal sizes.
-        rate: Bits per second.
-        layers: Number of layers.
-    """
+    """Return the seconds until a request of equal layers has computed its last one (equation 3 of the paper)."""
     transfer_s = 8 * demand.layer_bytes / rate
     return transfer_s + (layers - 1) * max(transfer_s, demand.window_s) + demand.window_s
 

@@ -1,8 +1,4 @@
-"""A fair queue: start-time fair queueing on two levels, tenants and then clients. No clock, no I/O.
-
-However many requests a tenant has, they do not delay those of another tenant; nor do a client's those of the other
-clients of its tenant.
-"""
+"""A fair queue: start-time fair queueing on two levels, tenants and then clients. No clock, no I/O."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -13,11 +9,7 @@ T = TypeVar("T")
 
 
 class _Tenant(Generic[T]):
-    """The items of one tenant.
-
-    Attributes:
-        start: Virtual start time of the tenant's next item: its cost so far divided by its weight.
-    """
+    """The items of one tenant; ``start``, of its next item, is its cost so far divided by its weight."""
 
     __slots__ = ("_clients", "_clock", "_count", "_order", "start")
 

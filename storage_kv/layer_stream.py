@@ -67,15 +67,7 @@ class _Part(DeferredReply):
 
 
 class _Layer(ValueSlice):
-    """A layer: some bytes of its own, then a piece of each record.
-
-    Args:
-        stream: The stream that holds the records.
-        front: Bytes before the pieces.
-        indices: Indices of the records that have a piece.
-        begins: Start of each piece in its record.
-        lengths: Lengths of the pieces.
-    """
+    """A layer: some bytes of its own, then a piece of each record that has one."""
 
     __slots__ = ("_begins", "_ends", "_front", "_indices", "_size", "_stream")
     is_layer: ClassVar[bool] = True
@@ -162,13 +154,9 @@ class StreamRecords:
     Used by the thread of all streams, some keys at a time.
 
     Attributes:
-        tenant: Tenant of the records.
-        keys: Number of keys.
-        layers: Numbers of the layers in the order of sending.
         position: Index of the next key to work on.
         sized_bytes: Size of the records, of the keys added up so far.
-        is_reserved: It may keep records in memory.
-        reserved_bytes: Limit of those.
+        is_reserved: It may keep records in memory, at most ``reserved_bytes``.
         reads: Number of running reads.
         lost: Number of failed reads.
         records: Bytes of each record in memory; None for no record.
@@ -308,12 +296,10 @@ class Stream(StreamRecords):
     Attributes:
         account: Account of its memory beside the records.
         ends_s: Deadline, of ``time.monotonic()``.
-        limit: Highest rate in bits per second.
         head: The first element of the reply.
         parts: Layers of the reply; those from ``resolved`` on are not resolved.
         sent: Number of layers that are sent or dropped.
         partly_sent_bytes: Sent bytes of the layer that is being sent.
-        flow: Its flow in the shaper, once its layers are known.
         is_active: Its layers are being sent.
         has_link_share: Its flow is in the shaper.
         error: Error reply for all layers that are not resolved; empty for none.
@@ -351,7 +337,6 @@ class Stream(StreamRecords):
     # ---- Called by connections
 
     def on_abandoned(self) -> None:
-        """Record that the client has disconnected."""
         self.abandoned = True
         self._wake()
 
@@ -422,12 +407,7 @@ class Stream(StreamRecords):
         return self.bits[self.resolved]
 
     def pace(self, now_s: float, after_s: float) -> float:
-        """Return the bits per second that the client reads while there are unsent layers; infinite if not known yet.
-
-        Args:
-            now_s: Present time.
-            after_s: How long there must have been unsent layers before the rate counts.
-        """
+        """Return at how many bits per second the client reads; infinite if layers wait for less than ``after_s``."""
         if self.resolved == self.sent or not self.bits:
             self._unread_s = 0.0
             return inf

@@ -79,11 +79,7 @@ class _Room:
 
 
 class LayerStreams:
-    """All streams of a node, and their thread.
-
-    Attributes:
-        others: Rates of all other replies.
-    """
+    """All streams of a node, and their thread; ``others`` are the rates of all other replies."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -125,10 +121,6 @@ class LayerStreams:
             layers: Numbers of the layers in the order of sending.
             limit: Highest rate in bits per second; infinite for none.
             window_s: Seconds that the client computes with each layer.
-
-        Raises:
-            CommandError: Its tenant would exceed its share of memory.
-            BusyError: There is no room yet because of other tenants.
         """
         memory, size = self._node.memory, memory_of(names, len(layers))
         used, used_max = memory.used_by(session.share), memory.share(session.share)

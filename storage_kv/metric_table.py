@@ -20,14 +20,7 @@ Kind = Literal["counter", "gauge"]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The objects that rows read their values from.
-
-    Attributes:
-        node: The node.
-        counters: Counters of the node.
-        audit: The audit log.
-        store: Statistics of the store.
-    """
+    """The objects that rows read their values from."""
 
     node: Node
     counters: Counters
@@ -45,9 +38,6 @@ class Row(NamedTuple):
 
     Attributes:
         source: Path of the attribute in a :class:`View`, or a function of it.
-        name: Name of the metric.
-        kind: Counter or gauge.
-        help: Help text of the metric.
         info: Section of INFO; with a colon, its name there. Empty for none.
     """
 

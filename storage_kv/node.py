@@ -35,13 +35,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class ServerInfo:
-    """Facts of the running server, for INFO and metrics.
-
-    Attributes:
-        started_s: Start, of ``time.monotonic()``.
-        port: Listening port; 0 before.
-        certificate_expires_s: Expiry of the TLS certificate, Unix time; 0 without TLS.
-    """
+    """Facts of the running server: start (``time.monotonic()``), port, expiry of the certificate (0 without TLS)."""
 
     started_s: float = field(default_factory=time.monotonic)
     port: int = 0
@@ -53,19 +47,12 @@ class Node:
     """One storage node.
 
     Attributes:
-        reconfiguration: The configuration and its changes.
-        server: Facts of the running server.
-        store: Memory and devices with the values.
         lock: Held while the store, the counters or the sessions are used. Its holder waits for nothing. Commands run
             under it, so that each is atomic.
-        sessions: Sessions of all connections by id.
         watchers: Sessions that watch a qualified key.
         log_limiter: Limits repeated log lines that any client can cause.
-        slots: Connection slots.
         memory: Memory budget of incoming requests and copied replies.
         lent: Memory budget of stored values that are being sent.
-        pending_keys: Keys that clients are about to store.
-        prefetches: Reads from the bucket ahead of use.
         streams: LayerStreams for KV.LAYERS, of a module above this one; None while no server runs.
         limiters: Rate limiters by name of tenant.
     """
@@ -249,10 +236,7 @@ class Node:
     def read(self, key: Address, *, touch: bool = True, lookup: bool = False) -> Item | None:
         """Return the item of a qualified key for a reading command, and count a hit or a miss.
 
-        Args:
-            key: Qualified key.
-            touch: Count as a use of the item.
-            lookup: The command does not return the value; counted separately as well.
+        ``touch`` counts as a use of the item. ``lookup``: the command does not return the value, and is counted so.
         """
         item = self.store.get(key) if touch else self.store.peek(key)
         if item is None:

@@ -1,8 +1,8 @@
 """PendingKeys: which keys clients are about to store, so that others may wait for them instead of computing.
 
-A publication is a hint. It ends with its time, with the connection that made it, and when the key is there; nothing
-is kept of it on any device. All of it happens with the node's lock held, and the work for a key is the same however
-many clients publish it: of each key those few are noted that last longest.
+A publication is a hint. It ends with its time, with the connection that made it, and when the key is there. All of it
+happens with the node's lock held, and the work for a key is the same however many clients publish it: of each key those
+few are noted that last longest.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -37,13 +37,7 @@ class TooManyPendingError(ShadowServeError):
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """The pending keys of one connection.
-
-    Attributes:
-        id: Id of its session.
-        keys: The latest last.
-        gone: The connection has ended.
-    """
+    """The pending keys of one connection, the latest last; ``id`` is its session's. ``gone``: it has ended."""
 
     id: int
     keys: OrderedDict[Address, None] = field(default_factory=OrderedDict)
@@ -51,11 +45,7 @@ class _Client:
 
 
 class PendingKeys:
-    """The pending keys of all clients.
-
-    Args:
-        tenants: Returns the number of tenants that share the limit; 1 for a single one.
-    """
+    """The pending keys of all clients; ``tenants`` returns the number of tenants that share the limit."""
 
     def __init__(self, tenants: Callable[[], int]) -> None:
         self._tenants = tenants
@@ -66,11 +56,7 @@ class PendingKeys:
         self._count = 0
 
     def add(self, client: int, keys: Sequence[Address], now_ms: int, until_ms: int) -> None:
-        """Mark a few keys of one tenant as pending.
-
-        Raises:
-            TooManyPendingError: The client, its tenant or all clients would exceed their limit; nothing has changed.
-        """
+        """Mark a few keys of one tenant as pending. A TooManyPendingError has changed nothing."""
         self._tidy(now_ms)
         if not keys:
             return

@@ -27,12 +27,9 @@ class CommandError(ShadowServeError):
 
 
 class ValueSlice:
-    """Bytes of a stored value in a reply, sent from where they are stored.
+    """Bytes of a stored value in a reply, sent from where they are stored; held or leased until they are sent.
 
-    Its item is held, or its lease kept, until they are sent.
-
-    Attributes:
-        is_layer: It belongs to a reply to KV.LAYERS.
+    ``is_layer``: it belongs to a reply to KV.LAYERS.
     """
 
     __slots__ = ("source", "view")
@@ -86,7 +83,6 @@ class DeferredReply:
 
     Attributes:
         is_lent: The connection counts the expected bytes as lent; otherwise the producer has counted them.
-        expected_bytes: Approximate size.
         failed: Set before resolve(): the part is an error.
         lost: Set before resolve(): a value that was counted as a hit could not be read.
         parts: The resolved parts; None before.

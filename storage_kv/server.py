@@ -35,10 +35,9 @@ from shadowserve.resp import encode_error
 from shadowserve.signals import stop_signals
 from storage_kv.access.audit import AuditLog
 from storage_kv.access.users import Users
-from storage_kv.clients.certificates import Certificates
 from storage_kv.clients.connection import Connection
 from storage_kv.clients.io_threads import IoThread, threads_for
-from storage_kv.clients.transport import PlainTransport, TlsTransport, Transport
+from storage_kv.clients.transport import Certificates, PlainTransport, TlsTransport, Transport
 from storage_kv.clients.workers import Workers
 from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
@@ -91,13 +90,7 @@ class StorageServer:
         store: Pool | None = None,
         load: Callable[[], StorageConfig] | None = None,
     ) -> None:
-        """Create a server that does not listen yet.
-
-        Args:
-            config: The configuration.
-            store: Store of the values; by default the configured one.
-            load: Reads the configuration again; None if that is impossible.
-        """
+        """Create a server that does not listen yet. ``load`` reads the configuration again."""
         audit = AuditLog(config.audit_log, config.audit_log_bytes_max)
         users = Users(config, BY_FULL_NAME)
         if store is None:
@@ -134,11 +127,7 @@ class StorageServer:
         self._connections_max = _raise_descriptor_limit(new.connections_max)
 
     async def start(self) -> None:
-        """Listen, and accept clients.
-
-        Raises:
-            ConfigurationError: An address is not available, or the store cannot start.
-        """
+        """Listen, and accept clients."""
         config = self.node.config
         self._loop = asyncio.get_running_loop()
         self.operations.watch("main loop", self._loop.call_soon_threadsafe)
@@ -486,16 +475,10 @@ async def _serve(config: StorageConfig, load: Callable[[], StorageConfig] | None
 
 
 def run(config: StorageConfig, load: Callable[[], StorageConfig] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT. Needs the main thread.
+    """Serve until SIGTERM or SIGINT. Needs the main thread. ``load`` reads the configuration again, for SIGHUP.
 
-    Prints ``ready HOST:PORT`` on standard output when clients can connect; logs go to standard error.
-
-    Args:
-        config: The configuration.
-        load: Reads the configuration again, for SIGHUP.
-
-    Raises:
-        ConfigurationError: An address, a core or the memory is not available.
+    Prints ``ready HOST:PORT`` on standard output when clients can connect; logs go to standard error. Raises
+    ConfigurationError if an address, a core or the memory is not available.
     """
     check_memory({"memory_budget_bytes": int(config.memory_budget_bytes)})
     confine(chosen_cores("cores", config.cores))

@@ -2,8 +2,7 @@
 
 Tenants share the link by their weights; what one does not use goes to the others. Each flow earns credit at its rate
 and spends it on whole layers. A policy (egress.py) sets the rates of a tenant's flows at the start of each epoch: what
-a finished request leaves stays unused until then, and a new request waits until then unless there is no other. So the
-times of layers are predictable.
+a finished request leaves stays unused until then, and a new request waits until then unless there is no other.
 
 All other replies (``Others``) share the link too. Each of their clients counts as one flow of its tenant, and has a
 debt of its own: a client that was sent more than it has earned executes nothing until the debt is paid.
@@ -28,7 +27,6 @@ class Link:
 
     Attributes:
         bits_per_s: Capacity; 0 for no limit.
-        policy: Policy of a tenant's requests.
         margin_bits_per_s: Amount by which caps are raised.
         epoch_s: Time for which rates hold.
     """
@@ -60,8 +58,6 @@ class Flow:
     Attributes:
         demand: What remains to be sent.
         limit: Highest rate in bits per second; infinite for none.
-        tenant: Tenant whose share of the link it uses.
-        weight: Weight of that tenant.
         rate: Rate in this epoch in bits per second.
         credit: Earned bits.
         next_bits: Size of the next layer; 0 while none may be sent.
@@ -120,8 +116,6 @@ class Others:
         rate: Their rate in bits per second; infinite while there are no layers to send, or the link has no limit.
         epoch_s: Longest wait, so that the next epoch counts a waiting client as active.
     """
-
-    __slots__ = ("_tenants", "epoch_s", "rate")
 
     def __init__(self) -> None:
         self.rate = inf
@@ -186,12 +180,7 @@ class Others:
 
 
 class Shaper:
-    """The flows of one link.
-
-    Attributes:
-        others: All other replies.
-        flows: Present flows.
-    """
+    """The flows of one link; ``others`` are all other replies."""
 
     def __init__(self, link: Callable[[], Link]) -> None:
         """``link`` is called at the start of each epoch."""

@@ -1,9 +1,7 @@
 """The audit log: a line of JSON for each event, in a file that is rotated by size.
 
-It holds authentications, failed ones too, denials, and commands of administrators. It never holds keys, values or
-passwords. A thread writes it, so a slow disk delays no client; lines that cannot be written are dropped and counted.
-Events that any client can cause are limited to some lines a minute and then counted, so that they cannot crowd out
-others.
+It never holds keys, values or passwords. A thread writes it, so a slow disk delays no client. Events that any client
+can cause are limited to some lines a minute and then counted, so that they cannot crowd out others.
 """
 
 import json
@@ -41,9 +39,7 @@ class Audited(Protocol):
 class AuditLog:
     """Writes events to a file, or drops them if there is none.
 
-    Attributes:
-        written: Number of written lines.
-        lost: Number of lines that could not be written.
+    ``written`` and ``lost`` count lines.
     """
 
     def __init__(self, path: str = "", bytes_max: int = 64 << 20) -> None:

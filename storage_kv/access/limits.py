@@ -1,8 +1,7 @@
-"""Rate limits of a tenant: token buckets that may go into debt.
+"""Rate limits of a tenant: token buckets that may go into debt, shared by its clients.
 
 A command is charged after its execution, when its bytes are known. While a bucket is below zero the tenant's clients
-wait. Nothing is queued: their connections are not read, so their own buffers fill. A tenant's clients share its
-buckets.
+wait. Nothing is queued: their connections are not read, so their own buffers fill.
 """
 
 from math import inf
@@ -18,22 +17,14 @@ class RateLimiter:
     """The buckets of one tenant. Needs the node's lock.
 
     Attributes:
-        has_limits: The tenant has a rate limit.
         bytes_per_s: Byte rate of all its clients; infinite for no limit.
         commands: Number of charged commands.
         moved_bytes: Number of charged bytes, received and sent.
         throttled: Number of times that a client had to wait.
     """
 
-    __slots__ = ("_buckets", "_filled_s", "bytes_per_s", "commands", "has_limits", "moved_bytes", "throttled")
-
     def __init__(self, limits: TenantLimits, now_s: float) -> None:
-        """Create full buckets.
-
-        Args:
-            limits: Limits of the tenant.
-            now_s: Time of the clock that all calls use.
-        """
+        """Create full buckets; ``now_s`` is of the clock that all calls use."""
         rates = (limits.commands_per_s, limits.bytes_per_s)
         self._buckets = [[float(rate), rate * _BURST_S] if rate else None for rate in rates]
         self._filled_s = now_s

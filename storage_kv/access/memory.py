@@ -46,9 +46,7 @@ class Account:
     """The bytes that one client holds of one budget.
 
     Attributes:
-        budget: The budget.
         client: The owner; None once it is closed, so that the two form no reference cycle.
-        tenant: Tenant whose share they count against.
         held: Number of bytes; several accounts may share stored values.
         closed: Nothing is counted any more.
         is_next: It has waited, and it is its turn.
@@ -95,11 +93,7 @@ class MemoryBudget:
     """A number of bytes that all accounts together must not exceed.
 
     A budget of own memory counts what accounts hold. A budget of stored values counts pins: a value counts once,
-    however many clients it is sent to.
-
-    Attributes:
-        used: Number of counted bytes.
-        is_tight: More than a sixteenth is used, so admission needs checks.
+    however many clients it is sent to. ``is_tight``: more than a sixteenth is used, so admission needs checks.
     """
 
     def __init__(self, bytes_max: Callable[[], int], tenants: Callable[[], int], *, is_own_memory: bool) -> None:
@@ -150,10 +144,7 @@ class MemoryBudget:
         return self.used + more <= bytes_max
 
     def _admits(self, tenant: int, more: int, promised: int = 0) -> bool:
-        """Return True if a tenant may hold more bytes beside those promised to others.
-
-        A stored value larger than the budget can be sent too, alone.
-        """
+        """Return True if there is room beside bytes ``promised`` to others; a value above the budget is sent alone."""
         is_alone = not (self._is_own_memory or self.used or promised)
         return is_alone or self.has_room(tenant, promised + more)
 
@@ -169,7 +160,6 @@ class MemoryBudget:
     # ---- Counting
 
     def change(self, account: Account, held: int) -> None:
-        """See :meth:`Account.set_held`."""
         more = held - account.held
         account.held = held
         if held:
@@ -183,7 +173,6 @@ class MemoryBudget:
                 self._close_largest_holders(account.tenant)
 
     def transfer(self, giver: Account, taker: Account, size: int) -> None:
-        """See :meth:`Account.transfer`."""
         giver.held -= size
         taker.held += size
         self._holders.add(taker)
@@ -271,11 +260,9 @@ class MemoryBudget:
                 del self._queues[tenant]
 
     def close_slow_holder(self, timeout_s: float, tick_s: float) -> None:
-        """While a client waits for room, close one that holds much and is too slow. Call it every ``tick_s``.
+        """While a client waits for room, close one that holds much and at its pace would not be done in ``timeout_s``.
 
-        Args:
-            timeout_s: Time within which a client must be done with what it holds, at its pace so far.
-            tick_s: Time between two calls.
+        Call it every ``tick_s``.
         """
         if not self._queues:
             return

@@ -1,7 +1,7 @@
 """A user and its rules: Redis' ACL rules, and ``tenant=NAME``.
 
-A rule is a word: ``on``, ``>password``, ``~pattern``, ``+@read``. Rules are applied in order; for each command the last
-matching rule decides. They are kept as given, as Redis does since 7.2. Selectors, ``(...)``, are not supported.
+Rules are applied in order; for each command the last matching one decides. They are kept as given, as Redis does since
+7.2. Selectors, ``(...)``, are not supported.
 """
 
 import hashlib
@@ -101,8 +101,6 @@ class User:
     """A user. It is changed in place so that its sessions follow; apply changes that may fail to a copy().
 
     Attributes:
-        name: Any bytes except spaces and null characters.
-        enabled: Clients can authenticate as it.
         no_password: Any password is accepted.
         passwords: SHA-256 in hexadecimal, in the order given.
         tenant: Name of its tenant; empty for the default tenant.
@@ -208,15 +206,7 @@ class User:
         self._decided = {}
 
     def apply(self, rule: bytes, commands: Mapping[str, Described]) -> None:
-        """Apply one rule.
-
-        Args:
-            rule: the word.
-            commands: All commands, by full name.
-
-        Raises:
-            RuleError: it cannot be applied; nothing has changed.
-        """
+        """Apply one rule, or raise RuleError and change nothing; ``commands`` are all commands by full name."""
         word = rule.lower()
         simple = _SIMPLE.get(word)
         if simple is not None:
@@ -342,11 +332,7 @@ def check_name(name: bytes) -> None:
 
 
 def parse_line(line: bytes) -> tuple[bytes, Sequence[bytes]] | None:
-    """Return the name and the rules of a line of a users file; None for an empty line or a comment.
-
-    Raises:
-        RuleError: The line is invalid.
-    """
+    """Return the name and the rules of a line of a users file; None for an empty line or a comment."""
     words = line.split()
     if not words or words[0].startswith(b"#"):
         return None

@@ -1,7 +1,7 @@
 """The users of a storage node, their passwords, and the log of denials.
 
-Passwords are kept as SHA-256 and compared in constant time, against a random hash where there is no such user. So the
-time of an answer shows neither whether a user exists nor how much of a password is right.
+Passwords are compared in constant time, against a random hash where there is no such user. So the time of an answer
+shows neither whether a user exists nor how much of a password is right.
 """
 
 import hmac
@@ -30,11 +30,7 @@ _FRESH_DEFAULT: Final = (b"on", b"nopass", b"~*", b"&*", b"+@all")
 
 
 def read_users(path: str, commands: Mapping[str, Described]) -> dict[bytes, User]:
-    """Read a users file.
-
-    Raises:
-        ConfigurationError: The file cannot be read or has invalid lines; the message lists all of them.
-    """
+    """Read a users file; the message of a ConfigurationError lists all invalid lines."""
     try:
         with open(path, "rb") as file:
             content = file.read(_FILE_BYTES_MAX + 1)
@@ -85,15 +81,7 @@ class Users:
     """
 
     def __init__(self, config: StorageConfig, commands: Mapping[str, Described]) -> None:
-        """Create the configured users.
-
-        Args:
-            config: ``password`` is the default user's; ``users_file`` has the others.
-            commands: Existing commands by full name.
-
-        Raises:
-            ConfigurationError: The users file is invalid.
-        """
+        """Create the configured users; ``commands`` are all commands by full name."""
         self._config = config
         self._commands = commands
         self._no_password_hash = hash_password(secrets.token_bytes(32))
@@ -108,8 +96,7 @@ class Users:
     def _configured_default(self) -> User:
         """Return the default user if no file defines it.
 
-        With a users file it is off unless it has a password: a file that lists the users must not let in everybody
-        else.
+        With a users file it is off unless it has a password: a file that lists the users must not let in others.
         """
         password = self._config.password.get_secret_value().encode()
         user = User(DEFAULT_USER)
@@ -143,8 +130,7 @@ class Users:
     def set_user(self, name: bytes, rules: Iterable[bytes]) -> bool:
         """Apply all rules to a new or existing user or, on an error, none; return True if its tenant has changed.
 
-        Raises:
-            RuleError: A rule is invalid; its arguments are the reason and the rule.
+        The arguments of a RuleError are the reason and the rule.
         """
         check_name(name)
         present = self.by_name.get(name)
@@ -166,13 +152,10 @@ class Users:
         return self.by_name.pop(name, None)
 
     def load(self) -> list[User]:
-        """Read the users file again; existing users are changed in place.
+        """Read the users file again; existing users are changed in place. A ConfigurationError has changed nothing.
 
         Returns:
             Users whose sessions must end: those that are removed or belong to another tenant now.
-
-        Raises:
-            ConfigurationError: The file is invalid; nothing has changed.
         """
         found = read_users(self.file, self._commands)
         found.setdefault(DEFAULT_USER, self._default_from_configuration)

@@ -1,10 +1,8 @@
 """Readiness of many sockets in one thread, and functions handed over from other threads.
 
-asyncio's loop makes handles, contexts and lists for each event, and goes through two layers of tables to begin and to
-end waiting for a writable socket. A reply of 2 MiB has five events. Connections need no more of a loop than this file.
-
-Work is queued in lanes, one for each tenant that has clients here. A single lane runs in order of arrival. Several
-lanes take turns of a millisecond or one call, however much waits in the others.
+asyncio's loop makes handles, contexts and lists for each event, of which a reply of 2 MiB has five. Work is queued in
+lanes, one for each tenant that has clients here. A single lane runs in order of arrival. Several lanes take turns of a
+millisecond or one call, however much waits in the others.
 """
 
 import functools
@@ -32,14 +30,7 @@ _TURN_S: Final = 0.001
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """Queued work for the clients of one tenant; used in the loop's thread.
-
-    Attributes:
-        tenant: Tenant of the clients.
-        clients: Number of clients in the lane.
-        events: Unhandled events by descriptor.
-        soon: Functions to be called.
-    """
+    """Queued work for the clients of one tenant: unhandled events by descriptor, and functions to be called."""
 
     tenant: int
     clients: int = 0
@@ -54,11 +45,7 @@ class EventLoop:
     """
 
     def __init__(self) -> None:
-        """Create a loop that does not run yet.
-
-        Raises:
-            OSError: The process has no descriptors left.
-        """
+        """Create a loop that does not run yet; raise OSError if no descriptors are left."""
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._lane_of: dict[int, Lane] = {}
@@ -215,13 +202,7 @@ class EventLoop:
 
 
 class Signal:
-    """Runs a step in a loop when any thread sends the signal, until disconnect(); the loop may be closed after that.
-
-    Attributes:
-        lane: Lane in which the step runs.
-    """
-
-    __slots__ = ("_is_sent", "_lock", "_loop", "_step", "lane")
+    """Runs a step in a loop when any thread sends the signal, until disconnect(); the loop may be closed after that."""
 
     def __init__(self, loop: EventLoop, lane: Lane, step: Callable[[], None]) -> None:
         self._loop = loop

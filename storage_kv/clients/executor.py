@@ -9,8 +9,7 @@ The call stack of a turn::
         _queue_reply               Replies; starts work of a Continuation
     Connection._send_and_wait      sends what is known, then waits for the next event
 
-A turn ends when the reader has no whole command, after ``pipeline_commands_max`` commands, or when the client's replies
-are too many. Some commands cannot end in their turn:
+Some commands cannot end in their turn:
 
 - A :class:`DeferredReply` keeps its position in the queue; the commands behind it are executed, within limits.
 - A :class:`Continuation` makes its reply in steps. The client's next commands wait until it ends.
@@ -55,10 +54,6 @@ class CommandExecutor:
     """The commands of one client. Used by its connection's thread.
 
     Attributes:
-        reader: Parser of the client's bytes.
-        body: Memory for large arguments.
-        replies: Queue of the client's replies.
-        accounts: Memory accounts of the client.
         has_input: There may be another command to execute, or a reply to continue.
         working: Another thread works on a reply.
         blocked: The store has no room; nothing is executed until it notifies.
@@ -66,29 +61,6 @@ class CommandExecutor:
         received_bytes: Received bytes that the node's counters do not have yet.
         moved_bytes: Bytes received and sent while the client held memory, without ``received_bytes``.
     """
-
-    __slots__ = (
-        "_abort_soon",
-        "_command_name",
-        "_continuation",
-        "_is_reply_begun",
-        "_kept_bytes",
-        "_node",
-        "_notify_room",
-        "_retry",
-        "_session",
-        "_start_work",
-        "accounts",
-        "blocked",
-        "blocked_since_s",
-        "body",
-        "has_input",
-        "moved_bytes",
-        "reader",
-        "received_bytes",
-        "replies",
-        "working",
-    )
 
     def __init__(
         self,
@@ -276,8 +248,7 @@ class CommandExecutor:
         """Queue a reply unless the client has switched replies off.
 
         Returns:
-            The number of commands that it counts as; ``left`` for a step of a command on many keys, which ends the
-            turn.
+            The number of commands that it counts as; ``left`` for a step of a command on many keys, to end the turn.
         """
         session = self._session
         parts: list[Part] = (

@@ -19,8 +19,6 @@ class MemoryAccounts:
         counted: One of the accounts is not empty.
     """
 
-    __slots__ = ("_session", "counted", "lent", "memory")
-
     def __init__(self, node: Node, session: Session, client: Client) -> None:
         self._session = session
         self.memory = Account(node.memory, client, session.share)
@@ -41,10 +39,7 @@ class MemoryAccounts:
         return self.memory.admit(size)
 
     def admit_apart(self, size: int) -> Account | None:
-        """Count what a request holds after its command is executed, in an account of its own.
-
-        Returns None where there is no room; then the client is notified when to try again.
-        """
+        """Count what a request holds after its command is executed, in an account of its own; None without room."""
         if not self.admit(size):
             return None
         assert self.memory.client is not None, "a closed connection executes nothing"

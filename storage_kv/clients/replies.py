@@ -43,20 +43,6 @@ class Replies:
         layer_bytes: Bytes of layers that were ever sent.
     """
 
-    __slots__ = (
-        "_node",
-        "_notify",
-        "_offset",
-        "_session",
-        "deferred",
-        "layer_bytes",
-        "lent_bytes",
-        "out",
-        "out_bytes",
-        "waiting",
-        "waiting_bytes",
-    )
-
     def __init__(self, node: Node, session: Session, notify: Callable[[], None]) -> None:
         """``notify`` is called from any thread when advance() may move parts."""
         self._node = node
@@ -154,14 +140,9 @@ class Replies:
     # ---- Sending
 
     def send_to(self, transport: Transport, sent_slices: list[ValueSlice]) -> int:
-        """Send as much as the transport takes in one call; return the number of bytes.
+        """Send as much as the transport takes in one call; return the number of bytes. Raises OSError of the socket.
 
-        Args:
-            transport: Transport of the client.
-            sent_slices: Receives the slices that are sent completely; the caller releases them.
-
-        Raises:
-            OSError: BlockingIOError where the kernel has no room, others where the client has disconnected.
+        ``sent_slices`` receives the slices that are sent completely; the caller releases them.
         """
         out = self.out
         first = out[0]

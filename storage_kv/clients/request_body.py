@@ -1,8 +1,7 @@
 """Large arguments of one client: whether they may be received, when, and into which memory.
 
-An argument that is refused is refused when its length is known. Its bytes are dropped as they arrive, so the connection
-goes on and holds nothing of it. An admitted argument is counted with its whole length before there is memory for it.
-Where there is no room it waits, and its client is not read.
+An argument is refused when its length is known; its bytes are dropped as they arrive. An admitted argument is counted
+with its whole length before there is memory for it. Where there is no room it waits, and its client is not read.
 
 A value that is executed at once is received into the store's memory, where it stays. If a command has several values, a
 value for which the store has no room is received into memory of its own; otherwise clients that each hold some of their
@@ -56,20 +55,6 @@ class RequestBody:
         refusal: Reply to the command that arrives if an argument of it was refused; otherwise empty.
     """
 
-    __slots__ = (
-        "_accounts",
-        "_buffers",
-        "_is_admitted",
-        "_node",
-        "_notify",
-        "_reader",
-        "_session",
-        "_waiting_bytes",
-        "bytes",
-        "in_place",
-        "refusal",
-    )
-
     def __init__(
         self, node: Node, session: Session, reader: CommandReader, accounts: MemoryAccounts, notify: Callable[[], None]
     ) -> None:
@@ -96,9 +81,6 @@ class RequestBody:
 
         NEED_DATA also means that an argument waits for room. LargeBulk means that another large argument follows: call
         it again.
-
-        Raises:
-            ProtocolError: The input cannot be parsed any further.
         """
         event: Event = LargeBulk(self._waiting_bytes) if self.waits else self._reader.next_command()
         if isinstance(event, LargeBulk):

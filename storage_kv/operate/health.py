@@ -13,14 +13,7 @@ from storage_kv.node import Node
 class Condition:
     """State of the node for health checks, which run in threads of their own.
 
-    Attributes:
-        node: The node.
-        loops: Loops and threads that must answer, by name: a function that makes them call a function soon.
-        recovered: The store has recovered its keys.
-        recovery_s: Duration of the recovery.
-        recovered_keys: Number of recovered keys.
-        listening: Listening addresses; empty before and after.
-        draining: The server is stopping.
+    ``loops``: loops and threads that must answer, by name: a function that makes them call a function soon.
     """
 
     node: Node

@@ -1,7 +1,6 @@
 """The metrics of the storage node for Prometheus, read at scrape time.
 
-Labels are commands, devices, arenas, operations and causes: few values, and the node's own. Keys, clients and tenants
-are no labels: they are many, and other people's. Units are seconds and bytes; counters end in ``_total``.
+Keys, clients and tenants are no labels: they are many, and other people's.
 """
 
 import resource

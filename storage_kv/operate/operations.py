@@ -19,11 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class Operations:
-    """Operation of a server.
-
-    Attributes:
-        condition: State for health checks.
-    """
+    """Operation of a server; ``condition`` is its state for health checks."""
 
     def __init__(self, node: Node) -> None:
         self.condition = Condition(node)
@@ -36,11 +32,7 @@ class Operations:
         return self._endpoint.port if self._endpoint else None
 
     def start(self) -> None:
-        """Serve the HTTP endpoint, if configured. Call it before recovery.
-
-        Raises:
-            ConfigurationError: Its address is not available.
-        """
+        """Serve the HTTP endpoint, if configured. Call it before recovery."""
         config = self._node.config
         if config.metrics_port is None:
             return
@@ -65,11 +57,7 @@ class Operations:
         self.condition.loops[name] = hand
 
     def recover(self) -> None:
-        """Start the store, which recovers its keys: seconds for millions of objects.
-
-        Raises:
-            ConfigurationError: A device cannot be used.
-        """
+        """Start the store, which recovers its keys: seconds for millions of objects."""
         systemd.notify("STATUS=recovering")
         node, condition = self._node, self.condition
         begin_s = time.monotonic()
