@@ -8,13 +8,14 @@ import logging
 import secrets
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from shadowserve.incidents import Incidents
 from shadowserve.pool.pool import Pool
-from shadowserve.pool.types import DEFAULT_TENANT, Address, Item
+from shadowserve.pool.types import DEFAULT_TENANT, Address, Item, Lease
 from storage_kv.access.audit import AuditLog
 from storage_kv.access.authentication_throttle import AuthenticationThrottle, network_of
 from storage_kv.access.limits import RateLimiter
@@ -25,12 +26,15 @@ from storage_kv.config import StorageConfig, TenantLimits
 from storage_kv.connection_slots import ConnectionSlots
 from storage_kv.counters import Counters
 from storage_kv.pending_keys import PendingKeys
-from storage_kv.prefetch import Prefetches
 from storage_kv.reconfiguration import Reconfiguration
 from storage_kv.reply import Part, drop_parts
 from storage_kv.session import Session, Watch
 
 _log = logging.getLogger(__name__)
+
+_PREFETCH_S: Final = 1.0
+"""Limit of the bucket's time that a tenant's running prefetches may take. It bounds their memory, and how long reads
+wait behind them, well within ``s3.timeout_s``. A client repeats its request for more."""
 
 
 @dataclass(slots=True)
@@ -74,7 +78,7 @@ class Node:
     memory: MemoryBudget = field(init=False)
     lent: MemoryBudget = field(init=False)
     pending_keys: PendingKeys = field(init=False)
-    prefetches: Prefetches = field(init=False)
+    prefetches: "Prefetches" = field(init=False)
     streams: Any = None
     limiters: dict[str, RateLimiter] = field(init=False)
 
@@ -252,3 +256,43 @@ def end_session(session: Session) -> None:
     """End a session when its replies are sent. It executes nothing from now on, not even a command that has arrived."""
     session.closing = True
     session.hooks.finish()
+
+
+class Prefetches:
+    """Reads from the bucket that no reply waits for. Needs the node's lock."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._lock = threading.Lock()  # protects the next two: reads end in other threads
+        self._running: set[Address] = set()
+        self._bytes: defaultdict[int, int] = defaultdict(int)  # of the running reads, by tenant
+
+    def begin(self, address: Address, item: Item) -> bool:
+        """Start to read a cold record unless that runs already; return False if its tenant has reached the limit."""
+        tenant, size = address[0], item.length
+        with self._lock:
+            if address in self._running:
+                return True
+            mine = self._bytes[tenant]
+            if mine and self._seconds(mine + size) > _PREFETCH_S:
+                return False
+            self._running.add(address)
+            self._bytes[tenant] = mine + size
+        self._node.store.read(item, 0, 1, lambda lease: self._ended(address, size, lease))
+        return True
+
+    def _seconds(self, size: int) -> float:
+        """Return by how much more bytes lengthen the bucket's queue."""
+        store = self._node.store
+        return float((store.expected_s(size) or 0.0) - (store.expected_s(0) or 0.0))
+
+    def _ended(self, address: Address, size: int, lease: Lease | None) -> None:
+        """Record the end of a read, in any thread."""
+        with self._lock:
+            self._running.discard(address)
+            self._bytes[address[0]] -= size
+            if not self._bytes[address[0]]:
+                del self._bytes[address[0]]
+        if lease is not None:  # read() never calls this with a lease, so the lock is free
+            with self._node.lock:
+                lease.release()

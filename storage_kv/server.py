@@ -43,7 +43,7 @@ from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
 from storage_kv.layers import LayerStreams
 from storage_kv.node import Node
-from storage_kv.operate.operations import Operations
+from storage_kv.operations import Operations
 from storage_kv.reconfiguration import Reconfiguration
 from storage_kv.session import ClientInfo, Session
 

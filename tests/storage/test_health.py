@@ -19,7 +19,7 @@ from storage_kv.access.users import Users
 from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
 from storage_kv.node import Node
-from storage_kv.operate.health import Condition
+from storage_kv.operations import Condition
 from storage_kv.reconfiguration import Reconfiguration
 
 

@@ -26,8 +26,7 @@ from storage_kv.config import StorageConfig
 from storage_kv.counters import SAMPLE_EVERY, CommandCounters
 from storage_kv.metric_table import BUCKET
 from storage_kv.node import Node
-from storage_kv.operate.health import Condition
-from storage_kv.operate.metrics import NodeCollector
+from storage_kv.operations import Condition, NodeCollector
 from storage_kv.reconfiguration import Reconfiguration
 from storage_kv.reply import CommandError
 from storage_kv.session import Session
