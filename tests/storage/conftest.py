@@ -28,10 +28,10 @@ def start() -> Iterator[Callable[..., Child]]:
         yield start_child
 
 
-@pytest.fixture(scope="session", params=[1, 3], ids=["1 thread", "3 threads"])
-def shared_server(request: pytest.FixtureRequest) -> Iterator[Child]:
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[Child]:
     """A server with the default configuration, for tests that leave it unchanged."""
-    with Child("--io-threads", str(request.param)) as child:
+    with Child("--io-threads", "2") as child:
         yield child
 
 

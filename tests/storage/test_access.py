@@ -81,14 +81,6 @@ def test_refusals_equal_those_of_redis(guarded: Child, redis_port: int) -> None:
             reference.call("CONFIG", "SET", "requirepass", "")
 
 
-def test_redis_py_authenticates(guarded: Child) -> None:
-    for protocol in (2, 3):
-        with redis.Redis(port=guarded.port, password=PASSWORD, protocol=protocol) as client:
-            assert client.set("a", "1") and client.get("a") == b"1"
-    with redis.Redis(port=guarded.port) as client, pytest.raises(redis.exceptions.AuthenticationError):
-        client.get("a")
-
-
 def test_the_password_is_written_nowhere(guarded: Child) -> None:
     with guarded.client() as client:
         client.call("AUTH", PASSWORD)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from machine import NEVER_S, wait_for
+from slow_store import Served
 from storage_support import Child, Client
 
 from shadowserve.errors import ConfigurationError
@@ -68,6 +69,7 @@ def test_key_patterns_allow_reading_and_writing() -> None:
         for access in ("R", "W", "RW"):
             assert user.may_use(key, access) == set(access).issubset(may), (key, access)
         assert user.may_use(key, "") == bool(may)  # with the check for existence
+    assert BY_FULL_NAME["get"].denial_of(user_with("+get"), [b"GET", b"k" * 60_000]) == ("key", b"k" * 256)
     user.apply(b"%W~r:*", BY_FULL_NAME)
     assert user.may_use(b"r:1", "RW") and b"~r:*" in user.keys_text.split()
     user.apply(b"allkeys", BY_FULL_NAME)
@@ -312,24 +314,17 @@ def test_denials_are_in_acl_log(start: Callable[..., Child], users_file: Path) -
         assert (info["acl_access_denied_cmd"], info["acl_access_denied_key"]) == ("1", "3")
 
 
-def test_too_many_attempts_are_refused_without_a_check(start: Callable[..., Child]) -> None:
+def test_too_many_attempts_are_refused_without_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server answers parallel attempts one after the other, and refuses those with a too long wait."""
-    child = start(environment={"SHADOWSERVE_STORAGE_PASSWORD": "right"})
-    clients = [child.client() for _ in range(150)]
-    for client in clients:
-        client.send("AUTH", "wrong")
-    answers = [client.receive() for client in clients]
-    refused = [answer for answer in answers if b"too many failed" in answer]  # type: ignore[operator]
-    assert refused and len(refused) < len(answers)
-    with child.client() as client:  # the server continues to serve
-
-        def enters() -> bool:
-            with child.client() as other:
-                return other.call("AUTH", "right") == b"OK"
-
-        wait_for(enters)
-        client.call("AUTH", "right")
-        assert client.call("PING") == b"PONG"
+    monkeypatch.setattr("storage_kv.access.authentication_throttle._WAIT_MAX_S", 0.5)
+    with Served(password="right") as served:
+        clients = [served.client() for _ in range(20)]
+        for client in clients:
+            client.send("AUTH", "wrong")
+        answers = [client.receive() for client in clients]
+        refused = [answer for answer in answers if b"too many failed" in answer]  # type: ignore[operator]
+        assert refused and len(refused) < len(answers)
+        wait_for(lambda: served.client().call("AUTH", "right") == b"OK")  # the server continues to serve
 
 
 def test_an_invalid_users_file_is_an_error_at_the_start(tmp_path: Path) -> None:

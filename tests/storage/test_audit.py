@@ -1,7 +1,6 @@
 """The audit log: its content, its limits, and failures of its disk."""
 
 import json
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,19 +91,6 @@ def test_the_audit_log_is_rotated_by_size(tmp_path: Path) -> None:
     assert last["number"] == 99 and last["user"] == "ali\\xffce" and len(last["command"]) == 256
 
 
-def test_lines_that_cannot_be_written_are_counted_and_serving_continues(
-    start: Callable[..., Child], tmp_path: Path
-) -> None:
-    child = start("--audit-log", str(tmp_path / "nowhere" / "audit.log"))
-    with child.client() as client:
-        for _ in range(20):
-            assert client.call("CONFIG", "GET", "save") != b""
-        wait_for(lambda: int(client.info()["audit_lines_lost"]) == 20)
-        assert client.call("SET", "a", "1") == b"OK"
-    assert child.stop() == 0
-    assert sum("audit_log_failed" in line for line in child.log) == 1
-
-
 def test_the_audit_log_recovers_from_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from storage_kv.access import audit
 
@@ -136,19 +122,3 @@ def test_lines_beyond_the_disks_speed_are_dropped(monkeypatch: pytest.MonkeyPatc
     still.set()
     log.close()
     assert log.written + log.lost == 6000
-
-
-def test_failed_handshakes_are_audited(start: Callable[..., Child], tmp_path: Path) -> None:
-    from test_tls import make_certificates, tls_flags
-
-    make_certificates(tmp_path)
-    log = tmp_path / "audit.log"
-    child = start("--audit-log", str(log), *tls_flags(tmp_path))
-    with socket.create_connection(("127.0.0.1", child.port), TIMEOUT_S) as sock:
-        sock.sendall(b"PING\r\n")
-        while sock.recv(1 << 12):
-            pass
-    assert child.stop() == 0
-    assert [(entry["event"], entry["reason"]) for entry in entries_of(log)] == [
-        ("tls", "the client does not speak TLS")
-    ]

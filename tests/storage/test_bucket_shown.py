@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,14 +83,6 @@ def test_a_bucket_that_was_never_listed_is_shown_as_such(bucket: FaultyS3, start
     wait_for(lambda: "bucket: away for" in child.http("/readyz")[1])
     assert "403 AccessDenied" in child.http("/readyz")[1]
     assert child.samples()["shadowserve_storage_s3_up"] == 0
-
-
-def test_missing_credentials_are_an_error_at_the_start(
-    start: Callable[..., Child], bucket: FaultyS3, tmp_path: Path
-) -> None:
-    s3 = json.dumps({"bucket": BUCKET, "endpoint": bucket.endpoint})
-    with pytest.raises(AssertionError, match="no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
-        start("--s3", s3, environment={"AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none")})
 
 
 def test_foreign_objects_are_left_alone_counted_and_logged_once(

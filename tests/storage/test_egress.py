@@ -1,7 +1,5 @@
 """Policies for sharing a link: the paper's table, and properties of any mix of requests."""
 
-from math import inf
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,29 +54,6 @@ def test_a_link_is_idle_only_if_all_requests_have_their_cap(
     caps = [demand.rate + margin for demand in mix]
     assert all(rate <= cap * (1 + 1e-9) for rate, cap in zip(rates, caps, strict=True))
     assert sum(rates) == pytest.approx(min(budget, sum(caps)), rel=1e-9)
-
-
-def best(mix: list[Demand], caps: list[float], budget: float) -> list[float]:
-    """Return the rates of equation 6 by bisection of the single multiplier of its Lagrangian."""
-    low, high = 0.0, inf
-    level = 1.0
-    for _ in range(4000):
-        total = sum(min(cap, level * demand.layer_bytes**0.5) for demand, cap in zip(mix, caps, strict=True))
-        low, high = (level, high) if total < budget else (low, level)
-        level = 2 * level if high == inf else (low + high) / 2
-        if high - low <= 1e-13 * low or level > 1e30:
-            break
-    return [min(cap, level * demand.layer_bytes**0.5) for demand, cap in zip(mix, caps, strict=True)]
-
-
-@optima
-@given(mix=demands, budget=budgets)
-def test_the_waits_are_those_that_a_numeric_optimiser_finds(
-    policy: str, margin: float, mix: list[Demand], budget: float
-) -> None:
-    found = allocate(policy, mix, budget, margin)
-    wanted = best(mix, [demand.rate + margin for demand in mix], budget)
-    assert found == pytest.approx(wanted, rel=1e-6)
 
 
 @optima

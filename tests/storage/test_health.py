@@ -1,17 +1,18 @@
 """Health checks, draining and systemd notifications."""
 
+import contextlib
+import http.client
 import json
 import re
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from machine import NEVER_S, WAIT_MAX_S, wait_for
-from storage_support import Child
+from storage_support import TIMEOUT_S, Child
 
 from shadowserve.clock import wall_clock_ms
 from shadowserve.pool.statistics import DeviceStatistics, Statistics
@@ -143,12 +144,22 @@ def test_systemd_is_notified_of_readiness_watchdog_reloads_and_the_end(
     assert child.wait() == 0
 
 
-def test_health_checks_run_in_parallel(start: Callable[..., Child]) -> None:
+def ask(child: Child, method: str = "GET", path: str = "/healthz", **headers: str) -> int:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", child.metrics_port, timeout=TIMEOUT_S)) as asked:
+        asked.putrequest(method, path, skip_host=True)
+        for name, value in headers.items():
+            asked.putheader(name, value)
+        asked.endheaders()
+        return asked.getresponse().status
+
+
+def test_the_http_endpoint_serves_only_this_machine_and_changes_nothing(start: Callable[..., Child]) -> None:
+    """A web page reads nothing by DNS rebinding."""
     child = start("--metrics-port", "0")
-    statuses: list[int] = []
-    askers = [threading.Thread(target=lambda: statuses.append(child.http("/readyz")[0])) for _ in range(8)]
-    for asker in askers:
-        asker.start()
-    for asker in askers:
-        asker.join(WAIT_MAX_S)
-    assert statuses == [200] * 8
+    for host in ("evil.example", "evil.example:9100", "127.0.0.1.evil.example", "localhost.evil", "["):
+        assert ask(child, path="/metrics", Host=host) == 421, host
+    for host in ("localhost", "LOCALHOST:9100", "127.0.0.1:9100", "127.0.0.1", "[::1]:9100", "[::1]"):
+        assert ask(child, path="/metrics", Host=host) == 200, host
+    assert ask(child) == 200, "a request without the header, as in HTTP/1.0"
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "FLUSHALL"):
+        assert ask(child, method, Host="localhost") == 501, method

@@ -146,20 +146,6 @@ def test_one_of_many_sets_of_a_key_with_nx_wins(child: Child) -> None:
         assert len(winners) == 1 and clients[0].call("GET", f"turn{turn}") == b"%d" % winners[0]
 
 
-def test_clients_are_counted_and_limited_over_all_threads(start_threaded: Callable[..., Child]) -> None:
-    child = start_threaded("--connections-max", "9")
-    clients = [child.client() for _ in range(9)]
-    assert all(client.call("PING") == b"PONG" for client in clients)
-    assert child.client().receive_to_end() == b"-ERR max number of clients reached\r\n"
-    listed = bytes(clients[0].call("CLIENT", "LIST")).decode().splitlines()  # type: ignore[arg-type]
-    assert len({line.split()[0] for line in listed}) == 9
-    for client in clients[1:]:
-        client.close()
-    while clients[0].info()["connected_clients"] != "1":
-        pass
-    assert [child.client().call("PING") for _ in range(8)] == [b"PONG"] * 8
-
-
 def test_clients_are_dealt_to_the_thread_with_the_fewest(child: Child) -> None:
     clients = [child.client() for _ in range(2 * THREADS)]
     for client in clients:

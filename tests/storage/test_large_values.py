@@ -1,8 +1,6 @@
 """Large values: whole, in ranges, from several clients, and while they are replaced or evicted."""
 
-import hashlib
 import random
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -25,26 +23,6 @@ def test_values_around_every_boundary_come_back_intact(client: Client, size: int
     assert client.call("SET", "large", value) == b"OK"
     assert client.call("STRLEN", "large") == size
     assert client.call("GET", "large") == value
-
-
-def test_pieces_make_the_whole(client: Client) -> None:
-    client.call("SET", "large", VALUE)
-    step = 2 * MIB
-    for start in range(0, len(VALUE), step):
-        client.send("GETRANGE", "large", start, start + step - 1)
-    digest = hashlib.sha256()
-    for _ in range(0, len(VALUE), step):
-        piece = client.receive()
-        assert isinstance(piece, bytes) and len(piece) == step
-        digest.update(piece)
-    assert digest.digest() == hashlib.sha256(VALUE).digest()
-
-
-def test_mget_mixes_large_small_and_absent(client: Client) -> None:
-    client.call("SET", "large", VALUE[: 3 * MIB])
-    client.call("SET", "small", "x")
-    expected = [VALUE[: 3 * MIB], b"x", None, VALUE[: 3 * MIB]]
-    assert client.call("MGET", "large", "small", "none", "large") == expected
 
 
 def test_large_arguments_that_are_no_values_are_accepted_up_to_their_limit(client: Client) -> None:
@@ -85,24 +63,6 @@ def test_a_client_that_disconnects_during_a_reply_releases_its_value(shared_serv
     while int(client.info()["memory_held_bytes"]):  # each round trip gives the server time to detect it
         pass
     assert client.info()["used_memory"] == "0"
-
-
-def test_several_clients_read_and_write_large_values_at_once(shared_server: Child, client: Client) -> None:
-    failures: list[object] = []
-
-    def work(number: int) -> None:
-        value = VALUE[number * MIB : (number + 8) * MIB]
-        with shared_server.client() as own:
-            for _ in range(3):
-                if own.call("SET", f"large{number}", value) != b"OK" or own.call("GET", f"large{number}") != value:
-                    failures.append(number)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
 
 
 def test_the_budget_holds_and_memory_returns_to_the_system(start: Callable[..., Child]) -> None:

@@ -7,14 +7,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-import yaml
 from machine import NEVER_S, cores_of_threads, ignores, wait_for
 from storage_support import REPOSITORY, TIMEOUT_S, Child, Client, make_record
-
-from storage_kv.config import StorageConfig
 
 MIB = 1 << 20
 
@@ -97,38 +93,10 @@ def test_a_port_in_use_is_a_clear_error() -> None:
     assert "cannot listen on 127.0.0.1 port" in done.stderr and "choose another" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--memory-budget-bytes", "4 gallons"], "memory_budget_bytes"),
-        (["--memory-budget-bytes", "5"], "greater than or equal to"),
-        (["--port", "99999"], "port"),
-        (["--bulk-bytes-max", "2 GiB"], "request_bytes_max is less than bulk_bytes_max"),
-        (["--config", "/nonexistent.yaml"], "cannot read configuration file"),
-        (["--stall-timeout-s", "0"], "greater than 0"),
-    ],
-)
-def test_an_invalid_configuration_is_an_error_before_anything_starts(flags: list[str], message: str) -> None:
-    done = run(*flags)
+def test_an_invalid_configuration_is_an_error_before_anything_starts() -> None:
+    done = run("--bulk-bytes-max", "2 GiB")
+    message = "request_bytes_max is less than bulk_bytes_max"
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
-
-
-def test_the_sample_configuration_explains_every_key_and_holds_the_defaults() -> None:
-    path = REPOSITORY / "configs" / "storage.yaml"
-    values = yaml.safe_load(path.read_text())["storage"]
-    assert list(values) == list(StorageConfig.model_fields)
-    assert StorageConfig.load(path, environment={}) == StorageConfig()
-    lines = path.read_text().splitlines()
-    for key in values:
-        index = next(number for number, line in enumerate(lines) if line.startswith(f"  {key}:"))
-        assert lines[index - 1].startswith("  #"), f"{key} is not explained"
-
-
-def test_a_configuration_file_is_followed(start: Callable[..., Child], tmp_path: Path) -> None:
-    path = tmp_path / "storage.yaml"
-    path.write_text("storage:\n  memory_budget_bytes: 3 MiB\n  connections_max: 7\n")
-    with start("--config", str(path), "--connections-max", "8").client() as client:
-        assert client.info()["maxmemory"] == str(3 * MIB) and client.info()["maxclients"] == "8"
 
 
 def test_no_thread_leaves_the_cores_it_was_given(start: Callable[..., Child]) -> None:

@@ -299,12 +299,6 @@ def of_the_plugin() -> set[str]:
     return {f"shadowserve_{name}_total" for table in tables for name in ast.literal_eval(table)}
 
 
-def test_the_prometheus_folder_has_only_rule_files() -> None:
-    """``rule_files: [prometheus/*.yaml]`` loads the whole folder; Prometheus refuses other files."""
-    for path in RULES.parent.iterdir():
-        assert set(yaml.safe_load(path.read_text())) == {"groups"}, path.name
-
-
 def test_every_alert_is_explained_and_tested() -> None:
     explained = (REPOSITORY / "docs" / "guides" / "operate.md").read_text()
     tests = yaml.safe_load(RULES_TEST.read_text())["tests"]

@@ -224,7 +224,7 @@ def test_prefetches_use_at_most_a_second_of_a_slow_bucket(faulty: FaultyS3, node
     store_chain(one)
     _, two = node(faulty.endpoint, CREDENTIALS, index_ttl_s=3600.0)
     wait_for(lambda: s3(two)["records"] == "24")
-    faulty.bytes_per_s = 16 * 1024  # a record takes four seconds
+    faulty.bytes_per_s = 64 * 1024  # a record takes a second
     assert two.call("GET", CHAIN.keys[0]) == CHAIN.values[0]
     count = two.call("KV.PREFETCH", *CHAIN.keys[1:])
     assert isinstance(count, int) and count < 23

@@ -240,18 +240,6 @@ def test_an_unfinished_handshake_delays_no_other_client(start: Callable[..., Chi
     assert int(wait_for(answered)) >= 20
 
 
-def test_failed_handshakes_are_counted(secure: Child, certificates: Path) -> None:
-    for data in (b"\x16\x03\x01\x00\x05hello", b"\x16garbage" * 20, b""):
-        with socket.create_connection(("127.0.0.1", secure.port), TIMEOUT_S) as sock:
-            sock.sendall(data)
-            sock.shutdown(socket.SHUT_WR)
-            while sock.recv(1 << 12):
-                pass
-    with TlsClient(secure.port, context_of(certificates)) as client:
-        wait_for(lambda: client.info()["tls_failures"] == "3")
-        assert client.call("PING") == b"PONG"
-
-
 def test_a_renewed_certificate_is_used_without_a_restart(start: Callable[..., Child], tmp_path: Path) -> None:
     make_certificates(tmp_path)
     child = start(*tls_flags(tmp_path))

@@ -1,6 +1,5 @@
 """MULTI and EXEC: order, limits, deferred replies, and commands of other clients in between."""
 
-import socket
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -251,12 +250,3 @@ def test_watched_keys_are_bounded(client: Client) -> None:
     assert isinstance(refused, ErrorReply) and b"too many watched keys" in refused
     assert client.call("UNWATCH") == b"OK"
     assert isinstance(client.call("WATCH", *("x" * 60_000 + str(number) for number in range(20))), ErrorReply)
-
-
-def test_a_client_that_has_finished_sending_gets_all_of_its_transaction(served: Served) -> None:
-    with served.client() as client:
-        commands = [("MULTI",), *[("ECHO", str(number)) for number in range(3000)], ("EXEC",)]
-        client.socket.sendall(b"".join(encode_command(*command) for command in commands))  # type: ignore[arg-type]
-        client.socket.shutdown(socket.SHUT_WR)
-        replies = [client.receive() for _ in commands]
-        assert replies[-1] == [b"%d" % number for number in range(3000)]
