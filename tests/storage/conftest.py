@@ -1,20 +1,16 @@
 """Fixtures of the storage tests."""
 
 import contextlib
-import shutil
-import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from machine import WAIT_MAX_S, free_port, wait_for
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pool"))
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports by path, so that folders need no __init__.py
 
-from storage_support import Child, Client
+from storage_support import USERS, Child, Client, running_redis
 
 
 @pytest.fixture
@@ -26,6 +22,18 @@ def start() -> Iterator[Callable[..., Child]]:
             return children.enter_context(Child("--io-threads", "2", *flags, environment=environment))
 
         yield start_child
+
+
+@pytest.fixture
+def start_tenants(start: Callable[..., Child], tmp_path: Path) -> Callable[..., Child]:
+    """Start servers with an operator and users of three tenants; login() authenticates them."""
+
+    def start_child(*flags: str, users: str = USERS) -> Child:
+        file = tmp_path / "users.acl"
+        file.write_text(users)
+        return start("--users-file", str(file), *flags)
+
+    return start_child
 
 
 @pytest.fixture(scope="session")
@@ -46,24 +54,5 @@ def client(shared_server: Child) -> Iterator[Client]:
 @pytest.fixture(scope="session")
 def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """A redis-server, the reference."""
-    program = shutil.which("redis-server")
-    assert program, "these tests compare with redis-server: install the system package redis-server"
-    port = free_port()
-    folder = tmp_path_factory.mktemp("redis")
-    process = subprocess.Popen(
-        [program, "--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(folder)],
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-
-        def listens() -> bool:
-            assert process.poll() is None, "redis-server did not start"
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), WAIT_MAX_S):
-                return True
-            return False
-
-        wait_for(listens)  # redis-server sends no ready message
+    with running_redis(tmp_path_factory.mktemp("redis")) as port:
         yield port
-    finally:
-        process.terminate()
-        process.wait(WAIT_MAX_S)

@@ -9,10 +9,11 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
-from machine import WAIT_MAX_S, wait_for
+from machine import WAIT_MAX_S, free_port, wait_for
 from preloaded import Preloaded
 
 from shadowserve import native, record
@@ -22,6 +23,12 @@ from shadowserve.resp import NEED_DATA, LargeBulk, ReplyReader, Value, encode_co
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = WAIT_MAX_S
+USERS = """user root on >r ~* &* +@all
+user ann on >a ~* +@all -@admin tenant=a
+user amy on >a ~* +@all -@admin +client|list tenant=a
+user bob on >b ~* +@all -@admin +client|list tenant=b
+user eve on >e ~* +@all -@admin tenant=e
+"""
 
 
 class Child:
@@ -185,6 +192,29 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def running_redis(folder: Path, *flags: str) -> Iterator[int]:
+    """Run a redis-server; yield its port."""
+    port = free_port()
+    process = subprocess.Popen(
+        ["redis-server", "--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(folder), *flags],
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+
+        def listens() -> bool:
+            assert process.poll() is None, "redis-server did not start"
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), TIMEOUT_S):
+                return True
+            return False
+
+        wait_for(listens)  # redis-server sends no ready message
+        yield port
+    finally:
+        process.terminate()
+        process.wait(TIMEOUT_S)
 
 
 def login(child: Child, name: str, receive_buffer: int | None = None) -> Client:

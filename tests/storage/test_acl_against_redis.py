@@ -1,15 +1,10 @@
 """ACL commands, denials and categories get the replies of a real redis-server."""
 
-import contextlib
-import shutil
-import socket
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from machine import WAIT_MAX_S, free_port, wait_for
-from storage_support import Child, Client
+from storage_support import Child, Client, running_redis
 from test_commands_against_redis import commands_of, converse_with_marks
 
 from shadowserve.resp import ErrorReply, Value
@@ -154,28 +149,9 @@ def test_users_files_are_exchangeable_with_redis(start: Callable[..., Child], tm
         assert client.call("ACL", "SETUSER", "bob", "on", "nopass", "~*", "-@all", "+get") == b"OK"
         assert client.call("ACL", "SAVE") == b"OK"
         ours = client.call("ACL", "LIST")
-    port = free_port()
-    program = shutil.which("redis-server")
-    assert program
-    process = subprocess.Popen(
-        [program, "--port", str(port), "--save", "", "--aclfile", str(file), "--dir", str(tmp_path)],
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-
-        def listens() -> bool:
-            assert process.poll() is None, "redis-server refuses the file"
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), WAIT_MAX_S):
-                return True
-            return False
-
-        wait_for(listens)
-        with Client(port) as reference:
-            assert words_of(reference.call("ACL", "LIST")) == words_of(ours)
-            assert reference.call("ACL", "SAVE") == b"OK"
-    finally:
-        process.terminate()
-        process.wait(WAIT_MAX_S)
+    with running_redis(tmp_path, "--aclfile", str(file)) as port, Client(port) as reference:
+        assert words_of(reference.call("ACL", "LIST")) == words_of(ours)
+        assert reference.call("ACL", "SAVE") == b"OK"
     with child.client() as client:
         loaded = client.call("ACL", "LOAD")
         assert not isinstance(loaded, ErrorReply)

@@ -4,11 +4,10 @@ import hashlib
 import select
 import socket
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from machine import wait_for
-from storage_support import Child, Client, make_record
+from storage_support import Child, Client, login, make_record
 from test_large_values import resident_bytes
 
 from shadowserve.resp import encode_command
@@ -93,15 +92,9 @@ def test_a_value_beyond_the_lent_budget_is_sent_to_one_client_at_a_time(start: C
 
 
 @pytest.fixture
-def tenants(tmp_path: Path, start: Callable[..., Child]) -> Child:
-    users = tmp_path / "users.acl"
-    users.write_text(
-        "user ann on >pa ~* +@all tenant=a\nuser bob on >pb ~* +@all tenant=b\nuser root on >pr ~* +@all\n"
-    )
-    config = tmp_path / "storage.yaml"
-    config.write_text("storage:\n  tenants: {a: {bytes_max: 16 MiB}}\n")
-    return start(
-        *("--config", str(config), "--users-file", str(users), *SMALL),
+def tenants(start_tenants: Callable[..., Child]) -> Child:
+    return start_tenants(
+        *("--tenants", "{a: {bytes_max: 16 MiB}}", *SMALL),
         # The waiting client has the fourth turn, and each pair is closed after a sixth of that time plus some ticks.
         *("--clients-memory-bytes-max", "64 MiB", "--stall-timeout-s", "6"),
     )
@@ -113,15 +106,15 @@ def test_a_tenant_with_eight_connections_stays_within_its_memory(tenants: Child)
     clients = []
     for number in range(8):
         client = tenants.client(receive_buffer=4096)
-        assert client.call("AUTH", "ann", "pa") == b"OK"
+        assert client.call("AUTH", "ann", "a") == b"OK"
         assert client.call("SET", f"a{number}", VALUE) == b"OK"
         client.send("MGET", *[f"a{number}"] * 6_000)
         clients.append(client)
-    commands_of(tenants, "mget", 8, ("root", "pr"))
+    commands_of(tenants, "mget", 8, ("root", "r"))
     send_until_it_stops(clients, encode_command("GET", "a0") * 20_000)
     assert weighed.grown < 48 * MIB
     with tenants.client() as other:
-        assert other.call("AUTH", "bob", "pb") == b"OK" and other.call("SET", "b", VALUE * 100) == b"OK"
+        assert other.call("AUTH", "bob", "b") == b"OK" and other.call("SET", "b", VALUE * 100) == b"OK"
         assert other.call("GET", "b") == VALUE * 100
 
 
@@ -155,8 +148,7 @@ def test_a_refused_argument_is_dropped_and_the_connection_continues(start: Calla
 
 
 def test_values_beyond_a_quota_are_dropped_as_they_arrive(tenants: Child) -> None:
-    with tenants.client() as client:
-        client.call("AUTH", "ann", "pa")
+    with login(tenants, "ann") as client:
         refusal = b"OOM command not allowed when used memory > 'maxmemory'."
         assert client.call("SET", "a", bytes(17 * MIB)) == refusal and client.call("EXISTS", "a") == 0
         assert client.call("SET", "a", bytes(10 * MIB)) == b"OK"
@@ -168,15 +160,15 @@ def test_unfinished_values_of_a_tenant_are_bounded_and_delay_no_other(tenants: C
     begin = b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$%d\r\n" % (15 * MIB)
     clients = [tenants.client() for _ in range(8)]
     for client in clients:
-        assert client.call("AUTH", "ann", "pa") == b"OK"
+        assert client.call("AUTH", "ann", "a") == b"OK"
     send_until_it_stops(clients, begin + bytes(14 * MIB))
     with tenants.client() as root, tenants.client() as other, tenants.client() as same:
-        root.call("AUTH", "root", "pr")
+        root.call("AUTH", "root", "r")
         assert int(root.info()["clients_memory_bytes"]) <= 32 * MIB, "with several tenants, half of the bound"
         assert weighed.grown < 56 * MIB
-        other.call("AUTH", "bob", "pb")
+        other.call("AUTH", "bob", "b")
         assert other.call("SET", "b", bytes(20 * MIB)) == b"OK"
-        same.call("AUTH", "ann", "pa")
+        same.call("AUTH", "ann", "a")
         assert same.call("SET", "a", bytes(15 * MIB)) == b"OK"
         assert int(root.info()["evicted_clients"]) >= 1
 
@@ -221,20 +213,19 @@ def test_unauthenticated_clients_use_little_memory(start: Callable[..., Child]) 
 def readers(child: Child, count: int) -> Iterator[Client]:
     for _ in range(count):
         reader = child.client(receive_buffer=4096)
-        assert reader.call("AUTH", "bob", "pb") == b"OK"
+        assert reader.call("AUTH", "bob", "b") == b"OK"
         yield reader
 
 
 def test_slow_readers_are_closed_when_others_need_their_memory(tenants: Child) -> None:
-    with tenants.client() as bob:
-        bob.call("AUTH", "bob", "pb")
+    with login(tenants, "bob") as bob:
         for number in range(6):
             assert bob.call("SET", f"b{number}", bytes(6 * MIB)) == b"OK"
         slow = list(readers(tenants, 6))
         for number, reader in enumerate(slow):
             reader.send("GET", f"b{number}")
         with tenants.client() as root:
-            root.call("AUTH", "root", "pr")
+            root.call("AUTH", "root", "r")
             wait_for(lambda: int(root.info()["lent_bytes"]) > 16 * MIB)
             # Half of the lent budget, which is a quarter of the memory budget, plus one value of unknown size.
             assert int(root.info()["lent_bytes"]) <= (16 + 6) * MIB

@@ -4,7 +4,6 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from math import inf
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -32,20 +31,13 @@ from storage_kv.reconfiguration import Reconfiguration
 from storage_kv.session import Session
 from storage_kv.shaper import Flow, Others
 
-USERS = """user root on >r ~* &* +@all
-user ann on >a ~* +@all -@admin tenant=a
-user bob on >b ~* +@all -@admin tenant=b
-user eve on >e ~* +@all -@admin tenant=e
-"""
 PATIENT = ("--memory-budget-bytes", "64 MiB", "--layers-timeout-s", str(NEVER_S), "--stall-timeout-s", str(NEVER_S))
 
 
 @pytest.fixture
-def begin(start: Callable[..., Child], tmp_path: Path) -> Callable[..., Child]:
+def begin(start_tenants: Callable[..., Child]) -> Callable[..., Child]:
     """Start a server with several tenants, by default with very long timeouts."""
-    users = tmp_path / "users.acl"
-    users.write_text(USERS)
-    return lambda *flags: start("--users-file", str(users), *PATIENT, *flags)
+    return lambda *flags: start_tenants(*PATIENT, *flags)
 
 
 def number_of(client: Client, name: str) -> int:

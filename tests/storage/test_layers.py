@@ -12,7 +12,7 @@ import pytest
 import redis
 from machine import wait_for
 from slow_store import Served
-from storage_support import Child, Client
+from storage_support import Child, Client, login
 
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
@@ -159,34 +159,23 @@ def test_requests_beyond_a_limit_are_refused_before_any_work(start: Callable[...
     check(client.call("KV.LAYERS", "0-3", 0, 0, *few), few, records, range(LAYERS))
 
 
-USERS = """user root on >r ~* &* +@all
-user ann on >a ~* +@all -@admin tenant=team-a
-user bob on >b ~* +@all -@admin tenant=team-b
-user few on >f ~kv:00* +@all -@admin tenant=team-a
-user none on >n ~* +@all -@admin -kv.layers tenant=team-a
+FEW = """user ann on >a ~* +@all -@admin tenant=a
+user bob on >b ~* +@all -@admin tenant=b
+user few on >f ~kv:00* +@all -@admin tenant=a
+user none on >n ~* +@all -@admin -kv.layers tenant=a
 """
 
 
-def test_layers_of_other_tenants_do_not_exist_and_permissions_apply(
-    start: Callable[..., Child], tmp_path: Path
-) -> None:
-    file = tmp_path / "users.acl"
-    file.write_text(USERS)
-    child = start("--users-file", str(file))
-
-    def login(name: str) -> Client:
-        client = child.client()
-        assert client.call("AUTH", name, name[0]) == b"OK"
-        return client
-
+def test_layers_of_other_tenants_do_not_exist_and_permissions_apply(start_tenants: Callable[..., Child]) -> None:
+    child = start_tenants(users=FEW)
     assert bytes(child.client().call("KV.LAYERS", "0", 0, 0, "a")).startswith(b"NOAUTH")
-    records = stored(login("ann"), 3)
+    records = stored(login(child, "ann"), 3)
     asked = list(records)
-    check(login("ann").call("KV.LAYERS", "0-3", 0, 0, *asked), asked, records, range(LAYERS))
-    check(login("bob").call("KV.LAYERS", "0-3", 0, 0, *asked), asked, {}, range(LAYERS))
-    check(login("few").call("KV.LAYERS", "0-3", 0, 0, *asked), asked, records, range(LAYERS))
-    assert bytes(login("few").call("KV.LAYERS", "0-3", 0, 0, *asked, "other")).startswith(b"NOPERM")
-    assert bytes(login("none").call("KV.LAYERS", "0-3", 0, 0, *asked)).startswith(b"NOPERM")
+    check(login(child, "ann").call("KV.LAYERS", "0-3", 0, 0, *asked), asked, records, range(LAYERS))
+    check(login(child, "bob").call("KV.LAYERS", "0-3", 0, 0, *asked), asked, {}, range(LAYERS))
+    check(login(child, "few").call("KV.LAYERS", "0-3", 0, 0, *asked), asked, records, range(LAYERS))
+    assert bytes(login(child, "few").call("KV.LAYERS", "0-3", 0, 0, *asked, "other")).startswith(b"NOPERM")
+    assert bytes(login(child, "none").call("KV.LAYERS", "0-3", 0, 0, *asked)).startswith(b"NOPERM")
 
 
 def lent(client: Client) -> int:

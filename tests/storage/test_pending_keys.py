@@ -1,7 +1,6 @@
 """Pending keys: bounded in time and number, by tenant and client."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from machine import wait_for
@@ -9,10 +8,9 @@ from storage_support import Child, Client, login
 
 from shadowserve.resp import ErrorReply
 
-USERS = """user root on >r ~* &* +@all
-user ann on >a ~kv:* +@all -@admin tenant=team-a
-user bob on >b ~* +@all -@admin tenant=team-b
-user eve on >e ~* +@read tenant=team-a
+USERS = """user ann on >a ~kv:* +@all -@admin tenant=a
+user bob on >b ~* +@all -@admin tenant=b
+user eve on >e ~* +@read tenant=a
 """
 MINUTE_MS = 60_000
 
@@ -20,13 +18,6 @@ MINUTE_MS = 60_000
 @pytest.fixture
 def server(start: Callable[..., Child]) -> Child:
     return start()
-
-
-@pytest.fixture
-def tenants(start: Callable[..., Child], tmp_path: Path) -> Child:
-    file = tmp_path / "users.acl"
-    file.write_text(USERS)
-    return start("--users-file", str(file))
 
 
 def pending(client: Client, *keys: str) -> list[bool]:
@@ -105,7 +96,8 @@ def test_pending_keys_are_bounded_and_expired_ones_make_room(server: Child) -> N
     wait_for(lambda: waiting.call("KV.PUBLISH", MINUTE_MS, "one more") == 1)
 
 
-def test_pending_keys_follow_permissions_and_tenants(tenants: Child) -> None:
+def test_pending_keys_follow_permissions_and_tenants(start_tenants: Callable[..., Child]) -> None:
+    tenants = start_tenants(users=USERS)
     ann, amy, bob, eve = login(tenants, "ann"), login(tenants, "ann"), login(tenants, "bob"), login(tenants, "eve")
     assert ann.call("KV.PUBLISH", MINUTE_MS, "kv:a") == 1
     assert pending(eve, "kv:a") == [True] and pending(bob, "kv:a") == [False]

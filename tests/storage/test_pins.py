@@ -9,28 +9,16 @@ from storage_support import Child, Client, login
 
 from shadowserve.resp import ErrorReply
 
-USERS = """user root on >r ~* &* +@all
-user ann on >a ~* +@all -@admin tenant=team-a
-user bob on >b ~* +@all -@admin tenant=team-b
-"""
 VALUE = b"x" * 60_000
 MIB = 1 << 20
 
 
 @pytest.fixture(params=["memory", "pool"])
-def server(request: pytest.FixtureRequest, start: Callable[..., Child], tmp_path: Path) -> Child:
-    file = tmp_path / "users.acl"
-    file.write_text(USERS)
-    options = {
-        "memory": ["--memory-budget-bytes", "8 MiB"],
-        "pool": [
-            "--memory-budget-bytes",
-            "64 MiB",
-            "--devices",
-            f'[{{"path": "{tmp_path}/device", "size": "16 MiB"}}]',
-        ],
-    }[request.param]
-    return start("--users-file", str(file), *options)
+def server(request: pytest.FixtureRequest, start_tenants: Callable[..., Child], tmp_path: Path) -> Child:
+    if request.param == "memory":
+        return start_tenants("--memory-budget-bytes", "8 MiB")
+    device = f'[{{"path": "{tmp_path}/device", "size": "16 MiB"}}]'
+    return start_tenants("--memory-budget-bytes", "64 MiB", "--devices", device)
 
 
 def pinned(client: Client) -> dict[bytes, dict[bytes, Any]]:
@@ -52,20 +40,20 @@ def test_one_tenants_pins_leave_the_others_room_and_an_operator_sees_and_ends_th
         if isinstance(reply, ErrorReply):
             refusal = reply
     assert refusal is not None and refusal.startswith(b"OOM pins of this tenant may take")
-    shown = pinned(root)[b"team-a"]
+    shown = pinned(root)[b"a"]
     assert 0 < shown[b"bytes"] <= shown[b"bytes_max"] == budget // 4 and shown[b"keys"] > 10
-    assert pinned(ann).keys() == {b"team-a"} and pinned(bob)[b"team-b"][b"keys"] == 0
+    assert pinned(ann).keys() == {b"a"} and pinned(bob)[b"b"][b"keys"] == 0
     for number in range(2 * len(keys)):
         assert bob.call("SET", f"b{number}", VALUE) == b"OK"
     fields = root.info("shadowserve")
     assert int(fields["pinned_keys"]) == shown[b"keys"] and int(fields["pinned_bytes"]) == shown[b"bytes"]
-    assert bob.call("KV.UNPIN", "TENANT", "team-a").startswith(b"NOPERM")
+    assert bob.call("KV.UNPIN", "TENANT", "a").startswith(b"NOPERM")
     assert bob.call("KV.PINS", "ALL").startswith(b"NOPERM")
     assert root.call("KV.UNPIN", "TENANT", "nobody").startswith(b"ERR there is no such tenant")
-    assert root.call("KV.UNPIN", "TENANT", "team-a") == shown[b"keys"]
+    assert root.call("KV.UNPIN", "TENANT", "a") == shown[b"keys"]
     assert root.call("KV.UNPIN", "ALL") == 0 and pinned(root) == {}
     assert ann.call("SET", "own", VALUE) == b"OK" and ann.call("KV.PIN", 60, "own") == 1
-    assert ann.call("KV.UNPIN") == 1 and pinned(ann)[b"team-a"][b"keys"] == 0
+    assert ann.call("KV.UNPIN") == 1 and pinned(ann)[b"a"][b"keys"] == 0
     assert ann.call("KV.PIN", 60, "own") == 1 and ann.call("FLUSHDB") == b"OK" and root.call("KV.PINS") == []
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from machine import wait_for
-from storage_support import Child, Client, login, make_record
+from storage_support import USERS, Child, Client, login, make_record
 
 from shadowserve.clock import wall_clock_ms
 from shadowserve.pool.memory_pool import MemoryPool
@@ -20,23 +20,10 @@ from storage_kv.node import Node
 from storage_kv.reconfiguration import Reconfiguration
 from storage_kv.session import Session
 
-USERS = """user root on >r ~* &* +@all
-user ann on >a ~* +@all -@admin tenant=team-a
-user amy on >a ~* +@all -@admin +client|list tenant=team-a
-user bob on >b ~* +@all -@admin +client|list tenant=team-b
-"""
-
 
 @pytest.fixture
-def users(tmp_path: Path) -> Path:
-    file = tmp_path / "users.acl"
-    file.write_text(USERS)
-    return file
-
-
-@pytest.fixture
-def server(start: Callable[..., Child], users: Path) -> Child:
-    return start("--users-file", str(users))
+def server(start_tenants: Callable[..., Child]) -> Child:
+    return start_tenants()
 
 
 @pytest.fixture
@@ -109,7 +96,7 @@ def test_flushall_removes_the_own_tenants_keys_or_an_operators_all(people: dict[
 
 def test_a_user_that_moves_to_another_tenant_must_reconnect(people: dict[str, Client], server: Child) -> None:
     people["ann"].call("SET", "k", "x")
-    assert people["root"].call("ACL", "SETUSER", "ann", "tenant=team-b") == b"OK"
+    assert people["root"].call("ACL", "SETUSER", "ann", "tenant=b") == b"OK"
     assert people["ann"].receive_to_end() == b""
     assert login(server, "ann").call("GET", "k") is None
 
@@ -132,8 +119,9 @@ def recorded(execution: Callable[[], object]) -> tuple[list[tuple[str, str]], ob
     return calls, reply
 
 
-def test_another_tenants_key_behaves_like_an_absent_one(users: Path) -> None:
+def test_another_tenants_key_behaves_like_an_absent_one(tmp_path: Path) -> None:
     """The same functions run in the same order with the same reply; ``shadowserve bench isolation`` compares times."""
+    (users := tmp_path / "users.acl").write_text(USERS)
     config = StorageConfig(users_file=str(users))
     node = Node(Reconfiguration(config), Users(config, BY_FULL_NAME), MemoryPool.open(config), wall_clock_ms)
     sessions = {}
@@ -162,10 +150,8 @@ def test_buckets_go_into_debt_and_earn_it_back() -> None:
     assert not RateLimiter(TenantLimits(keys_max=1), 0.0).has_limits
 
 
-def test_a_tenant_beyond_its_rate_waits_and_others_do_not(start: Callable[..., Child], users: Path) -> None:
-    child = start(
-        "--users-file", str(users), "--tenants", "{team-a: {commands_per_s: 20}, team-b: {bytes_per_s: 4 MiB}}"
-    )
+def test_a_tenant_beyond_its_rate_waits_and_others_do_not(start_tenants: Callable[..., Child]) -> None:
+    child = start_tenants("--tenants", "{a: {commands_per_s: 20}, b: {bytes_per_s: 4 MiB}}")
     ann, bob, root = login(child, "ann"), login(child, "bob"), login(child, "root")
     begun = time.monotonic()
     for _ in range(60):
@@ -180,8 +166,8 @@ def test_a_tenant_beyond_its_rate_waits_and_others_do_not(start: Callable[..., C
     assert int(root.info()["throttled"]) >= 2
 
 
-def test_quotas_bound_what_a_tenant_holds_and_only_its_own_is_evicted(start: Callable[..., Child], users: Path) -> None:
-    child = start("--users-file", str(users), "--tenants", "{team-a: {keys_max: 10}, team-b: {bytes_max: 1 MiB}}")
+def test_quotas_bound_what_a_tenant_holds_and_only_its_own_is_evicted(start_tenants: Callable[..., Child]) -> None:
+    child = start_tenants("--tenants", "{a: {keys_max: 10}, b: {bytes_max: 1 MiB}}")
     ann, bob = login(child, "ann"), login(child, "bob")
     for number in range(50):
         assert ann.call("SET", number, "x") == b"OK"
@@ -201,9 +187,9 @@ def test_invalid_limits_are_refused(tenants: str) -> None:
         Child("--tenants", tenants)
 
 
-def test_waiting_commands_of_a_throttled_client_use_no_memory(start: Callable[..., Child], users: Path) -> None:
+def test_waiting_commands_of_a_throttled_client_use_no_memory(start_tenants: Callable[..., Child]) -> None:
     """A client beyond its rate is not read. Its commands stay in its own buffers."""
-    child = start("--users-file", str(users), "--tenants", "{team-a: {commands_per_s: 1}}")
+    child = start_tenants("--tenants", "{a: {commands_per_s: 1}}")
     ann, root = login(child, "ann"), login(child, "root")
     ann.socket.setblocking(False)
     sent = 0
