@@ -133,6 +133,10 @@ def test_the_log_has_the_entries_of_redis(start: Callable[..., Child], redis_por
             with pytest.raises((EOFError, ConnectionError)):
                 client.call("GET", "a")
     assert told[0] == told[1] and len(told[0]) == 5
+    with ours.client() as client:
+        info = client.info()
+        names = ("acl_access_denied_auth", "acl_access_denied_cmd", "acl_access_denied_key")
+        assert [info[name] for name in names] == ["2", "2", "2"]
 
 
 def words_of(lines: Value) -> list[set[bytes]]:

@@ -538,30 +538,6 @@ def test_command_table_agrees_with_redis(shared_server: Child, redis_port: int) 
                 client.call("HELLO", protocol + 1 if protocol == 2 else 2)
 
 
-def test_command_docs_have_the_fields_of_redis(shared_server: Child, redis_port: int) -> None:
-    """The texts of COMMAND DOCS differ. The fields are those of Redis, except some for human readers."""
-    with Child.client(shared_server) as ours, Client(redis_port) as theirs:
-        names = ours.call("COMMAND", "LIST")
-        assert isinstance(names, list)
-        mine, his = (
-            dict(zip(found[::2], found[1::2], strict=True))
-            for found in (client.call("COMMAND", "DOCS", *names) for client in (ours, theirs))  # type: ignore[arg-type]
-            if isinstance(found, list)
-        )
-        assert {name for name in mine if b"|" not in name} >= {name for name in his if b"|" not in name}
-        for name, fields in mine.items():
-            described = dict(zip(fields[::2], fields[1::2], strict=True))
-            assert (
-                {b"summary", b"since", b"group"} <= set(described) <= {b"summary", b"since", b"group", b"subcommands"}
-            )
-            if name in his:
-                reference = dict(zip(his[name][::2], his[name][1::2], strict=True))
-                assert described[b"since"] == reference[b"since"] and described[b"group"] == reference[b"group"], name
-        count = ours.call("COMMAND", "COUNT")
-        whole = ours.call("COMMAND")
-        assert isinstance(whole, list) and len(whole) == count
-
-
 def test_killed_clients_disappear_from_client_list_at_once(shared_server: Child, redis_port: int) -> None:
     """Symptom: all 200 were still listed, because their connections end after the reply."""
 

@@ -12,7 +12,7 @@ from storage_support import Client, make_record
 
 from shadowserve.pool.types import Address
 from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError, Ticket
-from shadowserve.resp import ErrorReply, encode_command
+from shadowserve.resp import encode_command
 
 MIB = 1 << 20
 LARGE = bytes(range(256)) * 400  # sent by reference
@@ -346,26 +346,3 @@ def test_a_store_without_room_stops_a_pipeline_in_place(served: Served) -> None:
         room[-1].settle()
         assert [client.receive() for _ in range(5)] == [b"OK", b"OK", b"OK", b"v", 10]
         assert counters.busy == 1 and counters.by_command["set"].calls == 10
-
-
-def test_replies_that_wait_for_a_device_keep_their_places_in_a_pipeline(served: Served) -> None:
-    store = served.store
-    with served.client() as client:
-        client.call("SET", "a", "1")
-        client.call("SET", "b", LARGE)
-        store.lazy = True
-        for number in range(6):
-            client.send("SET", f"k{number}", "v")
-        client.send("GET", "k5")
-        wait_for(lambda: len(store.tickets) == 6)
-        store.lazy, store.away = False, True
-        for key in ("a", "b", "none", "a"):
-            client.send("GET", key)
-        served.wait_for_reads(3)
-        for number in (2, 1, 0):
-            store.finish_read(number)
-        for number in range(6):
-            store.settle(OSError("the device is gone") if number == 2 else None)
-        replies = [client.receive() for _ in range(11)]
-    assert isinstance(replies[2], ErrorReply) and "the device is gone" in str(replies[2])
-    assert replies[:2] + replies[3:] == [b"OK"] * 5 + [b"v", b"1", LARGE, None, b"1"]

@@ -128,24 +128,6 @@ def test_the_budget_holds_whoever_writes_and_only_whole_values_are_read(
         assert client.info()["used_memory"] == "0"
 
 
-def test_one_of_many_sets_of_a_key_with_nx_wins(child: Child) -> None:
-    clients = [child.client() for _ in range(2 * THREADS)]
-    barrier = threading.Barrier(len(clients))
-
-    def race(number: int) -> list[object]:
-        answers: list[object] = []
-        for turn in range(30):
-            barrier.wait()
-            answers.append(clients[number].call("SET", f"turn{turn}", f"{number}", "NX"))
-        return answers
-
-    with ThreadPoolExecutor(len(clients)) as pool:
-        answers = list(pool.map(race, range(len(clients))))
-    for turn in range(30):
-        winners = [number for number, own in enumerate(answers) if own[turn] == b"OK"]
-        assert len(winners) == 1 and clients[0].call("GET", f"turn{turn}") == b"%d" % winners[0]
-
-
 def test_clients_are_dealt_to_the_thread_with_the_fewest(child: Child) -> None:
     clients = [child.client() for _ in range(2 * THREADS)]
     for client in clients:

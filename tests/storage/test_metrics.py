@@ -97,18 +97,6 @@ def test_metrics_count_the_work_of_a_server(start: Callable[..., Child]) -> None
 
 
 @needs_promtool
-def test_promtool_accepts_a_scrape(start: Callable[..., Child]) -> None:
-    child = start("--metrics-port", "0")
-    with child.client() as client:
-        client.call("SET", "a", "1")
-        text = child.http("/metrics")[1]
-    done = subprocess.run(
-        ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=NEVER_S, check=False
-    )
-    assert (done.returncode, done.stdout + done.stderr) == (0, "")
-
-
-@needs_promtool
 def test_promtool_accepts_a_scrape_with_devices() -> None:
     registry = CollectorRegistry()
     registry.register(NodeCollector(node := node_with(ShownStore()), Condition(node, recovered=True)))

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -258,28 +257,7 @@ def test_throttled_tenants_are_shown(start: Callable[..., Child], tmp_path: Path
     assert tenant["throttled"] >= 1 and tenant["bytes"] >= 3 * (700 << 10)
 
 
-def test_a_tenant_is_still_seen_after_a_restart(start: Callable[..., Child], tmp_path: Path) -> None:
-    (tmp_path / "users.acl").write_text(USERS)
-    flags = ("--users-file", str(tmp_path / "users.acl"), "--devices", f"[{{path: {tmp_path / 'one'}, size: 64 MiB}}]")
-    child = start(*flags)
-    with child.client() as client:
-        client.call("AUTH", "b", "secret")
-        client.call("SET", "key", b"x" * 10_000)
-    assert child.stop() == 0
-    view = json.loads(as_admin(start(*flags), "--json").output)
-    assert {each["name"]: each["keys"] for each in view["tenants"]} == {"b,x=1%": 1, "": 0}
-
-
 # ---- Time range of each number ---------------------------------------------------------------------------------------
-
-
-def test_each_column_names_its_value_and_period(server: Child) -> None:
-    once = stats("--port", str(server.port)).output
-    watched = stats("--port", str(server.port), "--watch", "--interval", "0.05", "--count", "2").output
-    assert re.search(r"^ *what +since the start *$", once, re.MULTILINE)
-    assert re.search(r"what +in the last [\d.]+ s +the last 60 samples", watched)
-    assert "slowest commands: calls/s since the start; all else since the start" in once
-    assert re.search(r"slowest commands: calls/s in the last [\d.]+ s; all else since the start", watched)
 
 
 def test_the_rate_of_a_command_is_that_of_the_interval() -> None:

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import redis
-from machine import NEVER_S, WAIT_MAX_S, wait_for
+from machine import NEVER_S, wait_for
 from storage_support import REPOSITORY, TIMEOUT_S, Child, Client, make_record
 
+from shadowserve.errors import ConfigurationError
 from shadowserve.resp import encode_command
-from storage_kv.access.authentication_throttle import network_of
+from storage_kv.clients.transport import Certificates
+from storage_kv.config import StorageConfig
 
 MIB = 1 << 20
 
@@ -182,14 +184,6 @@ def test_repeated_tls_failures_are_logged_with_a_count(
     assert sum(json.loads(line)["event"] == "tls" for line in audit_log.read_text().splitlines()) == 20
 
 
-@pytest.mark.parametrize(
-    ("address", "caller"),
-    [("10.0.0.1:7", "10.0.0.1"), ("[2001:db8::1]:7", "2001:db8::"), ("[::ffff:10.0.0.1]:7", "10.0.0.1")],
-)
-def test_an_ipv6_client_is_identified_by_its_network(address: str, caller: str) -> None:
-    assert network_of(address) == caller
-
-
 def test_a_tls_client_at_a_plain_port_is_refused(start: Callable[..., Child], certificates: Path) -> None:
     child = start()  # a separate server, because the log lines of an address are limited
     with pytest.raises(ssl.SSLError) as caught:
@@ -287,24 +281,13 @@ def test_a_certificate_names_its_user(start: Callable[..., Child], certificates:
     wait_for(lambda: any("certificate_names_no_user" in line and "mallory" in line for line in child.log))
 
 
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (["--tls-cert", "x"], "tls_cert is given without tls_key"),
-        (["--tls-client-ca", "x"], "tls_client_ca is given without tls_cert"),
-        (["--tls-users", "cn"], "tls_users needs tls_client_ca"),
-        (["--tls-cert", "none.crt", "--tls-key", "none.key"], "tls_cert: cannot read none.crt"),
-    ],
-)
-def test_invalid_tls_files_are_errors_at_the_start(flags: list[str], text: str) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "shadowserve_tools", "storage", "--port", "0", *flags],
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-        timeout=WAIT_MAX_S,
-    )
-    assert ran.returncode != 0 and text in ran.stderr
+def test_invalid_tls_files_are_errors_at_the_start() -> None:
+    with pytest.raises(ValueError, match="tls_client_ca is given without tls_cert"):
+        StorageConfig(tls_client_ca="x")
+    with pytest.raises(ValueError, match="tls_users needs tls_client_ca"):
+        StorageConfig(tls_users="cn")
+    with pytest.raises(ConfigurationError, match="tls_cert: cannot read none.crt"):
+        Certificates(StorageConfig(tls_cert="none.crt", tls_key="none.key"))
 
 
 def test_layers_are_sent_through_tls_unchanged(start: Callable[..., Child], certificates: Path) -> None:
