@@ -10,6 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "pool"))
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports by path, so that folders need no __init__.py
 
+from faulty_s3 import FaultyS3, faulty_s3
+from slow_store import Served
 from storage_support import USERS, Child, Client, running_redis
 
 
@@ -34,6 +36,20 @@ def start_tenants(start: Callable[..., Child], tmp_path: Path) -> Callable[..., 
         return start("--users-file", str(file), *flags)
 
     return start_child
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    """A server whose store the test controls."""
+    with Served(io_threads=2) as served:
+        yield served
+
+
+@pytest.fixture
+def faulty() -> Iterator[FaultyS3]:
+    """A bucket that fails as the test says."""
+    with faulty_s3() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

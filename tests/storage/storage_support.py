@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import json
 import os
 import re
 import signal
@@ -11,15 +12,23 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+from faulty_s3 import BUCKET
 from machine import WAIT_MAX_S, free_port, wait_for
 from preloaded import Preloaded
 
 from shadowserve import native, record
 from shadowserve.chunk import TOKENS_MAX, ChunkLayout, DType, Quantizer
+from shadowserve.clock import wall_clock_ms
 from shadowserve.keys import storage_key
+from shadowserve.pool.memory_pool import MemoryPool
 from shadowserve.resp import NEED_DATA, LargeBulk, ReplyReader, Value, encode_command
+from storage_kv.access.users import Users
+from storage_kv.commands import BY_FULL_NAME
+from storage_kv.config import StorageConfig
+from storage_kv.node import Node
+from storage_kv.reconfiguration import Reconfiguration
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = WAIT_MAX_S
@@ -192,6 +201,19 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def make_node(store: Any = None, config: StorageConfig | None = None) -> Node:
+    """Return a node without a server, by default with an empty store in memory."""
+    config = config or StorageConfig()
+    users = Users(config, BY_FULL_NAME)
+    return Node(Reconfiguration(config), users, store or MemoryPool.open(config), wall_clock_ms)
+
+
+def bucket_flags(endpoint: str, **keys: Any) -> list[str]:
+    """Return the flags of a node over a test server's bucket; ``keys`` change the configuration."""
+    given = {"bucket": BUCKET, "endpoint": endpoint, "gather_s": 0.0, "index_ttl_s": 0.1, "timeout_s": 20.0}
+    return ["--s3", json.dumps(given | keys)]
 
 
 @contextlib.contextmanager

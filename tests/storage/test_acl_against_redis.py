@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from storage_support import Child, Client, running_redis
-from test_commands_against_redis import commands_of, converse_with_marks
+from test_commands_against_redis import commands_of, converse
 
 from shadowserve.resp import ErrorReply, Value
 
@@ -80,8 +80,8 @@ SCRIPTS = {
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_replies_equal_those_of_redis(name: str, protocol: int, shared_server: Child, redis_port: int) -> None:
     commands = commands_of(CLEAN + SCRIPTS[name])
-    expected = converse_with_marks(redis_port, commands, protocol)
-    got = converse_with_marks(shared_server.port, commands, protocol)
+    expected = converse(redis_port, commands, protocol)
+    got = converse(shared_server.port, commands, protocol)
     for command, answer, reference in list(zip(commands, got, expected, strict=True))[2:]:
         if command[0] == b"HELLO" and answer[:1] in b"*%" and reference[:1] in b"*%":
             continue  # the id of the connection differs

@@ -1,15 +1,14 @@
 """A bucket in /readyz, the metrics, ``shadowserve stats``, INFO, the log and errors at the start."""
 
 import json
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 from click.testing import CliRunner
 from cold_support import CREDENTIALS, Chain
-from faulty_s3 import BUCKET, Answer, FaultyS3, faulty_s3
+from faulty_s3 import Answer, FaultyS3
 from machine import wait_for
-from storage_support import Child
+from storage_support import Child, bucket_flags
 
 from shadowserve_tools import main
 
@@ -18,18 +17,8 @@ ODD = ("a//b", "./x", "../x", "a\tb", "a\nb", "readme.txt")
 
 
 @pytest.fixture
-def bucket() -> Iterator[FaultyS3]:
-    with faulty_s3() as server:
-        yield server
-
-
-@pytest.fixture
-def start_node(start: Callable[..., Child], bucket: FaultyS3) -> Callable[..., Child]:
-    def start_one(**keys: Any) -> Child:
-        s3 = {"bucket": BUCKET, "endpoint": bucket.endpoint, "gather_s": 0.0, "index_ttl_s": 0.1, "timeout_s": 20.0}
-        return start("--metrics-port", "0", "--s3", json.dumps(s3 | keys), environment=CREDENTIALS)
-
-    return start_one
+def start_node(start: Callable[..., Child], faulty: FaultyS3) -> Callable[..., Child]:
+    return lambda: start("--metrics-port", "0", *bucket_flags(faulty.endpoint), environment=CREDENTIALS)
 
 
 def stats(child: Child, *flags: str) -> str:
@@ -39,9 +28,9 @@ def stats(child: Child, *flags: str) -> str:
 
 
 def test_the_state_of_a_bucket_is_shown_before_during_and_after_an_outage(
-    bucket: FaultyS3, start_node: Callable[..., Child]
+    faulty: FaultyS3, start_node: Callable[..., Child]
 ) -> None:
-    """Symptom: neither output contained the bucket."""
+    """Symptom: neither output contained the faulty."""
     child = start_node()
     client = child.client()
     for key, value in zip(CHAIN.keys, CHAIN.values, strict=True):
@@ -56,7 +45,7 @@ def test_the_state_of_a_bucket_is_shown_before_during_and_after_an_outage(
     assert shown["bytes"] > 0 and shown["objects"] >= 1 and shown["failed_reads"] == {}
     assert "reachable" in stats(child) and "waiting removals" in stats(child)
 
-    bucket.fault = lambda asked: Answer(503, "SlowDown [/]")
+    faulty.fault = lambda asked: Answer(503, "SlowDown [/]")
     wait_for(lambda: child.samples()["shadowserve_storage_s3_up"] == 0)
     assert child.samples()["shadowserve_storage_s3_failing_s"] > 0
     status, text = child.http("/readyz")
@@ -66,7 +55,7 @@ def test_the_state_of_a_bucket_is_shown_before_during_and_after_an_outage(
     assert shown["up"] == 0 and shown["failing_s"] > 0 and "cannot list" in shown["last_error"]
     assert "unreachable for" in stats(child) and "last error of the bucket: cannot list" in stats(child)
 
-    bucket.fault = lambda asked: None
+    faulty.fault = lambda asked: None
     wait_for(lambda: child.samples()["shadowserve_storage_s3_up"] == 1)
     assert "ok bucket: reachable" in child.http("/readyz")[1]
 
@@ -77,8 +66,8 @@ def test_a_node_without_a_bucket_shows_none(start: Callable[..., Child]) -> None
     assert json.loads(stats(child, "--json"))["bucket"] is None
 
 
-def test_a_bucket_that_was_never_listed_is_shown_as_such(bucket: FaultyS3, start_node: Callable[..., Child]) -> None:
-    bucket.fault = lambda asked: Answer(403, "AccessDenied")
+def test_a_bucket_that_was_never_listed_is_shown_as_such(faulty: FaultyS3, start_node: Callable[..., Child]) -> None:
+    faulty.fault = lambda asked: Answer(403, "AccessDenied")
     child = start_node()
     wait_for(lambda: "bucket: away for" in child.http("/readyz")[1])
     assert "403 AccessDenied" in child.http("/readyz")[1]
@@ -86,7 +75,7 @@ def test_a_bucket_that_was_never_listed_is_shown_as_such(bucket: FaultyS3, start
 
 
 def test_foreign_objects_are_left_alone_counted_and_logged_once(
-    bucket: FaultyS3, start_node: Callable[..., Child]
+    faulty: FaultyS3, start_node: Callable[..., Child]
 ) -> None:
     """Symptom: with one such name the node found no records, and FLUSHALL failed."""
     child = start_node()
@@ -94,7 +83,7 @@ def test_foreign_objects_are_left_alone_counted_and_logged_once(
     for key, value in zip(CHAIN.keys, CHAIN.values, strict=True):
         client.call("SET", key, value)
     wait_for(lambda: client.info("s3")["records"] == "4")
-    bucket.objects |= {f"shadowserve/{name}": b"x" for name in ODD}
+    faulty.objects |= {f"shadowserve/{name}": b"x" for name in ODD}
     again = start_node()
     reader = again.client()
     wait_for(lambda: int(reader.info("s3")["lists"]) > 2)
@@ -102,4 +91,4 @@ def test_foreign_objects_are_left_alone_counted_and_logged_once(
     assert again.samples()["shadowserve_storage_s3_foreign_objects"] == len(ODD)
     assert sum("s3_foreign_objects" in line for line in again.log) == 1
     assert reader.call("FLUSHALL") == b"OK"
-    assert set(bucket.objects) == {f"shadowserve/{name}" for name in ODD}
+    assert set(faulty.objects) == {f"shadowserve/{name}" for name in ODD}

@@ -2,7 +2,6 @@
 
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,13 +15,6 @@ from shadowserve.resp import encode_command
 
 MIB = 1 << 20
 LARGE = bytes(range(256)) * 400  # sent by reference
-
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    """A server whose store the test controls."""
-    with Served(io_threads=2) as served:
-        yield served
 
 
 def nothing_arrives(client: Client) -> bool:

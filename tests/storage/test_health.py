@@ -12,16 +12,10 @@ from typing import Any
 
 import pytest
 from machine import NEVER_S, WAIT_MAX_S, wait_for
-from storage_support import TIMEOUT_S, Child
+from storage_support import TIMEOUT_S, Child, make_node
 
-from shadowserve.clock import wall_clock_ms
 from shadowserve.pool.statistics import DeviceStatistics, Statistics
-from storage_kv.access.users import Users
-from storage_kv.commands import BY_FULL_NAME
-from storage_kv.config import StorageConfig
-from storage_kv.node import Node
 from storage_kv.operations import Condition
-from storage_kv.reconfiguration import Reconfiguration
 
 
 class DeviceEngine:
@@ -36,9 +30,7 @@ class DeviceEngine:
 
 
 def condition(store: Any) -> Condition:
-    found = Condition(
-        Node(Reconfiguration(StorageConfig()), Users(StorageConfig(), BY_FULL_NAME), store, wall_clock_ms)
-    )
+    found = Condition(make_node(store))
     found.recovered, found.listening = True, "127.0.0.1:1"
     return found
 

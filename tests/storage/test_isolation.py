@@ -10,24 +10,19 @@ from typing import Any, cast
 import pytest
 from machine import NEVER_S, WAIT_MAX_S, wait_for
 from slow_store import Served
-from storage_support import Child, Client, login
+from storage_support import Child, Client, login, make_node
 from test_client_memory import MIB, Weighed
 from test_layers import LAYERS, check, stored
 from test_shaper import MBIT, Run, Sent, shared
 
-from shadowserve.pool.memory_pool import MemoryPool
 from shadowserve.resp import ErrorReply, encode_command
 from storage_kv.access.memory import Account, MemoryBudget
-from storage_kv.access.users import Users
 from storage_kv.clients.connection import Connection
 from storage_kv.clients.event_loop import EventLoop
 from storage_kv.clients.workers import Workers
-from storage_kv.config import StorageConfig
 from storage_kv.egress import Demand
 from storage_kv.fair_queue import FairQueue
-from storage_kv.node import Node
 from storage_kv.pending_keys import PendingKeys
-from storage_kv.reconfiguration import Reconfiguration
 from storage_kv.session import Session
 from storage_kv.shaper import Flow, Others
 
@@ -322,7 +317,7 @@ class BreaksOff:
 
 
 def test_a_client_that_breaks_off_while_it_is_sent_to_is_forgotten_and_its_tenant_keeps_the_debt() -> None:
-    node = Node(Reconfiguration(StorageConfig()), Users(StorageConfig(), {}), MemoryPool.open(StorageConfig()), int)
+    node = make_node()
     node.streams = SimpleNamespace(others=(others := Others()))
     others.rate = 1e3
     session, transport = Session(1, "127.0.0.1:1", authenticated=True), BreaksOff()

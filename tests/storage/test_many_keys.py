@@ -1,6 +1,6 @@
 """Commands on many or all keys: other clients are served in between, and memory is bounded."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,12 +16,6 @@ from storage_kv.commands import _keys
 from storage_kv.commands._arguments import KEYS_AT_A_TIME
 
 MANY = 3 * KEYS_AT_A_TIME + 10
-
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    with Served(io_threads=2) as served:
-        yield served
 
 
 def pairs(count: int) -> list[str]:

@@ -13,21 +13,16 @@ import pytest
 import yaml
 from machine import NEVER_S
 from prometheus_client import CollectorRegistry, generate_latest
-from storage_support import REPOSITORY, Child, make_record
+from storage_support import REPOSITORY, Child, make_node, make_record
 
 from dpu_dataplane.metrics import Metrics
-from shadowserve.clock import wall_clock_ms
 from shadowserve.latency import LatencyHistogram
-from shadowserve.pool.memory_pool import MemoryPool
 from shadowserve.pool.statistics import DeviceStatistics, Statistics
-from storage_kv.access.users import Users
-from storage_kv.commands import BY_FULL_NAME, execute
-from storage_kv.config import StorageConfig
+from storage_kv.commands import execute
 from storage_kv.counters import SAMPLE_EVERY, CommandCounters
 from storage_kv.metric_table import BUCKET
 from storage_kv.node import Node
 from storage_kv.operations import Condition, NodeCollector
-from storage_kv.reconfiguration import Reconfiguration
 from storage_kv.reply import CommandError
 from storage_kv.session import Session
 
@@ -56,10 +51,6 @@ def shown() -> Statistics:
         scrub_rotten=1,
         writing_bytes=2,
     )
-
-
-def node_with(store: Any) -> Node:
-    return Node(Reconfiguration(StorageConfig()), Users(StorageConfig(), BY_FULL_NAME), store, wall_clock_ms)
 
 
 def exported(node: Node) -> dict[str, float]:
@@ -99,7 +90,7 @@ def test_metrics_count_the_work_of_a_server(start: Callable[..., Child]) -> None
 @needs_promtool
 def test_promtool_accepts_a_scrape_with_devices() -> None:
     registry = CollectorRegistry()
-    registry.register(NodeCollector(node := node_with(ShownStore()), Condition(node, recovered=True)))
+    registry.register(NodeCollector(node := make_node(ShownStore()), Condition(node, recovered=True)))
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=generate_latest(registry), capture_output=True, timeout=NEVER_S
     )
@@ -124,7 +115,7 @@ class ShownStore:
 
 
 def test_devices_arenas_and_causes_are_metrics() -> None:
-    samples = exported(node_with(ShownStore()))
+    samples = exported(make_node(ShownStore()))
     own = {name.removeprefix("shadowserve_storage_"): value for name, value in samples.items()}
     assert own["keys"] == 3
     assert own['device_read_bytes_total{device="nvme0n1"}'] == 7
@@ -140,7 +131,7 @@ def test_devices_arenas_and_causes_are_metrics() -> None:
 
 
 def test_a_scrape_does_not_use_the_store_before_recovery() -> None:
-    node = node_with(object())
+    node = make_node(object())
     registry = CollectorRegistry()
     registry.register(NodeCollector(node, condition := Condition(node)))
     assert b"shadowserve_storage_recovered 0.0" in generate_latest(registry)
@@ -148,7 +139,7 @@ def test_a_scrape_does_not_use_the_store_before_recovery() -> None:
 
 
 def test_a_scrape_reads_sessions_and_queues_with_the_lock_held() -> None:
-    node = node_with(ShownStore())
+    node = make_node(ShownStore())
     for owner, name in ((node, "sessions"), (node.memory, "_queues"), (node.lent, "_queues")):
         setattr(owner, name, LockedDict(node))
     assert exported(node)["shadowserve_storage_clients"] == 0
@@ -167,13 +158,13 @@ class LockedDict(dict[Any, Any]):
 
 
 def test_an_engine_of_memory_alone_has_neither_devices_nor_arenas() -> None:
-    samples = exported(node_with(MemoryPool.open(StorageConfig())))
+    samples = exported(make_node())
     assert "shadowserve_storage_keys" in samples
     assert not [name for name in samples if "{device=" in name or "{arena=" in name or "{outcome=" in name]
 
 
 def test_every_metric_has_the_prefix_and_units_stand_at_the_end() -> None:
-    for name in exported(node_with(ShownStore())):
+    for name in exported(make_node(ShownStore())):
         bare = name.partition("{")[0]
         assert NAMES.fullmatch(bare), name
         if "bytes" in bare or "seconds" in bare:
@@ -196,7 +187,7 @@ def test_one_call_in_many_is_timed_the_first_included() -> None:
     with pytest.raises(CommandError):
         statistics.timed(_failing)
     assert statistics.durations.count == 1
-    node = node_with(ShownStore())
+    node = make_node(ShownStore())
     session = Session(1, address="", authenticated=True)
     for _ in range(2 * SAMPLE_EVERY + 1):
         execute(node, session, [b"PING"])
@@ -238,7 +229,7 @@ def test_info_needs_no_free_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr("builtins.open", no_descriptor)
-    reply = execute(node_with(MemoryPool.open(StorageConfig())), Session(1, "", authenticated=True), [b"INFO"])
+    reply = execute(make_node(), Session(1, "", authenticated=True), [b"INFO"])
     assert isinstance(reply, bytes) and re.search(rb"used_memory_rss:[1-9]", reply)
 
 

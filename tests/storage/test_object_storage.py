@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from cold_support import CREDENTIALS, Chain
-from faulty_s3 import BUCKET, Answer, FaultyS3, faulty_s3
+from faulty_s3 import BUCKET, Answer, FaultyS3
 from machine import wait_for
-from storage_support import REPOSITORY, Child, Client
+from storage_support import REPOSITORY, Child, Client, bucket_flags
 
 from shadowserve_tools.bench.peers.buckets import CREDENTIALS as CEPH_CREDENTIALS
 from shadowserve_tools.bench.peers.buckets import MISSING, ceph_gateway
@@ -29,12 +29,6 @@ def ceph() -> Iterator[str]:
         yield endpoint
 
 
-@pytest.fixture
-def faulty() -> Iterator[FaultyS3]:
-    with faulty_s3() as server:
-        yield server
-
-
 @pytest.fixture(params=["own", "ceph"])
 def bucket(request: pytest.FixtureRequest) -> tuple[str, dict[str, str]]:
     """Endpoint and credentials of a bucket."""
@@ -49,9 +43,8 @@ def node(start: Starts, request: pytest.FixtureRequest) -> StartsNodes:
     prefix = "".join(each if each.isalnum() else "_" for each in request.node.name)
 
     def start_node(endpoint: str, credentials: dict[str, str], *flags: str, **keys: Any) -> tuple[Child, Client]:
-        given = {"bucket": BUCKET, "endpoint": endpoint, "prefix": prefix, "gather_s": 0.2, "index_ttl_s": 0.1}
-        s3 = json.dumps({**given, "timeout_s": 20.0, **keys})
-        child = start("--memory-budget-bytes", "64 MiB", *flags, "--s3", s3, environment=credentials)
+        bucket = bucket_flags(endpoint, **({"prefix": prefix, "gather_s": 0.2} | keys))
+        child = start("--memory-budget-bytes", "64 MiB", *flags, *bucket, environment=credentials)
         return child, child.client()
 
     return start_node
@@ -224,7 +217,7 @@ def test_prefetches_use_at_most_a_second_of_a_slow_bucket(faulty: FaultyS3, node
     store_chain(one)
     _, two = node(faulty.endpoint, CREDENTIALS, index_ttl_s=3600.0)
     wait_for(lambda: s3(two)["records"] == "24")
-    faulty.bytes_per_s = 64 * 1024  # a record takes a second
+    faulty.bytes_per_s = 16 * 1024  # a record takes four seconds
     assert two.call("GET", CHAIN.keys[0]) == CHAIN.values[0]
     count = two.call("KV.PREFETCH", *CHAIN.keys[1:])
     assert isinstance(count, int) and count < 23

@@ -7,17 +7,11 @@ from pathlib import Path
 
 import pytest
 from machine import wait_for
-from storage_support import Child, Client
+from storage_support import Child, Client, make_node
 
-from shadowserve.clock import wall_clock_ms
 from shadowserve.errors import ConfigurationError
-from shadowserve.pool.memory_pool import MemoryPool
 from shadowserve.resp import ErrorReply
-from storage_kv.access.users import Users
-from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
-from storage_kv.node import Node
-from storage_kv.reconfiguration import Reconfiguration
 
 MIB = 1 << 20
 FAILED = b"ERR CONFIG SET failed (possibly related to argument '%s') - %s"
@@ -182,14 +176,9 @@ def test_a_file_that_cannot_be_used_changes_nothing(start: Callable[..., Child],
 # ---- Within the process ----------------------------------------------------------------------------------------------
 
 
-def reconfigured(load: Callable[[], StorageConfig] | None = None) -> tuple[Node, Reconfiguration]:
-    config = StorageConfig()
-    changes = Reconfiguration(config, load)
-    return Node(changes, Users(config, BY_FULL_NAME), MemoryPool.open(config), wall_clock_ms), changes
-
-
 def test_if_one_part_cannot_apply_a_change_the_others_roll_back() -> None:
-    node, changes = reconfigured()
+    node = make_node()
+    changes = node.reconfiguration
     seen: list[int] = []
 
     def refuse(old: StorageConfig, new: StorageConfig) -> None:
@@ -203,9 +192,9 @@ def test_if_one_part_cannot_apply_a_change_the_others_roll_back() -> None:
 
 
 def test_reloading_without_a_configuration_is_an_error() -> None:
-    node, changes = reconfigured()
+    node = make_node()
     with pytest.raises(ConfigurationError, match="without a configuration"):
-        changes.reload(node.lock)
+        node.reconfiguration.reload(node.lock)
 
 
 def test_a_device_s_budget_and_the_scrub_follow_and_its_metrics_are_there(

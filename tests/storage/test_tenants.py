@@ -8,16 +8,11 @@ from typing import Any
 
 import pytest
 from machine import wait_for
-from storage_support import USERS, Child, Client, login, make_record
+from storage_support import USERS, Child, Client, login, make_node, make_record
 
-from shadowserve.clock import wall_clock_ms
-from shadowserve.pool.memory_pool import MemoryPool
 from storage_kv.access.limits import RateLimiter
-from storage_kv.access.users import Users
-from storage_kv.commands import BY_FULL_NAME, execute
+from storage_kv.commands import execute
 from storage_kv.config import StorageConfig, TenantLimits
-from storage_kv.node import Node
-from storage_kv.reconfiguration import Reconfiguration
 from storage_kv.session import Session
 
 
@@ -122,8 +117,7 @@ def recorded(execution: Callable[[], object]) -> tuple[list[tuple[str, str]], ob
 def test_another_tenants_key_behaves_like_an_absent_one(tmp_path: Path) -> None:
     """The same functions run in the same order with the same reply; ``shadowserve bench isolation`` compares times."""
     (users := tmp_path / "users.acl").write_text(USERS)
-    config = StorageConfig(users_file=str(users))
-    node = Node(Reconfiguration(config), Users(config, BY_FULL_NAME), MemoryPool.open(config), wall_clock_ms)
+    node = make_node(config=StorageConfig(users_file=str(users)))
     sessions = {}
     for number, name in enumerate((b"ann", b"bob")):
         sessions[name] = Session(number, address="127.0.0.1:1")

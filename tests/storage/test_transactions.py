@@ -1,6 +1,6 @@
 """MULTI and EXEC: order, limits, deferred replies, and commands of other clients in between."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from machine import wait_for
@@ -10,13 +10,6 @@ from storage_support import Child, Client, make_record
 from shadowserve.resp import ErrorReply, encode_command
 
 LARGE = bytes(range(256)) * 400  # sent by reference, received in place
-
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    """A server whose store the test controls."""
-    with Served(io_threads=2) as served:
-        yield served
 
 
 def calls(client: Client, *commands: tuple[object, ...]) -> list[object]:
