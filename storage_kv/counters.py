@@ -60,14 +60,14 @@ class Counters:
     connections_rejected: int = 0
     connections_denied: int = 0
     commands: int = 0
-    errors: int = 0
-    input_bytes: int = 0
-    output_bytes: int = 0
+    command_errors: int = 0
+    received_bytes: int = 0
+    sent_bytes: int = 0
     hits: int = 0
     misses: int = 0
     lookup_hits: int = 0
     lookup_misses: int = 0
-    lost: int = 0
+    lost_values: int = 0
     records_stored: int = 0
     records_kept: int = 0
     records_refused: int = 0
@@ -77,20 +77,20 @@ class Counters:
     layer_streams_closed: int = 0
     layers_sent: int = 0
     layer_bytes_sent: int = 0
-    stalled_clients: int = 0
-    idle_clients: int = 0
+    clients_stalled: int = 0
+    clients_idle: int = 0
     protocol_errors: int = 0
     http_refused: int = 0
     unauthenticated_closed: int = 0
     unauthenticated_evicted: int = 0
-    evicted_clients: int = 0
+    clients_evicted: int = 0
     authentication_failures: int = 0
-    denied_commands: int = 0
-    denied_keys: int = 0
+    commands_denied: int = 0
+    keys_denied: int = 0
     tls_failures: int = 0
     throttled: int = 0
     unknown_commands: int = 0
-    busy: int = 0
+    busy_refusals: int = 0
     by_command: dict[str, CommandCounters] = field(default_factory=dict)
 
     def of(self, command: str) -> CommandCounters:

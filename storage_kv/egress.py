@@ -58,26 +58,6 @@ def ttft_s(demand: Demand, rate: float, layers: int) -> float:
     return transfer_s + (layers - 1) * max(transfer_s, demand.window_s) + demand.window_s
 
 
-def _equal(demands: Sequence[Demand], budget: float, _margin: float) -> list[float]:
-    return _by_weights([1.0 for _ in demands], budget)
-
-
-def _kv_prop(demands: Sequence[Demand], budget: float, _margin: float) -> list[float]:
-    return _by_weights([demand.layer_bytes for demand in demands], budget)
-
-
-def _bw_prop(demands: Sequence[Demand], budget: float, _margin: float) -> list[float]:
-    return _by_weights([demand.rate for demand in demands], budget)
-
-
-def _stall_opt(demands: Sequence[Demand], budget: float, _margin: float) -> list[float]:
-    return fill(_roots(demands), [demand.rate for demand in demands], budget)
-
-
-def _calibrated(demands: Sequence[Demand], budget: float, margin: float) -> list[float]:
-    return fill(_roots(demands), [demand.rate + margin for demand in demands], budget)
-
-
 def _shortest_remaining(demands: Sequence[Demand], budget: float, margin: float) -> list[float]:
     caps = [demand.rate + margin for demand in demands]
     even = fill([1.0 for _ in demands], caps, budget * _EVEN_SHARE)
@@ -87,14 +67,14 @@ def _shortest_remaining(demands: Sequence[Demand], budget: float, margin: float)
     return [rate + further for rate, further in zip(even, more, strict=True)]
 
 
-def _roots(demands: Sequence[Demand]) -> list[float]:
-    """Return the weights with the smallest sum of layer times (equation 6)."""
-    return [sqrt(demand.layer_bytes) for demand in demands]
+def _by_weights(demands: Sequence[Demand], budget: float, weight: Callable[[Demand], float]) -> list[float]:
+    whole = sum(map(weight, demands))
+    return [budget * weight(demand) / whole for demand in demands]
 
 
-def _by_weights(weights: Sequence[float], budget: float) -> list[float]:
-    whole = sum(weights)
-    return [budget * weight / whole for weight in weights]
+def _stall_opt(demands: Sequence[Demand], budget: float, margin: float) -> list[float]:
+    """Return the rates with the smallest sum of layer times (equation 6)."""
+    return fill([sqrt(demand.layer_bytes) for demand in demands], [demand.rate + margin for demand in demands], budget)
 
 
 def fill(weights: Sequence[float], caps: Sequence[float], budget: float) -> list[float]:
@@ -120,11 +100,11 @@ def fill(weights: Sequence[float], caps: Sequence[float], budget: float) -> list
 
 POLICIES: Final[Mapping[Policy, Callable[[Sequence[Demand], float, float], list[float]]]] = MappingProxyType(
     {
-        "equal": _equal,
-        "kv_prop": _kv_prop,
-        "bw_prop": _bw_prop,
-        "stall_opt": _stall_opt,
-        "calibrated_stall_opt": _calibrated,
+        "equal": lambda demands, budget, _: _by_weights(demands, budget, lambda demand: 1.0),
+        "kv_prop": lambda demands, budget, _: _by_weights(demands, budget, lambda demand: demand.layer_bytes),
+        "bw_prop": lambda demands, budget, _: _by_weights(demands, budget, lambda demand: demand.rate),
+        "stall_opt": lambda demands, budget, _: _stall_opt(demands, budget, 0.0),
+        "calibrated_stall_opt": _stall_opt,
         "shortest_remaining": _shortest_remaining,
     }
 )

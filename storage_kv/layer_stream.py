@@ -258,7 +258,7 @@ class StreamRecords:
             with self.node.lock:  # they were not hits after all
                 self.node.counters.hits -= self.lost
                 self.node.counters.misses += self.lost
-                self.node.counters.lost += self.lost
+                self.node.counters.lost_values += self.lost
         self._begins = np.zeros((len(self.layers), self.keys), np.uint32)
         self._lengths = np.zeros((len(self.layers), self.keys), np.uint32)
 

@@ -11,9 +11,10 @@ debt of its own: a client that was sent more than it has earned executes nothing
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
-from typing import Final, Protocol
+from typing import Final
 
 from storage_kv.egress import Demand, Policy, allocate, fill
+from storage_kv.session import Session
 
 _OTHERS_SHARE_MIN: Final = 1 / 20
 """Share of the link for clients that were not active before the epoch."""
@@ -35,20 +36,6 @@ class Link:
     policy: Policy
     margin_bits_per_s: float
     epoch_s: float
-
-
-class Sender(Protocol):
-    """A client with replies that are no layers.
-
-    Attributes:
-        id: Unique number.
-        tenant: Tenant whose share of the link it uses.
-        weight: Weight of that tenant.
-    """
-
-    id: int
-    tenant: int
-    weight: float
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +109,7 @@ class Others:
         self.epoch_s = inf
         self._tenants: dict[int, _Tenant] = {}
 
-    def _client(self, session: "Sender", now_s: float) -> tuple[_Tenant, _Client, float]:
+    def _client(self, session: Session, now_s: float) -> tuple[_Tenant, _Client, float]:
         """Return a client's tenant, its account, and its rate."""
         tenant = self._tenants.get(session.tenant)
         if tenant is None:
@@ -136,14 +123,14 @@ class Others:
             tenant.left.credit = 0.0
         return tenant, client, rate / tenant.count
 
-    def charge(self, session: "Sender", sent_bytes: int, now_s: float) -> None:
+    def charge(self, session: Session, sent_bytes: int, now_s: float) -> None:
         """Charge a client for sent bytes."""
         if self.rate != inf:
             tenant, client, _ = self._client(session, now_s)
             tenant.active.add(session.id)
             client.credit -= 8 * sent_bytes
 
-    def wait_s(self, session: "Sender", now_s: float) -> float:
+    def wait_s(self, session: Session, now_s: float) -> float:
         """Return how long a client must wait because of its debt, before it calls this again; 0.0 for not at all."""
         if self.rate == inf:
             return 0.0
@@ -154,7 +141,7 @@ class Others:
         tenant.active.add(session.id)
         return min(-credit / rate, self.epoch_s)
 
-    def leave(self, session: "Sender") -> None:
+    def leave(self, session: Session) -> None:
         """Remove a client; its debt stays with the tenant."""
         tenant = self._tenants.get(session.tenant)
         if tenant is not None and (client := tenant.clients.pop(session.id, None)) is not None:

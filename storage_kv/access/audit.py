@@ -11,10 +11,11 @@ import queue
 import threading
 import time
 from datetime import UTC, datetime
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from shadowserve.incidents import Incidents
 from storage_kv.access.authentication_throttle import network_of
+from storage_kv.session import Session
 
 _log = logging.getLogger(__name__)
 
@@ -24,16 +25,6 @@ _LINE_BYTES_MAX: Final = 2048
 _TEXT_MAX: Final = 256
 _LINES_PER_MINUTE: Final = 64
 """Lines of one event and one network; further ones are counted."""
-
-
-class Audited(Protocol):
-    """A session."""
-
-    @property
-    def address(self) -> str: ...
-
-    @property
-    def user_name(self) -> bytes: ...
 
 
 class AuditLog:
@@ -60,7 +51,7 @@ class AuditLog:
     def write(
         self,
         event: str,
-        session: Audited,
+        session: Session,
         *,
         outcome: str,
         user: bytes | None = None,

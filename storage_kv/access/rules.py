@@ -94,23 +94,12 @@ class RuleError(ValueError):
 
 
 class Described(Protocol):
-    """The part of a command that rules decide by."""
+    """The part of a command that rules decide by; no rule can forbid one that is open to all."""
 
-    @property
-    def full_name(self) -> str:
-        """Lower case; ``client|list`` for a subcommand."""
-
-    @property
-    def parent(self) -> str:
-        """Name of a subcommand's command; otherwise empty."""
-
-    @property
-    def categories(self) -> Collection[str] | None:
-        """Some of :data:`CATEGORIES`."""
-
-    @property
-    def open_to_all(self) -> bool:
-        """No rule can forbid it: unauthenticated clients need it to authenticate."""
+    full_name: str
+    parent: str
+    categories: Collection[str] | None
+    open_to_all: bool
 
 
 def hash_password(password: bytes) -> bytes:
@@ -118,15 +107,7 @@ def hash_password(password: bytes) -> bytes:
     return hashlib.sha256(password).hexdigest().encode()
 
 
-@dataclass(frozen=True)
-class _Command:
-    full_name: str
-    parent: str
-    categories: Collection[str] | None
-    open_to_all: bool = False
-
-
-_CHANGING_USERS: Final = _Command("acl|setuser", "acl", ("admin", "slow", "dangerous"))
+_CHANGING_USERS: Final = frozenset({"acl|setuser", "acl", "@admin", "@slow", "@dangerous"})
 
 
 @dataclass(slots=True)
@@ -177,11 +158,11 @@ class User:
             return True
         known = self._decided.get(command.full_name)
         if known is None:
-            known = self._decided[command.full_name] = self._decide(command)
+            names = {command.full_name, command.parent, *(f"@{category}" for category in command.categories or ())}
+            known = self._decided[command.full_name] = self._decide(names)
         return known
 
-    def _decide(self, command: Described) -> bool:
-        names = {command.full_name, command.parent, *(f"@{category}" for category in command.categories or ())}
+    def _decide(self, names: Collection[str]) -> bool:
         for allows, rule in reversed(self._rules):
             if rule in names:
                 return allows
@@ -196,7 +177,7 @@ class User:
     @property
     def is_operator(self) -> bool:
         """True if it may change users, and so can do everything: an administrator of all tenants."""
-        return self.unrestricted or self.may_run(_CHANGING_USERS)
+        return self.unrestricted or self._decide(_CHANGING_USERS)
 
     def names_beyond(self, commands: Collection[str]) -> set[str]:
         """Return the commands in its rules that are not among ``commands``: they exist only in Redis."""

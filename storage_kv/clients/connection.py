@@ -249,7 +249,7 @@ class Connection:
 
     def evict(self, held_bytes: int) -> None:
         """End soon: other clients need the memory that this one holds. From any thread, with the node's lock."""
-        self._node.counters.evicted_clients += 1
+        self._node.counters.clients_evicted += 1
         self._node.warn_limited("client_evicted", self.session.address, "it held more than its share, or for too long")
         self._node.audit.write("memory", self.session, outcome="closed", bytes=held_bytes)
         self.session.closing = True
@@ -306,7 +306,7 @@ class Connection:
         node, executor, session = self._node, self._executor, self.session
         session.info.last_active_s = now_s = time.monotonic()
         with node.lock:
-            node.counters.output_bytes += sent_bytes
+            node.counters.sent_bytes += sent_bytes
             if session.limiter is not None:
                 session.limiter.charge(0, sent_bytes)
             if sent_bytes > layer_bytes and node.streams is not None:
@@ -449,13 +449,13 @@ class Connection:
         if executor.replies.out or (executor.reader.in_progress and self._interest & READ):
             if still_s > config.stall_timeout_s:
                 with self._node.lock:
-                    counters.stalled_clients += 1
+                    counters.clients_stalled += 1
                 action = "reading its replies" if executor.replies.out else "sending its request"
                 _log.info("client_stalled address=%s still_s=%.1f while=%r", self.session.address, still_s, action)
                 self.abort()
         elif config.idle_timeout_s and not executor.replies.waiting and still_s > config.idle_timeout_s:
             with self._node.lock:
-                counters.idle_clients += 1
+                counters.clients_idle += 1
             _log.info("client_idle address=%s idle_s=%.1f", self.session.address, still_s)
             self.abort()
 

@@ -143,7 +143,7 @@ class CommandExecutor:
     def _execute_commands(self) -> None:
         node, session, reader, replies, body = self._node, self._session, self.reader, self.replies, self.body
         received_bytes, self.received_bytes = self.received_bytes, 0
-        node.counters.input_bytes += received_bytes
+        node.counters.received_bytes += received_bytes
         output_max = self.output_bytes_max
         left = node.config.pipeline_commands_max
         small: list[bytes] = []  # replies that are joined
@@ -234,7 +234,7 @@ class CommandExecutor:
 
     def _refused(self) -> bytes:
         """Return the reply to a command of which an argument was refused."""
-        self._node.counters.errors += 1
+        self._node.counters.command_errors += 1
         if self._session.transaction is not None:
             self._session.transaction.fail()
         return self.body.refusal
@@ -319,7 +319,7 @@ class CommandExecutor:
                 self._abort_soon()
             else:
                 self._retry = None
-                self._node.counters.errors += 1
+                self._node.counters.command_errors += 1
                 self._queue_reply(error)
         self.blocked, self.blocked_since_s = False, 0.0
 
@@ -372,7 +372,7 @@ class CommandExecutor:
 
     def close(self) -> None:
         """Release everything. Needs the node's lock."""
-        self._node.counters.input_bytes += self.received_bytes
+        self._node.counters.received_bytes += self.received_bytes
         self.replies.drop()
         if not self.working:  # otherwise the work's end does
             self.body.release()

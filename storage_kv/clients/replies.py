@@ -126,8 +126,8 @@ class Replies:
         if deferred.lost:  # it was not a hit after all
             counters.hits -= 1
             counters.misses += 1
-            counters.lost += 1
-        counters.errors += deferred.failed
+            counters.lost_values += 1
+        counters.command_errors += deferred.failed
         self.deferred -= 1
         self.waiting_bytes -= deferred.expected_bytes
         self.lent_bytes -= deferred.expected_bytes

@@ -71,7 +71,7 @@ def execute(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     except BusyError:  # it is executed again
         counters.commands -= 1
         statistics.calls -= 1
-        counters.busy += 1
+        counters.busy_refusals += 1
         raise
     if node.watchers or isinstance(reply, Continuation):
         return _followed(node, session, command, arguments, reply)
@@ -96,9 +96,9 @@ def _check_permission(node: Node, session: Session, command: Command, arguments:
     node.deny(session, reason, what, describe_client(session).strip())
     node.audit.write("denied", session, outcome="denied", command=command.full_name, reason=reason)
     if reason == "command":
-        node.counters.denied_commands += 1
+        node.counters.commands_denied += 1
         raise CommandError(f"NOPERM this user has no permissions to run the '{command.full_name}' command")
-    node.counters.denied_keys += 1
+    node.counters.keys_denied += 1
     raise CommandError("NOPERM this user has no permissions to access one of the keys used as arguments")
 
 
@@ -115,5 +115,5 @@ def _continue(
 
 
 def _error_reply(node: Node, error: CommandError) -> bytes:
-    node.counters.errors += 1
+    node.counters.command_errors += 1
     return encode_error(str(error))

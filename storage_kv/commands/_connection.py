@@ -270,10 +270,8 @@ def _filter(node: Node, session: Session, name: bytes, value: Argument) -> Calla
     if name == b"TYPE":
         is_normal = _is_normal(value)
         return lambda other: is_normal
-    if name == b"ADDR":
-        return lambda other: other.address == text
-    if name == b"LADDR":
-        return lambda other: other.info.local_address == text
+    if name in (b"ADDR", b"LADDR"):
+        return lambda other: text == (other.address if name == b"ADDR" else other.info.local_address)
     if name == b"USER":
         user = node.users.by_name.get(bytes(value))
         if user is None or not (session.user.is_operator or user.tenant == session.user.tenant):

@@ -47,7 +47,6 @@ def _resident_bytes() -> int:
 
 
 def _table_fields(section: str, node: Node) -> _Fields:
-    """Return the fields of a section that come from the table of metrics."""
     return [(name, _number(value)) for name, value in info_fields(section, View.of(node))]
 
 
@@ -106,25 +105,9 @@ def _info_memory(node: Node) -> _Fields:
     ]
 
 
-def _info_stats(node: Node) -> _Fields:
-    return _table_fields("Stats", node)
-
-
 def _info_cpu(node: Node) -> _Fields:
     own = resource.getrusage(resource.RUSAGE_SELF)
     return [("used_cpu_sys", f"{own.ru_stime:.6f}"), ("used_cpu_user", f"{own.ru_utime:.6f}")]
-
-
-def _info_persistence(node: Node) -> _Fields:
-    return [("loading", 0), ("rdb_changes_since_last_save", 0), ("aof_enabled", 0)]
-
-
-def _info_replication(node: Node) -> _Fields:
-    return [("role", "master"), ("connected_slaves", 0)]
-
-
-def _info_cluster(node: Node) -> _Fields:
-    return [("cluster_enabled", 0)]
 
 
 def _info_keyspace(node: Node, tenant: int | None = None) -> _Fields:
@@ -145,7 +128,7 @@ def _info_shadowserve(node: Node) -> _Fields:
 
 
 def _info_commandstats(node: Node) -> _Fields:
-    """Redis' lines. The time is that of the sample, scaled to all calls."""
+    """Return Redis' lines; the time of the sample is scaled to all calls."""
     return [
         (
             f"cmdstat_{name}",
@@ -231,11 +214,11 @@ _SECTIONS: Final[dict[str, Callable[[Node], _Fields]]] = {
     "Server": _info_server,
     "Clients": _info_clients,
     "Memory": _info_memory,
-    "Persistence": _info_persistence,
-    "Stats": _info_stats,
-    "Replication": _info_replication,
+    "Persistence": lambda node: [("loading", 0), ("rdb_changes_since_last_save", 0), ("aof_enabled", 0)],
+    "Stats": lambda node: _table_fields("Stats", node),
+    "Replication": lambda node: [("role", "master"), ("connected_slaves", 0)],
     "CPU": _info_cpu,
-    "Cluster": _info_cluster,
+    "Cluster": lambda node: [("cluster_enabled", 0)],
     "Keyspace": _info_keyspace,
     "ShadowServe": _info_shadowserve,
 }

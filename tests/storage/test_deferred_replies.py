@@ -332,9 +332,9 @@ def test_a_store_without_room_stops_a_pipeline_in_place(served: Served) -> None:
         for command in commands:
             client.send(*command)
         assert [client.receive() for _ in range(7)] == [b"OK"] * 7
-        wait_for(lambda: counters.busy == 1)
+        wait_for(lambda: counters.busy_refusals == 1)
         assert other.call("DBSIZE") == 7 and other.call("GET", "k9") is None
         is_full = False
         room[-1].settle()
         assert [client.receive() for _ in range(5)] == [b"OK", b"OK", b"OK", b"v", 10]
-        assert counters.busy == 1 and counters.by_command["set"].calls == 10
+        assert counters.busy_refusals == 1 and counters.by_command["set"].calls == 10

@@ -327,7 +327,7 @@ def test_a_client_that_breaks_off_while_it_is_sent_to_is_forgotten_and_its_tenan
         for _ in range(100):
             connection._executor.replies.append(b"x" * 1000)
     connection.finish()
-    assert node.counters.output_bytes == 64_000
+    assert node.counters.sent_bytes == 64_000
     assert not others._tenants[session.tenant].clients and others._tenants[session.tenant].left.credit < 0
     loop.close()
 
