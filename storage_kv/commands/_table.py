@@ -92,7 +92,7 @@ _add(
     _row("mset", -3, "write denyoom", _strings.mset, "1.0.1", "Sets the values of keys.", _PAIRS, "W", _VALUES),
     _row("msetnx", -3, "write denyoom", _strings.msetnx, "1.0.1",
          "Sets the values of keys if none of them exists.", _PAIRS, "W", _VALUES),
-    _row("psetex", 4, "write denyoom", _strings.psetex, "2.6.0",
+    _row("psetex", 4, "write denyoom", _strings.setex, "2.6.0",
          "Sets the value of a key, and its time to live in milliseconds.", _ONE_KEY, "W", _THIRD),
     _row("set", -3, "write denyoom", _strings.set_, "1.0.0",
          "Sets the value of a key; a record never changes once it is set.", _ONE_KEY, "RW", _SECOND),

@@ -152,7 +152,8 @@ def test_a_disconnected_client_releases_its_transaction(served: Served) -> None:
         watching = served.client()
         assert watching.call("WATCH", "w") == b"OK"
         calls(watching, ("MULTI",), ("SET", "a", LARGE))
-        client.close()
+        client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        client.close()  # with a reset
         watching.close()
         wait_for(lambda: len(node.sessions) == 1)
         for _ in range(3):
