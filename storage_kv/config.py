@@ -232,7 +232,6 @@ class StorageConfig(PoolConfig, AccessConfig):
 
     @property
     def kind(self) -> Literal["memory", "pool"]:
-        """The store: memory alone, or a pool of memory and devices."""
         return "pool" if self.devices else "memory"
 
     @property
@@ -250,7 +249,6 @@ class StorageConfig(PoolConfig, AccessConfig):
 
     @property
     def unauthenticated_max(self) -> int:
-        """Limit of connections that have not authenticated."""
         if self.unauthenticated_connections_max is not None:
             return min(self.unauthenticated_connections_max, self.connections_max)
         return min(self.connections_max, max(_UNAUTHENTICATED_MIN, self.connections_max // 10))

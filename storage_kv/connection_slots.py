@@ -29,7 +29,6 @@ class ConnectionSlots:
         self._by_network: dict[str, dict[int, Session]] = {}  # unauthenticated, the oldest first
 
     def has_free(self, tenant: str) -> bool:
-        """Return True if one more client of a tenant may connect."""
         config, used = self._config(), self.by_tenant.get(tenant, 0)
         limits, slots = config.tenants.get(tenant), config.connections_max
         if limits is not None and limits.connections_max is not None:
@@ -52,7 +51,6 @@ class ConnectionSlots:
             self.unauthenticated += 1
 
     def leave(self, session: Session) -> None:
-        """Stop counting a session, if it is counted."""
         if session.slot_tenant is not None:
             tenant, session.slot_tenant = session.slot_tenant, None
             self.by_tenant[tenant] -= 1

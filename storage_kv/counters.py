@@ -94,7 +94,6 @@ class Counters:
     by_command: dict[str, CommandCounters] = field(default_factory=dict)
 
     def of(self, command: str) -> CommandCounters:
-        """Return the counters of a command by its full name."""
         found = self.by_command.get(command)
         if found is None:
             found = self.by_command[command] = CommandCounters()

@@ -60,7 +60,6 @@ class FairQueue(Generic[T]):
         self._clock = 0.0
 
     def add(self, tenant: int, client: int, item: T) -> None:
-        """Append an item to those of its client."""
         found = self._tenants.get(tenant)
         if found is None:
             found = self._tenants[tenant] = _Tenant(self._clock)
@@ -71,7 +70,6 @@ class FairQueue(Generic[T]):
         return sorted(self._tenants, key=lambda each: self._tenants[each].start)
 
     def first(self, tenant: int) -> T | None:
-        """Return the next item of a tenant; None for none."""
         found = self._tenants.get(tenant)
         return None if found is None else found.first()
 

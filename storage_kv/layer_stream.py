@@ -148,12 +148,11 @@ _TAIL: Final = b"\r\n"
 _NONE: Final = np.zeros(0, np.uint32)
 
 
-class StreamRecords:
-    """The records of a request: their sizes, their bytes in memory, and the layers in them.
-
-    Used by the thread of all streams, some keys at a time.
+class Stream:
+    """One request: its records, its reply and its place in the schedule.
 
     Attributes:
+        account: Account of its memory beside the records.
         position: Index of the next key to work on.
         sized_bytes: Size of the records, of the keys added up so far.
         is_reserved: It may keep records in memory, at most ``reserved_bytes``.
@@ -161,6 +160,16 @@ class StreamRecords:
         lost: Number of failed reads.
         records: Bytes of each record in memory; None for no record.
         bits: Size of each layer in bits, once known.
+        ends_s: Deadline, of ``time.monotonic()``.
+        head: The first element of the reply.
+        parts: Layers of the reply; those from ``resolved`` on are not resolved.
+        sent: Number of layers that are sent or dropped.
+        partly_sent_bytes: Sent bytes of the layer that is being sent.
+        is_active: Its layers are being sent.
+        has_link_share: Its flow is in the shaper.
+        error: Error reply for all layers that are not resolved; empty for none.
+        is_ended: All its parts are resolved.
+        abort_s: When its connection is aborted if it has not sent all; 0.0 for never.
     """
 
     def __init__(
@@ -169,6 +178,7 @@ class StreamRecords:
         session: Session,
         names: Sequence[bytes],
         layers: Sequence[int],
+        account: Account,
         wake: Callable[[], None],
     ) -> None:
         self.node, self.session, self.tenant = node, session, session.tenant
@@ -185,6 +195,17 @@ class StreamRecords:
         self._lengths = self._begins
         self.bits: list[int] = []
         self._wake = wake
+        self.account = account
+        self._share = session.share
+        self.limit, self.window_s, self.ends_s = inf, WINDOW_S_MIN, inf
+        self.flow: Flow | None = None
+        self.resolved = self.sent = self.partly_sent_bytes = 0
+        self.abandoned = self.is_ended = self.is_active = self.has_link_share = False
+        self.abort_s = 0.0
+        self.error = b""
+        self._unread_s, self._unread_bits = 0.0, 0
+        self.head = _Part(node, 16 * self.keys, self)
+        self.parts = [_Part(node, 4 * self.keys, self) for _ in layers]
 
     def _address(self, index: int) -> tuple[int, bytes]:
         begin = int(self._name_ends[index - 1]) if index else 0
@@ -280,7 +301,6 @@ class StreamRecords:
             self.bits = (8 * (self._lengths.sum(1, dtype=np.int64) + 4 * self.keys)).tolist()
 
     def release(self) -> None:
-        """Release all records. Needs the node's lock."""
         for held in self._held:
             if isinstance(held, Item):
                 self.node.store.release(held)
@@ -288,53 +308,13 @@ class StreamRecords:
                 held.release()
         self._held, self.records = [], []
         self._begins = self._lengths = np.zeros((0, 0), np.uint32)
-
-
-class Stream(StreamRecords):
-    """One request: its reply and its place in the schedule.
-
-    Attributes:
-        account: Account of its memory beside the records.
-        ends_s: Deadline, of ``time.monotonic()``.
-        head: The first element of the reply.
-        parts: Layers of the reply; those from ``resolved`` on are not resolved.
-        sent: Number of layers that are sent or dropped.
-        partly_sent_bytes: Sent bytes of the layer that is being sent.
-        is_active: Its layers are being sent.
-        has_link_share: Its flow is in the shaper.
-        error: Error reply for all layers that are not resolved; empty for none.
-        is_ended: All its parts are resolved.
-        abort_s: When its connection is aborted if it has not sent all; 0.0 for never.
-    """
-
-    def __init__(
-        self,
-        node: Node,
-        session: Session,
-        names: Sequence[bytes],
-        layers: Sequence[int],
-        account: Account,
-        wake: Callable[[], None],
-    ) -> None:
-        super().__init__(node, session, names, layers, wake)
-        self.account = account
-        self._share = session.share
-        self.limit, self.window_s, self.ends_s = inf, WINDOW_S_MIN, inf
-        self.flow: Flow | None = None
-        self.resolved = self.sent = self.partly_sent_bytes = 0
-        self.abandoned = self.is_ended = self.is_active = self.has_link_share = False
-        self.abort_s = 0.0
-        self.error = b""
-        self._unread_s, self._unread_bits = 0.0, 0
-        self.head = _Part(node, 16 * self.keys, self)
-        self.parts = [_Part(node, 4 * self.keys, self) for _ in layers]
+        self.account.close()
 
     @property
     def share(self) -> int:
-        """The tenant whose share of memory it uses."""
         return self._share
 
-    # ---- Called by connections
+    # ---- The reply: called by connections
 
     def on_abandoned(self) -> None:
         self.abandoned = True
@@ -353,7 +333,6 @@ class Stream(StreamRecords):
 
     @property
     def has_layout(self) -> bool:
-        """True when the layers of all records are known."""
         return bool(self.bits)
 
     def begin_reply(self) -> None:
@@ -379,7 +358,6 @@ class Stream(StreamRecords):
         return _Layer(self, front, indices, self._begins[number][indices], lengths[indices])
 
     def resolve_next(self) -> None:
-        """Give the next layer to the connection."""
         layer = self.layer(self.resolved)
         self.resolved += 1
         self.parts[self.resolved - 1].resolve([layer])
@@ -395,10 +373,6 @@ class Stream(StreamRecords):
         while self.resolved < len(self.parts):
             self.resolved += 1
             self.parts[self.resolved - 1].resolve([_Layer(self, front, _NONE, _NONE, _NONE)])
-
-    def release(self) -> None:
-        super().release()
-        self.account.close()
 
     def next_bits(self) -> int:
         """Return the size in bits of the next layer; 0 while the connection has enough layers, or all."""

@@ -145,12 +145,10 @@ class LayerStreams:
 
     @property
     def active(self) -> int:
-        """Number of requests that are being answered."""
         return self._admitted
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait for others to end."""
         return len(self._new) + self._unadmitted
 
     def _wake(self) -> None:
@@ -192,7 +190,6 @@ class LayerStreams:
                     stream.release()
 
     def _all(self) -> list[Stream]:
-        """Return all streams except new ones."""
         return [*self._working, *self._waiting, *self._reading, *self._active, *self._ending]
 
     def _run_step(self, stream: Stream, work: Callable[[], object]) -> bool:
@@ -266,7 +263,6 @@ class LayerStreams:
                 self._waiting.add(tenant, stream.session.id, stream)
 
     def _admit_waiting(self) -> None:
-        """Start waiting streams in turn while there is room for their records."""
         for tenant in self._waiting.tenants():
             while (stream := self._waiting.first(tenant)) is not None:
                 if not (stream.is_over or self._reserve(stream)):
@@ -356,7 +352,6 @@ class LayerStreams:
         return inf
 
     def _throttled_s(self, limiter: RateLimiter | None, now_s: float, known: dict[RateLimiter, float]) -> float:
-        """Return for how long a tenant must wait because of its rates."""
         if limiter is None:
             return 0.0
         if limiter not in known:

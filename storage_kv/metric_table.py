@@ -29,7 +29,6 @@ class View:
 
     @classmethod
     def of(cls, node: Node) -> "View":
-        """Return a view of a node. Needs the node's lock."""
         return cls(node, node.counters, node.audit, node.store.statistics())
 
 
@@ -48,7 +47,6 @@ class Row(NamedTuple):
     info: str = ""
 
     def value(self, view: Any) -> float | None:
-        """Return the value; None if there is none."""
         found: float | None = self.source(view) if callable(self.source) else attrgetter(self.source)(view)
         return found
 

@@ -153,7 +153,6 @@ class Node:
         self._bind_tenant(session)
 
     def bind(self, session: Session, user: User) -> None:
-        """Bind a session to an authenticated user and the user's tenant."""
         session.user = user
         session.authenticated = True
         self._bind_tenant(session)
@@ -166,7 +165,6 @@ class Node:
         self.set_limits(session)
 
     def set_limits(self, session: Session) -> None:
-        """Set a session's rates and weight to those of its tenant."""
         limits = self.config.tenants.get(session.user.tenant)
         session.weight = 1.0 if limits is None else limits.weight
         limiter = self.limiters.get(session.user.tenant)
@@ -184,7 +182,6 @@ class Node:
         self.audit.write("authentication", session, outcome=outcome, user=name.encode(), by="certificate")
 
     def leave(self, session: Session) -> None:
-        """Release what a session holds in the node, at its end."""
         self.unwatch(session)
         self.pending_keys.leave(session.id)
         if self.streams is not None:
@@ -208,7 +205,6 @@ class Node:
             _log.warning(event + " address=%s reason=%r", address, reason)
 
     def deny(self, session: Session, reason: str, object: bytes, client: bytes) -> None:
-        """Add an entry to ACL LOG."""
         context = "toplevel" if session.transaction is None and not session.executing else "multi"
         self.users.denials.add(Denial(reason, object, session.user.name, client, context))
 
@@ -282,12 +278,10 @@ class Prefetches:
         return True
 
     def _seconds(self, size: int) -> float:
-        """Return by how much more bytes lengthen the bucket's queue."""
         store = self._node.store
         return float((store.expected_s(size) or 0.0) - (store.expected_s(0) or 0.0))
 
     def _ended(self, address: Address, size: int, lease: Lease | None) -> None:
-        """Record the end of a read, in any thread."""
         with self._lock:
             self._running.discard(address)
             self._bytes[address[0]] -= size

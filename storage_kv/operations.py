@@ -250,13 +250,11 @@ class Operations:
             _log.info("recovered keys=%d seconds=%.3f", condition.recovered_keys, condition.recovery_s)
 
     def serving(self, where: str) -> None:
-        """Report that clients can connect."""
         self.condition.listening = where
         self._watchdog = Watchdog(self.condition.health)
         systemd.notify("READY=1", f"STATUS=serving on {where}")
 
     def draining(self) -> None:
-        """Report that the server is stopping."""
         self.condition.draining = True
         systemd.notify("STOPPING=1", "STATUS=draining")
 

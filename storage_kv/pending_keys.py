@@ -99,7 +99,6 @@ class PendingKeys:
         mine.keys.move_to_end(key)
 
     def withdraw(self, client: int, keys: Iterable[Address]) -> int:
-        """End a client's pending keys; return how many of these were pending."""
         mine = self._clients.get(client)
         gone = [] if mine is None else [key for key in keys if key in mine.keys]
         for key in gone:
@@ -119,7 +118,6 @@ class PendingKeys:
         return latest if latest > now_ms else 0
 
     def discard(self, key: Address) -> None:
-        """End a pending key of all clients."""
         for client in list(self._by_key.get(key, ())):
             self._drop(client, key)
 

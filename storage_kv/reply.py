@@ -42,7 +42,6 @@ class ValueSlice:
 
     @property
     def size(self) -> int:
-        """Number of bytes to send."""
         return len(self.view)
 
     def buffers(self, offset: int, count: int) -> "list[bytes | memoryview]":
@@ -65,7 +64,6 @@ class ValueSlice:
             store.hold(self.source)
 
     def release(self, store: Pool) -> None:
-        """Give the bytes up. Needs the node's lock."""
         if isinstance(self.source, Item):
             store.release(self.source)
         else:

@@ -116,7 +116,6 @@ class StorageServer:
 
     @property
     def _lets_anyone_in(self) -> bool:
-        """True if clients need neither a password nor a certificate."""
         return self.node.users.anyone_enters and not self.node.config.tls_client_ca
 
     @property
@@ -127,7 +126,6 @@ class StorageServer:
         self._connections_max = _raise_descriptor_limit(new.connections_max)
 
     async def start(self) -> None:
-        """Listen, and accept clients."""
         config = self.node.config
         self._loop = asyncio.get_running_loop()
         self.operations.watch("main loop", self._loop.call_soon_threadsafe)
@@ -329,7 +327,6 @@ class StorageServer:
         sock.close()
 
     def _on_client_closed(self) -> None:
-        """Handle the end of a connection, from any thread."""
         self._loop.call_soon_threadsafe(self._end_if_empty)
 
     def _end_if_empty(self) -> None:

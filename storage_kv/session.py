@@ -131,7 +131,6 @@ class Session:
 
     @property
     def share(self) -> int:
-        """The tenant whose share of memory it uses."""
         return self.tenant if self.authenticated else UNAUTHENTICATED
 
     @property

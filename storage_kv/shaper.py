@@ -67,7 +67,6 @@ class _Client:
     filled_s: float
 
     def earn(self, rate: float, now_s: float) -> float:
-        """Add the credit since the last call; return the credit."""
         earned = rate * max(0.0, now_s - self.filled_s)
         self.filled_s = now_s
         self.credit = min(self.credit + earned, rate * _BURST_S)
@@ -110,7 +109,6 @@ class Others:
         self._tenants: dict[int, _Tenant] = {}
 
     def _client(self, session: Session, now_s: float) -> tuple[_Tenant, _Client, float]:
-        """Return a client's tenant, its account, and its rate."""
         tenant = self._tenants.get(session.tenant)
         if tenant is None:
             tenant = self._tenants[session.tenant] = _Tenant()
@@ -124,7 +122,6 @@ class Others:
         return tenant, client, rate / tenant.count
 
     def charge(self, session: Session, sent_bytes: int, now_s: float) -> None:
-        """Charge a client for sent bytes."""
         if self.rate != inf:
             tenant, client, _ = self._client(session, now_s)
             tenant.active.add(session.id)
@@ -191,7 +188,6 @@ class Shaper:
             self.clear()
 
     def clear(self) -> None:
-        """Remove all flows."""
         self.flows = []
         self.others.clear()
         self._epoch_ends_s = -inf
@@ -261,7 +257,6 @@ class Shaper:
 
     @staticmethod
     def _share_among(flows: list[Flow], link: Link, budget: float) -> None:
-        """Set the rates of the flows of one tenant."""
         rates = allocate(link.policy, [flow.demand for flow in flows], budget, link.margin_bits_per_s)
         for flow, rate in zip(flows, rates, strict=True):
             flow.rate = min(flow.limit, rate)

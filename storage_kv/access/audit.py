@@ -92,7 +92,6 @@ class AuditLog:
             self.lost += 1
 
     def close(self) -> None:
-        """Write the queued lines and end."""
         if self._thread is not None:
             try:
                 self._lines.put(None, timeout=1.0)

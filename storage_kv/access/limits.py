@@ -33,7 +33,6 @@ class RateLimiter:
         self.commands = self.moved_bytes = self.throttled = 0
 
     def charge(self, commands: int, moved_bytes: int) -> None:
-        """Subtract what was used, maybe below zero."""
         self.commands += commands
         self.moved_bytes += moved_bytes
         for bucket, used in zip(self._buckets, (commands, moved_bytes), strict=True):

@@ -64,7 +64,6 @@ class Account:
     start_moved_bytes: int = 0
 
     def set_held(self, held: int) -> None:
-        """Set the number of bytes."""
         if not self.closed and held != self.held:
             self.budget.change(self, held)
 
@@ -73,11 +72,9 @@ class Account:
         return self.budget.admit(self, more)
 
     def transfer(self, other: "Account", size: int) -> None:
-        """Move bytes to another account of the same budget and tenant."""
         self.budget.transfer(self, other, size)
 
     def move(self, tenant: int) -> None:
-        """Count its bytes against another tenant."""
         held = self.held
         self.set_held(0)
         self.tenant = tenant
@@ -116,18 +113,15 @@ class MemoryBudget:
 
     @property
     def waiting(self) -> int:
-        """Number of accounts that wait for room."""
         return sum(map(len, self._queues.values()))
 
     def share(self, tenant: int) -> int:
-        """Return how many bytes one tenant may hold."""
         bytes_max = self._bytes_max()
         if tenant == UNAUTHENTICATED:
             return bytes_max // _UNAUTHENTICATED_SHARE
         return bytes_max // _TENANT_SHARE if self._tenants() > 1 else bytes_max
 
     def used_by(self, tenant: int) -> int:
-        """Return how many bytes one tenant holds."""
         return self._by_tenant.get(tenant, 0)
 
     def has_room(self, tenant: int, more: int) -> bool:
@@ -154,7 +148,6 @@ class MemoryBudget:
 
     @property
     def mean_pin_bytes(self) -> int:
-        """Mean size of the pinned values."""
         return self.used // max(1, len(self._pins))
 
     # ---- Counting

@@ -187,7 +187,6 @@ class User:
 
     @property
     def flags(self) -> list[str]:
-        """Flags of ACL GETUSER."""
         found = ["on" if self.enabled else "off"]
         found += ["nopass"] if self.no_password else []
         return [*found, self._sanitize] if self._sanitize else found
@@ -207,7 +206,6 @@ class User:
         return " ".join(["+@all" if self._all_commands else "-@all", *rules]).encode()
 
     def describe(self) -> bytes:
-        """Return the user as a line of a users file."""
         parts = [b"user", self.name, *(flag.encode() for flag in self.flags)]
         parts += [b"#" + password for password in self.passwords]
         parts += [self.keys_text] if self.keys_text else []
@@ -225,7 +223,6 @@ class User:
         return other
 
     def become(self, other: "User") -> None:
-        """Copy all rules of another user."""
         for slot in self.__slots__:
             if slot != "name":
                 setattr(self, slot, getattr(other, slot))
@@ -320,7 +317,6 @@ def _has_space(text: bytes) -> bool:
 
 
 def _simple_rules() -> dict[bytes, Mapping[str, object]]:
-    """Return the attributes that each rule of a fixed word sets."""
     no_passwords: dict[str, object] = {"no_password": False, "passwords": []}
     no_keys: dict[str, object] = {"_all_keys": False, "_patterns": []}
     no_channels: dict[str, object] = {"_all_channels": False, "_channels": []}

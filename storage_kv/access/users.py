@@ -42,7 +42,10 @@ def read_users(path: str, commands: Mapping[str, Described]) -> dict[bytes, User
     errors = []
     for number, line in enumerate(content.split(b"\n"), 1):
         try:
-            _read_line(line, commands, found)
+            if (user := _user_of(line, commands)) is not None:
+                if user.name in found:
+                    raise RuleError("Duplicate user found. A user can only be defined once in config files")
+                found[user.name] = user
         except RuleError as error:
             errors.append(f"{path}:{number}: {error}")
     if errors:
@@ -53,13 +56,11 @@ def read_users(path: str, commands: Mapping[str, Described]) -> dict[bytes, User
     return found
 
 
-def _read_line(line: bytes, commands: Mapping[str, Described], found: dict[bytes, User]) -> None:
+def _user_of(line: bytes, commands: Mapping[str, Described]) -> User | None:
     parsed = parse_line(line)
     if parsed is None:
-        return
+        return None
     name, rules = parsed
-    if name in found:
-        raise RuleError("Duplicate user found. A user can only be defined once in config files")
     user = User(name)
     for rule in rules:
         try:
@@ -68,7 +69,7 @@ def _read_line(line: bytes, commands: Mapping[str, Described], found: dict[bytes
             # A clear-text password must not appear in messages and logs.
             shown = ">..." if rule[:1] in (b">", b"<") else rule.decode("utf-8", "backslashreplace")
             raise RuleError(f"in '{shown}' of user {name.decode('utf-8', 'backslashreplace')}: {error}") from None
-    found[name] = user
+    return user
 
 
 class Users:
@@ -148,7 +149,6 @@ class Users:
         return moved
 
     def remove(self, name: bytes) -> User | None:
-        """Remove a user; return it, or None."""
         return self.by_name.pop(name, None)
 
     def load(self) -> list[User]:

@@ -281,7 +281,6 @@ class Connection:
     # ---- Sending
 
     def _send(self) -> None:
-        """Send what the kernel takes."""
         if self._holds_replies:
             return
         replies = self._executor.replies
@@ -395,7 +394,6 @@ class Connection:
         self.abort()
 
     def finish(self) -> None:
-        """Execute nothing more; end when the replies are sent."""
         self.session.closing = True
         self._send_and_wait()
 
@@ -406,11 +404,9 @@ class Connection:
         self._loop.call_threadsafe(lambda: self._guarded(self.abort), self._lane)
 
     def _abort_in_this_turn(self) -> None:
-        """Abort before the replies of this turn are sent."""
         self._loop.call_soon(self.abort, self._lane)
 
     def abort(self) -> None:
-        """End at once."""
         if self._phase is CLOSED:
             return
         self._phase = CLOSED
@@ -426,7 +422,6 @@ class Connection:
         self._on_closed(self.session)
 
     def check_time(self, now_s: float) -> None:
-        """End the connection if it has stood still for longer than the configuration allows."""
         config, counters, info, executor = self._node.config, self._node.counters, self.session.info, self._executor
         still_s = now_s - info.last_active_s
         if self._phase is LINGERING:

@@ -64,7 +64,6 @@ class EventLoop:
         self.add(self._waker, READ, self._on_wake)
 
     def enter(self, tenant: int) -> Lane:
-        """Add a client to the lane of its tenant; return the lane."""
         lane = self._lanes.get(tenant)
         if lane is None:
             lane = self._lanes[tenant] = Lane(tenant)
@@ -97,7 +96,6 @@ class EventLoop:
             self._lane_of[descriptor] = lane
 
     def modify(self, descriptor: int, events: int) -> None:
-        """Wait for other events of an added descriptor."""
         self._epoll.modify(descriptor, events)
 
     def remove(self, descriptor: int) -> None:
@@ -160,7 +158,6 @@ class EventLoop:
                     self._serve(lane)
 
     def _collect(self, timeout_s: float) -> None:
-        """Put new events into the lanes."""
         for descriptor, events in self._epoll.poll(timeout_s, max(_EVENTS_PER_TURN, len(self._handlers))):
             lane = self._lane_of.get(descriptor)
             if lane is not None:
@@ -170,7 +167,6 @@ class EventLoop:
                 _guarded(functools.partial(handler, events))
 
     def _serve(self, lane: Lane) -> None:
-        """Run one turn of a lane."""
         events, soon, handlers = lane.events, lane.soon, self._handlers
         ends_s = time.monotonic() + _TURN_S
         while events:
@@ -192,7 +188,6 @@ class EventLoop:
         os.eventfd_read(self._waker)
 
     def stop(self) -> None:
-        """End ``run()`` after this turn."""
         self._stopped = True
 
     def close(self) -> None:
@@ -219,7 +214,6 @@ class Signal:
                 self._loop.call_threadsafe(self._run, self.lane)
 
     def disconnect(self) -> None:
-        """Run nothing any more."""
         with self._lock:
             self._step = None
 

@@ -126,7 +126,6 @@ class CommandExecutor:
         return wait_s > 0.0
 
     def _execute_within_rates(self, limiter: RateLimiter) -> None:
-        """Execute and charge the tenant. Its clients pause while it is beyond its rates."""
         session, counters, received_bytes = self._session, self._node.counters, self.received_bytes
         commands = counters.commands
         if not limiter.wait_s(time.monotonic()):
@@ -233,7 +232,6 @@ class CommandExecutor:
         return reply
 
     def _refused(self) -> bytes:
-        """Return the reply to a command of which an argument was refused."""
         self._node.counters.command_errors += 1
         if self._session.transaction is not None:
             self._session.transaction.fail()
@@ -275,7 +273,6 @@ class CommandExecutor:
         return len(parts) or left
 
     def continue_reply(self, continuation: Continuation, future: "Future[Any]") -> None:
-        """Continue a reply whose work has ended; the next turn makes the rest of it."""
         self._continuation = partial(continuation.rest, future.result())
 
     # ---- No room
@@ -309,7 +306,6 @@ class CommandExecutor:
             error.again.then(self._notify_room)
 
     def give_up_waiting(self) -> None:
-        """Answer an error to the command that has waited too long for room."""
         _log.info("client_refused address=%s reason='the store had no room for too long'", self._session.address)
         with self._node.lock:
             error = encode_error(_NO_ROOM)
@@ -342,7 +338,6 @@ class CommandExecutor:
     # ---- State
 
     def may_execute(self) -> bool:
-        """Return True if there may be a command, and nothing prevents its execution."""
         if not self.has_input or self.working or self.blocked:
             return False
         if self._session.closing and self._continuation is None:
@@ -355,7 +350,6 @@ class CommandExecutor:
         return most if self._session.authenticated else min(most, _UNAUTHENTICATED_OUTPUT_BYTES_MAX)
 
     def is_far_ahead(self) -> bool:
-        """Return True if as much as allowed waits behind deferred replies."""
         replies = self.replies
         return replies.deferred >= _DEFERRED_MAX or replies.waiting_bytes >= self._node.config.read_ahead_bytes_max
 

@@ -64,7 +64,6 @@ class IoThread:
         self._on_closed()
 
     def each(self, action: Callable[[Connection], None]) -> None:
-        """Call ``action`` soon for every connection, in this thread."""
         self._loop.call_threadsafe(lambda: self._each(action))
 
     def _each(self, action: Callable[[Connection], None]) -> None:
@@ -72,11 +71,9 @@ class IoThread:
             action(connection)
 
     def call_soon(self, function: Callable[[], None]) -> None:
-        """Call a function soon, in this thread."""
         self._loop.call_threadsafe(function)
 
     def check_time(self) -> None:
-        """End connections that have stood still for too long."""
         if self.clients:
             self.each(lambda connection: connection.check_time(time.monotonic()))
 

@@ -48,14 +48,12 @@ class MemoryAccounts:
         return account
 
     def _follow_tenant(self) -> None:
-        """Move both accounts to the session's present tenant."""
         share = self._session.share
         if self.memory.tenant != share:
             self.memory.move(share)
             self.lent.move(share)
 
     def set_held(self, held: int, lent: int) -> None:
-        """Set how many bytes are held of each kind."""
         self._follow_tenant()
         if held <= UNCOUNTED_BYTES:
             held = 0

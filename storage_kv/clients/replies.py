@@ -158,7 +158,6 @@ class Replies:
         return sent
 
     def _remove_sent(self, sent: int, sent_slices: list[ValueSlice]) -> None:
-        """Remove ``sent`` bytes from the front."""
         self.out_bytes -= sent
         sent += self._offset
         out, begin = self.out, self._offset
@@ -183,7 +182,6 @@ class Replies:
         return self._offset > 0
 
     def drop(self) -> None:
-        """Release everything; nothing more is sent."""
         for queue in (self.out, self.waiting):
             for part in queue:
                 if isinstance(part, ValueSlice):

@@ -73,7 +73,6 @@ class RequestBody:
 
     @property
     def waits(self) -> bool:
-        """True while a large argument waits for room."""
         return self._waiting_bytes >= 0
 
     def next_command(self) -> Event:

@@ -119,7 +119,6 @@ class SecureConnection(Connection):
 
 
 def _reason(error: OSError) -> str:
-    """Return why a handshake failed, in plain words."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the client's certificate is not accepted: {error.verify_message}"
     if isinstance(error, ssl.SSLEOFError | ConnectionError):

@@ -98,7 +98,6 @@ class TlsTransport:
         return self.socket.pending()
 
     def recv_into(self, view: memoryview, /) -> int:
-        """Fill ``view`` from the records that have arrived."""
         self.read_wants_write = False
         size = 0
         limit = min(len(view), _BYTES_PER_CALL_MAX)
@@ -211,7 +210,6 @@ class Certificates:
         self._files = Renewed((config.tls_cert, config.tls_key, config.tls_client_ca), self._make, _unusable)
 
     def context(self) -> ssl.SSLContext:
-        """Return the context for a new connection."""
         return self._files.current()
 
     def _make(self) -> ssl.SSLContext:

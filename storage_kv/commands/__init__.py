@@ -105,7 +105,6 @@ def _check_permission(node: Node, session: Session, command: Command, arguments:
 def _continue(
     node: Node, session: Session, command: Command, arguments: list[Argument], rest: Any, result: Any
 ) -> Reply:
-    """Make the next part of a reply; an error is a reply too."""
     try:
         reply: Reply = rest(result)
     except CommandError as error:

@@ -41,7 +41,6 @@ def list_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def users(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """ACL USERS: names."""
     return encode(list[Value](sorted(node.users.by_name)), session.protocol)
 
 

@@ -118,7 +118,6 @@ def fail_watchers(node: Node, session: Session, command: Command, arguments: lis
 
 
 def _is_unchanged(command: Command, arguments: list[Argument], reply: Reply) -> bool:
-    """Return True if a reply shows that nothing has changed."""
     if command.name == "kv.publish":
         return True
     if command.name == "getex" and (len(arguments) == 2 or reply in _NULLS):

@@ -1,5 +1,6 @@
 """MULTI and EXEC: order, limits, deferred replies, and commands of other clients in between."""
 
+import socket
 from collections.abc import Callable
 
 import pytest
