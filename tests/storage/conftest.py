@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,11 +12,11 @@ sys.path.insert(0, str(Path(__file__).parent))  # pytest imports by path, so tha
 
 from faulty_s3 import FaultyS3, faulty_s3
 from slow_store import Served
-from storage_support import USERS, Child, Client, running_redis
+from storage_support import USERS, Child, Client, Start, running_redis
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Child]]:
+def start() -> Iterator[Start]:
     """Start servers with flags. They end with the test."""
     with contextlib.ExitStack() as children:
 
@@ -27,7 +27,7 @@ def start() -> Iterator[Callable[..., Child]]:
 
 
 @pytest.fixture
-def start_tenants(start: Callable[..., Child], tmp_path: Path) -> Callable[..., Child]:
+def start_tenants(start: Start, tmp_path: Path) -> Start:
     """Start servers with an operator and users of three tenants; login() authenticates them."""
 
     def start_child(*flags: str, users: str = USERS) -> Child:

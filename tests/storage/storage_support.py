@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -131,6 +131,9 @@ class Child:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+
+Start = Callable[..., Child]
 
 
 class Client:

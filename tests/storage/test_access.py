@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import redis
 from click.testing import CliRunner
 from machine import NEVER_S, wait_for
-from storage_support import TIMEOUT_S, Child
+from storage_support import TIMEOUT_S, Child, Start
 from test_tls import make_certificates, tls_flags
 
 from shadowserve.resp import ErrorReply, encode_command
@@ -31,7 +30,7 @@ def own_address() -> str:
 
 
 @pytest.fixture
-def guarded(start: Callable[..., Child]) -> Child:
+def guarded(start: Start) -> Child:
     return start(environment={"SHADOWSERVE_STORAGE_PASSWORD": PASSWORD})
 
 
@@ -78,7 +77,7 @@ def test_the_password_is_written_nowhere(guarded: Child) -> None:
     assert PASSWORD not in "\n".join(guarded.log)
 
 
-def test_other_machines_are_denied_without_a_password(start: Callable[..., Child]) -> None:
+def test_other_machines_are_denied_without_a_password(start: Start) -> None:
     child = start("--host", "0.0.0.0")
     with child.client(own_address()) as outside:
         answer = outside.receive_to_end()
@@ -95,7 +94,7 @@ def test_other_machines_are_denied_without_a_password(start: Callable[..., Child
     assert any("no_password" in line for line in child.log) and any("client_denied" in line for line in child.log)
 
 
-def test_other_machines_connect_with_a_password_or_without_protected_mode(start: Callable[..., Child]) -> None:
+def test_other_machines_connect_with_a_password_or_without_protected_mode(start: Start) -> None:
     child = start("--host", "0.0.0.0", environment={"SHADOWSERVE_STORAGE_PASSWORD": PASSWORD})
     with child.client(own_address()) as outside:
         assert outside.call("PING") == b"NOAUTH Authentication required."
@@ -118,9 +117,7 @@ def users(tmp_path: Path) -> Path:
     return file
 
 
-def test_protected_mode_depends_on_users_and_certificates(
-    start: Callable[..., Child], users: Path, tmp_path: Path
-) -> None:
+def test_protected_mode_depends_on_users_and_certificates(start: Start, users: Path, tmp_path: Path) -> None:
     child = start("--host", "0.0.0.0", "--users-file", str(users))
     with child.client(own_address()) as outside:
         assert outside.call("PING") == b"NOAUTH Authentication required."
@@ -182,7 +179,7 @@ def entries_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_authentications_denials_and_changes_are_audited(start: Callable[..., Child], tmp_path: Path) -> None:
+def test_authentications_denials_and_changes_are_audited(start: Start, tmp_path: Path) -> None:
     log, users = tmp_path / "audit.log", tmp_path / "users.acl"
     users.write_text(f"user root on >{SECRET} ~* +@all\nuser ann on >{SECRET} ~a* +@read tenant=team-a\n")
     child = start("--audit-log", str(log), "--users-file", str(users))
@@ -214,7 +211,7 @@ def test_authentications_denials_and_changes_are_audited(start: Callable[..., Ch
     assert log.stat().st_mode & 0o777 == 0o600
 
 
-def test_repeated_denials_do_not_crowd_out_other_events(start: Callable[..., Child], tmp_path: Path) -> None:
+def test_repeated_denials_do_not_crowd_out_other_events(start: Start, tmp_path: Path) -> None:
     log, users = tmp_path / "audit.log", tmp_path / "users.acl"
     users.write_text(f"user root on >{SECRET} ~* +@all\nuser ann on >{SECRET} ~a* +@read +auth tenant=team-a\n")
     child = start("--audit-log", str(log), "--audit-log-bytes-max", "65536", "--users-file", str(users))

@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from machine import wait_for
 from slow_store import Served
-from storage_support import Child, Client
+from storage_support import Child, Client, Start
 
 from shadowserve.errors import ConfigurationError
 from shadowserve.resp import ErrorReply
@@ -217,7 +216,7 @@ def users_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_changed_rules_apply_to_connected_clients_at_once(start: Callable[..., Child], users_file: Path) -> None:
+def test_changed_rules_apply_to_connected_clients_at_once(start: Start, users_file: Path) -> None:
     child = start("--users-file", str(users_file))
     with child.client() as admin, child.client() as alice:
         assert admin.call("AUTH", "admin", "root") == b"OK" and alice.call("AUTH", "alice", "pa") == b"OK"
@@ -234,7 +233,7 @@ def test_changed_rules_apply_to_connected_clients_at_once(start: Callable[..., C
         assert admin.call("ACL", "DELUSER", "default") == b"ERR The 'default' user cannot be removed"
 
 
-def test_the_users_file_is_saved_and_loaded_atomically(start: Callable[..., Child], users_file: Path) -> None:
+def test_the_users_file_is_saved_and_loaded_atomically(start: Start, users_file: Path) -> None:
     child = start("--users-file", str(users_file))
     with child.client() as admin:
         assert admin.call("AUTH", "admin", "root") == b"OK"
@@ -279,9 +278,7 @@ def test_acl_save_and_load_need_a_users_file(shared_server: Child) -> None:
             assert client.call("ACL", command).startswith(b"ERR this server has no users file")  # type: ignore[union-attr]
 
 
-def test_a_users_file_with_unknown_redis_commands_is_accepted_and_logged_once(
-    start: Callable[..., Child], tmp_path: Path
-) -> None:
+def test_a_users_file_with_unknown_redis_commands_is_accepted_and_logged_once(start: Start, tmp_path: Path) -> None:
     file = tmp_path / "users.acl"
     file.write_text(
         "user default on nopass ~* &* +@all -eval -script|load\n"

@@ -1,10 +1,9 @@
 """ACL commands, denials and categories get the replies of a real redis-server."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from storage_support import Child, Client, running_redis
+from storage_support import Child, Client, Start, running_redis
 from test_commands_against_redis import commands_of, converse
 
 from shadowserve.resp import ErrorReply, Value
@@ -111,7 +110,7 @@ def test_categories_and_access_equal_those_of_redis(shared_server: Child, redis_
             assert {name for name in mine if not name.startswith(b"kv.") and b"setinfo" not in name} <= his, category
 
 
-def test_the_log_has_the_entries_of_redis(start: Callable[..., Child], redis_port: int, tmp_path: Path) -> None:
+def test_the_log_has_the_entries_of_redis(start: Start, redis_port: int, tmp_path: Path) -> None:
     ours = start()
     told = []
     for port in (ours.port, redis_port):
@@ -145,7 +144,7 @@ def words_of(lines: Value) -> list[set[bytes]]:
     return [set(line.split()) for line in lines]  # type: ignore[union-attr]
 
 
-def test_users_files_are_exchangeable_with_redis(start: Callable[..., Child], tmp_path: Path) -> None:
+def test_users_files_are_exchangeable_with_redis(start: Start, tmp_path: Path) -> None:
     file = tmp_path / "users.acl"
     file.write_text("user default on nopass ~* &* +@all\nuser alice on >pw ~a:* %R~b:* -@all +set +get\n")
     child = start("--users-file", str(file))

@@ -11,7 +11,7 @@ import pytest
 from cold_support import CREDENTIALS, Chain
 from faulty_s3 import Answer, Asked, FaultyS3
 from machine import wait_for
-from storage_support import Child, Client, bucket_flags
+from storage_support import Child, Client, Start, bucket_flags
 
 from shadowserve.resp import ErrorReply
 from storage_kv.commands import TABLE
@@ -55,7 +55,7 @@ RECORDS = {what: Chain(f"record of {what}", 1) for what in ALL}
 
 @pytest.fixture(params=["memory", "device"])
 def start_node(
-    start: Callable[..., Child], faulty: FaultyS3, request: pytest.FixtureRequest, tmp_path: Path
+    start: Start, faulty: FaultyS3, request: pytest.FixtureRequest, tmp_path: Path
 ) -> Callable[[], tuple[Child, Client]]:
     def start_one() -> tuple[Child, Client]:
         flags = ["--memory-budget-bytes", "64 MiB", *bucket_flags(faulty.endpoint, index_ttl_s=3600.0)]

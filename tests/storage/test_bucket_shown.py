@@ -1,14 +1,13 @@
 """A bucket in /readyz, the metrics, ``shadowserve stats``, INFO, the log and errors at the start."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 from click.testing import CliRunner
 from cold_support import CREDENTIALS, Chain
 from faulty_s3 import Answer, FaultyS3
 from machine import wait_for
-from storage_support import Child, bucket_flags
+from storage_support import Child, Start, bucket_flags
 
 from shadowserve_tools import main
 
@@ -17,7 +16,7 @@ ODD = ("a//b", "./x", "../x", "a\tb", "a\nb", "readme.txt")
 
 
 @pytest.fixture
-def start_node(start: Callable[..., Child], faulty: FaultyS3) -> Callable[..., Child]:
+def start_node(start: Start, faulty: FaultyS3) -> Start:
     return lambda: start("--metrics-port", "0", *bucket_flags(faulty.endpoint), environment=CREDENTIALS)
 
 
@@ -27,9 +26,7 @@ def stats(child: Child, *flags: str) -> str:
     return done.output
 
 
-def test_the_state_of_a_bucket_is_shown_before_during_and_after_an_outage(
-    faulty: FaultyS3, start_node: Callable[..., Child]
-) -> None:
+def test_the_state_of_a_bucket_is_shown_before_during_and_after_an_outage(faulty: FaultyS3, start_node: Start) -> None:
     """Symptom: neither output contained the faulty."""
     child = start_node()
     client = child.client()
@@ -60,13 +57,13 @@ def test_the_state_of_a_bucket_is_shown_before_during_and_after_an_outage(
     assert "ok bucket: reachable" in child.http("/readyz")[1]
 
 
-def test_a_node_without_a_bucket_shows_none(start: Callable[..., Child]) -> None:
+def test_a_node_without_a_bucket_shows_none(start: Start) -> None:
     child = start("--metrics-port", "0")
     assert "bucket" not in child.http("/readyz")[1]
     assert json.loads(stats(child, "--json"))["bucket"] is None
 
 
-def test_a_bucket_that_was_never_listed_is_shown_as_such(faulty: FaultyS3, start_node: Callable[..., Child]) -> None:
+def test_a_bucket_that_was_never_listed_is_shown_as_such(faulty: FaultyS3, start_node: Start) -> None:
     faulty.fault = lambda asked: Answer(403, "AccessDenied")
     child = start_node()
     wait_for(lambda: "bucket: away for" in child.http("/readyz")[1])
@@ -74,9 +71,7 @@ def test_a_bucket_that_was_never_listed_is_shown_as_such(faulty: FaultyS3, start
     assert child.samples()["shadowserve_storage_s3_up"] == 0
 
 
-def test_foreign_objects_are_left_alone_counted_and_logged_once(
-    faulty: FaultyS3, start_node: Callable[..., Child]
-) -> None:
+def test_foreign_objects_are_left_alone_counted_and_logged_once(faulty: FaultyS3, start_node: Start) -> None:
     """Symptom: with one such name the node found no records, and FLUSHALL failed."""
     child = start_node()
     client = child.client()

@@ -6,13 +6,13 @@ import json
 import re
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from machine import NEVER_S, WAIT_MAX_S, wait_for
-from storage_support import TIMEOUT_S, Child, make_node
+from storage_support import TIMEOUT_S, Child, Start, make_node
 
 from shadowserve.pool.statistics import DeviceStatistics, Statistics
 from storage_kv.operations import Condition
@@ -39,7 +39,7 @@ def failed(found: Condition) -> list[str]:
     return [check.name for check in found.readiness() if check.failed]
 
 
-def test_a_running_server_is_healthy_and_ready(start: Callable[..., Child]) -> None:
+def test_a_running_server_is_healthy_and_ready(start: Start) -> None:
     child = start("--metrics-port", "0")
     status, text = child.http("/healthz")
     assert status == 200
@@ -73,7 +73,7 @@ def test_a_blocked_loop_or_lock_is_detected_within_the_timeout() -> None:
         assert [check.name for check in found.health(timeout_s=0.01) if check.failed] == ["stuck", "lock"]
 
 
-def test_draining_serves_clients_and_fails_readiness(start: Callable[..., Child]) -> None:
+def test_draining_serves_clients_and_fails_readiness(start: Start) -> None:
     child = start("--metrics-port", "0", "--drain-delay-s", str(NEVER_S))
     assert child.http("/readyz")[0] == 200
     child.process.send_signal(signal.SIGTERM)
@@ -87,7 +87,7 @@ def test_draining_serves_clients_and_fails_readiness(start: Callable[..., Child]
     assert child.wait() == 0 and any(" draining delay_s=" in line for line in child.log)
 
 
-def test_recovered_keys_are_logged(start: Callable[..., Child], tmp_path: Path) -> None:
+def test_recovered_keys_are_logged(start: Start, tmp_path: Path) -> None:
     device = json.dumps([{"path": str(tmp_path / "device"), "size": "16 MiB"}])
     flags = ("--devices", device, "--memory-budget-bytes", "8 MiB", "--metrics-port", "0")
     first = start(*flags)
@@ -100,7 +100,7 @@ def test_recovered_keys_are_logged(start: Callable[..., Child], tmp_path: Path) 
     assert any(" volume_recovered " in line and " objects=1 " in line for line in second.log)
 
 
-def test_the_drain_delay_ends(start: Callable[..., Child]) -> None:
+def test_the_drain_delay_ends(start: Start) -> None:
     assert start("--drain-delay-s", "0.05").stop() == 0
 
 
@@ -121,9 +121,7 @@ def told(manager: socket.socket, what: str) -> str:
             return message
 
 
-def test_systemd_is_notified_of_readiness_watchdog_reloads_and_the_end(
-    start: Callable[..., Child], manager: socket.socket
-) -> None:
+def test_systemd_is_notified_of_readiness_watchdog_reloads_and_the_end(start: Start, manager: socket.socket) -> None:
     environment = {"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "100000"}
     child = start(environment=environment)
     assert told(manager, "READY=1") == f"READY=1\nSTATUS=serving on 127.0.0.1:{child.port}"
@@ -145,7 +143,7 @@ def ask(child: Child, method: str = "GET", path: str = "/healthz", **headers: st
         return asked.getresponse().status
 
 
-def test_the_http_endpoint_serves_only_this_machine_and_changes_nothing(start: Callable[..., Child]) -> None:
+def test_the_http_endpoint_serves_only_this_machine_and_changes_nothing(start: Start) -> None:
     """A web page reads nothing by DNS rebinding."""
     child = start("--metrics-port", "0")
     for host in ("evil.example", "evil.example:9100", "127.0.0.1.evil.example", "localhost.evil", "["):

@@ -5,13 +5,13 @@ import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 from machine import NEVER_S
-from storage_support import TIMEOUT_S, Child, Client
+from storage_support import TIMEOUT_S, Child, Client, Start
 
 from storage_kv.clients import io_threads
 from storage_kv.clients.event_loop import READ, EventLoop
@@ -65,14 +65,14 @@ def wait_until_nothing_is_held(client: Client) -> None:
 
 
 @pytest.fixture
-def start_threaded() -> Iterator[Callable[..., Child]]:
+def start_threaded() -> Iterator[Start]:
     """Start servers with several io threads."""
     with ExitStack() as stack:
         yield lambda *flags: stack.enter_context(Child("--io-threads", str(THREADS), *flags))
 
 
 @pytest.fixture
-def child(start_threaded: Callable[..., Child]) -> Child:
+def child(start_threaded: Start) -> Child:
     """A server with several io threads."""
     return start_threaded("--memory-budget-bytes", "1 GiB", "--shutdown-timeout-s", str(NEVER_S))
 
@@ -96,7 +96,7 @@ def test_clients_at_once_each_see_their_own_writes_and_nothing_is_left_over(chil
 
 
 def test_the_budget_holds_whoever_writes_and_only_whole_values_are_read(
-    start_threaded: Callable[..., Child],
+    start_threaded: Start,
 ) -> None:
     child = start_threaded("--memory-budget-bytes", "6 MiB")
     wrong: list[object] = []

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from machine import NEVER_S, WAIT_MAX_S, wait_for
 from slow_store import Served
-from storage_support import Child, Client, login, make_node
+from storage_support import Client, Start, login, make_node
 from test_client_memory import MIB, Weighed
 from test_layers import LAYERS, check, stored
 from test_shaper import MBIT, Run, Sent, shared
@@ -30,7 +30,7 @@ PATIENT = ("--memory-budget-bytes", "64 MiB", "--layers-timeout-s", str(NEVER_S)
 
 
 @pytest.fixture
-def begin(start_tenants: Callable[..., Child]) -> Callable[..., Child]:
+def begin(start_tenants: Start) -> Start:
     """Start a server with several tenants, by default with very long timeouts."""
     return lambda *flags: start_tenants(*PATIENT, *flags)
 
@@ -42,7 +42,7 @@ def number_of(client: Client, name: str) -> int:
 # ---- KV.LAYERS
 
 
-def test_unread_streams_do_not_delay_other_tenants(begin: Callable[..., Child]) -> None:
+def test_unread_streams_do_not_delay_other_tenants(begin: Start) -> None:
     """Symptom: six connections stopped KV.LAYERS of all tenants for 75 s."""
     child = begin("--layers-bits-per-s-min", "0")
     root, ann = login(child, "root"), login(child, "ann")
@@ -57,7 +57,7 @@ def test_unread_streams_do_not_delay_other_tenants(begin: Callable[..., Child]) 
     assert number_of(root, "layer_streams_waiting") > 0, "the other streams must wait for their own tenants' shares"
 
 
-def test_a_rate_limited_tenant_does_not_delay_others(begin: Callable[..., Child]) -> None:
+def test_a_rate_limited_tenant_does_not_delay_others(begin: Start) -> None:
     """Symptom: a tenant limited to 1 MiB per second delayed another one for 34 s."""
     child = begin("--tenants", "{b: {bytes_per_s: 1 MiB}}", "--memory-budget-bytes", "128 MiB")
     root, ann = login(child, "root"), login(child, "ann")
@@ -72,7 +72,7 @@ def test_a_rate_limited_tenant_does_not_delay_others(begin: Callable[..., Child]
     assert number_of(root, "layer_streams_active") + number_of(root, "layer_streams_waiting") > 0
 
 
-def test_a_rate_that_is_too_low_or_takes_too_long_is_refused_and_says_why(begin: Callable[..., Child]) -> None:
+def test_a_rate_that_is_too_low_or_takes_too_long_is_refused_and_says_why(begin: Start) -> None:
     """Symptom: a rate of one bit per second was accepted."""
     child = begin("--layers-timeout-s", "60")
     ann = login(child, "ann")
@@ -116,7 +116,7 @@ def test_a_client_that_reads_layers_too_slowly_is_aborted(monkeypatch: pytest.Mo
             slow.receive()
 
 
-def test_memory_of_requests_for_layers_is_counted_before_use(begin: Callable[..., Child]) -> None:
+def test_memory_of_requests_for_layers_is_counted_before_use(begin: Start) -> None:
     """Symptom: 1,000 connections with one request each made a server of 64 MiB use 1,469 MiB, uncounted."""
     flags = ("--clients-memory-bytes-max", "64 MiB", "--layers-bits-per-s-min", "0")
     child = begin("--tenants", "{b: {bytes_max: 16 MiB}}", *flags)
@@ -138,13 +138,13 @@ def test_memory_of_requests_for_layers_is_counted_before_use(begin: Callable[...
         wait_for(lambda: number_of(left, "clients_memory_bytes") == 0 and number_of(left, "lent_bytes") == 0)
 
 
-def test_a_request_for_layers_that_would_take_too_much_is_refused(begin: Callable[..., Child]) -> None:
+def test_a_request_for_layers_that_would_take_too_much_is_refused(begin: Start) -> None:
     child = begin("--clients-memory-bytes-max", "8 MiB")
     refused = login(child, "ann").call("KV.LAYERS", "0-1023", 0, 0, *[b"k%d" % number for number in range(4000)])
     assert isinstance(refused, ErrorReply) and refused.startswith(b"OOM this request needs")
 
 
-def test_arguments_of_an_unread_reply_are_counted(begin: Callable[..., Child]) -> None:
+def test_arguments_of_an_unread_reply_are_counted(begin: Start) -> None:
     """Symptom: values were counted on arrival, but not after the start of their command."""
     child = begin("--clients-memory-bytes-max", "64 MiB")
     root, bob = login(child, "root"), login(child, "bob", receive_buffer=4096)
@@ -332,7 +332,7 @@ def test_a_client_that_breaks_off_while_it_is_sent_to_is_forgotten_and_its_tenan
     loop.close()
 
 
-def test_a_client_with_one_request_at_a_time_is_limited_too(begin: Callable[..., Child]) -> None:
+def test_a_client_with_one_request_at_a_time_is_limited_too(begin: Start) -> None:
     child = begin("--egress-bits-per-s", "1e8")
     ann, bob, slow = login(child, "ann"), login(child, "bob"), login(child, "bob", receive_buffer=4096)
     asked = list(stored(slow, 4, layer_bytes=64 << 10))
@@ -395,7 +395,7 @@ def test_only_the_longest_lasting_clients_of_a_pending_key_are_kept() -> None:
     assert pending_keys.until_ms(key, 5000) == 15_000
 
 
-def test_two_tenants_that_publish_all_they_may_leave_room_for_a_third(begin: Callable[..., Child]) -> None:
+def test_two_tenants_that_publish_all_they_may_leave_room_for_a_third(begin: Start) -> None:
     child = begin()
     for name in ("ann", "bob"):
         for turn in range(2):

@@ -3,7 +3,7 @@
 import contextlib
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import redis
 from machine import wait_for
 from slow_store import Served
-from storage_support import Child, Client, login
+from storage_support import Child, Client, Start, login
 
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
@@ -69,7 +69,7 @@ def check(answer: Any, asked: Sequence[bytes], records: dict[bytes, bytes], laye
 
 
 @pytest.fixture(params=["memory", "pool"])
-def server(request: pytest.FixtureRequest, start: Callable[..., Child], tmp_path: Path) -> Child:
+def server(request: pytest.FixtureRequest, start: Start, tmp_path: Path) -> Child:
     devices = f'[{{"path": "{tmp_path}/device", "size": "64 MiB"}}]'
     options = {"memory": ["--memory-budget-bytes", "64 MiB"],
                "pool": ["--memory-budget-bytes", "64 MiB", "--devices", devices]}[request.param]  # fmt: skip
@@ -90,7 +90,7 @@ def test_each_layer_has_the_pieces_of_all_chunks_in_the_order_of_the_prefix(serv
     check(client.call("KV.LAYERS", "0-3", 0, 0, *nobody), nobody, {}, range(LAYERS))
 
 
-def test_after_a_restart_each_object_is_read_once_from_its_device(start: Callable[..., Child], tmp_path: Path) -> None:
+def test_after_a_restart_each_object_is_read_once_from_its_device(start: Start, tmp_path: Path) -> None:
     devices = f'[{{"path": "{tmp_path}/device", "size": "256 MiB"}}]'
     options = ["--memory-budget-bytes", "64 MiB", "--devices", devices]
     child = start(*options)
@@ -141,7 +141,7 @@ def test_invalid_layers_are_refused(client: Client, layers: str) -> None:
     assert bytes(client.call("KV.LAYERS", layers, 0, 0, "a")).startswith(b"ERR invalid layers in 'kv.layers'")
 
 
-def test_requests_beyond_a_limit_are_refused_before_any_work(start: Callable[..., Child]) -> None:
+def test_requests_beyond_a_limit_are_refused_before_any_work(start: Start) -> None:
     child = start("--memory-budget-bytes", "8 MiB")
     client = child.client()
     assert bytes(client.call("KV.LAYERS", "0", 0, 0, *["a"] * 8193)).startswith(
@@ -166,7 +166,7 @@ user none on >n ~* +@all -@admin -kv.layers tenant=a
 """
 
 
-def test_layers_of_other_tenants_do_not_exist_and_permissions_apply(start_tenants: Callable[..., Child]) -> None:
+def test_layers_of_other_tenants_do_not_exist_and_permissions_apply(start_tenants: Start) -> None:
     child = start_tenants(users=FEW)
     assert bytes(child.client().call("KV.LAYERS", "0", 0, 0, "a")).startswith(b"NOAUTH")
     records = stored(login(child, "ann"), 3)
@@ -182,7 +182,7 @@ def lent(client: Client) -> int:
     return int(client.info()["lent_bytes"])
 
 
-def test_clients_that_disconnect_during_layers_release_everything(start: Callable[..., Child]) -> None:
+def test_clients_that_disconnect_during_layers_release_everything(start: Start) -> None:
     child = start("--memory-budget-bytes", "64 MiB")
     client = child.client()
     records = stored(client, 24, layer_bytes=256 << 10)
@@ -203,7 +203,7 @@ def test_clients_that_disconnect_during_layers_release_everything(start: Callabl
     wait_for(lambda: lent(client) == 0)
 
 
-def test_a_record_deleted_during_sending_arrives_unchanged(start: Callable[..., Child]) -> None:
+def test_a_record_deleted_during_sending_arrives_unchanged(start: Start) -> None:
     child = start("--memory-budget-bytes", "64 MiB")
     client, slow = child.client(), child.client(receive_buffer=8192)
     records = stored(client, 24, layer_bytes=256 << 10)
@@ -302,7 +302,7 @@ def test_a_bug_in_the_shared_thread_fails_all_streams(
     assert "layers_failed" in caplog.text
 
 
-def test_rates_of_tenants_and_of_the_request_hold(start: Callable[..., Child]) -> None:
+def test_rates_of_tenants_and_of_the_request_hold(start: Start) -> None:
     # The test checks only the minimum time for the bytes: a slow machine takes longer, never less.
     child = start("--memory-budget-bytes", "64 MiB", "--tenants", '{"": {"bytes_per_s": "16 MiB"}}')
     client = child.client()
@@ -318,7 +318,7 @@ def test_rates_of_tenants_and_of_the_request_hold(start: Callable[..., Child]) -
     assert time.monotonic() - began > 1.0
 
 
-def test_a_shared_link_brings_layers_and_whole_values_to_all_under_every_policy(start: Callable[..., Child]) -> None:
+def test_a_shared_link_brings_layers_and_whole_values_to_all_under_every_policy(start: Start) -> None:
     child = start("--memory-budget-bytes", "64 MiB", "--egress-bits-per-s", "4e8")
     operator = child.client()
     records = stored(operator, 4, layer_bytes=64 << 10)  # 1 MiB

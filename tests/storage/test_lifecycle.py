@@ -6,18 +6,17 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 from machine import NEVER_S, cores_of_threads, ignores, wait_for
-from storage_support import REPOSITORY, TIMEOUT_S, Child, Client, make_record
+from storage_support import REPOSITORY, TIMEOUT_S, Client, Start, make_record
 
 MIB = 1 << 20
 
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_the_server_with_status_0(start: Callable[..., Child], number: signal.Signals) -> None:
+def test_a_signal_stops_the_server_with_status_0(start: Start, number: signal.Signals) -> None:
     child = start()
     assert re.fullmatch(r"ready 127\.0\.0\.1:[0-9]+\n", child.ready_line)
     idle = child.client()
@@ -30,7 +29,7 @@ def test_a_signal_stops_the_server_with_status_0(start: Callable[..., Child], nu
 
 
 @pytest.mark.usefixtures("background")
-def test_an_ignored_interrupt_stays_ignored(start: Callable[..., Child]) -> None:
+def test_an_ignored_interrupt_stays_ignored(start: Start) -> None:
     child = start()
     assert ignores(child.process.pid, signal.SIGINT)
     child.process.send_signal(signal.SIGINT)
@@ -38,7 +37,7 @@ def test_an_ignored_interrupt_stays_ignored(start: Callable[..., Child]) -> None
     assert child.stop(signal.SIGTERM) == 0
 
 
-def test_unfinished_replies_are_sent_before_the_end(start: Callable[..., Child]) -> None:
+def test_unfinished_replies_are_sent_before_the_end(start: Start) -> None:
     child = start("--shutdown-timeout-s", str(NEVER_S))
     value = os.urandom(32 * MIB)
     reader = child.client()
@@ -50,7 +49,7 @@ def test_unfinished_replies_are_sent_before_the_end(start: Callable[..., Child])
     assert child.wait() == 0
 
 
-def test_a_record_being_checked_is_answered_before_the_end(start: Callable[..., Child]) -> None:
+def test_a_record_being_checked_is_answered_before_the_end(start: Start) -> None:
     child = start("--shutdown-timeout-s", str(NEVER_S))
     key, value = make_record(b"a" * 32, body_bytes=32 * MIB)
     writer = child.client()
@@ -60,7 +59,7 @@ def test_a_record_being_checked_is_answered_before_the_end(start: Callable[..., 
     assert child.wait() == 0
 
 
-def test_a_client_that_does_not_read_delays_the_end_no_longer_than_allowed(start: Callable[..., Child]) -> None:
+def test_a_client_that_does_not_read_delays_the_end_no_longer_than_allowed(start: Start) -> None:
     child = start("--shutdown-timeout-s", "0.3")
     with child.client(receive_buffer=4096) as slow:
         slow.call("SET", "a", b"x" * (32 * MIB))
@@ -70,7 +69,7 @@ def test_a_client_that_does_not_read_delays_the_end_no_longer_than_allowed(start
     assert any("replies_cut_off clients=1" in line for line in child.log)
 
 
-def test_a_second_signal_ends_at_once(start: Callable[..., Child]) -> None:
+def test_a_second_signal_ends_at_once(start: Start) -> None:
     child = start("--shutdown-timeout-s", str(NEVER_S))
     with child.client(receive_buffer=4096) as slow, child.client() as other:
         slow.call("SET", "a", b"x" * (32 * MIB))
@@ -99,14 +98,14 @@ def test_an_invalid_configuration_is_an_error_before_anything_starts() -> None:
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
-def test_no_thread_leaves_the_cores_it_was_given(start: Callable[..., Child]) -> None:
+def test_no_thread_leaves_the_cores_it_was_given(start: Start) -> None:
     core = max(os.sched_getaffinity(0))
     child = start("--cores", f"[{core}]")
     allowed = cores_of_threads(child.process.pid)
     assert len(allowed) > 1 and allowed == [{core}] * len(allowed)
 
 
-def test_expired_keys_are_removed_without_access(start: Callable[..., Child]) -> None:
+def test_expired_keys_are_removed_without_access(start: Start) -> None:
     with start().client() as client:
         for number in range(100):
             client.send("SET", f"a{number}", "x", "PX", 50)
@@ -128,7 +127,7 @@ def test_info_has_the_sections_of_redis_and_ours(client: Client) -> None:
     assert client.call("INFO", "nosuch") == b""
 
 
-def test_connections_leave_nothing_behind(start: Callable[..., Child]) -> None:
+def test_connections_leave_nothing_behind(start: Start) -> None:
     child = start()
 
     def descriptors() -> int:

@@ -1,12 +1,11 @@
 """Commands on many or all keys: other clients are served in between, and memory is bounded."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from machine import wait_for
 from slow_store import Served
-from storage_support import Child, Client, make_record
+from storage_support import Client, Start, make_record
 from work_meter import WORK_MAX, WorkMeter
 
 from shadowserve.pool.types import Address
@@ -184,7 +183,7 @@ def test_a_value_whose_removal_does_not_last_is_not_answered(served: Served) -> 
         wait_for(lambda: store.statistics().held_bytes == 0)
 
 
-def test_client_kill_filters_select_clients(start: Callable[..., Child]) -> None:
+def test_client_kill_filters_select_clients(start: Start) -> None:
     with start() as child, child.client() as admin:
 
         def address_of(client: Client) -> str:

@@ -5,7 +5,6 @@ import errno
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import yaml
 from machine import NEVER_S
 from prometheus_client import CollectorRegistry, generate_latest
-from storage_support import REPOSITORY, Child, make_node, make_record
+from storage_support import REPOSITORY, Start, make_node, make_record
 
 from dpu_dataplane.metrics import Metrics
 from shadowserve.latency import LatencyHistogram
@@ -60,7 +59,7 @@ def exported(node: Node) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
 
-def test_metrics_count_the_work_of_a_server(start: Callable[..., Child]) -> None:
+def test_metrics_count_the_work_of_a_server(start: Start) -> None:
     child = start("--metrics-port", "0")
     with child.client() as client:
         key, value = make_record(b"a" * 32)
@@ -97,7 +96,7 @@ def test_promtool_accepts_a_scrape_with_devices() -> None:
     assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
 
-def test_no_label_holds_a_key_or_a_client(start: Callable[..., Child]) -> None:
+def test_no_label_holds_a_key_or_a_client(start: Start) -> None:
     child = start("--metrics-port", "0")
     with child.client() as client:
         client.call("CLIENT", "SETNAME", "somebody")
@@ -171,7 +170,7 @@ def test_every_metric_has_the_prefix_and_units_stand_at_the_end() -> None:
             assert bare.endswith(UNITS), name
 
 
-def test_every_metric_of_the_storage_node_is_documented_and_no_other(start: Callable[..., Child]) -> None:
+def test_every_metric_of_the_storage_node_is_documented_and_no_other(start: Start) -> None:
     text = start("--metrics-port", "0").http("/metrics")[1]
     exported_names = {name.removeprefix("shadowserve_storage_") for name in re.findall(r"^# TYPE (\S+) ", text, re.M)}
     page = (REPOSITORY / "docs" / "reference" / "metrics.md").read_text()
@@ -209,7 +208,7 @@ def test_a_histogram_sorts_by_upper_bounds_and_finds_quantiles() -> None:
     assert 1_000_000 < histogram.quantile_ns(0.5) < 10_000_000 and histogram.quantile_ns(0.99) == 10_000_000
 
 
-def test_info_has_the_commands_as_redis_has_them(start: Callable[..., Child]) -> None:
+def test_info_has_the_commands_as_redis_has_them(start: Start) -> None:
     with start().client() as client:
         client.call("SET", "a", "1")
         client.call("SET", "a")
@@ -249,7 +248,7 @@ def families(text: str) -> set[str]:
 
 
 @pytest.fixture
-def exported_names(start: Callable[..., Child]) -> set[str]:
+def exported_names(start: Start) -> set[str]:
     """Names of the metrics of a running storage server."""
     return families(start("--metrics-port", "0").http("/metrics")[1])
 

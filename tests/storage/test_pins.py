@@ -1,12 +1,11 @@
 """Pins and pending keys: bounded in time and number, by tenant and client."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from machine import wait_for
-from storage_support import Child, Client, login
+from storage_support import Child, Client, Start, login
 
 from shadowserve.resp import ErrorReply
 
@@ -14,7 +13,7 @@ VALUE = b"x" * 60_000
 
 
 @pytest.fixture(params=["memory", "pool"])
-def pinning(request: pytest.FixtureRequest, start_tenants: Callable[..., Child], tmp_path: Path) -> Child:
+def pinning(request: pytest.FixtureRequest, start_tenants: Start, tmp_path: Path) -> Child:
     if request.param == "memory":
         return start_tenants("--memory-budget-bytes", "8 MiB")
     device = f'[{{"path": "{tmp_path}/device", "size": "16 MiB"}}]'
@@ -57,7 +56,7 @@ def test_one_tenants_pins_leave_the_others_room_and_an_operator_sees_and_ends_th
     assert ann.call("KV.PIN", 60, "own") == 1 and ann.call("FLUSHDB") == b"OK" and root.call("KV.PINS") == []
 
 
-def test_a_pin_is_short_and_longer_ones_are_refused(start: Callable[..., Child]) -> None:
+def test_a_pin_is_short_and_longer_ones_are_refused(start: Start) -> None:
     child = start()
     client = child.client()
     client.call("SET", "a", "x")
@@ -73,7 +72,7 @@ def test_a_pin_is_short_and_longer_ones_are_refused(start: Callable[..., Child])
     assert client.call("KV.UNPIN", "ALL", "more").startswith(b"ERR syntax error")
 
 
-def test_thousands_of_keys_are_pinned_and_unpinned_in_turns(start: Callable[..., Child]) -> None:
+def test_thousands_of_keys_are_pinned_and_unpinned_in_turns(start: Start) -> None:
     client = start("--memory-budget-bytes", "256 MiB").client()
     keys = [f"k{number}" for number in range(5_000)]
     client.call("MSET", *(part for key in keys for part in (key, "x")))
@@ -89,7 +88,7 @@ MINUTE_MS = 60_000
 
 
 @pytest.fixture
-def server(start: Callable[..., Child]) -> Child:
+def server(start: Start) -> Child:
     return start()
 
 
@@ -169,7 +168,7 @@ def test_pending_keys_are_bounded_and_expired_ones_make_room(server: Child) -> N
     wait_for(lambda: waiting.call("KV.PUBLISH", MINUTE_MS, "one more") == 1)
 
 
-def test_pending_keys_follow_permissions_and_tenants(start_tenants: Callable[..., Child]) -> None:
+def test_pending_keys_follow_permissions_and_tenants(start_tenants: Start) -> None:
     tenants = start_tenants(users=USERS)
     ann, amy, bob, eve = login(tenants, "ann"), login(tenants, "ann"), login(tenants, "bob"), login(tenants, "eve")
     assert ann.call("KV.PUBLISH", MINUTE_MS, "kv:a") == 1

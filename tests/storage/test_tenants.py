@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from machine import wait_for
-from storage_support import USERS, Child, Client, login, make_node, make_record
+from storage_support import USERS, Child, Client, Start, login, make_node, make_record
 
 from storage_kv.access.limits import RateLimiter
 from storage_kv.commands import execute
@@ -17,7 +17,7 @@ from storage_kv.session import Session
 
 
 @pytest.fixture
-def server(start_tenants: Callable[..., Child]) -> Child:
+def server(start_tenants: Start) -> Child:
     return start_tenants()
 
 
@@ -144,7 +144,7 @@ def test_buckets_go_into_debt_and_earn_it_back() -> None:
     assert not RateLimiter(TenantLimits(keys_max=1), 0.0).has_limits
 
 
-def test_a_tenant_beyond_its_rate_waits_and_others_do_not(start_tenants: Callable[..., Child]) -> None:
+def test_a_tenant_beyond_its_rate_waits_and_others_do_not(start_tenants: Start) -> None:
     child = start_tenants("--tenants", "{a: {commands_per_s: 20}, b: {bytes_per_s: 4 MiB}}")
     ann, bob, root = login(child, "ann"), login(child, "bob"), login(child, "root")
     begun = time.monotonic()
@@ -160,7 +160,7 @@ def test_a_tenant_beyond_its_rate_waits_and_others_do_not(start_tenants: Callabl
     assert int(root.info()["throttled"]) >= 2
 
 
-def test_quotas_bound_what_a_tenant_holds_and_only_its_own_is_evicted(start_tenants: Callable[..., Child]) -> None:
+def test_quotas_bound_what_a_tenant_holds_and_only_its_own_is_evicted(start_tenants: Start) -> None:
     child = start_tenants("--tenants", "{a: {keys_max: 10}, b: {bytes_max: 1 MiB}}")
     ann, bob = login(child, "ann"), login(child, "bob")
     for number in range(50):
@@ -181,7 +181,7 @@ def test_invalid_limits_are_refused(tenants: str) -> None:
         Child("--tenants", tenants)
 
 
-def test_waiting_commands_of_a_throttled_client_use_no_memory(start_tenants: Callable[..., Child]) -> None:
+def test_waiting_commands_of_a_throttled_client_use_no_memory(start_tenants: Start) -> None:
     """A client beyond its rate is not read. Its commands stay in its own buffers."""
     child = start_tenants("--tenants", "{a: {commands_per_s: 1}}")
     ann, root = login(child, "ann"), login(child, "root")

@@ -6,13 +6,13 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
 from machine import NEVER_S, wait_for
-from storage_support import REPOSITORY, TIMEOUT_S, Child, Client, make_record
+from storage_support import REPOSITORY, TIMEOUT_S, Child, Client, Start, make_record
 
 from shadowserve.errors import ConfigurationError
 from shadowserve.resp import encode_command
@@ -74,7 +74,7 @@ class TlsClient(Client):
 
 
 @pytest.fixture
-def secure(start: Callable[..., Child], certificates: Path) -> Child:
+def secure(start: Start, certificates: Path) -> Child:
     return start(*tls_flags(certificates))
 
 
@@ -160,7 +160,7 @@ def test_a_plain_client_at_a_tls_port_gets_an_error(secure: Child) -> None:
 
 
 def test_repeated_tls_failures_are_logged_with_a_count(
-    start: Callable[..., Child], certificates: Path, other_authority: Path, tmp_path: Path
+    start: Start, certificates: Path, other_authority: Path, tmp_path: Path
 ) -> None:
     """The log has few lines. The counter and the audit log have every failure."""
     audit_log = tmp_path / "audit.log"
@@ -184,7 +184,7 @@ def test_repeated_tls_failures_are_logged_with_a_count(
     assert sum(json.loads(line)["event"] == "tls" for line in audit_log.read_text().splitlines()) == 20
 
 
-def test_a_tls_client_at_a_plain_port_is_refused(start: Callable[..., Child], certificates: Path) -> None:
+def test_a_tls_client_at_a_plain_port_is_refused(start: Start, certificates: Path) -> None:
     child = start()  # a separate server, because the log lines of an address are limited
     with pytest.raises(ssl.SSLError) as caught:
         TlsClient(child.port, context_of(certificates))
@@ -215,7 +215,7 @@ def test_old_versions_and_renegotiation_are_refused(secure: Child, certificates:
         assert client.call("PING") == b"PONG"
 
 
-def test_an_unfinished_handshake_delays_no_other_client(start: Callable[..., Child], certificates: Path) -> None:
+def test_an_unfinished_handshake_delays_no_other_client(start: Start, certificates: Path) -> None:
     child = start(*tls_flags(certificates), "--authentication-timeout-s", "0.5")
 
     def answered() -> str:
@@ -234,7 +234,7 @@ def test_an_unfinished_handshake_delays_no_other_client(start: Callable[..., Chi
     assert int(wait_for(answered)) >= 20
 
 
-def test_a_renewed_certificate_is_used_without_a_restart(start: Callable[..., Child], tmp_path: Path) -> None:
+def test_a_renewed_certificate_is_used_without_a_restart(start: Start, tmp_path: Path) -> None:
     make_certificates(tmp_path)
     child = start(*tls_flags(tmp_path))
 
@@ -255,7 +255,7 @@ def test_a_renewed_certificate_is_used_without_a_restart(start: Callable[..., Ch
 
 
 def test_mutual_tls_accepts_only_certificates_of_its_authority(
-    start: Callable[..., Child], certificates: Path, other_authority: Path
+    start: Start, certificates: Path, other_authority: Path
 ) -> None:
     child = start(*tls_flags(certificates, mutual=True))
     with TlsClient(child.port, context_of(certificates, "mallory")) as client:
@@ -267,7 +267,7 @@ def test_mutual_tls_accepts_only_certificates_of_its_authority(
     wait_for(lambda: any("certificate is not accepted" in line for line in child.log))
 
 
-def test_a_certificate_names_its_user(start: Callable[..., Child], certificates: Path, tmp_path: Path) -> None:
+def test_a_certificate_names_its_user(start: Start, certificates: Path, tmp_path: Path) -> None:
     users = tmp_path / "users.acl"
     users.write_text("user alice on ~a:* +@all tenant=team-a\nuser bob on >pw ~* +@all\nuser default off\n")
     child = start(*tls_flags(certificates, mutual=True), "--tls-users", "cn", "--users-file", str(users))
@@ -290,7 +290,7 @@ def test_invalid_tls_files_are_errors_at_the_start() -> None:
         Certificates(StorageConfig(tls_cert="none.crt", tls_key="none.key"))
 
 
-def test_layers_are_sent_through_tls_unchanged(start: Callable[..., Child], certificates: Path) -> None:
+def test_layers_are_sent_through_tls_unchanged(start: Start, certificates: Path) -> None:
     child = start(*tls_flags(certificates))
     records = [make_record(bytes([number]) * 32, body_bytes=MIB, fill=number) for number in range(1, 7)]
     with contextlib.closing(

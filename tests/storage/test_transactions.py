@@ -1,12 +1,11 @@
 """MULTI and EXEC: order, limits, deferred replies, and commands of other clients in between."""
 
 import socket
-from collections.abc import Callable
 
 import pytest
 from machine import wait_for
 from slow_store import Served
-from storage_support import Child, Client, make_record
+from storage_support import Child, Client, Start, make_record
 
 from shadowserve.resp import ErrorReply, encode_command
 
@@ -163,7 +162,7 @@ def test_a_disconnected_client_releases_its_transaction(served: Served) -> None:
         assert node.watchers == {} and not store.buffers
 
 
-def test_permissions_are_checked_when_a_command_is_queued_and_executed(start: Callable[..., Child]) -> None:
+def test_permissions_are_checked_when_a_command_is_queued_and_executed(start: Start) -> None:
     with start() as child, child.client() as admin, child.client() as client:
         admin.call("ACL", "SETUSER", "alice", "on", ">pw", "~a*", "+@all", "-flushall")
         client.call("AUTH", "alice", "pw")
@@ -216,7 +215,7 @@ def test_a_pipeline_of_another_client_fails_watchers(client: Client, shared_serv
             assert calls(client, ("MULTI",), ("PING",), ("EXEC",))[2] == [b"PONG"]
 
 
-def test_an_expired_or_evicted_key_fails_watchers(start: Callable[..., Child]) -> None:
+def test_an_expired_or_evicted_key_fails_watchers(start: Start) -> None:
     with start("--memory-budget-bytes", "1048576") as child, child.client() as client, child.client() as other:
         other.call("SET", "gone", "1", "PX", "1")
         client.call("SET", "w", "1")
@@ -227,7 +226,7 @@ def test_an_expired_or_evicted_key_fails_watchers(start: Callable[..., Child]) -
         assert calls(client, ("MULTI",), ("PING",), ("EXEC",))[2] is None
 
 
-def test_another_tenants_key_of_the_same_name_is_another_key(start: Callable[..., Child]) -> None:
+def test_another_tenants_key_of_the_same_name_is_another_key(start: Start) -> None:
     with start() as child, child.client() as admin, child.client() as client:
         admin.call("ACL", "SETUSER", "alice", "on", ">pw", "~*", "+@all", "-@dangerous", "tenant=a")
         client.call("AUTH", "alice", "pw")
