@@ -118,10 +118,6 @@ class StorageServer:
     def _lets_anyone_in(self) -> bool:
         return self.node.users.anyone_enters and not self.node.config.tls_client_ca
 
-    @property
-    def metrics_port(self) -> int | None:
-        return self.operations.metrics_port
-
     def _follow_connections_max(self, old: StorageConfig, new: StorageConfig) -> None:
         self._connections_max = _raise_descriptor_limit(new.connections_max)
 
@@ -428,10 +424,9 @@ def _tune(sock: socket.socket, *, loopback: bool) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S // 3)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S // 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
 def _raise_descriptor_limit(connections: int) -> int:
@@ -462,7 +457,7 @@ async def _serve(config: StorageConfig, load: Callable[[], StorageConfig] | None
     _log.info(
         "ready address=%s metrics_port=%s memory_budget_bytes=%d password=%s tls=%s",
         ",".join(itertools.starmap(join_address, server.addresses)),
-        server.metrics_port,
+        server.operations.metrics_port,
         config.memory_budget_bytes,
         "no" if server.node.users.anyone_enters else "yes",
         "mutual" if config.tls_client_ca else "yes" if config.tls_cert else "no",

@@ -62,14 +62,6 @@ class ClientInfo:
     no_evict: bool = False
 
 
-def _do_nothing() -> None:
-    pass
-
-
-def _admit_nothing(size: int) -> Account | None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class ConnectionHooks:
     """Calls from a session to its connection.
@@ -81,9 +73,9 @@ class ConnectionHooks:
             Returns None where there is no room; the connection is notified when there may be. Needs the node's lock.
     """
 
-    finish: Callable[[], None] = _do_nothing
-    abort: Callable[[], None] = _do_nothing
-    admit: Callable[[int], Account | None] = _admit_nothing
+    finish: Callable[[], None] = lambda: None
+    abort: Callable[[], None] = lambda: None
+    admit: Callable[[int], Account | None] = lambda size: None
 
 
 @dataclass(slots=True, eq=False)

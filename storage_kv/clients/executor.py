@@ -30,9 +30,8 @@ from shadowserve.pool.volume.tickets import BusyError
 from shadowserve.resp import CommandReader, LargeBulk, encode_error
 from storage_kv.access.limits import RateLimiter
 from storage_kv.access.memory import Client
-from storage_kv.clients.memory_accounts import UNCOUNTED_BYTES, MemoryAccounts
 from storage_kv.clients.replies import Replies
-from storage_kv.clients.request_body import Event, RequestBody, limits_of
+from storage_kv.clients.request_body import UNCOUNTED_BYTES, Event, MemoryAccounts, RequestBody, limits_of
 from storage_kv.commands import execute, find
 from storage_kv.node import Node
 from storage_kv.reply import Continuation, DeferredReply, Part, Reply

@@ -61,11 +61,16 @@ def store_chain(client: Client) -> None:
     wait_for(lambda: s3(client)["records"] == "24")
 
 
+def second_node(node: Nodes, bucket: tuple[str, dict[str, str]], *flags: str, **keys: Any) -> tuple[Child, Client]:
+    """Store the chain through one node; return another node that knows it."""
+    store_chain(node(*bucket)[1])
+    child, client = node(*bucket, *flags, **keys)
+    wait_for(lambda: s3(client)["records"] == "24")
+    return child, client
+
+
 def test_an_empty_node_answers_for_what_another_one_stored(bucket: tuple[str, dict[str, str]], node: Nodes) -> None:
-    _, one = node(*bucket)
-    store_chain(one)
-    _, two = node(*bucket)
-    wait_for(lambda: s3(two)["records"] == "24")
+    _, two = second_node(node, bucket)
     assert two.call("EXISTS", *CHAIN.keys) == 24
     assert two.call("STRLEN", CHAIN.keys[1]) == len(CHAIN.values[1])
     for key in CHAIN.keys:
@@ -144,10 +149,7 @@ def test_wrong_credentials_or_a_missing_bucket_leave_a_node_that_works_without(
 
 
 def test_a_blocked_bucket_does_not_delay_other_clients(faulty: FaultyS3, node: Nodes) -> None:
-    _, one = node(faulty.endpoint, CREDENTIALS)
-    store_chain(one)
-    child, two = node(faulty.endpoint, CREDENTIALS, timeout_s=60.0, index_ttl_s=3600.0)
-    wait_for(lambda: s3(two)["records"] == "24")
+    child, two = second_node(node, (faulty.endpoint, CREDENTIALS), timeout_s=60.0, index_ttl_s=3600.0)
     gate = threading.Event()
     faulty.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
     two.send("GET", CHAIN.keys[0])
@@ -160,10 +162,7 @@ def test_a_blocked_bucket_does_not_delay_other_clients(faulty: FaultyS3, node: N
 
 
 def test_kv_meta_of_cold_records_tells_length_and_time_without_a_read(faulty: FaultyS3, node: Nodes) -> None:
-    _, one = node(faulty.endpoint, CREDENTIALS)
-    store_chain(one)
-    _, two = node(faulty.endpoint, CREDENTIALS, index_ttl_s=3600.0)
-    wait_for(lambda: s3(two)["records"] == "24")
+    _, two = second_node(node, (faulty.endpoint, CREDENTIALS), index_ttl_s=3600.0)
     asked = faulty.count("get")
     found = two.call("KV.META", *CHAIN.keys[:2], b"kv:" + b"0" * 64, *CHAIN.keys[2:], "plain")
     assert isinstance(found, list) and found[2] is None and found[-1] is None
@@ -208,10 +207,7 @@ def test_kv_prefetch_reads_cold_records_without_waiting(faulty: FaultyS3, node: 
 
 
 def test_prefetches_use_at_most_a_second_of_a_slow_bucket(faulty: FaultyS3, node: Nodes) -> None:
-    _, one = node(faulty.endpoint, CREDENTIALS)
-    store_chain(one)
-    _, two = node(faulty.endpoint, CREDENTIALS, index_ttl_s=3600.0)
-    wait_for(lambda: s3(two)["records"] == "24")
+    _, two = second_node(node, (faulty.endpoint, CREDENTIALS), index_ttl_s=3600.0)
     faulty.bytes_per_s = 16 * 1024  # a record takes four seconds
     assert two.call("GET", CHAIN.keys[0]) == CHAIN.values[0]
     count = two.call("KV.PREFETCH", *CHAIN.keys[1:])
@@ -221,10 +217,7 @@ def test_prefetches_use_at_most_a_second_of_a_slow_bucket(faulty: FaultyS3, node
 
 
 def test_a_bucket_that_never_answers_is_a_miss_for_its_client(faulty: FaultyS3, node: Nodes) -> None:
-    _, one = node(faulty.endpoint, CREDENTIALS)
-    store_chain(one)
-    _, two = node(faulty.endpoint, CREDENTIALS, timeout_s=0.3, index_ttl_s=3600.0)
-    wait_for(lambda: s3(two)["records"] == "24")
+    _, two = second_node(node, (faulty.endpoint, CREDENTIALS), timeout_s=0.3, index_ttl_s=3600.0)
     gate = threading.Event()
     faulty.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
     try:
