@@ -1,6 +1,5 @@
 """Large values, and clients that try to exhaust the server's memory."""
 
-import hashlib
 import random
 import select
 import socket
@@ -300,21 +299,6 @@ def test_slow_readers_are_closed_when_others_need_their_memory(tenants: Child) -
             assert bob.call("PING") == b"PONG" and bob.call("EXISTS", "b5") == 1
             assert bob.call("GET", "b5") == bytes(6 * MIB)
             assert int(root.info()["evicted_clients"]) >= 1
-
-
-def test_many_readers_of_one_large_value_all_get_it(start: Start) -> None:
-    """Values larger than the lent budget are sent in turns, and no client is closed."""
-    child = start(*SMALL)
-    value = hashlib.shake_128(b"value").digest(20 * MIB)
-    with child.client() as client:
-        client.call("SET", "a", value)
-        crowd = [child.client() for _ in range(12)]
-        for reader in crowd:
-            for _ in range(2):
-                reader.send("GET", "a")
-        for reader in crowd:
-            assert reader.receive() == value and reader.receive() == value
-        assert client.info()["evicted_clients"] == "0"
 
 
 def test_values_of_500_mib_and_long_pipelines_still_pass(start: Start) -> None:

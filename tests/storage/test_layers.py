@@ -216,19 +216,6 @@ def test_a_record_deleted_during_sending_arrives_unchanged(start: Start) -> None
     check(slow.receive(), asked, records, range(LAYERS))
 
 
-def test_many_clients_at_the_same_time_get_their_own(server: Child) -> None:
-    records = stored(server.client(), 30, layer_bytes=16 << 10)
-    keys = list(records)
-    clients = [(server.client(), keys[number:] + keys[:number]) for number in range(12)]
-    for turn in range(3):
-        for client, asked in clients:
-            client.send("KV.LAYERS", "0-3", 0, 1000 * turn, *asked)
-            client.send("GET", asked[0])
-        for client, asked in clients:
-            check(client.receive(), asked, records, range(LAYERS))
-            assert client.receive() == records[asked[0]]
-
-
 def test_a_chunk_that_cannot_be_read_is_missing_from_the_beginning() -> None:
     with Served() as server:
         store, client = server.store, server.client()

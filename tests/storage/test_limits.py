@@ -172,13 +172,6 @@ def test_an_incomplete_pipeline_is_answered_up_to_its_last_command(shared_server
     assert client.call("EXISTS", "b") == 0
 
 
-@pytest.mark.parametrize("depth", [1, 3, 1024])
-def test_pipelines_of_any_depth_keep_their_order(start: Start, depth: int) -> None:
-    with start("--pipeline-commands-max", str(depth)).client() as client:
-        client.socket.sendall(b"".join(encode_command("ECHO", str(number)) for number in range(5000)))
-        assert [client.receive() for _ in range(5000)] == [b"%d" % number for number in range(5000)]
-
-
 def test_quit_answers_and_closes_and_nothing_behind_it_is_executed(shared_server: Child, client: Client) -> None:
     with shared_server.client() as quitter:
         quitter.socket.sendall(encode_command("QUIT") + encode_command("SET", "a", "1"))

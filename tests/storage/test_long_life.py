@@ -77,7 +77,7 @@ ENDS = {
     "TLS where none is spoken": (_HALF_A_HELLO, b"-"),
     "wrong password": (encode_command("AUTH", "nobody", "guessed"), b""),
 }
-"""What a client sends, and the beginning of the reply that it waits for."""
+"""Bytes that a client sends, and the beginning of the reply that it waits for."""
 
 
 def _a_handshake_cut_off(sock: socket.socket, context: ssl.SSLContext) -> None:

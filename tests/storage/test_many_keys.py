@@ -170,19 +170,6 @@ def test_a_value_that_is_removed_as_it_is_read_is_sent_whole(served: Served, awa
         wait_for(lambda: store.leases == 0 and store.statistics().held_bytes == 0)
 
 
-def test_a_value_whose_removal_does_not_last_is_not_answered(served: Served) -> None:
-    store = served.store
-    with served.client() as client:
-        client.call("SET", "a", "x" * 100_000)
-        store.lazy = True
-        client.send("GETDEL", "a")
-        wait_for(lambda: len(store.tickets) == 1)
-        store.settle(OSError("the device is gone"))
-        failed = client.receive()
-        assert isinstance(failed, ErrorReply) and failed == b"IOERR GETDEL failed: the device is gone"
-        wait_for(lambda: store.statistics().held_bytes == 0)
-
-
 def test_client_kill_filters_select_clients(start: Start) -> None:
     with start() as child, child.client() as admin:
 

@@ -156,12 +156,6 @@ class LockedDict(dict[Any, Any]):
         return super().values()
 
 
-def test_an_engine_of_memory_alone_has_neither_devices_nor_arenas() -> None:
-    samples = exported(make_node())
-    assert "shadowserve_storage_keys" in samples
-    assert not [name for name in samples if "{device=" in name or "{arena=" in name or "{outcome=" in name]
-
-
 def test_every_metric_has_the_prefix_and_units_stand_at_the_end() -> None:
     for name in exported(make_node(ShownStore())):
         bare = name.partition("{")[0]

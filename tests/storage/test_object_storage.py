@@ -2,7 +2,6 @@
 
 import json
 import re
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -82,17 +81,6 @@ def test_an_empty_node_answers_for_what_another_one_stored(bucket: tuple[str, di
     assert found[:-1] == [[len(value), value[:head]] for _, value, head, _ in CHAIN.records] and found[-1] is None
     assert two.call("MGET", *CHAIN.keys) == CHAIN.values
     assert two.call("DBSIZE") == 24, "read records must stay in the node"
-
-
-def test_a_killed_node_without_devices_recovers_from_the_bucket(
-    bucket: tuple[str, dict[str, str]], node: Nodes
-) -> None:
-    child, client = node(*bucket)
-    store_chain(client)
-    child.stop(signal.SIGKILL)
-    _, client = node(*bucket)
-    wait_for(lambda: s3(client)["records"] == "24")
-    assert client.call("MGET", *CHAIN.keys) == CHAIN.values
 
 
 def test_a_node_with_devices_keeps_what_comes_from_the_bucket_on_them(

@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import socket
-import ssl
 
 import pytest
 from machine import wait_for
@@ -96,13 +94,6 @@ def test_nothing_that_other_protocols_carry_is_executed(
     assert answer.removeprefix(b"+PONG\r\n").startswith(b"-ERR ") and answer.count(b"-ERR ") == 1
     assert client.call("GET", "a") == b"1"
     assert int(client.info()["protocol_errors"]) == before + 1
-
-
-def test_a_real_tls_client_at_the_plain_port_runs_nothing(shared_server: Child, client: Client) -> None:
-    context = ssl.create_default_context()
-    with socket.create_connection(("127.0.0.1", shared_server.port)) as plain, pytest.raises(ssl.SSLError):
-        context.wrap_socket(plain, server_hostname="flushall")
-    assert client.call("PING") == b"PONG"
 
 
 def test_typed_commands_that_change_nothing_are_accepted(start: Start) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from machine import wait_for
-from storage_support import USERS, Child, Client, Start, login, make_node, make_record
+from storage_support import USERS, Child, Client, Start, login, make_node
 
 from storage_kv.access.limits import RateLimiter
 from storage_kv.commands import execute
@@ -40,13 +40,6 @@ def test_the_same_key_is_another_key_for_another_tenant(people: dict[str, Client
     assert ann.call("GET", "k") == b"ann's" and bob.call("GET", "k") == b"bob's"
     assert ann.call("DBSIZE") == 1 and ann.call("SCAN", 0) == [b"0", [b"k"]]
     assert bob.call("UNLINK", "k") == 1 and ann.call("EXISTS", "k") == 1
-
-
-def test_records_of_the_same_name_are_kept_apart(people: dict[str, Client]) -> None:
-    key, first = make_record(b"n" * 32, fill=1)
-    _, second = make_record(b"n" * 32, fill=2)
-    assert people["ann"].call("SET", key, first) == b"OK" and people["bob"].call("SET", key, second) == b"OK"
-    assert people["ann"].call("GET", key) == first and people["bob"].call("GET", key) == second
 
 
 def test_lists_and_counts_show_the_own_tenant(people: dict[str, Client]) -> None:

@@ -84,19 +84,6 @@ def client(secure: Child, certificates: Path) -> Iterator[TlsClient]:
         yield client
 
 
-def test_redis_py_works_through_tls(secure: Child, certificates: Path) -> None:
-    for protocol in (2, 3):
-        with redis.Redis(
-            port=secure.port, ssl=True, ssl_ca_certs=f"{certificates}/ca.crt", protocol=protocol
-        ) as connection:
-            assert connection.set("a", "1") and connection.get("a") == b"1"
-            with connection.pipeline(transaction=False) as pipeline:
-                for number in range(500):
-                    pipeline.set(f"key {number}", number)
-                pipeline.mget([f"key {number}" for number in range(500)])
-                assert pipeline.execute()[-1] == [b"%d" % number for number in range(500)]
-
-
 @pytest.mark.parametrize("size", [1, 4095, 16384, 100_000, MIB + 1, 20 * MIB])
 def test_values_of_any_size_come_back_whole(size: int, client: TlsClient) -> None:
     value = bytes(bytearray(number % 251 for number in range(1000))) * (size // 1000 + 1)
