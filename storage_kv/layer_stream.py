@@ -148,11 +148,12 @@ _TAIL: Final = b"\r\n"
 _NONE: Final = np.zeros(0, np.uint32)
 
 
-class Stream:
-    """One request: its records, its reply and its place in the schedule.
+class StreamRecords:
+    """The records of a request: their sizes, their bytes in memory, and the layers in them.
+
+    Used by the thread of all streams, some keys at a time.
 
     Attributes:
-        account: Account of its memory beside the records.
         position: Index of the next key to work on.
         sized_bytes: Size of the records, of the keys added up so far.
         is_reserved: It may keep records in memory, at most ``reserved_bytes``.
@@ -160,16 +161,6 @@ class Stream:
         lost: Number of failed reads.
         records: Bytes of each record in memory; None for no record.
         bits: Size of each layer in bits, once known.
-        ends_s: Deadline, of ``time.monotonic()``.
-        head: The first element of the reply.
-        parts: Layers of the reply; those from ``resolved`` on are not resolved.
-        sent: Number of layers that are sent or dropped.
-        partly_sent_bytes: Sent bytes of the layer that is being sent.
-        is_active: Its layers are being sent.
-        has_link_share: Its flow is in the shaper.
-        error: Error reply for all layers that are not resolved; empty for none.
-        is_ended: All its parts are resolved.
-        abort_s: When its connection is aborted if it has not sent all; 0.0 for never.
     """
 
     def __init__(
@@ -178,7 +169,6 @@ class Stream:
         session: Session,
         names: Sequence[bytes],
         layers: Sequence[int],
-        account: Account,
         wake: Callable[[], None],
     ) -> None:
         self.node, self.session, self.tenant = node, session, session.tenant
@@ -195,17 +185,6 @@ class Stream:
         self._lengths = self._begins
         self.bits: list[int] = []
         self._wake = wake
-        self.account = account
-        self._share = session.share
-        self.limit, self.window_s, self.ends_s = inf, WINDOW_S_MIN, inf
-        self.flow: Flow | None = None
-        self.resolved = self.sent = self.partly_sent_bytes = 0
-        self.abandoned = self.is_ended = self.is_active = self.has_link_share = False
-        self.abort_s = 0.0
-        self.error = b""
-        self._unread_s, self._unread_bits = 0.0, 0
-        self.head = _Part(node, 16 * self.keys, self)
-        self.parts = [_Part(node, 4 * self.keys, self) for _ in layers]
 
     def _address(self, index: int) -> tuple[int, bytes]:
         begin = int(self._name_ends[index - 1]) if index else 0
@@ -308,13 +287,48 @@ class Stream:
                 held.release()
         self._held, self.records = [], []
         self._begins = self._lengths = np.zeros((0, 0), np.uint32)
-        self.account.close()
 
-    @property
-    def share(self) -> int:
-        return self._share
 
-    # ---- The reply: called by connections
+class Stream(StreamRecords):
+    """One request: its reply and its place in the schedule.
+
+    Attributes:
+        account: Account of its memory beside the records.
+        ends_s: Deadline, of ``time.monotonic()``.
+        head: The first element of the reply.
+        parts: Layers of the reply; those from ``resolved`` on are not resolved.
+        sent: Number of layers that are sent or dropped.
+        partly_sent_bytes: Sent bytes of the layer that is being sent.
+        is_active: Its layers are being sent.
+        has_link_share: Its flow is in the shaper.
+        error: Error reply for all layers that are not resolved; empty for none.
+        is_ended: All its parts are resolved.
+        abort_s: When its connection is aborted if it has not sent all; 0.0 for never.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        session: Session,
+        names: Sequence[bytes],
+        layers: Sequence[int],
+        account: Account,
+        wake: Callable[[], None],
+    ) -> None:
+        super().__init__(node, session, names, layers, wake)
+        self.account = account
+        self.share = session.share
+        self.limit, self.window_s, self.ends_s = inf, WINDOW_S_MIN, inf
+        self.flow: Flow | None = None
+        self.resolved = self.sent = self.partly_sent_bytes = 0
+        self.abandoned = self.is_ended = self.is_active = self.has_link_share = False
+        self.abort_s = 0.0
+        self.error = b""
+        self._unread_s, self._unread_bits = 0.0, 0
+        self.head = _Part(node, 16 * self.keys, self)
+        self.parts = [_Part(node, 4 * self.keys, self) for _ in layers]
+
+    # ---- Called by connections
 
     def on_abandoned(self) -> None:
         self.abandoned = True
@@ -330,10 +344,6 @@ class Stream:
         self._wake()
 
     # ---- Called by the thread of all streams
-
-    @property
-    def has_layout(self) -> bool:
-        return bool(self.bits)
 
     def begin_reply(self) -> None:
         """Create the flow, and resolve the first element: the number of bytes that follow for each key."""
@@ -373,6 +383,10 @@ class Stream:
         while self.resolved < len(self.parts):
             self.resolved += 1
             self.parts[self.resolved - 1].resolve([_Layer(self, front, _NONE, _NONE, _NONE)])
+
+    def release(self) -> None:
+        super().release()
+        self.account.close()
 
     def next_bits(self) -> int:
         """Return the size in bits of the next layer; 0 while the connection has enough layers, or all."""

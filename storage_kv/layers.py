@@ -96,7 +96,7 @@ class LayerStreams:
         self._active: list[Stream] = []
         self._ending: list[Stream] = []
         self._of_tenant: dict[int, int] = {}  # number of streams with records in memory
-        self._admitted = self._unadmitted = 0
+        self.active = self._unadmitted = 0
         self._checked_s = 0.0
         self._thread = threading.Thread(target=self._run, name="layers", daemon=True)
 
@@ -142,10 +142,6 @@ class LayerStreams:
             self._has_changed = True
             self._changed.notify()
         return [stream.head, *stream.parts]
-
-    @property
-    def active(self) -> int:
-        return self._admitted
 
     @property
     def waiting(self) -> int:
@@ -238,7 +234,7 @@ class LayerStreams:
         wait_s = self._send_layers()
         if self._working:
             return 0.0
-        return min(wait_s, _CHECK_INTERVAL_S) if self._admitted or self._unadmitted or self._ending else inf
+        return min(wait_s, _CHECK_INTERVAL_S) if self.active or self._unadmitted or self._ending else inf
 
     # ---- Beginning
 
@@ -255,7 +251,7 @@ class LayerStreams:
                 continue
             if stream.is_over:
                 self._finish(stream)
-            elif stream.has_layout:
+            elif stream.bits:
                 self._begin_flow(stream)
             elif stream.is_reserved:
                 self._reading.append(stream)
@@ -293,7 +289,7 @@ class LayerStreams:
             lent.pin(id(stream), size, stream.share)
         stream.reserve()
         self._of_tenant[tenant] = self._of_tenant.get(tenant, 0) + 1
-        self._admitted += 1
+        self.active += 1
         self._unadmitted -= 1
         return True
 
@@ -413,7 +409,7 @@ class LayerStreams:
             if not stream.is_reserved:
                 self._unadmitted -= 1
                 continue
-            self._admitted -= 1
+            self.active -= 1
             self._of_tenant[stream.tenant] -= 1
             if not self._of_tenant[stream.tenant]:
                 del self._of_tenant[stream.tenant]

@@ -206,7 +206,7 @@ class Node:
 
     def deny(self, session: Session, reason: str, object: bytes, client: bytes) -> None:
         context = "toplevel" if session.transaction is None and not session.executing else "multi"
-        self.users.denials.add(Denial(reason, object, session.user.name, client, context))
+        self.users.deny(Denial(reason, object, session.user.name, client, context))
 
     # ---- Keys
 

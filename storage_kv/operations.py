@@ -267,11 +267,11 @@ class Operations:
         try:
             if not self.condition.recovered:
                 raise ConfigurationError("the store is recovering; send the signal again when the server is ready")
-            done = self._node.reconfiguration.reload(self._node.lock)
+            applied, kept = self._node.reconfiguration.reload(self._node.lock)
         except ConfigurationError as error:
             _log.error("configuration_refused error=%r hint='nothing has changed'", str(error))
         else:
-            _log.info("configuration_reloaded applied=%r needs_restart=%r", ",".join(done.applied), ",".join(done.kept))
+            _log.info("configuration_reloaded applied=%r needs_restart=%r", ",".join(applied), ",".join(kept))
         systemd.notify("READY=1")
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ them, all parts return to the old values.
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -23,14 +22,6 @@ _log = logging.getLogger(__name__)
 _BUDGETS: Final = ("bytes_max", "objects_max", "write_bytes_per_day")
 
 Hook = Callable[[StorageConfig, StorageConfig], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Reload:
-    """Result of reading the configuration again: changed keys, and keys that differ and need a restart."""
-
-    applied: list[str]
-    kept: list[str]
 
 
 class Reconfiguration:
@@ -63,8 +54,8 @@ class Reconfiguration:
             raise ConfigurationError(f"devices: only {', '.join(_BUDGETS)} can change while the server runs")
         self._adopt(new, [key for key in values if getattr(new, key) != getattr(old, key)])
 
-    def reload(self, lock: threading.Lock) -> Reload:
-        """Read the configuration again and apply the keys that can change. Takes ``lock``, the node's."""
+    def reload(self, lock: threading.Lock) -> tuple[list[str], list[str]]:
+        """Read the configuration again; return the applied keys, and those that need a restart. Takes ``lock``."""
         if self._load is None:
             raise ConfigurationError("this server was started without a configuration that it could read again")
         wanted = self._load()
@@ -73,7 +64,7 @@ class Reconfiguration:
             differing = [key for key in type(old).model_fields if getattr(wanted, key) != getattr(old, key)]
             applied = [key for key in differing if key in LIVE and (key != "devices" or _same_devices(old, wanted))]
             self._adopt(old.model_copy(update={key: getattr(wanted, key) for key in applied}), applied)
-        return Reload(applied, [key for key in differing if key not in applied])
+        return applied, [key for key in differing if key not in applied]
 
     def _adopt(self, new: StorageConfig, changed: Collection[str]) -> None:
         if "memory_budget_bytes" in changed:

@@ -243,11 +243,10 @@ class StorageServer:
         with node.lock:
             has_slot = self._ensure_slot()
             node.counters.connections_rejected += not has_slot
+            node.counters.connections += has_slot
         if not has_slot:
             self._refuse(sock, "ERR max number of clients reached")
             return
-        with node.lock:
-            node.counters.connections += 1
         try:
             _tune(sock, loopback=is_loopback(address[0]))
             local = sock.getsockname()

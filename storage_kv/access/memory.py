@@ -71,9 +71,6 @@ class Account:
         """Count more bytes if there is room; otherwise its client is notified when to try again."""
         return self.budget.admit(self, more)
 
-    def transfer(self, other: "Account", size: int) -> None:
-        self.budget.transfer(self, other, size)
-
     def move(self, tenant: int) -> None:
         held = self.held
         self.set_held(0)

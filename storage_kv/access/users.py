@@ -78,7 +78,7 @@ class Users:
     Attributes:
         by_name: Users by name, the default user included.
         default: User of new connections if it needs no password.
-        denials: Entries of ACL LOG.
+        denials: Entries of ACL LOG, the newest first.
     """
 
     def __init__(self, config: StorageConfig, commands: Mapping[str, Described]) -> None:
@@ -86,7 +86,7 @@ class Users:
         self._config = config
         self._commands = commands
         self._no_password_hash = hash_password(secrets.token_bytes(32))
-        self.denials = DenialLog()
+        self.denials: deque[Denial] = deque(maxlen=_DENIALS_MAX)
         self.default = User(DEFAULT_USER)
         self.by_name: dict[bytes, User] = {DEFAULT_USER: self.default}
         self._default_from_configuration = self._configured_default()
@@ -174,6 +174,15 @@ class Users:
         """Return all users in the order of their names as lines of a users file."""
         return [self.by_name[name].describe() for name in sorted(self.by_name)]
 
+    def deny(self, denial: "Denial") -> None:
+        """Add an entry to ACL LOG; a repeated denial is counted in its entry."""
+        for entry in self.denials:
+            if entry.is_same(denial) and denial.at_s - entry.at_s < _SAME_DENIAL_S:
+                denial.count += entry.count
+                self.denials.remove(entry)
+                break
+        self.denials.appendleft(denial)
+
     def saving(self) -> Callable[[], None]:
         """Return a function that writes the present users to the file atomically, in any thread."""
         path, lines = self.file, self.describe()
@@ -216,18 +225,3 @@ class Denial:
     def is_same(self, other: "Denial") -> bool:
         same = self.reason == other.reason and self.object == other.object
         return same and self.user == other.user and self.context == other.context
-
-
-class DenialLog:
-    """The last denials, the newest first; a repeated denial is counted in its entry."""
-
-    def __init__(self) -> None:
-        self.entries: deque[Denial] = deque(maxlen=_DENIALS_MAX)
-
-    def add(self, denial: Denial) -> None:
-        for entry in self.entries:
-            if entry.is_same(denial) and denial.at_s - entry.at_s < _SAME_DENIAL_S:
-                denial.count += entry.count
-                self.entries.remove(entry)
-                break
-        self.entries.appendleft(denial)

@@ -83,7 +83,7 @@ class MemoryAccounts:
             return None
         assert self.memory.client is not None, "a closed connection executes nothing"
         account = Account(self.memory.budget, self.memory.client, self._session.share)
-        self.memory.transfer(account, size)
+        self.memory.budget.transfer(self.memory, account, size)
         return account
 
     def _follow_tenant(self) -> None:

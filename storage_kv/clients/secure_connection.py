@@ -13,7 +13,7 @@ from shadowserve.resp import encode_error
 from storage_kv.clients.connection import CLOSED, HANDSHAKE, LINGERING, OPEN, Connection, Phase
 from storage_kv.clients.event_loop import READ, WRITE
 from storage_kv.clients.request_body import limits_of
-from storage_kv.clients.transport import PlainClientError
+from storage_kv.clients.transport import PlainClientError, TlsTransport
 
 _TLS_ONLY: Final = encode_error("ERR this server speaks TLS only: connect with TLS (redis-cli --tls)")
 
@@ -31,6 +31,8 @@ _REASONS: Final = {
 
 class SecureConnection(Connection):
     """A connection that begins with a handshake."""
+
+    _transport: TlsTransport
 
     first_phase: ClassVar[Phase] = HANDSHAKE
 

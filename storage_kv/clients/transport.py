@@ -46,17 +46,8 @@ class PlainTransport:
         self.send: Callable[[bytes], int] = sock.send
         self.sendmsg: Callable[[Sequence[bytes | memoryview]], int] = sock.sendmsg
 
-    def pending(self) -> int:
-        return 0
-
-    def shake_hands(self) -> bool:
-        return True
-
     def end(self) -> None:
         self.socket.shutdown(socket.SHUT_WR)
-
-    def user_name(self) -> str:
-        return ""
 
 
 class TlsTransport:

@@ -107,10 +107,10 @@ def log(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     count = _LOG_ENTRIES
     if len(arguments) == 3:
         if bytes(arguments[2]).upper() == b"RESET":
-            node.users.denials.entries.clear()
+            node.users.denials.clear()
             return OK
         count = max(0, as_integer(arguments[2]))
-    return encode([_describe(entry) for entry in list(node.users.denials.entries)[:count]], session.protocol)
+    return encode([_describe(entry) for entry in list(node.users.denials)[:count]], session.protocol)
 
 
 def _describe(entry: Denial) -> Value:

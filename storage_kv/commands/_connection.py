@@ -96,7 +96,7 @@ def _authenticate(node: Node, session: Session, name: bytes, password: bytes, co
     session.pause_until_s, session.pause_holds_replies = until_s, until_s > 0
     if user is None:
         node.counters.authentication_failures += 1
-        node.users.denials.add(Denial("auth", command, name[:_NAME_BYTES_MAX], describe_client(session).strip()))
+        node.users.deny(Denial("auth", command, name[:_NAME_BYTES_MAX], describe_client(session).strip()))
         node.audit.write("authentication", session, outcome="failed", user=name)
         node.warn_limited("authentication_failed", session.address, f"wrong password of user {quote(name, 64)}")
         raise CommandError(_WRONG_PASSWORD)
@@ -305,13 +305,8 @@ def client_no_evict(node: Node, session: Session, arguments: list[Argument]) -> 
 
 def client_reply(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     option = bytes(arguments[2]).upper()
-    if option == b"ON":
-        session.replies = True
-        session.skip = 0
-    elif option == b"OFF":
-        session.replies = False
-    elif option == b"SKIP":
-        session.skip = 2
-    else:
+    modes = {b"ON": (True, 0), b"OFF": (False, session.skip), b"SKIP": (session.replies, 2)}
+    if option not in modes:
         syntax_error()
+    session.replies, session.skip = modes[option]
     return encode(SimpleString(b"OK"))
