@@ -15,32 +15,14 @@ from shadowserve.sizes import ByteSize
 from shadowserve.tls import check_served
 from storage_kv.egress import Policy
 
-LIVE: Final = (
-    "memory_budget_bytes",
-    "connections_max",
-    "unauthenticated_connections_max",
-    "authentication_timeout_s",
-    "clients_memory_bytes_max",
-    "pipeline_commands_max",
-    "output_buffer_bytes_max",
-    "idle_timeout_s",
-    "stall_timeout_s",
-    "shutdown_timeout_s",
-    "drain_delay_s",
-    "scrub_bytes_per_s",
-    "devices",
-    "tenants",
-    "pin_share",
-    "pin_share_of_tenant",
-    "pin_max_s",
-    "layers_timeout_s",
-    "layers_bits_per_s_min",
-    "egress_bits_per_s",
-    "egress_policy",
-    "egress_margin",
-    "egress_epoch_s",
-    "log_level",
-    "log_format",
+LIVE: Final = frozenset(
+    """
+    memory_budget_bytes connections_max unauthenticated_connections_max authentication_timeout_s
+    clients_memory_bytes_max pipeline_commands_max output_buffer_bytes_max idle_timeout_s stall_timeout_s
+    shutdown_timeout_s drain_delay_s scrub_bytes_per_s devices tenants pin_share pin_share_of_tenant pin_max_s
+    layers_timeout_s layers_bits_per_s_min egress_bits_per_s egress_policy egress_margin egress_epoch_s log_level
+    log_format
+    """.split()
 )
 """Keys that can change while the node runs; of ``devices`` only their budgets."""
 

@@ -10,7 +10,7 @@ from storage_support import Child, Client, Start, make_node
 
 from shadowserve.errors import ConfigurationError
 from shadowserve.resp import ErrorReply
-from storage_kv.config import StorageConfig
+from storage_kv.config import LIVE, StorageConfig
 
 MIB = 1 << 20
 FAILED = b"ERR CONFIG SET failed (possibly related to argument '%s') - %s"
@@ -217,3 +217,7 @@ def test_a_device_s_budget_and_the_scrub_follow_and_its_metrics_are_there(start:
         name = "shadowserve_storage_device_operation_duration_seconds_count"
         assert samples[f'{name}{{{label},operation="write"}}'] > 0
         assert child.http("/readyz")[0] == 200
+
+
+def test_every_key_that_can_change_is_one() -> None:
+    assert set(LIVE) <= set(StorageConfig.model_fields)
