@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -263,12 +264,13 @@ def test_too_many_attempts_are_refused_without_a_check(monkeypatch: pytest.Monke
     """The server answers parallel attempts one after the other, and refuses those with a too long wait."""
     monkeypatch.setattr("storage_kv.access.authentication_throttle._WAIT_MAX_S", 0.5)
     with Served(password="right") as served:
-        clients = [served.client() for _ in range(20)]
+        clients, began_s = [served.client() for _ in range(20)], time.monotonic()
         for client in clients:
             client.send("AUTH", "wrong")
         answers = [client.receive() for client in clients]
         refused = [answer for answer in answers if b"too many failed" in answer]  # type: ignore[operator]
         assert refused and len(refused) < len(answers)
+        assert time.monotonic() - began_s > 0.5, "the others must wait"
         wait_for(lambda: served.client().call("AUTH", "right") == b"OK")  # the server continues to serve
 
 
