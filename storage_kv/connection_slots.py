@@ -13,8 +13,7 @@ from storage_kv.access.authentication_throttle import network_of
 from storage_kv.config import StorageConfig
 from storage_kv.session import Session
 
-_RESERVED_SHARE: Final = 8
-"""One in this many slots is for tenants that have no more than their part of these."""
+_RESERVED_SHARE: Final = 8  # one in this many slots is for tenants that have no more than their part of these
 
 
 class ConnectionSlots:

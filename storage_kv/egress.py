@@ -15,8 +15,7 @@ from math import sqrt
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-_EVEN_SHARE: Final = 0.2
-"""Share of the link that ``shortest_remaining`` divides equally."""
+_EVEN_SHARE: Final = 0.2  # share of the link that ``shortest_remaining`` divides equally
 
 Policy: TypeAlias = Literal["equal", "kv_prop", "bw_prop", "stall_opt", "calibrated_stall_opt", "shortest_remaining"]
 

@@ -27,21 +27,15 @@ from storage_kv.shaper import Flow
 
 WINDOW_S_MIN: Final = 1e-4
 """Used in place of a window of 0: such a reader waits for every byte."""
-_AHEAD: Final = 2
-"""Limit of the layers that the connection has and has not sent: the one being sent, and the next."""
+_AHEAD: Final = 2  # limit of the layers that the connection has and has not sent: the one being sent, and the next
 
 _STREAM_BYTES: Final = 4 << 10
-_KEY_BYTES: Final = 448
-"""Memory of a key beside its name: its held record, a read, its number in the reply."""
-_LAYER_BYTES: Final = 384
-"""Memory of a layer: its part of the reply."""
-_PIECE_BYTES: Final = 8
-"""Memory of a layer of a record: start and length."""
+_KEY_BYTES: Final = 448  # memory of a key beside its name: its held record, a read, its number in the reply
+_LAYER_BYTES: Final = 384  # memory of a layer: its part of the reply
+_PIECE_BYTES: Final = 8  # memory of a layer of a record: start and length
 
-_WINDOW_BYTES: Final = 1 << 20
-"""Large pieces in one call of the kernel: twice what it takes."""
-_JOINED_BYTES: Final = 256 << 10
-"""Small pieces that are joined at a time."""
+_WINDOW_BYTES: Final = 1 << 20  # large pieces in one call of the kernel: twice what it takes
+_JOINED_BYTES: Final = 256 << 10  # small pieces that are joined at a time
 
 
 def memory_of(names: Sequence[bytes], layers: int) -> int:

@@ -46,12 +46,9 @@ LAYERS_MAX: Final = 1024
 """Layers in one request; a model has about a hundred."""
 _STREAMS_OF_TENANT_MAX: Final = 256
 """Streams of one tenant that keep records in memory: each costs the thread some microseconds a layer."""
-_CHECK_INTERVAL_S: Final = 1.0
-"""Interval of the checks for late and slow streams."""
-_PACE_S: Final = 5.0
-"""Time for which a client may read more slowly than the lowest rate."""
-_ERROR_GRACE_S: Final = 5.0
-"""Time for a client to read what was sent before an error; then its connection is aborted."""
+_CHECK_INTERVAL_S: Final = 1.0  # interval of the checks for late and slow streams
+_PACE_S: Final = 5.0  # time for which a client may read more slowly than the lowest rate
+_ERROR_GRACE_S: Final = 5.0  # time for a client to read what was sent before an error; then its connection is aborted
 
 
 class _Room:

@@ -17,18 +17,13 @@ SECONDS_MAX: Final = 60
 """Longest time that a key may be pending: far above the time to compute a prompt."""
 NAME_BYTES_MAX: Final = 128
 """Size limit of a pending key's name; a chunk's has 67."""
-_KEYS_MAX: Final = 65_536
-"""Limit of all clients together: about 40 MiB."""
-_TENANT_SHARE: Final = 2
-"""One of several tenants may have half."""
-_RESERVED_SHARE: Final = 8
-"""The last eighth is for tenants that have no more than their part of it."""
-_KEYS_OF_CLIENT_MAX: Final = 16_384
-"""Limit of one connection: 256 prompts of 4K tokens, stored by 4 ranks."""
+_KEYS_MAX: Final = 65_536  # limit of all clients together: about 40 MiB
+_TENANT_SHARE: Final = 2  # one of several tenants may have half
+_RESERVED_SHARE: Final = 8  # the last eighth is for tenants that have no more than their part of it
+_KEYS_OF_CLIENT_MAX: Final = 16_384  # limit of one connection: 256 prompts of 4K tokens, stored by 4 ranks
 _CLIENTS_OF_KEY_MAX: Final = 8
 """Limit of the clients that are kept for one key. The ranks of an engine have keys of their own."""
-_CLIENTS_TIDIED: Final = 16
-"""Number of clients whose expired keys are removed in each step of a command."""
+_CLIENTS_TIDIED: Final = 16  # number of clients whose expired keys are removed in each step of a command
 
 
 class TooManyPendingError(ShadowServeError):

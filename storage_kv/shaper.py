@@ -16,10 +16,8 @@ from typing import Final
 from storage_kv.egress import Demand, Policy, allocate, fill
 from storage_kv.session import Session
 
-_OTHERS_SHARE_MIN: Final = 1 / 20
-"""Share of the link for clients that were not active before the epoch."""
-_BURST_S: Final = 0.05
-"""Limit of the credit of other replies, in seconds of their rate."""
+_OTHERS_SHARE_MIN: Final = 1 / 20  # share of the link for clients that were not active before the epoch
+_BURST_S: Final = 0.05  # limit of the credit of other replies, in seconds of their rate
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ _LINES_WAITING_MAX: Final = 4096
 _RETRY_S: Final = 5.0
 _LINE_BYTES_MAX: Final = 2048
 _TEXT_MAX: Final = 256
-_LINES_PER_MINUTE: Final = 64
-"""Lines of one event and one network; further ones are counted."""
+_LINES_PER_MINUTE: Final = 64  # lines of one event and one network; further ones are counted
 
 
 class AuditLog:

@@ -9,8 +9,7 @@ from typing import Final
 
 from storage_kv.config import TenantLimits
 
-_BURST_S: Final = 1.0
-"""Size of a bucket, in seconds of its rate."""
+_BURST_S: Final = 1.0  # size of a bucket, in seconds of its rate
 
 
 class RateLimiter:

@@ -23,8 +23,7 @@ UNAUTHENTICATED: Final = -1
 _UNAUTHENTICATED_SHARE: Final = 16
 _TENANT_SHARE: Final = 2
 _RESERVED_SHARE: Final = 8
-_PACE_SHARE: Final = 6
-"""A client's pace is known after this fraction of the timeout, at least a second."""
+_PACE_SHARE: Final = 6  # a client's pace is known after this fraction of the timeout, at least a second
 
 
 class Client(Protocol):

@@ -24,8 +24,7 @@ READ: Final = select.EPOLLIN
 WRITE: Final = select.EPOLLOUT
 _EVENTS_PER_TURN: Final = 64
 """Limit of socket events in a turn; replies are sent at its end, so this bounds their delay."""
-_TURN_S: Final = 0.001
-"""Turn of one of several lanes: for events, and as long again for functions to be called soon."""
+_TURN_S: Final = 0.001  # turn of one of several lanes: for events, and as long again for functions to be called soon
 
 
 @dataclass(slots=True, eq=False)

@@ -24,8 +24,7 @@ Event: TypeAlias = list[Argument] | LargeBulk | Literal[NeedData.NEED_DATA]
 UNCOUNTED_BYTES: Final = 16 << 10
 """A client that holds no more than this is not counted: partial pipelines, small replies."""
 
-_ARGUMENT_BYTES_MAX: Final = 1 << 20
-"""Size limit of an argument that is not a value: a key, or the text of ECHO."""
+_ARGUMENT_BYTES_MAX: Final = 1 << 20  # size limit of an argument that is not a value: a key, or the text of ECHO
 
 _UNAUTHENTICATED_ITEMS_MAX: Final = 10  # as Redis, like the next
 _UNAUTHENTICATED_BULK_BYTES_MAX: Final = 16 << 10

@@ -19,8 +19,7 @@ from storage_kv.config import StorageConfig
 
 _log = logging.getLogger(__name__)
 
-_RECORD_BYTES: Final = 16 << 10
-"""Limit of the plaintext in a TLS record."""
+_RECORD_BYTES: Final = 16 << 10  # limit of the plaintext in a TLS record
 _JOINED_PART_BYTES_MAX: Final = 4 << 10
 """Smaller parts are joined into one record; larger ones are sent from where they are."""
 _BYTES_PER_CALL_MAX: Final = 512 << 10

@@ -14,8 +14,7 @@ from storage_kv.session import Argument, Session
 REDIS_VERSION: Final = "7.0.15"
 """Version of Redis whose replies this server gives; clients choose their commands by it."""
 
-_NAME_BYTES_MAX: Final = 256
-"""Size limit of a client's name and its library's: they are kept and listed."""
+_NAME_BYTES_MAX: Final = 256  # size limit of a client's name and its library's: they are kept and listed
 
 _NOT_AUTHENTICATED_HELLO = (
     "NOAUTH HELLO must be called with the client already authenticated, otherwise the HELLO AUTH <user> <pass> "

@@ -13,8 +13,7 @@ from storage_kv.node import Node
 from storage_kv.reply import CommandError, Continuation, Reply
 from storage_kv.session import Argument, Session
 
-_NAMES_MAX: Final = 1024
-"""Limit of the names in one question about commands; the table has a tenth of that."""
+_NAMES_MAX: Final = 1024  # limit of the names in one question about commands; the table has a tenth of that
 
 
 def command(node: Node, session: Session, arguments: list[Argument]) -> Reply:

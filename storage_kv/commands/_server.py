@@ -23,8 +23,7 @@ from storage_kv.session import Argument, Session
 
 _Fields = list[tuple[str, object]]
 
-_TENANTS_SHOWN_MAX: Final = 256
-"""Limit of the tenants in INFO: about 3 ms of the node's lock."""
+_TENANTS_SHOWN_MAX: Final = 256  # limit of the tenants in INFO: about 3 ms of the node's lock
 _PLAIN: Final = "".join(map(chr, range(33, 127))).translate(dict.fromkeys(map(ord, "%,=")))
 """Characters of a tenant's name that need no percent-encoding in a list of pairs."""
 
