@@ -128,8 +128,8 @@ class StorageServer:
         await self._loop.run_in_executor(None, self.operations.start)
         try:
             await self._start_serving(config)
-        except ConfigurationError:
-            await self._loop.run_in_executor(None, self.operations.close)
+        except BaseException:
+            await self.stop()
             raise
 
     async def _start_serving(self, config: StorageConfig) -> None:
@@ -145,12 +145,8 @@ class StorageServer:
                 advice = "stop what listens there (ss -ltnp), perhaps another server, or choose another port"
             raise ConfigurationError(f"cannot listen on {config.host} port {config.port}: {error}; {advice}") from error
         self.node.server.port = self.addresses[0][1]
-        try:
-            # In another thread: recovery of devices may take seconds. No client is accepted meanwhile.
-            await self._loop.run_in_executor(None, self.operations.recover)
-        except BaseException:
-            self._close_listeners()
-            raise
+        # In another thread: recovery of devices may take seconds. No client is accepted meanwhile.
+        await self._loop.run_in_executor(None, self.operations.recover)
         self.node.apply_quotas()
         self._store_thread = PoolThread(self.node.store)
         self._streams = LayerStreams(self.node)
@@ -183,13 +179,6 @@ class StorageServer:
                 self._io_threads.append(IoThread(number, self.node, self.workers, self._on_client_closed))
                 self.operations.watch(f"io thread {number}", self._io_threads[-1].call_soon)
         except OSError as error:
-            for thread in self._io_threads:
-                thread.stop()
-            self._close_listeners()
-            if self._streams is not None:
-                self._streams.stop()
-            if self._store_thread is not None:
-                self._store_thread.stop(0.0)
             raise ConfigurationError(f"cannot start {count} threads: {error}; choose fewer io_threads") from error
 
     async def _listen(self, host: str, port: int) -> list[socket.socket]:

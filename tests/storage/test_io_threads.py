@@ -8,13 +8,17 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from machine import NEVER_S
 from storage_support import TIMEOUT_S, Child, Client, Start
 
+from shadowserve.errors import ConfigurationError
 from storage_kv.clients import io_threads
 from storage_kv.clients.event_loop import READ, EventLoop
+from storage_kv.config import StorageConfig
+from storage_kv.server import StorageServer
 
 MIB = 1 << 20
 THREADS = 4
@@ -212,3 +216,15 @@ def test_as_many_threads_as_configured_or_half_of_the_cores_up_to_four(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
     assert io_threads.threads_for(configured) == threads
+
+
+async def test_a_start_that_fails_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_second(number: int, *arguments: Any) -> io_threads.IoThread:
+        if number == 1:
+            raise OSError("no descriptors are left")
+        return io_threads.IoThread(number, *arguments)
+
+    monkeypatch.setattr("storage_kv.server.IoThread", break_second)
+    with pytest.raises(ConfigurationError, match="cannot start 2 threads: no descriptors are left"):
+        await StorageServer(StorageConfig(port=0, io_threads=2)).start()
+    assert not [each.name for each in threading.enumerate() if each.name.startswith(("io-", "layers", "verify-"))]
