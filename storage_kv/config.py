@@ -15,32 +15,14 @@ from shadowserve.sizes import ByteSize
 from shadowserve.tls import check_served
 from storage_kv.egress import Policy
 
-LIVE: Final = (
-    "memory_budget_bytes",
-    "connections_max",
-    "unauthenticated_connections_max",
-    "authentication_timeout_s",
-    "clients_memory_bytes_max",
-    "pipeline_commands_max",
-    "output_buffer_bytes_max",
-    "idle_timeout_s",
-    "stall_timeout_s",
-    "shutdown_timeout_s",
-    "drain_delay_s",
-    "scrub_bytes_per_s",
-    "devices",
-    "tenants",
-    "pin_share",
-    "pin_share_of_tenant",
-    "pin_max_s",
-    "layers_timeout_s",
-    "layers_bits_per_s_min",
-    "egress_bits_per_s",
-    "egress_policy",
-    "egress_margin",
-    "egress_epoch_s",
-    "log_level",
-    "log_format",
+LIVE: Final = frozenset(
+    """
+    memory_budget_bytes connections_max unauthenticated_connections_max authentication_timeout_s
+    clients_memory_bytes_max pipeline_commands_max output_buffer_bytes_max idle_timeout_s stall_timeout_s
+    shutdown_timeout_s drain_delay_s scrub_bytes_per_s devices tenants pin_share pin_share_of_tenant pin_max_s
+    layers_timeout_s layers_bits_per_s_min egress_bits_per_s egress_policy egress_margin egress_epoch_s log_level
+    log_format
+    """.split()
 )
 """Keys that can change while the node runs; of ``devices`` only their budgets."""
 
@@ -232,7 +214,6 @@ class StorageConfig(PoolConfig, AccessConfig):
 
     @property
     def kind(self) -> Literal["memory", "pool"]:
-        """The store: memory alone, or a pool of memory and devices."""
         return "pool" if self.devices else "memory"
 
     @property
@@ -250,7 +231,6 @@ class StorageConfig(PoolConfig, AccessConfig):
 
     @property
     def unauthenticated_max(self) -> int:
-        """Limit of connections that have not authenticated."""
         if self.unauthenticated_connections_max is not None:
             return min(self.unauthenticated_connections_max, self.connections_max)
         return min(self.connections_max, max(_UNAUTHENTICATED_MIN, self.connections_max // 10))

@@ -1,10 +1,9 @@
 """Connection slots: authenticated connections by tenant, unauthenticated ones by network.
 
 Unauthenticated clients may use only a share of the slots. When that share or all slots are full, the oldest
-unauthenticated client is evicted, from the network that has most: a well-behaved client authenticates within a round
-trip, and an attacker who fills the share from one network evicts only its own connections. Where there are several
-tenants, each has half of the slots unless configured otherwise, and the last eighth is for tenants that use no more
-than their part of it.
+unauthenticated client is evicted, from the network that has most: an attacker who fills the share from one network
+evicts only its own connections. Where there are several tenants, each has half of the slots unless configured
+otherwise, and the last eighth is for tenants that use no more than their part of it.
 """
 
 from collections.abc import Callable
@@ -14,18 +13,11 @@ from storage_kv.access.authentication_throttle import network_of
 from storage_kv.config import StorageConfig
 from storage_kv.session import Session
 
-_RESERVED_SHARE: Final = 8
-"""One in this many slots is for tenants that have no more than their part of these."""
+_RESERVED_SHARE: Final = 8  # one in this many slots is for tenants that have no more than their part of these
 
 
 class ConnectionSlots:
-    """Counts sessions. Needs the node's lock.
-
-    Attributes:
-        unauthenticated: Number of unauthenticated sessions, without those that are being ended.
-        authenticated: Number of authenticated sessions.
-        by_tenant: Number of authenticated sessions by name of tenant.
-    """
+    """Counts sessions. Needs the node's lock. ``unauthenticated`` is without those that are being ended."""
 
     def __init__(self, config: Callable[[], StorageConfig], has_tenants: Callable[[], bool]) -> None:
         self._config = config
@@ -36,7 +28,6 @@ class ConnectionSlots:
         self._by_network: dict[str, dict[int, Session]] = {}  # unauthenticated, the oldest first
 
     def has_free(self, tenant: str) -> bool:
-        """Return True if one more client of a tenant may connect."""
         config, used = self._config(), self.by_tenant.get(tenant, 0)
         limits, slots = config.tenants.get(tenant), config.connections_max
         if limits is not None and limits.connections_max is not None:
@@ -59,7 +50,6 @@ class ConnectionSlots:
             self.unauthenticated += 1
 
     def leave(self, session: Session) -> None:
-        """Stop counting a session, if it is counted."""
         if session.slot_tenant is not None:
             tenant, session.slot_tenant = session.slot_tenant, None
             self.by_tenant[tenant] -= 1

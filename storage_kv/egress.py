@@ -7,8 +7,6 @@ rates are proportional to the square root of ``s``, each capped at ``s / c`` (Ob
 That is optimal for constant rates. A node that redistributes the rates of finished requests does better when the
 shortest requests finish first, so the default makes rates inversely proportional to the remaining bytes. A fifth of the
 link is shared equally, so that a series of short requests cannot stop a long one.
-
-The node's scheduler and ``shadowserve simulate objectcache`` use the same functions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,20 +15,13 @@ from math import sqrt
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-_EVEN_SHARE: Final = 0.2
-"""Share of the link that ``shortest_remaining`` divides equally."""
+_EVEN_SHARE: Final = 0.2  # share of the link that ``shortest_remaining`` divides equally
 
 Policy: TypeAlias = Literal["equal", "kv_prop", "bw_prop", "stall_opt", "calibrated_stall_opt", "shortest_remaining"]
 
 
 class Demand(NamedTuple):
-    """The remaining work of a request.
-
-    Attributes:
-        layer_bytes: Mean size of its layers; more than 0.
-        window_s: Seconds that its reader computes with each; more than 0.
-        layers_left: Number of unsent layers; at least 1.
-    """
+    """The remaining work of a request: mean size of a layer, time to compute one, number of unsent ones."""
 
     layer_bytes: float
     window_s: float
@@ -61,35 +52,9 @@ def allocate(policy: Policy, demands: Sequence[Demand], budget: float, margin: f
 
 
 def ttft_s(demand: Demand, rate: float, layers: int) -> float:
-    """Return the seconds until a request has computed its last layer (equation 3 of the paper).
-
-    Args:
-        demand: The request; its layers have equal sizes.
-        rate: Bits per second.
-        layers: Number of layers.
-    """
+    """Return the seconds until a request of equal layers has computed its last one (equation 3 of the paper)."""
     transfer_s = 8 * demand.layer_bytes / rate
     return transfer_s + (layers - 1) * max(transfer_s, demand.window_s) + demand.window_s
-
-
-def _equal(demands: Sequence[Demand], budget: float, _margin: float) -> list[float]:
-    return _by_weights([1.0 for _ in demands], budget)
-
-
-def _kv_prop(demands: Sequence[Demand], budget: float, _margin: float) -> list[float]:
-    return _by_weights([demand.layer_bytes for demand in demands], budget)
-
-
-def _bw_prop(demands: Sequence[Demand], budget: float, _margin: float) -> list[float]:
-    return _by_weights([demand.rate for demand in demands], budget)
-
-
-def _stall_opt(demands: Sequence[Demand], budget: float, _margin: float) -> list[float]:
-    return fill(_roots(demands), [demand.rate for demand in demands], budget)
-
-
-def _calibrated(demands: Sequence[Demand], budget: float, margin: float) -> list[float]:
-    return fill(_roots(demands), [demand.rate + margin for demand in demands], budget)
 
 
 def _shortest_remaining(demands: Sequence[Demand], budget: float, margin: float) -> list[float]:
@@ -101,14 +66,14 @@ def _shortest_remaining(demands: Sequence[Demand], budget: float, margin: float)
     return [rate + further for rate, further in zip(even, more, strict=True)]
 
 
-def _roots(demands: Sequence[Demand]) -> list[float]:
-    """Return the weights with the smallest sum of layer times (equation 6)."""
-    return [sqrt(demand.layer_bytes) for demand in demands]
+def _by_weights(demands: Sequence[Demand], budget: float, weight: Callable[[Demand], float]) -> list[float]:
+    whole = sum(map(weight, demands))
+    return [budget * weight(demand) / whole for demand in demands]
 
 
-def _by_weights(weights: Sequence[float], budget: float) -> list[float]:
-    whole = sum(weights)
-    return [budget * weight / whole for weight in weights]
+def _stall_opt(demands: Sequence[Demand], budget: float, margin: float) -> list[float]:
+    """Return the rates with the smallest sum of layer times (equation 6)."""
+    return fill([sqrt(demand.layer_bytes) for demand in demands], [demand.rate + margin for demand in demands], budget)
 
 
 def fill(weights: Sequence[float], caps: Sequence[float], budget: float) -> list[float]:
@@ -134,11 +99,11 @@ def fill(weights: Sequence[float], caps: Sequence[float], budget: float) -> list
 
 POLICIES: Final[Mapping[Policy, Callable[[Sequence[Demand], float, float], list[float]]]] = MappingProxyType(
     {
-        "equal": _equal,
-        "kv_prop": _kv_prop,
-        "bw_prop": _bw_prop,
-        "stall_opt": _stall_opt,
-        "calibrated_stall_opt": _calibrated,
+        "equal": lambda demands, budget, _: _by_weights(demands, budget, lambda demand: 1.0),
+        "kv_prop": lambda demands, budget, _: _by_weights(demands, budget, lambda demand: demand.layer_bytes),
+        "bw_prop": lambda demands, budget, _: _by_weights(demands, budget, lambda demand: demand.rate),
+        "stall_opt": lambda demands, budget, _: _stall_opt(demands, budget, 0.0),
+        "calibrated_stall_opt": _stall_opt,
         "shortest_remaining": _shortest_remaining,
     }
 )

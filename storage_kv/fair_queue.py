@@ -1,8 +1,4 @@
-"""A fair queue: start-time fair queueing on two levels, tenants and then clients. No clock, no I/O.
-
-However many requests a tenant has, they do not delay those of another tenant; nor do a client's those of the other
-clients of its tenant.
-"""
+"""A fair queue: start-time fair queueing on two levels, tenants and then clients. No clock, no I/O."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -13,11 +9,7 @@ T = TypeVar("T")
 
 
 class _Tenant(Generic[T]):
-    """The items of one tenant.
-
-    Attributes:
-        start: Virtual start time of the tenant's next item: its cost so far divided by its weight.
-    """
+    """The items of one tenant; ``start``, of its next item, is its cost so far divided by its weight."""
 
     __slots__ = ("_clients", "_clock", "_count", "_order", "start")
 
@@ -68,7 +60,6 @@ class FairQueue(Generic[T]):
         self._clock = 0.0
 
     def add(self, tenant: int, client: int, item: T) -> None:
-        """Append an item to those of its client."""
         found = self._tenants.get(tenant)
         if found is None:
             found = self._tenants[tenant] = _Tenant(self._clock)
@@ -79,7 +70,6 @@ class FairQueue(Generic[T]):
         return sorted(self._tenants, key=lambda each: self._tenants[each].start)
 
     def first(self, tenant: int) -> T | None:
-        """Return the next item of a tenant; None for none."""
         found = self._tenants.get(tenant)
         return None if found is None else found.first()
 

@@ -27,21 +27,15 @@ from storage_kv.shaper import Flow
 
 WINDOW_S_MIN: Final = 1e-4
 """Used in place of a window of 0: such a reader waits for every byte."""
-_AHEAD: Final = 2
-"""Limit of the layers that the connection has and has not sent: the one being sent, and the next."""
+_AHEAD: Final = 2  # limit of the layers that the connection has and has not sent: the one being sent, and the next
 
 _STREAM_BYTES: Final = 4 << 10
-_KEY_BYTES: Final = 448
-"""Memory of a key beside its name: its held record, a read, its number in the reply."""
-_LAYER_BYTES: Final = 384
-"""Memory of a layer: its part of the reply."""
-_PIECE_BYTES: Final = 8
-"""Memory of a layer of a record: start and length."""
+_KEY_BYTES: Final = 448  # memory of a key beside its name: its held record, a read, its number in the reply
+_LAYER_BYTES: Final = 384  # memory of a layer: its part of the reply
+_PIECE_BYTES: Final = 8  # memory of a layer of a record: start and length
 
-_WINDOW_BYTES: Final = 1 << 20
-"""Large pieces in one call of the kernel: twice what it takes."""
-_JOINED_BYTES: Final = 256 << 10
-"""Small pieces that are joined at a time."""
+_WINDOW_BYTES: Final = 1 << 20  # large pieces in one call of the kernel: twice what it takes
+_JOINED_BYTES: Final = 256 << 10  # small pieces that are joined at a time
 
 
 def memory_of(names: Sequence[bytes], layers: int) -> int:
@@ -67,15 +61,7 @@ class _Part(DeferredReply):
 
 
 class _Layer(ValueSlice):
-    """A layer: some bytes of its own, then a piece of each record.
-
-    Args:
-        stream: The stream that holds the records.
-        front: Bytes before the pieces.
-        indices: Indices of the records that have a piece.
-        begins: Start of each piece in its record.
-        lengths: Lengths of the pieces.
-    """
+    """A layer: some bytes of its own, then a piece of each record that has one."""
 
     __slots__ = ("_begins", "_ends", "_front", "_indices", "_size", "_stream")
     is_layer: ClassVar[bool] = True
@@ -162,13 +148,9 @@ class StreamRecords:
     Used by the thread of all streams, some keys at a time.
 
     Attributes:
-        tenant: Tenant of the records.
-        keys: Number of keys.
-        layers: Numbers of the layers in the order of sending.
         position: Index of the next key to work on.
         sized_bytes: Size of the records, of the keys added up so far.
-        is_reserved: It may keep records in memory.
-        reserved_bytes: Limit of those.
+        is_reserved: It may keep records in memory, at most ``reserved_bytes``.
         reads: Number of running reads.
         lost: Number of failed reads.
         records: Bytes of each record in memory; None for no record.
@@ -270,7 +252,7 @@ class StreamRecords:
             with self.node.lock:  # they were not hits after all
                 self.node.counters.hits -= self.lost
                 self.node.counters.misses += self.lost
-                self.node.counters.lost += self.lost
+                self.node.counters.lost_values += self.lost
         self._begins = np.zeros((len(self.layers), self.keys), np.uint32)
         self._lengths = np.zeros((len(self.layers), self.keys), np.uint32)
 
@@ -292,7 +274,6 @@ class StreamRecords:
             self.bits = (8 * (self._lengths.sum(1, dtype=np.int64) + 4 * self.keys)).tolist()
 
     def release(self) -> None:
-        """Release all records. Needs the node's lock."""
         for held in self._held:
             if isinstance(held, Item):
                 self.node.store.release(held)
@@ -308,12 +289,10 @@ class Stream(StreamRecords):
     Attributes:
         account: Account of its memory beside the records.
         ends_s: Deadline, of ``time.monotonic()``.
-        limit: Highest rate in bits per second.
         head: The first element of the reply.
         parts: Layers of the reply; those from ``resolved`` on are not resolved.
         sent: Number of layers that are sent or dropped.
         partly_sent_bytes: Sent bytes of the layer that is being sent.
-        flow: Its flow in the shaper, once its layers are known.
         is_active: Its layers are being sent.
         has_link_share: Its flow is in the shaper.
         error: Error reply for all layers that are not resolved; empty for none.
@@ -332,7 +311,7 @@ class Stream(StreamRecords):
     ) -> None:
         super().__init__(node, session, names, layers, wake)
         self.account = account
-        self._share = session.share
+        self.share = session.share
         self.limit, self.window_s, self.ends_s = inf, WINDOW_S_MIN, inf
         self.flow: Flow | None = None
         self.resolved = self.sent = self.partly_sent_bytes = 0
@@ -343,15 +322,9 @@ class Stream(StreamRecords):
         self.head = _Part(node, 16 * self.keys, self)
         self.parts = [_Part(node, 4 * self.keys, self) for _ in layers]
 
-    @property
-    def share(self) -> int:
-        """The tenant whose share of memory it uses."""
-        return self._share
-
     # ---- Called by connections
 
     def on_abandoned(self) -> None:
-        """Record that the client has disconnected."""
         self.abandoned = True
         self._wake()
 
@@ -365,11 +338,6 @@ class Stream(StreamRecords):
         self._wake()
 
     # ---- Called by the thread of all streams
-
-    @property
-    def has_layout(self) -> bool:
-        """True when the layers of all records are known."""
-        return bool(self.bits)
 
     def begin_reply(self) -> None:
         """Create the flow, and resolve the first element: the number of bytes that follow for each key."""
@@ -394,7 +362,6 @@ class Stream(StreamRecords):
         return _Layer(self, front, indices, self._begins[number][indices], lengths[indices])
 
     def resolve_next(self) -> None:
-        """Give the next layer to the connection."""
         layer = self.layer(self.resolved)
         self.resolved += 1
         self.parts[self.resolved - 1].resolve([layer])
@@ -422,12 +389,7 @@ class Stream(StreamRecords):
         return self.bits[self.resolved]
 
     def pace(self, now_s: float, after_s: float) -> float:
-        """Return the bits per second that the client reads while there are unsent layers; infinite if not known yet.
-
-        Args:
-            now_s: Present time.
-            after_s: How long there must have been unsent layers before the rate counts.
-        """
+        """Return at how many bits per second the client reads; infinite if layers wait for less than ``after_s``."""
         if self.resolved == self.sent or not self.bits:
             self._unread_s = 0.0
             return inf

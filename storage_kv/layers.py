@@ -46,12 +46,9 @@ LAYERS_MAX: Final = 1024
 """Layers in one request; a model has about a hundred."""
 _STREAMS_OF_TENANT_MAX: Final = 256
 """Streams of one tenant that keep records in memory: each costs the thread some microseconds a layer."""
-_CHECK_INTERVAL_S: Final = 1.0
-"""Interval of the checks for late and slow streams."""
-_PACE_S: Final = 5.0
-"""Time for which a client may read more slowly than the lowest rate."""
-_ERROR_GRACE_S: Final = 5.0
-"""Time for a client to read what was sent before an error; then its connection is aborted."""
+_CHECK_INTERVAL_S: Final = 1.0  # interval of the checks for late and slow streams
+_PACE_S: Final = 5.0  # time for which a client may read more slowly than the lowest rate
+_ERROR_GRACE_S: Final = 5.0  # time for a client to read what was sent before an error; then its connection is aborted
 
 
 class _Room:
@@ -79,11 +76,7 @@ class _Room:
 
 
 class LayerStreams:
-    """All streams of a node, and their thread.
-
-    Attributes:
-        others: Rates of all other replies.
-    """
+    """All streams of a node, and their thread; ``others`` are the rates of all other replies."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -100,7 +93,7 @@ class LayerStreams:
         self._active: list[Stream] = []
         self._ending: list[Stream] = []
         self._of_tenant: dict[int, int] = {}  # number of streams with records in memory
-        self._admitted = self._unadmitted = 0
+        self.active = self._unadmitted = 0
         self._checked_s = 0.0
         self._thread = threading.Thread(target=self._run, name="layers", daemon=True)
 
@@ -125,10 +118,6 @@ class LayerStreams:
             layers: Numbers of the layers in the order of sending.
             limit: Highest rate in bits per second; infinite for none.
             window_s: Seconds that the client computes with each layer.
-
-        Raises:
-            CommandError: Its tenant would exceed its share of memory.
-            BusyError: There is no room yet because of other tenants.
         """
         memory, size = self._node.memory, memory_of(names, len(layers))
         used, used_max = memory.used_by(session.share), memory.share(session.share)
@@ -152,13 +141,7 @@ class LayerStreams:
         return [stream.head, *stream.parts]
 
     @property
-    def active(self) -> int:
-        """Number of requests that are being answered."""
-        return self._admitted
-
-    @property
     def waiting(self) -> int:
-        """Number of requests that wait for others to end."""
         return len(self._new) + self._unadmitted
 
     def _wake(self) -> None:
@@ -200,7 +183,6 @@ class LayerStreams:
                     stream.release()
 
     def _all(self) -> list[Stream]:
-        """Return all streams except new ones."""
         return [*self._working, *self._waiting, *self._reading, *self._active, *self._ending]
 
     def _run_step(self, stream: Stream, work: Callable[[], object]) -> bool:
@@ -249,7 +231,7 @@ class LayerStreams:
         wait_s = self._send_layers()
         if self._working:
             return 0.0
-        return min(wait_s, _CHECK_INTERVAL_S) if self._admitted or self._unadmitted or self._ending else inf
+        return min(wait_s, _CHECK_INTERVAL_S) if self.active or self._unadmitted or self._ending else inf
 
     # ---- Beginning
 
@@ -266,7 +248,7 @@ class LayerStreams:
                 continue
             if stream.is_over:
                 self._finish(stream)
-            elif stream.has_layout:
+            elif stream.bits:
                 self._begin_flow(stream)
             elif stream.is_reserved:
                 self._reading.append(stream)
@@ -274,7 +256,6 @@ class LayerStreams:
                 self._waiting.add(tenant, stream.session.id, stream)
 
     def _admit_waiting(self) -> None:
-        """Start waiting streams in turn while there is room for their records."""
         for tenant in self._waiting.tenants():
             while (stream := self._waiting.first(tenant)) is not None:
                 if not (stream.is_over or self._reserve(stream)):
@@ -305,7 +286,7 @@ class LayerStreams:
             lent.pin(id(stream), size, stream.share)
         stream.reserve()
         self._of_tenant[tenant] = self._of_tenant.get(tenant, 0) + 1
-        self._admitted += 1
+        self.active += 1
         self._unadmitted -= 1
         return True
 
@@ -364,7 +345,6 @@ class LayerStreams:
         return inf
 
     def _throttled_s(self, limiter: RateLimiter | None, now_s: float, known: dict[RateLimiter, float]) -> float:
-        """Return for how long a tenant must wait because of its rates."""
         if limiter is None:
             return 0.0
         if limiter not in known:
@@ -426,7 +406,7 @@ class LayerStreams:
             if not stream.is_reserved:
                 self._unadmitted -= 1
                 continue
-            self._admitted -= 1
+            self.active -= 1
             self._of_tenant[stream.tenant] -= 1
             if not self._of_tenant[stream.tenant]:
                 del self._of_tenant[stream.tenant]

@@ -20,14 +20,7 @@ Kind = Literal["counter", "gauge"]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The objects that rows read their values from.
-
-    Attributes:
-        node: The node.
-        counters: Counters of the node.
-        audit: The audit log.
-        store: Statistics of the store.
-    """
+    """The objects that rows read their values from."""
 
     node: Node
     counters: Counters
@@ -36,7 +29,6 @@ class View:
 
     @classmethod
     def of(cls, node: Node) -> "View":
-        """Return a view of a node. Needs the node's lock."""
         return cls(node, node.counters, node.audit, node.store.statistics())
 
 
@@ -45,9 +37,6 @@ class Row(NamedTuple):
 
     Attributes:
         source: Path of the attribute in a :class:`View`, or a function of it.
-        name: Name of the metric.
-        kind: Counter or gauge.
-        help: Help text of the metric.
         info: Section of INFO; with a colon, its name there. Empty for none.
     """
 
@@ -58,7 +47,6 @@ class Row(NamedTuple):
     info: str = ""
 
     def value(self, view: Any) -> float | None:
-        """Return the value; None if there is none."""
         found: float | None = self.source(view) if callable(self.source) else attrgetter(self.source)(view)
         return found
 
@@ -69,6 +57,11 @@ class Row(NamedTuple):
 
 def _counter(source: str, name: str, help: str, info: str = "") -> Row:
     return Row(source, name, "counter", help, info)
+
+
+def _counted(name: str, help: str, info: str = "ShadowServe") -> Row:
+    """Return the row of an attribute of Counters."""
+    return _counter(f"counters.{name}", name, help, info)
 
 
 def _gauge(source: str | Callable[[View], float], name: str, help: str, info: str = "") -> Row:
@@ -85,61 +78,44 @@ def _streams(attribute: str) -> Callable[[View], float]:
 
 # fmt: off
 NODE: Final = (
-    _counter("counters.connections", "connections", "Accepted connections.", "Stats:total_connections_received"),
-    _counter("counters.connections_rejected", "connections_rejected",
+    _counted("connections", "Accepted connections.", "Stats:total_connections_received"),
+    _counted("connections_rejected",
              "Connections closed because there was no free connection slot.", "Stats:rejected_connections"),
-    _counter("counters.connections_denied", "connections_denied",
-             "Connections refused by protected mode.", "ShadowServe"),
-    _counter("counters.commands", "commands", "Executed commands.", "Stats:total_commands_processed"),
-    _counter("counters.errors", "command_errors", "Error replies.", "Stats:total_error_replies"),
-    _counter("counters.busy", "busy_refusals",
-             "Writes that had to wait because too many others were unfinished.", "Devices"),
-    _counter("counters.unknown_commands", "unknown_commands",
-             "Requests for commands that do not exist.", "ShadowServe"),
-    _counter("counters.protocol_errors", "protocol_errors",
-             "Connections closed because of malformed input.", "ShadowServe"),
-    _counter("counters.http_refused", "http_refused",
-             "Connections closed because the client sent HTTP.", "ShadowServe"),
-    _counter("counters.unauthenticated_closed", "unauthenticated_closed",
-             "Connections closed because they did not authenticate in time.", "ShadowServe"),
-    _counter("counters.unauthenticated_evicted", "unauthenticated_evicted",
-             "Unauthenticated connections closed in favour of new ones.", "ShadowServe"),
-    _counter("counters.evicted_clients", "clients_evicted",
+    _counted("connections_denied", "Connections refused by protected mode."),
+    _counted("commands", "Executed commands.", "Stats:total_commands_processed"),
+    _counted("command_errors", "Error replies.", "Stats:total_error_replies"),
+    _counted("busy_refusals", "Writes that had to wait because too many others were unfinished.", "Devices"),
+    _counted("unknown_commands", "Requests for commands that do not exist."),
+    _counted("protocol_errors", "Connections closed because of malformed input."),
+    _counted("http_refused", "Connections closed because the client sent HTTP."),
+    _counted("unauthenticated_closed", "Connections closed because they did not authenticate in time."),
+    _counted("unauthenticated_evicted", "Unauthenticated connections closed in favour of new ones."),
+    _counted("clients_evicted",
              "Connections closed because other clients needed their memory.", "Stats:evicted_clients"),
-    _counter("counters.stalled_clients", "clients_stalled",
-             "Connections closed because a request or reply made no progress.", "ShadowServe"),
-    _counter("counters.idle_clients", "clients_idle", "Connections closed because they were idle.", "ShadowServe"),
-    _counter("counters.authentication_failures", "authentication_failures",
-             "Failed authentications.", "Stats:acl_access_denied_auth"),
-    _counter("counters.tls_failures", "tls_failures", "Failed TLS handshakes.", "ShadowServe"),
-    _counter("counters.denied_commands", "commands_denied",
-             "Commands refused because the user may not run them.", "Stats:acl_access_denied_cmd"),
-    _counter("counters.denied_keys", "keys_denied",
+    _counted("clients_stalled", "Connections closed because a request or reply made no progress."),
+    _counted("clients_idle", "Connections closed because they were idle."),
+    _counted("authentication_failures", "Failed authentications.", "Stats:acl_access_denied_auth"),
+    _counted("tls_failures", "Failed TLS handshakes."),
+    _counted("commands_denied", "Commands refused because the user may not run them.", "Stats:acl_access_denied_cmd"),
+    _counted("keys_denied",
              "Commands refused because the user may not access their keys.", "Stats:acl_access_denied_key"),
-    _counter("counters.throttled", "throttled",
-             "Times that a client had to wait because its tenant exceeded its rates.", "ShadowServe"),
-    _counter("counters.input_bytes", "received_bytes", "Received bytes.", "Stats:total_net_input_bytes"),
-    _counter("counters.output_bytes", "sent_bytes", "Sent bytes.", "Stats:total_net_output_bytes"),
-    _counter("counters.hits", "hits", "Keys found by reading commands.", "Stats:keyspace_hits"),
-    _counter("counters.misses", "misses", "Keys not found by reading commands.", "Stats:keyspace_misses"),
-    _counter("counters.lookup_hits", "lookup_hits",
-             "Part of hits: keys found by commands that do not return the value.", "Stats"),
-    _counter("counters.lookup_misses", "lookup_misses",
-             "Part of misses: keys not found by commands that do not return the value.", "Stats"),
-    _counter("counters.lost", "lost_values",
-             "Keys found whose bytes could not be read; answered as misses.", "ShadowServe"),
-    _counter("counters.meta_keys", "meta_keys", "Keys requested by KV.META.", "ShadowServe"),
-    _counter("counters.layer_streams", "layer_streams", "Requests for layers (KV.LAYERS).", "ShadowServe"),
-    _counter("counters.layer_streams_failed", "layer_streams_failed",
-             "Requests for layers that failed because of a bug; the log has the details.", "ShadowServe"),
-    _counter("counters.layer_streams_closed", "layer_streams_closed",
-             "Requests for layers refused or ended because they took too long.", "ShadowServe"),
-    _counter("counters.layers_sent", "layers_sent", "Sent layers, each of a whole prefix.", "ShadowServe"),
-    _counter("counters.layer_bytes_sent", "layer_bytes_sent", "Bytes of sent layers.", "ShadowServe"),
-    _counter("counters.records_stored", "records_stored", "Stored records.", "ShadowServe"),
-    _counter("counters.records_kept", "records_kept",
-             "Records that were not stored because they existed already.", "ShadowServe"),
-    _counter("counters.records_refused", "records_refused", "Records refused because they are invalid.", "ShadowServe"),
+    _counted("throttled", "Times that a client had to wait because its tenant exceeded its rates."),
+    _counted("received_bytes", "Received bytes.", "Stats:total_net_input_bytes"),
+    _counted("sent_bytes", "Sent bytes.", "Stats:total_net_output_bytes"),
+    _counted("hits", "Keys found by reading commands.", "Stats:keyspace_hits"),
+    _counted("misses", "Keys not found by reading commands.", "Stats:keyspace_misses"),
+    _counted("lookup_hits", "Part of hits: keys found by commands that do not return the value.", "Stats"),
+    _counted("lookup_misses", "Part of misses: keys not found by commands that do not return the value.", "Stats"),
+    _counted("lost_values", "Keys found whose bytes could not be read; answered as misses."),
+    _counted("meta_keys", "Keys requested by KV.META."),
+    _counted("layer_streams", "Requests for layers (KV.LAYERS)."),
+    _counted("layer_streams_failed", "Requests for layers that failed because of a bug; the log has the details."),
+    _counted("layer_streams_closed", "Requests for layers refused or ended because they took too long."),
+    _counted("layers_sent", "Sent layers, each of a whole prefix."),
+    _counted("layer_bytes_sent", "Bytes of sent layers."),
+    _counted("records_stored", "Stored records."),
+    _counted("records_kept", "Records that were not stored because they existed already."),
+    _counted("records_refused", "Records refused because they are invalid."),
     _counter("audit.written", "audit_lines", "Lines written to the audit log.", "ShadowServe"),
     _counter("audit.lost", "audit_lines_lost", "Lines that could not be written to the audit log.", "ShadowServe"),
     _gauge(lambda view: len(view.node.sessions), "clients", "Open connections."),

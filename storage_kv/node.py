@@ -8,13 +8,14 @@ import logging
 import secrets
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from shadowserve.incidents import Incidents
 from shadowserve.pool.pool import Pool
-from shadowserve.pool.types import DEFAULT_TENANT, Address, Item
+from shadowserve.pool.types import DEFAULT_TENANT, Address, Item, Lease
 from storage_kv.access.audit import AuditLog
 from storage_kv.access.authentication_throttle import AuthenticationThrottle, network_of
 from storage_kv.access.limits import RateLimiter
@@ -25,23 +26,20 @@ from storage_kv.config import StorageConfig, TenantLimits
 from storage_kv.connection_slots import ConnectionSlots
 from storage_kv.counters import Counters
 from storage_kv.pending_keys import PendingKeys
-from storage_kv.prefetch import Prefetches
 from storage_kv.reconfiguration import Reconfiguration
 from storage_kv.reply import Part, drop_parts
 from storage_kv.session import Session, Watch
 
 _log = logging.getLogger(__name__)
 
+_PREFETCH_S: Final = 1.0
+"""Limit of the bucket's time that a tenant's running prefetches may take. It bounds their memory, and how long reads
+wait behind them, well within ``s3.timeout_s``. A client repeats its request for more."""
+
 
 @dataclass(slots=True)
 class ServerInfo:
-    """Facts of the running server, for INFO and metrics.
-
-    Attributes:
-        started_s: Start, of ``time.monotonic()``.
-        port: Listening port; 0 before.
-        certificate_expires_s: Expiry of the TLS certificate, Unix time; 0 without TLS.
-    """
+    """Facts of the running server: start (``time.monotonic()``), port, expiry of the certificate (0 without TLS)."""
 
     started_s: float = field(default_factory=time.monotonic)
     port: int = 0
@@ -53,19 +51,12 @@ class Node:
     """One storage node.
 
     Attributes:
-        reconfiguration: The configuration and its changes.
-        server: Facts of the running server.
-        store: Memory and devices with the values.
         lock: Held while the store, the counters or the sessions are used. Its holder waits for nothing. Commands run
             under it, so that each is atomic.
-        sessions: Sessions of all connections by id.
         watchers: Sessions that watch a qualified key.
         log_limiter: Limits repeated log lines that any client can cause.
-        slots: Connection slots.
         memory: Memory budget of incoming requests and copied replies.
         lent: Memory budget of stored values that are being sent.
-        pending_keys: Keys that clients are about to store.
-        prefetches: Reads from the bucket ahead of use.
         streams: LayerStreams for KV.LAYERS, of a module above this one; None while no server runs.
         limiters: Rate limiters by name of tenant.
     """
@@ -87,7 +78,7 @@ class Node:
     memory: MemoryBudget = field(init=False)
     lent: MemoryBudget = field(init=False)
     pending_keys: PendingKeys = field(init=False)
-    prefetches: Prefetches = field(init=False)
+    prefetches: "Prefetches" = field(init=False)
     streams: Any = None
     limiters: dict[str, RateLimiter] = field(init=False)
 
@@ -162,7 +153,6 @@ class Node:
         self._bind_tenant(session)
 
     def bind(self, session: Session, user: User) -> None:
-        """Bind a session to an authenticated user and the user's tenant."""
         session.user = user
         session.authenticated = True
         self._bind_tenant(session)
@@ -175,7 +165,6 @@ class Node:
         self.set_limits(session)
 
     def set_limits(self, session: Session) -> None:
-        """Set a session's rates and weight to those of its tenant."""
         limits = self.config.tenants.get(session.user.tenant)
         session.weight = 1.0 if limits is None else limits.weight
         limiter = self.limiters.get(session.user.tenant)
@@ -193,7 +182,6 @@ class Node:
         self.audit.write("authentication", session, outcome=outcome, user=name.encode(), by="certificate")
 
     def leave(self, session: Session) -> None:
-        """Release what a session holds in the node, at its end."""
         self.unwatch(session)
         self.pending_keys.leave(session.id)
         if self.streams is not None:
@@ -217,9 +205,8 @@ class Node:
             _log.warning(event + " address=%s reason=%r", address, reason)
 
     def deny(self, session: Session, reason: str, object: bytes, client: bytes) -> None:
-        """Add an entry to ACL LOG."""
         context = "toplevel" if session.transaction is None and not session.executing else "multi"
-        self.users.denials.add(Denial(reason, object, session.user.name, client, context))
+        self.users.deny(Denial(reason, object, session.user.name, client, context))
 
     # ---- Keys
 
@@ -249,10 +236,7 @@ class Node:
     def read(self, key: Address, *, touch: bool = True, lookup: bool = False) -> Item | None:
         """Return the item of a qualified key for a reading command, and count a hit or a miss.
 
-        Args:
-            key: Qualified key.
-            touch: Count as a use of the item.
-            lookup: The command does not return the value; counted separately as well.
+        ``touch`` counts as a use of the item. ``lookup``: the command does not return the value, and is counted so.
         """
         item = self.store.get(key) if touch else self.store.peek(key)
         if item is None:
@@ -268,3 +252,41 @@ def end_session(session: Session) -> None:
     """End a session when its replies are sent. It executes nothing from now on, not even a command that has arrived."""
     session.closing = True
     session.hooks.finish()
+
+
+class Prefetches:
+    """Reads from the bucket that no reply waits for. Needs the node's lock."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._lock = threading.Lock()  # protects the next two: reads end in other threads
+        self._running: set[Address] = set()
+        self._bytes: defaultdict[int, int] = defaultdict(int)  # of the running reads, by tenant
+
+    def begin(self, address: Address, item: Item) -> bool:
+        """Start to read a cold record unless that runs already; return False if its tenant has reached the limit."""
+        tenant, size = address[0], item.length
+        with self._lock:
+            if address in self._running:
+                return True
+            mine = self._bytes[tenant]
+            if mine and self._seconds(mine + size) > _PREFETCH_S:
+                return False
+            self._running.add(address)
+            self._bytes[tenant] = mine + size
+        self._node.store.read(item, 0, 1, lambda lease: self._ended(address, size, lease))
+        return True
+
+    def _seconds(self, size: int) -> float:
+        store = self._node.store
+        return float((store.expected_s(size) or 0.0) - (store.expected_s(0) or 0.0))
+
+    def _ended(self, address: Address, size: int, lease: Lease | None) -> None:
+        with self._lock:
+            self._running.discard(address)
+            self._bytes[address[0]] -= size
+            if not self._bytes[address[0]]:
+                del self._bytes[address[0]]
+        if lease is not None:  # read() never calls this with a lease, so the lock is free
+            with self._node.lock:
+                lease.release()

@@ -1,8 +1,8 @@
 """PendingKeys: which keys clients are about to store, so that others may wait for them instead of computing.
 
-A publication is a hint. It ends with its time, with the connection that made it, and when the key is there; nothing
-is kept of it on any device. All of it happens with the node's lock held, and the work for a key is the same however
-many clients publish it: of each key those few are noted that last longest.
+A publication is a hint. It ends with its time, with the connection that made it, and when the key is there. All of it
+happens with the node's lock held, and the work for a key is the same however many clients publish it: of each key those
+few are noted that last longest.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -17,18 +17,13 @@ SECONDS_MAX: Final = 60
 """Longest time that a key may be pending: far above the time to compute a prompt."""
 NAME_BYTES_MAX: Final = 128
 """Size limit of a pending key's name; a chunk's has 67."""
-_KEYS_MAX: Final = 65_536
-"""Limit of all clients together: about 40 MiB."""
-_TENANT_SHARE: Final = 2
-"""One of several tenants may have half."""
-_RESERVED_SHARE: Final = 8
-"""The last eighth is for tenants that have no more than their part of it."""
-_KEYS_OF_CLIENT_MAX: Final = 16_384
-"""Limit of one connection: 256 prompts of 4K tokens, stored by 4 ranks."""
+_KEYS_MAX: Final = 65_536  # limit of all clients together: about 40 MiB
+_TENANT_SHARE: Final = 2  # one of several tenants may have half
+_RESERVED_SHARE: Final = 8  # the last eighth is for tenants that have no more than their part of it
+_KEYS_OF_CLIENT_MAX: Final = 16_384  # limit of one connection: 256 prompts of 4K tokens, stored by 4 ranks
 _CLIENTS_OF_KEY_MAX: Final = 8
 """Limit of the clients that are kept for one key. The ranks of an engine have keys of their own."""
-_CLIENTS_TIDIED: Final = 16
-"""Number of clients whose expired keys are removed in each step of a command."""
+_CLIENTS_TIDIED: Final = 16  # number of clients whose expired keys are removed in each step of a command
 
 
 class TooManyPendingError(ShadowServeError):
@@ -37,13 +32,7 @@ class TooManyPendingError(ShadowServeError):
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """The pending keys of one connection.
-
-    Attributes:
-        id: Id of its session.
-        keys: The latest last.
-        gone: The connection has ended.
-    """
+    """The pending keys of one connection, the latest last; ``id`` is its session's. ``gone``: it has ended."""
 
     id: int
     keys: OrderedDict[Address, None] = field(default_factory=OrderedDict)
@@ -51,11 +40,7 @@ class _Client:
 
 
 class PendingKeys:
-    """The pending keys of all clients.
-
-    Args:
-        tenants: Returns the number of tenants that share the limit; 1 for a single one.
-    """
+    """The pending keys of all clients; ``tenants`` returns the number of tenants that share the limit."""
 
     def __init__(self, tenants: Callable[[], int]) -> None:
         self._tenants = tenants
@@ -66,11 +51,7 @@ class PendingKeys:
         self._count = 0
 
     def add(self, client: int, keys: Sequence[Address], now_ms: int, until_ms: int) -> None:
-        """Mark a few keys of one tenant as pending.
-
-        Raises:
-            TooManyPendingError: The client, its tenant or all clients would exceed their limit; nothing has changed.
-        """
+        """Mark a few keys of one tenant as pending. A TooManyPendingError has changed nothing."""
         self._tidy(now_ms)
         if not keys:
             return
@@ -113,7 +94,6 @@ class PendingKeys:
         mine.keys.move_to_end(key)
 
     def withdraw(self, client: int, keys: Iterable[Address]) -> int:
-        """End a client's pending keys; return how many of these were pending."""
         mine = self._clients.get(client)
         gone = [] if mine is None else [key for key in keys if key in mine.keys]
         for key in gone:
@@ -133,7 +113,6 @@ class PendingKeys:
         return latest if latest > now_ms else 0
 
     def discard(self, key: Address) -> None:
-        """End a pending key of all clients."""
         for client in list(self._by_key.get(key, ())):
             self._drop(client, key)
 

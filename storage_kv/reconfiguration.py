@@ -1,13 +1,12 @@
 """Changes the configuration of a running node: CONFIG SET, and the file read again on SIGHUP.
 
-The keys in :data:`LIVE` can change. A change is all or nothing: the values are checked together, as at the start, and
-if a part of the node cannot apply them, all parts return to the old values.
+A change is all or nothing: the values are checked together, as at the start, and if a part of the node cannot apply
+them, all parts return to the old values.
 """
 
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -25,25 +24,8 @@ _BUDGETS: Final = ("bytes_max", "objects_max", "write_bytes_per_day")
 Hook = Callable[[StorageConfig, StorageConfig], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Reload:
-    """Result of reading the configuration again.
-
-    Attributes:
-        applied: Keys that have changed.
-        kept: Keys that differ and need a restart.
-    """
-
-    applied: list[str]
-    kept: list[str]
-
-
 class Reconfiguration:
-    """Changes a node's configuration and applies it to the parts that keep copies of it.
-
-    Attributes:
-        config: The present configuration.
-    """
+    """Changes a node's configuration and applies it to the parts that keep copies of it."""
 
     def __init__(self, config: StorageConfig, load: Callable[[], StorageConfig] | None = None) -> None:
         """Start with ``config``; ``load`` reads it again from its file and the environment."""
@@ -59,11 +41,7 @@ class Reconfiguration:
         self._hooks[key] = hook
 
     def change(self, values: Mapping[str, Any]) -> None:
-        """Change all of some keys or none. Needs the node's lock.
-
-        Raises:
-            ConfigurationError: A key cannot be changed, or not to this value.
-        """
+        """Change all of some keys or, with a ConfigurationError, none. Needs the node's lock."""
         fixed = [key for key in values if key not in LIVE]
         if fixed:
             raise ConfigurationError(f"{fixed[0]} cannot change while the server runs")
@@ -76,12 +54,8 @@ class Reconfiguration:
             raise ConfigurationError(f"devices: only {', '.join(_BUDGETS)} can change while the server runs")
         self._adopt(new, [key for key in values if getattr(new, key) != getattr(old, key)])
 
-    def reload(self, lock: threading.Lock) -> Reload:
-        """Read the configuration again and apply the keys that can change. Takes ``lock``, the node's.
-
-        Raises:
-            ConfigurationError: The configuration cannot be read or applied; nothing has changed.
-        """
+    def reload(self, lock: threading.Lock) -> tuple[list[str], list[str]]:
+        """Read the configuration again; return the applied keys, and those that need a restart. Takes ``lock``."""
         if self._load is None:
             raise ConfigurationError("this server was started without a configuration that it could read again")
         wanted = self._load()
@@ -90,7 +64,7 @@ class Reconfiguration:
             differing = [key for key in type(old).model_fields if getattr(wanted, key) != getattr(old, key)]
             applied = [key for key in differing if key in LIVE and (key != "devices" or _same_devices(old, wanted))]
             self._adopt(old.model_copy(update={key: getattr(wanted, key) for key in applied}), applied)
-        return Reload(applied, [key for key in differing if key not in applied])
+        return applied, [key for key in differing if key not in applied]
 
     def _adopt(self, new: StorageConfig, changed: Collection[str]) -> None:
         if "memory_budget_bytes" in changed:

@@ -27,12 +27,9 @@ class CommandError(ShadowServeError):
 
 
 class ValueSlice:
-    """Bytes of a stored value in a reply, sent from where they are stored.
+    """Bytes of a stored value in a reply, sent from where they are stored; held or leased until they are sent.
 
-    Its item is held, or its lease kept, until they are sent.
-
-    Attributes:
-        is_layer: It belongs to a reply to KV.LAYERS.
+    ``is_layer``: it belongs to a reply to KV.LAYERS.
     """
 
     __slots__ = ("source", "view")
@@ -45,7 +42,6 @@ class ValueSlice:
 
     @property
     def size(self) -> int:
-        """Number of bytes to send."""
         return len(self.view)
 
     def buffers(self, offset: int, count: int) -> "list[bytes | memoryview]":
@@ -68,7 +64,6 @@ class ValueSlice:
             store.hold(self.source)
 
     def release(self, store: Pool) -> None:
-        """Give the bytes up. Needs the node's lock."""
         if isinstance(self.source, Item):
             store.release(self.source)
         else:
@@ -86,7 +81,6 @@ class DeferredReply:
 
     Attributes:
         is_lent: The connection counts the expected bytes as lent; otherwise the producer has counted them.
-        expected_bytes: Approximate size.
         failed: Set before resolve(): the part is an error.
         lost: Set before resolve(): a value that was counted as a hit could not be read.
         parts: The resolved parts; None before.

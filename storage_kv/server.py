@@ -35,16 +35,15 @@ from shadowserve.resp import encode_error
 from shadowserve.signals import stop_signals
 from storage_kv.access.audit import AuditLog
 from storage_kv.access.users import Users
-from storage_kv.clients.certificates import Certificates
 from storage_kv.clients.connection import Connection
 from storage_kv.clients.io_threads import IoThread, threads_for
-from storage_kv.clients.transport import PlainTransport, TlsTransport, Transport
+from storage_kv.clients.transport import Certificates, PlainTransport, TlsTransport, Transport
 from storage_kv.clients.workers import Workers
 from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
 from storage_kv.layers import LayerStreams
 from storage_kv.node import Node
-from storage_kv.operate.operations import Operations
+from storage_kv.operations import Operations
 from storage_kv.reconfiguration import Reconfiguration
 from storage_kv.session import ClientInfo, Session
 
@@ -91,13 +90,7 @@ class StorageServer:
         store: Pool | None = None,
         load: Callable[[], StorageConfig] | None = None,
     ) -> None:
-        """Create a server that does not listen yet.
-
-        Args:
-            config: The configuration.
-            store: Store of the values; by default the configured one.
-            load: Reads the configuration again; None if that is impossible.
-        """
+        """Create a server that does not listen yet. ``load`` reads the configuration again."""
         audit = AuditLog(config.audit_log, config.audit_log_bytes_max)
         users = Users(config, BY_FULL_NAME)
         if store is None:
@@ -123,30 +116,20 @@ class StorageServer:
 
     @property
     def _lets_anyone_in(self) -> bool:
-        """True if clients need neither a password nor a certificate."""
         return self.node.users.anyone_enters and not self.node.config.tls_client_ca
-
-    @property
-    def metrics_port(self) -> int | None:
-        return self.operations.metrics_port
 
     def _follow_connections_max(self, old: StorageConfig, new: StorageConfig) -> None:
         self._connections_max = _raise_descriptor_limit(new.connections_max)
 
     async def start(self) -> None:
-        """Listen, and accept clients.
-
-        Raises:
-            ConfigurationError: An address is not available, or the store cannot start.
-        """
         config = self.node.config
         self._loop = asyncio.get_running_loop()
         self.operations.watch("main loop", self._loop.call_soon_threadsafe)
         await self._loop.run_in_executor(None, self.operations.start)
         try:
             await self._start_serving(config)
-        except ConfigurationError:
-            await self._loop.run_in_executor(None, self.operations.close)
+        except BaseException:
+            await self.stop()
             raise
 
     async def _start_serving(self, config: StorageConfig) -> None:
@@ -162,12 +145,8 @@ class StorageServer:
                 advice = "stop what listens there (ss -ltnp), perhaps another server, or choose another port"
             raise ConfigurationError(f"cannot listen on {config.host} port {config.port}: {error}; {advice}") from error
         self.node.server.port = self.addresses[0][1]
-        try:
-            # In another thread: recovery of devices may take seconds. No client is accepted meanwhile.
-            await self._loop.run_in_executor(None, self.operations.recover)
-        except BaseException:
-            self._close_listeners()
-            raise
+        # In another thread: recovery of devices may take seconds. No client is accepted meanwhile.
+        await self._loop.run_in_executor(None, self.operations.recover)
         self.node.apply_quotas()
         self._store_thread = PoolThread(self.node.store)
         self._streams = LayerStreams(self.node)
@@ -200,13 +179,6 @@ class StorageServer:
                 self._io_threads.append(IoThread(number, self.node, self.workers, self._on_client_closed))
                 self.operations.watch(f"io thread {number}", self._io_threads[-1].call_soon)
         except OSError as error:
-            for thread in self._io_threads:
-                thread.stop()
-            self._close_listeners()
-            if self._streams is not None:
-                self._streams.stop()
-            if self._store_thread is not None:
-                self._store_thread.stop(0.0)
             raise ConfigurationError(f"cannot start {count} threads: {error}; choose fewer io_threads") from error
 
     async def _listen(self, host: str, port: int) -> list[socket.socket]:
@@ -260,11 +232,10 @@ class StorageServer:
         with node.lock:
             has_slot = self._ensure_slot()
             node.counters.connections_rejected += not has_slot
+            node.counters.connections += has_slot
         if not has_slot:
             self._refuse(sock, "ERR max number of clients reached")
             return
-        with node.lock:
-            node.counters.connections += 1
         try:
             _tune(sock, loopback=is_loopback(address[0]))
             local = sock.getsockname()
@@ -340,7 +311,6 @@ class StorageServer:
         sock.close()
 
     def _on_client_closed(self) -> None:
-        """Handle the end of a connection, from any thread."""
         self._loop.call_soon_threadsafe(self._end_if_empty)
 
     def _end_if_empty(self) -> None:
@@ -442,10 +412,9 @@ def _tune(sock: socket.socket, *, loopback: bool) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S // 3)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S // 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
 def _raise_descriptor_limit(connections: int) -> int:
@@ -476,7 +445,7 @@ async def _serve(config: StorageConfig, load: Callable[[], StorageConfig] | None
     _log.info(
         "ready address=%s metrics_port=%s memory_budget_bytes=%d password=%s tls=%s",
         ",".join(itertools.starmap(join_address, server.addresses)),
-        server.metrics_port,
+        server.operations.metrics_port,
         config.memory_budget_bytes,
         "no" if server.node.users.anyone_enters else "yes",
         "mutual" if config.tls_client_ca else "yes" if config.tls_cert else "no",
@@ -486,16 +455,10 @@ async def _serve(config: StorageConfig, load: Callable[[], StorageConfig] | None
 
 
 def run(config: StorageConfig, load: Callable[[], StorageConfig] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT. Needs the main thread.
+    """Serve until SIGTERM or SIGINT. Needs the main thread. ``load`` reads the configuration again, for SIGHUP.
 
-    Prints ``ready HOST:PORT`` on standard output when clients can connect; logs go to standard error.
-
-    Args:
-        config: The configuration.
-        load: Reads the configuration again, for SIGHUP.
-
-    Raises:
-        ConfigurationError: An address, a core or the memory is not available.
+    Prints ``ready HOST:PORT`` on standard output when clients can connect; logs go to standard error. Raises
+    ConfigurationError if an address, a core or the memory is not available.
     """
     check_memory({"memory_budget_bytes": int(config.memory_budget_bytes)})
     confine(chosen_cores("cores", config.cores))

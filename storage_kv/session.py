@@ -17,13 +17,9 @@ Argument: TypeAlias = bytes | memoryview
 
 @dataclass(slots=True)
 class Transaction:
-    """The commands of a client since MULTI.
+    """The commands of a client since MULTI, with the number and size of all their arguments.
 
-    Attributes:
-        commands: Arguments of each command, in order; empty once the transaction has failed.
-        arguments: Number of all arguments.
-        size_bytes: Size of all arguments.
-        failed: A command could not be queued, so EXEC executes none.
+    ``failed``: a command could not be queued, so EXEC executes none, and ``commands`` is empty.
     """
 
     commands: list[list[Argument]] = field(default_factory=list)
@@ -43,12 +39,7 @@ class Transaction:
 
 @dataclass(slots=True)
 class Watch:
-    """The keys of WATCH.
-
-    Attributes:
-        existed: Qualified keys, and whether each existed.
-        failed: One of them has changed since.
-    """
+    """The keys of WATCH: whether each qualified key existed, and whether one of them has changed since."""
 
     existed: dict[Address, bool] = field(default_factory=dict)
     failed: bool = False
@@ -71,14 +62,6 @@ class ClientInfo:
     no_evict: bool = False
 
 
-def _do_nothing() -> None:
-    pass
-
-
-def _admit_nothing(size: int) -> Account | None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class ConnectionHooks:
     """Calls from a session to its connection.
@@ -90,9 +73,9 @@ class ConnectionHooks:
             Returns None where there is no room; the connection is notified when there may be. Needs the node's lock.
     """
 
-    finish: Callable[[], None] = _do_nothing
-    abort: Callable[[], None] = _do_nothing
-    admit: Callable[[int], Account | None] = _admit_nothing
+    finish: Callable[[], None] = lambda: None
+    abort: Callable[[], None] = lambda: None
+    admit: Callable[[int], Account | None] = lambda size: None
 
 
 @dataclass(slots=True, eq=False)
@@ -101,24 +84,16 @@ class Session:
 
     Attributes:
         id: Unique in the process; CLIENT ID.
-        address: Address and port of the client.
-        info: Fields of CLIENT LIST.
-        hooks: Calls to its connection; no-ops while there is none.
         protocol: 2 or 3.
         closing: No more commands are executed; the connection ends when the replies are sent.
         replies: False after CLIENT REPLY OFF.
         skip: Number of commands whose replies are still to be dropped, CLIENT REPLY SKIP included.
-        user: The authenticated user, or the default user.
-        authenticated: The client may run commands.
         tenant: Id of the tenant whose keys it sees; only AUTH changes it.
-        limiter: Rate limiter of its tenant; None for no limits.
         weight: Share weight of its tenant.
         pause_until_s: Nothing is read or executed before this time of ``time.monotonic()``; 0.0 for no pause.
         pause_holds_replies: No replies are sent during the pause either.
-        transaction: Commands since MULTI; None outside of it.
         executing: Commands that EXEC has yet to execute, before any other command of the client.
         executing_bytes: Size of the commands at EXEC.
-        watch: Keys of WATCH.
         slot_tenant: Tenant whose connection slot it uses; None for none.
     """
 
@@ -148,7 +123,6 @@ class Session:
 
     @property
     def share(self) -> int:
-        """The tenant whose share of memory it uses."""
         return self.tenant if self.authenticated else UNAUTHENTICATED
 
     @property

@@ -2,8 +2,7 @@
 
 Tenants share the link by their weights; what one does not use goes to the others. Each flow earns credit at its rate
 and spends it on whole layers. A policy (egress.py) sets the rates of a tenant's flows at the start of each epoch: what
-a finished request leaves stays unused until then, and a new request waits until then unless there is no other. So the
-times of layers are predictable.
+a finished request leaves stays unused until then, and a new request waits until then unless there is no other.
 
 All other replies (``Others``) share the link too. Each of their clients counts as one flow of its tenant, and has a
 debt of its own: a client that was sent more than it has earned executes nothing until the debt is paid.
@@ -12,14 +11,13 @@ debt of its own: a client that was sent more than it has earned executes nothing
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
-from typing import Final, Protocol
+from typing import Final
 
 from storage_kv.egress import Demand, Policy, allocate, fill
+from storage_kv.session import Session
 
-_OTHERS_SHARE_MIN: Final = 1 / 20
-"""Share of the link for clients that were not active before the epoch."""
-_BURST_S: Final = 0.05
-"""Limit of the credit of other replies, in seconds of their rate."""
+_OTHERS_SHARE_MIN: Final = 1 / 20  # share of the link for clients that were not active before the epoch
+_BURST_S: Final = 0.05  # limit of the credit of other replies, in seconds of their rate
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,6 @@ class Link:
 
     Attributes:
         bits_per_s: Capacity; 0 for no limit.
-        policy: Policy of a tenant's requests.
         margin_bits_per_s: Amount by which caps are raised.
         epoch_s: Time for which rates hold.
     """
@@ -39,20 +36,6 @@ class Link:
     epoch_s: float
 
 
-class Sender(Protocol):
-    """A client with replies that are no layers.
-
-    Attributes:
-        id: Unique number.
-        tenant: Tenant whose share of the link it uses.
-        weight: Weight of that tenant.
-    """
-
-    id: int
-    tenant: int
-    weight: float
-
-
 @dataclass(slots=True, eq=False)
 class Flow:
     """The layers of one request.
@@ -60,8 +43,6 @@ class Flow:
     Attributes:
         demand: What remains to be sent.
         limit: Highest rate in bits per second; infinite for none.
-        tenant: Tenant whose share of the link it uses.
-        weight: Weight of that tenant.
         rate: Rate in this epoch in bits per second.
         credit: Earned bits.
         next_bits: Size of the next layer; 0 while none may be sent.
@@ -84,7 +65,6 @@ class _Client:
     filled_s: float
 
     def earn(self, rate: float, now_s: float) -> float:
-        """Add the credit since the last call; return the credit."""
         earned = rate * max(0.0, now_s - self.filled_s)
         self.filled_s = now_s
         self.credit = min(self.credit + earned, rate * _BURST_S)
@@ -121,15 +101,12 @@ class Others:
         epoch_s: Longest wait, so that the next epoch counts a waiting client as active.
     """
 
-    __slots__ = ("_tenants", "epoch_s", "rate")
-
     def __init__(self) -> None:
         self.rate = inf
         self.epoch_s = inf
         self._tenants: dict[int, _Tenant] = {}
 
-    def _client(self, session: "Sender", now_s: float) -> tuple[_Tenant, _Client, float]:
-        """Return a client's tenant, its account, and its rate."""
+    def _client(self, session: Session, now_s: float) -> tuple[_Tenant, _Client, float]:
         tenant = self._tenants.get(session.tenant)
         if tenant is None:
             tenant = self._tenants[session.tenant] = _Tenant()
@@ -142,14 +119,13 @@ class Others:
             tenant.left.credit = 0.0
         return tenant, client, rate / tenant.count
 
-    def charge(self, session: "Sender", sent_bytes: int, now_s: float) -> None:
-        """Charge a client for sent bytes."""
+    def charge(self, session: Session, sent_bytes: int, now_s: float) -> None:
         if self.rate != inf:
             tenant, client, _ = self._client(session, now_s)
             tenant.active.add(session.id)
             client.credit -= 8 * sent_bytes
 
-    def wait_s(self, session: "Sender", now_s: float) -> float:
+    def wait_s(self, session: Session, now_s: float) -> float:
         """Return how long a client must wait because of its debt, before it calls this again; 0.0 for not at all."""
         if self.rate == inf:
             return 0.0
@@ -160,7 +136,7 @@ class Others:
         tenant.active.add(session.id)
         return min(-credit / rate, self.epoch_s)
 
-    def leave(self, session: "Sender") -> None:
+    def leave(self, session: Session) -> None:
         """Remove a client; its debt stays with the tenant."""
         tenant = self._tenants.get(session.tenant)
         if tenant is not None and (client := tenant.clients.pop(session.id, None)) is not None:
@@ -186,12 +162,7 @@ class Others:
 
 
 class Shaper:
-    """The flows of one link.
-
-    Attributes:
-        others: All other replies.
-        flows: Present flows.
-    """
+    """The flows of one link; ``others`` are all other replies."""
 
     def __init__(self, link: Callable[[], Link]) -> None:
         """``link`` is called at the start of each epoch."""
@@ -215,7 +186,6 @@ class Shaper:
             self.clear()
 
     def clear(self) -> None:
-        """Remove all flows."""
         self.flows = []
         self.others.clear()
         self._epoch_ends_s = -inf
@@ -285,7 +255,6 @@ class Shaper:
 
     @staticmethod
     def _share_among(flows: list[Flow], link: Link, budget: float) -> None:
-        """Set the rates of the flows of one tenant."""
         rates = allocate(link.policy, [flow.demand for flow in flows], budget, link.margin_bits_per_s)
         for flow, rate in zip(flows, rates, strict=True):
             flow.rate = min(flow.limit, rate)

@@ -1,9 +1,7 @@
 """The audit log: a line of JSON for each event, in a file that is rotated by size.
 
-It holds authentications, failed ones too, denials, and commands of administrators. It never holds keys, values or
-passwords. A thread writes it, so a slow disk delays no client; lines that cannot be written are dropped and counted.
-Events that any client can cause are limited to some lines a minute and then counted, so that they cannot crowd out
-others.
+It never holds keys, values or passwords. A thread writes it, so a slow disk delays no client. Events that any client
+can cause are limited to some lines a minute and then counted, so that they cannot crowd out others.
 """
 
 import json
@@ -13,10 +11,11 @@ import queue
 import threading
 import time
 from datetime import UTC, datetime
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from shadowserve.incidents import Incidents
 from storage_kv.access.authentication_throttle import network_of
+from storage_kv.session import Session
 
 _log = logging.getLogger(__name__)
 
@@ -24,26 +23,13 @@ _LINES_WAITING_MAX: Final = 4096
 _RETRY_S: Final = 5.0
 _LINE_BYTES_MAX: Final = 2048
 _TEXT_MAX: Final = 256
-_LINES_PER_MINUTE: Final = 64
-"""Lines of one event and one network; further ones are counted."""
-
-
-class Audited(Protocol):
-    """A session."""
-
-    @property
-    def address(self) -> str: ...
-
-    @property
-    def user_name(self) -> bytes: ...
+_LINES_PER_MINUTE: Final = 64  # lines of one event and one network; further ones are counted
 
 
 class AuditLog:
     """Writes events to a file, or drops them if there is none.
 
-    Attributes:
-        written: Number of written lines.
-        lost: Number of lines that could not be written.
+    ``written`` and ``lost`` count lines.
     """
 
     def __init__(self, path: str = "", bytes_max: int = 64 << 20) -> None:
@@ -64,7 +50,7 @@ class AuditLog:
     def write(
         self,
         event: str,
-        session: Audited,
+        session: Session,
         *,
         outcome: str,
         user: bytes | None = None,
@@ -105,7 +91,6 @@ class AuditLog:
             self.lost += 1
 
     def close(self) -> None:
-        """Write the queued lines and end."""
         if self._thread is not None:
             try:
                 self._lines.put(None, timeout=1.0)

@@ -1,10 +1,8 @@
 """Delays the answers to an address that has sent a wrong password.
 
-A server that answers at once can be asked for thousands of passwords a second. One that delays only wrong answers can
-be asked in parallel, and shows a right password by its speed. So after a failure all attempts of that address, right or
-wrong, are answered one after the other, with delays that grow with the failures. An attempt that would wait too long is
-refused without checking its password. Nothing sleeps: the reply is held and the connection not read
-(Connection._pause).
+A server that delays only wrong answers can be asked in parallel, and shows a right password by its speed. So after a
+failure all attempts of that address, right or wrong, are answered one after the other, with delays that grow with the
+failures. An attempt that would wait too long is refused unchecked. Nothing sleeps: the connection pauses.
 """
 
 import ipaddress
@@ -21,13 +19,7 @@ _ADDRESSES_MAX: Final = 4096
 
 @dataclass(slots=True)
 class _Queue:
-    """Attempts of one network.
-
-    Attributes:
-        failures: Number of failures.
-        free_s: When the last answer of the queue is sent.
-        last_s: Time of the last failure.
-    """
+    """Attempts of one network; ``free_s`` is when its last answer is sent, ``last_s`` the time of its last failure."""
 
     failures: int = 0
     free_s: float = 0.0

@@ -1,8 +1,7 @@
-"""Rate limits of a tenant: token buckets that may go into debt.
+"""Rate limits of a tenant: token buckets that may go into debt, shared by its clients.
 
 A command is charged after its execution, when its bytes are known. While a bucket is below zero the tenant's clients
-wait. Nothing is queued: their connections are not read, so their own buffers fill. A tenant's clients share its
-buckets.
+wait. Nothing is queued: their connections are not read, so their own buffers fill.
 """
 
 from math import inf
@@ -10,30 +9,21 @@ from typing import Final
 
 from storage_kv.config import TenantLimits
 
-_BURST_S: Final = 1.0
-"""Size of a bucket, in seconds of its rate."""
+_BURST_S: Final = 1.0  # size of a bucket, in seconds of its rate
 
 
 class RateLimiter:
     """The buckets of one tenant. Needs the node's lock.
 
     Attributes:
-        has_limits: The tenant has a rate limit.
         bytes_per_s: Byte rate of all its clients; infinite for no limit.
         commands: Number of charged commands.
         moved_bytes: Number of charged bytes, received and sent.
         throttled: Number of times that a client had to wait.
     """
 
-    __slots__ = ("_buckets", "_filled_s", "bytes_per_s", "commands", "has_limits", "moved_bytes", "throttled")
-
     def __init__(self, limits: TenantLimits, now_s: float) -> None:
-        """Create full buckets.
-
-        Args:
-            limits: Limits of the tenant.
-            now_s: Time of the clock that all calls use.
-        """
+        """Create full buckets; ``now_s`` is of the clock that all calls use."""
         rates = (limits.commands_per_s, limits.bytes_per_s)
         self._buckets = [[float(rate), rate * _BURST_S] if rate else None for rate in rates]
         self._filled_s = now_s
@@ -42,7 +32,6 @@ class RateLimiter:
         self.commands = self.moved_bytes = self.throttled = 0
 
     def charge(self, commands: int, moved_bytes: int) -> None:
-        """Subtract what was used, maybe below zero."""
         self.commands += commands
         self.moved_bytes += moved_bytes
         for bucket, used in zip(self._buckets, (commands, moved_bytes), strict=True):

@@ -23,8 +23,7 @@ UNAUTHENTICATED: Final = -1
 _UNAUTHENTICATED_SHARE: Final = 16
 _TENANT_SHARE: Final = 2
 _RESERVED_SHARE: Final = 8
-_PACE_SHARE: Final = 6
-"""A client's pace is known after this fraction of the timeout, at least a second."""
+_PACE_SHARE: Final = 6  # a client's pace is known after this fraction of the timeout, at least a second
 
 
 class Client(Protocol):
@@ -46,9 +45,7 @@ class Account:
     """The bytes that one client holds of one budget.
 
     Attributes:
-        budget: The budget.
         client: The owner; None once it is closed, so that the two form no reference cycle.
-        tenant: Tenant whose share they count against.
         held: Number of bytes; several accounts may share stored values.
         closed: Nothing is counted any more.
         is_next: It has waited, and it is its turn.
@@ -66,7 +63,6 @@ class Account:
     start_moved_bytes: int = 0
 
     def set_held(self, held: int) -> None:
-        """Set the number of bytes."""
         if not self.closed and held != self.held:
             self.budget.change(self, held)
 
@@ -74,12 +70,7 @@ class Account:
         """Count more bytes if there is room; otherwise its client is notified when to try again."""
         return self.budget.admit(self, more)
 
-    def transfer(self, other: "Account", size: int) -> None:
-        """Move bytes to another account of the same budget and tenant."""
-        self.budget.transfer(self, other, size)
-
     def move(self, tenant: int) -> None:
-        """Count its bytes against another tenant."""
         held = self.held
         self.set_held(0)
         self.tenant = tenant
@@ -95,11 +86,7 @@ class MemoryBudget:
     """A number of bytes that all accounts together must not exceed.
 
     A budget of own memory counts what accounts hold. A budget of stored values counts pins: a value counts once,
-    however many clients it is sent to.
-
-    Attributes:
-        used: Number of counted bytes.
-        is_tight: More than a sixteenth is used, so admission needs checks.
+    however many clients it is sent to. ``is_tight``: more than a sixteenth is used, so admission needs checks.
     """
 
     def __init__(self, bytes_max: Callable[[], int], tenants: Callable[[], int], *, is_own_memory: bool) -> None:
@@ -122,18 +109,15 @@ class MemoryBudget:
 
     @property
     def waiting(self) -> int:
-        """Number of accounts that wait for room."""
         return sum(map(len, self._queues.values()))
 
     def share(self, tenant: int) -> int:
-        """Return how many bytes one tenant may hold."""
         bytes_max = self._bytes_max()
         if tenant == UNAUTHENTICATED:
             return bytes_max // _UNAUTHENTICATED_SHARE
         return bytes_max // _TENANT_SHARE if self._tenants() > 1 else bytes_max
 
     def used_by(self, tenant: int) -> int:
-        """Return how many bytes one tenant holds."""
         return self._by_tenant.get(tenant, 0)
 
     def has_room(self, tenant: int, more: int) -> bool:
@@ -150,10 +134,7 @@ class MemoryBudget:
         return self.used + more <= bytes_max
 
     def _admits(self, tenant: int, more: int, promised: int = 0) -> bool:
-        """Return True if a tenant may hold more bytes beside those promised to others.
-
-        A stored value larger than the budget can be sent too, alone.
-        """
+        """Return True if there is room beside bytes ``promised`` to others; a value above the budget is sent alone."""
         is_alone = not (self._is_own_memory or self.used or promised)
         return is_alone or self.has_room(tenant, promised + more)
 
@@ -163,13 +144,11 @@ class MemoryBudget:
 
     @property
     def mean_pin_bytes(self) -> int:
-        """Mean size of the pinned values."""
         return self.used // max(1, len(self._pins))
 
     # ---- Counting
 
     def change(self, account: Account, held: int) -> None:
-        """See :meth:`Account.set_held`."""
         more = held - account.held
         account.held = held
         if held:
@@ -183,7 +162,6 @@ class MemoryBudget:
                 self._close_largest_holders(account.tenant)
 
     def transfer(self, giver: Account, taker: Account, size: int) -> None:
-        """See :meth:`Account.transfer`."""
         giver.held -= size
         taker.held += size
         self._holders.add(taker)
@@ -271,11 +249,9 @@ class MemoryBudget:
                 del self._queues[tenant]
 
     def close_slow_holder(self, timeout_s: float, tick_s: float) -> None:
-        """While a client waits for room, close one that holds much and is too slow. Call it every ``tick_s``.
+        """While a client waits for room, close one that holds much and at its pace would not be done in ``timeout_s``.
 
-        Args:
-            timeout_s: Time within which a client must be done with what it holds, at its pace so far.
-            tick_s: Time between two calls.
+        Call it every ``tick_s``.
         """
         if not self._queues:
             return

@@ -1,7 +1,7 @@
 """A user and its rules: Redis' ACL rules, and ``tenant=NAME``.
 
-A rule is a word: ``on``, ``>password``, ``~pattern``, ``+@read``. Rules are applied in order; for each command the last
-matching rule decides. They are kept as given, as Redis does since 7.2. Selectors, ``(...)``, are not supported.
+Rules are applied in order; for each command the last matching one decides. They are kept as given, as Redis does since
+7.2. Selectors, ``(...)``, are not supported.
 """
 
 import hashlib
@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from storage_kv.access.redis_names import ELSEWHERE
 from storage_kv.config import is_tenant_name
 from storage_kv.glob import Glob
 
@@ -41,29 +40,66 @@ _FIRST_ARGUMENT: Final = "Allowing first-arg of a subcommand is not supported"
 _NO_SELECTORS: Final = "Selectors are not supported by this server: give the user one set of rules"
 _BAD_TENANT: Final = "The name of a tenant must be 1 to 128 visible ASCII characters"
 
+_REDIS_NAMES: Final = """
+append asking bgrewriteaof bgsave bitcount bitfield bitfield_ro bitop bitpos blmove blmpop blpop brpop brpoplpush
+bzmpop bzpopmax bzpopmin cluster copy debug decr decrby dump eval eval_ro evalsha evalsha_ro failover fcall fcall_ro
+function geoadd geodist geohash geopos georadius georadius_ro georadiusbymember georadiusbymember_ro geosearch
+geosearchstore getbit hdel hexists hget hgetall hincrby hincrbyfloat hkeys hlen hmget hmset hrandfield hscan hset
+hsetnx hstrlen hvals incr incrby incrbyfloat lastsave latency lcs lindex linsert llen lmove lmpop lolwut lpop lpos
+lpush lpushx lrange lrem lset ltrim memory migrate module monitor move object pfadd pfcount pfdebug pfmerge pfselftest
+psubscribe psync publish pubsub punsubscribe randomkey readonly readwrite rename renamenx replconf replicaof restore
+restore-asking role rpop rpoplpush rpush rpushx sadd save scard script sdiff sdiffstore setbit setrange shutdown
+sinter sintercard sinterstore sismember slaveof slowlog smembers smismember smove sort sort_ro spop spublish
+srandmember srem sscan ssubscribe subscribe sunion sunionstore sunsubscribe swapdb sync time unsubscribe wait xack
+xadd xautoclaim xclaim xdel xgroup xinfo xlen xpending xrange xread xreadgroup xrevrange xsetid xtrim zadd zcard
+zcount zdiff zdiffstore zincrby zinter zintercard zinterstore zlexcount zmpop zmscore zpopmax zpopmin zrandmember
+zrange zrangebylex zrangebyscore zrangestore zrank zrem zremrangebylex zremrangebyrank zremrangebyscore zrevrange
+zrevrangebylex zrevrangebyscore zrevrank zscan zscore zunion zunionstore
+
+commandlog delifeq hexpire hexpireat hexpiretime hgetdel hgetex hpersist hpexpire hpexpireat hpexpiretime hpttl hsetex
+httl waitaof
+"""
+
+_REDIS_SUBCOMMANDS: Final = {
+    "client": "caching getredir pause tracking trackinginfo unblock unpause capa import-source no-touch",
+    "cluster": (
+        "addslots addslotsrange bumpepoch count-failure-reports countkeysinslot delslots delslotsrange "
+        "failover flushslots forget getkeysinslot help info keyslot links meet myid nodes replicas replicate "
+        "reset saveconfig set-config-epoch setslot shards slaves slots myshardid slot-stats"
+    ),
+    "function": "delete dump flush help kill list load restore stats",
+    "latency": "doctor graph help histogram history latest reset",
+    "memory": "doctor help malloc-stats purge stats usage",
+    "module": "help list load loadex unload",
+    "object": "encoding freq help idletime refcount",
+    "pubsub": "channels help numpat numsub shardchannels shardnumsub",
+    "script": "debug exists flush help kill load show",
+    "slowlog": "get help len reset",
+    "xgroup": "create createconsumer delconsumer destroy help setid",
+    "xinfo": "consumers groups help stream",
+    "commandlog": "get help len reset",
+}
+
+_ELSEWHERE: Final = frozenset(_REDIS_NAMES.split()) | {
+    f"{command}|{subcommand}" for command, text in _REDIS_SUBCOMMANDS.items() for subcommand in text.split()
+}
+"""Full names of Redis' commands that do not exist here; rules may name them, so that Redis' users files can be read.
+
+Source: COMMAND LIST of Redis 7.0, and the additions of Redis 7.2 to 8.0 and Valkey 8.
+"""
+
 
 class RuleError(ValueError):
     """An invalid rule; the message is that of Redis."""
 
 
 class Described(Protocol):
-    """The part of a command that rules decide by."""
+    """The part of a command that rules decide by; no rule can forbid one that is open to all."""
 
-    @property
-    def full_name(self) -> str:
-        """Lower case; ``client|list`` for a subcommand."""
-
-    @property
-    def parent(self) -> str:
-        """Name of a subcommand's command; otherwise empty."""
-
-    @property
-    def categories(self) -> Collection[str] | None:
-        """Some of :data:`CATEGORIES`."""
-
-    @property
-    def open_to_all(self) -> bool:
-        """No rule can forbid it: unauthenticated clients need it to authenticate."""
+    full_name: str
+    parent: str
+    categories: Collection[str] | None
+    open_to_all: bool
 
 
 def hash_password(password: bytes) -> bytes:
@@ -71,15 +107,7 @@ def hash_password(password: bytes) -> bytes:
     return hashlib.sha256(password).hexdigest().encode()
 
 
-@dataclass(frozen=True)
-class _Command:
-    full_name: str
-    parent: str
-    categories: Collection[str] | None
-    open_to_all: bool = False
-
-
-_CHANGING_USERS: Final = _Command("acl|setuser", "acl", ("admin", "slow", "dangerous"))
+_CHANGING_USERS: Final = frozenset({"acl|setuser", "acl", "@admin", "@slow", "@dangerous"})
 
 
 @dataclass(slots=True)
@@ -101,8 +129,6 @@ class User:
     """A user. It is changed in place so that its sessions follow; apply changes that may fail to a copy().
 
     Attributes:
-        name: Any bytes except spaces and null characters.
-        enabled: Clients can authenticate as it.
         no_password: Any password is accepted.
         passwords: SHA-256 in hexadecimal, in the order given.
         tenant: Name of its tenant; empty for the default tenant.
@@ -132,11 +158,11 @@ class User:
             return True
         known = self._decided.get(command.full_name)
         if known is None:
-            known = self._decided[command.full_name] = self._decide(command)
+            names = {command.full_name, command.parent, *(f"@{category}" for category in command.categories or ())}
+            known = self._decided[command.full_name] = self._decide(names)
         return known
 
-    def _decide(self, command: Described) -> bool:
-        names = {command.full_name, command.parent, *(f"@{category}" for category in command.categories or ())}
+    def _decide(self, names: Collection[str]) -> bool:
         for allows, rule in reversed(self._rules):
             if rule in names:
                 return allows
@@ -151,7 +177,7 @@ class User:
     @property
     def is_operator(self) -> bool:
         """True if it may change users, and so can do everything: an administrator of all tenants."""
-        return self.unrestricted or self.may_run(_CHANGING_USERS)
+        return self.unrestricted or self._decide(_CHANGING_USERS)
 
     def names_beyond(self, commands: Collection[str]) -> set[str]:
         """Return the commands in its rules that are not among ``commands``: they exist only in Redis."""
@@ -161,7 +187,6 @@ class User:
 
     @property
     def flags(self) -> list[str]:
-        """Flags of ACL GETUSER."""
         found = ["on" if self.enabled else "off"]
         found += ["nopass"] if self.no_password else []
         return [*found, self._sanitize] if self._sanitize else found
@@ -181,7 +206,6 @@ class User:
         return " ".join(["+@all" if self._all_commands else "-@all", *rules]).encode()
 
     def describe(self) -> bytes:
-        """Return the user as a line of a users file."""
         parts = [b"user", self.name, *(flag.encode() for flag in self.flags)]
         parts += [b"#" + password for password in self.passwords]
         parts += [self.keys_text] if self.keys_text else []
@@ -199,7 +223,6 @@ class User:
         return other
 
     def become(self, other: "User") -> None:
-        """Copy all rules of another user."""
         for slot in self.__slots__:
             if slot != "name":
                 setattr(self, slot, getattr(other, slot))
@@ -208,15 +231,7 @@ class User:
         self._decided = {}
 
     def apply(self, rule: bytes, commands: Mapping[str, Described]) -> None:
-        """Apply one rule.
-
-        Args:
-            rule: the word.
-            commands: All commands, by full name.
-
-        Raises:
-            RuleError: it cannot be applied; nothing has changed.
-        """
+        """Apply one rule, or raise RuleError and change nothing; ``commands`` are all commands by full name."""
         word = rule.lower()
         simple = _SIMPLE.get(word)
         if simple is not None:
@@ -281,7 +296,7 @@ class User:
         allows, rule = word[0] == "+", word[1:]
         if rule.count("|") > 1:
             raise RuleError(_FIRST_ARGUMENT)
-        is_known = rule[1:] in CATEGORIES if rule.startswith("@") else rule in commands or rule in ELSEWHERE
+        is_known = rule[1:] in CATEGORIES if rule.startswith("@") else rule in commands or rule in _ELSEWHERE
         if not is_known:
             raise RuleError(_UNKNOWN)
         # Earlier rules for the same command or its subcommands have no effect any more.
@@ -302,7 +317,6 @@ def _has_space(text: bytes) -> bool:
 
 
 def _simple_rules() -> dict[bytes, Mapping[str, object]]:
-    """Return the attributes that each rule of a fixed word sets."""
     no_passwords: dict[str, object] = {"no_password": False, "passwords": []}
     no_keys: dict[str, object] = {"_all_keys": False, "_patterns": []}
     no_channels: dict[str, object] = {"_all_channels": False, "_channels": []}
@@ -342,11 +356,7 @@ def check_name(name: bytes) -> None:
 
 
 def parse_line(line: bytes) -> tuple[bytes, Sequence[bytes]] | None:
-    """Return the name and the rules of a line of a users file; None for an empty line or a comment.
-
-    Raises:
-        RuleError: The line is invalid.
-    """
+    """Return the name and the rules of a line of a users file; None for an empty line or a comment."""
     words = line.split()
     if not words or words[0].startswith(b"#"):
         return None

@@ -1,7 +1,7 @@
 """The users of a storage node, their passwords, and the log of denials.
 
-Passwords are kept as SHA-256 and compared in constant time, against a random hash where there is no such user. So the
-time of an answer shows neither whether a user exists nor how much of a password is right.
+Passwords are compared in constant time, against a random hash where there is no such user. So the time of an answer
+shows neither whether a user exists nor how much of a password is right.
 """
 
 import hmac
@@ -30,11 +30,7 @@ _FRESH_DEFAULT: Final = (b"on", b"nopass", b"~*", b"&*", b"+@all")
 
 
 def read_users(path: str, commands: Mapping[str, Described]) -> dict[bytes, User]:
-    """Read a users file.
-
-    Raises:
-        ConfigurationError: The file cannot be read or has invalid lines; the message lists all of them.
-    """
+    """Read a users file; the message of a ConfigurationError lists all invalid lines."""
     try:
         with open(path, "rb") as file:
             content = file.read(_FILE_BYTES_MAX + 1)
@@ -46,7 +42,10 @@ def read_users(path: str, commands: Mapping[str, Described]) -> dict[bytes, User
     errors = []
     for number, line in enumerate(content.split(b"\n"), 1):
         try:
-            _read_line(line, commands, found)
+            if (user := _user_of(line, commands)) is not None:
+                if user.name in found:
+                    raise RuleError("Duplicate user found. A user can only be defined once in config files")
+                found[user.name] = user
         except RuleError as error:
             errors.append(f"{path}:{number}: {error}")
     if errors:
@@ -57,13 +56,11 @@ def read_users(path: str, commands: Mapping[str, Described]) -> dict[bytes, User
     return found
 
 
-def _read_line(line: bytes, commands: Mapping[str, Described], found: dict[bytes, User]) -> None:
+def _user_of(line: bytes, commands: Mapping[str, Described]) -> User | None:
     parsed = parse_line(line)
     if parsed is None:
-        return
+        return None
     name, rules = parsed
-    if name in found:
-        raise RuleError("Duplicate user found. A user can only be defined once in config files")
     user = User(name)
     for rule in rules:
         try:
@@ -72,7 +69,7 @@ def _read_line(line: bytes, commands: Mapping[str, Described], found: dict[bytes
             # A clear-text password must not appear in messages and logs.
             shown = ">..." if rule[:1] in (b">", b"<") else rule.decode("utf-8", "backslashreplace")
             raise RuleError(f"in '{shown}' of user {name.decode('utf-8', 'backslashreplace')}: {error}") from None
-    found[name] = user
+    return user
 
 
 class Users:
@@ -81,23 +78,15 @@ class Users:
     Attributes:
         by_name: Users by name, the default user included.
         default: User of new connections if it needs no password.
-        denials: Entries of ACL LOG.
+        denials: Entries of ACL LOG, the newest first.
     """
 
     def __init__(self, config: StorageConfig, commands: Mapping[str, Described]) -> None:
-        """Create the configured users.
-
-        Args:
-            config: ``password`` is the default user's; ``users_file`` has the others.
-            commands: Existing commands by full name.
-
-        Raises:
-            ConfigurationError: The users file is invalid.
-        """
+        """Create the configured users; ``commands`` are all commands by full name."""
         self._config = config
         self._commands = commands
         self._no_password_hash = hash_password(secrets.token_bytes(32))
-        self.denials = DenialLog()
+        self.denials: deque[Denial] = deque(maxlen=_DENIALS_MAX)
         self.default = User(DEFAULT_USER)
         self.by_name: dict[bytes, User] = {DEFAULT_USER: self.default}
         self._default_from_configuration = self._configured_default()
@@ -108,8 +97,7 @@ class Users:
     def _configured_default(self) -> User:
         """Return the default user if no file defines it.
 
-        With a users file it is off unless it has a password: a file that lists the users must not let in everybody
-        else.
+        With a users file it is off unless it has a password: a file that lists the users must not let in others.
         """
         password = self._config.password.get_secret_value().encode()
         user = User(DEFAULT_USER)
@@ -143,8 +131,7 @@ class Users:
     def set_user(self, name: bytes, rules: Iterable[bytes]) -> bool:
         """Apply all rules to a new or existing user or, on an error, none; return True if its tenant has changed.
 
-        Raises:
-            RuleError: A rule is invalid; its arguments are the reason and the rule.
+        The arguments of a RuleError are the reason and the rule.
         """
         check_name(name)
         present = self.by_name.get(name)
@@ -162,17 +149,13 @@ class Users:
         return moved
 
     def remove(self, name: bytes) -> User | None:
-        """Remove a user; return it, or None."""
         return self.by_name.pop(name, None)
 
     def load(self) -> list[User]:
-        """Read the users file again; existing users are changed in place.
+        """Read the users file again; existing users are changed in place. A ConfigurationError has changed nothing.
 
         Returns:
             Users whose sessions must end: those that are removed or belong to another tenant now.
-
-        Raises:
-            ConfigurationError: The file is invalid; nothing has changed.
         """
         found = read_users(self.file, self._commands)
         found.setdefault(DEFAULT_USER, self._default_from_configuration)
@@ -190,6 +173,15 @@ class Users:
     def describe(self) -> list[bytes]:
         """Return all users in the order of their names as lines of a users file."""
         return [self.by_name[name].describe() for name in sorted(self.by_name)]
+
+    def deny(self, denial: "Denial") -> None:
+        """Add an entry to ACL LOG; a repeated denial is counted in its entry."""
+        for entry in self.denials:
+            if entry.is_same(denial) and denial.at_s - entry.at_s < _SAME_DENIAL_S:
+                denial.count += entry.count
+                self.denials.remove(entry)
+                break
+        self.denials.appendleft(denial)
 
     def saving(self) -> Callable[[], None]:
         """Return a function that writes the present users to the file atomically, in any thread."""
@@ -233,18 +225,3 @@ class Denial:
     def is_same(self, other: "Denial") -> bool:
         same = self.reason == other.reason and self.object == other.object
         return same and self.user == other.user and self.context == other.context
-
-
-class DenialLog:
-    """The last denials, the newest first; a repeated denial is counted in its entry."""
-
-    def __init__(self) -> None:
-        self.entries: deque[Denial] = deque(maxlen=_DENIALS_MAX)
-
-    def add(self, denial: Denial) -> None:
-        for entry in self.entries:
-            if entry.is_same(denial) and denial.at_s - entry.at_s < _SAME_DENIAL_S:
-                denial.count += entry.count
-                self.entries.remove(entry)
-                break
-        self.entries.appendleft(denial)

@@ -1,30 +1,28 @@
 """One client's socket: receives bytes, lets the executor run commands, sends replies, and ends.
 
-asyncio's transports on Python 3.11 copy a large reply and then move it dozens of times, its stream readers copy input
-twice, and a future for each wait costs as much as ten small commands. So sockets are non-blocking, and the event loop's
-readiness callbacks drive them directly.
+asyncio's transports copy a large reply and then move it dozens of times, its stream readers copy input twice, and a
+future for each wait costs as much as ten small commands. So the event loop's readiness callbacks drive non-blocking
+sockets directly. The kernel copies a large value from the socket into the buffer in which it stays (``recv_into``), and
+from there into the sockets that fetch it (``sendmsg``); only a start of at most ``_RECEIVE_BYTES`` is copied once more.
 
-The kernel copies a large value from the socket into the buffer in which it stays (``recv_into``), and from there into
-the sockets that fetch it (``sendmsg``). Nothing else copies it, except at most ``_RECEIVE_BYTES`` of its start, which
-may have arrived together with the command's other arguments.
+Nothing is executed while more than ``output_buffer_bytes_max`` waits for the client, and nothing is read while commands
+wait for execution. So a client that does not read makes the node hold at most that much and one value.
 
-Replies to small commands that arrived together are sent together. Nothing is executed while more than
-``output_buffer_bytes_max`` waits for the client, and nothing is read while commands wait for execution. So a client
-that does not read stops itself, and makes the node hold at most that much and one value.
+The call stack is in executor.py, TLS in secure_connection.py. The phases, from each of which an error leads to CLOSED:
 
-A connection's phases are in watched_socket.py, its call stack in executor.py, TLS in secure_connection.py.
+    HANDSHAKE --TLS handshake done--> OPEN --replies sent, closing--> LINGERING --client closes, timeout--> CLOSED
 """
 
+import enum
 import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from storage_kv.clients.event_loop import READ, WRITE, EventLoop, Signal
 from storage_kv.clients.executor import CommandExecutor
 from storage_kv.clients.transport import Transport
-from storage_kv.clients.watched_socket import CLOSED, LINGERING, OPEN, WatchedSocket
 from storage_kv.clients.workers import Workers
 from storage_kv.node import Node
 from storage_kv.reply import Continuation, ValueSlice
@@ -42,23 +40,25 @@ _LINGER_S: Final = 1.0
 """How long a closed connection reads and drops input, so that a reset does not destroy the last reply (RFC 1122)."""
 
 
-class Connection(WatchedSocket):
+class Phase(enum.Enum):
+    """Phase of a connection."""
+
+    HANDSHAKE = "TLS handshake"
+    OPEN = "open"
+    LINGERING = "sending side closed"
+    CLOSED = "closed"
+
+
+HANDSHAKE: Final = Phase.HANDSHAKE
+OPEN: Final = Phase.OPEN
+LINGERING: Final = Phase.LINGERING
+CLOSED: Final = Phase.CLOSED
+
+
+class Connection:
     """A client's connection, from acceptance to its end."""
 
-    __slots__ = (
-        "_at_end",
-        "_executor",
-        "_holds_replies",
-        "_is_flush_scheduled",
-        "_is_turn_scheduled",
-        "_node",
-        "_on_closed",
-        "_paused",
-        "_receive_bytes",
-        "_reply_signal",
-        "_room_signal",
-        "_workers",
-    )
+    first_phase: ClassVar[Phase] = OPEN
 
     def __init__(
         self,
@@ -69,17 +69,14 @@ class Connection(WatchedSocket):
         session: Session,
         loop: EventLoop,
     ) -> None:
-        """Begin to receive.
-
-        Args:
-            node: The node.
-            workers: Threads for long work.
-            on_closed: Called at the end, in the loop's thread, without the node's lock.
-            transport: The client's socket, in the clear or through TLS.
-            session: The client's session.
-            loop: Event loop of this thread.
-        """
-        super().__init__(transport, session, loop)
+        """Begin to receive. ``on_closed`` is called at the end, in the loop's thread, without the node's lock."""
+        self.session = session
+        self._transport = transport
+        self._loop = loop
+        self._lane = loop.enter(session.share)
+        self._descriptor = transport.socket.fileno()
+        self._interest = 0  # events that the loop waits for
+        self._phase = self.first_phase
         self._node = node
         self._workers = workers
         self._on_closed = on_closed
@@ -104,6 +101,47 @@ class Connection(WatchedSocket):
         if session.closing:  # evicted since it was accepted
             self._abort_soon()
         self._update_interest()
+
+    # ---- Events
+
+    def _on_event(self, events: int) -> None:
+        """Read or write. An error or the peer's end counts as both: the call on the socket then reports it."""
+        interest = self._interest
+        try:
+            if events & ~WRITE and interest & READ:
+                if self._phase is LINGERING:
+                    self._on_lingering()
+                else:
+                    self._on_readable()
+            if events & ~READ and interest & WRITE and self._phase is not CLOSED:
+                self._on_writable()
+        except Exception:
+            self._fail_by_bug()
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """Run a step. A bug costs this client its connection, not all clients the server."""
+        try:
+            step()
+        except Exception:
+            self._fail_by_bug()
+
+    def _fail_by_bug(self) -> None:
+        _log.exception("connection_failed address=%s", self.session.address)
+        self.abort()
+
+    def _update_interest(self) -> None:
+        self._watch(self._interest_now())
+
+    def _watch(self, interest: int) -> None:
+        if interest == self._interest:
+            return
+        if self._interest == 0:
+            self._loop.add(self._descriptor, interest, self._on_event, self._lane)
+        elif interest:
+            self._loop.modify(self._descriptor, interest)
+        else:  # a descriptor without interest would still be reported at the peer's end, again and again
+            self._loop.remove(self._descriptor)
+        self._interest = interest
 
     # ---- Receiving
 
@@ -211,7 +249,7 @@ class Connection(WatchedSocket):
 
     def evict(self, held_bytes: int) -> None:
         """End soon: other clients need the memory that this one holds. From any thread, with the node's lock."""
-        self._node.counters.evicted_clients += 1
+        self._node.counters.clients_evicted += 1
         self._node.warn_limited("client_evicted", self.session.address, "it held more than its share, or for too long")
         self._node.audit.write("memory", self.session, outcome="closed", bytes=held_bytes)
         self.session.closing = True
@@ -243,7 +281,6 @@ class Connection(WatchedSocket):
     # ---- Sending
 
     def _send(self) -> None:
-        """Send what the kernel takes."""
         if self._holds_replies:
             return
         replies = self._executor.replies
@@ -268,7 +305,7 @@ class Connection(WatchedSocket):
         node, executor, session = self._node, self._executor, self.session
         session.info.last_active_s = now_s = time.monotonic()
         with node.lock:
-            node.counters.output_bytes += sent_bytes
+            node.counters.sent_bytes += sent_bytes
             if session.limiter is not None:
                 session.limiter.charge(0, sent_bytes)
             if sent_bytes > layer_bytes and node.streams is not None:
@@ -336,10 +373,7 @@ class Connection(WatchedSocket):
             self._linger()
 
     def _linger(self) -> None:
-        """Close the sending side, and read and drop until the client closes its own.
-
-        Closing with unread input makes the kernel send a reset, which may overtake the last reply.
-        """
+        """Close the sending side, and read and drop until the client closes its own; a reset may overtake the reply."""
         self._phase = LINGERING
         try:
             self._transport.end()
@@ -360,7 +394,6 @@ class Connection(WatchedSocket):
         self.abort()
 
     def finish(self) -> None:
-        """Execute nothing more; end when the replies are sent."""
         self.session.closing = True
         self._send_and_wait()
 
@@ -371,15 +404,15 @@ class Connection(WatchedSocket):
         self._loop.call_threadsafe(lambda: self._guarded(self.abort), self._lane)
 
     def _abort_in_this_turn(self) -> None:
-        """Abort before the replies of this turn are sent."""
         self._loop.call_soon(self.abort, self._lane)
 
     def abort(self) -> None:
-        """End at once."""
         if self._phase is CLOSED:
             return
         self._phase = CLOSED
-        self._unwatch()
+        self._watch(0)
+        self._loop.leave(self._lane)
+        self._transport.socket.close()
         self._reply_signal.disconnect()
         self._room_signal.disconnect()
         with self._node.lock:
@@ -389,7 +422,6 @@ class Connection(WatchedSocket):
         self._on_closed(self.session)
 
     def check_time(self, now_s: float) -> None:
-        """End the connection if it has stood still for longer than the configuration allows."""
         config, counters, info, executor = self._node.config, self._node.counters, self.session.info, self._executor
         still_s = now_s - info.last_active_s
         if self._phase is LINGERING:
@@ -412,13 +444,13 @@ class Connection(WatchedSocket):
         if executor.replies.out or (executor.reader.in_progress and self._interest & READ):
             if still_s > config.stall_timeout_s:
                 with self._node.lock:
-                    counters.stalled_clients += 1
+                    counters.clients_stalled += 1
                 action = "reading its replies" if executor.replies.out else "sending its request"
                 _log.info("client_stalled address=%s still_s=%.1f while=%r", self.session.address, still_s, action)
                 self.abort()
         elif config.idle_timeout_s and not executor.replies.waiting and still_s > config.idle_timeout_s:
             with self._node.lock:
-                counters.idle_clients += 1
+                counters.clients_idle += 1
             _log.info("client_idle address=%s idle_s=%.1f", self.session.address, still_s)
             self.abort()
 

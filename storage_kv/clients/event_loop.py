@@ -1,10 +1,8 @@
 """Readiness of many sockets in one thread, and functions handed over from other threads.
 
-asyncio's loop makes handles, contexts and lists for each event, and goes through two layers of tables to begin and to
-end waiting for a writable socket. A reply of 2 MiB has five events. Connections need no more of a loop than this file.
-
-Work is queued in lanes, one for each tenant that has clients here. A single lane runs in order of arrival. Several
-lanes take turns of a millisecond or one call, however much waits in the others.
+asyncio's loop makes handles, contexts and lists for each event, of which a reply of 2 MiB has five. Work is queued in
+lanes, one for each tenant that has clients here. A single lane runs in order of arrival. Several lanes take turns of a
+millisecond or one call, however much waits in the others.
 """
 
 import functools
@@ -26,20 +24,12 @@ READ: Final = select.EPOLLIN
 WRITE: Final = select.EPOLLOUT
 _EVENTS_PER_TURN: Final = 64
 """Limit of socket events in a turn; replies are sent at its end, so this bounds their delay."""
-_TURN_S: Final = 0.001
-"""Turn of one of several lanes: for events, and as long again for functions to be called soon."""
+_TURN_S: Final = 0.001  # turn of one of several lanes: for events, and as long again for functions to be called soon
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """Queued work for the clients of one tenant; used in the loop's thread.
-
-    Attributes:
-        tenant: Tenant of the clients.
-        clients: Number of clients in the lane.
-        events: Unhandled events by descriptor.
-        soon: Functions to be called.
-    """
+    """Queued work for the clients of one tenant: unhandled events by descriptor, and functions to be called."""
 
     tenant: int
     clients: int = 0
@@ -54,11 +44,7 @@ class EventLoop:
     """
 
     def __init__(self) -> None:
-        """Create a loop that does not run yet.
-
-        Raises:
-            OSError: The process has no descriptors left.
-        """
+        """Create a loop that does not run yet; raise OSError if no descriptors are left."""
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._lane_of: dict[int, Lane] = {}
@@ -77,7 +63,6 @@ class EventLoop:
         self.add(self._waker, READ, self._on_wake)
 
     def enter(self, tenant: int) -> Lane:
-        """Add a client to the lane of its tenant; return the lane."""
         lane = self._lanes.get(tenant)
         if lane is None:
             lane = self._lanes[tenant] = Lane(tenant)
@@ -110,7 +95,6 @@ class EventLoop:
             self._lane_of[descriptor] = lane
 
     def modify(self, descriptor: int, events: int) -> None:
-        """Wait for other events of an added descriptor."""
         self._epoll.modify(descriptor, events)
 
     def remove(self, descriptor: int) -> None:
@@ -173,7 +157,6 @@ class EventLoop:
                     self._serve(lane)
 
     def _collect(self, timeout_s: float) -> None:
-        """Put new events into the lanes."""
         for descriptor, events in self._epoll.poll(timeout_s, max(_EVENTS_PER_TURN, len(self._handlers))):
             lane = self._lane_of.get(descriptor)
             if lane is not None:
@@ -183,7 +166,6 @@ class EventLoop:
                 _guarded(functools.partial(handler, events))
 
     def _serve(self, lane: Lane) -> None:
-        """Run one turn of a lane."""
         events, soon, handlers = lane.events, lane.soon, self._handlers
         ends_s = time.monotonic() + _TURN_S
         while events:
@@ -205,7 +187,6 @@ class EventLoop:
         os.eventfd_read(self._waker)
 
     def stop(self) -> None:
-        """End ``run()`` after this turn."""
         self._stopped = True
 
     def close(self) -> None:
@@ -215,13 +196,7 @@ class EventLoop:
 
 
 class Signal:
-    """Runs a step in a loop when any thread sends the signal, until disconnect(); the loop may be closed after that.
-
-    Attributes:
-        lane: Lane in which the step runs.
-    """
-
-    __slots__ = ("_is_sent", "_lock", "_loop", "_step", "lane")
+    """Runs a step in a loop when any thread sends the signal, until disconnect(); the loop may be closed after that."""
 
     def __init__(self, loop: EventLoop, lane: Lane, step: Callable[[], None]) -> None:
         self._loop = loop
@@ -238,7 +213,6 @@ class Signal:
                 self._loop.call_threadsafe(self._run, self.lane)
 
     def disconnect(self) -> None:
-        """Run nothing any more."""
         with self._lock:
             self._step = None
 

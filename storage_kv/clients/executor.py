@@ -9,8 +9,7 @@ The call stack of a turn::
         _queue_reply               Replies; starts work of a Continuation
     Connection._send_and_wait      sends what is known, then waits for the next event
 
-A turn ends when the reader has no whole command, after ``pipeline_commands_max`` commands, or when the client's replies
-are too many. Some commands cannot end in their turn:
+Some commands cannot end in their turn:
 
 - A :class:`DeferredReply` keeps its position in the queue; the commands behind it are executed, within limits.
 - A :class:`Continuation` makes its reply in steps. The client's next commands wait until it ends.
@@ -31,9 +30,8 @@ from shadowserve.pool.volume.tickets import BusyError
 from shadowserve.resp import CommandReader, LargeBulk, encode_error
 from storage_kv.access.limits import RateLimiter
 from storage_kv.access.memory import Client
-from storage_kv.clients.memory_accounts import UNCOUNTED_BYTES, MemoryAccounts
 from storage_kv.clients.replies import Replies
-from storage_kv.clients.request_body import Event, RequestBody, limits_of
+from storage_kv.clients.request_body import UNCOUNTED_BYTES, Event, MemoryAccounts, RequestBody, limits_of
 from storage_kv.commands import execute, find
 from storage_kv.node import Node
 from storage_kv.reply import Continuation, DeferredReply, Part, Reply
@@ -55,10 +53,6 @@ class CommandExecutor:
     """The commands of one client. Used by its connection's thread.
 
     Attributes:
-        reader: Parser of the client's bytes.
-        body: Memory for large arguments.
-        replies: Queue of the client's replies.
-        accounts: Memory accounts of the client.
         has_input: There may be another command to execute, or a reply to continue.
         working: Another thread works on a reply.
         blocked: The store has no room; nothing is executed until it notifies.
@@ -66,29 +60,6 @@ class CommandExecutor:
         received_bytes: Received bytes that the node's counters do not have yet.
         moved_bytes: Bytes received and sent while the client held memory, without ``received_bytes``.
     """
-
-    __slots__ = (
-        "_abort_soon",
-        "_command_name",
-        "_continuation",
-        "_is_reply_begun",
-        "_kept_bytes",
-        "_node",
-        "_notify_room",
-        "_retry",
-        "_session",
-        "_start_work",
-        "accounts",
-        "blocked",
-        "blocked_since_s",
-        "body",
-        "has_input",
-        "moved_bytes",
-        "reader",
-        "received_bytes",
-        "replies",
-        "working",
-    )
 
     def __init__(
         self,
@@ -154,7 +125,6 @@ class CommandExecutor:
         return wait_s > 0.0
 
     def _execute_within_rates(self, limiter: RateLimiter) -> None:
-        """Execute and charge the tenant. Its clients pause while it is beyond its rates."""
         session, counters, received_bytes = self._session, self._node.counters, self.received_bytes
         commands = counters.commands
         if not limiter.wait_s(time.monotonic()):
@@ -171,7 +141,7 @@ class CommandExecutor:
     def _execute_commands(self) -> None:
         node, session, reader, replies, body = self._node, self._session, self.reader, self.replies, self.body
         received_bytes, self.received_bytes = self.received_bytes, 0
-        node.counters.input_bytes += received_bytes
+        node.counters.received_bytes += received_bytes
         output_max = self.output_bytes_max
         left = node.config.pipeline_commands_max
         small: list[bytes] = []  # replies that are joined
@@ -261,8 +231,7 @@ class CommandExecutor:
         return reply
 
     def _refused(self) -> bytes:
-        """Return the reply to a command of which an argument was refused."""
-        self._node.counters.errors += 1
+        self._node.counters.command_errors += 1
         if self._session.transaction is not None:
             self._session.transaction.fail()
         return self.body.refusal
@@ -276,8 +245,7 @@ class CommandExecutor:
         """Queue a reply unless the client has switched replies off.
 
         Returns:
-            The number of commands that it counts as; ``left`` for a step of a command on many keys, which ends the
-            turn.
+            The number of commands that it counts as; ``left`` for a step of a command on many keys, to end the turn.
         """
         session = self._session
         parts: list[Part] = (
@@ -304,7 +272,6 @@ class CommandExecutor:
         return len(parts) or left
 
     def continue_reply(self, continuation: Continuation, future: "Future[Any]") -> None:
-        """Continue a reply whose work has ended; the next turn makes the rest of it."""
         self._continuation = partial(continuation.rest, future.result())
 
     # ---- No room
@@ -338,7 +305,6 @@ class CommandExecutor:
             error.again.then(self._notify_room)
 
     def give_up_waiting(self) -> None:
-        """Answer an error to the command that has waited too long for room."""
         _log.info("client_refused address=%s reason='the store had no room for too long'", self._session.address)
         with self._node.lock:
             error = encode_error(_NO_ROOM)
@@ -348,7 +314,7 @@ class CommandExecutor:
                 self._abort_soon()
             else:
                 self._retry = None
-                self._node.counters.errors += 1
+                self._node.counters.command_errors += 1
                 self._queue_reply(error)
         self.blocked, self.blocked_since_s = False, 0.0
 
@@ -371,7 +337,6 @@ class CommandExecutor:
     # ---- State
 
     def may_execute(self) -> bool:
-        """Return True if there may be a command, and nothing prevents its execution."""
         if not self.has_input or self.working or self.blocked:
             return False
         if self._session.closing and self._continuation is None:
@@ -384,7 +349,6 @@ class CommandExecutor:
         return most if self._session.authenticated else min(most, _UNAUTHENTICATED_OUTPUT_BYTES_MAX)
 
     def is_far_ahead(self) -> bool:
-        """Return True if as much as allowed waits behind deferred replies."""
         replies = self.replies
         return replies.deferred >= _DEFERRED_MAX or replies.waiting_bytes >= self._node.config.read_ahead_bytes_max
 
@@ -401,7 +365,7 @@ class CommandExecutor:
 
     def close(self) -> None:
         """Release everything. Needs the node's lock."""
-        self._node.counters.input_bytes += self.received_bytes
+        self._node.counters.received_bytes += self.received_bytes
         self.replies.drop()
         if not self.working:  # otherwise the work's end does
             self.body.release()

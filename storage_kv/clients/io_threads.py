@@ -1,12 +1,9 @@
 """The threads that serve clients, so that a server that mostly copies into sockets uses several cores.
 
-Sending and receiving a large value is a series of system calls, for which Python releases its interpreter lock: nine
-tenths of the time of a GET of 2 MiB. A command itself takes microseconds. So event loops in threads copy side by side,
-and commands run one at a time, under the node's lock. Processes would need the values in shared memory and a protocol
-between them for the same gain.
+Python releases its interpreter lock for the system calls that copy a large value: nine tenths of the time of a GET of
+2 MiB. So event loops in threads copy side by side, and commands run one at a time, under the node's lock.
 
-A connection belongs to one thread for its life: everything that it does runs there. The main thread accepts, keeps time
-and stops; it reaches connections through :meth:`IoThread.each`.
+A connection belongs to one thread for its life. The main thread reaches connections through :meth:`IoThread.each`.
 """
 
 import os
@@ -32,24 +29,10 @@ def threads_for(configured: int) -> int:
 
 
 class IoThread:
-    """A thread with an event loop and the connections that it serves.
-
-    Attributes:
-        clients: Number of its open connections; needs the node's lock.
-    """
+    """A thread with an event loop and its connections. ``clients``, their number, needs the node's lock."""
 
     def __init__(self, number: int, node: Node, workers: Workers, on_closed: Callable[[], None]) -> None:
-        """Start the thread; ``stop()`` ends it.
-
-        Args:
-            number: Number in its name.
-            node: The node to serve.
-            workers: Threads for long work.
-            on_closed: Called in this thread after a connection's end.
-
-        Raises:
-            OSError: No descriptors or threads are left.
-        """
+        """Start the thread; raise OSError if nothing is left for it. ``on_closed`` is called in this thread."""
         self.clients = 0
         self._node = node
         self._workers = workers
@@ -81,7 +64,6 @@ class IoThread:
         self._on_closed()
 
     def each(self, action: Callable[[Connection], None]) -> None:
-        """Call ``action`` soon for every connection, in this thread."""
         self._loop.call_threadsafe(lambda: self._each(action))
 
     def _each(self, action: Callable[[Connection], None]) -> None:
@@ -89,11 +71,9 @@ class IoThread:
             action(connection)
 
     def call_soon(self, function: Callable[[], None]) -> None:
-        """Call a function soon, in this thread."""
         self._loop.call_threadsafe(function)
 
     def check_time(self) -> None:
-        """End connections that have stood still for too long."""
         if self.clients:
             self.each(lambda connection: connection.check_time(time.monotonic()))
 

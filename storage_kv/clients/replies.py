@@ -43,20 +43,6 @@ class Replies:
         layer_bytes: Bytes of layers that were ever sent.
     """
 
-    __slots__ = (
-        "_node",
-        "_notify",
-        "_offset",
-        "_session",
-        "deferred",
-        "layer_bytes",
-        "lent_bytes",
-        "out",
-        "out_bytes",
-        "waiting",
-        "waiting_bytes",
-    )
-
     def __init__(self, node: Node, session: Session, notify: Callable[[], None]) -> None:
         """``notify`` is called from any thread when advance() may move parts."""
         self._node = node
@@ -140,8 +126,8 @@ class Replies:
         if deferred.lost:  # it was not a hit after all
             counters.hits -= 1
             counters.misses += 1
-            counters.lost += 1
-        counters.errors += deferred.failed
+            counters.lost_values += 1
+        counters.command_errors += deferred.failed
         self.deferred -= 1
         self.waiting_bytes -= deferred.expected_bytes
         self.lent_bytes -= deferred.expected_bytes
@@ -154,14 +140,9 @@ class Replies:
     # ---- Sending
 
     def send_to(self, transport: Transport, sent_slices: list[ValueSlice]) -> int:
-        """Send as much as the transport takes in one call; return the number of bytes.
+        """Send as much as the transport takes in one call; return the number of bytes. Raises OSError of the socket.
 
-        Args:
-            transport: Transport of the client.
-            sent_slices: Receives the slices that are sent completely; the caller releases them.
-
-        Raises:
-            OSError: BlockingIOError where the kernel has no room, others where the client has disconnected.
+        ``sent_slices`` receives the slices that are sent completely; the caller releases them.
         """
         out = self.out
         first = out[0]
@@ -177,7 +158,6 @@ class Replies:
         return sent
 
     def _remove_sent(self, sent: int, sent_slices: list[ValueSlice]) -> None:
-        """Remove ``sent`` bytes from the front."""
         self.out_bytes -= sent
         sent += self._offset
         out, begin = self.out, self._offset
@@ -202,7 +182,6 @@ class Replies:
         return self._offset > 0
 
     def drop(self) -> None:
-        """Release everything; nothing more is sent."""
         for queue in (self.out, self.waiting):
             for part in queue:
                 if isinstance(part, ValueSlice):

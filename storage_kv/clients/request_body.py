@@ -1,8 +1,7 @@
-"""Large arguments of one client: whether they may be received, when, and into which memory.
+"""Memory of one client: accounts of what it holds, and large arguments, whether, when and where they are received.
 
-An argument that is refused is refused when its length is known. Its bytes are dropped as they arrive, so the connection
-goes on and holds nothing of it. An admitted argument is counted with its whole length before there is memory for it.
-Where there is no room it waits, and its client is not read.
+An argument is refused when its length is known; its bytes are dropped as they arrive. An admitted argument is counted
+with its whole length before there is memory for it. Where there is no room it waits, and its client is not read.
 
 A value that is executed at once is received into the store's memory, where it stays. If a command has several values, a
 value for which the store has no room is received into memory of its own; otherwise clients that each hold some of their
@@ -14,7 +13,7 @@ from typing import Final, Literal, TypeAlias
 
 from shadowserve.pool import buffers
 from shadowserve.resp import NEED_DATA, CommandReader, LargeBulk, Limits, NeedData, encode_error
-from storage_kv.clients.memory_accounts import MemoryAccounts
+from storage_kv.access.memory import Account, Client
 from storage_kv.commands import find
 from storage_kv.commands._arguments import OUT_OF_MEMORY
 from storage_kv.node import Node
@@ -22,8 +21,10 @@ from storage_kv.session import Argument, Session
 
 Event: TypeAlias = list[Argument] | LargeBulk | Literal[NeedData.NEED_DATA]
 
-_ARGUMENT_BYTES_MAX: Final = 1 << 20
-"""Size limit of an argument that is not a value: a key, or the text of ECHO."""
+UNCOUNTED_BYTES: Final = 16 << 10
+"""A client that holds no more than this is not counted: partial pipelines, small replies."""
+
+_ARGUMENT_BYTES_MAX: Final = 1 << 20  # size limit of an argument that is not a value: a key, or the text of ECHO
 
 _UNAUTHENTICATED_ITEMS_MAX: Final = 10  # as Redis, like the next
 _UNAUTHENTICATED_BULK_BYTES_MAX: Final = 16 << 10
@@ -47,6 +48,62 @@ def limits_of(node: Node, session: Session) -> Limits:
     )
 
 
+class MemoryAccounts:
+    """The two memory accounts of a client. Needs the node's lock.
+
+    Attributes:
+        memory: Memory for requests and copied replies.
+        lent: Stored values that are being sent.
+        counted: One of the accounts is not empty.
+    """
+
+    def __init__(self, node: Node, session: Session, client: Client) -> None:
+        self._session = session
+        self.memory = Account(node.memory, client, session.share)
+        self.lent = Account(node.lent, client, session.share)
+        self.counted = False
+
+    def may_lend(self) -> bool:
+        """Return True if a stored value may be sent now; otherwise the client is notified when to try again."""
+        if self.lent.budget.is_open(self._session.share):
+            return True
+        self._follow_tenant()
+        return self.lent.admit(self.lent.budget.mean_pin_bytes)
+
+    def admit(self, size: int) -> bool:
+        """Count a large argument if there is room; otherwise the client is notified when to try again."""
+        self._follow_tenant()
+        self.counted = True
+        return self.memory.admit(size)
+
+    def admit_apart(self, size: int) -> Account | None:
+        """Count what a request holds after its command is executed, in an account of its own; None without room."""
+        if not self.admit(size):
+            return None
+        assert self.memory.client is not None, "a closed connection executes nothing"
+        account = Account(self.memory.budget, self.memory.client, self._session.share)
+        self.memory.budget.transfer(self.memory, account, size)
+        return account
+
+    def _follow_tenant(self) -> None:
+        share = self._session.share
+        if self.memory.tenant != share:
+            self.memory.move(share)
+            self.lent.move(share)
+
+    def set_held(self, held: int, lent: int) -> None:
+        self._follow_tenant()
+        if held <= UNCOUNTED_BYTES:
+            held = 0
+        self.counted = held > 0 or lent > 0
+        self.memory.set_held(held)
+        self.lent.set_held(lent)
+
+    def close(self) -> None:
+        self.memory.close()
+        self.lent.close()
+
+
 class RequestBody:
     """Provides memory for one client's large arguments. Needs the node's lock.
 
@@ -55,20 +112,6 @@ class RequestBody:
         in_place: A large argument is being received.
         refusal: Reply to the command that arrives if an argument of it was refused; otherwise empty.
     """
-
-    __slots__ = (
-        "_accounts",
-        "_buffers",
-        "_is_admitted",
-        "_node",
-        "_notify",
-        "_reader",
-        "_session",
-        "_waiting_bytes",
-        "bytes",
-        "in_place",
-        "refusal",
-    )
 
     def __init__(
         self, node: Node, session: Session, reader: CommandReader, accounts: MemoryAccounts, notify: Callable[[], None]
@@ -88,7 +131,6 @@ class RequestBody:
 
     @property
     def waits(self) -> bool:
-        """True while a large argument waits for room."""
         return self._waiting_bytes >= 0
 
     def next_command(self) -> Event:
@@ -96,9 +138,6 @@ class RequestBody:
 
         NEED_DATA also means that an argument waits for room. LargeBulk means that another large argument follows: call
         it again.
-
-        Raises:
-            ProtocolError: The input cannot be parsed any further.
         """
         event: Event = LargeBulk(self._waiting_bytes) if self.waits else self._reader.next_command()
         if isinstance(event, LargeBulk):

@@ -1,8 +1,6 @@
 """A client's connection through TLS: the handshake, and reads and writes that wait for the other direction.
 
-The loop's readiness drives the handshake like everything else; it may take ``authentication_timeout_s``. Later, a read
-may have to wait until the socket is writable and the reverse, and the kernel does not report decrypted bytes that wait
-in OpenSSL.
+The kernel does not report decrypted bytes that wait in OpenSSL.
 """
 
 import contextlib
@@ -12,11 +10,10 @@ import time
 from typing import ClassVar, Final
 
 from shadowserve.resp import encode_error
-from storage_kv.clients.connection import Connection
+from storage_kv.clients.connection import CLOSED, HANDSHAKE, LINGERING, OPEN, Connection, Phase
 from storage_kv.clients.event_loop import READ, WRITE
 from storage_kv.clients.request_body import limits_of
-from storage_kv.clients.transport import PlainClientError
-from storage_kv.clients.watched_socket import CLOSED, HANDSHAKE, LINGERING, OPEN, Phase
+from storage_kv.clients.transport import PlainClientError, TlsTransport
 
 _TLS_ONLY: Final = encode_error("ERR this server speaks TLS only: connect with TLS (redis-cli --tls)")
 
@@ -35,7 +32,7 @@ _REASONS: Final = {
 class SecureConnection(Connection):
     """A connection that begins with a handshake."""
 
-    __slots__ = ("_wanted",)  # directions that the connection waits for; its socket may wait for the other one
+    _transport: TlsTransport
 
     first_phase: ClassVar[Phase] = HANDSHAKE
 
@@ -111,14 +108,12 @@ class SecureConnection(Connection):
         self._linger()  # so that the client receives the answer, or the alert that OpenSSL has sent
 
     def finish(self) -> None:
-        """Execute nothing more; end when the replies are sent."""
         if self._phase is HANDSHAKE:
             self.abort()
         else:
             super().finish()
 
     def check_time(self, now_s: float) -> None:
-        """End the connection if it has stood still for longer than the configuration allows."""
         if self._phase is not HANDSHAKE:
             super().check_time(now_s)
         elif now_s - self.session.info.created_s > self._node.config.authentication_timeout_s:
@@ -126,7 +121,6 @@ class SecureConnection(Connection):
 
 
 def _reason(error: OSError) -> str:
-    """Return why a handshake failed, in plain words."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the client's certificate is not accepted: {error.verify_message}"
     if isinstance(error, ssl.SSLEOFError | ConnectionError):

@@ -1,80 +1,42 @@
-"""Bytes to and from a client's socket, in the clear or through TLS, behind one interface.
+"""Bytes to and from a client's socket, in the clear or through TLS.
 
 Python's ``SSLSocket`` encrypts at most one record of 16 KiB in each call and has no gathering send. It holds decrypted
-bytes that the kernel does not report. A read may have to wait until the socket is writable, and the reverse: TLS 1.3
-changes its keys in the middle of a connection.
-
-So the plain transport is the socket's own methods. The TLS transport repeats calls until a buffer is full, an iovec is
-sent, or it must wait. It joins only small parts into one record, and encrypts large parts from where they are stored.
+bytes that the kernel does not report. A read may have to wait until the socket is writable, and the reverse. So the TLS
+transport repeats calls until a buffer is full, an iovec is sent, or it must wait. It joins only small parts into one
+record, and encrypts large parts from where they are stored.
 """
 
 import contextlib
+import logging
 import socket
 import ssl
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
-_Socket: TypeAlias = socket.socket
+from shadowserve.errors import ConfigurationError
+from shadowserve.tls import Renewed, read_authorities, read_key_pair
+from storage_kv.config import StorageConfig
 
-_RECORD_BYTES: Final = 16 << 10
-"""Limit of the plaintext in a TLS record."""
+_log = logging.getLogger(__name__)
+
+_RECORD_BYTES: Final = 16 << 10  # limit of the plaintext in a TLS record
 _JOINED_PART_BYTES_MAX: Final = 4 << 10
 """Smaller parts are joined into one record; larger ones are sent from where they are."""
 _BYTES_PER_CALL_MAX: Final = 512 << 10
 """Limit of one call, so that a client with a fast network does not block the other clients of its thread."""
 _HANDSHAKE_RECORD: Final = 0x16
+_CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
+"""For TLS 1.2: forward secret and authenticated. TLS 1.3 has no others."""
 
 
 class PlainClientError(ConnectionError):
     """A client does not begin with TLS, and this server requires it."""
 
 
-class Transport(Protocol):
-    """A non-blocking socket. Calls raise BlockingIOError where they would have to wait.
-
-    Attributes:
-        is_secure: It uses TLS.
-        read_wants_write: A read continues when the socket is writable.
-        write_wants_read: A write continues when the socket is readable.
-    """
-
-    is_secure: bool
-    read_wants_write: bool
-    write_wants_read: bool
-
-    def recv_into(self, view: memoryview, /) -> int:
-        """Read into ``view``; return the number of bytes, 0 at the end of the stream."""
-
-    def recv(self, size_max: int, /) -> bytes:
-        """Return at most ``size_max`` received bytes; empty at the end of the stream."""
-
-    def send(self, data: bytes, /) -> int:
-        """Send what the kernel takes; return the number of bytes."""
-
-    def sendmsg(self, parts: Sequence[bytes | memoryview], /) -> int:
-        """Send buffers in order, as far as the kernel takes them; return the number of bytes."""
-
-    @property
-    def socket(self) -> _Socket:
-        """The socket to close at the end."""
-
-    def pending(self) -> int:
-        """Return the number of readable bytes that the kernel does not report."""
-
-    def shake_hands(self) -> bool:
-        """Continue the handshake; return True when it is done. Raises OSError if it has failed."""
-
-    def end(self) -> None:
-        """Close the sending side. Further input is read in the clear, to be dropped."""
-
-    def user_name(self) -> str:
-        """Return the user named by the client's certificate: its common name or first DNS name; empty for none."""
-
-
 class PlainTransport:
-    """The socket itself."""
+    """The socket itself, non-blocking: calls raise BlockingIOError where they would have to wait."""
 
-    __slots__ = ("is_secure", "read_wants_write", "recv", "recv_into", "send", "sendmsg", "socket", "write_wants_read")
+    is_secure = read_wants_write = write_wants_read = False
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
@@ -82,44 +44,29 @@ class PlainTransport:
         self.recv: Callable[[int], bytes] = sock.recv
         self.send: Callable[[bytes], int] = sock.send
         self.sendmsg: Callable[[Sequence[bytes | memoryview]], int] = sock.sendmsg
-        self.is_secure = self.read_wants_write = self.write_wants_read = False
-
-    def pending(self) -> int:
-        return 0
-
-    def shake_hands(self) -> bool:
-        return True
 
     def end(self) -> None:
         self.socket.shutdown(socket.SHUT_WR)
 
-    def user_name(self) -> str:
-        return ""
-
 
 class TlsTransport:
-    """A socket under TLS."""
+    """A socket under TLS.
 
-    __slots__ = ("_is_tls", "is_secure", "read_wants_write", "socket", "write_wants_read")
+    Attributes:
+        read_wants_write: A read continues when the socket is writable.
+        write_wants_read: A write continues when the socket is readable.
+    """
+
+    is_secure = True
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext) -> None:
-        """Wrap a non-blocking socket, before its handshake. The wrapper owns the descriptor.
-
-        Raises:
-            OSError: The client has disconnected; the socket is closed.
-        """
+        """Wrap a non-blocking socket, before its handshake; if the client is gone, close it and raise OSError."""
         self.socket = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         self._is_tls = False
-        self.is_secure = True
         self.read_wants_write = self.write_wants_read = False
 
     def shake_hands(self) -> bool:
-        """Continue the handshake; return True when it is done.
-
-        Raises:
-            PlainClientError: The client does not speak TLS.
-            OSError: The handshake has failed, or the client has disconnected.
-        """
+        """Continue the handshake; return True when it is done. Raises PlainClientError, or OSError if it has failed."""
         self.read_wants_write = False
         if not self._is_tls:
             with contextlib.suppress(BlockingIOError):
@@ -137,10 +84,10 @@ class TlsTransport:
         return True
 
     def pending(self) -> int:
+        """Return the number of readable bytes that the kernel does not report."""
         return self.socket.pending()
 
     def recv_into(self, view: memoryview, /) -> int:
-        """Fill ``view`` from the records that have arrived."""
         self.read_wants_write = False
         size = 0
         limit = min(len(view), _BYTES_PER_CALL_MAX)
@@ -207,17 +154,22 @@ class TlsTransport:
         return total
 
     def end(self) -> None:
+        """Close the sending side. Further input is read in the clear, to be dropped."""
         with contextlib.suppress(OSError):  # the client's close_notify is not awaited
             self.socket.unwrap()
         self.socket.shutdown(socket.SHUT_WR)
 
     def user_name(self) -> str:
+        """Return the common name or first DNS name of the client's certificate; empty for none."""
         certificate: dict[str, Any] = dict(self.socket.getpeercert() or {})
         for relative in certificate.get("subject", ()):
             for field, value in relative:
                 if field == "commonName":
                     return str(value)
         return next((str(value) for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"), "")
+
+
+Transport: TypeAlias = PlainTransport | TlsTransport
 
 
 def _next_record(parts: Sequence[bytes | memoryview], number: int) -> tuple[bytes | memoryview, int]:
@@ -233,3 +185,44 @@ def _next_record(parts: Sequence[bytes | memoryview], number: int) -> tuple[byte
         joined.append(part)
         size += len(part)
     return (first, 1) if len(joined) == 1 else (b"".join(joined), len(joined))
+
+
+class Certificates:
+    """The server's TLS context, made of the configured files and again when they change; connections keep theirs.
+
+    ``expires_s`` is the expiry of the certificate in use, Unix time.
+    """
+
+    def __init__(self, config: StorageConfig) -> None:
+        """Read the files; the message of a ConfigurationError names key, file and reason."""
+        self._config = config
+        self.expires_s = 0.0
+        self._files = Renewed((config.tls_cert, config.tls_key, config.tls_client_ca), self._make, _unusable)
+
+    def context(self) -> ssl.SSLContext:
+        return self._files.current()
+
+    def _make(self) -> ssl.SSLContext:
+        config = self._config
+        pair = read_key_pair(config.tls_cert, config.tls_key)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION | ssl.OP_CIPHER_SERVER_PREFERENCE
+        try:
+            context.set_ciphers(_CIPHERS)
+            context.load_cert_chain(config.tls_cert, config.tls_key)
+            if config.tls_client_ca:
+                authorities = read_authorities("tls_client_ca", config.tls_client_ca)
+                context.load_verify_locations(cadata=authorities.decode("ascii", "replace"))
+                context.verify_mode = ssl.CERT_REQUIRED
+        except (OSError, ValueError) as error:  # SSLError is an OSError
+            raise ConfigurationError(
+                f"tls_cert, tls_key, tls_client_ca: OpenSSL cannot use these files: {error}"
+            ) from None
+        self.expires_s = pair.expires.timestamp()
+        _log.info("certificate_read file=%s expires=%s", config.tls_cert, f"{pair.expires:%Y-%m-%dT%H:%MZ}")
+        return context
+
+
+def _unusable(error: ConfigurationError) -> None:
+    _log.error("certificates_unusable in_use='the previous ones' reason=%r", str(error))

@@ -29,7 +29,6 @@ class Workers:
             thread.start()
 
     def submit(self, session: Session, function: Callable[[], Any]) -> "Future[Any]":
-        """Call a function in a thread, on behalf of a client."""
         future: Future[Any] = Future()
         with self._changed:
             if not self._stopped:

@@ -9,8 +9,9 @@ from typing import Any, Final
 
 from shadowserve.pool.volume.tickets import BusyError
 from shadowserve.resp import encode_error
-from storage_kv.commands import _permissions, _transactions
+from storage_kv.commands import _transactions
 from storage_kv.commands._command import Command
+from storage_kv.commands._connection import describe_client
 from storage_kv.commands._table import TABLE
 from storage_kv.counters import SAMPLE_EVERY
 from storage_kv.node import Node
@@ -48,7 +49,7 @@ def execute(node: Node, session: Session, arguments: list[Argument]) -> Reply:
         if not session.authenticated and not command.open_to_all:
             raise CommandError("NOAUTH Authentication required.")
         if not session.user.unrestricted:
-            _permissions.check(node, session, command, arguments)
+            _check_permission(node, session, command, arguments)
         if session.transaction is not None and command.name not in _transactions.EXECUTED_AT_ONCE:
             return _transactions.queue(node, session, arguments)
         if command.is_audited:
@@ -70,31 +71,48 @@ def execute(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     except BusyError:  # it is executed again
         counters.commands -= 1
         statistics.calls -= 1
-        counters.busy += 1
+        counters.busy_refusals += 1
         raise
+    if node.watchers or isinstance(reply, Continuation):
+        return _followed(node, session, command, arguments, reply)
+    return reply
+
+
+def _followed(node: Node, session: Session, command: Command, arguments: list[Argument], reply: Reply) -> Reply:
+    """Fail transactions that watch a changed key; prepare the rest of a reply that is made in steps."""
     if node.watchers:
         _transactions.fail_watchers(node, session, command, arguments, reply)
     if isinstance(reply, Continuation):
         reply.rest = partial(_continue, node, session, command, arguments, reply.rest)
     return reply
+
+
+def _check_permission(node: Node, session: Session, command: Command, arguments: list[Argument]) -> None:
+    """Raise CommandError for a denial. No key is looked up, so the answer does not depend on its existence."""
+    denial = command.denial_of(session.user, arguments)
+    if denial is None:
+        return
+    reason, what = denial
+    node.deny(session, reason, what, describe_client(session).strip())
+    node.audit.write("denied", session, outcome="denied", command=command.full_name, reason=reason)
+    if reason == "command":
+        node.counters.commands_denied += 1
+        raise CommandError(f"NOPERM this user has no permissions to run the '{command.full_name}' command")
+    node.counters.keys_denied += 1
+    raise CommandError("NOPERM this user has no permissions to access one of the keys used as arguments")
 
 
 def _continue(
     node: Node, session: Session, command: Command, arguments: list[Argument], rest: Any, result: Any
 ) -> Reply:
-    """Make the next part of a reply; an error is a reply too."""
     try:
         reply: Reply = rest(result)
     except CommandError as error:
         node.counters.of(command.full_name).failed += 1
         return _error_reply(node, error)
-    if node.watchers:
-        _transactions.fail_watchers(node, session, command, arguments, reply)
-    if isinstance(reply, Continuation):
-        reply.rest = partial(_continue, node, session, command, arguments, reply.rest)
-    return reply
+    return _followed(node, session, command, arguments, reply)
 
 
 def _error_reply(node: Node, error: CommandError) -> bytes:
-    node.counters.errors += 1
+    node.counters.command_errors += 1
     return encode_error(str(error))

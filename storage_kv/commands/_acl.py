@@ -32,7 +32,6 @@ def wrong_arguments(arguments: list[Argument]) -> NoReturn:
 
 
 def whoami(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """ACL WHOAMI."""
     return encode_bulk(session.user.name)
 
 
@@ -42,12 +41,10 @@ def list_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def users(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """ACL USERS: names."""
     return encode(list[Value](sorted(node.users.by_name)), session.protocol)
 
 
 def getuser(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """ACL GETUSER name; the field ``tenant`` follows Redis' fields if the user has one."""
     user = node.users.by_name.get(bytes(arguments[2]))
     if user is None:
         return encode_null(session.protocol)
@@ -92,7 +89,6 @@ def deluser(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def genpass(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """ACL GENPASS [bits]."""
     if len(arguments) > 3:
         wrong_arguments(arguments)
     bits = as_integer(arguments[2]) if len(arguments) == 3 else _PASSWORD_BITS
@@ -111,10 +107,10 @@ def log(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     count = _LOG_ENTRIES
     if len(arguments) == 3:
         if bytes(arguments[2]).upper() == b"RESET":
-            node.users.denials.entries.clear()
+            node.users.denials.clear()
             return OK
         count = max(0, as_integer(arguments[2]))
-    return encode([_describe(entry) for entry in list(node.users.denials.entries)[:count]], session.protocol)
+    return encode([_describe(entry) for entry in list(node.users.denials)[:count]], session.protocol)
 
 
 def _describe(entry: Denial) -> Value:

@@ -1,7 +1,7 @@
 """Parsing of arguments, and replies that several commands share."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
 from shadowserve.pool.types import ENTRIES_PER_HOLD, Item, Lease
@@ -18,6 +18,7 @@ from storage_kv.reply import (
     Reply,
     ValueSlice,
 )
+from storage_kv.session import Argument
 
 OK: Final = b"+OK\r\n"
 OUT_OF_MEMORY: Final = "OOM command not allowed when used memory > 'maxmemory'."
@@ -50,6 +51,29 @@ def in_steps(step: Callable[[], Reply | None]) -> Reply:
     return Continuation([], lambda _: in_steps(step)) if reply is None else reply
 
 
+def count_in_steps(
+    names: Sequence[Argument],
+    count: Callable[[Sequence[Argument], int], int],
+    finish: Callable[[int], Reply] = lambda total: b":%d\r\n" % total,
+) -> Reply:
+    """Return the reply of a command that counts keys, some at a time.
+
+    Args:
+        names: All keys.
+        count: Gets some of them and the count of those before; returns the count of these.
+        finish: Makes the reply from the whole count.
+    """
+    position = total = 0
+
+    def step() -> Reply | None:
+        nonlocal position, total
+        total += count(names[position : position + KEYS_AT_A_TIME], total)
+        position += KEYS_AT_A_TIME
+        return finish(total) if position >= len(names) else None
+
+    return in_steps(step)
+
+
 def quote(argument: bytes | memoryview, length_max: int = 1024) -> str:
     """Return an argument for an error text, up to its first null byte and shortened."""
     return bytes(argument[:length_max]).partition(b"\0")[0].decode("utf-8", "surrogateescape")
@@ -60,13 +84,8 @@ def bulk_of(
 ) -> bytes | list[Part]:
     """Return a bulk reply of the bytes ``[begin, end)`` of a value: copied if small, otherwise by reference.
 
-    Args:
-        node: The node.
-        item: Item that get() or read() has just returned.
-        begin: First byte.
-        end: End of the bytes; None for the value's end.
-        missing: Reply if the value can be read neither from memory nor from a device.
-        prefix: Bytes before the bulk; not sent with ``missing``.
+    ``missing`` is the reply if the value can be read neither from memory nor from a device. ``prefix`` stands before
+    the bulk, not before ``missing``.
     """
     size = (item.length if end is None else end) - begin
     value = item.value
@@ -81,7 +100,6 @@ def bulk_of(
 
 
 def _read(node: Node, item: Item, begin: int, end: int, missing: bytes, prefix: bytes) -> DeferredReply:
-    """Return a deferred reply with the bytes ``[begin, end)``, read from a device."""
     deferred = DeferredReply(node.lock, node.store, end - begin)
 
     def done(lease: Lease | None) -> None:
@@ -111,7 +129,6 @@ def when_durable(node: Node, ticket: Ticket | None, operation: str, reply: bytes
 
 
 def _write_error(operation: str, error: Exception) -> bytes:
-    """Return the error reply for a change that could not be made durable."""
     if isinstance(error, OutOfBudgetError):
         return encode_error(OUT_OF_MEMORY)
     return encode_error(f"IOERR {operation} failed: {error}")
@@ -123,11 +140,7 @@ class OldValue:
     def __init__(self, node: Node, item: Item, operation: str, missing: bytes) -> None:
         """Hold the value of ``item``, or start to read it. ``reply()`` must be called.
 
-        Args:
-            node: The node.
-            item: Item that get() has just returned.
-            operation: The replacing command, for errors.
-            missing: Reply if the value cannot be read.
+        ``missing`` is the reply if the value cannot be read.
         """
         self._operation = operation
         self._deferred = DeferredReply(node.lock, node.store, item.length)

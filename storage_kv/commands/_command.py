@@ -1,12 +1,12 @@
 """The description of a command: flags, keys, ACL categories, and the reply of COMMAND."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, TypeAlias
 
 from shadowserve.resp import Map, SetReply, SimpleString, Value
-from storage_kv.access.rules import CATEGORIES
+from storage_kv.access.rules import CATEGORIES, User
 from storage_kv.commands._arguments import quote
 from storage_kv.node import Node
 from storage_kv.reply import CommandError, Reply
@@ -21,14 +21,7 @@ _GROUP_CATEGORIES: Final = {
     "server": (),
     "transactions": ("transaction",),
 }
-
-_VARIABLE: Final = "variable_flags"
-"""Key flag of SET, whose options change what it does to its key."""
-
-_KEY_NOTES: Final = {
-    "getex": b"RW and UPDATE because it changes the TTL",
-    "set": b"RW and ACCESS due to the optional `GET` argument",
-}
+_DENIED_KEY_BYTES_MAX: Final = 256  # of a key in ACL LOG
 
 
 @dataclass(eq=False)
@@ -36,20 +29,15 @@ class Command:
     """A command or a subcommand. Positions count the command's name as 0.
 
     Attributes:
-        name: Lower case.
         arity: Number of arguments, names included; -n means n or more.
         flags: Flags in Redis' words; ``no_auth`` allows unauthenticated clients.
-        handler: Executes it.
         since: Version of Redis, or of ShadowServe for its own commands.
         group: Group in Redis' words.
-        summary: One sentence.
         keys: Position of the first key, of the last one (negative from the end), step; zeros for none.
-        values: Positions of values, likewise; only values may be large.
-        key_flags: Accesses to its keys, in Redis' words and order. A test for existence is no access.
+        access: Letters for its access to keys: R reads, W writes, D deletes. A test for existence is no access.
+        values: Positions of values, like ``keys``; only values may be large.
         categories: ACL categories beside those that follow from the flags; None for those of the group.
-        tips: Hints for cluster clients, in Redis' words.
         parent: Name of the command that a subcommand belongs to.
-        access: Access to its keys for ACLs: letters of ``RW``.
         lends: Its reply may hold stored values.
     """
 
@@ -61,16 +49,14 @@ class Command:
     group: str
     summary: str
     keys: tuple[int, int, int] = (0, 0, 0)
+    access: str = ""
     values: tuple[int, int, int] = (0, 0, 0)
-    key_flags: str = ""
     categories: Collection[str] | None = None
-    tips: str = ""
     parent: str = ""
     subcommands: Sequence["Command"] = ()
     full_name: str = field(init=False)
     open_to_all: bool = field(init=False)
     is_audited: bool = field(init=False)
-    access: str = field(init=False)
     lends: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,7 +64,6 @@ class Command:
         flags = self.flags.split()
         self.open_to_all = "no_auth" in flags
         self.categories = tuple(self._all_categories(flags))
-        self.access = _access(self.key_flags)
         self.lends = self.group == "string" and "R" in self.access
         flushes = "write" in flags and "dangerous" in self.categories
         self.is_audited = "admin" in flags or flushes
@@ -107,41 +92,34 @@ class Command:
         first, last, step = self.values
         return bool(first) and first <= position <= (last if last >= 0 else position) and not (position - first) % step
 
-    def flags_of_keys(self, arguments: Sequence[Argument]) -> str:
-        """Return the key flags of the command with these arguments, in Redis' words."""
-        if not self.key_flags.endswith(_VARIABLE):
-            return self.key_flags
-        returns_old = any(bytes(option[:4]).upper() == b"GET" for option in arguments[3:])
-        return "RW access update" if returns_old else "OW update"
-
     def access_of(self, arguments: Sequence[Argument]) -> str:
-        """Return the access to its keys with these arguments: letters of ``RW``."""
-        return _access(self.flags_of_keys(arguments)) if self.key_flags.endswith(_VARIABLE) else self.access
+        """Return the access with these arguments: SET reads only with the option GET."""
+        if self.name == "set" and not any(bytes(option[:4]).upper() == b"GET" for option in arguments[3:]):
+            return "W"
+        return self.access
+
+    def denial_of(self, user: User, arguments: Sequence[Argument]) -> tuple[str, bytes] | None:
+        """Return ``("command", name)`` or ``("key", key)`` if a user may not execute it; otherwise None."""
+        if not user.may_run(self):
+            return "command", self.full_name.encode()
+        access = self.access_of(arguments).replace("D", "W")
+        for key in self.keys_of(arguments):
+            if not user.may_use(bytes(key), access):
+                return "key", bytes(key[:_DENIED_KEY_BYTES_MAX])
+        return None
 
     def describe(self) -> Value:
-        """Return the ten elements of COMMAND INFO, as since Redis 7."""
+        """Return the elements of COMMAND INFO. The hints for cluster clients are empty."""
         return [
             self.full_name.encode(),
             self.arity,
-            _words(self.flags),
+            _words(self.flags.split()),
             *self.keys,
-            SetReply([SimpleString(f"@{category}".encode()) for category in self.categories or ()]),
-            SetReply([tip.encode() for tip in self.tips.split()]),
-            SetReply([self._describe_keys()] if self.key_flags else []),
+            _words(f"@{category}" for category in self.categories or ()),
+            SetReply([]),
+            SetReply([]),
             SetReply([subcommand.describe() for subcommand in self.subcommands]),
         ]
-
-    def _describe_keys(self) -> Value:
-        first, last, step = self.keys
-        # Redis counts the last key's position from the first key's.
-        key_range: list[Value] = [b"lastkey", last if last < 0 else last - first, b"keystep", step, b"limit", 0]
-        notes: list[Value] = [b"notes", _KEY_NOTES[self.name]] if self.name in _KEY_NOTES else []
-        return Map([
-            *notes,
-            *(b"flags", _words(self.key_flags)),
-            *(b"begin_search", Map([b"type", b"index", b"spec", Map([b"index", first])])),
-            *(b"find_keys", Map([b"type", b"range", b"spec", Map(key_range)])),
-        ])  # fmt: skip
 
     def document(self) -> Value:
         """Return the map of COMMAND DOCS."""
@@ -155,27 +133,15 @@ class Command:
         return Map(fields)
 
 
-def _access(key_flags: str) -> str:
-    words = set(key_flags.split())
-    return ("R" if "access" in words else "") + ("W" if words & {"insert", "update", "delete"} else "")
-
-
-def _words(text: str) -> SetReply:
-    return SetReply([SimpleString(word.encode()) for word in text.split()])
+def _words(words: Iterable[str]) -> SetReply:
+    return SetReply([SimpleString(word.encode()) for word in words])
 
 
 class CommandTable:
-    """All commands. ``_table.py`` fills it.
-
-    Attributes:
-        commands: The commands without subcommands, in order.
-    """
+    """All commands, without subcommands, in order. ``_table.py`` fills it."""
 
     def __init__(self) -> None:
         self.commands: list[Command] = []
-
-    def add(self, *commands: Command) -> None:
-        self.commands += commands
 
     @cached_property
     def by_full_name(self) -> dict[str, Command]:

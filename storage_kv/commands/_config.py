@@ -26,14 +26,10 @@ _FACTORS: Final = {"k": 1000, "kb": 1 << 10, "m": 1000**2, "mb": 1 << 20, "g": 1
 _LEVELS: Final = {"debug": "debug", "verbose": "info", "notice": "info", "warning": "warning"}
 
 
-class _UnfitError(Exception):
-    """An invalid value of a parameter; the message is that of Redis."""
-
-
 def _memory(text: str) -> int:
     match = _MEMORY.fullmatch(text)
     if match is None:
-        raise _UnfitError("argument must be a memory value")
+        raise ConfigurationError("argument must be a memory value")
     return int(match[1]) * _FACTORS.get((match[2] or "").lower(), 1)
 
 
@@ -41,12 +37,12 @@ def _number(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise _UnfitError("argument couldn't be parsed into an integer") from None
+        raise ConfigurationError("argument couldn't be parsed into an integer") from None
 
 
 def _level(text: str) -> str:
     if text.lower() not in _LEVELS:
-        raise _UnfitError(f"argument(s) must be one of the following: {', '.join(_LEVELS)}")
+        raise ConfigurationError(f"argument(s) must be one of the following: {', '.join(_LEVELS)}")
     return _LEVELS[text.lower()]
 
 
@@ -95,7 +91,6 @@ def _shown(value: Any) -> str:
 
 
 def config_get(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """CONFIG GET pattern [pattern ...]."""
     found: dict[bytes, bytes] = {}  # each parameter once, and its spelling in the reply
     parameters = _parameters(node)
     for pattern in map(bytes, arguments[2:]):
@@ -141,7 +136,7 @@ def _read(node: Node, name: str, argument: Argument, text: str) -> tuple[str, An
             return key, read(text)
         if name in LIVE:
             return name, StorageConfig.read_text(name, text)
-    except (_UnfitError, ConfigurationError) as error:
+    except ConfigurationError as error:
         raise _refused(name, str(error)) from error
     raise _refused(name, "can't set immutable config")
 

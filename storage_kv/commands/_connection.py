@@ -14,8 +14,7 @@ from storage_kv.session import Argument, Session
 REDIS_VERSION: Final = "7.0.15"
 """Version of Redis whose replies this server gives; clients choose their commands by it."""
 
-_NAME_BYTES_MAX: Final = 256
-"""Size limit of a client's name and its library's: they are kept and listed."""
+_NAME_BYTES_MAX: Final = 256  # size limit of a client's name and its library's: they are kept and listed
 
 _NOT_AUTHENTICATED_HELLO = (
     "NOAUTH HELLO must be called with the client already authenticated, otherwise the HELLO AUTH <user> <pass> "
@@ -29,14 +28,12 @@ _WRONG_PASSWORD = "WRONGPASS invalid username-password pair or user is disabled.
 
 
 def ping(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """PING [message]."""
     if len(arguments) > 2:
         raise CommandError("ERR wrong number of arguments for 'ping' command")
     return b"+PONG\r\n" if len(arguments) == 1 else encode_bulk(arguments[1])
 
 
 def echo(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """ECHO message."""
     return encode_bulk(arguments[1])
 
 
@@ -76,7 +73,6 @@ def hello(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def auth(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """AUTH [user] password."""
     if len(arguments) > 3:
         syntax_error()
     if len(arguments) == 2 and node.users.default.no_password:
@@ -99,7 +95,7 @@ def _authenticate(node: Node, session: Session, name: bytes, password: bytes, co
     session.pause_until_s, session.pause_holds_replies = until_s, until_s > 0
     if user is None:
         node.counters.authentication_failures += 1
-        node.users.denials.add(Denial("auth", command, name[:_NAME_BYTES_MAX], describe_client(session).strip()))
+        node.users.deny(Denial("auth", command, name[:_NAME_BYTES_MAX], describe_client(session).strip()))
         node.audit.write("authentication", session, outcome="failed", user=name)
         node.warn_limited("authentication_failed", session.address, f"wrong password of user {quote(name, 64)}")
         raise CommandError(_WRONG_PASSWORD)
@@ -115,7 +111,6 @@ def _authenticate(node: Node, session: Session, name: bytes, password: bytes, co
 
 
 def quit_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """QUIT."""
     session.closing = True
     return OK
 
@@ -149,18 +144,15 @@ def _checked_name(argument: Argument) -> bytes:
 
 
 def client_id(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """CLIENT ID."""
     return b":%d\r\n" % session.id
 
 
 def client_setname(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """CLIENT SETNAME name."""
     session.info.name = _checked_name(arguments[2])
     return OK
 
 
 def client_getname(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """CLIENT GETNAME."""
     return encode_bulk(session.info.name) if session.info.name else encode_null(session.protocol)
 
 
@@ -277,10 +269,8 @@ def _filter(node: Node, session: Session, name: bytes, value: Argument) -> Calla
     if name == b"TYPE":
         is_normal = _is_normal(value)
         return lambda other: is_normal
-    if name == b"ADDR":
-        return lambda other: other.address == text
-    if name == b"LADDR":
-        return lambda other: other.info.local_address == text
+    if name in (b"ADDR", b"LADDR"):
+        return lambda other: text == (other.address if name == b"ADDR" else other.info.local_address)
     if name == b"USER":
         user = node.users.by_name.get(bytes(value))
         if user is None or not (session.user.is_operator or user.tenant == session.user.tenant):
@@ -300,7 +290,6 @@ def _client_id(argument: Argument) -> int:
 
 
 def client_info(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """CLIENT INFO."""
     return encode(Verbatim(describe_client(session)), session.protocol)
 
 
@@ -314,15 +303,9 @@ def client_no_evict(node: Node, session: Session, arguments: list[Argument]) -> 
 
 
 def client_reply(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """CLIENT REPLY ON | OFF | SKIP."""
     option = bytes(arguments[2]).upper()
-    if option == b"ON":
-        session.replies = True
-        session.skip = 0
-    elif option == b"OFF":
-        session.replies = False
-    elif option == b"SKIP":
-        session.skip = 2
-    else:
+    modes = {b"ON": (True, 0), b"OFF": (False, session.skip), b"SKIP": (session.replies, 2)}
+    if option not in modes:
         syntax_error()
+    session.replies, session.skip = modes[option]
     return encode(SimpleString(b"OK"))

@@ -1,20 +1,11 @@
 """Commands about commands: COMMAND, HELP, ACL CAT and ACL DRYRUN."""
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Final
 
-from shadowserve.resp import (
-    SetReply,
-    SimpleString,
-    encode,
-    encode_array_header,
-    encode_bulk,
-    encode_map_header,
-    encode_null,
-)
+from shadowserve.resp import SimpleString, encode, encode_array_header, encode_bulk, encode_map_header, encode_null
 from storage_kv.access.rules import CATEGORIES
-from storage_kv.commands import _acl, _permissions
+from storage_kv.commands import _acl
 from storage_kv.commands._arguments import OK, quote, syntax_error
 from storage_kv.commands._command import TABLE, Command
 from storage_kv.glob import Glob
@@ -22,22 +13,18 @@ from storage_kv.node import Node
 from storage_kv.reply import CommandError, Continuation, Reply
 from storage_kv.session import Argument, Session
 
-_NAMES_MAX: Final = 1024
-"""Limit of the names in one question about commands; the table has a tenth of that."""
+_NAMES_MAX: Final = 1024  # limit of the names in one question about commands; the table has a tenth of that
 
 
 def command(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """COMMAND."""
     return encode([each.describe() for each in TABLE.commands], session.protocol)
 
 
 def command_count(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """COMMAND COUNT."""
     return b":%d\r\n" % len(TABLE.commands)
 
 
 def command_info(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """COMMAND INFO [name ...]."""
     if len(arguments) == 2:
         return command(node, session, arguments)
     null = encode_null(session.protocol)
@@ -88,37 +75,22 @@ def command_list(node: Node, session: Session, arguments: list[Argument]) -> Rep
 
 
 def command_getkeys(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """COMMAND GETKEYS command [argument ...]."""
-    _, keys = _keys_in(arguments[2:])
+    asked = arguments[2:]
+    try:
+        found = TABLE.look_up(asked)
+    except CommandError:
+        raise CommandError("ERR Invalid command specified") from None
+    if not found.keys[0]:
+        raise CommandError("ERR The command has no key arguments")
+    try:
+        found.check_arity(asked)
+    except CommandError:
+        raise CommandError("ERR Invalid number of arguments specified for command") from None
+    keys = found.keys_of(asked)
     return Continuation.of([encode_array_header(len(keys))], iter(keys), encode_bulk)
 
 
-def command_getkeysandflags(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """COMMAND GETKEYSANDFLAGS command [argument ...]."""
-    found, keys = _keys_in(arguments[2:])
-    flags = SetReply([SimpleString(flag.encode()) for flag in found.flags_of_keys(arguments[2:]).split()])
-    tail = encode(flags, session.protocol)
-    return Continuation.of(
-        [encode_array_header(len(keys))], iter(keys), lambda key: b"*2\r\n" + encode_bulk(key) + tail
-    )
-
-
-def _keys_in(arguments: list[Argument]) -> tuple[Command, Sequence[Argument]]:
-    try:
-        found = TABLE.look_up(arguments)
-    except CommandError:
-        raise CommandError("ERR Invalid command specified") from None
-    if not found.key_flags:
-        raise CommandError("ERR The command has no key arguments")
-    try:
-        found.check_arity(arguments)
-    except CommandError:
-        raise CommandError("ERR Invalid number of arguments specified for command") from None
-    return found, found.keys_of(arguments)
-
-
 def help(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """HELP of any command with subcommands."""
     found = TABLE.find(arguments[0])
     assert found is not None
     lines = [f"{found.name.upper()} <subcommand> [<arg> ...]. Subcommands are:"]
@@ -141,7 +113,6 @@ def acl_cat(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def acl_dryrun(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """ACL DRYRUN user command [argument ...]."""
     user = node.users.by_name.get(bytes(arguments[2]))
     if user is None:
         raise CommandError(f"ERR User '{quote(arguments[2])}' not found")
@@ -151,7 +122,7 @@ def acl_dryrun(node: Node, session: Session, arguments: list[Argument]) -> Reply
     except CommandError:
         raise CommandError(f"ERR Command '{quote(arguments[3])}' not found") from None
     found.check_arity(tried)
-    denial = _permissions.find_denial(user, found, tried)
+    denial = found.denial_of(user, tried)
     if denial is None:
         return OK
     reason, what = denial

@@ -3,10 +3,18 @@
 import re
 from collections.abc import Callable, Sequence
 
-from shadowserve.pool.types import Address
 from shadowserve.pool.volume.tickets import Ticket
 from shadowserve.resp import encode, encode_array_header, encode_bulk
-from storage_kv.commands._arguments import KEYS_AT_A_TIME, OK, as_integer, in_steps, quote, syntax_error, when_durable
+from storage_kv.commands._arguments import (
+    KEYS_AT_A_TIME,
+    OK,
+    as_integer,
+    count_in_steps,
+    in_steps,
+    quote,
+    syntax_error,
+    when_durable,
+)
 from storage_kv.glob import Glob
 from storage_kv.node import Node
 from storage_kv.reply import CommandError, Reply
@@ -19,79 +27,45 @@ _LISTING_BYTES_MAX = 16 << 20
 """Size limit of the reply to KEYS: about 200,000 keys of chunks. SCAN lists any number, a page at a time."""
 
 
-class _Count:
-    """Counts the keys of a command that pass a test, some keys in each step."""
-
-    def __init__(
-        self, node: Node, session: Session, names: Sequence[Argument], test: Callable[[Address], bool]
-    ) -> None:
-        self._node = node
-        self._session = session
-        self._names = names
-        self._test = test
-        self._position = 0
-        self._count = 0
-
-    def __call__(self) -> bytes | None:
-        begin, self._position = self._position, self._position + KEYS_AT_A_TIME
-        qualify, test = self._session.qualify, self._test
-        self._count += sum(test(qualify(name)) for name in self._names[begin : self._position])
-        return b":%d\r\n" % self._count if self._position >= len(self._names) else None
-
-
 def exists(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """EXISTS key [key ...]: a repeated key counts repeatedly."""
-    return in_steps(
-        _Count(node, session, arguments[1:], lambda key: node.read(key, touch=False, lookup=True) is not None)
-    )
+    def count(names: Sequence[Argument], _: int) -> int:
+        return sum(node.read(session.qualify(name), touch=False, lookup=True) is not None for name in names)
+
+    return count_in_steps(arguments[1:], count)
 
 
 def touch(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """TOUCH key [key ...]: as EXISTS, and counts as a use of each."""
-    return in_steps(_Count(node, session, arguments[1:], lambda key: node.read(key, lookup=True) is not None))
+    def count(names: Sequence[Argument], _: int) -> int:
+        return sum(node.read(session.qualify(name), lookup=True) is not None for name in names)
+
+    return count_in_steps(arguments[1:], count)
 
 
 def delete(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """DEL key [key ...], UNLINK likewise. Memory is freed when the last reply that uses it is sent.
+    """DEL and UNLINK. Memory is freed when the last reply that uses it is sent.
 
-    It waits also for absent keys, because a reply promises that they stay absent: another client's removal may not be
+    They wait also for absent keys, because a reply promises that they stay absent: another client's removal may not be
     durable yet, or the key was on a device that was given up, and the others have not logged that yet.
     """
-    removed = _Count(node, session, arguments[1:], node.store.remove)
     tickets: list[Ticket] = []
 
-    def step() -> Reply | None:
-        reply = removed()
+    def remove(names: Sequence[Argument], _: int) -> int:
+        count = sum(node.store.remove(session.qualify(name)) for name in names)
         # In each step: a later barrier may not report the failures of an earlier step.
         if (ticket := node.store.barrier()) is not None:
             tickets.append(ticket)
-        return None if reply is None else when_durable(node, Ticket.of(*tickets) if tickets else None, "DEL", reply)
+        return count
 
-    return in_steps(step)
+    def finish(count: int) -> Reply:
+        return when_durable(node, Ticket.of(*tickets) if tickets else None, "DEL", b":%d\r\n" % count)
+
+    return count_in_steps(arguments[1:], remove, finish)
 
 
 def expire(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """EXPIRE key seconds [NX | XX | GT | LT]."""
-    return _expire(node, session, arguments, 1000, node.clock_ms())
-
-
-def pexpire(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """PEXPIRE key milliseconds [NX | XX | GT | LT]."""
-    return _expire(node, session, arguments, 1, node.clock_ms())
-
-
-def expireat(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """EXPIREAT key unix-time-seconds [NX | XX | GT | LT]."""
-    return _expire(node, session, arguments, 1000, 0)
-
-
-def pexpireat(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """PEXPIREAT key unix-time-milliseconds [NX | XX | GT | LT]."""
-    return _expire(node, session, arguments, 1, 0)
-
-
-def _expire(node: Node, session: Session, arguments: list[Argument], unit_ms: int, from_ms: int) -> Reply:
+    """EXPIRE, PEXPIRE, EXPIREAT and PEXPIREAT."""
     name = bytes(arguments[0]).decode("ascii").lower()
+    unit_ms, from_ms = 1 if name[0] == "p" else 1000, 0 if name.endswith("at") else node.clock_ms()
     allowed = _expire_condition(arguments[3:])
     number = as_integer(arguments[2])
     time_ms = number * unit_ms + from_ms
@@ -129,44 +103,17 @@ def _expire_condition(options: list[Argument]) -> Callable[[int | None, int], bo
     return allowed
 
 
-def _expiry_ms(node: Node, session: Session, key: Argument) -> int:
-    """Return the Unix time in milliseconds at which a key expires; -1 without expiry, -2 if absent."""
-    item = node.read(session.qualify(key), touch=False, lookup=True)
-    if item is None:
-        return -2
-    return -1 if item.expires_at_ms is None else item.expires_at_ms
-
-
-def _remaining_ms(node: Node, session: Session, key: Argument) -> int:
-    """Return the remaining milliseconds of a key; -1 without expiry, -2 if absent."""
-    time_ms = _expiry_ms(node, session, key)
-    return time_ms if time_ms < 0 else max(time_ms - node.clock_ms(), 0)
-
-
-def ttl(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """TTL key: seconds, rounded."""
-    remaining = _remaining_ms(node, session, arguments[1])
-    return b":%d\r\n" % (remaining if remaining < 0 else (remaining + 500) // 1000)
-
-
-def pttl(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """PTTL key: milliseconds."""
-    return b":%d\r\n" % _remaining_ms(node, session, arguments[1])
-
-
-def expiretime(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """EXPIRETIME key: Unix time in seconds, rounded; -1 without expiry, -2 if absent."""
-    time_ms = _expiry_ms(node, session, arguments[1])
-    return b":%d\r\n" % (time_ms if time_ms < 0 else (time_ms + 500) // 1000)
-
-
-def pexpiretime(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """PEXPIRETIME key: Unix time in milliseconds; -1 without expiry, -2 if absent."""
-    return b":%d\r\n" % _expiry_ms(node, session, arguments[1])
+def expiry(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """TTL, PTTL, EXPIRETIME and PEXPIRETIME: -1 without expiry, -2 if absent; seconds are rounded."""
+    name = bytes(arguments[0]).lower()
+    item = node.read(session.qualify(arguments[1]), touch=False, lookup=True)
+    if item is None or item.expires_at_ms is None:
+        return b":-2\r\n" if item is None else b":-1\r\n"
+    time_ms = item.expires_at_ms if name.endswith(b"time") else max(item.expires_at_ms - node.clock_ms(), 0)
+    return b":%d\r\n" % (time_ms if name.startswith(b"p") else (time_ms + 500) // 1000)
 
 
 def persist(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """PERSIST key."""
     key = session.qualify(arguments[1])
     item = node.store.peek(key)
     if item is None or item.expires_at_ms is None:
@@ -176,14 +123,11 @@ def persist(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def type_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """TYPE key: every value is a string."""
-    return (
-        b"+none\r\n" if node.read(session.qualify(arguments[1]), touch=False, lookup=True) is None else b"+string\r\n"
-    )
+    item = node.read(session.qualify(arguments[1]), touch=False, lookup=True)
+    return b"+none\r\n" if item is None else b"+string\r\n"
 
 
 def scan(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """SCAN cursor [MATCH pattern] [COUNT count] [TYPE type]."""
     cursor = _cursor(bytes(arguments[1]))
     pattern: Glob | None = None
     count, of_type = 10, b"string"
@@ -209,7 +153,6 @@ def scan(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def _glob(pattern: Argument) -> Glob:
-    """Compile a pattern of limited size."""
     if len(pattern) > _PATTERN_BYTES_MAX:
         raise CommandError(f"ERR pattern is too long: {len(pattern)} bytes, at most {_PATTERN_BYTES_MAX} are allowed")
     return Glob(bytes(pattern))
@@ -225,42 +168,30 @@ def _cursor(text: bytes) -> int:
 
 
 def keys(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """KEYS pattern: each matching key once, found in steps."""
-    return in_steps(_Listing(node, session, bytes(arguments[1])))
+    """KEYS pattern: each matching key once, even if the store's scan returns it twice."""
+    pattern = None if arguments[1] == b"*" else _glob(arguments[1])
+    seen: set[bytes] = set()
+    parts: list[bytes] = []
+    cursor = size = 0
 
-
-def _all(name: bytes) -> bool:
-    return True
-
-
-class _Listing:
-    """Lists the keys of a tenant that match a pattern."""
-
-    def __init__(self, node: Node, session: Session, pattern: bytes) -> None:
-        self._node = node
-        self._tenant = session.tenant
-        self._matches: Callable[[bytes], bool] = _all if pattern == b"*" else _glob(pattern).matches
-        self._cursor = 0
-        self._found: set[bytes] = set()
-        self._parts: list[bytes] = []
-        self._bytes = 0
-
-    def __call__(self) -> Reply | None:
-        matches, seen = self._matches, self._found
-        self._cursor, names = self._node.store.scan(self._tenant, self._cursor, KEYS_AT_A_TIME)
-        fresh = [name for name in dict.fromkeys(names) if name not in seen and matches(name)]
-        seen.update(fresh)
-        self._parts.append(b"".join(map(encode_bulk, fresh)))
-        self._bytes += len(self._parts[-1])
-        if self._bytes > _LISTING_BYTES_MAX:
+    def step() -> Reply | None:
+        nonlocal cursor, size
+        cursor, names = node.store.scan(session.tenant, cursor, KEYS_AT_A_TIME)
+        unseen = (name for name in dict.fromkeys(names) if name not in seen)
+        found = [name for name in unseen if pattern is None or pattern.matches(name)]
+        seen.update(found)
+        parts.append(b"".join(map(encode_bulk, found)))
+        size += len(parts[-1])
+        if size > _LISTING_BYTES_MAX:
             raise CommandError(
                 f"ERR KEYS matches more than {_LISTING_BYTES_MAX >> 20} MiB of keys: use SCAN or a narrower pattern"
             )
-        return None if self._cursor else [encode_array_header(len(seen)), *self._parts]
+        return None if cursor else [encode_array_header(len(seen)), *parts]
+
+    return in_steps(step)
 
 
 def dbsize(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """DBSIZE."""
     return b":%d\r\n" % node.store.count(session.tenant)
 
 

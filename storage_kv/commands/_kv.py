@@ -1,11 +1,20 @@
 """ShadowServe's own commands; their names begin with ``KV.``."""
 
+from collections.abc import Sequence
 from math import inf
 from typing import Final
 
 from shadowserve.pool.types import Address, Item, PinShareError
 from shadowserve.resp import Map, Value, encode, encode_array_header, encode_null
-from storage_kv.commands._arguments import KEYS_AT_A_TIME, as_integer, bulk_of, in_steps, syntax_error, when_durable
+from storage_kv.commands._arguments import (
+    KEYS_AT_A_TIME,
+    as_integer,
+    bulk_of,
+    count_in_steps,
+    in_steps,
+    syntax_error,
+    when_durable,
+)
 from storage_kv.layers import KEYS_MAX, LAYERS_MAX
 from storage_kv.node import Node
 from storage_kv.pending_keys import NAME_BYTES_MAX, SECONDS_MAX, TooManyPendingError
@@ -19,11 +28,10 @@ _WINDOW_US_MAX: Final = 3_600 * 10**6
 
 
 def meta(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """KV.META key [key ...]: length and header of each record; nil where there is none.
+    """KV.META key [key ...]: one round trip gives a reader all that it needs before it fetches bodies.
 
     For a record that only the bucket has, an integer replaces the header: in how many milliseconds the record can be
-    here if it and those before it are requested now, at least 1. So one round trip gives a reader all that it needs
-    before it fetches bodies, and the bucket is not read. Counts as a use of each record found.
+    here if it and those before it are requested now, at least 1. The bucket is not read.
     """
     null = encode_null(session.protocol)
     node.counters.meta_keys += len(arguments) - 1
@@ -44,11 +52,7 @@ def meta(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def prefetch(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """KV.PREFETCH key [key ...]: starts to read records from the bucket; returns how many of them are being read.
-
-    It starts them in order, as many as the bucket delivers in about a second; a client repeats it for the rest. It
-    waits for nothing.
-    """
+    """KV.PREFETCH key [key ...]: starts to read records in order, as many as the bucket delivers in about a second."""
     names, position, count = arguments[1:], 0, 0
 
     def step() -> Reply | None:
@@ -67,16 +71,7 @@ def prefetch(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def layers(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """KV.LAYERS layers rate window key [key ...]: the records of a prefix, layer by layer.
-
-    ``layers`` are numbers and ranges, separated by commas, in the order of sending: ``0-31``, or ``5,0-4``. ``rate`` is
-    the highest rate in bits per second, 0 for no limit; not below ``layers_bits_per_s_min``. ``window`` is the
-    microseconds that the client computes with each layer, 0 if unknown.
-
-    The reply is an array. Its first element is an array with the number of bytes that follow for each key, nil where
-    there is no record. Then follows a bulk for each layer: the length of each key's piece as 32-bit little-endian
-    numbers, 0 for none, then the pieces in the order of the keys.
-    """
+    """KV.LAYERS layers rate window key [key ...]; README.md has its arguments and reply."""
     if node.streams is None:
         raise CommandError("ERR the server is starting or stopping: try again")
     wanted = _layer_numbers(arguments[1])
@@ -120,35 +115,29 @@ def _layer_numbers(argument: Argument) -> list[int]:
 
 
 def publish(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """KV.PUBLISH milliseconds key [key ...]: marks keys as pending: this or another connection will store them.
+    """KV.PUBLISH milliseconds key [key ...]: returns how many keys are pending now or, with 0 ms, were so before.
 
-    0 milliseconds ends it. Returns how many keys are pending now or, with 0, were so before. A key that exists does not
-    become pending. Where there is no room for more keys the rest stays unchanged, and the reply is an error.
+    A key that exists does not become pending. Where there is no room for more keys the rest stays unchanged.
     """
     lasts_ms = as_integer(arguments[1])
     if not 0 <= lasts_ms <= 1000 * SECONDS_MAX:
         raise CommandError(f"ERR invalid time in 'kv.publish' command: 0 to {1000 * SECONDS_MAX} milliseconds")
     if any(len(name) > NAME_BYTES_MAX for name in arguments[2:]):
         raise CommandError(f"ERR a pending key has at most {NAME_BYTES_MAX} bytes")
-    names, position, count = arguments[2:], 0, 0
 
-    def step() -> Reply | None:
-        nonlocal position, count
-        keys = [session.qualify(name) for name in names[position : position + KEYS_AT_A_TIME]]
+    def publish_some(names: Sequence[Argument], before: int) -> int:
+        keys = [session.qualify(name) for name in names]
         if not lasts_ms:
-            count += node.pending_keys.withdraw(session.id, keys)
-        else:
-            keys = [key for key in keys if node.store.peek(key) is None]
-            now_ms = node.clock_ms()
-            try:
-                node.pending_keys.add(session.id, keys, now_ms, now_ms + lasts_ms)
-            except TooManyPendingError as error:
-                raise CommandError(f"OOM {error}. {count} of this command's keys are pending") from None
-            count += len(keys)
-        position += KEYS_AT_A_TIME
-        return b":%d\r\n" % count if position >= len(names) else None
+            return node.pending_keys.withdraw(session.id, keys)
+        keys = [key for key in keys if node.store.peek(key) is None]
+        now_ms = node.clock_ms()
+        try:
+            node.pending_keys.add(session.id, keys, now_ms, now_ms + lasts_ms)
+        except TooManyPendingError as error:
+            raise CommandError(f"OOM {error}. {before} of this command's keys are pending") from None
+        return len(keys)
 
-    return in_steps(step)
+    return count_in_steps(arguments[2:], publish_some)
 
 
 def pending(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -166,38 +155,25 @@ def pending(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def pin(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """KV.PIN seconds key [key ...]: protects keys from eviction; 0 seconds unpins. Returns how many of them exist.
-
-    Pins count against shares. At the first key that exceeds one the rest stays unchanged, and the reply is an error.
-    """
+    """KV.PIN seconds key [key ...]: at the first key that exceeds a share the rest stays unchanged."""
     seconds, seconds_max = as_integer(arguments[1]), node.config.pin_max_s
     if not 0 <= seconds <= seconds_max:
         raise CommandError(f"ERR invalid pin time in 'kv.pin' command: 0 to {seconds_max} seconds (pin_max_s)")
-    return in_steps(_Pinning(node, session, arguments[2:], seconds))
+    until_ms = node.clock_ms() + 1000 * seconds if seconds else 0
 
-
-class _Pinning:
-    """The keys of one KV.PIN."""
-
-    def __init__(self, node: Node, session: Session, names: list[Argument], seconds: int) -> None:
-        self._node = node
-        self._session = session
-        self._names = names
-        self._until_ms = node.clock_ms() + 1000 * seconds if seconds else 0
-        self._position = 0
-        self._found = 0
-
-    def __call__(self) -> Reply | None:
-        store, end = self._node.store, self._position + KEYS_AT_A_TIME
-        for name in self._names[self._position : end]:
+    def pin_some(names: Sequence[Argument], before: int) -> int:
+        count = 0
+        for name in names:
             try:
-                self._found += store.pin(self._session.qualify(name), self._until_ms)
+                count += node.store.pin(session.qualify(name), until_ms)
             except PinShareError as error:
-                raise CommandError(f"OOM {error}. {self._found} of this command's keys are pinned") from None
-        self._position = end
-        if end < len(self._names):
-            return None
-        return when_durable(self._node, store.barrier() if self._found else None, "KV.PIN", b":%d\r\n" % self._found)
+                raise CommandError(f"OOM {error}. {before + count} of this command's keys are pinned") from None
+        return count
+
+    def finish(count: int) -> Reply:
+        return when_durable(node, node.store.barrier() if count else None, "KV.PIN", b":%d\r\n" % count)
+
+    return count_in_steps(arguments[2:], pin_some, finish)
 
 
 def unpin(node: Node, session: Session, arguments: list[Argument]) -> Reply:

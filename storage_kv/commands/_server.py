@@ -23,8 +23,7 @@ from storage_kv.session import Argument, Session
 
 _Fields = list[tuple[str, object]]
 
-_TENANTS_SHOWN_MAX: Final = 256
-"""Limit of the tenants in INFO: about 3 ms of the node's lock."""
+_TENANTS_SHOWN_MAX: Final = 256  # limit of the tenants in INFO: about 3 ms of the node's lock
 _PLAIN: Final = "".join(map(chr, range(33, 127))).translate(dict.fromkeys(map(ord, "%,=")))
 """Characters of a tenant's name that need no percent-encoding in a list of pairs."""
 
@@ -47,7 +46,6 @@ def _resident_bytes() -> int:
 
 
 def _table_fields(section: str, node: Node) -> _Fields:
-    """Return the fields of a section that come from the table of metrics."""
     return [(name, _number(value)) for name, value in info_fields(section, View.of(node))]
 
 
@@ -106,25 +104,9 @@ def _info_memory(node: Node) -> _Fields:
     ]
 
 
-def _info_stats(node: Node) -> _Fields:
-    return _table_fields("Stats", node)
-
-
 def _info_cpu(node: Node) -> _Fields:
     own = resource.getrusage(resource.RUSAGE_SELF)
     return [("used_cpu_sys", f"{own.ru_stime:.6f}"), ("used_cpu_user", f"{own.ru_utime:.6f}")]
-
-
-def _info_persistence(node: Node) -> _Fields:
-    return [("loading", 0), ("rdb_changes_since_last_save", 0), ("aof_enabled", 0)]
-
-
-def _info_replication(node: Node) -> _Fields:
-    return [("role", "master"), ("connected_slaves", 0)]
-
-
-def _info_cluster(node: Node) -> _Fields:
-    return [("cluster_enabled", 0)]
 
 
 def _info_keyspace(node: Node, tenant: int | None = None) -> _Fields:
@@ -145,7 +127,7 @@ def _info_shadowserve(node: Node) -> _Fields:
 
 
 def _info_commandstats(node: Node) -> _Fields:
-    """Redis' lines. The time is that of the sample, scaled to all calls."""
+    """Return Redis' lines; the time of the sample is scaled to all calls."""
     return [
         (
             f"cmdstat_{name}",
@@ -231,11 +213,11 @@ _SECTIONS: Final[dict[str, Callable[[Node], _Fields]]] = {
     "Server": _info_server,
     "Clients": _info_clients,
     "Memory": _info_memory,
-    "Persistence": _info_persistence,
-    "Stats": _info_stats,
-    "Replication": _info_replication,
+    "Persistence": lambda node: [("loading", 0), ("rdb_changes_since_last_save", 0), ("aof_enabled", 0)],
+    "Stats": lambda node: _table_fields("Stats", node),
+    "Replication": lambda node: [("role", "master"), ("connected_slaves", 0)],
     "CPU": _info_cpu,
-    "Cluster": _info_cluster,
+    "Cluster": lambda node: [("cluster_enabled", 0)],
     "Keyspace": _info_keyspace,
     "ShadowServe": _info_shadowserve,
 }
@@ -254,7 +236,6 @@ _SECTIONS_ON_DEMAND: Final[dict[str, Callable[[Node], _Fields]]] = {
 
 
 def info(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """INFO [section ...]; users without @admin see some sections, and their own tenant's keys."""
     wanted = {bytes(argument).decode("utf-8", "replace").lower() for argument in arguments[1:]}
     sections = _SECTIONS | _SECTIONS_ON_DEMAND
     if wanted & {"all", "everything"}:

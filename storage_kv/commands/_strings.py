@@ -36,7 +36,6 @@ _SMALL_HEADERS = tuple(encode_bulk_header(size) for size in range(1024))
 
 
 def get(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """GET key."""
     item = node.read((session.tenant, bytes(arguments[1])))
     if item is None:
         return encode_null(session.protocol)
@@ -61,13 +60,11 @@ def getrange(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def strlen(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """STRLEN key."""
     item = node.read(session.qualify(arguments[1]), lookup=True)
     return b":%d\r\n" % (0 if item is None else item.length)
 
 
 def mget(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """MGET key [key ...]."""
     null = encode_null(session.protocol)
 
     def value(key: Argument) -> bytes | list[Part]:
@@ -149,49 +146,39 @@ def set_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
             raise CommandError(OUT_OF_MEMORY) from None
         return OK if ticket is None else when_durable(node, ticket, "SET", OK)
     options = _SetOptions.parse(arguments[3:])
-    expires_at_ms = options.expires_at_ms(node, "set")
-    answers = _Answers(
-        met=encode_null(session.protocol) if options.returns_old else OK,
-        unmet=encode_null(session.protocol),
+    null = encode_null(session.protocol)
+    write = _Write(
+        key,
+        value,
+        "SET",
+        met=null if options.returns_old else OK,
+        unmet=null,
+        condition=options.condition,
         returns_old=options.returns_old,
+        expires_at_ms=options.expires_at_ms(node, "set"),
+        keeps_expiry=options.keeps_expiry,
     )
-    return _put(
-        _Write(node, session, key, value, options.condition, expires_at_ms, options.keeps_expiry, "SET", answers)
-    )
+    return _put(node, session, write)
 
 
 def setnx(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """SETNX key value."""
-    key, value = _checked(arguments[1]), arguments[2]
-    answers = _Answers(met=b":1\r\n", unmet=b":0\r\n")
-    return _put(_Write(node, session, key, value, b"NX", None, False, "SETNX", answers))
+    write = _Write(_checked(arguments[1]), arguments[2], "SETNX", met=b":1\r\n", unmet=b":0\r\n", condition=b"NX")
+    return _put(node, session, write)
 
 
 def setex(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """SETEX key seconds value."""
-    return _set_expiring(node, session, arguments, b"EX", "setex")
-
-
-def psetex(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """PSETEX key milliseconds value."""
-    return _set_expiring(node, session, arguments, b"PX", "psetex")
-
-
-def _set_expiring(node: Node, session: Session, arguments: list[Argument], unit: bytes, name: str) -> Reply:
-    key, value = _checked(arguments[1]), arguments[3]
-    expires_at_ms = _expiry_time(node, unit, arguments[2], name)
-    return _put(_Write(node, session, key, value, b"", expires_at_ms, False, name.upper(), _Answers(met=OK)))
+    """SETEX key seconds value, and PSETEX key milliseconds value."""
+    name, key = bytes(arguments[0]).lower().decode(), _checked(arguments[1])
+    expires_at_ms = _expiry_time(node, b"EX" if name == "setex" else b"PX", arguments[2], name)
+    return _put(node, session, _Write(key, arguments[3], name.upper(), met=OK, expires_at_ms=expires_at_ms))
 
 
 def getset(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """GETSET key value."""
-    key, value = _checked(arguments[1]), arguments[2]
-    answers = _Answers(met=encode_null(session.protocol), returns_old=True)
-    return _put(_Write(node, session, key, value, b"", None, False, "GETSET", answers))
+    null = encode_null(session.protocol)
+    return _put(node, session, _Write(_checked(arguments[1]), arguments[2], "GETSET", met=null, returns_old=True))
 
 
 def getdel(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """GETDEL key."""
     key = session.qualify(arguments[1])
     item = node.read(key)
     if item is None:
@@ -202,7 +189,6 @@ def getdel(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def getex(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """GETEX key [EX seconds | PX ms | EXAT time | PXAT ms-time | PERSIST]."""
     options = _SetOptions.parse(arguments[2:], of_set=False)
     key, null = session.qualify(arguments[1]), encode_null(session.protocol)
     item = node.read(key)
@@ -248,120 +234,27 @@ def _verify(key: bytes, value: Argument) -> "_RecordInfo | str":
     return _RecordInfo(header.header_length, header.parent)
 
 
-class _Answers(NamedTuple):
-    """The replies of a writing command whose condition is met or not; ``returns_old`` prefers the previous value."""
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """A value to be stored, and the replies if its condition is met or not; ``returns_old`` prefers the old value."""
 
-    met: bytes
-    unmet: bytes = b""
-    returns_old: bool = False
-
-
-class _Write(NamedTuple):
-    """The arguments of a writing command."""
-
-    node: Node
-    session: Session
     key: bytes
     value: Argument
-    condition: bytes
-    expires_at_ms: int | None
-    keeps_expiry: bool
     operation: str
-    answers: _Answers
+    met: bytes
+    unmet: bytes = b""
+    condition: bytes = b""
+    returns_old: bool = False
+    expires_at_ms: int | None = None
+    keeps_expiry: bool = False
 
 
-def _put(write: _Write) -> Reply:
+def _put(node: Node, session: Session, write: _Write) -> Reply:
     """Verify a value if it is a record, at once or in another thread, and store it."""
-    key, value = write.key, write.value
-    if value[:4] != _MAGIC:
-        return _store(write, _NO_RECORD)
-    if len(value) <= _VERIFY_INLINE_BYTES_MAX:
-        return _store(write, _accepted(write.node, _verify(key, value)))
-    return Continuation([], lambda verdict: _store(write, _accepted(write.node, verdict)), lambda: _verify(key, value))
+    return _verified(node, [(write.key, write.value)], lambda chunks: _store(node, session, write, chunks[0]))
 
 
-def _accepted(node: Node, verdict: "_RecordInfo | str") -> _RecordInfo:
-    if isinstance(verdict, str):
-        node.counters.records_refused += 1
-        raise CommandError(f"ERR record refused, nothing was stored: {verdict}")
-    return verdict
-
-
-def _store(write: _Write, chunk: _RecordInfo) -> bytes | list[Part]:
-    node, session, answers = write.node, write.session, write.answers
-    store, name, null = node.store, session.qualify(write.key), encode_null(session.protocol)
-    # With GET the previous value is the reply, which counts as a use, whether it is replaced or not.
-    old = node.read(name) if answers.returns_old else store.peek(name)
-    if write.condition and (write.condition == b"NX") == (old is not None):
-        if answers.returns_old:
-            return null if old is None else bulk_of(node, old, missing=null)
-        return answers.unmet
-    # A record that only the bucket has is stored again, so that the next reader finds it here.
-    if old is not None and chunk.header_bytes and old.header_bytes and not old.is_cold:
-        store.get(name)  # counts as a use: a client has just computed it
-        node.counters.records_kept += 1
-        if answers.returns_old:
-            return bulk_of(node, old, missing=null)
-        # Another client stored the record, maybe just now: the reply waits until that is durable.
-        return when_durable(node, store.settling(name), write.operation, answers.met)
-    return _replace(write, chunk, name, old)
-
-
-def _replace(write: _Write, chunk: _RecordInfo, name: Address, old: Item | None) -> bytes | list[Part]:
-    """Store a value in place of an old one."""
-    node, answers, old_value = write.node, write.answers, None
-    expires_at_ms = old.expires_at_ms if write.keeps_expiry and old is not None else write.expires_at_ms
-    if answers.returns_old and old is not None:
-        old_value = OldValue(node, old, write.operation, encode_null(write.session.protocol))
-    try:
-        ticket = node.store.put(
-            name, write.value, header_bytes=chunk.header_bytes, expires_at_ms=expires_at_ms, parent=chunk.parent
-        )
-    except (OutOfBudgetError, BusyError) as error:
-        if old_value is not None:
-            node.drop(old_value.reply(None))
-        if isinstance(error, BusyError):
-            raise
-        raise CommandError(OUT_OF_MEMORY) from None
-    node.counters.records_stored += chunk.header_bytes > 0
-    if old_value is not None:
-        return old_value.reply(ticket)
-    return when_durable(node, ticket, write.operation, answers.met)
-
-
-# ---- Several at a time
-
-
-def mset(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """MSET key value [key value ...]: stores many pairs in order, in several steps.
-
-    Records are verified before anything is stored. If memory runs out in between, the first pairs are stored.
-    """
-    pairs = _pairs(arguments, "mset")
-    return _checked_pairs(node, pairs, lambda chunks: in_steps(_Puts(node, session, pairs, chunks, "MSET", OK)))
-
-
-def msetnx(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """MSETNX key value [key value ...]: stores nothing if any of the keys exists."""
-    pairs = _pairs(arguments, "msetnx")
-    if len(pairs) > KEYS_AT_A_TIME:  # all or none, so in one step
-        raise CommandError(f"ERR MSETNX takes at most {KEYS_AT_A_TIME} keys, got {len(pairs)}: use SET with NX")
-
-    def store(chunks: Sequence[_RecordInfo]) -> Reply:
-        if any(node.store.peek(session.qualify(key)) is not None for key, _ in pairs):
-            return b":0\r\n"
-        return in_steps(_Puts(node, session, pairs, chunks, "MSETNX", b":1\r\n"))
-
-    return _checked_pairs(node, pairs, store)
-
-
-def _pairs(arguments: list[Argument], name: str) -> list[tuple[bytes, Argument]]:
-    if len(arguments) % 2 == 0:
-        raise CommandError(f"ERR wrong number of arguments for '{name}' command")
-    return [(_checked(key), value) for key, value in zip(arguments[1::2], arguments[2::2], strict=True)]
-
-
-def _checked_pairs(
+def _verified(
     node: Node, pairs: Sequence[tuple[bytes, Argument]], store: Callable[[Sequence[_RecordInfo]], Reply]
 ) -> Reply:
     """Verify the values that are records, at once or in another thread, then call ``store``."""
@@ -370,61 +263,127 @@ def _checked_pairs(
         return [_verify(key, value) if value[:4] == _MAGIC else _NO_RECORD for key, value in pairs]
 
     def finish(verdicts: Sequence[_RecordInfo | str]) -> Reply:
-        return store([_accepted(node, verdict) for verdict in verdicts])
+        accepted: list[_RecordInfo] = []
+        for verdict in verdicts:
+            if isinstance(verdict, str):
+                node.counters.records_refused += 1
+                raise CommandError(f"ERR record refused, nothing was stored: {verdict}")
+            accepted.append(verdict)
+        return store(accepted)
 
     record_bytes = sum(len(value) for _, value in pairs if value[:4] == _MAGIC)
     return finish(verify()) if record_bytes <= _VERIFY_INLINE_BYTES_MAX else Continuation([], finish, verify)
 
 
-class _Puts:
-    """Stores several values in order, some in each step."""
+def _store(node: Node, session: Session, write: _Write, chunk: _RecordInfo) -> bytes | list[Part]:
+    store, name, null = node.store, session.qualify(write.key), encode_null(session.protocol)
+    # With GET the previous value is the reply, which counts as a use, whether it is replaced or not.
+    old = node.read(name) if write.returns_old else store.peek(name)
+    if write.condition and (write.condition == b"NX") == (old is not None):
+        if write.returns_old:
+            return null if old is None else bulk_of(node, old, missing=null)
+        return write.unmet
+    if old is not None and _is_kept(node, name, old, chunk):
+        if write.returns_old:
+            return bulk_of(node, old, missing=null)
+        # Another client stored the record, maybe just now: the reply waits until that is durable.
+        return when_durable(node, store.settling(name), write.operation, write.met)
+    expires_at_ms = old.expires_at_ms if write.keeps_expiry and old is not None else write.expires_at_ms
+    if old is None or not write.returns_old:
+        return when_durable(node, _insert(node, name, write.value, chunk, expires_at_ms), write.operation, write.met)
+    old_value = OldValue(node, old, write.operation, null)
+    try:
+        ticket = _insert(node, name, write.value, chunk, expires_at_ms)
+    except (CommandError, BusyError):
+        node.drop(old_value.reply(None))
+        raise
+    return old_value.reply(ticket)
 
-    def __init__(
-        self,
-        node: Node,
-        session: Session,
-        pairs: Sequence[tuple[bytes, Argument]],
-        chunks: Sequence[_RecordInfo],
-        operation: str,
-        reply: bytes,
-    ) -> None:
-        self._node = node
-        self._session = session
-        self._pairs = pairs
-        self._chunks = chunks
-        self._operation = operation
-        self._reply = reply
-        self._position = 0
-        self._tickets: list[Ticket] = []
 
-    def __call__(self) -> Reply | None:
-        began = self._position
-        while self._position < min(began + KEYS_AT_A_TIME, len(self._pairs)):
+def _is_kept(node: Node, name: Address, old: Item, chunk: _RecordInfo) -> bool:
+    """Return True if a record stays because it is there already; count that as a use: a client has just computed it.
+
+    A record that only the bucket has is stored again, so that the next reader finds it here.
+    """
+    if not chunk.header_bytes or not old.header_bytes or old.is_cold:
+        return False
+    node.store.get(name)
+    node.counters.records_kept += 1
+    return True
+
+
+def _insert(
+    node: Node, name: Address, value: Argument, chunk: _RecordInfo, expires_at_ms: int | None = None
+) -> Ticket | None:
+    try:
+        ticket = node.store.put(
+            name, value, header_bytes=chunk.header_bytes, expires_at_ms=expires_at_ms, parent=chunk.parent
+        )
+    except OutOfBudgetError:
+        raise CommandError(OUT_OF_MEMORY) from None
+    node.counters.records_stored += chunk.header_bytes > 0
+    return ticket
+
+
+# ---- Several at a time
+
+
+def mset(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """MSET: stores pairs in order, in several steps. If memory runs out in between, the first pairs are stored."""
+    pairs = _pairs(arguments, "mset")
+    return _verified(node, pairs, lambda chunks: _put_pairs(node, session, pairs, chunks, "MSET", OK))
+
+
+def msetnx(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    pairs = _pairs(arguments, "msetnx")
+    if len(pairs) > KEYS_AT_A_TIME:  # all or none, so in one step
+        raise CommandError(f"ERR MSETNX takes at most {KEYS_AT_A_TIME} keys, got {len(pairs)}: use SET with NX")
+
+    def store(chunks: Sequence[_RecordInfo]) -> Reply:
+        if any(node.store.peek(session.qualify(key)) is not None for key, _ in pairs):
+            return b":0\r\n"
+        return _put_pairs(node, session, pairs, chunks, "MSETNX", b":1\r\n")
+
+    return _verified(node, pairs, store)
+
+
+def _pairs(arguments: list[Argument], name: str) -> list[tuple[bytes, Argument]]:
+    if len(arguments) % 2 == 0:
+        raise CommandError(f"ERR wrong number of arguments for '{name}' command")
+    return [(_checked(key), value) for key, value in zip(arguments[1::2], arguments[2::2], strict=True)]
+
+
+def _put_pairs(
+    node: Node,
+    session: Session,
+    pairs: Sequence[tuple[bytes, Argument]],
+    chunks: Sequence[_RecordInfo],
+    operation: str,
+    reply: bytes,
+) -> Reply:
+    """Store several values in order, some in each step, except records over records."""
+    position, tickets = 0, list[Ticket]()
+
+    def step() -> Reply | None:
+        nonlocal position
+        began = position
+        while position < min(began + KEYS_AT_A_TIME, len(pairs)):
+            (key, value), chunk = pairs[position], chunks[position]
+            name = session.qualify(key)
+            old = node.store.peek(name) if chunk.header_bytes else None
             try:
-                self._store(*self._pairs[self._position], self._chunks[self._position])
+                if old is not None and _is_kept(node, name, old, chunk):
+                    ticket = node.store.settling(name)
+                else:
+                    ticket = _insert(node, name, value, chunk)
             except BusyError:
-                if self._position == began:
+                if position == began:
                     raise
                 return None
-            self._position += 1
-        if self._position < len(self._pairs):
+            tickets.extend([] if ticket is None else [ticket])
+            position += 1
+        if position < len(pairs):
             return None
-        ticket = Ticket.of(*self._tickets) if self._tickets else None
-        return when_durable(self._node, ticket, self._operation, self._reply)
+        return when_durable(node, Ticket.of(*tickets) if tickets else None, operation, reply)
 
-    def _store(self, key: bytes, value: Argument, chunk: _RecordInfo) -> None:
-        """Store one value, unless it is a record over a record."""
-        store, name, counters = self._node.store, self._session.qualify(key), self._node.counters
-        old = store.peek(name) if chunk.header_bytes else None
-        if old is not None and old.header_bytes and not old.is_cold:
-            store.get(name)
-            counters.records_kept += 1
-            ticket = store.settling(name)
-        else:
-            try:
-                ticket = store.put(name, value, header_bytes=chunk.header_bytes, parent=chunk.parent)
-            except OutOfBudgetError:
-                raise CommandError(OUT_OF_MEMORY) from None
-            counters.records_stored += chunk.header_bytes > 0
-        if ticket is not None:
-            self._tickets.append(ticket)
+    return in_steps(step)

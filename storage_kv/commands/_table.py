@@ -1,4 +1,4 @@
-"""The rows of the command table, in the order of COMMAND. See :class:`~storage_kv.commands._command.Command`."""
+"""The rows of the command table. See :class:`~storage_kv.commands._command.Command`."""
 
 from typing import Any, Final
 
@@ -18,51 +18,162 @@ from storage_kv.commands._command import Command, Handler
 
 _PLAIN: Final = "noscript loading stale"
 _ADMIN: Final = f"admin {_PLAIN}"
-_CONNECTION: Final = f"{_PLAIN} fast"
+_ANY_TIME: Final = f"{_PLAIN} fast allow_busy"
+_BEFORE_LOGIN: Final = f"{_PLAIN} fast no_auth allow_busy"
+_NONE: Final = (0, 0, 0)
 _ONE_KEY: Final = (1, 1, 1)
 _ALL_KEYS: Final = (1, -1, 1)
 _PAIRS: Final = (1, -1, 2)
+_SECOND: Final = (2, 2, 1)
+_THIRD: Final = (3, 3, 1)
+_VALUES: Final = (2, -1, 2)
+_KEYSPACE: Final = ("keyspace",)
+_ALL_AT_ONCE: Final = ("keyspace", "dangerous")
 
-_SUMMED: Final = "request_policy:multi_shard response_policy:agg_sum"
-_UNORDERED: Final = "nondeterministic_output_order"
-_VARYING: Final = "nondeterministic_output"
+
+_Row = dict[str, Any]  # the fields of a command beside its group
 
 
 def _row(
-    name: str, arity: int, flags: str, handler: Handler, since: str, summary: str, *, tips: str = ""
-) -> dict[str, Any]:
-    """Return the fields of a subcommand that differ from its command's."""
-    row = {"name": name, "arity": arity, "flags": flags, "handler": handler, "since": since, "summary": summary}
-    return row | {"tips": tips}
-
-
-def _container(
     name: str,
     arity: int,
     flags: str,
     handler: Handler,
     since: str,
-    group: str,
     summary: str,
-    *rows: dict[str, Any],
-    categories: tuple[str, ...] = (),
-    tips: str = "",
-) -> Command:
-    """Return a command with subcommands, to which HELP is added.
+    keys: tuple[int, int, int] = _NONE,
+    access: str = "",
+    values: tuple[int, int, int] = _NONE,
+    *,
+    categories: tuple[str, ...] | None = None,
+) -> _Row:
+    return locals()
 
-    Subcommands have the categories of the command or, if it has none, those of the group.
-    """
-    help_row = _row("help", 2, "loading stale", _introspection.help, max(since, "5.0.0"), "Returns this text.")
-    subcommands = (Command(parent=name, group=group, categories=categories or None, **row) for row in (*rows, help_row))
-    return Command(
-        name, arity, flags, handler, since, group, summary,
-        categories=categories, tips=tips, subcommands=tuple(subcommands),
-    )  # fmt: skip
+
+def _container(command: _Row, *rows: _Row) -> _Row:
+    """Return a command with subcommands, to which HELP is added."""
+    since = max(command["since"], "5.0.0")
+    help_row = _row("help", 2, "loading stale", _introspection.help, since, "Returns this text.")
+    return command | {"subcommands": [*rows, help_row]}
+
+
+def _add(group: str, *rows: _Row) -> None:
+    """Add commands. Subcommands have the categories of the command or, if it has none, those of the group."""
+    for row in rows:
+        own = {"parent": row["name"], "group": group, "categories": row["categories"] or None}
+        subcommands = [Command(**each | own) for each in row.pop("subcommands", ())]
+        TABLE.commands.append(Command(**row, group=group, subcommands=subcommands))
 
 
 # fmt: off
-TABLE.add(
-    _container("acl", -2, "", _introspection.help, "6.0.0", "server", "A container for access control commands.",
+_add(
+    "string",
+    _row("get", 2, "readonly fast", _strings.get, "1.0.0", "Returns the value of a key.", _ONE_KEY, "R"),
+    _row("getdel", 2, "write fast", _strings.getdel, "6.2.0",
+         "Returns the value of a key, and deletes the key.", _ONE_KEY, "RD"),
+    _row("getex", -2, "write fast", _strings.getex, "6.2.0",
+         "Returns the value of a key, and changes its time to live.", _ONE_KEY, "RW"),
+    _row("getrange", 4, "readonly", _strings.getrange, "2.4.0", "Returns a part of the value of a key.", _ONE_KEY, "R"),
+    _row("getset", 3, "write denyoom fast", _strings.getset, "1.0.0",
+         "Sets the value of a key, and returns the one before.", _ONE_KEY, "RW", _SECOND),
+    _row("kv.publish", -3, "write fast", _kv.publish, "0.1.0",
+         "Marks keys as pending: they will be stored within some milliseconds.", (2, -1, 1), "W"),
+    _row("kv.pending", -2, "readonly fast", _kv.pending, "0.1.0",
+         "Returns for how many milliseconds more absent keys are pending.", _ALL_KEYS),
+    _row("kv.layers", -5, "readonly", _kv.layers, "0.2.0",
+         "Returns the records of a prefix layer by layer.", (4, -1, 1), "R"),
+    _row("kv.meta", -2, "readonly", _kv.meta, "0.1.0",
+         "Returns the length and the header of each record; nil without one.", _ALL_KEYS, "R"),
+    _row("kv.pin", -3, "write fast", _kv.pin, "0.1.0",
+         "Protects keys from eviction for some seconds; 0 ends it.", (2, -1, 1), "W"),
+    _row("kv.prefetch", -2, "readonly", _kv.prefetch, "0.2.0",
+         "Begins to bring records from the bucket into the node.", _ALL_KEYS, "R"),
+    _row("mget", -2, "readonly fast", _strings.mget, "1.0.0", "Returns the values of keys.", _ALL_KEYS, "R"),
+    _row("mset", -3, "write denyoom", _strings.mset, "1.0.1", "Sets the values of keys.", _PAIRS, "W", _VALUES),
+    _row("msetnx", -3, "write denyoom", _strings.msetnx, "1.0.1",
+         "Sets the values of keys if none of them exists.", _PAIRS, "W", _VALUES),
+    _row("psetex", 4, "write denyoom", _strings.setex, "2.6.0",
+         "Sets the value of a key, and its time to live in milliseconds.", _ONE_KEY, "W", _THIRD),
+    _row("set", -3, "write denyoom", _strings.set_, "1.0.0",
+         "Sets the value of a key; a record never changes once it is set.", _ONE_KEY, "RW", _SECOND),
+    _row("setex", 4, "write denyoom", _strings.setex, "2.0.0",
+         "Sets the value of a key, and its time to live in seconds.", _ONE_KEY, "W", _THIRD),
+    _row("setnx", 3, "write denyoom fast", _strings.setnx, "1.0.0",
+         "Sets the value of a key if it does not exist.", _ONE_KEY, "W", _SECOND),
+    _row("strlen", 2, "readonly fast", _strings.strlen, "2.2.0", "Returns the length of the value of a key.", _ONE_KEY),
+    _row("substr", 4, "readonly", _strings.getrange, "1.0.0",
+         "Returns a part of the value of a key: an old name of GETRANGE.", _ONE_KEY, "R"),
+)
+_add(
+    "generic",
+    _row("del", -2, "write", _keys.delete, "1.0.0", "Deletes keys.", _ALL_KEYS, "D"),
+    _row("exists", -2, "readonly fast", _keys.exists, "1.0.0", "Counts which of the keys exist.", _ALL_KEYS),
+    _row("expire", -3, "write fast", _keys.expire, "1.0.0",
+         "Sets the time to live of a key in seconds.", _ONE_KEY, "W"),
+    _row("expireat", -3, "write fast", _keys.expire, "1.2.0",
+         "Sets when a key expires, in Unix time in seconds.", _ONE_KEY, "W"),
+    _row("expiretime", 2, "readonly fast", _keys.expiry, "7.0.0",
+         "Returns when a key expires, in Unix time in seconds.", _ONE_KEY, "R"),
+    _row("keys", 2, "readonly", _keys.keys, "1.0.0", "Returns the keys that match a pattern.", categories=_ALL_AT_ONCE),
+    _row("persist", 2, "write fast", _keys.persist, "2.2.0", "Removes the time to live of a key.", _ONE_KEY, "W"),
+    _row("pexpire", -3, "write fast", _keys.expire, "2.6.0",
+         "Sets the time to live of a key in milliseconds.", _ONE_KEY, "W"),
+    _row("pexpireat", -3, "write fast", _keys.expire, "2.6.0",
+         "Sets when a key expires, in Unix time in milliseconds.", _ONE_KEY, "W"),
+    _row("pexpiretime", 2, "readonly fast", _keys.expiry, "7.0.0",
+         "Returns when a key expires, in Unix time in milliseconds.", _ONE_KEY, "R"),
+    _row("pttl", 2, "readonly fast", _keys.expiry, "2.6.0",
+         "Returns the time to live of a key in milliseconds.", _ONE_KEY, "R"),
+    _row("scan", -2, "readonly", _keys.scan, "2.8.0", "Iterates over the keys."),
+    _row("touch", -2, "readonly fast", _keys.touch, "3.2.1",
+         "Marks keys as used, and counts which of them exist.", _ALL_KEYS),
+    _row("ttl", 2, "readonly fast", _keys.expiry, "1.0.0",
+         "Returns the time to live of a key in seconds.", _ONE_KEY, "R"),
+    _row("type", 2, "readonly fast", _keys.type_, "1.0.0",
+         "Returns the type of the value of a key: string, or none.", _ONE_KEY),
+    _row("unlink", -2, "write fast", _keys.delete, "4.0.0", "Deletes keys; the same as DEL here.", _ALL_KEYS, "D"),
+)
+_add(
+    "transactions",
+    _row("discard", 1, _ANY_TIME, _transactions.discard, "2.0.0", "Discards the commands since MULTI."),
+    _row("exec", 1, "noscript loading stale skip_slowlog", _transactions.exec_, "1.2.0",
+         "Executes the commands since MULTI, in order."),
+    _row("multi", 1, _ANY_TIME, _transactions.multi, "1.2.0", "Queues the commands that follow until EXEC."),
+    _row("unwatch", 1, _ANY_TIME, _transactions.unwatch, "2.2.0", "Ends all WATCH of the connection."),
+    _row("watch", -2, _ANY_TIME, _transactions.watch, "2.2.0",
+         "Makes EXEC execute nothing if one of the keys changes.", _ALL_KEYS),
+)
+_add(
+    "connection",
+    _row("auth", -2, _BEFORE_LOGIN, _connection.auth, "1.0.0", "Authenticates the connection."),
+    _container(
+        _row("client", -2, "", _introspection.help, "2.4.0",
+             "A container for client connection commands.", categories=()),
+        _row("getname", 2, _PLAIN, _connection.client_getname, "2.6.9", "Returns the name of the connection."),
+        _row("id", 2, _PLAIN, _connection.client_id, "5.0.0", "Returns the unique client ID of the connection."),
+        _row("info", 2, _PLAIN, _connection.client_info, "6.2.0", "Returns information about the connection."),
+        _row("kill", -3, _ADMIN, _connection.client_kill, "2.4.0", "Ends connections, by address or by filters."),
+        _row("list", -2, _ADMIN, _connection.client_list, "2.4.0", "Lists open connections."),
+        _row("no-evict", 3, _ADMIN, _connection.client_no_evict, "7.0.0",
+             "Accepted for compatibility, without effect."),
+        _row("reply", 3, _PLAIN, _connection.client_reply, "3.2.0",
+             "Switches the replies of the connection on, off, or off for the next command."),
+        _row("setinfo", 4, _PLAIN, _connection.client_setinfo, "7.2.0",
+             "Records the name and version of the client's library."),
+        _row("setname", 3, _PLAIN, _connection.client_setname, "2.6.9", "Sets the name of the connection."),
+    ),
+    _row("echo", 2, "loading stale fast", _connection.echo, "1.0.0", "Returns the given string."),
+    _row("hello", -1, _BEFORE_LOGIN, _connection.hello, "6.0.0",
+         "Chooses the protocol, authenticates, and names the connection."),
+    _row("ping", -1, "fast", _connection.ping, "1.0.0", "Returns PONG, or the given string."),
+    _row("quit", -1, _BEFORE_LOGIN, _connection.quit_, "1.0.0", "Closes the connection."),
+    _row("reset", 1, _BEFORE_LOGIN, _connection.reset, "6.2.0", "Resets the connection."),
+    _row("select", 2, "loading stale fast", _connection.select, "1.0.0", "Chooses the database: there is one, 0."),
+)
+_add(
+    "server",
+    _container(
+        _row("acl", -2, "", _introspection.help, "6.0.0", "A container for access control commands.", categories=()),
         _row("cat", -2, _PLAIN, _introspection.acl_cat, "6.0.0",
              "Lists the categories, or the commands of one category."),
         _row("deluser", -3, _ADMIN, _acl.deluser, "6.0.0", "Deletes users and ends their connections."),
@@ -78,163 +189,34 @@ TABLE.add(
         _row("users", 2, _ADMIN, _acl.users, "6.0.0", "Returns the names of the users."),
         _row("whoami", 2, _PLAIN, _acl.whoami, "6.0.0", "Returns the user of the connection."),
     ),
-    Command("auth", -2, f"{_CONNECTION} no_auth allow_busy", _connection.auth, "1.0.0", "connection",
-            "Authenticates the connection."),
-    _container("client", -2, "", _introspection.help, "2.4.0", "connection",
-               "A container for client connection commands.",
-        _row("getname", 2, _PLAIN, _connection.client_getname, "2.6.9", "Returns the name of the connection."),
-        _row("id", 2, _PLAIN, _connection.client_id, "5.0.0", "Returns the unique client ID of the connection."),
-        _row("info", 2, _PLAIN, _connection.client_info, "6.2.0", "Returns information about the connection.",
-             tips=_VARYING),
-        _row("kill", -3, _ADMIN, _connection.client_kill, "2.4.0", "Ends connections, by address or by filters."),
-        _row("list", -2, _ADMIN, _connection.client_list, "2.4.0", "Lists open connections.", tips=_VARYING),
-        _row("no-evict", 3, _ADMIN, _connection.client_no_evict, "7.0.0",
-             "Accepted for compatibility, without effect."),
-        _row("reply", 3, _PLAIN, _connection.client_reply, "3.2.0",
-             "Switches the replies of the connection on, off, or off for the next command."),
-        _row("setinfo", 4, _PLAIN, _connection.client_setinfo, "7.2.0",
-             "Records the name and version of the client's library."),
-        _row("setname", 3, _PLAIN, _connection.client_setname, "2.6.9", "Sets the name of the connection."),
-    ),
-    _container("command", -1, "loading stale", _introspection.command, "2.8.13", "server",
-               "Returns information about all commands.",
+    _container(
+        _row("command", -1, "loading stale", _introspection.command, "2.8.13",
+             "Returns information about all commands.", categories=("connection",)),
         _row("count", 2, "loading stale", _introspection.command_count, "2.8.13", "Returns the number of commands."),
-        _row("docs", -2, "loading stale", _introspection.command_docs, "7.0.0", "Returns documentation of commands.",
-             tips=_UNORDERED),
+        _row("docs", -2, "loading stale", _introspection.command_docs, "7.0.0", "Returns documentation of commands."),
         _row("getkeys", -4, "loading stale", _introspection.command_getkeys, "2.8.13",
              "Returns the keys among the arguments of a command."),
-        _row("getkeysandflags", -4, "loading stale", _introspection.command_getkeysandflags, "7.0.0",
-             "Returns the keys among the arguments of a command, and their access."),
-        _row("info", -2, "loading stale", _introspection.command_info, "2.8.13", "Returns information about commands.",
-             tips=_UNORDERED),
-        _row("list", -2, "loading stale", _introspection.command_list, "7.0.0", "Returns the names of commands.",
-             tips=_UNORDERED),
-        categories=("connection",), tips=_UNORDERED,
+        _row("info", -2, "loading stale", _introspection.command_info, "2.8.13", "Returns information about commands."),
+        _row("list", -2, "loading stale", _introspection.command_list, "7.0.0", "Returns the names of commands."),
     ),
-    _container("config", -2, "", _introspection.help, "2.0.0", "server",
-               "A container for server configuration commands.",
+    _container(
+        _row("config", -2, "", _introspection.help, "2.0.0",
+             "A container for server configuration commands.", categories=()),
         _row("get", -3, _ADMIN, _config.config_get, "2.0.0", "Returns the values of configuration parameters."),
         _row("resetstat", 2, _ADMIN, _config.config_resetstat, "2.0.0", "Resets the counters of INFO."),
         _row("rewrite", 2, _ADMIN, _config.config_rewrite, "2.8.0",
              "Refused: the server does not write its configuration file."),
-        _row("set", -4, _ADMIN, _config.config_set, "2.0.0",
-             "Changes parameters while the server runs.",
-             tips="request_policy:all_nodes response_policy:all_succeeded"),
+        _row("set", -4, _ADMIN, _config.config_set, "2.0.0", "Changes parameters while the server runs."),
     ),
-    Command("dbsize", 1, "readonly fast", _keys.dbsize, "1.0.0", "server", "Returns the number of keys.",
-            categories=("keyspace",), tips="request_policy:all_shards response_policy:agg_sum"),
-    Command("del", -2, "write", _keys.delete, "1.0.0", "generic", "Deletes keys.", keys=_ALL_KEYS,
-            key_flags="RM delete", tips=_SUMMED),
-    Command("discard", 1, f"{_CONNECTION} allow_busy", _transactions.discard, "2.0.0", "transactions",
-            "Discards the commands since MULTI."),
-    Command("echo", 2, "loading stale fast", _connection.echo, "1.0.0", "connection", "Returns the given string."),
-    Command("exec", 1, "noscript loading stale skip_slowlog", _transactions.exec_, "1.2.0", "transactions",
-            "Executes the commands since MULTI, in order."),
-    Command("exists", -2, "readonly fast", _keys.exists, "1.0.0", "generic", "Counts which of the keys exist.",
-            keys=_ALL_KEYS, key_flags="RO", tips=_SUMMED),
-    Command("expire", -3, "write fast", _keys.expire, "1.0.0", "generic", "Sets the time to live of a key in seconds.",
-            keys=_ONE_KEY, key_flags="RW update"),
-    Command("expireat", -3, "write fast", _keys.expireat, "1.2.0", "generic",
-            "Sets when a key expires, in Unix time in seconds.", keys=_ONE_KEY, key_flags="RW update"),
-    Command("expiretime", 2, "readonly fast", _keys.expiretime, "7.0.0", "generic",
-            "Returns when a key expires, in Unix time in seconds.", keys=_ONE_KEY, key_flags="RO access"),
-    Command("flushall", -1, "write", _keys.flush, "1.0.0", "server", "Removes all keys.",
-            categories=("keyspace", "dangerous"), tips="request_policy:all_shards response_policy:all_succeeded"),
-    Command("flushdb", -1, "write", _keys.flush, "1.0.0", "server", "Removes all keys: there is one database.",
-            categories=("keyspace", "dangerous"), tips="request_policy:all_shards response_policy:all_succeeded"),
-    Command("get", 2, "readonly fast", _strings.get, "1.0.0", "string", "Returns the value of a key.", keys=_ONE_KEY,
-            key_flags="RO access"),
-    Command("getdel", 2, "write fast", _strings.getdel, "6.2.0", "string",
-            "Returns the value of a key, and deletes the key.", keys=_ONE_KEY, key_flags="RW access delete"),
-    Command("getex", -2, "write fast", _strings.getex, "6.2.0", "string",
-            "Returns the value of a key, and changes its time to live.", keys=_ONE_KEY, key_flags="RW access update"),
-    Command("getrange", 4, "readonly", _strings.getrange, "2.4.0", "string", "Returns a part of the value of a key.",
-            keys=_ONE_KEY, key_flags="RO access"),
-    Command("getset", 3, "write denyoom fast", _strings.getset, "1.0.0", "string",
-            "Sets the value of a key, and returns the one before.", keys=_ONE_KEY, values=(2, 2, 1),
-            key_flags="RW access update"),
-    Command("hello", -1, f"{_CONNECTION} no_auth allow_busy", _connection.hello, "6.0.0", "connection",
-            "Chooses the protocol, authenticates, and names the connection."),
-    Command("info", -1, "loading stale", _server.info, "1.0.0", "server",
-            "Returns information about the server by section.", categories=("dangerous",),
-            tips="nondeterministic_output request_policy:all_shards response_policy:special"),
-    Command("keys", 2, "readonly", _keys.keys, "1.0.0", "generic", "Returns the keys that match a pattern.",
-            categories=("keyspace", "dangerous"), tips="request_policy:all_shards nondeterministic_output_order"),
-    Command("kv.publish", -3, "write fast", _kv.publish, "0.1.0", "string",
-            "Marks keys as pending: they will be stored within some milliseconds.", keys=(2, -1, 1),
-            key_flags="OW insert"),
-    Command("kv.pending", -2, "readonly fast", _kv.pending, "0.1.0", "string",
-            "Returns for how many milliseconds more absent keys are pending.", keys=_ALL_KEYS, key_flags="RO"),
-    Command("kv.layers", -5, "readonly", _kv.layers, "0.2.0", "string",
-            "Returns the records of a prefix layer by layer.", keys=(4, -1, 1), key_flags="RO access"),
-    Command("kv.meta", -2, "readonly", _kv.meta, "0.1.0", "string",
-            "Returns the length and the header of each record; nil without one.", keys=_ALL_KEYS,
-            key_flags="RO access"),
-    Command("kv.pin", -3, "write fast", _kv.pin, "0.1.0", "string",
-            "Protects keys from eviction for some seconds; 0 ends it.", keys=(2, -1, 1), key_flags="RW update"),
-    Command("kv.pins", -1, "readonly", _kv.pins, "0.2.0", "server",
-            "Returns how many keys and bytes are pinned, and may be.",
-            categories=("keyspace",)),
-    Command("kv.prefetch", -2, "readonly", _kv.prefetch, "0.2.0", "string",
-            "Begins to bring records from the bucket into the node.", keys=_ALL_KEYS, key_flags="RO access"),
-    Command("kv.unpin", -1, "write", _kv.unpin, "0.2.0", "server", "Ends all pins of the tenant, or of other tenants.",
-            categories=("keyspace",)),
-    Command("mget", -2, "readonly fast", _strings.mget, "1.0.0", "string", "Returns the values of keys.",
-            keys=_ALL_KEYS, key_flags="RO access", tips="request_policy:multi_shard"),
-    Command("mset", -3, "write denyoom", _strings.mset, "1.0.1", "string", "Sets the values of keys.", keys=_PAIRS,
-            values=(2, -1, 2), key_flags="OW update", tips="request_policy:multi_shard response_policy:all_succeeded"),
-    Command("msetnx", -3, "write denyoom", _strings.msetnx, "1.0.1", "string",
-            "Sets the values of keys if none of them exists.", keys=_PAIRS, values=(2, -1, 2), key_flags="OW insert",
-            tips="request_policy:multi_shard response_policy:agg_min"),
-    Command("multi", 1, f"{_CONNECTION} allow_busy", _transactions.multi, "1.2.0", "transactions",
-            "Queues the commands that follow until EXEC."),
-    Command("persist", 2, "write fast", _keys.persist, "2.2.0", "generic", "Removes the time to live of a key.",
-            keys=_ONE_KEY, key_flags="RW update"),
-    Command("pexpire", -3, "write fast", _keys.pexpire, "2.6.0", "generic",
-            "Sets the time to live of a key in milliseconds.", keys=_ONE_KEY, key_flags="RW update"),
-    Command("pexpireat", -3, "write fast", _keys.pexpireat, "2.6.0", "generic",
-            "Sets when a key expires, in Unix time in milliseconds.", keys=_ONE_KEY, key_flags="RW update"),
-    Command("pexpiretime", 2, "readonly fast", _keys.pexpiretime, "7.0.0", "generic",
-            "Returns when a key expires, in Unix time in milliseconds.", keys=_ONE_KEY, key_flags="RO access"),
-    Command("ping", -1, "fast", _connection.ping, "1.0.0", "connection", "Returns PONG, or the given string.",
-            tips="request_policy:all_shards response_policy:all_succeeded"),
-    Command("psetex", 4, "write denyoom", _strings.psetex, "2.6.0", "string",
-            "Sets the value of a key, and its time to live in milliseconds.", keys=_ONE_KEY, values=(3, 3, 1),
-            key_flags="OW update"),
-    Command("pttl", 2, "readonly fast", _keys.pttl, "2.6.0", "generic",
-            "Returns the time to live of a key in milliseconds.", keys=_ONE_KEY, key_flags="RO access", tips=_VARYING),
-    Command("quit", -1, f"{_CONNECTION} no_auth allow_busy", _connection.quit_, "1.0.0", "connection",
-            "Closes the connection."),
-    Command("reset", 1, f"{_CONNECTION} no_auth allow_busy", _connection.reset, "6.2.0", "connection",
-            "Resets the connection."),
-    Command("scan", -2, "readonly", _keys.scan, "2.8.0", "generic", "Iterates over the keys.",
-            tips="nondeterministic_output request_policy:special"),
-    Command("select", 2, "loading stale fast", _connection.select, "1.0.0", "connection",
-            "Chooses the database: there is one, 0."),
-    Command("set", -3, "write denyoom", _strings.set_, "1.0.0", "string",
-            "Sets the value of a key; a record never changes once it is set.", keys=_ONE_KEY, values=(2, 2, 1),
-            key_flags="RW access update variable_flags"),
-    Command("setex", 4, "write denyoom", _strings.setex, "2.0.0", "string",
-            "Sets the value of a key, and its time to live in seconds.", keys=_ONE_KEY, values=(3, 3, 1),
-            key_flags="OW update"),
-    Command("setnx", 3, "write denyoom fast", _strings.setnx, "1.0.0", "string",
-            "Sets the value of a key if it does not exist.", keys=_ONE_KEY, values=(2, 2, 1), key_flags="OW insert"),
-    Command("strlen", 2, "readonly fast", _strings.strlen, "2.2.0", "string",
-            "Returns the length of the value of a key.", keys=_ONE_KEY, key_flags="RO"),
-    Command("substr", 4, "readonly", _strings.getrange, "1.0.0", "string",
-            "Returns a part of the value of a key: an old name of GETRANGE.", keys=_ONE_KEY, key_flags="RO access"),
-    Command("touch", -2, "readonly fast", _keys.touch, "3.2.1", "generic",
-            "Marks keys as used, and counts which of them exist.",
-            keys=_ALL_KEYS, key_flags="RO", tips=_SUMMED),
-    Command("ttl", 2, "readonly fast", _keys.ttl, "1.0.0", "generic", "Returns the time to live of a key in seconds.",
-            keys=_ONE_KEY, key_flags="RO access", tips=_VARYING),
-    Command("type", 2, "readonly fast", _keys.type_, "1.0.0", "generic",
-            "Returns the type of the value of a key: string, or none.", keys=_ONE_KEY, key_flags="RO"),
-    Command("unlink", -2, "write fast", _keys.delete, "4.0.0", "generic", "Deletes keys; the same as DEL here.",
-            keys=_ALL_KEYS, key_flags="RM delete", tips=_SUMMED),
-    Command("unwatch", 1, f"{_CONNECTION} allow_busy", _transactions.unwatch, "2.2.0", "transactions",
-            "Ends all WATCH of the connection."),
-    Command("watch", -2, f"{_CONNECTION} allow_busy", _transactions.watch, "2.2.0", "transactions",
-            "Makes EXEC execute nothing if one of the keys changes.", keys=_ALL_KEYS, key_flags="RO"),
+    _row("dbsize", 1, "readonly fast", _keys.dbsize, "1.0.0", "Returns the number of keys.", categories=_KEYSPACE),
+    _row("flushall", -1, "write", _keys.flush, "1.0.0", "Removes all keys.", categories=_ALL_AT_ONCE),
+    _row("flushdb", -1, "write", _keys.flush, "1.0.0",
+         "Removes all keys: there is one database.", categories=_ALL_AT_ONCE),
+    _row("info", -1, "loading stale", _server.info, "1.0.0",
+         "Returns information about the server by section.", categories=("dangerous",)),
+    _row("kv.pins", -1, "readonly", _kv.pins, "0.2.0",
+         "Returns how many keys and bytes are pinned, and may be.", categories=_KEYSPACE),
+    _row("kv.unpin", -1, "write", _kv.unpin, "0.2.0",
+         "Ends all pins of the tenant, or of other tenants.", categories=_KEYSPACE),
 )
 # fmt: on

@@ -28,7 +28,6 @@ _ZERO: Final = b":0\r\n"
 
 
 def multi(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """MULTI."""
     if session.transaction is not None:
         raise CommandError("ERR MULTI calls can not be nested")
     session.transaction = Transaction()
@@ -66,7 +65,6 @@ def rejected(node: Node, session: Session, command: Command, error: CommandError
 
 
 def discard(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """DISCARD."""
     if session.transaction is None:
         raise CommandError("ERR DISCARD without MULTI")
     session.transaction = None
@@ -106,7 +104,6 @@ def watch(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def unwatch(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """UNWATCH."""
     node.unwatch(session)
     return OK
 
@@ -116,13 +113,11 @@ def fail_watchers(node: Node, session: Session, command: Command, arguments: lis
 
     EXEC itself checks for removed, expired, evicted and flushed keys.
     """
-    words = command.key_flags.split()
-    if ("update" in words or "insert" in words) and not _is_unchanged(command, arguments, reply):
+    if "W" in command.access and not _is_unchanged(command, arguments, reply):
         node.fail_watchers(map(session.qualify, command.keys_of(arguments)))
 
 
 def _is_unchanged(command: Command, arguments: list[Argument], reply: Reply) -> bool:
-    """Return True if a reply shows that nothing has changed."""
     if command.name == "kv.publish":
         return True
     if command.name == "getex" and (len(arguments) == 2 or reply in _NULLS):

@@ -1,24 +1,22 @@
 """Fixtures of the storage tests."""
 
 import contextlib
-import shutil
-import socket
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from machine import WAIT_MAX_S, free_port, wait_for
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pool"))
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports by path, so that folders need no __init__.py
 
-from storage_support import Child, Client
+from faulty_s3 import FaultyS3, faulty_s3
+from slow_store import Served
+from storage_support import USERS, Child, Client, Start, running_redis
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Child]]:
+def start() -> Iterator[Start]:
     """Start servers with flags. They end with the test."""
     with contextlib.ExitStack() as children:
 
@@ -28,10 +26,36 @@ def start() -> Iterator[Callable[..., Child]]:
         yield start_child
 
 
-@pytest.fixture(scope="session", params=[1, 3], ids=["1 thread", "3 threads"])
-def shared_server(request: pytest.FixtureRequest) -> Iterator[Child]:
+@pytest.fixture
+def start_tenants(start: Start, tmp_path: Path) -> Start:
+    """Start servers with an operator and users of three tenants; login() authenticates them."""
+
+    def start_child(*flags: str, users: str = USERS) -> Child:
+        file = tmp_path / "users.acl"
+        file.write_text(users)
+        return start("--users-file", str(file), *flags)
+
+    return start_child
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    """A server whose store the test controls."""
+    with Served(io_threads=2) as served:
+        yield served
+
+
+@pytest.fixture
+def faulty() -> Iterator[FaultyS3]:
+    """A bucket that fails as the test says."""
+    with faulty_s3() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[Child]:
     """A server with the default configuration, for tests that leave it unchanged."""
-    with Child("--io-threads", str(request.param)) as child:
+    with Child("--io-threads", "2") as child:
         yield child
 
 
@@ -46,24 +70,5 @@ def client(shared_server: Child) -> Iterator[Client]:
 @pytest.fixture(scope="session")
 def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """A redis-server, the reference."""
-    program = shutil.which("redis-server")
-    assert program, "these tests compare with redis-server: install the system package redis-server"
-    port = free_port()
-    folder = tmp_path_factory.mktemp("redis")
-    process = subprocess.Popen(
-        [program, "--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(folder)],
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-
-        def listens() -> bool:
-            assert process.poll() is None, "redis-server did not start"
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), WAIT_MAX_S):
-                return True
-            return False
-
-        wait_for(listens)  # redis-server sends no ready message
+    with running_redis(tmp_path_factory.mktemp("redis")) as port:
         yield port
-    finally:
-        process.terminate()
-        process.wait(WAIT_MAX_S)

@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import json
 import os
 import re
 import signal
@@ -9,19 +10,34 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from machine import WAIT_MAX_S, wait_for
+from faulty_s3 import BUCKET
+from machine import WAIT_MAX_S, free_port, wait_for
 from preloaded import Preloaded
 
 from shadowserve import native, record
 from shadowserve.chunk import TOKENS_MAX, ChunkLayout, DType, Quantizer
+from shadowserve.clock import wall_clock_ms
 from shadowserve.keys import storage_key
+from shadowserve.pool.memory_pool import MemoryPool
 from shadowserve.resp import NEED_DATA, LargeBulk, ReplyReader, Value, encode_command
+from storage_kv.access.users import Users
+from storage_kv.commands import BY_FULL_NAME
+from storage_kv.config import StorageConfig
+from storage_kv.node import Node
+from storage_kv.reconfiguration import Reconfiguration
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = WAIT_MAX_S
+USERS = """user root on >r ~* &* +@all
+user ann on >a ~* +@all -@admin tenant=a
+user amy on >a ~* +@all -@admin +client|list tenant=a
+user bob on >b ~* +@all -@admin +client|list tenant=b
+user eve on >e ~* +@all -@admin tenant=e
+"""
 
 
 class Child:
@@ -117,6 +133,9 @@ class Child:
         self.kill()
 
 
+Start = Callable[..., Child]
+
+
 class Client:
     """A plain blocking client."""
 
@@ -185,6 +204,42 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def make_node(store: Any = None, config: StorageConfig | None = None) -> Node:
+    """Return a node without a server, by default with an empty store in memory."""
+    config = config or StorageConfig()
+    users = Users(config, BY_FULL_NAME)
+    return Node(Reconfiguration(config), users, store or MemoryPool.open(config), wall_clock_ms)
+
+
+def bucket_flags(endpoint: str, **keys: Any) -> list[str]:
+    """Return the flags of a node over a test server's bucket; ``keys`` change the configuration."""
+    given = {"bucket": BUCKET, "endpoint": endpoint, "gather_s": 0.0, "index_ttl_s": 0.1, "timeout_s": 20.0}
+    return ["--s3", json.dumps(given | keys)]
+
+
+@contextlib.contextmanager
+def running_redis(folder: Path, *flags: str) -> Iterator[int]:
+    """Run a redis-server; yield its port."""
+    port = free_port()
+    process = subprocess.Popen(
+        ["redis-server", "--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(folder), *flags],
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+
+        def listens() -> bool:
+            assert process.poll() is None, "redis-server did not start"
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), TIMEOUT_S):
+                return True
+            return False
+
+        wait_for(listens)  # redis-server sends no ready message
+        yield port
+    finally:
+        process.terminate()
+        process.wait(TIMEOUT_S)
 
 
 def login(child: Child, name: str, receive_buffer: int | None = None) -> Client:

@@ -2,16 +2,15 @@
 
 import hashlib
 import re
-import subprocess
-import sys
-from collections.abc import Callable
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from machine import NEVER_S, wait_for
-from storage_support import Child, Client
+from machine import wait_for
+from slow_store import Served
+from storage_support import Child, Client, Start
 
 from shadowserve.errors import ConfigurationError
 from shadowserve.resp import ErrorReply
@@ -34,13 +33,6 @@ def user_with(*rules: str) -> User:
 
 def allowed(user: User) -> set[str]:
     return {name for name, command in BY_FULL_NAME.items() if user.may_run(command)}
-
-
-def test_every_command_has_categories_that_redis_knows() -> None:
-    for command in BY_FULL_NAME.values():
-        assert command.categories and set(command.categories) <= set(CATEGORIES), command.full_name
-        assert len({"fast", "slow"} & set(command.categories)) == 1
-    assert {"kv.meta"} <= {name for name, command in BY_FULL_NAME.items() if "read" in (command.categories or ())}
 
 
 def test_the_last_matching_rule_decides() -> None:
@@ -68,6 +60,7 @@ def test_key_patterns_allow_reading_and_writing() -> None:
         for access in ("R", "W", "RW"):
             assert user.may_use(key, access) == set(access).issubset(may), (key, access)
         assert user.may_use(key, "") == bool(may)  # with the check for existence
+    assert BY_FULL_NAME["get"].denial_of(user_with("+get"), [b"GET", b"k" * 60_000]) == ("key", b"k" * 256)
     user.apply(b"%W~r:*", BY_FULL_NAME)
     assert user.may_use(b"r:1", "RW") and b"~r:*" in user.keys_text.split()
     user.apply(b"allkeys", BY_FULL_NAME)
@@ -224,30 +217,7 @@ def users_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_users_of_a_file_do_what_their_rules_say(start: Callable[..., Child], users_file: Path) -> None:
-    child = start("--users-file", str(users_file))
-    with child.client() as client:
-        assert client.call("PING") == b"NOAUTH Authentication required."  # the default user is off
-        assert client.call("AUTH", "alice", "pa") == b"OK"
-        assert client.call("SET", "a:1", "x") == b"OK" and client.call("GET", "a:1") == b"x"
-        no_key = b"NOPERM this user has no permissions to access one of the keys used as arguments"
-        assert client.call("SET", "b:1", "x") == no_key and client.call("GET", "b:1") is None
-        assert client.call("MGET", "a:1", "z") == no_key and client.call("EXISTS", "z") == no_key
-        assert client.call("SET", "b:1", "x", "GET") == no_key
-        assert client.call("KV.META", "a:1", "z") == no_key
-        no_run = b"NOPERM this user has no permissions to run the '%s' command"
-        for command in (["FLUSHALL"], ["CONFIG", "GET", "*"], ["ACL", "WHOAMI"]):
-            assert client.call(*command) == no_run % b"|".join(
-                word.lower().encode() for word in command[: 1 if command[0] == "FLUSHALL" else 2]
-            )
-        assert client.call("HELLO", 2, "AUTH", "admin", "root") is not None
-        assert client.call("ACL", "WHOAMI") == b"admin"
-        assert client.call("FLUSHALL") == b"OK"
-        assert client.call("RESET") == b"RESET"
-        assert client.call("GET", "a:1") == b"NOAUTH Authentication required."
-
-
-def test_changed_rules_apply_to_connected_clients_at_once(start: Callable[..., Child], users_file: Path) -> None:
+def test_changed_rules_apply_to_connected_clients_at_once(start: Start, users_file: Path) -> None:
     child = start("--users-file", str(users_file))
     with child.client() as admin, child.client() as alice:
         assert admin.call("AUTH", "admin", "root") == b"OK" and alice.call("AUTH", "alice", "pa") == b"OK"
@@ -264,7 +234,7 @@ def test_changed_rules_apply_to_connected_clients_at_once(start: Callable[..., C
         assert admin.call("ACL", "DELUSER", "default") == b"ERR The 'default' user cannot be removed"
 
 
-def test_the_users_file_is_saved_and_loaded_atomically(start: Callable[..., Child], users_file: Path) -> None:
+def test_the_users_file_is_saved_and_loaded_atomically(start: Start, users_file: Path) -> None:
     child = start("--users-file", str(users_file))
     with child.client() as admin:
         assert admin.call("AUTH", "admin", "root") == b"OK"
@@ -290,60 +260,18 @@ def test_the_users_file_is_saved_and_loaded_atomically(start: Callable[..., Chil
     assert [path.name for path in users_file.parent.iterdir()] == ["users.acl"]
 
 
-def test_denials_are_in_acl_log(start: Callable[..., Child], users_file: Path) -> None:
-    child = start("--users-file", str(users_file))
-    with child.client() as alice, child.client() as admin:
-        alice.call("AUTH", "alice", "wrong")
-        alice.call("AUTH", "alice", "pa")
-        for _ in range(3):
-            alice.call("GET", "secret")
-        alice.call("FLUSHALL")
-        admin.call("AUTH", "admin", "root")
-        entries = admin.call("ACL", "LOG")
-        assert isinstance(entries, list)
-        told = [dict(zip(entry[::2], entry[1::2], strict=True)) for entry in entries]  # type: ignore[index]
-        assert [(entry[b"reason"], entry[b"object"], entry[b"count"]) for entry in told] == [
-            (b"command", b"flushall", 1), (b"key", b"secret", 3), (b"auth", b"AUTH", 1)
-        ]  # fmt: skip
-        assert all(entry[b"username"] == b"alice" for entry in told)
-        assert len(admin.call("ACL", "LOG", 1)) == 1  # type: ignore[arg-type]
-        assert admin.call("ACL", "LOG", "RESET") == b"OK" and admin.call("ACL", "LOG") == []
-        info = admin.info()
-        assert (info["acl_access_denied_cmd"], info["acl_access_denied_key"]) == ("1", "3")
-
-
-def test_too_many_attempts_are_refused_without_a_check(start: Callable[..., Child]) -> None:
+def test_too_many_attempts_are_refused_without_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server answers parallel attempts one after the other, and refuses those with a too long wait."""
-    child = start(environment={"SHADOWSERVE_STORAGE_PASSWORD": "right"})
-    clients = [child.client() for _ in range(150)]
-    for client in clients:
-        client.send("AUTH", "wrong")
-    answers = [client.receive() for client in clients]
-    refused = [answer for answer in answers if b"too many failed" in answer]  # type: ignore[operator]
-    assert refused and len(refused) < len(answers)
-    with child.client() as client:  # the server continues to serve
-
-        def enters() -> bool:
-            with child.client() as other:
-                return other.call("AUTH", "right") == b"OK"
-
-        wait_for(enters)
-        client.call("AUTH", "right")
-        assert client.call("PING") == b"PONG"
-
-
-def test_an_invalid_users_file_is_an_error_at_the_start(tmp_path: Path) -> None:
-    file = tmp_path / "users.acl"
-    file.write_text("user a on\nuser b +nosuch\nuser a off\nhello\n")
-    ran = subprocess.run(
-        [sys.executable, "-m", "shadowserve_tools", "storage", "--port", "0", "--users-file", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=NEVER_S,
-    )
-    assert ran.returncode != 0
-    for number in (2, 3, 4):
-        assert f"users.acl:{number}: " in ran.stderr
+    monkeypatch.setattr("storage_kv.access.authentication_throttle._WAIT_MAX_S", 0.5)
+    with Served(password="right") as served:
+        clients, began_s = [served.client() for _ in range(20)], time.monotonic()
+        for client in clients:
+            client.send("AUTH", "wrong")
+        answers = [client.receive() for client in clients]
+        refused = [answer for answer in answers if b"too many failed" in answer]  # type: ignore[operator]
+        assert refused and len(refused) < len(answers)
+        assert time.monotonic() - began_s > 0.5, "the others must wait"
+        wait_for(lambda: served.client().call("AUTH", "right") == b"OK")  # the server continues to serve
 
 
 def test_acl_save_and_load_need_a_users_file(shared_server: Child) -> None:
@@ -352,9 +280,7 @@ def test_acl_save_and_load_need_a_users_file(shared_server: Child) -> None:
             assert client.call("ACL", command).startswith(b"ERR this server has no users file")  # type: ignore[union-attr]
 
 
-def test_a_users_file_with_unknown_redis_commands_is_accepted_and_logged_once(
-    start: Callable[..., Child], tmp_path: Path
-) -> None:
+def test_a_users_file_with_unknown_redis_commands_is_accepted_and_logged_once(start: Start, tmp_path: Path) -> None:
     file = tmp_path / "users.acl"
     file.write_text(
         "user default on nopass ~* &* +@all -eval -script|load\n"

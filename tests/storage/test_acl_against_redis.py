@@ -1,16 +1,10 @@
 """ACL commands, denials and categories get the replies of a real redis-server."""
 
-import contextlib
-import shutil
-import socket
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from machine import WAIT_MAX_S, free_port, wait_for
-from storage_support import Child, Client
-from test_commands_against_redis import commands_of, converse_with_marks
+from storage_support import Child, Client, Start, running_redis
+from test_commands_against_redis import commands_of, converse
 
 from shadowserve.resp import ErrorReply, Value
 
@@ -85,8 +79,8 @@ SCRIPTS = {
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_replies_equal_those_of_redis(name: str, protocol: int, shared_server: Child, redis_port: int) -> None:
     commands = commands_of(CLEAN + SCRIPTS[name])
-    expected = converse_with_marks(redis_port, commands, protocol)
-    got = converse_with_marks(shared_server.port, commands, protocol)
+    expected = converse(redis_port, commands, protocol)
+    got = converse(shared_server.port, commands, protocol)
     for command, answer, reference in list(zip(commands, got, expected, strict=True))[2:]:
         if command[0] == b"HELLO" and answer[:1] in b"*%" and reference[:1] in b"*%":
             continue  # the id of the connection differs
@@ -116,7 +110,7 @@ def test_categories_and_access_equal_those_of_redis(shared_server: Child, redis_
             assert {name for name in mine if not name.startswith(b"kv.") and b"setinfo" not in name} <= his, category
 
 
-def test_the_log_has_the_entries_of_redis(start: Callable[..., Child], redis_port: int, tmp_path: Path) -> None:
+def test_the_log_has_the_entries_of_redis(start: Start, redis_port: int, tmp_path: Path) -> None:
     ours = start()
     told = []
     for port in (ours.port, redis_port):
@@ -138,6 +132,10 @@ def test_the_log_has_the_entries_of_redis(start: Callable[..., Child], redis_por
             with pytest.raises((EOFError, ConnectionError)):
                 client.call("GET", "a")
     assert told[0] == told[1] and len(told[0]) == 5
+    with ours.client() as client:
+        info = client.info()
+        names = ("acl_access_denied_auth", "acl_access_denied_cmd", "acl_access_denied_key")
+        assert [info[name] for name in names] == ["2", "2", "2"]
 
 
 def words_of(lines: Value) -> list[set[bytes]]:
@@ -146,7 +144,7 @@ def words_of(lines: Value) -> list[set[bytes]]:
     return [set(line.split()) for line in lines]  # type: ignore[union-attr]
 
 
-def test_users_files_are_exchangeable_with_redis(start: Callable[..., Child], tmp_path: Path) -> None:
+def test_users_files_are_exchangeable_with_redis(start: Start, tmp_path: Path) -> None:
     file = tmp_path / "users.acl"
     file.write_text("user default on nopass ~* &* +@all\nuser alice on >pw ~a:* %R~b:* -@all +set +get\n")
     child = start("--users-file", str(file))
@@ -154,28 +152,9 @@ def test_users_files_are_exchangeable_with_redis(start: Callable[..., Child], tm
         assert client.call("ACL", "SETUSER", "bob", "on", "nopass", "~*", "-@all", "+get") == b"OK"
         assert client.call("ACL", "SAVE") == b"OK"
         ours = client.call("ACL", "LIST")
-    port = free_port()
-    program = shutil.which("redis-server")
-    assert program
-    process = subprocess.Popen(
-        [program, "--port", str(port), "--save", "", "--aclfile", str(file), "--dir", str(tmp_path)],
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-
-        def listens() -> bool:
-            assert process.poll() is None, "redis-server refuses the file"
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), WAIT_MAX_S):
-                return True
-            return False
-
-        wait_for(listens)
-        with Client(port) as reference:
-            assert words_of(reference.call("ACL", "LIST")) == words_of(ours)
-            assert reference.call("ACL", "SAVE") == b"OK"
-    finally:
-        process.terminate()
-        process.wait(WAIT_MAX_S)
+    with running_redis(tmp_path, "--aclfile", str(file)) as port, Client(port) as reference:
+        assert words_of(reference.call("ACL", "LIST")) == words_of(ours)
+        assert reference.call("ACL", "SAVE") == b"OK"
     with child.client() as client:
         loaded = client.call("ACL", "LOAD")
         assert not isinstance(loaded, ErrorReply)

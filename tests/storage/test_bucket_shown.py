@@ -1,16 +1,13 @@
 """A bucket in /readyz, the metrics, ``shadowserve stats``, INFO, the log and errors at the start."""
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from cold_support import CREDENTIALS, Chain
-from faulty_s3 import BUCKET, Answer, FaultyS3, faulty_s3
+from faulty_s3 import Answer, FaultyS3
 from machine import wait_for
-from storage_support import Child
+from storage_support import Child, Start, bucket_flags
 
 from shadowserve_tools import main
 
@@ -19,18 +16,8 @@ ODD = ("a//b", "./x", "../x", "a\tb", "a\nb", "readme.txt")
 
 
 @pytest.fixture
-def bucket() -> Iterator[FaultyS3]:
-    with faulty_s3() as server:
-        yield server
-
-
-@pytest.fixture
-def start_node(start: Callable[..., Child], bucket: FaultyS3) -> Callable[..., Child]:
-    def start_one(**keys: Any) -> Child:
-        s3 = {"bucket": BUCKET, "endpoint": bucket.endpoint, "gather_s": 0.0, "index_ttl_s": 0.1, "timeout_s": 20.0}
-        return start("--metrics-port", "0", "--s3", json.dumps(s3 | keys), environment=CREDENTIALS)
-
-    return start_one
+def start_node(start: Start, faulty: FaultyS3) -> Start:
+    return lambda: start("--metrics-port", "0", *bucket_flags(faulty.endpoint), environment=CREDENTIALS)
 
 
 def stats(child: Child, *flags: str) -> str:
@@ -39,10 +26,8 @@ def stats(child: Child, *flags: str) -> str:
     return done.output
 
 
-def test_the_state_of_a_bucket_is_shown_before_during_and_after_an_outage(
-    bucket: FaultyS3, start_node: Callable[..., Child]
-) -> None:
-    """Symptom: neither output contained the bucket."""
+def test_the_state_of_a_bucket_is_shown_before_during_and_after_an_outage(faulty: FaultyS3, start_node: Start) -> None:
+    """Symptom: neither output contained the faulty."""
     child = start_node()
     client = child.client()
     for key, value in zip(CHAIN.keys, CHAIN.values, strict=True):
@@ -57,7 +42,7 @@ def test_the_state_of_a_bucket_is_shown_before_during_and_after_an_outage(
     assert shown["bytes"] > 0 and shown["objects"] >= 1 and shown["failed_reads"] == {}
     assert "reachable" in stats(child) and "waiting removals" in stats(child)
 
-    bucket.fault = lambda asked: Answer(503, "SlowDown [/]")
+    faulty.fault = lambda asked: Answer(503, "SlowDown [/]")
     wait_for(lambda: child.samples()["shadowserve_storage_s3_up"] == 0)
     assert child.samples()["shadowserve_storage_s3_failing_s"] > 0
     status, text = child.http("/readyz")
@@ -67,43 +52,33 @@ def test_the_state_of_a_bucket_is_shown_before_during_and_after_an_outage(
     assert shown["up"] == 0 and shown["failing_s"] > 0 and "cannot list" in shown["last_error"]
     assert "unreachable for" in stats(child) and "last error of the bucket: cannot list" in stats(child)
 
-    bucket.fault = lambda asked: None
+    faulty.fault = lambda asked: None
     wait_for(lambda: child.samples()["shadowserve_storage_s3_up"] == 1)
     assert "ok bucket: reachable" in child.http("/readyz")[1]
 
 
-def test_a_node_without_a_bucket_shows_none(start: Callable[..., Child]) -> None:
+def test_a_node_without_a_bucket_shows_none(start: Start) -> None:
     child = start("--metrics-port", "0")
     assert "bucket" not in child.http("/readyz")[1]
     assert json.loads(stats(child, "--json"))["bucket"] is None
 
 
-def test_a_bucket_that_was_never_listed_is_shown_as_such(bucket: FaultyS3, start_node: Callable[..., Child]) -> None:
-    bucket.fault = lambda asked: Answer(403, "AccessDenied")
+def test_a_bucket_that_was_never_listed_is_shown_as_such(faulty: FaultyS3, start_node: Start) -> None:
+    faulty.fault = lambda asked: Answer(403, "AccessDenied")
     child = start_node()
     wait_for(lambda: "bucket: away for" in child.http("/readyz")[1])
     assert "403 AccessDenied" in child.http("/readyz")[1]
     assert child.samples()["shadowserve_storage_s3_up"] == 0
 
 
-def test_missing_credentials_are_an_error_at_the_start(
-    start: Callable[..., Child], bucket: FaultyS3, tmp_path: Path
-) -> None:
-    s3 = json.dumps({"bucket": BUCKET, "endpoint": bucket.endpoint})
-    with pytest.raises(AssertionError, match="no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
-        start("--s3", s3, environment={"AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none")})
-
-
-def test_foreign_objects_are_left_alone_counted_and_logged_once(
-    bucket: FaultyS3, start_node: Callable[..., Child]
-) -> None:
+def test_foreign_objects_are_left_alone_counted_and_logged_once(faulty: FaultyS3, start_node: Start) -> None:
     """Symptom: with one such name the node found no records, and FLUSHALL failed."""
     child = start_node()
     client = child.client()
     for key, value in zip(CHAIN.keys, CHAIN.values, strict=True):
         client.call("SET", key, value)
     wait_for(lambda: client.info("s3")["records"] == "4")
-    bucket.objects |= {f"shadowserve/{name}": b"x" for name in ODD}
+    faulty.objects |= {f"shadowserve/{name}": b"x" for name in ODD}
     again = start_node()
     reader = again.client()
     wait_for(lambda: int(reader.info("s3")["lists"]) > 2)
@@ -111,4 +86,4 @@ def test_foreign_objects_are_left_alone_counted_and_logged_once(
     assert again.samples()["shadowserve_storage_s3_foreign_objects"] == len(ODD)
     assert sum("s3_foreign_objects" in line for line in again.log) == 1
     assert reader.call("FLUSHALL") == b"OK"
-    assert set(bucket.objects) == {f"shadowserve/{name}" for name in ODD}
+    assert set(faulty.objects) == {f"shadowserve/{name}" for name in ODD}

@@ -2,12 +2,10 @@
 
 import contextlib
 import socket
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from machine import wait_for
-from storage_support import TIMEOUT_S, Child, Client
+from storage_support import TIMEOUT_S, Child, Client, Start
 
 LOGIN = {"SHADOWSERVE_STORAGE_PASSWORD": "pa"}
 
@@ -31,7 +29,7 @@ def is_open(client: Client) -> bool:
         client.socket.settimeout(TIMEOUT_S)
 
 
-def test_clients_that_do_not_authenticate_in_time_are_closed(start: Callable[..., Child]) -> None:
+def test_clients_that_do_not_authenticate_in_time_are_closed(start: Start) -> None:
     """Symptom: 10,000 connections that never authenticated used every slot forever."""
     child = start("--authentication-timeout-s", "1", environment=LOGIN)
     with known(child) as client, child.client() as silent, child.client() as chatty, known(child) as reset:
@@ -47,7 +45,7 @@ def test_clients_that_do_not_authenticate_in_time_are_closed(start: Callable[...
     assert len([line for line in child.log if "client_unknown " in line]) == 1
 
 
-def test_a_slow_unauthenticated_client_is_closed_too(start: Callable[..., Child]) -> None:
+def test_a_slow_unauthenticated_client_is_closed_too(start: Start) -> None:
     child = start("--authentication-timeout-s", "1", environment=LOGIN)
     with child.client() as client, pytest.raises(ConnectionError):
         client.socket.settimeout(0.05)
@@ -59,7 +57,7 @@ def test_a_slow_unauthenticated_client_is_closed_too(start: Callable[..., Child]
                     raise ConnectionError
 
 
-def test_unauthenticated_clients_use_a_share_of_slots_and_new_clients_connect(start: Callable[..., Child]) -> None:
+def test_unauthenticated_clients_use_a_share_of_slots_and_new_clients_connect(start: Start) -> None:
     flags = ("--connections-max", "40", "--unauthenticated-connections-max", "4", "--authentication-timeout-s", "600")
     child = start(*flags, environment=LOGIN)
     established = [known(child) for _ in range(5)]
@@ -78,15 +76,8 @@ def test_unauthenticated_clients_use_a_share_of_slots_and_new_clients_connect(st
     assert any("unauthenticated_evicted address=" in line for line in child.log)
 
 
-@pytest.fixture
-def users(tmp_path: Path) -> str:
-    file = tmp_path / "users.acl"
-    file.write_text("user ann on >pa ~* +@all tenant=a\nuser bob on >pb ~* +@all tenant=b\nuser root on >pr ~* +@all\n")
-    return str(file)
-
-
-def test_a_tenant_has_its_share_of_slots(start: Callable[..., Child], users: str) -> None:
-    child = start("--connections-max", "20", "--users-file", users)
+def test_a_tenant_has_its_share_of_slots(start_tenants: Start) -> None:
+    child = start_tenants("--connections-max", "20")
 
     def comes_in(name: str, password: str) -> Client | None:
         client = child.client()
@@ -95,34 +86,32 @@ def test_a_tenant_has_its_share_of_slots(start: Callable[..., Child], users: str
         client.close()
         return None
 
-    of_ann = [comes_in("ann", "pa") for _ in range(15)]
+    of_ann = [comes_in("ann", "a") for _ in range(15)]
     assert sum(client is not None for client in of_ann) == 10
-    of_bob = [comes_in("bob", "pb") for _ in range(15)]
+    of_bob = [comes_in("bob", "b") for _ in range(15)]
     assert sum(client is not None for client in of_bob) == 8, (
         "only tenants with few connections may use the last eighth"
     )
-    third = comes_in("root", "pr")
+    third = comes_in("root", "r")
     assert third is not None, "two tenants at their limits must not lock out a third"
     third.close()
     first = of_ann[0]
-    assert first is not None and first.call("AUTH", "ann", "pa") == b"OK", "a connected client keeps its slot"
-    assert first.call("AUTH", "bob", "pb") == b"ERR max number of clients of this tenant reached"
+    assert first is not None and first.call("AUTH", "ann", "a") == b"OK", "a connected client keeps its slot"
+    assert first.call("AUTH", "bob", "b") == b"ERR max number of clients of this tenant reached"
     second = of_ann[1]
     assert second is not None
     second.close()
-    wait_for(lambda: comes_in("ann", "pa"))
+    wait_for(lambda: comes_in("ann", "a"))
 
 
-def test_a_tenants_share_of_slots_can_be_configured(start: Callable[..., Child], users: str, tmp_path: Path) -> None:
-    config = tmp_path / "storage.yaml"
-    config.write_text("storage:\n  connections_max: 20\n  tenants: {a: {connections_max: 3}}\n")
-    child = start("--config", str(config), "--users-file", users)
+def test_a_tenants_share_of_slots_can_be_configured(start_tenants: Start) -> None:
+    child = start_tenants("--connections-max", "20", "--tenants", "{a: {connections_max: 3}}")
     clients = [child.client() for _ in range(4)]
-    answers = [client.call("AUTH", "ann", "pa") for client in clients]
+    answers = [client.call("AUTH", "ann", "a") for client in clients]
     assert answers == [b"OK"] * 3 + [b"ERR max number of clients of this tenant reached"]
 
 
-def test_without_a_password_all_clients_are_authenticated(start: Callable[..., Child]) -> None:
+def test_without_a_password_all_clients_are_authenticated(start: Start) -> None:
     child = start("--authentication-timeout-s", "0.2", "--connections-max", "10")
     clients = [child.client() for _ in range(10)]
     with contextlib.suppress(TimeoutError):

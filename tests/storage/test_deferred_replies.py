@@ -2,25 +2,19 @@
 
 import socket
 import threading
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from machine import wait_for
 from slow_store import Served
 from storage_support import Client, make_record
 
-from shadowserve.pool.volume.tickets import OutOfBudgetError
+from shadowserve.pool.types import Address
+from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError, Ticket
 from shadowserve.resp import encode_command
 
 MIB = 1 << 20
 LARGE = bytes(range(256)) * 400  # sent by reference
-
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    """A server whose store the test controls."""
-    with Served(io_threads=2) as served:
-        yield served
 
 
 def nothing_arrives(client: Client) -> bool:
@@ -319,3 +313,28 @@ def test_shutdown_waits_for_deferred_replies_within_its_timeout() -> None:
         served.wait()
         served.store.finish_read()  # after the connection has ended
         assert served.store.leases == 0 and served.store.closed
+
+
+def test_a_store_without_room_stops_a_pipeline_in_place(served: Served) -> None:
+    put, counters = served.store.put, served.server.node.counters
+    room: list[Ticket] = []
+    is_full = True
+
+    def put_sometimes(address: Address, value: bytes | memoryview, **named: Any) -> Ticket | None:
+        if address[1].endswith(b"7") and is_full:
+            room.append(Ticket())
+            raise BusyError("too many writes", room[-1])
+        return put(address, value, **named)
+
+    served.store.put = put_sometimes  # type: ignore[method-assign]
+    commands = [[b"SET", b"k%d" % number, b"v"] for number in range(10)] + [[b"GET", b"k9"], [b"DBSIZE"]]
+    with served.client() as client, served.client() as other:
+        for command in commands:
+            client.send(*command)
+        assert [client.receive() for _ in range(7)] == [b"OK"] * 7
+        wait_for(lambda: counters.busy_refusals == 1)
+        assert other.call("DBSIZE") == 7 and other.call("GET", "k9") is None
+        is_full = False
+        room[-1].settle()
+        assert [client.receive() for _ in range(5)] == [b"OK", b"OK", b"OK", b"v", 10]
+        assert counters.busy_refusals == 1 and counters.by_command["set"].calls == 10

@@ -1,26 +1,21 @@
 """Health checks, draining and systemd notifications."""
 
+import contextlib
+import http.client
 import json
 import re
 import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from machine import NEVER_S, WAIT_MAX_S, wait_for
-from storage_support import Child
+from storage_support import TIMEOUT_S, Child, Start, make_node
 
-from shadowserve.clock import wall_clock_ms
 from shadowserve.pool.statistics import DeviceStatistics, Statistics
-from storage_kv.access.users import Users
-from storage_kv.commands import BY_FULL_NAME
-from storage_kv.config import StorageConfig
-from storage_kv.node import Node
-from storage_kv.operate.health import Condition
-from storage_kv.reconfiguration import Reconfiguration
+from storage_kv.operations import Condition
 
 
 class DeviceEngine:
@@ -35,9 +30,7 @@ class DeviceEngine:
 
 
 def condition(store: Any) -> Condition:
-    found = Condition(
-        Node(Reconfiguration(StorageConfig()), Users(StorageConfig(), BY_FULL_NAME), store, wall_clock_ms)
-    )
+    found = Condition(make_node(store))
     found.recovered, found.listening = True, "127.0.0.1:1"
     return found
 
@@ -46,7 +39,7 @@ def failed(found: Condition) -> list[str]:
     return [check.name for check in found.readiness() if check.failed]
 
 
-def test_a_running_server_is_healthy_and_ready(start: Callable[..., Child]) -> None:
+def test_a_running_server_is_healthy_and_ready(start: Start) -> None:
     child = start("--metrics-port", "0")
     status, text = child.http("/healthz")
     assert status == 200
@@ -80,7 +73,7 @@ def test_a_blocked_loop_or_lock_is_detected_within_the_timeout() -> None:
         assert [check.name for check in found.health(timeout_s=0.01) if check.failed] == ["stuck", "lock"]
 
 
-def test_draining_serves_clients_and_fails_readiness(start: Callable[..., Child]) -> None:
+def test_draining_serves_clients_and_fails_readiness(start: Start) -> None:
     child = start("--metrics-port", "0", "--drain-delay-s", str(NEVER_S))
     assert child.http("/readyz")[0] == 200
     child.process.send_signal(signal.SIGTERM)
@@ -94,7 +87,7 @@ def test_draining_serves_clients_and_fails_readiness(start: Callable[..., Child]
     assert child.wait() == 0 and any(" draining delay_s=" in line for line in child.log)
 
 
-def test_recovered_keys_are_logged(start: Callable[..., Child], tmp_path: Path) -> None:
+def test_recovered_keys_are_logged(start: Start, tmp_path: Path) -> None:
     device = json.dumps([{"path": str(tmp_path / "device"), "size": "16 MiB"}])
     flags = ("--devices", device, "--memory-budget-bytes", "8 MiB", "--metrics-port", "0")
     first = start(*flags)
@@ -107,7 +100,7 @@ def test_recovered_keys_are_logged(start: Callable[..., Child], tmp_path: Path) 
     assert any(" volume_recovered " in line and " objects=1 " in line for line in second.log)
 
 
-def test_the_drain_delay_ends(start: Callable[..., Child]) -> None:
+def test_the_drain_delay_ends(start: Start) -> None:
     assert start("--drain-delay-s", "0.05").stop() == 0
 
 
@@ -128,9 +121,7 @@ def told(manager: socket.socket, what: str) -> str:
             return message
 
 
-def test_systemd_is_notified_of_readiness_watchdog_reloads_and_the_end(
-    start: Callable[..., Child], manager: socket.socket
-) -> None:
+def test_systemd_is_notified_of_readiness_watchdog_reloads_and_the_end(start: Start, manager: socket.socket) -> None:
     environment = {"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "100000"}
     child = start(environment=environment)
     assert told(manager, "READY=1") == f"READY=1\nSTATUS=serving on 127.0.0.1:{child.port}"
@@ -143,12 +134,22 @@ def test_systemd_is_notified_of_readiness_watchdog_reloads_and_the_end(
     assert child.wait() == 0
 
 
-def test_health_checks_run_in_parallel(start: Callable[..., Child]) -> None:
+def ask(child: Child, method: str = "GET", path: str = "/healthz", **headers: str) -> int:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", child.metrics_port, timeout=TIMEOUT_S)) as asked:
+        asked.putrequest(method, path, skip_host=True)
+        for name, value in headers.items():
+            asked.putheader(name, value)
+        asked.endheaders()
+        return asked.getresponse().status
+
+
+def test_the_http_endpoint_serves_only_this_machine_and_changes_nothing(start: Start) -> None:
+    """A web page reads nothing by DNS rebinding."""
     child = start("--metrics-port", "0")
-    statuses: list[int] = []
-    askers = [threading.Thread(target=lambda: statuses.append(child.http("/readyz")[0])) for _ in range(8)]
-    for asker in askers:
-        asker.start()
-    for asker in askers:
-        asker.join(WAIT_MAX_S)
-    assert statuses == [200] * 8
+    for host in ("evil.example", "evil.example:9100", "127.0.0.1.evil.example", "localhost.evil", "["):
+        assert ask(child, path="/metrics", Host=host) == 421, host
+    for host in ("localhost", "LOCALHOST:9100", "127.0.0.1:9100", "127.0.0.1", "[::1]:9100", "[::1]"):
+        assert ask(child, path="/metrics", Host=host) == 200, host
+    assert ask(child) == 200, "a request without the header, as in HTTP/1.0"
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "FLUSHALL"):
+        assert ask(child, method, Host="localhost") == 501, method

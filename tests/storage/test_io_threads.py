@@ -5,16 +5,20 @@ import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from machine import NEVER_S
-from storage_support import TIMEOUT_S, Child, Client
+from storage_support import TIMEOUT_S, Child, Client, Start
 
+from shadowserve.errors import ConfigurationError
 from storage_kv.clients import io_threads
 from storage_kv.clients.event_loop import READ, EventLoop
+from storage_kv.config import StorageConfig
+from storage_kv.server import StorageServer
 
 MIB = 1 << 20
 THREADS = 4
@@ -65,14 +69,14 @@ def wait_until_nothing_is_held(client: Client) -> None:
 
 
 @pytest.fixture
-def start_threaded() -> Iterator[Callable[..., Child]]:
+def start_threaded() -> Iterator[Start]:
     """Start servers with several io threads."""
     with ExitStack() as stack:
         yield lambda *flags: stack.enter_context(Child("--io-threads", str(THREADS), *flags))
 
 
 @pytest.fixture
-def child(start_threaded: Callable[..., Child]) -> Child:
+def child(start_threaded: Start) -> Child:
     """A server with several io threads."""
     return start_threaded("--memory-budget-bytes", "1 GiB", "--shutdown-timeout-s", str(NEVER_S))
 
@@ -96,7 +100,7 @@ def test_clients_at_once_each_see_their_own_writes_and_nothing_is_left_over(chil
 
 
 def test_the_budget_holds_whoever_writes_and_only_whole_values_are_read(
-    start_threaded: Callable[..., Child],
+    start_threaded: Start,
 ) -> None:
     child = start_threaded("--memory-budget-bytes", "6 MiB")
     wrong: list[object] = []
@@ -126,38 +130,6 @@ def test_the_budget_holds_whoever_writes_and_only_whole_values_are_read(
         client.call("FLUSHALL")
         wait_until_nothing_is_held(client)
         assert client.info()["used_memory"] == "0"
-
-
-def test_one_of_many_sets_of_a_key_with_nx_wins(child: Child) -> None:
-    clients = [child.client() for _ in range(2 * THREADS)]
-    barrier = threading.Barrier(len(clients))
-
-    def race(number: int) -> list[object]:
-        answers: list[object] = []
-        for turn in range(30):
-            barrier.wait()
-            answers.append(clients[number].call("SET", f"turn{turn}", f"{number}", "NX"))
-        return answers
-
-    with ThreadPoolExecutor(len(clients)) as pool:
-        answers = list(pool.map(race, range(len(clients))))
-    for turn in range(30):
-        winners = [number for number, own in enumerate(answers) if own[turn] == b"OK"]
-        assert len(winners) == 1 and clients[0].call("GET", f"turn{turn}") == b"%d" % winners[0]
-
-
-def test_clients_are_counted_and_limited_over_all_threads(start_threaded: Callable[..., Child]) -> None:
-    child = start_threaded("--connections-max", "9")
-    clients = [child.client() for _ in range(9)]
-    assert all(client.call("PING") == b"PONG" for client in clients)
-    assert child.client().receive_to_end() == b"-ERR max number of clients reached\r\n"
-    listed = bytes(clients[0].call("CLIENT", "LIST")).decode().splitlines()  # type: ignore[arg-type]
-    assert len({line.split()[0] for line in listed}) == 9
-    for client in clients[1:]:
-        client.close()
-    while clients[0].info()["connected_clients"] != "1":
-        pass
-    assert [child.client().call("PING") for _ in range(8)] == [b"PONG"] * 8
 
 
 def test_clients_are_dealt_to_the_thread_with_the_fewest(child: Child) -> None:
@@ -244,3 +216,15 @@ def test_as_many_threads_as_configured_or_half_of_the_cores_up_to_four(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
     assert io_threads.threads_for(configured) == threads
+
+
+async def test_a_start_that_fails_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_second(number: int, *arguments: Any) -> io_threads.IoThread:
+        if number == 1:
+            raise OSError("no descriptors are left")
+        return io_threads.IoThread(number, *arguments)
+
+    monkeypatch.setattr("storage_kv.server.IoThread", break_second)
+    with pytest.raises(ConfigurationError, match="cannot start 2 threads: no descriptors are left"):
+        await StorageServer(StorageConfig(port=0, io_threads=2)).start()
+    assert not [each.name for each in threading.enumerate() if each.name.startswith(("io-", "layers", "verify-"))]

@@ -6,22 +6,17 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-import yaml
 from machine import NEVER_S, cores_of_threads, ignores, wait_for
-from storage_support import REPOSITORY, TIMEOUT_S, Child, Client, make_record
-
-from storage_kv.config import StorageConfig
+from storage_support import REPOSITORY, TIMEOUT_S, Client, Start, make_record
 
 MIB = 1 << 20
 
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_the_server_with_status_0(start: Callable[..., Child], number: signal.Signals) -> None:
+def test_a_signal_stops_the_server_with_status_0(start: Start, number: signal.Signals) -> None:
     child = start()
     assert re.fullmatch(r"ready 127\.0\.0\.1:[0-9]+\n", child.ready_line)
     idle = child.client()
@@ -34,7 +29,7 @@ def test_a_signal_stops_the_server_with_status_0(start: Callable[..., Child], nu
 
 
 @pytest.mark.usefixtures("background")
-def test_an_ignored_interrupt_stays_ignored(start: Callable[..., Child]) -> None:
+def test_an_ignored_interrupt_stays_ignored(start: Start) -> None:
     child = start()
     assert ignores(child.process.pid, signal.SIGINT)
     child.process.send_signal(signal.SIGINT)
@@ -42,7 +37,7 @@ def test_an_ignored_interrupt_stays_ignored(start: Callable[..., Child]) -> None
     assert child.stop(signal.SIGTERM) == 0
 
 
-def test_unfinished_replies_are_sent_before_the_end(start: Callable[..., Child]) -> None:
+def test_unfinished_replies_are_sent_before_the_end(start: Start) -> None:
     child = start("--shutdown-timeout-s", str(NEVER_S))
     value = os.urandom(32 * MIB)
     reader = child.client()
@@ -54,7 +49,7 @@ def test_unfinished_replies_are_sent_before_the_end(start: Callable[..., Child])
     assert child.wait() == 0
 
 
-def test_a_record_being_checked_is_answered_before_the_end(start: Callable[..., Child]) -> None:
+def test_a_record_being_checked_is_answered_before_the_end(start: Start) -> None:
     child = start("--shutdown-timeout-s", str(NEVER_S))
     key, value = make_record(b"a" * 32, body_bytes=32 * MIB)
     writer = child.client()
@@ -64,7 +59,7 @@ def test_a_record_being_checked_is_answered_before_the_end(start: Callable[..., 
     assert child.wait() == 0
 
 
-def test_a_client_that_does_not_read_delays_the_end_no_longer_than_allowed(start: Callable[..., Child]) -> None:
+def test_a_client_that_does_not_read_delays_the_end_no_longer_than_allowed(start: Start) -> None:
     child = start("--shutdown-timeout-s", "0.3")
     with child.client(receive_buffer=4096) as slow:
         slow.call("SET", "a", b"x" * (32 * MIB))
@@ -74,7 +69,7 @@ def test_a_client_that_does_not_read_delays_the_end_no_longer_than_allowed(start
     assert any("replies_cut_off clients=1" in line for line in child.log)
 
 
-def test_a_second_signal_ends_at_once(start: Callable[..., Child]) -> None:
+def test_a_second_signal_ends_at_once(start: Start) -> None:
     child = start("--shutdown-timeout-s", str(NEVER_S))
     with child.client(receive_buffer=4096) as slow, child.client() as other:
         slow.call("SET", "a", b"x" * (32 * MIB))
@@ -97,48 +92,20 @@ def test_a_port_in_use_is_a_clear_error() -> None:
     assert "cannot listen on 127.0.0.1 port" in done.stderr and "choose another" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--memory-budget-bytes", "4 gallons"], "memory_budget_bytes"),
-        (["--memory-budget-bytes", "5"], "greater than or equal to"),
-        (["--port", "99999"], "port"),
-        (["--bulk-bytes-max", "2 GiB"], "request_bytes_max is less than bulk_bytes_max"),
-        (["--config", "/nonexistent.yaml"], "cannot read configuration file"),
-        (["--stall-timeout-s", "0"], "greater than 0"),
-    ],
-)
-def test_an_invalid_configuration_is_an_error_before_anything_starts(flags: list[str], message: str) -> None:
-    done = run(*flags)
+def test_an_invalid_configuration_is_an_error_before_anything_starts() -> None:
+    done = run("--bulk-bytes-max", "2 GiB")
+    message = "request_bytes_max is less than bulk_bytes_max"
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
-def test_the_sample_configuration_explains_every_key_and_holds_the_defaults() -> None:
-    path = REPOSITORY / "configs" / "storage.yaml"
-    values = yaml.safe_load(path.read_text())["storage"]
-    assert list(values) == list(StorageConfig.model_fields)
-    assert StorageConfig.load(path, environment={}) == StorageConfig()
-    lines = path.read_text().splitlines()
-    for key in values:
-        index = next(number for number, line in enumerate(lines) if line.startswith(f"  {key}:"))
-        assert lines[index - 1].startswith("  #"), f"{key} is not explained"
-
-
-def test_a_configuration_file_is_followed(start: Callable[..., Child], tmp_path: Path) -> None:
-    path = tmp_path / "storage.yaml"
-    path.write_text("storage:\n  memory_budget_bytes: 3 MiB\n  connections_max: 7\n")
-    with start("--config", str(path), "--connections-max", "8").client() as client:
-        assert client.info()["maxmemory"] == str(3 * MIB) and client.info()["maxclients"] == "8"
-
-
-def test_no_thread_leaves_the_cores_it_was_given(start: Callable[..., Child]) -> None:
+def test_no_thread_leaves_the_cores_it_was_given(start: Start) -> None:
     core = max(os.sched_getaffinity(0))
     child = start("--cores", f"[{core}]")
     allowed = cores_of_threads(child.process.pid)
     assert len(allowed) > 1 and allowed == [{core}] * len(allowed)
 
 
-def test_expired_keys_are_removed_without_access(start: Callable[..., Child]) -> None:
+def test_expired_keys_are_removed_without_access(start: Start) -> None:
     with start().client() as client:
         for number in range(100):
             client.send("SET", f"a{number}", "x", "PX", 50)
@@ -160,7 +127,7 @@ def test_info_has_the_sections_of_redis_and_ours(client: Client) -> None:
     assert client.call("INFO", "nosuch") == b""
 
 
-def test_connections_leave_nothing_behind(start: Callable[..., Child]) -> None:
+def test_connections_leave_nothing_behind(start: Start) -> None:
     child = start()
 
     def descriptors() -> int:

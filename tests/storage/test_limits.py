@@ -3,12 +3,11 @@
 import contextlib
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from machine import wait_for
-from storage_support import TIMEOUT_S, Child, Client
+from storage_support import TIMEOUT_S, Child, Client, Start
 
 from shadowserve.resp import encode_command
 
@@ -16,21 +15,7 @@ CORPUS = Path(__file__).parents[1] / "shared" / "corpus" / "resp"
 MIB = 1 << 20
 
 
-def test_clients_beyond_the_limit_get_an_error(start: Callable[..., Child]) -> None:
-    child = start("--connections-max", "2")
-    with child.client() as first, child.client() as second:
-        assert first.call("PING") == second.call("PING") == b"PONG"
-        with child.client() as third:
-            assert third.receive_to_end() == b"-ERR max number of clients reached\r\n"
-        assert first.info()["rejected_connections"] == "1"
-        second.close()
-        while first.info()["connected_clients"] != "1":  # each round trip gives the server time to detect it
-            pass
-        with child.client() as fourth:
-            assert fourth.call("PING") == b"PONG"
-
-
-def test_a_bulk_or_a_request_beyond_the_limit_is_refused(start: Callable[..., Child]) -> None:
+def test_a_bulk_or_a_request_beyond_the_limit_is_refused(start: Start) -> None:
     child = start("--bulk-bytes-max", "1 MiB", "--request-bytes-max", "2 MiB", "--arguments-max", "100")
     error = b"-ERR Protocol error: invalid bulk length\r\n"
     with child.client() as client:
@@ -50,7 +35,7 @@ def test_a_bulk_or_a_request_beyond_the_limit_is_refused(start: Callable[..., Ch
         assert client.call("STRLEN", "a") == MIB
 
 
-def test_an_announced_large_value_takes_no_memory_before_it_arrives(start: Callable[..., Child]) -> None:
+def test_an_announced_large_value_takes_no_memory_before_it_arrives(start: Start) -> None:
     child = start()
     promise = b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$500000000\r\nonly this"
     with child.client() as client:
@@ -64,7 +49,7 @@ def test_an_announced_large_value_takes_no_memory_before_it_arrives(start: Calla
         assert int(client.info()["used_memory_rss"]) - before < 50 * MIB
 
 
-def test_a_client_that_does_not_read_stops_itself_and_costs_only_its_own_backlog(start: Callable[..., Child]) -> None:
+def test_a_client_that_does_not_read_stops_itself_and_costs_only_its_own_backlog(start: Start) -> None:
     child = start("--output-buffer-bytes-max", "64 KiB")
     with child.client() as other:
 
@@ -103,7 +88,7 @@ def was_set(child: Child, value: bytes) -> bool:
     return False
 
 
-def test_a_stalled_reader_is_closed(start: Callable[..., Child]) -> None:
+def test_a_stalled_reader_is_closed(start: Start) -> None:
     child = start("--stall-timeout-s", "0.5")
     with child.client() as other:
         wait_for(lambda: was_set(child, b"x" * (32 * MIB)))
@@ -137,7 +122,7 @@ def write_slowly_beside_one_that_stands_still(child: Child) -> tuple[bool, float
     return answered, max(longest, time.monotonic() - last)
 
 
-def test_a_stalled_writer_is_closed_and_a_slow_one_is_not(start: Callable[..., Child]) -> None:
+def test_a_stalled_writer_is_closed_and_a_slow_one_is_not(start: Start) -> None:
     child = start("--stall-timeout-s", "0.6")
     answered, tries = False, 0
     while not answered:
@@ -151,7 +136,7 @@ def test_a_stalled_writer_is_closed_and_a_slow_one_is_not(start: Callable[..., C
         assert int(client.info()["clients_stalled"]) >= 1
 
 
-def test_idle_clients_are_closed_only_where_that_is_configured(start: Callable[..., Child]) -> None:
+def test_idle_clients_are_closed_only_where_that_is_configured(start: Start) -> None:
     child = start("--idle-timeout-s", "0.3", "--stall-timeout-s", "60")
     with child.client() as client:
         assert client.receive_to_end() == b""
@@ -185,13 +170,6 @@ def test_an_incomplete_pipeline_is_answered_up_to_its_last_command(shared_server
         cut.socket.shutdown(socket.SHUT_WR)
         assert cut.receive_to_end() == b"+OK\r\n" * 5000
     assert client.call("EXISTS", "b") == 0
-
-
-@pytest.mark.parametrize("depth", [1, 3, 1024])
-def test_pipelines_of_any_depth_keep_their_order(start: Callable[..., Child], depth: int) -> None:
-    with start("--pipeline-commands-max", str(depth)).client() as client:
-        client.socket.sendall(b"".join(encode_command("ECHO", str(number)) for number in range(5000)))
-        assert [client.receive() for _ in range(5000)] == [b"%d" % number for number in range(5000)]
 
 
 def test_quit_answers_and_closes_and_nothing_behind_it_is_executed(shared_server: Child, client: Client) -> None:

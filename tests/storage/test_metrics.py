@@ -5,7 +5,6 @@ import errno
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,16 @@ import pytest
 import yaml
 from machine import NEVER_S
 from prometheus_client import CollectorRegistry, generate_latest
-from storage_support import REPOSITORY, Child, make_record
+from storage_support import REPOSITORY, Start, make_node, make_record
 
 from dpu_dataplane.metrics import Metrics
-from shadowserve.clock import wall_clock_ms
 from shadowserve.latency import LatencyHistogram
-from shadowserve.pool.memory_pool import MemoryPool
 from shadowserve.pool.statistics import DeviceStatistics, Statistics
-from storage_kv.access.users import Users
-from storage_kv.commands import BY_FULL_NAME, execute
-from storage_kv.config import StorageConfig
+from storage_kv.commands import execute
 from storage_kv.counters import SAMPLE_EVERY, CommandCounters
 from storage_kv.metric_table import BUCKET
 from storage_kv.node import Node
-from storage_kv.operate.health import Condition
-from storage_kv.operate.metrics import NodeCollector
-from storage_kv.reconfiguration import Reconfiguration
+from storage_kv.operations import Condition, NodeCollector
 from storage_kv.reply import CommandError
 from storage_kv.session import Session
 
@@ -59,10 +52,6 @@ def shown() -> Statistics:
     )
 
 
-def node_with(store: Any) -> Node:
-    return Node(Reconfiguration(StorageConfig()), Users(StorageConfig(), BY_FULL_NAME), store, wall_clock_ms)
-
-
 def exported(node: Node) -> dict[str, float]:
     registry = CollectorRegistry()
     registry.register(NodeCollector(node, Condition(node, recovered=True)))
@@ -70,7 +59,7 @@ def exported(node: Node) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
 
-def test_metrics_count_the_work_of_a_server(start: Callable[..., Child]) -> None:
+def test_metrics_count_the_work_of_a_server(start: Start) -> None:
     child = start("--metrics-port", "0")
     with child.client() as client:
         key, value = make_record(b"a" * 32)
@@ -98,28 +87,16 @@ def test_metrics_count_the_work_of_a_server(start: Callable[..., Child]) -> None
 
 
 @needs_promtool
-def test_promtool_accepts_a_scrape(start: Callable[..., Child]) -> None:
-    child = start("--metrics-port", "0")
-    with child.client() as client:
-        client.call("SET", "a", "1")
-        text = child.http("/metrics")[1]
-    done = subprocess.run(
-        ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=NEVER_S, check=False
-    )
-    assert (done.returncode, done.stdout + done.stderr) == (0, "")
-
-
-@needs_promtool
 def test_promtool_accepts_a_scrape_with_devices() -> None:
     registry = CollectorRegistry()
-    registry.register(NodeCollector(node := node_with(ShownStore()), Condition(node, recovered=True)))
+    registry.register(NodeCollector(node := make_node(ShownStore()), Condition(node, recovered=True)))
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=generate_latest(registry), capture_output=True, timeout=NEVER_S
     )
     assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
 
-def test_no_label_holds_a_key_or_a_client(start: Callable[..., Child]) -> None:
+def test_no_label_holds_a_key_or_a_client(start: Start) -> None:
     child = start("--metrics-port", "0")
     with child.client() as client:
         client.call("CLIENT", "SETNAME", "somebody")
@@ -137,7 +114,7 @@ class ShownStore:
 
 
 def test_devices_arenas_and_causes_are_metrics() -> None:
-    samples = exported(node_with(ShownStore()))
+    samples = exported(make_node(ShownStore()))
     own = {name.removeprefix("shadowserve_storage_"): value for name, value in samples.items()}
     assert own["keys"] == 3
     assert own['device_read_bytes_total{device="nvme0n1"}'] == 7
@@ -153,7 +130,7 @@ def test_devices_arenas_and_causes_are_metrics() -> None:
 
 
 def test_a_scrape_does_not_use_the_store_before_recovery() -> None:
-    node = node_with(object())
+    node = make_node(object())
     registry = CollectorRegistry()
     registry.register(NodeCollector(node, condition := Condition(node)))
     assert b"shadowserve_storage_recovered 0.0" in generate_latest(registry)
@@ -161,7 +138,7 @@ def test_a_scrape_does_not_use_the_store_before_recovery() -> None:
 
 
 def test_a_scrape_reads_sessions_and_queues_with_the_lock_held() -> None:
-    node = node_with(ShownStore())
+    node = make_node(ShownStore())
     for owner, name in ((node, "sessions"), (node.memory, "_queues"), (node.lent, "_queues")):
         setattr(owner, name, LockedDict(node))
     assert exported(node)["shadowserve_storage_clients"] == 0
@@ -179,21 +156,15 @@ class LockedDict(dict[Any, Any]):
         return super().values()
 
 
-def test_an_engine_of_memory_alone_has_neither_devices_nor_arenas() -> None:
-    samples = exported(node_with(MemoryPool.open(StorageConfig())))
-    assert "shadowserve_storage_keys" in samples
-    assert not [name for name in samples if "{device=" in name or "{arena=" in name or "{outcome=" in name]
-
-
 def test_every_metric_has_the_prefix_and_units_stand_at_the_end() -> None:
-    for name in exported(node_with(ShownStore())):
+    for name in exported(make_node(ShownStore())):
         bare = name.partition("{")[0]
         assert NAMES.fullmatch(bare), name
         if "bytes" in bare or "seconds" in bare:
             assert bare.endswith(UNITS), name
 
 
-def test_every_metric_of_the_storage_node_is_documented_and_no_other(start: Callable[..., Child]) -> None:
+def test_every_metric_of_the_storage_node_is_documented_and_no_other(start: Start) -> None:
     text = start("--metrics-port", "0").http("/metrics")[1]
     exported_names = {name.removeprefix("shadowserve_storage_") for name in re.findall(r"^# TYPE (\S+) ", text, re.M)}
     page = (REPOSITORY / "docs" / "reference" / "metrics.md").read_text()
@@ -209,7 +180,7 @@ def test_one_call_in_many_is_timed_the_first_included() -> None:
     with pytest.raises(CommandError):
         statistics.timed(_failing)
     assert statistics.durations.count == 1
-    node = node_with(ShownStore())
+    node = make_node(ShownStore())
     session = Session(1, address="", authenticated=True)
     for _ in range(2 * SAMPLE_EVERY + 1):
         execute(node, session, [b"PING"])
@@ -231,7 +202,7 @@ def test_a_histogram_sorts_by_upper_bounds_and_finds_quantiles() -> None:
     assert 1_000_000 < histogram.quantile_ns(0.5) < 10_000_000 and histogram.quantile_ns(0.99) == 10_000_000
 
 
-def test_info_has_the_commands_as_redis_has_them(start: Callable[..., Child]) -> None:
+def test_info_has_the_commands_as_redis_has_them(start: Start) -> None:
     with start().client() as client:
         client.call("SET", "a", "1")
         client.call("SET", "a")
@@ -251,7 +222,7 @@ def test_info_needs_no_free_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr("builtins.open", no_descriptor)
-    reply = execute(node_with(MemoryPool.open(StorageConfig())), Session(1, "", authenticated=True), [b"INFO"])
+    reply = execute(make_node(), Session(1, "", authenticated=True), [b"INFO"])
     assert isinstance(reply, bytes) and re.search(rb"used_memory_rss:[1-9]", reply)
 
 
@@ -271,7 +242,7 @@ def families(text: str) -> set[str]:
 
 
 @pytest.fixture
-def exported_names(start: Callable[..., Child]) -> set[str]:
+def exported_names(start: Start) -> set[str]:
     """Names of the metrics of a running storage server."""
     return families(start("--metrics-port", "0").http("/metrics")[1])
 
@@ -298,12 +269,6 @@ def of_the_plugin() -> set[str]:
         each.value for each in module.body if isinstance(each, ast.AnnAssign) and isinstance(each.value, ast.Dict)
     ]
     return {f"shadowserve_{name}_total" for table in tables for name in ast.literal_eval(table)}
-
-
-def test_the_prometheus_folder_has_only_rule_files() -> None:
-    """``rule_files: [prometheus/*.yaml]`` loads the whole folder; Prometheus refuses other files."""
-    for path in RULES.parent.iterdir():
-        assert set(yaml.safe_load(path.read_text())) == {"groups"}, path.name
 
 
 def test_every_alert_is_explained_and_tested() -> None:

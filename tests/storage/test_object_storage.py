@@ -2,23 +2,21 @@
 
 import json
 import re
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from cold_support import CREDENTIALS, Chain
-from faulty_s3 import BUCKET, Answer, FaultyS3, faulty_s3
+from faulty_s3 import BUCKET, Answer, FaultyS3
 from machine import wait_for
-from storage_support import REPOSITORY, Child, Client
+from storage_support import REPOSITORY, Child, Client, Start, bucket_flags
 
 from shadowserve_tools.bench.peers.buckets import CREDENTIALS as CEPH_CREDENTIALS
 from shadowserve_tools.bench.peers.buckets import MISSING, ceph_gateway
 
 CHAIN = Chain("document", 24, 1 << 16)
-Starts = Callable[..., Child]
-StartsNodes = Callable[..., tuple[Child, Client]]
+Nodes = Callable[..., tuple[Child, Client]]
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +25,6 @@ def ceph() -> Iterator[str]:
         pytest.skip(f"{MISSING}: apt-get install ceph-mon ceph-osd radosgw")
     with ceph_gateway(BUCKET) as endpoint:
         yield endpoint
-
-
-@pytest.fixture
-def faulty() -> Iterator[FaultyS3]:
-    with faulty_s3() as server:
-        yield server
 
 
 @pytest.fixture(params=["own", "ceph"])
@@ -44,14 +36,13 @@ def bucket(request: pytest.FixtureRequest) -> tuple[str, dict[str, str]]:
 
 
 @pytest.fixture
-def node(start: Starts, request: pytest.FixtureRequest) -> StartsNodes:
+def node(start: Start, request: pytest.FixtureRequest) -> Nodes:
     """Start a node over a bucket with a separate prefix."""
     prefix = "".join(each if each.isalnum() else "_" for each in request.node.name)
 
     def start_node(endpoint: str, credentials: dict[str, str], *flags: str, **keys: Any) -> tuple[Child, Client]:
-        given = {"bucket": BUCKET, "endpoint": endpoint, "prefix": prefix, "gather_s": 0.2, "index_ttl_s": 0.1}
-        s3 = json.dumps({**given, "timeout_s": 20.0, **keys})
-        child = start("--memory-budget-bytes", "64 MiB", *flags, "--s3", s3, environment=credentials)
+        bucket = bucket_flags(endpoint, **({"prefix": prefix, "gather_s": 0.2} | keys))
+        child = start("--memory-budget-bytes", "64 MiB", *flags, *bucket, environment=credentials)
         return child, child.client()
 
     return start_node
@@ -69,13 +60,16 @@ def store_chain(client: Client) -> None:
     wait_for(lambda: s3(client)["records"] == "24")
 
 
-def test_an_empty_node_answers_for_what_another_one_stored(
-    bucket: tuple[str, dict[str, str]], node: StartsNodes
-) -> None:
-    _, one = node(*bucket)
-    store_chain(one)
-    _, two = node(*bucket)
-    wait_for(lambda: s3(two)["records"] == "24")
+def second_node(node: Nodes, bucket: tuple[str, dict[str, str]], *flags: str, **keys: Any) -> tuple[Child, Client]:
+    """Store the chain through one node; return another node that knows it."""
+    store_chain(node(*bucket)[1])
+    child, client = node(*bucket, *flags, **keys)
+    wait_for(lambda: s3(client)["records"] == "24")
+    return child, client
+
+
+def test_an_empty_node_answers_for_what_another_one_stored(bucket: tuple[str, dict[str, str]], node: Nodes) -> None:
+    _, two = second_node(node, bucket)
     assert two.call("EXISTS", *CHAIN.keys) == 24
     assert two.call("STRLEN", CHAIN.keys[1]) == len(CHAIN.values[1])
     for key in CHAIN.keys:
@@ -89,19 +83,8 @@ def test_an_empty_node_answers_for_what_another_one_stored(
     assert two.call("DBSIZE") == 24, "read records must stay in the node"
 
 
-def test_a_killed_node_without_devices_recovers_from_the_bucket(
-    bucket: tuple[str, dict[str, str]], node: StartsNodes
-) -> None:
-    child, client = node(*bucket)
-    store_chain(client)
-    child.stop(signal.SIGKILL)
-    _, client = node(*bucket)
-    wait_for(lambda: s3(client)["records"] == "24")
-    assert client.call("MGET", *CHAIN.keys) == CHAIN.values
-
-
 def test_a_node_with_devices_keeps_what_comes_from_the_bucket_on_them(
-    bucket: tuple[str, dict[str, str]], node: StartsNodes, tmp_path: Any
+    bucket: tuple[str, dict[str, str]], node: Nodes, tmp_path: Any
 ) -> None:
     _, one = node(*bucket)
     store_chain(one)
@@ -115,9 +98,7 @@ def test_a_node_with_devices_keeps_what_comes_from_the_bucket_on_them(
     assert again.call("MGET", *CHAIN.keys) == CHAIN.values, "the node must serve them without the bucket"
 
 
-def test_deleted_and_flushed_keys_are_gone_from_the_bucket(
-    bucket: tuple[str, dict[str, str]], node: StartsNodes
-) -> None:
+def test_deleted_and_flushed_keys_are_gone_from_the_bucket(bucket: tuple[str, dict[str, str]], node: Nodes) -> None:
     _, one = node(*bucket)
     store_chain(one)
     assert one.call("DEL", CHAIN.keys[0]) == 1
@@ -128,7 +109,7 @@ def test_deleted_and_flushed_keys_are_gone_from_the_bucket(
     assert two.call("EXISTS", *CHAIN.keys) == 0
 
 
-def test_two_nodes_that_are_given_the_same_chain_agree(bucket: tuple[str, dict[str, str]], node: StartsNodes) -> None:
+def test_two_nodes_that_are_given_the_same_chain_agree(bucket: tuple[str, dict[str, str]], node: Nodes) -> None:
     clients = [node(*bucket)[1], node(*bucket)[1]]
     for key, value in zip(CHAIN.keys, CHAIN.values, strict=True):
         for client in clients:
@@ -144,7 +125,7 @@ def test_two_nodes_that_are_given_the_same_chain_agree(bucket: tuple[str, dict[s
 
 @pytest.mark.parametrize("wrong", ["secret", "bucket"])
 def test_wrong_credentials_or_a_missing_bucket_leave_a_node_that_works_without(
-    ceph: str, node: StartsNodes, wrong: str
+    ceph: str, node: Nodes, wrong: str
 ) -> None:
     credentials = CEPH_CREDENTIALS | ({"AWS_SECRET_ACCESS_KEY": "wrong"} if wrong == "secret" else {})
     _, client = node(ceph, credentials, **({"bucket": "not-there"} if wrong == "bucket" else {}))
@@ -155,11 +136,8 @@ def test_wrong_credentials_or_a_missing_bucket_leave_a_node_that_works_without(
     wait_for(lambda: s3(client)["failed_writes"])
 
 
-def test_a_blocked_bucket_does_not_delay_other_clients(faulty: FaultyS3, node: StartsNodes) -> None:
-    _, one = node(faulty.endpoint, CREDENTIALS)
-    store_chain(one)
-    child, two = node(faulty.endpoint, CREDENTIALS, timeout_s=60.0, index_ttl_s=3600.0)
-    wait_for(lambda: s3(two)["records"] == "24")
+def test_a_blocked_bucket_does_not_delay_other_clients(faulty: FaultyS3, node: Nodes) -> None:
+    child, two = second_node(node, (faulty.endpoint, CREDENTIALS), timeout_s=60.0, index_ttl_s=3600.0)
     gate = threading.Event()
     faulty.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
     two.send("GET", CHAIN.keys[0])
@@ -171,11 +149,8 @@ def test_a_blocked_bucket_does_not_delay_other_clients(faulty: FaultyS3, node: S
     assert two.receive() == CHAIN.values[0]
 
 
-def test_kv_meta_of_cold_records_tells_length_and_time_without_a_read(faulty: FaultyS3, node: StartsNodes) -> None:
-    _, one = node(faulty.endpoint, CREDENTIALS)
-    store_chain(one)
-    _, two = node(faulty.endpoint, CREDENTIALS, index_ttl_s=3600.0)
-    wait_for(lambda: s3(two)["records"] == "24")
+def test_kv_meta_of_cold_records_tells_length_and_time_without_a_read(faulty: FaultyS3, node: Nodes) -> None:
+    _, two = second_node(node, (faulty.endpoint, CREDENTIALS), index_ttl_s=3600.0)
     asked = faulty.count("get")
     found = two.call("KV.META", *CHAIN.keys[:2], b"kv:" + b"0" * 64, *CHAIN.keys[2:], "plain")
     assert isinstance(found, list) and found[2] is None and found[-1] is None
@@ -188,7 +163,7 @@ def test_kv_meta_of_cold_records_tells_length_and_time_without_a_read(faulty: Fa
     assert two.call("KV.META", *CHAIN.keys) == [[len(value), value[:head]] for _, value, head, _ in CHAIN.records]
 
 
-def test_kv_prefetch_reads_cold_records_without_waiting(faulty: FaultyS3, node: StartsNodes) -> None:
+def test_kv_prefetch_reads_cold_records_without_waiting(faulty: FaultyS3, node: Nodes) -> None:
     _, one = node(faulty.endpoint, CREDENTIALS)
     store_chain(one)
     assert one.call("KV.PREFETCH", *CHAIN.keys, "plain") == 0
@@ -219,11 +194,8 @@ def test_kv_prefetch_reads_cold_records_without_waiting(faulty: FaultyS3, node: 
     assert child.stop() == 0, "no lease must be left"
 
 
-def test_prefetches_use_at_most_a_second_of_a_slow_bucket(faulty: FaultyS3, node: StartsNodes) -> None:
-    _, one = node(faulty.endpoint, CREDENTIALS)
-    store_chain(one)
-    _, two = node(faulty.endpoint, CREDENTIALS, index_ttl_s=3600.0)
-    wait_for(lambda: s3(two)["records"] == "24")
+def test_prefetches_use_at_most_a_second_of_a_slow_bucket(faulty: FaultyS3, node: Nodes) -> None:
+    _, two = second_node(node, (faulty.endpoint, CREDENTIALS), index_ttl_s=3600.0)
     faulty.bytes_per_s = 16 * 1024  # a record takes four seconds
     assert two.call("GET", CHAIN.keys[0]) == CHAIN.values[0]
     count = two.call("KV.PREFETCH", *CHAIN.keys[1:])
@@ -232,11 +204,8 @@ def test_prefetches_use_at_most_a_second_of_a_slow_bucket(faulty: FaultyS3, node
     faulty.bytes_per_s = 0
 
 
-def test_a_bucket_that_never_answers_is_a_miss_for_its_client(faulty: FaultyS3, node: StartsNodes) -> None:
-    _, one = node(faulty.endpoint, CREDENTIALS)
-    store_chain(one)
-    _, two = node(faulty.endpoint, CREDENTIALS, timeout_s=0.3, index_ttl_s=3600.0)
-    wait_for(lambda: s3(two)["records"] == "24")
+def test_a_bucket_that_never_answers_is_a_miss_for_its_client(faulty: FaultyS3, node: Nodes) -> None:
+    _, two = second_node(node, (faulty.endpoint, CREDENTIALS), timeout_s=0.3, index_ttl_s=3600.0)
     gate = threading.Event()
     faulty.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
     try:
@@ -248,9 +217,7 @@ def test_a_bucket_that_never_answers_is_a_miss_for_its_client(faulty: FaultyS3, 
         gate.set()
 
 
-def test_stopping_writes_queued_records_and_does_not_wait_for_a_blocked_bucket(
-    faulty: FaultyS3, node: StartsNodes
-) -> None:
+def test_stopping_writes_queued_records_and_does_not_wait_for_a_blocked_bucket(faulty: FaultyS3, node: Nodes) -> None:
     child, client = node(faulty.endpoint, CREDENTIALS, gather_s=600.0)
     assert client.call("SET", CHAIN.keys[0], CHAIN.values[0]) == b"OK"
     assert child.stop() == 0
@@ -269,7 +236,7 @@ def test_a_node_without_a_bucket_has_nothing_to_prefetch(client: Client) -> None
     assert client.call("KV.PREFETCH", *CHAIN.keys) == 0
 
 
-def test_metrics_include_the_bucket(faulty: FaultyS3, node: StartsNodes) -> None:
+def test_metrics_include_the_bucket(faulty: FaultyS3, node: Nodes) -> None:
     child, client = node(faulty.endpoint, CREDENTIALS, "--metrics-port", "0")
     store_chain(client)
     samples = child.samples()
@@ -282,7 +249,7 @@ def test_metrics_include_the_bucket(faulty: FaultyS3, node: StartsNodes) -> None
     assert samples["shadowserve_storage_s3_away"] == 0
 
 
-def test_invalid_bucket_settings_are_errors_at_the_start(start: Starts, tmp_path: Any) -> None:
+def test_invalid_bucket_settings_are_errors_at_the_start(start: Start, tmp_path: Any) -> None:
     for keys, words in (
         ({"bucket": "UPPER"}, "s3.bucket"),
         ({"bucket": BUCKET, "endpoint": "minio:9000"}, "s3.endpoint"),

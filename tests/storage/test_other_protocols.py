@@ -2,13 +2,10 @@
 
 import contextlib
 import os
-import socket
-import ssl
-from collections.abc import Callable
 
 import pytest
 from machine import wait_for
-from storage_support import Child, Client
+from storage_support import Child, Client, Start
 
 from shadowserve.resp import encode_command
 
@@ -99,14 +96,7 @@ def test_nothing_that_other_protocols_carry_is_executed(
     assert int(client.info()["protocol_errors"]) == before + 1
 
 
-def test_a_real_tls_client_at_the_plain_port_runs_nothing(shared_server: Child, client: Client) -> None:
-    context = ssl.create_default_context()
-    with socket.create_connection(("127.0.0.1", shared_server.port)) as plain, pytest.raises(ssl.SSLError):
-        context.wrap_socket(plain, server_hostname="flushall")
-    assert client.call("PING") == b"PONG"
-
-
-def test_typed_commands_that_change_nothing_are_accepted(start: Callable[..., Child]) -> None:
+def test_typed_commands_that_change_nothing_are_accepted(start: Start) -> None:
     child = start(environment={"SHADOWSERVE_STORAGE_PASSWORD": "pa"})
     lines = b'AUTH pa\r\nPING\nping "a b"\r\n\r\nECHO x\r\nINFO replication\r\nQUIT\r\n'
     answer = send_and_read(child, lines)
@@ -116,7 +106,7 @@ def test_typed_commands_that_change_nothing_are_accepted(start: Callable[..., Ch
     assert refused.startswith(b"+OK\r\n-ERR Protocol error: 'GET' cannot be typed") and refused.count(b"\r\n") == 2
 
 
-def test_repeated_http_requests_are_logged_once(start: Callable[..., Child], tmp_path: os.PathLike[str]) -> None:
+def test_repeated_http_requests_are_logged_once(start: Start, tmp_path: os.PathLike[str]) -> None:
     audit = os.path.join(tmp_path, "audit.log")
     child = start("--audit-log", audit)
     for _ in range(20):

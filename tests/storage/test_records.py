@@ -106,13 +106,6 @@ def test_others_are_served_while_a_large_record_is_checked(shared_server: Child,
         assert client.receive() == b"OK"
 
 
-def test_a_skipped_reply_is_dropped_for_a_large_record_too(client: Client) -> None:
-    key, value = make_record(b"a" * 32, body_bytes=LARGE)
-    client.send("CLIENT", "REPLY", "SKIP")
-    client.send("SET", key, value)
-    assert client.call("STRLEN", key) == len(value)
-
-
 @pytest.mark.parametrize("protocol", [2, 3])
 def test_kv_meta_returns_length_and_header_of_records_and_nil_otherwise(client: Client, protocol: int) -> None:
     client.call("HELLO", protocol)
@@ -130,16 +123,6 @@ def test_kv_meta_returns_length_and_header_of_records_and_nil_otherwise(client: 
     expected = [[len(value), value[:head]] for value, head in zip(values, heads, strict=True)]
     assert reply == [expected[0], None, expected[2], None, None, expected[1], expected[0]]
     assert record.parse_header(reply[0][1]).record_length == len(values[0])  # type: ignore[index, arg-type]
-
-
-def test_kv_meta_of_a_whole_prefix_takes_one_round_trip(client: Client) -> None:
-    stored = [make_record(bytes([number // 256, number % 256]) * 16, body_bytes=256) for number in range(600)]
-    for key, value in stored:
-        client.send("SET", key, value)
-    assert all(client.receive() == b"OK" for _ in stored)
-    reply = client.call("kv.meta", *(key for key, _ in stored), "absent")
-    assert isinstance(reply, list) and len(reply) == 601 and reply[600] is None
-    assert all(entry[0] == len(value) for entry, (_, value) in zip(reply, stored, strict=False))  # type: ignore[index]
 
 
 def test_kv_meta_needs_a_key_and_counts_as_a_use(client: Client) -> None:

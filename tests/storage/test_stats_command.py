@@ -2,17 +2,12 @@
 
 import asyncio
 import json
-import re
-import signal
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 from machine import WAIT_MAX_S, free_port
-from storage_support import REPOSITORY, Child, make_record
+from storage_support import Child, Start, make_record
 
 from shadowserve.errors import StorageUnavailableError
 from shadowserve.resp_client import RespClient
@@ -40,7 +35,7 @@ def used(child: Child) -> None:
 
 
 @pytest.fixture
-def server(start: Callable[..., Child]) -> Child:
+def server(start: Start) -> Child:
     child = start()
     used(child)
     return child
@@ -81,19 +76,7 @@ def test_watching_shows_rates_between_two_samples(server: Child) -> None:
     assert shown.exit_code == 0 and "read hit rate" in shown.output
 
 
-@pytest.mark.usefixtures("interruptible")
-def test_watching_ends_in_order_on_an_interrupt(server: Child) -> None:
-    command = [sys.executable, "-m", "shadowserve_tools", "stats", "--port", str(server.port), "--json", "--watch"]
-    with subprocess.Popen(
-        [*command, "--interval", "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY
-    ) as watching:
-        assert watching.stdout is not None and watching.stdout.readline()
-        watching.send_signal(signal.SIGINT)
-        _, errors = watching.communicate(timeout=WAIT_MAX_S)
-    assert watching.returncode in (0, 1) and "Traceback" not in errors
-
-
-def test_a_password_is_given_by_the_environment_or_a_flag(start: Callable[..., Child]) -> None:
+def test_a_password_is_given_by_the_environment_or_a_flag(start: Start) -> None:
     child = start(environment={"SHADOWSERVE_STORAGE_PASSWORD": PASSWORD})
     refused = stats("--port", str(child.port))
     assert refused.exit_code == 1 and "NOAUTH" in refused.output and "--password" in refused.output
@@ -103,7 +86,7 @@ def test_a_password_is_given_by_the_environment_or_a_flag(start: Callable[..., C
     assert stats("--port", str(child.port), "--user", "default", "--password", PASSWORD).exit_code == 0
 
 
-def test_it_speaks_tls(start: Callable[..., Child], certificates: Path) -> None:
+def test_it_speaks_tls(start: Start, certificates: Path) -> None:
     child = start(
         *("--tls-cert", str(certificates / "server.crt"), "--tls-key", str(certificates / "server.key")),
         *("--tls-client-ca", str(certificates / "ca.crt")),
@@ -117,9 +100,7 @@ def test_it_speaks_tls(start: Callable[..., Child], certificates: Path) -> None:
     assert plain.exit_code == 1 and "speaks TLS only" in plain.output and "--tls-ca" in plain.output
 
 
-def test_a_server_that_disconnects_before_the_first_command_is_an_error(
-    start: Callable[..., Child], certificates: Path
-) -> None:
+def test_a_server_that_disconnects_before_the_first_command_is_an_error(start: Start, certificates: Path) -> None:
     """The server's TLS alert arrives in the turn that completes the connection."""
     child = start(
         *("--tls-cert", str(certificates / "server.crt"), "--tls-key", str(certificates / "server.key")),
@@ -140,7 +121,7 @@ def test_a_server_that_disconnects_before_the_first_command_is_an_error(
         asyncio.run(ask_as_it_closes())
 
 
-def test_users_without_admin_get_an_error_with_a_hint(start: Callable[..., Child], tmp_path: Path) -> None:
+def test_users_without_admin_get_an_error_with_a_hint(start: Start, tmp_path: Path) -> None:
     users = tmp_path / "users.acl"
     users.write_text("user team on >secret ~* +@all -@admin tenant=team\nuser admin on >secret ~* +@all\n")
     where = ("--port", str(start("--users-file", str(users)).port), "--password", "secret", "--user")
@@ -201,7 +182,7 @@ LIMITS = "{team-a: {bytes_max: 1 GiB, keys_max: 100, commands_per_s: 100000, byt
 
 
 @pytest.fixture
-def shared(start: Callable[..., Child], tmp_path: Path) -> Child:
+def shared(start: Start, tmp_path: Path) -> Child:
     """A server where one tenant with limits has two thirds of the bytes, and one without limits the rest."""
     (tmp_path / "users.acl").write_text(USERS)
     child = start("--users-file", str(tmp_path / "users.acl"), "--tenants", LIMITS)
@@ -247,39 +228,7 @@ def test_a_tenant_does_not_see_the_others(shared: Child) -> None:
         assert b"team-a" not in client.call("INFO", "everything")
 
 
-def test_throttled_tenants_are_shown(start: Callable[..., Child], tmp_path: Path) -> None:
-    (tmp_path / "users.acl").write_text(USERS)
-    child = start("--users-file", str(tmp_path / "users.acl"), "--tenants", "{team-a: {bytes_per_s: 1 MiB}}")
-    with child.client() as client:
-        client.call("AUTH", "a", "secret")
-        for _ in range(3):
-            client.call("SET", "key", b"x" * (700 << 10))
-    (tenant,) = (each for each in json.loads(as_admin(child, "--json").output)["tenants"] if each["name"] == "team-a")
-    assert tenant["throttled"] >= 1 and tenant["bytes"] >= 3 * (700 << 10)
-
-
-def test_a_tenant_is_still_seen_after_a_restart(start: Callable[..., Child], tmp_path: Path) -> None:
-    (tmp_path / "users.acl").write_text(USERS)
-    flags = ("--users-file", str(tmp_path / "users.acl"), "--devices", f"[{{path: {tmp_path / 'one'}, size: 64 MiB}}]")
-    child = start(*flags)
-    with child.client() as client:
-        client.call("AUTH", "b", "secret")
-        client.call("SET", "key", b"x" * 10_000)
-    assert child.stop() == 0
-    view = json.loads(as_admin(start(*flags), "--json").output)
-    assert {each["name"]: each["keys"] for each in view["tenants"]} == {"b,x=1%": 1, "": 0}
-
-
 # ---- Time range of each number ---------------------------------------------------------------------------------------
-
-
-def test_each_column_names_its_value_and_period(server: Child) -> None:
-    once = stats("--port", str(server.port)).output
-    watched = stats("--port", str(server.port), "--watch", "--interval", "0.05", "--count", "2").output
-    assert re.search(r"^ *what +since the start *$", once, re.MULTILINE)
-    assert re.search(r"what +in the last [\d.]+ s +the last 60 samples", watched)
-    assert "slowest commands: calls/s since the start; all else since the start" in once
-    assert re.search(r"slowest commands: calls/s in the last [\d.]+ s; all else since the start", watched)
 
 
 def test_the_rate_of_a_command_is_that_of_the_interval() -> None:

@@ -6,16 +6,18 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
-from machine import NEVER_S, WAIT_MAX_S, wait_for
-from storage_support import REPOSITORY, TIMEOUT_S, Child, Client, make_record
+from machine import NEVER_S, wait_for
+from storage_support import REPOSITORY, TIMEOUT_S, Child, Client, Start, make_record
 
+from shadowserve.errors import ConfigurationError
 from shadowserve.resp import encode_command
-from storage_kv.access.authentication_throttle import network_of
+from storage_kv.clients.transport import Certificates
+from storage_kv.config import StorageConfig
 
 MIB = 1 << 20
 
@@ -72,7 +74,7 @@ class TlsClient(Client):
 
 
 @pytest.fixture
-def secure(start: Callable[..., Child], certificates: Path) -> Child:
+def secure(start: Start, certificates: Path) -> Child:
     return start(*tls_flags(certificates))
 
 
@@ -80,19 +82,6 @@ def secure(start: Callable[..., Child], certificates: Path) -> Child:
 def client(secure: Child, certificates: Path) -> Iterator[TlsClient]:
     with TlsClient(secure.port, context_of(certificates)) as client:
         yield client
-
-
-def test_redis_py_works_through_tls(secure: Child, certificates: Path) -> None:
-    for protocol in (2, 3):
-        with redis.Redis(
-            port=secure.port, ssl=True, ssl_ca_certs=f"{certificates}/ca.crt", protocol=protocol
-        ) as connection:
-            assert connection.set("a", "1") and connection.get("a") == b"1"
-            with connection.pipeline(transaction=False) as pipeline:
-                for number in range(500):
-                    pipeline.set(f"key {number}", number)
-                pipeline.mget([f"key {number}" for number in range(500)])
-                assert pipeline.execute()[-1] == [b"%d" % number for number in range(500)]
 
 
 @pytest.mark.parametrize("size", [1, 4095, 16384, 100_000, MIB + 1, 20 * MIB])
@@ -158,7 +147,7 @@ def test_a_plain_client_at_a_tls_port_gets_an_error(secure: Child) -> None:
 
 
 def test_repeated_tls_failures_are_logged_with_a_count(
-    start: Callable[..., Child], certificates: Path, other_authority: Path, tmp_path: Path
+    start: Start, certificates: Path, other_authority: Path, tmp_path: Path
 ) -> None:
     """The log has few lines. The counter and the audit log have every failure."""
     audit_log = tmp_path / "audit.log"
@@ -182,15 +171,7 @@ def test_repeated_tls_failures_are_logged_with_a_count(
     assert sum(json.loads(line)["event"] == "tls" for line in audit_log.read_text().splitlines()) == 20
 
 
-@pytest.mark.parametrize(
-    ("address", "caller"),
-    [("10.0.0.1:7", "10.0.0.1"), ("[2001:db8::1]:7", "2001:db8::"), ("[::ffff:10.0.0.1]:7", "10.0.0.1")],
-)
-def test_an_ipv6_client_is_identified_by_its_network(address: str, caller: str) -> None:
-    assert network_of(address) == caller
-
-
-def test_a_tls_client_at_a_plain_port_is_refused(start: Callable[..., Child], certificates: Path) -> None:
+def test_a_tls_client_at_a_plain_port_is_refused(start: Start, certificates: Path) -> None:
     child = start()  # a separate server, because the log lines of an address are limited
     with pytest.raises(ssl.SSLError) as caught:
         TlsClient(child.port, context_of(certificates))
@@ -221,7 +202,7 @@ def test_old_versions_and_renegotiation_are_refused(secure: Child, certificates:
         assert client.call("PING") == b"PONG"
 
 
-def test_an_unfinished_handshake_delays_no_other_client(start: Callable[..., Child], certificates: Path) -> None:
+def test_an_unfinished_handshake_delays_no_other_client(start: Start, certificates: Path) -> None:
     child = start(*tls_flags(certificates), "--authentication-timeout-s", "0.5")
 
     def answered() -> str:
@@ -240,19 +221,7 @@ def test_an_unfinished_handshake_delays_no_other_client(start: Callable[..., Chi
     assert int(wait_for(answered)) >= 20
 
 
-def test_failed_handshakes_are_counted(secure: Child, certificates: Path) -> None:
-    for data in (b"\x16\x03\x01\x00\x05hello", b"\x16garbage" * 20, b""):
-        with socket.create_connection(("127.0.0.1", secure.port), TIMEOUT_S) as sock:
-            sock.sendall(data)
-            sock.shutdown(socket.SHUT_WR)
-            while sock.recv(1 << 12):
-                pass
-    with TlsClient(secure.port, context_of(certificates)) as client:
-        wait_for(lambda: client.info()["tls_failures"] == "3")
-        assert client.call("PING") == b"PONG"
-
-
-def test_a_renewed_certificate_is_used_without_a_restart(start: Callable[..., Child], tmp_path: Path) -> None:
+def test_a_renewed_certificate_is_used_without_a_restart(start: Start, tmp_path: Path) -> None:
     make_certificates(tmp_path)
     child = start(*tls_flags(tmp_path))
 
@@ -273,7 +242,7 @@ def test_a_renewed_certificate_is_used_without_a_restart(start: Callable[..., Ch
 
 
 def test_mutual_tls_accepts_only_certificates_of_its_authority(
-    start: Callable[..., Child], certificates: Path, other_authority: Path
+    start: Start, certificates: Path, other_authority: Path
 ) -> None:
     child = start(*tls_flags(certificates, mutual=True))
     with TlsClient(child.port, context_of(certificates, "mallory")) as client:
@@ -285,7 +254,7 @@ def test_mutual_tls_accepts_only_certificates_of_its_authority(
     wait_for(lambda: any("certificate is not accepted" in line for line in child.log))
 
 
-def test_a_certificate_names_its_user(start: Callable[..., Child], certificates: Path, tmp_path: Path) -> None:
+def test_a_certificate_names_its_user(start: Start, certificates: Path, tmp_path: Path) -> None:
     users = tmp_path / "users.acl"
     users.write_text("user alice on ~a:* +@all tenant=team-a\nuser bob on >pw ~* +@all\nuser default off\n")
     child = start(*tls_flags(certificates, mutual=True), "--tls-users", "cn", "--users-file", str(users))
@@ -299,27 +268,16 @@ def test_a_certificate_names_its_user(start: Callable[..., Child], certificates:
     wait_for(lambda: any("certificate_names_no_user" in line and "mallory" in line for line in child.log))
 
 
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (["--tls-cert", "x"], "tls_cert is given without tls_key"),
-        (["--tls-client-ca", "x"], "tls_client_ca is given without tls_cert"),
-        (["--tls-users", "cn"], "tls_users needs tls_client_ca"),
-        (["--tls-cert", "none.crt", "--tls-key", "none.key"], "tls_cert: cannot read none.crt"),
-    ],
-)
-def test_invalid_tls_files_are_errors_at_the_start(flags: list[str], text: str) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "shadowserve_tools", "storage", "--port", "0", *flags],
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-        timeout=WAIT_MAX_S,
-    )
-    assert ran.returncode != 0 and text in ran.stderr
+def test_invalid_tls_files_are_errors_at_the_start() -> None:
+    with pytest.raises(ValueError, match="tls_client_ca is given without tls_cert"):
+        StorageConfig(tls_client_ca="x")
+    with pytest.raises(ValueError, match="tls_users needs tls_client_ca"):
+        StorageConfig(tls_users="cn")
+    with pytest.raises(ConfigurationError, match="tls_cert: cannot read none.crt"):
+        Certificates(StorageConfig(tls_cert="none.crt", tls_key="none.key"))
 
 
-def test_layers_are_sent_through_tls_unchanged(start: Callable[..., Child], certificates: Path) -> None:
+def test_layers_are_sent_through_tls_unchanged(start: Start, certificates: Path) -> None:
     child = start(*tls_flags(certificates))
     records = [make_record(bytes([number]) * 32, body_bytes=MIB, fill=number) for number in range(1, 7)]
     with contextlib.closing(

@@ -1,23 +1,15 @@
 """MULTI and EXEC: order, limits, deferred replies, and commands of other clients in between."""
 
 import socket
-from collections.abc import Callable, Iterator
 
 import pytest
 from machine import wait_for
 from slow_store import Served
-from storage_support import Child, Client, make_record
+from storage_support import Child, Client, Start, make_record
 
 from shadowserve.resp import ErrorReply, encode_command
 
 LARGE = bytes(range(256)) * 400  # sent by reference, received in place
-
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    """A server whose store the test controls."""
-    with Served(io_threads=2) as served:
-        yield served
 
 
 def calls(client: Client, *commands: tuple[object, ...]) -> list[object]:
@@ -160,7 +152,8 @@ def test_a_disconnected_client_releases_its_transaction(served: Served) -> None:
         watching = served.client()
         assert watching.call("WATCH", "w") == b"OK"
         calls(watching, ("MULTI",), ("SET", "a", LARGE))
-        client.close()
+        client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        client.close()  # with a reset
         watching.close()
         wait_for(lambda: len(node.sessions) == 1)
         for _ in range(3):
@@ -169,7 +162,7 @@ def test_a_disconnected_client_releases_its_transaction(served: Served) -> None:
         assert node.watchers == {} and not store.buffers
 
 
-def test_permissions_are_checked_when_a_command_is_queued_and_executed(start: Callable[..., Child]) -> None:
+def test_permissions_are_checked_when_a_command_is_queued_and_executed(start: Start) -> None:
     with start() as child, child.client() as admin, child.client() as client:
         admin.call("ACL", "SETUSER", "alice", "on", ">pw", "~a*", "+@all", "-flushall")
         client.call("AUTH", "alice", "pw")
@@ -222,7 +215,7 @@ def test_a_pipeline_of_another_client_fails_watchers(client: Client, shared_serv
             assert calls(client, ("MULTI",), ("PING",), ("EXEC",))[2] == [b"PONG"]
 
 
-def test_an_expired_or_evicted_key_fails_watchers(start: Callable[..., Child]) -> None:
+def test_an_expired_or_evicted_key_fails_watchers(start: Start) -> None:
     with start("--memory-budget-bytes", "1048576") as child, child.client() as client, child.client() as other:
         other.call("SET", "gone", "1", "PX", "1")
         client.call("SET", "w", "1")
@@ -233,7 +226,7 @@ def test_an_expired_or_evicted_key_fails_watchers(start: Callable[..., Child]) -
         assert calls(client, ("MULTI",), ("PING",), ("EXEC",))[2] is None
 
 
-def test_another_tenants_key_of_the_same_name_is_another_key(start: Callable[..., Child]) -> None:
+def test_another_tenants_key_of_the_same_name_is_another_key(start: Start) -> None:
     with start() as child, child.client() as admin, child.client() as client:
         admin.call("ACL", "SETUSER", "alice", "on", ">pw", "~*", "+@all", "-@dangerous", "tenant=a")
         client.call("AUTH", "alice", "pw")
@@ -251,12 +244,3 @@ def test_watched_keys_are_bounded(client: Client) -> None:
     assert isinstance(refused, ErrorReply) and b"too many watched keys" in refused
     assert client.call("UNWATCH") == b"OK"
     assert isinstance(client.call("WATCH", *("x" * 60_000 + str(number) for number in range(20))), ErrorReply)
-
-
-def test_a_client_that_has_finished_sending_gets_all_of_its_transaction(served: Served) -> None:
-    with served.client() as client:
-        commands = [("MULTI",), *[("ECHO", str(number)) for number in range(3000)], ("EXEC",)]
-        client.socket.sendall(b"".join(encode_command(*command) for command in commands))  # type: ignore[arg-type]
-        client.socket.shutdown(socket.SHUT_WR)
-        replies = [client.receive() for _ in commands]
-        assert replies[-1] == [b"%d" % number for number in range(3000)]
