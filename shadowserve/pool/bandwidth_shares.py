@@ -1,8 +1,7 @@
 """Bandwidths of the devices, and the share of the objects that each gets.
 
 The paper's equation 1: a device of bandwidth b gets the share b / sum of all b. Short reads of the device measure it at
-the start, clients' reads after that. Only reads of a busy device count: a single read shows its latency, not how many
-fit in parallel. A configured bandwidth is not measured.
+the start, clients' reads after that, while it is busy: a single read shows its latency, not how many fit in parallel.
 """
 
 from collections.abc import Sequence
@@ -19,20 +18,14 @@ _CHANGE_MIN: Final = 0.05
 
 
 class BandwidthMeter:
-    """Rate of one device while it is busy, from the times of its reads.
-
-    Attributes:
-        bytes_per_s: Decaying average; 0 before the first sample.
-        samples: Number of samples in it.
-        fixed: The rate is configured and never changes.
-    """
+    """Rate of one device while it is busy, from the times of its reads."""
 
     __slots__ = ("_busy_ns", "_busy_until_ns", "_bytes", "bytes_per_s", "fixed", "samples")
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
-        self.fixed = bytes_per_s is not None
-        self.bytes_per_s = bytes_per_s or 0.0
-        self.samples = 0
+        self.fixed = bytes_per_s is not None  # the rate is configured and never changes
+        self.bytes_per_s = bytes_per_s or 0.0  # decaying average; 0 before the first sample
+        self.samples = 0  # number of samples in it
         self._bytes = 0
         self._busy_ns = 0
         self._busy_until_ns = 0
@@ -52,7 +45,6 @@ class BandwidthMeter:
             self._bytes = self._busy_ns = 0
 
     def sample(self, bytes_per_s: float) -> None:
-        """Add a measurement to the average."""
         if self.fixed:
             return
         weight = _WEIGHT if self.samples else 1.0

@@ -27,9 +27,9 @@ class DevicePool(Pool):
     def hold_back(self, may_write: Callable[[int], bool], may_scrub: Callable[[int], bool]) -> None:
         """Ask the callbacks before writing, or scrubbing, a number of bytes; after False, ask again when woken."""
         self._core.may_write, self._core.may_scrub = may_write, may_scrub
+        """Ask the callbacks before writing, or scrubbing, a number of bytes; after False, ask again when woken."""
 
     def wake(self) -> None:
-        """Wake the pool's thread; from any thread."""
         self._core.waker.wake()
 
     # ---- Reading
@@ -66,8 +66,7 @@ class DevicePool(Pool):
         return self._entry(parse_key(address))
 
     def _entry(self, parsed: ParsedKey, now_s: int = 0) -> Entry | None:
-        """Return the entry of a key; None if it is absent or has expired, which removes it. ``now_s`` as in
-        :meth:`Index.get`."""
+        """Return the entry of a key; None if it is absent or has expired, which removes it."""
         tenant, key, name = parsed
         found = self._index.get(tenant, key, now_s)
         if found is None:
@@ -131,8 +130,7 @@ class DevicePool(Pool):
 
         Returns:
             Places of the leading records: up to the first that is absent, has another length, is on no working device,
-                or is
-            not durable there yet.
+            or is not durable there yet.
         """
         core, ticket, lent = self._core, self._writer.ticket, list[IndexPlace]()
         disks, clears = core.disks, core.clears
@@ -215,7 +213,6 @@ class DevicePool(Pool):
             if buffer is None:
                 raise self._waiting.busy_error("all of the pool's memory is in use")
             buffer.view(FIXED_HEADER_BYTES, FIXED_HEADER_BYTES + len(value))[:] = value
-            core.counters.copied_bytes += len(value)
         try:
             ticket = self._store(parsed, buffer, len(value), header_bytes, expires_at_ms, parent)
         except BaseException:
@@ -241,7 +238,6 @@ class DevicePool(Pool):
         expires_at_ms: int | None,
         parent: bytes,
     ) -> Ticket | None:
-        """Add an entry for a value in memory, and begin to write it."""
         core = self._core
         tenant, key, name = parsed
         old = self._present(parsed)  # make_room_for() may have evicted it
@@ -324,7 +320,6 @@ class DevicePool(Pool):
         if current is None or current.generation != entry.generation:  # evicted while a device was chosen
             home.disk.free((home.extent, entry.size))
             return
-        self._core.admission.admitted_later += 1
         self._index.insert(
             entry.tenant,
             entry.key,

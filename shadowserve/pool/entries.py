@@ -28,13 +28,12 @@ class Entry:
 
     @property
     def blocks(self) -> int:
-        """Blocks of 4 KiB."""
         return object_blocks(self.length)
 
     @property
     def size(self) -> int:
         """Bytes of these blocks; for memory alone, bytes that count against the budget."""
-        return object_blocks(self.length) * BLOCK_BYTES if self.device != MEMORY_ONLY else self.length + self.extent
+        return self.blocks * BLOCK_BYTES if self.device != MEMORY_ONLY else self.length + self.extent
 
     @property
     def header(self) -> ObjectFields:

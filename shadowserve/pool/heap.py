@@ -1,7 +1,7 @@
 """The memory of a pool without devices: each value has memory of its own, or is the object that brought it.
 
 The index counts, orders and evicts these entries as it does those on devices. But a value is found by its key's text,
-without a digest and without an object made from the index's entry, and uses are reported to the index many at a time.
+and uses are reported to the index many at a time.
 """
 
 from array import array
@@ -14,26 +14,21 @@ from shadowserve.pool.types import Item
 from shadowserve.pool.volume.tickets import OutOfBudgetError
 
 ENTRY_OVERHEAD_BYTES: Final = 640
-"""Bytes of an entry besides key and value: its places in the index and in two dictionaries, the item, object headers,
-the key's text in the index, the allocator's rounding and an expiry. Largest value measured with CPython 3.11; it
-depends on how full the tables are. ``tests/pool/test_pool_of_memory.py`` checks it."""
+"""Bytes of an entry besides key and value, the largest measured with CPython 3.11: its places in the index and in two
+dictionaries, the item, object headers, the key's text, the allocator's rounding. A test checks it."""
 
 
 class HeapItem(Item):
     """An entry of a pool without devices.
 
     Attributes:
-        size: Bytes that it counts for.
-        users: Users of the value: the entry while it is stored, and each holder.
-        slot: Slot in the index.
-        names: Dictionary that has the entry by its key.
         is_plain: It never had a record header, parent, expiry or pin.
     """
 
     __slots__ = ("is_plain", "key", "names", "size", "slot", "tenant", "users")
 
-    slot: int
-    names: "dict[bytes, HeapItem]"
+    slot: int  # slot in the index
+    names: "dict[bytes, HeapItem]"  # dictionary that has the entry by its key
 
     def __init__(
         self,
@@ -44,11 +39,7 @@ class HeapItem(Item):
         expires_at_ms: int | None,
         parent: bytes,
     ) -> None:
-        """Make an item that is not stored yet.
-
-        Raises:
-            OutOfBudgetError: The index cannot count as many bytes.
-        """
+        """Make an item that is not stored yet; OutOfBudgetError if the index cannot count as many bytes."""
         length = self.length = len(value)
         if length >= 1 << 32:
             raise OutOfBudgetError(f"a value of {length} bytes does not fit an entry, which has 4 GiB at most")
@@ -57,8 +48,8 @@ class HeapItem(Item):
         self.value = value
         self.tenant = tenant
         self.key = key
-        self.size = length + len(key) + ENTRY_OVERHEAD_BYTES
-        self.users = 1
+        self.size = length + len(key) + ENTRY_OVERHEAD_BYTES  # bytes that it counts for
+        self.users = 1  # users of the value: the entry while it is stored, and each holder
         self.is_plain = not (header_bytes or parent) and expires_at_ms is None
 
     @property
@@ -70,8 +61,6 @@ class Heap(Core):
     """The state of a pool without devices: items by tenant and key, and by slot.
 
     Attributes:
-        tenants: Items of each tenant by key, until a clear().
-        taken_bytes: Bytes of all values, ``held_bytes`` included.
         uses: Slots of used entries, in order, that the index does not know of yet: a call for each would cost more than
             the rest of a look-up.
         turn_s: Unix time at the last turn, used for uses and puts: reading the clock for each would cost too much.
@@ -80,10 +69,10 @@ class Heap(Core):
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         self.held_bytes = 0
-        self.taken_bytes = 0
+        self.taken_bytes = 0  # bytes of all values, ``held_bytes`` included
         self.uses = array("I")
         self.turn_s = self.now_s()
-        self.tenants: dict[int, dict[bytes, HeapItem]] = {}
+        self.tenants: dict[int, dict[bytes, HeapItem]] = {}  # items of each tenant by key, until a clear()
         self._slots: dict[int, HeapItem] = {}
         self._held: defaultdict[int, int] = defaultdict(int)
 
@@ -109,7 +98,6 @@ class Heap(Core):
             del self.uses[:]
 
     def keep(self, slot: int, item: HeapItem) -> None:
-        """Store the item of a new entry."""
         item.slot = slot
         names = self.tenants.get(item.tenant)
         if names is None:
@@ -119,7 +107,6 @@ class Heap(Core):
         self.taken_bytes += item.size
 
     def resize(self, item: HeapItem, length: int) -> None:
-        """Set the length of an item's new value."""
         self.index.resize(item.slot, length)
         more = length - item.length
         item.length, item.size = length, item.size + more
@@ -127,7 +114,6 @@ class Heap(Core):
         self.usage_ranking.note(item.tenant)
 
     def release(self, item: HeapItem) -> None:
-        """Remove one holder."""
         assert item.users > 0, "released more often than held"
         item.users -= 1
         if not item.users:

@@ -1,12 +1,9 @@
 """Distribution over devices: in proportion to their bandwidths, interleaved along each chain of chunks.
 
-All devices deliver a prefix together only if its own chunks are spread in proportion, not only those of the whole pool:
-two clients that store alternately would otherwise get one device each. So each chain has an account of the bytes that
-each device should have got of it and has got. The next chunk goes to the device with the largest debt in the chain; the
-debts of the whole pool decide where chains begin, and break ties.
-
-With shares p, a device has p times the placed bytes, plus or minus little more than one object, in every chain and in
-the pool. This is the paper's floor and remainder (equation 2) without waiting for a set to be complete.
+All devices deliver a prefix together only if its own chunks are spread in proportion, not only those of the whole pool.
+So each chain has an account of the bytes that each device should have got of it and has got. The next chunk goes to the
+device with the largest debt in the chain; the debts of the whole pool decide where chains begin, and break ties. This
+is the paper's floor and remainder (equation 2) without waiting for a set to be complete.
 """
 
 from collections import OrderedDict
@@ -18,15 +15,11 @@ _CHAINS_MAX: Final = 4_096
 
 
 class Interleaver:
-    """Chooses among devices, which are known by their positions in the list of shares.
-
-    Attributes:
-        placed_bytes: Bytes that each device got.
-    """
+    """Chooses among devices, which are known by their positions in the list of shares."""
 
     def __init__(self, shares: Sequence[float]) -> None:
         """The sum of ``shares`` may be any positive number."""
-        self.placed_bytes = [0] * len(shares)
+        self.placed_bytes = [0] * len(shares)  # bytes that each device got
         self._owed = [0.0] * len(shares)
         self._chains: OrderedDict[Hashable, list[float]] = OrderedDict()
         self._shares: list[float] = []
@@ -47,13 +40,8 @@ class Interleaver:
         self._chains.clear()
 
     def order(self, size: int, parent: Hashable, available: Sequence[bool]) -> list[int]:
-        """Return the available devices, the best one for an object first. Changes no account.
-
-        Args:
-            size: Bytes of the object.
-            parent: The caller's name of the previous chunk; a false value for none.
-            available: For each device: it accepts objects now.
-        """
+        """Return the available devices, the best one for an object first. ``parent``: name of the previous chunk, or
+        a false value."""
         chain = self._chains.get(parent) if parent else None
         owed = self._owed
         weight = sum(share for share, may in zip(self._shares, available, strict=True) if may) or 1.0
@@ -70,7 +58,7 @@ class Interleaver:
         return sorted((device for device, may in enumerate(available) if may), key=lambda device: keys[device])[::-1]
 
     def place(self, device: int, size: int, parent: Hashable, key: Hashable, available: Sequence[bool]) -> None:
-        """Account for an object ``key`` of ``size`` bytes on ``device``. Other arguments as of :meth:`order`."""
+        """Account for an object ``key`` of ``size`` bytes on ``device``."""
         chain = self._chains.pop(parent, None) if parent else None
         if chain is None:
             chain = [0.0] * len(self._owed)

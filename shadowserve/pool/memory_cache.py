@@ -25,12 +25,7 @@ _PROMOTING_HITS: Final = 2
 
 
 class MemoryCache:
-    """Buffers by the slot of their entry in the index.
-
-    Attributes:
-        promotions: Copies that moved to the main queue.
-        dropped: Copies that were dropped for room.
-    """
+    """Buffers by the slot of their entry in the index."""
 
     def __init__(self, arenas: Arenas) -> None:
         self._arenas = arenas
@@ -43,8 +38,8 @@ class MemoryCache:
         self.kept_bytes = 0
         self.hits = 0
         self.misses = 0
-        self.promotions = 0
-        self.dropped = 0
+        self.promotions = 0  # copies that moved to the main queue
+        self.dropped = 0  # copies that were dropped for room
 
     def __len__(self) -> int:
         return len(self._kept) + len(self._main) + len(self._probation)
@@ -108,7 +103,6 @@ class MemoryCache:
         self.add(slot, buffer, placed=placed)
 
     def drop(self, slot: int) -> None:
-        """Remove the buffer of an entry that is removed."""
         buffer = self._kept.pop(slot, None)
         if buffer is not None:
             self.kept_bytes -= buffer.size

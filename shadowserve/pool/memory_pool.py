@@ -39,13 +39,11 @@ class MemoryPool(Pool):
         return self._item_of(address) or self._find_in_lower_tier(address)
 
     def _item_of(self, address: Address) -> HeapItem | None:
-        """Return the item of a key, unless it has expired, which removes it."""
         names = self._core.tenants.get(address[0])
         item = None if names is None else names.get(address[1])
         return None if item is None or (item.expires_at_ms is not None and self._is_expired(item)) else item
 
     def _is_expired(self, item: HeapItem) -> bool:
-        """Return whether an item has expired, and remove it then."""
         if item.expires_at_ms is None or item.expires_at_ms > self._clock_ms():
             return False
         self._core.expire(Entry(item.slot, self._index.read(item.slot)))

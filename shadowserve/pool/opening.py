@@ -67,9 +67,9 @@ class Sessions:
 
         A device that is missing, or was given up, does not log what is removed or replaced from now on. When it
         returns, its log has an older session than the others', so its objects may be stale and are dropped. A session
-        is a number, a digest of its members and their earlier sessions, so that two pools that went on without each
-        other are distinguished, and the list of members, since a power cut may come when only some logs have it. The
-        number is the time where possible: of two sessions that did not know of each other, the later one counts.
+        is a number (the time where possible, so the later one counts), a digest of its members and their earlier
+        sessions, which distinguishes two pools that went on without each other, and the list of members, since a power
+        cut may come when only some logs have it.
         """
         present = [disk for disk in self._disks if disk.gone is None]
         newest = max((disk.log.session for disk in self._disks), default=b"")
@@ -82,23 +82,17 @@ class Sessions:
 
 @dataclass(slots=True)
 class Opened:
-    """The parts of an open pool.
-
-    Attributes:
-        absent: Devices of the configuration that could not be opened, with the reason.
-        seconds: Duration of opening, measurements included.
-    """
+    """The parts of an open pool."""
 
     core: Core
     space: Space
     placement: Placement
     tenants: Tenants
-    absent: list[tuple[str, str]]
+    absent: list[tuple[str, str]]  # devices of the configuration that could not be opened, with the reason
     registration: Registration
-    seconds: float
+    seconds: float  # duration of opening, measurements included
 
     def close(self) -> None:
-        """Release everything."""
         self.registration.stop()
         for disk in self.core.disks:
             disk.volume.device.close()
@@ -366,9 +360,7 @@ def _drop_foreign_objects(core: Core, tenants: Tenants) -> None:
 
 
 def _find_stale(disks: list[Disk]) -> list[int]:
-    """Return the devices that were missing in the last session: their objects may have been replaced in the
-    meantime.
-    """
+    """Return the devices that were missing in the last session: their objects may have been replaced since."""
     newest = max((disk.log.session for disk in disks), default=b"")
     return [disk.number for disk in disks if not disk.log.took_part(newest)]
 
@@ -395,9 +387,6 @@ def _count_losses(core: Core, stale: dict[int, int]) -> None:
                 core.count_lost(reason, tenant, count)
 
 
-# ---- Bandwidth
-
-
 def _measure_all(memory: BandwidthMeter, disks: list[Disk], arenas: Arenas) -> None:
     arenas.measure()
     memory.sample(sum(arena.bytes_per_s for arena in arenas.arenas))
@@ -406,11 +395,8 @@ def _measure_all(memory: BandwidthMeter, disks: list[Disk], arenas: Arenas) -> N
 
 
 def _measure(disk: Disk, arenas: Arenas) -> None:
-    """Read from the device for a moment, several reads at a time.
-
-    They are written before, if there is room: file systems and many SSDs do not read from the medium what was never
-    written.
-    """
+    """Read from the device for a moment, several reads at a time; written before, if there is room: file systems and
+    many SSDs do not read from the medium what was never written."""
     if disk.meter.fixed:
         return
     device = disk.volume.device

@@ -23,12 +23,11 @@ class Pins:
 
     Attributes:
         of_tenant: Largest share of a tenant's quota, or of the budget without a quota, that its pins may have.
-        of_all: Largest share of the budget that all pins may have.
     """
 
     def __init__(self) -> None:
         self.of_tenant = 1.0
-        self.of_all = 1.0
+        self.of_all = 1.0  # largest share of the budget that all pins may have
         self.total_bytes = 0
         self._pins: dict[int, dict[int, _Pin]] = {}
         self._bytes: dict[int, int] = {}
@@ -39,7 +38,6 @@ class Pins:
         return slot in self._pins.get(tenant, ())
 
     def bytes_of(self, tenant: int) -> int:
-        """Return the bytes that a tenant has pinned."""
         return self._bytes.get(tenant, 0)
 
     def count(self, tenant: int | None) -> int:
@@ -47,11 +45,7 @@ class Pins:
         return len(self._by_end) if tenant is None else len(self._pins.get(tenant, ()))
 
     def check(self, tenant: int, slot: int, size: int, *, quota_bytes: int | None, budget_bytes: int) -> None:
-        """Check that an entry may be pinned.
-
-        Raises:
-            PinShareError: The tenant, or all tenants together, would have too much pinned.
-        """
+        """Raise PinShareError if the tenant, or all tenants together, would have too much pinned."""
         pin = self._pins.get(tenant, {}).get(slot)
         more = size - (pin.size if pin is not None else 0)
         if more <= 0:
@@ -75,7 +69,6 @@ class Pins:
         self._by_end[pin.number] = (tenant, slot)
 
     def drop(self, tenant: int, slot: int) -> None:
-        """Unpin an entry, if it is pinned."""
         pins = self._pins.get(tenant)
         pin = None if pins is None else pins.pop(slot, None)
         if pins is None or pin is None:

@@ -1,8 +1,8 @@
-"""Tests of extents in quarantine.
+"""Tests of extents in quarantine: one is free again if a pattern that is written to it can be read back.
 
-An extent is free again if a pattern that is written to it can be read back. Otherwise it stays out of use until the
-next start. A device that was too busy is tested again later. Tests run whether devices are scrubbed or not: one extent
-of each device at a time, at most one a second, in pieces, with the lowest priority and memory of their own.
+Otherwise it stays out of use until the next start; a device that was too busy is tested again later. Tests run whether
+devices are scrubbed or not: one extent of each device at a time, at most one a second, in pieces, with the lowest
+priority and memory of their own.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,6 @@ class _Test:
 
     @property
     def expected(self) -> bytes:
-        """The bytes of the next piece."""
         shift = (self.place.extent + self.done_bytes // _PIECE_BYTES) % _PATTERN_BYTES
         return _PATTERN[shift : shift + min(self.place.size - self.done_bytes, _PIECE_BYTES)]
 
@@ -48,7 +47,6 @@ class Tester:
         self._next_ms = [0] * len(core.disks)
 
     def turn(self, now_ms: int) -> None:
-        """Begin tests that are due: of one extent on each device."""
         for disk in self._core.disks:
             if disk.quarantine.waiting and disk.quarantine.tested is None and disk.gone is None:
                 if not 0 <= self._next_ms[disk.number] - now_ms <= _BETWEEN_MS:

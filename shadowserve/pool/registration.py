@@ -1,9 +1,7 @@
 """Registers the pool's memory with its devices while the pool already serves.
 
-Reads into registered memory cost less, since the kernel need not look up and pin pages for each read. Registering needs
-all pages to exist, which takes a tenth of a second for each GiB, or ten times as long where memory is scarce or
-virtual. A restarted server does not wait for that: reads into memory that is not registered yet cost a little more CPU
-time.
+Reads into registered memory cost less, since the kernel need not pin pages for each. Registering needs all pages to
+exist, which takes a tenth of a second for each GiB, or ten times as long where memory is scarce or virtual.
 """
 
 import ctypes
@@ -40,7 +38,6 @@ class Registration:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop before devices are closed or memory is released."""
         self._stopped.set()
         self._thread.join()
 
@@ -67,7 +64,6 @@ class Registration:
             begin += size
 
     def _register(self, device: BlockDevice, memory: memoryview) -> int:
-        """Return the number of registered bytes."""
         try:
             if device.register(memory):
                 return len(memory)

@@ -51,29 +51,22 @@ class _Check:
 
 
 class Scrubber:
-    """Checks devices in the background. turn() and finish() with the pool's lock held, verify() without.
-
-    Attributes:
-        bytes_per_s: Rate for each device; 0 for no scrubbing.
-        rounds: Completed rounds through all entries.
-        found: Damaged objects.
-    """
+    """Checks devices in the background. turn() and finish() with the pool's lock held, verify() without."""
 
     def __init__(self, core: Core, bytes_per_s: int) -> None:
         self._core = core
         self._tester = Tester(core)
-        self.bytes_per_s = bytes_per_s
+        self.bytes_per_s = bytes_per_s  # rate for each device; 0 for no scrubbing
         self._cursor = 0
         self._slots: deque[int] = deque()  # scanned, not examined yet
         self._credit = [0.0] * len(core.disks)
         self._last_ms: int | None = None
         self._under_way = 0
         self._read: deque[_Check] = deque()
-        self.rounds = 0
-        self.found = 0
+        self.rounds = 0  # completed rounds through all entries
+        self.found = 0  # damaged objects
 
     def turn(self, now_ms: int) -> None:
-        """Begin reads as far as the time since the last turn allows, and tests of extents in quarantine."""
         self._tester.turn(now_ms)
         if not self.bytes_per_s:
             return
@@ -90,7 +83,6 @@ class Scrubber:
                 return
 
     def _look(self) -> None:
-        """Scan some more entries."""
         was = self._cursor
         self._cursor, slots = self._core.index.scan(ANY, was, _PASSED_PER_TURN, SCAN_LINES)
         self._slots.extend(slots)
@@ -144,11 +136,9 @@ class Scrubber:
         return bool(self._read)
 
     def take_read(self) -> list[_Check]:
-        """Return reads to verify."""
         return [self._read.popleft() for _ in range(len(self._read))]
 
     def verify(self, checks: list[_Check]) -> None:
-        """Check what no device has checked; without the pool's lock."""
         for check in checks:
             if check.error is not None:
                 check.failure = "io_error"
@@ -158,7 +148,6 @@ class Scrubber:
             check.failure = failure_of(entry, check.verdict, header, 0, _units(entry), data)
 
     def finish(self, checks: list[_Check]) -> None:
-        """Drop damaged objects."""
         core = self._core
         for check in checks:
             self._under_way -= 1

@@ -13,16 +13,12 @@ class Tenants:
     def __init__(self, disks: list[Disk]) -> None:
         """Recover names and ids from the devices.
 
-        Devices disagree where one was missing when another one logged a new tenant. The first one in the list counts,
-        so devices that were missing come last.
-
-        Attributes:
-            conflicts: Devices and ids of tenants whose objects there belong to another tenant.
+        Where one was missing when another one logged a new tenant, the first one in the list counts.
         """
         self._disks = disks
         self._next_id = 1
         self._ids: dict[str, int] = {"": 0}
-        self.conflicts: list[tuple[Disk, int]] = []
+        self.conflicts: list[tuple[Disk, int]] = []  # devices and ids whose objects there belong to another tenant
         names = self._names = {0: ""}
         for disk in disks:
             for tenant, text in disk.volume.tenants.items():
@@ -39,7 +35,6 @@ class Tenants:
                     disk.log.name_tenant(tenant, name)
 
     def by_name(self) -> Mapping[str, int]:
-        """Return all assigned ids by name."""
         return self._ids
 
     def name_of(self, tenant: int) -> str:
@@ -49,11 +44,7 @@ class Tenants:
         return set(self._ids.values())
 
     def id_of(self, name: str) -> int:
-        """Return a tenant's id; assign one if needed.
-
-        Raises:
-            OutOfBudgetError: All ids are assigned.
-        """
+        """Return a tenant's id; assign one if needed. OutOfBudgetError if all ids are assigned."""
         tenant = self._ids.get(name)
         if tenant is None:
             while self._next_id in self._names:

@@ -1,7 +1,7 @@
 """The thread that drives a pool: it waits for devices, processes their completions, and ends the pool.
 
-Other threads call the pool's methods for clients. Completions are processed here, so no client's thread waits for a
-device, and a slow device delays only requests for its own objects.
+Other threads call the pool's methods. So no client's thread waits for a device, and a slow device delays only requests
+for its own objects.
 """
 
 import logging

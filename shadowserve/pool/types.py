@@ -1,4 +1,4 @@
-"""Types that a pool and its users share: values, lent memory, limits, and the interface of the lower tier."""
+"""Types that a pool and its users share: values, lent memory, limits."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, Final, NamedTuple, Protocol
@@ -38,17 +38,14 @@ class Item:
     Each pool derives its own class. An item with a value stays valid longer between hold() and release().
 
     Attributes:
-        length: Bytes of the value.
-        header_bytes: Length of the record's header if the value is a valid record, else 0.
-        expires_at_ms: Unix time in milliseconds, or None.
         value: The bytes, which never change; None if they are not in memory: ``Pool.read()`` reads them.
     """
 
     __slots__ = ("expires_at_ms", "header_bytes", "length", "value")
 
-    length: int
-    header_bytes: int
-    expires_at_ms: int | None
+    length: int  # bytes of the value
+    header_bytes: int  # length of the record's header if the value is a valid record, else 0
+    expires_at_ms: int | None  # Unix time in milliseconds, or None
     value: bytes | memoryview | None
     is_cold: ClassVar[bool] = False
     """Only the lower tier has it."""
@@ -72,7 +69,6 @@ class Lease:
 
     @property
     def kept(self) -> object:
-        """Memory that it keeps."""
         return self
 
     def release(self) -> None:
@@ -83,9 +79,7 @@ class Lease:
 
 
 class PinnedEntries(NamedTuple):
-    """Number and bytes of a tenant's pinned entries, including pins that have ended without notice, and the most
-    bytes.
-    """
+    """Number and bytes of a tenant's pins, including those that have ended without notice, and the most bytes."""
 
     keys: int
     bytes: int

@@ -1,5 +1,4 @@
-"""Credentials for a bucket, from the sources in docs/guides/object-storage.md in their order; expiring ones are
-renewed."""
+"""Credentials for a bucket, from the sources in docs/guides/object-storage.md; expiring ones are renewed."""
 
 import configparser
 import json
@@ -83,11 +82,7 @@ class CredentialSource:
         return _of_instance
 
     def get(self) -> Credentials:
-        """Return valid credentials.
-
-        Raises:
-            CredentialError: There are none.
-        """
+        """Return valid credentials; CredentialError if there are none."""
         with self._lock:
             found, now_s = self._found, time.time()
             if found is not None and now_s < found.expires_s - _RENEWED_S:

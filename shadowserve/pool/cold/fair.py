@@ -51,12 +51,10 @@ class FairQueue(Generic[T]):
         return bool(self._lanes)
 
     def waiting(self, tenant: Hashable) -> int:
-        """Return the number of a tenant's items."""
         lane = self._lanes.get(tenant)
         return 0 if lane is None else lane.count
 
     def push(self, tenant: Hashable, client: Hashable, item: T) -> None:
-        """Add an item."""
         lane = self._lanes.get(tenant)
         if lane is None:
             lane = self._lanes[tenant] = _Lane()
@@ -79,12 +77,10 @@ class FairQueue(Generic[T]):
         return tenant, client, item
 
     def charge(self, tenant: Hashable, client: Hashable, cost: float) -> None:
-        """Count the cost of a turn, before its items are discarded."""
         self._clock.charge(tenant, cost)
         self._lanes[tenant].clock.charge(client, cost)
 
     def discard(self, tenant: Hashable, client: Hashable, item: T) -> None:
-        """Remove an item."""
         lane = self._lanes[tenant]
         items = lane.clients[client]
         del items[item]

@@ -102,11 +102,7 @@ class _Connection(http.client.HTTPConnection):
         self.idle_since_s = 0.0
 
     def open(self, deadline_s: float) -> None:
-        """Connect.
-
-        Raises:
-            OSError: The connection fails; TimeoutError among these.
-        """
+        """Connect; OSError, and TimeoutError among these, if that fails."""
         sock = socket.create_connection(self._address, min(_CONNECT_S, max(0.01, deadline_s - time.monotonic())))
         timed = _TimedSocket(sock, deadline_s)
         try:
@@ -138,11 +134,7 @@ def _open_tunnel(timed: _TimedSocket, host: str, port: int) -> None:
 
 
 def tls_context(ca_file: Path | None) -> ssl.SSLContext:
-    """Return a context that checks servers' certificates.
-
-    Raises:
-        ConfigurationError: ``ca_file``, which is trusted besides the system's authorities, cannot be used.
-    """
+    """Return a context that checks servers' certificates, with ``ca_file`` besides the system's authorities."""
     context = ssl.create_default_context()
     if ca_file is not None:
         try:
@@ -156,11 +148,7 @@ class HttpClient:
     """Connections to one server. request() may be called by any number of threads."""
 
     def __init__(self, endpoint: str, tls: ssl.SSLContext | None = None) -> None:
-        """Make a client for the server of a URL, without connecting.
-
-        Raises:
-            ConfigurationError: The URL cannot be used.
-        """
+        """Make a client for the server of a URL, without connecting; ConfigurationError if the URL cannot be used."""
         try:
             url = urlsplit(endpoint)
             is_tls, host, port = url.scheme == "https", url.hostname or "", url.port
@@ -197,10 +185,8 @@ class HttpClient:
         """Send a request and return the answer.
 
         Args:
-            method: HTTP method.
             target: Path and query, encoded.
             headers: Headers besides ``Host`` and ``Content-Length``.
-            body: Body of the request.
             deadline_s: Monotonic time at which the call ends, whatever the server does.
             bytes_max: Most bytes of a successful answer's body.
             length: Required length of such a body; None for any.
@@ -312,7 +298,6 @@ def _body(response: http.client.HTTPResponse, bytes_max: int, length: int | None
 
 
 def _read_into(response: http.client.HTTPResponse, size: int) -> bytearray:
-    """Return up to ``size`` bytes, received into memory of that size."""
     data, received = bytearray(size), 0
     with memoryview(data) as view:
         while received < size and (more := response.readinto(view[received:])):

@@ -10,14 +10,12 @@ class Shares:
     """Shares of a total, by tenants' quotas. For one thread at a time."""
 
     def __init__(self, total: int) -> None:
-        """Divide ``total``; no tenant has a quota yet."""
         self.total = total
         self._quotas: dict[str, int] = {}
         self._known: frozenset[str] = frozenset()
         self._shares: dict[str, float] = {}
 
     def set_quota(self, tenant: str, quota: int | None) -> None:
-        """Limit the share of a tenant; None for no quota."""
         if quota is None:
             self._quotas.pop(tenant, None)
         else:

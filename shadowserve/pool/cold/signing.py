@@ -44,19 +44,7 @@ def signed_headers(
     service: str = "s3",
     now: datetime | None = None,
 ) -> dict[str, str]:
-    """Return the headers that sign a request.
-
-    Args:
-        method: HTTP method.
-        host: as the ``Host`` header has it.
-        path: encoded.
-        query: encoded.
-        credentials: whose request it is.
-        region: Region of the bucket.
-        body_sha256: in hexadecimal digits.
-        service: Name of the service.
-        now: the time; None for the clock's.
-    """
+    """Return the headers that sign a request. ``host``: as the ``Host`` header has it; path and query are encoded."""
     time_text = (now or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
     date = time_text[:8]
     headers = {"host": host, "x-amz-content-sha256": body_sha256, "x-amz-date": time_text}

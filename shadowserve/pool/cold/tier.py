@@ -1,7 +1,6 @@
 """The lower tier of a pool: finds, reads, writes and removes records in a bucket that other nodes use too.
 
-No method waits for the bucket. The tier knows its contents from listing it every ``index_ttl_s`` and reading the
-footers of new objects, so a look-up needs no request.
+No method waits for the bucket: the tier knows its contents from lists every ``index_ttl_s``, and from its footers.
 """
 
 import threading
@@ -30,17 +29,11 @@ _STEP_S: Final = 0.05
 
 
 class ColdTier:
-    """The records of a bucket, for one pool. A :class:`LowerTier`.
-
-    Methods are called with the pool's lock held, except set_quota(), start(), close() and join().
-    """
+    """The records of a bucket, for one pool. Methods are called with the pool's lock held, except set_quota(), start(),
+    close() and join(); none of the others waits."""
 
     def __init__(self, config: S3Config, clock_s: Callable[[], float] = time.monotonic) -> None:
-        """Prepare the tier; start() begins.
-
-        Raises:
-            ConfigurationError: There are no credentials, or they or certificates cannot be read.
-        """
+        """Prepare the tier; start() begins. ConfigurationError: credentials or certificates cannot be read."""
         self._config = config
         self._bucket = Bucket(config)
         self._catalog = Catalog(Shares(config.chunks_max))
@@ -64,20 +57,14 @@ class ColdTier:
         self._lock: threading.Lock
 
     def set_quota(self, tenant: str, bytes_max: int | None, keys_max: int | None) -> None:
-        """Limit a tenant's share of the bucket when ``bytes_max`` or ``chunks_max`` has no room for all tenants.
-
-        Also before start(). All nodes of a bucket need the same quotas.
-        """
+        """Limit a tenant's share of the bucket when it has no room for all. All nodes of a bucket need the same."""
         self._catalog.set_share(tenant, keys_max)
         self._lister.set_quota(tenant, bytes_max)
 
     # ---- Life
 
     def start(self, pool: Pool, lock: threading.Lock) -> None:
-        """Begin to serve ``pool``, whose lock is ``lock``; without the lock.
-
-        Waits at most ``timeout_s`` for the first list, so that the first clients of a new node get no needless misses.
-        """
+        """Begin to serve ``pool``; wait at most ``timeout_s`` for the first list, to spare first clients misses."""
         self._pool, self._lock = pool, lock
         self._reader.start(pool, lock)
         self._writer.start(pool, lock, self._name_of)
@@ -87,7 +74,6 @@ class ColdTier:
         self._lister.tried.wait(self._config.timeout_s)
 
     def hurry(self) -> None:
-        """Write everything that waits to be written."""
         self._writer.hurry()
 
     @property
@@ -96,10 +82,8 @@ class ColdTier:
         return self._writer.idle
 
     def close(self) -> None:
-        """End, without the lock: clients that wait get nothing, and the pool is not used any more.
-
-        Requests in progress may continue until their deadlines; join() waits for them.
-        """
+        """End: clients that wait get nothing, and the pool is not used any more once its lock was free. Requests in
+        progress may continue until their deadlines; join() waits for them."""
         self._ended.set()
         self._lister.close()
         self._deletions.close()
@@ -126,12 +110,10 @@ class ColdTier:
         return None if contents is None else ColdItem(address, key, contents)
 
     def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
-        """Read bytes of an item of find(), as :meth:`Pool.read`."""
         assert isinstance(item, ColdItem)
         self._reader.read(item, start, end, done)
 
     def expected_s(self, size: int) -> float:
-        """Return the expected time to read records of ``size`` bytes in total now."""
         return self._reader.expected_s(size)
 
     def _name_of(self, tenant: int) -> str | None:
@@ -178,7 +160,6 @@ class ColdTier:
         return self._deletions.delete(tenant, names) if names else None
 
     def holds_back(self, address: Address) -> bool:
-        """Return whether a record may not be evicted yet; see :meth:`ColdWriter.holds_back`."""
         return self._writer.holds_back(address)
 
     def removed(self, address: Address) -> bool:
@@ -261,7 +242,6 @@ class ColdTier:
     # ---- Statistics
 
     def statistics(self) -> ColdStatistics:
-        """Return counters and sizes."""
         reader, writer, lister = self._reader, self._writer, self._lister
         outages = self._outage, lister.outage, self._write_outage, self._delete_outage
         away = self._outage.away or lister.outage.away

@@ -1,7 +1,6 @@
-"""A volume's interface to its device: reads and writes of bytes at offsets, and a flush.
+"""A volume's interface to its device: reads and writes of bytes at offsets, and a flush (``shadowserve.block``).
 
-Real devices are :class:`shadowserve.native.BlockDevice`; ``shadowserve.block`` describes operations and their promises.
-A caller that needs order waits for completions and flushes; docs/reference/volume-format.md tells where volumes do.
+Real devices are :class:`shadowserve.native.BlockDevice`.
 """
 
 import ctypes
@@ -60,11 +59,7 @@ class BlockDevice(Protocol):
 
 
 def wait_for_operations(device: BlockDevice, timeout_s: float) -> list[Operation]:
-    """Wait for ended operations and return them; for programs that have nothing else to do.
-
-    Raises:
-        DeviceError: No operation has ended in time.
-    """
+    """Wait for ended operations and return them. DeviceError: none has ended in time."""
     waited = 0.0
     while not (ended := device.completed()):
         if waited >= timeout_s:
@@ -77,21 +72,9 @@ def wait_for_operations(device: BlockDevice, timeout_s: float) -> list[Operation
 
 
 class Pages:
-    """Zeroed memory pages for reads and writes of a device. They live as long as this object or a view of them.
-
-    Attributes:
-        size: Bytes, a multiple of the page size.
-        address: Address of the first byte.
-        view: All bytes.
-        array: All bytes as an array.
-    """
+    """Zeroed memory pages for reads and writes of a device. They live as long as this object or a view of them."""
 
     def __init__(self, size: int) -> None:
-        """Map at least ``size`` bytes.
-
-        Raises:
-            MemoryError: There is not as much memory.
-        """
         self.size = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
             mapping = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,10 +1,8 @@
-"""Every structure of a volume except objects: superblock, blocks of records, headers of snapshots, records.
+"""Every structure of a volume except objects (docs/reference/volume-format.md).
 
-docs/reference/volume-format.md has the same in tables. The format is frozen: a golden volume in tests/assets must stay
-readable, and a change of a structure needs a new :data:`VERSION`.
-
-Parsers take bytes that may be anything. They never trust a length or a count. They return None, or raise
-:class:`FormatError` for a message to the user.
+The format is frozen: a golden volume in tests/assets must stay readable, and a change of a structure needs a new
+:data:`VERSION`. Parsers take bytes that may be anything: they never trust a length or a count, and return None, or
+raise :class:`FormatError` for a message to the user.
 """
 
 import struct
@@ -80,34 +78,19 @@ def _checksum(data: bytes | bytearray | memoryview, at: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Position of the parts of a volume, in blocks of 4 KiB.
+    """Position of the parts of a volume, in blocks of 4 KiB."""
 
-    Attributes:
-        log_firsts: First block of each of the log's two copies.
-        log_blocks: Blocks of each copy.
-        snapshot_firsts: First block of each of the two snapshot regions: the snapshot's header.
-        snapshot_blocks: Blocks of each region, header included.
-        data_first: First block of the objects.
-        data_blocks: Blocks for objects.
-        objects_max: Most objects.
-    """
-
-    log_firsts: tuple[int, int]
-    log_blocks: int
-    snapshot_firsts: tuple[int, int]
-    snapshot_blocks: int
-    data_first: int
-    data_blocks: int
-    objects_max: int
+    log_firsts: tuple[int, int]  # first block of each of the log's two copies
+    log_blocks: int  # blocks of each copy
+    snapshot_firsts: tuple[int, int]  # first block of each of the two snapshot regions: the snapshot's header
+    snapshot_blocks: int  # blocks of each region, header included
+    data_first: int  # first block of the objects
+    data_blocks: int  # blocks for objects
+    objects_max: int  # most objects
 
     @classmethod
     def plan(cls, capacity_bytes: int, objects_max: int, log_bytes: int | None = None) -> "Layout":
-        """Lay out a device.
-
-        Args:
-            capacity_bytes: Bytes of the device.
-            objects_max: Most objects.
-            log_bytes: Bytes of each copy of the log; None for half a snapshot's size, from 1 MiB to 256 MiB.
+        """Lay out a device. ``log_bytes``: of each copy of the log; None for half a snapshot's size, 1 to 256 MiB.
 
         Raises:
             FormatError: The device is too small for as many objects, or too large.
@@ -171,19 +154,14 @@ class Superblock:
 
     Attributes:
         volume_id: 16 random bytes. Each block and header has them, so that an earlier volume's blocks are not accepted.
-        pool_id: Id of the pool, 16 bytes.
-        device_bytes: Used bytes of the device.
-        created_ms: Unix time.
-        layout: Position of the parts.
-        incompatible: A bit for each change that readers of this version must not ignore; 0.
     """
 
     volume_id: bytes
-    pool_id: bytes
-    device_bytes: int
-    created_ms: int
-    layout: Layout
-    incompatible: int = 0
+    pool_id: bytes  # id of the pool, 16 bytes
+    device_bytes: int  # used bytes of the device
+    created_ms: int  # Unix time
+    layout: Layout  # position of the parts
+    incompatible: int = 0  # a bit for each change that readers of this version must not ignore; 0
 
     def with_size_of(self, other: "Superblock") -> "Superblock":
         """Return this volume's superblock after growing to the size of another superblock."""
@@ -191,7 +169,6 @@ class Superblock:
         return replace(self, device_bytes=other.device_bytes, layout=layout)
 
     def pack(self) -> bytes:
-        """Return the block."""
         layout = self.layout
         data = bytearray(BLOCK_BYTES)
         _SUPERBLOCK.pack_into(
@@ -260,21 +237,13 @@ class Superblock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockHeader:
-    """The header of a block of records, in the log or in a snapshot.
+    """The header of a block of records, in the log or in a snapshot."""
 
-    Attributes:
-        count: Number of records, at most 31.
-        sequence: Log: number since the volume was formatted, from 1. Snapshot: position in the snapshot, from 0.
-        epoch: Log: random number of the process run that wrote it. Snapshot: the snapshot's generation.
-        previous_epoch: Log: epoch of the previous block. Snapshot: 0.
-        durable: Log: last block that was known to be durable when this one was written. Snapshot: 0.
-    """
-
-    count: int
-    sequence: int
-    epoch: int
-    previous_epoch: int
-    durable: int
+    count: int  # number of records, at most 31
+    sequence: int  # log: number since the volume was formatted, from 1. Snapshot: position in the snapshot, from 0
+    epoch: int  # log: random number of the process run that wrote it. Snapshot: the snapshot's generation
+    previous_epoch: int  # log: epoch of the previous block. Snapshot: 0
+    durable: int  # log: last block that was known to be durable when this one was written. Snapshot: 0
 
 
 def pack_block(magic: bytes, volume_id: bytes, header: BlockHeader, records: bytes | bytearray | memoryview) -> bytes:
@@ -310,28 +279,17 @@ def unpack_block(magic: bytes, volume_id: bytes, data: memoryview | bytes) -> Bl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotHeader:
-    """Completes a snapshot: it is written after the blocks behind it.
+    """Completes a snapshot: it is written after the blocks behind it."""
 
-    Attributes:
-        generation: Number of the snapshot, from 1; it is in region ``generation % 2``.
-        blocks: Number of blocks that follow.
-        records: Number of records in them.
-        log_first: First block of the log to replay.
-        log_epoch: Epoch of the block before that; 0 if there is none.
-        log_last: The log was durable up to this block: the last one whose changes the snapshot may have.
-        created_ms: Unix time.
-    """
-
-    generation: int
-    blocks: int
-    records: int
-    log_first: int
-    log_epoch: int
-    log_last: int
-    created_ms: int
+    generation: int  # number of the snapshot, from 1; it is in region ``generation % 2``
+    blocks: int  # number of blocks that follow
+    records: int  # number of records in them
+    log_first: int  # first block of the log to replay
+    log_epoch: int  # epoch of the block before that; 0 if there is none
+    log_last: int  # the log was durable up to this block: the last one whose changes the snapshot may have
+    created_ms: int  # Unix time
 
     def pack(self, volume_id: bytes) -> bytes:
-        """Return the block."""
         data = bytearray(BLOCK_BYTES)
         _SNAPSHOT.pack_into(
             data,

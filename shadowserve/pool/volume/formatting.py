@@ -41,16 +41,12 @@ def format_volume(
     clock_ms: Callable[[], int] | None = None,
     entropy: Callable[[int], bytes] = os.urandom,
 ) -> Superblock:
-    """Make an empty volume on a device; all its content is lost.
+    """Make an empty volume on a device that no other program uses; all its content is lost.
 
     Args:
-        device: The device; no other program uses it.
         pool_id: 16 bytes, the same for all devices of a pool.
-        objects_max: Most objects.
         log_bytes: Bytes of each copy of the log; None for a size that suits ``objects_max``.
         force: Do not check for present content.
-        clock_ms: Unix time.
-        entropy: Returns random bytes.
 
     Raises:
         FormatError: The device is too small, has content, or is in use.
@@ -83,12 +79,7 @@ def format_volume(
 
 
 def check_empty(device: BlockDevice) -> None:
-    """Check that a device without a superblock may be formatted.
-
-    Raises:
-        FormatError: It has content; the message says which, and what to do.
-        OSError: It cannot be read.
-    """
+    """Raise FormatError, with what to do, if a device without a superblock may not be formatted."""
     found = describe_content(device)
     if found is None:
         return
@@ -107,14 +98,8 @@ def check_empty(device: BlockDevice) -> None:
 def check_superblock(
     superblock: Superblock | None, damaged: Sequence[int], device: BlockDevice, pool_id: bytes | None
 ) -> Superblock:
-    """Return the superblock of a usable volume, otherwise raise FormatError with what to do.
-
-    Args:
-        superblock: The device's superblock, if there is one.
-        damaged: Copies of it that are not sound.
-        device: The device.
-        pool_id: Required pool; None for any.
-    """
+    """Return the superblock of a usable volume, otherwise raise FormatError with what to do. ``damaged``: copies of it
+    that are not sound; ``pool_id``: the required pool, None for any."""
     if superblock is None:
         check_empty(device)
         raise FormatError(f"device {device.name} is empty; format it first: shadowserve pool format {device.name}")

@@ -31,15 +31,10 @@ def grown(superblock: Superblock, device: BlockDevice) -> Superblock:
 
 
 def fit_file(path: Path, wanted_bytes: int, open_device: Callable[[int], _Device]) -> _Device:
-    """Open an existing file with the configured size.
+    """Open an existing file, not empty, with the configured size; ``open_device(0)`` keeps the present one.
 
     A volume's file grows, unless a part of the volume is missing. A file that was never formatted, as after a failed
     first start, takes any size. A file with other content is opened unchanged: opening the pool then refuses it.
-
-    Args:
-        path: Path of the file, which is not empty.
-        wanted_bytes: Configured size, whole blocks.
-        open_device: Opens the file with a size; 0 keeps the present one.
 
     Raises:
         ConfigurationError: The volume in it is larger.

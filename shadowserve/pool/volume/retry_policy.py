@@ -1,8 +1,7 @@
 """Retries operations that a device was too busy for, after pauses that double.
 
-A busy device, or a kernel short of memory, has not failed. So such an error is reported only after a time that depends
-on the kind of the operation: a read has a client that waits and can do without it; a failed write or flush may end the
-use of the device.
+A busy device, or a kernel short of memory, has not failed. Such an error is reported after a time: a short one for a
+read, which its client can do without; a long one for a write or flush, whose failure may end the use of the device.
 """
 
 import time
@@ -28,30 +27,23 @@ class _Tried:
 
 
 class RetryPolicy:
-    """Operations of one device that wait to be tried again. The device's driver calls ended() and due() in turns.
-
-    Attributes:
-        met: Number of passing errors.
-    """
+    """Operations of one device that wait to be tried again. The device's driver calls ended() and due() in turns."""
 
     def __init__(self) -> None:
-        self.met = 0
+        self.met = 0  # number of passing errors
         self._tried: dict[int, _Tried] = {}
         self._waiting: deque[_Tried] = deque()
 
     @property
     def waiting(self) -> bool:
-        """True if operations wait to be tried again."""
         return bool(self._waiting)
 
     def ended(self, operations: list[Operation]) -> list[Operation]:
-        """Return operations that have ended for good; the others wait."""
         if not self._tried and all(operation.error is None for operation in operations):
             return operations
         return [operation for operation in operations if not self._waits(operation)]
 
     def due(self) -> list[Operation]:
-        """Return operations to submit again now."""
         if not self._waiting:
             return []
         now_ns = time.monotonic_ns()

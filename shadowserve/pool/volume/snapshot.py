@@ -1,13 +1,9 @@
 """Snapshots: the index of a volume's objects, written in slices while the volume works, so that the log may wrap.
 
-A snapshot is fuzzy: the index changes while slices are taken. That is harmless, since replay begins with the block of
-the log that was next when the snapshot began, and replaying a change that a slice already has changes nothing. A
-snapshot counts when its header is durable. The header is written only after
-
-1. all slices are durable, and
-2. the log is durable up to every change that a slice may have, including writes that were in progress,
-
-so no snapshot is ahead of the log. It goes into the region that the last complete snapshot is not in.
+A snapshot is fuzzy: the index changes while slices are taken. That is harmless: replay begins with the block of the log
+that was next when the snapshot began, and replaying a change that a slice already has changes nothing. Its header is
+written only after all slices are durable, and the log up to every change that a slice may have, including writes that
+were in progress: no snapshot is ahead of the log. It goes into the region that the last complete one is not in.
 """
 
 from collections.abc import Callable
@@ -42,16 +38,11 @@ SLICE_BLOCKS: Final = 64
 _RETRY_STEPS: Final = 64
 """Steps of the volume between a failed snapshot and the next attempt."""
 _DUMPS_PER_STEP: Final = 4
-"""Parts of the index that one step examines for a slice; if they have no object of this device, the next step
-continues."""
+"""Parts of the index that one step examines for a slice; the next step continues."""
 
 
 class _IndexDump:
-    """The records of a volume's objects, read from the index in parts.
-
-    Attributes:
-        ended: All parts were read.
-    """
+    """The records of a volume's objects, read from the index in parts, until it has ``ended``."""
 
     def __init__(self, index: Index, number: int, held: dict[tuple[int, bytes], bytes], living: Living) -> None:
         self.ended = False
@@ -79,14 +70,7 @@ class _IndexDump:
 
 
 class Snapshot:
-    """One snapshot in progress. With the pool's lock held.
-
-    Attributes:
-        header: Its header, once it is complete.
-        error: Why it has failed.
-        written_bytes: Bytes written so far.
-        wants_step: step() must be called again without a completion of the device.
-    """
+    """One snapshot in progress. With the pool's lock held."""
 
     def __init__(
         self,
@@ -107,23 +91,14 @@ class Snapshot:
         """Begin a snapshot.
 
         Args:
-            superblock: The volume's superblock.
-            submit: Passes operations to the device.
-            log: The volume's log.
-            index: Index with the volume's objects.
-            number: The index's number of the device.
-            generation: Number of this snapshot.
-            tenants: Names of tenants by id.
-            notes: The pool's notes by name.
             held: Records of objects that only the log still has, by tenant and key.
             living: Returns which records to keep.
             settle_writes: Calls back when all present writes have their record in the log.
-            clock_ms: Unix time.
         """
-        self.header: SnapshotHeader | None = None
-        self.error: Exception | None = None
-        self.written_bytes = 0
-        self.wants_step = False
+        self.header: SnapshotHeader | None = None  # its header, once it is complete
+        self.error: Exception | None = None  # why it has failed
+        self.written_bytes = 0  # bytes written so far
+        self.wants_step = False  # step() must be called again without a completion of the device
         self._superblock = superblock
         self._submit = submit
         self._log = log
@@ -152,7 +127,6 @@ class Snapshot:
         return self._superblock.layout.snapshot_firsts[self._generation % 2]
 
     def step(self) -> None:
-        """Take and write the next slice; then completions of the device continue it."""
         block_bytes = RECORDS_PER_BLOCK * RECORD_BYTES
         self.wants_step = False
         for _ in range(_DUMPS_PER_STEP):
@@ -207,7 +181,6 @@ class Snapshot:
             self.step()
 
     def _settled(self) -> None:
-        """Continue when every change that a slice may have is in the log."""
         self._log.when_durable(self._log_durable)
 
     def _log_durable(self, error: Exception | None) -> None:
@@ -249,19 +222,14 @@ class Snapshot:
 
 
 class SnapshotSchedule:
-    """Writes snapshots of a volume, one after the other: when a third of the log is used, or when one is wanted.
-
-    Attributes:
-        wanted: A snapshot begins with the next step, although the log has room.
-        written_bytes: Bytes of all snapshots, failed ones included.
-    """
+    """Writes snapshots of a volume, one after the other: when a third of the log is used, or when one is wanted."""
 
     def __init__(self, make: Callable[[int], Snapshot], log: Log, generation: int, *, wanted: bool) -> None:
-        """``make`` returns a new snapshot of a generation; ``generation`` is the first one's."""
-        self.wanted = wanted
+        """``make`` returns a new snapshot of a generation, the first one of ``generation``."""
+        self.wanted = wanted  # a snapshot begins with the next step, although the log has room
         self.completed = 0
         self.failed = 0
-        self.written_bytes = 0
+        self.written_bytes = 0  # bytes of all snapshots, failed ones included
         self._make = make
         self._log = log
         self._generation = generation
@@ -274,11 +242,9 @@ class SnapshotSchedule:
 
     @property
     def wants_step(self) -> bool:
-        """True if step() has more to do although the device completes nothing."""
         return self._snapshot is not None and self._snapshot.wants_step
 
     def step(self) -> None:
-        """Continue the snapshot, end it, or begin the next one."""
         snapshot = self._snapshot
         if snapshot is not None and snapshot.ended:
             self._end(snapshot)

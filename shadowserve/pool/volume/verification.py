@@ -45,17 +45,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem.
+    """A problem."""
 
-    Attributes:
-        part: device, superblock, size, log, snapshot, index or object.
-        where: Block or key.
-        what: Description.
-    """
-
-    part: str
-    where: str
-    what: str
+    part: str  # device, superblock, size, log, snapshot, index or object
+    where: str  # block or key
+    what: str  # description
 
 
 @dataclass(slots=True)
@@ -77,16 +71,7 @@ class Verification:
 
 
 def verify_volume(device: BlockDevice, *, objects: bool = True, progress: Progress | None = None) -> Verification:
-    """Check a volume that no server uses.
-
-    Args:
-        device: The device.
-        objects: Also read every object.
-        progress: Called while objects are read.
-
-    Raises:
-        DeviceError: The device does not answer.
-    """
+    """Check a volume that no server uses; with ``objects`` every object too, which calls ``progress``."""
     found = Verification()
     try:
         damaged = _check_superblocks(found, device)
@@ -155,7 +140,6 @@ def _check_recovery(found: Verification, report: RecoveryReport, bad_copies: Ite
 
 
 def _check_objects(found: Verification, reader: BlockReader, index: Index, progress: Progress) -> None:
-    """Read all objects in the order of the device and report those that differ from the index."""
     records = np.zeros(_SLICE_RECORDS, INDEX_RECORD_DTYPE)
     parts, cursor = [], 0
     while True:

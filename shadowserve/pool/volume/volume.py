@@ -1,12 +1,9 @@
-"""One device of a pool: its objects in extents, its log and its snapshots. docs/reference/volume-format.md describes
-every byte.
+"""One device of a pool: its objects in extents, its log and its snapshots (docs/reference/volume-format.md).
 
-An object is written in this order: its bytes; then, when they are written, its record in a block of the log; then one
-flush for all blocks and objects of the group; then its ticket settles. Nothing is reused before its removal is durable:
-the extent of a removed or replaced object is free once the record that says so is durable.
-
-Everything here runs with the pool's lock held and never waits. :meth:`Volume.step` drives it, completes reads, and
-returns calls to make without the lock: settled tickets.
+An object is written in this order: its bytes; then its record in a block of the log; then one flush for all blocks and
+objects of the group; then its ticket settles. The extent of a removed or replaced object is free once the record that
+says so is durable. Everything runs with the pool's lock held and never waits. :meth:`Volume.step` drives it, completes
+reads, and returns calls to make without the lock: settled tickets.
 """
 
 import os
@@ -47,11 +44,7 @@ Call = Callable[[], None]
 
 
 class VolumeError(ShadowServeError):
-    """A device could not make a change durable.
-
-    Attributes:
-        errno: The system's error number, or None.
-    """
+    """A device could not make a change durable; ``errno``: the system's error number, or None."""
 
     def __init__(self, message: str, cause: BaseException | None = None) -> None:
         super().__init__(message)
@@ -60,43 +53,24 @@ class VolumeError(ShadowServeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VolumeStatistics:
-    """Statistics of one volume; counters since it was opened.
+    """Statistics of one volume; counters since it was opened."""
 
-    Attributes:
-        objects: Present objects.
-        capacity_bytes: Bytes for objects.
-        free_bytes: Free bytes for objects.
-        freeing_bytes: Bytes of removed objects whose removal is not durable yet.
-        log_bytes: Bytes of one copy of the log.
-        log_used_bytes: Bytes of these that no snapshot covers yet.
-        log_groups: Written and flushed groups of records.
-        log_written_bytes: Bytes of both copies.
-        snapshots: Completed snapshots.
-        snapshots_failed: Failed snapshots.
-        snapshot_written_bytes: Bytes of both.
-        writes: Durable objects.
-        writes_failed: Objects whose write has failed.
-        written_bytes: Bytes of objects.
-        busy: Writes that were refused because the log was nearly full.
-        failed: Nothing can be written any more.
-    """
-
-    objects: int
-    capacity_bytes: int
-    free_bytes: int
-    freeing_bytes: int
-    log_bytes: int
-    log_used_bytes: int
-    log_groups: int
-    log_written_bytes: int
-    snapshots: int
-    snapshots_failed: int
-    snapshot_written_bytes: int
-    writes: int
-    writes_failed: int
-    written_bytes: int
-    busy: int
-    failed: bool
+    objects: int  # present objects
+    capacity_bytes: int  # bytes for objects
+    free_bytes: int  # free bytes for objects
+    freeing_bytes: int  # bytes of removed objects whose removal is not durable yet
+    log_bytes: int  # bytes of one copy of the log
+    log_used_bytes: int  # bytes of these that no snapshot covers yet
+    log_groups: int  # written and flushed groups of records
+    log_written_bytes: int  # bytes of both copies
+    snapshots: int  # completed snapshots
+    snapshots_failed: int  # failed snapshots
+    snapshot_written_bytes: int  # bytes of both
+    writes: int  # durable objects
+    writes_failed: int  # objects whose write has failed
+    written_bytes: int  # bytes of objects
+    busy: int  # writes that were refused because the log was nearly full
+    failed: bool  # nothing can be written any more
 
 
 @dataclass(slots=True)
@@ -109,27 +83,17 @@ class _Counters:
 
 
 class Volume:
-    """An open volume.
-
-    Attributes:
-        device: The device that holds it.
-        number: The index's number of the device.
-        superblock: Identity and layout.
-        report: Results of the recovery.
-        tenants: Names of tenants by id.
-        notes: Values that the pool has logged with note(), by name.
-        generation_last: Generation of the newest put that was recovered.
-    """
+    """An open volume."""
 
     def __init__(self, device: BlockDevice, index: Index, number: int, superblock: Superblock) -> None:
         """Call :meth:`open` instead."""
-        self.device = device
-        self.number = number
-        self.superblock = superblock
-        self.report = RecoveryReport()
-        self.tenants: dict[int, bytes] = {}
-        self.notes: dict[bytes, bytes] = {}
-        self.generation_last = 0
+        self.device = device  # the device that holds it
+        self.number = number  # the index's number of the device
+        self.superblock = superblock  # identity and layout
+        self.report = RecoveryReport()  # results of the recovery
+        self.tenants: dict[int, bytes] = {}  # names of tenants by id
+        self.notes: dict[bytes, bytes] = {}  # values that the pool has logged with note(), by name
+        self.generation_last = 0  # generation of the newest put that was recovered
         self._index = index
         self._extents = Extents(self._layout.data_first + self._layout.data_blocks)
         self._extents.reserve(0, self._layout.data_first)
@@ -169,12 +133,9 @@ class Volume:
 
         Args:
             device: Device with the volume; no other program uses it.
-            index: The pool's index.
             number: The index's number of the device.
             pool_id: Id of the pool; None accepts any.
             living: Returns those PUT records that snapshots keep: the index may still have cleared objects.
-            clock_ms: Unix time.
-            entropy: Returns random bytes.
 
         Raises:
             FormatError: There is no volume, or one that is damaged, of another pool or of a newer version.
@@ -274,11 +235,8 @@ class Volume:
         return self._extents.allocate(-(-length // BLOCK_BYTES))
 
     def free(self, extent: int, length: int) -> None:
-        """Free an extent, after the removal or replacement of its object was logged or written.
-
-        The extent is reused only when that is durable, so nothing overwrites an object that the log still names. No
-        operation may read or write the extent any more.
-        """
+        """Free an extent once the removal or replacement of its object, which was logged, is durable. No operation may
+        read or write it any more."""
         blocks = -(-length // BLOCK_BYTES)
         self._counters.freeing_blocks += blocks
 
@@ -291,7 +249,6 @@ class Volume:
 
     @property
     def data_blocks(self) -> int:
-        """Blocks of 4 KiB for objects."""
         return self._layout.data_blocks
 
     @property
@@ -376,19 +333,14 @@ class Volume:
         return write.ticket
 
     def hold(self, record: bytes) -> None:
-        """Keep an object in snapshots that the index has no more, until it is removed or replaced here.
+        """Keep an object (its PUT record) in snapshots that the index has no more, until it is removed or replaced.
 
-        The object that replaces it is not durable yet, or is being written to another volume. ``record``: its PUT
-        record.
+        The object that replaces it is not durable yet, or is being written to another volume.
         """
         self._held[_key_of(record)] = _without_device(record)
 
     def log(self, record: bytes) -> None:
-        """Log a REMOVE, EXPIRE, PIN or CLEAR record of 128 bytes; barrier() tells when it is durable.
-
-        Raises:
-            BusyError: The log is full; nothing has changed.
-        """
+        """Log a REMOVE, EXPIRE, PIN or CLEAR record; barrier() tells when it is durable. BusyError: the log is full."""
         if self.error is not None:
             return
         self._need_room(None)
@@ -403,22 +355,14 @@ class Volume:
         self._log.append(_without_device(record))
 
     def name_tenant(self, tenant: int, name: bytes) -> None:
-        """Log the name of a tenant's id; barrier() tells when it is durable.
-
-        Raises:
-            BusyError: The log is full; nothing has changed.
-        """
+        """Log the name of a tenant's id; barrier() tells when it is durable. BusyError: the log is full."""
         if self.tenants.get(tenant) != name and self.error is None:
             self._need_room(name)
             self.tenants[tenant] = name
             self._log.append(pack_name(RecordKind.TENANT, tenant, b"", name))
 
     def note(self, name: bytes, text: bytes) -> None:
-        """Log a value that the pool needs after a restart, under a name of 1 to 32 bytes.
-
-        Raises:
-            BusyError: The log is full; nothing has changed.
-        """
+        """Log a value that the pool needs after a restart, under a name of 1 to 32 bytes, as name_tenant()."""
         if self.notes.get(name) != text and self.error is None:
             self._need_room(text)
             self.notes[name] = text
@@ -446,10 +390,7 @@ class Volume:
         expected: ObjectFields | None = None,
         expected_units: int = 0,
     ) -> None:
-        """Read bytes of an object in whole blocks; step() calls ``done``.
-
-        ``expected`` and ``expected_units`` are those of :class:`Operation`, for bytes from the header on.
-        """
+        """Read whole blocks of an object; ``expected``: as of :class:`Operation`, for bytes from the header on."""
         begin = extent * BLOCK_BYTES + offset
         self._outbox.append(
             Operation(OperationKind.READ, begin, length, address, priority, done, expected, expected_units)
@@ -517,10 +458,7 @@ class Volume:
         )
 
     def close(self) -> None:
-        """Release memory; the device is the caller's. Changes that are not durable yet are as after a crash."""
         self._extents.close()
-
-    # ---- Inside
 
     def submit(self, operations: list[Operation]) -> None:
         """Pass operations to the device as soon as it accepts them; step() calls ``done`` of each."""
@@ -570,9 +508,7 @@ class Volume:
             del self._held[key]
 
     def _need_room(self, text: bytes | None) -> None:
-        """Raise BusyError unless the log has room for one more record, or those of a text, besides the reserved
-        ones.
-        """
+        """Raise BusyError unless the log has room for one more record, or a text, besides the reserved ones."""
         if self._log.blocks_free - self._writing.log_blocks <= log_blocks_of(text):
             self._counters.busy += 1
             raise BusyError(f"the log of device {self.device.name} is full", self._room_ticket())
