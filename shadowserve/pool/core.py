@@ -11,8 +11,7 @@ from shadowserve.native import ANY, Index
 from shadowserve.pool.arena import Arenas
 from shadowserve.pool.clears import Clears
 from shadowserve.pool.disk import Disk, Extent, Quarantined
-from shadowserve.pool.entries import MEMORY_ONLY, Entry
-from shadowserve.pool.keys import CHUNK_KEY_BYTES
+from shadowserve.pool.entries import CHUNK_KEY_BYTES, MEMORY_ONLY, Entry
 from shadowserve.pool.memory_cache import MemoryCache
 from shadowserve.pool.next_use import NextUse
 from shadowserve.pool.pins import Pins

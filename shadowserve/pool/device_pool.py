@@ -7,8 +7,7 @@ from shadowserve.native import NO_PARENT, IndexFlag, IndexPlace
 from shadowserve.pool.arena import BLOCK_BYTES, FIXED_HEADER_BYTES, Buffer, object_blocks
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk, Extent
-from shadowserve.pool.entries import MEMORY_ONLY, Entry, PoolItem
-from shadowserve.pool.keys import ParsedKey, chunk_key, parse_key
+from shadowserve.pool.entries import MEMORY_ONLY, Entry, ParsedKey, PoolItem, chunk_key, parse_key
 from shadowserve.pool.placement import Location
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import DEFAULT_TENANT, Address, Item, Lease

@@ -5,9 +5,8 @@ from typing import Final
 
 from shadowserve.native import IndexFlag
 from shadowserve.pool import buffers
-from shadowserve.pool.entries import MEMORY_ONLY, Entry
+from shadowserve.pool.entries import MEMORY_ONLY, Entry, parse_key
 from shadowserve.pool.heap import ENTRY_OVERHEAD_BYTES, Heap, HeapItem
-from shadowserve.pool.keys import parse_key
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import Address, Item, Lease
 from shadowserve.pool.volume.tickets import Ticket

@@ -1,11 +1,11 @@
-"""Opening a pool: open the devices, recover their objects, map memory, measure bandwidths."""
+"""Opening a pool: open the devices, recover their objects and tenants, map memory, measure bandwidths."""
 
 import errno
 import hashlib
 import logging
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -16,24 +16,75 @@ from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.errors import ConfigurationError, DeviceError, NativeError, is_passing
 from shadowserve.native import INDEX_RECORD_DTYPE, BlockAccess, Index, IndexFlag, IndexPolicy
 from shadowserve.native import BlockDevice as NativeDevice
-from shadowserve.pool.arena import BLOCK_BYTES, Arenas
-from shadowserve.pool.bandwidth_shares import BUSY_DEPTH, BandwidthMeter
+from shadowserve.pool.arena import BLOCK_BYTES, Arenas, Registration
 from shadowserve.pool.clears import SCAN_LINES, Clears
 from shadowserve.pool.config import DeviceConfig, PoolConfig
 from shadowserve.pool.core import Admission, Core, Waker
 from shadowserve.pool.disk import Disk, WriteBudget
 from shadowserve.pool.heap import ENTRY_OVERHEAD_BYTES
+from shadowserve.pool.interleaver import BUSY_DEPTH, BandwidthMeter
 from shadowserve.pool.placement import Placement
-from shadowserve.pool.registration import Registration
 from shadowserve.pool.space import Space
-from shadowserve.pool.tenants import Tenants
-from shadowserve.pool.types import ENTRIES_PER_HOLD
+from shadowserve.pool.types import ENTRIES_PER_HOLD, TENANTS_MAX
 from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
 from shadowserve.pool.volume.device import BlockDevice
 from shadowserve.pool.volume.format import FormatError
-from shadowserve.pool.volume.formatting import check_empty
-from shadowserve.pool.volume.resizing import fit_file
+from shadowserve.pool.volume.formatting import check_empty, fit_file
+from shadowserve.pool.volume.tickets import OutOfBudgetError
 from shadowserve.pool.volume.volume import Volume
+
+
+class Tenants:
+    """Names and ids of tenants."""
+
+    def __init__(self, disks: list[Disk]) -> None:
+        """Recover names and ids from the devices.
+
+        Where one was missing when another one logged a new tenant, the first one in the list counts.
+        """
+        self._disks = disks
+        self._next_id = 1
+        self._ids: dict[str, int] = {"": 0}
+        self.conflicts: list[tuple[Disk, int]] = []  # devices and ids whose objects there belong to another tenant
+        names = self._names = {0: ""}
+        for disk in disks:
+            for tenant, text in disk.volume.tenants.items():
+                name = text.decode(errors="surrogateescape")
+                known = names.get(tenant)
+                if known is None and name not in self._ids:
+                    names[tenant] = name
+                    self._ids[name] = tenant
+                elif known != name:
+                    self.conflicts.append((disk, tenant))
+        for disk in disks:
+            for name, tenant in self._ids.items():
+                if tenant:
+                    disk.log.name_tenant(tenant, name)
+
+    def by_name(self) -> Mapping[str, int]:
+        return self._ids
+
+    def name_of(self, tenant: int) -> str:
+        return self._names[tenant]
+
+    def ids(self) -> set[int]:
+        return set(self._ids.values())
+
+    def id_of(self, name: str) -> int:
+        """Return a tenant's id; assign one if needed. OutOfBudgetError if all ids are assigned."""
+        tenant = self._ids.get(name)
+        if tenant is None:
+            while self._next_id in self._names:
+                self._next_id += 1
+            tenant = self._next_id if self._next_id < TENANTS_MAX else 0
+            if not tenant:
+                raise OutOfBudgetError(f"there are {TENANTS_MAX} tenants already; use fewer tenants")
+            self._ids[name] = tenant
+            self._names[tenant] = name
+            for disk in self._disks:
+                disk.log.name_tenant(tenant, name)
+        return tenant
+
 
 _log = logging.getLogger(__name__)
 

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shadowserve.pool.arena import BLOCK_BYTES, object_blocks
-from shadowserve.pool.bandwidth_shares import BandwidthMeter, BandwidthShares
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.entries import Entry
-from shadowserve.pool.interleaver import Interleaver
+from shadowserve.pool.interleaver import BandwidthMeter, BandwidthShares, Interleaver
 from shadowserve.pool.space import Space
 
 

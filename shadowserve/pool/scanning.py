@@ -10,8 +10,7 @@ from typing import Final
 from shadowserve.native import Index
 from shadowserve.pool.clears import SCAN_LINES
 from shadowserve.pool.core import Core
-from shadowserve.pool.entries import Entry
-from shadowserve.pool.keys import chunk_key
+from shadowserve.pool.entries import Entry, chunk_key
 from shadowserve.pool.types import ENTRIES_PER_HOLD
 
 _ROUNDS: Final = 4

@@ -14,8 +14,7 @@ from typing import Final
 from shadowserve.pool.arena import BLOCK_BYTES, Buffer, object_blocks
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
-from shadowserve.pool.entries import MEMORY_ONLY, Entry
-from shadowserve.pool.keys import chunk_key
+from shadowserve.pool.entries import MEMORY_ONLY, Entry, chunk_key
 from shadowserve.pool.types import ENTRIES_PER_HOLD, Address
 from shadowserve.pool.volume.tickets import OutOfBudgetError
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
 from shadowserve.errors import ShadowServeError
-from shadowserve.pool.volume.tickets import Ticket
 
 Address = tuple[int, bytes]
 """Id of a tenant, and a key of that tenant."""
@@ -84,62 +83,3 @@ class PinnedEntries(NamedTuple):
     keys: int
     bytes: int
     bytes_max: int
-
-
-class LowerTier(Protocol):
-    """A tier below a pool. All methods except start(), close() and join() are called with the pool's lock held; none
-    waits.
-    """
-
-    def start(self, pool: Any, lock: Any) -> None:
-        """Begin to serve a pool; ``lock`` is the pool's. Called without the lock."""
-
-    def hurry(self) -> None:
-        """Write everything that waits to be written: the pool is about to close."""
-
-    @property
-    def idle(self) -> bool:
-        """True if nothing waits to be written."""
-
-    def close(self) -> None:
-        """End. Called without the lock; the pool is not used any more once the lock was free."""
-
-    def join(self) -> None:
-        """Wait a short time for what close() could not end; without the lock."""
-
-    def find(self, address: Address) -> Item | None:
-        """Return the item of a record that the pool does not have."""
-
-    def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
-        """Read bytes of an item of find(), as ``Pool.read()``."""
-
-    def expected_s(self, size: int) -> float:
-        """Return the expected time to read items of find() with ``size`` bytes in total now."""
-
-    def set_quota(self, tenant: str, bytes_max: int | None, keys_max: int | None) -> None:
-        """Limit a tenant's share, by its name, when there is no room for the records of all tenants."""
-
-    def stored(
-        self, address: Address, *, header_bytes: int, expires: bool, parent: bytes, length: int
-    ) -> Ticket | None:
-        """Receive a value of the pool; return a ticket for the removal of the record that it replaces; None if that
-        is done.
-        """
-
-    def settling(self, address: Address) -> Ticket | None:
-        """Return a ticket for the removal of the record that the present value has replaced; None if that is done."""
-
-    def holds_back(self, address: Address) -> bool:
-        """Return whether a record may not be evicted yet, since it is being written here, for a limited time."""
-
-    def removed(self, address: Address) -> bool:
-        """Make a record absent here; return whether it was present."""
-
-    def cleared(self, tenant: int | None) -> None:
-        """Make all records of a tenant, or of all tenants, absent."""
-
-    def barrier(self) -> Ticket | None:
-        """Return a ticket for the removals that removed() and cleared() have begun; None if they are done."""
-
-    def statistics(self) -> Any:
-        """Return counters and sizes."""

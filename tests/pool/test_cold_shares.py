@@ -9,10 +9,9 @@ from machine import wait_for
 
 from shadowserve.pool.cold.bucket import Listed
 from shadowserve.pool.cold.catalog import Catalog
-from shadowserve.pool.cold.fair import FairQueue
+from shadowserve.pool.cold.fair import FairQueue, Shares, most_beyond
 from shadowserve.pool.cold.gathering import Gathering
 from shadowserve.pool.cold.layout import Contents, Place, name_of
-from shadowserve.pool.cold.shares import Shares, most_beyond
 
 MINE = Chain("mine", 12)
 

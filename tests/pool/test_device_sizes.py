@@ -12,7 +12,7 @@ from shadowserve.native import BlockDevice
 from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
 from shadowserve.pool.volume.format import SUPERBLOCK_OFFSETS, Superblock
-from shadowserve.pool.volume.resizing import grown
+from shadowserve.pool.volume.formatting import grown
 
 VALUE = bytes(MIB)
 

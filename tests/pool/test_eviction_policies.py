@@ -11,7 +11,7 @@ from store_driver import Driver
 
 from shadowserve.native import ANY, Index, IndexPolicy
 from shadowserve.pool.config import PoolConfig
-from shadowserve.pool.keys import chunk_key, parse_key
+from shadowserve.pool.entries import chunk_key, parse_key
 from shadowserve.pool.memory_pool import MemoryPool
 from shadowserve.pool.next_use import REQUESTS_MAX, NextUse
 

@@ -106,7 +106,7 @@ def test_a_pool_of_files_keeps_its_objects(tmp_path: Path) -> None:
 
 
 def test_memory_is_registered_while_the_pool_serves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "shadowserve.pool.registration")
+    caplog.set_level(logging.INFO, "shadowserve.pool.arena")
     pool = Driver(file_pool([tmp_path / "one", tmp_path / "two"]))
     pool.put(b"a", b"x" * 300_000)
     message = wait_for(lambda: [record.getMessage() for record in caplog.records])[0]

@@ -21,9 +21,8 @@ from store_driver import Clock, Driver
 from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
 from shadowserve.pool.arena import Arena, Arenas, memory_nodes
-from shadowserve.pool.bandwidth_shares import BandwidthMeter, BandwidthShares
 from shadowserve.pool.disk import WriteBudget
-from shadowserve.pool.interleaver import Interleaver
+from shadowserve.pool.interleaver import BandwidthMeter, BandwidthShares, Interleaver
 from storage_kv.config import StorageConfig
 
 

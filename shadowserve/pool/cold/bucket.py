@@ -17,10 +17,16 @@ from urllib.parse import unquote_plus, urlsplit
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.pool.cold.config import S3Config
-from shadowserve.pool.cold.credentials import CredentialError, CredentialSource
+from shadowserve.pool.cold.credentials import (
+    EMPTY_SHA256,
+    CredentialError,
+    CredentialSource,
+    encoded_path,
+    encoded_query,
+    signed_headers,
+)
 from shadowserve.pool.cold.http import Answer, HttpClient, OversizeError, tls_context
 from shadowserve.pool.cold.layout import folder_of
-from shadowserve.pool.cold.signing import EMPTY_SHA256, encoded_path, encoded_query, signed_headers
 
 PAGE_BYTES_MAX: Final = 8 << 20
 """Most bytes of a list's page: 1,000 names of 1,024 bytes, three characters for each byte, and S3's other fields."""

@@ -8,8 +8,8 @@ from math import inf
 from typing import Final, NamedTuple
 
 from shadowserve.pool.cold.bucket import Listed
+from shadowserve.pool.cold.fair import Shares, most_beyond
 from shadowserve.pool.cold.layout import Contents, parse_name
-from shadowserve.pool.cold.shares import Shares, most_beyond
 
 _REFUSED_MAX = 10_000
 _LEFT_OUT_MAX: Final = 100_000

@@ -13,9 +13,9 @@ from shadowserve.pool.cold.bucket import Bucket, BucketError, Listed
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.deletions import Deletions
+from shadowserve.pool.cold.fair import Shares, most_beyond
 from shadowserve.pool.cold.layout import ColdObjectError, parse_name
 from shadowserve.pool.cold.outage import Outage
-from shadowserve.pool.cold.shares import Shares, most_beyond
 from shadowserve.pool.cold.writes import read_contents
 
 _log = logging.getLogger(__name__)
@@ -127,8 +127,8 @@ class BucketLister:
             _log.warning("s3_foreign_objects count=%d first=%r hint='they are left alone; move them'", count, name)
 
     def _sweep(self, found: Mapping[str, list[Listed]]) -> None:
-        """Delete objects beyond ``bytes_max``, and remove them from ``found``, which is newest first: the oldest one of the
-        tenant that is furthest beyond its share. All nodes choose the same objects."""
+        """Delete objects beyond ``bytes_max``, and remove them from ``found``, which is newest first: the oldest of
+        the tenant that is furthest beyond its share. All nodes choose the same objects."""
         bytes_max = self._config.bytes_max
         used: dict[str, float] = {name: sum(listed.size for listed in each) for name, each in found.items() if each}
         total = sum(used.values())

@@ -21,7 +21,7 @@ from shadowserve.pool.cold.layout import (
     parse_footer,
 )
 from shadowserve.pool.cold.outage import Outage
-from shadowserve.pool.keys import parse_key
+from shadowserve.pool.entries import parse_key
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import Address, Lease
 from shadowserve.pool.volume.tickets import Ticket

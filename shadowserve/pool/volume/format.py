@@ -9,7 +9,7 @@ import struct
 import zlib
 from dataclasses import dataclass, replace
 from enum import IntEnum, IntFlag
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from shadowserve.errors import ShadowServeError
 
@@ -74,6 +74,15 @@ def _checksum(data: bytes | bytearray | memoryview, at: int) -> int:
     """Return the CRC-32 of ``data``, with zeros for the four bytes at ``at``, where the CRC itself is."""
     view = memoryview(data)
     return zlib.crc32(view[at + 4 :], zlib.crc32(b"\0\0\0\0", zlib.crc32(view[:at])))
+
+
+def _pack_block(form: struct.Struct, crc_at: int, *fields: Any, records: bytes | bytearray | memoryview = b"") -> bytes:
+    """Return a block that begins with ``fields``, with its checksum at ``crc_at``."""
+    data = bytearray(BLOCK_BYTES)
+    form.pack_into(data, 0, *fields)
+    data[_RECORDS_OFFSET : _RECORDS_OFFSET + len(records)] = records
+    struct.pack_into("<I", data, crc_at, _checksum(data, crc_at))
+    return bytes(data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +157,7 @@ LOG_BLOCKS_MIN: Final = 64
 """The reserve for removals and two groups of the largest names must leave room for a snapshot in between."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Superblock:
     """Identity and layout of a volume. Written when it is formatted, and when it grows.
 
@@ -170,10 +179,9 @@ class Superblock:
 
     def pack(self) -> bytes:
         layout = self.layout
-        data = bytearray(BLOCK_BYTES)
-        _SUPERBLOCK.pack_into(
-            data,
-            0,
+        return _pack_block(
+            _SUPERBLOCK,
+            _CRC_AT_SUPERBLOCK,
             _SUPERBLOCK_MAGIC,
             VERSION,
             _SUPERBLOCK.size,
@@ -192,8 +200,6 @@ class Superblock:
             layout.data_first,
             layout.data_blocks,
         )
-        struct.pack_into("<I", data, _CRC_AT_SUPERBLOCK, _checksum(data, _CRC_AT_SUPERBLOCK))
-        return bytes(data)
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> "Superblock | None":
@@ -205,7 +211,7 @@ class Superblock:
         if len(data) != BLOCK_BYTES or bytes(data[:8]) != _SUPERBLOCK_MAGIC:
             return None
         fields = _SUPERBLOCK.unpack_from(data)
-        _, version, _, crc, volume_id, pool_id, device_bytes, created, incompatible, block, objects = fields[:11]
+        _, version, _, crc, volume_id, pool_id, device_bytes, created_ms, incompatible, block_bytes = fields[:10]
         if crc != _checksum(data, _CRC_AT_SUPERBLOCK):
             return None
         if version != VERSION or incompatible:
@@ -213,30 +219,21 @@ class Superblock:
                 f"a volume of format version {version} with features {incompatible:#x}: this build reads version "
                 f"{VERSION} without any; use the build that wrote it, or format the device again, which drops it all"
             )
-        log_first, log_second, log_blocks, first, second, snapshot_blocks, data_first, data_blocks = fields[11:]
         layout = Layout(
-            log_firsts=(log_first, log_second),
-            log_blocks=log_blocks,
-            snapshot_firsts=(first, second),
-            snapshot_blocks=snapshot_blocks,
-            data_first=data_first,
-            data_blocks=data_blocks,
-            objects_max=objects,
+            objects_max=fields[10],
+            log_firsts=fields[11:13],
+            log_blocks=fields[13],
+            snapshot_firsts=fields[14:16],
+            snapshot_blocks=fields[16],
+            data_first=fields[17],
+            data_blocks=fields[18],
         )
-        if block != BLOCK_BYTES or not layout.check(device_bytes):
+        if block_bytes != BLOCK_BYTES or not layout.check(device_bytes):
             return None
-        return cls(
-            volume_id=volume_id,
-            pool_id=pool_id,
-            device_bytes=device_bytes,
-            created_ms=created,
-            layout=layout,
-            incompatible=incompatible,
-        )
+        return cls(volume_id, pool_id, device_bytes, created_ms, layout)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockHeader:
+class BlockHeader(NamedTuple):
     """The header of a block of records, in the log or in a snapshot."""
 
     count: int  # number of records, at most 31
@@ -248,37 +245,20 @@ class BlockHeader:
 
 def pack_block(magic: bytes, volume_id: bytes, header: BlockHeader, records: bytes | bytearray | memoryview) -> bytes:
     """Return a block with up to 31 records."""
-    data = bytearray(BLOCK_BYTES)
-    _BLOCK.pack_into(
-        data,
-        0,
-        magic,
-        VERSION,
-        header.count,
-        0,
-        volume_id,
-        header.sequence,
-        header.epoch,
-        header.previous_epoch,
-        header.durable,
-    )
-    data[_RECORDS_OFFSET : _RECORDS_OFFSET + len(records)] = records
-    struct.pack_into("<I", data, _CRC_AT_BLOCK, _checksum(data, _CRC_AT_BLOCK))
-    return bytes(data)
+    return _pack_block(_BLOCK, _CRC_AT_BLOCK, magic, VERSION, header.count, 0, volume_id, *header[1:], records=records)
 
 
 def unpack_block(magic: bytes, volume_id: bytes, data: memoryview | bytes) -> BlockHeader | None:
     """Return the header of a block of this volume; None for other content, and for a damaged block."""
-    found, version, count, crc, volume, sequence, epoch, previous_epoch, durable = _BLOCK.unpack_from(data)
+    found, version, count, crc, volume, *numbers = _BLOCK.unpack_from(data)
     if found != magic or volume != volume_id or version != VERSION or count > RECORDS_PER_BLOCK:
         return None
     if crc != _checksum(data, _CRC_AT_BLOCK):
         return None
-    return BlockHeader(count=count, sequence=sequence, epoch=epoch, previous_epoch=previous_epoch, durable=durable)
+    return BlockHeader(count, *numbers)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotHeader:
+class SnapshotHeader(NamedTuple):
     """Completes a snapshot: it is written after the blocks behind it."""
 
     generation: int  # number of the snapshot, from 1; it is in region ``generation % 2``
@@ -290,46 +270,20 @@ class SnapshotHeader:
     created_ms: int  # Unix time
 
     def pack(self, volume_id: bytes) -> bytes:
-        data = bytearray(BLOCK_BYTES)
-        _SNAPSHOT.pack_into(
-            data,
-            0,
-            _HEADER_MAGIC,
-            VERSION,
-            _SNAPSHOT.size,
-            0,
-            volume_id,
-            self.generation,
-            self.blocks,
-            self.records,
-            self.log_first,
-            self.log_epoch,
-            self.log_last,
-            self.created_ms,
-        )
-        struct.pack_into("<I", data, _CRC_AT_BLOCK, _checksum(data, _CRC_AT_BLOCK))
-        return bytes(data)
+        return _pack_block(_SNAPSHOT, _CRC_AT_BLOCK, _HEADER_MAGIC, VERSION, _SNAPSHOT.size, 0, volume_id, *self)
 
     @classmethod
     def unpack(cls, data: memoryview | bytes, volume_id: bytes, layout: Layout, region: int) -> "SnapshotHeader | None":
         """Return the header of a snapshot of this volume; None for other content, and for a damaged block."""
-        fields = _SNAPSHOT.unpack_from(data)
-        magic, version, _, crc, volume, generation, blocks, records, log_first, log_epoch, log_last, created = fields
-        if magic != _HEADER_MAGIC or volume != volume_id or version != VERSION:
+        magic, version, _, crc, volume, *numbers = _SNAPSHOT.unpack_from(data)
+        header = cls(*numbers)
+        if magic != _HEADER_MAGIC or volume != volume_id or version != VERSION or crc != _checksum(data, _CRC_AT_BLOCK):
             return None
-        if crc != _checksum(data, _CRC_AT_BLOCK) or generation % 2 != region or not 0 < log_first <= log_last + 1:
+        if header.generation % 2 != region or not 0 < header.log_first <= header.log_last + 1:
             return None
-        if blocks > layout.snapshot_blocks - 1 or records > blocks * RECORDS_PER_BLOCK:
+        if header.blocks > layout.snapshot_blocks - 1 or header.records > header.blocks * RECORDS_PER_BLOCK:
             return None
-        return cls(
-            generation=generation,
-            blocks=blocks,
-            records=records,
-            log_first=log_first,
-            log_epoch=log_epoch,
-            log_last=log_last,
-            created_ms=created,
-        )
+        return header
 
 
 def pack_record(
@@ -338,32 +292,28 @@ def pack_record(
     key: bytes,
     *,
     flags: int = 0,
-    name_blocks: int = 0,
     extent: int = 0,
     length: int = 0,
-    header_length: int = 0,
-    accessed_s: int = 0,
     pinned_until_s: int = 0,
     generation: int = 0,
     expires_at_ms: int = 0,
-    parent: bytes = b"",
 ) -> bytes:
-    """Return one record of 128 bytes (``struct ss_index_record``); key and parent have 32 bytes, or none."""
+    """Return one record of 128 bytes (``struct ss_index_record``); ``key`` has 32 bytes, or none."""
     return _RECORD.pack(
         kind,
         flags,
         0,
-        name_blocks,
+        0,
         tenant,
         extent,
         length,
-        header_length,
-        accessed_s,
+        0,
+        0,
         pinned_until_s,
         generation,
         expires_at_ms,
         key,
-        parent,
+        b"",
     )
 
 

@@ -18,7 +18,7 @@ from shadowserve.errors import BusyError as DeviceBusyError
 from shadowserve.errors import ShadowServeError
 from shadowserve.native import Extents, Index, ObjectFields
 from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
-from shadowserve.pool.volume.device import BlockDevice
+from shadowserve.pool.volume.device import BlockDevice, RetryPolicy
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     SUPERBLOCK_OFFSETS,
@@ -30,12 +30,10 @@ from shadowserve.pool.volume.format import (
     pack_name,
     pack_record,
 )
-from shadowserve.pool.volume.formatting import check_superblock, format_volume, write_blocks
+from shadowserve.pool.volume.formatting import check_superblock, format_volume, grown, write_blocks
 from shadowserve.pool.volume.log import Log
 from shadowserve.pool.volume.recovery import Recovery, RecoveryReport
 from shadowserve.pool.volume.repair import Repaired, repair_log
-from shadowserve.pool.volume.resizing import grown
-from shadowserve.pool.volume.retry_policy import RetryPolicy
 from shadowserve.pool.volume.snapshot import Living, Snapshot, SnapshotSchedule
 from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError, Ticket
 from shadowserve.pool.volume.writes_in_flight import Key, Write, WritesInFlight, log_blocks_of
