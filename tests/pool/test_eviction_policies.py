@@ -211,7 +211,6 @@ def test_a_full_device_evicts_the_last_requests_entries() -> None:
         driver.put(b"again %d" % number, b"y" * 20_000)
     assert all(driver.peek(key) is not None for key in keys[:10])
     assert not any(driver.peek(key) for key in keys[10:20])
-    driver.stop()
 
 
 def test_a_pool_keeps_needed_entries_and_evicts_the_last_requests() -> None:

@@ -31,8 +31,7 @@ def path(tmp_path: Path) -> Path:
     with closing(BlockDevice(path)) as device:
         store = Store(device)
         for key, value in VALUES.items():
-            store.put(key, value)
-            store.drain()
+            store.keep(key, value)
         store.drain()
         store.volume.close()
     return path
@@ -50,12 +49,6 @@ def test_verify_and_status_of_a_sound_volume(path: Path) -> None:
     assert shown.exit_code == 0 and f"{path}: sound" in shown.output and "objects  40 of at most 100" in shown.output
 
 
-def test_a_volume_in_a_file_keeps_all_objects(path: Path) -> None:
-    with closing(BlockDevice(path)) as device:
-        store = Store(device)
-        assert all(store.get(key) == value for key, value in VALUES.items())
-
-
 def test_verify_finds_a_flipped_bit_and_changes_nothing(path: Path) -> None:
     content = bytearray(path.read_bytes())
     at = content.index(b"\x28" * 1000)  # in the largest value
@@ -69,16 +62,6 @@ def test_verify_finds_a_flipped_bit_and_changes_nothing(path: Path) -> None:
     assert path.read_bytes() == content
     (result,) = json.loads(run("verify", path, "--json", "--no-objects").output)
     assert [finding["part"] for finding in result["findings"]] == ["superblock"]
-
-
-def test_format_refuses_what_is_there_unless_forced(path: Path) -> None:
-    before = path.read_bytes()
-    done = run("pool", "format", path)
-    assert done.exit_code == 1 and "holds a volume of ShadowServe" in done.output and "--force" in done.output
-    assert path.read_bytes() == before
-    assert run("pool", "format", path, "--force").exit_code == 0
-    (row,) = json.loads(run("pool", "status", path, "--json").output)
-    assert row["objects"] == 0 and row["pool"] != POOL_HEX
 
 
 def test_verify_reports_a_file_without_a_volume(tmp_path: Path) -> None:

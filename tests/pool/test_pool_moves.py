@@ -92,7 +92,6 @@ def test_a_value_replaced_on_another_device_does_not_return_after_its_successors
     after = crash(pool, (second.number,) if missing else ())
     assert after.value(KEY) in ([None, b"new"] if acknowledged else [b"old", b"new", None])
     assert not acknowledged, "the first device's log has no removal of its value yet"
-    after.stop()
 
 
 def test_an_evicted_value_does_not_win_over_a_later_one_elsewhere() -> None:
@@ -110,7 +109,6 @@ def test_an_evicted_value_does_not_win_over_a_later_one_elsewhere() -> None:
     assert home_of(pool) is second and not change.outcomes
     after = crash(pool, (second.number,))
     assert after.value(KEY) == b"old", "the new value was not acknowledged"
-    after.stop()
 
 
 def test_cleared_values_do_not_return_after_new_ones_elsewhere() -> None:
@@ -126,7 +124,6 @@ def test_cleared_values_do_not_return_after_new_ones_elsewhere() -> None:
     assert not change.outcomes
     device_of(first).automatic = True
     assert change.wait() is None
-    pool.stop()
 
 
 def test_a_value_found_twice_after_a_power_cut_does_not_return_when_the_newer_one_is_removed() -> None:
@@ -138,7 +135,6 @@ def test_a_value_found_twice_after_a_power_cut_does_not_return_when_the_newer_on
     for _ in range(2):
         pool = crash(pool)
         assert pool.value(KEY) is None and not pool.keys()
-    pool.stop()
 
 
 def test_a_value_found_twice_after_a_power_cut_does_not_return_when_the_newer_ones_device_is_missing_later() -> None:
@@ -150,7 +146,6 @@ def test_a_value_found_twice_after_a_power_cut_does_not_return_when_the_newer_on
     survive_nothing(*disks_of(pool))
     pool = crash(pool, (numbers[1],))
     assert pool.value(KEY) is None
-    pool.stop()
 
 
 def test_a_returning_device_drops_nothing_of_the_others() -> None:
@@ -202,7 +197,6 @@ def test_no_value_is_acknowledged_before_all_devices_log_that_one_is_missing() -
     pool.store.close()
     pool = Driver(simulated_pool([devices[first.number], after[1]], clock_ms=Clock()))
     assert pool.value(KEY) is None
-    pool.stop()
 
 
 @pytest.mark.parametrize("between", ["a value in memory", "a removal", "a value on its way"])
@@ -231,7 +225,6 @@ def test_a_value_kept_in_memory_alone_is_not_acknowledged_while_an_older_one_may
     survive_nothing(disk)
     after = crash(pool)
     assert after.value(KEY) is None
-    after.stop()
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
@@ -253,7 +246,6 @@ def test_a_power_cut_during_a_move_keeps_the_old_value(snapshot: bool) -> None:
     assert first.volume.statistics().snapshots == snapshot
     after = crash(pool)
     assert after.value(KEY) == b"old"
-    after.stop()
 
 
 def test_a_value_that_moves_back_and_forth_is_the_last_one_and_frees_all_extents() -> None:
@@ -273,7 +265,6 @@ def test_a_value_that_moves_back_and_forth_is_the_last_one_and_frees_all_extents
     assert sorted(free) == [0, 0, 1] and not any(disk.volume._held for disk in disks_of(pool))
     pool = crash(pool)
     assert pool.value(KEY) == b"59" and pool.statistics().keys == 1
-    pool.stop()
 
 
 def test_of_two_devices_used_without_each_other_the_later_one_wins() -> None:

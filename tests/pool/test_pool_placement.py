@@ -89,7 +89,6 @@ def test_a_pool_places_by_the_bandwidths_of_its_devices() -> None:
     found = pool.statistics().devices
     assert [round(device.share, 3) for device in found] == [0.599, 0.3, 0.1]  # memory has one of 1,001
     assert sum(device.placed_bytes for device in found) == 300 * 32_768
-    pool.stop()
 
 
 def test_objects_of_memorys_share_stay_in_memory_and_are_on_a_device_too() -> None:
@@ -99,7 +98,6 @@ def test_objects_of_memorys_share_stay_in_memory_and_are_on_a_device_too() -> No
     homes = Counter(home_of(pool, key_of(chunk(number))) for number in range(64))
     assert homes == {0: 32, 1: 32}
     assert pool.statistics().memory_share == 0.5 and pool.statistics().promotions == 32
-    pool.stop()
 
 
 def test_with_memory_homes_objects_of_memorys_share_are_in_memory_alone() -> None:
@@ -111,7 +109,6 @@ def test_with_memory_homes_objects_of_memorys_share_are_in_memory_alone() -> Non
         pool.put(key_of(chunk(number)), b"x" * 2000, parent=chunk(number - 1) if number else b"")
     homes = Counter(home_of(pool, key_of(chunk(number))) for number in range(64))
     assert homes == {0: 16, 1: 16, 255: 32}
-    pool.stop()
 
 
 def test_a_full_device_is_avoided_and_then_evicts_its_oldest_object() -> None:
@@ -124,7 +121,6 @@ def test_a_full_device_is_avoided_and_then_evicts_its_oldest_object() -> None:
     assert used["small"].used_bytes <= MIB and used["large"].objects >= 20
     with pytest.raises(ConfigurationError, match="no device"):
         pool.call(pool.store.follow, configuration(devices=["none"]))
-    pool.stop()
 
 
 def test_a_device_beyond_its_write_budget_gets_no_objects_until_midnight() -> None:
@@ -147,7 +143,6 @@ def test_a_device_beyond_its_write_budget_gets_no_objects_until_midnight() -> No
     for number in range(4):
         pool.put(b"tomorrow%d" % number, b"x" * 60_000)
     assert {home_of(pool, b"tomorrow%d" % number) for number in range(4)} == {0, 1}
-    pool.stop()
 
 
 def test_a_device_that_fails_a_write_is_avoided_for_a_while() -> None:
@@ -170,7 +165,6 @@ def test_a_device_that_fails_a_write_is_avoided_for_a_while() -> None:
     for number in range(10):
         pool.put(b"trusted%d" % number, b"x" * 10_000)
     assert {home_of(pool, b"trusted%d" % number) for number in range(10)} == {0, 1}
-    pool.stop()
 
 
 def test_the_write_budget_counts_by_days_even_if_the_clock_goes_back() -> None:

@@ -55,8 +55,7 @@ def volume(tmp_path: Path) -> Path:
     with closing(BlockDevice(path)) as device:
         store = Store(device)
         for key, value in VALUES.items():
-            store.put(key, value)
-            store.drain()
+            store.keep(key, value)
         store.volume.close()
     return path
 
@@ -197,12 +196,10 @@ def test_an_unreadable_object_is_a_finding() -> None:
     """Symptom: 'there is no object'."""
     store = Store(device_of())
     for key, value in VALUES.items():
-        store.put(key, value)
-        store.drain()
+        store.keep(key, value)
     store.volume.snapshot()
     store.drain()
-    assert isinstance(store.device, SimulatedDevice)
-    device = store.device.restart()
+    device = store.simulated.restart()
     device.fail(OperationKind.READ, times=None, first_block=store.volume.superblock.layout.data_first)
     told = {finding.what for finding in verify_volume(device).findings}
     assert told and all(each.startswith("it cannot be read: ") for each in told)

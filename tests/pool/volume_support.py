@@ -4,6 +4,7 @@ import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from machine import drive
 from simulated_device import SimulatedDevice
@@ -200,15 +201,29 @@ class Store:
         self.until(lambda: self.volume.idle)
         self.step()
 
+    def keep(self, key: bytes, value: bytes, **how: Any) -> None:
+        """Write a value and make it durable."""
+        self.put(key, value, **how)
+        self.drain()
+
+    def snapshot(self) -> None:
+        """Write a snapshot."""
+        self.volume.snapshot()
+        self.step()
+        self.drain()
+
+    @property
+    def simulated(self) -> SimulatedDevice:
+        assert isinstance(self.device, SimulatedDevice)
+        return self.device
+
     def crashed(self, **how: bool) -> "Store":
         """Return the store after a power cut."""
-        assert isinstance(self.device, SimulatedDevice)
-        return Store(self.device.crash(**how), seed=self.seed + 1)
+        return Store(self.simulated.crash(**how), seed=self.seed + 1)
 
     def restarted(self) -> "Store":
         """Return the store after the process was killed."""
-        assert isinstance(self.device, SimulatedDevice)
-        return Store(self.device.restart(), seed=self.seed + 1)
+        return Store(self.simulated.restart(), seed=self.seed + 1)
 
 
 def fields_of(entry: IndexEntry) -> ObjectFields:

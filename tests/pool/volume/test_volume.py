@@ -67,16 +67,14 @@ def test_names_tenants_and_notes_are_recovered_from_log_and_snapshot() -> None:
 
 def test_an_object_of_an_unknown_tenant_is_dropped() -> None:
     store = Store(device_of())
-    store.put(KEY, b"whose?", tenant=9)
-    store.drain()
+    store.keep(KEY, b"whose?", tenant=9)
     again = store.crashed()
     assert again.get(KEY, tenant=9) is None and again.volume.report.unnamed == 1
 
 
 def test_a_nearly_full_log_refuses_writes_until_a_snapshot_is_complete() -> None:
     store = Store(device_of())
-    device = store.device
-    assert isinstance(device, SimulatedDevice)
+    device = store.simulated
     device.automatic = False
     with pytest.raises(BusyError) as busy:
         for number in range(1000):  # snapshots make no progress without the lowest priority
@@ -90,16 +88,14 @@ def test_a_nearly_full_log_refuses_writes_until_a_snapshot_is_complete() -> None
     device.automatic = True
     store.until(lambda: room)
     assert room == [None]
-    store.put(key(0), b"again", what="again")
-    store.drain()
+    store.keep(key(0), b"again", what="again")
     assert ("again", None) in store.settled
     assert store.crashed().get(key(0)) == b"again"
 
 
 def test_removals_and_expiries_behind_a_write_in_progress_are_applied() -> None:
     store = Store(device_of())
-    device = store.device
-    assert isinstance(device, SimulatedDevice)
+    device = store.simulated
     device.automatic = False
     store.put(key(1), b"removed", what="removed")
     store.put(key(2), b"expires", what="expires")
@@ -132,16 +128,13 @@ def test_a_cleared_tenant_stays_cleared_and_others_stay() -> None:
 
 def test_a_failed_write_is_an_error_for_its_writer_only() -> None:
     store = Store(device_of())
-    device = store.device
-    assert isinstance(device, SimulatedDevice)
-    store.put(key(1), b"old" * 2000)
-    store.drain()
+    device = store.simulated
+    store.keep(key(1), b"old" * 2000)
     data_first = store.volume.superblock.layout.data_first
     device.fail(OperationKind.WRITE, first_block=data_first)
     store.put(key(1), b"new" * 2000, what="refused")
     store.until(lambda: store.settled[1:])
-    store.put(key(2), b"x", what="well")
-    store.drain()
+    store.keep(key(2), b"x", what="well")
     outcome = dict(store.settled)
     assert isinstance(outcome["refused"], VolumeError) and outcome["well"] is None
     assert store.get(key(1)) is None and store.get(key(2)) == b"x"
@@ -153,10 +146,8 @@ def test_a_failed_write_is_an_error_for_its_writer_only() -> None:
 @pytest.mark.parametrize("kind", [OperationKind.WRITE, OperationKind.FLUSH])
 def test_after_a_failed_log_write_or_flush_nothing_is_acknowledged(kind: OperationKind) -> None:
     store = Store(device_of())
-    device = store.device
-    assert isinstance(device, SimulatedDevice)
-    store.put(key(1), b"before", what="before")
-    store.drain()
+    device = store.simulated
+    store.keep(key(1), b"before", what="before")
     fault = device.fail(kind, last_block=store.volume.superblock.layout.data_first)
     store.put(key(2), b"during", what="during")
     store.until(lambda: len(store.settled) == 2)
@@ -173,8 +164,7 @@ def test_after_a_failed_log_write_or_flush_nothing_is_acknowledged(kind: Operati
 
 def test_a_failed_snapshot_is_repeated_and_the_log_waits_for_it() -> None:
     store = Store(device_of())
-    device = store.device
-    assert isinstance(device, SimulatedDevice)
+    device = store.simulated
     layout = store.volume.superblock.layout
     device.fail(
         OperationKind.WRITE,
@@ -184,8 +174,7 @@ def test_a_failed_snapshot_is_repeated_and_the_log_waits_for_it() -> None:
     )
     for turn in range(200):
         store.until(lambda: store.volume.statistics().log_used_bytes < 0.8 * store.volume.statistics().log_bytes)
-        store.put(key(turn % 7), b"%d" % turn)
-        store.drain()
+        store.keep(key(turn % 7), b"%d" % turn)
     assert store.volume.statistics().snapshots_failed == 3 and store.volume.statistics().snapshots > 1
     store = store.crashed()
     assert [store.get(key(number)) for number in range(4)] == [b"196", b"197", b"198", b"199"]
@@ -207,20 +196,15 @@ def test_a_volume_never_has_more_objects_than_a_snapshot_holds() -> None:
     store = Store(device_of(objects_max=8))
     with pytest.raises(OutOfBudgetError):
         for number in range(1000):
-            store.put(key(number), b"x")
-            store.drain()
-    store.volume.snapshot()
-    store.step()
-    store.drain()
+            store.keep(key(number), b"x")
+    store.snapshot()
     assert store.volume.statistics().snapshots_failed == 0
 
 
 def test_a_lost_device_fails_reads_and_writes_only() -> None:
     store = Store(device_of())
-    device = store.device
-    assert isinstance(device, SimulatedDevice)
-    store.put(key(1), b"there")
-    store.drain()
+    device = store.simulated
+    store.keep(key(1), b"there")
     device.remove()
     assert store.get(key(1)) is None
     store.put(key(2), b"x", what="gone")
