@@ -39,9 +39,9 @@ def test_a_power_cut_during_a_clear_brings_no_entry_back(snapshot: bool, everybo
     pool.put(b"7", b"new", one)
     if snapshot:
         for disk in core.disks:
-            before = disk.volume.statistics().snapshots
+            before = disk.volume.snapshots.completed
             disk.volume.snapshot()
-            pool.pump(lambda disk=disk, before=before: disk.volume.statistics().snapshots > before)  # type: ignore[misc]
+            pool.pump(lambda disk=disk, before=before: disk.volume.snapshots.completed > before)  # type: ignore[misc]
     core.step_clears = step_clears  # type: ignore[method-assign]
     pool = cut(pool)
     assert pool.keys(one) == {b"7"} and pool.value(b"7", tenant=one) == b"new"

@@ -109,7 +109,6 @@ class Snapshot:
         self._dump = _IndexDump(index, number, held, living)
         self._blocks = 0
         self._records = 0
-        self._complete: SnapshotHeader  # before it is durable
         self._pending = bytearray()  # records that are not written yet: first tenants and notes
         for tenant, name in sorted(tenants.items()):
             self._pending += pack_name(RecordKind.TENANT, tenant, b"", name)
@@ -138,7 +137,8 @@ class Snapshot:
         elif self._pending:
             self._write_slice(SLICE_BLOCKS * block_bytes)
         else:
-            self._settle_writes(self._settled)
+            # Every change that a slice may have comes into the log; then log and slices become durable.
+            self._settle_writes(lambda: self._log.when_durable(self._unless_failed(self._flush_slices)))
 
     def _write_slice(self, room: int) -> None:
         # Only the last block of a snapshot may be partly filled: the rest waits for the next slice.
@@ -167,33 +167,37 @@ class Snapshot:
         place = self._region + 1 + self._blocks
         self._blocks += blocks
         self._records += count // RECORD_BYTES
-        self._write(place, blocks, self._slice_written)
+        self._write(place, blocks, self.step)
 
-    def _write(self, place: int, blocks: int, done: Callable[[Operation], None]) -> None:
+    def _write(self, place: int, blocks: int, proceed: Callable[[], None]) -> None:
         self.written_bytes += blocks * BLOCK_BYTES
-        offset, length = place * BLOCK_BYTES, blocks * BLOCK_BYTES
-        self._submit([Operation(OperationKind.WRITE, offset, length, self._buffer.address, Priority.BACKGROUND, done)])
+        offset, length, written = place * BLOCK_BYTES, blocks * BLOCK_BYTES, self._unless_failed(proceed)
+        operation = Operation(
+            OperationKind.WRITE,
+            offset,
+            length,
+            self._buffer.address,
+            Priority.BACKGROUND,
+            lambda ended: written(ended.error),
+        )
+        self._submit([operation])
 
-    def _slice_written(self, operation: Operation) -> None:
-        if operation.error is not None:
-            self._fail(operation.error)
-        else:
-            self.step()
+    def _unless_failed(self, proceed: Callable[[], None]) -> Callable[[Exception | None], None]:
+        """Return a callback for the end of a step: it proceeds if there was no error."""
 
-    def _settled(self) -> None:
-        self._log.when_durable(self._log_durable)
+        def ended(error: Exception | None) -> None:
+            if error is None:
+                proceed()
+            else:
+                self._fail(error)
 
-    def _log_durable(self, error: Exception | None) -> None:
-        if error is not None:
-            self._fail(error)
-        else:
-            self._log.flush(self._slices_durable)
+        return ended
 
-    def _slices_durable(self, error: Exception | None) -> None:
-        if error is not None:
-            self._fail(error)
-            return
-        self._complete = SnapshotHeader(
+    def _flush_slices(self) -> None:
+        self._log.flush(self._unless_failed(self._write_header))
+
+    def _write_header(self) -> None:
+        header = SnapshotHeader(
             generation=self._generation,
             blocks=self._blocks,
             records=self._records,
@@ -202,20 +206,12 @@ class Snapshot:
             log_last=self._log.durable,
             created_ms=self._clock_ms(),
         )
-        self._buffer.view[:BLOCK_BYTES] = self._complete.pack(self._superblock.volume_id)
-        self._write(self._region, 1, self._header_written)
+        self._buffer.view[:BLOCK_BYTES] = header.pack(self._superblock.volume_id)
 
-    def _header_written(self, operation: Operation) -> None:
-        if operation.error is not None:
-            self._fail(operation.error)
-        else:
-            self._log.flush(self._header_durable)
+        def complete() -> None:
+            self.header = header
 
-    def _header_durable(self, error: Exception | None) -> None:
-        if error is not None:
-            self._fail(error)
-        else:
-            self.header = self._complete
+        self._write(self._region, 1, lambda: self._log.flush(self._unless_failed(complete)))
 
     def _fail(self, error: Exception) -> None:
         self.error = self.error or error

@@ -49,31 +49,10 @@ class VolumeError(ShadowServeError):
         self.errno: int | None = getattr(cause, "errno", None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VolumeStatistics:
-    """Statistics of one volume; counters since it was opened."""
-
-    objects: int  # present objects
-    capacity_bytes: int  # bytes for objects
-    free_bytes: int  # free bytes for objects
-    freeing_bytes: int  # bytes of removed objects whose removal is not durable yet
-    log_bytes: int  # bytes of one copy of the log
-    log_used_bytes: int  # bytes of these that no snapshot covers yet
-    log_groups: int  # written and flushed groups of records
-    log_written_bytes: int  # bytes of both copies
-    snapshots: int  # completed snapshots
-    snapshots_failed: int  # failed snapshots
-    snapshot_written_bytes: int  # bytes of both
-    writes: int  # durable objects
-    writes_failed: int  # objects whose write has failed
-    written_bytes: int  # bytes of objects
-    busy: int  # writes that were refused because the log was nearly full
-    failed: bool  # nothing can be written any more
-
-
 @dataclass(slots=True)
-class _Counters:
-    writes: int = 0
+class VolumeCounters:
+    """Counters since the volume was opened."""
+
     writes_failed: int = 0
     written_bytes: int = 0
     busy: int = 0
@@ -98,14 +77,14 @@ class Volume:
         self._log: Log
         self._recovery: Recovery | None = None  # until ready()
         self._torn: tuple[Key, ...] = ()
-        self._snapshots: SnapshotSchedule
+        self.snapshots: SnapshotSchedule
         self._writing = WritesInFlight()
         self._held: dict[Key, bytes] = {}  # records that snapshots still need, of objects that the index has no more
         self._outbox: deque[Operation] = deque()  # operations that the device has not taken yet
         self._retry_policy = RetryPolicy()
         self._calls: list[Call] = []  # to make without the pool's lock
         self._room: Ticket | None = None  # settles when the log has room again
-        self._counters = _Counters()
+        self.counters = VolumeCounters()
 
     @property
     def _layout(self) -> Layout:
@@ -160,7 +139,7 @@ class Volume:
             durable=end.durable,
         )
         volume._note_repair(repair_log(reader, superblock, recovery.epochs))
-        volume._snapshots = volume._schedule_snapshots(recovery, living, clock_ms or wall_clock_ms)
+        volume.snapshots = volume._schedule_snapshots(recovery, living, clock_ms or wall_clock_ms)
         # From here on the volume relies on what was read, which may have been in a cache only: write the superblocks
         # that are not sound, or all of them where the volume has grown, and flush the device.
         stale = damaged if superblock == formatted else range(len(SUPERBLOCK_OFFSETS))
@@ -236,11 +215,11 @@ class Volume:
         """Free an extent once the removal or replacement of its object, which was logged, is durable. No operation may
         read or write it any more."""
         blocks = -(-length // BLOCK_BYTES)
-        self._counters.freeing_blocks += blocks
+        self.counters.freeing_blocks += blocks
 
         def free(error: Exception | None) -> None:
             if error is None:
-                self._counters.freeing_blocks -= blocks
+                self.counters.freeing_blocks -= blocks
                 self._extents.free(extent, blocks)
 
         self._writing.after_all(lambda: self._log.when_durable(free))
@@ -257,7 +236,7 @@ class Volume:
     @property
     def freeing_blocks(self) -> int:
         """Blocks of removed objects; they become free when the removal is durable, after one group of the log."""
-        return self._counters.freeing_blocks
+        return self.counters.freeing_blocks
 
     @property
     def objects_max(self) -> int:
@@ -272,7 +251,7 @@ class Volume:
     @property
     def idle(self) -> bool:
         """True if no operation is in progress whose result a restart would need."""
-        rests = self.error is not None or (self._log.idle and not self._snapshots.is_writing)
+        rests = self.error is not None or (self._log.idle and not self.snapshots.is_writing)
         return rests and not self._writing and not self._outbox and not self._retry_policy.waiting
 
     # ---- Changes
@@ -307,7 +286,7 @@ class Volume:
                 "replace the device, or restart the server to try it again"
             )
         if self._log.blocks_free - self._writing.log_blocks - log_blocks_of(name) < self._layout.log_blocks // 8:
-            self._counters.busy += 1
+            self.counters.busy += 1
             raise BusyError(f"the log of device {self.device.name} is nearly full", self._room_ticket())
         totals = self._index.totals(device=self.number)
         if totals.objects + totals.name_records > self._layout.records_max:
@@ -403,9 +382,9 @@ class Volume:
             operation.done(operation)
         if again := self._retry_policy.due():
             self.submit(again)
-        if not self.idle or self._snapshots.wanted or self._room is not None:
+        if not self.idle or self.snapshots.wanted or self._room is not None:
             self._log.step()
-            self._snapshots.step()
+            self.snapshots.step()
             self._log.step()  # for flushes that the snapshot needs
             self._send()
             if self._room is not None and (self.error is not None or self._has_room()):
@@ -417,43 +396,21 @@ class Volume:
     @property
     def wants_step(self) -> bool:
         """True if step() has more to do that the device does not signal."""
-        return self._snapshots.wants_step
+        return self.snapshots.wants_step
 
     def snapshot(self) -> None:
         """Begin a snapshot with the next step, although the log has room: the next start is then quicker."""
-        self._snapshots.wanted = True
+        self.snapshots.wanted = True
 
     @property
     def written_bytes(self) -> int:
         """Bytes written since it was opened: objects, both copies of the log, snapshots."""
-        return self._counters.written_bytes + self._log.written_bytes + self._snapshots.written_bytes
+        return self.counters.written_bytes + self._log.written_bytes + self.snapshots.written_bytes
 
     @property
     def busy(self) -> int:
         """Operations that were tried again since the device was too busy."""
         return self._retry_policy.met
-
-    def statistics(self) -> VolumeStatistics:
-        """Return counters and sizes."""
-        counters, log, snapshots = self._counters, self._log, self._snapshots
-        return VolumeStatistics(
-            objects=self._index.totals(device=self.number).objects,
-            capacity_bytes=self._layout.data_blocks * BLOCK_BYTES,
-            free_bytes=self._extents.free_blocks * BLOCK_BYTES,
-            freeing_bytes=counters.freeing_blocks * BLOCK_BYTES,
-            log_bytes=self._layout.log_blocks * BLOCK_BYTES,
-            log_used_bytes=(log.sequence - log.first) * BLOCK_BYTES,
-            log_groups=log.groups,
-            log_written_bytes=log.written_bytes,
-            snapshots=snapshots.completed,
-            snapshots_failed=snapshots.failed,
-            snapshot_written_bytes=snapshots.written_bytes,
-            writes=counters.writes,
-            writes_failed=counters.writes_failed,
-            written_bytes=counters.written_bytes,
-            busy=counters.busy,
-            failed=log.error is not None,
-        )
 
     def close(self) -> None:
         self._extents.close()
@@ -477,7 +434,7 @@ class Volume:
         if write.superseded:
             self._log.when_durable(self._settling(write.ticket))
         elif error is not None:
-            self._counters.writes_failed += 1
+            self.counters.writes_failed += 1
             self._held.pop(write.key, None)
             self._log.append(pack_record(RecordKind.REMOVE, *write.key))
             failure = VolumeError(f"writing an object to device {self.device.name} failed: {error}", error)
@@ -485,8 +442,7 @@ class Volume:
         else:
             for each in older:
                 each.superseded = True
-            self._counters.writes += 1
-            self._counters.written_bytes += write.size
+                self.counters.written_bytes += write.size
             self._log.append(_name_records(write.key, write.name) + write.record + b"".join(write.followers))
             self._log.when_durable(self._settling(write.ticket))
         self._writing.call_waiting(write)
@@ -508,7 +464,7 @@ class Volume:
     def _need_room(self, text: bytes | None) -> None:
         """Raise BusyError unless the log has room for one more record, or a text, besides the reserved ones."""
         if self._log.blocks_free - self._writing.log_blocks <= log_blocks_of(text):
-            self._counters.busy += 1
+            self.counters.busy += 1
             raise BusyError(f"the log of device {self.device.name} is full", self._room_ticket())
 
     def _room_ticket(self) -> Ticket:

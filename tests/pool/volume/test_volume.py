@@ -23,7 +23,7 @@ def test_many_writers_share_one_group() -> None:
         store.put(key(number), b"x" * 100, what=number)
     store.drain()
     assert len(store.settled) == 50
-    assert store.volume.statistics().log_groups <= 3
+    assert store.volume._log.groups <= 3
     again = store.restarted()
     assert all(again.get(key(number)) == b"x" * 100 for number in range(50))
 
@@ -33,8 +33,7 @@ def test_the_log_wraps_without_losing_objects() -> None:
     for turn in range(300):
         assert store.put(key(turn % 40), bytes([turn % 251]) * 500) is not None
         store.drain()
-    statistics = store.volume.statistics()
-    assert statistics.snapshots > 3
+    assert store.volume.snapshots.completed > 3
     again = store.restarted()
     assert again.volume.report.snapshot_records
     assert not again.volume.report.notes
@@ -84,7 +83,7 @@ def test_a_nearly_full_log_refuses_writes_until_a_snapshot_is_complete() -> None
                 store.step()
     room: list[object] = []
     busy.value.again.then(room.append)
-    assert store.volume.statistics().busy == 1 and not room
+    assert store.volume.counters.busy == 1 and not room
     device.automatic = True
     store.until(lambda: room)
     assert room == [None]
@@ -138,7 +137,7 @@ def test_a_failed_write_is_an_error_for_its_writer_only() -> None:
     outcome = dict(store.settled)
     assert isinstance(outcome["refused"], VolumeError) and outcome["well"] is None
     assert store.get(key(1)) is None and store.get(key(2)) == b"x"
-    assert store.volume.error is None and store.volume.statistics().writes_failed == 1
+    assert store.volume.error is None and store.volume.counters.writes_failed == 1
     again = store.crashed()
     assert again.get(key(1)) is None and again.get(key(2)) == b"x"
 
@@ -173,9 +172,9 @@ def test_a_failed_snapshot_is_repeated_and_the_log_waits_for_it() -> None:
         last_block=layout.snapshot_firsts[1] + layout.snapshot_blocks,
     )
     for turn in range(200):
-        store.until(lambda: store.volume.statistics().log_used_bytes < 0.8 * store.volume.statistics().log_bytes)
+        store.until(lambda: store.volume._log.blocks_free > 0.2 * store.volume._log.blocks)
         store.keep(key(turn % 7), b"%d" % turn)
-    assert store.volume.statistics().snapshots_failed == 3 and store.volume.statistics().snapshots > 1
+    assert store.volume.snapshots.failed == 3 and store.volume.snapshots.completed > 1
     store = store.crashed()
     assert [store.get(key(number)) for number in range(4)] == [b"196", b"197", b"198", b"199"]
 
@@ -198,7 +197,7 @@ def test_a_volume_never_has_more_objects_than_a_snapshot_holds() -> None:
         for number in range(1000):
             store.keep(key(number), b"x")
     store.snapshot()
-    assert store.volume.statistics().snapshots_failed == 0
+    assert store.volume.snapshots.failed == 0
 
 
 def test_a_lost_device_fails_reads_and_writes_only() -> None:

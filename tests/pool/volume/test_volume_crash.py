@@ -92,7 +92,7 @@ class Driver:
 
     def crash(self) -> None:
         self.note()
-        self.snapshots += self.store.volume.statistics().snapshots
+        self.snapshots += self.store.volume.snapshots.completed
         killed = self.random.random() < 0.2
         self.store = self.store.restarted() if killed else self.store.crashed(torn=self.random.random() < 0.7)
         self.dirty = []

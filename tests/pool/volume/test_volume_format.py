@@ -241,7 +241,7 @@ def test_the_older_snapshot_and_the_log_replace_a_damaged_one() -> None:
             store.snapshot()
     device = store.simulated
     device = device.restart()
-    generation, layout = store.volume.statistics().snapshots + 1, layout_of(device)
+    generation, layout = store.volume.snapshots.completed + 1, layout_of(device)
     device.rot((layout.snapshot_firsts[generation % 2] + 1) * BLOCK_BYTES + 300)
     after = Store(device)
     assert after.volume.report.snapshots_damaged == 1 and after.volume.report.dropped == 0

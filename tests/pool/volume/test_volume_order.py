@@ -81,10 +81,10 @@ def test_a_snapshot_is_completed_after_the_writes_that_it_names() -> None:
     store.put(key(1), b"new")
     store.volume.snapshot()
     run(store)
-    assert store.volume.statistics().snapshots == 0
+    assert store.volume.snapshots.completed == 0
     simulated(store).automatic = True
     store.drain()
-    assert store.volume.statistics().snapshots == 1
+    assert store.volume.snapshots.completed == 1
 
 
 def test_slices_are_flushed_before_the_header_and_the_header_before_its_use() -> None:
@@ -95,7 +95,7 @@ def test_slices_are_flushed_before_the_header_and_the_header_before_its_use() ->
     store.drain()
     device.trace.clear()
     store.volume.snapshot()
-    store.until(lambda: store.volume.statistics().snapshots == 1)
+    store.until(lambda: store.volume.snapshots.completed == 1)
     layout = store.volume.superblock.layout
     region = layout.snapshot_firsts[0]
     trace = [
