@@ -12,6 +12,7 @@ from typing import Final
 from shadowserve.native import IndexEntry, ObjectFields
 from shadowserve.pool.arena import BLOCK_BYTES, Buffer, object_blocks
 from shadowserve.pool.types import Address, Item
+from shadowserve.pool.volume.format import object_fields
 
 _PREFIX: Final = b"kv:"
 CHUNK_KEY_BYTES: Final = len(_PREFIX) + 64
@@ -73,10 +74,7 @@ class Entry:
     @property
     def header(self) -> ObjectFields:
         """Expected fields of the object's header."""
-        fields = self.fields
-        return ObjectFields(
-            self.key, self.tenant, self.length, self.generation, header_length=fields.header_length, flags=fields.flags
-        )
+        return object_fields(self.fields)
 
 
 class PoolItem(Item):

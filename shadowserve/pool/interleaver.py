@@ -120,8 +120,7 @@ class Interleaver:
         a false value."""
         chain = self._chains.get(parent) if parent else None
         owed = self._owed
-        weight = sum(share for share, may in zip(self._shares, available, strict=True) if may) or 1.0
-        gains = [size * share / weight for share in self._shares]
+        gains = self._gains(size, available)
         if chain is None:
             keys = [(owed[device] + gains[device], gains[device]) for device in range(len(owed))]
         else:
@@ -138,10 +137,8 @@ class Interleaver:
         chain = self._chains.pop(parent, None) if parent else None
         if chain is None:
             chain = [0.0] * len(self._owed)
-        weight = sum(share for share, may in zip(self._shares, available, strict=True) if may) or 1.0
-        for position, may in enumerate(available):
-            if may:
-                gain = size * self._shares[position] / weight
+        for position, gain in enumerate(self._gains(size, available)):
+            if available[position]:
                 chain[position] += gain
                 self._owed[position] += gain
         chain[device] -= size
@@ -150,3 +147,8 @@ class Interleaver:
         self._chains[key] = chain
         if len(self._chains) > _CHAINS_MAX:
             self._chains.popitem(last=False)
+
+    def _gains(self, size: int, available: Sequence[bool]) -> list[float]:
+        """Return what an object adds to the debt to each device, if it is available."""
+        weight = sum(share for share, may in zip(self._shares, available, strict=True) if may) or 1.0
+        return [size * share / weight for share in self._shares]

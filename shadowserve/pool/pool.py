@@ -609,13 +609,11 @@ class Pool(ABC):
     def statistics(self, tenant: int | None = None) -> Statistics:
         keys = self._core.clears.count_all() if tenant is None else self.count(tenant)
         if tenant is None:
-            found = pool_statistics(self._opened, self._reader, self._writer, self._peak_bytes)
+            found = pool_statistics(self._opened, self._reader, self._writer, keys, self._peak_bytes)
             cold = None if self._lower_tier is None else self._lower_tier.statistics()
-            return replace(
-                found, keys=keys, cold=cold, scrub_passes=self._scrubber.rounds, scrub_rotten=self._scrubber.found
-            )
+            return replace(found, cold=cold, scrub_passes=self._scrubber.rounds, scrub_rotten=self._scrubber.found)
         quota = self._space.quotas.get(tenant)
         budget = self._space.capacity_bytes
         if quota is not None and quota.bytes_max is not None:
             budget = quota.bytes_max
-        return replace(tenant_statistics(self._core, tenant, budget), keys=keys)
+        return tenant_statistics(self._core, tenant, keys, budget)

@@ -1,9 +1,10 @@
 """Statistics of a pool. Counters never decrease."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shadowserve.latency import LatencyHistogram
+from shadowserve.native import IndexTotals
 from shadowserve.pool.core import Core, TenantCounters
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.opening import Opened
@@ -178,23 +179,39 @@ class Statistics:
         return sum(device.wear_refused for device in self.devices)
 
 
-def tenant_statistics(core: Core, tenant: int, budget_bytes: int) -> Statistics:
+def tenant_statistics(core: Core, tenant: int, keys: int, budget_bytes: int) -> Statistics:
     """Return the statistics of one tenant."""
-    totals = core.index.totals(tenant)
-    counters, held = core.counters.tenants[tenant], core.held_bytes_of(tenant)
+    held = core.held_bytes_of(tenant)
+    pinned = core.pins.count(tenant), core.pins.bytes_of(tenant)
+    return _entry_statistics(
+        core, core.index.totals(tenant), core.counters.tenants[tenant], keys, pinned, held, budget_bytes
+    )
+
+
+def _entry_statistics(
+    core: Core,
+    totals: IndexTotals,
+    counters: TenantCounters,
+    keys: int,
+    pinned: tuple[int, int],
+    held_bytes: int,
+    budget_bytes: int,
+) -> Statistics:
+    """Return what pools and tenants have in common. ``pinned``: keys and bytes."""
+    causes = EVICTION_CAUSES if core.disks else ("budget", "quota")
     return Statistics(
-        keys=totals.objects,
+        keys=keys,
         expiring_keys=totals.expiring,
-        pinned_keys=core.pins.count(tenant),
-        pinned_bytes=core.pins.bytes_of(tenant),
+        pinned_keys=pinned[0],
+        pinned_bytes=pinned[1],
         budget_bytes=budget_bytes,
-        used_bytes=totals.bytes + held,
-        held_bytes=held,
-        peak_bytes=totals.bytes + held,
+        used_bytes=totals.bytes + held_bytes,
+        held_bytes=held_bytes,
+        peak_bytes=totals.bytes + held_bytes,
         records=totals.records,
         record_bytes=counters.record_bytes,
         evicted_keys=counters.evictions.total(),
-        evictions=_by_cause(core, counters),
+        evictions={cause: counters.evictions[cause] for cause in causes},
         evicted_bytes=counters.evicted_bytes,
         expired_keys=counters.expired_keys,
         lost_keys=counters.lost_keys,
@@ -202,30 +219,17 @@ def tenant_statistics(core: Core, tenant: int, budget_bytes: int) -> Statistics:
     )
 
 
-def pool_statistics(opened: Opened, reader: Reader, writer: Writer, peak_bytes: int) -> Statistics:
-    """Return the statistics of the whole pool."""
-    core = opened.core
-    totals, counters, arenas, copies = core.index.totals(), core.counters, core.arenas, core.memory_cache
-    summed = counters.everyones
-    placement = opened.placement
-    held = core.held_bytes
-    return Statistics(
-        keys=totals.objects,
-        expiring_keys=totals.expiring,
-        pinned_keys=core.pins.count(None),
-        pinned_bytes=core.pins.total_bytes,
-        budget_bytes=opened.space.capacity_bytes,
-        used_bytes=totals.bytes + held,
-        held_bytes=held,
-        peak_bytes=max(peak_bytes, totals.bytes + held),
-        records=totals.records,
-        record_bytes=summed.record_bytes,
-        evicted_keys=summed.evictions.total(),
-        evictions=_by_cause(core, summed),
-        evicted_bytes=summed.evicted_bytes,
-        expired_keys=summed.expired_keys,
-        lost_keys=summed.lost_keys,
-        failed_writes=summed.failed_writes,
+def pool_statistics(opened: Opened, reader: Reader, writer: Writer, keys: int, peak_bytes: int) -> Statistics:
+    """Return the statistics of the whole pool, without the lower tier's and the scrubber's."""
+    core, placement = opened.core, opened.placement
+    counters, arenas, copies = core.counters, core.arenas, core.memory_cache
+    pinned = core.pins.count(None), core.pins.total_bytes
+    found = _entry_statistics(
+        core, core.index.totals(), counters.everyones, keys, pinned, core.held_bytes, opened.space.capacity_bytes
+    )
+    return replace(
+        found,
+        peak_bytes=max(peak_bytes, found.used_bytes),
         devices=(
             *(_device_statistics(core, placement, disk) for disk in core.disks),
             *(DeviceStatistics(name=name, state="gone", reason=reason) for name, reason in opened.absent),
@@ -254,11 +258,6 @@ def pool_statistics(opened: Opened, reader: Reader, writer: Writer, peak_bytes: 
         shared_reads=counters.shared_reads,
         partial_reads=counters.partial_reads,
     )
-
-
-def _by_cause(core: Core, counters: TenantCounters) -> dict[str, int]:
-    causes = EVICTION_CAUSES if core.disks else ("budget", "quota")
-    return {cause: counters.evictions[cause] for cause in causes}
 
 
 def _device_statistics(core: Core, placement: Placement, disk: Disk) -> DeviceStatistics:

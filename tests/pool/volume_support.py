@@ -15,14 +15,13 @@ from shadowserve.native import (
     NO_PARENT,
     Index,
     IndexEntry,
-    ObjectFields,
     Result,
     check_object,
     object_units,
     seal_object,
 )
 from shadowserve.pool.volume.device import BlockDevice, Pages
-from shadowserve.pool.volume.format import BLOCK_BYTES, RecordFlag, RecordKind, blocks_of, pack_record
+from shadowserve.pool.volume.format import BLOCK_BYTES, RecordFlag, RecordKind, blocks_of, object_fields, pack_record
 from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError, Ticket
 from shadowserve.pool.volume.volume import Volume
 
@@ -96,7 +95,7 @@ class Store:
         )
         pages = Pages(blocks_of(len(value)) * BLOCK_BYTES)
         pages.view[HEADER : HEADER + len(value)] = value
-        seal_object(pages.view, fields_of(entry))
+        seal_object(pages.view, object_fields(entry))
         try:
             ticket = self.volume.write(pages.address, extent, entry.pack(), name=name)
         except (BusyError, OutOfBudgetError):
@@ -183,7 +182,7 @@ class Store:
             return None
         value = pages.view[HEADER : HEADER + entry.length]
         first, count = object_units(entry.length, 0, entry.length)
-        if check_object(pages.view, fields_of(entry), value, first, count) is not Result.OK:
+        if check_object(pages.view, object_fields(entry), value, first, count) is not Result.OK:
             return None
         return bytes(value)
 
@@ -224,15 +223,3 @@ class Store:
     def restarted(self) -> "Store":
         """Return the store after the process was killed."""
         return Store(self.simulated.restart(), seed=self.seed + 1)
-
-
-def fields_of(entry: IndexEntry) -> ObjectFields:
-    """Return the expected fields of an object's header."""
-    return ObjectFields(
-        key=entry.key,
-        tenant=entry.tenant,
-        length=entry.length,
-        generation=entry.generation,
-        header_length=entry.header_length,
-        flags=entry.flags,
-    )

@@ -12,6 +12,7 @@ from enum import IntEnum, IntFlag
 from typing import Any, Final, NamedTuple
 
 from shadowserve.errors import ShadowServeError
+from shadowserve.native import IndexEntry, ObjectFields
 
 VERSION: Final = 1
 BLOCK_BYTES: Final = 4096
@@ -68,6 +69,18 @@ class RecordFlag(IntFlag):
 def blocks_of(length: int, name_blocks: int = 0) -> int:
     """Return the blocks of an object with a value of ``length`` bytes and ``name_blocks`` for its name."""
     return -(-(OBJECT_HEADER_BYTES + length) // BLOCK_BYTES) + name_blocks
+
+
+def object_fields(entry: IndexEntry) -> ObjectFields:
+    """Return the expected fields of an object's header."""
+    return ObjectFields(
+        key=entry.key,
+        tenant=entry.tenant,
+        length=entry.length,
+        generation=entry.generation,
+        header_length=entry.header_length,
+        flags=entry.flags,
+    )
 
 
 def _checksum(data: bytes | bytearray | memoryview, at: int) -> int:

@@ -12,8 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shadowserve.native import INDEX_RECORD_DTYPE, IndexEntry, ObjectFields, Result, check_object, object_units
-from shadowserve.pool.volume.format import BLOCK_BYTES, OBJECT_HEADER_BYTES, RecordFlag, RecordKind, blocks_of
+from shadowserve.native import INDEX_RECORD_DTYPE, IndexEntry, Result, check_object, object_units
+from shadowserve.pool.volume.format import (
+    BLOCK_BYTES,
+    OBJECT_HEADER_BYTES,
+    RecordFlag,
+    RecordKind,
+    blocks_of,
+    object_fields,
+)
 
 Key = tuple[int, bytes]
 """Tenant and key, as in the index."""
@@ -76,14 +83,6 @@ def _is_complete(entry: IndexEntry, blocks: int, read: ReadBlocks) -> bool:
     if blocks_read is None:
         return True
     content = memoryview(blocks_read)
-    expected = ObjectFields(
-        key=entry.key,
-        tenant=entry.tenant,
-        length=entry.length,
-        generation=entry.generation,
-        header_length=entry.header_length,
-        flags=entry.flags,
-    )
     first, units = object_units(entry.length, 0, entry.length)
     value = content[OBJECT_HEADER_BYTES : OBJECT_HEADER_BYTES + entry.length]
-    return check_object(content[: count * BLOCK_BYTES], expected, value, first, units) is Result.OK
+    return check_object(content[: count * BLOCK_BYTES], object_fields(entry), value, first, units) is Result.OK

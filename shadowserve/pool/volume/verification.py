@@ -12,7 +12,6 @@ from shadowserve.native import (
     INDEX_RECORD_DTYPE,
     Index,
     IndexEntry,
-    ObjectFields,
     Result,
     check_object,
     check_object_name,
@@ -29,6 +28,7 @@ from shadowserve.pool.volume.format import (
     RecordFlag,
     Superblock,
     blocks_of,
+    object_fields,
 )
 from shadowserve.pool.volume.formatting import find_objection
 from shadowserve.pool.volume.recovery import Recovery, RecoveryReport
@@ -165,16 +165,8 @@ def _check_object(reader: BlockReader, entry: IndexEntry) -> str | None:
     if reader.unreadable.intersection(blocks):
         return f"it cannot be read: {reader.unreadable_error()}"
     value = memoryview(content)[OBJECT_HEADER_BYTES : OBJECT_HEADER_BYTES + entry.length]
-    expected = ObjectFields(
-        key=entry.key,
-        tenant=entry.tenant,
-        length=entry.length,
-        generation=entry.generation,
-        header_length=entry.header_length,
-        flags=entry.flags,
-    )
     first, count = object_units(entry.length, 0, entry.length)
-    result = check_object(memoryview(content), expected, value, first, count)
+    result = check_object(memoryview(content), object_fields(entry), value, first, count)
     if result is Result.OK:
         name_length = object_header(memoryview(content)).name_length
         end = OBJECT_HEADER_BYTES + entry.length

@@ -442,7 +442,7 @@ class Volume:
         else:
             for each in older:
                 each.superseded = True
-                self.counters.written_bytes += write.size
+            self.counters.written_bytes += write.size
             self._log.append(_name_records(write.key, write.name) + write.record + b"".join(write.followers))
             self._log.when_durable(self._settling(write.ticket))
         self._writing.call_waiting(write)
