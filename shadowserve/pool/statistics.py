@@ -30,7 +30,7 @@ class DeviceStatistics:
     placed_bytes: int = 0  # bytes of objects that were placed here, including those of memory's share
     capacity_bytes: int = 0  # most bytes of objects
     used_bytes: int = 0  # present bytes of objects
-    objects: int = 0  # number of objects
+    objects: int = 0
     reads: int = 0  # reads for clients
     read_bytes: int = 0
     reading: int = 0  # reads in progress
