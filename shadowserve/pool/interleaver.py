@@ -149,6 +149,6 @@ class Interleaver:
             self._chains.popitem(last=False)
 
     def _gains(self, size: int, available: Sequence[bool]) -> list[float]:
-        """Return what an object adds to the debt to each device, if it is available."""
+        """Return the additional debt to each device for an object, if it is available."""
         weight = sum(share for share, may in zip(self._shares, available, strict=True) if may) or 1.0
         return [size * share / weight for share in self._shares]

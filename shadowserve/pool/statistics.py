@@ -197,7 +197,7 @@ def _entry_statistics(
     held_bytes: int,
     budget_bytes: int,
 ) -> Statistics:
-    """Return what pools and tenants have in common. ``pinned``: keys and bytes."""
+    """Return the statistics of a pool or a tenant alike. ``pinned``: keys and bytes."""
     causes = EVICTION_CAUSES if core.disks else ("budget", "quota")
     return Statistics(
         keys=keys,
