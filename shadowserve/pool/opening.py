@@ -21,11 +21,10 @@ from shadowserve.pool.clears import SCAN_LINES, Clears
 from shadowserve.pool.config import DeviceConfig, PoolConfig
 from shadowserve.pool.core import Admission, Core, Waker
 from shadowserve.pool.disk import Disk, WriteBudget
-from shadowserve.pool.heap import ENTRY_OVERHEAD_BYTES
 from shadowserve.pool.interleaver import BUSY_DEPTH, BandwidthMeter
 from shadowserve.pool.placement import Placement
 from shadowserve.pool.space import Space
-from shadowserve.pool.types import ENTRIES_PER_HOLD, TENANTS_MAX
+from shadowserve.pool.types import ENTRIES_PER_HOLD, ENTRY_OVERHEAD_BYTES, TENANTS_MAX
 from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
 from shadowserve.pool.volume.device import BlockDevice
 from shadowserve.pool.volume.format import FormatError

@@ -17,6 +17,10 @@ ENTRIES_PER_HOLD: Final = 250
 """Most entries that one hold of the pool's lock processes, so that it takes at most 10 ms: the longest operation on one
 entry is its eviction, with up to 30 us."""
 
+ENTRY_OVERHEAD_BYTES: Final = 640
+"""Bytes of an entry besides key and value, the largest measured with CPython 3.11: its places in the index and in two
+dictionaries, the item, object headers, the key's text, the allocator's rounding. A test checks it."""
+
 KEY_BYTES_MAX: Final = (64 << 10) - 64
 """Most bytes of a key: an object on a device has room for a name of 64 KiB, and the pool uses 64 bytes of that."""
 
