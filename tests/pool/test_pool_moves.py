@@ -64,13 +64,18 @@ def _cut(device: SimulatedDevice) -> Callable[..., SimulatedDevice]:
     return crash
 
 
-def moved(**keys: Any) -> tuple[Driver, Disk, Disk, Change]:
-    """Return a pool with an acknowledged value on one device and its successor on the other. The first device hangs."""
+def stored(**keys: Any) -> tuple[Driver, Disk, Disk]:
+    """Return a pool with an acknowledged value; the device that has it, and another one."""
     pool = start_pool(2, **keys)[0]
     pool.put(KEY, b"old")
     poll(pool)
     first = home_of(pool)
-    second = disks_of(pool)[1 - first.number]
+    return pool, first, disks_of(pool)[1 - first.number]
+
+
+def moved(**keys: Any) -> tuple[Driver, Disk, Disk, Change]:
+    """Return a pool with an acknowledged value on one device and its successor on the other. The first device hangs."""
+    pool, first, second = stored(**keys)
     avoid(pool, first)
     device_of(first).automatic = False
     survive_nothing(first, second)
@@ -95,11 +100,7 @@ def test_a_value_replaced_on_another_device_does_not_return_after_its_successors
 
 
 def test_an_evicted_value_does_not_win_over_a_later_one_elsewhere() -> None:
-    pool = start_pool(2)[0]
-    pool.put(KEY, b"old")
-    poll(pool)
-    first = home_of(pool)
-    second = disks_of(pool)[1 - first.number]
+    pool, first, second = stored()
     device_of(first).automatic = False
     survive_nothing(first, second)
     evict(pool, first)
@@ -112,10 +113,7 @@ def test_an_evicted_value_does_not_win_over_a_later_one_elsewhere() -> None:
 
 
 def test_cleared_values_do_not_return_after_new_ones_elsewhere() -> None:
-    pool = start_pool(2)[0]
-    pool.put(KEY, b"old")
-    poll(pool)
-    first = home_of(pool)
+    pool, first, _ = stored()
     device_of(first).automatic = False
     pool.call(pool.store.clear, 0)
     avoid(pool, first)
@@ -230,11 +228,7 @@ def test_a_value_kept_in_memory_alone_is_not_acknowledged_while_an_older_one_may
 @pytest.mark.parametrize("snapshot", [False, True])
 def test_a_power_cut_during_a_move_keeps_the_old_value(snapshot: bool) -> None:
     """The first device's log and snapshots must keep the value until the other device's log has the new one."""
-    pool = start_pool(2)[0]
-    pool.put(KEY, b"old")
-    poll(pool)
-    first = home_of(pool)
-    second = disks_of(pool)[1 - first.number]
+    pool, first, second = stored()
     avoid(pool, first)
     device_of(second).automatic = False
     survive_nothing(first, second)

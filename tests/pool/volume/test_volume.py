@@ -6,7 +6,6 @@ from volume_support import Store, device_of, index_key
 
 from shadowserve.block import OperationKind, Priority
 from shadowserve.native import Index
-from shadowserve.pool.volume.format import RecordKind, pack_record
 from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError
 from shadowserve.pool.volume.volume import Volume, VolumeError
 
@@ -113,18 +112,6 @@ def test_removals_and_expiries_behind_a_write_in_progress_are_applied() -> None:
     assert store.get(key(3)) == b"second"
 
 
-def test_a_cleared_tenant_stays_cleared_and_others_stay() -> None:
-    store = Store(device_of())
-    store.volume.name_tenant(1, b"one")
-    for tenant in (0, 1):
-        store.put(KEY, b"%d" % tenant, tenant=tenant)
-    store.volume.log(pack_record(RecordKind.CLEAR, 1, b""))
-    store.index.clear(1, 3)
-    store.drain()
-    store = store.crashed()
-    assert store.get(KEY) == b"0" and store.get(KEY, tenant=1) is None
-
-
 def test_a_failed_write_is_an_error_for_its_writer_only() -> None:
     store = Store(device_of())
     device = store.simulated
@@ -198,17 +185,6 @@ def test_a_volume_never_has_more_objects_than_a_snapshot_holds() -> None:
             store.keep(key(number), b"x")
     store.snapshot()
     assert store.volume.snapshots.failed == 0
-
-
-def test_a_lost_device_fails_reads_and_writes_only() -> None:
-    store = Store(device_of())
-    device = store.simulated
-    store.keep(key(1), b"there")
-    device.remove()
-    assert store.get(key(1)) is None
-    store.put(key(2), b"x", what="gone")
-    store.until(lambda: store.settled[1:])
-    assert isinstance(store.settled[1][1], VolumeError)
 
 
 def test_a_later_put_on_another_device_wins_whichever_is_opened_first() -> None:

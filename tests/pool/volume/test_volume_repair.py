@@ -238,13 +238,6 @@ def test_a_header_that_becomes_readable_again_does_not_match_another_snapshots_b
     assert [found.get(key) for key in KEYS] == [None, *(b"value of " + key for key in KEYS[1:])]
 
 
-def test_verify_writes_nothing_and_names_the_unsound_copy() -> None:
-    device = written()
-    tear(device, 1, 6)
-    assert [finding.where for finding in verify_volume(device).findings] == ["block 6, copy 1"]
-    assert all(kind is OperationKind.READ for kind, _, _ in device.trace)
-
-
 def test_many_torn_blocks_in_a_long_log_are_repaired() -> None:
     device = SimulatedDevice(64 << 20, seed=3)
     Volume.format(device, pool_id=POOL, objects_max=200, log_bytes=24 << 20)
