@@ -6,13 +6,12 @@ from typing import Final
 from shadowserve.native import NO_PARENT, IndexFlag, IndexPlace
 from shadowserve.pool.arena import BLOCK_BYTES, FIXED_HEADER_BYTES, Buffer, object_blocks
 from shadowserve.pool.core import Core
-from shadowserve.pool.disk import Disk, Extent
+from shadowserve.pool.disk import Disk
 from shadowserve.pool.entries import MEMORY_ONLY, Entry, ParsedKey, PoolItem, chunk_key, parse_key
 from shadowserve.pool.placement import Location
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import DEFAULT_TENANT, Address, Item, Lease
 from shadowserve.pool.volume.tickets import OutOfBudgetError, Ticket
-from shadowserve.pool.write_states import OldCopy
 from shadowserve.pool.writes import WRITABLE_SHARE, joined
 
 _NAMED: Final = int(IndexFlag.NAMED)  # an int, since operators of IntFlag are slow
@@ -246,9 +245,22 @@ class DevicePool(Pool):
         disk = home.disk
         extent = buffer.size - length if disk is None else home.extent
         try:
-            slot, replaced, old_copies = self._enter(
-                parsed, disk, extent, old, length, header_bytes, expires_at_ms, parent
+            slot = self._index.insert(
+                tenant,
+                key,
+                device=MEMORY_ONLY if disk is None else disk.number,
+                extent=extent,
+                length=length,
+                now_s=core.now_s(),
+                header_length=header_bytes,
+                name=name,
+                flags=IndexFlag.RECORD if header_bytes else 0,
+                expires_at_ms=expires_at_ms or 0,
+                generation=core.next_generation(),
+                parent=parent,
             )
+            replaced, old_copies = (None, []) if old is None else core.replace(old, disk)
+            self._entered(tenant, length, header_bytes, is_new=old is None)
         except BaseException:
             if disk is not None:
                 disk.free((extent, object_blocks(length) * BLOCK_BYTES))
@@ -262,37 +274,6 @@ class DevicePool(Pool):
         return self._writer.begin(
             entry, disk, buffer, name, placed=home.placed, replaced=replaced, old_copies=old_copies
         )
-
-    def _enter(
-        self,
-        parsed: ParsedKey,
-        disk: Disk | None,
-        extent: int,
-        old: Entry | None,
-        length: int,
-        header_bytes: int,
-        expires_at_ms: int | None,
-        parent: bytes,
-    ) -> tuple[int, Extent | None, list[OldCopy]]:
-        """Add a value to the index; return its slot and the result of :meth:`Core.replace` for the old one."""
-        tenant, key, name = parsed
-        slot = self._index.insert(
-            tenant,
-            key,
-            device=MEMORY_ONLY if disk is None else disk.number,
-            extent=extent,
-            length=length,
-            now_s=self._core.now_s(),
-            header_length=header_bytes,
-            name=name,
-            flags=IndexFlag.RECORD if header_bytes else 0,
-            expires_at_ms=expires_at_ms or 0,
-            generation=self._core.next_generation(),
-            parent=parent,
-        )
-        replaced, old_copies = (None, []) if old is None else self._core.replace(old, disk)
-        self._entered(tenant, length, header_bytes, is_new=old is None)
-        return slot, replaced, old_copies
 
     def _home(self, parsed: ParsedKey, length: int, parent: bytes, old: Entry | None) -> Location:
         core = self._core
