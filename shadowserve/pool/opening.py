@@ -105,29 +105,22 @@ _ACCESS: Final = {
 Found = list[tuple[DeviceConfig, BlockDevice]]
 
 
-class Sessions:
-    """Begins sessions of a pool: periods in which the same devices belong to it (``disk_log``)."""
+def _begin_session(clock_ms: Callable[[], int], disks: Sequence[Disk]) -> None:
+    """Begin a new session on all working devices: a period in which the same devices belong to the pool (``disk_log``).
 
-    def __init__(self, clock_ms: Callable[[], int], disks: Sequence[Disk]) -> None:
-        self._clock_ms = clock_ms
-        self._disks = disks
-
-    def begin(self) -> None:
-        """Begin a new session on all working devices.
-
-        A device that is missing, or was given up, does not log what is removed or replaced from now on. When it
-        returns, its log has an older session than the others', so its objects may be stale and are dropped. A session
-        is a number (the time where possible, so the later one counts), a digest of its members and their earlier
-        sessions, which distinguishes two pools that went on without each other, and the list of members, since a power
-        cut may come when only some logs have it.
-        """
-        present = [disk for disk in self._disks if disk.gone is None]
-        newest = max((disk.log.session for disk in self._disks), default=b"")
-        members = b"".join(member for disk in present for member in disk.log.memberships)
-        parts = hashlib.sha256(self._clock_ms().to_bytes(8, "big", signed=True) + members)
-        number = max(int.from_bytes(newest[:8], "big") + 1, self._clock_ms())
-        for disk in present:
-            disk.log.enter_session(number.to_bytes(8, "big") + parts.digest()[:8] + members)
+    A device that is missing, or was given up, does not log what is removed or replaced from now on. When it returns,
+    its log has an older session than the others', so its objects may be stale and are dropped. A session is a number
+    (the time where possible, so the later one counts), a digest of its members and their earlier sessions, which
+    distinguishes two pools that went on without each other, and the list of members, since a power cut may come when
+    only some logs have it.
+    """
+    present = [disk for disk in disks if disk.gone is None]
+    newest = max((disk.log.session for disk in disks), default=b"")
+    members = b"".join(member for disk in present for member in disk.log.memberships)
+    parts = hashlib.sha256(clock_ms().to_bytes(8, "big", signed=True) + members)
+    number = max(int.from_bytes(newest[:8], "big") + 1, clock_ms())
+    for disk in present:
+        disk.log.enter_session(number.to_bytes(8, "big") + parts.digest()[:8] + members)
 
 
 @dataclass(slots=True)
@@ -227,8 +220,8 @@ def open_parts(
     memory_bytes = int(config.memory_budget_bytes)
     arenas = Arenas(memory_bytes if found else 0, None if config.arena_nodes == "auto" else config.arena_nodes)
     disks: list[Disk] = []
-    waker, sessions = Waker(), Sessions(clock_ms, disks)
-    recover = partial(_recover, found, waker.wake, sessions.begin, clock_ms, entropy)
+    waker, begin_session = Waker(), partial(_begin_session, clock_ms, disks)
+    recover = partial(_recover, found, waker.wake, begin_session, clock_ms, entropy)
     try:
         objects_max = _prepare(found, config, clock_ms, entropy)
         in_memory = memory_bytes // BLOCK_BYTES if found else config.objects_max or memory_bytes // ENTRY_OVERHEAD_BYTES
@@ -270,7 +263,7 @@ def open_parts(
     _count_losses(core, lost)
     for disk in disks:
         disk.log.log_recovered(index.superseded(disk.number), stale=disk.number in stale)
-    sessions.begin()
+    begin_session()
     placement = Placement(core, space, [memory, *(disk.meter for disk in disks)], memory_homes=config.memory_homes)
     registration = Registration(arenas.arenas, [disk.volume.device for disk in disks])
     opened = Opened(core, space, placement, tenants, absent, registration, time.monotonic() - began)
