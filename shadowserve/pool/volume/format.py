@@ -246,7 +246,8 @@ class Superblock:
         return cls(volume_id, pool_id, device_bytes, created_ms, layout)
 
 
-class BlockHeader(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class BlockHeader:
     """The header of a block of records, in the log or in a snapshot."""
 
     count: int  # number of records, at most 31
@@ -258,7 +259,8 @@ class BlockHeader(NamedTuple):
 
 def pack_block(magic: bytes, volume_id: bytes, header: BlockHeader, records: bytes | bytearray | memoryview) -> bytes:
     """Return a block with up to 31 records."""
-    return _pack_block(_BLOCK, _CRC_AT_BLOCK, magic, VERSION, header.count, 0, volume_id, *header[1:], records=records)
+    numbers = header.sequence, header.epoch, header.previous_epoch, header.durable
+    return _pack_block(_BLOCK, _CRC_AT_BLOCK, magic, VERSION, header.count, 0, volume_id, *numbers, records=records)
 
 
 def unpack_block(magic: bytes, volume_id: bytes, data: memoryview | bytes) -> BlockHeader | None:
