@@ -181,7 +181,6 @@ class Arenas:
                 self.held_bytes -= buffer.size
 
     def detach(self, buffer: Buffer) -> None:
-        """Remove the user that was the entry."""
         if buffer.users > 1 and not buffer.detached:
             buffer.detached = True
             self.held_bytes += buffer.size

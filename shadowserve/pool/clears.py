@@ -87,7 +87,6 @@ class Clears:
     # ---- What is left of a tenant
 
     def count_change(self, tenant: int, change: int) -> None:
-        """Count an entry that was added after the clear, or removed again."""
         if ANY in self._marks or tenant in self._marks:
             self._living[tenant] += change
 

@@ -175,7 +175,6 @@ class Core:
         return 0
 
     def freed_bytes(self, entry: Entry) -> int:
-        """Return the bytes of the budget that replacing an entry frees."""
         return entry.size
 
     def count_uses(self) -> None:
@@ -334,5 +333,4 @@ class Core:
             counters.lost_keys += count
 
     def now_s(self) -> int:
-        """Return Unix time in seconds, the index's unit."""
         return self.clock_ms() // 1000

@@ -25,7 +25,6 @@ class DevicePool(Pool):
     def hold_back(self, may_write: Callable[[int], bool], may_scrub: Callable[[int], bool]) -> None:
         """Ask the callbacks before writing, or scrubbing, a number of bytes; after False, ask again when woken."""
         self._core.may_write, self._core.may_scrub = may_write, may_scrub
-        """Ask the callbacks before writing, or scrubbing, a number of bytes; after False, ask again when woken."""
 
     def wake(self) -> None:
         self._core.waker.wake()
@@ -80,12 +79,8 @@ class DevicePool(Pool):
         return entry
 
     def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
-        if item.value is not None:
-            done(Lease(memoryview(item.value)[start:end]))
-            return
-        if item.is_cold:
-            assert self._lower_tier is not None
-            self._lower_tier.read(item, start, end, done)
+        if item.value is not None or item.is_cold:
+            super().read(item, start, end, done)
             return
         assert isinstance(item, PoolItem)
         buffer = self._core.memory_cache.peek(item.entry.slot)
@@ -155,7 +150,6 @@ class DevicePool(Pool):
 
     @property
     def disks(self) -> Sequence[Disk]:
-        """All devices, by number."""
         return self._core.disks
 
     # ---- Writing

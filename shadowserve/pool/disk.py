@@ -71,7 +71,6 @@ class WriteBudget:
         return self.day_bytes + length <= self.budget_bytes
 
     def pack(self) -> bytes:
-        """Return the state that a restart continues with."""
         return _WEAR_STATE.pack(self.day, self.day_bytes, self.total_bytes)
 
     def unpack(self, state: bytes, volume_bytes: int = 0) -> None:
@@ -156,7 +155,6 @@ class Disk:
 
     @property
     def number(self) -> int:
-        """The index's number of the device."""
         return self.volume.number
 
     @property
@@ -170,7 +168,6 @@ class Disk:
 
     @property
     def capacity_bytes(self) -> int:
-        """Most bytes of objects."""
         data_bytes = self.volume.data_blocks * BLOCK_BYTES
         return data_bytes if self.bytes_max is None else min(data_bytes, self.bytes_max)
 

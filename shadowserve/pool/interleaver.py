@@ -103,7 +103,6 @@ class Interleaver:
 
     @property
     def shares(self) -> list[float]:
-        """Share of each device, with the sum 1."""
         return list(self._shares)
 
     def set_shares(self, shares: Sequence[float]) -> None:

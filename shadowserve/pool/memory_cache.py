@@ -46,15 +46,12 @@ class MemoryCache:
 
     @property
     def copy_bytes(self) -> int:
-        """Memory of objects that are on a device too."""
         return self._main_bytes + self._probation_bytes
 
     def peek(self, slot: int) -> Buffer | None:
-        """Return the buffer of an entry; None if it is not in memory."""
         return self._main.get(slot) or self._kept.get(slot) or self._probation.get(slot)
 
     def get(self, slot: int) -> Buffer | None:
-        """Return the buffer of an entry and count a hit or miss; None if it is not in memory."""
         buffer = self._main.get(slot)
         if buffer is not None:
             self._main.move_to_end(slot)
@@ -149,7 +146,6 @@ class MemoryCache:
             self._ghosts.popitem(last=False)
 
     def slots(self) -> Iterator[int]:
-        """Yield the slots that have a buffer."""
         yield from self._kept
         yield from self._main
         yield from self._probation

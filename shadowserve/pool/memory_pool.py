@@ -14,7 +14,7 @@ from shadowserve.pool import buffers
 from shadowserve.pool.core import Core
 from shadowserve.pool.entries import MEMORY_ONLY, Entry, parse_key
 from shadowserve.pool.pool import Pool
-from shadowserve.pool.types import ENTRY_OVERHEAD_BYTES, Address, Item, Lease
+from shadowserve.pool.types import ENTRY_OVERHEAD_BYTES, Address, Item
 from shadowserve.pool.volume.tickets import OutOfBudgetError, Ticket
 
 
@@ -205,14 +205,6 @@ class MemoryPool(Pool):
     def _entry_of(self, address: Address) -> Entry | None:
         item = self._item_of(address)
         return None if item is None else self._core.entry(item.slot)
-
-    def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
-        if item.is_cold:
-            assert self._lower_tier is not None
-            self._lower_tier.read(item, start, end, done)
-            return
-        assert item.value is not None
-        done(Lease(memoryview(item.value)[start:end]))
 
     def release(self, item: Item) -> None:
         assert isinstance(item, HeapItem)

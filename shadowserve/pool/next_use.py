@@ -22,8 +22,6 @@ REQUESTS_MAX: Final = 4_096
 
 @dataclass(slots=True)
 class _Request:
-    """A waiting request."""
-
     tenant: int
     keys: list[bytes]  # keys of the chain, given up from the end
     met: dict[int, list[bytes]]  # keys that a search for another device has skipped, by device

@@ -343,7 +343,6 @@ def _recover(
 
 
 def _log_recovery(volume: Volume) -> None:
-    """Log the results of opening a volume."""
     name, report = volume.device.name, volume.report
     _log.info("volume_recovered device=%s objects=%d seconds=%.2f", name, report.objects, report.seconds)
     if report.grown_bytes:

@@ -41,7 +41,6 @@ class Pins:
         return self._bytes.get(tenant, 0)
 
     def count(self, tenant: int | None) -> int:
-        """Return the number of pins of a tenant, or of all tenants."""
         return len(self._by_end) if tenant is None else len(self._pins.get(tenant, ()))
 
     def check(self, tenant: int, slot: int, size: int, *, quota_bytes: int | None, budget_bytes: int) -> None:
@@ -60,7 +59,6 @@ class Pins:
             raise PinShareError("all pins together have their share of the budget; wait until some pins end")
 
     def add(self, tenant: int, slot: int, size: int, until_ms: int) -> None:
-        """Pin an entry of ``size`` bytes, or change its pin."""
         self.drop(tenant, slot)
         pin = _Pin(max(until_ms, 0) << 64 | next(self._numbers), size)
         self._pins.setdefault(tenant, {})[slot] = pin
@@ -87,7 +85,6 @@ class Pins:
         return pinned if number >> 64 <= now_ms else None
 
     def some(self, tenant: int | None, count_max: int) -> list[tuple[int, int]]:
-        """Return tenants and slots of some pins of a tenant, or of all tenants."""
         if tenant is None:
             return list(islice(self._by_end.values(), count_max))
         return [(tenant, slot) for slot in islice(self._pins.get(tenant, ()), count_max)]
@@ -99,5 +96,4 @@ class Pins:
         return int(self.of_tenant * min(budget_bytes, budget_bytes if quota_bytes is None else quota_bytes))
 
     def tenants(self, count_max: int) -> list[int]:
-        """Return some tenants that have pins."""
         return list(islice(self._pins, count_max))

@@ -304,14 +304,19 @@ class Pool(ABC):
     def peek(self, address: Address) -> Item | None:
         """Return the item of ``address`` without counting a use."""
 
-    @abstractmethod
     def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
-        """Read the bytes ``[start, end)`` of an item whose value is None, 0 <= start < end <= length.
+        """Read the bytes ``[start, end)`` of an item, 0 <= start < end <= length.
 
         ``done`` gets the item's bytes, whatever happens to the entry in the meantime; or None after a device error or a
         failed check, which the pool has counted and for which it has dropped the entry. Never wrong bytes. The read is
         never refused: it may wait for others.
         """
+        if item.is_cold:
+            assert self._lower_tier is not None
+            self._lower_tier.read(item, start, end, done)
+            return
+        assert item.value is not None
+        done(Lease(memoryview(item.value)[start:end]))
 
     def expected_s(self, size: int) -> float | None:
         """Return the expected time to read ``size`` bytes from the lower tier now; None without a lower tier."""
@@ -491,7 +496,6 @@ class Pool(ABC):
         return self._core.pins.tenants(count_max)
 
     def _end_pins(self) -> None:
-        """Make entries evictable again whose pins have ended."""
         now_ms = self._clock_ms()
         for _ in range(ENTRIES_PER_HOLD):
             ended = self._core.pins.ended(now_ms)
@@ -557,7 +561,6 @@ class Pool(ABC):
         return self._opened.tenants.id_of(name)
 
     def tenants(self) -> Mapping[str, int]:
-        """Return all assigned ids by the tenants' names."""
         return self._opened.tenants.by_name()
 
     def set_quota(self, tenant: int, bytes_max: int | None, keys_max: int | None) -> None:

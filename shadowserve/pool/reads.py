@@ -45,8 +45,6 @@ _Waiter = tuple[int, int, Done]
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """A read of an object, or of a part."""
-
     entry: Entry
     disk: Disk
     whole: bool

@@ -25,7 +25,6 @@ class Cursors:
         self._key = key
 
     def shown(self, position: int) -> int:
-        """Return the client's cursor for a position."""
         while position:
             position = self._permuted(position, range(_ROUNDS))
             if position:
@@ -33,7 +32,6 @@ class Cursors:
         return position
 
     def position(self, cursor: int) -> int:
-        """Return the position of a client's cursor."""
         while cursor:
             left, right = cursor >> _HALF, cursor & _MASK
             swapped = self._permuted(right << _HALF | left, range(_ROUNDS - 1, -1, -1))

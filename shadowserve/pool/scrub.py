@@ -31,8 +31,6 @@ _PATTERN: Final = bytes(range(1, _PATTERN_BYTES + 1)) * (_PIECE_BYTES // _PATTER
 
 @dataclass(slots=True, eq=False)
 class _Test:
-    """An extent that is being written, and then read."""
-
     disk: Disk
     place: Quarantined
     pages: Pages
@@ -127,8 +125,6 @@ class _Own:
 
 @dataclass(slots=True, eq=False)
 class _Check:
-    """An object that is being read."""
-
     disk: Disk
     entry: Entry
     buffer: Buffer | _Own

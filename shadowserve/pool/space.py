@@ -139,7 +139,6 @@ class Space:
         return False
 
     def _freed(self, old: Entry | None) -> tuple[int, int]:
-        """Return the bytes and keys that replacing an entry frees."""
         if old is None or not self._core.is_current(old):
             return 0, 0
         return self._core.freed_bytes(old), 1

@@ -29,7 +29,6 @@ class PoolThread:
     """Drives one started store until stop()."""
 
     def __init__(self, store: Pool) -> None:
-        """Start the thread."""
         self._store = store
         self._descriptors = store.descriptors()
         self._stop = threading.Event()

@@ -108,7 +108,6 @@ class Writes:
         self._inherited: dict[int, list[Ticket]] = {}
 
     def of(self, slot: int) -> Write | None:
-        """Return the write of a slot's entry."""
         return self._of.get(slot)
 
     def begin(self, write: Write) -> None:

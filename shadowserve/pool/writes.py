@@ -76,7 +76,6 @@ class Writer:
         return bool((self._unsealed and not is_full) or self._ended or self._settled or self._may_settle_more)
 
     def ticket(self, slot: int) -> Ticket | None:
-        """Return the ticket of an entry that is not durable yet."""
         write = self._writes.of(slot)
         return None if write is None else write.ticket
 
@@ -313,7 +312,6 @@ class WaitingWriters:
         self._ready.append(ready)
 
     def busy_error(self, why: str) -> BusyError:
-        """Return the error of a write that has to be tried again later."""
         again = Ticket()
         self._busy.append(again)
         self._free_blocks = self._count_free_blocks()

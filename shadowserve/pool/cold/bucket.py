@@ -123,7 +123,6 @@ class Bucket:
             token = more
 
     def read(self, name: str, start: int, end: int) -> memoryview:
-        """Return the bytes ``[start, end)`` of an object."""
         size = end - start
         wanted = {"Range": f"bytes={start}-{end - 1}"}
         answer = self._call("read", name, "GET", headers=wanted, bytes_max=size, length=size)
@@ -160,7 +159,6 @@ class Bucket:
         ends_s: float | None = None,
         expected: tuple[int, ...] = (),
     ) -> Answer:
-        """Send a request, with a second try where that makes sense."""
         config, what = self._config, f"{self._what}/{name}"
         timeout_s = config.timeout_s * (_WRITE_TIMES if method == "PUT" else 1)
         deadline_s = min(time.monotonic() + timeout_s, ends_s or float("inf"))

@@ -79,7 +79,6 @@ class Catalog:
         return len(self._left_out)
 
     def find(self, tenant: str, key: bytes) -> Contents | None:
-        """Return an object with a record; None if none is known."""
         own = self._tenants.get(tenant)
         holders = None if own is None else own.holders.get(key)
         return None if holders is None else holders[0]
@@ -150,7 +149,6 @@ class Catalog:
         return own is not None and name in own.objects
 
     def _drop(self, name: str) -> Contents | None:
-        """Forget an object; return its contents, None if it was unknown."""
         own = self._tenants.get(parse_name(name) or "")
         contents = None if own is None else own.objects.pop(name, None)
         if own is None or contents is None:
@@ -296,7 +294,6 @@ class Catalog:
             self._marked_unread.setdefault(parse_name(name) or "", {})[name] = None
 
     def is_marked(self, name: str) -> bool:
-        """Return whether an object is marked for deletion."""
         return name in self._marked
 
     def note_deleted(self, name: str) -> None:

@@ -57,7 +57,6 @@ class Deletions:
 
     @property
     def waiting(self) -> int:
-        """Removals that are not done yet."""
         return len(self._waited_for)
 
     def delete(self, tenant: str, names: Iterable[str]) -> Ticket:

@@ -70,7 +70,6 @@ class FairQueue(Generic[T]):
         items[item] = None
 
     def peek(self) -> tuple[Hashable, Hashable, T] | None:
-        """Return the next tenant, client and item; None if the queue is empty."""
         if not self._lanes:
             return None
         tenant = self._clock.next(self._lanes)

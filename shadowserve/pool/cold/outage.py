@@ -64,7 +64,6 @@ class Outage:
         _log.warning("s3_away operation=%s reason=%s pause_s=%g error=%r", self._operation, reason, pause_s, str(error))
 
     def succeeded(self) -> None:
-        """Count a success, which ends the outage."""
         if not self._strikes:
             return
         with self._lock:

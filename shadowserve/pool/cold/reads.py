@@ -137,7 +137,6 @@ class ColdReader:
         self.threads: list[threading.Thread] = []
 
     def start(self, pool: Pool, lock: threading.Lock) -> None:
-        """``lock`` is the pool's."""
         self._pool, self._lock = pool, lock
         for number in range(self._config.reads_at_once):
             thread = threading.Thread(target=self._run, name=f"s3-read-{number}", daemon=True)

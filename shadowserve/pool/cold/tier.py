@@ -78,7 +78,6 @@ class ColdTier:
 
     @property
     def idle(self) -> bool:
-        """True if nothing waits to be written."""
         return self._writer.idle
 
     def close(self) -> None:
@@ -101,7 +100,6 @@ class ColdTier:
     # ---- Finding and reading
 
     def find(self, address: Address) -> Item | None:
-        """Return a record of the bucket; None if it is unknown, or the bucket is away."""
         if self._outage.away:
             return None
         tenant, key, text = parse_key(address)

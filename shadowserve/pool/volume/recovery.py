@@ -72,7 +72,6 @@ class RecoveryReport:
 
     @property
     def dropped(self) -> int:
-        """Stored objects that were dropped."""
         return self.unproven + self.unnamed + self.overlapping
 
 

@@ -34,7 +34,6 @@ class BadCopies:
 
     @property
     def count(self) -> int:
-        """Number of blocks."""
         return len(self.content) // BLOCK_BYTES
 
 

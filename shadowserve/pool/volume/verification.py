@@ -66,7 +66,6 @@ class Verification:
 
     @property
     def sound(self) -> bool:
-        """True without findings."""
         return not self.findings
 
 

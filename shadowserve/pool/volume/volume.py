@@ -486,5 +486,4 @@ def _without_device(record: bytes) -> bytes:
 
 
 def _name_records(key: Key, name: bytes | None) -> bytes:
-    """Return the records of a key's text, if it has one."""
     return b"" if name is None else pack_name(RecordKind.NAME, *key, name)
