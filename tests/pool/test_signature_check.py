@@ -205,6 +205,9 @@ def sparse(path: Path, size: int, *parts: tuple[int, bytes]) -> Path:
 @pytest.mark.parametrize(
     ("offset", "content", "meaning"),
     [
+        (0, b"XFSB", "XFS"),
+        (0, b"LUKS\xba\xbe", "LUKS"),
+        (512, b"EFI PART", "GPT"),
         (512, b"LABELONE", "LVM"),
         (1536, b"LABELONE", "LVM"),
         (0, b"\xfc\x4e\x2b\xa9", "MD RAID"),
