@@ -1,4 +1,5 @@
 """Reading: from a device into memory that the socket sends from, after a check.
+
 Reads of a whole object become copies in the memory cache without copying bytes, and requests for an object that is
 being read share that read. A small part of a large object (a record's header) is read alone: the object's header and
 the units around the part.

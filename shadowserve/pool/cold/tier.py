@@ -100,12 +100,9 @@ class ColdTier:
     # ---- Finding and reading
 
     def find(self, address: Address) -> Item | None:
-        if self._outage.away:
-            return None
-        tenant, key, text = parse_key(address)
-        name = self._name_of(tenant)
-        contents = None if text is not None or name is None else self._catalog.find(name, key)
-        return None if contents is None else ColdItem(address, key, contents)
+        record = None if self._outage.away else self._record_of(address)
+        contents = None if record is None else self._catalog.find(*record)
+        return None if record is None or contents is None else ColdItem(address, record[1], contents)
 
     def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
         assert isinstance(item, ColdItem)
@@ -113,6 +110,14 @@ class ColdTier:
 
     def expected_s(self, size: int) -> float:
         return self._reader.expected_s(size)
+
+    def _record_of(self, address: Address) -> tuple[str, bytes] | None:
+        """Return a tenant's name and the index's key of a record; None for keys that no record has."""
+        if not is_chunk_key(address[1]):
+            return None
+        tenant, key, text = parse_key(address)
+        name = None if text is not None else self._name_of(tenant)
+        return None if name is None else (name, key)
 
     def _name_of(self, tenant: int) -> str | None:
         name = self._tenants.get(tenant)
@@ -132,25 +137,19 @@ class ColdTier:
         Records without an expiry are written to the bucket. Any other value replaces the record of its key, also after
         a restart: the ticket settles when the bucket has no record of the key any more.
         """
-        if not is_chunk_key(address[1]):
-            return None
-        tenant, key, text = parse_key(address)
-        if text is not None:
+        record = self._record_of(address)
+        if record is None:
             return None
         if not header_bytes or expires:
-            return self._remove(address, key)[1]
-        name = self._name_of(tenant)
-        if name is None:
-            return None
-        if self._catalog.find(name, key) is None:
-            self._writer.stored(address, key, parent, length)
-        return self._replaced(name, key)
+            return self._remove(address, *record)[1]
+        if self._catalog.find(*record) is None:
+            self._writer.stored(address, record[1], parent, length)
+        return self._replaced(*record)
 
     def settling(self, address: Address) -> Ticket | None:
         """Return a ticket that settles when no restart can bring back a record that the present value has replaced."""
-        tenant, key, text = parse_key(address)
-        name = None if text is not None else self._name_of(tenant)
-        return None if name is None else self._replaced(name, key)
+        record = self._record_of(address)
+        return None if record is None else self._replaced(*record)
 
     def _replaced(self, tenant: str, key: bytes) -> Ticket | None:
         """Return a ticket for the deletion of objects with an older record of a key."""
@@ -165,24 +164,19 @@ class ColdTier:
 
         The other records of these objects are deleted with them.
         """
-        if not is_chunk_key(address[1]):
+        record = self._record_of(address)
+        if record is None:
             return False
-        _, key, text = parse_key(address)
-        if text is not None:
-            return False
-        was_there, ticket = self._remove(address, key)
+        was_there, ticket = self._remove(address, *record)
         self._add_to_barrier(ticket)
         return was_there
 
-    def _remove(self, address: Address, key: bytes) -> tuple[bool, Ticket | None]:
+    def _remove(self, address: Address, tenant: str, key: bytes) -> tuple[bool, Ticket | None]:
         """Return whether a record was known, and a ticket for its removal; None if it is removed."""
-        name = self._name_of(address[0])
-        if name is None:
-            return False, None
-        was_there = self._catalog.find(name, key) is not None
-        tickets = [self._writer.removed(address), self._delete(name, key)]
+        was_there = self._catalog.find(tenant, key) is not None
+        tickets = [self._writer.removed(address), self._delete(tenant, key)]
         if not self._is_listed:
-            tickets.append(self._delayed_removals.add(name, key))
+            tickets.append(self._delayed_removals.add(tenant, key))
         return was_there, joined(tickets)
 
     def _delete(self, tenant: str, key: bytes) -> Ticket | None:

@@ -1,4 +1,5 @@
 """The log of a volume: a ring of blocks in two copies, written in groups, each made durable by one flush.
+
 Records that are appended while a group is being written form the next group, so any number of writers share a flush. A
 group begins with a new block, and a durable block is written again only when a snapshot covers it, so no torn write can
 damage acknowledged records. A block is valid only behind its predecessor: it has the epoch of the run that wrote that

@@ -10,7 +10,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.clock import wall_clock_ms
@@ -49,16 +48,6 @@ class VolumeError(ShadowServeError):
         self.errno: int | None = getattr(cause, "errno", None)
 
 
-@dataclass(slots=True)
-class VolumeCounters:
-    """Counters since the volume was opened."""
-
-    writes_failed: int = 0
-    written_bytes: int = 0
-    busy: int = 0
-    freeing_blocks: int = 0
-
-
 class Volume:
     """An open volume."""
 
@@ -84,7 +73,8 @@ class Volume:
         self._retry_policy = RetryPolicy()
         self._calls: list[Call] = []  # to make without the pool's lock
         self._room: Ticket | None = None  # settles when the log has room again
-        self.counters = VolumeCounters()
+        # Blocks of removed objects; they become free when the removal is durable, after one group of the log.
+        self.freeing_blocks = 0
 
     @property
     def _layout(self) -> Layout:
@@ -215,11 +205,11 @@ class Volume:
         """Free an extent once the removal or replacement of its object, which was logged, is durable. No operation may
         read or write it any more."""
         blocks = -(-length // BLOCK_BYTES)
-        self.counters.freeing_blocks += blocks
+        self.freeing_blocks += blocks
 
         def free(error: Exception | None) -> None:
             if error is None:
-                self.counters.freeing_blocks -= blocks
+                self.freeing_blocks -= blocks
                 self._extents.free(extent, blocks)
 
         self._writing.after_all(lambda: self._log.when_durable(free))
@@ -232,11 +222,6 @@ class Volume:
     def free_blocks(self) -> int:
         """Free blocks of 4 KiB, in any number of pieces."""
         return self._extents.free_blocks
-
-    @property
-    def freeing_blocks(self) -> int:
-        """Blocks of removed objects; they become free when the removal is durable, after one group of the log."""
-        return self.counters.freeing_blocks
 
     @property
     def objects_max(self) -> int:
@@ -286,7 +271,6 @@ class Volume:
                 "replace the device, or restart the server to try it again"
             )
         if self._log.blocks_free - self._writing.log_blocks - log_blocks_of(name) < self._layout.log_blocks // 8:
-            self.counters.busy += 1
             raise BusyError(f"the log of device {self.device.name} is nearly full", self._room_ticket())
         totals = self._index.totals(device=self.number)
         if totals.objects + totals.name_records > self._layout.records_max:
@@ -405,7 +389,7 @@ class Volume:
     @property
     def written_bytes(self) -> int:
         """Bytes written since it was opened: objects, both copies of the log, snapshots."""
-        return self.counters.written_bytes + self._log.written_bytes + self.snapshots.written_bytes
+        return self._writing.written_bytes + self._log.written_bytes + self.snapshots.written_bytes
 
     @property
     def busy(self) -> int:
@@ -434,7 +418,6 @@ class Volume:
         if write.superseded:
             self._log.when_durable(self._settling(write.ticket))
         elif error is not None:
-            self.counters.writes_failed += 1
             self._held.pop(write.key, None)
             self._log.append(pack_record(RecordKind.REMOVE, *write.key))
             failure = VolumeError(f"writing an object to device {self.device.name} failed: {error}", error)
@@ -442,7 +425,7 @@ class Volume:
         else:
             for each in older:
                 each.superseded = True
-            self.counters.written_bytes += write.size
+            self._writing.written_bytes += write.size
             self._log.append(_name_records(write.key, write.name) + write.record + b"".join(write.followers))
             self._log.when_durable(self._settling(write.ticket))
         self._writing.call_waiting(write)
@@ -464,7 +447,6 @@ class Volume:
     def _need_room(self, text: bytes | None) -> None:
         """Raise BusyError unless the log has room for one more record, or a text, besides the reserved ones."""
         if self._log.blocks_free - self._writing.log_blocks <= log_blocks_of(text):
-            self.counters.busy += 1
             raise BusyError(f"the log of device {self.device.name} is full", self._room_ticket())
 
     def _room_ticket(self) -> Ticket:

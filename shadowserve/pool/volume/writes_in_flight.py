@@ -38,6 +38,7 @@ class WritesInFlight:
     """Objects whose bytes are on their way to the device: their records are not in the log yet."""
 
     def __init__(self) -> None:
+        self.written_bytes = 0  # bytes of objects that were written
         self.log_blocks = 0  # blocks of the log that are reserved for their records
         self.followers = 0  # number of records that wait for the record of their object
         self._by_key: dict[Key, list[Write]] = {}

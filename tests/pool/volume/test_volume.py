@@ -82,7 +82,7 @@ def test_a_nearly_full_log_refuses_writes_until_a_snapshot_is_complete() -> None
                 store.step()
     room: list[object] = []
     busy.value.again.then(room.append)
-    assert store.volume.counters.busy == 1 and not room
+    assert not room
     device.automatic = True
     store.until(lambda: room)
     assert room == [None]
@@ -124,7 +124,7 @@ def test_a_failed_write_is_an_error_for_its_writer_only() -> None:
     outcome = dict(store.settled)
     assert isinstance(outcome["refused"], VolumeError) and outcome["well"] is None
     assert store.get(key(1)) is None and store.get(key(2)) == b"x"
-    assert store.volume.error is None and store.volume.counters.writes_failed == 1
+    assert store.volume.error is None
     again = store.crashed()
     assert again.get(key(1)) is None and again.get(key(2)) == b"x"
 
