@@ -85,6 +85,9 @@ def test_a_sweep_deletes_objects_of_the_tenant_beyond_its_share(bucket: FaultyS3
     other = open_node(**settings)
     wait_for(lambda: other.cold().objects == len(bucket.objects))
     assert other.read_chain(MINE, tenant(other, "modest")) == MINE.values
+    oldest, newest = (other.peek(Chain(f"greedy {n}", 1, MIB).keys[0], tenant(other, "greedy")) for n in (0, 11))
+    assert oldest is None and newest is not None
+    assert node.cold().swept_objects + second.cold().swept_objects >= 5
 
 
 def test_after_a_restart_each_tenant_has_its_share_of_known_records(bucket: FaultyS3, open_node: Opens) -> None:
