@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Final, Self
+from typing import ClassVar, Final, Self
 
 from shadowserve.clock import wall_clock_ms
 from shadowserve.errors import ConfigurationError
@@ -22,13 +22,10 @@ from shadowserve.pool.scanning import Cursors, scan_keys
 from shadowserve.pool.scrub import Scrubber
 from shadowserve.pool.space import Quota
 from shadowserve.pool.statistics import Statistics, pool_statistics, tenant_statistics
-from shadowserve.pool.types import ENTRIES_PER_HOLD, Address, Item, Lease, PinnedEntries
+from shadowserve.pool.types import ENTRIES_PER_HOLD, Address, Item, Lease, LowerTier, PinnedEntries
 from shadowserve.pool.volume.tickets import Ticket
 from shadowserve.pool.volume.volume import Call
 from shadowserve.pool.writes import WaitingWriters, Writer, joined
-
-if TYPE_CHECKING:
-    from shadowserve.pool.cold.tier import ColdTier  # which imports this module
 
 _TURN_MS: Final = 100
 
@@ -60,7 +57,7 @@ class Pool(ABC):
         *,
         devices: Callable[[], Found] | None = None,
         budget_bytes: int | None = None,
-        lower_tier: "ColdTier | None" = None,
+        lower_tier: LowerTier | None = None,
         clock_ms: Callable[[], int] = wall_clock_ms,
         seed: int | None = None,
         measure: bool = True,

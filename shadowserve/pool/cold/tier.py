@@ -74,10 +74,12 @@ class ColdTier:
         self._lister.tried.wait(self._config.timeout_s)
 
     def hurry(self) -> None:
+        """Write everything that waits to be written: the pool is about to close."""
         self._writer.hurry()
 
     @property
     def idle(self) -> bool:
+        """True if nothing waits to be written."""
         return self._writer.idle
 
     def close(self) -> None:
@@ -100,6 +102,7 @@ class ColdTier:
     # ---- Finding and reading
 
     def find(self, address: Address) -> Item | None:
+        """Return a record of the bucket; None if it is unknown, or the bucket is away."""
         record = None if self._outage.away else self._record_of(address)
         contents = None if record is None else self._catalog.find(*record)
         return None if record is None or contents is None else ColdItem(address, record[1], contents)
@@ -157,6 +160,7 @@ class ColdTier:
         return self._deletions.delete(tenant, names) if names else None
 
     def holds_back(self, address: Address) -> bool:
+        """Return whether a record may not be evicted yet, since it is being written here, for a limited time."""
         return self._writer.holds_back(address)
 
     def removed(self, address: Address) -> bool:
