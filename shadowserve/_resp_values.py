@@ -92,7 +92,6 @@ list: array; the classes above for others."""
 
 
 def encode_bulk_header(size: int) -> bytes:
-    """Return the header of a bulk of ``size`` bytes; CRLF must follow the bulk."""
     return b"$%d\r\n" % size
 
 
@@ -102,7 +101,6 @@ def encode_bulk(value: bytes | bytearray | memoryview) -> bytes:
 
 
 def encode_array_header(count: int) -> bytes:
-    """Return the header of an array of ``count`` elements."""
     return b"*%d\r\n" % count
 
 

@@ -4,11 +4,7 @@ import ipaddress
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """Return host and port of ``host:port``. An IPv6 host is in brackets.
-
-    Raises:
-        ValueError: The port is missing or invalid.
-    """
+    """Return host and port of ``host:port``, an IPv6 host in brackets; ValueError says what is wrong."""
     check_no_url(text)
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
@@ -21,11 +17,7 @@ def split_address(text: str) -> tuple[str, int]:
 
 
 def check_no_url(text: str) -> None:
-    """Refuse a URL in place of a host or of host:port.
-
-    Raises:
-        ValueError: The text has a scheme; the message says what to write.
-    """
+    """Refuse a URL in place of a host or of host:port, with a ValueError that says what to write."""
     scheme, separator, rest = text.partition("://")
     if not separator:
         return

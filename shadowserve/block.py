@@ -36,25 +36,15 @@ class Priority(IntEnum):
 
 
 class ObjectFields(NamedTuple):
-    """Fields of an object's header on a device.
+    """Fields of an object's header on a device."""
 
-    Attributes:
-        key: Key, 32 bytes.
-        tenant: Number of the owning tenant.
-        length: Bytes of the value.
-        generation: Number of the write; in an expectation 0 means any.
-        header_length: Bytes of the record's header; 0 if the value is not a record.
-        name_length: Bytes of the key's text after the value.
-        flags: Flags of the index.
-    """
-
-    key: bytes
-    tenant: int
-    length: int
-    generation: int = 0
-    header_length: int = 0
-    name_length: int = 0
-    flags: int = 0
+    key: bytes  # key, 32 bytes
+    tenant: int  # number of the owning tenant
+    length: int  # bytes of the value
+    generation: int = 0  # number of the write; in an expectation 0 means any
+    header_length: int = 0  # bytes of the record's header; 0 if the value is not a record
+    name_length: int = 0  # bytes of the key's text after the value
+    flags: int = 0  # flags of the index
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -63,30 +53,18 @@ class Pages:
 
     A *part* is one layer of one extent: it goes to the pages of some blocks, and has one checksum. Arrays are
     C-contiguous. Reads of one prefix from several devices share ``left``, ``word`` and ``stop``.
-
-    Attributes:
-        size: Bytes of a page, a multiple of 4096.
-        stride: Bytes from one block's page to the next, a multiple of 512.
-        layers: Offset of each layer's page of block 0 in the memory, uint64.
-        extents: Offset of each extent on the device, uint64.
-        blocks: Target blocks, uint32 [extent, block]. The caller has checked their range.
-        checksums: CRC-32 of the parts, uint32 [layer, extent].
-        verdicts: Result of each part after the read, uint32 [layer, extent].
-        left: Missing parts of each layer, uint32; counts down.
-        word: Address of the progress word for the number of leading complete layers; 0 if none.
-        stop: One uint32. If it is not 0, no further part begins, and the read ends with ECANCELED.
     """
 
-    size: int
-    stride: int
-    layers: npt.NDArray[np.uint64]
-    extents: npt.NDArray[np.uint64]
-    blocks: npt.NDArray[np.uint32]
-    checksums: npt.NDArray[np.uint32]
-    verdicts: npt.NDArray[np.uint32]
-    left: npt.NDArray[np.uint32]
-    word: int
-    stop: npt.NDArray[np.uint32]
+    size: int  # bytes of a page, a multiple of 4096
+    stride: int  # bytes from one block's page to the next, a multiple of 512
+    layers: npt.NDArray[np.uint64]  # offset of each layer's page of block 0 in the memory, uint64
+    extents: npt.NDArray[np.uint64]  # offset of each extent on the device, uint64
+    blocks: npt.NDArray[np.uint32]  # target blocks, uint32 [extent, block]. The caller has checked their range
+    checksums: npt.NDArray[np.uint32]  # CRC-32 of the parts, uint32 [layer, extent]
+    verdicts: npt.NDArray[np.uint32]  # result of each part after the read, uint32 [layer, extent]
+    left: npt.NDArray[np.uint32]  # missing parts of each layer, uint32; counts down
+    word: int  # address of the progress word for the number of leading complete layers; 0 if none
+    stop: npt.NDArray[np.uint32]  # one uint32. If it is not 0, no further part begins, and the read ends with ECANCELED
 
 
 @dataclass(slots=True, eq=False)
@@ -97,36 +75,25 @@ class Operation:
     the layers follow each other from ``offset`` on.
 
     Attributes:
-        kind: Kind of the operation.
-        offset: Offset in bytes, a multiple of 4096; 0 for a flush.
-        length: Bytes, a multiple of 4096; 0 for a flush; of one part for a read into pages.
         address: Address of the memory, a multiple of 512; it must stay valid and unchanged until completion. 0 for a
             flush or a discard.
-        priority: Priority of the operation.
-        done: Called with the operation on completion.
         expected: Expected header of the object, for a read that begins with one. The device's thread may check it and
             set ``verdict``; otherwise the reader checks it.
-        expected_units: Number of leading units of the value that the read contains.
-        pages: Target of a read into pages; ``address`` is that of the memory.
-        error: Error of a failed operation; None if it succeeded.
-        begin_ns: Monotonic time when the device received the first request.
-        end_ns: Monotonic time of completion, before the check.
-        verdict: Result of ``check_object``; None if the device did not check, or failed.
     """
 
     kind: OperationKind
-    offset: int
-    length: int
+    offset: int  # offset in bytes, a multiple of 4096; 0 for a flush
+    length: int  # bytes, a multiple of 4096; 0 for a flush; of one part for a read into pages
     address: int
     priority: Priority
-    done: Callable[["Operation"], None]
+    done: Callable[["Operation"], None]  # called with the operation on completion
     expected: ObjectFields | None = None
-    expected_units: int = 0
-    pages: Pages | None = None
-    error: OSError | None = None
-    begin_ns: int = 0
-    end_ns: int = 0
-    verdict: "Result | None" = None
+    expected_units: int = 0  # number of leading units of the value that the read contains
+    pages: Pages | None = None  # target of a read into pages; ``address`` is that of the memory
+    error: OSError | None = None  # error of a failed operation; None if it succeeded
+    begin_ns: int = 0  # monotonic time when the device received the first request
+    end_ns: int = 0  # monotonic time of completion, before the check
+    verdict: "Result | None" = None  # result of ``check_object``; None if the device did not check, or failed
 
     @property
     def moved_bytes(self) -> int:
@@ -136,32 +103,17 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class BlockStatistics:
-    """Counters of one device since it was opened.
+    """Counters of one device since it was opened."""
 
-    Attributes:
-        operations: Successful operations, by kind.
-        bytes: Bytes of successful operations, by kind.
-        errors: Failed operations, by kind.
-        wait_ns: Total time from submission to the first request to the device, by priority.
-        service_ns: Total time from the first request to completion, by priority.
-        busy_ns: Time with at least one request in flight.
-        oldest_ns: Monotonic time when the oldest request in flight was sent; 0 if none is in flight.
-        waiting: Current operations with requests that were not sent yet, by priority.
-        in_flight: Current requests in flight.
-        registered: Number of memory regions registered with the kernel.
-        last_error: errno of the last failure; 0 if none.
-        gone: True if the device was removed.
-    """
-
-    operations: tuple[int, ...] = (0, 0, 0, 0)
-    bytes: tuple[int, ...] = (0, 0, 0, 0)
-    errors: tuple[int, ...] = (0, 0, 0, 0)
-    wait_ns: tuple[int, ...] = (0, 0, 0)
-    service_ns: tuple[int, ...] = (0, 0, 0)
-    busy_ns: int = 0
-    oldest_ns: int = 0
-    waiting: tuple[int, ...] = (0, 0, 0)
-    in_flight: int = 0
-    registered: int = 0
-    last_error: int = 0
-    gone: bool = False
+    operations: tuple[int, ...] = (0, 0, 0, 0)  # successful operations, by kind
+    bytes: tuple[int, ...] = (0, 0, 0, 0)  # bytes of successful operations, by kind
+    errors: tuple[int, ...] = (0, 0, 0, 0)  # failed operations, by kind
+    wait_ns: tuple[int, ...] = (0, 0, 0)  # total time from submission to the first request to the device, by priority
+    service_ns: tuple[int, ...] = (0, 0, 0)  # total time from the first request to completion, by priority
+    busy_ns: int = 0  # time with at least one request in flight
+    oldest_ns: int = 0  # monotonic time when the oldest request in flight was sent; 0 if none is in flight
+    waiting: tuple[int, ...] = (0, 0, 0)  # current operations with requests that were not sent yet, by priority
+    in_flight: int = 0  # current requests in flight
+    registered: int = 0  # number of memory regions registered with the kernel
+    last_error: int = 0  # errno of the last failure; 0 if none
+    gone: bool = False  # true if the device was removed

@@ -33,11 +33,7 @@ class _Labelled(enum.IntEnum):
 
     @classmethod
     def from_label(cls, label: str) -> Self:
-        """Return the member with a label.
-
-        Raises:
-            ValueError: No member has this label.
-        """
+        """Return the member with a label, otherwise raise ValueError."""
         member = cls.__members__.get(label.upper())
         if member is None or label != member.label:
             known = ", ".join(each.label for each in cls)
@@ -76,32 +72,20 @@ class ChunkLayout:
 
     In memory: elements of ``dtype`` of shape ``[layers, kinds, tokens, vector_length]``, in C order.
 
-    Attributes:
-        namespace: Digest of the KVNamespace, 32 bytes; zeros until it is known.
-        dtype: Element type before quantization.
-        layers: Number of layers.
-        kinds: 2 for K and V, 1 for a latent (MLA).
-        vector_length: Elements of one token, layer and kind: KV heads x head size.
-        tokens: Number of tokens.
-        quantizer: Conversion of elements to symbols.
-        bins: Number of bins of ``binned``: even, 4 to 256; else 0.
-        value_bins: Number of bins of V if it differs from ``bins``; else 0.
-        scale_tokens: Tokens of a slice that share one scale of ``binned``; else 1.
-
     Raises:
         ValueError: No record can hold such a chunk; the message names the field.
     """
 
-    namespace: bytes = bytes(_NAMESPACE_BYTES)
-    dtype: DType
+    namespace: bytes = bytes(_NAMESPACE_BYTES)  # digest of the KVNamespace, 32 bytes; zeros until it is known
+    dtype: DType  # element type before quantization
     layers: int
-    kinds: int
-    vector_length: int
+    kinds: int  # 2 for K and V, 1 for a latent (MLA)
+    vector_length: int  # elements of one token, layer and kind: KV heads x head size
     tokens: int
-    quantizer: Quantizer
-    bins: int = 0
-    value_bins: int = 0
-    scale_tokens: int = 1
+    quantizer: Quantizer  # conversion of elements to symbols
+    bins: int = 0  # number of bins of ``binned``: even, 4 to 256; else 0
+    value_bins: int = 0  # number of bins of V if it differs from ``bins``; else 0
+    scale_tokens: int = 1  # tokens of a slice that share one scale of ``binned``; else 1
 
     def __post_init__(self) -> None:
         if len(self.namespace) != _NAMESPACE_BYTES:
@@ -175,11 +159,9 @@ class ChunkLayout:
         return self.layers * self.kinds * -(-groups // (DECODED_BYTES_MAX // self._group_decoded_bytes))
 
     def cut(self, slice_bytes: int) -> list[int]:
-        """Return the number of tokens of each slice of one layer and kind.
+        """Return the number of tokens of each slice of one layer and kind, with at most ``slice_bytes`` of symbols.
 
-        Args:
-            slice_bytes: Most bytes of symbols in a slice. Slices get larger if one token does not fit, or if the chunk
-                would have too many slices.
+        Slices get larger if one token does not fit, or if the chunk would have too many slices.
         """
         entries = SLICES_MAX // (self.layers * self.kinds)
         group = self.scale_tokens  # tokens of one scale stay in one slice: the slice size never changes a value

@@ -57,11 +57,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def sections_of(file: str | os.PathLike[str]) -> tuple[str, ...]:
-    """Return the names of a configuration file's sections.
-
-    Raises:
-        ConfigurationError: The file cannot be read, or has a section that no program reads.
-    """
+    """Return the names of a configuration file's sections; ConfigurationError if it is no configuration file."""
     return tuple(_read(Path(file), SECTIONS[0]))
 
 
@@ -101,7 +97,6 @@ class Section(BaseModel):
         Args:
             file: YAML file; default: the file that ``SHADOWSERVE_CONFIG_FILE`` names, if any.
             flags: Values from the command line or an engine, by key; ``None`` means not given.
-            environment: Environment variables; default: ``os.environ``.
             flags_place: Origin of ``flags``, for messages.
 
         Raises:
@@ -130,11 +125,7 @@ class Section(BaseModel):
 
     @classmethod
     def read_text(cls, key: str, text: str) -> Any:
-        """Return a key's value from the text of an environment variable or a flag.
-
-        Raises:
-            ConfigurationError: The text is not YAML.
-        """
+        """Return a key's value from the YAML of an environment variable or a flag."""
         field = cls.model_fields.get(key)
         if field is not None and field.annotation in (str, SecretStr):
             return text

@@ -26,13 +26,7 @@ def unknown(what: str, name: str, known: Collection[str]) -> str:
 
 
 def explain(model: type[BaseModel], errors: Iterable[Any], source: Mapping[str, str] | None = None) -> str:
-    """Return the message for pydantic's errors in a section, one clause per key.
-
-    Args:
-        model: The section.
-        errors: Errors of a ``ValidationError``.
-        source: Origin of each given key; None if all keys have the same origin.
-    """
+    """Return the message for pydantic's errors in a section, one clause per key; ``source``: origin of each key."""
     found: dict[str, str] = {}
     errors = list(errors)
     misspelt = {tuple(each["loc"][:-1]) for each in errors if each["type"] == "extra_forbidden"}

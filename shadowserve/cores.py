@@ -24,15 +24,7 @@ def usable_cores() -> list[int]:
 
 
 def chosen_cores(key: str, cores: ProcessCores) -> list[int]:
-    """Return the core numbers of a configured ``cores`` value, ascending.
-
-    Args:
-        key: Configuration key, for messages.
-        cores: Configured value.
-
-    Raises:
-        ConfigurationError: The process may not use a core, or the list is empty.
-    """
+    """Return the core numbers of a configured ``cores`` value, ascending; ``key`` is for messages."""
     usable = usable_cores()
     if cores == "auto":
         return usable

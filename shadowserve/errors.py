@@ -69,74 +69,53 @@ class ProtocolError(ShadowServeError):
 
 
 class ForeignProtocolError(ProtocolError):
-    """The peer speaks another protocol.
-
-    Attributes:
-        protocol: Name of that protocol: ``HTTP``, ``TLS``.
-    """
+    """The peer speaks another protocol."""
 
     def __init__(self, protocol: str) -> None:
         super().__init__(f"Protocol error: the client speaks {protocol}, this server does not")
-        self.protocol = protocol
+        self.protocol = protocol  # name of that protocol: ``HTTP``, ``TLS``
 
 
 class NativeError(ShadowServeError):
-    """A call into the C core failed.
-
-    Attributes:
-        result: Value of ``enum ss_result``.
-    """
+    """A call into the C core failed."""
 
     def __init__(self, message: str, result: int) -> None:
         super().__init__(message)
-        self.result = result
+        self.result = result  # value of ``enum ss_result``
 
     def __reduce__(self) -> tuple[type["NativeError"], tuple[str, int]]:
         return type(self), (str(self), self.result)
 
 
 class DataPlaneError(ShadowServeError):
-    """A call to the data plane failed.
-
-    Attributes:
-        outcome: Name of the ``Outcome`` in lower case without its prefix, such as ``"unknown_memory"``.
-    """
+    """A call to the data plane failed."""
 
     def __init__(self, message: str, outcome: str) -> None:
         super().__init__(message)
-        self.outcome = outcome
+        self.outcome = outcome  # name of the ``Outcome`` in lower case without its prefix, such as ``"unknown_memory"``
 
     def __reduce__(self) -> tuple[type["DataPlaneError"], tuple[str, str]]:
         return type(self), (str(self), self.outcome)
 
 
 class NotInstalledError(ShadowServeError, ImportError):
-    """A required shared library or Python package is missing.
-
-    Attributes:
-        missing: The missing library or package, and the feature that needs it.
-        remedy: How to install it.
-    """
+    """A required shared library or Python package is missing."""
 
     def __init__(self, missing: str, remedy: str) -> None:
         super().__init__(f"{missing}; {remedy}")
-        self.missing = missing
-        self.remedy = remedy
+        self.missing = missing  # the missing library or package, and the feature that needs it
+        self.remedy = remedy  # how to install it
 
     def __reduce__(self) -> tuple[type["NotInstalledError"], tuple[str, str]]:
         return type(self), (self.missing, self.remedy)
 
 
 class DeviceError(ShadowServeError):
-    """A block device cannot be opened or does not answer.
-
-    Attributes:
-        errno: The system's error number; 0 if unknown.
-    """
+    """A block device cannot be opened or does not answer."""
 
     def __init__(self, message: str, errno: int = 0) -> None:
         super().__init__(message)
-        self.errno = errno
+        self.errno = errno  # the system's error number; 0 if unknown
 
     def __reduce__(self) -> tuple[type["DeviceError"], tuple[str, int]]:
         return type(self), (str(self), self.errno)

@@ -3,15 +3,12 @@
 - ``/healthz``: the process works: its loops and threads answer in time. If it fails, restart the process.
 - ``/readyz``: the process can take work: recovered, listening, not draining, storage healthy. If it fails, wait.
 
-Both answer 200 or 503, with one line per check: ``ok``, ``failed`` or ``warning``, the name, and the finding. A warning
-does not fail the answer. Separate threads make the answers, so they detect blocked loops.
+Both answer 200 or 503, with one line per check: ``ok``, ``failed`` or ``warning``, the name, and the finding.
 
-No client can delay a probe, which would cause a restart. One thread reads the requests of all connections
-(http_front.py). Another thread answers only /healthz and /readyz: it runs the checks once for all waiting probes, and
-its answers fit the socket's buffer. Other threads answer /metrics.
-
-Requests over the loopback interface must name it by IP address or as localhost. This stops web pages that use DNS
-rebinding.
+No client can delay a probe, which would cause a restart: one thread reads the requests of all connections
+(http_front.py), another answers only /healthz and /readyz, and its answers fit the socket's buffer. Other threads
+answer /metrics. Requests over the loopback interface must name it by IP address or as localhost, against web pages that
+use DNS rebinding.
 """
 
 import contextlib
@@ -52,19 +49,12 @@ _CONTENT_TYPE: Final = "text/plain; charset=utf-8"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Result of one check.
+    """Result of one check."""
 
-    Attributes:
-        name: Name of the checked part, such as ``engine thread``.
-        ok: True if the part is healthy.
-        text: The finding.
-        fatal: True if a failure fails the whole answer; else it is a warning.
-    """
-
-    name: str
-    ok: bool
-    text: str
-    fatal: bool = True
+    name: str  # name of the checked part, such as ``engine thread``
+    ok: bool  # true if the part is healthy
+    text: str  # the finding
+    fatal: bool = True  # true if a failure fails the whole answer; else it is a warning
 
     @property
     def failed(self) -> bool:
@@ -84,13 +74,7 @@ def check(name: str, ok: bool, well: str, ill: str, *, fatal: bool = True) -> Ch
 
 
 def answers(name: str, ask: Callable[[Callable[[], None]], Any], timeout_s: float = HEALTH_TIMEOUT_S) -> Check:
-    """Check that a loop runs a function in time.
-
-    Args:
-        name: Name of the loop.
-        ask: Schedules a function on the loop, such as ``loop.call_soon_threadsafe``.
-        timeout_s: Time limit.
-    """
+    """Check that a loop runs a function in time; ``ask`` schedules it, such as ``loop.call_soon_threadsafe``."""
     answered = threading.Event()
     begin = time.monotonic()
     try:
@@ -103,24 +87,16 @@ def answers(name: str, ask: Callable[[Callable[[], None]], Any], timeout_s: floa
 
 
 class Endpoint:
-    """HTTP server on its own threads.
-
-    Attributes:
-        port: TCP port of the server.
-    """
+    """HTTP server on its own threads."""
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry, *, health: Checks, ready: Checks) -> None:
-        """Start the server; port 0 selects a free port.
-
-        Raises:
-            OSError: The server cannot listen on the address.
-        """
+        """Start the server; port 0 selects a free port. OSError: it cannot listen on the address."""
         self._registry = registry
         self._checks = dict(zip(_PROBES, (health, ready), strict=True))
         self._probes: queue.Queue[Request | None] = queue.Queue(_PROBES_MAX)
         self._others: queue.Queue[Request | None] = queue.Queue(_OTHERS_MAX)
         self._front = Front(host, port, self._take)
-        self.port = self._front.port
+        self.port = self._front.port  # TCP port of the server
         self._threads = [threading.Thread(target=self._answer_probes, name="health", daemon=True)]
         self._threads += [
             threading.Thread(target=self._answer_others, name=f"metrics-{number}", daemon=True)
@@ -140,7 +116,6 @@ class Endpoint:
         self._threads[0].join(HEALTH_TIMEOUT_S)
 
     def _take(self, request: Request) -> None:
-        """Queue a request for its thread."""
         try:
             (self._probes if request.path in self._checks else self._others).put_nowait(request)
         except queue.Full:

@@ -29,20 +29,14 @@ _RETRY_S: Final = 0.1
 
 
 class Request:
-    """A connection and its request, complete or not.
-
-    Attributes:
-        socket: Socket of the connection.
-        address: Client's address without port.
-        data: Received bytes.
-    """
+    """A connection and its request, complete or not."""
 
     __slots__ = ("address", "data", "ends_s", "socket")
 
     def __init__(self, sock: socket.socket, address: str, now_s: float) -> None:
-        self.socket = sock
-        self.address = address
-        self.data = b""
+        self.socket = sock  # socket of the connection
+        self.address = address  # client's address without port
+        self.data = b""  # received bytes
         self.ends_s = now_s + _REQUEST_TIMEOUT_S
 
     @property
@@ -66,29 +60,16 @@ class Request:
 
 
 class Front:
-    """A listening socket and the thread that reads requests.
-
-    Attributes:
-        port: TCP port of the socket.
-    """
+    """A listening socket and the thread that reads requests."""
 
     def __init__(self, host: str, port: int, answer: Callable[[Request], None]) -> None:
-        """Start to listen; port 0 selects a free port.
-
-        Args:
-            host: IP address or name.
-            port: TCP port.
-            answer: Called with each complete request in the reading thread; must not block.
-
-        Raises:
-            OSError: The address cannot be used.
-        """
+        """Start to listen; ``answer`` gets each complete request in the reading thread, and must not block."""
         family, _, _, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         self._listener = socket.create_server((str(address[0]), port), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
+        self.port: int = self._listener.getsockname()[1]  # TCP port of the socket
         self._answer = answer
         self._awaited: dict[str, dict[socket.socket, Request]] = {}  # by address, the oldest first
         self._count = 0
@@ -102,7 +83,6 @@ class Front:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening, and close connections without a complete request."""
         self._stopped = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()

@@ -36,12 +36,7 @@ class _Caller:
 
 
 class Incidents:
-    """Recent events by caller. Not thread-safe.
-
-    Args:
-        lines_max: Immediate lines per event, caller and minute.
-        alike: Log a reason again that was logged already.
-    """
+    """Recent events by caller. Not thread-safe. ``alike``: log a reason again that was logged already."""
 
     def __init__(self, lines_max: int = LINES_MAX, *, alike: bool = False) -> None:
         self._lines_max = lines_max

@@ -54,16 +54,13 @@ class ModelIdentity:
     Attributes:
         model: Digest of the model's class, configuration and code, and of the engine's options that change values
             (docs/design/identity.md). The model's name is not part of it.
-        dtype: Logical dtype of the cache: ``"float16"``, ``"bfloat16"``, ``"float32"`` or an fp8 name.
-        weights: Digest of the weights' content; empty if ``model`` covers them.
-        chunk_tokens: Tokens per chunk.
         tenant_salt: Salt that separates tenants. The server that authenticated the caller sets it, not the caller.
     """
 
     model: str
-    dtype: str
-    weights: str = ""
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    dtype: str  # logical dtype of the cache: ``"float16"``, ``"bfloat16"``, ``"float32"`` or an fp8 name
+    weights: str = ""  # digest of the weights' content; empty if ``model`` covers them
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS  # tokens per chunk
     tenant_salt: str = ""
 
     def digest(self) -> bytes:
@@ -76,15 +73,12 @@ class KVNamespace:
     """Shard of a model's KV that a record holds.
 
     Attributes:
-        model: Identity of the model.
-        layers: Range [first, end) of layers in the group.
-        heads: Range [first, end) of KV heads in the model; (0, 1) for a latent, which all ranks share.
         group: KV cache group: its cache type, and its layers if several groups of the model have the same type.
     """
 
-    model: ModelIdentity
-    layers: tuple[int, int]
-    heads: tuple[int, int]
+    model: ModelIdentity  # identity of the model
+    layers: tuple[int, int]  # range [first, end) of layers in the group
+    heads: tuple[int, int]  # range [first, end) of KV heads in the model; (0, 1) for a latent, which all ranks share
     group: str = "full"
 
     def name(self, layout: ChunkLayout) -> ChunkLayout:
@@ -109,18 +103,13 @@ class KVNamespace:
 class Input:
     """Input that the model reads instead of placeholder tokens of the prompt, such as an image.
 
-    Attributes:
-        offset: Index of the first placeholder token.
-        length: Number of placeholder tokens.
-        content: Digest of the input, 32 bytes.
-
     Raises:
         ValueError: The range is empty or negative, or the digest has another length.
     """
 
-    offset: int
-    length: int
-    content: bytes
+    offset: int  # index of the first placeholder token
+    length: int  # number of placeholder tokens
+    content: bytes  # digest of the input, 32 bytes
 
     def __post_init__(self) -> None:
         if self.offset < 0 or self.length < 1 or len(self.content) != KEY_BYTES:
@@ -131,15 +120,10 @@ class Input:
 
 @dataclass(frozen=True)
 class Extra:
-    """Inputs of a prompt's KV besides its tokens.
+    """Inputs of a prompt's KV besides its tokens."""
 
-    Attributes:
-        request: Inputs of the whole prompt: salt, epoch, adapter.
-        inputs: Inputs at places of the prompt. Each affects its own chunk and all later chunks.
-    """
-
-    request: bytes = b""
-    inputs: tuple[Input, ...] = ()
+    request: bytes = b""  # inputs of the whole prompt: salt, epoch, adapter
+    inputs: tuple[Input, ...] = ()  # inputs at places of the prompt. Each affects its own chunk and all later chunks
 
 
 def _digest(fields: dict[str, Any]) -> bytes:

@@ -16,16 +16,14 @@ class LatencyHistogram:
 
     Attributes:
         bounds_ns: Upper bounds of the buckets; one more bucket follows the last bound.
-        counts: Number of durations per bucket.
-        sum_ns: Sum of all durations.
     """
 
     __slots__ = ("bounds_ns", "counts", "sum_ns")
 
     def __init__(self, bounds_s: Sequence[float] = LATENCY_SECONDS) -> None:
         self.bounds_ns = tuple(round(1e9 * bound) for bound in bounds_s)
-        self.counts = [0] * (len(self.bounds_ns) + 1)
-        self.sum_ns = 0
+        self.counts = [0] * (len(self.bounds_ns) + 1)  # number of durations per bucket
+        self.sum_ns = 0  # sum of all durations
 
     def add(self, duration_ns: int) -> None:
         self.counts[bisect_left(self.bounds_ns, duration_ns)] += 1

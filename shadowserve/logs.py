@@ -75,13 +75,7 @@ def fields_of(record: logging.LogRecord) -> tuple[str, dict[str, Any]] | None:
 
 
 def configure_logging(level: str, form: LogFormat, stream: TextIO | None = None) -> None:
-    """Write all log lines of this process to a stream.
-
-    Args:
-        level: Lowest level to write, in upper or lower case.
-        form: ``text`` or ``json``.
-        stream: Output; default: standard error.
-    """
+    """Write all log lines of this process to ``stream``, by default standard error, from ``level`` on."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     root = logging.getLogger()

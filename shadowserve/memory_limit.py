@@ -14,37 +14,20 @@ _THIS_MACHINE: Final = Path("/")
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """Upper limit of a process's memory.
+    """Upper limit of a process's memory."""
 
-    Attributes:
-        size: Limit in bytes.
-        what: Origin of the limit, for messages: the machine, or a control group and its file.
-    """
-
-    size: int
-    what: str
+    size: int  # limit in bytes
+    what: str  # origin of the limit, for messages: the machine, or a control group and its file
 
 
 def memory_limit(root: Path = _THIS_MACHINE) -> MemoryLimit | None:
-    """Return the smallest of the machine's memory and the limits of this process's control groups; None if unknown.
-
-    Args:
-        root: Root folder of /proc and /sys.
-    """
+    """Return the smallest of the machine's memory and the limits of this process's control groups; None if unknown."""
     limits = [*_of_machine(root), *_of_groups(root)]
     return min(limits, key=lambda limit: limit.size, default=None)
 
 
 def check_memory(budgets: Mapping[str, int], root: Path = _THIS_MACHINE) -> None:
-    """Refuse memory budgets that exceed this process's memory limit in total.
-
-    Args:
-        budgets: Bytes by configuration key.
-        root: Root folder of /proc and /sys.
-
-    Raises:
-        ConfigurationError: The total exceeds the limit; the message names the keys and the limit.
-    """
+    """Raise ConfigurationError if memory budgets, in bytes by key, exceed this process's limit in total."""
     limit, total = memory_limit(root), sum(budgets.values())
     if limit is None or total <= limit.size:
         return

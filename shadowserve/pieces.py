@@ -33,11 +33,7 @@ def pack(flags: Flags) -> bytes:
 
 
 def unpack(data: bytes, *shape: int) -> Flags:
-    """Return the set of the given shape from bytes on the wire. No bytes are the empty set.
-
-    Raises:
-        ValueError: The number of bytes does not fit the shape, or a bit after the last item is set.
-    """
+    """Return the set of the given shape from bytes on the wire; no bytes are the empty set. ValueError: misfit."""
     count = int(np.prod(shape))
     if not data:
         return np.zeros(shape, np.bool_)

@@ -63,12 +63,7 @@ Data = bytes | bytearray | memoryview
 
 
 def plan_slices(layout: ChunkLayout, slice_bytes: int = DECODED_BYTES_MAX) -> Manifest:
-    """Return a manifest for a writer: the slices' contents and lengths of scales; the other columns are zero.
-
-    Args:
-        layout: Layout of the chunk.
-        slice_bytes: Most bytes of symbols in a slice (:meth:`ChunkLayout.cut`).
-    """
+    """Return a manifest for a writer: the slices' contents and lengths of scales; the other columns are zero."""
     pieces = layout.cut(slice_bytes)
     manifest = np.zeros(layout.layers * layout.kinds * len(pieces), MANIFEST_DTYPE)
     rows = np.arange(layout.layers * layout.kinds).repeat(len(pieces))
@@ -84,22 +79,16 @@ class Header:
     """Header with valid lengths and checksum. :meth:`expect` and :attr:`slices` check its contents.
 
     Attributes:
-        key: Record key, 32 bytes.
-        codec: Codec byte; this build may not know the codec.
-        layout: Layout of the chunk.
-        header_length: Bytes of fixed fields, manifest and zeros before the body.
-        record_length: Bytes of the whole record.
         parent: Key of the previous chunk's record in the prompt, 32 bytes; empty for the first chunk and in version 1.
-        manifest: The manifest as stored, unchecked.
     """
 
-    key: bytes
-    codec: int
-    layout: ChunkLayout
-    header_length: int
-    record_length: int
+    key: bytes  # record key, 32 bytes
+    codec: int  # codec byte; this build may not know the codec
+    layout: ChunkLayout  # layout of the chunk
+    header_length: int  # bytes of fixed fields, manifest and zeros before the body
+    record_length: int  # bytes of the whole record
     parent: bytes
-    manifest: Manifest
+    manifest: Manifest  # the manifest as stored, unchecked
 
     def expect(self, key: bytes, layout: ChunkLayout | None = None) -> None:
         """Raise MismatchError unless this is the record of ``key`` and, if given, of ``layout``."""
@@ -115,11 +104,7 @@ class Header:
 
     @cached_property
     def slices(self) -> Manifest:
-        """The manifest, after the check that slices cover the chunk in order and fill the body without gaps.
-
-        Raises:
-            CorruptRecordError: The check failed.
-        """
+        """The manifest, checked: slices cover the chunk in order and fill the body without gaps."""
         return slices_of([self])
 
     @property
@@ -133,9 +118,6 @@ def slices_of(headers: Sequence[Header]) -> Manifest:
     """Return the concatenated manifests of headers of one layout, checked as in :attr:`Header.slices`.
 
     One call checks all headers: a fetch waits for it, and numpy's cost per call exceeds that of one header's data.
-
-    Raises:
-        CorruptRecordError: A header fails the check.
     """
     manifest: Manifest = np.frombuffer(b"".join(header.manifest for header in headers), MANIFEST_DTYPE)
     if not headers:
@@ -182,18 +164,12 @@ def encode_header(
     """Return the header of a record.
 
     Args:
-        key: Record key, 32 bytes.
-        codec: Codec of all slices.
-        layout: Layout of the chunk.
         manifest: Result of :func:`plan_slices` with encoded_length, checksum and decoded_crc32 filled in. Offsets are
             computed here: slices follow each other without gaps.
-        parent: Key of the previous chunk's record in the prompt, 32 bytes; empty for the first. Eviction uses it: a
-            chunk is useless without those before it.
+        parent: Key of the previous chunk's record in the prompt; empty for the first. Eviction uses it: a chunk is
+            useless without those before it.
         in_blocks: Start the body at a block of 4096 bytes on a device, so that a device can read slices directly into
             their target.
-
-    Raises:
-        ValueError: A key has another length.
     """
     if len(key) != KEY_BYTES or len(parent) not in (0, KEY_BYTES):
         raise ValueError(f"a key has {KEY_BYTES} bytes, this one {len(key)}, its parent's {len(parent)}")
@@ -284,14 +260,7 @@ def _read_header(view: memoryview) -> tuple[Any, ...]:
 
 
 def layer_bounds(data: Data) -> npt.NDArray[np.int64]:
-    """Return the byte range of each layer in a verified record: layer ``i`` is ``[bounds[i], bounds[i + 1])``.
-
-    Args:
-        data: The record, or its header.
-
-    Raises:
-        NotARecordError, CorruptRecordError: The record has changed since it was verified.
-    """
+    """Return the byte range of each layer in a verified record: layer ``i`` is ``[bounds[i], bounds[i + 1])``."""
     view = memoryview(data)
     fields = _read_header(view)
     manifest = np.frombuffer(view[fields[2] :], MANIFEST_DTYPE, fields[15])
@@ -377,13 +346,6 @@ def _stored_slices(header: Header, record: memoryview) -> Iterator[tuple[Any, me
 
 def encode(key: bytes, codec: native.Codec, layout: ChunkLayout, kv: Data, *, parent: bytes = b"") -> bytes:
     """Return the record of one chunk. This is the reference for the data plane's encoder, and a tool for tests.
-
-    Args:
-        key: Record key, 32 bytes.
-        codec: Codec, one that this build can encode.
-        layout: Layout of the chunk.
-        kv: KV in that layout, ``layout.raw_bytes`` bytes.
-        parent: As for :func:`encode_header`.
 
     Raises:
         ValueError: ``kv`` or a key has another length.

@@ -73,22 +73,17 @@ class Limits:
     """Limits of a peer's input. Beyond them: :class:`~shadowserve.errors.ProtocolError`.
 
     Attributes:
-        line_bytes_max: Size of a typed request, or of any line. Redis: 64 KiB.
-        bulk_bytes_max: Size of a bulk. Redis' ``proto-max-bulk-len``: 512 MiB.
-        items_max: Elements of an array, or arguments of a command. Redis before version 7: 1,048,576.
-        depth_max: Nesting of arrays in a reply. Redis' COMMAND has 6.
         total_bytes_max: Size of all bulks of a command or reply. Redis' ``client-query-buffer-limit``: 1 GiB.
         large_bulk_bytes: From this size on a bulk is received in place. Redis' ``PROTO_MBULK_BIG_ARG``: 32 KiB.
-        unauthenticated: The peer has not authenticated; error texts say so.
     """
 
-    line_bytes_max: int = 64 << 10
-    bulk_bytes_max: int = 512 << 20
-    items_max: int = 1 << 20
-    depth_max: int = 16
+    line_bytes_max: int = 64 << 10  # size of a typed request, or of any line. Redis: 64 KiB
+    bulk_bytes_max: int = 512 << 20  # size of a bulk. Redis' ``proto-max-bulk-len``: 512 MiB
+    items_max: int = 1 << 20  # elements of an array, or arguments of a command. Redis before version 7: 1,048,576
+    depth_max: int = 16  # nesting of arrays in a reply. Redis' COMMAND has 6
     total_bytes_max: int = 1 << 30
     large_bulk_bytes: int = 32 << 10
-    unauthenticated: bool = False
+    unauthenticated: bool = False  # the peer has not authenticated; error texts say so
 
 
 DEFAULT_LIMITS: Final = Limits()
@@ -117,11 +112,7 @@ def parse_integer(text: bytes) -> int | None:
 
 
 class _Reader:
-    """The buffer of both readers, and the large bulk that is received in place.
-
-    Attributes:
-        limits: Present limits; a server changes them when a client authenticates.
-    """
+    """The buffer of both readers, and the large bulk that is received in place."""
 
     __slots__ = (
         "_buffer",
@@ -136,7 +127,7 @@ class _Reader:
     )
 
     def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
-        self.limits = limits
+        self.limits = limits  # present limits; a server changes them when a client authenticates
         self._buffer = b""
         self._position = 0
         self._total_bytes = 0

@@ -52,13 +52,7 @@ class RespClient(asyncio.Protocol):
     """
 
     def __init__(self, name: str, silence_max_s: float, answers: Answers | None = None) -> None:
-        """Create a client; :meth:`open` connects it.
-
-        Args:
-            name: Name of the server in messages.
-            silence_max_s: Seconds that the server may owe a reply and send nothing.
-            answers: Parser of replies; by default all of RESP, replies of up to 64 MiB.
-        """
+        """``silence_max_s``: time that the server may owe a reply and send nothing; ``answers``: parser of replies."""
         self._name = name
         self._silence_max_s = silence_max_s
         self._loop = asyncio.get_running_loop()
@@ -79,17 +73,9 @@ class RespClient(asyncio.Protocol):
         context: ssl.SSLContext | None,
         name: str | None,
     ) -> Self:
-        """Connect and send the first commands.
+        """Connect, also with TLS (``context``, the ``name`` in the certificate), and send the first commands.
 
-        Args:
-            host: Host of the server.
-            port: Port of the server.
-            greeting: First commands; an error reply to one of them is raised.
-            context: TLS context; None for no TLS.
-            name: Name that the server's certificate must hold.
-
-        Raises:
-            OSError, StorageUnavailableError, StorageRefusedError, ProtocolError: Connecting or a command has failed.
+        An error reply to one of them is raised.
         """
         try:
             await self._loop.create_connection(lambda: self, host, port, ssl=context, server_hostname=name)
@@ -128,7 +114,6 @@ class RespClient(asyncio.Protocol):
                 request.answer.set_result(request.values)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail all requests."""
         if exc is not None:
             self._reason = f"the connection to storage {self._name} broke: {exc}"
         if self._watch is not None:
@@ -147,11 +132,7 @@ class RespClient(asyncio.Protocol):
             self._transport.abort()
 
     async def ask(self, commands: Sequence[Sequence[str | bytes]]) -> list[Any]:
-        """Send commands as one pipeline and return their replies; error replies are values.
-
-        Raises:
-            StorageUnavailableError: The connection is closed.
-        """
+        """Send commands as one pipeline and return their replies; error replies are values."""
         if self._transport is not None and self._transport.is_closing():
             await asyncio.wait((self.closed,), timeout=self._silence_max_s)  # to learn the reason
         if self._transport is None or self.closed.done() or self._transport.is_closing():

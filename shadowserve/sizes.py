@@ -27,11 +27,7 @@ class ByteSize(pydantic.ByteSize):
 
     @classmethod
     def read(cls, value: Any) -> "ByteSize":
-        """Return the size from a configuration value.
-
-        Raises:
-            PydanticCustomError: The value is not a size; the message says what to write.
-        """
+        """Return the size from a configuration value; the error says what to write."""
         if isinstance(value, int) and not isinstance(value, bool):
             if 0 <= value < _BYTES_MAX:
                 return cls(value)

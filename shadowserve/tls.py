@@ -28,17 +28,11 @@ FileState = tuple[tuple[int, int, int] | None, ...]
 
 @dataclass(frozen=True)
 class KeyPair:
-    """A certificate with its private key.
+    """A certificate with its private key."""
 
-    Attributes:
-        chain: The certificate and its intermediate certificates, PEM.
-        key: The private key, PEM.
-        expires: Expiry of the certificate, UTC.
-    """
-
-    chain: bytes
-    key: bytes
-    expires: datetime
+    chain: bytes  # the certificate and its intermediate certificates, PEM
+    key: bytes  # the private key, PEM
+    expires: datetime  # expiry of the certificate, UTC
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +40,13 @@ class Credentials:
     """Files and name for a client's TLS connection.
 
     Attributes:
-        authorities: File of authorities that sign server certificates.
         certificate, key: Files of the client's certificate and key; empty if it has none.
-        server_name: Expected name in the server's certificate; empty: the name or IP in the address.
     """
 
-    authorities: str
+    authorities: str  # file of authorities that sign server certificates
     certificate: str = ""
     key: str = ""
-    server_name: str = ""
+    server_name: str = ""  # expected name in the server's certificate; empty: the name or IP in the address
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -63,12 +55,7 @@ class Credentials:
 
 
 def check_pair(certificate: str, key: str, *, prefix: str = "") -> None:
-    """Raise ValueError if only one of certificate and private key is configured.
-
-    Args:
-        certificate, key: The files; empty if not configured.
-        prefix: Prefix of the configuration keys, for the message.
-    """
+    """Raise ValueError if only one of certificate and private key is configured; ``prefix``: of their keys."""
     if bool(certificate) != bool(key):
         given, missing = ("tls_cert", "tls_key") if certificate else ("tls_key", "tls_cert")
         raise ValueError(f"{prefix}{given} is given without {prefix}{missing}; set both or none")
@@ -97,15 +84,8 @@ def file_state(paths: tuple[str, ...]) -> FileState:
 class Renewed(Generic[_T]):
     """An object made from files, and made again when they change: a renewed certificate needs no restart.
 
-    Invalid files are refused at the start. If later files are invalid, the earlier object stays in use.
-
-    Args:
-        paths: Paths of the files; empty ones are ignored.
-        make: Makes the object, or raises ConfigurationError.
-        unusable: Called with the error of invalid new files, once per change.
-
-    Raises:
-        ConfigurationError: A file is invalid.
+    Invalid files are refused at the start, with make()'s ConfigurationError. If later files are invalid, the earlier
+    object stays in use, and ``unusable`` is called once per change.
     """
 
     def __init__(
@@ -133,10 +113,6 @@ class Renewed(Generic[_T]):
 
 def read_key_pair(certificate: str, key: str, *, prefix: str = "") -> KeyPair:
     """Read a certificate (``tls_cert``) and its private key (``tls_key``), and check that they are valid now.
-
-    Args:
-        certificate, key: The files.
-        prefix: Prefix of the configuration keys, for messages.
 
     Raises:
         ConfigurationError: A file cannot be read or is not PEM, the key has a passphrase or belongs to another
@@ -171,15 +147,7 @@ def read_key_pair(certificate: str, key: str, *, prefix: str = "") -> KeyPair:
 
 
 def read_authorities(key: str, path: str) -> bytes:
-    """Return the content of a file of authorities, PEM.
-
-    Args:
-        key: Configuration key, for messages.
-        path: Path of the file.
-
-    Raises:
-        ConfigurationError: The file cannot be read, or holds no certificate.
-    """
+    """Return the content of a file of authorities, PEM, checked; ``key``: configuration key, for messages."""
     content = _read(key, path)
     _certificates(key, path, content)
     return content
@@ -209,13 +177,7 @@ def _cause(error: Exception) -> str:
 
 
 def diagnose(host: str, port: int, credentials: Credentials | None, timeout: float) -> str:
-    """Return the cause of a failed TLS handshake as a sentence; empty if TLS is not the cause.
-
-    Args:
-        host, port: Address of the server.
-        credentials: Credentials of the client; ``None`` if it does not use TLS.
-        timeout: Seconds in total.
-    """
+    """Return the cause of a failed TLS handshake as a sentence; empty if TLS is not the cause."""
     try:
         context = _context(credentials)
     except (ssl.SSLError, OSError, ValueError) as error:
@@ -281,14 +243,7 @@ def _rejected(credentials: Credentials) -> str:
 
 
 def rejection(reason: str, name: str, whose: str, *, prefix: str = "") -> str:
-    """Return why a server's certificate was rejected, and what to do.
-
-    Args:
-        reason: OpenSSL's reason.
-        name: Expected name in the certificate.
-        whose: Name of the server, such as ``the data plane``.
-        prefix: Prefix of this side's configuration keys.
-    """
+    """Return why a server's certificate was rejected, and what to do; ``reason``: OpenSSL's."""
     text = reason.lower()
     if "expired" in text:
         return f"TLS: {whose}'s certificate (its tls_cert) has expired: renew it"

@@ -2,16 +2,16 @@
 
 An arena is one mapping, on huge pages if possible, near one NUMA node, and registered with every device: a device
 writes what it reads straight to where the socket sends it from. Objects have the same layout as on a device: a header
-of 2 KiB, then the value, rounded to blocks of 4 KiB. So a read of a whole object is a copy in memory as soon as it is
-complete, and a received value is written from where it was received.
-
-Nothing here takes a lock: the pool calls it with the pool's lock held.
+of 2 KiB, then the value, rounded to blocks of 4 KiB. So a read is a copy in memory as soon as it is complete, and a
+received value is written from where it was received. All calls are made with the pool's lock held.
 """
 
 import contextlib
 import ctypes
+import logging
 import mmap
 import platform
+import threading
 import time
 import weakref
 from collections import deque
@@ -21,9 +21,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from shadowserve.errors import ConfigurationError
+from shadowserve.errors import ConfigurationError, DeviceError
 from shadowserve.native import Extents
 from shadowserve.pool.interleaver import Interleaver
+from shadowserve.pool.volume.device import BlockDevice
 
 BLOCK_BYTES: Final = 4096
 FIXED_HEADER_BYTES: Final = 2048
@@ -57,28 +58,20 @@ class Arena:
     """One mapping.
 
     Attributes:
-        node: NUMA node that the memory was requested from; None if there is only one.
-        memory: All bytes.
-        readable: The same, read-only.
         pages: ``"huge"`` (reserved huge pages), ``"transparent"`` or ``"small"``.
-        bytes_per_s: Copy rate of one core; 0 before it was measured.
     """
 
     def __init__(self, size: int, node: int | None) -> None:
-        """Map ``size`` bytes, rounded up to huge pages.
-
-        Raises:
-            ConfigurationError: There is not as much memory.
-        """
+        """Map ``size`` bytes, rounded up to huge pages; ConfigurationError if there is not as much memory."""
         size = -(-size // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-        self.node = node
+        self.node = node  # NUMA node that the memory was requested from; None if there is only one
         self._mapping, self.pages = _map(size)
-        self.memory = memoryview(self._mapping)
-        self.readable = self.memory.toreadonly()
+        self.memory = memoryview(self._mapping)  # all bytes
+        self.readable = self.memory.toreadonly()  # the same, read-only
         self.address = address_of(self._mapping)
         self.bound = node is not None and _bind(self.address, size, node)
         self.extents = Extents(size // BLOCK_BYTES)
-        self.bytes_per_s = 0.0
+        self.bytes_per_s = 0.0  # copy rate of one core; 0 before it was measured
 
     @property
     def size(self) -> int:
@@ -95,15 +88,7 @@ class Arena:
 
 
 class Buffer:
-    """Blocks of an arena that hold one object, or a part of one.
-
-    Attributes:
-        address: Address of the first block.
-        size: Bytes of all blocks.
-        users: Number of users; :meth:`Arenas.release` of the last one frees the blocks.
-        hits: Requests for it, until it enters the main queue of copies.
-        detached: Its entry is gone; only senders use it.
-    """
+    """Blocks of an arena that hold one object, or a part of one."""
 
     __slots__ = ("address", "arena", "blocks", "detached", "first", "hits", "size", "users")
 
@@ -111,11 +96,11 @@ class Buffer:
         self.arena = arena
         self.first = first
         self.blocks = blocks
-        self.size = blocks * BLOCK_BYTES
-        self.address = arena.address + first * BLOCK_BYTES
-        self.users = 1
-        self.hits = 0
-        self.detached = False
+        self.size = blocks * BLOCK_BYTES  # bytes of all blocks
+        self.address = arena.address + first * BLOCK_BYTES  # address of the first block
+        self.users = 1  # number of users; :meth:`Arenas.release` of the last one frees the blocks
+        self.hits = 0  # requests for it, until it enters the main queue of copies
+        self.detached = False  # its entry is gone; only senders use it
 
     def view(self, start: int, end: int) -> memoryview:
         """Return the bytes ``[start, end)``, writable."""
@@ -144,19 +129,11 @@ class Arenas:
 
     Attributes:
         size: Bytes of all arenas.
-        largest_bytes: Bytes of the largest arena.
         budget_bytes: Most bytes of buffers.
-        used_bytes: Bytes of buffers.
-        held_bytes: Bytes of detached buffers.
-        lent_bytes: Bytes of buffers that values are being received into.
     """
 
     def __init__(self, size: int, nodes: Sequence[int] | None = None) -> None:
-        """Map ``size`` bytes (0 for none), evenly on the given NUMA nodes, by default on all that have memory.
-
-        Raises:
-            ConfigurationError: There is not as much memory.
-        """
+        """Map ``size`` bytes (0 for none), evenly on the given NUMA nodes, by default on all that have memory."""
         chosen = list(nodes) if nodes else memory_nodes()
         bind = len(chosen) > 1
         self.arenas = [Arena(size // len(chosen), node if bind else None) for node in chosen if size]
@@ -164,14 +141,13 @@ class Arenas:
         self._interleaver = Interleaver([1.0] * len(chosen))
         self._loans: dict[int, _Loan] = {}
         self._returned: deque[_Loan] = deque()
-        self.used_bytes = 0
-        self.held_bytes = 0
-        self.lent_bytes = 0
+        self.used_bytes = 0  # bytes of buffers
+        self.held_bytes = 0  # bytes of detached buffers
+        self.lent_bytes = 0  # bytes of buffers that values are being received into
         self.size = self.budget_bytes = sum(arena.size for arena in self.arenas)
-        self.largest_bytes = max((arena.size for arena in self.arenas), default=0)
+        self.largest_bytes = max((arena.size for arena in self.arenas), default=0)  # bytes of the largest arena
 
     def measure(self) -> None:
-        """Measure all arenas, and distribute objects by the results."""
         for arena in self.arenas:
             arena.measure()
         if len(self.arenas) > 1:
@@ -196,7 +172,6 @@ class Arenas:
         return None
 
     def release(self, buffer: Buffer) -> None:
-        """Remove one user; without users, the blocks are free."""
         assert buffer.users > 0, "released more often than used"
         buffer.users -= 1
         if buffer.users == 0:
@@ -206,7 +181,6 @@ class Arenas:
                 self.held_bytes -= buffer.size
 
     def detach(self, buffer: Buffer) -> None:
-        """Remove the user that was the entry."""
         if buffer.users > 1 and not buffer.detached:
             buffer.detached = True
             self.held_bytes += buffer.size
@@ -238,7 +212,6 @@ class Arenas:
         return None if loan is None else loan.buffer
 
     def end_loan(self, value: memoryview) -> None:
-        """End the loan that begins with ``value``, if there is one."""
         loan = self._loans.get(address_of(value)) if len(value) else None
         if loan is not None:
             self._end(loan)
@@ -286,9 +259,7 @@ def _map(size: int) -> tuple[mmap.mmap, str]:
 
 
 def _bind(address: int, size: int, node: int) -> bool:
-    """Prefer a node's memory; return whether the kernel accepts that. Not a strict binding: a full node uses
-    another's memory.
-    """
+    """Prefer a node's memory, though a full node uses another's; return whether the kernel accepts that."""
     number = _MBIND_NUMBERS.get(platform.machine())
     if number is None:
         return False
@@ -307,3 +278,65 @@ def _bind(address: int, size: int, node: int) -> bool:
         ctypes.c_uint(0),
     )
     return int(result) == 0
+
+
+_log = logging.getLogger(__name__)
+
+_MADV_POPULATE_WRITE: Final = 23  # since Linux 5.14; on older kernels, registering makes the pages
+_STEP_BYTES: Final = 32 << 20
+"""Bytes of pages that are made at a time: it bounds the time to stop."""
+_REGION_BYTES_MIN: Final = 128 << 20
+_REGIONS_MAX: Final = 192
+"""A device accepts 256 regions. It serves no requests while one is registered, so regions are small."""
+
+
+class Registration:
+    """Registers every arena with every device, in a thread of its own."""
+
+    def __init__(self, arenas: Sequence[Arena], devices: Sequence[BlockDevice]) -> None:
+        self._arenas = arenas
+        self._devices = list(devices)
+        total = sum(arena.size for arena in arenas)
+        region = max(_REGION_BYTES_MIN, -(-total // _REGIONS_MAX))
+        self._region_bytes = -(-region // BLOCK_BYTES) * BLOCK_BYTES
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="register", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        registered = 0
+        for arena in self._arenas:
+            for begin in range(0, arena.size, self._region_bytes):
+                end = min(begin + self._region_bytes, arena.size)
+                self._populate(arena, begin, end)
+                for device in list(self._devices):
+                    if self._stopped.is_set():
+                        return
+                    registered += self._register(device, arena.memory[begin:end])
+        _log.info("memory_registered bytes=%d devices=%d", registered, len(self._devices))
+
+    def _populate(self, arena: Arena, begin: int, end: int) -> None:
+        """Make the pages, so that registering blocks a device for a shorter time."""
+        library = ctypes.CDLL(None)
+        while begin < end and not self._stopped.is_set():
+            size = min(_STEP_BYTES, end - begin)
+            address = ctypes.c_void_p(arena.address + begin)
+            if library.madvise(address, ctypes.c_size_t(size), _MADV_POPULATE_WRITE) != 0:
+                return
+            begin += size
+
+    def _register(self, device: BlockDevice, memory: memoryview) -> int:
+        try:
+            if device.register(memory):
+                return len(memory)
+            reason = "the limit of locked memory, or how the device is accessed"
+        except (DeviceError, OSError) as error:
+            reason = str(error)
+        # Other regions would fail in the same way.
+        self._devices.remove(device)
+        _log.info("memory_not_registered device=%s reason=%r", device.name, reason)
+        return 0

@@ -1,22 +1,17 @@
 """Memory for values: a value stays there from the socket that receives it to the sockets that send it.
 
-Facts. ``bytearray(n)`` writes n zeros before the first byte is received. One of many MiB is a fresh mapping each time,
-so each page is faulted in twice as often as needed; freed, it may stay with the allocator. An anonymous private mapping
-is zero without being touched, returns to the kernel when its last user ends, and takes huge pages, which alone are
-worth a fifth of loopback throughput. It costs two system calls and the rounding to pages.
+``bytearray(n)`` writes n zeros first, and one of many MiB is a fresh mapping each time, so each page is faulted in
+twice as often as needed. An anonymous private mapping is zero without being touched, returns to the kernel when its
+last user ends, and takes huge pages, which alone are worth a fifth of loopback throughput. It costs two system calls
+and the rounding to pages. So values of ``MAPPED_BYTES_MIN`` or more get a mapping of their own.
 
-The value's position in a page matters too. To send, the kernel copies it behind the reply's header into fresh pages.
-With the value at the start of a page, every load has low 12 address bits just below those of earlier stores, and the
-CPU waits as if they were the same address (4K aliasing). Measured on Zen 4, sending 2 MiB behind a header of 10 bytes:
-0.33 CPU s/GB from the start of a page, 0.16 from 20, 522, 2,058 or 3,500 bytes further on, 0.32 where header and offset
-differ by ten.
+In a mapping the value begins half a page in. To send, the kernel copies it behind the reply's header into fresh pages.
+From the start of a page, every load has low 12 address bits just below those of earlier stores, and the CPU waits as if
+they were the same address (4K aliasing): 0.33 CPU s/GB instead of 0.16, on Zen 4, for 2 MiB behind a header of 10
+bytes. Ranges at multiples of a page keep the distance.
 
-Decision: values of ``MAPPED_BYTES_MIN`` or more get a mapping of their own, smaller ones a bytearray. In a mapping the
-value begins half a page in: no header is as long, and ranges at multiples of a page keep the distance.
-
-A full store frees one value for each new one. The kernel zeroes each page that it hands out, and under a hypervisor
-that allocates on first touch the page may be new to the machine as well. So a few unused mappings are kept for the next
-values. Their sizes are rounded, so that one fits slightly different values.
+A full store frees one value for each new one, and the kernel zeroes each page that it hands out. So a few unused
+mappings are kept for the next values. Their sizes are rounded, so that one fits slightly different values.
 """
 
 import mmap
@@ -28,8 +23,7 @@ MAPPED_BYTES_MIN: Final = 1 << 20
 """Below 1 MiB, the system calls and the rounding cost more than a mapping saves."""
 
 KEPT_BYTES_MAX: Final = 16 << 20
-"""Most bytes of unused mappings in a process. A full store frees one value for each new one, so one or two are
-enough; the memory of an emptied store returns to the system."""
+"""Most bytes of unused mappings in a process: one or two are enough."""
 
 _LEAD_BYTES: Final = 2048
 _HUGE_PAGE_BYTES: Final = 2 << 20
@@ -53,11 +47,7 @@ class _Lent(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 def allocate(size: int) -> memoryview:
-    """Return a writable buffer of ``size`` bytes with any content; it lives as long as any view of it.
-
-    Raises:
-        MemoryError: There is not as much memory.
-    """
+    """Return a writable buffer of ``size`` bytes with any content; it lives as long as any view of it."""
     if size < MAPPED_BYTES_MIN:
         return memoryview(bytearray(size))
     unit = max(size // _ROUNDED_SHARE // mmap.PAGESIZE, 1) * mmap.PAGESIZE

@@ -1,8 +1,7 @@
 """Cleared entries that are still in the index: they are absent for clients, and are removed bit by bit.
 
-Each put has a growing number, its generation. So one number for each cleared tenant tells which entries are cleared:
-all that were put before. The logs have a CLEAR record each, and snapshots leave cleared entries out, so a restart finds
-none.
+Each put has a growing number, its generation, so one number for each cleared tenant tells which entries are cleared.
+The logs have a CLEAR record each, and snapshots leave cleared entries out, so a restart finds none.
 """
 
 from collections import defaultdict, deque
@@ -21,31 +20,20 @@ _GENERATIONS: Final = 1 << 32
 
 @dataclass(slots=True)
 class _Job:
-    """A walk through the index for the entries of one clear.
+    """A walk through the index for the entries of one clear."""
 
-    Attributes:
-        tenant: The cleared tenant, or :data:`ANY`.
-        generation: Generation of the last covered put.
-        cursor: Position of the walk in the index.
-        slots: Found slots that are not examined yet.
-    """
-
-    tenant: int
-    generation: int
-    cursor: int = 0
+    tenant: int  # the cleared tenant, or :data:`ANY`
+    generation: int  # generation of the last covered put
+    cursor: int = 0  # position of the walk in the index
     ended: bool = False
-    slots: deque[int] = field(default_factory=deque)
+    slots: deque[int] = field(default_factory=deque)  # found slots that are not examined yet
 
 
 class Clears:
-    """Clears whose entries are not all removed yet.
-
-    Attributes:
-        under_way: There may be covered entries.
-    """
+    """Clears whose entries are not all removed yet."""
 
     def __init__(self, index: Index) -> None:
-        self.under_way = False
+        self.under_way = False  # there may be covered entries
         self._index = index
         self._marks: dict[int, int] = {}
         self._jobs: deque[_Job] = deque()
@@ -65,7 +53,6 @@ class Clears:
         self._jobs.append(_Job(tenant, generation))
 
     def covers(self, tenant: int, generation: int) -> bool:
-        """Return whether an entry was cleared."""
         for whose in (tenant, ANY):
             mark = self._marks.get(whose)
             if mark is not None and (mark - generation) % _GENERATIONS < _GENERATIONS // 2:
@@ -100,7 +87,6 @@ class Clears:
     # ---- What is left of a tenant
 
     def count_change(self, tenant: int, change: int) -> None:
-        """Count an entry that was added after the clear, or removed again."""
         if ANY in self._marks or tenant in self._marks:
             self._living[tenant] += change
 
@@ -111,7 +97,6 @@ class Clears:
         return None
 
     def count_all(self) -> int:
-        """Return the number of entries that are not covered."""
         if ANY in self._marks:
             return sum(self._living.values())
         totals = self._index.totals

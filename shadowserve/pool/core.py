@@ -1,7 +1,4 @@
-"""State that the parts of the pool share: index, memory, devices, and the removal of entries.
-
-Everything here is called with the pool's lock held.
-"""
+"""State that the parts of the pool share: index, memory, devices, and the removal of entries. With its lock held."""
 
 import contextlib
 import os
@@ -14,8 +11,7 @@ from shadowserve.native import ANY, Index
 from shadowserve.pool.arena import Arenas
 from shadowserve.pool.clears import Clears
 from shadowserve.pool.disk import Disk, Extent, Quarantined
-from shadowserve.pool.entries import MEMORY_ONLY, Entry
-from shadowserve.pool.keys import CHUNK_KEY_BYTES
+from shadowserve.pool.entries import CHUNK_KEY_BYTES, MEMORY_ONLY, Entry
 from shadowserve.pool.memory_cache import MemoryCache
 from shadowserve.pool.next_use import NextUse
 from shadowserve.pool.pins import Pins
@@ -40,7 +36,6 @@ class Waker:
         self._awake = True  # after the write: otherwise reset() could miss it
 
     def reset(self) -> None:
-        """Undo wake()."""
         if self._awake:
             self._awake = False
             with contextlib.suppress(BlockingIOError):  # an earlier reset() has read it
@@ -57,23 +52,16 @@ class Admission:
     """Decides which objects are written to an SSD at all.
 
     Much of what is stored is never read, and writing it wears SSDs out. With ``second_hit`` a new object stays in
-    memory alone until it is read, or stored again soon after its eviction. The price: an object that was stored once
-    and never read is lost at a restart, and when memory is full. The default is ``all``. Evicted keys are remembered as
-    ghost entries of the index: fingerprints of about as many keys as the pool may hold.
-
-    Attributes:
-        held_back: Objects that were stored in memory alone.
-        admitted_later: Objects of these that were written later.
+    memory alone until it is read, or stored again soon after its eviction: then its key is a ghost entry of the index.
+    The price: an object that was stored once and never read is lost at a restart, and when memory is full.
     """
 
     def __init__(self, policy: AdmissionPolicy, index: Index) -> None:
         self.policy: AdmissionPolicy = policy
         self._index = index
-        self.held_back = 0
-        self.admitted_later = 0
+        self.held_back = 0  # objects that were stored in memory alone
 
     def admits(self, tenant: int, key: bytes) -> bool:
-        """Return whether an object that is being stored is written to a device at once."""
         if self.policy == "all" or self._index.ghost(tenant, key):
             return True
         self.held_back += 1
@@ -94,22 +82,7 @@ class TenantCounters:
 
 @dataclass(slots=True)
 class Counters:
-    """Counters since the pool was opened; none ever decreases. Times are in ns.
-
-    Attributes:
-        lookups: Looked-up keys.
-        lookup_ns: Time to find keys in the index and in memory.
-        placement_ns: Time to choose devices and extents, including evictions.
-        grouping_ns: Time to plan reads, find memory for them, and take them back.
-        submission_ns: Time to pass reads to devices and back: calls into the kernel.
-        verify_ns: Time to check what no device has checked, without the pool's lock.
-        shared_reads: Requests that were served by another request's read.
-        partial_reads: Reads of a part of an object.
-        copied_bytes: Bytes of values that were stored from memory other than the pool's.
-        busy_writes: Puts that were refused with BusyError.
-        lost: Entries that were dropped because of their bytes, by reason.
-        everyones: Sums over all tenants.
-    """
+    """Counters since the pool was opened; :class:`Statistics` describes them. Times are in ns."""
 
     lookups: int = 0
     lookup_ns: int = 0
@@ -119,14 +92,11 @@ class Counters:
     verify_ns: int = 0
     shared_reads: int = 0
     partial_reads: int = 0
-    copied_bytes: int = 0
-    busy_writes: int = 0
-    lost: dict[str, int] = field(default_factory=dict)
+    lost: dict[str, int] = field(default_factory=dict)  # entries that were dropped because of their bytes, by reason
     tenants: defaultdict[int, TenantCounters] = field(default_factory=lambda: defaultdict(TenantCounters))
-    everyones: TenantCounters = field(default_factory=TenantCounters)
+    everyones: TenantCounters = field(default_factory=TenantCounters)  # sums over all tenants
 
     def of(self, tenant: int) -> tuple[TenantCounters, TenantCounters]:
-        """Return the counters of a tenant and of all tenants: both count each event."""
         return self.tenants[tenant], self.everyones
 
 
@@ -134,14 +104,6 @@ class Core:
     """The pool's state.
 
     Attributes:
-        writes: Puts in progress.
-        waker: Wakes the pool's thread.
-        pins: Pinned entries, by slot.
-        next_use: Chooses victims; knows what waiting requests need.
-        clears: Cleared entries that are still in the index.
-        usage_ranking: Tenants by their bytes.
-        ticks: Clock of the counters of time, in ns.
-        held_bytes: Bytes of the budget of removed values that are still being sent. With devices it is 0.
         may_write, may_scrub: Return whether a device may write, or scrub, a number of bytes now. A callback that
             returns False wakes the pool when to ask again.
     """
@@ -164,15 +126,15 @@ class Core:
         self.disks = disks
         self.admission = admission
         self.clock_ms = clock_ms
-        self.ticks = ticks
+        self.ticks = ticks  # clock of the counters of time, in ns
         self.counters = Counters()
         self.generation = 1
-        self.pins = Pins()
-        self.next_use = NextUse(index, self.pins.has)
-        self.clears = clears
+        self.pins = Pins()  # pinned entries, by slot
+        self.next_use = NextUse(index, self.pins.has)  # chooses victims; knows what waiting requests need
+        self.clears = clears  # cleared entries that are still in the index
         self.usage_ranking = UsageRanking(index.used_bytes)
         self.writes = Writes()
-        self.held_bytes = 0
+        self.held_bytes = 0  # bytes of the budget of removed values that are still being sent. With devices it is 0
         self.may_write: Callable[[int], bool] = lambda size: True
         self.may_scrub: Callable[[int], bool] = lambda size: True
 
@@ -197,7 +159,6 @@ class Core:
     # ---- Entries
 
     def entry(self, slot: int) -> Entry | None:
-        """Return the entry of a slot; None for an empty slot."""
         try:
             return Entry(slot, self.index.read(slot))
         except KeyError:
@@ -205,26 +166,21 @@ class Core:
 
     @property
     def objects(self) -> int:
-        """Number of entries, including cleared ones that are not removed yet."""
         return len(self.index)
 
     def used_bytes(self) -> int:
-        """Return the used bytes of the budget."""
         return self.index.used_bytes()
 
     def held_bytes_of(self, tenant: int) -> int:
-        """Return a tenant's part of ``held_bytes``."""
         return 0
 
     def freed_bytes(self, entry: Entry) -> int:
-        """Return the bytes of the budget that replacing an entry frees."""
         return entry.size
 
     def count_uses(self) -> None:
         """Report all uses so far to the index, where they are collected."""
 
     def is_current(self, entry: Entry) -> bool:
-        """Return whether the index still has the put that ``entry`` was read from."""
         return self.index.holds(entry.slot, entry.key, entry.generation)
 
     def undurable_disks(self, tenant: int, key: bytes, *, but: Disk | None = None) -> list[Disk]:
@@ -236,12 +192,10 @@ class Core:
         return [disk for disk in self.disks if not disk.log.is_durable(tenant, key, own=disk is but)]
 
     def next_generation(self) -> int:
-        """Return the number of the next put."""
         self.generation = self.generation % 0xFFFF_FFFF + 1
         return self.generation
 
     def disk_of(self, entry: Entry) -> Disk | None:
-        """Return the device of an object; None for memory alone."""
         return None if entry.device == MEMORY_ONLY else self.disks[entry.device]
 
     def forget(self, entry: Entry, *, remember: bool = False, quarantine: str | None = None) -> None:
@@ -291,7 +245,6 @@ class Core:
         return True
 
     def count_eviction(self, tenant: int, cause: str, size: int) -> None:
-        """Count an eviction; ``size`` is the size of key and value."""
         for counters in self.counters.of(tenant):
             counters.evictions[cause] += 1
             counters.evicted_bytes += size
@@ -366,13 +319,11 @@ class Core:
         self.memory_cache.drop(slot)
 
     def expire(self, entry: Entry) -> None:
-        """Remove an expired entry."""
         for counters in self.counters.of(entry.tenant):
             counters.expired_keys += 1
         self.forget(entry)
 
     def drop_lost(self, entry: Entry, reason: str) -> None:
-        """Drop an entry whose bytes cannot be read, and count the reason."""
         self.count_lost(reason, entry.tenant, 1)
         self.forget(entry, quarantine=None if reason in _NOT_THE_EXTENTS else reason)
 
@@ -381,8 +332,5 @@ class Core:
         for counters in self.counters.of(tenant):
             counters.lost_keys += count
 
-    # ---- Time
-
     def now_s(self) -> int:
-        """Return Unix time in seconds, the index's unit."""
         return self.clock_ms() // 1000

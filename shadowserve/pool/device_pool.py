@@ -6,14 +6,12 @@ from typing import Final
 from shadowserve.native import NO_PARENT, IndexFlag, IndexPlace
 from shadowserve.pool.arena import BLOCK_BYTES, FIXED_HEADER_BYTES, Buffer, object_blocks
 from shadowserve.pool.core import Core
-from shadowserve.pool.disk import Disk, Extent
-from shadowserve.pool.entries import MEMORY_ONLY, Entry, PoolItem
-from shadowserve.pool.keys import ParsedKey, chunk_key, parse_key
+from shadowserve.pool.disk import Disk
+from shadowserve.pool.entries import MEMORY_ONLY, Entry, ParsedKey, PoolItem, chunk_key, parse_key
 from shadowserve.pool.placement import Location
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import DEFAULT_TENANT, Address, Item, Lease
 from shadowserve.pool.volume.tickets import OutOfBudgetError, Ticket
-from shadowserve.pool.write_states import OldCopy
 from shadowserve.pool.writes import WRITABLE_SHARE, joined
 
 _NAMED: Final = int(IndexFlag.NAMED)  # an int, since operators of IntFlag are slow
@@ -29,7 +27,6 @@ class DevicePool(Pool):
         self._core.may_write, self._core.may_scrub = may_write, may_scrub
 
     def wake(self) -> None:
-        """Wake the pool's thread; from any thread."""
         self._core.waker.wake()
 
     # ---- Reading
@@ -66,8 +63,7 @@ class DevicePool(Pool):
         return self._entry(parse_key(address))
 
     def _entry(self, parsed: ParsedKey, now_s: int = 0) -> Entry | None:
-        """Return the entry of a key; None if it is absent or has expired, which removes it. ``now_s`` as in
-        :meth:`Index.get`."""
+        """Return the entry of a key; None if it is absent or has expired, which removes it."""
         tenant, key, name = parsed
         found = self._index.get(tenant, key, now_s)
         if found is None:
@@ -83,12 +79,8 @@ class DevicePool(Pool):
         return entry
 
     def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
-        if item.value is not None:
-            done(Lease(memoryview(item.value)[start:end]))
-            return
-        if item.is_cold:
-            assert self._lower_tier is not None
-            self._lower_tier.read(item, start, end, done)
+        if item.value is not None or item.is_cold:
+            super().read(item, start, end, done)
             return
         assert isinstance(item, PoolItem)
         buffer = self._core.memory_cache.peek(item.entry.slot)
@@ -131,8 +123,7 @@ class DevicePool(Pool):
 
         Returns:
             Places of the leading records: up to the first that is absent, has another length, is on no working device,
-                or is
-            not durable there yet.
+            or is not durable there yet.
         """
         core, ticket, lent = self._core, self._writer.ticket, list[IndexPlace]()
         disks, clears = core.disks, core.clears
@@ -159,7 +150,6 @@ class DevicePool(Pool):
 
     @property
     def disks(self) -> Sequence[Disk]:
-        """All devices, by number."""
         return self._core.disks
 
     # ---- Writing
@@ -215,7 +205,6 @@ class DevicePool(Pool):
             if buffer is None:
                 raise self._waiting.busy_error("all of the pool's memory is in use")
             buffer.view(FIXED_HEADER_BYTES, FIXED_HEADER_BYTES + len(value))[:] = value
-            core.counters.copied_bytes += len(value)
         try:
             ticket = self._store(parsed, buffer, len(value), header_bytes, expires_at_ms, parent)
         except BaseException:
@@ -241,7 +230,6 @@ class DevicePool(Pool):
         expires_at_ms: int | None,
         parent: bytes,
     ) -> Ticket | None:
-        """Add an entry for a value in memory, and begin to write it."""
         core = self._core
         tenant, key, name = parsed
         old = self._present(parsed)  # make_room_for() may have evicted it
@@ -251,9 +239,22 @@ class DevicePool(Pool):
         disk = home.disk
         extent = buffer.size - length if disk is None else home.extent
         try:
-            slot, replaced, old_copies = self._enter(
-                parsed, disk, extent, old, length, header_bytes, expires_at_ms, parent
+            slot = self._index.insert(
+                tenant,
+                key,
+                device=MEMORY_ONLY if disk is None else disk.number,
+                extent=extent,
+                length=length,
+                now_s=core.now_s(),
+                header_length=header_bytes,
+                name=name,
+                flags=IndexFlag.RECORD if header_bytes else 0,
+                expires_at_ms=expires_at_ms or 0,
+                generation=core.next_generation(),
+                parent=parent,
             )
+            replaced, old_copies = (None, []) if old is None else core.replace(old, disk)
+            self._entered(tenant, length, header_bytes, is_new=old is None)
         except BaseException:
             if disk is not None:
                 disk.free((extent, object_blocks(length) * BLOCK_BYTES))
@@ -267,37 +268,6 @@ class DevicePool(Pool):
         return self._writer.begin(
             entry, disk, buffer, name, placed=home.placed, replaced=replaced, old_copies=old_copies
         )
-
-    def _enter(
-        self,
-        parsed: ParsedKey,
-        disk: Disk | None,
-        extent: int,
-        old: Entry | None,
-        length: int,
-        header_bytes: int,
-        expires_at_ms: int | None,
-        parent: bytes,
-    ) -> tuple[int, Extent | None, list[OldCopy]]:
-        """Add a value to the index; return its slot and the result of :meth:`Core.replace` for the old one."""
-        tenant, key, name = parsed
-        slot = self._index.insert(
-            tenant,
-            key,
-            device=MEMORY_ONLY if disk is None else disk.number,
-            extent=extent,
-            length=length,
-            now_s=self._core.now_s(),
-            header_length=header_bytes,
-            name=name,
-            flags=IndexFlag.RECORD if header_bytes else 0,
-            expires_at_ms=expires_at_ms or 0,
-            generation=self._core.next_generation(),
-            parent=parent,
-        )
-        replaced, old_copies = (None, []) if old is None else self._core.replace(old, disk)
-        self._entered(tenant, length, header_bytes, is_new=old is None)
-        return slot, replaced, old_copies
 
     def _home(self, parsed: ParsedKey, length: int, parent: bytes, old: Entry | None) -> Location:
         core = self._core
@@ -324,7 +294,6 @@ class DevicePool(Pool):
         if current is None or current.generation != entry.generation:  # evicted while a device was chosen
             home.disk.free((home.extent, entry.size))
             return
-        self._core.admission.admitted_later += 1
         self._index.insert(
             entry.tenant,
             entry.key,

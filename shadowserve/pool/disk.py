@@ -12,8 +12,8 @@ from shadowserve.block import Operation
 from shadowserve.errors import is_passing
 from shadowserve.native import IndexEntry
 from shadowserve.pool.arena import BLOCK_BYTES
-from shadowserve.pool.bandwidth_shares import BandwidthMeter
 from shadowserve.pool.disk_log import DiskLog
+from shadowserve.pool.interleaver import BandwidthMeter
 from shadowserve.pool.types import ENTRIES_PER_HOLD
 from shadowserve.pool.volume.tickets import BusyError, Ticket
 from shadowserve.pool.volume.volume import Volume
@@ -36,22 +36,17 @@ Extent = tuple[int, int]
 
 @dataclass(slots=True)
 class WriteBudget:
-    """Bytes written to one SSD in a day (UTC), and the limit.
+    """Bytes written to one SSD in a day (UTC), and the limit: makers state how many full writes a day an SSD lasts for.
 
-    Makers state how many full writes a day an SSD lasts for. Beyond the budget the device takes no new objects until
-    midnight. Objects, log and snapshots all count. The count is kept in the volume, so it survives a restart.
-
-    Attributes:
-        budget_bytes: Most bytes written in one day; None for no limit.
-        day: Day of ``day_bytes``, in days since 1970.
-        refused: Number of objects that went to another device, or to memory alone, because of the budget.
+    Beyond the budget the device takes no new objects until midnight. Objects, log and snapshots all count. The count is
+    kept in the volume, so it survives a restart.
     """
 
-    budget_bytes: int | None = None
-    day: int = 0
+    budget_bytes: int | None = None  # most bytes written in one day; None for no limit
+    day: int = 0  # day of ``day_bytes``, in days since 1970
     day_bytes: int = 0
     total_bytes: int = 0
-    refused: int = 0
+    refused: int = 0  # objects that went to another device, or to memory alone, because of the budget
     _volume_bytes: int = 0  # value of the volume's counter at the last count
     _logged_day_bytes: int = 0
 
@@ -64,7 +59,6 @@ class WriteBudget:
         return abs(self.day_bytes - self._logged_day_bytes) >= _WEAR_STEP_BYTES
 
     def note(self, length: int, now_ms: int) -> None:
-        """Count written bytes."""
         self._turn(now_ms)
         self.day_bytes += length
         self.total_bytes += length
@@ -77,7 +71,6 @@ class WriteBudget:
         return self.day_bytes + length <= self.budget_bytes
 
     def pack(self) -> bytes:
-        """Return the state that a restart continues with."""
         return _WEAR_STATE.pack(self.day, self.day_bytes, self.total_bytes)
 
     def unpack(self, state: bytes, volume_bytes: int = 0) -> None:
@@ -87,7 +80,6 @@ class WriteBudget:
         self._logged_day_bytes, self._volume_bytes = self.day_bytes, volume_bytes
 
     def note_logged(self) -> None:
-        """The log has the current state."""
         self._logged_day_bytes = self.day_bytes
 
     def _turn(self, now_ms: int) -> None:
@@ -99,33 +91,22 @@ class WriteBudget:
 
 @dataclass(slots=True)
 class Quarantined:
-    """An extent that is kept out of use: reading it gave other bytes than were written, or writing it failed.
-
-    Attributes:
-        since_ms: Unix time when it was put into quarantine, or when its last test was given up.
-        wait_ms: Time from then to its next test.
-    """
+    """An extent that is kept out of use: reading it gave other bytes than were written, or writing it failed."""
 
     extent: int
     size: int
     reason: str
-    since_ms: int
-    wait_ms: int = _QUARANTINE_MS
+    since_ms: int  # Unix time of its quarantine, or of its last test
+    wait_ms: int = _QUARANTINE_MS  # time from then to its next test
 
 
 @dataclass(slots=True)
 class QuarantineList:
-    """Extents of one device that are kept out of use.
+    """Extents of one device that are kept out of use."""
 
-    Attributes:
-        waiting: Extents that wait for a test.
-        tested: The extent that is being tested.
-        bad: Extents that have failed their test.
-    """
-
-    waiting: deque[Quarantined] = field(default_factory=deque)
-    tested: Quarantined | None = None
-    bad: list[Quarantined] = field(default_factory=list)
+    waiting: deque[Quarantined] = field(default_factory=deque)  # extents that wait for a test
+    tested: Quarantined | None = None  # the extent that is being tested
+    bad: list[Quarantined] = field(default_factory=list)  # extents that have failed their test
 
     @property
     def bytes(self) -> int:
@@ -134,18 +115,7 @@ class QuarantineList:
 
 
 class Disk:
-    """A device in use.
-
-    Attributes:
-        log: Changes that the pool logs there.
-        gone: Reason why the device is not used any more; None while it works.
-        reading: Number of foreground reads in progress.
-        reads: Reads for clients that have ended.
-        read_bytes: Bytes of these reads.
-        scrubbed_bytes: Bytes that were checked in the background.
-        errors: Failed operations, without those that the device was only too busy for.
-        avoided_until_ms: Unix time until which the device gets no new objects, since a write failed.
-    """
+    """A device in use."""
 
     def __init__(
         self,
@@ -158,32 +128,25 @@ class Disk:
         wake: Callable[[], None],
         on_gone: Callable[[], None],
     ) -> None:
-        """Take an open volume into use.
+        """Take an open volume into use; None for no limits besides its own.
 
-        Args:
-            volume: The open volume.
-            meter: Measures the bandwidth.
-            write_budget: Counts and limits written bytes.
-            bytes_max: Most bytes of objects; None for the whole volume.
-            objects_max: Most objects; None for as many as the volume was made for.
-            wake: Makes the pool call step() soon.
-            on_gone: Called once when the device is given up.
+        ``wake`` makes the pool call step() soon; ``on_gone`` is called once, when the device is given up.
         """
         self.volume = volume
-        self.log = DiskLog(volume, wake)
+        self.log = DiskLog(volume, wake)  # changes that the pool logs there
         self.meter = meter
         self.write_budget = write_budget
         self.set_budget(bytes_max, objects_max)
-        self.gone: str | None = None
+        self.gone: str | None = None  # reason why the device is not used any more; None while it works
         self._wake = wake
         self._on_gone = on_gone
-        self.reading = 0
-        self.reads = 0
-        self.read_bytes = 0
-        self.scrubbed_bytes = 0
-        self.errors = 0
+        self.reading = 0  # number of foreground reads in progress
+        self.reads = 0  # reads for clients that have ended
+        self.read_bytes = 0  # bytes of these reads
+        self.scrubbed_bytes = 0  # bytes that were checked in the background
+        self.errors = 0  # failed operations, without those that the device was only too busy for
         self.quarantine = QuarantineList()
-        self.avoided_until_ms = 0
+        self.avoided_until_ms = 0  # Unix time until which the device gets no new objects, since a write failed
         self._avoided_for_ms = _AVOIDED_FIRST_MS
         self._uses: dict[int, int] = {}  # number of operations by extent
         self._freed_later: dict[int, int] = {}  # bytes of extents to free after their last operation
@@ -192,7 +155,6 @@ class Disk:
 
     @property
     def number(self) -> int:
-        """The index's number of the device."""
         return self.volume.number
 
     @property
@@ -206,7 +168,6 @@ class Disk:
 
     @property
     def capacity_bytes(self) -> int:
-        """Most bytes of objects."""
         data_bytes = self.volume.data_blocks * BLOCK_BYTES
         return data_bytes if self.bytes_max is None else min(data_bytes, self.bytes_max)
 
@@ -272,12 +233,10 @@ class Disk:
     # ---- Reads into memory that is not the pool's
 
     def submit_read(self, operation: Operation) -> None:
-        """Begin a read of one or more lent extents; step() calls ``done``."""
         self.reading += 1
         self.volume.submit([operation])
 
     def note_read(self, operation: Operation) -> None:
-        """Count the end of such a read."""
         self.reading -= 1
         if operation.error is not None:
             # EFAULT: the reader has freed its memory. That is no failure of the device.
@@ -291,11 +250,9 @@ class Disk:
     # ---- Extents in use
 
     def is_used(self, extent: int) -> bool:
-        """Return whether an operation reads or writes the extent."""
         return extent in self._uses
 
     def use(self, extent: int) -> None:
-        """Protect an extent from reuse while an operation reads or writes it."""
         self._uses[extent] = self._uses.get(extent, 0) + 1
 
     def unuse(self, extent: int) -> None:
@@ -310,10 +267,7 @@ class Disk:
             self.free((extent, size))
 
     def free(self, extent: Extent) -> None:
-        """Free an extent, after the removal or replacement of its object was logged or written.
-
-        It is reused only when that is durable and no operation reads or writes it any more.
-        """
+        """Free an extent when that change is durable, and no operation reads or writes it any more."""
         if self.gone is not None:
             return
         if extent[0] in self._uses:
@@ -327,11 +281,8 @@ class Disk:
     # ---- Failures
 
     def note_error(self, error: Exception, now_ms: int, *, writing: bool) -> None:
-        """Count a failed operation. After a failed write the device gets no new objects for a while.
-
-        A device that was too busy for longer than :class:`RetryPolicy` waits has not failed: it is avoided for a moment
-        that does not grow.
-        """
+        """Count a failed operation. After a failed write the device gets no new objects for a while; a device that was
+        only too busy has not failed, and is avoided for a moment that does not grow."""
         if is_passing(error):
             if writing:
                 self.avoided_until_ms = now_ms + _AVOIDED_FIRST_MS
@@ -345,7 +296,6 @@ class Disk:
             _log.warning("device_write_failed device=%s error=%r", self.name, str(error))
 
     def note_written(self) -> None:
-        """Reset the back-off: a write has succeeded."""
         self._avoided_for_ms = _AVOIDED_FIRST_MS
 
     def give_up(self, why: str) -> None:

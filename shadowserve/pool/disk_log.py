@@ -61,7 +61,6 @@ class DiskLog:
         return None if self._closed else self._volume.barrier()
 
     def write_waiting(self) -> None:
-        """Write waiting records as far as the log has room."""
         for _ in range(min(len(self._waiting), ENTRIES_PER_HOLD)):
             if not self._append(self._waiting[0]):
                 break
@@ -96,7 +95,6 @@ class DiskLog:
         self._log(pack_record(RecordKind.PIN, tenant, key, pinned_until_s=until_s))
 
     def name_tenant(self, tenant: int, name: str) -> None:
-        """Log the name of a tenant's id."""
         if not self._closed:
             self._volume.name_tenant(tenant, name.encode(errors="surrogateescape"))
             self._wake()
@@ -118,7 +116,7 @@ class DiskLog:
     # ---- Durability
 
     def is_durable(self, tenant: int, key: bytes, *, own: bool) -> bool:
-        """Return whether the log cannot bring back an older value of a key after a power cut now.
+        """Return whether a power cut now cannot make the log bring back an older value of a key.
 
         Nor may the next start take the device for one that has missed nothing of this session. ``own``: the log also
         has the new value, behind the removal of the older one.
@@ -190,10 +188,8 @@ class DiskLog:
     def log_recovered(self, newer_elsewhere: list[Key], *, stale: bool) -> None:
         """Log what opening the pool has changed.
 
-        Args:
-            newer_elsewhere: Keys of which another device has a later value.
-            stale: All objects of this device were dropped, since it has missed changes. Until its log has a session in
-                which that is so, it belongs to none.
+        ``newer_elsewhere``: keys of which another device has a later value. ``stale``: the device has missed changes,
+        and its objects were dropped; until its log says so, it belongs to no session.
         """
         if stale:
             self._sessions.clear()

@@ -1,10 +1,46 @@
-"""Index entry of an object, and the place of its bytes in memory."""
+"""Keys, and what the index has of each object.
 
+A chunk's key is ``kv:`` and 64 hexadecimal digits, which are its 32 bytes in the index. Any other key has its SHA-256,
+and its text is kept for SCAN and for the log.
+"""
+
+import hashlib
+from binascii import unhexlify
+from contextlib import suppress
 from typing import Final
 
 from shadowserve.native import IndexEntry, ObjectFields
 from shadowserve.pool.arena import BLOCK_BYTES, Buffer, object_blocks
-from shadowserve.pool.types import Item
+from shadowserve.pool.types import Address, Item
+from shadowserve.pool.volume.format import object_fields
+
+_PREFIX: Final = b"kv:"
+CHUNK_KEY_BYTES: Final = len(_PREFIX) + 64
+"""Length of a chunk's key."""
+
+
+ParsedKey = tuple[int, bytes, bytes | None]
+"""Tenant, the index's key, and the text; None as the text of a chunk's key."""
+
+
+def parse_key(address: Address) -> ParsedKey:
+    """Return the index's key of an address."""
+    tenant, text = address
+    if is_chunk_key(text) and text.lower() == text:
+        with suppress(ValueError):
+            return tenant, unhexlify(text[len(_PREFIX) :]), None
+    return tenant, hashlib.sha256(text).digest(), text
+
+
+def is_chunk_key(text: bytes) -> bool:
+    """Return whether a key may be a chunk's, by a quick test."""
+    return len(text) == CHUNK_KEY_BYTES and text.startswith(_PREFIX)
+
+
+def chunk_key(key: bytes) -> bytes:
+    """Return the client's key of a chunk."""
+    return _PREFIX + key.hex().encode()
+
 
 MEMORY_ONLY: Final = 255
 """Device number of objects that are in memory alone. Their ``extent`` is the memory that they take besides the
@@ -28,21 +64,17 @@ class Entry:
 
     @property
     def blocks(self) -> int:
-        """Blocks of 4 KiB."""
         return object_blocks(self.length)
 
     @property
     def size(self) -> int:
         """Bytes of these blocks; for memory alone, bytes that count against the budget."""
-        return object_blocks(self.length) * BLOCK_BYTES if self.device != MEMORY_ONLY else self.length + self.extent
+        return self.blocks * BLOCK_BYTES if self.device != MEMORY_ONLY else self.length + self.extent
 
     @property
     def header(self) -> ObjectFields:
         """Expected fields of the object's header."""
-        fields = self.fields
-        return ObjectFields(
-            self.key, self.tenant, self.length, self.generation, header_length=fields.header_length, flags=fields.flags
-        )
+        return object_fields(self.fields)
 
 
 class PoolItem(Item):

@@ -25,12 +25,7 @@ _PROMOTING_HITS: Final = 2
 
 
 class MemoryCache:
-    """Buffers by the slot of their entry in the index.
-
-    Attributes:
-        promotions: Copies that moved to the main queue.
-        dropped: Copies that were dropped for room.
-    """
+    """Buffers by the slot of their entry in the index."""
 
     def __init__(self, arenas: Arenas) -> None:
         self._arenas = arenas
@@ -43,23 +38,20 @@ class MemoryCache:
         self.kept_bytes = 0
         self.hits = 0
         self.misses = 0
-        self.promotions = 0
-        self.dropped = 0
+        self.promotions = 0  # copies that moved to the main queue
+        self.dropped = 0  # copies that were dropped for room
 
     def __len__(self) -> int:
         return len(self._kept) + len(self._main) + len(self._probation)
 
     @property
     def copy_bytes(self) -> int:
-        """Memory of objects that are on a device too."""
         return self._main_bytes + self._probation_bytes
 
     def peek(self, slot: int) -> Buffer | None:
-        """Return the buffer of an entry; None if it is not in memory."""
         return self._main.get(slot) or self._kept.get(slot) or self._probation.get(slot)
 
     def get(self, slot: int) -> Buffer | None:
-        """Return the buffer of an entry and count a hit or miss; None if it is not in memory."""
         buffer = self._main.get(slot)
         if buffer is not None:
             self._main.move_to_end(slot)
@@ -108,7 +100,6 @@ class MemoryCache:
         self.add(slot, buffer, placed=placed)
 
     def drop(self, slot: int) -> None:
-        """Remove the buffer of an entry that is removed."""
         buffer = self._kept.pop(slot, None)
         if buffer is not None:
             self.kept_bytes -= buffer.size
@@ -155,7 +146,6 @@ class MemoryCache:
             self._ghosts.popitem(last=False)
 
     def slots(self) -> Iterator[int]:
-        """Yield the slots that have a buffer."""
         yield from self._kept
         yield from self._main
         yield from self._probation

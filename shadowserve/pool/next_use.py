@@ -4,9 +4,9 @@ A scheduler knows its queue. Objects that a waiting request needs are pinned in 
 all others first. After that, the request that runs last gives up its objects, beginning with the end of its chain; an
 object that an earlier request needs too stays.
 
-No clock and no I/O: callers pass the time, in seconds. A published request expires, so one that never runs keeps
-nothing. The time of a call grows with what it names. A search for a victim looks at each key once in all, and at the
-later requests of other tenants or devices.
+No clock and no I/O: callers pass the time, in seconds.
+The time of a call grows with what it names. A search for a victim looks at each key once in all, and at the later
+requests of other tenants or devices. A published request expires, so one that never runs keeps nothing.
 """
 
 from collections import Counter
@@ -22,16 +22,9 @@ REQUESTS_MAX: Final = 4_096
 
 @dataclass(slots=True)
 class _Request:
-    """A waiting request.
-
-    Attributes:
-        keys: Keys of the chain, given up from the end.
-        met: Keys that a search for another device has skipped, by device.
-    """
-
     tenant: int
-    keys: list[bytes]
-    met: dict[int, list[bytes]]
+    keys: list[bytes]  # keys of the chain, given up from the end
+    met: dict[int, list[bytes]]  # keys that a search for another device has skipped, by device
 
 
 class NextUse:
@@ -50,18 +43,10 @@ class NextUse:
         return len(self._requests)
 
     def publish(self, request: Hashable, tenant: int, keys: Iterable[bytes], until_s: int) -> bool:
-        """Hold the present entries that a request needs. A new request is the last one; a known one keeps its
-        position.
+        """Hold the present entries that a request needs until ``until_s``; False if there are too many requests.
 
-        Args:
-            request: Name of the request; a known one's entries are replaced, so that entries that came since are held
-                too.
-            tenant: Tenant of the entries.
-            keys: The index's keys, in the order of the chain.
-            until_s: Time when the request expires.
-
-        Returns:
-            False if there are :data:`REQUESTS_MAX` requests already.
+        A new request is the last one; a known one keeps its position, and its entries are replaced. ``keys``: the
+        index's, in the order of the chain.
         """
         known = self._requests.get(request)
         if known is None and len(self._requests) >= REQUESTS_MAX:

@@ -1,11 +1,11 @@
-"""Opening a pool: open the devices, recover their objects, map memory, measure bandwidths."""
+"""Opening a pool: open the devices, recover their objects and tenants, map memory, measure bandwidths."""
 
 import errno
 import hashlib
 import logging
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -16,24 +16,74 @@ from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.errors import ConfigurationError, DeviceError, NativeError, is_passing
 from shadowserve.native import INDEX_RECORD_DTYPE, BlockAccess, Index, IndexFlag, IndexPolicy
 from shadowserve.native import BlockDevice as NativeDevice
-from shadowserve.pool.arena import BLOCK_BYTES, Arenas
-from shadowserve.pool.bandwidth_shares import BUSY_DEPTH, BandwidthMeter
+from shadowserve.pool.arena import BLOCK_BYTES, Arenas, Registration
 from shadowserve.pool.clears import SCAN_LINES, Clears
 from shadowserve.pool.config import DeviceConfig, PoolConfig
 from shadowserve.pool.core import Admission, Core, Waker
 from shadowserve.pool.disk import Disk, WriteBudget
-from shadowserve.pool.heap import ENTRY_OVERHEAD_BYTES
+from shadowserve.pool.interleaver import BUSY_DEPTH, BandwidthMeter
 from shadowserve.pool.placement import Placement
-from shadowserve.pool.registration import Registration
 from shadowserve.pool.space import Space
-from shadowserve.pool.tenants import Tenants
-from shadowserve.pool.types import ENTRIES_PER_HOLD
+from shadowserve.pool.types import ENTRIES_PER_HOLD, ENTRY_OVERHEAD_BYTES, TENANTS_MAX
 from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
 from shadowserve.pool.volume.device import BlockDevice
 from shadowserve.pool.volume.format import FormatError
-from shadowserve.pool.volume.formatting import check_empty
-from shadowserve.pool.volume.resizing import fit_file
+from shadowserve.pool.volume.formatting import check_empty, fit_file
+from shadowserve.pool.volume.tickets import OutOfBudgetError
 from shadowserve.pool.volume.volume import Volume
+
+
+class Tenants:
+    """Names and ids of tenants."""
+
+    def __init__(self, disks: list[Disk]) -> None:
+        """Recover names and ids from the devices.
+
+        Where one was missing when another one logged a new tenant, the first one in the list counts.
+        """
+        self._disks = disks
+        self._next_id = 1
+        self._ids: dict[str, int] = {"": 0}
+        self.conflicts: list[tuple[Disk, int]] = []  # devices and ids whose objects there belong to another tenant
+        names = self._names = {0: ""}
+        for disk in disks:
+            for tenant, text in disk.volume.tenants.items():
+                name = text.decode(errors="surrogateescape")
+                known = names.get(tenant)
+                if known is None and name not in self._ids:
+                    names[tenant] = name
+                    self._ids[name] = tenant
+                elif known != name:
+                    self.conflicts.append((disk, tenant))
+        for disk in disks:
+            for name, tenant in self._ids.items():
+                if tenant:
+                    disk.log.name_tenant(tenant, name)
+
+    def by_name(self) -> Mapping[str, int]:
+        return self._ids
+
+    def name_of(self, tenant: int) -> str:
+        return self._names[tenant]
+
+    def ids(self) -> set[int]:
+        return set(self._ids.values())
+
+    def id_of(self, name: str) -> int:
+        """Return a tenant's id; assign one if needed. OutOfBudgetError if all ids are assigned."""
+        tenant = self._ids.get(name)
+        if tenant is None:
+            while self._next_id in self._names:
+                self._next_id += 1
+            tenant = self._next_id if self._next_id < TENANTS_MAX else 0
+            if not tenant:
+                raise OutOfBudgetError(f"there are {TENANTS_MAX} tenants already; use fewer tenants")
+            self._ids[name] = tenant
+            self._names[tenant] = name
+            for disk in self._disks:
+                disk.log.name_tenant(tenant, name)
+        return tenant
+
 
 _log = logging.getLogger(__name__)
 
@@ -55,50 +105,37 @@ _ACCESS: Final = {
 Found = list[tuple[DeviceConfig, BlockDevice]]
 
 
-class Sessions:
-    """Begins sessions of a pool: periods in which the same devices belong to it (``disk_log``)."""
+def _begin_session(clock_ms: Callable[[], int], disks: Sequence[Disk]) -> None:
+    """Begin a new session on all working devices: a period in which the same devices belong to the pool (``disk_log``).
 
-    def __init__(self, clock_ms: Callable[[], int], disks: Sequence[Disk]) -> None:
-        self._clock_ms = clock_ms
-        self._disks = disks
-
-    def begin(self) -> None:
-        """Begin a new session on all working devices.
-
-        A device that is missing, or was given up, does not log what is removed or replaced from now on. When it
-        returns, its log has an older session than the others', so its objects may be stale and are dropped. A session
-        is a number, a digest of its members and their earlier sessions, so that two pools that went on without each
-        other are distinguished, and the list of members, since a power cut may come when only some logs have it. The
-        number is the time where possible: of two sessions that did not know of each other, the later one counts.
-        """
-        present = [disk for disk in self._disks if disk.gone is None]
-        newest = max((disk.log.session for disk in self._disks), default=b"")
-        members = b"".join(member for disk in present for member in disk.log.memberships)
-        parts = hashlib.sha256(self._clock_ms().to_bytes(8, "big", signed=True) + members)
-        number = max(int.from_bytes(newest[:8], "big") + 1, self._clock_ms())
-        for disk in present:
-            disk.log.enter_session(number.to_bytes(8, "big") + parts.digest()[:8] + members)
+    A device that is missing, or was given up, does not log what is removed or replaced from now on. When it returns,
+    its log has an older session than the others', so its objects may be stale and are dropped. A session is a number
+    (the time where possible, so the later one counts), a digest of its members and their earlier sessions, which
+    distinguishes two pools that went on without each other, and the list of members, since a power cut may come when
+    only some logs have it.
+    """
+    present = [disk for disk in disks if disk.gone is None]
+    newest = max((disk.log.session for disk in disks), default=b"")
+    members = b"".join(member for disk in present for member in disk.log.memberships)
+    parts = hashlib.sha256(clock_ms().to_bytes(8, "big", signed=True) + members)
+    number = max(int.from_bytes(newest[:8], "big") + 1, clock_ms())
+    for disk in present:
+        disk.log.enter_session(number.to_bytes(8, "big") + parts.digest()[:8] + members)
 
 
 @dataclass(slots=True)
 class Opened:
-    """The parts of an open pool.
-
-    Attributes:
-        absent: Devices of the configuration that could not be opened, with the reason.
-        seconds: Duration of opening, measurements included.
-    """
+    """The parts of an open pool."""
 
     core: Core
     space: Space
     placement: Placement
     tenants: Tenants
-    absent: list[tuple[str, str]]
+    absent: list[tuple[str, str]]  # devices of the configuration that could not be opened, with the reason
     registration: Registration
-    seconds: float
+    seconds: float  # duration of opening, measurements included
 
     def close(self) -> None:
-        """Release everything."""
         self.registration.stop()
         for disk in self.core.disks:
             disk.volume.device.close()
@@ -183,8 +220,8 @@ def open_parts(
     memory_bytes = int(config.memory_budget_bytes)
     arenas = Arenas(memory_bytes if found else 0, None if config.arena_nodes == "auto" else config.arena_nodes)
     disks: list[Disk] = []
-    waker, sessions = Waker(), Sessions(clock_ms, disks)
-    recover = partial(_recover, found, waker.wake, sessions.begin, clock_ms, entropy)
+    waker, begin_session = Waker(), partial(_begin_session, clock_ms, disks)
+    recover = partial(_recover, found, waker.wake, begin_session, clock_ms, entropy)
     try:
         objects_max = _prepare(found, config, clock_ms, entropy)
         in_memory = memory_bytes // BLOCK_BYTES if found else config.objects_max or memory_bytes // ENTRY_OVERHEAD_BYTES
@@ -226,7 +263,7 @@ def open_parts(
     _count_losses(core, lost)
     for disk in disks:
         disk.log.log_recovered(index.superseded(disk.number), stale=disk.number in stale)
-    sessions.begin()
+    begin_session()
     placement = Placement(core, space, [memory, *(disk.meter for disk in disks)], memory_homes=config.memory_homes)
     registration = Registration(arenas.arenas, [disk.volume.device for disk in disks])
     opened = Opened(core, space, placement, tenants, absent, registration, time.monotonic() - began)
@@ -306,7 +343,6 @@ def _recover(
 
 
 def _log_recovery(volume: Volume) -> None:
-    """Log the results of opening a volume."""
     name, report = volume.device.name, volume.report
     _log.info("volume_recovered device=%s objects=%d seconds=%.2f", name, report.objects, report.seconds)
     if report.grown_bytes:
@@ -366,9 +402,7 @@ def _drop_foreign_objects(core: Core, tenants: Tenants) -> None:
 
 
 def _find_stale(disks: list[Disk]) -> list[int]:
-    """Return the devices that were missing in the last session: their objects may have been replaced in the
-    meantime.
-    """
+    """Return the devices that were missing in the last session: their objects may have been replaced since."""
     newest = max((disk.log.session for disk in disks), default=b"")
     return [disk.number for disk in disks if not disk.log.took_part(newest)]
 
@@ -395,9 +429,6 @@ def _count_losses(core: Core, stale: dict[int, int]) -> None:
                 core.count_lost(reason, tenant, count)
 
 
-# ---- Bandwidth
-
-
 def _measure_all(memory: BandwidthMeter, disks: list[Disk], arenas: Arenas) -> None:
     arenas.measure()
     memory.sample(sum(arena.bytes_per_s for arena in arenas.arenas))
@@ -406,11 +437,8 @@ def _measure_all(memory: BandwidthMeter, disks: list[Disk], arenas: Arenas) -> N
 
 
 def _measure(disk: Disk, arenas: Arenas) -> None:
-    """Read from the device for a moment, several reads at a time.
-
-    They are written before, if there is room: file systems and many SSDs do not read from the medium what was never
-    written.
-    """
+    """Read from the device for a moment, several reads at a time; written before, if there is room: file systems and
+    many SSDs do not read from the medium what was never written."""
     if disk.meter.fixed:
         return
     device = disk.volume.device

@@ -23,12 +23,11 @@ class Pins:
 
     Attributes:
         of_tenant: Largest share of a tenant's quota, or of the budget without a quota, that its pins may have.
-        of_all: Largest share of the budget that all pins may have.
     """
 
     def __init__(self) -> None:
         self.of_tenant = 1.0
-        self.of_all = 1.0
+        self.of_all = 1.0  # largest share of the budget that all pins may have
         self.total_bytes = 0
         self._pins: dict[int, dict[int, _Pin]] = {}
         self._bytes: dict[int, int] = {}
@@ -39,19 +38,13 @@ class Pins:
         return slot in self._pins.get(tenant, ())
 
     def bytes_of(self, tenant: int) -> int:
-        """Return the bytes that a tenant has pinned."""
         return self._bytes.get(tenant, 0)
 
     def count(self, tenant: int | None) -> int:
-        """Return the number of pins of a tenant, or of all tenants."""
         return len(self._by_end) if tenant is None else len(self._pins.get(tenant, ()))
 
     def check(self, tenant: int, slot: int, size: int, *, quota_bytes: int | None, budget_bytes: int) -> None:
-        """Check that an entry may be pinned.
-
-        Raises:
-            PinShareError: The tenant, or all tenants together, would have too much pinned.
-        """
+        """Raise PinShareError if the tenant, or all tenants together, would have too much pinned."""
         pin = self._pins.get(tenant, {}).get(slot)
         more = size - (pin.size if pin is not None else 0)
         if more <= 0:
@@ -66,7 +59,6 @@ class Pins:
             raise PinShareError("all pins together have their share of the budget; wait until some pins end")
 
     def add(self, tenant: int, slot: int, size: int, until_ms: int) -> None:
-        """Pin an entry of ``size`` bytes, or change its pin."""
         self.drop(tenant, slot)
         pin = _Pin(max(until_ms, 0) << 64 | next(self._numbers), size)
         self._pins.setdefault(tenant, {})[slot] = pin
@@ -75,7 +67,6 @@ class Pins:
         self._by_end[pin.number] = (tenant, slot)
 
     def drop(self, tenant: int, slot: int) -> None:
-        """Unpin an entry, if it is pinned."""
         pins = self._pins.get(tenant)
         pin = None if pins is None else pins.pop(slot, None)
         if pins is None or pin is None:
@@ -94,7 +85,6 @@ class Pins:
         return pinned if number >> 64 <= now_ms else None
 
     def some(self, tenant: int | None, count_max: int) -> list[tuple[int, int]]:
-        """Return tenants and slots of some pins of a tenant, or of all tenants."""
         if tenant is None:
             return list(islice(self._by_end.values(), count_max))
         return [(tenant, slot) for slot in islice(self._pins.get(tenant, ()), count_max)]
@@ -106,5 +96,4 @@ class Pins:
         return int(self.of_tenant * min(budget_bytes, budget_bytes if quota_bytes is None else quota_bytes))
 
     def tenants(self, count_max: int) -> list[int]:
-        """Return some tenants that have pins."""
         return list(islice(self._pins, count_max))

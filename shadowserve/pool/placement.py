@@ -1,20 +1,18 @@
 """Placement: which device gets an object, and whether it stays in memory as well.
 
-Memory and devices have shares by their bandwidths. An object of a device's share is written there. An object of
-memory's share stays in memory and is written to a device too, chosen by the devices' shares among themselves: so a
-restart keeps it, and the devices' reads stay in proportion when memory drops it. With ``memory_homes`` it is in memory
-alone, as in the paper.
+Memory and devices have shares by their bandwidths. An object of memory's share stays in memory and is written to a
+device too, chosen by the devices' shares among themselves: so a restart keeps it, and the devices' reads stay in
+proportion when memory drops it. With ``memory_homes`` it is in memory alone, as in the paper.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from shadowserve.pool.arena import BLOCK_BYTES, object_blocks
-from shadowserve.pool.bandwidth_shares import BandwidthMeter, BandwidthShares
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.entries import Entry
-from shadowserve.pool.interleaver import Interleaver
+from shadowserve.pool.interleaver import BandwidthMeter, BandwidthShares, Interleaver
 from shadowserve.pool.space import Space
 
 
@@ -30,8 +28,6 @@ class Placement:
     """Places objects. With the pool's lock held.
 
     Attributes:
-        bandwidth_shares: Shares of memory (first) and of the devices.
-        pool: Distributes all objects over memory and devices.
         devices: Distributes the objects of memory's share over the devices.
     """
 
@@ -39,12 +35,11 @@ class Placement:
         self._core = core
         self._space = space
         self._memory_homes = memory_homes
-        self.bandwidth_shares = BandwidthShares(meters)
-        self.pool = Interleaver(self.bandwidth_shares.shares)
+        self.bandwidth_shares = BandwidthShares(meters)  # shares of memory (first) and of the devices
+        self.pool = Interleaver(self.bandwidth_shares.shares)  # distributes all objects over memory and devices
         self.devices = Interleaver(self.bandwidth_shares.shares[1:] or [1.0])
 
     def update(self) -> None:
-        """Apply new bandwidths."""
         if self.bandwidth_shares.update():
             self.pool.set_shares(self.bandwidth_shares.shares)
             self.devices.set_shares(self.bandwidth_shares.shares[1:] or [1.0])
@@ -52,12 +47,7 @@ class Placement:
     def choose(self, length: int, tenant: int, parent: bytes, key: bytes, old: Entry | None) -> Location | None:
         """Return the place of an object, with its extent reserved; None if no device has room now.
 
-        Args:
-            length: Bytes of the value.
-            tenant: Tenant of the object.
-            parent: Key of the previous chunk; empty for none.
-            key: Key of the object.
-            old: The replaced entry, which may be evicted for it.
+        ``parent``: key of the previous chunk, or empty. ``old``: the replaced entry, which may be evicted for it.
         """
         core = self._core
         size = object_blocks(length) * BLOCK_BYTES

@@ -1,5 +1,4 @@
-"""The interface of a pool, and what pools over devices and pools of memory alone have in common
-(docs/design/pool.md)."""
+"""The interface of a pool, and what pools of all kinds have in common (docs/design/pool.md)."""
 
 import os
 import select
@@ -15,16 +14,14 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.native import ANY
 from shadowserve.pool.config import PoolConfig
 from shadowserve.pool.core import Core
-from shadowserve.pool.entries import Entry
-from shadowserve.pool.keys import ParsedKey
+from shadowserve.pool.entries import Entry, ParsedKey
 from shadowserve.pool.next_use import NextUse
 from shadowserve.pool.opening import Found, Opened, open_devices, open_parts
 from shadowserve.pool.reads import Completion, Reader
-from shadowserve.pool.reports import pool_statistics, tenant_statistics
 from shadowserve.pool.scanning import Cursors, scan_keys
 from shadowserve.pool.scrub import Scrubber
 from shadowserve.pool.space import Quota
-from shadowserve.pool.statistics import Statistics
+from shadowserve.pool.statistics import Statistics, pool_statistics, tenant_statistics
 from shadowserve.pool.types import ENTRIES_PER_HOLD, Address, Item, Lease, LowerTier, PinnedEntries
 from shadowserve.pool.volume.tickets import Ticket
 from shadowserve.pool.volume.volume import Call
@@ -41,14 +38,12 @@ class Pool(ABC):
     All methods but start(), poll(), drain(), close() and descriptors() are called with the pool's lock held and never
     wait for a device. Later results come by callback (reads), :class:`Ticket` (durability of writes), or ``ready`` and
     :class:`BusyError` (room). The time of a call does not grow with the number of entries: work on many entries is done
-    :data:`ENTRIES_PER_HOLD` at a time, the rest in poll(), which releases the lock in between. Each callback is called
-    once, from any thread, without the lock; callbacks of read() also inside the call.
+    :data:`ENTRIES_PER_HOLD` at a time, the rest in poll(). Each callback is called once, from any thread, without the
+    lock; callbacks of read() also inside the call.
 
-    Evicted is the least recently used entry (or the one that the policy chooses), under these rules. A tenant beyond
-    its quota evicts its own entries only. Beyond the budget, the tenant that uses most evicts first. An entry with
-    children (entries that were put with its name as ``parent``) is evicted after them, unless they are pinned and
-    nothing else is left. A pinned entry is not evicted before its pin ends.
-
+    Evicted is the least recently used entry (or the one that the policy chooses). A tenant beyond its quota evicts its
+    own entries only; beyond the budget, the tenant that uses most evicts first. An entry is evicted after its children
+    (put with its name as ``parent``), unless they are pinned and nothing else is left; a pinned one never.
     Every kind of pool passes ``tests/pool/store_conformance.py``.
     """
 
@@ -72,15 +67,10 @@ class Pool(ABC):
         """Prepare a pool; start() opens it.
 
         Args:
-            config: Memory and devices.
             devices: Opens other devices than those of ``config``; for simulation.
             budget_bytes: Most bytes of all objects; None for what devices, or memory without devices, have room for.
-            below: The lower tier, which keeps records that this pool evicts.
-            clock_ms: Unix time.
-            seed: Seed of the index; random by default.
             measure: Measure bandwidths at the start; otherwise devices without a configured bandwidth are equal.
             ticks: Clock of the counters of time, in ns.
-            entropy: Returns random bytes.
         """
         self._config = config
         self._lower_tier = lower_tier
@@ -150,16 +140,12 @@ class Pool(ABC):
     def poll(self) -> bool:
         """Process completions of devices, and all work that is due. Called without the lock, by one thread.
 
-        It is called when a descriptor is readable, and at least every 100 ms. Its phases:
-
-        1. with the lock: take completions; finish the reads that their device has found sound
-        2. without: complete these reads
-        3. only if there is more work (:meth:`_run_turn`): verify other reads and seal values without the lock, then
-           finish reads and writes, evict and scrub with it, and tell the waiting clients without it
-        4. with the lock: remove some cleared entries, and evict some entries beyond a lowered quota or budget
+        Called when a descriptor is readable, and at least every 100 ms. With the lock, completions are taken, and reads
+        that their device has found sound are finished. If there is more work, :meth:`_run_turn` does it. Last, some
+        cleared entries, and some beyond a lowered quota or budget, are removed.
 
         Returns:
-            True if work is left, which waits so that others get the lock: call poll() again a moment later.
+            True if work is left: call poll() again a moment later, so that others get the lock in between.
         """
         lock, core, reader = self._lock, self._core, self._reader
         assert lock is not None, "start() comes first"
@@ -188,6 +174,7 @@ class Pool(ABC):
         return bool(waiting or more or self._is_turn_due(now_ms))
 
     def _run_turn(self, lock: threading.Lock, calls: list[Call]) -> None:
+        """Verify and seal without the lock; then finish, evict and scrub with it; then tell clients without it."""
         reader, writer, scrubber = self._reader, self._writer, self._scrubber
         for call in calls:
             call()
@@ -231,7 +218,6 @@ class Pool(ABC):
             callback()
 
     def _trim(self, lock: threading.Lock) -> bool:
-        """Remove some cleared entries and some entries beyond a bound; return whether there are more."""
         core, space = self._core, self._space
         if not (core.clears.under_way or space.is_beyond):
             return False
@@ -261,10 +247,10 @@ class Pool(ABC):
         return True
 
     def drain(self, timeout_s: float) -> None:
-        """Make everything durable, and write snapshots so that the next start is quick.
+        """Make everything durable, and write snapshots so that the next start is quick; within ``timeout_s``.
 
-        Called without the lock, by the thread that has called poll(), which this calls itself from now on; no other
-        calls come any more. It returns within ``timeout_s`` whatever devices do.
+        Called without the lock, by the thread that has called poll(), which this calls itself from now on. No other
+        calls come any more.
         """
         ends = time.monotonic() + timeout_s
         self._drain_until(ends, lambda: not self.busy)
@@ -315,14 +301,19 @@ class Pool(ABC):
     def peek(self, address: Address) -> Item | None:
         """Return the item of ``address`` without counting a use."""
 
-    @abstractmethod
     def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
-        """Read the bytes ``[start, end)`` of an item whose value is None, 0 <= start < end <= length.
+        """Read the bytes ``[start, end)`` of an item, 0 <= start < end <= length.
 
         ``done`` gets the item's bytes, whatever happens to the entry in the meantime; or None after a device error or a
         failed check, which the pool has counted and for which it has dropped the entry. Never wrong bytes. The read is
         never refused: it may wait for others.
         """
+        if item.is_cold:
+            assert self._lower_tier is not None
+            self._lower_tier.read(item, start, end, done)
+            return
+        assert item.value is not None
+        done(Lease(memoryview(item.value)[start:end]))
 
     def expected_s(self, size: int) -> float | None:
         """Return the expected time to read ``size`` bytes from the lower tier now; None without a lower tier."""
@@ -371,7 +362,7 @@ class Pool(ABC):
             address: Tenant and key.
             value: The bytes.
             header_bytes: Length of the record's header; 0 if the value is no record.
-            expires_at_ms: Unix time in milliseconds; None for no expiry.
+            expires_at_ms: Unix time; None for no expiry.
             parent: Name (32 bytes) of the previous chunk, of the same tenant; empty for none.
 
         Returns:
@@ -380,8 +371,8 @@ class Pool(ABC):
 
         Raises:
             OutOfBudgetError: The value does not fit; nothing has changed.
-            BusyError: Too many writes are in progress, or more entries have to be evicted than one hold of the lock
-                allows; some may be evicted. Nothing else has changed.
+            BusyError: Too many writes are in progress, or more has to be evicted than one hold of the lock allows.
+                Nothing has changed, except for evictions.
         """
 
     @abstractmethod
@@ -403,7 +394,6 @@ class Pool(ABC):
         return entry
 
     def _entered(self, tenant: int, length: int, header_bytes: int, *, is_new: bool) -> None:
-        """Count an entry that was added to the index."""
         core = self._core
         if header_bytes:
             for counters in core.counters.of(tenant):
@@ -415,7 +405,6 @@ class Pool(ABC):
     def _put_in_lower_tier(
         self, address: Address, size: int, header_bytes: int, expires: bool, parent: bytes
     ) -> Ticket | None:
-        """Pass a value to the lower tier; return a ticket if the client has to wait for it."""
         if self._lower_tier is None:
             return None
         return self._lower_tier.stored(address, header_bytes=header_bytes, expires=expires, parent=parent, length=size)
@@ -501,11 +490,9 @@ class Pool(ABC):
         return self._core.pins.entries(tenant, quota_bytes=quota_bytes, budget_bytes=budget_bytes)
 
     def pinning_tenants(self, count_max: int) -> list[int]:
-        """Return ids of some tenants that have pins."""
         return self._core.pins.tenants(count_max)
 
     def _end_pins(self) -> None:
-        """Make entries evictable again whose pins have ended."""
         now_ms = self._clock_ms()
         for _ in range(ENTRIES_PER_HOLD):
             ended = self._core.pins.ended(now_ms)
@@ -571,7 +558,6 @@ class Pool(ABC):
         return self._opened.tenants.id_of(name)
 
     def tenants(self) -> Mapping[str, int]:
-        """Return all assigned ids by the tenants' names."""
         return self._opened.tenants.by_name()
 
     def set_quota(self, tenant: int, bytes_max: int | None, keys_max: int | None) -> None:
@@ -590,7 +576,7 @@ class Pool(ABC):
             self._core.waker.wake()
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Change the budget. The excess is evicted soon, as far as it may be."""
+        """Change the budget; the excess is evicted soon, as far as it may be."""
         self._space.budget_bytes = budget_bytes
         self._bound()
 
@@ -621,16 +607,13 @@ class Pool(ABC):
         """Change the limit of memory."""
 
     def statistics(self, tenant: int | None = None) -> Statistics:
-        """Return counters and sizes of the pool, or of one tenant."""
         keys = self._core.clears.count_all() if tenant is None else self.count(tenant)
         if tenant is None:
-            found = pool_statistics(self._opened, self._reader, self._writer, self._peak_bytes)
+            found = pool_statistics(self._opened, self._reader, self._writer, keys, self._peak_bytes)
             cold = None if self._lower_tier is None else self._lower_tier.statistics()
-            return replace(
-                found, keys=keys, cold=cold, scrub_passes=self._scrubber.rounds, scrub_rotten=self._scrubber.found
-            )
+            return replace(found, cold=cold, scrub_passes=self._scrubber.rounds, scrub_rotten=self._scrubber.found)
         quota = self._space.quotas.get(tenant)
         budget = self._space.capacity_bytes
         if quota is not None and quota.bytes_max is not None:
             budget = quota.bytes_max
-        return replace(tenant_statistics(self._core, tenant, budget), keys=keys)
+        return tenant_statistics(self._core, tenant, keys, budget)

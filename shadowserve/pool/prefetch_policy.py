@@ -5,11 +5,8 @@ bandwidth (equation 2), after the bytes that are queued there. A request's bytes
 before it runs (equation 1); the rest is loaded when the request runs. The paper checks each block as if it were alone
 on the link, and so promises more than the link carries.
 
-The reach is a number of requests, or a time. A hop looks further ahead by as much as it is slower than the first, so
-bytes two hops away begin earlier.
-
-No clock and no I/O. The time of a step grows with the requests within reach, not with their blocks: the caller sums up
-the bytes in each tier.
+A hop looks further ahead by as much as it is slower than the first. The time of a step grows with the requests within
+reach, not with their blocks. No clock and no I/O.
 """
 
 import math
@@ -21,7 +18,6 @@ class Hop(NamedTuple):
     """The way from a tier to the next nearer one."""
 
     bytes_per_s: float
-    """Measured rate."""
     latency_s: float = 0.0
 
     def seconds(self, size: float) -> float:
@@ -50,20 +46,13 @@ class Move(NamedTuple):
 
 
 class PrefetchPolicy:
-    """Decides what to prefetch."""
+    """Decides what to prefetch: for the next ``requests`` (the paper's K; None for all) that run within ``ahead_s``."""
 
     def __init__(self, requests: int | None = 1, ahead_s: float = math.inf) -> None:
-        """Set the reach.
-
-        Args:
-            requests: Number of next requests, the paper's K; None for all.
-            ahead_s: Time before a request is expected to run.
-        """
         self.requests = requests
         self.ahead_s = ahead_s
 
     def reach(self, hops: Sequence[Hop]) -> tuple[float, float]:
-        """Return the largest reach over all hops: number of requests, and seconds."""
         counts, times = self._reaches(hops)
         return max(counts), max(times)
 
@@ -73,13 +62,8 @@ class PrefetchPolicy:
         return counts, [self.ahead_s * each for each in slower]
 
     def plan(self, waiting: Iterable[Waiting], hops: Sequence[Hop], promised: Sequence[float]) -> list[Move]:
-        """Return the moves to begin now.
-
-        Args:
-            waiting: Requests in the order in which they run.
-            hops: Rates, the hop into the first tier first.
-            promised: Queued bytes of each hop.
-        """
+        """Return the moves to begin now. ``waiting``: in the order in which they run; ``hops``: the one into the first
+        tier first; ``promised``: queued bytes of each hop."""
         moves: list[Move] = []
         counts, times = self._reaches(hops)
         reach, reach_s = max(counts), max(times)

@@ -1,13 +1,13 @@
 """Reading: from a device into memory that the socket sends from, after a check.
 
-A read of a whole object becomes a copy in the memory cache without copying bytes. Requests for an object that is being
-read share that read. A small part of a large object (a record's header) is read alone: the object's header and the
-units around the part.
+Reads of a whole object become copies in the memory cache without copying bytes, and requests for an object that is
+being read share that read. A small part of a large object (a record's header) is read alone: the object's header and
+the units around the part.
 
-The check compares the object's identity, the number of the put, and the checksum of each unit.
-The device's own thread checks, so that reads of several devices are checked in parallel. The pool's thread checks
-without the lock what no device has checked: reads of two operations, and devices that never check. After a failed check
-the object is dropped, its extent goes into quarantine, the reason is counted, and the client gets None: a miss.
+The check compares the object's identity, the number of the put, and the checksum of each unit. The device's own thread
+checks. The pool's thread checks without the lock what no device has checked: reads of two operations, and devices that
+never check. After a failed check the object is dropped, its extent goes into quarantine, the reason is counted, and the
+client gets None: a miss.
 """
 
 from collections import deque
@@ -46,26 +46,17 @@ _Waiter = tuple[int, int, Done]
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """A read of an object, or of a part.
-
-    Attributes:
-        parts: Offsets and lengths to read.
-        size: Bytes of all parts.
-        left: Parts whose operation has not ended.
-        depth: Reads of the device in progress when this one began.
-    """
-
     entry: Entry
     disk: Disk
     whole: bool
     first_unit: int
     units: int
-    parts: list[tuple[int, int]]
-    size: int
+    parts: list[tuple[int, int]]  # offsets and lengths to read
+    size: int  # bytes of all parts
     waiters: list[_Waiter] = field(default_factory=list)
     buffer: Buffer | None = None
-    left: int = 0
-    depth: int = 0
+    left: int = 0  # parts whose operation has not ended
+    depth: int = 0  # reads of the device in progress when this one began
     begun: bool = False
     verdict: Result | None = None
     failure: str | None = None
@@ -73,13 +64,7 @@ class _Read:
 
 
 class Reader:
-    """Reads for clients. With the pool's lock held, except :meth:`verify`.
-
-    Attributes:
-        under_way: Reads that are not completed.
-        wants_poll: More of the waiting reads can begin than one hold of the lock allows.
-        unverified: Ended reads that have failed, or that their device has not checked.
-    """
+    """Reads for clients. With the pool's lock held, except :meth:`verify`."""
 
     def __init__(self, core: Core, space: Space) -> None:
         self._core = core
@@ -88,9 +73,9 @@ class Reader:
         self._waiting: deque[_Read] = deque()
         self._ended: deque[tuple[_Read, Operation]] = deque()
         self._spare_bytes = 0  # freed since the last failed search for memory
-        self.unverified: list[_Read] = []
-        self.under_way = 0
-        self.wants_poll = False
+        self.unverified: list[_Read] = []  # ended reads that have failed, or that their device has not checked
+        self.under_way = 0  # reads that are not completed
+        self.wants_poll = False  # more of the waiting reads can begin than one hold of the lock allows
 
     @property
     def waiting(self) -> int:
@@ -98,7 +83,6 @@ class Reader:
         return len(self._waiting)
 
     def read(self, entry: Entry, start: int, end: int, done: Done) -> None:
-        """Read bytes of an object that is not in memory."""
         began = self._core.ticks()
         under_way = self._whole.get(entry.slot)
         if under_way is not None and under_way.entry.generation == entry.generation:
@@ -123,9 +107,7 @@ class Reader:
             self._use_spare()
 
     def _use_spare(self) -> None:
-        """Begin waiting reads while the memory that became free may be enough: a failed search for memory takes
-        long.
-        """
+        """Begin waiting reads while the freed memory may be enough: a failed search for memory takes long."""
         began, left = self._core.ticks(), ENTRIES_PER_HOLD
         while left and self._waiting and self._waiting[0].size <= self._spare_bytes and self._begin(self._waiting[0]):
             self._waiting.popleft()
@@ -217,12 +199,10 @@ class Reader:
                 self.unverified.append(read)
 
     def take_unverified(self) -> list[_Read]:
-        """Return reads to verify and finish."""
         reads, self.unverified = self.unverified, []
         return reads
 
     def verify(self, reads: list[_Read]) -> None:
-        """Check what no device has checked; without the pool's lock."""
         for read in reads:
             if read.failure is None:
                 began = self._core.ticks()
@@ -239,7 +219,6 @@ class Reader:
         return failure_of(entry, read.verdict, buffer.view(0, FIXED_HEADER_BYTES), read.first_unit, read.units, data)
 
     def finish(self, reads: list[_Read], completions: list[Completion]) -> None:
-        """Make copies and leases of sound reads, and drop objects whose read has failed."""
         for read in reads:
             self._finish(read, completions)
 
@@ -289,10 +268,8 @@ class Reader:
 def failure_of(
     entry: Entry, verdict: Result | None, header: memoryview, first_unit: int, units: int, data: memoryview
 ) -> str | None:
-    """Return why bytes in memory are not the object of ``entry``; None if they are.
-
-    ``verdict`` is the result of the device's check; without one they are checked here.
-    """
+    """Return why bytes in memory are not the object of ``entry``; None if they are. Without a device's ``verdict`` they
+    are checked here."""
     result = check_object(header, entry.header, data, first_unit, units) if verdict is None else verdict
     if result is Result.OK:
         return None

@@ -1,19 +1,16 @@
 """Listing keys: a walk through a tenant's entries in the order of their keys' hashes, a bounded part at a time.
 
-The keys and the index's seed determine the order: a cursor reveals nothing about other tenants, and a key that stays is
-returned exactly once, whatever else changes. But hashes of chosen keys reveal the seed, and with the seed a client
-could choose keys that collide. So clients get enciphered cursors.
+A key that stays is returned exactly once, whatever else changes. But hashes of chosen keys reveal the index's seed, and
+with the seed a client could choose keys that collide. So clients get enciphered cursors.
 """
 
 import hashlib
-import os
 from typing import Final
 
 from shadowserve.native import Index
 from shadowserve.pool.clears import SCAN_LINES
 from shadowserve.pool.core import Core
-from shadowserve.pool.entries import Entry
-from shadowserve.pool.keys import chunk_key
+from shadowserve.pool.entries import Entry, chunk_key
 from shadowserve.pool.types import ENTRIES_PER_HOLD
 
 _ROUNDS: Final = 4
@@ -24,12 +21,10 @@ _MASK: Final = (1 << _HALF) - 1
 class Cursors:
     """A permutation of the 64-bit numbers by four Feistel rounds. 0, where a scan begins and ends, stays 0."""
 
-    def __init__(self, key: bytes | None = None) -> None:
-        """``key`` is a secret of 16 bytes; random by default."""
-        self._key = key or os.urandom(16)
+    def __init__(self, key: bytes) -> None:
+        self._key = key
 
     def shown(self, position: int) -> int:
-        """Return the client's cursor for a position."""
         while position:
             position = self._permuted(position, range(_ROUNDS))
             if position:
@@ -37,7 +32,6 @@ class Cursors:
         return position
 
     def position(self, cursor: int) -> int:
-        """Return the position of a client's cursor."""
         while cursor:
             left, right = cursor >> _HALF, cursor & _MASK
             swapped = self._permuted(right << _HALF | left, range(_ROUNDS - 1, -1, -1))

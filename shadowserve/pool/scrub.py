@@ -1,7 +1,9 @@
 """The scrubber: reads and checks objects that no client reads, so that damage is found early.
 
 It goes round each device at a bounded rate with the lowest priority. Damaged objects are dropped and counted as after a
-client's read, and their extents go into quarantine (``quarantine.py``).
+client's read, and their extents go into quarantine. An extent is free again if a pattern that is written to it can be
+read back; otherwise it stays out of use until the next start. Tests run whether devices are scrubbed or not: one extent
+of each device at a time, at most one a second, in pieces.
 """
 
 import contextlib
@@ -9,17 +11,100 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from shadowserve.block import Operation, Priority
+from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.errors import is_passing
 from shadowserve.native import ANY, Result, object_unit
 from shadowserve.pool.arena import BLOCK_BYTES, FIXED_HEADER_BYTES, Buffer
 from shadowserve.pool.clears import SCAN_LINES
 from shadowserve.pool.core import Core
-from shadowserve.pool.disk import Disk
+from shadowserve.pool.disk import Disk, Quarantined
 from shadowserve.pool.entries import Entry
-from shadowserve.pool.quarantine import Tester
 from shadowserve.pool.reads import failure_of
 from shadowserve.pool.volume.device import Pages
+
+_BETWEEN_MS: Final = 1_000
+_WAIT_LONGEST_MS: Final = 3_600_000
+_PIECE_BYTES: Final = 256 << 10
+_PATTERN_BYTES: Final = 251  # prime, so that the pattern differs in each block
+_PATTERN: Final = bytes(range(1, _PATTERN_BYTES + 1)) * (_PIECE_BYTES // _PATTERN_BYTES + 2)
+
+
+@dataclass(slots=True, eq=False)
+class _Test:
+    disk: Disk
+    place: Quarantined
+    pages: Pages
+    reading: bool = False
+    done_bytes: int = 0
+
+    @property
+    def expected(self) -> bytes:
+        shift = (self.place.extent + self.done_bytes // _PIECE_BYTES) % _PATTERN_BYTES
+        return _PATTERN[shift : shift + min(self.place.size - self.done_bytes, _PIECE_BYTES)]
+
+
+class Tester:
+    """Tests the extents in quarantine. With the pool's lock held."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._pages: dict[int, Pages] = {}
+        self._next_ms = [0] * len(core.disks)
+
+    def turn(self, now_ms: int) -> None:
+        for disk in self._core.disks:
+            if disk.quarantine.waiting and disk.quarantine.tested is None and disk.gone is None:
+                if not 0 <= self._next_ms[disk.number] - now_ms <= _BETWEEN_MS:
+                    self._look_at_one(disk, now_ms)
+
+    def _look_at_one(self, disk: Disk, now_ms: int) -> None:
+        place = disk.quarantine.waiting[0]
+        if now_ms - place.since_ms < place.wait_ms or disk.is_used(place.extent):
+            disk.quarantine.waiting.rotate(-1)
+            return
+        disk.quarantine.tested = disk.quarantine.waiting.popleft()
+        self._next_ms[disk.number] = now_ms + _BETWEEN_MS
+        pages = self._pages.get(disk.number)
+        if pages is None:
+            pages = self._pages[disk.number] = Pages(_PIECE_BYTES)
+        self._continue(_Test(disk, place, pages))
+
+    def _continue(self, test: _Test) -> None:
+        expected = test.expected
+        test.pages.view[: len(expected)] = bytes(len(expected)) if test.reading else expected
+        test.disk.volume.submit(
+            [
+                Operation(
+                    OperationKind.READ if test.reading else OperationKind.WRITE,
+                    test.place.extent * BLOCK_BYTES + test.done_bytes,
+                    len(expected),
+                    test.pages.address,
+                    Priority.BACKGROUND,
+                    lambda ended: self._ended(test, ended),  # called by the volume's step(), with the lock
+                )
+            ]
+        )
+
+    def _ended(self, test: _Test, operation: Operation) -> None:
+        disk, place = test.disk, test.place
+        if operation.error is not None and is_passing(operation.error):
+            disk.quarantine.tested = None
+            place.since_ms = self._core.clock_ms()
+            place.wait_ms = min(2 * place.wait_ms, _WAIT_LONGEST_MS)
+            disk.quarantine.waiting.append(place)
+        elif operation.error is not None or (test.reading and test.pages.view[: operation.length] != test.expected):
+            disk.quarantine.tested = None
+            disk.quarantine.bad.append(place)
+        else:
+            test.done_bytes += operation.length
+            if test.done_bytes >= place.size and not test.reading:
+                test.reading, test.done_bytes = True, 0
+            if test.done_bytes < place.size:
+                self._continue(test)
+                return
+            disk.quarantine.tested = None
+            disk.free((place.extent, place.size))
+
 
 _OBJECTS_PER_TURN: Final = 16
 _PASSED_PER_TURN: Final = 256
@@ -40,8 +125,6 @@ class _Own:
 
 @dataclass(slots=True, eq=False)
 class _Check:
-    """An object that is being read."""
-
     disk: Disk
     entry: Entry
     buffer: Buffer | _Own
@@ -51,29 +134,22 @@ class _Check:
 
 
 class Scrubber:
-    """Checks devices in the background. turn() and finish() with the pool's lock held, verify() without.
-
-    Attributes:
-        bytes_per_s: Rate for each device; 0 for no scrubbing.
-        rounds: Completed rounds through all entries.
-        found: Damaged objects.
-    """
+    """Checks devices in the background. turn() and finish() with the pool's lock held, verify() without."""
 
     def __init__(self, core: Core, bytes_per_s: int) -> None:
         self._core = core
         self._tester = Tester(core)
-        self.bytes_per_s = bytes_per_s
+        self.bytes_per_s = bytes_per_s  # rate for each device; 0 for no scrubbing
         self._cursor = 0
         self._slots: deque[int] = deque()  # scanned, not examined yet
         self._credit = [0.0] * len(core.disks)
         self._last_ms: int | None = None
         self._under_way = 0
         self._read: deque[_Check] = deque()
-        self.rounds = 0
-        self.found = 0
+        self.rounds = 0  # completed rounds through all entries
+        self.found = 0  # damaged objects
 
     def turn(self, now_ms: int) -> None:
-        """Begin reads as far as the time since the last turn allows, and tests of extents in quarantine."""
         self._tester.turn(now_ms)
         if not self.bytes_per_s:
             return
@@ -90,7 +166,6 @@ class Scrubber:
                 return
 
     def _look(self) -> None:
-        """Scan some more entries."""
         was = self._cursor
         self._cursor, slots = self._core.index.scan(ANY, was, _PASSED_PER_TURN, SCAN_LINES)
         self._slots.extend(slots)
@@ -144,11 +219,9 @@ class Scrubber:
         return bool(self._read)
 
     def take_read(self) -> list[_Check]:
-        """Return reads to verify."""
         return [self._read.popleft() for _ in range(len(self._read))]
 
     def verify(self, checks: list[_Check]) -> None:
-        """Check what no device has checked; without the pool's lock."""
         for check in checks:
             if check.error is not None:
                 check.failure = "io_error"
@@ -158,7 +231,6 @@ class Scrubber:
             check.failure = failure_of(entry, check.verdict, header, 0, _units(entry), data)
 
     def finish(self, checks: list[_Check]) -> None:
-        """Drop damaged objects."""
         core = self._core
         for check in checks:
             self._under_way -= 1

@@ -1,11 +1,9 @@
 """Room: which object is evicted when memory, a device, the index or a budget is full.
 
 A tenant beyond its quota evicts its own objects only. Otherwise the tenant with most evicts first, if it has more than
-an equal share of the budget. Its victim is chosen by the configured policy: never before the victim's descendants,
-never while it is pinned, and only last among those that requests wait for. Cleared objects go before all others.
-
-One hold of the pool's lock evicts a limited number of objects: a writer that needs more room tries again, and the
-excess over a lowered limit is evicted in poll().
+an equal share of the budget. The policy chooses its victim: never before the victim's descendants, never while it is
+pinned, and only last among those that requests wait for. Cleared objects go before all others. One hold of the pool's
+lock evicts a limited number of objects; the rest is evicted in poll(), or when the writer tries again.
 """
 
 from collections.abc import Callable
@@ -16,8 +14,7 @@ from typing import Final
 from shadowserve.pool.arena import BLOCK_BYTES, Buffer, object_blocks
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
-from shadowserve.pool.entries import MEMORY_ONLY, Entry
-from shadowserve.pool.keys import chunk_key
+from shadowserve.pool.entries import MEMORY_ONLY, Entry, chunk_key
 from shadowserve.pool.types import ENTRIES_PER_HOLD, Address
 from shadowserve.pool.volume.tickets import OutOfBudgetError
 
@@ -59,21 +56,12 @@ class Space:
     """Makes room.
 
     Attributes:
-        evictions_left: Evictions until the lock must be released; begin_hold() resets it.
-        wants_poll: The search for memory has taken as long as one hold of the lock allows.
         held_back: Returns whether a record may not be evicted yet, since the lower tier still writes it.
         waits_for_lower_tier: A record was held back; writers try again in the next turn.
     """
 
     def __init__(self, core: Core, *, budget_bytes: int | None, objects_max: int, memory_homes: bool) -> None:
-        """Begin without quotas.
-
-        Args:
-            core: The pool's state.
-            budget_bytes: Most bytes of all objects; None for the room of devices and memory.
-            objects_max: Most objects.
-            memory_homes: Objects of memory's share are in memory alone.
-        """
+        """``memory_homes``: objects of memory's share are in memory alone. There are no quotas yet."""
         self._core = core
         self.budget_bytes = budget_bytes
         self.objects_max = objects_max
@@ -96,7 +84,7 @@ class Space:
 
     def begin_hold(self) -> None:
         """Allow as many evictions as one hold of the lock may do."""
-        self.evictions_left = ENTRIES_PER_HOLD
+        self.evictions_left = ENTRIES_PER_HOLD  # evictions until the lock must be released; begin_hold() resets it
         self._cleared_looks = ENTRIES_PER_HOLD
 
     # ---- Quotas and budgets
@@ -108,11 +96,6 @@ class Space:
 
     def make_room_for(self, tenant: int, size: int, old: Entry | None) -> bool:
         """Evict until an object of ``size`` bytes fits its tenant's quota and the pool's budget.
-
-        Args:
-            tenant: The object's tenant.
-            size: Bytes that count.
-            old: The entry that it replaces.
 
         Returns:
             False if more has to be evicted than one hold of the lock allows.
@@ -156,13 +139,12 @@ class Space:
         return False
 
     def _freed(self, old: Entry | None) -> tuple[int, int]:
-        """Return the bytes and keys that replacing an entry frees."""
         if old is None or not self._core.is_current(old):
             return 0, 0
         return self._core.freed_bytes(old), 1
 
     def bound(self, tenant: int | None) -> None:
-        """Evict what is beyond a tenant's changed quota, or beyond a changed budget, as far as this hold allows."""
+        """Evict what is beyond a tenant's changed quota, or a changed budget (None), as far as this hold allows."""
         if tenant is None:
             self._is_beyond = True
         else:
@@ -175,7 +157,6 @@ class Space:
         return (self._is_beyond or bool(self._beyond)) and not self.waits_for_lower_tier
 
     def trim(self) -> None:
-        """Evict what is beyond quotas and budget, as far as this hold allows."""
         index = self._core.index
         for tenant in list(islice(self._beyond, ENTRIES_PER_HOLD)):
             quota = self.quotas.get(tenant)
@@ -191,7 +172,6 @@ class Space:
 
     @property
     def _shortage(self) -> str:
-        """Cause of evictions beyond the pool's capacity."""
         return "device" if self._core.disks and self.budget_bytes is None else "budget"
 
     def evict(self, *, cause: str, device: int = -1, tenant: int = -1) -> bool:
@@ -234,9 +214,9 @@ class Space:
     # ---- Devices
 
     def extent(self, disk: Disk, length: int, old: Entry | None = None) -> int | None:
-        """Reserve an extent for a value of ``length`` bytes, evicting from the device if needed, even ``old``.
+        """Reserve an extent for a value of ``length`` bytes, evicting from the device if needed, even the replaced
+        entry ``old``, whose bytes count as free; None if there is none now.
 
-        ``old`` is the replaced entry: its bytes count as free if they are on this device. None: there is no extent now.
         Extents of evicted objects become free some milliseconds later, when the log is durable. If
         :attr:`Disk.is_freeing` is False, nothing on the device may be evicted.
         """
@@ -295,7 +275,7 @@ class Space:
         tries = _TRIES_MAX
         while (buffer := core.arenas.take(blocks, parent, key)) is None:
             if not tries:
-                self.wants_poll = True
+                self.wants_poll = True  # the search for memory has taken as long as one hold of the lock allows
                 return None
             bound = self._memory_only_max - blocks * BLOCK_BYTES
             memory_only_bytes = core.index.totals(device=MEMORY_ONLY).bytes
@@ -310,9 +290,6 @@ class Space:
         return buffer
 
     def _is_all_kept(self) -> bool:
-        """Return whether waiting would free no memory: it has no copies, and none is being read into or sent.
-
-        Objects of memory alone are not evicted for a short need: a request for a long prefix may use all of it.
-        """
+        """Return whether waiting would free no memory: there are no copies, and none is being read into or sent."""
         arenas = self._core.arenas
         return arenas.used_bytes - arenas.lent_bytes <= self._core.memory_cache.kept_bytes

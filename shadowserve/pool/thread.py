@@ -1,7 +1,7 @@
 """The thread that drives a pool: it waits for devices, processes their completions, and ends the pool.
 
-Other threads call the pool's methods for clients. Completions are processed here, so no client's thread waits for a
-device, and a slow device delays only requests for its own objects.
+Other threads call the pool's methods. So no client's thread waits for a device, and a slow device delays only requests
+for its own objects.
 """
 
 import logging
@@ -29,7 +29,6 @@ class PoolThread:
     """Drives one started store until stop()."""
 
     def __init__(self, store: Pool) -> None:
-        """Start the thread."""
         self._store = store
         self._descriptors = store.descriptors()
         self._stop = threading.Event()

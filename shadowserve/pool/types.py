@@ -18,6 +18,10 @@ ENTRIES_PER_HOLD: Final = 250
 """Most entries that one hold of the pool's lock processes, so that it takes at most 10 ms: the longest operation on one
 entry is its eviction, with up to 30 us."""
 
+ENTRY_OVERHEAD_BYTES: Final = 640
+"""Bytes of an entry besides key and value, the largest measured with CPython 3.11: its places in the index and in two
+dictionaries, the item, object headers, the key's text, the allocator's rounding. A test checks it."""
+
 KEY_BYTES_MAX: Final = (64 << 10) - 64
 """Most bytes of a key: an object on a device has room for a name of 64 KiB, and the pool uses 64 bytes of that."""
 
@@ -38,17 +42,14 @@ class Item:
     Each pool derives its own class. An item with a value stays valid longer between hold() and release().
 
     Attributes:
-        length: Bytes of the value.
-        header_bytes: Length of the record's header if the value is a valid record, else 0.
-        expires_at_ms: Unix time in milliseconds, or None.
         value: The bytes, which never change; None if they are not in memory: ``Pool.read()`` reads them.
     """
 
     __slots__ = ("expires_at_ms", "header_bytes", "length", "value")
 
-    length: int
-    header_bytes: int
-    expires_at_ms: int | None
+    length: int  # bytes of the value
+    header_bytes: int  # length of the record's header if the value is a valid record, else 0
+    expires_at_ms: int | None  # Unix time in milliseconds, or None
     value: bytes | memoryview | None
     is_cold: ClassVar[bool] = False
     """Only the lower tier has it."""
@@ -72,7 +73,6 @@ class Lease:
 
     @property
     def kept(self) -> object:
-        """Memory that it keeps."""
         return self
 
     def release(self) -> None:
@@ -83,9 +83,7 @@ class Lease:
 
 
 class PinnedEntries(NamedTuple):
-    """Number and bytes of a tenant's pinned entries, including pins that have ended without notice, and the most
-    bytes.
-    """
+    """Number and bytes of a tenant's pins, including those that have ended without notice, and the most bytes."""
 
     keys: int
     bytes: int
@@ -93,59 +91,24 @@ class PinnedEntries(NamedTuple):
 
 
 class LowerTier(Protocol):
-    """A tier below a pool. All methods except start(), close() and join() are called with the pool's lock held; none
-    waits.
-    """
-
-    def start(self, pool: Any, lock: Any) -> None:
-        """Begin to serve a pool; ``lock`` is the pool's. Called without the lock."""
-
-    def hurry(self) -> None:
-        """Write everything that waits to be written: the pool is about to close."""
+    """A tier below a pool, which does not know its class. :class:`shadowserve.pool.cold.tier.ColdTier` documents it."""
 
     @property
-    def idle(self) -> bool:
-        """True if nothing waits to be written."""
-
-    def close(self) -> None:
-        """End. Called without the lock; the pool is not used any more once the lock was free."""
-
-    def join(self) -> None:
-        """Wait a short time for what close() could not end; without the lock."""
-
-    def find(self, address: Address) -> Item | None:
-        """Return the item of a record that the pool does not have."""
-
-    def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
-        """Read bytes of an item of find(), as ``Pool.read()``."""
-
-    def expected_s(self, size: int) -> float:
-        """Return the expected time to read items of find() with ``size`` bytes in total now."""
-
-    def set_quota(self, tenant: str, bytes_max: int | None, keys_max: int | None) -> None:
-        """Limit a tenant's share, by its name, when there is no room for the records of all tenants."""
-
+    def idle(self) -> bool: ...
+    def start(self, pool: Any, lock: Any) -> None: ...
+    def hurry(self) -> None: ...
+    def close(self) -> None: ...
+    def join(self) -> None: ...
+    def find(self, address: Address) -> Item | None: ...
+    def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None: ...
+    def expected_s(self, size: int) -> float: ...
+    def set_quota(self, tenant: str, bytes_max: int | None, keys_max: int | None) -> None: ...
     def stored(
         self, address: Address, *, header_bytes: int, expires: bool, parent: bytes, length: int
-    ) -> Ticket | None:
-        """Receive a value of the pool; return a ticket for the removal of the record that it replaces; None if that
-        is done.
-        """
-
-    def settling(self, address: Address) -> Ticket | None:
-        """Return a ticket for the removal of the record that the present value has replaced; None if that is done."""
-
-    def holds_back(self, address: Address) -> bool:
-        """Return whether a record may not be evicted yet, since it is being written here, for a limited time."""
-
-    def removed(self, address: Address) -> bool:
-        """Make a record absent here; return whether it was present."""
-
-    def cleared(self, tenant: int | None) -> None:
-        """Make all records of a tenant, or of all tenants, absent."""
-
-    def barrier(self) -> Ticket | None:
-        """Return a ticket for the removals that removed() and cleared() have begun; None if they are done."""
-
-    def statistics(self) -> Any:
-        """Return counters and sizes."""
+    ) -> Ticket | None: ...
+    def settling(self, address: Address) -> Ticket | None: ...
+    def holds_back(self, address: Address) -> bool: ...
+    def removed(self, address: Address) -> bool: ...
+    def cleared(self, tenant: int | None) -> None: ...
+    def barrier(self) -> Ticket | None: ...
+    def statistics(self) -> Any: ...

@@ -11,17 +11,13 @@ _CHANGED_MAX: Final = 16
 
 
 class UsageRanking:
-    """Classes of weights, each an eighth wider than the one below. A tenant without bytes is in no class.
-
-    Attributes:
-        several: More than one tenant had bytes at the last weighing.
-    """
+    """Classes of weights, each an eighth wider than the one below. A tenant without bytes is in no class."""
 
     __slots__ = ("several", "_changed", "_class_of", "_classes", "_present", "_weigh", "_weights")
 
     def __init__(self, weigh: Callable[[int], int]) -> None:
         """``weigh`` returns a tenant's bytes."""
-        self.several = False
+        self.several = False  # more than one tenant had bytes at the last weighing
         self._weigh = weigh
         self._weights: dict[int, int] = {}
         self._class_of: dict[int, int] = {}
@@ -61,10 +57,7 @@ class UsageRanking:
         self.several = len(self._class_of) > 1
 
     def heaviest_first(self, count: int, total: int) -> list[int]:
-        """Return at most ``count`` tenants with more than an equal share of ``total``, the largest first.
-
-        The order is exact among the first 16 of a class.
-        """
+        """Return at most ``count`` tenants with more than an equal share of ``total``, the largest of them first."""
         self._settle()
         found: list[int] = []
         share = total // max(len(self._class_of), 1)

@@ -15,8 +15,7 @@ FAILED      its write has failed, and its entry is        no more
             removed
 ==========  ============================================  ===============================  =============================
 
-A put that ends releases its memory; :data:`ENDS` lists what else happens. Its ticket is settled (``writes``) when no
-power cut can bring back an older value.
+:data:`ENDS` lists what happens at the end of a put, besides the release of its memory.
 """
 
 from dataclasses import dataclass
@@ -49,18 +48,11 @@ _NEXT: Final = {
 
 
 class End(NamedTuple):
-    """Actions at the end of a put.
+    """Actions at the end of a put."""
 
-    Attributes:
-        has_entry: The entry is still in the index. Old copies on other devices are freed, or after a failure the entry
-            is removed.
-        fails: The ticket settles with the error.
-        removal: The ticket waits until the removal of the entry is durable too.
-    """
-
-    has_entry: bool
-    fails: bool
-    removal: bool
+    has_entry: bool  # it is in the index still: old copies are freed, or after a failure the entry is removed
+    fails: bool  # the ticket settles with the error
+    removal: bool  # the ticket waits until the removal of the entry is durable too
 
 
 ENDS: Final = {
@@ -79,41 +71,26 @@ class OldCopy(NamedTuple):
 
 
 class Cancelled(NamedTuple):
-    """A write whose entry was removed or replaced.
+    """A write whose entry was removed or replaced."""
 
-    Attributes:
-        submitted: Its volume has it.
-        replaced: Otherwise: the extent on the same device that it would have replaced.
-        old_copies: Copies on other devices that it would have replaced.
-    """
-
-    submitted: bool
-    replaced: Extent | None
-    old_copies: list[OldCopy]
+    submitted: bool  # its volume has it
+    replaced: Extent | None  # otherwise: the extent on the same device that it would have replaced
+    old_copies: list[OldCopy]  # copies on other devices that it would have replaced
 
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """One object on its way to a device.
-
-    Attributes:
-        name: Text of the key; None for a chunk's.
-        placed: Memory keeps the object by its own share.
-        replaced: Extent of the same key on the same device; freed when this write is durable.
-        old_copies: Copies of the same key on other devices.
-        ticket: Its own ticket.
-        tickets: Tickets to settle with it, also those of values that it replaced before they were durable.
-    """
+    """One object on its way to a device."""
 
     entry: Entry
     disk: Disk
     buffer: Buffer
-    name: bytes | None
-    placed: bool
-    replaced: Extent | None
-    old_copies: list[OldCopy]
-    ticket: Ticket
-    tickets: list[Ticket]
+    name: bytes | None  # text of the key; None for a chunk's
+    placed: bool  # memory keeps the object by its own share
+    replaced: Extent | None  # extent of the same key on the same device; freed when this write is durable
+    old_copies: list[OldCopy]  # copies of the same key on other devices
+    ticket: Ticket  # its own ticket
+    tickets: list[Ticket]  # tickets to settle with it, also those of values that it replaced before they were durable
     state: State = State.TAKEN
     error: Exception | None = None
 
@@ -131,7 +108,6 @@ class Writes:
         self._inherited: dict[int, list[Ticket]] = {}
 
     def of(self, slot: int) -> Write | None:
-        """Return the write of a slot's entry."""
         return self._of.get(slot)
 
     def begin(self, write: Write) -> None:

@@ -1,8 +1,7 @@
 """Writing: from the memory that received a value, through its checksums, to a device.
 
 put() only enqueues. The pool's thread makes the checksums without the pool's lock; then the volume writes the object
-and its record, and flushes. The entry can be read from memory all the time. ``write_states`` has the states of a put;
-this module moves puts from state to state and settles their tickets.
+and its record, and flushes. The entry can be read from memory all the time. ``write_states`` has the states of a put.
 """
 
 from collections import deque
@@ -33,26 +32,17 @@ WRITABLE_SHARE: Final = 2
 
 @dataclass(slots=True, eq=False)
 class _Undurable:
-    """Tickets of a value that is written, while a power cut could still bring back an older one.
-
-    Attributes:
-        own: The device of the value; None for memory alone.
-        removed: The value was removed before it was written; the removal has to be durable too.
-    """
+    """Tickets of a value that is written, while a power cut could still bring back an older one."""
 
     tenant: int
     key: bytes
-    own: Disk | None
-    removed: bool
+    own: Disk | None  # the device of the value; None for memory alone
+    removed: bool  # the value was removed before it was written; the removal has to be durable too
     tickets: list[Ticket]
 
 
 class Writer:
-    """Writes the values of put(). With the pool's lock held, except :meth:`seal`.
-
-    Attributes:
-        bytes_under_way: Bytes of objects that are not durable yet.
-    """
+    """Writes the values of put(). With the pool's lock held, except :meth:`seal`."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -65,7 +55,7 @@ class Writer:
         self._settled: deque[tuple[Ticket, Exception | None]] = deque()
         self._count = 0
         self._may_settle_more = False
-        self.bytes_under_way = 0
+        self.bytes_under_way = 0  # bytes of objects that are not durable yet
 
     def __len__(self) -> int:
         return self._count + len(self._undurable)
@@ -77,7 +67,6 @@ class Writer:
 
     @property
     def has_barriers(self) -> bool:
-        """True while barriers wait for room in a log."""
         return bool(self._barriers)
 
     @property
@@ -87,7 +76,6 @@ class Writer:
         return bool((self._unsealed and not is_full) or self._ended or self._settled or self._may_settle_more)
 
     def ticket(self, slot: int) -> Ticket | None:
-        """Return the ticket of an entry that is not durable yet."""
         write = self._writes.of(slot)
         return None if write is None else write.ticket
 
@@ -147,12 +135,10 @@ class Writer:
     # ---- In the pool's thread
 
     def take_unsealed(self) -> list[Write]:
-        """Return the next writes to seal."""
         count = min(len(self._unsealed), _SEALED_PER_TURN) if len(self._sealed) < _SEALED_MAX else 0
         return [self._unsealed.popleft() for _ in range(count)]
 
     def seal(self, writes: list[Write]) -> None:
-        """Make headers and checksums, without the pool's lock."""
         for write in writes:
             if write.state is State.TAKEN:
                 seal_object(write.buffer.view(0, write.entry.size), write.entry.header)
@@ -200,7 +186,6 @@ class Writer:
         ticket.then(note_end)
 
     def finish(self) -> None:
-        """Process some of the ended writes."""
         for _ in range(min(len(self._ended), ENTRIES_PER_HOLD)):
             write = self._ended.popleft()
             if write.error is None:
@@ -258,9 +243,7 @@ class Writer:
                 durable.then(partial(self._settle_all, undurable))
 
     def _settle_all(self, undurable: _Undurable, error: Exception | None) -> None:
-        """Settle the tickets. Where another device has failed, wait until the remaining logs have the change of
-        session.
-        """
+        """Settle the tickets. Where another device has failed, wait until the remaining logs have the new session."""
         if error is not None and (undurable.own is None or undurable.own.gone is None):
             self._undurable.append(undurable)
             self._core.waker.wake()
@@ -270,10 +253,7 @@ class Writer:
 
     def finish_memory_only(self, slot: int, tenant: int, key: bytes) -> Ticket | None:
         """Return a ticket for a value in memory alone, which only waits for the removal of older values; None if there
-        are none.
-
-        The tickets of the values that it replaced settle with it.
-        """
+        are none. The tickets of the values that it replaced settle with it."""
         ticket = self.await_old_removed(tenant, key)
         inherited = self._writes.inherit(slot)
         if ticket is not None:
@@ -284,9 +264,7 @@ class Writer:
         return None
 
     def await_old_removed(self, tenant: int, key: bytes) -> Ticket | None:
-        """Return a ticket that settles when no power cut can bring back an older value of a key; None if none can
-        now.
-        """
+        """Return a ticket that settles when no power cut can bring back an older value of a key; None if none can."""
         if not self._core.undurable_disks(tenant, key):
             return None
         ticket = Ticket()
@@ -306,7 +284,6 @@ class Writer:
         self._core.waker.wake()
 
     def take_settled(self) -> list[tuple[Ticket, Exception | None]]:
-        """Return the tickets to settle after the lock is released."""
         return [self._settled.popleft() for _ in range(len(self._settled))]
 
 
@@ -314,7 +291,6 @@ class WaitingWriters:
     """Writers that wait for memory or for free extents. With the pool's lock held."""
 
     def __init__(self, core: Core, writer: Writer, bytes_max: int) -> None:
-        """``bytes_max``: most bytes that wait to be written."""
         self._core = core
         self._writer = writer
         self._bytes_max = bytes_max
@@ -336,8 +312,6 @@ class WaitingWriters:
         self._ready.append(ready)
 
     def busy_error(self, why: str) -> BusyError:
-        """Return the error of a write that has to be tried again later."""
-        self._core.counters.busy_writes += 1
         again = Ticket()
         self._busy.append(again)
         self._free_blocks = self._count_free_blocks()
@@ -345,7 +319,6 @@ class WaitingWriters:
         return BusyError(f"too many writes are in progress: {why}", again)
 
     def take_ready(self) -> list[Callable[[], None]]:
-        """Return the callbacks of writers that may have memory now."""
         if not self._ready or not self.may_receive(0):
             return []
         taken, self._ready = self._ready, []

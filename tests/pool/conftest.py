@@ -1,4 +1,4 @@
-"""Import path of the modules beside this file, and a bucket for tests."""
+"""Import path of the modules beside this file, the end of each test's pools, and a bucket for tests."""
 
 import sys
 from collections.abc import Iterator
@@ -10,6 +10,14 @@ sys.path.insert(0, str(Path(__file__).parent))  # pytest imports by path, so tha
 
 from cold_support import CREDENTIALS, Opens, nodes  # noqa: E402
 from faulty_s3 import FaultyS3, faulty_s3  # noqa: E402
+from store_driver import Driver  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _closes_pools() -> Iterator[None]:
+    yield
+    while Driver.opened:
+        Driver.opened.pop().store.close()
 
 
 @pytest.fixture

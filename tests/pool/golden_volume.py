@@ -25,20 +25,16 @@ def make() -> SimulatedDevice:
     store.volume.name_tenant(5, b"five")
     store.volume.note(b"wear", b"12345")
     for number, (key, value) in enumerate(VALUES.items()):
-        store.put(key, value)
-        store.drain()
+        store.keep(key, value)
         if number == 19:
             store.put(bytes(32), b"removed later")
-            store.volume.snapshot()
-            store.step()
-            store.drain()
+            store.snapshot()
     store.put(index_key(NAME), b"named", name=NAME, tenant=5)
     store.expire((1).to_bytes(32, "little"), 2_000_000_000_000)
     store.volume.log(pack_record(RecordKind.PIN, 0, (2).to_bytes(32, "little"), pinned_until_s=2_000_000_000))
     store.remove(bytes(32))
     store.drain()
-    assert isinstance(store.device, SimulatedDevice)
-    return store.device.restart()
+    return store.simulated.restart()
 
 
 def save(device: SimulatedDevice, path: Path) -> None:

@@ -26,31 +26,18 @@ _ZEROS: Final = bytes(BLOCK_BYTES)
 
 @dataclass(slots=True)
 class Fault:
-    """A fault of operations of one kind.
-
-    Attributes:
-        kind: Kind of operation.
-        error: errno of the operation; 0 for success, whatever the real result.
-        after: Matching operations that succeed first.
-        times: Matching operations that fail; None for all.
-        first_block: First block of the affected range.
-        last_block: End of the range, exclusive; None for the device's end.
-        lost: The bytes are not written, or not read.
-        moved_blocks: The bytes are written, or read, this many blocks further on.
-        stuck: The operation never ends.
-        met: Operations that have failed so far.
-    """
+    """A fault of operations of one kind."""
 
     kind: OperationKind
-    error: int = errno.EIO
-    after: int = 0
-    times: int | None = 1
-    first_block: int = 0
-    last_block: int | None = None
-    lost: bool = False
-    moved_blocks: int = 0
-    stuck: bool = False
-    met: int = 0
+    error: int = errno.EIO  # errno of the operation; 0 for success, whatever the real result
+    after: int = 0  # matching operations that succeed first
+    times: int | None = 1  # matching operations that fail; None for all
+    first_block: int = 0  # first block of the affected range
+    last_block: int | None = None  # end of the range, exclusive; None for the device's end
+    lost: bool = False  # the bytes are not written, or not read
+    moved_blocks: int = 0  # the bytes are written, or read, this many blocks further on
+    stuck: bool = False  # the operation never ends
+    met: int = 0  # operations that have failed so far
 
     def meets(self, operation: Operation) -> bool:
         """Return True if an operation fails, and count it."""
@@ -89,9 +76,7 @@ class SimulatedDevice:
 
     Attributes:
         automatic: completed() first ends all operations in a random order: for opening and formatting.
-        faults: Active faults; append to it.
         trace: (kind, first block, blocks) of each operation in the order of completion.
-        submitted: Called with the number of queued operations.
         before: Called before an operation ends; its exception leaves completed().
     """
 
@@ -109,9 +94,9 @@ class SimulatedDevice:
         self.latencies: dict[str, LatencyHistogram] = {}
         self.capacity_bytes = capacity_bytes
         self.automatic = automatic
-        self.faults: list[Fault] = []
+        self.faults: list[Fault] = []  # active faults; append to it
         self.trace: list[tuple[OperationKind, int, int]] = []
-        self.submitted: Callable[[int], None] = lambda count: None
+        self.submitted: Callable[[int], None] = lambda count: None  # called with the number of queued operations
         self.before: Callable[[], None] | None = None
         self.random = random.Random(seed)
         self._operations_max = operations_max

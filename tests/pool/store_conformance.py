@@ -12,9 +12,8 @@ from machine import drive
 from store_driver import Clock, Driver, Reading
 from work_meter import WORK_MAX, WorkMeter
 
-from shadowserve.pool.heap import ENTRY_OVERHEAD_BYTES
 from shadowserve.pool.pool import Pool
-from shadowserve.pool.types import ENTRIES_PER_HOLD, PinShareError
+from shadowserve.pool.types import ENTRIES_PER_HOLD, ENTRY_OVERHEAD_BYTES, PinShareError
 from shadowserve.pool.volume.tickets import OutOfBudgetError
 
 

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from machine import wait_for
 
@@ -81,13 +81,19 @@ class Change:
 
 
 class Driver:
-    """A pool with its lock. Keys are clients' keys, by default of tenant 0."""
+    """A pool with its lock. Keys are clients' keys, by default of tenant 0.
+
+    ``opened`` has the pools that were not stopped: a test that ends closes them, as a crash would.
+    """
+
+    opened: ClassVar[list["Driver"]] = []
 
     def __init__(self, store: Pool, *, start: bool = True, lock: Any = None) -> None:
         self.store = store
         self.lock = threading.Lock() if lock is None else lock
         if start:
             store.start(self.lock)
+            self.opened.append(self)
 
     # ---- Waiting
 
@@ -191,5 +197,7 @@ class Driver:
 
     def stop(self, timeout_s: float = 60.0) -> None:
         """Drain and close, as the server does."""
+        if self in self.opened:
+            self.opened.remove(self)
         self.store.drain(timeout_s)
         self.store.close()

@@ -16,7 +16,7 @@ from faulty_s3 import Answer, FaultyS3, faulty_s3
 
 from shadowserve.errors import ConfigurationError
 from shadowserve.pool.cold.bucket import PAGE_BYTES_MAX, Bucket, BucketError
-from shadowserve.pool.cold.signing import Credentials, signed_headers
+from shadowserve.pool.cold.credentials import Credentials, signed_headers
 
 NAME = "t/" + 40 * "0" + ".kv"
 PREFIX = "shadowserve/"

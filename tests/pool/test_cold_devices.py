@@ -1,12 +1,11 @@
 """A bucket below a pool with devices and ``write: evicted``: evicted records are in the bucket."""
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cold_support import Chain, Node, device_node, nodes
-from faulty_s3 import Answer, FaultyS3
+from faulty_s3 import FaultyS3
 from machine import wait_for
 
 from shadowserve.keys import storage_key
@@ -84,25 +83,6 @@ def test_another_node_finds_exactly_the_written_records(node: Node, bucket: Faul
         wanted = [*FITS.values, *MORE.values]
         assert all(value in (None, right) for value, right in zip(found, wanted, strict=True))
         assert sum(value is not None for value in found) == written >= node.statistics().evicted_keys
-
-
-@pytest.mark.parametrize("how", ["slow", "refusing"])
-def test_an_unwritable_bucket_delays_stores_until_its_deadline_and_loses_evicted_records(
-    node: Node, bucket: FaultyS3, how: str
-) -> None:
-    gate = threading.Event()
-    bad = Answer(after=gate) if how == "slow" else Answer(status=503, code="SlowDown")
-    bucket.fault = lambda asked: bad if asked.operation == "put" else None
-    try:
-        node.store_chain(FITS)
-        node.store_chain(MORE)
-        assert node.statistics().evicted_keys > 0 and not bucket.objects
-        found = [*values(node, FITS), *values(node, MORE)]
-        wanted = [*FITS.values, *MORE.values]
-        assert all(value in (None, right) for value, right in zip(found, wanted, strict=True))
-        assert None in found
-    finally:
-        gate.set()
 
 
 def test_only_a_record_that_the_device_lost_before_its_write_is_a_miss(

@@ -67,18 +67,6 @@ def test_interleaved_chains_go_into_separate_objects(bucket: FaultyS3, open_node
     assert [sum(value in body for value in one.values) for body in bodies] in ([16, 0], [0, 16])
 
 
-def test_evicted_records_are_read_from_the_bucket(open_node: Opens) -> None:
-    node = open_node(memory_budget_bytes=4 * MIB)
-    chains = [Chain(f"long {number}", 8, 1 << 18) for number in range(4)]
-    for written, chain in enumerate(chains):
-        node.store_chain(chain)
-        node.await_written(written + 1)
-    assert node.statistics().evicted_keys > 0
-    node.await_known(32)
-    for chain in chains:
-        assert node.read_chain(chain) == chain.values
-
-
 def test_write_evicted_writes_only_when_there_is_no_room(bucket: FaultyS3, open_node: Opens) -> None:
     node = open_node(write="evicted", memory_budget_bytes=2 * MIB)
     long = Chain("long", 40, 1 << 16)
@@ -310,22 +298,6 @@ def test_values_with_an_expiry_or_without_a_header_are_not_written_and_replace_t
     assert node.value(CHAIN.keys[5]) == CHAIN.values[5]
 
 
-def test_a_sweep_keeps_the_newest_within_bytes_max(bucket: FaultyS3, open_node: Opens) -> None:
-    node = open_node(memory_budget_bytes=256 * MIB, bytes_max=64 * MIB, object_bytes=8 * MIB)
-    chains = [Chain(f"large {number}", 8, 1 << 20) for number in range(10)]
-    for written, chain in enumerate(chains):
-        node.store_chain(chain)
-        node.await_written(written + 1)
-    wait_for(lambda: sum(map(len, bucket.objects.values())) <= 64 * MIB)
-    wait_for(lambda: node.cold().swept_objects >= 3)
-    node.await_listed()
-    other = open_node()
-    wait_for(lambda: other.cold().lists)
-    wait_for(lambda: other.cold().objects == len(bucket.objects))
-    assert other.peek(chains[-1].keys[0]) is not None
-    assert other.peek(chains[0].keys[0]) is None
-
-
 def test_a_removal_waits_for_the_first_complete_list(bucket: FaultyS3, open_node: Opens) -> None:
     filled(open_node)
     gate = threading.Event()
@@ -535,13 +507,6 @@ def test_a_new_node_knows_the_bucket_at_once(bucket: FaultyS3, open_node: Opens)
     """Symptom: a restarted node answered before it had listed the bucket, and reported no records."""
     filled(open_node)
     assert open_node(index_ttl_s=3600.0).read_chain(CHAIN) == CHAIN.values
-
-
-def test_chunks_max_limits_the_known_records(open_node: Opens) -> None:
-    filled(open_node)
-    other = open_node(chunks_max=11)
-    other.await_listed()
-    assert other.cold().records == 0
 
 
 # ---- Access control between tenants

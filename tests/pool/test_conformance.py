@@ -119,6 +119,8 @@ class TestPoolOfASimulatedDevice(DeviceConformance):
 
 
 class TestPoolOfAFile(DeviceConformance):
+    test_no_hold_of_the_lock_grows_with_the_number_of_entries = None  # type: ignore[assignment]  # the same code
+
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path: Path) -> None:
         self.folder = tmp_path

@@ -12,7 +12,7 @@ from shadowserve.native import BlockDevice
 from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
 from shadowserve.pool.volume.format import SUPERBLOCK_OFFSETS, Superblock
-from shadowserve.pool.volume.resizing import grown
+from shadowserve.pool.volume.formatting import grown
 
 VALUE = bytes(MIB)
 
@@ -51,7 +51,6 @@ def test_a_file_grows_to_the_configured_size_and_keeps_its_objects(volume: Path)
     again = start(volume, "32 MiB")
     assert room(again) == less + 16 * MIB
     assert again.value(b"kept") == VALUE and again.value(b"more19") == VALUE
-    again.stop()
 
 
 def test_a_truncated_file_is_refused_and_not_changed(volume: Path) -> None:
@@ -69,7 +68,6 @@ def test_a_larger_device_is_used_completely_without_a_size(volume: Path) -> None
         file.truncate(24 * MIB)
     pool = start(volume, None)
     assert room(pool) > 16 * MIB and pool.value(b"kept") == VALUE
-    pool.stop()
 
 
 def test_a_smaller_size_is_refused_with_advice(volume: Path) -> None:
@@ -89,15 +87,13 @@ def test_a_corrected_size_is_accepted_after_a_failed_first_start(tmp_path: Path)
     pool = start(path, "16 MiB")
     pool.put(b"kept", VALUE)
     assert path.stat().st_size == 16 * MIB
-    pool.stop()
 
 
 def test_an_unformatted_file_can_shrink(tmp_path: Path) -> None:
     path = tmp_path / "values.pool"
     path.write_bytes(bytes(32 * MIB))
-    pool = start(path, "16 MiB")
+    start(path, "16 MiB")
     assert path.stat().st_size == 16 * MIB
-    pool.stop()
 
 
 @pytest.mark.parametrize("size", ["8 MiB", "32 MiB"])
@@ -149,4 +145,3 @@ def test_a_pool_with_two_files_grows_one_of_them(tmp_path: Path) -> None:
     pool = Driver(DevicePool(configuration(devices=devices), measure=False))
     first, second = (device.capacity_bytes for device in pool.statistics().devices)
     assert second == first + 16 * MIB and pool.value(b"kept") == VALUE
-    pool.stop()

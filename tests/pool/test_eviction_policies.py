@@ -11,7 +11,7 @@ from store_driver import Driver
 
 from shadowserve.native import ANY, Index, IndexPolicy
 from shadowserve.pool.config import PoolConfig
-from shadowserve.pool.keys import chunk_key, parse_key
+from shadowserve.pool.entries import chunk_key, parse_key
 from shadowserve.pool.memory_pool import MemoryPool
 from shadowserve.pool.next_use import REQUESTS_MAX, NextUse
 
@@ -211,7 +211,6 @@ def test_a_full_device_evicts_the_last_requests_entries() -> None:
         driver.put(b"again %d" % number, b"y" * 20_000)
     assert all(driver.peek(key) is not None for key in keys[:10])
     assert not any(driver.peek(key) for key in keys[10:20])
-    driver.stop()
 
 
 def test_a_pool_keeps_needed_entries_and_evicts_the_last_requests() -> None:

@@ -51,7 +51,6 @@ def test_a_chain_is_lent_in_place_several_times() -> None:
     assert used(pool) == len(CHAIN), "the other device must have all records"
     give_back(pool, second)
     assert used(pool) == 0
-    pool.stop()
 
 
 @pytest.mark.parametrize("why", ["absent", "length", "expired", "cleared", "not durable", "gone"])
@@ -89,7 +88,6 @@ def test_lending_ends_before_the_first_unavailable_record(why: str) -> None:
             device.automatic = True
         assert change.wait() is None and len(give := lend(pool)) == 6
         give_back(pool, give)
-    pool.stop()
 
 
 def test_records_in_memory_alone_are_not_lent() -> None:
@@ -97,7 +95,6 @@ def test_records_in_memory_alone_are_not_lent() -> None:
     stored(pool)
     assert lend(pool, list(LENGTHS)) == []
     assert used(pool) == 1, "lending counts as a use, which writes the first record to a device"
-    pool.stop()
 
 
 def test_a_named_key_with_a_chunks_digest_is_not_lent() -> None:
@@ -105,7 +102,6 @@ def test_a_named_key_with_a_chunks_digest_is_not_lent() -> None:
     pool.put(b"name", b"x" * 100)
     key = entry_of(pool, b"name").key
     assert pool.call(pool.store.lend_extents, [key], [100]) == []  # type: ignore[attr-defined]
-    pool.stop()
 
 
 @pytest.mark.parametrize("change", ["remove", "evict", "rewrite", "clear"])
@@ -135,4 +131,3 @@ def test_a_lent_extent_is_not_reused_before_it_is_returned(change: str) -> None:
     give_back(pool, lent)
     pool.pump(lambda: not disk.is_freeing)
     assert not disk._freed_later and not disk._uses
-    pool.stop()

@@ -16,7 +16,7 @@ from volume_support import Store, device_of, index_key
 from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
 from shadowserve.pool.device_pool import DevicePool
-from shadowserve.pool.volume import block_reader, retry_policy
+from shadowserve.pool.volume import block_reader
 from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, Layout, Superblock
 from shadowserve.pool.volume.verification import verify_volume
 
@@ -26,17 +26,15 @@ PASSING = [errno.EBUSY, errno.EAGAIN, errno.ENOMEM, errno.ETIMEDOUT]
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_reader, "_PAUSES_S", 0.1)
-    monkeypatch.setattr(retry_policy, "_READ_NS", 100_000_000)
+    monkeypatch.setattr("shadowserve.pool.volume.device._READ_NS", 100_000_000)
 
 
 def filled(count: int = 12) -> tuple[SimulatedDevice, Layout]:
     """Return a volume with values of named keys, which only its log records."""
     store = Store(device_of())
     for number in range(count):
-        store.put(index_key(b"%d" % number), b"%d" % number * 2000)
-        store.drain()
-    assert isinstance(store.device, SimulatedDevice)
-    device = store.device.restart()
+        store.keep(index_key(b"%d" % number), b"%d" % number * 2000)
+    device = store.simulated.restart()
     superblock = Superblock.unpack(device.peek(0, BLOCK_BYTES))
     assert superblock is not None
     return device, superblock.layout
@@ -69,11 +67,9 @@ def test_an_unreadable_block_of_the_log_drops_nothing(which: int, error: int) ->
 
 def test_an_unreadable_snapshot_drops_nothing() -> None:
     store = Store(device_of())
-    device = store.device
-    assert isinstance(device, SimulatedDevice)
+    device = store.simulated
     for number in range(12):
-        store.put(index_key(b"%d" % number), b"%d" % number * 2000)
-        store.drain()
+        store.keep(index_key(b"%d" % number), b"%d" % number * 2000)
     for turn in range(3):  # so that the log wraps around once
         for _ in range(60):
             store.expire(index_key(b"1"), 4_000_000_000_000 + turn)
@@ -140,7 +136,6 @@ def test_a_start_without_descriptors_for_a_device_fails(tmp_path: Path) -> None:
     assert "The device is there" in told
     pool = Driver(file_pool(paths))
     assert pool.count() == 20
-    pool.stop()
 
 
 # ---- During operation
@@ -162,7 +157,6 @@ def test_a_read_of_a_busy_device_is_retried(error: int) -> None:
     found = pool.statistics()
     assert found.lost_keys == 0 and found.devices[0].quarantined_bytes == 0
     assert found.devices[0].state == "ok" and found.devices[0].errors == 0 and found.devices[0].busy == fault.met + 3
-    pool.stop()
 
 
 @pytest.mark.parametrize("error", PASSING)
@@ -177,7 +171,6 @@ def test_a_write_to_a_busy_device_is_retried(error: int) -> None:
     pool.put(b"b", b"y" * 10_000)
     found = pool.statistics().devices[0]
     assert found.state == "ok" and found.errors == 0 and found.busy == 7
-    pool.stop()
 
 
 def test_a_failed_flush_is_retried_only_if_it_has_not_begun() -> None:
@@ -190,11 +183,10 @@ def test_a_failed_flush_is_retried_only_if_it_has_not_begun() -> None:
     for number in range(8):
         pool.put_soon(b"%d" % number, b"x").wait()
     assert [device.state for device in pool.statistics().devices] == ["gone", "ok"]
-    pool.stop()
 
 
 def test_a_device_that_stays_busy_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry_policy, "_WRITE_NS", 100_000_000)
+    monkeypatch.setattr("shadowserve.pool.volume.device._WRITE_NS", 100_000_000)
     pool, devices = start_pool()
     data = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
     devices[0].fail(OperationKind.WRITE, error=errno.EBUSY, times=None, first_block=data)
@@ -204,7 +196,6 @@ def test_a_device_that_stays_busy_is_not_given_up(monkeypatch: pytest.MonkeyPatc
     pool.put(b"a", b"x" * 10_000)
     found = pool.statistics().devices[0]
     assert found.state == "avoided" and found.errors == 0 and found.quarantined_bytes == 0
-    pool.stop()
 
 
 # ---- Quarantine
@@ -238,7 +229,6 @@ def test_quarantined_extents_are_tested_without_scrubbing() -> None:
     pass_time(pool, clock, 30)
     found = pool.statistics().devices[0]
     assert not found.quarantined_bytes and found.scrubbed_bytes == 0
-    pool.stop()
 
 
 def test_quarantined_extents_are_tested_while_all_memory_is_in_use() -> None:
@@ -251,7 +241,6 @@ def test_quarantined_extents_are_tested_while_all_memory_is_in_use() -> None:
     assert number
     pass_time(pool, clock, 80)
     assert not pool.statistics().devices[0].quarantined_bytes
-    pool.stop()
 
 
 @pytest.mark.parametrize("kind", [OperationKind.WRITE, OperationKind.READ])
@@ -266,7 +255,6 @@ def test_a_test_of_an_extent_is_repeated_if_the_device_was_busy(kind: OperationK
     devices[0].faults.clear()
     pass_time(pool, clock, 130)
     assert not pool.statistics().devices[0].quarantined_bytes
-    pool.stop()
 
 
 def test_an_extent_that_fails_its_test_stays_out_of_use() -> None:
@@ -278,7 +266,6 @@ def test_an_extent_that_fails_its_test_stays_out_of_use() -> None:
     assert fault.met == 1
     pass_time(pool, clock, 1000)
     assert pool.statistics().devices[0].quarantined_bytes
-    pool.stop()
 
 
 def test_tests_of_extents_use_a_bounded_part_of_a_device() -> None:
@@ -293,7 +280,6 @@ def test_tests_of_extents_use_a_bounded_part_of_a_device() -> None:
     assert 0 < counted[OperationKind.WRITE] - before <= 12 * (256 << 10)
     pass_time(pool, clock, 60)
     assert not pool.statistics().devices[0].quarantined_bytes
-    pool.stop()
 
 
 def test_scrubbing_continues_while_all_memory_is_in_use() -> None:
@@ -309,4 +295,3 @@ def test_scrubbing_continues_while_all_memory_is_in_use() -> None:
         pass
     pass_time(pool, clock, 20)
     assert pool.statistics().lost == {"rotten": 1} and arenas.used_bytes <= arenas.budget_bytes
-    pool.stop()

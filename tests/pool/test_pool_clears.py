@@ -39,14 +39,13 @@ def test_a_power_cut_during_a_clear_brings_no_entry_back(snapshot: bool, everybo
     pool.put(b"7", b"new", one)
     if snapshot:
         for disk in core.disks:
-            before = disk.volume.statistics().snapshots
+            before = disk.volume.snapshots.completed
             disk.volume.snapshot()
-            pool.pump(lambda disk=disk, before=before: disk.volume.statistics().snapshots > before)  # type: ignore[misc]
+            pool.pump(lambda disk=disk, before=before: disk.volume.snapshots.completed > before)  # type: ignore[misc]
     core.step_clears = step_clears  # type: ignore[method-assign]
     pool = cut(pool)
     assert pool.keys(one) == {b"7"} and pool.value(b"7", tenant=one) == b"new"
     assert pool.value(b"a") == (None if everybodys else b"another's")
-    pool.stop()
 
 
 def test_a_queued_write_of_a_cleared_key_does_not_return() -> None:
@@ -62,7 +61,6 @@ def test_a_queued_write_of_a_cleared_key_does_not_return() -> None:
     assert pool.keys() == {b"later%d" % number for number in range(100)}
     pool = cut(pool)
     assert pool.keys() == {b"later%d" % number for number in range(100)}
-    pool.stop()
 
 
 def test_cleared_entries_are_freed_before_others_are_evicted() -> None:
@@ -77,7 +75,6 @@ def test_cleared_entries_are_freed_before_others_are_evicted() -> None:
         pool.put_soon(b"%d" % number, b"x")
     pool.pump(lambda: pool.statistics(one).used_bytes == 0)
     assert pool.statistics().evicted_keys == 0 and pool.count() == ENTRIES_PER_HOLD + 1
-    pool.stop()
 
 
 def test_overlapping_clears_end() -> None:
@@ -94,4 +91,3 @@ def test_overlapping_clears_end() -> None:
     pool.pump(lambda: not pool.store._core.clears.under_way)
     assert pool.keys(one) == {b"again"} and pool.store._index.totals(one).objects == 1
     assert pool.call(pool.store.get, (two, b"0")) is None
-    pool.stop()

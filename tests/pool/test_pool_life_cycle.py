@@ -11,7 +11,6 @@ from machine import wait_for
 from pool_support import (
     MIB,
     chunk,
-    configuration,
     drop_copies,
     file_pool,
     key_of,
@@ -21,7 +20,6 @@ from pool_support import (
 from simulated_device import SimulatedDevice
 from store_driver import Clock, Driver
 
-from shadowserve.block import OperationKind
 from shadowserve.pool.entries import PoolItem
 from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError
 
@@ -73,20 +71,6 @@ def test_a_restart_keeps_objects_names_tenants_expiries_and_pins() -> None:
     item = pool.peek(b"long")
     assert item is not None and item.expires_at_ms == clock.now_ms - 200 + 10**9
     assert pool.statistics().pinned_keys == 1
-    pool.stop()
-
-
-def test_acknowledged_objects_survive_a_crash_and_memory_fills_by_use() -> None:
-    pool, devices = start_pool()
-    for number in range(10):
-        pool.put(b"%d" % number, b"%d" % number * 10_000)
-    pool.put_soon(b"never acknowledged", b"x" * 10_000)
-    pool = again(devices)  # without drain
-    assert pool.statistics().keys == 10
-    assert not in_memory(pool, b"3")
-    assert pool.value(b"3") == b"3" * 10_000 and in_memory(pool, b"3")
-    assert reads_of(pool) == 1
-    pool.stop()
 
 
 def test_a_pool_of_files_keeps_its_objects(tmp_path: Path) -> None:
@@ -102,17 +86,15 @@ def test_a_pool_of_files_keeps_its_objects(tmp_path: Path) -> None:
     assert pool.value(b"5") == bytes([5]) * 300_000
     found = pool.statistics()
     assert found.partial_reads and found.orchestration_ns and all(device.read_bytes for device in found.devices)
-    pool.stop()
 
 
 def test_memory_is_registered_while_the_pool_serves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "shadowserve.pool.registration")
+    caplog.set_level(logging.INFO, "shadowserve.pool.arena")
     pool = Driver(file_pool([tmp_path / "one", tmp_path / "two"]))
     pool.put(b"a", b"x" * 300_000)
     message = wait_for(lambda: [record.getMessage() for record in caplog.records])[0]
     assert message.startswith(("memory_registered", "memory_not_registered"))  # the latter with a small lock limit
     assert pool.value(b"a") == b"x" * 300_000
-    pool.stop()
 
 
 def test_a_pool_can_be_closed_during_memory_registration(tmp_path: Path) -> None:
@@ -131,7 +113,6 @@ def test_gets_of_one_object_share_one_read_and_the_copy_stays() -> None:
         reading.release()
     found = pool.statistics()
     assert reads_of(pool) == 1 and found.shared_reads == 4 and in_memory(pool, b"a")
-    pool.stop()
 
 
 def test_entries_read_twice_stay_in_memory_during_a_large_scan() -> None:
@@ -145,7 +126,6 @@ def test_entries_read_twice_stay_in_memory_during_a_large_scan() -> None:
         assert pool.value(b"%d" % number) is not None
     assert in_memory(pool, b"7") and not in_memory(pool, b"100")
     assert pool.statistics().promotions and pool.statistics().copies_dropped
-    pool.stop()
 
 
 def test_reads_that_wait_for_memory_begin_eight_at_a_time_while_their_device_is_busy() -> None:
@@ -170,7 +150,6 @@ def test_reads_that_wait_for_memory_begin_eight_at_a_time_while_their_device_is_
     for key, reading in readings:
         assert reading is not None and reading.wait() == values[key]
         reading.release()
-    pool.stop()
 
 
 @pytest.mark.parametrize("change", ["remove", "put", "clear", "evict", "make way"])
@@ -206,7 +185,6 @@ def test_an_entry_removed_during_a_read_is_read_completely_and_its_extent_is_fre
     assert core.arenas.used_bytes == core.memory_cache.copy_bytes + core.memory_cache.kept_bytes
     assert all(core.entry(slot) is not None for slot in core.memory_cache.slots())
     assert disk.volume.free_blocks * 4096 == free + (0 if later is not None else 61_440 + 4_096)
-    pool.stop()
 
 
 def test_poll_resets_a_wake_and_the_next_one_counts() -> None:
@@ -225,27 +203,6 @@ def test_poll_resets_a_wake_and_the_next_one_counts() -> None:
         assert is_awake()
         pool.store.poll()
         assert not is_awake()
-    pool.stop()
-
-
-def test_the_last_of_several_puts_wins_also_after_a_restart() -> None:
-    pool, devices = start_pool(2)
-    changes = []
-    for number in range(30):
-        changes.append(pool.put_soon(b"a", b"%d" % number * 3_000))
-        if number % 7 == 3:
-            pool.call(pool.store.remove, (0, b"a"))
-        if number % 5 == 2:
-            pool.store.poll()
-    assert [change.wait() for change in changes] == [None] * 30
-    assert pool.value(b"a") == b"29" * 3_000
-    pool.settle(pool.call(pool.store.barrier))
-    pool = again(devices)
-    assert pool.value(b"a") == b"29" * 3_000 and pool.count() == 1
-    assert pool.remove(b"a")
-    pool = again([disk.volume.device for disk in pool.store._core.disks])  # type: ignore[attr-defined]
-    assert pool.count() == 0
-    pool.stop()
 
 
 def test_the_only_object_that_a_device_may_hold_is_overwritten_without_being_evicted_first() -> None:
@@ -261,7 +218,6 @@ def test_the_only_object_that_a_device_may_hold_is_overwritten_without_being_evi
     assert pool.remove(b"a")
     pool.pump(lambda: not disk.is_freeing and not pool.store.busy)
     assert disk.volume.free_blocks == free
-    pool.stop()
 
 
 def test_the_extent_of_an_object_that_was_evicted_for_its_own_successor_is_freed_once() -> None:
@@ -285,7 +241,6 @@ def test_the_extent_of_an_object_that_was_evicted_for_its_own_successor_is_freed
         pool.remove(b"%d" % number)
     pool.pump(lambda: not pool.store.busy and not any(disk.is_freeing for disk in disks))
     assert [disk.volume.free_blocks for disk in disks] == free
-    pool.stop()
 
 
 def test_expiry_and_pin_of_what_is_being_written_are_not_lost() -> None:
@@ -303,7 +258,6 @@ def test_expiry_and_pin_of_what_is_being_written_are_not_lost() -> None:
     item = pool.peek(b"a")
     assert item is not None and item.expires_at_ms == clock.now_ms + 10**8
     assert pool.statistics().pinned_keys == 1
-    pool.stop()
 
 
 def test_second_hit_admission_writes_entries_that_are_read() -> None:
@@ -322,7 +276,6 @@ def test_second_hit_admission_writes_entries_that_are_read() -> None:
     assert pool.statistics().devices[0].objects == 2
     pool = again(devices, admission="second_hit")
     assert pool.value(b"3") == b"x" * 1000 and pool.value(b"0") == b"y" * 1000 and pool.count() == 2
-    pool.stop()
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "frequency"])
@@ -337,7 +290,6 @@ def test_a_full_device_evicts_in_time_and_loses_nothing_else(policy: str) -> Non
     kept = [number for number in range(600) if (value := pool.value(b"%d" % number)) is not None
             and value == b"%d" % number * 20_000]  # fmt: skip
     assert len(kept) == found.keys and 599 in kept
-    pool.stop()
 
 
 def test_a_device_full_of_pinned_objects_refuses() -> None:
@@ -348,7 +300,6 @@ def test_a_device_full_of_pinned_objects_refuses() -> None:
             pool.put(b"%d" % number, b"x" * 200_000)
             pool.pin(b"%d" % number, clock.now_ms + 10**6)
     assert pool.value(b"0") == b"x" * 200_000
-    pool.stop()
 
 
 def test_writers_wait_while_too_many_writes_are_in_progress() -> None:
@@ -372,7 +323,6 @@ def test_writers_wait_while_too_many_writes_are_in_progress() -> None:
     assert pool.value(b"a", 0, 5) == bytes(5)
     pool.put(b"b", b"x" * 600_000)
     assert pool.statistics().writing_bytes == 0
-    pool.stop()
 
 
 def test_an_abandoned_buffer_is_freed() -> None:
@@ -382,19 +332,6 @@ def test_an_abandoned_buffer_is_freed() -> None:
     del buffer  # its client has disconnected
     pool.store.poll()
     assert pool.statistics().memory_used_bytes == 0
-    pool.stop()
-
-
-def test_readers_wait_for_memory_instead_of_failing() -> None:
-    pool, _ = start_pool(size=64 * MIB, memory_budget_bytes=4 * MIB)
-    for number in range(8):
-        pool.put(b"%d" % number, b"%d" % number * 1_000_000)
-    drop_copies(pool)
-    readings = [pool.open(b"%d" % number) for number in range(8)]
-    for number, reading in enumerate(readings):
-        assert reading is not None and reading.wait() == b"%d" % number * 1_000_000
-        reading.release()
-    pool.stop()
 
 
 def test_a_long_prefix_that_uses_all_memory_evicts_no_memory_only_object() -> None:
@@ -410,22 +347,6 @@ def test_a_long_prefix_that_uses_all_memory_evicts_no_memory_only_object() -> No
         assert reading is not None and reading.wait() == bytes([number]) * 1_000_000
         reading.release()
     assert pool.statistics().evicted_keys == 0
-    pool.stop()
-
-
-def test_budgets_and_quotas_change_at_any_time() -> None:
-    pool, _ = start_pool(2)
-    one = pool.call(pool.store.tenant, "one")
-    for number in range(20):
-        pool.put(b"%d" % number, b"x" * 50_000, one if number % 2 else 0)
-    pool.call(pool.store.set_quota, one, None, 3)
-    assert pool.count(one) == 3 and pool.count() == 10
-    pool.call(pool.store.follow, configuration(memory_budget_bytes=MIB))
-    assert pool.count() == 10
-    devices = [{"path": each.name, "bytes_max": MIB, "objects_max": 2} for each in pool.statistics().devices]
-    pool.call(pool.store.follow, configuration(memory_budget_bytes=MIB, devices=devices))
-    pool.pump(lambda: pool.statistics().keys <= 4)
-    pool.stop()
 
 
 def test_colliding_keys_are_never_confused() -> None:
@@ -438,12 +359,3 @@ def test_colliding_keys_are_never_confused() -> None:
     pool.put(forged, b"by digest")
     assert pool.value(forged) == b"by digest" and pool.value(b"name") is None
     assert pool.keys() == {forged}
-    pool.stop()
-
-
-def test_objects_are_written_before_reads_wait_for_them() -> None:
-    pool, devices = start_pool()
-    pool.put(b"a", b"x" * 50_000)
-    kinds = [kind for kind, _, _ in devices[0].trace]
-    assert kinds[-1] is OperationKind.FLUSH and OperationKind.READ not in kinds[-4:]
-    pool.stop()

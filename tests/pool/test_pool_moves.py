@@ -64,13 +64,18 @@ def _cut(device: SimulatedDevice) -> Callable[..., SimulatedDevice]:
     return crash
 
 
-def moved(**keys: Any) -> tuple[Driver, Disk, Disk, Change]:
-    """Return a pool with an acknowledged value on one device and its successor on the other. The first device hangs."""
+def stored(**keys: Any) -> tuple[Driver, Disk, Disk]:
+    """Return a pool with an acknowledged value; the device that has it, and another one."""
     pool = start_pool(2, **keys)[0]
     pool.put(KEY, b"old")
     poll(pool)
     first = home_of(pool)
-    second = disks_of(pool)[1 - first.number]
+    return pool, first, disks_of(pool)[1 - first.number]
+
+
+def moved(**keys: Any) -> tuple[Driver, Disk, Disk, Change]:
+    """Return a pool with an acknowledged value on one device and its successor on the other. The first device hangs."""
+    pool, first, second = stored(**keys)
     avoid(pool, first)
     device_of(first).automatic = False
     survive_nothing(first, second)
@@ -92,15 +97,10 @@ def test_a_value_replaced_on_another_device_does_not_return_after_its_successors
     after = crash(pool, (second.number,) if missing else ())
     assert after.value(KEY) in ([None, b"new"] if acknowledged else [b"old", b"new", None])
     assert not acknowledged, "the first device's log has no removal of its value yet"
-    after.stop()
 
 
 def test_an_evicted_value_does_not_win_over_a_later_one_elsewhere() -> None:
-    pool = start_pool(2)[0]
-    pool.put(KEY, b"old")
-    poll(pool)
-    first = home_of(pool)
-    second = disks_of(pool)[1 - first.number]
+    pool, first, second = stored()
     device_of(first).automatic = False
     survive_nothing(first, second)
     evict(pool, first)
@@ -110,14 +110,10 @@ def test_an_evicted_value_does_not_win_over_a_later_one_elsewhere() -> None:
     assert home_of(pool) is second and not change.outcomes
     after = crash(pool, (second.number,))
     assert after.value(KEY) == b"old", "the new value was not acknowledged"
-    after.stop()
 
 
 def test_cleared_values_do_not_return_after_new_ones_elsewhere() -> None:
-    pool = start_pool(2)[0]
-    pool.put(KEY, b"old")
-    poll(pool)
-    first = home_of(pool)
+    pool, first, _ = stored()
     device_of(first).automatic = False
     pool.call(pool.store.clear, 0)
     avoid(pool, first)
@@ -126,7 +122,6 @@ def test_cleared_values_do_not_return_after_new_ones_elsewhere() -> None:
     assert not change.outcomes
     device_of(first).automatic = True
     assert change.wait() is None
-    pool.stop()
 
 
 def test_a_value_found_twice_after_a_power_cut_does_not_return_when_the_newer_one_is_removed() -> None:
@@ -138,7 +133,6 @@ def test_a_value_found_twice_after_a_power_cut_does_not_return_when_the_newer_on
     for _ in range(2):
         pool = crash(pool)
         assert pool.value(KEY) is None and not pool.keys()
-    pool.stop()
 
 
 def test_a_value_found_twice_after_a_power_cut_does_not_return_when_the_newer_ones_device_is_missing_later() -> None:
@@ -150,7 +144,6 @@ def test_a_value_found_twice_after_a_power_cut_does_not_return_when_the_newer_on
     survive_nothing(*disks_of(pool))
     pool = crash(pool, (numbers[1],))
     assert pool.value(KEY) is None
-    pool.stop()
 
 
 def test_a_returning_device_drops_nothing_of_the_others() -> None:
@@ -202,7 +195,6 @@ def test_no_value_is_acknowledged_before_all_devices_log_that_one_is_missing() -
     pool.store.close()
     pool = Driver(simulated_pool([devices[first.number], after[1]], clock_ms=Clock()))
     assert pool.value(KEY) is None
-    pool.stop()
 
 
 @pytest.mark.parametrize("between", ["a value in memory", "a removal", "a value on its way"])
@@ -231,17 +223,12 @@ def test_a_value_kept_in_memory_alone_is_not_acknowledged_while_an_older_one_may
     survive_nothing(disk)
     after = crash(pool)
     assert after.value(KEY) is None
-    after.stop()
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
 def test_a_power_cut_during_a_move_keeps_the_old_value(snapshot: bool) -> None:
     """The first device's log and snapshots must keep the value until the other device's log has the new one."""
-    pool = start_pool(2)[0]
-    pool.put(KEY, b"old")
-    poll(pool)
-    first = home_of(pool)
-    second = disks_of(pool)[1 - first.number]
+    pool, first, second = stored()
     avoid(pool, first)
     device_of(second).automatic = False
     survive_nothing(first, second)
@@ -250,10 +237,9 @@ def test_a_power_cut_during_a_move_keeps_the_old_value(snapshot: bool) -> None:
         first.volume.snapshot()
     poll(pool)
     assert home_of(pool) is second and not change.outcomes
-    assert first.volume.statistics().snapshots == snapshot
+    assert first.volume.snapshots.completed == snapshot
     after = crash(pool)
     assert after.value(KEY) == b"old"
-    after.stop()
 
 
 def test_a_value_that_moves_back_and_forth_is_the_last_one_and_frees_all_extents() -> None:
@@ -273,7 +259,6 @@ def test_a_value_that_moves_back_and_forth_is_the_last_one_and_frees_all_extents
     assert sorted(free) == [0, 0, 1] and not any(disk.volume._held for disk in disks_of(pool))
     pool = crash(pool)
     assert pool.value(KEY) == b"59" and pool.statistics().keys == 1
-    pool.stop()
 
 
 def test_of_two_devices_used_without_each_other_the_later_one_wins() -> None:

@@ -5,7 +5,7 @@ import sys
 
 from machine import NEVER_S
 
-from shadowserve.pool.heap import ENTRY_OVERHEAD_BYTES
+from shadowserve.pool.types import ENTRY_OVERHEAD_BYTES
 
 MEASURE = """
 import os

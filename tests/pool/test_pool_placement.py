@@ -21,9 +21,8 @@ from store_driver import Clock, Driver
 from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
 from shadowserve.pool.arena import Arena, Arenas, memory_nodes
-from shadowserve.pool.bandwidth_shares import BandwidthMeter, BandwidthShares
 from shadowserve.pool.disk import WriteBudget
-from shadowserve.pool.interleaver import Interleaver
+from shadowserve.pool.interleaver import BandwidthMeter, BandwidthShares, Interleaver
 from storage_kv.config import StorageConfig
 
 
@@ -55,18 +54,6 @@ def test_shares_are_kept_within_one_percent_and_chains_within_two_objects() -> N
             assert abs(got / total - share) <= 0.01 * share
 
 
-def test_each_of_two_interleaved_clients_uses_all_devices() -> None:
-    interleaver = Interleaver([1.0, 1.0])
-    counts = [Counter[int](), Counter[int]()]
-    for number in range(100):
-        for client in range(2):
-            parent = b"%d-%d" % (client, number - 1) if number else b""
-            device = interleaver.order(1000, parent, [True, True])[0]
-            interleaver.place(device, 1000, parent, b"%d-%d" % (client, number), [True, True])
-            counts[client][device] += 1
-    assert all(abs(count[0] - 50) <= 1 for count in counts)
-
-
 def test_unavailable_devices_get_no_objects_and_others_keep_their_proportions() -> None:
     interleaver = Interleaver([2.0, 1.0, 1.0])
     for number in range(400):
@@ -90,29 +77,18 @@ def test_a_pool_places_by_the_bandwidths_of_its_devices() -> None:
     found = pool.statistics().devices
     assert [round(device.share, 3) for device in found] == [0.599, 0.3, 0.1]  # memory has one of 1,001
     assert sum(device.placed_bytes for device in found) == 300 * 32_768
-    pool.stop()
 
 
-def test_objects_of_memorys_share_stay_in_memory_and_are_on_a_device_too() -> None:
-    pool = Driver(simulated_pool(simulated_devices(2), bandwidths=[100, 100], memory_bandwidth=200, clock_ms=Clock()))
+@pytest.mark.parametrize(("alone", "homes"), [(False, {0: 32, 1: 32}), (True, {0: 16, 1: 16, 255: 32})])
+def test_objects_of_memorys_share_are_on_a_device_too_unless_memory_is_their_home(
+    alone: bool, homes: dict[int, int]
+) -> None:
+    given = {"bandwidths": [100, 100], "memory_bandwidth": 200, "memory_homes": alone, "clock_ms": Clock()}
+    pool = Driver(simulated_pool(simulated_devices(2), **given))
     for number in range(64):
         pool.put(key_of(chunk(number)), b"x" * 2000, parent=chunk(number - 1) if number else b"")
-    homes = Counter(home_of(pool, key_of(chunk(number))) for number in range(64))
-    assert homes == {0: 32, 1: 32}
-    assert pool.statistics().memory_share == 0.5 and pool.statistics().promotions == 32
-    pool.stop()
-
-
-def test_with_memory_homes_objects_of_memorys_share_are_in_memory_alone() -> None:
-    given = simulated_devices(2)
-    pool = Driver(
-        simulated_pool(given, bandwidths=[100, 100], memory_bandwidth=200, memory_homes=True, clock_ms=Clock())
-    )
-    for number in range(64):
-        pool.put(key_of(chunk(number)), b"x" * 2000, parent=chunk(number - 1) if number else b"")
-    homes = Counter(home_of(pool, key_of(chunk(number))) for number in range(64))
-    assert homes == {0: 16, 1: 16, 255: 32}
-    pool.stop()
+    assert Counter(home_of(pool, key_of(chunk(number))) for number in range(64)) == homes
+    assert pool.statistics().memory_share == 0.5 and (alone or pool.statistics().promotions == 32)
 
 
 def test_a_full_device_is_avoided_and_then_evicts_its_oldest_object() -> None:
@@ -125,7 +101,6 @@ def test_a_full_device_is_avoided_and_then_evicts_its_oldest_object() -> None:
     assert used["small"].used_bytes <= MIB and used["large"].objects >= 20
     with pytest.raises(ConfigurationError, match="no device"):
         pool.call(pool.store.follow, configuration(devices=["none"]))
-    pool.stop()
 
 
 def test_a_device_beyond_its_write_budget_gets_no_objects_until_midnight() -> None:
@@ -148,7 +123,6 @@ def test_a_device_beyond_its_write_budget_gets_no_objects_until_midnight() -> No
     for number in range(4):
         pool.put(b"tomorrow%d" % number, b"x" * 60_000)
     assert {home_of(pool, b"tomorrow%d" % number) for number in range(4)} == {0, 1}
-    pool.stop()
 
 
 def test_a_device_that_fails_a_write_is_avoided_for_a_while() -> None:
@@ -171,7 +145,6 @@ def test_a_device_that_fails_a_write_is_avoided_for_a_while() -> None:
     for number in range(10):
         pool.put(b"trusted%d" % number, b"x" * 10_000)
     assert {home_of(pool, b"trusted%d" % number) for number in range(10)} == {0, 1}
-    pool.stop()
 
 
 def test_the_write_budget_counts_by_days_even_if_the_clock_goes_back() -> None:

@@ -1,4 +1,4 @@
-"""Devices without a sound volume: all commands describe them alike, and none formats them without force."""
+"""Commands on real files. They describe a device without a sound volume alike, and none formats it without force."""
 
 import errno
 import json
@@ -22,7 +22,7 @@ from store_driver import Driver
 from volume_support import POOL, Store, device_of
 
 from shadowserve.block import OperationKind
-from shadowserve.errors import ConfigurationError
+from shadowserve.errors import ConfigurationError, DeviceError
 from shadowserve.native import BlockDevice
 from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.volume import block_reader, signature_check
@@ -55,8 +55,7 @@ def volume(tmp_path: Path) -> Path:
     with closing(BlockDevice(path)) as device:
         store = Store(device)
         for key, value in VALUES.items():
-            store.put(key, value)
-            store.drain()
+            store.keep(key, value)
         store.volume.close()
     return path
 
@@ -76,6 +75,65 @@ def loop(tmp_path: Path) -> Iterator[Path]:
         yield Path(made.stdout.strip())
     finally:
         subprocess.run(["losetup", "--detach", made.stdout.strip()], check=True, timeout=WAIT_MAX_S)
+
+
+# ---- Commands
+
+
+def test_verify_and_status_of_a_sound_volume(volume: Path) -> None:
+    done = run("verify", volume)
+    assert done.exit_code == 0, done.output
+    assert "sound; 40 objects" in done.output
+    (result,) = json.loads(run("verify", volume, "--json").output)
+    assert result["sound"] and result["objects"] == 40 and result["pool"] == POOL.hex() and not result["findings"]
+    (row,) = json.loads(run("pool", "status", volume, "--json").output)
+    assert row["objects"] == 40 and row["objects_max"] == 100 and row["state"] == "sound"
+    shown = run("pool", "status", volume)
+    assert shown.exit_code == 0 and f"{volume}: sound" in shown.output and "objects  40 of at most 100" in shown.output
+
+
+def test_verify_finds_a_flipped_bit_and_changes_nothing(volume: Path) -> None:
+    content = bytearray(volume.read_bytes())
+    at = content.index(b"\x28" * 1000)  # in the largest value
+    content[at + 500] ^= 1
+    content[20] ^= 1  # in the first superblock
+    volume.write_bytes(content)
+    done = run("verify", volume)
+    assert done.exit_code == 1, done.output
+    assert "superblock block 0: this copy is not sound" in done.output
+    assert "its bytes are not those that were stored" in done.output
+    assert volume.read_bytes() == content
+    (result,) = json.loads(run("verify", volume, "--json", "--no-objects").output)
+    assert [finding["part"] for finding in result["findings"]] == ["superblock"]
+
+
+def test_verify_reports_a_file_without_a_volume(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 21))
+    done = run("verify", path)
+    assert done.exit_code == 1 and "1 finding;" in done.output
+    assert "there is no volume; the device holds nothing" in done.output
+    shown = run("pool", "status", path)
+    assert shown.exit_code == 1 and "there is no volume" in shown.output and "objects" not in shown.output
+
+
+def test_misuse_has_another_exit_code_than_findings(tmp_path: Path) -> None:
+    assert run("verify").exit_code == 2
+    assert run("verify", tmp_path / "absent").exit_code == 2
+    assert run("pool", "format", tmp_path / "new", "--size", "8 parsecs").exit_code == 2
+    assert run("pool", "format", tmp_path / "new", "--size", "8MiB", "--pool", "12").exit_code == 2
+
+
+def test_a_missing_path_is_refused_with_advice(tmp_path: Path) -> None:
+    advice = {
+        tmp_path / "absent": "give its size",
+        tmp_path / "folder" / "absent": f"make the folder {tmp_path / 'folder'}",
+        Path("/dev/absent"): "lsblk",
+        tmp_path: "it is a folder",
+    }
+    for path, told in advice.items():
+        with pytest.raises(DeviceError, match=re.escape(told)):
+            BlockDevice(path)
 
 
 # ---- Truncated devices
@@ -147,6 +205,9 @@ def sparse(path: Path, size: int, *parts: tuple[int, bytes]) -> Path:
 @pytest.mark.parametrize(
     ("offset", "content", "meaning"),
     [
+        (0, b"XFSB", "XFS"),
+        (0, b"LUKS\xba\xbe", "LUKS"),
+        (512, b"EFI PART", "GPT"),
         (512, b"LABELONE", "LVM"),
         (1536, b"LABELONE", "LVM"),
         (0, b"\xfc\x4e\x2b\xa9", "MD RAID"),
@@ -174,7 +235,13 @@ def sparse(path: Path, size: int, *parts: tuple[int, bytes]) -> Path:
 def test_a_signature_is_found_at_every_known_place(offset: int, content: bytes, meaning: str, tmp_path: Path) -> None:
     """Symptom: the device was formatted, because only its first MiB was checked."""
     size = 16 * MIB if 0 <= offset < 4 * MIB else LARGE
-    refused(sparse(tmp_path / "device", size, (offset, content)), meaning)
+    with closing(BlockDevice(sparse(tmp_path / "device", size, (offset, content)))) as device:
+        assert re.search(meaning, signature_check.describe_content(device) or "")
+
+
+@pytest.mark.parametrize(("size", "offset"), [(16 * MIB, 512), (LARGE, -4096)])
+def test_content_with_a_signature_is_neither_opened_nor_formatted(size: int, offset: int, tmp_path: Path) -> None:
+    refused(sparse(tmp_path / "device", size, (offset, b"EFI PART")), "GPT")
 
 
 def test_content_that_only_wipefs_knows_is_named(tmp_path: Path) -> None:
@@ -197,12 +264,10 @@ def test_an_unreadable_object_is_a_finding() -> None:
     """Symptom: 'there is no object'."""
     store = Store(device_of())
     for key, value in VALUES.items():
-        store.put(key, value)
-        store.drain()
+        store.keep(key, value)
     store.volume.snapshot()
     store.drain()
-    assert isinstance(store.device, SimulatedDevice)
-    device = store.device.restart()
+    device = store.simulated.restart()
     device.fail(OperationKind.READ, times=None, first_block=store.volume.superblock.layout.data_first)
     told = {finding.what for finding in verify_volume(device).findings}
     assert told and all(each.startswith("it cannot be read: ") for each in told)

@@ -4,6 +4,7 @@ import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from machine import drive
 from simulated_device import SimulatedDevice
@@ -14,14 +15,13 @@ from shadowserve.native import (
     NO_PARENT,
     Index,
     IndexEntry,
-    ObjectFields,
     Result,
     check_object,
     object_units,
     seal_object,
 )
 from shadowserve.pool.volume.device import BlockDevice, Pages
-from shadowserve.pool.volume.format import BLOCK_BYTES, RecordFlag, RecordKind, blocks_of, pack_record
+from shadowserve.pool.volume.format import BLOCK_BYTES, RecordFlag, RecordKind, blocks_of, object_fields, pack_record
 from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError, Ticket
 from shadowserve.pool.volume.volume import Volume
 
@@ -95,7 +95,7 @@ class Store:
         )
         pages = Pages(blocks_of(len(value)) * BLOCK_BYTES)
         pages.view[HEADER : HEADER + len(value)] = value
-        seal_object(pages.view, fields_of(entry))
+        seal_object(pages.view, object_fields(entry))
         try:
             ticket = self.volume.write(pages.address, extent, entry.pack(), name=name)
         except (BusyError, OutOfBudgetError):
@@ -182,7 +182,7 @@ class Store:
             return None
         value = pages.view[HEADER : HEADER + entry.length]
         first, count = object_units(entry.length, 0, entry.length)
-        if check_object(pages.view, fields_of(entry), value, first, count) is not Result.OK:
+        if check_object(pages.view, object_fields(entry), value, first, count) is not Result.OK:
             return None
         return bytes(value)
 
@@ -200,24 +200,26 @@ class Store:
         self.until(lambda: self.volume.idle)
         self.step()
 
+    def keep(self, key: bytes, value: bytes, **how: Any) -> None:
+        """Write a value and make it durable."""
+        self.put(key, value, **how)
+        self.drain()
+
+    def snapshot(self) -> None:
+        """Write a snapshot."""
+        self.volume.snapshot()
+        self.step()
+        self.drain()
+
+    @property
+    def simulated(self) -> SimulatedDevice:
+        assert isinstance(self.device, SimulatedDevice)
+        return self.device
+
     def crashed(self, **how: bool) -> "Store":
         """Return the store after a power cut."""
-        assert isinstance(self.device, SimulatedDevice)
-        return Store(self.device.crash(**how), seed=self.seed + 1)
+        return Store(self.simulated.crash(**how), seed=self.seed + 1)
 
     def restarted(self) -> "Store":
         """Return the store after the process was killed."""
-        assert isinstance(self.device, SimulatedDevice)
-        return Store(self.device.restart(), seed=self.seed + 1)
-
-
-def fields_of(entry: IndexEntry) -> ObjectFields:
-    """Return the expected fields of an object's header."""
-    return ObjectFields(
-        key=entry.key,
-        tenant=entry.tenant,
-        length=entry.length,
-        generation=entry.generation,
-        header_length=entry.header_length,
-        flags=entry.flags,
-    )
+        return Store(self.simulated.restart(), seed=self.seed + 1)

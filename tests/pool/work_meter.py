@@ -11,15 +11,10 @@ removing 3,000 keys would take a million."""
 
 
 class WorkMeter:
-    """A lock. After begin() it counts the interpreter's steps of each hold.
-
-    Attributes:
-        longest: Steps of the longest hold.
-        holds: Number of holds.
-    """
+    """A lock. After begin() it counts the interpreter's steps of each hold."""
 
     def __init__(self) -> None:
-        self.longest = 0
+        self.longest = 0  # steps of the longest hold
         self.holds = 0
         self._lock = threading.Lock()
         self._counts = False

@@ -1,11 +1,10 @@
 """The chunk's description: valid values, and its equality after a message."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from shadowserve.chunk import TOKENS_MAX, ChunkLayout, DType, Quantizer
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import layout_from_message, layout_message
 
@@ -53,23 +52,3 @@ def test_a_name_that_is_no_dtype_is_told_the_names_and_not_repeated_at_length(la
     with pytest.raises(ValueError, match=r"dtype is .*uint8, float16, bfloat16, float32, float8_e4m3$") as refused:
         layout_from_message(pb.ChunkLayout(namespace=bytes(32), dtype=label, quantizer="lossless"))
     assert len(str(refused.value)) < 200
-
-
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [
-        ({"namespace": bytes(31)}, "namespace"),
-        ({"layers": 0}, "layers"),
-        ({"layers": 2**32 - 1}, "slices"),
-        ({"kinds": 3}, "kinds"),
-        ({"vector_length": 2**32 - 1}, "2 MiB"),
-        ({"tokens": 0}, "tokens"),
-        ({"tokens": TOKENS_MAX + 1}, "tokens"),
-        ({"bins": 258}, "bins"),
-        ({"scale_tokens": 0}, "scale_tokens"),
-        ({"scale_tokens": 257}, "scale_tokens"),
-    ],
-)
-def test_a_description_of_what_cannot_be_stored_is_refused(changes: dict[str, Any], word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        replace(BINNED, **changes)

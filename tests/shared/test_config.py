@@ -1,23 +1,20 @@
 """Configuration: flag, then environment, then file, then default. Unknown keys are errors."""
 
-import importlib.util
 import re
-import subprocess
-import sys
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import yaml
-from machine import NEVER_S
+from click.testing import CliRunner
 from pydantic import Field, SecretStr, ValidationError
 
 from dpu_dataplane.config import DataPlaneConfig
 from host_control.config import HostConfig
-from shadowserve.config import CONFIG_FILE_VARIABLE, SECTIONS, Section
+from shadowserve.config import CONFIG_FILE_VARIABLE, SECTIONS, Section, sections_of
 from shadowserve.errors import ConfigurationError
 from shadowserve.sizes import ByteSize
+from shadowserve_tools import main
 from storage_kv.config import StorageConfig
 
 REPOSITORY = Path(__file__).parents[2]
@@ -125,6 +122,7 @@ def test_one_file_serves_all_programs(tmp_path: Path) -> None:
     assert StorageConfig.load(path, environment={}).port == 2
     assert DataPlaneConfig.load(path, environment={}).fetch_queue == 3
     assert HostConfig.load(path, environment={}).lookup_threads == 4
+    assert set(sections_of(path)) == set(SECTIONS)
 
 
 def test_variables_of_other_programs_are_theirs() -> None:
@@ -323,6 +321,116 @@ def test_a_variable_that_is_no_yaml_is_refused_by_name() -> None:
         SmallConfig.load(environment={"SHADOWSERVE_STORAGE_CORES": "[1"})
 
 
+# ---- Messages --------------------------------------------------------------------------------------------------------
+
+
+def problem(section: type[Section], **flags: Any) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        section.load(flags=flags, environment={})
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "flags", "told"),
+    [
+        (StorageConfig, {"devices": [{"pth": "/a"}]}, "devices[0].pth: there is no such key; did you mean 'devices[0]"
+         ".path'? Known: access, "),
+        (StorageConfig, {"tenants": {"a": {"bytes_mx": 1}}}, "did you mean 'tenants.a.bytes_max'?"),
+        (StorageConfig, {"s3": {"bucket": "abc", "endpont": "x"}}, "did you mean 's3.endpoint'?"),
+        (DataPlaneConfig, {"tiers": {"devices": [{"pth": "/a"}]}}, "did you mean 'tiers.devices[0].path'?"),
+        (StorageConfig, {"devices": [{"path:/a": None}]}, "write a blank after the colon: path: /a"),
+        (StorageConfig, {"devices": [{"size": "1 GiB"}]}, "devices[0].path: it is missing"),
+        (StorageConfig, {"cores": 17}, "cores: a list of numbers is written in brackets: cores: [17]"),
+        (DataPlaneConfig, {"net_cores": 17}, "net_cores: [17]"),
+        (DataPlaneConfig, {"fused": "no way"}, "fused: 'no way' is not auto or true or false"),
+        (DataPlaneConfig, {"tiers": 3}, "tiers: it is a mapping of memory_budget_bytes, devices, "),
+        (DataPlaneConfig, {"storage": "redis://127.0.0.1:6380/0"}, "write its host and port alone: 127.0.0.1:6380"),
+        (DataPlaneConfig, {"storage_nodes": ["rediss://a:1"]}, "configure TLS with tls_ca"),
+        (DataPlaneConfig, {"listen": "http://127.0.0.1:1"}, "write its host and port alone: 127.0.0.1:1"),
+        (StorageConfig, {"host": "redis://10.0.0.1"}, "host: 'redis://...' is a URL"),
+        (HostConfig, {"data_plane": "grpc://a:50151"}, "data_plane: 'grpc://...' is a URL"),
+        (HostConfig, {"data_plane": "a"}, "data_plane: 'a' is not host:port"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_a_message_names_the_key_and_what_to_write(section: type[Section], flags: dict[str, Any], told: str) -> None:
+    assert told in problem(section, **flags)
+
+
+def test_a_misspelt_key_is_one_problem_and_not_a_missing_key_as_well() -> None:
+    assert "missing" not in problem(StorageConfig, devices=[{"pth": "/a"}])
+
+
+def test_a_password_in_an_address_is_not_shown() -> None:
+    assert "secret" not in problem(DataPlaneConfig, storage="redis://user:secret@127.0.0.1:6380")
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "program"),
+    [
+        (StorageConfig, "emulated.yaml", "'shadowserve dpu'"),
+        (StorageConfig, "host.yaml", "the plugin of the engine"),
+        (DataPlaneConfig, "storage.yaml", "'shadowserve storage'"),
+        (HostConfig, "one-host.yaml", "'shadowserve dpu'"),
+    ],
+)
+def test_a_file_of_another_program_is_refused_with_the_program_that_it_is_of(
+    section: type[Section], name: str, program: str
+) -> None:
+    """Symptom: 'shadowserve storage --config emulated.yaml' started with the defaults."""
+    with pytest.raises(ConfigurationError, match=f"no section '{section.section}'.* is for {program}"):
+        section.load(REPOSITORY / "configs" / name, environment={})
+
+
+def test_a_misspelt_command_gets_the_nearest_name() -> None:
+    done = CliRunner().invoke(main, ["storge"])
+    assert done.exit_code == 2 and "did you mean 'storage'?" in done.output
+
+
+# ---- Keys without effect ---------------------------------------------------------------------------------------------
+
+DEVICE = [{"path": "/dev/null/values.pool", "size": "64MiB"}]
+
+
+@pytest.mark.parametrize(
+    ("section", "flags", "named"),
+    [
+        (StorageConfig, {"admission": "second_hit"}, ("admission: second_hit", "devices")),
+        (StorageConfig, {"memory_homes": True}, ("memory_homes: true", "devices")),
+        (StorageConfig, {"strict_order": True}, ("strict_order: true", "devices")),
+        (StorageConfig, {"scrub_bytes_per_s": "4MiB"}, ("scrub_bytes_per_s", "devices")),
+        (DataPlaneConfig, {"tiers": {"admission": "second_hit"}}, ("tiers", "admission: second_hit")),
+        (DataPlaneConfig, {"tiers": {"scrub_bytes_per_s": "4MiB"}}, ("tiers", "scrub_bytes_per_s")),
+        (HostConfig, {"pages": True, "quantizer": "binned"}, ("pages: true", "quantizer: binned")),
+        (HostConfig, {"pages": True, "data_plane": "10.0.0.1:50151"}, ("pages: true", "data_plane", "10.0.0.1:50151")),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_keys_that_would_do_nothing_are_refused(
+    section: type[Section], flags: dict[str, Any], named: tuple[str, ...]
+) -> None:
+    """Symptom: the program started, and the key had no effect."""
+    with pytest.raises(ConfigurationError) as raised:
+        section.load(flags=flags, environment={})
+    assert all(name in str(raised.value) for name in named), raised.value
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "flags"),
+    [
+        (StorageConfig, {"scrub_bytes_per_s": 0}),
+        (StorageConfig, {"devices": DEVICE, "admission": "second_hit", "strict_order": True}),
+        (DataPlaneConfig, {"tiers": {"strict_order": True}}),
+        (DataPlaneConfig, {"tiers": {"devices": DEVICE, "scrub_bytes_per_s": "4MiB"}}),
+        (HostConfig, {"pages": True, "data_plane": "unix:/run/dpu.sock", "quantizer": "passthrough"}),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_keys_that_do_what_they_say_are_accepted(section: type[Section], flags: dict[str, Any]) -> None:
+    section.load(flags=flags, environment={})
+
+
 # ---- Files in the repository -----------------------------------------------------------------------------------------
 
 KEY_LINE = re.compile(r"^  (?P<off># ?)?(?P<key>[a-z][a-z0-9_]*):(?: +(?P<value>.*))?$")
@@ -356,10 +464,6 @@ def test_a_file_that_we_ship_can_be_loaded(path: Path) -> None:
             section.load(path, environment={})
 
 
-def test_the_files_for_one_kind_of_machine_are_there() -> None:
-    assert {path.name for path in CONFIG_FILES} >= DEPLOYMENTS
-
-
 @pytest.mark.parametrize(
     "path", [path for path in CONFIG_FILES if path.name not in DEPLOYMENTS], ids=lambda path: path.name
 )
@@ -383,44 +487,6 @@ def test_the_defaults_of_the_programs_meet() -> None:
     data_plane = DataPlaneConfig.load(environment={})
     assert data_plane.storage == f"{storage.host}:{storage.port}"
     assert HostConfig.load(environment={}).data_plane == data_plane.listen
-
-
-# ---- docs/reference/configuration.md
-# -------------------------------------------------------------------------------------------
-
-
-def config_docs() -> Any:
-    loader = SourceFileLoader("gen_config_docs", str(REPOSITORY / "scripts" / "gen-config-docs"))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
-
-
-def test_the_tables_of_the_documents_are_those_of_the_code() -> None:
-    command = [sys.executable, str(REPOSITORY / "scripts" / "gen-config-docs"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=NEVER_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_a_stale_table_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = config_docs()
-    current = script.DOCUMENT.read_text()
-    stale = tmp_path / "configuration.md"
-    stale.write_text(current.replace("| `fetch_queue` | 256 |", "| `fetch_queue` | 257 |"))
-    monkeypatch.setattr(script, "DOCUMENT", stale)
-    monkeypatch.setattr(sys, "argv", ["gen-config-docs", "--check"])
-    with pytest.raises(SystemExit, match="stale"):
-        script.main()
-    monkeypatch.setattr(sys, "argv", ["gen-config-docs"])
-    script.main()
-    assert stale.read_text() == current
-
-
-def test_a_document_without_a_place_for_a_table_is_refused() -> None:
-    with pytest.raises(SystemExit, match="begin storage"):
-        config_docs().render("# Configuration")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from machine import NEVER_S
 
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.keys import (
-    DEFAULT_CHUNK_TOKENS,
     Extra,
     Input,
     KVNamespace,
@@ -232,32 +231,18 @@ def test_a_changed_token_changes_its_chunk_and_all_later_ones_only(position: int
     assert not set(after[changed:]) & set(before)
 
 
-@pytest.mark.parametrize("known", range(5))
-def test_a_chain_goes_on_behind_known_keys(known: int) -> None:
-    model = MODEL.digest()
-    keys = prefix_chain(model, TOKENS, chunk_tokens=200, extra=Extra(b"x", (Input(300, 300, bytes(32)),)))
-    assert (
-        prefix_chain(
-            model, TOKENS, chunk_tokens=200, extra=Extra(b"x", (Input(300, 300, bytes(32)),)), after=keys[:known]
-        )
-        == keys
-    )
+@pytest.mark.parametrize("count", range(5))
+def test_a_chain_goes_on_behind_known_keys_and_does_not_change_them(count: int) -> None:
+    extra = Extra(b"x", (Input(300, 300, bytes(32)),))
+    keys = prefix_chain(MODEL.digest(), TOKENS, chunk_tokens=200, extra=extra)
+    known = keys[:count]
+    assert prefix_chain(MODEL.digest(), TOKENS, chunk_tokens=200, extra=extra, after=known) == keys
+    assert known == keys[:count]
 
 
 def test_more_known_keys_than_chunks_are_cut() -> None:
     keys = prefix_chain(MODEL.digest(), TOKENS)
     assert prefix_chain(MODEL.digest(), TOKENS[:600], after=keys) == keys[:2]
-
-
-def test_known_keys_are_not_changed() -> None:
-    known = prefix_chain(MODEL.digest(), TOKENS[:256])
-    prefix_chain(MODEL.digest(), TOKENS, after=known)
-    assert len(known) == 1
-
-
-@pytest.mark.parametrize("length", [0, 1, DEFAULT_CHUNK_TOKENS - 1])
-def test_a_prompt_without_a_full_chunk_has_no_keys(length: int) -> None:
-    assert prefix_chain(MODEL.digest(), TOKENS[:length]) == []
 
 
 def test_namespace_and_extra_keys_separate_equal_prompts() -> None:
@@ -309,41 +294,25 @@ def test_arrays_of_any_integer_type_have_the_keys_of_the_list(dtype: str) -> Non
     assert prefix_chain(MODEL.digest(), np.repeat(array, 2)[::2]) == prefix_chain(MODEL.digest(), TOKENS)
 
 
-@pytest.mark.parametrize("token", [-1, 2**32, 2**63, 2**70, -(2**40)])
-def test_a_token_that_does_not_fit_is_refused_and_not_wrapped_around(token: int) -> None:
-    with pytest.raises(OverflowError):
-        prefix_chain(MODEL.digest(), [*TOKENS[:255], token])
+@pytest.mark.parametrize("token", [-1, 2**32, 2**40 + 5, 2**63, 2**70, 1.5])
+def test_a_token_that_does_not_fit_is_refused_and_not_wrapped_around(token: Any) -> None:
+    tokens = [*TOKENS[:255], token]
+    for given_tokens in (tokens, np.array(tokens)) if token < 2**63 else (tokens,):
+        with pytest.raises(OverflowError if isinstance(token, int) else TypeError):
+            prefix_chain(MODEL.digest(), given_tokens)
+    largest = [2**32 - 1] * 256
+    assert prefix_chain(MODEL.digest(), largest) == reference_links(MODEL.digest(), largest, 256, Extra())
 
 
-@pytest.mark.parametrize("token", [-1, 2**32, 2**40 + 5])
-def test_an_array_with_a_token_that_does_not_fit_is_refused_and_not_wrapped_around(token: int) -> None:
-    with pytest.raises(OverflowError):
-        prefix_chain(MODEL.digest(), np.array([*TOKENS[:255], token], dtype=np.int64))
-
-
-def test_tokens_that_are_no_integers_are_refused() -> None:
-    with pytest.raises(TypeError):
-        prefix_chain(MODEL.digest(), [1.5] * 256)  # type: ignore[list-item]
-    with pytest.raises(TypeError):
-        prefix_chain(MODEL.digest(), np.full(256, 1.5))
-
-
-def test_the_largest_token_fits() -> None:
-    assert prefix_chain(MODEL.digest(), [2**32 - 1] * 256) == reference_links(
-        MODEL.digest(), [2**32 - 1] * 256, 256, Extra()
-    )
-
-
-@pytest.mark.parametrize("size", [0, 31, 33, 64])
-def test_a_namespace_of_another_length_is_refused(size: int) -> None:
-    with pytest.raises(ValueError, match="32 bytes"):
-        prefix_chain(bytes(size), TOKENS)
-
-
-@pytest.mark.parametrize("chunk_tokens", [0, -1])
-def test_a_chunk_without_tokens_is_refused(chunk_tokens: int) -> None:
-    with pytest.raises(ValueError, match="at least one token"):
-        prefix_chain(MODEL.digest(), TOKENS, chunk_tokens=chunk_tokens)
+@pytest.mark.parametrize(
+    ("model_bytes", "chunk_tokens", "message"),
+    [(0, 256, "32 bytes"), (31, 256, "32 bytes"), (33, 256, "32 bytes"), (32, 0, "at least one token"), (32, -1, "at")],
+)
+def test_a_chain_without_a_model_or_without_tokens_is_refused(
+    model_bytes: int, chunk_tokens: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        prefix_chain(bytes(model_bytes), TOKENS, chunk_tokens=chunk_tokens)
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "4242"])

@@ -27,7 +27,7 @@ from record_forge import (
 )
 
 from shadowserve import native
-from shadowserve.chunk import DECODED_BYTES_MAX, DType, Quantizer
+from shadowserve.chunk import DECODED_BYTES_MAX, TOKENS_MAX, DType, Quantizer
 from shadowserve.errors import CorruptRecordError, MismatchError
 from shadowserve.native import Codec
 from shadowserve.record import (
@@ -370,6 +370,7 @@ def test_a_reader_takes_slices_that_were_cut_otherwise() -> None:
         ({"kinds": 3}, "kinds"),
         ({"layers": 0}, "at least 1"),
         ({"tokens": 0}, "at least 1"),
+        ({"tokens": TOKENS_MAX + 1}, "tokens"),
         ({"vector_length": -1}, "at least 1"),
         ({"bins": 32}, "needs 0"),
         ({"value_bins": 32}, "needs 0"),

@@ -1,7 +1,7 @@
 """A bucket: objects are written once as a whole, and read by ranges; each call has a deadline.
 
-An answer may be anything. No answer takes more memory than the requested range, a list takes one page at a time, no
-call exceeds its deadline, and a redirect is an error: credentials go to the endpoint alone.
+No answer takes more memory than the requested range, a list takes one page at a time, and a redirect is an error:
+credentials go to the endpoint alone.
 """
 
 import hashlib
@@ -17,10 +17,16 @@ from urllib.parse import unquote_plus, urlsplit
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.pool.cold.config import S3Config
-from shadowserve.pool.cold.credentials import CredentialError, CredentialSource
+from shadowserve.pool.cold.credentials import (
+    EMPTY_SHA256,
+    CredentialError,
+    CredentialSource,
+    encoded_path,
+    encoded_query,
+    signed_headers,
+)
 from shadowserve.pool.cold.http import Answer, HttpClient, OversizeError, tls_context
 from shadowserve.pool.cold.layout import folder_of
-from shadowserve.pool.cold.signing import EMPTY_SHA256, encoded_path, encoded_query, signed_headers
 
 PAGE_BYTES_MAX: Final = 8 << 20
 """Most bytes of a list's page: 1,000 names of 1,024 bytes, three characters for each byte, and S3's other fields."""
@@ -68,17 +74,10 @@ class Listed(NamedTuple):
 
 
 class Bucket:
-    """One prefix of one bucket. All methods wait, and may be called by any number of threads.
-
-    Every method raises :class:`BucketError`.
-    """
+    """One prefix of one bucket. All methods wait, raise :class:`BucketError`, and may be called by any thread."""
 
     def __init__(self, config: S3Config) -> None:
-        """Read credentials and certificates, without connecting.
-
-        Raises:
-            ConfigurationError: A file cannot be read, there are no credentials, or a setting cannot be used.
-        """
+        """Read credentials and certificates, without connecting; ConfigurationError if that is not possible."""
         self._config = config
         self._what = f"s3://{config.bucket}/{config.prefix}"
         region = config.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
@@ -98,10 +97,7 @@ class Bucket:
         self._client.close()
 
     def list(self, tenant: str | None = None) -> Iterator[Listed]:
-        """Yield all objects under the prefix, or those of a tenant, with one request for each thousand.
-
-        Fails after ``list_timeout_s``.
-        """
+        """Yield all objects under the prefix, or those of a tenant; fails after ``list_timeout_s``."""
         prefix = f"{self._config.prefix}/" + ("" if tenant is None else folder_of(tenant))
         ends_s, token = time.monotonic() + self._config.list_timeout_s, ""
         while True:
@@ -127,7 +123,6 @@ class Bucket:
             token = more
 
     def read(self, name: str, start: int, end: int) -> memoryview:
-        """Return the bytes ``[start, end)`` of an object."""
         size = end - start
         wanted = {"Range": f"bytes={start}-{end - 1}"}
         answer = self._call("read", name, "GET", headers=wanted, bytes_max=size, length=size)
@@ -164,7 +159,6 @@ class Bucket:
         ends_s: float | None = None,
         expected: tuple[int, ...] = (),
     ) -> Answer:
-        """Send a request, with a second try where that makes sense."""
         config, what = self._config, f"{self._what}/{name}"
         timeout_s = config.timeout_s * (_WRITE_TIMES if method == "PUT" else 1)
         deadline_s = min(time.monotonic() + timeout_s, ends_s or float("inf"))
@@ -205,7 +199,6 @@ class Bucket:
 
 
 def _refusal(operation: str, what: str, answer: Answer) -> BucketError:
-    """Return the error for an unsuccessful answer."""
     text = answer.body.decode("utf-8", "replace")
     match = re.search(r"<Code>([^<]{1,100})</Code>", text)
     code = "" if match is None else match[1]
@@ -223,13 +216,10 @@ _ENCODED: Final = re.compile(r"<EncodingType>\s*url\s*</EncodingType>")
 
 
 def _parse_page(text: str, prefix: str) -> tuple[list[Listed], str]:
-    """Return the objects of a list's page, and the token of the next page; empty at the end.
+    """Return the objects of a list's page, and the token of the next page, empty at the end; ValueError: it is none.
 
     Reads elements without an XML parser, since names may have characters that XML does not allow. An unreadable name
     costs only its object, which ShadowServe has not written: its own names are letters, digits and four signs.
-
-    Raises:
-        OverflowError, ValueError: It is no page.
     """
     if "<ListBucketResult" not in text:
         raise ValueError("the answer is no list")

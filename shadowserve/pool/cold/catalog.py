@@ -8,8 +8,8 @@ from math import inf
 from typing import Final, NamedTuple
 
 from shadowserve.pool.cold.bucket import Listed
+from shadowserve.pool.cold.fair import Shares, most_beyond
 from shadowserve.pool.cold.layout import Contents, parse_name
-from shadowserve.pool.cold.shares import Shares, most_beyond
 
 _REFUSED_MAX = 10_000
 _LEFT_OUT_MAX: Final = 100_000
@@ -18,15 +18,10 @@ _SKIPPED_MAX = 1024
 
 
 class Marked(NamedTuple):
-    """Objects to delete from the bucket so that a record is not found again.
+    """Objects to delete from the bucket so that a record is not found again."""
 
-    Attributes:
-        names: Objects with the record.
-        may_be_elsewhere: Objects of the tenant with unknown contents are being deleted; they may have the record too.
-    """
-
-    names: list[str]
-    may_be_elsewhere: bool
+    names: list[str]  # objects with the record
+    may_be_elsewhere: bool  # objects of the tenant with unknown contents, which may have it too, are being deleted
 
 
 class _Tenant:
@@ -84,7 +79,6 @@ class Catalog:
         return len(self._left_out)
 
     def find(self, tenant: str, key: bytes) -> Contents | None:
-        """Return an object with a record; None if none is known."""
         own = self._tenants.get(tenant)
         holders = None if own is None else own.holders.get(key)
         return None if holders is None else holders[0]
@@ -133,9 +127,7 @@ class Catalog:
             self._left_out.popitem(last=False)
 
     def _make_room(self, tenant: str, records: int, written_s: float) -> bool:
-        """Forget the oldest objects of tenants beyond their shares until there is room; return False if there is
-        none.
-        """
+        """Forget the oldest objects of tenants beyond their shares until there is room; False if there is none."""
         while self.chunks + records > self._shares.total:
             oldest = self._oldest_beyond(tenant, records)
             if oldest is None or (parse_name(oldest[1]) == tenant and oldest[0] >= written_s):
@@ -157,7 +149,6 @@ class Catalog:
         return own is not None and name in own.objects
 
     def _drop(self, name: str) -> Contents | None:
-        """Forget an object; return its contents, None if it was unknown."""
         own = self._tenants.get(parse_name(name) or "")
         contents = None if own is None else own.objects.pop(name, None)
         if own is None or contents is None:
@@ -269,15 +260,11 @@ class Catalog:
             return Marked(names, bool(self._marked_unread.get(tenant)))
 
     def marked_with(self, tenant: str, key: bytes) -> list[str]:
-        """Return the marked objects with a tenant's record."""
         with self._lock:
             return [name for name in self._hidden_by_key.get((tenant, key), ()) if name in self._marked]
 
     def mark_all(self, tenant: str | None) -> list[str]:
-        """Mark all objects of a tenant, or of all tenants, for deletion; return their names.
-
-        Their records are not entered one by one, since there may be many.
-        """
+        """Mark all objects of a tenant, or of all tenants, for deletion; return their names."""
         with self._lock:
             if tenant is None:
                 gone, self._tenants = list(self._tenants.items()), {}
@@ -295,7 +282,6 @@ class Catalog:
             return [*(name for _, own in gone for name in own.objects), *hidden]
 
     def mark_object(self, name: str) -> None:
-        """Mark an object for deletion, known or not."""
         with self._lock:
             self._mark(name)
 
@@ -308,11 +294,9 @@ class Catalog:
             self._marked_unread.setdefault(parse_name(name) or "", {})[name] = None
 
     def is_marked(self, name: str) -> bool:
-        """Return whether an object is marked for deletion."""
         return name in self._marked
 
     def note_deleted(self, name: str) -> None:
-        """Remove the mark of an object that was deleted."""
         with self._lock:
             self._marked.pop(name, None)
             self._unhide(name)
@@ -325,11 +309,9 @@ class Catalog:
                     del self._marked_unread[tenant]
 
     def marked(self) -> list[str]:
-        """Return all marked objects."""
         with self._lock:
             return list(self._marked)
 
     def marked_unread(self, tenant: str) -> Collection[str]:
-        """Return a tenant's marked objects with unknown contents."""
         with self._lock:
             return list(self._marked_unread.get(tenant, ()))

@@ -1,6 +1,4 @@
-"""Deletion of objects from the bucket. Tenants take turns; the ticket of a removal settles when its objects are
-deleted.
-"""
+"""Deletion of objects from the bucket. Tenants take turns; the ticket of a removal settles when it is done."""
 
 import logging
 import threading
@@ -33,9 +31,7 @@ class _Job:
 
 
 class Deletions:
-    """Deletes objects. All methods except start() may be called with locks held; none waits, except delete_one and
-    delete_some.
-    """
+    """Deletes objects. Only start(), delete_one() and delete_some() wait, and must be called without locks."""
 
     def __init__(
         self, config: S3Config, bucket: Bucket, catalog: Catalog, outage: Outage, clock_s: Callable[[], float]
@@ -61,7 +57,6 @@ class Deletions:
 
     @property
     def waiting(self) -> int:
-        """Removals that are not done yet."""
         return len(self._waited_for)
 
     def delete(self, tenant: str, names: Iterable[str]) -> Ticket:
@@ -82,10 +77,7 @@ class Deletions:
         return ticket
 
     def clear(self, tenant: str | None, names: Iterable[str]) -> Ticket:
-        """Delete marked objects, and all others of a tenant (None: of all tenants) in the bucket.
-
-        As delete(), within ``list_timeout_s``.
-        """
+        """Delete marked objects, and all others of a tenant, or of all, within ``list_timeout_s``, as delete()."""
         return self._enqueue(tenant, _Job(names, self._clock_s() + self._config.list_timeout_s, clears=True))
 
     def _enqueue(self, tenant: str | None, job: _Job) -> Ticket:
@@ -115,7 +107,6 @@ class Deletions:
         job.ticket.settle(failure)
 
     def close(self) -> None:
-        """End. Remaining objects are not deleted, and their tickets do not settle any more."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -163,11 +154,7 @@ class Deletions:
         job.clears = False
 
     def delete_one(self, name: str) -> None:
-        """Delete an object, if it is still marked.
-
-        Raises:
-            BucketError: It could not be deleted.
-        """
+        """Delete an object, if it is still marked; BucketError if that fails."""
         if not self._catalog.is_marked(name):
             return
         self._bucket.delete(name)
@@ -205,7 +192,6 @@ class DelayedRemovals:
         self._waiting: list[tuple[float, str, bytes, Ticket]] = []
 
     def add(self, tenant: str, key: bytes) -> Ticket:
-        """Return a ticket for the removal of a tenant's record."""
         ticket = Ticket()
         with self._lock:
             self._waiting.append((self._clock_s() + self._timeout_s, tenant, key, ticket))

@@ -1,8 +1,8 @@
 """Gathers records into objects: records that follow each other in a chain go into one object.
 
-A record names the previous record of its prompt. A record whose previous one is the last of a sequence continues that
-sequence, whichever client stored it; any other record begins a new one. A sequence that is long enough becomes an
-object. Sequences that have waited long enough share an object with others of their tenant.
+A record names the previous record of its prompt. It continues the sequence that ends with that one, whichever client
+stored it, or begins a new one. A sequence that is long enough becomes an object. Sequences that have waited long enough
+share an object with others of their tenant.
 """
 
 from collections import OrderedDict
@@ -12,8 +12,7 @@ from typing import Final, NamedTuple
 from shadowserve.pool.types import Address
 
 BACKLOG_MAX: Final = 65_536
-"""Most records that wait to be written. They wait as keys without bytes; records that are evicted before are left
-out."""
+"""Most records that wait to be written, as keys without bytes."""
 
 
 class Batch(NamedTuple):
@@ -45,7 +44,6 @@ class _Waiting:
         self.count = 0
 
     def pop(self) -> _Sequence:
-        """Take the next sequence."""
         return self.full.pop(0) if self.full else self.open.popitem(last=False)[1]
 
     def ripe(self, now_s: float, gather_s: float) -> list[tuple[bytes, _Sequence]]:
@@ -54,12 +52,7 @@ class _Waiting:
 
 
 class Gathering:
-    """Waiting sequences of records; tenants take turns. For one thread at a time.
-
-    Attributes:
-        waiting: Records in all sequences.
-        dropped: Records of the tenant with most that were left out because too many were waiting.
-    """
+    """Waiting sequences of records; tenants take turns. For one thread at a time."""
 
     def __init__(self, object_bytes: int, gather_s: float, records_max: int, backlog_max: int = BACKLOG_MAX) -> None:
         """Make objects of about ``object_bytes`` and at most ``records_max`` records."""
@@ -69,8 +62,8 @@ class Gathering:
         self._backlog_max = backlog_max
         self._tenants: OrderedDict[int, _Waiting] = OrderedDict()  # the next tenant first
         self._sequences: dict[tuple[int, bytes], _Sequence] = {}  # of each waiting record, by tenant and key
-        self.waiting = 0
-        self.dropped = 0
+        self.waiting = 0  # records in all sequences
+        self.dropped = 0  # records of the tenant with most that were left out because too many were waiting
 
     def add(self, address: Address, key: bytes, parent: bytes, length: int, now_s: float) -> None:
         """Add a record. ``key``: its 32 bytes; ``parent``: those of the previous record, empty for none."""
@@ -142,7 +135,6 @@ class Gathering:
         return Batch(tenant, [record for sequence in taken for record in sequence.records])
 
     def put_back(self, batch: Batch) -> None:
-        """Return a batch that could not be written."""
         sequence = _Sequence(batch.tenant)
         sequence.records, sequence.is_full = batch.records, True
         self._sequences.update(((batch.tenant, key), sequence) for _, key in batch.records)
@@ -153,7 +145,6 @@ class Gathering:
         self._bound()
 
     def forget(self, tenant: int | None) -> None:
-        """Drop all records of a tenant, or of all tenants."""
         for each in list(self._tenants) if tenant is None else [tenant] if tenant in self._tenants else []:
             self.waiting -= self._tenants.pop(each).count
         self._sequences = {at: sequence for at, sequence in self._sequences.items() if sequence.tenant in self._tenants}

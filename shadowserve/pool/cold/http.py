@@ -1,7 +1,6 @@
 """An HTTP client for untrusted servers: each answer has a deadline and a size limit, and redirects are not followed."""
 
 import http.client
-import io
 import socket
 import ssl
 import threading
@@ -9,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -35,60 +34,28 @@ class Answer(NamedTuple):
     body: bytearray
 
 
-class _TimedReader(io.RawIOBase):
-    """Reads from a socket until a deadline, however slowly bytes arrive."""
+class _Timed(socket.socket):
+    """A socket whose operations end at a deadline, however slowly bytes arrive."""
 
-    def __init__(self, timed: "_TimedSocket") -> None:
-        self._timed = timed
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]
-        self._timed.set_timeout()
-        return self._timed.socket.recv_into(buffer)
-
-    def close(self) -> None:
-        if not self.closed:
-            super().close()
-            self._timed.release()
-
-
-class _TimedSocket:
-    """A socket for http.client; all its operations end at the deadline.
-
-    As with a socket, the connection is closed when close() was called and all results of makefile() are closed.
-    """
-
-    def __init__(self, sock: socket.socket, deadline_s: float) -> None:
-        self.socket = sock
-        self.deadline_s = deadline_s
-        self._users = 1
-        self._is_closed = False
+    deadline_s = 0.0
 
     def set_timeout(self) -> None:
         left_s = self.deadline_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("timed out")
-        self.socket.settimeout(left_s)
+        self.settimeout(left_s)
 
-    def sendall(self, data: "bytes | bytearray | memoryview") -> None:
-        self.set_timeout()  # a socket's timeout covers the whole call
-        self.socket.sendall(data)
+    def recv_into(self, *arguments: Any) -> int:
+        self.set_timeout()
+        return super().recv_into(*arguments)
 
-    def makefile(self, mode: str) -> io.BufferedReader:
-        self._users += 1
-        return io.BufferedReader(_TimedReader(self))
+    def sendall(self, *arguments: Any) -> None:
+        self.set_timeout()  # it covers the whole call
+        super().sendall(*arguments)
 
-    def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self.release()
 
-    def release(self) -> None:
-        self._users -= 1
-        if not self._users:
-            self.socket.close()
+class _TimedTls(_Timed, ssl.SSLSocket):
+    """The same with TLS."""
 
 
 class _Connection(http.client.HTTPConnection):
@@ -102,48 +69,43 @@ class _Connection(http.client.HTTPConnection):
         self.idle_since_s = 0.0
 
     def open(self, deadline_s: float) -> None:
-        """Connect.
-
-        Raises:
-            OSError: The connection fails; TimeoutError among these.
-        """
-        sock = socket.create_connection(self._address, min(_CONNECT_S, max(0.01, deadline_s - time.monotonic())))
-        timed = _TimedSocket(sock, deadline_s)
+        """Connect; OSError, and TimeoutError among these, if that fails."""
+        plain = socket.create_connection(self._address, min(_CONNECT_S, max(0.01, deadline_s - time.monotonic())))
+        sock = _Timed(fileno=plain.detach())
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            name = self._address[0]
+            sock.deadline_s, name = deadline_s, self._address[0]
             if self._through is not None:
                 name = self._through[0]
-                _open_tunnel(timed, *self._through)
+                _open_tunnel(sock, *self._through)
             if self._tls is not None:
-                timed.set_timeout()
-                timed.socket = self._tls.wrap_socket(sock, server_hostname=name)
+                sock.set_timeout()
+                wrapped = self._tls.wrap_socket(sock, server_hostname=name)
+                assert isinstance(wrapped, _Timed), "the context is not of tls_context()"
+                sock = wrapped
         except BaseException:
             sock.close()
             raise
-        self.sock = timed
+        self.sock = sock
 
     @property
-    def timed(self) -> _TimedSocket:
-        assert isinstance(self.sock, _TimedSocket)
+    def timed(self) -> _Timed:
+        assert isinstance(self.sock, _Timed)
         return self.sock
 
 
-def _open_tunnel(timed: _TimedSocket, host: str, port: int) -> None:
+def _open_tunnel(timed: _Timed, host: str, port: int) -> None:
     timed.sendall(f"CONNECT {host}:{port} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode("ascii"))
-    response = http.client.HTTPResponse(timed, method="CONNECT")  # type: ignore[arg-type]
+    response = http.client.HTTPResponse(timed, method="CONNECT")
     response.begin()
     if response.status != http.HTTPStatus.OK:
         raise OSError(f"the proxy refuses: {response.status}")
 
 
 def tls_context(ca_file: Path | None) -> ssl.SSLContext:
-    """Return a context that checks servers' certificates.
-
-    Raises:
-        ConfigurationError: ``ca_file``, which is trusted besides the system's authorities, cannot be used.
-    """
+    """Return a context that checks servers' certificates, with ``ca_file`` besides the system's authorities."""
     context = ssl.create_default_context()
+    context.sslsocket_class = _TimedTls
     if ca_file is not None:
         try:
             context.load_verify_locations(cadata=ca_file.read_text(encoding="ascii"))
@@ -156,11 +118,7 @@ class HttpClient:
     """Connections to one server. request() may be called by any number of threads."""
 
     def __init__(self, endpoint: str, tls: ssl.SSLContext | None = None) -> None:
-        """Make a client for the server of a URL, without connecting.
-
-        Raises:
-            ConfigurationError: The URL cannot be used.
-        """
+        """Make a client for the server of a URL, without connecting; ConfigurationError if the URL cannot be used."""
         try:
             url = urlsplit(endpoint)
             is_tls, host, port = url.scheme == "https", url.hostname or "", url.port
@@ -197,10 +155,8 @@ class HttpClient:
         """Send a request and return the answer.
 
         Args:
-            method: HTTP method.
             target: Path and query, encoded.
             headers: Headers besides ``Host`` and ``Content-Length``.
-            body: Body of the request.
             deadline_s: Monotonic time at which the call ends, whatever the server does.
             bytes_max: Most bytes of a successful answer's body.
             length: Required length of such a body; None for any.
@@ -312,7 +268,6 @@ def _body(response: http.client.HTTPResponse, bytes_max: int, length: int | None
 
 
 def _read_into(response: http.client.HTTPResponse, size: int) -> bytearray:
-    """Return up to ``size`` bytes, received into memory of that size."""
     data, received = bytearray(size), 0
     with memoryview(data) as view:
         while received < size and (more := response.readinto(view[received:])):

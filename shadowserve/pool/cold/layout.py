@@ -9,8 +9,7 @@ All numbers are little-endian::
                  16 bytes of BLAKE2b over the entries, the tenant's name and the footer up to here
 
 The name of an object is made from its tenant and its keys, so two nodes that pack the same records write the same name,
-and an object never changes. Bytes from a bucket may be anything: they are not used before they agree with themselves,
-with the object's name and with its size. Readers check the records.
+and an object never changes. Readers check the records.
 """
 
 import hashlib
@@ -28,8 +27,7 @@ _SUM_BYTES: Final = 16
 ENTRY_BYTES: Final = _ENTRY.size
 FOOTER_BYTES: Final = _FOOTER.size + _SUM_BYTES
 RECORDS_MAX: Final = 4_096
-"""Most records of one object: the catalog then takes some milliseconds to forget it. Records of 8 KiB still fill 32
-MiB."""
+"""Most records of one object, so that the catalog forgets it in some milliseconds; 8 KiB each still fill 32 MiB."""
 _OBJECT_BYTES_MAX: Final = 5 << 30  # S3's limit for one request
 _TENANT_BYTES_MAX: Final = 128
 _NAME: Final = re.compile(r"t(?P<tenant>(?:[A-Za-z0-9_-]|=[0-9A-F]{2})*)/(?P<digest>[0-9a-f]{40})\.kv")
@@ -48,19 +46,12 @@ class Place(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """Contents of an object.
+    """Contents of an object."""
 
-    Attributes:
-        name: Name of the object, without the prefix.
-        tenant: Name of the tenant.
-        size: Bytes of the object.
-        places: Position of each record by key, in the order of their offsets.
-    """
-
-    name: str
-    tenant: str
-    size: int
-    places: Mapping[bytes, Place]
+    name: str  # name of the object, without the prefix
+    tenant: str  # name of the tenant
+    size: int  # bytes of the object
+    places: Mapping[bytes, Place]  # position of each record by key, in the order of their offsets
 
 
 def name_of(tenant: str, keys: Iterable[bytes]) -> str:
@@ -105,8 +96,7 @@ def finish(body: bytearray, tenant: str, records: Sequence[tuple[bytes, Place]])
 
 
 def footer_bytes(data: bytes, size: int) -> int:
-    """Return the number of bytes at an object's end that parse_footer() needs; ``data`` is its end, with the footer
-    at least.
+    """Return the bytes at an object's end that parse_footer() needs; ``data`` is its end, with the footer at least.
 
     Raises:
         ColdObjectError: It does not end in a footer of an object of ``size`` bytes.
@@ -127,12 +117,7 @@ def footer_bytes(data: bytes, size: int) -> int:
 
 
 def parse_footer(name: str, data: bytes, size: int) -> Contents:
-    """Return the contents of an object.
-
-    Args:
-        name: Name of the object.
-        data: Its last bytes, at least as many as footer_bytes() returns.
-        size: Bytes of the object.
+    """Return the contents of an object by its last bytes, at least as many as footer_bytes() returns.
 
     Raises:
         ColdObjectError: The entries or the footer are unsound, or those of another object.

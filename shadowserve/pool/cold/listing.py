@@ -13,9 +13,9 @@ from shadowserve.pool.cold.bucket import Bucket, BucketError, Listed
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.deletions import Deletions
+from shadowserve.pool.cold.fair import Shares, most_beyond
 from shadowserve.pool.cold.layout import ColdObjectError, parse_name
 from shadowserve.pool.cold.outage import Outage
-from shadowserve.pool.cold.shares import Shares, most_beyond
 from shadowserve.pool.cold.writes import read_contents
 
 _log = logging.getLogger(__name__)
@@ -35,10 +35,6 @@ class BucketLister:
 
     Attributes:
         lists: Complete lists.
-        swept: Objects that were deleted because of ``bytes_max``.
-        foreign: Objects under the prefix that ShadowServe has not written.
-        outage: Failures of lists.
-        tried: Set after the first list, also a failed one.
     """
 
     def __init__(
@@ -53,8 +49,8 @@ class BucketLister:
     ) -> None:
         """``on_complete`` is called after each complete list: the catalog has all objects of it."""
         self.lists = self.swept = self.foreign = 0
-        self.outage = Outage("list", clock_s)
-        self.tried = threading.Event()
+        self.outage = Outage("list", clock_s)  # failures of lists
+        self.tried = threading.Event()  # set after the first list, also a failed one
         self._config = config
         self._bucket = bucket
         self._catalog = catalog
@@ -96,11 +92,8 @@ class BucketLister:
             self._ended.wait(pause_s)
 
     def _list(self) -> None:
-        """Bring the catalog up to date.
-
-        The list comes first; then objects that it does not have are forgotten, objects to delete are deleted, then
-        those beyond ``bytes_max``; last the footers of new objects are read.
-        """
+        """Bring the catalog up to date: forget objects that a new list does not have, delete those that are marked or
+        beyond ``bytes_max``, and read the footers of new ones."""
         missing = self._catalog.begin_list()
         found: defaultdict[str, list[Listed]] = defaultdict(list)
         count = foreign = 0
@@ -128,16 +121,14 @@ class BucketLister:
             self._on_complete()
 
     def _note_foreign(self, count: int, name: str) -> None:
-        self.foreign = count
+        self.foreign = count  # objects under the prefix that ShadowServe has not written
         if count and not self._warned_of_foreign:
             self._warned_of_foreign = True
             _log.warning("s3_foreign_objects count=%d first=%r hint='they are left alone; move them'", count, name)
 
     def _sweep(self, found: Mapping[str, list[Listed]]) -> None:
-        """Delete objects beyond ``bytes_max``, and remove them from ``found``, which is newest first.
-
-        The tenant that is furthest beyond its share loses its oldest object first. All nodes choose the same objects.
-        """
+        """Delete objects beyond ``bytes_max``, and remove them from ``found``, which is newest first: the oldest of
+        the tenant that is furthest beyond its share. All nodes choose the same objects."""
         bytes_max = self._config.bytes_max
         used: dict[str, float] = {name: sum(listed.size for listed in each) for name, each in found.items() if each}
         total = sum(used.values())
@@ -145,7 +136,7 @@ class BucketLister:
             return
         with self._shares_lock:
             shares = dict(self._shares.among(used))
-        swept: list[str] = []
+        swept: list[str] = []  # objects that were deleted because of ``bytes_max``
         while total > bytes_max * _SWEPT_SHARE:
             tenant = most_beyond(used, shares)
             oldest = found[tenant].pop()

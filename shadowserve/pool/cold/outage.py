@@ -18,16 +18,11 @@ _OF_ONE_OBJECT: Final = frozenset({"absent", "damaged"})
 
 
 class Outage:
-    """Failures and successes of one kind of operation, from any thread.
-
-    Attributes:
-        failures: Failures by reason; none ever decreases.
-        last_error: Text of the last failure that concerns the bucket; empty after a success.
-    """
+    """Failures and successes of one kind of operation, from any thread."""
 
     def __init__(self, operation: str, clock_s: Callable[[], float]) -> None:
         """``operation``: its name in the log; ``clock_s``: monotonic."""
-        self.failures: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()  # failures by reason; none ever decreases
         self._operation = operation
         self._clock_s = clock_s
         self._lock = threading.Lock()
@@ -35,11 +30,10 @@ class Outage:
         self._pause_s = _PAUSE_S
         self._until_s = 0.0
         self._failing_since_s: float | None = None
-        self.last_error = ""
+        self.last_error = ""  # text of the last failure that concerns the bucket; empty after a success
 
     @property
     def away(self) -> bool:
-        """True while the bucket is not used."""
         return self._clock_s() < self._until_s
 
     @property
@@ -70,7 +64,6 @@ class Outage:
         _log.warning("s3_away operation=%s reason=%s pause_s=%g error=%r", self._operation, reason, pause_s, str(error))
 
     def succeeded(self) -> None:
-        """Count a success, which ends the outage."""
         if not self._strikes:
             return
         with self._lock:

@@ -48,7 +48,6 @@ class ThroughputEstimate:
         self._seen_s = 0.0
 
     def begin(self, now_s: float) -> None:
-        """A request begins."""
         self._pass(now_s)
         self._under_way += 1
 
@@ -69,10 +68,7 @@ class ThroughputEstimate:
         self._seen_s = now_s
 
     def expected_s(self, size: int) -> float:
-        """Return the expected time for ``size`` bytes, queued ones included.
-
-        At least the time of one request, and no less than the rate of all requests together allows.
-        """
+        """Return the expected time for ``size`` bytes, queued ones included; at least that of one request."""
         return max(self._request_s, size * self._busy_s / max(self._bytes, 1.0))
 
 
@@ -141,7 +137,6 @@ class ColdReader:
         self.threads: list[threading.Thread] = []
 
     def start(self, pool: Pool, lock: threading.Lock) -> None:
-        """``lock`` is the pool's."""
         self._pool, self._lock = pool, lock
         for number in range(self._config.reads_at_once):
             thread = threading.Thread(target=self._run, name=f"s3-read-{number}", daemon=True)
@@ -179,9 +174,7 @@ class ColdReader:
             done(None)
 
     def step(self) -> None:
-        """End reads whose deadline has passed, and those that wait for a bucket that is away; called often, by one
-        thread.
-        """
+        """End reads whose deadline has passed, and those that wait for a bucket that is away; called often."""
         now_s, away = self._clock_s(), self._outage.away
         ended: list[Done] = []
         late = 0

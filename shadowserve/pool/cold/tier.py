@@ -1,7 +1,6 @@
 """The lower tier of a pool: finds, reads, writes and removes records in a bucket that other nodes use too.
 
-No method waits for the bucket. The tier knows its contents from listing it every ``index_ttl_s`` and reading the
-footers of new objects, so a look-up needs no request.
+No method waits for the bucket: the tier knows its contents from lists every ``index_ttl_s``, and from its footers.
 """
 
 import threading
@@ -14,12 +13,12 @@ from shadowserve.pool.cold.bucket import Bucket
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.deletions import DelayedRemovals, Deletions
+from shadowserve.pool.cold.fair import Shares
 from shadowserve.pool.cold.listing import BucketLister
 from shadowserve.pool.cold.outage import Outage
 from shadowserve.pool.cold.reads import ColdItem, ColdReader
-from shadowserve.pool.cold.shares import Shares
 from shadowserve.pool.cold.writes import ColdWriter
-from shadowserve.pool.keys import is_chunk_key, parse_key
+from shadowserve.pool.entries import is_chunk_key, parse_key
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.statistics import ColdStatistics
 from shadowserve.pool.types import DEFAULT_TENANT, Address, Item, Lease
@@ -30,17 +29,11 @@ _STEP_S: Final = 0.05
 
 
 class ColdTier:
-    """The records of a bucket, for one pool. A :class:`LowerTier`.
-
-    Methods are called with the pool's lock held, except set_quota(), start(), close() and join().
-    """
+    """The records of a bucket, for one pool. Methods are called with the pool's lock held, except set_quota(), start(),
+    close() and join(); none of the others waits."""
 
     def __init__(self, config: S3Config, clock_s: Callable[[], float] = time.monotonic) -> None:
-        """Prepare the tier; start() begins.
-
-        Raises:
-            ConfigurationError: There are no credentials, or they or certificates cannot be read.
-        """
+        """Prepare the tier; start() begins. ConfigurationError: credentials or certificates cannot be read."""
         self._config = config
         self._bucket = Bucket(config)
         self._catalog = Catalog(Shares(config.chunks_max))
@@ -64,20 +57,14 @@ class ColdTier:
         self._lock: threading.Lock
 
     def set_quota(self, tenant: str, bytes_max: int | None, keys_max: int | None) -> None:
-        """Limit a tenant's share of the bucket when ``bytes_max`` or ``chunks_max`` has no room for all tenants.
-
-        Also before start(). All nodes of a bucket need the same quotas.
-        """
+        """Limit a tenant's share of the bucket when it has no room for all. All nodes of a bucket need the same."""
         self._catalog.set_share(tenant, keys_max)
         self._lister.set_quota(tenant, bytes_max)
 
     # ---- Life
 
     def start(self, pool: Pool, lock: threading.Lock) -> None:
-        """Begin to serve ``pool``, whose lock is ``lock``; without the lock.
-
-        Waits at most ``timeout_s`` for the first list, so that the first clients of a new node get no needless misses.
-        """
+        """Begin to serve ``pool``; wait at most ``timeout_s`` for the first list, to spare first clients misses."""
         self._pool, self._lock = pool, lock
         self._reader.start(pool, lock)
         self._writer.start(pool, lock, self._name_of)
@@ -87,7 +74,7 @@ class ColdTier:
         self._lister.tried.wait(self._config.timeout_s)
 
     def hurry(self) -> None:
-        """Write everything that waits to be written."""
+        """Write everything that waits to be written: the pool is about to close."""
         self._writer.hurry()
 
     @property
@@ -96,10 +83,8 @@ class ColdTier:
         return self._writer.idle
 
     def close(self) -> None:
-        """End, without the lock: clients that wait get nothing, and the pool is not used any more.
-
-        Requests in progress may continue until their deadlines; join() waits for them.
-        """
+        """End: clients that wait get nothing, and the pool is not used any more once its lock was free. Requests in
+        progress may continue until their deadlines; join() waits for them."""
         self._ended.set()
         self._lister.close()
         self._deletions.close()
@@ -118,21 +103,24 @@ class ColdTier:
 
     def find(self, address: Address) -> Item | None:
         """Return a record of the bucket; None if it is unknown, or the bucket is away."""
-        if self._outage.away:
-            return None
-        tenant, key, text = parse_key(address)
-        name = self._name_of(tenant)
-        contents = None if text is not None or name is None else self._catalog.find(name, key)
-        return None if contents is None else ColdItem(address, key, contents)
+        record = None if self._outage.away else self._record_of(address)
+        contents = None if record is None else self._catalog.find(*record)
+        return None if record is None or contents is None else ColdItem(address, record[1], contents)
 
     def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
-        """Read bytes of an item of find(), as :meth:`Pool.read`."""
         assert isinstance(item, ColdItem)
         self._reader.read(item, start, end, done)
 
     def expected_s(self, size: int) -> float:
-        """Return the expected time to read records of ``size`` bytes in total now."""
         return self._reader.expected_s(size)
+
+    def _record_of(self, address: Address) -> tuple[str, bytes] | None:
+        """Return a tenant's name and the index's key of a record; None for keys that no record has."""
+        if not is_chunk_key(address[1]):
+            return None
+        tenant, key, text = parse_key(address)
+        name = None if text is not None else self._name_of(tenant)
+        return None if name is None else (name, key)
 
     def _name_of(self, tenant: int) -> str | None:
         name = self._tenants.get(tenant)
@@ -152,25 +140,19 @@ class ColdTier:
         Records without an expiry are written to the bucket. Any other value replaces the record of its key, also after
         a restart: the ticket settles when the bucket has no record of the key any more.
         """
-        if not is_chunk_key(address[1]):
-            return None
-        tenant, key, text = parse_key(address)
-        if text is not None:
+        record = self._record_of(address)
+        if record is None:
             return None
         if not header_bytes or expires:
-            return self._remove(address, key)[1]
-        name = self._name_of(tenant)
-        if name is None:
-            return None
-        if self._catalog.find(name, key) is None:
-            self._writer.stored(address, key, parent, length)
-        return self._replaced(name, key)
+            return self._remove(address, *record)[1]
+        if self._catalog.find(*record) is None:
+            self._writer.stored(address, record[1], parent, length)
+        return self._replaced(*record)
 
     def settling(self, address: Address) -> Ticket | None:
         """Return a ticket that settles when no restart can bring back a record that the present value has replaced."""
-        tenant, key, text = parse_key(address)
-        name = None if text is not None else self._name_of(tenant)
-        return None if name is None else self._replaced(name, key)
+        record = self._record_of(address)
+        return None if record is None else self._replaced(*record)
 
     def _replaced(self, tenant: str, key: bytes) -> Ticket | None:
         """Return a ticket for the deletion of objects with an older record of a key."""
@@ -178,7 +160,7 @@ class ColdTier:
         return self._deletions.delete(tenant, names) if names else None
 
     def holds_back(self, address: Address) -> bool:
-        """Return whether a record may not be evicted yet; see :meth:`ColdWriter.holds_back`."""
+        """Return whether a record may not be evicted yet, since it is being written here, for a limited time."""
         return self._writer.holds_back(address)
 
     def removed(self, address: Address) -> bool:
@@ -186,24 +168,19 @@ class ColdTier:
 
         The other records of these objects are deleted with them.
         """
-        if not is_chunk_key(address[1]):
+        record = self._record_of(address)
+        if record is None:
             return False
-        _, key, text = parse_key(address)
-        if text is not None:
-            return False
-        was_there, ticket = self._remove(address, key)
+        was_there, ticket = self._remove(address, *record)
         self._add_to_barrier(ticket)
         return was_there
 
-    def _remove(self, address: Address, key: bytes) -> tuple[bool, Ticket | None]:
+    def _remove(self, address: Address, tenant: str, key: bytes) -> tuple[bool, Ticket | None]:
         """Return whether a record was known, and a ticket for its removal; None if it is removed."""
-        name = self._name_of(address[0])
-        if name is None:
-            return False, None
-        was_there = self._catalog.find(name, key) is not None
-        tickets = [self._writer.removed(address), self._delete(name, key)]
+        was_there = self._catalog.find(tenant, key) is not None
+        tickets = [self._writer.removed(address), self._delete(tenant, key)]
         if not self._is_listed:
-            tickets.append(self._delayed_removals.add(name, key))
+            tickets.append(self._delayed_removals.add(tenant, key))
         return was_there, joined(tickets)
 
     def _delete(self, tenant: str, key: bytes) -> Ticket | None:
@@ -261,7 +238,6 @@ class ColdTier:
     # ---- Statistics
 
     def statistics(self) -> ColdStatistics:
-        """Return counters and sizes."""
         reader, writer, lister = self._reader, self._writer, self._lister
         outages = self._outage, lister.outage, self._write_outage, self._delete_outage
         away = self._outage.away or lister.outage.away

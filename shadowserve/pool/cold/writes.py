@@ -21,7 +21,7 @@ from shadowserve.pool.cold.layout import (
     parse_footer,
 )
 from shadowserve.pool.cold.outage import Outage
-from shadowserve.pool.keys import parse_key
+from shadowserve.pool.entries import parse_key
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import Address, Lease
 from shadowserve.pool.volume.tickets import Ticket
@@ -36,12 +36,7 @@ _PRESSING_S: Final = 1.0
 
 
 def read_contents(bucket: Bucket, name: str, size: int) -> Contents:
-    """Return the contents of an object, by its footer.
-
-    Raises:
-        BucketError: It cannot be read.
-        ColdObjectError: It is unsound.
-    """
+    """Return the contents of an object, by its footer; ColdObjectError: it is unsound."""
     if size <= 0:
         raise ColdObjectError("it is empty")
     footer = bytes(bucket.read(name, max(0, size - FOOTER_READ_BYTES), size))
@@ -72,11 +67,10 @@ class _Pressure:
 class ColdWriter:
     """Writes stored records as fast as the bucket accepts them.
 
-    Records wait as keys without bytes. With ``write: at_once`` no client waits: if the bucket is slower than the
-    clients, records that are evicted meanwhile, and those beyond the backlog, are not written. With ``write: evicted``
-    nothing is written before the pool needs room, or half of the backlog is waiting. Then a record stays in the pool
-    until it is written, so writers are as fast as the bucket; unless the bucket is away, or nothing was written for
-    ``timeout_s``.
+    With ``write: at_once`` no client waits: if the bucket is slower, records that are evicted meanwhile, and those
+    beyond the backlog, are not written. With ``write: evicted`` nothing is written before the pool needs room, or half
+    of the backlog is waiting. Then a record stays in the pool until it is written; unless the bucket is away, or
+    nothing was written for ``timeout_s``.
 
     Attributes:
         objects: Written objects.
@@ -162,7 +156,6 @@ class ColdWriter:
         return Ticket.of(*tickets) if tickets else None
 
     def hurry(self) -> None:
-        """Write all waiting records without waiting for more of their chains."""
         with self._changed:
             self._hurry = True
             self._changed.notify_all()
@@ -173,7 +166,6 @@ class ColdWriter:
         return self._outage.away or not (self.gathering.waiting or self._packing) or not self.threads
 
     def close(self) -> None:
-        """End; waiting records are not written."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

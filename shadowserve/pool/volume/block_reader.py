@@ -13,7 +13,6 @@ from shadowserve.pool.volume.device import BlockDevice, Pages, wait_for_operatio
 from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, FormatError, Superblock
 
 ANSWER_S: Final = 60.0
-"""Time after which a device that has not answered a request at opening counts as failed."""
 _PAUSE_FIRST_S: Final = 0.01
 _PAUSES_S: Final = 10.0
 """Longest sum of all pauses of one reader. Each pause is twice as long as the one before."""
@@ -27,10 +26,7 @@ class BlockReader:
     """Reads blocks of a device that no pool uses, several requests at a time.
 
     A failed block is read once more; while the device is only busy, again and again, and then it is an error. Blocks
-    that cannot be read for another reason are returned as zeros.
-
-    Attributes:
-        unreadable: Blocks that were returned as zeros since they could not be read.
+    that cannot be read for another reason are returned as zeros, and are in ``unreadable``.
     """
 
     def __init__(self, device: BlockDevice) -> None:
@@ -43,12 +39,7 @@ class BlockReader:
         self._pause_s, self._paused_s = _PAUSE_FIRST_S, 0.0
 
     def run(self, operation: Operation) -> None:
-        """Run one operation and wait for it.
-
-        Raises:
-            OSError: It has failed.
-            DeviceError: The device does not answer.
-        """
+        """Run one operation and wait for it. OSError: it has failed; DeviceError: the device does not answer."""
         while True:
             operation.error = None
             self._submit(operation)
@@ -58,20 +49,14 @@ class BlockReader:
             self._pause(operation)
 
     def write(self, first: int, blocks: int, address: int) -> None:
-        """Write blocks from memory and wait for that, as run()."""
         offset, length = first * BLOCK_BYTES, blocks * BLOCK_BYTES
         self.run(Operation(OperationKind.WRITE, offset, length, address, Priority.WRITE, self._done))
 
     def flush(self) -> None:
-        """Flush the device and wait for that, as run()."""
         self.run(Operation(OperationKind.FLUSH, 0, 0, 0, Priority.WRITE, self._done))
 
     def block(self, number: int) -> bytes:
-        """Return one block; zeros if it cannot be read. Allowed during pieces(), which uses other buffers.
-
-        Raises:
-            OSError: The device stayed busy.
-        """
+        """Return one block; zeros if it cannot be read. Allowed during pieces(), which uses other buffers."""
         operation = self._read(number, 1, self._single.address)
         self._wait(operation)
         if operation.error is not None and not self._read_again(number, self._single.address):
@@ -79,15 +64,10 @@ class BlockReader:
         return bytes(self._single.view[:BLOCK_BYTES])
 
     def pieces(self, first: int, count: int) -> Iterator[tuple[int, Bytes]]:
-        """Yield (number of the first block, bytes) in order, zeros for unreadable blocks. Valid until the next one.
-
-        Raises:
-            OSError: The device stayed busy.
-        """
+        """Yield (number of the first block, bytes) in order, zeros for unreadable blocks. Valid until the next one."""
         return self.runs([(first, count)])
 
     def runs(self, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Bytes]]:
-        """Yield the pieces of several ranges, each a first block and a count."""
         parts = [
             (start, min(_PIECE_BLOCKS, first + count - start))
             for first, count in runs
@@ -143,7 +123,6 @@ class BlockReader:
         self._pause_s = min(2 * self._pause_s, 1.0)
 
     def unreadable_error(self) -> OSError:
-        """Return the error of the first unreadable block."""
         assert self._error is not None
         return self._error
 

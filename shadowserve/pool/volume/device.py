@@ -1,20 +1,24 @@
-"""A volume's interface to its device: reads and writes of bytes at offsets, and a flush.
+"""A volume's interface to its device (``shadowserve.block``), and retries of operations that it was too busy for.
 
-Real devices are :class:`shadowserve.native.BlockDevice`; ``shadowserve.block`` describes operations and their promises.
-A caller that needs order waits for completions and flushes; docs/reference/volume-format.md tells where volumes do.
+Real devices are :class:`shadowserve.native.BlockDevice`. A busy device, or a kernel short of memory, has not failed.
+Such an error is reported after a time: a short one for a read, which its client can do without; a long one for a write
+or flush, whose failure may end the use of the device.
 """
 
 import ctypes
 import mmap
 import select
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from shadowserve.block import BlockStatistics, Operation
-from shadowserve.errors import DeviceError
+from shadowserve.block import BlockStatistics, Operation, OperationKind
+from shadowserve.errors import DeviceError, is_passing
 from shadowserve.latency import LatencyHistogram
 
 _SLICE_S = 0.05
@@ -60,11 +64,7 @@ class BlockDevice(Protocol):
 
 
 def wait_for_operations(device: BlockDevice, timeout_s: float) -> list[Operation]:
-    """Wait for ended operations and return them; for programs that have nothing else to do.
-
-    Raises:
-        DeviceError: No operation has ended in time.
-    """
+    """Wait for ended operations and return them. DeviceError: none has ended in time."""
     waited = 0.0
     while not (ended := device.completed()):
         if waited >= timeout_s:
@@ -77,21 +77,9 @@ def wait_for_operations(device: BlockDevice, timeout_s: float) -> list[Operation
 
 
 class Pages:
-    """Zeroed memory pages for reads and writes of a device. They live as long as this object or a view of them.
-
-    Attributes:
-        size: Bytes, a multiple of the page size.
-        address: Address of the first byte.
-        view: All bytes.
-        array: All bytes as an array.
-    """
+    """Zeroed memory pages for reads and writes of a device. They live as long as this object or a view of them."""
 
     def __init__(self, size: int) -> None:
-        """Map at least ``size`` bytes.
-
-        Raises:
-            MemoryError: There is not as much memory.
-        """
         self.size = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
             mapping = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -100,3 +88,65 @@ class Pages:
         self.view = memoryview(mapping)
         self.array: npt.NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
+_FIRST_NS: Final = 1_000_000
+_LONGEST_NS: Final = 500_000_000
+_READ_NS: Final = 1_000_000_000
+_WRITE_NS: Final = 10_000_000_000
+
+
+@dataclass(slots=True, eq=False)
+class _Tried:
+    operation: Operation
+    since_ns: int
+    pause_ns: int
+    due_ns: int
+
+
+class RetryPolicy:
+    """Operations of one device that wait to be tried again. The device's driver calls ended() and due() in turns."""
+
+    def __init__(self) -> None:
+        self.met = 0  # number of passing errors
+        self._tried: dict[int, _Tried] = {}
+        self._waiting: deque[_Tried] = deque()
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def ended(self, operations: list[Operation]) -> list[Operation]:
+        if not self._tried and all(operation.error is None for operation in operations):
+            return operations
+        return [operation for operation in operations if not self._waits(operation)]
+
+    def due(self) -> list[Operation]:
+        if not self._waiting:
+            return []
+        now_ns = time.monotonic_ns()
+        due = [tried for tried in self._waiting if tried.due_ns <= now_ns]
+        for tried in due:
+            self._waiting.remove(tried)
+            tried.operation.error = None
+        return [tried.operation for tried in due]
+
+    def _waits(self, operation: Operation) -> bool:
+        tried = self._tried.pop(id(operation), None)
+        flushing = operation.kind is OperationKind.FLUSH
+        # A read into pages has reported its progress already: a retry would report it twice.
+        if operation.error is None or operation.pages is not None:
+            return False
+        if not is_passing(operation.error, flushing=flushing):
+            return False
+        self.met += 1
+        now_ns = time.monotonic_ns()
+        if tried is None:
+            tried = _Tried(operation, now_ns, _FIRST_NS, 0)
+        elif now_ns - tried.since_ns > (_READ_NS if operation.kind is OperationKind.READ else _WRITE_NS):
+            return False
+        tried.due_ns = now_ns + tried.pause_ns
+        tried.pause_ns = min(2 * tried.pause_ns, _LONGEST_NS)
+        self._tried[id(operation)] = tried
+        self._waiting.append(tried)
+        return True

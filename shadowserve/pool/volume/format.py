@@ -1,19 +1,18 @@
-"""Every structure of a volume except objects: superblock, blocks of records, headers of snapshots, records.
+"""Every structure of a volume except objects (docs/reference/volume-format.md).
 
-docs/reference/volume-format.md has the same in tables. The format is frozen: a golden volume in tests/assets must stay
-readable, and a change of a structure needs a new :data:`VERSION`.
-
-Parsers take bytes that may be anything. They never trust a length or a count. They return None, or raise
-:class:`FormatError` for a message to the user.
+The format is frozen: a golden volume in tests/assets must stay readable, and a change of a structure needs a new
+:data:`VERSION`. Parsers take bytes that may be anything: they never trust a length or a count, and return None, or
+raise :class:`FormatError` for a message to the user.
 """
 
 import struct
 import zlib
 from dataclasses import dataclass, replace
 from enum import IntEnum, IntFlag
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from shadowserve.errors import ShadowServeError
+from shadowserve.native import IndexEntry, ObjectFields
 
 VERSION: Final = 1
 BLOCK_BYTES: Final = 4096
@@ -72,42 +71,48 @@ def blocks_of(length: int, name_blocks: int = 0) -> int:
     return -(-(OBJECT_HEADER_BYTES + length) // BLOCK_BYTES) + name_blocks
 
 
+def object_fields(entry: IndexEntry) -> ObjectFields:
+    """Return the expected fields of an object's header."""
+    return ObjectFields(
+        key=entry.key,
+        tenant=entry.tenant,
+        length=entry.length,
+        generation=entry.generation,
+        header_length=entry.header_length,
+        flags=entry.flags,
+    )
+
+
 def _checksum(data: bytes | bytearray | memoryview, at: int) -> int:
     """Return the CRC-32 of ``data``, with zeros for the four bytes at ``at``, where the CRC itself is."""
     view = memoryview(data)
     return zlib.crc32(view[at + 4 :], zlib.crc32(b"\0\0\0\0", zlib.crc32(view[:at])))
 
 
+def _pack_block(form: struct.Struct, crc_at: int, *fields: Any, records: bytes | bytearray | memoryview = b"") -> bytes:
+    """Return a block that begins with ``fields``, with its checksum at ``crc_at``."""
+    data = bytearray(BLOCK_BYTES)
+    form.pack_into(data, 0, *fields)
+    data[_RECORDS_OFFSET : _RECORDS_OFFSET + len(records)] = records
+    struct.pack_into("<I", data, crc_at, _checksum(data, crc_at))
+    return bytes(data)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Position of the parts of a volume, in blocks of 4 KiB.
+    """Position of the parts of a volume, in blocks of 4 KiB."""
 
-    Attributes:
-        log_firsts: First block of each of the log's two copies.
-        log_blocks: Blocks of each copy.
-        snapshot_firsts: First block of each of the two snapshot regions: the snapshot's header.
-        snapshot_blocks: Blocks of each region, header included.
-        data_first: First block of the objects.
-        data_blocks: Blocks for objects.
-        objects_max: Most objects.
-    """
-
-    log_firsts: tuple[int, int]
-    log_blocks: int
-    snapshot_firsts: tuple[int, int]
-    snapshot_blocks: int
-    data_first: int
-    data_blocks: int
-    objects_max: int
+    log_firsts: tuple[int, int]  # first block of each of the log's two copies
+    log_blocks: int  # blocks of each copy
+    snapshot_firsts: tuple[int, int]  # first block of each of the two snapshot regions: the snapshot's header
+    snapshot_blocks: int  # blocks of each region, header included
+    data_first: int  # first block of the objects
+    data_blocks: int  # blocks for objects
+    objects_max: int  # most objects
 
     @classmethod
     def plan(cls, capacity_bytes: int, objects_max: int, log_bytes: int | None = None) -> "Layout":
-        """Lay out a device.
-
-        Args:
-            capacity_bytes: Bytes of the device.
-            objects_max: Most objects.
-            log_bytes: Bytes of each copy of the log; None for half a snapshot's size, from 1 MiB to 256 MiB.
+        """Lay out a device. ``log_bytes``: of each copy of the log; None for half a snapshot's size, 1 to 256 MiB.
 
         Raises:
             FormatError: The device is too small for as many objects, or too large.
@@ -165,25 +170,20 @@ LOG_BLOCKS_MIN: Final = 64
 """The reserve for removals and two groups of the largest names must leave room for a snapshot in between."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Superblock:
     """Identity and layout of a volume. Written when it is formatted, and when it grows.
 
     Attributes:
         volume_id: 16 random bytes. Each block and header has them, so that an earlier volume's blocks are not accepted.
-        pool_id: Id of the pool, 16 bytes.
-        device_bytes: Used bytes of the device.
-        created_ms: Unix time.
-        layout: Position of the parts.
-        incompatible: A bit for each change that readers of this version must not ignore; 0.
     """
 
     volume_id: bytes
-    pool_id: bytes
-    device_bytes: int
-    created_ms: int
-    layout: Layout
-    incompatible: int = 0
+    pool_id: bytes  # id of the pool, 16 bytes
+    device_bytes: int  # used bytes of the device
+    created_ms: int  # Unix time
+    layout: Layout  # position of the parts
+    incompatible: int = 0  # a bit for each change that readers of this version must not ignore; 0
 
     def with_size_of(self, other: "Superblock") -> "Superblock":
         """Return this volume's superblock after growing to the size of another superblock."""
@@ -191,12 +191,10 @@ class Superblock:
         return replace(self, device_bytes=other.device_bytes, layout=layout)
 
     def pack(self) -> bytes:
-        """Return the block."""
         layout = self.layout
-        data = bytearray(BLOCK_BYTES)
-        _SUPERBLOCK.pack_into(
-            data,
-            0,
+        return _pack_block(
+            _SUPERBLOCK,
+            _CRC_AT_SUPERBLOCK,
             _SUPERBLOCK_MAGIC,
             VERSION,
             _SUPERBLOCK.size,
@@ -215,8 +213,6 @@ class Superblock:
             layout.data_first,
             layout.data_blocks,
         )
-        struct.pack_into("<I", data, _CRC_AT_SUPERBLOCK, _checksum(data, _CRC_AT_SUPERBLOCK))
-        return bytes(data)
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> "Superblock | None":
@@ -228,7 +224,7 @@ class Superblock:
         if len(data) != BLOCK_BYTES or bytes(data[:8]) != _SUPERBLOCK_MAGIC:
             return None
         fields = _SUPERBLOCK.unpack_from(data)
-        _, version, _, crc, volume_id, pool_id, device_bytes, created, incompatible, block, objects = fields[:11]
+        _, version, _, crc, volume_id, pool_id, device_bytes, created_ms, incompatible, block_bytes = fields[:10]
         if crc != _checksum(data, _CRC_AT_SUPERBLOCK):
             return None
         if version != VERSION or incompatible:
@@ -236,142 +232,73 @@ class Superblock:
                 f"a volume of format version {version} with features {incompatible:#x}: this build reads version "
                 f"{VERSION} without any; use the build that wrote it, or format the device again, which drops it all"
             )
-        log_first, log_second, log_blocks, first, second, snapshot_blocks, data_first, data_blocks = fields[11:]
         layout = Layout(
-            log_firsts=(log_first, log_second),
-            log_blocks=log_blocks,
-            snapshot_firsts=(first, second),
-            snapshot_blocks=snapshot_blocks,
-            data_first=data_first,
-            data_blocks=data_blocks,
-            objects_max=objects,
+            objects_max=fields[10],
+            log_firsts=fields[11:13],
+            log_blocks=fields[13],
+            snapshot_firsts=fields[14:16],
+            snapshot_blocks=fields[16],
+            data_first=fields[17],
+            data_blocks=fields[18],
         )
-        if block != BLOCK_BYTES or not layout.check(device_bytes):
+        if block_bytes != BLOCK_BYTES or not layout.check(device_bytes):
             return None
-        return cls(
-            volume_id=volume_id,
-            pool_id=pool_id,
-            device_bytes=device_bytes,
-            created_ms=created,
-            layout=layout,
-            incompatible=incompatible,
-        )
+        return cls(volume_id, pool_id, device_bytes, created_ms, layout)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class BlockHeader:
-    """The header of a block of records, in the log or in a snapshot.
+    """The header of a block of records, in the log or in a snapshot."""
 
-    Attributes:
-        count: Number of records, at most 31.
-        sequence: Log: number since the volume was formatted, from 1. Snapshot: position in the snapshot, from 0.
-        epoch: Log: random number of the process run that wrote it. Snapshot: the snapshot's generation.
-        previous_epoch: Log: epoch of the previous block. Snapshot: 0.
-        durable: Log: last block that was known to be durable when this one was written. Snapshot: 0.
-    """
-
-    count: int
-    sequence: int
-    epoch: int
-    previous_epoch: int
-    durable: int
+    count: int  # number of records, at most 31
+    sequence: int  # log: number since the volume was formatted, from 1. Snapshot: position in the snapshot, from 0
+    epoch: int  # log: random number of the process run that wrote it. Snapshot: the snapshot's generation
+    previous_epoch: int  # log: epoch of the previous block. Snapshot: 0
+    durable: int  # log: last block that was known to be durable when this one was written. Snapshot: 0
 
 
 def pack_block(magic: bytes, volume_id: bytes, header: BlockHeader, records: bytes | bytearray | memoryview) -> bytes:
     """Return a block with up to 31 records."""
-    data = bytearray(BLOCK_BYTES)
-    _BLOCK.pack_into(
-        data,
-        0,
-        magic,
-        VERSION,
-        header.count,
-        0,
-        volume_id,
-        header.sequence,
-        header.epoch,
-        header.previous_epoch,
-        header.durable,
-    )
-    data[_RECORDS_OFFSET : _RECORDS_OFFSET + len(records)] = records
-    struct.pack_into("<I", data, _CRC_AT_BLOCK, _checksum(data, _CRC_AT_BLOCK))
-    return bytes(data)
+    numbers = header.sequence, header.epoch, header.previous_epoch, header.durable
+    return _pack_block(_BLOCK, _CRC_AT_BLOCK, magic, VERSION, header.count, 0, volume_id, *numbers, records=records)
 
 
 def unpack_block(magic: bytes, volume_id: bytes, data: memoryview | bytes) -> BlockHeader | None:
     """Return the header of a block of this volume; None for other content, and for a damaged block."""
-    found, version, count, crc, volume, sequence, epoch, previous_epoch, durable = _BLOCK.unpack_from(data)
+    found, version, count, crc, volume, *numbers = _BLOCK.unpack_from(data)
     if found != magic or volume != volume_id or version != VERSION or count > RECORDS_PER_BLOCK:
         return None
     if crc != _checksum(data, _CRC_AT_BLOCK):
         return None
-    return BlockHeader(count=count, sequence=sequence, epoch=epoch, previous_epoch=previous_epoch, durable=durable)
+    return BlockHeader(count, *numbers)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotHeader:
-    """Completes a snapshot: it is written after the blocks behind it.
+class SnapshotHeader(NamedTuple):
+    """Completes a snapshot: it is written after the blocks behind it."""
 
-    Attributes:
-        generation: Number of the snapshot, from 1; it is in region ``generation % 2``.
-        blocks: Number of blocks that follow.
-        records: Number of records in them.
-        log_first: First block of the log to replay.
-        log_epoch: Epoch of the block before that; 0 if there is none.
-        log_last: The log was durable up to this block: the last one whose changes the snapshot may have.
-        created_ms: Unix time.
-    """
-
-    generation: int
-    blocks: int
-    records: int
-    log_first: int
-    log_epoch: int
-    log_last: int
-    created_ms: int
+    generation: int  # number of the snapshot, from 1; it is in region ``generation % 2``
+    blocks: int  # number of blocks that follow
+    records: int  # number of records in them
+    log_first: int  # first block of the log to replay
+    log_epoch: int  # epoch of the block before that; 0 if there is none
+    log_last: int  # the log was durable up to this block: the last one whose changes the snapshot may have
+    created_ms: int  # Unix time
 
     def pack(self, volume_id: bytes) -> bytes:
-        """Return the block."""
-        data = bytearray(BLOCK_BYTES)
-        _SNAPSHOT.pack_into(
-            data,
-            0,
-            _HEADER_MAGIC,
-            VERSION,
-            _SNAPSHOT.size,
-            0,
-            volume_id,
-            self.generation,
-            self.blocks,
-            self.records,
-            self.log_first,
-            self.log_epoch,
-            self.log_last,
-            self.created_ms,
-        )
-        struct.pack_into("<I", data, _CRC_AT_BLOCK, _checksum(data, _CRC_AT_BLOCK))
-        return bytes(data)
+        return _pack_block(_SNAPSHOT, _CRC_AT_BLOCK, _HEADER_MAGIC, VERSION, _SNAPSHOT.size, 0, volume_id, *self)
 
     @classmethod
     def unpack(cls, data: memoryview | bytes, volume_id: bytes, layout: Layout, region: int) -> "SnapshotHeader | None":
         """Return the header of a snapshot of this volume; None for other content, and for a damaged block."""
-        fields = _SNAPSHOT.unpack_from(data)
-        magic, version, _, crc, volume, generation, blocks, records, log_first, log_epoch, log_last, created = fields
-        if magic != _HEADER_MAGIC or volume != volume_id or version != VERSION:
+        magic, version, _, crc, volume, *numbers = _SNAPSHOT.unpack_from(data)
+        header = cls(*numbers)
+        if magic != _HEADER_MAGIC or volume != volume_id or version != VERSION or crc != _checksum(data, _CRC_AT_BLOCK):
             return None
-        if crc != _checksum(data, _CRC_AT_BLOCK) or generation % 2 != region or not 0 < log_first <= log_last + 1:
+        if header.generation % 2 != region or not 0 < header.log_first <= header.log_last + 1:
             return None
-        if blocks > layout.snapshot_blocks - 1 or records > blocks * RECORDS_PER_BLOCK:
+        if header.blocks > layout.snapshot_blocks - 1 or header.records > header.blocks * RECORDS_PER_BLOCK:
             return None
-        return cls(
-            generation=generation,
-            blocks=blocks,
-            records=records,
-            log_first=log_first,
-            log_epoch=log_epoch,
-            log_last=log_last,
-            created_ms=created,
-        )
+        return header
 
 
 def pack_record(
@@ -380,32 +307,28 @@ def pack_record(
     key: bytes,
     *,
     flags: int = 0,
-    name_blocks: int = 0,
     extent: int = 0,
     length: int = 0,
-    header_length: int = 0,
-    accessed_s: int = 0,
     pinned_until_s: int = 0,
     generation: int = 0,
     expires_at_ms: int = 0,
-    parent: bytes = b"",
 ) -> bytes:
-    """Return one record of 128 bytes (``struct ss_index_record``); key and parent have 32 bytes, or none."""
+    """Return one record of 128 bytes (``struct ss_index_record``); ``key`` has 32 bytes, or none."""
     return _RECORD.pack(
         kind,
         flags,
         0,
-        name_blocks,
+        0,
         tenant,
         extent,
         length,
-        header_length,
-        accessed_s,
+        0,
+        0,
         pinned_until_s,
         generation,
         expires_at_ms,
         key,
-        parent,
+        b"",
     )
 
 

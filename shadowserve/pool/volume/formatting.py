@@ -1,11 +1,18 @@
-"""Formatting a device as a volume, and checks whether a device may be formatted or opened."""
+"""Formatting a device as a volume, checks whether a device may be formatted or opened, and growth with the device.
+
+Objects are the last part of a volume, so a larger device has more blocks for them and nothing moves. The most objects
+stay as formatted. A volume never shrinks.
+"""
 
 import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, NamedTuple, TypeVar
 
 from shadowserve.clock import wall_clock_ms
-from shadowserve.pool.volume.block_reader import BlockReader
+from shadowserve.errors import ConfigurationError, DeviceError
+from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
 from shadowserve.pool.volume.device import BlockDevice, Pages
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
@@ -22,6 +29,7 @@ from shadowserve.pool.volume.signature_check import (
     describe_content,
     used_by,
 )
+from shadowserve.sizes import human_size
 
 
 class Objection(NamedTuple):
@@ -41,16 +49,12 @@ def format_volume(
     clock_ms: Callable[[], int] | None = None,
     entropy: Callable[[int], bytes] = os.urandom,
 ) -> Superblock:
-    """Make an empty volume on a device; all its content is lost.
+    """Make an empty volume on a device that no other program uses; all its content is lost.
 
     Args:
-        device: The device; no other program uses it.
         pool_id: 16 bytes, the same for all devices of a pool.
-        objects_max: Most objects.
         log_bytes: Bytes of each copy of the log; None for a size that suits ``objects_max``.
         force: Do not check for present content.
-        clock_ms: Unix time.
-        entropy: Returns random bytes.
 
     Raises:
         FormatError: The device is too small, has content, or is in use.
@@ -83,12 +87,7 @@ def format_volume(
 
 
 def check_empty(device: BlockDevice) -> None:
-    """Check that a device without a superblock may be formatted.
-
-    Raises:
-        FormatError: It has content; the message says which, and what to do.
-        OSError: It cannot be read.
-    """
+    """Raise FormatError, with what to do, if a device without a superblock may not be formatted."""
     found = describe_content(device)
     if found is None:
         return
@@ -107,14 +106,8 @@ def check_empty(device: BlockDevice) -> None:
 def check_superblock(
     superblock: Superblock | None, damaged: Sequence[int], device: BlockDevice, pool_id: bytes | None
 ) -> Superblock:
-    """Return the superblock of a usable volume, otherwise raise FormatError with what to do.
-
-    Args:
-        superblock: The device's superblock, if there is one.
-        damaged: Copies of it that are not sound.
-        device: The device.
-        pool_id: Required pool; None for any.
-    """
+    """Return the superblock of a usable volume, otherwise raise FormatError with what to do. ``damaged``: copies of it
+    that are not sound; ``pool_id``: the required pool, None for any."""
     if superblock is None:
         check_empty(device)
         raise FormatError(f"device {device.name} is empty; format it first: shadowserve pool format {device.name}")
@@ -155,3 +148,50 @@ def write_blocks(reader: BlockReader, blocks: Sequence[tuple[int, bytes]]) -> No
         page.view[:BLOCK_BYTES] = content
         reader.write(offset // BLOCK_BYTES, 1, page.address)
     reader.flush()
+
+
+_BLOCKS_MAX: Final = 0xFFFF_FFFF
+_Device = TypeVar("_Device", bound=BlockDevice)
+
+
+def grown(superblock: Superblock, device: BlockDevice) -> Superblock:
+    """Return the superblock of a volume that uses all of its device."""
+    blocks = min(device.capacity_bytes // BLOCK_BYTES, _BLOCKS_MAX)
+    if blocks * BLOCK_BYTES <= superblock.device_bytes:
+        return superblock
+    layout = replace(superblock.layout, data_blocks=blocks - superblock.layout.data_first)
+    return replace(superblock, device_bytes=blocks * BLOCK_BYTES, layout=layout)
+
+
+def fit_file(path: Path, wanted_bytes: int, open_device: Callable[[int], _Device]) -> _Device:
+    """Open an existing file, not empty, with the configured size; ``open_device(0)`` keeps the present one.
+
+    A volume's file grows, unless a part of the volume is missing. A file that was never formatted, as after a failed
+    first start, takes any size. A file with other content is opened unchanged: opening the pool then refuses it.
+
+    Raises:
+        ConfigurationError: The volume in it is larger.
+        DeviceError, NativeError: It cannot be opened, or there is no room for it.
+    """
+    device = open_device(0)
+    if device.capacity_bytes == wanted_bytes:
+        return device
+    try:
+        superblock, _ = read_superblocks(BlockReader(device), device)
+        if superblock is None:
+            check_empty(device)
+    except (FormatError, DeviceError, OSError):
+        return device
+    used_bytes = 0 if superblock is None else superblock.device_bytes
+    if used_bytes > device.capacity_bytes:
+        return device  # truncated: a longer file would look intact, with zeros at its end
+    device.close()
+    if used_bytes > wanted_bytes:
+        raise ConfigurationError(
+            f"size of device {path} is {human_size(wanted_bytes)}, and the volume in it has {human_size(used_bytes)}: "
+            f"a volume grows, and does not shrink. Set size to {used_bytes}, limit it with bytes_max, or drop "
+            f"all that is in it: remove the file"
+        )
+    if superblock is None:
+        os.truncate(path, min(path.stat().st_size, wanted_bytes))
+    return open_device(wanted_bytes)

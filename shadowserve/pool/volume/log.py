@@ -1,11 +1,10 @@
 """The log of a volume: a ring of blocks in two copies, written in groups, each made durable by one flush.
 
 Records that are appended while a group is being written form the next group, so any number of writers share a flush. A
-group begins with a new block: a durable block is not written again before the ring comes round to it, and it does so
-only when a snapshot covers the block. So no torn write can damage acknowledged records.
-
-A block is valid only behind its predecessor: it has the epoch of the run that wrote that one (``previous_epoch``). So
-blocks that a crashed run left behind a gap are no part of the log, even after later runs have filled the gap.
+group begins with a new block, and a durable block is written again only when a snapshot covers it, so no torn write can
+damage acknowledged records. A block is valid only behind its predecessor: it has the epoch of the run that wrote that
+one (``previous_epoch``). So blocks that a crashed run left behind a gap are no part of the log, even after later runs
+have filled the gap.
 """
 
 from collections import deque
@@ -38,17 +37,7 @@ _Callback = Callable[[Exception | None], None]
 
 
 class Log:
-    """Writes the log. With the pool's lock held, like everything in a volume.
-
-    Attributes:
-        error: Error after which nothing is written; None while all is well.
-        sequence: Number of the next block.
-        durable: Last block that is known to be durable.
-        first: Oldest block that is still needed.
-        records: Appended records since it was opened.
-        groups: Written groups.
-        written_bytes: Bytes of both copies.
-    """
+    """Writes the log. With the pool's lock held, like everything in a volume."""
 
     def __init__(
         self,
@@ -61,18 +50,14 @@ class Log:
         sequence: int,
         durable: int,
     ) -> None:
-        """Continue with block ``sequence`` behind a block of the run ``previous_epoch``.
-
-        Blocks from ``first`` on are needed. Blocks up to ``durable`` are believed: the headers of this run's blocks say
-        so.
-        """
-        self.error: Exception | None = None
-        self.sequence = sequence
-        self.durable = durable
-        self.first = first
-        self.records = 0
-        self.groups = 0
-        self.written_bytes = 0
+        """Continue with block ``sequence`` behind a block of the run ``previous_epoch``."""
+        self.error: Exception | None = None  # error after which nothing is written; None while all is well
+        self.sequence = sequence  # number of the next block
+        self.durable = durable  # last block that is known to be durable
+        self.first = first  # oldest block that is still needed
+        self.records = 0  # appended records since it was opened
+        self.groups = 0  # written groups
+        self.written_bytes = 0  # bytes of both copies
         self._superblock = superblock
         self._submit = submit
         self._epoch = epoch
@@ -89,7 +74,6 @@ class Log:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the last block."""
         return self._previous_epoch
 
     @property
@@ -98,7 +82,6 @@ class Log:
 
     @property
     def blocks(self) -> int:
-        """Blocks of one copy."""
         return self._layout.log_blocks
 
     @property
@@ -114,16 +97,15 @@ class Log:
 
     @property
     def is_durable(self) -> bool:
-        """True if everything appended is durable."""
         return self._durable_records == self.records
 
     def append(self, records: bytes) -> None:
-        """Add records to the next group. The caller has checked for room."""
+        """Add records to the next group; the caller has checked for room."""
         self._pending += records
         self.records += len(records) // RECORD_BYTES
 
     def when_durable(self, callback: _Callback) -> None:
-        """Call back when everything appended so far is durable, or with the error; at once if it is durable already."""
+        """Call back when everything appended so far is durable, or with the error; at once if it is durable."""
         if self.error is not None or self.is_durable:
             callback(self.error)
         else:
@@ -218,10 +200,7 @@ class Log:
             self._callbacks.popleft()[1](None)
 
     def fail(self, error: Exception) -> None:
-        """Stop writing: it is unknown what is durable, so no later record may be acknowledged.
-
-        After a failed flush, a later one may succeed although bytes are lost (a known trap of fsync).
-        """
+        """Stop writing: after a failed flush, a later one may succeed without the bytes."""
         if self.error is not None:
             return
         self.error = error

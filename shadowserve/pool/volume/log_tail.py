@@ -1,8 +1,8 @@
 """The tail of a log: blocks that no later block proves to be flushed, of a run that has died.
 
 One flush makes a group's blocks and its objects durable together. A power cut may keep a block and lose the bytes of
-one of its objects. That object was never acknowledged, but the value that it would have replaced may have been, and is
-still in place. So the objects of these blocks are read, and a put without its bytes is dropped.
+one of its objects, which was never acknowledged; but the value that it would have replaced may have been, and is still
+in place. So the objects of these blocks are read, and a put without its bytes is dropped.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shadowserve.native import INDEX_RECORD_DTYPE, IndexEntry, ObjectFields, Result, check_object, object_units
-from shadowserve.pool.volume.format import BLOCK_BYTES, OBJECT_HEADER_BYTES, RecordFlag, RecordKind, blocks_of
+from shadowserve.native import INDEX_RECORD_DTYPE, IndexEntry, Result, check_object, object_units
+from shadowserve.pool.volume.format import (
+    BLOCK_BYTES,
+    OBJECT_HEADER_BYTES,
+    RecordFlag,
+    RecordKind,
+    blocks_of,
+    object_fields,
+)
 
 Key = tuple[int, bytes]
 """Tenant and key, as in the index."""
@@ -24,23 +31,16 @@ ReadBlocks = Callable[[int, int], npt.NDArray[np.uint8] | None]
 
 @dataclass(slots=True)
 class LogTail:
-    """Records that wait for proof that they are durable.
+    """Records that wait for proof that they are durable."""
 
-    Attributes:
-        proven: Last block of the log that is known to be durable.
-        torn: Keys whose last put in the tail has lost its bytes.
-    """
-
-    proven: int = 0
-    torn: dict[Key, None] = field(default_factory=dict)
+    proven: int = 0  # last block of the log that is known to be durable
+    torn: dict[Key, None] = field(default_factory=dict)  # keys whose last put in the tail has lost its bytes
     _blocks: list[tuple[int, Records]] = field(default_factory=list)
 
     def hold(self, sequence: int, records: Records) -> None:
-        """Add the records of a block that is not proven."""
         self._blocks.append((sequence, records))
 
     def take_proven(self) -> Records:
-        """Return the records of blocks that are proven by now."""
         count = 0
         while count < len(self._blocks) and self._blocks[count][0] <= self.proven:
             count += 1
@@ -48,12 +48,7 @@ class LogTail:
         return _joined([records for _, records in taken])
 
     def judge(self, blocks: int, read: ReadBlocks) -> Records:
-        """Return all remaining records, without the puts whose objects are not there.
-
-        Args:
-            blocks: Blocks of the device.
-            read: Reads blocks of the device.
-        """
+        """Return all remaining records, without the puts whose objects are not there; ``blocks``: of the device."""
         records = _joined([each for _, each in self._blocks])
         self._blocks.clear()
         kept = np.ones(len(records), dtype=np.bool_)
@@ -80,10 +75,7 @@ def _joined(parts: list[Records]) -> Records:
 
 
 def _is_complete(entry: IndexEntry, blocks: int, read: ReadBlocks) -> bool:
-    """Return whether the object of a put is in its extent.
-
-    An object that cannot be read counts as complete: every read checks it again.
-    """
+    """Return whether the object of a put is in its extent. One that cannot be read counts: each read checks it."""
     count = blocks_of(entry.length, entry.name_blocks)
     if entry.extent + count > blocks:
         return True  # the index refuses its record
@@ -91,14 +83,6 @@ def _is_complete(entry: IndexEntry, blocks: int, read: ReadBlocks) -> bool:
     if blocks_read is None:
         return True
     content = memoryview(blocks_read)
-    expected = ObjectFields(
-        key=entry.key,
-        tenant=entry.tenant,
-        length=entry.length,
-        generation=entry.generation,
-        header_length=entry.header_length,
-        flags=entry.flags,
-    )
     first, units = object_units(entry.length, 0, entry.length)
     value = content[OBJECT_HEADER_BYTES : OBJECT_HEADER_BYTES + entry.length]
-    return check_object(content[: count * BLOCK_BYTES], expected, value, first, units) is Result.OK
+    return check_object(content[: count * BLOCK_BYTES], object_fields(entry), value, first, units) is Result.OK

@@ -1,12 +1,10 @@
 """Recovery: replays a volume's newest sound snapshot and the log behind it, however the volume was left.
 
-The log ends at the first block that is not the successor of the one before; normally nothing behind it was ever
-acknowledged. If a later block says that it was durable (``durable``), it was damaged in both copies, and acknowledged
-records are missing. Then replay continues behind the gap. Of the objects before it only records stay, since their key
-proves their bytes; values of other keys may have been replaced or removed in the gap, so they are dropped and counted.
-The same holds for a snapshot that the log does not reach back to.
-
-Nothing proves that the flush of the last group was complete: its puts are read before they are believed (log_tail.py).
+The log ends at the first block that is not the successor of the one before. If a later block says that it was durable
+(``durable``), it was damaged in both copies, and acknowledged records are missing. Then replay continues behind the
+gap. Of the objects before it only records stay, since their key proves their bytes; values of other keys may have been
+replaced or removed in the gap, so they are dropped and counted. The same holds for a snapshot that the log does not
+reach back to. The puts of the last group are read before they are believed (log_tail.py).
 """
 
 from collections import Counter
@@ -50,78 +48,46 @@ class RecoveryReport:
     """Results of opening a volume.
 
     Attributes:
-        objects: Present objects.
-        snapshot_records: Replayed records of the snapshot.
-        log_blocks: Replayed blocks of the log.
-        log_records: Records in them.
-        seconds: Duration.
-        superblocks_damaged: Damaged copies of the superblock; they are written again.
-        grown_bytes: Bytes by which the volume has grown with its device.
-        snapshots_damaged: Snapshots with a damaged header or block.
-        log_blocks_damaged: Acknowledged blocks of the log that are damaged in both copies.
-        log_blocks_repaired: Blocks of the log with one sound copy; the other copy was written again.
-        log_blocks_unrepaired: Such blocks where that failed: they have one copy until the next snapshot.
-        unproven: Objects dropped since a gap may have had their removal.
-        unnamed: Objects dropped since the text of their key is missing.
-        overlapping: Objects dropped since a later object overlaps them.
-        refused: Records with impossible fields.
-        torn: Puts of the last group without their bytes; they were never acknowledged.
         lost: Dropped objects by reason (the three fields above) and tenant; 0 for tenants without a name.
-        notes: Problems, in words.
     """
 
-    objects: int = 0
-    snapshot_records: int = 0
-    log_blocks: int = 0
-    log_records: int = 0
-    seconds: float = 0.0
-    superblocks_damaged: int = 0
-    grown_bytes: int = 0
-    snapshots_damaged: int = 0
-    log_blocks_damaged: int = 0
-    log_blocks_repaired: int = 0
-    log_blocks_unrepaired: int = 0
-    unproven: int = 0
-    unnamed: int = 0
-    overlapping: int = 0
-    refused: int = 0
-    torn: int = 0
+    objects: int = 0  # present objects
+    snapshot_records: int = 0  # replayed records of the snapshot
+    log_blocks: int = 0  # replayed blocks of the log
+    log_records: int = 0  # records in them
+    seconds: float = 0.0  # duration
+    superblocks_damaged: int = 0  # damaged copies of the superblock; they are written again
+    grown_bytes: int = 0  # bytes by which the volume has grown with its device
+    snapshots_damaged: int = 0  # snapshots with a damaged header or block
+    log_blocks_damaged: int = 0  # acknowledged blocks of the log that are damaged in both copies
+    log_blocks_repaired: int = 0  # blocks of the log with one sound copy; the other copy was written again
+    log_blocks_unrepaired: int = 0  # such blocks where that failed: they have one copy until the next snapshot
+    unproven: int = 0  # objects dropped since a gap may have had their removal
+    unnamed: int = 0  # objects dropped since the text of their key is missing
+    overlapping: int = 0  # objects dropped since a later object overlaps them
+    refused: int = 0  # records with impossible fields
+    torn: int = 0  # puts of the last group without their bytes; they were never acknowledged
     lost: dict[str, Counter[int]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # problems, in words
 
     @property
     def dropped(self) -> int:
-        """Stored objects that were dropped."""
         return self.unproven + self.unnamed + self.overlapping
 
 
 @dataclass(slots=True, kw_only=True)
 class LogEnd:
-    """The end of the log, where writing continues.
+    """The end of the log, where writing continues."""
 
-    Attributes:
-        first: Oldest block that is still needed.
-        sequence: Number of the next block.
-        epoch: Epoch of the last block.
-        durable: Last block that is known to be durable.
-        torn: Keys of puts that were not believed; the log's next records must say so.
-    """
-
-    first: int
-    sequence: int
-    epoch: int
-    durable: int
-    torn: tuple[Key, ...] = ()
+    first: int  # oldest block that is still needed
+    sequence: int  # number of the next block
+    epoch: int  # epoch of the last block
+    durable: int  # last block that is known to be durable
+    torn: tuple[Key, ...] = ()  # keys of puts that were not believed; the log's next records must say so
 
 
 class NameReader:
-    """Joins names of tenants and notes of the pool from records that may be anything. The index has the texts of keys.
-
-    Attributes:
-        tenants: Names by id.
-        notes: The pool's notes by name.
-        refused: Records with impossible fields.
-    """
+    """Joins names of tenants and notes of the pool from records that may be anything. The index has keys' texts."""
 
     def __init__(self) -> None:
         self.tenants: dict[int, bytes] = {}
@@ -163,12 +129,10 @@ class Recovery:
         """``number`` is the index's number of the device."""
         self.report = RecoveryReport()
         self.names = NameReader()
-        self.epochs: dict[int, int] = {}
-        """Of the blocks of the log that were replayed, by sequence: these are the log, and nothing else is."""
+        self.epochs: dict[int, int] = {}  # of the replayed blocks by sequence: these are the log, nothing else is
         self._tail = LogTail()
         self.generation_last = 0
-        self.generation_newest = 0
-        """Of the newest snapshot that has a sound header; 0: there is none."""
+        self.generation_newest = 0  # of the newest snapshot that has a sound header; 0: there is none
         self._generation_seen = 0
         self._used: SnapshotHeader | None = None
         self._reader = reader
@@ -232,7 +196,6 @@ class Recovery:
         return self._log_block(header.log_first, header.log_epoch) is not None
 
     def _load(self, header: SnapshotHeader) -> bool:
-        """Replay a snapshot; return whether it was complete."""
         first = self._layout.snapshot_firsts[header.generation % 2] + 1
         damaged = 0
         for number, data in self._reader.pieces(first, header.blocks):
@@ -257,7 +220,7 @@ class Recovery:
     # ---- The log
 
     def _log_block(self, sequence: int, epoch: int | None = None) -> tuple[BlockHeader, bytes] | None:
-        """Return a block of the log from either copy, behind a block of the run ``epoch``; None accepts any."""
+        """Return a block of the log from either copy, behind a block of the run ``epoch`` (None: of any)."""
         for first in self._layout.log_firsts:
             data = self._reader.block(first + sequence % self._layout.log_blocks)
             header = unpack_block(LOG_MAGIC, self._volume_id, memoryview(data))
@@ -266,7 +229,6 @@ class Recovery:
         return None
 
     def _replay(self, sequence: int, epoch: int, durable: int) -> LogEnd:
-        """Replay the log from a block on, continuing behind gaps."""
         first = sequence
         tail = self._tail
         tail.proven = max(tail.proven, durable)
@@ -345,7 +307,6 @@ class Recovery:
         return sequence + len(counts), epoch
 
     def _judge_tail(self) -> None:
-        """Replay the unproven records whose objects are there."""
         self.report.log_records += self._apply_records(self._tail.judge(self._blocks, self._read_blocks))
         self.report.torn = len(self._tail.torn)
 
@@ -466,13 +427,11 @@ class Recovery:
         self._note_lost("unnamed", before)
 
     def reserve(self, extents: Extents) -> None:
-        """Reserve the extents of all objects; drop objects that a later one overlaps."""
         before = self._census()
         self.report.overlapping += self._index.reserve(self._number, extents)
         self._note_lost("overlapping", before)
 
     def _census(self) -> Counter[int]:
-        """Return the number of objects of each tenant."""
         found = Counter({tenant: self._objects(tenant) for tenant in (0, *self.names.tenants)})
         if found.total() < self._index.totals(device=self._number).objects:
             found = Counter({tenant: self._objects(tenant) for tenant in range(_TENANTS)})
@@ -488,7 +447,6 @@ class Recovery:
 
 
 def _chosen(data: Bytes, counts: list[int]) -> npt.NDArray[Any]:
-    """Return the first ``counts`` records of the blocks."""
     blocks = data.reshape(-1, BLOCK_BYTES)[: len(counts), _RECORDS_OFFSET:]
     records = np.ascontiguousarray(blocks).view(INDEX_RECORD_DTYPE).reshape(len(counts), RECORDS_PER_BLOCK)
     if min(counts) == RECORDS_PER_BLOCK:

@@ -1,8 +1,7 @@
-"""Repairs the two copies of a volume's log: finds unsound blocks and writes them again from the other copy.
+"""Repairs the two copies of a volume's log: writes unsound blocks again from the other copy, at a start.
 
 Recovery accepts either copy of a block. But a block with one sound copy is lost with that copy, and a power cut leaves
-such blocks, since it may keep any part of a group that was not flushed. So after a start has found the blocks of the
-log, it compares the copies and repairs them before new records rely on the log.
+such blocks, since it may keep any part of a group that was not flushed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,23 +25,15 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class BadCopies:
-    """Consecutive blocks that are sound in the other copy and not in this one.
+    """Consecutive blocks that are sound in the other copy and not in this one."""
 
-    Attributes:
-        copy: Number of this copy.
-        sequence: Sequence of the first block.
-        place: First block on the device.
-        content: The sound content.
-    """
-
-    copy: int
-    sequence: int
-    place: int
-    content: Bytes
+    copy: int  # number of this copy
+    sequence: int  # sequence of the first block
+    place: int  # first block on the device
+    content: Bytes  # the sound content
 
     @property
     def count(self) -> int:
-        """Number of blocks."""
         return len(self.content) // BLOCK_BYTES
 
 
@@ -56,13 +47,8 @@ class Repaired:
 
 
 def find_bad_copies(reader: BlockReader, superblock: Superblock, epochs: Mapping[int, int]) -> Iterator[BadCopies]:
-    """Yield the unsound blocks of each copy of a log.
-
-    Args:
-        reader: Reader of the device.
-        superblock: The volume's superblock.
-        epochs: Epochs of the log's blocks by sequence: blocks of other runs in their place are unsound.
-    """
+    """Yield the unsound blocks of each copy of a log. ``epochs``: of its blocks by sequence; blocks of other runs in
+    their place are unsound."""
     layout = superblock.layout
     last = max(epochs, default=0)
     needed = sorted(sequence for sequence in epochs if sequence > last - layout.log_blocks)
@@ -85,9 +71,6 @@ def repair_log(reader: BlockReader, superblock: Superblock, epochs: Mapping[int,
     """Write the unsound blocks of each copy again from the other copy; the caller flushes the device.
 
     A failed write does no harm: the block was unsound before, and the other copy is not touched.
-
-    Raises:
-        DeviceError: The device does not answer.
     """
     repaired = Repaired()
     for bad in find_bad_copies(reader, superblock, epochs):
@@ -123,9 +106,7 @@ def _is_block(superblock: Superblock, data: Bytes, sequence: int, epoch: int) ->
 
 
 def _spans(sequences: list[int], log_blocks: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, count) of consecutive blocks that are adjacent on the device, at most as many as are compared at
-    a time.
-    """
+    """Yield (first, count) of consecutive blocks that are adjacent on the device, at most :data:`_SPAN_BLOCKS`."""
     for first, count in _runs(sequences):
         begin = first
         while begin < first + count:

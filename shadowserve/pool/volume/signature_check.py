@@ -83,18 +83,11 @@ _SIGNATURES: Final = (
     (-1024, b"Intel Raid ISM Cfg Sig. ", "a member of a firmware RAID"),
     (510, b"\x55\xaa", "an MBR partition table, or a FAT or NTFS file system"),
 )
-"""Offset, signature and name. Negative offsets count from the device's end, and from the end of its last whole 64
-KiB.
-"""
+"""Offset, signature and name. Negative offsets count from the device's end, and from that of its last whole 64 KiB."""
 
 
 def describe_content(device: BlockDevice) -> str | None:
-    """Return a description of a device's content; None if nothing was found.
-
-    Raises:
-        OSError: It cannot be read, so its content is unknown.
-        DeviceError: It does not answer.
-    """
+    """Return a description of a device's content; None if nothing was found. OSError: it cannot be read."""
     blocks = device.capacity_bytes // BLOCK_BYTES
     reader = BlockReader(device)
     names = _find(device, reader, _places(blocks))
@@ -173,9 +166,7 @@ def _ask_wipefs(path: str) -> list[str]:
 
 
 def used_by(path: str) -> str | None:
-    """Return another user of a file, as far as the system tells. A block device in use is refused by opening it
-    (EBUSY).
-    """
+    """Return another user of a file, as far as the system tells; opening a block device in use fails (EBUSY)."""
     file = Path(path)
     if not file.is_file():
         return None

@@ -1,13 +1,9 @@
 """Snapshots: the index of a volume's objects, written in slices while the volume works, so that the log may wrap.
 
-A snapshot is fuzzy: the index changes while slices are taken. That is harmless, since replay begins with the block of
-the log that was next when the snapshot began, and replaying a change that a slice already has changes nothing. A
-snapshot counts when its header is durable. The header is written only after
-
-1. all slices are durable, and
-2. the log is durable up to every change that a slice may have, including writes that were in progress,
-
-so no snapshot is ahead of the log. It goes into the region that the last complete snapshot is not in.
+A snapshot is fuzzy: the index changes while slices are taken. That is harmless: replay begins with the block of the log
+that was next when the snapshot began, and replaying a change that a slice already has changes nothing. Its header is
+written only after all slices are durable, and the log up to every change that a slice may have, including writes that
+were in progress: no snapshot is ahead of the log. It goes into the region that the last complete one is not in.
 """
 
 from collections.abc import Callable
@@ -42,16 +38,11 @@ SLICE_BLOCKS: Final = 64
 _RETRY_STEPS: Final = 64
 """Steps of the volume between a failed snapshot and the next attempt."""
 _DUMPS_PER_STEP: Final = 4
-"""Parts of the index that one step examines for a slice; if they have no object of this device, the next step
-continues."""
+"""Parts of the index that one step examines for a slice; the next step continues."""
 
 
 class _IndexDump:
-    """The records of a volume's objects, read from the index in parts.
-
-    Attributes:
-        ended: All parts were read.
-    """
+    """The records of a volume's objects, read from the index in parts, until it has ``ended``."""
 
     def __init__(self, index: Index, number: int, held: dict[tuple[int, bytes], bytes], living: Living) -> None:
         self.ended = False
@@ -79,14 +70,7 @@ class _IndexDump:
 
 
 class Snapshot:
-    """One snapshot in progress. With the pool's lock held.
-
-    Attributes:
-        header: Its header, once it is complete.
-        error: Why it has failed.
-        written_bytes: Bytes written so far.
-        wants_step: step() must be called again without a completion of the device.
-    """
+    """One snapshot in progress. With the pool's lock held."""
 
     def __init__(
         self,
@@ -107,23 +91,14 @@ class Snapshot:
         """Begin a snapshot.
 
         Args:
-            superblock: The volume's superblock.
-            submit: Passes operations to the device.
-            log: The volume's log.
-            index: Index with the volume's objects.
-            number: The index's number of the device.
-            generation: Number of this snapshot.
-            tenants: Names of tenants by id.
-            notes: The pool's notes by name.
             held: Records of objects that only the log still has, by tenant and key.
             living: Returns which records to keep.
             settle_writes: Calls back when all present writes have their record in the log.
-            clock_ms: Unix time.
         """
-        self.header: SnapshotHeader | None = None
-        self.error: Exception | None = None
-        self.written_bytes = 0
-        self.wants_step = False
+        self.header: SnapshotHeader | None = None  # its header, once it is complete
+        self.error: Exception | None = None  # why it has failed
+        self.written_bytes = 0  # bytes written so far
+        self.wants_step = False  # step() must be called again without a completion of the device
         self._superblock = superblock
         self._submit = submit
         self._log = log
@@ -134,7 +109,6 @@ class Snapshot:
         self._dump = _IndexDump(index, number, held, living)
         self._blocks = 0
         self._records = 0
-        self._complete: SnapshotHeader  # before it is durable
         self._pending = bytearray()  # records that are not written yet: first tenants and notes
         for tenant, name in sorted(tenants.items()):
             self._pending += pack_name(RecordKind.TENANT, tenant, b"", name)
@@ -152,7 +126,6 @@ class Snapshot:
         return self._superblock.layout.snapshot_firsts[self._generation % 2]
 
     def step(self) -> None:
-        """Take and write the next slice; then completions of the device continue it."""
         block_bytes = RECORDS_PER_BLOCK * RECORD_BYTES
         self.wants_step = False
         for _ in range(_DUMPS_PER_STEP):
@@ -164,7 +137,8 @@ class Snapshot:
         elif self._pending:
             self._write_slice(SLICE_BLOCKS * block_bytes)
         else:
-            self._settle_writes(self._settled)
+            # Every change that a slice may have comes into the log; then log and slices become durable.
+            self._settle_writes(lambda: self._log.when_durable(self._unless_failed(self._flush_slices)))
 
     def _write_slice(self, room: int) -> None:
         # Only the last block of a snapshot may be partly filled: the rest waits for the next slice.
@@ -193,34 +167,37 @@ class Snapshot:
         place = self._region + 1 + self._blocks
         self._blocks += blocks
         self._records += count // RECORD_BYTES
-        self._write(place, blocks, self._slice_written)
+        self._write(place, blocks, self.step)
 
-    def _write(self, place: int, blocks: int, done: Callable[[Operation], None]) -> None:
+    def _write(self, place: int, blocks: int, proceed: Callable[[], None]) -> None:
         self.written_bytes += blocks * BLOCK_BYTES
-        offset, length = place * BLOCK_BYTES, blocks * BLOCK_BYTES
-        self._submit([Operation(OperationKind.WRITE, offset, length, self._buffer.address, Priority.BACKGROUND, done)])
+        offset, length, written = place * BLOCK_BYTES, blocks * BLOCK_BYTES, self._unless_failed(proceed)
+        operation = Operation(
+            OperationKind.WRITE,
+            offset,
+            length,
+            self._buffer.address,
+            Priority.BACKGROUND,
+            lambda ended: written(ended.error),
+        )
+        self._submit([operation])
 
-    def _slice_written(self, operation: Operation) -> None:
-        if operation.error is not None:
-            self._fail(operation.error)
-        else:
-            self.step()
+    def _unless_failed(self, proceed: Callable[[], None]) -> Callable[[Exception | None], None]:
+        """Return a callback for the end of a step: it proceeds if there was no error."""
 
-    def _settled(self) -> None:
-        """Continue when every change that a slice may have is in the log."""
-        self._log.when_durable(self._log_durable)
+        def ended(error: Exception | None) -> None:
+            if error is None:
+                proceed()
+            else:
+                self._fail(error)
 
-    def _log_durable(self, error: Exception | None) -> None:
-        if error is not None:
-            self._fail(error)
-        else:
-            self._log.flush(self._slices_durable)
+        return ended
 
-    def _slices_durable(self, error: Exception | None) -> None:
-        if error is not None:
-            self._fail(error)
-            return
-        self._complete = SnapshotHeader(
+    def _flush_slices(self) -> None:
+        self._log.flush(self._unless_failed(self._write_header))
+
+    def _write_header(self) -> None:
+        header = SnapshotHeader(
             generation=self._generation,
             blocks=self._blocks,
             records=self._records,
@@ -229,39 +206,26 @@ class Snapshot:
             log_last=self._log.durable,
             created_ms=self._clock_ms(),
         )
-        self._buffer.view[:BLOCK_BYTES] = self._complete.pack(self._superblock.volume_id)
-        self._write(self._region, 1, self._header_written)
+        self._buffer.view[:BLOCK_BYTES] = header.pack(self._superblock.volume_id)
 
-    def _header_written(self, operation: Operation) -> None:
-        if operation.error is not None:
-            self._fail(operation.error)
-        else:
-            self._log.flush(self._header_durable)
+        def complete() -> None:
+            self.header = header
 
-    def _header_durable(self, error: Exception | None) -> None:
-        if error is not None:
-            self._fail(error)
-        else:
-            self.header = self._complete
+        self._write(self._region, 1, lambda: self._log.flush(self._unless_failed(complete)))
 
     def _fail(self, error: Exception) -> None:
         self.error = self.error or error
 
 
 class SnapshotSchedule:
-    """Writes snapshots of a volume, one after the other: when a third of the log is used, or when one is wanted.
-
-    Attributes:
-        wanted: A snapshot begins with the next step, although the log has room.
-        written_bytes: Bytes of all snapshots, failed ones included.
-    """
+    """Writes snapshots of a volume, one after the other: when a third of the log is used, or when one is wanted."""
 
     def __init__(self, make: Callable[[int], Snapshot], log: Log, generation: int, *, wanted: bool) -> None:
-        """``make`` returns a new snapshot of a generation; ``generation`` is the first one's."""
-        self.wanted = wanted
+        """``make`` returns a new snapshot of a generation, the first one of ``generation``."""
+        self.wanted = wanted  # a snapshot begins with the next step, although the log has room
         self.completed = 0
         self.failed = 0
-        self.written_bytes = 0
+        self.written_bytes = 0  # bytes of all snapshots, failed ones included
         self._make = make
         self._log = log
         self._generation = generation
@@ -274,11 +238,9 @@ class SnapshotSchedule:
 
     @property
     def wants_step(self) -> bool:
-        """True if step() has more to do although the device completes nothing."""
         return self._snapshot is not None and self._snapshot.wants_step
 
     def step(self) -> None:
-        """Continue the snapshot, end it, or begin the next one."""
         snapshot = self._snapshot
         if snapshot is not None and snapshot.ended:
             self._end(snapshot)

@@ -52,18 +52,14 @@ class Ticket:
 
     @property
     def settled(self) -> bool:
-        """True once it is settled, with or without an error."""
         return self._settled
 
     @property
     def failed(self) -> bool:
-        """True once it is settled with an error."""
         return self._error is not None
 
     def then(self, done: Callable[[Exception | None], None]) -> None:
-        """Call ``done`` with None or the error, exactly once: now if it is settled, otherwise in the settling
-        thread.
-        """
+        """Call ``done`` with None or the error, exactly once: now if it is settled, or in the settling thread."""
         with self._lock:
             if not self._settled:
                 self._done.append(done)

@@ -12,7 +12,6 @@ from shadowserve.native import (
     INDEX_RECORD_DTYPE,
     Index,
     IndexEntry,
-    ObjectFields,
     Result,
     check_object,
     check_object_name,
@@ -29,6 +28,7 @@ from shadowserve.pool.volume.format import (
     RecordFlag,
     Superblock,
     blocks_of,
+    object_fields,
 )
 from shadowserve.pool.volume.formatting import find_objection
 from shadowserve.pool.volume.recovery import Recovery, RecoveryReport
@@ -45,17 +45,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem.
+    """A problem."""
 
-    Attributes:
-        part: device, superblock, size, log, snapshot, index or object.
-        where: Block or key.
-        what: Description.
-    """
-
-    part: str
-    where: str
-    what: str
+    part: str  # device, superblock, size, log, snapshot, index or object
+    where: str  # block or key
+    what: str  # description
 
 
 @dataclass(slots=True)
@@ -72,21 +66,11 @@ class Verification:
 
     @property
     def sound(self) -> bool:
-        """True without findings."""
         return not self.findings
 
 
 def verify_volume(device: BlockDevice, *, objects: bool = True, progress: Progress | None = None) -> Verification:
-    """Check a volume that no server uses.
-
-    Args:
-        device: The device.
-        objects: Also read every object.
-        progress: Called while objects are read.
-
-    Raises:
-        DeviceError: The device does not answer.
-    """
+    """Check a volume that no server uses; with ``objects`` every object too, which calls ``progress``."""
     found = Verification()
     try:
         damaged = _check_superblocks(found, device)
@@ -155,7 +139,6 @@ def _check_recovery(found: Verification, report: RecoveryReport, bad_copies: Ite
 
 
 def _check_objects(found: Verification, reader: BlockReader, index: Index, progress: Progress) -> None:
-    """Read all objects in the order of the device and report those that differ from the index."""
     records = np.zeros(_SLICE_RECORDS, INDEX_RECORD_DTYPE)
     parts, cursor = [], 0
     while True:
@@ -181,16 +164,8 @@ def _check_object(reader: BlockReader, entry: IndexEntry) -> str | None:
     if reader.unreadable.intersection(blocks):
         return f"it cannot be read: {reader.unreadable_error()}"
     value = memoryview(content)[OBJECT_HEADER_BYTES : OBJECT_HEADER_BYTES + entry.length]
-    expected = ObjectFields(
-        key=entry.key,
-        tenant=entry.tenant,
-        length=entry.length,
-        generation=entry.generation,
-        header_length=entry.header_length,
-        flags=entry.flags,
-    )
     first, count = object_units(entry.length, 0, entry.length)
-    result = check_object(memoryview(content), expected, value, first, count)
+    result = check_object(memoryview(content), object_fields(entry), value, first, count)
     if result is Result.OK:
         name_length = object_header(memoryview(content)).name_length
         end = OBJECT_HEADER_BYTES + entry.length

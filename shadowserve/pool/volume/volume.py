@@ -1,19 +1,15 @@
-"""One device of a pool: its objects in extents, its log and its snapshots. docs/reference/volume-format.md describes
-every byte.
+"""One device of a pool: its objects in extents, its log and its snapshots (docs/reference/volume-format.md).
 
-An object is written in this order: its bytes; then, when they are written, its record in a block of the log; then one
-flush for all blocks and objects of the group; then its ticket settles. Nothing is reused before its removal is durable:
-the extent of a removed or replaced object is free once the record that says so is durable.
-
-Everything here runs with the pool's lock held and never waits. :meth:`Volume.step` drives it, completes reads, and
-returns calls to make without the lock: settled tickets.
+An object is written in this order: its bytes; then its record in a block of the log; then one flush for all blocks and
+objects of the group; then its ticket settles. The extent of a removed or replaced object is free once the record that
+says so is durable. Everything runs with the pool's lock held and never waits. :meth:`Volume.step` drives it, completes
+reads, and returns calls to make without the lock: settled tickets.
 """
 
 import os
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.clock import wall_clock_ms
@@ -21,7 +17,7 @@ from shadowserve.errors import BusyError as DeviceBusyError
 from shadowserve.errors import ShadowServeError
 from shadowserve.native import Extents, Index, ObjectFields
 from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
-from shadowserve.pool.volume.device import BlockDevice
+from shadowserve.pool.volume.device import BlockDevice, RetryPolicy
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     SUPERBLOCK_OFFSETS,
@@ -33,12 +29,10 @@ from shadowserve.pool.volume.format import (
     pack_name,
     pack_record,
 )
-from shadowserve.pool.volume.formatting import check_superblock, format_volume, write_blocks
+from shadowserve.pool.volume.formatting import check_superblock, format_volume, grown, write_blocks
 from shadowserve.pool.volume.log import Log
 from shadowserve.pool.volume.recovery import Recovery, RecoveryReport
 from shadowserve.pool.volume.repair import Repaired, repair_log
-from shadowserve.pool.volume.resizing import grown
-from shadowserve.pool.volume.retry_policy import RetryPolicy
 from shadowserve.pool.volume.snapshot import Living, Snapshot, SnapshotSchedule
 from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError, Ticket
 from shadowserve.pool.volume.writes_in_flight import Key, Write, WritesInFlight, log_blocks_of
@@ -47,103 +41,40 @@ Call = Callable[[], None]
 
 
 class VolumeError(ShadowServeError):
-    """A device could not make a change durable.
-
-    Attributes:
-        errno: The system's error number, or None.
-    """
+    """A device could not make a change durable; ``errno``: the system's error number, or None."""
 
     def __init__(self, message: str, cause: BaseException | None = None) -> None:
         super().__init__(message)
         self.errno: int | None = getattr(cause, "errno", None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VolumeStatistics:
-    """Statistics of one volume; counters since it was opened.
-
-    Attributes:
-        objects: Present objects.
-        capacity_bytes: Bytes for objects.
-        free_bytes: Free bytes for objects.
-        freeing_bytes: Bytes of removed objects whose removal is not durable yet.
-        log_bytes: Bytes of one copy of the log.
-        log_used_bytes: Bytes of these that no snapshot covers yet.
-        log_groups: Written and flushed groups of records.
-        log_written_bytes: Bytes of both copies.
-        snapshots: Completed snapshots.
-        snapshots_failed: Failed snapshots.
-        snapshot_written_bytes: Bytes of both.
-        writes: Durable objects.
-        writes_failed: Objects whose write has failed.
-        written_bytes: Bytes of objects.
-        busy: Writes that were refused because the log was nearly full.
-        failed: Nothing can be written any more.
-    """
-
-    objects: int
-    capacity_bytes: int
-    free_bytes: int
-    freeing_bytes: int
-    log_bytes: int
-    log_used_bytes: int
-    log_groups: int
-    log_written_bytes: int
-    snapshots: int
-    snapshots_failed: int
-    snapshot_written_bytes: int
-    writes: int
-    writes_failed: int
-    written_bytes: int
-    busy: int
-    failed: bool
-
-
-@dataclass(slots=True)
-class _Counters:
-    writes: int = 0
-    writes_failed: int = 0
-    written_bytes: int = 0
-    busy: int = 0
-    freeing_blocks: int = 0
-
-
 class Volume:
-    """An open volume.
-
-    Attributes:
-        device: The device that holds it.
-        number: The index's number of the device.
-        superblock: Identity and layout.
-        report: Results of the recovery.
-        tenants: Names of tenants by id.
-        notes: Values that the pool has logged with note(), by name.
-        generation_last: Generation of the newest put that was recovered.
-    """
+    """An open volume."""
 
     def __init__(self, device: BlockDevice, index: Index, number: int, superblock: Superblock) -> None:
         """Call :meth:`open` instead."""
-        self.device = device
-        self.number = number
-        self.superblock = superblock
-        self.report = RecoveryReport()
-        self.tenants: dict[int, bytes] = {}
-        self.notes: dict[bytes, bytes] = {}
-        self.generation_last = 0
+        self.device = device  # the device that holds it
+        self.number = number  # the index's number of the device
+        self.superblock = superblock  # identity and layout
+        self.report = RecoveryReport()  # results of the recovery
+        self.tenants: dict[int, bytes] = {}  # names of tenants by id
+        self.notes: dict[bytes, bytes] = {}  # values that the pool has logged with note(), by name
+        self.generation_last = 0  # generation of the newest put that was recovered
         self._index = index
         self._extents = Extents(self._layout.data_first + self._layout.data_blocks)
         self._extents.reserve(0, self._layout.data_first)
         self._log: Log
         self._recovery: Recovery | None = None  # until ready()
         self._torn: tuple[Key, ...] = ()
-        self._snapshots: SnapshotSchedule
+        self.snapshots: SnapshotSchedule
         self._writing = WritesInFlight()
         self._held: dict[Key, bytes] = {}  # records that snapshots still need, of objects that the index has no more
         self._outbox: deque[Operation] = deque()  # operations that the device has not taken yet
         self._retry_policy = RetryPolicy()
         self._calls: list[Call] = []  # to make without the pool's lock
         self._room: Ticket | None = None  # settles when the log has room again
-        self._counters = _Counters()
+        # Blocks of removed objects; they become free when the removal is durable, after one group of the log.
+        self.freeing_blocks = 0
 
     @property
     def _layout(self) -> Layout:
@@ -169,12 +100,9 @@ class Volume:
 
         Args:
             device: Device with the volume; no other program uses it.
-            index: The pool's index.
             number: The index's number of the device.
             pool_id: Id of the pool; None accepts any.
             living: Returns those PUT records that snapshots keep: the index may still have cleared objects.
-            clock_ms: Unix time.
-            entropy: Returns random bytes.
 
         Raises:
             FormatError: There is no volume, or one that is damaged, of another pool or of a newer version.
@@ -201,7 +129,7 @@ class Volume:
             durable=end.durable,
         )
         volume._note_repair(repair_log(reader, superblock, recovery.epochs))
-        volume._snapshots = volume._schedule_snapshots(recovery, living, clock_ms or wall_clock_ms)
+        volume.snapshots = volume._schedule_snapshots(recovery, living, clock_ms or wall_clock_ms)
         # From here on the volume relies on what was read, which may have been in a cache only: write the superblocks
         # that are not sound, or all of them where the volume has grown, and flush the device.
         stale = damaged if superblock == formatted else range(len(SUPERBLOCK_OFFSETS))
@@ -274,35 +202,26 @@ class Volume:
         return self._extents.allocate(-(-length // BLOCK_BYTES))
 
     def free(self, extent: int, length: int) -> None:
-        """Free an extent, after the removal or replacement of its object was logged or written.
-
-        The extent is reused only when that is durable, so nothing overwrites an object that the log still names. No
-        operation may read or write the extent any more.
-        """
+        """Free an extent once the removal or replacement of its object, which was logged, is durable. No operation may
+        read or write it any more."""
         blocks = -(-length // BLOCK_BYTES)
-        self._counters.freeing_blocks += blocks
+        self.freeing_blocks += blocks
 
         def free(error: Exception | None) -> None:
             if error is None:
-                self._counters.freeing_blocks -= blocks
+                self.freeing_blocks -= blocks
                 self._extents.free(extent, blocks)
 
         self._writing.after_all(lambda: self._log.when_durable(free))
 
     @property
     def data_blocks(self) -> int:
-        """Blocks of 4 KiB for objects."""
         return self._layout.data_blocks
 
     @property
     def free_blocks(self) -> int:
         """Free blocks of 4 KiB, in any number of pieces."""
         return self._extents.free_blocks
-
-    @property
-    def freeing_blocks(self) -> int:
-        """Blocks of removed objects; they become free when the removal is durable, after one group of the log."""
-        return self._counters.freeing_blocks
 
     @property
     def objects_max(self) -> int:
@@ -317,7 +236,7 @@ class Volume:
     @property
     def idle(self) -> bool:
         """True if no operation is in progress whose result a restart would need."""
-        rests = self.error is not None or (self._log.idle and not self._snapshots.is_writing)
+        rests = self.error is not None or (self._log.idle and not self.snapshots.is_writing)
         return rests and not self._writing and not self._outbox and not self._retry_policy.waiting
 
     # ---- Changes
@@ -352,7 +271,6 @@ class Volume:
                 "replace the device, or restart the server to try it again"
             )
         if self._log.blocks_free - self._writing.log_blocks - log_blocks_of(name) < self._layout.log_blocks // 8:
-            self._counters.busy += 1
             raise BusyError(f"the log of device {self.device.name} is nearly full", self._room_ticket())
         totals = self._index.totals(device=self.number)
         if totals.objects + totals.name_records > self._layout.records_max:
@@ -376,19 +294,14 @@ class Volume:
         return write.ticket
 
     def hold(self, record: bytes) -> None:
-        """Keep an object in snapshots that the index has no more, until it is removed or replaced here.
+        """Keep an object (its PUT record) in snapshots that the index has no more, until it is removed or replaced.
 
-        The object that replaces it is not durable yet, or is being written to another volume. ``record``: its PUT
-        record.
+        The object that replaces it is not durable yet, or is being written to another volume.
         """
         self._held[_key_of(record)] = _without_device(record)
 
     def log(self, record: bytes) -> None:
-        """Log a REMOVE, EXPIRE, PIN or CLEAR record of 128 bytes; barrier() tells when it is durable.
-
-        Raises:
-            BusyError: The log is full; nothing has changed.
-        """
+        """Log a REMOVE, EXPIRE, PIN or CLEAR record; barrier() tells when it is durable. BusyError: the log is full."""
         if self.error is not None:
             return
         self._need_room(None)
@@ -403,22 +316,14 @@ class Volume:
         self._log.append(_without_device(record))
 
     def name_tenant(self, tenant: int, name: bytes) -> None:
-        """Log the name of a tenant's id; barrier() tells when it is durable.
-
-        Raises:
-            BusyError: The log is full; nothing has changed.
-        """
+        """Log the name of a tenant's id; barrier() tells when it is durable. BusyError: the log is full."""
         if self.tenants.get(tenant) != name and self.error is None:
             self._need_room(name)
             self.tenants[tenant] = name
             self._log.append(pack_name(RecordKind.TENANT, tenant, b"", name))
 
     def note(self, name: bytes, text: bytes) -> None:
-        """Log a value that the pool needs after a restart, under a name of 1 to 32 bytes.
-
-        Raises:
-            BusyError: The log is full; nothing has changed.
-        """
+        """Log a value that the pool needs after a restart, under a name of 1 to 32 bytes, as name_tenant()."""
         if self.notes.get(name) != text and self.error is None:
             self._need_room(text)
             self.notes[name] = text
@@ -446,10 +351,7 @@ class Volume:
         expected: ObjectFields | None = None,
         expected_units: int = 0,
     ) -> None:
-        """Read bytes of an object in whole blocks; step() calls ``done``.
-
-        ``expected`` and ``expected_units`` are those of :class:`Operation`, for bytes from the header on.
-        """
+        """Read whole blocks of an object; ``expected``: as of :class:`Operation`, for bytes from the header on."""
         begin = extent * BLOCK_BYTES + offset
         self._outbox.append(
             Operation(OperationKind.READ, begin, length, address, priority, done, expected, expected_units)
@@ -464,9 +366,9 @@ class Volume:
             operation.done(operation)
         if again := self._retry_policy.due():
             self.submit(again)
-        if not self.idle or self._snapshots.wanted or self._room is not None:
+        if not self.idle or self.snapshots.wanted or self._room is not None:
             self._log.step()
-            self._snapshots.step()
+            self.snapshots.step()
             self._log.step()  # for flushes that the snapshot needs
             self._send()
             if self._room is not None and (self.error is not None or self._has_room()):
@@ -478,49 +380,24 @@ class Volume:
     @property
     def wants_step(self) -> bool:
         """True if step() has more to do that the device does not signal."""
-        return self._snapshots.wants_step
+        return self.snapshots.wants_step
 
     def snapshot(self) -> None:
         """Begin a snapshot with the next step, although the log has room: the next start is then quicker."""
-        self._snapshots.wanted = True
+        self.snapshots.wanted = True
 
     @property
     def written_bytes(self) -> int:
         """Bytes written since it was opened: objects, both copies of the log, snapshots."""
-        return self._counters.written_bytes + self._log.written_bytes + self._snapshots.written_bytes
+        return self._writing.written_bytes + self._log.written_bytes + self.snapshots.written_bytes
 
     @property
     def busy(self) -> int:
         """Operations that were tried again since the device was too busy."""
         return self._retry_policy.met
 
-    def statistics(self) -> VolumeStatistics:
-        """Return counters and sizes."""
-        counters, log, snapshots = self._counters, self._log, self._snapshots
-        return VolumeStatistics(
-            objects=self._index.totals(device=self.number).objects,
-            capacity_bytes=self._layout.data_blocks * BLOCK_BYTES,
-            free_bytes=self._extents.free_blocks * BLOCK_BYTES,
-            freeing_bytes=counters.freeing_blocks * BLOCK_BYTES,
-            log_bytes=self._layout.log_blocks * BLOCK_BYTES,
-            log_used_bytes=(log.sequence - log.first) * BLOCK_BYTES,
-            log_groups=log.groups,
-            log_written_bytes=log.written_bytes,
-            snapshots=snapshots.completed,
-            snapshots_failed=snapshots.failed,
-            snapshot_written_bytes=snapshots.written_bytes,
-            writes=counters.writes,
-            writes_failed=counters.writes_failed,
-            written_bytes=counters.written_bytes,
-            busy=counters.busy,
-            failed=log.error is not None,
-        )
-
     def close(self) -> None:
-        """Release memory; the device is the caller's. Changes that are not durable yet are as after a crash."""
         self._extents.close()
-
-    # ---- Inside
 
     def submit(self, operations: list[Operation]) -> None:
         """Pass operations to the device as soon as it accepts them; step() calls ``done`` of each."""
@@ -541,7 +418,6 @@ class Volume:
         if write.superseded:
             self._log.when_durable(self._settling(write.ticket))
         elif error is not None:
-            self._counters.writes_failed += 1
             self._held.pop(write.key, None)
             self._log.append(pack_record(RecordKind.REMOVE, *write.key))
             failure = VolumeError(f"writing an object to device {self.device.name} failed: {error}", error)
@@ -549,8 +425,7 @@ class Volume:
         else:
             for each in older:
                 each.superseded = True
-            self._counters.writes += 1
-            self._counters.written_bytes += write.size
+            self._writing.written_bytes += write.size
             self._log.append(_name_records(write.key, write.name) + write.record + b"".join(write.followers))
             self._log.when_durable(self._settling(write.ticket))
         self._writing.call_waiting(write)
@@ -570,11 +445,8 @@ class Volume:
             del self._held[key]
 
     def _need_room(self, text: bytes | None) -> None:
-        """Raise BusyError unless the log has room for one more record, or those of a text, besides the reserved
-        ones.
-        """
+        """Raise BusyError unless the log has room for one more record, or a text, besides the reserved ones."""
         if self._log.blocks_free - self._writing.log_blocks <= log_blocks_of(text):
-            self._counters.busy += 1
             raise BusyError(f"the log of device {self.device.name} is full", self._room_ticket())
 
     def _room_ticket(self) -> Ticket:
@@ -596,5 +468,4 @@ def _without_device(record: bytes) -> bytes:
 
 
 def _name_records(key: Key, name: bytes | None) -> bytes:
-    """Return the records of a key's text, if it has one."""
     return b"" if name is None else pack_name(RecordKind.NAME, *key, name)

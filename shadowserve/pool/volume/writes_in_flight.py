@@ -17,7 +17,6 @@ class Write:
 
     Attributes:
         followers: Records about the object that must be logged behind its own record.
-        superseded: A later write or a removal of the same key has overtaken this one.
     """
 
     key: Key
@@ -27,7 +26,7 @@ class Write:
     ticket: Ticket
     number: int
     followers: list[bytes] = field(default_factory=list)
-    superseded: bool = False
+    superseded: bool = False  # a later write or a removal of the same key has overtaken this one
 
     @property
     def log_blocks(self) -> int:
@@ -36,16 +35,12 @@ class Write:
 
 
 class WritesInFlight:
-    """Objects whose bytes are on their way to the device: their records are not in the log yet.
-
-    Attributes:
-        log_blocks: Blocks of the log that are reserved for their records.
-        followers: Number of records that wait for the record of their object.
-    """
+    """Objects whose bytes are on their way to the device: their records are not in the log yet."""
 
     def __init__(self) -> None:
-        self.log_blocks = 0
-        self.followers = 0
+        self.written_bytes = 0  # bytes of objects that were written
+        self.log_blocks = 0  # blocks of the log that are reserved for their records
+        self.followers = 0  # number of records that wait for the record of their object
         self._by_key: dict[Key, list[Write]] = {}
         self._numbers: dict[int, None] = {}  # in ascending order
         self._last_number = 0

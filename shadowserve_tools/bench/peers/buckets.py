@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from shadowserve.errors import ShadowServeError
+from shadowserve.pool.cold.credentials import Credentials, signed_headers
 from shadowserve.pool.cold.http import HttpClient
-from shadowserve.pool.cold.signing import Credentials, signed_headers
 from shadowserve_tools.processes import free_port, started
 
 _REPOSITORY: Final = Path(__file__).resolve().parents[3]

