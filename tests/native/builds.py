@@ -34,7 +34,7 @@ _QUICKLY: Final = {"CMAKE_C_FLAGS_RELEASE": "-O1 -DNDEBUG"}
 
 def _of_one_decoder(decoder: str) -> Options:
     absent = dict.fromkeys(("SHADOWSERVE_LZ4", "SHADOWSERVE_ZSTD", "SHADOWSERVE_URING"), "OFF")
-    names = "codec crc32 huffman_deflate doca_emulator_compress block block_driver block_schedule".split()
+    names = "codec crc32 huffman_deflate doca_emulator_tasks block block_driver block_schedule".split()
     defines = {"SHADOWSERVE_TESTS": "ON", "SHADOWSERVE_DEFLATE": decoder, **absent, **_QUICKLY}
     return Options(defines, ("--verbose", "--tests-regex", f"^test_({'|'.join(names)})$"))
 
