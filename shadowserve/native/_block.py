@@ -70,13 +70,12 @@ def block_access_available(access: BlockAccess) -> bool:
 class BlockDevice(Closing):
     """A file or device that only this process uses. It checks the content of reads that have an expected object.
 
-    Safe to use from several threads. After :meth:`close` only :meth:`completed` returns results.
+    Safe to use from several threads. After :meth:`close` only :meth:`completed` returns results. A missing file is
+    created, and its blocks are reserved.
 
     Args:
         path: A file, a block device, or an NVMe namespace's character device.
-        size: Bytes to use, a multiple of 4096. A missing file is created, and its blocks are reserved; 0: the present
-            size.
-        access: Access method.
+        size: Bytes to use, a multiple of 4096; 0: the present size.
         queue_depth: Number of requests that the device has at a time; 0: 32.
         operations_max: Number of operations that are submitted and not yet taken back; 0: 1024.
         strict: No reads beside writes, and no operations of different priorities at the same time.
@@ -84,14 +83,8 @@ class BlockDevice(Closing):
         busy_wait_s: Time to wait until another process releases the device. After a process was killed, the kernel
             may hold its devices until their outstanding work is done.
 
-    Attributes:
-        name: Path of the device.
-        capacity_bytes: Usable bytes.
-        access_name: Access method, such as ``"io_uring, direct"``.
-        latencies: Latencies of completed operations by ``read``, ``write``..., from the first request to the end.
-
     Raises:
-        DeviceError: The device cannot be opened; ``errno`` has the cause, EBUSY if it is mounted or in use.
+        DeviceError: ``errno`` has the cause, EBUSY if the device is mounted or in use.
     """
 
     def __init__(
@@ -133,9 +126,8 @@ class BlockDevice(Closing):
     def register(self, memory: memoryview) -> bool:
         """Register memory with the kernel until the device is closed; operations on it are then cheaper.
 
-        Returns:
-            True if the kernel accepted the memory. It may refuse (mostly because of the limit of locked memory, or
-            because the access method does not use registration). Operations on the memory work in both cases.
+        Return False if the kernel refuses (mostly because of the limit of locked memory, or because the access method
+        does not use registration). Operations on the memory work in both cases.
         """
         buffer = ffi.from_buffer("uint8_t[]", memory, require_writable=True)
         with self._lock:
@@ -165,8 +157,7 @@ class BlockDevice(Closing):
         Raises:
             BusyError: Too many operations are submitted already.
             DeviceError: The device is closed.
-            NativeError: With ``Result.BAD_ARGUMENT``, an operation is outside the device, not aligned, or too short for
-                the expected object.
+            NativeError: An operation is outside the device, not aligned, or too short for the expected object.
         """
         described = ffi.new("struct ss_block_operation[]", len(operations))
         tags = list(itertools.islice(self._tags, len(operations)))
@@ -317,7 +308,6 @@ _OPEN_ADVICE: Final = {
 
 
 def _opened(options: Any, name: str, access: BlockAccess, busy_wait_s: float) -> Any:
-    """Return the block that was opened."""
     pointer = ffi.new("struct ss_block **")
     until = time.monotonic() + busy_wait_s
     while (code := lib.ss_block_open(options, pointer)) != Result.OK:
@@ -350,7 +340,6 @@ def _not_opened(code: int, number: int, name: str, access: BlockAccess) -> Devic
 
 
 def _absent_advice(name: str) -> str:
-    """Return the advice for a path that does not exist."""
     folder = os.path.dirname(os.path.abspath(name))
     if not os.path.isdir(folder):
         return f"make the folder {folder}"
@@ -391,11 +380,7 @@ def object_units(length: int, start: int, end: int) -> tuple[int, int]:
 
 
 def seal_object(memory: "WriteableBuffer", fields: ObjectFields, name: bytes = b"") -> None:
-    """Write header, ``name`` and padding around a value that is already at OBJECT_HEADER_BYTES of ``memory``.
-
-    Raises:
-        NativeError: The memory is too small, or the fields are inconsistent.
-    """
+    """Write header, ``name`` and padding around a value that is already at OBJECT_HEADER_BYTES of ``memory``."""
     if len(name) != fields.name_length or len(fields.key) != 32:
         raise NativeError("name_length is not the name's length, or the key has not 32 bytes", Result.BAD_ARGUMENT)
     with ffi.from_buffer("uint8_t[]", memory, require_writable=True) as target:
@@ -411,8 +396,7 @@ def seal_object(memory: "WriteableBuffer", fields: ObjectFields, name: bytes = b
 def object_header(header: "ReadableBuffer") -> ObjectFields:
     """Return the fields of a header, of at least OBJECT_HEADER_BYTES.
 
-    Raises:
-        NativeError: With ``Result.BAD_DATA``, the bytes are no header; with ``Result.CHECKSUM``, they were changed.
+    NativeError with ``Result.BAD_DATA``: the bytes are no header; with ``Result.CHECKSUM``: they were changed.
     """
     found = ffi.new("struct ss_object_fields *")
     with ffi.from_buffer("uint8_t[]", header) as source:
@@ -434,12 +418,8 @@ def check_object(
 ) -> Result:
     """Check a header against the expected object, and ``data`` against ``count`` units of its value from ``first``.
 
-    Returns:
-        ``OK``; ``BAD_DATA``: no object; ``CHECKSUM``: not the sealed bytes; ``NOT_FOUND``: another object, because a
-        read or write used a wrong address, or a write was lost.
-
-    Raises:
-        NativeError: These units do not exist, or ``data`` is shorter than the units.
+    Return ``OK``; ``BAD_DATA``: no object; ``CHECKSUM``: not the sealed bytes; ``NOT_FOUND``: another object, because a
+    read or write used a wrong address, or a write was lost.
     """
     unit = object_unit(expected.length)
     needed = max(0, min((first + count) * unit, expected.length) - first * unit)

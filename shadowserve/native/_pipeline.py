@@ -121,12 +121,9 @@ BACKENDS: Final = ("software", "doca")
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Backend of the pipeline: the CPU, or an accelerator.
+    """Backend of the pipeline: the CPU, or an accelerator, such as ``"DOCA 3.0.0"`` or ``"DOCA emulator 3.0.0"``.
 
-    Attributes:
-        name: Name, as an option of :class:`Pipeline`.
-        description: Description, such as ``"CPU"``, ``"DOCA 3.0.0"`` or ``"DOCA emulator 3.0.0"``.
-        emulated: True if it only imitates its hardware.
+    ``name`` is the option of :class:`Pipeline`.
     """
 
     name: str
@@ -164,13 +161,8 @@ class StageStatistics:
 class Group:
     """Elements of a group's pieces, and the memory that they are delivered to or stored from (``struct ss_group``).
 
-    Attributes:
-        quantizer: Quantizer of every piece.
-        dtype: Type of the elements in the group's memory.
-        vector_length: Elements of one vector.
-        scale_vectors: Number of vectors of a slice that share one scale, for ``Quantizer.BINNED``.
-        memory: Memory that elements are delivered to (``Pipeline.fetch``, writable) or stored from (``encode``):
-            a region of registered memory, or, except for a fetch with an accelerator, any buffer.
+    ``scale_vectors`` vectors of a slice share one scale, for ``Quantizer.BINNED``. ``memory`` is a region of registered
+    memory, or, except for a fetch with an accelerator, any buffer; writable for a fetch.
     """
 
     quantizer: Quantizer
@@ -195,12 +187,9 @@ class Group:
 class Progress:
     """Progress word of a fetch: the number of leading layers in place (``struct ss_batch``).
 
-    It counts chunks if the pieces' ``layer`` is the number of a chunk.
-
-    Attributes:
-        word: 4 bytes of memory of this process, at a multiple of 4; waiting threads read it with ``progress_wait``.
-        first: Number of layers in place before the batch.
-        end: Number of layers in place after it. The batch has all missing pieces of the layers from ``first`` on.
+    It counts chunks if the pieces' ``layer`` is the number of a chunk. ``word`` is 4 bytes of memory of this process,
+    at a multiple of 4; waiting threads read it with ``progress_wait``. ``first`` and ``end`` are the numbers of layers
+    in place before and after the batch, which has all missing pieces of the layers from ``first`` on.
     """
 
     word: Region
@@ -220,10 +209,6 @@ class Batch:
         deadline_ns: Deadline, as a time of ``time.monotonic_ns()``.
         progress: Progress word; each piece then belongs to one layer, its ``layer``.
         rate: Most bytes to deliver per second; 0: no limit.
-
-    Raises:
-        NativeError: With ``Result.BAD_ARGUMENT``, an array is not contiguous or has another dtype, or the word is not
-            in memory of this process.
     """
 
     def __init__(
@@ -265,7 +250,6 @@ class Batch:
             self._tell(progress)
 
     def _tell(self, progress: Progress) -> None:
-        """Set the progress word of the C core's batch."""
         memory, offset = progress.word.registered, progress.word.offset
         if memory.kind is not MemoryKind.LOCAL or progress.word.length < ffi.sizeof("uint32_t"):
             raise NativeError("the progress word needs 4 bytes of this process' own memory", Result.BAD_ARGUMENT)
@@ -276,10 +260,7 @@ class Batch:
     def ask_by_layers(self, request: bytes, layers: int, keys: int) -> None:
         """Request all pieces with one command (``struct ss_layers``), over the single socket of the fetch.
 
-        Args:
-            request: KV.LAYERS in its wire format.
-            layers: Number of layers in the request; the batch has one row of pieces for each.
-            keys: Number of keys in the request; each row has one piece for each key, in the same order.
+        ``request`` is KV.LAYERS in its wire format; the batch has a row of pieces, one for each key, for each layer.
         """
         self._layers = ffi.new("struct ss_layers *")
         self._layers.request = self._hold(request)
@@ -310,10 +291,9 @@ class Batch:
         return int(ffi.cast("uintptr_t", memory))
 
     def leave(self, index: int, memory: "WriteableBuffer") -> None:
-        """Keep the body of a server's piece in ``memory``, too; it is valid if the piece is OK. Call before the batch.
+        """Keep the body of a server's piece in ``memory``, too.
 
-        Raises:
-            NativeError: The memory has another length than the body.
+        It is valid if the piece is OK. Call before the batch.
         """
         self.pieces[index]["memory"] = self._address(index, memory, writable=True)
 
@@ -322,15 +302,11 @@ class Batch:
 
         Call this once for each piece, from any thread, before or during the batch, but not during or after
         ``release()``. The body must not change until the fetch returns.
-
-        Raises:
-            NativeError: A body does not have the length of its piece.
         """
         address = 0 if body is None else self._address(index, body)
         lib.ss_batch_supply(self._batch, index, ffi.cast("uint8_t *", address))
 
     def _place(self, target: Any, group: Group) -> None:
-        """Write a group into the C core's table."""
         target.quantizer = group.quantizer
         target.dtype = group.dtype
         target.scale_vectors = group.scale_vectors
@@ -351,12 +327,10 @@ class Batch:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes received over the wire."""
         return int(self._batch.received_bytes)
 
     @property
     def delivered_bytes(self) -> int:
-        """Bytes written into the groups' memory."""
         return int(self._batch.delivered_bytes)
 
     @property
@@ -427,12 +401,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
 
 
 class Pipeline:
-    """The pipeline executor: pinned buffers and threads, made once (``struct ss_pipeline``).
-
-    Raises:
-        NativeError: Options that do not fit each other, an unknown backend or one without a suitable device, no memory,
-            a core that does not exist.
-    """
+    """The pipeline executor: pinned buffers and threads, made once (``struct ss_pipeline``)."""
 
     def __init__(self, **given: Unpack[PipelineOptions]) -> None:
         self._pipeline: Any = ffi.NULL
@@ -489,18 +458,9 @@ class Pipeline:
     ) -> Result:
         """Fetch a batch over connected, authenticated, non-blocking sockets (their file descriptors); blocks.
 
-        Args:
-            batch: Batch to fetch.
-            sockets: Sockets in node order, the same number for each node; none if all bodies are in this process.
-            sessions: TLS session of each socket, or empty without TLS.
-            nodes: Number of nodes; a piece's ``node`` is an index of a node.
-
-        Returns:
-            ``Result.OK``, or the result of the first piece that failed; a failed piece raises no exception. Close the
-            sockets unless ``sockets_in_sync`` of the batch is true.
-
-        Raises:
-            NativeError: A group's memory is read-only, or the pipeline is closed.
+        Sockets are in node order, the same number for each node; none if all bodies are in this process. ``sessions``
+        are their TLS sessions. Return ``Result.OK``, or the result of the first piece that failed; a failed piece
+        raises no exception. Close the sockets unless ``sockets_in_sync`` of the batch is true.
         """
         if not batch.writable:
             raise NativeError("fetching into read-only memory", Result.BAD_ARGUMENT)
@@ -516,8 +476,7 @@ class Pipeline:
     def encode(self, batch: Batch) -> Result:
         """Quantize and compress a batch's pieces from their groups' memory into the store buffer; blocks.
 
-        Returns:
-            ``Result.OK``, or the result of the first piece that failed.
+        Return ``Result.OK``, or the result of the first piece that failed.
         """
         return Result(lib.ss_pipeline_encode(self._open(), batch._batch))
 
@@ -533,8 +492,7 @@ class Pipeline:
     ) -> tuple[Result, str]:
         """Send ``head`` and one encoded piece's body as a SET on a connected, non-blocking socket; blocks.
 
-        Returns:
-            The result, and the server's error text for ``Result.REFUSED``. After any other failure close the socket.
+        Return the result, and the server's error text for ``Result.REFUSED``. After any other failure close the socket.
         """
         if not 0 <= piece_index < len(batch.pieces):
             raise NativeError(f"the batch has {len(batch.pieces)} pieces, not {piece_index + 1}", Result.BAD_ARGUMENT)
@@ -554,11 +512,7 @@ class Pipeline:
         return Result(result), ffi.string(error).decode("utf-8", "replace")
 
     def copy_body(self, batch: Batch, piece_index: int, target: "WriteableBuffer") -> None:
-        """Copy the body of a piece that ``encode()`` has made, without the interpreter's lock.
-
-        Raises:
-            NativeError: The piece has no body, or ``target`` has another length.
-        """
+        """Copy the body of a piece that ``encode()`` has made, without the interpreter's lock."""
         with ffi.from_buffer("uint8_t[]", target, require_writable=True) as memory:
             if len(memory) != batch.pieces[piece_index]["body_length"]:
                 raise NativeError(f"a target of {len(memory)} bytes for a body of another length", Result.BAD_ARGUMENT)
@@ -576,11 +530,7 @@ class Pipeline:
         }
 
     def trace_start(self) -> None:
-        """Start a recording of the threads' work in fetch batches; end the previous recording.
-
-        Raises:
-            NativeError: The pipeline was created without ``trace_events``, or is closed.
-        """
+        """Start a recording of the threads' work in fetch batches; end the previous recording."""
         check(lib.ss_pipeline_trace_start(self._open()), "recording a trace")
 
     def trace_stop(self) -> None:
@@ -620,5 +570,5 @@ class Pipeline:
 
     @property
     def locked_bytes(self) -> int:
-        """Number of bytes of the buffers that are locked in memory."""
+        """Bytes of the buffers that are locked in memory."""
         return lib.ss_pipeline_locked_bytes(self._open())
