@@ -174,37 +174,6 @@ static void test_the_end_of_an_export_fails_tasks(void) {
     }
 }
 
-/* Facts 4 [H30]: what has to hold before a range can be exported. Facts 9 [FD]: relaxed ordering did not go with it. */
-static void test_exporting_has_its_conditions(void) {
-    static const struct {
-        uint32_t access;
-        doca_error_t result;
-    } accesses[] = {
-        {DOCA_ACCESS_FLAG_LOCAL_READ_WRITE, DOCA_ERROR_NOT_PERMITTED},
-        {DOCA_ACCESS_FLAG_PCI_READ_WRITE | DOCA_ACCESS_FLAG_PCI_RELAXED_ORDERING, DOCA_ERROR_DRIVER},
-        {DOCA_ACCESS_FLAG_PCI_READ_WRITE, DOCA_SUCCESS},
-    };
-    static uint8_t region[4096];
-    const void *descriptor, *again;
-    size_t size;
-    settings("DEVICES", "0000:04:00.0", NULL);
-    struct doca_dev *other = device_open();
-    for (size_t i = 0; i < 3; i++) {
-        struct doca_mmap *mmap = region_mmap(region, sizeof region, accesses[i].access);
-        EXPECT(doca_mmap_export_pci(mmap, bench.dev, &descriptor, &size), ERROR_BAD_STATE);
-        OK(doca_mmap_start(mmap));
-        EXPECT(doca_mmap_export_pci(mmap, other, &descriptor, &size), ERROR_NOT_FOUND);
-        doca_error_t result = doca_mmap_export_pci(mmap, bench.dev, &descriptor, &size);
-        CHECK(result == accesses[i].result, "%zu: %s", i, doca_error_get_name(result));
-        if (result == DOCA_SUCCESS) {
-            OK(doca_mmap_export_pci(mmap, bench.dev, &again, &size));
-            CHECK(again == descriptor, "the same bytes");
-        }
-        OK(doca_mmap_destroy(mmap));
-    }
-    OK(doca_dev_close(other));
-}
-
 /* Facts 10 and 17 (4): whether a card exports a dmabuf is not known; here it does so on request. */
 static void check_dmabuf(doca_error_t expected) {
     struct doca_mmap *exported, *imported;
@@ -241,39 +210,11 @@ static void test_a_dmabuf_is_not_exported(void) {
     check_dmabuf(DOCA_ERROR_NOT_SUPPORTED);
 }
 
-/* Facts 4 [H30]: bytes that are no descriptor, by any one bit or their length, are refused. */
-static void test_damaged_descriptors_are_refused(void) {
-    static uint8_t region[REGION_BYTES];
-    struct doca_mmap *imported;
-    const void *descriptor;
-    uint8_t damaged[DESCRIPTOR_MAX];
-    size_t size;
-    struct doca_mmap *mmap = region_exported(region, DOCA_ACCESS_FLAG_PCI_READ_WRITE, &descriptor, &size);
-    memcpy(damaged, descriptor, size);
-    for (size_t bit = 0; bit < 8 * size; bit++) {
-        damaged[bit / 8] ^= (uint8_t)(1u << bit % 8);
-        EXPECT(doca_mmap_create_from_export(NULL, damaged, size, bench.dev, &imported), ERROR_INVALID_VALUE);
-        damaged[bit / 8] ^= (uint8_t)(1u << bit % 8);
-    }
-    EXPECT(doca_mmap_create_from_export(NULL, damaged, size - 1, bench.dev, &imported), ERROR_INVALID_VALUE);
-    EXPECT(doca_mmap_create_from_export(NULL, damaged, size + 1, bench.dev, &imported), ERROR_INVALID_VALUE);
-    EXPECT(doca_mmap_create_from_export(NULL, NULL, size, bench.dev, &imported), ERROR_INVALID_VALUE);
-    OK(doca_mmap_create_from_export(NULL, damaged, size, bench.dev, &imported));
-    OK(doca_mmap_destroy(imported));
-    settings("DEVICES", "0000:05:00.0", "PROFILE", "none", NULL);
-    struct doca_dev *incapable = device_open();
-    EXPECT(doca_mmap_create_from_export(NULL, damaged, size, incapable, &imported), ERROR_NOT_SUPPORTED);
-    OK(doca_dev_close(incapable));
-    OK(doca_mmap_destroy(mmap));
-}
-
 int main(void) {
     BARE_RULE(test_an_importer_reaches_the_exporter, NULL);
     BARE_RULE(test_an_export_for_reading_is_not_written, NULL);
     BARE_RULE(test_the_end_of_an_export_fails_tasks, NULL);
-    RULE(test_exporting_has_its_conditions, NULL);
     RULE(test_a_dmabuf_is_exported_on_request, "DMABUF_EXPORT", "allow");
     RULE(test_a_dmabuf_is_not_exported, NULL);
-    RULE(test_damaged_descriptors_are_refused, NULL);
     return 0;
 }

@@ -48,18 +48,6 @@ static void test_devices_are_listed_and_found_by_address(void) {
     EXPECT(doca_devinfo_create_list(&list, &count), ERROR_NOT_FOUND);
 }
 
-/* Facts 3 [H30]: a device is counted, and in use while something hangs on it. */
-static void test_a_device_is_closed_when_nothing_uses_it(void) {
-    struct doca_dma *dma;
-    struct doca_dev *dev = device_open();
-    CHECK(device_open() == dev, "the same device again");
-    OK(doca_dma_create(dev, &dma));
-    OK(doca_dev_close(dev));
-    EXPECT(doca_dev_close(dev), ERROR_IN_USE);
-    OK(doca_dma_destroy(dma));
-    OK(doca_dev_close(dev));
-}
-
 /* Facts 8 [N29, DPDK], 9 [FD], 12 (8): what each card can do, and how large its bufs may be; in NIC mode, nothing. */
 static void test_each_profile_has_its_capabilities(void) {
     static const struct {
@@ -154,47 +142,6 @@ static void test_a_setting_that_is_none_aborts(void) {
 
 /* ---- Memory --------------------------------------------------------------------------------------------------- */
 
-/* Facts 4 [H30]: one range, set once and before the start; codes of each call that comes at the wrong time. */
-static void test_a_range_is_set_once(void) {
-    struct doca_mmap *mmap;
-    OK(doca_mmap_create(&mmap));
-    OK(doca_mmap_add_dev(mmap, bench.dev));
-    EXPECT(doca_mmap_start(mmap), ERROR_BAD_STATE);
-    EXPECT(doca_mmap_set_memrange(mmap, NULL, 16), ERROR_INVALID_VALUE);
-    EXPECT(doca_mmap_set_memrange(mmap, region, 0), ERROR_INVALID_VALUE);
-    EXPECT(doca_mmap_set_memrange(mmap, region, SIZE_MAX), ERROR_INVALID_VALUE);
-    OK(doca_mmap_set_memrange(mmap, region, sizeof region));
-    EXPECT(doca_mmap_set_memrange(mmap, region, sizeof region), ERROR_NOT_PERMITTED);
-    EXPECT(doca_mmap_set_dmabuf_memrange(mmap, 0, region, 0, 16), ERROR_NOT_PERMITTED);
-    EXPECT(doca_mmap_set_permissions(mmap, 1u << 7), ERROR_INVALID_VALUE);
-    EXPECT(doca_mmap_set_permissions(mmap, DOCA_ACCESS_FLAG_PCI_READ_ONLY | DOCA_ACCESS_FLAG_PCI_READ_WRITE),
-           ERROR_INVALID_VALUE);
-    OK(doca_mmap_set_permissions(mmap, DOCA_ACCESS_FLAG_PCI_READ_ONLY));
-    OK(doca_mmap_start(mmap));
-    EXPECT(doca_mmap_start(mmap), ERROR_BAD_STATE);
-    EXPECT(doca_mmap_set_memrange(mmap, region, sizeof region), ERROR_BAD_STATE);
-    EXPECT(doca_mmap_set_permissions(mmap, 0), ERROR_BAD_STATE);
-    EXPECT(doca_mmap_add_dev(mmap, bench.dev), ERROR_NOT_PERMITTED);
-    EXPECT(doca_mmap_enable_thread_safety(mmap), ERROR_BAD_STATE);
-    OK(doca_mmap_destroy(mmap));
-}
-
-/* Facts 4 [H30]: devices of an mmap. */
-static void test_devices_are_added_before_the_start(void) {
-    struct doca_mmap *mmap;
-    settings("DEVICES", "0000:04:00.0", NULL);
-    struct doca_dev *other = device_open();
-    OK(doca_mmap_create(&mmap));
-    OK(doca_mmap_set_memrange(mmap, region, sizeof region));
-    EXPECT(doca_mmap_start(mmap), ERROR_BAD_STATE);
-    OK(doca_mmap_add_dev(mmap, bench.dev));
-    EXPECT(doca_mmap_add_dev(mmap, bench.dev), ERROR_ALREADY_EXIST);
-    OK(doca_mmap_add_dev(mmap, other));
-    EXPECT(doca_dev_close(other), ERROR_IN_USE);
-    OK(doca_mmap_destroy(mmap));
-    OK(doca_dev_close(other));
-}
-
 /* Facts 4 [H30]: bufs hold an mmap back, but not one with thread safety. */
 static void test_an_mmap_goes_when_its_bufs_have(void) {
     for (int shared = 0; shared <= 1; shared++) {
@@ -279,47 +226,6 @@ static void test_a_dmabuf_is_reached_by_its_address(void) {
 
 /* ---- Contexts and tasks --------------------------------------------------------------------------------------- */
 
-/* Facts 6 and 7 [H30]: from making to destroying, with the code of each call that comes at the wrong time. */
-static void test_a_context_goes_through_its_states(void) {
-    struct doca_compress_task_decompress_deflate *task;
-    struct doca_compress *compress;
-    struct doca_pe *pe, *other;
-    static uint8_t anything[8];
-    struct doca_dev *dev = device_open();
-    OK(doca_pe_create(&pe));
-    OK(doca_pe_create(&other));
-    OK(doca_compress_create(dev, &compress));
-    struct doca_ctx *ctx = doca_compress_as_ctx(compress);
-    CHECK(state_of(ctx) == DOCA_CTX_STATE_IDLE, "idle at first");
-    EXPECT(doca_ctx_start(ctx), ERROR_NOT_CONNECTED);
-    EXPECT(doca_ctx_stop(ctx), ERROR_BAD_STATE);
-    OK(doca_pe_connect_ctx(pe, ctx));
-    EXPECT(doca_pe_connect_ctx(other, ctx), ERROR_NOT_PERMITTED);
-    EXPECT(doca_pe_destroy(pe), ERROR_IN_USE);
-    EXPECT(doca_compress_task_decompress_deflate_set_conf(compress, note_deflate, NULL, 1), ERROR_INVALID_VALUE);
-    EXPECT(doca_compress_task_decompress_deflate_set_conf(compress, note_deflate, note_deflate, 0),
-           ERROR_INVALID_VALUE);
-    EXPECT(doca_ctx_start(ctx), ERROR_INVALID_VALUE);
-    OK(doca_compress_task_decompress_deflate_set_conf(compress, note_deflate, note_deflate, 1));
-    EXPECT(doca_compress_task_decompress_deflate_alloc_init(compress, (void *)anything, (void *)anything,
-                                                            (union doca_data){.u64 = 0}, &task),
-           ERROR_BAD_STATE);
-    OK(doca_ctx_start(ctx));
-    CHECK(state_of(ctx) == DOCA_CTX_STATE_RUNNING, "it runs at once");
-    EXPECT(doca_ctx_start(ctx), ERROR_BAD_STATE);
-    EXPECT(doca_pe_connect_ctx(other, ctx), ERROR_BAD_STATE);
-    EXPECT(doca_compress_task_decompress_deflate_set_conf(compress, note_deflate, note_deflate, 1), ERROR_BAD_STATE);
-    EXPECT(doca_compress_destroy(compress), ERROR_IN_USE);
-    OK(doca_ctx_stop(ctx));
-    CHECK(state_of(ctx) == DOCA_CTX_STATE_IDLE, "it stops at once");
-    OK(doca_ctx_start(ctx));
-    OK(doca_ctx_stop(ctx));
-    OK(doca_compress_destroy(compress));
-    OK(doca_pe_destroy(pe));
-    OK(doca_pe_destroy(other));
-    OK(doca_dev_close(dev));
-}
-
 /* Facts 6 [H30] and 12 (3, 4): stopping goes on until all tasks are done, and freed. */
 static void test_a_context_is_idle_when_its_tasks_are_freed(void) {
     reports_free_tasks = 0;
@@ -336,19 +242,6 @@ static void test_a_context_is_idle_when_its_tasks_are_freed(void) {
     EXPECT(doca_task_submit(task), ERROR_BAD_STATE);
     doca_task_free(task);
     CHECK(doca_pe_progress(bench.pe) == 1 && state_of(bench.dma_ctx) == DOCA_CTX_STATE_IDLE, "now it is idle");
-}
-
-static void note_and_stop(struct doca_dma_task_memcpy *task, union doca_data user, union doca_data context) {
-    note_memcpy(task, user, context);
-    OK(doca_ctx_stop(bench.dma_ctx));
-}
-
-/* Facts 6 [SH]: a context may be stopped from within a completion callback. */
-static void test_a_callback_may_stop_its_context(void) {
-    dma_configure(note_and_stop, 1);
-    memcpy_submit(data_at(0, 64), space_at(64, 64), 1);
-    progress_reports(1);
-    CHECK(state_of(bench.dma_ctx) == DOCA_CTX_STATE_IDLE, "idle");
 }
 
 /* Facts 7 [H30] and 12 (5): a call of progress reports one completion at most. */
@@ -422,19 +315,14 @@ static void test_tasks_run_out(void) {
 int main(void) {
     BARE_RULE(test_errors_have_their_numbers_and_names, NULL);
     BARE_RULE(test_devices_are_listed_and_found_by_address, "DEVICES", "0000:03:00.0,0001:3a:00.1");
-    BARE_RULE(test_a_device_is_closed_when_nothing_uses_it, NULL);
     BARE_RULE(test_each_profile_has_its_capabilities, NULL);
     BARE_RULE(test_limits_can_be_set, "MAX_BUF_BYTES", "4096", "MAX_TASKS", "3");
     BARE_RULE(test_a_setting_that_is_none_aborts, NULL);
-    RULE(test_a_range_is_set_once, NULL);
-    RULE(test_devices_are_added_before_the_start, NULL);
     RULE(test_an_mmap_goes_when_its_bufs_have, NULL);
     RULE(test_an_inventory_gives_what_it_has, NULL);
     RULE(test_a_buf_is_inside_of_its_mmap, NULL);
     RULE(test_a_dmabuf_is_reached_by_its_address, NULL);
-    BARE_RULE(test_a_context_goes_through_its_states, NULL);
     RULE(test_a_context_is_idle_when_its_tasks_are_freed, "LATENCY_US", "1000");
-    RULE(test_a_callback_may_stop_its_context, NULL);
     RULE(test_progress_reports_one_at_a_time, NULL);
     RULE(test_completions_come_out_of_order_by_a_seed, "OUT_OF_ORDER", "12345");
     RULE(test_a_task_can_be_used_again, NULL);
