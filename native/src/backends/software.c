@@ -117,7 +117,6 @@ static int work_decodes(struct ss_work *work) {
     return work->dequantized != 0;
 }
 
-/* Completes finished copies. */
 static uint32_t software_progress(void *argument) {
     const struct channel *channel = argument;
     return channel->cuda != NULL ? ss_cuda_progress(channel->cuda) : 0;

@@ -31,7 +31,6 @@ MAGNITUDES_REDUCE(8)
 MAGNITUDES_REDUCE(16)
 MAGNITUDES_REDUCE(32)
 
-/* Sixteen numbers. */
 struct floats {
     __m256 low, high;
 };

@@ -50,7 +50,6 @@ static inline void store32x4(void *target, size_t index, uint32x4_t value) {
 #define magnitudes_reduce16 vmaxvq_u16
 #define magnitudes_reduce32 vmaxvq_u32
 
-/* Sixteen numbers. */
 struct floats {
     float32x4_t part[4];
 };
@@ -162,7 +161,6 @@ static inline void merge32_step(const uint8_t *planes, size_t stride, uint8_t *t
 
 /* ---- Binned: dequantize -------------------------------------------------------------------------------------- */
 
-/* values_of() scales sixteen symbols. */
 static inline struct floats values_of(int8x16_t symbols, float scale) {
     int16x8_t low = vmovl_s8(vget_low_s8(symbols)), high = vmovl_high_s8(symbols);
     struct floats values = {{vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), scale),

@@ -38,12 +38,10 @@ enum { NUMBERS_BYTES = 4096, PARTS_MAX = 64 };
  */
 #define RECEIVE_BYTES_MAX ((size_t)4 << 20)
 
-/* Requests' bytes sent at a time. */
 enum { OUTPUT_BYTES = 16 * SS_RESP_REQUEST_MAX };
 
 enum phase { PHASE_HEAD, PHASE_BODY, PHASE_TAIL };
 
-/* Result of a step of the loop. */
 enum step { STEP_AGAIN, STEP_WAIT, STEP_FINISHED };
 
 /* The run of a piece's slices that one connection fetches. 'slice_count' may be 0. */
@@ -96,7 +94,6 @@ struct connection {
     uint64_t slices;
 };
 
-/* A thread's connections. */
 struct resp {
     const struct ss_feed *feed;
     struct ss_layers_reader reader;
@@ -374,7 +371,7 @@ static int answer_head(const struct ss_feed *feed, struct connection *connection
     return 1;
 }
 
-/* An answer is complete. It counts as work of its piece, so that no piece is done before its last CR LF. */
+/* It counts as work of its piece, so that no piece is done before its last CR LF. */
 static void answer_end(const struct ss_feed *feed, struct connection *connection) {
     const struct request *request = oldest(connection);
     if (!request->asking) {
@@ -538,7 +535,6 @@ static enum step layers_receive(const struct ss_feed *feed, struct connection *c
 
 /* ---- Turns --------------------------------------------------------------------------------------------------- */
 
-/* Returns whether an answer is outstanding. */
 static int is_owed(const struct connection *connection) {
     return connection->count > 0 || connection->reader != NULL;
 }
@@ -585,7 +581,6 @@ static void connection_end(const struct ss_feed *feed, struct connection *connec
     ss_feed_count(feed, connection->slices, connection->wire_bytes, connection->body_bytes);
 }
 
-/* Gives each connection a turn. */
 static enum ss_source_step resp_step(void *state) {
     struct resp *resp = state;
     const struct ss_feed *feed = resp->feed;

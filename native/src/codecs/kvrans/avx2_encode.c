@@ -8,7 +8,6 @@
 
 /* ---- Encode: rows to columns --------------------------------------------------------------------------------- */
 
-/* Statistics of a block's bytes. */
 struct extremes {
     __m256i least, most, signed_least, signed_most;
 };

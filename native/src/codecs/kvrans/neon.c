@@ -87,7 +87,6 @@ INLINE const uint8_t *group_decode(const struct tables *tables, uint8_t *low, ui
     return next + (uint8_t)-vgetq_lane_u8(counts, WIDTH - 1);
 }
 
-/* lanes_before() selects the first 'count' lanes. */
 INLINE uint8x16_t lanes_before(uint32_t count) {
     static const uint8_t numbers[WIDTH] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return vcltq_u8(vld1q_u8(numbers), vdupq_n_u8((uint8_t)count));
@@ -243,7 +242,6 @@ static enum ss_result decode_planes(const struct ss_kvrans_block *block, const s
 
 /* ---- Encode: rows to columns --------------------------------------------------------------------------------- */
 
-/* Statistics of a block's bytes. */
 struct extremes {
     uint8x16_t least, most;
     int8x16_t signed_least, signed_most;
@@ -341,7 +339,6 @@ INLINE uint8x16_t lookup_256(const uint8x16x4_t *tables, uint8x16_t index) {
     return found;
 }
 
-/* Tables to convert bytes to indices. */
 struct mapping {
     uint8x16x4_t index[4];
     uint8x16_t kept, first;
@@ -366,7 +363,6 @@ INLINE uint8x16_t indices_of(const struct mapping *mapping, uint8x16_t cell) {
     return mapping->listed ? lookup_256(mapping->index, cell) : vandq_u8(vsubq_u8(cell, mapping->first), mapping->kept);
 }
 
-/* bits_of() returns that bit of each lane. */
 INLINE uint32_t bits_of(uint8x16_t cell, uint32_t bit) {
     return masks_of(vtstq_u8(cell, vdupq_n_u8((uint8_t)(1 << bit))));
 }
