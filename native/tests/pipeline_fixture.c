@@ -225,6 +225,37 @@ int fixture_matches(const struct fixture *fixture, const struct ss_batch *batch,
     return memcmp(batch->groups->memory + chunk * size, fixture->expected + chunk * size, size) == 0;
 }
 
+struct ss_piece fixture_piece(const struct fixture *fixture, struct ss_slice *slices, uint32_t chunk, uint32_t layer,
+                              uint32_t layers, uint32_t layer_slices) {
+    struct ss_piece piece = fixture->chunks[chunk];
+    piece.result = (enum ss_result)99; /* must be overwritten */
+    piece.layer = layer;
+    piece.slice_first += layer * layer_slices;
+    piece.slice_count = layers * layer_slices;
+    piece.body_length = 0;
+    const struct ss_slice *first = &fixture->slices[piece.slice_first];
+    for (uint32_t i = 0; i < piece.slice_count; i++) {
+        piece.body_length += (uint64_t)first[i].scales_length + first[i].encoded_length;
+        slices[piece.slice_first + i] = first[i];
+        slices[piece.slice_first + i].offset -= first->offset;
+    }
+    piece.record_offset += first->offset;
+    piece.decompression_offset += first->offset;
+    piece.dequantization_offset += (uint64_t)layer * layer_slices * first->decoded_length;
+    return piece;
+}
+
+int fixture_piece_matches(const struct fixture *fixture, const struct ss_batch *batch, const struct ss_piece *piece) {
+    const struct shape *shape = &fixture->shape;
+    size_t size = (size_t)shape->vectors * shape->vector_length * ss_dtype_size(shape->dtype);
+    int same = 1;
+    for (uint32_t i = 0; i < piece->slice_count; i++) {
+        uint64_t offset = batch->slices[piece->slice_first + i].memory_offset;
+        same &= memcmp(batch->groups[piece->group].memory + offset, fixture->expected + offset, size) == 0;
+    }
+    return same;
+}
+
 const char *test_backend(void) {
     const char *name = getenv("SHADOWSERVE_TEST_BACKEND");
     return name != NULL ? name : "software";

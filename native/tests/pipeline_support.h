@@ -133,6 +133,14 @@ void batch_free(struct ss_batch *batch);
 int fixture_matches(const struct fixture *fixture, const struct ss_batch *batch, uint32_t chunk);
 
 /*
+ * fixture_piece() returns 'layers' layers of 'layer_slices' slices each, from 'layer' on, of a chunk as a piece, and
+ * puts its slices into 'slices', which are all of the fixture's: their offsets begin at the piece's own first byte.
+ */
+struct ss_piece fixture_piece(const struct fixture *fixture, struct ss_slice *slices, uint32_t chunk, uint32_t layer,
+                              uint32_t layers, uint32_t layer_slices);
+int fixture_piece_matches(const struct fixture *fixture, const struct ss_batch *batch, const struct ss_piece *piece);
+
+/*
  * The backend that a test runs over: SHADOWSERVE_TEST_BACKEND, or software. CTest runs what is about the pipeline over
  * each of them.
  */

@@ -23,26 +23,6 @@ static struct answer answer;
 static struct ss_layers layers;
 static int out_of_sync; /* the connection cannot be used again */
 
-/* A layer of a chunk as a piece; the offsets of its slices begin at its own first byte. */
-static struct ss_piece piece_of(struct bench *bench, uint32_t chunk, uint32_t layer) {
-    struct ss_piece piece = bench->fixture->chunks[chunk];
-    piece.result = (enum ss_result)99; /* must be overwritten */
-    piece.layer = layer;
-    piece.slice_first += layer * LAYER_SLICES;
-    piece.slice_count = LAYER_SLICES;
-    piece.body_length = 0;
-    const struct ss_slice *slices = &bench->fixture->slices[piece.slice_first];
-    for (uint32_t i = 0; i < LAYER_SLICES; i++) {
-        piece.body_length += (uint64_t)slices[i].scales_length + slices[i].encoded_length;
-        bench->batch->slices[piece.slice_first + i] = slices[i];
-        bench->batch->slices[piece.slice_first + i].offset -= slices[0].offset;
-    }
-    piece.record_offset += slices[0].offset;
-    piece.decompression_offset += slices[0].offset;
-    piece.dequantization_offset += (uint64_t)layer * LAYER_SLICES * slices[0].decoded_length;
-    return piece;
-}
-
 static struct ss_batch *batch_begin(struct bench *bench) {
     struct ss_batch *batch = bench_begin(bench);
     free(batch->pieces);
@@ -50,7 +30,7 @@ static struct ss_batch *batch_begin(struct bench *bench) {
     CHECK(batch->pieces != NULL);
     batch->piece_count = PIECES;
     for (uint32_t i = 0; i < PIECES; i++) {
-        batch->pieces[i] = piece_of(bench, i % CHUNKS, i / CHUNKS);
+        batch->pieces[i] = fixture_piece(bench->fixture, batch->slices, i % CHUNKS, i / CHUNKS, 1, LAYER_SLICES);
     }
     layers = (struct ss_layers){
         .request = (const uint8_t *)request, .request_size = sizeof request - 1, .layers = LAYERS, .keys = CHUNKS};
@@ -126,17 +106,6 @@ static void answer_all(struct bench *bench) {
 
 /* ---- Batches -------------------------------------------------------------------------------------------------- */
 
-static int is_in_place(const struct bench *bench, const struct ss_piece *piece) {
-    const struct shape *shape = &bench->fixture->shape;
-    size_t size = (size_t)shape->vectors * shape->vector_length * ss_dtype_size(shape->dtype);
-    int same = 1;
-    for (uint32_t i = 0; i < piece->slice_count; i++) {
-        uint64_t offset = bench->batch->slices[piece->slice_first + i].memory_offset;
-        same &= memcmp(bench->batch->groups->memory + offset, bench->fixture->expected + offset, size) == 0;
-    }
-    return same;
-}
-
 /* Runs a batch, on a new connection where the last one is out of step. */
 static enum ss_result fetch(struct bench *bench) {
     if (out_of_sync) {
@@ -145,7 +114,8 @@ static enum ss_result fetch(struct bench *bench) {
     enum ss_result result = pipeline_fetch(bench->pipeline, bench->batch, bench->sockets, 1);
     out_of_sync = !bench->batch->sockets_in_sync;
     for (uint32_t i = 0; i < PIECES; i++) {
-        CHECK(bench->batch->pieces[i].result != SS_OK || is_in_place(bench, &bench->batch->pieces[i]));
+        CHECK(bench->batch->pieces[i].result != SS_OK ||
+              fixture_piece_matches(bench->fixture, bench->batch, &bench->batch->pieces[i]));
     }
     return result;
 }

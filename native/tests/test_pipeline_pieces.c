@@ -98,32 +98,19 @@ static void groups_stop(struct two_groups *bench) {
     }
 }
 
-/* Layers from 'layer' on of a chunk, 'layers' of them, as a piece; slice offsets begin at its own first byte. */
+/* The second group's slices and regions are behind the first one's. */
 static struct ss_piece piece_of(const struct two_groups *bench, uint32_t group, uint32_t chunk, uint32_t layer,
                                 uint32_t layers) {
-    const struct fixture *fixture = bench->fixtures[group];
-    uint32_t before = group == 0 ? 0 : bench->fixtures[0]->shape.chunks * bench->fixtures[0]->shape.slices;
-    struct ss_piece piece = fixture->chunks[chunk];
+    uint32_t before = group == 0 ? 0 : CHUNKS * layers_of[0] * LAYER_SLICES;
+    struct ss_piece piece =
+        fixture_piece(bench->fixtures[group], bench->batch->slices + before, chunk, layer, layers, LAYER_SLICES);
     piece.group = group;
-    piece.layer = group == 0 ? layer : UINT32_MAX; /* progress is of one group */
-    piece.result = (enum ss_result)99;             /* must be overwritten */
-    piece.slice_first += layer * LAYER_SLICES;
-    piece.slice_count = layers * LAYER_SLICES;
-    piece.body_length = 0;
-    const struct ss_slice *slices = &fixture->slices[piece.slice_first];
-    for (uint32_t i = 0; i < piece.slice_count; i++) {
-        piece.body_length += (uint64_t)slices[i].scales_length + slices[i].encoded_length;
-    }
-    piece.record_offset += slices[0].offset;
-    piece.decompression_offset += slices[0].offset + (group == 0 ? 0 : bench->fixtures[0]->decompression_bytes);
-    piece.dequantization_offset += (uint64_t)layer * LAYER_SLICES * slices[0].decoded_length +
-                                   (group == 0 ? 0 : bench->fixtures[0]->dequantization_bytes);
-    for (uint32_t i = 0; i < piece.slice_count; i++) {
-        struct ss_slice *slice = &bench->batch->slices[before + piece.slice_first + i];
-        *slice = slices[i];
-        slice->offset -= slices[0].offset;
-    }
     piece.slice_first += before;
+    if (group == 1) {
+        piece.layer = UINT32_MAX; /* progress is of one group */
+        piece.decompression_offset += bench->fixtures[0]->decompression_bytes;
+        piece.dequantization_offset += bench->fixtures[0]->dequantization_bytes;
+    }
     return piece;
 }
 
@@ -193,18 +180,6 @@ static void bodies_give(struct two_groups *bench, unsigned mask) {
     }
 }
 
-static int is_in_place(const struct two_groups *bench, const struct ss_piece *piece) {
-    const struct shape *shape = &bench->fixtures[piece->group]->shape;
-    size_t size = (size_t)shape->vectors * shape->vector_length * ss_dtype_size(shape->dtype);
-    int same = 1;
-    for (uint32_t i = 0; i < piece->slice_count; i++) {
-        uint64_t offset = bench->batch->slices[piece->slice_first + i].memory_offset;
-        same &= memcmp(bench->batch->groups[piece->group].memory + offset,
-                       bench->fixtures[piece->group]->expected + offset, size) == 0;
-    }
-    return same;
-}
-
 static int has_failed(const struct ss_piece *piece) {
     return piece->result != SS_OK && piece->result != SS_SKIPPED;
 }
@@ -217,7 +192,7 @@ static void check_set(const struct two_groups *bench) {
     const struct ss_batch *batch = bench->batch;
     for (uint32_t i = 0; i < batch->piece_count; i++) {
         const struct ss_piece *piece = &batch->pieces[i];
-        CHECK(piece->result != SS_OK || is_in_place(bench, piece));
+        CHECK(piece->result != SS_OK || fixture_piece_matches(bench->fixtures[piece->group], batch, piece));
         int useless = 0;
         for (uint32_t j = 0; j < batch->piece_count; j++) {
             const struct ss_piece *other = &batch->pieces[j];
