@@ -168,7 +168,7 @@ class BlockDevice(Closing):
             entry.memory = ffi.cast("void *", operation.address)
             entry.tag = tag
             if operation.expected is not None:
-                _describe(entry.expected, operation.expected)
+                entry.expected = operation.expected._asdict()
                 entry.expected_units, entry.is_checked = operation.expected_units, 1
             if operation.pages is not None:
                 tables.append(_table(operation.pages))
@@ -227,20 +227,11 @@ class BlockDevice(Closing):
             return self._last_statistics
         found = ffi.new("struct ss_block_statistics *")
         lib.ss_block_statistics(self._block, found)
-        return BlockStatistics(
-            operations=tuple(found.operations),
-            bytes=tuple(found.bytes),
-            errors=tuple(found.errors),
-            wait_ns=tuple(found.wait_ns),
-            service_ns=tuple(found.service_ns),
-            busy_ns=found.busy_ns,
-            oldest_ns=found.oldest_ns,
-            waiting=tuple(found.waiting),
-            in_flight=found.in_flight,
-            registered=found.registered,
-            last_error=found.last_error,
-            gone=bool(found.gone),
-        )
+        counters = {name: getattr(found, name) for name, _ in ffi.typeof("struct ss_block_statistics").fields}
+        each: dict[str, Any] = {
+            name: value if isinstance(value, int) else tuple(value) for name, value in counters.items()
+        }
+        return BlockStatistics(**each | {"gone": bool(found.gone)})
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Close the device: cancel waiting operations, wait for those in flight. A second call does nothing.
@@ -402,15 +393,7 @@ def object_header(header: "ReadableBuffer") -> ObjectFields:
     with ffi.from_buffer("uint8_t[]", header) as source:
         _has_header(len(source))
         check(lib.ss_object_read(source, found), "reading an object's header")
-    return ObjectFields(
-        key=bytes(found.key),
-        tenant=found.tenant,
-        length=found.length,
-        generation=found.generation,
-        header_length=found.header_length,
-        name_length=found.name_length,
-        flags=found.flags,
-    )
+    return ObjectFields(**{name: getattr(found, name) for name in ObjectFields._fields} | {"key": bytes(found.key)})
 
 
 def check_object(
@@ -446,16 +429,7 @@ def check_object_name(header: "ReadableBuffer", name: "ReadableBuffer") -> Resul
 
 
 def _described(fields: ObjectFields) -> Any:
-    described = ffi.new("struct ss_object_fields *")
-    _describe(described, fields)
-    return described
-
-
-def _describe(described: Any, fields: ObjectFields) -> None:
-    described.key = fields.key
-    described.tenant, described.flags = fields.tenant, fields.flags
-    described.generation, described.length = fields.generation, fields.length
-    described.header_length, described.name_length = fields.header_length, fields.name_length
+    return ffi.new("struct ss_object_fields *", fields._asdict())
 
 
 def _has_header(size: int) -> None:

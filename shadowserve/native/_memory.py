@@ -32,8 +32,9 @@ class RegisteredMemory(Closing):
     name it; in the exporting process for exported memory.
     """
 
-    def __init__(self, pipeline: _Pipeline, memory: Any, keep: Any) -> None:
-        """Register ``memory`` (a ``struct ss_memory *``); keep ``keep`` alive until :meth:`close`."""
+    def __init__(self, pipeline: _Pipeline, fields: dict[str, Any], keep: Any) -> None:
+        """Register memory (the fields of a ``struct ss_memory``); keep ``keep`` alive until :meth:`close`."""
+        memory = ffi.new("struct ss_memory *", fields)
         pointer = ffi.new("struct ss_registered_memory **")
         self.kind = MemoryKind(memory.kind)
         self.size = int(memory.size)
@@ -53,10 +54,7 @@ class RegisteredMemory(Closing):
     def local(cls, pipeline: _Pipeline, memory: "WriteableBuffer") -> Self:
         """Register memory of this process, and keep it alive until the registration is closed."""
         buffer = ffi.from_buffer("uint8_t[]", memory, require_writable=True)
-        described = ffi.new("struct ss_memory *")
-        described.kind = MemoryKind.LOCAL
-        described.address = buffer
-        described.size = len(buffer)
+        described = {"kind": MemoryKind.LOCAL, "address": buffer, "size": len(buffer)}
         try:
             return cls(pipeline, described, buffer)
         except BaseException:
@@ -69,14 +67,9 @@ class RegisteredMemory(Closing):
 
         NativeError with ``Result.NOT_SUPPORTED``: the backend reaches only memory of its own process.
         """
-        described = ffi.new("struct ss_memory *")
+        described = {"kind": MemoryKind.EXPORTED, "address": ffi.cast("uint8_t *", address), "size": size}
         content = ffi.from_buffer("uint8_t[]", descriptor)
-        described.kind = MemoryKind.EXPORTED
-        described.address = ffi.cast("uint8_t *", address)
-        described.size = size
-        described.descriptor = content
-        described.descriptor_size = len(descriptor)
-        return cls(pipeline, described, None)
+        return cls(pipeline, described | {"descriptor": content, "descriptor_size": len(descriptor)}, None)
 
     @classmethod
     def cuda_ipc(cls, pipeline: _Pipeline, handle: bytes, size: int, device: str) -> Self:
@@ -86,15 +79,9 @@ class RegisteredMemory(Closing):
         ``Result.NOT_SUPPORTED``: no CUDA driver, another backend, or a fused pipeline; with ``Result.BAD_ARGUMENT``:
         the GPU or the handle does not exist (any longer).
         """
-        described = ffi.new("struct ss_memory *")
+        described = {"kind": MemoryKind.CUDA_IPC, "size": size, "device": ffi.new("char[]", device.encode())}
         content = ffi.from_buffer("uint8_t[]", handle)
-        device_text = ffi.new("char[]", device.encode())
-        described.kind = MemoryKind.CUDA_IPC
-        described.size = size
-        described.descriptor = content
-        described.descriptor_size = len(handle)
-        described.device = device_text
-        return cls(pipeline, described, None)
+        return cls(pipeline, described | {"descriptor": content, "descriptor_size": len(handle)}, None)
 
     def close(self) -> None:
         """End the registration. No batch may use the memory. A second call does nothing."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Required, Self, TypedDict, Unpack
 
 import numpy as np
@@ -10,7 +9,7 @@ from numpy.typing import NDArray
 
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import NativeError
-from shadowserve.native._library import MemoryKind, Origin, Result, Stage, check, ffi, lib
+from shadowserve.native._library import Closing, MemoryKind, Origin, Result, Stage, check, ffi, lib
 from shadowserve.native._memory import Region
 from shadowserve.native._tls import TlsSession
 
@@ -36,82 +35,32 @@ KEY_SIZE_MAX: Final = 96
 """Bytes of the longest key that a piece can hold (``struct ss_piece``)."""
 LAYERS_MAX: Final = 4096
 """Most layers whose progress a batch can report."""
-ERROR_SIZE: Final = 256
-"""Bytes that are kept of the server's error text about a piece."""
 _ERROR_TEXT_SIZE: Final = 512
 
 
-def _numpy_dtype(struct: str, fields: dict[str, str]) -> np.dtype[np.void]:
-    return np.dtype(
-        {
-            "names": list(fields),
-            "formats": list(fields.values()),
-            "offsets": [ffi.offsetof(struct, field) for field in fields],
-            "itemsize": ffi.sizeof(struct),
-        }
-    )
+def _numpy_dtype(struct: str) -> np.dtype[np.void]:
+    """Return a struct as a numpy dtype: enums and pointers become integers, arrays of characters byte strings."""
+    fields = ffi.typeof(struct).fields
+    formats = []
+    for _, field in fields:
+        kind = "S" if field.type.kind == "array" else "i" if field.type.cname.startswith("int") else "u"
+        formats.append(f"{kind}{ffi.sizeof(field.type)}")
+    offsets = [field.offset for _, field in fields]
+    names = [name for name, _ in fields]
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": ffi.sizeof(struct)})
 
 
-SLICE_DTYPE: Final = _numpy_dtype(
-    "struct ss_slice",
-    {
-        "offset": "u8",
-        "memory_offset": "u8",
-        "scales_length": "u4",
-        "encoded_length": "u4",
-        "decoded_length": "u4",
-        "checksum": "u4",
-        "decoded_crc32": "u4",
-        "vectors": "u4",
-        "bins": "u4",
-    },
-)
+SLICE_DTYPE: Final = _numpy_dtype("struct ss_slice")
 """``struct ss_slice`` as a numpy dtype: an array of it goes to the C core without a copy."""
 
-PIECE_DTYPE: Final = _numpy_dtype(
-    "struct ss_piece",
-    {
-        "key": f"S{KEY_SIZE_MAX}",
-        "key_length": "u4",
-        "codec": "u4",
-        "group": "u4",
-        "chunk": "u4",
-        "record_offset": "u8",
-        "body_length": "u8",
-        "decompression_offset": "u8",
-        "dequantization_offset": "u8",
-        "slice_first": "u4",
-        "slice_count": "u4",
-        "node": "u4",
-        "asking": "u4",
-        "origin": "u4",
-        "memory": "u8",
-        "layer": "u4",
-        "result": "u4",
-        "error": f"S{ERROR_SIZE}",
-    },
-)
+PIECE_DTYPE: Final = _numpy_dtype("struct ss_piece")
 """``struct ss_piece`` as a numpy dtype. ``key`` is padded with zero bytes; ``key_length`` is its length.
 
 ``origin`` is an :class:`Origin`: SERVER, or any other one for a piece whose body :meth:`Batch.supply` supplies.
 :class:`Batch` fills in ``memory``, an address.
 """
 
-TRACE_DTYPE: Final = _numpy_dtype(
-    "struct ss_trace_event",
-    {
-        "begin_ns": "u8",
-        "end_ns": "u8",
-        "input_bytes": "u8",
-        "output_bytes": "u8",
-        "batch": "u4",
-        "piece": "u4",
-        "slice": "u4",
-        "core": "i4",
-        "stage": "u4",
-        "thread": "u4",
-    },
-)
+TRACE_DTYPE: Final = _numpy_dtype("struct ss_trace_event")
 """``struct ss_trace_event`` as a numpy dtype. Times are those of ``time.monotonic_ns()``."""
 
 
@@ -400,7 +349,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
 """All other options are 0 by default."""
 
 
-class Pipeline:
+class Pipeline(Closing):
     """The pipeline executor: pinned buffers and threads, made once (``struct ss_pipeline``)."""
 
     def __init__(self, **given: Unpack[PipelineOptions]) -> None:
@@ -426,14 +375,6 @@ class Pipeline:
         code = lib.ss_pipeline_create(options, pointer)
         check(code, f"creating a pipeline with {on}", device=backend != "software")
         self._pipeline = pointer[0]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         self.close()
