@@ -11,7 +11,8 @@
 #include "backends/cuda.h"
 #include "codecs/decode.h"
 
-enum { IN_FLIGHT_MAX = 3 }; /* copies to or from a GPU */
+/* Copies to or from a GPU; and slices that a thread takes at a time (native/decisions.md). */
+enum { IN_FLIGHT_MAX = 3 };
 
 struct channel {
     struct ss_backend_range copied; /* source or target of copies */
