@@ -140,6 +140,20 @@ static void run_deflate_encode(struct data *data) {
          "ss_compress");
 }
 
+static void run_deflate_decode(struct data *data) {
+    struct ss_stream streams[STREAMS];
+    for (size_t index = 0; index < STREAMS; index++) {
+        streams[index] = (struct ss_stream){.source = data->stream,
+                                            .target = data->target + index * STREAM_SIZE,
+                                            .source_size = data->stream_size,
+                                            .target_size = STREAM_SIZE};
+    }
+    ss_decompress_many(SS_CODEC_DEFLATE, streams, STREAMS);
+    for (size_t index = 0; index < STREAMS; index++) {
+        must(streams[index].result, "ss_decompress_many");
+    }
+}
+
 /* planes_of() returns how many rows are coded for each of elements, as 'quantizer' says. */
 static size_t planes_of(const struct data *data) {
     return data->quantizer == SS_QUANTIZER_LOSSLESS ? 2 : 1;
@@ -330,6 +344,7 @@ int main(int argument_count, char **arguments) {
     }
     if (ss_codec_implementation(SS_CODEC_DEFLATE) != NULL) { /* a build for an emulator may do without libraries */
         count("deflate-encode", "any", run_deflate_encode, &data, STREAM_SIZE);
+        count("deflate-decode", "any", run_deflate_decode, &data, STREAMS * STREAM_SIZE);
         if (strncmp(ss_codec_implementation(SS_CODEC_DEFLATE), "isa-l", 5) == 0) {
             count_crc32(&data);
         }

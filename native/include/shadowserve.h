@@ -118,7 +118,8 @@ struct ss_stream {
 
 /*
  * ss_decompress_many() decodes each of 'count' streams, whose targets do not overlap, and stores its 'result'. A stream
- * that fails does not affect the others. Thread-safe.
+ * that fails does not affect the others. Deflate streams without matches, as ss_compress() writes them, are decoded in
+ * turns, which is much faster than one after the other. Thread-safe.
  */
 SS_API void ss_decompress_many(enum ss_codec codec, struct ss_stream *streams, size_t count);
 

@@ -13,8 +13,8 @@
  * and from within complete().
  *
  * Work: decompress(), deliver() and collect() start one slice. When they return SS_OK, the backend calls
- * work->complete(work) exactly once, with work->result set: within this call (a CPU), or within a later progress() (an
- * accelerator).
+ * work->complete(work) exactly once, with work->result set: within this call, within a later call that starts another
+ * work (a CPU, which decompresses several at a time), or within a later progress() (an accelerator).
  * If they return another result, nothing was started and complete() is never called. The executor starts no more than
  * 'in_flight_max' works on a channel at a time, and calls progress() until all are complete. It never abandons a single
  * work, since an accelerator may write until it reports completion. If a device with work completes nothing for too

@@ -1,8 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * software.c - the backend of CPUs: each slice is decompressed on the thread that starts it
+ * software.c - the CPU backend, which every build has
  *
- * Copies to and from a GPU's memory (cuda.h) are asynchronous; copies within this process' memory are not.
+ * Except for Deflate, work is complete before the call that starts it returns, so that a slice is still in the cache
+ * for the next stage. Several Deflate streams are faster in turns than one after the other (codecs/literal_inflate.c),
+ * so a channel keeps slices until it has IN_FLIGHT_MAX of them, or until the executor polls. The executor polls as soon
+ * as it has no more slices to start, so slices never wait for slices that have not arrived. Copies to and from a GPU's
+ * memory (cuda.h) are asynchronous, too; copies within this process' memory are not.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -10,11 +14,13 @@
 #include "backends/backend.h"
 #include "backends/cuda.h"
 #include "codecs/decode.h"
+#include "codecs/literal_inflate.h"
 
-/* Copies to or from a GPU; and slices that a thread takes at a time (native/decisions.md). */
-enum { IN_FLIGHT_MAX = 3 };
+enum { IN_FLIGHT_MAX = SS_LITERAL_INFLATE_LANES };
 
 struct channel {
+    struct ss_work *works[IN_FLIGHT_MAX]; /* of one codec */
+    uint32_t count;
     struct ss_backend_range copied; /* source or target of copies */
     struct ss_cuda_channel *cuda;   /* NULL before the first copy to or from a GPU */
 };
@@ -118,17 +124,43 @@ static int work_decodes(struct ss_work *work) {
     return work->dequantized != 0;
 }
 
+/* Decompresses the slices that the channel keeps, and completes finished copies. */
 static uint32_t software_progress(void *argument) {
-    const struct channel *channel = argument;
-    return channel->cuda != NULL ? ss_cuda_progress(channel->cuda) : 0;
+    struct channel *channel = argument;
+    struct ss_work *works[IN_FLIGHT_MAX];
+    struct ss_stream streams[IN_FLIGHT_MAX];
+    uint32_t count = channel->count;
+    for (uint32_t i = 0; i < count; i++) {
+        struct ss_work *work = works[i] = channel->works[i];
+        streams[i] = (struct ss_stream){.source = work->source,
+                                        .target = work->target,
+                                        .source_size = work->source_size,
+                                        .target_size = work->target_size};
+    }
+    channel->count = 0;
+    if (count > 0) {
+        ss_decompress_many(works[0]->codec, streams, count);
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        works[i]->result = streams[i].result;
+        works[i]->complete(works[i]);
+    }
+    return count + (channel->cuda != NULL ? ss_cuda_progress(channel->cuda) : 0);
 }
 
-static enum ss_result software_decompress(void *channel, struct ss_work *work) {
-    (void)channel;
-    if (!work_decodes(work)) {
-        work->result = ss_decompress(work->codec, work->source, work->source_size, work->target, work->target_size);
+static enum ss_result software_decompress(void *argument, struct ss_work *work) {
+    struct channel *channel = argument;
+    if (work_decodes(work)) {
+        work->complete(work);
+        return SS_OK;
     }
-    work->complete(work);
+    if (channel->count > 0 && channel->works[0]->codec != work->codec) {
+        software_progress(channel);
+    }
+    channel->works[channel->count++] = work;
+    if (channel->count == IN_FLIGHT_MAX || work->codec != SS_CODEC_DEFLATE) {
+        software_progress(channel);
+    }
     return SS_OK;
 }
 

@@ -1,7 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * codec.c - the codecs behind a few functions: argument checks, and the state that each thread keeps so that no slice
- * costs an allocation
+ * codec.c - the codecs behind a few functions
+ *
+ * kvrans is our own (kvrans/kvrans.c). The work of the others is done by well-kept libraries (deflate.c, lz4.c,
+ * zstd.c), but for Deflate without matches: its encoder (huffman_deflate.c) and decoder (literal_inflate.c) are
+ * our own, too. This file holds what they share: argument checks, and the state that each thread keeps so that no slice
+ * costs an allocation.
  */
 #include "codecs/codec.h"
 
@@ -98,6 +102,7 @@ struct ss_codec_state *ss_codec_state(void) {
 
 /* By decoding something: a codec then makes whatever it makes, without a second description of what that is. */
 void ss_codec_prepare(void) {
+    static const uint8_t fixed[] = {0x4b, 0x04, 0x00}; /* Deflate of "a", in a block that our own decoder gives up */
     enum { SIZE = 4096, ROW = 64 };
     uint8_t symbols[SIZE];
     uint8_t stream[2 * SIZE];
@@ -113,6 +118,7 @@ void ss_codec_prepare(void) {
             (void)ss_decompress((enum ss_codec)codec, stream, written, symbols, SIZE);
         }
     }
+    (void)ss_decompress(SS_CODEC_DEFLATE, fixed, sizeof fixed, symbols, 1);
 }
 
 /* ---- Public functions ---------------------------------------------------------------------------------------- */
@@ -170,13 +176,18 @@ void ss_decompress_many(enum ss_codec codec, struct ss_stream *streams, size_t c
     const struct ss_codec_functions *functions = codec_find(codec);
 
     for (size_t index = 0; index < count; index++) {
-        struct ss_stream *stream = &streams[index];
+        enum ss_result checked = functions != NULL ? stream_check(&streams[index]) : SS_NOT_SUPPORTED;
 
-        stream->result = functions != NULL ? stream_check(stream) : SS_NOT_SUPPORTED;
-        if (stream->result == SS_OK) {
-            stream->result =
-                functions->decompress(stream->source, stream->source_size, stream->target, stream->target_size);
+        streams[index].result = checked;
+        if (checked == SS_OK && functions->decompress_many != NULL) {
+            streams[index].result = SS_NOT_SUPPORTED;
+        } else if (checked == SS_OK) {
+            streams[index].result = functions->decompress(streams[index].source, streams[index].source_size,
+                                                          streams[index].target, streams[index].target_size);
         }
+    }
+    if (functions != NULL && functions->decompress_many != NULL) {
+        functions->decompress_many(streams, count);
     }
 }
 

@@ -19,6 +19,7 @@
  */
 struct ss_codec_state {
     void *deflate_decoder;
+    void *deflate_inflater; /* of literals: literal_inflate.c */
     struct ss_kvrans_decoder *kvrans_decoder;
     struct ss_kvrans_encoder *kvrans_encoder;
     void *zstd_decoder;
@@ -31,7 +32,10 @@ struct ss_codec_functions {
     size_t (*compress_bound)(size_t size);
     enum ss_result (*compress)(const uint8_t *source, size_t size, size_t row_length, uint8_t *target,
                                size_t target_size, size_t *written);
+    /* One of these two is NULL. */
     enum ss_result (*decompress)(const uint8_t *source, size_t size, uint8_t *target, size_t target_size);
+    /* Several at a time. Streams whose result is not SS_NOT_SUPPORTED are to be left alone. */
+    void (*decompress_many)(struct ss_stream *streams, size_t count);
     /* Frees what this codec keeps in 'state'; NULL where it keeps nothing. */
     void (*state_free)(struct ss_codec_state *state);
 };

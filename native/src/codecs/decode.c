@@ -53,17 +53,32 @@ static int elements_fit(const struct ss_elements *elements, size_t size) {
            (elements->quantizer != SS_QUANTIZER_BINNED || elements->vectors == 0 || elements->scales != NULL);
 }
 
-void ss_decode_many(enum ss_codec codec, struct ss_stream *streams, const struct ss_elements *elements, size_t count) {
+/* two_steps() takes 'count' streams of which nothing is known to be wrong. */
+static void two_steps(enum ss_codec codec, struct ss_stream *streams, const struct ss_elements *elements,
+                      size_t count) {
+    ss_decompress_many(codec, streams, count);
     for (size_t index = 0; index < count; index++) {
-        struct ss_stream *stream = &streams[index];
-        const struct ss_stream *next = index + 1 < count ? &streams[index + 1] : NULL;
-        int fits = elements_fit(&elements[index], stream->target_size);
-        enum ss_result result = fits ? ss_decode_direct(codec, stream, next, &elements[index]) : SS_BAD_ARGUMENT;
-
-        if (result == SS_NOT_SUPPORTED) {
-            ss_decompress_many(codec, stream, 1);
-            result = stream->result == SS_OK ? ss_elements_make(&elements[index], stream->target, 1) : stream->result;
+        if (streams[index].result == SS_OK) {
+            streams[index].result = ss_elements_make(&elements[index], streams[index].target, 1);
         }
-        stream->result = result;
     }
+}
+
+void ss_decode_many(enum ss_codec codec, struct ss_stream *streams, const struct ss_elements *elements, size_t count) {
+    size_t first = 0; /* of the streams that are still to be decoded, together */
+
+    for (size_t index = 0; index < count; index++) {
+        const struct ss_stream *next = index + 1 < count ? &streams[index + 1] : NULL;
+        enum ss_result result = SS_BAD_ARGUMENT;
+        if (elements_fit(&elements[index], streams[index].target_size)) {
+            result = ss_decode_direct(codec, &streams[index], next, &elements[index]);
+        }
+        if (result == SS_NOT_SUPPORTED) {
+            continue;
+        }
+        two_steps(codec, streams + first, elements + first, index - first);
+        streams[index].result = result;
+        first = index + 1;
+    }
+    two_steps(codec, streams + first, elements + first, count - first);
 }

@@ -8,7 +8,8 @@
  * all of the time then counts as decompression.
  *
  * Engine threads (decompress, DMA) drive a backend's channel, which they open and close themselves. They start slices
- * from the queue, and poll at once while slices are in flight.
+ * from the queue, and poll at once while slices are in flight: for a CPU, which decodes several slices in turns, the
+ * first poll means that no more slices are waiting.
  *
  * A device that has work and completes none of it for 'device_timeout_ms' is abandoned. A work takes microseconds, so
  * after seconds it will never complete, and without a timeout the batch and the daemon would wait for ever.
