@@ -20,7 +20,7 @@
 #include <unistd.h>
 
 /* STREAM_SIZE is for codecs: tables take their share of a real slice's time, but are not the whole of it. */
-enum { VECTORS = 2, VECTOR_LENGTH = 1024, COUNT = VECTORS * VECTOR_LENGTH, STREAM_SIZE = 8192 };
+enum { VECTORS = 2, VECTOR_LENGTH = 1024, COUNT = VECTORS * VECTOR_LENGTH, STREAM_SIZE = 8192, STREAMS = 3 };
 /*
  * A block of kvrans. Encoding is mostly planning, which has few bytes to work on; so it has fewer columns, and is
  * counted for vector kernels only. Scalar decoding takes many instructions, so a quarter of the rows is enough.

@@ -15,7 +15,7 @@
 
 #include "pipeline_support.h"
 
-enum { VALUES_MAX = 256, REPLACED_MAX = 4096, CONNECTIONS_MAX = 512, ARGUMENTS_MAX = 16 };
+enum { VALUES_MAX = 256, REPLACED_MAX = 4096, CONNECTIONS_MAX = 4096, ARGUMENTS_MAX = 16 };
 
 struct value {
     uint8_t key[96];
