@@ -2,36 +2,20 @@
 /*
  * count_instructions.c - how many instructions one call of each hot kernel runs, for each ISA of this CPU
  *
- * Time on a shared machine varies by a third from minute to minute; the number of instructions does not vary at all, so
- * a kernel that lost its vectors, or a loop that grew, shows in it whatever else runs. Hardware counters are missing in
- * most virtual machines and containers, and callgrind knows no AVX-512. So every instruction is single-stepped:
+ * The number does not depend on the machine's load. On x86-64 the process sets its trap flag: each instruction ends in
+ * a SIGTRAP, which takes 1 to 15 us, so the data is small. With --marks nothing is counted here: SIGUSR1 is raised
+ * before each call and SIGUSR2 after it, for an emulator that counts; the first pair encloses nothing.
  *
- *   x86-64   The process sets the trap flag itself, and each instruction ends in a SIGTRAP to our own handler. That
- *            needs no right that a container might withhold. A step takes 1 to 15 us, so the data is small.
- *   others   A child is stepped with ptrace(), which a container may have to be allowed (--cap-add=SYS_PTRACE). So it
- *            is on x86-64 with --ptrace.
- *   --marks  Nothing is counted here. SIGUSR1 is raised before each call and SIGUSR2 after it, for an emulator that
- *            does the counting. The first pair encloses nothing: it is what marking costs.
- *
- * Every kernel is called once before it is counted, so that what is done once (dynamic linking, a thread's memory, a
- * library's choice for this CPU) does not count. A repeated string instruction counts as one.
- *
- * Prints "compiler NAME-MAJOR ARCHITECTURE", then "KERNEL ISA INSTRUCTIONS BYTES" for each. Bytes are of elements for
- * the quantizers, of symbols for the codecs. Exits with 2 where stepping is not possible.
- *
- * count_instructions [--ptrace|--marks] [BEGINNING_OF_KERNEL_NAME]
+ * Every kernel is called once before it is counted, so that dynamic linking and a thread's memory do not count. Prints
+ * "compiler NAME-MAJOR ARCHITECTURE", then "KERNEL ISA INSTRUCTIONS BYTES" for each. Bytes are of elements for the
+ * quantizers, of symbols for the codecs.
  */
 #include "shadowserve.h"
 
-#include <errno.h>
 #include <signal.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/ptrace.h>
-#include <sys/user.h>
-#include <sys/wait.h>
 #include <ucontext.h>
 #include <unistd.h>
 
@@ -44,12 +28,9 @@ enum { VECTORS = 2, VECTOR_LENGTH = 1024, COUNT = VECTORS * VECTOR_LENGTH, STREA
 enum { ROWS = 256, ROWS_SCALAR = 64, COLUMNS_ENCODED = 16, COLUMNS_DECODED = 64, ROWS_SIZE = ROWS * COLUMNS_DECODED };
 enum { STREAM_SIZE_MAX = 2 * ROWS_SIZE, TARGET_SIZE = 4 * ROWS_SIZE };
 
-_Static_assert(4 * COUNT <= (int)TARGET_SIZE && STREAMS * STREAM_SIZE <= (int)TARGET_SIZE, "all targets fit");
-
 #define TRAP_FLAG 0x100u
 
-static enum { BY_TRAP_FLAG, BY_PTRACE, BY_MARKS } method;
-static const char *wanted = "";
+static int marks;
 
 static void fail(const char *what) {
     fprintf(stderr, "count_instructions: %s\n", what);
@@ -241,21 +222,12 @@ static uint64_t steps_by_trap_flag(kernel run, struct data *data) {
     return steps;
 }
 
-static uint64_t address_of(pid_t child) {
-    return (uint64_t)ptrace(PTRACE_PEEKUSER, child, offsetof(struct user, regs.rip), NULL);
-}
 #else
 static uint64_t steps_by_trap_flag(kernel run, struct data *data) {
     (void)run;
     (void)data;
+    fail("this architecture needs an emulator that counts, and --marks");
     return 0;
-}
-
-/* Elsewhere no instruction repeats itself, so every step counts. */
-static uint64_t address_of(pid_t child) {
-    static uint64_t counter;
-    (void)child;
-    return ++counter;
 }
 #endif
 
@@ -263,54 +235,13 @@ static void marks_ignore(int signal_number) {
     (void)signal_number;
 }
 
-static void run_marked(kernel run, struct data *data) {
+static uint64_t steps_of(kernel run, struct data *data) {
+    if (!marks) {
+        return steps_by_trap_flag(run, data);
+    }
     raise(SIGUSR1);
     run(data);
     raise(SIGUSR2);
-}
-
-static uint64_t steps_by_ptrace(kernel run, struct data *data) {
-    uint64_t count = 0, last = 0;
-    int status = 0;
-    pid_t child = fork();
-
-    if (child == 0) {
-        if (ptrace(PTRACE_TRACEME, 0, NULL, NULL) != 0) {
-            _exit(errno);
-        }
-        run_marked(run, data);
-        _exit(0);
-    }
-    if (child < 0 || waitpid(child, &status, 0) != child) {
-        fail("no child process to step through");
-    }
-    if (!WIFSTOPPED(status)) {
-        fprintf(stderr, "count_instructions: ptrace: %s; a container may need --cap-add=SYS_PTRACE\n",
-                strerror(WEXITSTATUS(status)));
-        exit(2);
-    }
-    while (ptrace(PTRACE_SINGLESTEP, child, NULL, NULL) == 0 && waitpid(child, &status, 0) == child &&
-           WIFSTOPPED(status) && WSTOPSIG(status) == SIGTRAP) {
-        uint64_t address = address_of(child);
-        count += address != last;
-        last = address;
-    }
-    if (!WIFSTOPPED(status) || WSTOPSIG(status) != SIGUSR2) {
-        fail("the child did not come to its end");
-    }
-    kill(child, SIGKILL);
-    waitpid(child, &status, 0);
-    return count;
-}
-
-static uint64_t steps_of(kernel run, struct data *data) {
-    if (method == BY_TRAP_FLAG) {
-        return steps_by_trap_flag(run, data);
-    }
-    if (method == BY_PTRACE) {
-        return steps_by_ptrace(run, data);
-    }
-    run_marked(run, data);
     return 0;
 }
 
@@ -323,10 +254,7 @@ static void count(const char *name, const char *isa, kernel run, struct data *da
         measured = 1;
         overhead = steps_of(run_nothing, data);
     }
-    run(data); /* also of a kernel that is not wanted: the next one may need its result */
-    if (strncmp(name, wanted, strlen(wanted)) != 0) {
-        return;
-    }
+    run(data);
     printf("%s %s %llu %zu\n", name, isa, (unsigned long long)(steps_of(run, data) - overhead), bytes);
     fflush(stdout);
 }
@@ -402,18 +330,7 @@ int main(int argument_count, char **arguments) {
     static struct data data;
     struct sigaction action = {.sa_handler = marks_ignore};
 
-#ifndef __x86_64__
-    method = BY_PTRACE;
-#endif
-    for (int index = 1; index < argument_count; index++) {
-        if (strcmp(arguments[index], "--ptrace") == 0) {
-            method = BY_PTRACE;
-        } else if (strcmp(arguments[index], "--marks") == 0) {
-            method = BY_MARKS;
-        } else {
-            wanted = arguments[index];
-        }
-    }
+    marks = argument_count > 1 && strcmp(arguments[1], "--marks") == 0;
     sigaction(SIGUSR1, &action, NULL);
     sigaction(SIGUSR2, &action, NULL);
     compiler_print();

@@ -72,19 +72,19 @@ void ss_feed_refused(const struct ss_feed *feed, uint32_t piece, const char *tex
 static enum ss_layers_status give(struct ss_layers_reader *reader, const uint8_t *data, size_t size) {
     struct iovec parts[2];
     int whole;
-    size_t placed = 0, count = ss_layers_parts(reader, parts, 2, 7, &whole);
-    for (size_t i = 0; i < count && placed < size; i++) {
-        size_t taken = size - placed < parts[i].iov_len ? size - placed : parts[i].iov_len;
+    size_t moved = 0, count = ss_layers_parts(reader, parts, 2, 7, &whole);
+    for (size_t i = 0; i < count && moved < size; i++) {
+        size_t taken = size - moved < parts[i].iov_len ? size - moved : parts[i].iov_len;
         CHECK(taken > 0, "an empty part");
-        memcpy(parts[i].iov_base, data + placed, taken); /* the address sanitizer sees whether it belongs there */
-        placed += taken;
+        memcpy(parts[i].iov_base, data + moved, taken); /* the address sanitizer sees whether it belongs there */
+        moved += taken;
     }
     CHECK(count > 0 || whole, "neither a part nor an end");
-    enum ss_layers_status status = ss_layers_placed(reader, placed);
-    if (status != SS_LAYERS_MORE || placed == size) {
+    enum ss_layers_status status = ss_layers_placed(reader, moved);
+    if (status != SS_LAYERS_MORE || moved == size) {
         return status;
     }
-    return whole ? ss_layers_take(reader, data + placed, size - placed) : give(reader, data + placed, size - placed);
+    return whole ? ss_layers_take(reader, data + moved, size - moved) : give(reader, data + moved, size - moved);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {

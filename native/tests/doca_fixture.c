@@ -11,14 +11,15 @@
 
 enum { WAIT_MAX_SECONDS = 60 };
 
-struct report reports[4 * TASKS_MAX];
+struct bench bench;
+struct report reports[BUFS_MAX];
 uint32_t report_count;
 int reports_free_tasks = 1;
 struct doca_task *kept;
 
 extern char **environ;
 
-void settings_clear(void) {
+static void settings_clear(void) {
     for (char **variable = environ; *variable != NULL;) {
         char name[64] = "";
         sscanf(*variable, "%63[^=]", name);
@@ -54,7 +55,7 @@ struct doca_dev *device_open(void) {
 }
 
 static void note(struct doca_task *task, union doca_data user, uint32_t crc32) {
-    CHECK(report_count < 4 * TASKS_MAX, "too many reports");
+    CHECK(report_count < BUFS_MAX, "too many reports");
     reports[report_count++] =
         (struct report){.user_data = user.u64, .status = doca_task_get_status(task), .crc32 = crc32};
     if (reports_free_tasks) {
@@ -81,69 +82,103 @@ void note_memcpy(struct doca_dma_task_memcpy *task, union doca_data user, union 
     note(doca_dma_task_memcpy_as_task(task), user, 0);
 }
 
-void bench_open(struct bench *bench) {
+void bench_open(void) {
     report_count = 0;
     reports_free_tasks = 1;
-    bench->dev = device_open();
-    bench->memory = calloc(1, MEMORY_BYTES);
-    CHECK(bench->memory != NULL, "no memory");
-    OK(doca_mmap_create(&bench->mmap));
-    OK(doca_mmap_add_dev(bench->mmap, bench->dev));
-    OK(doca_mmap_set_memrange(bench->mmap, bench->memory, MEMORY_BYTES));
-    OK(doca_mmap_set_permissions(bench->mmap, DOCA_ACCESS_FLAG_LOCAL_READ_WRITE));
-    OK(doca_mmap_start(bench->mmap));
-    OK(doca_buf_inventory_create(4 * TASKS_MAX, &bench->inventory));
-    OK(doca_buf_inventory_start(bench->inventory));
-    OK(doca_pe_create(&bench->pe));
-    OK(doca_compress_create(bench->dev, &bench->compress));
-    OK(doca_pe_connect_ctx(bench->pe, doca_compress_as_ctx(bench->compress)));
-    OK(doca_compress_task_decompress_deflate_set_conf(bench->compress, note_deflate, note_deflate, TASKS_MAX));
-    OK(doca_ctx_start(doca_compress_as_ctx(bench->compress)));
-    OK(doca_dma_create(bench->dev, &bench->dma));
-    OK(doca_pe_connect_ctx(bench->pe, doca_dma_as_ctx(bench->dma)));
-    OK(doca_dma_task_memcpy_set_conf(bench->dma, note_memcpy, note_memcpy, TASKS_MAX));
-    OK(doca_ctx_start(doca_dma_as_ctx(bench->dma)));
+    bench = (struct bench){.dev = device_open(), .memory = calloc(1, MEMORY_BYTES)};
+    CHECK(bench.memory != NULL, "no memory");
+    bench.mmap = region_mmap(bench.memory, MEMORY_BYTES, DOCA_ACCESS_FLAG_LOCAL_READ_WRITE);
+    OK(doca_mmap_start(bench.mmap));
+    OK(doca_buf_inventory_create(BUFS_MAX, &bench.inventory));
+    OK(doca_buf_inventory_start(bench.inventory));
+    OK(doca_pe_create(&bench.pe));
+    OK(doca_compress_create(bench.dev, &bench.compress));
+    bench.compress_ctx = doca_compress_as_ctx(bench.compress);
+    OK(doca_pe_connect_ctx(bench.pe, bench.compress_ctx));
+    OK(doca_compress_task_decompress_deflate_set_conf(bench.compress, note_deflate, note_deflate, TASKS_MAX));
+    OK(doca_ctx_start(bench.compress_ctx));
+    OK(doca_dma_create(bench.dev, &bench.dma));
+    bench.dma_ctx = doca_dma_as_ctx(bench.dma);
+    OK(doca_pe_connect_ctx(bench.pe, bench.dma_ctx));
+    OK(doca_dma_task_memcpy_set_conf(bench.dma, note_memcpy, note_memcpy, TASKS_MAX));
+    OK(doca_ctx_start(bench.dma_ctx));
 }
 
-static void context_end(struct bench *bench, struct doca_ctx *ctx) {
+static void context_end(struct doca_ctx *ctx) {
     if (state_of(ctx) == DOCA_CTX_STATE_RUNNING) {
         doca_error_t result = doca_ctx_stop(ctx);
         CHECK(result == DOCA_SUCCESS || result == DOCA_ERROR_IN_PROGRESS, "%s", doca_error_get_name(result));
     }
-    progress_state(bench->pe, ctx, DOCA_CTX_STATE_IDLE);
+    progress_state(ctx, DOCA_CTX_STATE_IDLE);
 }
 
-void bench_close(struct bench *bench) {
-    context_end(bench, doca_compress_as_ctx(bench->compress));
-    context_end(bench, doca_dma_as_ctx(bench->dma));
-    OK(doca_compress_destroy(bench->compress));
-    OK(doca_dma_destroy(bench->dma));
-    OK(doca_pe_destroy(bench->pe));
-    OK(doca_buf_inventory_destroy(bench->inventory));
-    OK(doca_mmap_destroy(bench->mmap));
-    OK(doca_dev_close(bench->dev));
-    free(bench->memory);
+void bench_close(void) {
+    context_end(bench.compress_ctx);
+    context_end(bench.dma_ctx);
+    for (size_t i = 0; i < BUFS_MAX; i++) {
+        if (bench.bufs[i] != NULL) {
+            buf_release(bench.bufs[i]);
+        }
+    }
+    OK(doca_compress_destroy(bench.compress));
+    OK(doca_dma_destroy(bench.dma));
+    OK(doca_pe_destroy(bench.pe));
+    OK(doca_buf_inventory_destroy(bench.inventory));
+    OK(doca_mmap_destroy(bench.mmap));
+    OK(doca_dev_close(bench.dev));
+    free(bench.memory);
 }
 
-struct doca_buf *buf_data(struct bench *bench, size_t offset, size_t size) {
+void dma_configure(doca_dma_task_memcpy_completion_cb_t completed, uint32_t tasks) {
+    OK(doca_ctx_stop(bench.dma_ctx));
+    OK(doca_dma_task_memcpy_set_conf(bench.dma, completed, completed, tasks));
+    OK(doca_ctx_start(bench.dma_ctx));
+}
+
+struct doca_mmap *region_mmap(uint8_t *region, size_t size, uint32_t access) {
+    struct doca_mmap *mmap;
+    OK(doca_mmap_create(&mmap));
+    OK(doca_mmap_add_dev(mmap, bench.dev));
+    OK(doca_mmap_set_memrange(mmap, region, size));
+    if (access != 0) {
+        OK(doca_mmap_set_permissions(mmap, access));
+    }
+    return mmap;
+}
+
+static struct doca_buf *buf_keep(struct doca_buf *buf) {
+    size_t slot = 0;
+    while (bench.bufs[slot] != NULL) {
+        slot++;
+    }
+    return bench.bufs[slot] = buf;
+}
+
+struct doca_buf *data_of(struct doca_mmap *mmap, uint8_t *address, size_t size) {
     struct doca_buf *buf;
-    OK(doca_buf_inventory_buf_get_by_data(bench->inventory, bench->mmap, bench->memory + offset, size, &buf));
-    return buf;
+    OK(doca_buf_inventory_buf_get_by_data(bench.inventory, mmap, address, size, &buf));
+    return buf_keep(buf);
 }
 
-struct doca_buf *buf_empty(struct bench *bench, size_t offset, size_t size) {
+struct doca_buf *space_of(struct doca_mmap *mmap, uint8_t *address, size_t size) {
     struct doca_buf *buf;
-    OK(doca_buf_inventory_buf_get_by_addr(bench->inventory, bench->mmap, bench->memory + offset, size, &buf));
-    return buf;
+    OK(doca_buf_inventory_buf_get_by_addr(bench.inventory, mmap, address, size, &buf));
+    return buf_keep(buf);
+}
+
+struct doca_buf *data_at(size_t offset, size_t size) {
+    return data_of(bench.mmap, bench.memory + offset, size);
+}
+
+struct doca_buf *space_at(size_t offset, size_t size) {
+    return space_of(bench.mmap, bench.memory + offset, size);
 }
 
 void buf_release(struct doca_buf *buf) {
+    for (size_t i = 0; i < BUFS_MAX; i++) {
+        bench.bufs[i] = bench.bufs[i] != buf ? bench.bufs[i] : NULL;
+    }
     OK(doca_buf_dec_refcount(buf, NULL));
-}
-
-void buf_renew(struct bench *bench, struct doca_buf **buf, size_t offset, size_t size) {
-    buf_release(*buf);
-    *buf = buf_empty(bench, offset, size);
 }
 
 size_t data_length(const struct doca_buf *buf) {
@@ -152,19 +187,42 @@ size_t data_length(const struct doca_buf *buf) {
     return length;
 }
 
-struct doca_task *memcpy_submit(struct bench *bench, struct doca_buf *source, struct doca_buf *target, uint64_t user) {
+struct doca_task *memcpy_task(struct doca_buf *source, struct doca_buf *target, uint64_t user) {
     struct doca_dma_task_memcpy *task;
-    OK(doca_dma_task_memcpy_alloc_init(bench->dma, source, target, (union doca_data){.u64 = user}, &task));
-    OK(doca_task_submit(doca_dma_task_memcpy_as_task(task)));
+    OK(doca_dma_task_memcpy_alloc_init(bench.dma, source, target, (union doca_data){.u64 = user}, &task));
     return doca_dma_task_memcpy_as_task(task);
 }
 
-struct doca_task *inflate_submit(struct bench *bench, struct doca_buf *source, struct doca_buf *target, uint64_t user) {
+struct doca_task *memcpy_submit(struct doca_buf *source, struct doca_buf *target, uint64_t user) {
+    struct doca_task *task = memcpy_task(source, target, user);
+    OK(doca_task_submit(task));
+    return task;
+}
+
+void inflate_submit(struct doca_buf *source, struct doca_buf *target, uint64_t user) {
     struct doca_compress_task_decompress_deflate *task;
-    OK(doca_compress_task_decompress_deflate_alloc_init(bench->compress, source, target, (union doca_data){.u64 = user},
+    OK(doca_compress_task_decompress_deflate_alloc_init(bench.compress, source, target, (union doca_data){.u64 = user},
                                                         &task));
     OK(doca_task_submit(doca_compress_task_decompress_deflate_as_task(task)));
-    return doca_compress_task_decompress_deflate_as_task(task);
+}
+
+struct report copy_once(struct doca_buf *source, struct doca_buf *target) {
+    report_count = 0;
+    memcpy_submit(source, target, 0);
+    progress_reports(1);
+    if (reports[0].status != DOCA_SUCCESS) {
+        CHECK(state_of(bench.dma_ctx) == DOCA_CTX_STATE_STOPPING, "an error stops the context");
+        progress_state(bench.dma_ctx, DOCA_CTX_STATE_IDLE);
+        OK(doca_ctx_start(bench.dma_ctx));
+    }
+    return reports[0];
+}
+
+struct report inflate_once(struct doca_buf *source, struct doca_buf *target) {
+    report_count = 0;
+    inflate_submit(source, target, 0);
+    progress_reports(1);
+    return reports[0];
 }
 
 enum doca_ctx_states state_of(struct doca_ctx *ctx) {
@@ -174,25 +232,25 @@ enum doca_ctx_states state_of(struct doca_ctx *ctx) {
 }
 
 /* Progresses once; ends the test where that went on for too long. */
-static void progress_patiently(struct doca_pe *pe, time_t *deadline) {
+static void progress_patiently(time_t *deadline) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     *deadline = *deadline == 0 ? now.tv_sec + WAIT_MAX_SECONDS : *deadline;
     CHECK(now.tv_sec < *deadline, "nothing moves");
-    if (!doca_pe_progress(pe)) {
+    if (!doca_pe_progress(bench.pe)) {
         usleep(100);
     }
 }
 
-void progress_reports(struct doca_pe *pe, uint32_t count) {
+void progress_reports(uint32_t count) {
     for (time_t deadline = 0; report_count < count;) {
-        progress_patiently(pe, &deadline);
+        progress_patiently(&deadline);
     }
 }
 
-void progress_state(struct doca_pe *pe, struct doca_ctx *ctx, enum doca_ctx_states state) {
+void progress_state(struct doca_ctx *ctx, enum doca_ctx_states state) {
     for (time_t deadline = 0; state_of(ctx) != state;) {
-        progress_patiently(pe, &deadline);
+        progress_patiently(&deadline);
     }
 }
 
@@ -221,11 +279,9 @@ void expect_abort(void (*misuse)(void), const char *rule) {
     CHECK(strstr(said, rule) != NULL, "it aborts with \"%s\", not \"%s\"", said, rule);
 }
 
-size_t deflate_raw(const uint8_t *plain, size_t size, uint8_t *stream, size_t stream_max) {
-    z_stream encoder = {.next_in = (Bytef *)(uintptr_t)plain,
-                        .avail_in = (uInt)size,
-                        .next_out = stream,
-                        .avail_out = (uInt)stream_max};
+size_t deflate_raw(const void *plain, size_t size, uint8_t *stream, size_t stream_max) {
+    z_stream encoder = {
+        .next_in = (void *)(uintptr_t)plain, .avail_in = (uInt)size, .next_out = stream, .avail_out = (uInt)stream_max};
     CHECK(deflateInit2(&encoder, 6, Z_DEFLATED, -15, 8, Z_DEFAULT_STRATEGY) == Z_OK, "deflateInit2");
     CHECK(deflate(&encoder, Z_FINISH) == Z_STREAM_END, "deflate");
     deflateEnd(&encoder);

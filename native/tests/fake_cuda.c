@@ -141,6 +141,14 @@ static int enter(const char *name, int needs_context) {
     return error;
 }
 
+#define ENTER(needs_context)                                                                                           \
+    do {                                                                                                               \
+        int entered = enter(__func__, needs_context);                                                                  \
+        if (entered != SUCCESS) {                                                                                      \
+            return entered;                                                                                            \
+        }                                                                                                              \
+    } while (0)
+
 static int leave(int error) {
     pthread_mutex_unlock(&lock);
     return error;
@@ -209,19 +217,13 @@ API int cuGetErrorString(int error, const char **text) {
 }
 
 API int cuDeviceGetCount(int *count) {
-    int error = enter("cuDeviceGetCount", 0);
-    if (error != SUCCESS) {
-        return error;
-    }
+    ENTER(0);
     *count = devices;
     return leave(SUCCESS);
 }
 
 API int cuDeviceGet(int *device, int ordinal) {
-    int error = enter("cuDeviceGet", 0);
-    if (error != SUCCESS) {
-        return error;
-    }
+    ENTER(0);
     *device = ordinal;
     return leave(ordinal >= 0 && ordinal < devices ? SUCCESS : INVALID_DEVICE);
 }
@@ -240,10 +242,7 @@ API int cuDeviceGetPCIBusId(char *text, int size, int device) {
 }
 
 API int cuDeviceGetByPCIBusId(int *device, const char *text) {
-    int error = enter("cuDeviceGetByPCIBusId", 0);
-    if (error != SUCCESS) {
-        return error;
-    }
+    ENTER(0);
     unsigned bus = 0;
     int whole = sscanf(text, "0000:%x:00.0", &bus) == 1 && (int)bus < devices;
     *device = (int)bus;
@@ -251,10 +250,7 @@ API int cuDeviceGetByPCIBusId(int *device, const char *text) {
 }
 
 API int cuDeviceGetAttribute(int *value, int attribute, int device) {
-    int error = enter("cuDeviceGetAttribute", 0);
-    if (error != SUCCESS) {
-        return error;
-    }
+    ENTER(0);
     switch (attribute) {
     case ATTRIBUTE_RDMA:
         *value = 1;
@@ -277,10 +273,7 @@ API int cuDeviceGetAttribute(int *value, int attribute, int device) {
 /* ---- Contexts ------------------------------------------------------------------------------------------------ */
 
 API int cuDevicePrimaryCtxRetain(struct context **context, int device) {
-    int error = enter("cuDevicePrimaryCtxRetain", 0);
-    if (error != SUCCESS) {
-        return error;
-    }
+    ENTER(0);
     if (device < 0 || device >= devices) {
         return leave(INVALID_DEVICE);
     }
@@ -298,10 +291,7 @@ static void range_end(struct range *range) {
 }
 
 API int cuDevicePrimaryCtxRelease_v2(int device) {
-    int error = enter("cuDevicePrimaryCtxRelease_v2", 0);
-    if (error != SUCCESS) {
-        return error;
-    }
+    ENTER(0);
     if (device < 0 || device >= devices || contexts[device].references == 0) {
         return leave(device < 0 || device >= devices ? INVALID_DEVICE : INVALID_CONTEXT);
     }
@@ -319,10 +309,7 @@ API int cuDevicePrimaryCtxRelease_v2(int device) {
 }
 
 API int cuCtxSetCurrent(struct context *context) {
-    int error = enter("cuCtxSetCurrent", 0);
-    if (error != SUCCESS) {
-        return error;
-    }
+    ENTER(0);
     if (context != NULL && context->references == 0) {
         return leave(CONTEXT_IS_DESTROYED);
     }
@@ -357,10 +344,7 @@ static int unmap(uint64_t address, enum range_kind kind) {
 }
 
 API int cuMemAlloc_v2(uint64_t *address, size_t size) {
-    int error = enter("cuMemAlloc_v2", 1);
-    if (error != SUCCESS) {
-        return error;
-    }
+    ENTER(1);
     uint64_t whole = (size + PAGE - 1) / PAGE * PAGE;
     int file = size > 0 ? memfd_create("fake GPU memory", MFD_CLOEXEC) : -1;
     if (size == 0 || file < 0) {
@@ -374,15 +358,12 @@ API int cuMemAlloc_v2(uint64_t *address, size_t size) {
 }
 
 API int cuMemFree_v2(uint64_t address) {
-    int error = enter("cuMemFree_v2", 1);
-    return error != SUCCESS ? error : leave(unmap(address, RANGE_GPU));
+    ENTER(1);
+    return leave(unmap(address, RANGE_GPU));
 }
 
 API int cuMemHostRegister_v2(void *data, size_t size, unsigned flags) {
-    int error = enter("cuMemHostRegister_v2", 1);
-    if (error != SUCCESS) {
-        return error;
-    }
+    ENTER(1);
     uint64_t begin = (uint64_t)(uintptr_t)data;
     for (size_t i = 0; i < RANGES_MAX; i++) {
         const struct range *range = &ranges[i];
@@ -395,10 +376,7 @@ API int cuMemHostRegister_v2(void *data, size_t size, unsigned flags) {
 }
 
 API int cuMemHostUnregister(void *data) {
-    int error = enter("cuMemHostUnregister", 1);
-    if (error != SUCCESS) {
-        return error;
-    }
+    ENTER(1);
     struct range *range = range_of((uint64_t)(uintptr_t)data, 1, 1);
     if (range == NULL || range->begin != (uint64_t)(uintptr_t)data) {
         return leave(NOT_REGISTERED);
@@ -408,10 +386,7 @@ API int cuMemHostUnregister(void *data) {
 }
 
 API int cuIpcGetMemHandle(struct handle *handle, uint64_t address) {
-    int error = enter("cuIpcGetMemHandle", 1);
-    if (error != SUCCESS) {
-        return error;
-    }
+    ENTER(1);
     const struct range *range = range_of(address, 1, 0);
     if (range == NULL || range->kind != RANGE_GPU) {
         return leave(INVALID_VALUE);
@@ -423,10 +398,7 @@ API int cuIpcGetMemHandle(struct handle *handle, uint64_t address) {
 }
 
 API int cuIpcOpenMemHandle_v2(uint64_t *address, struct handle handle, unsigned flags) {
-    int error = enter("cuIpcOpenMemHandle_v2", 1);
-    if (error != SUCCESS) {
-        return error;
-    }
+    ENTER(1);
     if (memcmp(handle.magic, MAGIC, sizeof MAGIC) != 0 || flags != IPC_LAZY_PEER_ACCESS) {
         return leave(INVALID_VALUE);
     }
@@ -440,15 +412,12 @@ API int cuIpcOpenMemHandle_v2(uint64_t *address, struct handle handle, unsigned 
 }
 
 API int cuIpcCloseMemHandle(uint64_t address) {
-    int error = enter("cuIpcCloseMemHandle", 1);
-    return error != SUCCESS ? error : leave(unmap(address, RANGE_OPENED));
+    ENTER(1);
+    return leave(unmap(address, RANGE_OPENED));
 }
 
 API int cuMemGetHandleForAddressRange(void *handle, uint64_t address, size_t size, int type, unsigned long long flags) {
-    int error = enter("cuMemGetHandleForAddressRange", 1);
-    if (error != SUCCESS) {
-        return error;
-    }
+    ENTER(1);
     const struct range *range = range_of(address, size, 0);
     if (range == NULL || range->kind != RANGE_GPU || address % PAGE != 0 || size % PAGE != 0 || flags != 0) {
         return leave(INVALID_VALUE);
@@ -462,10 +431,7 @@ API int cuMemGetHandleForAddressRange(void *handle, uint64_t address, size_t siz
 }
 
 API int cuFlushGPUDirectRDMAWrites(int target, int scope) {
-    int error = enter("cuFlushGPUDirectRDMAWrites", 1);
-    if (error != SUCCESS) {
-        return error;
-    }
+    ENTER(1);
     (void)scope;
     if (target != FLUSH_TARGET_CURRENT || (number("FAKE_CUDA_FLUSH", 1) & 1) == 0) {
         return leave(target != FLUSH_TARGET_CURRENT ? INVALID_VALUE : NOT_SUPPORTED);
@@ -482,10 +448,7 @@ API int fake_cuda_flushes(void) {
 /* ---- Streams and events -------------------------------------------------------------------------------------- */
 
 API int cuStreamCreate(struct stream **stream, unsigned flags) {
-    int error = enter("cuStreamCreate", 1);
-    if (error != SUCCESS) {
-        return error;
-    }
+    ENTER(1);
     (void)flags;
     for (size_t i = 0; i < STREAMS_MAX; i++) {
         if (streams[i] == NULL) {
@@ -499,10 +462,7 @@ API int cuStreamCreate(struct stream **stream, unsigned flags) {
 }
 
 API int cuStreamDestroy_v2(struct stream *stream) {
-    int error = enter("cuStreamDestroy_v2", 1);
-    if (error != SUCCESS) {
-        return error;
-    }
+    ENTER(1);
     if (is_dead(stream->context, stream->resets)) {
         return leave(CONTEXT_IS_DESTROYED); /* and the memory stays, so that later calls find out */
     }
@@ -515,10 +475,7 @@ API int cuStreamDestroy_v2(struct stream *stream) {
 }
 
 API int cuStreamSynchronize(struct stream *stream) {
-    int error = enter("cuStreamSynchronize", 1);
-    if (error != SUCCESS) {
-        return error;
-    }
+    ENTER(1);
     if (is_dead(stream->context, stream->resets) || stream->context != current) {
         return leave(stream->context != current ? INVALID_CONTEXT : CONTEXT_IS_DESTROYED);
     }
@@ -527,10 +484,7 @@ API int cuStreamSynchronize(struct stream *stream) {
 }
 
 API int cuCtxSynchronize(void) {
-    int error = enter("cuCtxSynchronize", 1);
-    if (error != SUCCESS) {
-        return error;
-    }
+    ENTER(1);
     for (size_t i = 0; i < STREAMS_MAX; i++) {
         if (streams[i] != NULL && streams[i]->context == current && !is_dead(current, streams[i]->resets)) {
             stream_run(streams[i], streams[i]->begun);
@@ -560,20 +514,17 @@ static int copy(struct stream *stream, uint64_t gpu, void *host, size_t size, in
 }
 
 API int cuMemcpyHtoDAsync_v2(uint64_t target, const void *source, size_t size, struct stream *stream) {
-    int error = enter("cuMemcpyHtoDAsync_v2", 1);
-    return error != SUCCESS ? error : leave(copy(stream, target, (void *)(uintptr_t)source, size, 1));
+    ENTER(1);
+    return leave(copy(stream, target, (void *)(uintptr_t)source, size, 1));
 }
 
 API int cuMemcpyDtoHAsync_v2(void *target, uint64_t source, size_t size, struct stream *stream) {
-    int error = enter("cuMemcpyDtoHAsync_v2", 1);
-    return error != SUCCESS ? error : leave(copy(stream, source, target, size, 0));
+    ENTER(1);
+    return leave(copy(stream, source, target, size, 0));
 }
 
 API int cuEventCreate(struct event **event, unsigned flags) {
-    int error = enter("cuEventCreate", 1);
-    if (error != SUCCESS) {
-        return error;
-    }
+    ENTER(1);
     (void)flags;
     *event = calloc(1, sizeof **event);
     if (*event != NULL) {
@@ -589,10 +540,7 @@ API int cuEventDestroy_v2(struct event *event) {
 }
 
 API int cuEventRecord(struct event *event, struct stream *stream) {
-    int error = enter("cuEventRecord", 1);
-    if (error != SUCCESS) {
-        return error;
-    }
+    ENTER(1);
     if (event->context != stream->context) {
         return leave(INVALID_HANDLE);
     }
@@ -607,10 +555,7 @@ API int cuEventRecord(struct event *event, struct stream *stream) {
 /* Each second look finds the event ready, so that callers that look once are found out. */
 API int cuEventQuery(struct event *event) {
     static unsigned looks;
-    int error = enter("cuEventQuery", 0);
-    if (error != SUCCESS) {
-        return error;
-    }
+    ENTER(0);
     if (is_dead(event->context, event->resets)) {
         return leave(CONTEXT_IS_DESTROYED);
     }
@@ -624,10 +569,7 @@ API int cuEventQuery(struct event *event) {
 }
 
 API int cuEventSynchronize(struct event *event) {
-    int error = enter("cuEventSynchronize", 1);
-    if (error != SUCCESS) {
-        return error;
-    }
+    ENTER(1);
     if (is_dead(event->context, event->resets)) {
         return leave(CONTEXT_IS_DESTROYED);
     }

@@ -2,7 +2,9 @@
 /* pipeline_fixture.c - records made with the kernels alone, so that the pipeline is not its own witness */
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
+#include "pipeline/internal.h"
 #include "pipeline_support.h"
 
 uint64_t now_ns(void) {
@@ -223,6 +225,37 @@ int fixture_matches(const struct fixture *fixture, const struct ss_batch *batch,
     return memcmp(batch->groups->memory + chunk * size, fixture->expected + chunk * size, size) == 0;
 }
 
+struct ss_piece fixture_piece(const struct fixture *fixture, struct ss_slice *slices, uint32_t chunk, uint32_t layer,
+                              uint32_t layers, uint32_t layer_slices) {
+    struct ss_piece piece = fixture->chunks[chunk];
+    piece.result = (enum ss_result)99; /* must be overwritten */
+    piece.layer = layer;
+    piece.slice_first += layer * layer_slices;
+    piece.slice_count = layers * layer_slices;
+    piece.body_length = 0;
+    const struct ss_slice *first = &fixture->slices[piece.slice_first];
+    for (uint32_t i = 0; i < piece.slice_count; i++) {
+        piece.body_length += (uint64_t)first[i].scales_length + first[i].encoded_length;
+        slices[piece.slice_first + i] = first[i];
+        slices[piece.slice_first + i].offset -= first->offset;
+    }
+    piece.record_offset += first->offset;
+    piece.decompression_offset += first->offset;
+    piece.dequantization_offset += (uint64_t)layer * layer_slices * first->decoded_length;
+    return piece;
+}
+
+int fixture_piece_matches(const struct fixture *fixture, const struct ss_batch *batch, const struct ss_piece *piece) {
+    const struct shape *shape = &fixture->shape;
+    size_t size = (size_t)shape->vectors * shape->vector_length * ss_dtype_size(shape->dtype);
+    int same = 1;
+    for (uint32_t i = 0; i < piece->slice_count; i++) {
+        uint64_t offset = batch->slices[piece->slice_first + i].memory_offset;
+        same &= memcmp(batch->groups[piece->group].memory + offset, fixture->expected + offset, size) == 0;
+    }
+    return same;
+}
+
 const char *test_backend(void) {
     const char *name = getenv("SHADOWSERVE_TEST_BACKEND");
     return name != NULL ? name : "software";
@@ -283,4 +316,120 @@ struct ss_pipeline_options pipeline_options(const struct fixture *fixture, int f
         .poll_interval_us = 100, /* ten times the default: a look costs a wake-up, and here nothing is measured */
     };
     return options;
+}
+
+/* ---- Benches ------------------------------------------------------------------------------------------------- */
+
+void bench_prepare(struct bench *bench) {
+    bench->fixture = fixture_make(&bench->shape);
+    bench->options = pipeline_options(bench->fixture, bench->fused);
+}
+
+void bench_open(struct bench *bench) {
+    CHECK_EQUAL(bench->backend == NULL ? ss_pipeline_create(&bench->options, &bench->pipeline)
+                                       : ss_pipeline_create_with(&bench->options, bench->backend, &bench->pipeline),
+                SS_OK);
+}
+
+void bench_close(struct bench *bench) {
+    ss_pipeline_destroy(bench->pipeline);
+    bench->pipeline = NULL;
+}
+
+void bench_start(struct bench *bench) {
+    bench->node_count = bench->options.nodes_max != 0 ? bench->options.nodes_max : 1;
+    bench->socket_count = bench->node_count == 1 ? SOCKETS + 1 : bench->node_count * SOCKETS;
+    for (uint32_t node = 0; node < bench->node_count; node++) {
+        bench->servers[node] = server_start();
+    }
+    bench->server = bench->servers[0];
+    bench_serve(bench);
+    bench_open(bench);
+    memset(bench->sockets, -1, sizeof bench->sockets);
+    bench_reconnect(bench);
+}
+
+static void bench_disconnect(struct bench *bench) {
+    for (uint32_t i = 0; i < bench->socket_count; i++) {
+        if (bench->sockets[i] >= 0) {
+            close(bench->sockets[i]);
+        }
+    }
+}
+
+void bench_stop(struct bench *bench) {
+    if (bench->batch != NULL) {
+        batch_free(bench->batch);
+    }
+    bench_close(bench);
+    bench_disconnect(bench);
+    for (uint32_t node = 0; node < bench->node_count; node++) {
+        server_stop(bench->servers[node]);
+    }
+    fixture_free(bench->fixture);
+}
+
+struct ss_batch *bench_begin(struct bench *bench) {
+    if (bench->batch != NULL) {
+        batch_free(bench->batch);
+    }
+    bench->batch = fixture_round(bench->fixture);
+    return bench->batch;
+}
+
+void bench_serve(struct bench *bench) {
+    for (uint32_t node = 0; node < bench->node_count; node++) {
+        fixture_serve(bench->fixture, bench->servers[node]);
+    }
+}
+
+void bench_reconnect(struct bench *bench) {
+    bench_disconnect(bench);
+    for (uint32_t i = 0; i < bench->socket_count; i++) {
+        bench->sockets[i] = server_connect(bench->servers[bench->node_count == 1 ? 0 : i / SOCKETS]);
+    }
+}
+
+void bench_fault(struct bench *bench, uint32_t chunk, enum fault fault) {
+    const struct ss_piece *piece = &bench->fixture->chunks[chunk];
+    server_fault(bench->server, piece->key, piece->key_length, fault);
+}
+
+enum ss_result bench_fetch_over(struct bench *bench, uint32_t sockets) {
+    struct ss_batch *batch = bench->batch != NULL ? bench->batch : bench_begin(bench);
+    enum ss_result result = pipeline_fetch(bench->pipeline, batch, bench->sockets, sockets);
+    for (uint32_t i = 0; batch->pieces != NULL && i < batch->piece_count && result != SS_BAD_ARGUMENT; i++) {
+        CHECK(batch->pieces[i].result != SS_OK || fixture_matches(bench->fixture, batch, batch->pieces[i].chunk));
+    }
+    return result;
+}
+
+enum ss_result bench_fetch(struct bench *bench) {
+    return bench_fetch_over(bench, bench->node_count * SOCKETS);
+}
+
+void check_delivered(const struct bench *bench) {
+    for (uint32_t i = 0; i < bench->batch->piece_count; i++) {
+        CHECK_EQUAL(bench->batch->pieces[i].result, SS_OK);
+        CHECK(fixture_matches(bench->fixture, bench->batch, bench->batch->pieces[i].chunk));
+    }
+    CHECK_EQUAL(bench->batch->delivered_bytes, bench->fixture->size);
+    CHECK_EQUAL(bench->batch->sockets_in_sync, 1);
+}
+
+static void *cancel_when_stalled(void *argument) {
+    struct bench *bench = argument;
+    server_wait_stalled(bench->server);
+    ss_batch_cancel(bench->batch);
+    return NULL;
+}
+
+void bench_cancel_stalled(struct bench *bench, pthread_t *thread) {
+    CHECK(pthread_create(thread, NULL, cancel_when_stalled, bench) == 0);
+}
+
+void emulate(const char *name, const char *value) {
+    char variable[64];
+    (void)snprintf(variable, sizeof variable, "DOCA_EMULATOR_%s", name);
+    CHECK((value != NULL ? setenv(variable, value, 1) : unsetenv(variable)) == 0);
 }

@@ -15,7 +15,7 @@
 
 #include "pipeline_support.h"
 
-enum { VALUES_MAX = 256, REPLACED_MAX = 4096, CONNECTIONS_MAX = 512, INPUT_BYTES = 1 << 16, ARGUMENTS_MAX = 16 };
+enum { VALUES_MAX = 256, REPLACED_MAX = 4096, CONNECTIONS_MAX = 4096, ARGUMENTS_MAX = 16 };
 
 struct value {
     uint8_t key[96];
@@ -46,99 +46,15 @@ struct server {
 struct connection {
     struct server *server;
     int socket;
+    FILE *input; /* of the socket */
     pthread_t thread;
     int asking; /* the command before was ASKING */
-    uint8_t input[INPUT_BYTES];
-    size_t begin;
-    size_t end;
 };
 
 struct argument {
     uint8_t *data;
     size_t size;
 };
-
-/* ---- Input --------------------------------------------------------------------------------------------------- */
-
-static int input_fill(struct connection *connection) {
-    if (connection->begin == connection->end) {
-        connection->begin = 0;
-        connection->end = 0;
-    }
-    if (connection->end == INPUT_BYTES) {
-        memmove(connection->input, connection->input + connection->begin, connection->end - connection->begin);
-        connection->end -= connection->begin;
-        connection->begin = 0;
-    }
-    ssize_t received = recv(connection->socket, connection->input + connection->end, INPUT_BYTES - connection->end, 0);
-    if (received <= 0) {
-        return 0;
-    }
-    connection->end += (size_t)received;
-    return 1;
-}
-
-/* Reads "<type><number>\r\n". */
-static int input_number(struct connection *connection, char type, size_t *number) {
-    char line[32];
-    size_t length = 0;
-    for (;;) {
-        if (connection->begin == connection->end && !input_fill(connection)) {
-            return 0;
-        }
-        char byte = (char)connection->input[connection->begin++];
-        CHECK(length < sizeof line);
-        line[length++] = byte;
-        if (byte == '\n') {
-            break;
-        }
-    }
-    CHECK(length > 3 && line[0] == type && line[length - 2] == '\r');
-    line[length - 2] = '\0';
-    *number = (size_t)strtoull(line + 1, NULL, 10);
-    return 1;
-}
-
-static int input_bytes(struct connection *connection, uint8_t *data, size_t size) {
-    while (size > 0) {
-        if (connection->begin == connection->end && !input_fill(connection)) {
-            return 0;
-        }
-        size_t there = connection->end - connection->begin;
-        size_t taken = there < size ? there : size;
-        memcpy(data, connection->input + connection->begin, taken);
-        connection->begin += taken;
-        data += taken;
-        size -= taken;
-    }
-    return 1;
-}
-
-/* Reads one request. Returns the number of arguments, 0 at the end; the caller frees their data. */
-static size_t input_request(struct connection *connection, struct argument arguments[ARGUMENTS_MAX]) {
-    size_t count;
-    memset(arguments, 0, ARGUMENTS_MAX * sizeof *arguments);
-    if (!input_number(connection, '*', &count)) {
-        return 0;
-    }
-    CHECK(count > 0 && count <= ARGUMENTS_MAX);
-    for (size_t i = 0; i < count; i++) {
-        struct argument *argument = &arguments[i];
-        if (!input_number(connection, '$', &argument->size)) {
-            count = 0;
-            break;
-        }
-        argument->data = malloc(argument->size + 2);
-        CHECK(argument->data != NULL);
-        if (!input_bytes(connection, argument->data, argument->size + 2)) {
-            count = 0;
-            break;
-        }
-        CHECK(memcmp(argument->data + argument->size, "\r\n", 2) == 0);
-        argument->data[argument->size] = '\0';
-    }
-    return count;
-}
 
 /* ---- Output -------------------------------------------------------------------------------------------------- */
 
@@ -198,38 +114,97 @@ static int output_bulk(struct connection *connection, const uint8_t *data, size_
 
 /* Sends the bytes [first, last] of 'value' in the way that it is to go wrong. */
 static int answer_range(struct connection *connection, const struct value *value, size_t first, size_t last) {
+    static const char *const texts[FAULT_STALL + 1] = {
+        [FAULT_MISSING] = "$0\r\n\r\n",
+        [FAULT_NULL] = "$-1\r\n",
+        [FAULT_NULL_RESP3] = "_\r\n",
+        [FAULT_ERROR] = "-ERR the test wants it so\r\n",
+        [FAULT_MOVED] = "-MOVED 7 127.0.0.1:7001\r\n",
+        [FAULT_ASK] = "-ASK 7 127.0.0.1:7001\r\n",
+        [FAULT_GARBAGE] = "HTTP/1.1 400 Bad Request\r\n\r\n",
+    };
     const uint8_t *data = value->data + first;
     size_t size = last - first + 1;
     enum fault fault = first < value->fault_first ? FAULT_NONE : value->fault;
+    if (fault == FAULT_ASK && connection->asking) {
+        fault = FAULT_NONE;
+    }
+    if (texts[fault] != NULL) {
+        return output_text(connection, texts[fault]);
+    }
     switch (fault) {
     case FAULT_NONE:
         return output_bulk(connection, data, size, SIZE_MAX, "\r\n");
     case FAULT_BYTE_BY_BYTE:
         return output_bulk(connection, data, size, 1, "\r\n");
-    case FAULT_MISSING:
-        return output_text(connection, "$0\r\n\r\n");
-    case FAULT_NULL:
-        return output_text(connection, "$-1\r\n");
-    case FAULT_NULL_RESP3:
-        return output_text(connection, "_\r\n");
     case FAULT_SHORT:
         return output_bulk(connection, data, size / 2, SIZE_MAX, "\r\n");
     case FAULT_LONG:
         return output_bulk(connection, data - 1, size + 1, SIZE_MAX, "\r\n");
-    case FAULT_ERROR:
-        return output_text(connection, "-ERR the test wants it so\r\n");
-    case FAULT_MOVED:
-        return output_text(connection, "-MOVED 7 127.0.0.1:7001\r\n");
-    case FAULT_ASK:
-        return connection->asking ? output_bulk(connection, data, size, SIZE_MAX, "\r\n")
-                                  : output_text(connection, "-ASK 7 127.0.0.1:7001\r\n");
-    case FAULT_GARBAGE:
-        return output_text(connection, "HTTP/1.1 400 Bad Request\r\n\r\n");
     case FAULT_NO_TAIL:
         return output_bulk(connection, data, size, SIZE_MAX, "$5");
     default:
         return output_half(connection, data, size, fault);
     }
+}
+
+/* ---- Input --------------------------------------------------------------------------------------------------- */
+
+/* Reads "<type><number>\r\n". */
+static int input_number(FILE *input, char type, size_t *number) {
+    char line[32];
+    if (fgets(line, sizeof line, input) == NULL || strchr(line, '\n') == NULL) {
+        return 0;
+    }
+    CHECK(line[0] == type && line[1] != '\r' && strcmp(line + strlen(line) - 2, "\r\n") == 0);
+    *number = (size_t)strtoull(line + 1, NULL, 10);
+    return 1;
+}
+
+static int input_argument(FILE *input, struct argument *argument) {
+    if (!input_number(input, '$', &argument->size)) {
+        return 0;
+    }
+    argument->data = malloc(argument->size + 2);
+    CHECK(argument->data != NULL);
+    if (fread(argument->data, 1, argument->size + 2, input) != argument->size + 2) {
+        return 0;
+    }
+    CHECK(memcmp(argument->data + argument->size, "\r\n", 2) == 0);
+    argument->data[argument->size] = '\0';
+    return 1;
+}
+
+static int is_text(const struct argument *argument, const char *text) {
+    return strcmp((const char *)argument->data, text) == 0;
+}
+
+/* Turns a value down before it has read it. */
+static void refuse_early(struct connection *connection) {
+    output_text(connection, "-ERR Protocol error: invalid bulk length\r\n");
+    struct pollfd gone = {.fd = connection->socket}; /* unread: what the buffers do not take is never sent */
+    while (poll(&gone, 1, -1) < 0) {
+    }
+}
+
+/* Reads one request. Returns the number of arguments, 0 at the end; the caller frees their data. */
+static size_t input_request(struct connection *connection, struct argument arguments[ARGUMENTS_MAX]) {
+    size_t count;
+    memset(arguments, 0, ARGUMENTS_MAX * sizeof *arguments);
+    if (!input_number(connection->input, '*', &count)) {
+        return 0;
+    }
+    CHECK(count > 0 && count <= ARGUMENTS_MAX);
+    for (size_t i = 0; i < count; i++) {
+        if (!input_argument(connection->input, &arguments[i])) {
+            return 0;
+        }
+        if (i == 1 && is_text(&arguments[0], "SET") && is_text(&arguments[1], "early")) {
+            refuse_early(connection);
+            return 0;
+        }
+    }
+    return count;
 }
 
 /* ---- Commands ------------------------------------------------------------------------------------------------ */
@@ -315,41 +290,20 @@ static int serve_layers(struct connection *connection) {
     return answer.fault == FAULT_STALL ? stall(connection) : sent && answer.fault != FAULT_DISCONNECT;
 }
 
-/* A server that turns a value down before it has read it. */
-static int refuses_early(struct connection *connection) {
-    static const char command[] = "*3\r\n$3\r\nSET\r\n$5\r\nearly\r\n";
-    while (connection->end - connection->begin < sizeof command - 1) {
-        if (connection->end > connection->begin && connection->input[connection->begin] != '*') {
-            return 0;
-        }
-        if (!input_fill(connection)) {
-            return 0;
-        }
-    }
-    return memcmp(connection->input + connection->begin, command, sizeof command - 1) == 0;
-}
-
 static void *serve(void *argument) {
     struct connection *connection = argument;
     struct argument arguments[ARGUMENTS_MAX];
     int going = 1;
     while (going) {
-        if (refuses_early(connection)) {
-            output_text(connection, "-ERR Protocol error: invalid bulk length\r\n");
-            struct pollfd gone = {.fd = connection->socket}; /* unread: what the buffers do not take is never sent */
-            while (poll(&gone, 1, -1) < 0) {
-            }
-            break;
-        }
         size_t count = input_request(connection, arguments);
-        if (count == 1 && strcmp((char *)arguments[0].data, "ASKING") == 0) {
+        if (count == 1 && is_text(&arguments[0], "ASKING")) {
             going = output_text(connection, "+OK\r\n");
             connection->asking = 2; /* for the next one alone */
-        } else if (count == 4 && strcmp((char *)arguments[0].data, "GETRANGE") == 0) {
+        } else if (count == 4 && is_text(&arguments[0], "GETRANGE")) {
             going = serve_getrange(connection, arguments);
-        } else if (count == 3 && strcmp((char *)arguments[0].data, "SET") == 0) {
+        } else if (count == 3 && is_text(&arguments[0], "SET")) {
             going = serve_set(connection, arguments);
-        } else if (count > 4 && strcmp((char *)arguments[0].data, "KV.LAYERS") == 0) {
+        } else if (count > 4 && is_text(&arguments[0], "KV.LAYERS")) {
             going = serve_layers(connection);
         } else {
             CHECK_EQUAL(count, 0);
@@ -360,7 +314,7 @@ static void *serve(void *argument) {
             free(arguments[i].data);
         }
     }
-    close(connection->socket);
+    fclose(connection->input);
     return NULL;
 }
 
@@ -379,8 +333,9 @@ static void *accept_all(void *argument) {
         CHECK(connection != NULL && server->connection_count < CONNECTIONS_MAX);
         connection->server = server;
         connection->socket = accepted;
+        connection->input = fdopen(accepted, "r");
         server->connections[server->connection_count++] = connection;
-        CHECK(pthread_create(&connection->thread, NULL, serve, connection) == 0);
+        CHECK(connection->input != NULL && pthread_create(&connection->thread, NULL, serve, connection) == 0);
     }
 }
 

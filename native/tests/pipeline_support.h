@@ -6,6 +6,7 @@
 #ifndef PIPELINE_SUPPORT_H
 #define PIPELINE_SUPPORT_H
 
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -132,6 +133,14 @@ void batch_free(struct ss_batch *batch);
 int fixture_matches(const struct fixture *fixture, const struct ss_batch *batch, uint32_t chunk);
 
 /*
+ * fixture_piece() returns 'layers' layers of 'layer_slices' slices each, from 'layer' on, of a chunk as a piece, and
+ * puts its slices into 'slices', which are all of the fixture's: their offsets begin at the piece's own first byte.
+ */
+struct ss_piece fixture_piece(const struct fixture *fixture, struct ss_slice *slices, uint32_t chunk, uint32_t layer,
+                              uint32_t layers, uint32_t layer_slices);
+int fixture_piece_matches(const struct fixture *fixture, const struct ss_batch *batch, const struct ss_piece *piece);
+
+/*
  * The backend that a test runs over: SHADOWSERVE_TEST_BACKEND, or software. CTest runs what is about the pipeline over
  * each of them.
  */
@@ -151,6 +160,83 @@ enum ss_result pipeline_fetch(struct ss_pipeline *pipeline, struct ss_batch *bat
 
 /* default_shape() is a small binned bfloat16 batch over Deflate. */
 struct shape default_shape(void);
+
+/* ---- Benches ------------------------------------------------------------------------------------------------- */
+
+enum { NODES_MAX = 3, SOCKETS = 2, SOCKETS_MAX = NODES_MAX * SOCKETS };
+
+/* What most tests need: a fixture, its servers (one, or options.nodes_max), a pipeline, connections, and a batch. */
+struct bench {
+    int fused;
+    struct shape shape;
+    struct fixture *fixture;
+    const struct ss_backend *backend; /* NULL: that of the options */
+    struct ss_pipeline_options options;
+    struct ss_pipeline *pipeline;
+    struct server *servers[NODES_MAX];
+    struct server *server; /* the first */
+    uint32_t node_count;
+    int32_t sockets[SOCKETS_MAX]; /* SOCKETS for each node, and a third of the only one */
+    uint32_t socket_count;
+    struct ss_batch *batch; /* NULL, or of bench_begin() */
+};
+
+/*
+ * PIPELINE_TEST(name, shape, options) { ... } defines name(fused), a test with 'struct bench *bench'. Its two other
+ * arguments are empty, or assign to 'shape->' and 'options->' what differs from the defaults.
+ */
+#define PIPELINE_TEST(name, shape_changes, option_changes)                                                             \
+    static void name##_with(struct bench *bench);                                                                      \
+    static void name(int fused) {                                                                                      \
+        struct bench bench = {.fused = fused, .shape = default_shape()};                                               \
+        struct shape *const shape = &bench.shape;                                                                      \
+        struct ss_pipeline_options *const options = &bench.options;                                                    \
+        (void)shape, shape_changes;                                                                                    \
+        bench_prepare(&bench);                                                                                         \
+        (void)options, option_changes;                                                                                 \
+        bench_start(&bench);                                                                                           \
+        name##_with(&bench);                                                                                           \
+        bench_stop(&bench);                                                                                            \
+    }                                                                                                                  \
+    static void name##_with(struct bench *bench)
+#define AS_BEFORE (void)0
+
+/* bench_prepare() makes the fixture of 'shape', and its options; bench_start() all else but the batch. */
+void bench_prepare(struct bench *bench);
+void bench_start(struct bench *bench);
+void bench_stop(struct bench *bench);
+
+/* bench_open() makes the pipeline again, by the options; bench_close() ends it. */
+void bench_open(struct bench *bench);
+void bench_close(struct bench *bench);
+
+/* bench_begin() replaces the batch by a new one, over memory that is filled with 0xAA. */
+struct ss_batch *bench_begin(struct bench *bench);
+
+/* bench_serve() has every server answer well again. */
+void bench_serve(struct bench *bench);
+
+/* bench_reconnect() replaces all connections. */
+void bench_reconnect(struct bench *bench);
+
+/* bench_fault() makes answers about a chunk go wrong. */
+void bench_fault(struct bench *bench, uint32_t chunk, enum fault fault);
+
+/* bench_fetch() runs the batch; every piece with SS_OK must be in place. Over the first 'sockets', or SOCKETS a node.
+ */
+enum ss_result bench_fetch_over(struct bench *bench, uint32_t sockets);
+enum ss_result bench_fetch(struct bench *bench);
+
+/* check_delivered() checks that all of the batch is there. */
+void check_delivered(const struct bench *bench);
+
+/* bench_cancel_stalled() starts a thread that cancels the batch when an answer has stalled. */
+void bench_cancel_stalled(struct bench *bench, pthread_t *thread);
+
+/* emulate() sets DOCA_EMULATOR_<name>, or with NULL removes it. The emulator reads it when it opens a closed device. */
+void emulate(const char *name, const char *value);
+
+/* ---- Time and chance ----------------------------------------------------------------------------------------- */
 
 /* Time that what must end may take, on a machine that stands still for seconds; and what it takes on one that does not,
  * once at least in several tries: then the call itself is prompt. */

@@ -364,37 +364,21 @@ static void test_read_into_pages(struct ss_block *block, const uint8_t *content,
     }
 }
 
-static void refuse(struct ss_block *block, const struct paged *paged, const char *why) {
-    CHECK(ss_block_submit(block, &paged->operation, 1) == SS_BAD_ARGUMENT, "%s", why);
-}
-
 static void test_pages_that_are_refused(struct ss_block *block, const uint8_t *content, struct paged *paged) {
-    paged_make(paged, content, EXTENTS, EXTENT_BLOCKS);
-    paged->operation.length -= PAGE;
-    refuse(block, paged, "no whole pages");
-    paged_make(paged, content, EXTENTS, EXTENT_BLOCKS);
-    paged->operation.kind = SS_BLOCK_WRITE;
-    refuse(block, paged, "a write");
-    paged_make(paged, content, EXTENTS, EXTENT_BLOCKS);
-    paged->operation.memory = paged->memory + 1;
-    refuse(block, paged, "memory that a device does not reach");
-    paged_make(paged, content, EXTENTS, EXTENT_BLOCKS);
-    paged->layers[1]++;
-    refuse(block, paged, "a layer that a device does not reach");
-    paged_make(paged, content, EXTENTS, EXTENT_BLOCKS);
-    paged->pages.verdicts = NULL;
-    refuse(block, paged, "nowhere to say what was found");
-    paged_make(paged, content, EXTENTS, EXTENT_BLOCKS);
-    paged->extents[3] = SIZE - LAYERS * paged->operation.length;
-    refuse(block, paged, "beyond the device");
-    paged->extents[3] = UINT64_MAX - PAGE + 1;
-    refuse(block, paged, "far beyond it");
-    paged_make(paged, content, EXTENTS, EXTENT_BLOCKS);
-    paged->pages.layer_count = UINT32_MAX;
-    refuse(block, paged, "more layers than the device has room for");
-    paged_make(paged, content, EXTENTS, EXTENT_BLOCKS);
-    paged->pages.extent_count = 0;
-    refuse(block, paged, "nothing");
+#define REFUSE(why, change)                                                                                            \
+    paged_make(paged, content, EXTENTS, EXTENT_BLOCKS);                                                                \
+    (change);                                                                                                          \
+    CHECK(ss_block_submit(block, &paged->operation, 1) == SS_BAD_ARGUMENT, why)
+    REFUSE("no whole pages", paged->operation.length -= PAGE);
+    REFUSE("a write", paged->operation.kind = SS_BLOCK_WRITE);
+    REFUSE("memory that a device does not reach", paged->operation.memory = paged->memory + 1);
+    REFUSE("a layer that a device does not reach", paged->layers[1]++);
+    REFUSE("nowhere to say what was found", paged->pages.verdicts = NULL);
+    REFUSE("beyond the device", paged->extents[3] = SIZE - LAYERS * paged->operation.length);
+    REFUSE("far beyond it", paged->extents[3] = UINT64_MAX - PAGE + 1);
+    REFUSE("more layers than the device has room for", paged->pages.layer_count = UINT32_MAX);
+    REFUSE("nothing", paged->pages.extent_count = 0);
+#undef REFUSE
 }
 
 static void test_pages(const char *path, enum ss_block_access access) {

@@ -75,7 +75,6 @@ static void nothing_taken(void) {
 }
 
 static void test_reads_go_before_writes_and_these_before_background(void) {
-    start(8);
     submit_scrub(4096);
     submit_write(4096);
     submit_read(4096);
@@ -99,11 +98,9 @@ static void test_reads_go_before_writes_and_these_before_background(void) {
     taken(5, 0);
     taken(1, 0);
     nothing_taken();
-    ss_schedule_free(&schedule);
 }
 
 static void test_a_read_waits_for_few_bytes_of_writes(void) {
-    start(8);
     for (int count = 0; count < 6; count++) {
         submit_write(MIB);
     }
@@ -119,11 +116,9 @@ static void test_a_read_waits_for_few_bytes_of_writes(void) {
     done(read, 0);
     (void)given(4);
     (void)given(5);
-    ss_schedule_free(&schedule);
 }
 
 static void test_small_writes_leave_requests_for_reads(void) {
-    start(8);
     for (int count = 0; count < 8; count++) {
         submit_write(4096);
     }
@@ -133,7 +128,6 @@ static void test_small_writes_leave_requests_for_reads(void) {
     nothing_given();
     submit_read(4096);
     (void)given(9);
-    ss_schedule_free(&schedule);
 }
 
 /* Reads without end: writes have a turn of 2 MiB every 20 ms, background one of 1 MiB every 500 ms. */
@@ -142,7 +136,6 @@ static void test_all_of_them_have_turns(void) {
     struct ss_request *held[8] = {NULL};
     struct ss_block_completion completions[64];
 
-    start(8);
     for (int count = 0; count < 16; count++) {
         submit_write(MIB);
         submit_scrub(MIB);
@@ -177,11 +170,9 @@ static void test_all_of_them_have_turns(void) {
     CHECK(writes >= 150 && writes <= 2 * 2000 / 20 + 2, "%d writes in 2 s", (int)writes);
     CHECK(scrubs >= 3 && scrubs <= 4, "%d scrubs in 2 s", (int)scrubs);
     CHECK(read_count > 15000, "%d reads in 2 s", (int)read_count);
-    ss_schedule_free(&schedule);
 }
 
 static void test_writes_without_end_leave_bandwidth_for_reads(void) {
-    start(2);
     for (int count = 0; count < 30; count++) {
         submit_write(MIB);
         submit_read(MIB);
@@ -196,12 +187,10 @@ static void test_writes_without_end_leave_bandwidth_for_reads(void) {
             write = given(3);
         }
     }
-    ss_schedule_free(&schedule);
 }
 
 /* In strict order, a turn waits for the end of all reads in flight, and new reads wait for the end of the turn. */
 static void test_in_strict_order_nothing_is_beside_another_priority(void) {
-    start(8);
     schedule.is_strict = 1;
     submit_write(MIB);
     struct ss_request *write = given(1);
@@ -230,11 +219,9 @@ static void test_in_strict_order_nothing_is_beside_another_priority(void) {
     nothing_given();
     done(scrub, 0);
     (void)given(7);
-    ss_schedule_free(&schedule);
 }
 
 static void test_large_operations_go_in_requests_and_end_once(void) {
-    start(8);
     submit_read(2 * MIB + 4096);
     struct ss_request *requests[3];
     uint64_t offset = 0;
@@ -251,12 +238,10 @@ static void test_large_operations_go_in_requests_and_end_once(void) {
     done(requests[2], 0);
     taken(1, 0);
     nothing_taken();
-    ss_schedule_free(&schedule);
 }
 
 static void test_after_a_failure_nothing_more_of_an_operation_begins(void) {
     struct ss_block_statistics statistics;
-    start(2);
     submit_read(8 * MIB);
     submit_read(4096);
     struct ss_request *first = given(1), *second = given(1);
@@ -270,11 +255,9 @@ static void test_after_a_failure_nothing_more_of_an_operation_begins(void) {
     ss_schedule_statistics(&schedule, &statistics, now_ns);
     CHECK(statistics.errors[SS_BLOCK_READ] == 2 && statistics.last_error == ENODEV && statistics.gone, "statistics");
     CHECK(statistics.operations[SS_BLOCK_READ] == 0 && statistics.in_flight == 0, "statistics");
-    ss_schedule_free(&schedule);
 }
 
 static void test_what_is_submitted_is_bounded(void) {
-    start(1);
     for (int count = 0; count < 64; count++) {
         submit_read(4096);
     }
@@ -283,11 +266,9 @@ static void test_what_is_submitted_is_bounded(void) {
     CHECK(submit(SS_BLOCK_READ, SS_BLOCK_PRIORITY_FOREGROUND, 4096) == SS_NO_SPACE, "until it is taken back");
     taken(1, 0);
     submit_read(4096);
-    ss_schedule_free(&schedule);
 }
 
 static void test_stopping_ends_what_has_not_begun(void) {
-    start(1);
     submit_read(2 * MIB);
     submit_write(4096);
     submit_scrub(4096);
@@ -300,7 +281,6 @@ static void test_stopping_ends_what_has_not_begun(void) {
     done(half, 0);
     taken(1, ECANCELED);
     CHECK(submit(SS_BLOCK_READ, SS_BLOCK_PRIORITY_FOREGROUND, 4096) == SS_CANCELLED, "after the end");
-    ss_schedule_free(&schedule);
 }
 
 static enum ss_result submit_checked(enum ss_block_priority priority) {
@@ -315,7 +295,6 @@ static enum ss_result submit_checked(enum ss_block_priority priority) {
 
 static void test_what_is_to_be_checked_ends_with_its_check(void) {
     struct ss_block_completion completion;
-    start(8);
     CHECK(submit_checked(SS_BLOCK_PRIORITY_BACKGROUND) == SS_OK, "scrub");
     done(given(1), 0);
     CHECK(submit_checked(SS_BLOCK_PRIORITY_FOREGROUND) == SS_OK, "read");
@@ -338,12 +317,10 @@ static void test_what_is_to_be_checked_ends_with_its_check(void) {
           "its verdict");
     ss_schedule_checked(&schedule, first, SS_OK);
     CHECK(ss_schedule_take(&schedule, &completion, 1) == 1 && completion.verdict == SS_OK, "its verdict");
-    ss_schedule_free(&schedule);
 }
 
 static void test_times_are_counted(void) {
     struct ss_block_statistics statistics;
-    start(4);
     submit_read(4096);
     now_ns += 5 * MS;
     struct ss_request *request = given(1);
@@ -357,21 +334,30 @@ static void test_times_are_counted(void) {
     CHECK(statistics.busy_ns == 7 * MS && statistics.oldest_ns == 0, "idle");
     CHECK(statistics.wait_ns[0] == 5 * MS && statistics.service_ns[0] == 7 * MS, "waited and served");
     CHECK(statistics.operations[SS_BLOCK_READ] == 1 && statistics.bytes[SS_BLOCK_READ] == 4096, "counted");
-    ss_schedule_free(&schedule);
 }
 
 int main(void) {
-    test_reads_go_before_writes_and_these_before_background();
-    test_a_read_waits_for_few_bytes_of_writes();
-    test_small_writes_leave_requests_for_reads();
-    test_all_of_them_have_turns();
-    test_writes_without_end_leave_bandwidth_for_reads();
-    test_in_strict_order_nothing_is_beside_another_priority();
-    test_large_operations_go_in_requests_and_end_once();
-    test_after_a_failure_nothing_more_of_an_operation_begins();
-    test_what_is_submitted_is_bounded();
-    test_stopping_ends_what_has_not_begun();
-    test_what_is_to_be_checked_ends_with_its_check();
-    test_times_are_counted();
+    static const struct {
+        void (*test)(void);
+        uint32_t depth;
+    } tests[] = {
+        {test_reads_go_before_writes_and_these_before_background, 8},
+        {test_a_read_waits_for_few_bytes_of_writes, 8},
+        {test_small_writes_leave_requests_for_reads, 8},
+        {test_all_of_them_have_turns, 8},
+        {test_writes_without_end_leave_bandwidth_for_reads, 2},
+        {test_in_strict_order_nothing_is_beside_another_priority, 8},
+        {test_large_operations_go_in_requests_and_end_once, 8},
+        {test_after_a_failure_nothing_more_of_an_operation_begins, 2},
+        {test_what_is_submitted_is_bounded, 1},
+        {test_stopping_ends_what_has_not_begun, 1},
+        {test_what_is_to_be_checked_ends_with_its_check, 8},
+        {test_times_are_counted, 4},
+    };
+    for (size_t index = 0; index < sizeof tests / sizeof *tests; index++) {
+        start(tests[index].depth);
+        tests[index].test();
+        ss_schedule_free(&schedule);
+    }
     return 0;
 }

@@ -283,8 +283,7 @@ static void expect_evicted(struct ss_index *index, int device, uint32_t now_s, c
     }
 }
 
-static void test_lru(void) {
-    struct ss_index *index = open_index(10, SS_INDEX_LRU);
+static void test_lru(struct ss_index *index) {
     put(index, 1, NONE, 0, 1);
     put(index, 2, 1, 1, 2);
     put(index, 3, 2, 0, 3);
@@ -295,11 +294,9 @@ static void test_lru(void) {
     expect_evicted(index, 0, 7, (uint32_t[]){3, 2, 1}, 3);
     expect_evicted(index, -1, 7, (uint32_t[]){4, 5, 6}, 3);
     CHECK(ss_index_victim(index, -1, -1, 7) == 0, "nothing is left");
-    ss_index_close(index);
 }
 
-static void test_pins(void) {
-    struct ss_index *index = open_index(1000, SS_INDEX_LRU);
+static void test_pins(struct ss_index *index) {
     for (uint32_t number = 0; number < 100; number++) {
         put(index, number, number == 0 ? NONE : number - 1, 0, 1);
     }
@@ -318,11 +315,9 @@ static void test_pins(void) {
     }
     CHECK(ss_index_victim(index, -1, -1, 49) == 0, "not yet");
     expect_evicted(index, -1, 50, (uint32_t[]){99}, 1);
-    ss_index_close(index);
 }
 
-static void test_s3fifo(void) {
-    struct ss_index *index = open_index(100, SS_INDEX_S3FIFO);
+static void test_s3fifo(struct ss_index *index) {
     for (uint32_t number = 0; number < 10; number++) {
         uint32_t slot = put(index, number, NONE, 0, number);
         for (uint32_t uses = number % 3; uses > 0; uses--) {
@@ -333,11 +328,9 @@ static void test_s3fifo(void) {
     expect_evicted(index, -1, 30, (uint32_t[]){0, 1, 3}, 3);
     put(index, 0, NONE, 0, 31);
     expect_evicted(index, -1, 30, (uint32_t[]){4, 6, 7, 9, 2, 0, 5, 8}, 8);
-    ss_index_close(index);
 }
 
-static void test_frequency(void) {
-    struct ss_index *index = open_index(100, SS_INDEX_FREQUENCY);
+static void test_frequency(struct ss_index *index) {
     for (uint32_t number = 0; number < 10; number++) {
         uint32_t slot = put(index, number, NONE, 0, number);
         for (uint32_t uses = number % 3; uses > 0; uses--) {
@@ -345,11 +338,9 @@ static void test_frequency(void) {
         }
     }
     expect_evicted(index, -1, 30, (uint32_t[]){0, 3, 6, 9, 1, 4, 7, 2, 5, 8}, 10);
-    ss_index_close(index);
 }
 
-static void test_links(void) {
-    struct ss_index *index = open_index(64, SS_INDEX_LRU); /* 16 dangling parents */
+static void test_links(struct ss_index *index) {
     struct ss_index_record record;
     for (uint32_t number = 20; number > 0; number--) { /* the end first, and circles */
         put(index, number, number - 1, 0, 1);
@@ -371,7 +362,6 @@ static void test_links(void) {
     }
     CHECK(index->dangling.count == 16, "%u dangling parents", index->dangling.count);
     ss_index_clear(index, -1, -1);
-    ss_index_close(index);
 }
 
 /* ---- Records ------------------------------------------------------------------------------------------------- */
@@ -386,8 +376,7 @@ static void expect_counts(struct ss_index *index, uint8_t device, const struct s
     check_whole(index);
 }
 
-static void test_refused_records(void) {
-    struct ss_index *index = open_index(64, SS_INDEX_LRU);
+static void test_refused_records(struct ss_index *index) {
     struct ss_index_record good = {.kind = SS_INDEX_PUT, .extent = 997, .length = 3 * 4096 - 2048, .generation = 9};
     key_make(good.key, 1);
     struct ss_index_record bad[10];
@@ -415,7 +404,6 @@ static void test_refused_records(void) {
     expect_counts(index, 0, &good, 1, 0, 0);
     good.kind = SS_INDEX_TENANT;
     expect_counts(index, 0, &good, 0, 1, 0);
-    ss_index_close(index);
 }
 
 static void expect_superseded(const struct ss_index *index, uint8_t device, size_t expected) {
@@ -448,9 +436,8 @@ static void replay_one(struct ss_index *index, uint8_t device, uint8_t kind, uin
 }
 
 /* A key on two devices: the log of the device with the earlier put needs a REMOVE record, unless it has one already. */
-static void test_superseded(void) {
-    enum { COUNT = 300 };
-    struct ss_index *index = open_index(2 * COUNT, SS_INDEX_LRU);
+static void test_superseded(struct ss_index *index) {
+    enum { COUNT = 300 }; /* half of objects_max */
     expect_superseded(index, 0, 0);
     for (uint32_t number = 0; number < COUNT; number++) {
         replay_one(index, 0, SS_INDEX_PUT, number, 2 * number + 1);
@@ -474,13 +461,11 @@ static void test_superseded(void) {
         replay_one(index, 0, SS_INDEX_PUT, number, 2 * COUNT + 2 * number);
     }
     check_whole(index);
-    ss_index_close(index);
 }
 
-static void test_replay_and_dump(void) {
-    enum { COUNT = 2000 };
+static void test_replay_and_dump(struct ss_index *index) {
+    enum { COUNT = 2000 }; /* objects_max, too */
     static struct ss_index_record records[COUNT], dumped[COUNT];
-    struct ss_index *index = open_index(COUNT, SS_INDEX_S3FIFO);
     struct ss_index_counts counts = {0};
     struct ss_extents *extents;
     uint64_t dropped;
@@ -527,7 +512,6 @@ static void test_replay_and_dump(void) {
     }
     CHECK(ss_index_memory(index) < 100 * COUNT && index->totals.objects == 0, "memory");
     check_whole(index);
-    ss_index_close(index);
 }
 
 /* name_make() stores the pieces of a text of which every byte is its number, and returns how many they are. */
@@ -588,8 +572,7 @@ static void put_named(struct ss_index *index) {
     }
 }
 
-static void test_names(void) {
-    struct ss_index *index = open_index(64, SS_INDEX_LRU);
+static void test_names(struct ss_index *index) {
     uint64_t before = ss_index_memory(index);
     put_named(index);
     CHECK(ss_index_memory(index) > before + LONG, "memory");
@@ -620,12 +603,10 @@ static void test_names(void) {
     ss_index_clear(index, 0, 1);
     check_whole(index);
     CHECK(ss_index_memory(index) <= before, "memory");
-    ss_index_close(index);
 }
 
 /* A put brings its name, or keeps the one that is there; one that fails leaves nothing behind. */
-static void test_put_names(void) {
-    struct ss_index *index = open_index(2, SS_INDEX_LRU);
+static void test_put_names(struct ss_index *index) {
     struct ss_index_record one = named_put(1, 1), other = named_put(2, 1), third = named_put(3, 1);
     uint64_t before = ss_index_memory(index);
     uint32_t slot, again_slot;
@@ -651,12 +632,10 @@ static void test_put_names(void) {
     ss_index_clear(index, -1, -1);
     check_whole(index);
     CHECK(ss_index_memory(index) <= before, "memory");
-    ss_index_close(index);
 }
 
 /* A replay of the dump gives the same index. */
-static void test_dumped_names(void) {
-    struct ss_index *index = open_index(64, SS_INDEX_LRU);
+static void test_dumped_names(struct ss_index *index) {
     struct ss_index_totals totals;
     put_named(index);
     CHECK(ss_index_replayed(index) == SS_OK, "replayed");
@@ -676,21 +655,31 @@ static void test_dumped_names(void) {
     CHECK(ss_index_purge(copy, 1, SS_INDEX_UNPROVEN) == 6, "all but records");
     check_whole(copy);
     ss_index_close(copy);
-    ss_index_close(index);
 }
 
 int main(void) {
-    test_names();
-    test_put_names();
-    test_dumped_names();
-    test_lru();
-    test_pins();
-    test_s3fifo();
-    test_frequency();
-    test_links();
-    test_refused_records();
-    test_superseded();
-    test_replay_and_dump();
+    static const struct {
+        void (*test)(struct ss_index *index);
+        uint32_t objects_max;
+        enum ss_index_policy policy;
+    } tests[] = {
+        {test_names, 64, SS_INDEX_LRU},
+        {test_put_names, 2, SS_INDEX_LRU},
+        {test_dumped_names, 64, SS_INDEX_LRU},
+        {test_lru, 10, SS_INDEX_LRU},
+        {test_pins, 1000, SS_INDEX_LRU},
+        {test_s3fifo, 100, SS_INDEX_S3FIFO},
+        {test_frequency, 100, SS_INDEX_FREQUENCY},
+        {test_links, 64, SS_INDEX_LRU}, /* 16 dangling parents */
+        {test_refused_records, 64, SS_INDEX_LRU},
+        {test_superseded, 600, SS_INDEX_LRU},
+        {test_replay_and_dump, 2000, SS_INDEX_S3FIFO},
+    };
+    for (size_t at = 0; at < sizeof tests / sizeof *tests; at++) {
+        struct ss_index *index = open_index(tests[at].objects_max, tests[at].policy);
+        tests[at].test(index);
+        ss_index_close(index);
+    }
     run_random(SS_INDEX_LRU);
     run_random(SS_INDEX_S3FIFO);
     run_random(SS_INDEX_FREQUENCY);

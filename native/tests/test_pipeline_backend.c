@@ -6,9 +6,7 @@
  * The backend checks the executor's rules: never more works in flight than it allows, one thread for each channel, no
  * work in flight when a channel closes.
  */
-#include <pthread.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "backends/backend.h"
 #include "pipeline/internal.h"
@@ -260,117 +258,87 @@ static void late_reset(int fused) {
     CHECK_EQUAL(pthread_cond_init(&late.starts, NULL), 0);
 }
 
-/* Fetches a batch and checks its results; 'bad' is the chunk that must fail, if any. */
-static void run(const struct fixture *fixture, enum ss_result expected, uint32_t bad) {
-    struct server *server = server_start();
-    fixture_serve(fixture, server);
-    struct ss_pipeline_options options = pipeline_options(fixture, late.fused);
-    struct ss_pipeline *pipeline;
-    CHECK_EQUAL(ss_pipeline_create_with(&options, &late_backend, &pipeline), SS_OK);
-    int32_t sockets[2] = {server_connect(server), server_connect(server)};
+/* Fetches batches over a new pipeline and checks their results; 'bad' is the chunk that must fail, if any. */
+static void run(struct bench *bench, enum ss_result expected, uint32_t bad) {
+    bench_close(bench);
+    bench_open(bench);
     for (int repeat = 0; repeat < 3; repeat++) {
-        struct ss_batch *batch = fixture_round(fixture);
-        CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, sockets, 2), expected);
+        const struct ss_batch *batch = bench_begin(bench);
+        CHECK_EQUAL(ss_pipeline_fetch(bench->pipeline, bench->batch, bench->sockets, SOCKETS), expected);
         for (uint32_t i = 0; i < batch->piece_count; i++) {
             CHECK(i >= bad || batch->pieces[i].result == SS_OK);
-            CHECK(batch->pieces[i].result != SS_OK || fixture_matches(fixture, batch, i));
+            CHECK(batch->pieces[i].result != SS_OK || fixture_matches(bench->fixture, batch, i));
         }
         CHECK(bad >= batch->piece_count || batch->pieces[bad].result == expected);
-        batch_free(batch);
     }
-    ss_pipeline_destroy(pipeline);
-    CHECK_EQUAL(late.opened, late.closed);
-    close(sockets[0]);
-    close(sockets[1]);
-    server_stop(server);
 }
 
-static void test_works_complete_late_and_out_of_order(int fused) {
-    struct shape shape = default_shape();
-    shape.slices = 16;
-    struct fixture *fixture = fixture_make(&shape);
-    late_reset(fused);
-    run(fixture, SS_OK, shape.chunks);
+/* LATE_TEST() is PIPELINE_TEST() over this backend; at its end all that was opened is closed. */
+#define LATE_TEST(name, shape_changes, option_changes)                                                                 \
+    PIPELINE_TEST(name, (late_reset(bench.fused), shape_changes), (bench.backend = &late_backend, option_changes))
+
+LATE_TEST(test_works_complete_late_and_out_of_order, shape->slices = 16, AS_BEFORE) {
+    run(bench, SS_OK, bench->shape.chunks);
     CHECK(late.most_in_flight > 1);
-    fixture_free(fixture);
 }
 
 /* A thread that is kept from its core in a piece of 64 slices, all of which are there at once, keeps no more of them
  * than it can start: the other thread decodes all others. */
-static void test_a_thread_that_stands_still_keeps_few_slices(void) {
-    struct shape shape = default_shape();
-    shape.chunks = 1;
-    shape.slices = 64;
-    struct fixture *fixture = fixture_make(&shape);
-    late_reset(1);
-    late.stands_until = shape.slices - IN_FLIGHT_MAX;
-    struct ss_pipeline_options options = pipeline_options(fixture, 1);
-    options.queue_depth = shape.slices;
-    struct ss_pipeline *pipeline;
-    CHECK_EQUAL(ss_pipeline_create_with(&options, &late_backend, &pipeline), SS_OK);
-    struct ss_batch *batch = fixture_round(fixture);
-    batch->pieces[0].memory = fixture->records[0] + RECORD_OFFSET;
+LATE_TEST(test_a_thread_that_stands_still_keeps_few_slices, (shape->chunks = 1, shape->slices = 64),
+          options->queue_depth = shape->slices) {
+    struct ss_batch *batch = bench_begin(bench);
+    late.stands_until = bench->shape.slices - IN_FLIGHT_MAX;
+    batch->pieces[0].memory = bench->fixture->records[0] + RECORD_OFFSET;
     batch->pieces[0].origin = SS_ORIGIN_MEMORY;
-    CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, NULL, 0), SS_OK);
-    CHECK(fixture_matches(fixture, batch, 0));
-    batch_free(batch);
-    ss_pipeline_destroy(pipeline);
-    fixture_free(fixture);
+    CHECK_EQUAL(bench_fetch_over(bench, 0), SS_OK);
+    check_delivered(bench);
 }
 
-static void test_works_that_fail(int fused) {
-    struct shape shape = default_shape();
-    struct fixture *fixture = fixture_make(&shape);
-    late_reset(fused);
-    late.fail_crc32 = fixture->slices[fixture->chunks[2].slice_first + 3].decoded_crc32;
+LATE_TEST(test_works_that_fail, AS_BEFORE, AS_BEFORE) {
+    late.fail_crc32 = bench->fixture->slices[bench->fixture->chunks[2].slice_first + 3].decoded_crc32;
     late.complete_fails = SS_BAD_DATA;
-    run(fixture, SS_BAD_DATA, 2);
+    run(bench, SS_BAD_DATA, 2);
     late.complete_fails = SS_OK;
     late.start_fails = SS_OS_ERROR;
-    run(fixture, SS_OS_ERROR, 2);
-    fixture_free(fixture);
+    run(bench, SS_OS_ERROR, 2);
 }
 
 /* The engine's CRC-32 is the only check where there are no scales, and the CPU's is still made where there are. */
-static void test_checks_of_decoded_bytes(enum ss_quantizer quantizer) {
-    struct shape shape = default_shape();
-    shape.quantizer = quantizer;
-    struct fixture *fixture = fixture_make(&shape);
-    late_reset(0);
+static void check_decoded_bytes(struct bench *bench) {
+    int binned = bench->shape.quantizer == SS_QUANTIZER_BINNED;
+    struct ss_slice *slice = &bench->fixture->slices[bench->fixture->chunks[3].slice_first];
     late.checks_decoded = 1;
-    run(fixture, SS_OK, shape.chunks);
-    struct ss_slice *slice = &fixture->slices[fixture->chunks[3].slice_first];
+    run(bench, SS_OK, bench->shape.chunks);
     slice->decoded_crc32 ^= 1;
-    run(fixture, SS_CHECKSUM, 3);
+    run(bench, SS_CHECKSUM, 3);
     slice->decoded_crc32 ^= 1;
     slice->checksum ^= 1;
-    int binned = quantizer == SS_QUANTIZER_BINNED;
-    run(fixture, binned ? SS_CHECKSUM : SS_OK, binned ? 3 : shape.chunks);
-    fixture_free(fixture);
+    run(bench, binned ? SS_CHECKSUM : SS_OK, binned ? 3 : bench->shape.chunks);
 }
 
-static void test_codec_and_size_that_the_backend_lacks(void) {
-    struct shape shape = default_shape();
-    struct fixture *fixture = fixture_make(&shape);
-    late_reset(0);
-    fixture->chunks[1].codec = SS_CODEC_NONE;
-    run(fixture, SS_NOT_SUPPORTED, 1);
-    fixture->chunks[1].codec = SS_CODEC_DEFLATE;
-    late.slice_bytes_max = fixture->slices[0].decoded_length;
-    run(fixture, SS_OK, shape.chunks);
+LATE_TEST(test_checks_of_binned_bytes, AS_BEFORE, AS_BEFORE) {
+    check_decoded_bytes(bench);
+}
+
+LATE_TEST(test_checks_of_lossless_bytes, shape->quantizer = SS_QUANTIZER_LOSSLESS, AS_BEFORE) {
+    check_decoded_bytes(bench);
+}
+
+LATE_TEST(test_codec_and_size_that_the_backend_lacks, AS_BEFORE, AS_BEFORE) {
+    bench->fixture->chunks[1].codec = SS_CODEC_NONE;
+    run(bench, SS_NOT_SUPPORTED, 1);
+    bench->fixture->chunks[1].codec = SS_CODEC_DEFLATE;
+    late.slice_bytes_max = bench->fixture->slices[0].decoded_length;
+    run(bench, SS_OK, bench->shape.chunks);
     late.slice_bytes_max -= 1;
-    run(fixture, SS_NOT_SUPPORTED, 0);
-    fixture_free(fixture);
+    run(bench, SS_NOT_SUPPORTED, 0);
 }
 
-static void test_fusing_needs_the_backend(void) {
-    struct shape shape = default_shape();
-    struct fixture *fixture = fixture_make(&shape);
-    late_reset(0);
-    struct ss_pipeline_options options = pipeline_options(fixture, 1);
+LATE_TEST(test_fusing_needs_the_backend, AS_BEFORE, AS_BEFORE) {
     struct ss_pipeline *pipeline;
-    CHECK_EQUAL(ss_pipeline_create_with(&options, &late_backend, &pipeline), SS_NOT_SUPPORTED);
-    fixture_free(fixture);
+    bench_close(bench);
+    bench->options.fused = 1;
+    CHECK_EQUAL(ss_pipeline_create_with(&bench->options, &late_backend, &pipeline), SS_NOT_SUPPORTED);
 }
 
 static struct ss_memory exported(uint8_t *bytes, uint64_t size) {
@@ -384,62 +352,42 @@ static struct ss_memory exported(uint8_t *bytes, uint64_t size) {
 }
 
 /* A batch to memory of another process, and back: storing from it gives the fetched records. */
-static void test_memory_that_is_elsewhere(void) {
-    struct shape shape = default_shape();
-    struct fixture *fixture = fixture_make(&shape);
-    struct server *server = server_start();
-    fixture_serve(fixture, server);
-    late_reset(0);
-    late.plain_memory = 0;
-    struct ss_pipeline_options options = pipeline_options(fixture, 0);
-    struct ss_pipeline *pipeline;
-    CHECK_EQUAL(ss_pipeline_create_with(&options, &late_backend, &pipeline), SS_OK);
-    int32_t socket = server_connect(server);
-    struct ss_batch *batch = fixture_round(fixture);
+LATE_TEST(test_memory_that_is_elsewhere, AS_BEFORE, late.plain_memory = 0) {
+    const struct fixture *fixture = bench->fixture;
+    struct ss_batch *batch = bench_begin(bench);
     uint8_t *bytes = batch->groups->memory;
     struct ss_memory memory = exported(bytes, fixture->size);
-    CHECK_EQUAL(ss_memory_register(pipeline, &memory, &batch->groups->registered), SS_OK);
+    CHECK_EQUAL(ss_memory_register(bench->pipeline, &memory, &batch->groups->registered), SS_OK);
     batch->groups->memory = ss_memory_address(batch->groups->registered);
-    CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, &socket, 1), SS_OK);
+    CHECK_EQUAL(ss_pipeline_fetch(bench->pipeline, batch, bench->sockets, 1), SS_OK);
     CHECK(memcmp(bytes, fixture->expected, fixture->size) == 0);
     for (uint32_t i = 0; i < batch->piece_count; i++) {
         batch->pieces[i].decompression_offset = i * (fixture->stored_bytes + fixture->size / batch->piece_count);
     }
     late.collect_fails = 1;
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_DEVICE);
+    CHECK_EQUAL(ss_pipeline_encode(bench->pipeline, batch), SS_DEVICE);
     late.collect_fails = 0;
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_OK);
+    CHECK_EQUAL(ss_pipeline_encode(bench->pipeline, batch), SS_OK);
     for (uint32_t i = 0; i < batch->slice_count; i++) {
         CHECK_EQUAL(batch->slices[i].decoded_crc32, fixture->slices[i].decoded_crc32);
     }
     ss_memory_release(batch->groups->registered);
     batch->groups->memory = bytes;
-    batch_free(batch);
-    close(socket);
-    ss_pipeline_destroy(pipeline);
-    server_stop(server);
-    fixture_free(fixture);
 }
 
-static void test_memory_that_does_not_fit(void) {
-    struct shape shape = default_shape();
-    struct fixture *fixture = fixture_make(&shape);
-    late_reset(0);
-    late.plain_memory = 0;
-    struct ss_pipeline_options options = pipeline_options(fixture, 0);
-    struct ss_pipeline *pipeline;
-    CHECK_EQUAL(ss_pipeline_create_with(&options, &late_backend, &pipeline), SS_OK);
+LATE_TEST(test_memory_that_does_not_fit, AS_BEFORE, late.plain_memory = 0) {
+    struct ss_pipeline *pipeline = bench->pipeline;
     CHECK(strcmp(ss_pipeline_device(pipeline), "late0") == 0);
     CHECK_EQUAL(ss_pipeline_memory_kinds(pipeline), 1U << SS_MEMORY_LOCAL | 1U << SS_MEMORY_EXPORTED);
-    struct ss_batch *batch = fixture_round(fixture);
-    int32_t socket = 1;                                                           /* never used */
-    CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, &socket, 1), SS_BAD_ARGUMENT); /* not registered */
-    struct ss_memory memory = exported(batch->groups->memory, fixture->size);
+    struct ss_batch *batch = bench_begin(bench);
+    int32_t *sockets = bench->sockets;                                            /* never used */
+    CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, sockets, 1), SS_BAD_ARGUMENT); /* not registered */
+    struct ss_memory memory = exported(batch->groups->memory, bench->fixture->size);
     CHECK_EQUAL(ss_memory_register(pipeline, &memory, &batch->groups->registered), SS_OK);
-    CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, &socket, 1), SS_BAD_ARGUMENT); /* not that memory's address */
+    CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, sockets, 1), SS_BAD_ARGUMENT); /* not that memory's address */
     uint8_t *bytes = batch->groups->memory;
     batch->groups->memory = ss_memory_address(batch->groups->registered) + 1;
-    CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, &socket, 1), SS_BAD_ARGUMENT); /* ends outside */
+    CHECK_EQUAL(ss_pipeline_fetch(pipeline, batch, sockets, 1), SS_BAD_ARGUMENT); /* ends outside */
     CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_BAD_ARGUMENT);
     batch->groups->memory = bytes;
     ss_memory_release(batch->groups->registered);
@@ -453,28 +401,23 @@ static void test_memory_that_does_not_fit(void) {
     CHECK_EQUAL(ss_memory_register(pipeline, &memory, &none), SS_BAD_ARGUMENT);
     memory.size = UINT64_MAX;
     CHECK_EQUAL(ss_memory_register(pipeline, &memory, &none), SS_BAD_ARGUMENT);
-    batch_free(batch);
-    ss_pipeline_destroy(pipeline);
-    fixture_free(fixture);
 }
 
 /* A pipeline of which one channel cannot be opened is not made, and leaves nothing behind. */
-static void test_channels_that_do_not_open(void) {
-    struct shape shape = default_shape();
-    struct fixture *fixture = fixture_make(&shape);
-    struct ss_pipeline_options options = pipeline_options(fixture, 0);
-    uint32_t channels = options.decompress_threads + options.dma_threads + options.store_threads;
+LATE_TEST(test_channels_that_do_not_open, AS_BEFORE, AS_BEFORE) {
+    const struct ss_pipeline_options *options = &bench->options;
+    uint32_t channels = options->decompress_threads + options->dma_threads + options->store_threads;
+    bench_close(bench);
     for (uint32_t fails = 1; fails <= channels; fails++) {
         late_reset(0);
         late.channel_fails = fails;
         struct ss_pipeline *pipeline = NULL;
-        CHECK_EQUAL(ss_pipeline_create_with(&options, &late_backend, &pipeline), SS_NO_MEMORY);
+        CHECK_EQUAL(ss_pipeline_create_with(options, &late_backend, &pipeline), SS_NO_MEMORY);
         CHECK(pipeline == NULL);
         CHECK_EQUAL(late.tried, channels);
         CHECK_EQUAL(late.opened, channels - 1);
         CHECK_EQUAL(late.closed, channels - 1);
     }
-    fixture_free(fixture);
 }
 
 static void test_backends_by_name(void) {
@@ -489,14 +432,14 @@ int main(void) {
         test_works_complete_late_and_out_of_order(fused);
         test_works_that_fail(fused);
     }
-    test_a_thread_that_stands_still_keeps_few_slices();
-    test_checks_of_decoded_bytes(SS_QUANTIZER_BINNED);
-    test_checks_of_decoded_bytes(SS_QUANTIZER_LOSSLESS);
-    test_codec_and_size_that_the_backend_lacks();
-    test_fusing_needs_the_backend();
-    test_memory_that_is_elsewhere();
-    test_memory_that_does_not_fit();
-    test_channels_that_do_not_open();
+    test_a_thread_that_stands_still_keeps_few_slices(1);
+    test_checks_of_binned_bytes(0);
+    test_checks_of_lossless_bytes(0);
+    test_codec_and_size_that_the_backend_lacks(0);
+    test_fusing_needs_the_backend(0);
+    test_memory_that_is_elsewhere(0);
+    test_memory_that_does_not_fit(0);
+    test_channels_that_do_not_open(0);
     test_backends_by_name();
     return 0;
 }

@@ -2,30 +2,10 @@
 /* test_pipeline_cluster.c - batches over the nodes of a cluster: each chunk from its own, redirections, nodes that go
  */
 #include <string.h>
-#include <unistd.h>
 
 #include "pipeline_support.h"
 
-enum { NODES = 3, CONNECTIONS = 2, SOCKETS = NODES * CONNECTIONS };
-
-struct bench {
-    struct fixture *fixture;
-    struct server *servers[NODES];
-    struct ss_pipeline *pipeline;
-    int32_t sockets[SOCKETS];
-};
-
-static void connect_all(struct bench *bench) {
-    for (int i = 0; i < SOCKETS; i++) {
-        bench->sockets[i] = server_connect(bench->servers[i / CONNECTIONS]);
-    }
-}
-
-static void close_all(struct bench *bench) {
-    for (int i = 0; i < SOCKETS; i++) {
-        close(bench->sockets[i]);
-    }
-}
+enum { NODES = NODES_MAX };
 
 static void fault(struct bench *bench, uint32_t node, uint32_t chunk, enum fault fault) {
     const struct ss_piece *known = &bench->fixture->chunks[chunk];
@@ -33,37 +13,8 @@ static void fault(struct bench *bench, uint32_t node, uint32_t chunk, enum fault
 }
 
 /* Chunk i is node i % NODES'; the others would send us there. */
-static struct bench bench_make(int fused, uint32_t requests_in_flight) {
-    struct shape shape = default_shape();
-    shape.chunks = 10;
-    shape.slices = 5;
-    struct bench bench = {.fixture = fixture_make(&shape)};
-    for (uint32_t node = 0; node < NODES; node++) {
-        bench.servers[node] = server_start();
-        fixture_serve(bench.fixture, bench.servers[node]);
-        for (uint32_t chunk = 0; chunk < shape.chunks; chunk++) {
-            fault(&bench, node, chunk, chunk % NODES == node ? FAULT_NONE : FAULT_MOVED);
-        }
-    }
-    struct ss_pipeline_options options = pipeline_options(bench.fixture, fused);
-    options.nodes_max = NODES;
-    options.requests_in_flight = requests_in_flight;
-    CHECK_EQUAL(ss_pipeline_create(&options, &bench.pipeline), SS_OK);
-    connect_all(&bench);
-    return bench;
-}
-
-static void bench_free(struct bench *bench) {
-    close_all(bench);
-    ss_pipeline_destroy(bench->pipeline);
-    for (int node = 0; node < NODES; node++) {
-        server_stop(bench->servers[node]);
-    }
-    fixture_free(bench->fixture);
-}
-
-static struct ss_batch *batch_make(const struct bench *bench) {
-    struct ss_batch *batch = fixture_round(bench->fixture);
+static struct ss_batch *cluster_begin(struct bench *bench) {
+    struct ss_batch *batch = bench_begin(bench);
     batch->node_count = NODES;
     for (uint32_t i = 0; i < batch->piece_count; i++) {
         batch->pieces[i].node = i % NODES;
@@ -71,36 +22,45 @@ static struct ss_batch *batch_make(const struct bench *bench) {
     return batch;
 }
 
-static enum ss_result fetch(struct bench *bench, struct ss_batch *batch) {
-    return pipeline_fetch(bench->pipeline, batch, bench->sockets, SOCKETS);
+/* Starts the nodes and a batch; some tests vary how many requests may be in flight. */
+static void cluster_start(struct bench *bench, int fused, uint32_t requests_in_flight) {
+    *bench = (struct bench){.fused = fused, .shape = default_shape()};
+    bench->shape.chunks = 10;
+    bench->shape.slices = 5;
+    bench_prepare(bench);
+    bench->options.nodes_max = NODES;
+    bench->options.requests_in_flight = requests_in_flight;
+    bench_start(bench);
+    for (uint32_t node = 0; node < NODES; node++) {
+        for (uint32_t chunk = 0; chunk < bench->shape.chunks; chunk++) {
+            fault(bench, node, chunk, chunk % NODES == node ? FAULT_NONE : FAULT_MOVED);
+        }
+    }
+    cluster_begin(bench);
 }
 
 static void test_every_chunk_comes_from_its_node(int fused, uint32_t requests_in_flight) {
-    struct bench bench = bench_make(fused, requests_in_flight);
+    struct bench bench;
+    cluster_start(&bench, fused, requests_in_flight);
     for (int repeat = 0; repeat < 2; repeat++) {
-        struct ss_batch *batch = batch_make(&bench);
-        CHECK_EQUAL(fetch(&bench, batch), SS_OK);
-        for (uint32_t i = 0; i < batch->piece_count; i++) {
-            CHECK_EQUAL(batch->pieces[i].result, SS_OK);
-            CHECK(fixture_matches(bench.fixture, batch, i));
-        }
-        CHECK_EQUAL(batch->sockets_in_sync, 1);
-        batch_free(batch);
+        cluster_begin(&bench);
+        CHECK_EQUAL(bench_fetch(&bench), SS_OK);
+        check_delivered(&bench);
     }
-    bench_free(&bench);
+    bench_stop(&bench);
 }
 
 /* A chunk that has moved is no failure to those behind it, and is fetched alone from where it went. */
 static void test_redirections(int fused, enum fault kind, const char *words) {
-    struct bench bench = bench_make(fused, 4);
+    struct bench bench;
+    cluster_start(&bench, fused, 4);
     fault(&bench, 1, 4, kind);
     fault(&bench, 2, 4, FAULT_NONE);
-    struct ss_batch *batch = batch_make(&bench);
-    CHECK_EQUAL(fetch(&bench, batch), SS_REDIRECTED);
+    struct ss_batch *batch = bench.batch;
+    CHECK_EQUAL(bench_fetch(&bench), SS_REDIRECTED);
     CHECK_EQUAL(strncmp(batch->pieces[4].error, words, strlen(words)), 0);
     for (uint32_t i = 0; i < batch->piece_count; i++) {
         CHECK_EQUAL(batch->pieces[i].result, i == 4 ? SS_REDIRECTED : SS_OK);
-        CHECK(i == 4 || fixture_matches(bench.fixture, batch, i));
     }
     CHECK_EQUAL(batch->sockets_in_sync, 1);
     struct ss_piece alone = batch->pieces[4];
@@ -109,80 +69,68 @@ static void test_redirections(int fused, enum fault kind, const char *words) {
     uint32_t count = batch->piece_count;
     batch->pieces = &alone;
     batch->piece_count = 1;
-    CHECK_EQUAL(fetch(&bench, batch), SS_OK);
+    CHECK_EQUAL(bench_fetch(&bench), SS_OK);
     CHECK_EQUAL(alone.error[0], '\0');
     batch->pieces = all;
     batch->piece_count = count;
-    CHECK(fixture_matches(bench.fixture, batch, 4));
-    batch_free(batch);
-    bench_free(&bench);
+    bench_stop(&bench);
 }
 
 static void test_asking(int fused, uint32_t requests_in_flight) {
-    struct bench bench = bench_make(fused, requests_in_flight);
-    struct ss_batch *batch = batch_make(&bench);
-    for (uint32_t i = 0; i < batch->piece_count; i += 2) {
+    struct bench bench;
+    cluster_start(&bench, fused, requests_in_flight);
+    for (uint32_t i = 0; i < bench.batch->piece_count; i += 2) {
         fault(&bench, i % NODES, i, FAULT_ASK);
-        batch->pieces[i].asking = 1;
+        bench.batch->pieces[i].asking = 1;
     }
-    CHECK_EQUAL(fetch(&bench, batch), SS_OK);
-    for (uint32_t i = 0; i < batch->piece_count; i++) {
-        CHECK(fixture_matches(bench.fixture, batch, i));
-    }
-    CHECK_EQUAL(batch->sockets_in_sync, 1);
-    batch_free(batch);
-    bench_free(&bench);
+    CHECK_EQUAL(bench_fetch(&bench), SS_OK);
+    check_delivered(&bench);
+    bench_stop(&bench);
 }
 
 /* All chunks before the first missing chunk of the failing node are delivered, from all nodes. */
 static void test_a_node_that_goes(int fused, enum fault kind, enum ss_result expected) {
-    struct bench bench = bench_make(fused, 4);
+    struct bench bench;
+    cluster_start(&bench, fused, 4);
     fault(&bench, 2, 5, kind);
-    struct ss_batch *batch = batch_make(&bench);
-    CHECK_EQUAL(fetch(&bench, batch), expected);
+    CHECK_EQUAL(bench_fetch(&bench), expected);
     for (uint32_t i = 0; i < 5; i++) {
-        CHECK_EQUAL(batch->pieces[i].result, SS_OK);
-        CHECK(fixture_matches(bench.fixture, batch, i));
+        CHECK_EQUAL(bench.batch->pieces[i].result, SS_OK);
     }
-    CHECK_EQUAL(batch->pieces[5].result, expected);
-    batch_free(batch);
-    close_all(&bench);
+    CHECK_EQUAL(bench.batch->pieces[5].result, expected);
     fault(&bench, 2, 5, FAULT_NONE);
-    connect_all(&bench);
-    batch = batch_make(&bench);
-    CHECK_EQUAL(fetch(&bench, batch), SS_OK);
-    batch_free(batch);
-    bench_free(&bench);
+    bench_reconnect(&bench);
+    cluster_begin(&bench);
+    CHECK_EQUAL(bench_fetch(&bench), SS_OK);
+    bench_stop(&bench);
 }
 
 static void test_a_node_that_stalls_ends_at_the_deadline(int fused) {
-    struct bench bench = bench_make(fused, 4);
+    struct bench bench;
+    cluster_start(&bench, fused, 4);
     fault(&bench, 0, 3, FAULT_STALL);
-    struct ss_batch *batch = batch_make(&bench);
-    batch->deadline_ns = after_ms(200);
-    CHECK_EQUAL(fetch(&bench, batch), SS_DEADLINE);
-    batch_free(batch);
-    bench_free(&bench);
+    bench.batch->deadline_ns = after_ms(200);
+    CHECK_EQUAL(bench_fetch(&bench), SS_DEADLINE);
+    bench_stop(&bench);
 }
 
 static void test_what_does_not_fit(void) {
-    struct bench bench = bench_make(1, 4);
-    struct ss_batch *batch = batch_make(&bench);
+    struct bench bench;
+    cluster_start(&bench, 1, 4);
+    struct ss_batch *batch = bench.batch;
     batch->pieces[3].node = NODES;
-    CHECK_EQUAL(fetch(&bench, batch), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(bench_fetch(&bench), SS_BAD_ARGUMENT);
     batch->pieces[3].node = 0;
     batch->node_count = NODES + 1;
-    CHECK_EQUAL(fetch(&bench, batch), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(bench_fetch(&bench), SS_BAD_ARGUMENT);
     batch->node_count = NODES;
-    CHECK_EQUAL(pipeline_fetch(bench.pipeline, batch, bench.sockets, SOCKETS - 1), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(bench_fetch_over(&bench, bench.socket_count - 1), SS_BAD_ARGUMENT);
     batch->node_count = 1; /* as many connections to one node as there are no threads for */
-    CHECK_EQUAL(fetch(&bench, batch), SS_BAD_ARGUMENT);
-    batch_free(batch);
-    struct ss_pipeline_options options = pipeline_options(bench.fixture, 1);
-    options.nodes_max = 257;
+    CHECK_EQUAL(bench_fetch(&bench), SS_BAD_ARGUMENT);
+    bench.options.nodes_max = 257;
     struct ss_pipeline *pipeline;
-    CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_BAD_ARGUMENT);
-    bench_free(&bench);
+    CHECK_EQUAL(ss_pipeline_create(&bench.options, &pipeline), SS_BAD_ARGUMENT);
+    bench_stop(&bench);
 }
 
 int main(void) {

@@ -22,7 +22,7 @@
 #define SANITIZED 1
 #endif
 
-enum { SOCKETS = 2, ROUNDS = 3 };
+enum { ROUNDS = 3 };
 
 static _Atomic uint64_t allocations; /* and frees */
 static _Atomic uint64_t mappings;    /* and unmappings, and locks */

@@ -10,24 +10,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "brief.h"
 #include "pipeline_support.h"
-
-enum { SOCKETS = 2 };
-
-struct bench {
-    struct fixture *fixture;
-    struct server *server;
-    struct ss_pipeline *pipeline;
-    int32_t sockets[SOCKETS];
-};
-
-/* The emulator reads its settings when a device is opened that was not open. */
-static void emulate(const char *name, const char *value) {
-    char variable[64];
-    (void)snprintf(variable, sizeof variable, "DOCA_EMULATOR_%s", name);
-    CHECK((value != NULL ? setenv(variable, value, 1) : unsetenv(variable)) == 0);
-}
 
 static void emulate_fault(const char *engine, unsigned number, const char *repeat) {
     char fault[64];
@@ -35,65 +18,29 @@ static void emulate_fault(const char *engine, unsigned number, const char *repea
     emulate("FAULT", fault);
 }
 
-static struct shape shape_of(enum ss_codec codec, enum ss_quantizer quantizer) {
-    struct shape shape = default_shape();
-    shape.codec = codec;
-    shape.quantizer = quantizer;
-    return shape;
-}
-
-static struct bench bench_start(const struct shape *shape) {
-    struct bench bench = {.fixture = fixture_make(shape), .server = server_start()};
-    fixture_serve(bench.fixture, bench.server);
-    for (int i = 0; i < SOCKETS; i++) {
-        bench.sockets[i] = server_connect(bench.server);
-    }
-    return bench;
-}
-
-static void bench_open(struct bench *bench) {
-    struct ss_pipeline_options options = pipeline_options(bench->fixture, 0);
-    CHECK_EQUAL(ss_pipeline_create(&options, &bench->pipeline), SS_OK);
-}
-
-static void bench_close(struct bench *bench) {
-    ss_pipeline_destroy(bench->pipeline);
-    bench->pipeline = NULL;
-}
-
-static void bench_stop(struct bench *bench) {
-    bench_close(bench);
-    for (int i = 0; i < SOCKETS; i++) {
-        close(bench->sockets[i]);
-    }
-    server_stop(bench->server);
-    fixture_free(bench->fixture);
-}
-
 /* Runs a batch and checks that all pieces with SS_OK are in place; returns its result. */
-static enum ss_result bench_fetch(struct bench *bench) {
-    struct ss_batch *batch = fixture_round(bench->fixture);
-    enum ss_result result = pipeline_fetch(bench->pipeline, batch, bench->sockets, SOCKETS);
-    enum ss_result first = SS_OK;
+static enum ss_result fetch(struct bench *bench) {
+    const struct ss_batch *batch = bench_begin(bench);
+    enum ss_result result = bench_fetch(bench), first = SS_OK;
     CHECK(batch->sockets_in_sync);
     for (uint32_t i = 0; i < batch->piece_count; i++) {
-        CHECK(batch->pieces[i].result != SS_OK || fixture_matches(bench->fixture, batch, i));
         CHECK(first != SS_OK || batch->pieces[i].result != SS_SKIPPED);
         first = first == SS_OK ? batch->pieces[i].result : first;
     }
     CHECK_EQUAL(result, first);
-    batch_free(batch);
     return result;
 }
 
 /* ---- Limits, profiles, orders --------------------------------------------------------------------------------- */
 
 static void fetch_all(enum ss_codec codec, enum ss_quantizer quantizer) {
-    struct shape shape = shape_of(codec, quantizer);
-    struct bench bench = bench_start(&shape);
-    bench_open(&bench);
+    struct bench bench = {.shape = default_shape()};
+    bench.shape.codec = codec;
+    bench.shape.quantizer = quantizer;
+    bench_prepare(&bench);
+    bench_start(&bench);
     for (int repeat = 0; repeat < 3; repeat++) {
-        CHECK_EQUAL(bench_fetch(&bench), SS_OK);
+        CHECK_EQUAL(fetch(&bench), SS_OK);
     }
     bench_stop(&bench);
 }
@@ -119,20 +66,14 @@ static void test_settings_that_change_nothing(void) {
 }
 
 /* The largest slice is four times the device's limit when it is delivered as float32. */
-static void test_slices_of_the_largest_size(void) {
-    struct shape shape = shape_of(SS_CODEC_DEFLATE, SS_QUANTIZER_BINNED);
-    shape.dtype = SS_DTYPE_FLOAT32;
-    shape.chunks = 2;
-    shape.slices = 2;
-    shape.vectors = 512;
-    shape.vector_length = 4096;
-    struct bench bench = bench_start(&shape);
-    bench_open(&bench);
-    CHECK_EQUAL(bench_fetch(&bench), SS_OK);
-    bench_stop(&bench);
+PIPELINE_TEST(test_slices_of_the_largest_size,
+              (shape->dtype = SS_DTYPE_FLOAT32, shape->chunks = shape->slices = 2, shape->vectors = 512,
+               shape->vector_length = 4096),
+              AS_BEFORE) {
+    CHECK_EQUAL(fetch(bench), SS_OK);
 }
 
-static void test_devices_by_name(void) {
+PIPELINE_TEST(test_devices_by_name, AS_BEFORE, AS_BEFORE) {
     static const struct {
         const char *name;
         enum ss_result result;
@@ -145,84 +86,77 @@ static void test_devices_by_name(void) {
         {"mlx5_7", SS_NOT_SUPPORTED},
         {"0000:03:00.2", SS_NOT_SUPPORTED},
     };
-    struct shape shape = default_shape();
-    struct fixture *fixture = fixture_make(&shape);
+    bench_close(bench);
     emulate("DEVICES", "0000:03:00.0,0000:03:00.1");
     for (size_t i = 0; i < sizeof devices / sizeof devices[0]; i++) {
-        struct ss_pipeline_options options = pipeline_options(fixture, 0);
         struct ss_pipeline *pipeline = NULL;
-        options.device = devices[i].name;
-        CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), devices[i].result);
+        bench->options.device = devices[i].name;
+        CHECK_EQUAL(ss_pipeline_create(&bench->options, &pipeline), devices[i].result);
         CHECK(pipeline == NULL || strstr(ss_pipeline_device(pipeline), devices[i].name) != NULL);
         ss_pipeline_destroy(pipeline);
     }
     emulate("DEVICES", NULL);
-    fixture_free(fixture);
 }
 
-static void test_a_device_that_cannot_and_none_at_all(void) {
+PIPELINE_TEST(test_a_device_that_cannot_and_none_at_all, AS_BEFORE, AS_BEFORE) {
     static const char *const settings[][3] = {
         {"PROFILE", "none", "doca_compress_cap_task_decompress_deflate_is_supported: DOCA_ERROR_NOT_SUPPORTED"},
         {"DEVICES", "", "doca_devinfo_create_list: DOCA_ERROR_NOT_FOUND"},
     };
-    struct shape shape = default_shape();
-    struct fixture *fixture = fixture_make(&shape);
-    struct ss_pipeline_options options = pipeline_options(fixture, 0);
+    bench_close(bench);
     for (size_t i = 0; i < sizeof settings / sizeof settings[0]; i++) {
         struct ss_pipeline *pipeline = NULL;
         struct ss_export *exported = NULL;
         char text[128];
         emulate(settings[i][0], settings[i][1]);
-        CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_NOT_SUPPORTED);
+        CHECK_EQUAL(ss_pipeline_create(&bench->options, &pipeline), SS_NOT_SUPPORTED);
         ss_device_error(text, sizeof text);
         CHECK(strcmp(text, settings[i][2]) == 0);
         CHECK_EQUAL(ss_export_open("", text, sizeof text, -1, &exported), SS_NOT_SUPPORTED);
         emulate(settings[i][0], NULL);
     }
-    fixture_free(fixture);
 }
 
-static void test_options_that_engines_do_not_take(void) {
-    struct shape shape = default_shape();
-    struct fixture *fixture = fixture_make(&shape);
+PIPELINE_TEST(test_options_that_engines_do_not_take, AS_BEFORE, AS_BEFORE) {
     struct ss_pipeline *pipeline = NULL;
-    struct ss_pipeline_options options = pipeline_options(fixture, 0);
-    options.fused = 1;
-    CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_NOT_SUPPORTED);
+    bench->options.fused = 1;
+    CHECK_EQUAL(ss_pipeline_create(&bench->options, &pipeline), SS_NOT_SUPPORTED);
     CHECK(pipeline == NULL);
-    fixture_free(fixture);
 }
 
-static void test_two_pipelines_on_one_device(void) {
-    struct shape shape = default_shape();
-    struct bench first = bench_start(&shape), second = bench_start(&shape);
-    bench_open(&first);
-    bench_open(&second);
-    CHECK_EQUAL(bench_fetch(&first), SS_OK);
-    CHECK_EQUAL(bench_fetch(&second), SS_OK);
-    bench_stop(&first);
-    CHECK_EQUAL(bench_fetch(&second), SS_OK);
-    bench_stop(&second);
+PIPELINE_TEST(test_two_pipelines_on_one_device, AS_BEFORE, AS_BEFORE) {
+    struct ss_pipeline *second;
+    CHECK_EQUAL(ss_pipeline_create(&bench->options, &second), SS_OK);
+    CHECK_EQUAL(fetch(bench), SS_OK);
+    CHECK_EQUAL(pipeline_fetch(second, bench_begin(bench), bench->sockets, SOCKETS), SS_OK);
+    check_delivered(bench);
+    bench_close(bench);
+    CHECK_EQUAL(pipeline_fetch(second, bench_begin(bench), bench->sockets, SOCKETS), SS_OK);
+    check_delivered(bench);
+    ss_pipeline_destroy(second);
 }
 
 /* ---- Data that is not as it should be -------------------------------------------------------------------------- */
 
 /* Without scales only the engine checks the data: a stream that it cannot decode, and one that decodes to other bytes.
  */
-static void test_data_that_is_wrong(enum ss_codec codec) {
-    struct shape shape = shape_of(codec, SS_QUANTIZER_LOSSLESS);
-    struct bench bench = bench_start(&shape);
-    struct ss_slice *slice = &bench.fixture->slices[bench.fixture->chunks[3].slice_first + 2];
-    bench_open(&bench);
+static void check_wrong_data(struct bench *bench) {
+    struct ss_slice *slice = &bench->fixture->slices[bench->fixture->chunks[3].slice_first + 2];
     slice->decoded_crc32 ^= 1;
-    CHECK_EQUAL(bench_fetch(&bench), SS_CHECKSUM);
+    CHECK_EQUAL(fetch(bench), SS_CHECKSUM);
     slice->decoded_crc32 ^= 1;
-    CHECK_EQUAL(bench_fetch(&bench), SS_OK);
-    uint8_t *stream = bench.fixture->records[3] + RECORD_OFFSET + slice->offset;
-    memset(stream, 0xFF, slice->encoded_length);
-    fixture_serve(bench.fixture, bench.server);
-    CHECK_EQUAL(bench_fetch(&bench), SS_BAD_DATA);
-    bench_stop(&bench);
+    CHECK_EQUAL(fetch(bench), SS_OK);
+    memset(bench->fixture->records[3] + RECORD_OFFSET + slice->offset, 0xFF, slice->encoded_length);
+    bench_serve(bench);
+    CHECK_EQUAL(fetch(bench), SS_BAD_DATA);
+}
+
+PIPELINE_TEST(test_wrong_deflate_data, shape->quantizer = SS_QUANTIZER_LOSSLESS, AS_BEFORE) {
+    check_wrong_data(bench);
+}
+
+PIPELINE_TEST(test_wrong_lz4_data, (shape->codec = SS_CODEC_LZ4, shape->quantizer = SS_QUANTIZER_LOSSLESS), AS_BEFORE) {
+    check_wrong_data(bench);
 }
 
 /* ---- An engine that fails --------------------------------------------------------------------------------------- */
@@ -238,54 +172,51 @@ static void check_fetch_fault(enum ss_result result, const char *engine, unsigne
     }
 }
 
-static void test_a_fault_at_each_task_of_a_fetch(const char *engine, const char *decompress_error, const char *order) {
+static void check_faulty_fetches(struct bench *bench, const char *engine, const char *decompress_error,
+                                 const char *order) {
     static const char *const repeats[] = {"", "+", "*"};
-    struct shape shape = default_shape();
-    struct bench bench = bench_start(&shape);
-    unsigned tasks = shape.chunks * shape.slices;
+    unsigned tasks = bench->shape.chunks * bench->shape.slices;
     emulate("DECOMPRESS_ERROR", decompress_error);
     emulate("OUT_OF_ORDER", order);
-    for (size_t i = 0; i < sizeof repeats / sizeof repeats[0]; i++) {
-        for (unsigned number = 1; number <= tasks; number++) {
-            if (test_is_brief() && number % 3 != i) {
-                continue; /* each task fails, in one of the three ways */
-            }
-            emulate_fault(engine, number, repeats[i]);
-            bench_open(&bench);
-            check_fetch_fault(bench_fetch(&bench), engine, number, repeats[i]);
-            if (repeats[i][0] == '\0') {
-                CHECK_EQUAL(bench_fetch(&bench), SS_OK); /* as good as new */
-            }
-            bench_close(&bench);
+    for (unsigned i = 0; i < 3 * tasks; i++) {
+        unsigned number = i % tasks + 1;
+        const char *repeat = repeats[i / tasks];
+        if (test_is_brief() && number % 3 != i / tasks) {
+            continue; /* each task fails, in one of the three ways */
+        }
+        bench_close(bench);
+        emulate_fault(engine, number, repeat);
+        bench_open(bench);
+        check_fetch_fault(fetch(bench), engine, number, repeat);
+        if (repeat[0] == '\0') {
+            CHECK_EQUAL(fetch(bench), SS_OK); /* as good as new */
         }
     }
     emulate("FAULT", NULL);
     emulate("DECOMPRESS_ERROR", NULL);
     emulate("OUT_OF_ORDER", NULL);
-    bench_stop(&bench);
+}
+
+PIPELINE_TEST(test_a_fault_at_each_task_of_a_fetch, AS_BEFORE, AS_BEFORE) {
+    check_faulty_fetches(bench, "decompress", "stop", "0");
+    check_faulty_fetches(bench, "decompress", "continue", "5");
+    check_faulty_fetches(bench, "dma", "stop", "0");
+    check_faulty_fetches(bench, "dma", "stop", "9");
 }
 
 /* Several pieces of one slice, of which one fails. */
-static void test_a_fault_at_each_piece(void) {
-    struct shape shape = default_shape();
-    shape.chunks = 2;
-    shape.slices = 2;
-    struct bench bench = bench_start(&shape);
+PIPELINE_TEST(test_a_fault_at_each_piece, shape->chunks = shape->slices = 2, AS_BEFORE) {
+    const struct shape *shape = &bench->shape;
+    unsigned pieces = shape->chunks * shape->slices * ((2 * shape->vectors * shape->vector_length + 1499) / 1500);
     emulate("MAX_BUF_BYTES", "1500");
-    unsigned pieces = shape.chunks * shape.slices * ((2 * shape.vectors * shape.vector_length + 1499) / 1500);
-    for (unsigned number = 1; number <= pieces; number++) {
-        emulate_fault("dma", number, "");
-        bench_open(&bench);
-        CHECK_EQUAL(bench_fetch(&bench), SS_OK);
-        bench_close(&bench);
-        emulate_fault("dma", number, "+");
-        bench_open(&bench);
-        CHECK_EQUAL(bench_fetch(&bench), SS_DEVICE);
-        bench_close(&bench);
+    for (unsigned i = 0; i < 2 * pieces; i++) {
+        bench_close(bench);
+        emulate_fault("dma", i / 2 + 1, i % 2 ? "+" : "");
+        bench_open(bench);
+        CHECK_EQUAL(fetch(bench), i % 2 ? SS_DEVICE : SS_OK);
     }
     emulate("FAULT", NULL);
     emulate("MAX_BUF_BYTES", NULL);
-    bench_stop(&bench);
 }
 
 /* ---- Memory that is elsewhere ----------------------------------------------------------------------------------- */
@@ -319,31 +250,22 @@ static enum ss_result store(const struct bench *bench, struct ss_batch *batch) {
     return result;
 }
 
-static void test_exported_memory(void) {
-    struct shape shape = default_shape();
-    struct bench bench = bench_start(&shape);
-    bench_open(&bench);
-    struct ss_batch *batch = fixture_round(bench.fixture);
-    struct elsewhere elsewhere = export_memory(batch->groups->memory, bench.fixture->size);
-    CHECK_EQUAL(ss_memory_register(bench.pipeline, &elsewhere.memory, &batch->groups->registered), SS_OK);
+PIPELINE_TEST(test_exported_memory, AS_BEFORE, AS_BEFORE) {
+    struct ss_batch *batch = bench_begin(bench);
+    struct elsewhere elsewhere = export_memory(batch->groups->memory, bench->fixture->size);
+    CHECK_EQUAL(ss_memory_register(bench->pipeline, &elsewhere.memory, &batch->groups->registered), SS_OK);
     CHECK(ss_memory_address(batch->groups->registered) == batch->groups->memory);
-    CHECK_EQUAL(pipeline_fetch(bench.pipeline, batch, bench.sockets, SOCKETS), SS_OK);
-    CHECK(memcmp(batch->groups->memory, bench.fixture->expected, bench.fixture->size) == 0);
+    CHECK_EQUAL(bench_fetch(bench), SS_OK);
+    CHECK(memcmp(batch->groups->memory, bench->fixture->expected, bench->fixture->size) == 0);
     ss_export_close(elsewhere.exported);
-    memset(batch->groups->memory, 0, bench.fixture->size);
-    CHECK_EQUAL(pipeline_fetch(bench.pipeline, batch, bench.sockets, SOCKETS), SS_DEVICE);
-    CHECK_EQUAL(store(&bench, batch), SS_DEVICE);
+    memset(batch->groups->memory, 0, bench->fixture->size);
+    CHECK_EQUAL(bench_fetch(bench), SS_DEVICE);
+    CHECK_EQUAL(store(bench, batch), SS_DEVICE);
     ss_memory_release(batch->groups->registered);
-    CHECK_EQUAL(bench_fetch(&bench), SS_OK); /* to other memory */
-    batch->groups->registered = NULL;
-    batch_free(batch);
-    bench_stop(&bench);
+    CHECK_EQUAL(fetch(bench), SS_OK); /* to other memory */
 }
 
-static void test_descriptors_that_are_none(void) {
-    struct shape shape = default_shape();
-    struct bench bench = bench_start(&shape);
-    bench_open(&bench);
+PIPELINE_TEST(test_descriptors_that_are_none, AS_BEFORE, AS_BEFORE) {
     uint8_t bytes[4096] = {0};
     struct elsewhere elsewhere = export_memory(bytes, sizeof bytes);
     uint8_t forged[512];
@@ -355,10 +277,10 @@ static void test_descriptors_that_are_none(void) {
         struct ss_registered_memory *destination = NULL;
         memcpy(forged, elsewhere.memory.descriptor, size);
         forged[i] ^= 0x10;
-        CHECK_EQUAL(ss_memory_register(bench.pipeline, &memory, &destination), SS_BAD_ARGUMENT);
+        CHECK_EQUAL(ss_memory_register(bench->pipeline, &memory, &destination), SS_BAD_ARGUMENT);
         memcpy(forged, elsewhere.memory.descriptor, size);
         memory.descriptor_size = i;
-        CHECK_EQUAL(ss_memory_register(bench.pipeline, &memory, &destination), SS_BAD_ARGUMENT);
+        CHECK_EQUAL(ss_memory_register(bench->pipeline, &memory, &destination), SS_BAD_ARGUMENT);
         memory.descriptor_size = size;
     }
     ss_export_close(elsewhere.exported);
@@ -367,38 +289,29 @@ static void test_descriptors_that_are_none(void) {
     CHECK_EQUAL(ss_export_open("", bytes, 0, -1, &none), SS_BAD_ARGUMENT);
     CHECK_EQUAL(ss_export_open("", bytes, UINT64_MAX, -1, &none), SS_BAD_ARGUMENT);
     CHECK_EQUAL(ss_export_open("mlx5_9", bytes, sizeof bytes, -1, &none), SS_NOT_SUPPORTED);
-    bench_stop(&bench);
 }
 
-static void test_a_fault_at_each_task_of_a_store(void) {
+PIPELINE_TEST(test_a_fault_at_each_task_of_a_store, AS_BEFORE, AS_BEFORE) {
     static const char *const repeats[] = {"", "+", "*"};
-    struct shape shape = default_shape();
-    struct bench bench = bench_start(&shape);
-    struct ss_batch *batch = fixture_round(bench.fixture);
-    memcpy(batch->groups->memory, bench.fixture->source, bench.fixture->size);
-    struct elsewhere elsewhere = export_memory(batch->groups->memory, bench.fixture->size);
-    for (unsigned i = 0; i < 3 * shape.chunks * shape.slices; i++) {
+    struct ss_batch *batch = bench_begin(bench);
+    memcpy(batch->groups->memory, bench->fixture->source, bench->fixture->size);
+    for (unsigned i = 0; i < 3 * bench->shape.chunks * bench->shape.slices; i++) {
         if (test_is_brief() && i / 3 % 3 != i % 3) {
             continue;
         }
         const char *repeat = repeats[i % 3];
+        bench_close(bench); /* with the export: or the device would stay open, with the settings that it has */
         emulate_fault("dma", i / 3 + 1, repeat);
-        ss_export_close(elsewhere.exported); /* or the device would stay open, with the settings that it has */
-        elsewhere.exported = NULL;
-        bench_open(&bench);
-        elsewhere = export_memory(batch->groups->memory, bench.fixture->size);
-        CHECK_EQUAL(ss_memory_register(bench.pipeline, &elsewhere.memory, &batch->groups->registered), SS_OK);
-        enum ss_result result = store(&bench, batch);
+        bench_open(bench);
+        struct elsewhere elsewhere = export_memory(batch->groups->memory, bench->fixture->size);
+        CHECK_EQUAL(ss_memory_register(bench->pipeline, &elsewhere.memory, &batch->groups->registered), SS_OK);
+        enum ss_result result = store(bench, batch);
         CHECK(result == SS_OK || (result == SS_DEVICE && repeat[0] != '\0'));
         CHECK(result == SS_DEVICE || (repeat[0] != '+' && (repeat[0] != '*' || i / 3 > 0)));
         ss_memory_release(batch->groups->registered);
-        bench_close(&bench);
+        ss_export_close(elsewhere.exported);
     }
     emulate("FAULT", NULL);
-    ss_export_close(elsewhere.exported);
-    batch->groups->registered = NULL;
-    batch_free(batch);
-    bench_stop(&bench);
 }
 
 /* ---- The end ---------------------------------------------------------------------------------------------------- */
@@ -411,27 +324,20 @@ static void *cancel_soon(void *argument) {
 }
 
 /* A finished batch has nothing in flight, and a closed pipeline has freed everything. */
-static void test_a_batch_that_is_cancelled_while_engines_work(void) {
-    struct shape shape = default_shape();
-    struct bench bench = bench_start(&shape);
+PIPELINE_TEST(test_a_batch_that_is_cancelled_while_engines_work, AS_BEFORE, AS_BEFORE) {
+    bench_close(bench);
     emulate("LATENCY_US", "2000");
-    bench_open(&bench);
+    bench_open(bench);
     for (int repeat = 0; repeat < 5; repeat++) {
-        struct ss_batch *batch = fixture_round(bench.fixture);
         pthread_t thread;
-        CHECK(pthread_create(&thread, NULL, cancel_soon, batch) == 0);
-        enum ss_result result = pipeline_fetch(bench.pipeline, batch, bench.sockets, SOCKETS);
+        CHECK(pthread_create(&thread, NULL, cancel_soon, bench_begin(bench)) == 0);
+        enum ss_result result = bench_fetch(bench);
         CHECK(result == SS_OK || result == SS_CANCELLED);
         pthread_join(thread, NULL);
-        batch_free(batch);
-        for (int i = 0; i < SOCKETS; i++) {
-            close(bench.sockets[i]);
-            bench.sockets[i] = server_connect(bench.server);
-        }
+        bench_reconnect(bench);
     }
-    CHECK_EQUAL(bench_fetch(&bench), SS_OK);
+    CHECK_EQUAL(fetch(bench), SS_OK);
     emulate("LATENCY_US", NULL);
-    bench_stop(&bench);
 }
 
 static void test_it_says_what_it_is(void) {
@@ -443,23 +349,20 @@ int main(void) {
     CHECK(setenv("SHADOWSERVE_TEST_BACKEND", "doca", 1) == 0);
     test_it_says_what_it_is();
     test_settings_that_change_nothing();
-    test_slices_of_the_largest_size();
-    test_devices_by_name();
-    test_a_device_that_cannot_and_none_at_all();
-    test_options_that_engines_do_not_take();
-    test_two_pipelines_on_one_device();
-    test_data_that_is_wrong(SS_CODEC_DEFLATE);
+    test_slices_of_the_largest_size(0);
+    test_devices_by_name(0);
+    test_a_device_that_cannot_and_none_at_all(0);
+    test_options_that_engines_do_not_take(0);
+    test_two_pipelines_on_one_device(0);
+    test_wrong_deflate_data(0);
     if (ss_codec_implementation(SS_CODEC_LZ4) != NULL) {
-        test_data_that_is_wrong(SS_CODEC_LZ4);
+        test_wrong_lz4_data(0);
     }
-    test_a_fault_at_each_task_of_a_fetch("decompress", "stop", "0");
-    test_a_fault_at_each_task_of_a_fetch("decompress", "continue", "5");
-    test_a_fault_at_each_task_of_a_fetch("dma", "stop", "0");
-    test_a_fault_at_each_task_of_a_fetch("dma", "stop", "9");
-    test_a_fault_at_each_piece();
-    test_exported_memory();
-    test_descriptors_that_are_none();
-    test_a_fault_at_each_task_of_a_store();
-    test_a_batch_that_is_cancelled_while_engines_work();
+    test_a_fault_at_each_task_of_a_fetch(0);
+    test_a_fault_at_each_piece(0);
+    test_exported_memory(0);
+    test_descriptors_that_are_none(0);
+    test_a_fault_at_each_task_of_a_store(0);
+    test_a_batch_that_is_cancelled_while_engines_work(0);
     return 0;
 }

@@ -6,69 +6,32 @@
  * The emulator never completes some tasks. An abandoned device stays open until the process ends, and an open device
  * keeps its settings, so each case uses another card.
  */
-#include <string.h>
-#include <unistd.h>
-
 #include "pipeline_support.h"
 
-enum { SOCKETS = 2 };
-
-struct bench {
-    struct fixture *fixture;
-    struct server *server;
-    struct ss_pipeline *pipeline;
-    int32_t sockets[SOCKETS];
-};
-
-static void emulate(const char *name, const char *value) {
-    char variable[64];
-    (void)snprintf(variable, sizeof variable, "DOCA_EMULATOR_%s", name);
-    CHECK((value != NULL ? setenv(variable, value, 1) : unsetenv(variable)) == 0);
+static void hang_start(struct bench *bench, const char *device, uint32_t device_timeout_ms) {
+    *bench = (struct bench){.shape = default_shape()};
+    bench_prepare(bench);
+    bench->options.device = device;
+    bench->options.device_timeout_ms = device_timeout_ms;
+    bench_start(bench);
 }
 
-static struct bench bench_start(const char *device, uint32_t device_timeout_ms) {
-    struct shape shape = default_shape();
-    struct bench bench = {.fixture = fixture_make(&shape), .server = server_start()};
-    fixture_serve(bench.fixture, bench.server);
-    for (int i = 0; i < SOCKETS; i++) {
-        bench.sockets[i] = server_connect(bench.server);
-    }
-    struct ss_pipeline_options options = pipeline_options(bench.fixture, 0);
-    options.device = device;
-    options.device_timeout_ms = device_timeout_ms;
-    CHECK_EQUAL(ss_pipeline_create(&options, &bench.pipeline), SS_OK);
-    return bench;
-}
-
-static void bench_stop(struct bench *bench) {
-    ss_pipeline_destroy(bench->pipeline);
-    for (int i = 0; i < SOCKETS; i++) {
-        close(bench->sockets[i]);
-    }
-    server_stop(bench->server);
-    fixture_free(bench->fixture);
-}
-
-/* Runs a batch and checks that all pieces with SS_OK are in place; returns its result. */
-static enum ss_result bench_fetch(struct bench *bench) {
-    struct ss_batch *batch = fixture_round(bench->fixture);
-    enum ss_result result = pipeline_fetch(bench->pipeline, batch, bench->sockets, SOCKETS);
-    CHECK(batch->sockets_in_sync);
-    for (uint32_t i = 0; i < batch->piece_count; i++) {
-        CHECK(batch->pieces[i].result != SS_OK || fixture_matches(bench->fixture, batch, i));
-    }
-    batch_free(batch);
+static enum ss_result fetch(struct bench *bench) {
+    bench_begin(bench);
+    enum ss_result result = bench_fetch(bench);
+    CHECK(bench->batch->sockets_in_sync);
     return result;
 }
 
 static void test_tasks_that_never_end(const char *device, const char *tasks) {
+    struct bench bench;
     emulate("HANG", tasks);
-    struct bench bench = bench_start(device, 300);
+    hang_start(&bench, device, 300);
     CHECK_EQUAL(ss_pipeline_given_up(bench.pipeline), 0);
-    CHECK_EQUAL(bench_fetch(&bench), SS_DEVICE);
+    CHECK_EQUAL(fetch(&bench), SS_DEVICE);
     CHECK_EQUAL(ss_pipeline_given_up(bench.pipeline), 1);
     for (int repeat = 0; repeat < 3; repeat++) {
-        CHECK_EQUAL(bench_fetch(&bench), SS_DEVICE); /* it is not asked again */
+        CHECK_EQUAL(fetch(&bench), SS_DEVICE); /* it is not asked again */
     }
     emulate("HANG", NULL);
     bench_stop(&bench);
@@ -76,9 +39,10 @@ static void test_tasks_that_never_end(const char *device, const char *tasks) {
 
 /* The way back: what is to be stored is collected from memory that only the device reaches. */
 static void test_a_store_that_never_ends(const char *device) {
+    struct bench bench;
     emulate("HANG", "dma:2");
-    struct bench bench = bench_start(device, 300);
-    struct ss_batch *batch = fixture_round(bench.fixture);
+    hang_start(&bench, device, 300);
+    struct ss_batch *batch = bench_begin(&bench);
     struct ss_export *exported = NULL;
     struct ss_memory memory = {
         .kind = SS_MEMORY_EXPORTED, .address = batch->groups->memory, .size = bench.fixture->size};
@@ -97,18 +61,17 @@ static void test_a_store_that_never_ends(const char *device) {
     }
     emulate("HANG", NULL);
     ss_memory_release(batch->groups->registered);
-    batch->groups->registered = NULL;
     ss_export_close(exported);
-    batch_free(batch);
     bench_stop(&bench);
 }
 
 /* A slow device that completes some work at intervals is not abandoned. */
 static void test_a_slow_device_is_not_given_up(const char *device) {
+    struct bench bench;
     emulate("LATENCY_US", "400000");
-    struct bench bench = bench_start(device, 3000);
+    hang_start(&bench, device, 3000);
     for (int repeat = 0; repeat < 5; repeat++) {
-        CHECK_EQUAL(bench_fetch(&bench), SS_OK);
+        CHECK_EQUAL(fetch(&bench), SS_OK);
     }
     CHECK_EQUAL(ss_pipeline_given_up(bench.pipeline), 0);
     emulate("LATENCY_US", NULL);

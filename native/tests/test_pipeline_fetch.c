@@ -3,56 +3,31 @@
 #include <dirent.h>
 #include <string.h>
 #include <sys/resource.h>
-#include <unistd.h>
 
 #include "pipeline_support.h"
 
-enum { SOCKETS_MAX = 3 };
-
-static void check_all_delivered(const struct fixture *fixture, const struct ss_batch *batch) {
-    for (uint32_t i = 0; i < batch->piece_count; i++) {
-        CHECK_EQUAL(batch->pieces[i].result, SS_OK);
-        CHECK(fixture_matches(fixture, batch, i));
-    }
-    CHECK_EQUAL(batch->delivered_bytes, fixture->size);
-    CHECK(batch->received_bytes > fixture->stored_bytes);
-    CHECK(batch->received_bytes < fixture->stored_bytes + 64ULL * SOCKETS_MAX * batch->piece_count);
-    CHECK_EQUAL(batch->sockets_in_sync, 1);
-}
-
-static void fetch_and_check(struct fixture *fixture, struct ss_pipeline *pipeline, struct server *server,
-                            uint32_t socket_count) {
-    int32_t sockets[SOCKETS_MAX];
-    for (uint32_t i = 0; i < socket_count; i++) {
-        sockets[i] = server_connect(server);
-    }
-    for (int repeat = 0; repeat < 2; repeat++) { /* the second time on connections that have been used */
-        struct ss_batch *batch = fixture_round(fixture);
-        CHECK_EQUAL(pipeline_fetch(pipeline, batch, sockets, socket_count), SS_OK);
-        check_all_delivered(fixture, batch);
-        batch_free(batch);
-    }
-    for (uint32_t i = 0; i < socket_count; i++) {
-        close(sockets[i]);
+/* Fetches two batches over 'sockets' connections: the second on connections that have been used. */
+static void fetch_and_check(struct bench *bench, uint32_t sockets) {
+    for (int repeat = 0; repeat < 2; repeat++) {
+        const struct ss_batch *batch = bench_begin(bench);
+        CHECK_EQUAL(bench_fetch_over(bench, sockets), SS_OK);
+        check_delivered(bench);
+        CHECK(batch->received_bytes > bench->fixture->stored_bytes);
+        CHECK(batch->received_bytes < bench->fixture->stored_bytes + 64ULL * SOCKETS_MAX * batch->piece_count);
     }
 }
 
 /* Makes what 'shape' says, serves it, fetches it with 1 to 3 connections. */
 static void run_shape(const struct shape *shape, int fused, uint32_t queue_depth, uint32_t requests_in_flight) {
-    struct fixture *fixture = fixture_make(shape);
-    struct server *server = server_start();
-    fixture_serve(fixture, server);
-    struct ss_pipeline_options options = pipeline_options(fixture, fused);
-    options.queue_depth = queue_depth;
-    options.requests_in_flight = requests_in_flight;
-    struct ss_pipeline *pipeline;
-    CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
-    for (uint32_t sockets = 1; sockets <= SOCKETS_MAX; sockets++) {
-        fetch_and_check(fixture, pipeline, server, sockets);
+    struct bench bench = {.fused = fused, .shape = *shape};
+    bench_prepare(&bench);
+    bench.options.queue_depth = queue_depth;
+    bench.options.requests_in_flight = requests_in_flight;
+    bench_start(&bench);
+    for (uint32_t sockets = 1; sockets <= 3; sockets++) {
+        fetch_and_check(&bench, sockets);
     }
-    ss_pipeline_destroy(pipeline);
-    server_stop(server);
-    fixture_free(fixture);
+    bench_stop(&bench);
 }
 
 static void test_every_codec_and_quantizer(int fused) {
@@ -127,41 +102,25 @@ static void test_largest_slice_there_is(int fused) {
     run_shape(&shape, fused, 4, 4);
 }
 
-static void test_answers_split_byte_by_byte(int fused) {
-    struct shape shape = default_shape();
-    shape.chunks = 3;
-    shape.slices = 3;
-    shape.vectors = 2;
-    struct fixture *fixture = fixture_make(&shape);
-    struct server *server = server_start();
-    fixture_serve(fixture, server);
-    for (uint32_t i = 0; i < shape.chunks; i++) {
-        server_fault(server, fixture->chunks[i].key, fixture->chunks[i].key_length, FAULT_BYTE_BY_BYTE);
+PIPELINE_TEST(test_answers_split_byte_by_byte, (shape->chunks = 3, shape->slices = 3, shape->vectors = 2), AS_BEFORE) {
+    for (uint32_t i = 0; i < bench->shape.chunks; i++) {
+        bench_fault(bench, i, FAULT_BYTE_BY_BYTE);
     }
-    struct ss_pipeline_options options = pipeline_options(fixture, fused);
-    struct ss_pipeline *pipeline;
-    CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
-    fetch_and_check(fixture, pipeline, server, 2);
-    ss_pipeline_destroy(pipeline);
-    server_stop(server);
-    fixture_free(fixture);
+    fetch_and_check(bench, 2);
 }
 
-static void test_statistics_count_every_slice_once(int fused) {
-    struct shape shape = default_shape();
-    struct fixture *fixture = fixture_make(&shape);
-    struct server *server = server_start();
-    fixture_serve(fixture, server);
-    struct ss_pipeline_options options = pipeline_options(fixture, fused);
-    struct ss_pipeline *pipeline;
-    CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
-    CHECK(ss_pipeline_locked_bytes(pipeline) <= options.decompression_bytes + options.dequantization_bytes +
-                                                    options.dma_source_bytes + options.store_bytes + (24 << 20));
-    fetch_and_check(fixture, pipeline, server, 2);
+PIPELINE_TEST(test_statistics_count_every_slice_once, AS_BEFORE, AS_BEFORE) {
+    const struct ss_pipeline_options *options = &bench->options;
+    const struct fixture *fixture = bench->fixture;
+    CHECK(ss_pipeline_locked_bytes(bench->pipeline) <= options->decompression_bytes + options->dequantization_bytes +
+                                                           options->dma_source_bytes + options->store_bytes +
+                                                           (24 << 20));
+    fetch_and_check(bench, 2);
     struct ss_stage_statistics statistics[SS_STAGE_COUNT];
-    ss_pipeline_statistics(pipeline, statistics);
-    uint64_t slices = 2ULL * shape.chunks * shape.slices;
+    ss_pipeline_statistics(bench->pipeline, statistics);
+    uint64_t slices = 2ULL * bench->shape.chunks * bench->shape.slices;
     uint64_t symbols = fixture->size; /* bytes of symbols of two batches: half of bfloat16, twice */
+    int fused = bench->fused;
     CHECK_EQUAL(statistics[SS_STAGE_NET].items, slices);
     CHECK_EQUAL(statistics[SS_STAGE_NET].output_bytes, 2 * fixture->stored_bytes);
     CHECK(statistics[SS_STAGE_NET].input_bytes > 2 * fixture->stored_bytes);
@@ -175,26 +134,12 @@ static void test_statistics_count_every_slice_once(int fused) {
     CHECK(statistics[SS_STAGE_DECOMPRESS].busy_ns > 0 && statistics[SS_STAGE_DEQUANTIZE].busy_ns > 0);
     CHECK(statistics[SS_STAGE_NET].busy_ns > 0 && (fused || statistics[SS_STAGE_DMA].busy_ns > 0));
     CHECK_EQUAL(statistics[SS_STAGE_QUANTIZE].items, 0);
-    ss_pipeline_destroy(pipeline);
-    server_stop(server);
-    fixture_free(fixture);
 }
 
-static void test_a_batch_of_nothing(void) {
-    struct shape shape = default_shape();
-    struct fixture *fixture = fixture_make(&shape);
-    struct server *server = server_start();
-    struct ss_pipeline_options options = pipeline_options(fixture, 1);
-    struct ss_pipeline *pipeline;
-    CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
-    int32_t socket = server_connect(server);
+PIPELINE_TEST(test_a_batch_of_nothing, AS_BEFORE, AS_BEFORE) {
     struct ss_batch batch = {.deadline_ns = after_patience()};
-    CHECK_EQUAL(pipeline_fetch(pipeline, &batch, &socket, 1), SS_OK);
+    CHECK_EQUAL(pipeline_fetch(bench->pipeline, &batch, bench->sockets, 1), SS_OK);
     CHECK_EQUAL(batch.sockets_in_sync, 1);
-    close(socket);
-    ss_pipeline_destroy(pipeline);
-    server_stop(server);
-    fixture_free(fixture);
 }
 
 /* Reads a small file of /proc; returns its length, 0 where it is gone. */
@@ -238,39 +183,25 @@ static void check_threads(uint32_t expected) {
     CHECK_EQUAL(found, expected);
 }
 
-static void store_once(const struct fixture *fixture, struct ss_pipeline *pipeline) {
-    struct ss_batch *batch = fixture_round(fixture);
-    uint64_t offset = 0;
+static void store_once(struct bench *bench) {
+    struct ss_batch *batch = bench_begin(bench);
     for (uint32_t i = 0; i < batch->piece_count; i++) {
-        batch->pieces[i].decompression_offset = offset;
-        offset += 2 * fixture->size / batch->piece_count;
+        batch->pieces[i].decompression_offset = i * (2 * bench->fixture->size / batch->piece_count);
     }
-    memcpy(batch->groups->memory, fixture->source, fixture->size);
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_OK);
-    batch_free(batch);
+    memcpy(batch->groups->memory, bench->fixture->source, bench->fixture->size);
+    CHECK_EQUAL(ss_pipeline_encode(bench->pipeline, batch), SS_OK);
 }
 
-static void test_threads_are_named_and_pinned(void) {
-    static const int32_t first[4] = {0, 0, 0, 0};
-    struct shape shape = default_shape();
-    struct fixture *fixture = fixture_make(&shape);
-    struct server *server = server_start();
-    fixture_serve(fixture, server);
-    struct ss_pipeline_options options = pipeline_options(fixture, 0);
-    options.net_cores = first;
-    options.decompress_cores = first;
-    options.dequantize_cores = first;
-    options.dma_cores = first;
-    options.store_cores = first;
-    struct ss_pipeline *pipeline;
-    CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
-    fetch_and_check(fixture, pipeline, server, 3);
-    store_once(fixture, pipeline); /* so that the store threads have surely begun, and lowered their priority */
-    check_threads(options.net_threads + options.decompress_threads + options.dequantize_threads + options.dma_threads +
-                  options.store_threads);
-    ss_pipeline_destroy(pipeline);
-    server_stop(server);
-    fixture_free(fixture);
+static const int32_t first_core[4] = {0, 0, 0, 0};
+
+PIPELINE_TEST(test_threads_are_named_and_pinned, AS_BEFORE,
+              options->net_cores = options->decompress_cores = options->dequantize_cores = options->dma_cores =
+                  options->store_cores = first_core) {
+    const struct ss_pipeline_options *options = &bench->options;
+    fetch_and_check(bench, 3);
+    store_once(bench); /* so that the store threads have surely begun, and lowered their priority */
+    check_threads(options->net_threads + options->decompress_threads + options->dequantize_threads +
+                  options->dma_threads + options->store_threads);
 }
 
 static void test_options_that_make_no_sense(void) {
@@ -278,24 +209,21 @@ static void test_options_that_make_no_sense(void) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
     struct ss_pipeline_options good = pipeline_options(fixture, 0);
-    struct ss_pipeline_options bad[11];
-    for (size_t i = 0; i < 11; i++) {
-        bad[i] = good;
-    }
-    bad[0].options_size -= 1;
-    bad[1].backend = NULL;
-    bad[2].net_threads = 0;
-    bad[3].decompress_threads = 0;
-    bad[4].dequantize_threads = 0;
-    bad[5].dma_threads = 0;
-    bad[6].queue_depth = 0;
-    bad[7].requests_in_flight = 0;
-    bad[8].net_cores = wrong;
-    bad[9].decompression_bytes = 0;
-    bad[10].poll_interval_us = 1000001;
     struct ss_pipeline *pipeline = NULL;
-    for (size_t i = 0; i < 11; i++) {
-        CHECK_EQUAL(ss_pipeline_create(&bad[i], &pipeline), SS_BAD_ARGUMENT);
+    for (int i = 0; i < 11; i++) {
+        struct ss_pipeline_options bad = good;
+        bad.options_size -= i == 0;
+        bad.backend = i == 1 ? NULL : bad.backend;
+        bad.net_threads *= i != 2;
+        bad.decompress_threads *= i != 3;
+        bad.dequantize_threads *= i != 4;
+        bad.dma_threads *= i != 5;
+        bad.queue_depth *= i != 6;
+        bad.requests_in_flight *= i != 7;
+        bad.net_cores = i == 8 ? wrong : bad.net_cores;
+        bad.decompression_bytes *= i != 9;
+        bad.poll_interval_us = i == 10 ? 1000001 : bad.poll_interval_us;
+        CHECK_EQUAL(ss_pipeline_create(&bad, &pipeline), SS_BAD_ARGUMENT);
     }
     good.backend = "abacus";
     CHECK_EQUAL(ss_pipeline_create(&good, &pipeline), SS_NOT_SUPPORTED);
@@ -319,8 +247,8 @@ int main(void) {
         test_fewer_slices_than_connections(fused);
         test_statistics_count_every_slice_once(fused);
     }
-    test_a_batch_of_nothing();
-    test_threads_are_named_and_pinned();
+    test_a_batch_of_nothing(1);
+    test_threads_are_named_and_pinned(0);
     test_options_that_make_no_sense();
     return 0;
 }

@@ -3,9 +3,7 @@
  * test_pipeline_layers.c - batches in one request, KV.LAYERS: what is answered, well and badly, and what a failure
  * costs
  */
-#include <pthread.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "pipeline_support.h"
 
@@ -21,105 +19,52 @@ struct answer {
     size_t size;
 };
 
-struct bench {
-    int fused;
-    struct fixture *fixture;
-    struct server *server;
-    struct ss_pipeline *pipeline;
-    struct ss_batch *batch;
-    struct ss_layers layers;
-    struct answer answer;
-    int32_t socket;
-    int out_of_sync; /* it cannot be used again */
-};
-
-/* A layer of a chunk as a piece; the offsets of its slices begin at its own first byte. */
-static struct ss_piece piece_of(struct bench *bench, uint32_t chunk, uint32_t layer) {
-    struct ss_piece piece = bench->fixture->chunks[chunk];
-    piece.result = (enum ss_result)99; /* must be overwritten */
-    piece.layer = layer;
-    piece.slice_first += layer * LAYER_SLICES;
-    piece.slice_count = LAYER_SLICES;
-    piece.body_length = 0;
-    const struct ss_slice *slices = &bench->fixture->slices[piece.slice_first];
-    for (uint32_t i = 0; i < LAYER_SLICES; i++) {
-        piece.body_length += (uint64_t)slices[i].scales_length + slices[i].encoded_length;
-        bench->batch->slices[piece.slice_first + i] = slices[i];
-        bench->batch->slices[piece.slice_first + i].offset -= slices[0].offset;
-    }
-    piece.record_offset += slices[0].offset;
-    piece.decompression_offset += slices[0].offset;
-    piece.dequantization_offset += (uint64_t)layer * LAYER_SLICES * slices[0].decoded_length;
-    return piece;
-}
+static struct answer answer;
+static struct ss_layers layers;
+static int out_of_sync; /* the connection cannot be used again */
 
 static struct ss_batch *batch_begin(struct bench *bench) {
-    if (bench->batch != NULL) {
-        batch_free(bench->batch);
-    }
-    struct ss_batch *batch = bench->batch = fixture_round(bench->fixture);
+    struct ss_batch *batch = bench_begin(bench);
     free(batch->pieces);
     batch->pieces = calloc(PIECES, sizeof *batch->pieces);
     CHECK(batch->pieces != NULL);
     batch->piece_count = PIECES;
     for (uint32_t i = 0; i < PIECES; i++) {
-        batch->pieces[i] = piece_of(bench, i % CHUNKS, i / CHUNKS);
+        batch->pieces[i] = fixture_piece(bench->fixture, batch->slices, i % CHUNKS, i / CHUNKS, 1, LAYER_SLICES);
     }
-    bench->layers = (struct ss_layers){
+    layers = (struct ss_layers){
         .request = (const uint8_t *)request, .request_size = sizeof request - 1, .layers = LAYERS, .keys = CHUNKS};
-    batch->layers = &bench->layers;
+    batch->layers = &layers;
     return batch;
 }
 
-static struct bench *bench_start(int fused) {
-    struct bench *bench = calloc(1, sizeof *bench);
-    CHECK(bench != NULL);
-    struct shape shape = default_shape();
-    shape.chunks = CHUNKS;
-    shape.slices = LAYERS * LAYER_SLICES;
-    bench->fused = fused;
-    bench->fixture = fixture_make(&shape);
-    bench->server = server_start();
-    fixture_serve(bench->fixture, bench->server);
-    const struct ss_pipeline_options options = pipeline_options(bench->fixture, fused);
-    CHECK_EQUAL(ss_pipeline_create(&options, &bench->pipeline), SS_OK);
-    bench->socket = server_connect(bench->server);
-    return bench;
-}
-
-static void bench_stop(struct bench *bench) {
-    batch_free(bench->batch);
-    ss_pipeline_destroy(bench->pipeline);
-    close(bench->socket);
-    server_stop(bench->server);
-    fixture_free(bench->fixture);
-    free(bench);
-}
+#define LAYERS_TEST(name)                                                                                              \
+    PIPELINE_TEST(name, (shape->chunks = CHUNKS, shape->slices = LAYERS * LAYER_SLICES), AS_BEFORE)
 
 /* ---- Answers ------------------------------------------------------------------------------------------------- */
 
-static void add(struct answer *answer, const void *data, size_t size) {
-    CHECK(answer->size + size <= ANSWER_MAX);
-    memcpy(answer->bytes + answer->size, data, size);
-    answer->size += size;
+static void add(const void *data, size_t size) {
+    CHECK(answer.size + size <= ANSWER_MAX);
+    memcpy(answer.bytes + answer.size, data, size);
+    answer.size += size;
 }
 
-static void add_line(struct answer *answer, const char *type, uint64_t number) {
+static void add_line(const char *type, uint64_t number) {
     char line[32];
-    add(answer, line, (size_t)snprintf(line, sizeof line, "%s%llu\r\n", type, (unsigned long long)number));
+    add(line, (size_t)snprintf(line, sizeof line, "%s%llu\r\n", type, (unsigned long long)number));
 }
 
 /* Begins an answer; chunks whose bit is set are missing, or have the given length. */
 static void add_head(struct bench *bench, unsigned others, uint64_t other_bytes) {
-    bench->answer.size = 0;
-    add_line(&bench->answer, "*", 1 + LAYERS);
-    add_line(&bench->answer, "*", CHUNKS);
+    answer.size = 0;
+    add_line("*", 1 + LAYERS);
+    add_line("*", CHUNKS);
     for (uint32_t chunk = 0; chunk < CHUNKS; chunk++) {
         int other = others >> chunk & 1;
         if (other && other_bytes == 0) {
-            add(&bench->answer, "$-1\r\n", 5);
+            add("$-1\r\n", 5);
         } else {
-            add_line(&bench->answer, ":", other ? other_bytes : bench->fixture->chunks[chunk].body_length);
+            add_line(":", other ? other_bytes : bench->fixture->chunks[chunk].body_length);
         }
     }
 }
@@ -132,7 +77,6 @@ static const uint8_t *stored(const struct bench *bench, const struct ss_piece *p
 /* Adds a layer; chunks whose bit is set have the given number of bytes, which no piece expects. */
 static void add_layer(struct bench *bench, uint32_t layer, unsigned others, uint32_t other_bytes) {
     static const uint8_t nothing[100 << 10];
-    struct answer *answer = &bench->answer;
     uint32_t lengths[CHUNKS];
     uint64_t size = sizeof lengths;
     for (uint32_t chunk = 0; chunk < CHUNKS; chunk++) {
@@ -140,17 +84,17 @@ static void add_layer(struct bench *bench, uint32_t layer, unsigned others, uint
         lengths[chunk] = others >> chunk & 1 ? other_bytes : (uint32_t)piece->body_length;
         size += lengths[chunk];
     }
-    add_line(answer, "$", size);
+    add_line("$", size);
     for (uint32_t chunk = 0; chunk < CHUNKS; chunk++) {
         const uint8_t bytes[4] = {(uint8_t)lengths[chunk], (uint8_t)(lengths[chunk] >> 8),
                                   (uint8_t)(lengths[chunk] >> 16), (uint8_t)(lengths[chunk] >> 24)};
-        add(answer, bytes, sizeof bytes);
+        add(bytes, sizeof bytes);
     }
     for (uint32_t chunk = 0; chunk < CHUNKS; chunk++) {
         const struct ss_piece *piece = &bench->batch->pieces[layer * CHUNKS + chunk];
-        add(answer, others >> chunk & 1 ? nothing : stored(bench, piece), lengths[chunk]);
+        add(others >> chunk & 1 ? nothing : stored(bench, piece), lengths[chunk]);
     }
-    add(answer, "\r\n", 2);
+    add("\r\n", 2);
 }
 
 static void answer_all(struct bench *bench) {
@@ -162,33 +106,22 @@ static void answer_all(struct bench *bench) {
 
 /* ---- Batches -------------------------------------------------------------------------------------------------- */
 
-static int is_in_place(const struct bench *bench, const struct ss_piece *piece) {
-    const struct shape *shape = &bench->fixture->shape;
-    size_t size = (size_t)shape->vectors * shape->vector_length * ss_dtype_size(shape->dtype);
-    int same = 1;
-    for (uint32_t i = 0; i < piece->slice_count; i++) {
-        uint64_t offset = bench->batch->slices[piece->slice_first + i].memory_offset;
-        same &= memcmp(bench->batch->groups->memory + offset, bench->fixture->expected + offset, size) == 0;
-    }
-    return same;
-}
-
 /* Runs a batch, on a new connection where the last one is out of step. */
 static enum ss_result fetch(struct bench *bench) {
-    if (bench->out_of_sync) {
-        close(bench->socket);
-        bench->socket = server_connect(bench->server);
+    if (out_of_sync) {
+        bench_reconnect(bench);
     }
-    enum ss_result result = pipeline_fetch(bench->pipeline, bench->batch, &bench->socket, 1);
-    bench->out_of_sync = !bench->batch->sockets_in_sync;
+    enum ss_result result = pipeline_fetch(bench->pipeline, bench->batch, bench->sockets, 1);
+    out_of_sync = !bench->batch->sockets_in_sync;
     for (uint32_t i = 0; i < PIECES; i++) {
-        CHECK(bench->batch->pieces[i].result != SS_OK || is_in_place(bench, &bench->batch->pieces[i]));
+        CHECK(bench->batch->pieces[i].result != SS_OK ||
+              fixture_piece_matches(bench->fixture, bench->batch, &bench->batch->pieces[i]));
     }
     return result;
 }
 
 static enum ss_result fetch_answer(struct bench *bench, size_t step, enum fault then) {
-    server_answer_layers(bench->server, bench->answer.bytes, bench->answer.size, step, then);
+    server_answer_layers(bench->server, answer.bytes, answer.size, step, then);
     return fetch(bench);
 }
 
@@ -208,9 +141,8 @@ static void check_ends_at(const struct bench *bench, uint32_t first, enum ss_res
     CHECK_EQUAL(failed, first < CHUNKS);
 }
 
-static void test_a_batch_comes_in_one_answer_however_it_is_cut(int fused) {
+LAYERS_TEST(test_a_batch_comes_in_one_answer_however_it_is_cut) {
     static const size_t steps[] = {SIZE_MAX, 7, 1000, 1};
-    struct bench *bench = bench_start(fused);
     for (size_t i = 0; i < sizeof steps / sizeof steps[0] - (test_is_brief() ? 1 : 0); i++) {
         uint32_t progress = 0;
         batch_begin(bench);
@@ -220,17 +152,15 @@ static void test_a_batch_comes_in_one_answer_however_it_is_cut(int fused) {
         CHECK_EQUAL(fetch_answer(bench, steps[i], FAULT_NONE), SS_OK);
         check_ends_at(bench, CHUNKS, SS_OK);
         CHECK_EQUAL(progress, LAYERS);
-        CHECK_EQUAL(bench->batch->received_bytes, bench->answer.size);
+        CHECK_EQUAL(bench->batch->received_bytes, answer.size);
         CHECK_EQUAL(bench->batch->delivered_bytes, bench->fixture->size);
         CHECK_EQUAL(bench->batch->sockets_in_sync, 1);
-        CHECK_EQUAL(bench->layers.refused, 0);
+        CHECK_EQUAL(layers.refused, 0);
     }
-    bench_stop(bench);
 }
 
 /* The same socket then asks by ranges, and what is before a chunk that fails there is completed all the same. */
-static void test_a_server_that_does_not_know_it_is_asked_by_ranges(int fused) {
-    struct bench *bench = bench_start(fused);
+LAYERS_TEST(test_a_server_that_does_not_know_it_is_asked_by_ranges) {
     for (int damaged = 0; damaged < 2; damaged++) {
         batch_begin(bench);
         const struct ss_piece *chunk = &bench->fixture->chunks[3];
@@ -238,14 +168,12 @@ static void test_a_server_that_does_not_know_it_is_asked_by_ranges(int fused) {
         CHECK_EQUAL(fetch(bench), damaged ? SS_NOT_FOUND : SS_OK);
         check_ends_at(bench, damaged ? 3 : CHUNKS, SS_NOT_FOUND);
         CHECK_EQUAL(bench->batch->sockets_in_sync, 1);
-        CHECK_EQUAL(bench->layers.refused, 1);
-        CHECK(strncmp(bench->layers.error, "ERR unknown command 'KV.LAYERS'", 31) == 0);
+        CHECK_EQUAL(layers.refused, 1);
+        CHECK(strncmp(layers.error, "ERR unknown command 'KV.LAYERS'", 31) == 0);
     }
-    bench_stop(bench);
 }
 
-static void test_a_chunk_that_is_gone_costs_nothing_before_it(int fused) {
-    struct bench *bench = bench_start(fused);
+LAYERS_TEST(test_a_chunk_that_is_gone_costs_nothing_before_it) {
     for (uint32_t first = 0; first < CHUNKS; first++) {
         for (unsigned also = 0; also < 2; also++) {
             unsigned gone = 1U << first | (also ? 1U << (CHUNKS - 1) : 0);
@@ -259,13 +187,11 @@ static void test_a_chunk_that_is_gone_costs_nothing_before_it(int fused) {
             CHECK_EQUAL(bench->batch->sockets_in_sync, first > 0); /* where nothing is of use the rest is not read */
         }
     }
-    bench_stop(bench);
 }
 
 /* Lengths are not those that were planned for: longer than any buffer for what is dropped, or so in one layer alone. */
-static void test_a_record_that_was_replaced_is_not_taken(int fused) {
+LAYERS_TEST(test_a_record_that_was_replaced_is_not_taken) {
     static const uint32_t lengths[] = {1, 3000, 100 << 10};
-    struct bench *bench = bench_start(fused);
     for (size_t i = 0; i < sizeof lengths / sizeof lengths[0]; i++) {
         for (int late = 0; late < 2; late++) {
             batch_begin(bench);
@@ -278,37 +204,35 @@ static void test_a_record_that_was_replaced_is_not_taken(int fused) {
             CHECK_EQUAL(bench->batch->sockets_in_sync, 1);
         }
     }
-    bench_stop(bench);
 }
 
 /* All placed bytes passed every check, at any point of failure; and no thread waits for bytes that cannot arrive. */
-static void test_answers_that_are_none_break_the_connection(int fused) {
-    struct bench *bench = bench_start(fused);
+LAYERS_TEST(test_answers_that_are_none_break_the_connection) {
     const char *heads[] = {"*4\r\n*5\r\n", "*5\r\n*4\r\n",       "*5\r\n:5\r\n",       "$5\r\n", "+OK\r\n",
                            "_\r\n",        "*5\r\n*5\r\n$3\r\n", "*5\r\n*5\r\n+1\r\n", ":5\r\n", "HTTP/1.1 400\r\n"};
     for (size_t i = 0; i < sizeof heads / sizeof heads[0]; i++) {
         batch_begin(bench);
-        bench->answer.size = 0;
-        add(&bench->answer, heads[i], strlen(heads[i]));
+        answer.size = 0;
+        add(heads[i], strlen(heads[i]));
         CHECK_EQUAL(fetch_answer(bench, SIZE_MAX, FAULT_STALL), SS_PROTOCOL);
         check_ends_at(bench, 0, SS_PROTOCOL);
         CHECK_EQUAL(bench->batch->sockets_in_sync, 0);
     }
-    static const char *layers[] = {"$3\r\n", "$100000000\r\n", "_\r\n", ":7\r\n", "*1\r\n"};
-    for (size_t i = 0; i < sizeof layers / sizeof layers[0]; i++) {
+    static const char *bad_layers[] = {"$3\r\n", "$100000000\r\n", "_\r\n", ":7\r\n", "*1\r\n"};
+    for (size_t i = 0; i < sizeof bad_layers / sizeof bad_layers[0]; i++) {
         batch_begin(bench);
         add_head(bench, 0, 0);
         add_layer(bench, 0, 0, 0);
-        size_t before = bench->answer.size;
+        size_t before = answer.size;
         add_layer(bench, 1, 0, 0);
-        uint8_t *line_end = memchr(bench->answer.bytes + before, '\n', bench->answer.size - before);
-        size_t rest = bench->answer.size - (size_t)(line_end + 1 - bench->answer.bytes);
+        uint8_t *line_end = memchr(answer.bytes + before, '\n', answer.size - before);
+        size_t rest = answer.size - (size_t)(line_end + 1 - answer.bytes);
         uint8_t *copy = malloc(rest);
         CHECK(copy != NULL);
         memcpy(copy, line_end + 1, rest);
-        bench->answer.size = before;
-        add(&bench->answer, layers[i], strlen(layers[i]));
-        add(&bench->answer, copy, rest);
+        answer.size = before;
+        add(bad_layers[i], strlen(bad_layers[i]));
+        add(copy, rest);
         free(copy);
         CHECK_EQUAL(fetch_answer(bench, SIZE_MAX, FAULT_STALL), SS_PROTOCOL);
         CHECK_EQUAL(bench->batch->pieces[CHUNKS].result, SS_PROTOCOL);
@@ -316,85 +240,70 @@ static void test_answers_that_are_none_break_the_connection(int fused) {
     for (int behind = 0; behind < 2; behind++) {
         batch_begin(bench);
         answer_all(bench);
-        bench->answer.size -= behind ? 0 : 2;
-        add(&bench->answer, behind ? "$1" : "xx", 2);
+        answer.size -= behind ? 0 : 2;
+        add(behind ? "$1" : "xx", 2);
         enum ss_result result = fetch_answer(bench, SIZE_MAX, FAULT_STALL);
         CHECK(result == SS_PROTOCOL || result == SS_OK);
         CHECK_EQUAL(bench->batch->sockets_in_sync, 0);
     }
-    bench_stop(bench);
 }
 
-static void test_an_error_in_place_of_a_layer_is_told(int fused) {
-    struct bench *bench = bench_start(fused);
+LAYERS_TEST(test_an_error_in_place_of_a_layer_is_told) {
     batch_begin(bench);
     add_head(bench, 0, 0);
     add_layer(bench, 0, 0, 0);
     static const char error[] = "-ERR KV.LAYERS failed\r\n";
     for (uint32_t layer = 1; layer < LAYERS; layer++) {
-        add(&bench->answer, error, sizeof error - 1);
+        add(error, sizeof error - 1);
     }
     CHECK_EQUAL(fetch_answer(bench, SIZE_MAX, FAULT_STALL), SS_REFUSED);
     CHECK_EQUAL(bench->batch->pieces[CHUNKS].result, SS_REFUSED);
     CHECK(strcmp(bench->batch->pieces[CHUNKS].error, "ERR KV.LAYERS failed") == 0);
-    bench_stop(bench);
 }
 
 /* A byte is another, anywhere: of a piece it is found by its checksum, of anything else by its form. */
-static void test_damage_anywhere_is_never_delivered(int fused) {
-    struct bench *bench = bench_start(fused);
+LAYERS_TEST(test_damage_anywhere_is_never_delivered) {
     uint64_t state = 77;
     for (int i = 0; i < (test_is_brief() ? 40 : 400); i++) {
         batch_begin(bench);
         answer_all(bench);
-        bench->answer.bytes[random_next(&state) % (i % 2 ? bench->answer.size : 120)] ^= 1U << random_next(&state) % 8;
+        answer.bytes[random_next(&state) % (i % 2 ? answer.size : 120)] ^= 1U << random_next(&state) % 8;
         enum ss_result result = fetch_answer(bench, SIZE_MAX, FAULT_DISCONNECT);
         CHECK(result != SS_BAD_ARGUMENT && result != SS_CANCELLED && result != SS_DEADLINE);
-        bench->out_of_sync = 1; /* the server has closed it */
+        out_of_sync = 1; /* the server has closed it */
     }
-    bench_stop(bench);
 }
 
-static void test_an_answer_that_is_cut_keeps_what_was_whole(int fused) {
-    struct bench *bench = bench_start(fused);
+LAYERS_TEST(test_an_answer_that_is_cut_keeps_what_was_whole) {
     batch_begin(bench);
     answer_all(bench);
-    size_t size = bench->answer.size;
+    size_t size = answer.size;
     for (size_t cut = 0; cut < size; cut += cut < 100 ? 9 : size / 11) {
         batch_begin(bench);
-        bench->answer.size = cut;
+        answer.size = cut;
         CHECK_EQUAL(fetch_answer(bench, SIZE_MAX, FAULT_DISCONNECT), SS_DISCONNECTED);
         CHECK_EQUAL(bench->batch->sockets_in_sync, 0);
     }
-    bench_stop(bench);
 }
 
-static void *cancel_when_stalled(void *argument) {
-    struct bench *bench = argument;
-    server_wait_stalled(bench->server);
-    ss_batch_cancel(bench->batch);
-    return NULL;
-}
-
-static void test_a_batch_that_ends_early_is_quiet_and_its_connection_gone(int fused) {
-    struct bench *bench = bench_start(fused);
+LAYERS_TEST(test_a_batch_that_ends_early_is_quiet_and_its_connection_gone) {
     for (int late = 0; late < 2; late++) {
         batch_begin(bench);
         answer_all(bench);
-        bench->answer.size = bench->answer.size * 2 / 3;
-        server_answer_layers(bench->server, bench->answer.bytes, bench->answer.size, SIZE_MAX, FAULT_STALL);
+        answer.size = answer.size * 2 / 3;
+        server_answer_layers(bench->server, answer.bytes, answer.size, SIZE_MAX, FAULT_STALL);
         pthread_t thread;
         bench->batch->deadline_ns = late ? after_ms(50) : after_patience();
-        CHECK(late || pthread_create(&thread, NULL, cancel_when_stalled, bench) == 0);
+        if (!late) {
+            bench_cancel_stalled(bench, &thread);
+        }
         CHECK_EQUAL(fetch(bench), late ? SS_DEADLINE : SS_CANCELLED);
         CHECK(late || pthread_join(thread, NULL) == 0);
         CHECK_EQUAL(bench->batch->sockets_in_sync, 0);
     }
-    bench_stop(bench);
 }
 
-static void test_a_batch_that_is_no_such_request_is_refused(int fused) {
-    struct bench *bench = bench_start(fused);
+LAYERS_TEST(test_a_batch_that_is_no_such_request_is_refused) {
     for (int wrong = 0; wrong < 8; wrong++) {
         struct ss_batch *batch = batch_begin(bench);
         batch->layers->keys += wrong == 0;
@@ -413,10 +322,7 @@ static void test_a_batch_that_is_no_such_request_is_refused(int fused) {
         CHECK_EQUAL(fetch(bench), SS_BAD_ARGUMENT);
     }
     batch_begin(bench);
-    int32_t sockets[2] = {bench->socket, server_connect(bench->server)};
-    CHECK_EQUAL(pipeline_fetch(bench->pipeline, bench->batch, sockets, 2), SS_BAD_ARGUMENT);
-    close(sockets[1]);
-    bench_stop(bench);
+    CHECK_EQUAL(pipeline_fetch(bench->pipeline, bench->batch, bench->sockets, 2), SS_BAD_ARGUMENT);
 }
 
 int main(void) {

@@ -3,7 +3,6 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "pipeline_support.h"
 
@@ -14,8 +13,8 @@ static const uint8_t head[HEAD_BYTES] = "the record header, any bytes";
 /* A batch for ss_pipeline_encode(), without the fields that encoding fills in. */
 static struct ss_batch *encode_batch_make(const struct fixture *fixture) {
     struct ss_batch *batch = fixture_round(fixture);
-    memcpy(batch->groups->memory, fixture->source, fixture->size);
     uint64_t offset = 0;
+    memcpy(batch->groups->memory, fixture->source, fixture->size);
     for (uint32_t i = 0; i < batch->piece_count; i++) {
         struct ss_piece *chunk = &batch->pieces[i];
         chunk->decompression_offset = offset;
@@ -46,13 +45,19 @@ static struct ss_batch *fetch_batch_make(const struct fixture *fixture, const st
     return batch;
 }
 
-static struct ss_pipeline *pipeline_make(const struct fixture *fixture, uint32_t store_threads) {
-    struct ss_pipeline_options options = pipeline_options(fixture, 1);
-    options.store_threads = store_threads;
-    options.decompression_bytes += 1 << 20;
-    struct ss_pipeline *pipeline;
-    CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
-    return pipeline;
+/* Starts a bench with room to store, and its batch for ss_pipeline_encode(). */
+static void store_start(struct bench *bench, const struct shape *shape, uint32_t store_threads) {
+    *bench = (struct bench){.fused = 1, .shape = *shape};
+    bench_prepare(bench);
+    bench->options.store_threads = store_threads;
+    bench->options.decompression_bytes += 1 << 20;
+    bench_start(bench);
+    bench->batch = encode_batch_make(bench->fixture);
+}
+
+static enum ss_result put(struct bench *bench, const struct ss_piece *chunk, int32_t socket, uint64_t deadline_ns,
+                          char *error, size_t error_size) {
+    return ss_pipeline_put(bench->pipeline, chunk, head, sizeof head, socket, NULL, deadline_ns, error, error_size);
 }
 
 /* Encoding writes the very bytes that the kernels write one by one. */
@@ -72,44 +77,39 @@ static void check_encoded(const struct fixture *fixture, const struct ss_batch *
 static void test_round_trip(enum ss_codec codec, enum ss_quantizer quantizer, enum ss_dtype dtype,
                             uint32_t scale_vectors, uint32_t store_threads) {
     struct shape shape = default_shape();
+    struct bench bench;
     shape.scale_vectors = scale_vectors;
     shape.codec = codec;
     shape.quantizer = quantizer;
     shape.dtype = dtype;
-    struct fixture *fixture = fixture_make(&shape);
-    struct server *server = server_start();
-    struct ss_pipeline *pipeline = pipeline_make(fixture, store_threads);
-    struct ss_batch *encoded = encode_batch_make(fixture);
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, encoded), SS_OK);
+    store_start(&bench, &shape, store_threads);
+    const struct fixture *fixture = bench.fixture;
+    const struct ss_batch *encoded = bench.batch;
+    CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, bench.batch), SS_OK);
     check_encoded(fixture, encoded);
-    int32_t socket = server_connect(server);
     char error[64];
     for (uint32_t i = 0; i < encoded->piece_count; i++) {
-        CHECK_EQUAL(ss_pipeline_put(pipeline, &encoded->pieces[i], head, sizeof head, socket, NULL, after_patience(),
-                                    error, sizeof error),
-                    SS_OK);
+        /* what bench_start() served is gone */
+        server_keep(bench.server, encoded->pieces[i].key, encoded->pieces[i].key_length, "", 1);
+        CHECK_EQUAL(put(&bench, &encoded->pieces[i], bench.sockets[0], after_patience(), error, sizeof error), SS_OK);
         CHECK_EQUAL(error[0], '\0');
     }
     struct ss_batch *fetched = fetch_batch_make(fixture, encoded);
-    CHECK_EQUAL(pipeline_fetch(pipeline, fetched, &socket, 1), SS_OK);
+    CHECK_EQUAL(pipeline_fetch(bench.pipeline, fetched, bench.sockets, 1), SS_OK);
     CHECK(memcmp(fetched->groups->memory, fixture->expected, fixture->size) == 0);
     if (quantizer != SS_QUANTIZER_BINNED) {
         CHECK(memcmp(fetched->groups->memory, fixture->source, fixture->size) == 0);
     }
     struct ss_stage_statistics statistics[SS_STAGE_COUNT];
-    ss_pipeline_statistics(pipeline, statistics);
+    ss_pipeline_statistics(bench.pipeline, statistics);
     CHECK_EQUAL(statistics[SS_STAGE_QUANTIZE].items, encoded->slice_count);
     CHECK_EQUAL(statistics[SS_STAGE_QUANTIZE].input_bytes, fixture->size);
     CHECK_EQUAL(statistics[SS_STAGE_COMPRESS].items, encoded->slice_count);
     CHECK_EQUAL(statistics[SS_STAGE_PUT].items, encoded->piece_count);
     CHECK_EQUAL(statistics[SS_STAGE_PUT].input_bytes, fixture->stored_bytes + sizeof head * encoded->piece_count);
     CHECK(statistics[SS_STAGE_PUT].output_bytes > statistics[SS_STAGE_PUT].input_bytes);
-    close(socket);
     batch_free(fetched);
-    batch_free(encoded);
-    ss_pipeline_destroy(pipeline);
-    server_stop(server);
-    fixture_free(fixture);
+    bench_stop(&bench);
 }
 
 static void test_round_trips(void) {
@@ -141,146 +141,107 @@ static void test_put_failures(void) {
         {FAULT_DISCONNECT, SS_DISCONNECTED, ""},
         {FAULT_STALL, SS_DEADLINE, ""},
     };
-    struct shape shape = default_shape();
-    struct fixture *fixture = fixture_make(&shape);
-    struct server *server = server_start();
-    struct ss_pipeline *pipeline = pipeline_make(fixture, 1);
-    struct ss_batch *batch = encode_batch_make(fixture);
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_OK);
-    const struct ss_piece *chunk = &batch->pieces[1];
+    const struct shape shape = default_shape();
+    struct bench bench;
+    store_start(&bench, &shape, 1);
+    CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, bench.batch), SS_OK);
+    const struct ss_piece *chunk = &bench.batch->pieces[1];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         char error[16] = "not overwritten";
-        int32_t socket = server_connect(server);
-        server_fault(server, chunk->key, chunk->key_length, cases[i].fault);
+        server_fault(bench.server, chunk->key, chunk->key_length, cases[i].fault);
         uint64_t deadline = cases[i].fault == FAULT_STALL ? after_ms(100) : after_patience();
-        CHECK_EQUAL(ss_pipeline_put(pipeline, chunk, head, sizeof head, socket, NULL, deadline, error, sizeof error),
-                    cases[i].result);
+        CHECK_EQUAL(put(&bench, chunk, bench.sockets[0], deadline, error, sizeof error), cases[i].result);
         CHECK(strcmp(error, cases[i].error) == 0);
-        close(socket);
+        bench_reconnect(&bench);
     }
-    int32_t socket = server_connect(server);
     struct ss_piece wrong = *chunk;
     wrong.body_length = UINT64_MAX;
-    CHECK_EQUAL(ss_pipeline_put(pipeline, &wrong, head, sizeof head, socket, NULL, after_patience(), NULL, 0),
-                SS_BAD_ARGUMENT);
+    CHECK_EQUAL(put(&bench, &wrong, bench.sockets[0], after_patience(), NULL, 0), SS_BAD_ARGUMENT);
     wrong = *chunk;
     wrong.key_length = 97;
-    CHECK_EQUAL(ss_pipeline_put(pipeline, &wrong, head, sizeof head, socket, NULL, after_patience(), NULL, 0),
-                SS_BAD_ARGUMENT);
-    CHECK_EQUAL(ss_pipeline_put(pipeline, chunk, head, sizeof head, -1, NULL, after_patience(), NULL, 0),
-                SS_BAD_ARGUMENT);
-    CHECK_EQUAL(ss_pipeline_put(pipeline, chunk, head, sizeof head, socket, NULL, now_ns() - 1, NULL, 0), SS_DEADLINE);
-    close(socket);
-    batch_free(batch);
-    ss_pipeline_destroy(pipeline);
-    server_stop(server);
-    fixture_free(fixture);
+    CHECK_EQUAL(put(&bench, &wrong, bench.sockets[0], after_patience(), NULL, 0), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(put(&bench, chunk, -1, after_patience(), NULL, 0), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(put(&bench, chunk, bench.sockets[0], now_ns() - 1, NULL, 0), SS_DEADLINE);
+    bench_stop(&bench);
 }
 
 /* A server that answers an error before it has read the value, and reads no more: the error is what counts. */
 static void test_refused_before_the_value_was_read(void) {
     struct shape shape = default_shape();
+    struct bench bench;
     shape.codec = SS_CODEC_NONE;
     shape.quantizer = SS_QUANTIZER_PASSTHROUGH;
     shape.vectors = 2048;
     shape.chunks = 1;
     shape.slices = 24; /* 24 MiB: more than the sockets' buffers take */
-    struct fixture *fixture = fixture_make(&shape);
-    struct server *server = server_start();
-    struct ss_pipeline *pipeline = pipeline_make(fixture, 2);
-    struct ss_batch *batch = encode_batch_make(fixture);
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_OK);
-    struct ss_piece *chunk = &batch->pieces[0];
+    store_start(&bench, &shape, 2);
+    CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, bench.batch), SS_OK);
+    struct ss_piece *chunk = &bench.batch->pieces[0];
     memcpy(chunk->key, "early", 5);
     chunk->key_length = 5;
-    int32_t socket = server_connect(server);
     char error[64];
-    CHECK_EQUAL(
-        ss_pipeline_put(pipeline, chunk, head, sizeof head, socket, NULL, after_patience(), error, sizeof error),
-        SS_REFUSED);
+    CHECK_EQUAL(put(&bench, chunk, bench.sockets[0], after_patience(), error, sizeof error), SS_REFUSED);
     CHECK(strcmp(error, "ERR Protocol error: invalid bulk length") == 0);
     /* Half a request was sent, so the connection must not be usable for another. */
-    CHECK_EQUAL(
-        ss_pipeline_put(pipeline, chunk, head, sizeof head, socket, NULL, after_patience(), error, sizeof error),
-        SS_DISCONNECTED);
-    close(socket);
-    batch_free(batch);
-    ss_pipeline_destroy(pipeline);
-    server_stop(server);
-    fixture_free(fixture);
+    CHECK_EQUAL(put(&bench, chunk, bench.sockets[0], after_patience(), error, sizeof error), SS_DISCONNECTED);
+    bench_stop(&bench);
 }
 
 /* ---- Encodes that fail --------------------------------------------------------------------------------------- */
 
 static void test_a_value_that_is_not_finite(void) {
-    struct shape shape = default_shape();
-    struct fixture *fixture = fixture_make(&shape);
-    struct ss_pipeline *pipeline = pipeline_make(fixture, 2);
-    struct ss_batch *batch = encode_batch_make(fixture);
-    uint64_t chunk_bytes = fixture->size / shape.chunks;
+    const struct shape shape = default_shape();
+    struct bench bench;
+    store_start(&bench, &shape, 2);
+    struct ss_batch *batch = bench.batch;
+    uint64_t chunk_bytes = bench.fixture->size / shape.chunks;
     uint16_t infinity = 0x7f80;
     memcpy(batch->groups->memory + 3 * chunk_bytes + 2 * 77, &infinity, sizeof infinity);
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_NOT_FINITE);
+    CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, batch), SS_NOT_FINITE);
     for (uint32_t i = 0; i < 3; i++) {
         CHECK_EQUAL(batch->pieces[i].result, SS_OK);
-        CHECK_EQUAL(batch->pieces[i].body_length, fixture->chunks[i].body_length);
+        CHECK_EQUAL(batch->pieces[i].body_length, bench.fixture->chunks[i].body_length);
     }
     CHECK_EQUAL(batch->pieces[3].result, SS_NOT_FINITE);
     CHECK(batch->pieces[4].result == SS_OK || batch->pieces[4].result == SS_SKIPPED);
-    batch_free(batch);
-    ss_pipeline_destroy(pipeline);
-    fixture_free(fixture);
+    bench_stop(&bench);
 }
 
-static void test_bins_that_cannot_be(void) {
-    static const uint32_t bad[] = {0, 2, 31, 258};
-    struct shape shape = default_shape();
-    struct fixture *fixture = fixture_make(&shape);
-    struct ss_pipeline *pipeline = pipeline_make(fixture, 2);
-    struct ss_batch *batch = encode_batch_make(fixture);
-    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
-        batch->slices[7].bins = bad[i];
-        CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_BAD_ARGUMENT);
+static void test_encode_honours_deadline_and_cancel_and_arguments(void) {
+    static const uint32_t bad_bins[] = {0, 2, 31, 258};
+    const struct shape shape = default_shape();
+    struct bench bench;
+    store_start(&bench, &shape, 2);
+    struct ss_batch *batch = bench.batch;
+    for (size_t i = 0; i < sizeof bad_bins / sizeof bad_bins[0]; i++) {
+        uint32_t bins = batch->slices[7].bins;
+        batch->slices[7].bins = bad_bins[i];
+        CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, batch), SS_BAD_ARGUMENT);
+        batch->slices[7].bins = bins;
     }
-    batch->slices[7].bins = 34;
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_OK);
-    batch_free(batch);
-    ss_pipeline_destroy(pipeline);
-    fixture_free(fixture);
-}
-
-static void test_encode_honours_deadline_and_cancel_and_room(void) {
-    struct shape shape = default_shape();
-    struct fixture *fixture = fixture_make(&shape);
-    struct ss_pipeline *pipeline = pipeline_make(fixture, 2);
-    struct ss_batch *batch = encode_batch_make(fixture);
     batch->deadline_ns = now_ns() - 1;
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_DEADLINE);
+    CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, batch), SS_DEADLINE);
     CHECK_EQUAL(batch->pieces[0].result, SS_DEADLINE);
     batch->deadline_ns = after_patience();
     ss_batch_cancel(batch);
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_CANCELLED);
+    CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, batch), SS_CANCELLED);
     batch->cancelled = 0;
     batch->pieces[1].decompression_offset -= 1; /* overlaps what chunk 0 might need */
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, batch), SS_BAD_ARGUMENT);
     batch->pieces[1].decompression_offset += 1;
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_OK);
-    check_encoded(fixture, batch);
-    batch_free(batch);
-    ss_pipeline_destroy(pipeline);
-    pipeline = pipeline_make(fixture, 0);
-    batch = encode_batch_make(fixture);
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_BAD_ARGUMENT); /* no thread to do it */
-    batch_free(batch);
-    ss_pipeline_destroy(pipeline);
-    fixture_free(fixture);
+    CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, batch), SS_OK);
+    check_encoded(bench.fixture, batch);
+    bench_close(&bench);
+    bench.options.store_threads = 0;
+    bench_open(&bench);
+    CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, batch), SS_BAD_ARGUMENT); /* no thread to do it */
+    bench_stop(&bench);
 }
 
 /* ---- Both ways at once --------------------------------------------------------------------------------------- */
 
 struct storing {
-    struct fixture *fixture;
-    struct ss_pipeline *pipeline;
+    struct bench *bench;
     atomic_int stop;
     uint32_t batches;
 };
@@ -288,9 +249,9 @@ struct storing {
 static void *store_all_the_time(void *argument) {
     struct storing *storing = argument;
     while (!atomic_load(&storing->stop) || storing->batches == 0) {
-        struct ss_batch *batch = encode_batch_make(storing->fixture);
-        CHECK_EQUAL(ss_pipeline_encode(storing->pipeline, batch), SS_OK);
-        check_encoded(storing->fixture, batch);
+        struct ss_batch *batch = encode_batch_make(storing->bench->fixture);
+        CHECK_EQUAL(ss_pipeline_encode(storing->bench->pipeline, batch), SS_OK);
+        check_encoded(storing->bench->fixture, batch);
         batch_free(batch);
         storing->batches++;
     }
@@ -298,72 +259,51 @@ static void *store_all_the_time(void *argument) {
 }
 
 static void test_fetches_and_stores_side_by_side(void) {
-    struct shape shape = default_shape();
-    struct fixture *fixture = fixture_make(&shape);
-    struct server *server = server_start();
-    fixture_serve(fixture, server);
-    struct ss_pipeline *pipeline = pipeline_make(fixture, 2);
-    struct storing storing = {.fixture = fixture, .pipeline = pipeline};
+    const struct shape shape = default_shape();
+    struct bench bench;
+    store_start(&bench, &shape, 2);
+    struct storing storing = {.bench = &bench};
     pthread_t thread;
     CHECK(pthread_create(&thread, NULL, store_all_the_time, &storing) == 0);
-    int32_t sockets[2] = {server_connect(server), server_connect(server)};
     for (int i = 0; i < 50; i++) {
-        struct ss_batch *batch = fixture_round(fixture);
-        CHECK_EQUAL(pipeline_fetch(pipeline, batch, sockets, 2), SS_OK);
-        CHECK(memcmp(batch->groups->memory, fixture->expected, fixture->size) == 0);
-        batch_free(batch);
+        bench_begin(&bench);
+        CHECK_EQUAL(bench_fetch(&bench), SS_OK);
+        check_delivered(&bench);
     }
     atomic_store(&storing.stop, 1);
     pthread_join(thread, NULL);
     CHECK(storing.batches > 0);
-    close(sockets[0]);
-    close(sockets[1]);
-    ss_pipeline_destroy(pipeline);
-    server_stop(server);
-    fixture_free(fixture);
+    bench_stop(&bench);
 }
 
-/* Stores starve no longer than their bound while a fetch batch hangs on a stalled server. */
-struct hanging {
-    struct ss_pipeline *pipeline;
-    struct ss_batch *batch;
-    int32_t socket;
-};
-
 static void *hang(void *argument) {
-    struct hanging *hanging = argument;
-    CHECK_EQUAL(pipeline_fetch(hanging->pipeline, hanging->batch, &hanging->socket, 1), SS_CANCELLED);
+    CHECK_EQUAL(bench_fetch(argument), SS_CANCELLED);
     return NULL;
 }
 
+/* Stores starve no longer than their bound while a fetch batch hangs on a stalled server. */
 static void test_a_store_goes_on_while_a_fetch_hangs(void) {
     struct shape shape = default_shape();
+    struct bench bench;
     shape.chunks = 1;
     shape.slices = 3;
-    struct fixture *fixture = fixture_make(&shape);
-    struct server *server = server_start();
-    fixture_serve(fixture, server);
-    server_fault(server, fixture->chunks[0].key, fixture->chunks[0].key_length, FAULT_STALL);
-    struct ss_pipeline *pipeline = pipeline_make(fixture, 1);
-    struct hanging hanging = {.pipeline = pipeline, .batch = fixture_round(fixture), .socket = server_connect(server)};
+    store_start(&bench, &shape, 1);
+    bench_fault(&bench, 0, FAULT_STALL);
+    bench_begin(&bench);
     pthread_t thread;
-    CHECK(pthread_create(&thread, NULL, hang, &hanging) == 0);
-    server_wait_stalled(server);
-    struct ss_batch *batch = encode_batch_make(fixture);
+    CHECK(pthread_create(&thread, NULL, hang, &bench) == 0);
+    server_wait_stalled(bench.server);
+    struct ss_batch *batch = encode_batch_make(bench.fixture);
     uint64_t begin = now_ns();
-    CHECK_EQUAL(ss_pipeline_encode(pipeline, batch), SS_OK);
+    CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, batch), SS_OK);
     uint64_t elapsed = now_ns() - begin;
     printf("three slices stored beside a hanging fetch: %.1f ms\n", (double)elapsed / 1e6);
     CHECK(elapsed >= 3 * 45000000ULL); /* they let it go first, about 50 ms each */
-    check_encoded(fixture, batch);
-    ss_batch_cancel(hanging.batch);
+    check_encoded(bench.fixture, batch);
+    ss_batch_cancel(bench.batch);
     pthread_join(thread, NULL);
-    close(hanging.socket);
-    batch_free(hanging.batch);
     batch_free(batch);
-    ss_pipeline_destroy(pipeline);
-    server_stop(server);
-    fixture_free(fixture);
+    bench_stop(&bench);
 }
 
 int main(void) {
@@ -371,8 +311,7 @@ int main(void) {
     test_put_failures();
     test_refused_before_the_value_was_read();
     test_a_value_that_is_not_finite();
-    test_bins_that_cannot_be();
-    test_encode_honours_deadline_and_cancel_and_room();
+    test_encode_honours_deadline_and_cancel_and_arguments();
     test_fetches_and_stores_side_by_side();
     test_a_store_goes_on_while_a_fetch_hangs();
     return 0;

@@ -11,10 +11,9 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "brief.h"
 #include "pipeline_support.h"
 
-enum { SOCKETS = 2, CONNECTIONS_MAX = 64, RELAY_BYTES = 1 << 15 };
+enum { CONNECTIONS_MAX = 64, RELAY_BYTES = 1 << 15 };
 
 /* ---- A TLS server that relays to a plain one ------------------------------------------------------------------- */
 
@@ -140,12 +139,12 @@ static SSL_CTX *make_server_context(const char *path, int days) {
     FILE *file = fopen(path, "w");
     CHECK(file != NULL && PEM_write_X509(file, certificate) == 1);
     fclose(file);
-    SSL_CTX *context = SSL_CTX_new(TLS_server_method());
-    CHECK(context != NULL && SSL_CTX_use_certificate(context, certificate) == 1);
-    CHECK(SSL_CTX_use_PrivateKey(context, key) == 1);
+    SSL_CTX *made = SSL_CTX_new(TLS_server_method());
+    CHECK(made != NULL && SSL_CTX_use_certificate(made, certificate) == 1);
+    CHECK(SSL_CTX_use_PrivateKey(made, key) == 1);
     X509_free(certificate);
     EVP_PKEY_free(key);
-    return context;
+    return made;
 }
 
 /* ---- The client ------------------------------------------------------------------------------------------------ */
@@ -167,10 +166,10 @@ struct link {
     struct ss_tls_session *sessions[SOCKETS];
 };
 
-static void link_open(struct link *link, struct ss_tls *tls, uint16_t port) {
+static void link_open(struct link *link, struct ss_tls *trust, uint16_t port) {
     for (int i = 0; i < SOCKETS; i++) {
         link->sockets[i] = server_connect_port(port);
-        CHECK_EQUAL(ss_tls_session_create(tls, link->sockets[i], "127.0.0.1", &link->sessions[i]), SS_OK);
+        CHECK_EQUAL(ss_tls_session_create(trust, link->sockets[i], "127.0.0.1", &link->sessions[i]), SS_OK);
         CHECK_EQUAL(shake_hands(link->sessions[i], link->sockets[i]), SS_OK);
     }
 }
@@ -182,126 +181,87 @@ static void link_close(struct link *link) {
     }
 }
 
-static struct ss_batch *batch_make(const struct fixture *fixture, struct link *link) {
-    struct ss_batch *batch = fixture_round(fixture);
+static struct ss_batch *batch_begin(struct bench *bench, struct link *link) {
+    struct ss_batch *batch = bench_begin(bench);
     batch->sessions = link->sessions;
     return batch;
 }
 
 /* ---- Tests ----------------------------------------------------------------------------------------------------- */
 
-static void test_batches(struct ss_tls *tls, SSL_CTX *context, int fused) {
-    struct shape shape = default_shape();
-    shape.chunks = 6;
-    shape.vectors = 128; /* several of TLS's records in a chunk */
-    struct fixture *fixture = fixture_make(&shape);
-    struct server *server = server_start();
-    fixture_serve(fixture, server);
+static struct ss_tls *tls;
+static SSL_CTX *context;
+
+/* Several of TLS's records are in a chunk. */
+PIPELINE_TEST(test_batches, (shape->chunks = 6, shape->vectors = 128), AS_BEFORE) {
     struct relay relay;
-    relay_start(&relay, context, server, 0);
-    struct ss_pipeline_options options = pipeline_options(fixture, fused);
-    struct ss_pipeline *pipeline;
-    CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
     struct link link;
+    relay_start(&relay, context, bench->server, 0);
     link_open(&link, tls, relay.port);
     for (int repeat = 0; repeat < 3; repeat++) {
-        struct ss_batch *batch = batch_make(fixture, &link);
-        CHECK_EQUAL(pipeline_fetch(pipeline, batch, link.sockets, SOCKETS), SS_OK);
-        for (uint32_t i = 0; i < batch->piece_count; i++) {
-            CHECK(fixture_matches(fixture, batch, i));
-        }
-        CHECK_EQUAL(batch->sockets_in_sync, 1);
-        batch_free(batch);
+        struct ss_batch *batch = batch_begin(bench, &link);
+        CHECK_EQUAL(pipeline_fetch(bench->pipeline, batch, link.sockets, SOCKETS), SS_OK);
+        check_delivered(bench);
         CHECK(!ss_tls_has_pending(link.sessions[0]));
     }
-    server_fault(server, fixture->chunks[3].key, fixture->chunks[3].key_length, FAULT_ERROR);
-    struct ss_batch *batch = batch_make(fixture, &link);
-    CHECK_EQUAL(pipeline_fetch(pipeline, batch, link.sockets, SOCKETS), SS_REFUSED);
+    bench_fault(bench, 3, FAULT_ERROR);
+    struct ss_batch *batch = batch_begin(bench, &link);
+    CHECK_EQUAL(pipeline_fetch(bench->pipeline, batch, link.sockets, SOCKETS), SS_REFUSED);
     CHECK_EQUAL(batch->sockets_in_sync, 1);
-    batch_free(batch);
-    server_fault(server, fixture->chunks[2].key, fixture->chunks[2].key_length, FAULT_STALL);
-    batch = batch_make(fixture, &link);
+    bench_fault(bench, 2, FAULT_STALL);
+    batch = batch_begin(bench, &link);
     batch->deadline_ns = after_ms(200);
-    CHECK_EQUAL(pipeline_fetch(pipeline, batch, link.sockets, SOCKETS), SS_DEADLINE);
-    batch_free(batch);
+    CHECK_EQUAL(pipeline_fetch(bench->pipeline, batch, link.sockets, SOCKETS), SS_DEADLINE);
     link_close(&link);
-    ss_pipeline_destroy(pipeline);
     relay_stop(&relay);
-    server_stop(server);
-    fixture_free(fixture);
 }
 
 /* Wherever the stream ends, what is delivered is right, and the rest is known to be missing. */
-static void test_cut_off(struct ss_tls *tls, SSL_CTX *context) {
-    struct shape shape = default_shape();
-    shape.chunks = 6;
-    shape.vectors = 256;
-    struct fixture *fixture = fixture_make(&shape);
-    struct server *server = server_start();
-    fixture_serve(fixture, server);
-    struct ss_pipeline_options options = pipeline_options(fixture, 1);
-    struct ss_pipeline *pipeline;
-    CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
+PIPELINE_TEST(test_cut_off, (shape->chunks = 6, shape->vectors = 256), AS_BEFORE) {
     for (uint64_t part = 1; part < 8; part += 2) {
         struct relay relay;
-        relay_start(&relay, context, server, 1 + fixture->stored_bytes * part / 16);
         struct link link;
+        relay_start(&relay, context, bench->server, 1 + bench->fixture->stored_bytes * part / 16);
         link_open(&link, tls, relay.port);
-        struct ss_batch *batch = batch_make(fixture, &link);
-        CHECK_EQUAL(pipeline_fetch(pipeline, batch, link.sockets, SOCKETS), SS_DISCONNECTED);
+        struct ss_batch *batch = batch_begin(bench, &link);
+        CHECK_EQUAL(pipeline_fetch(bench->pipeline, batch, link.sockets, SOCKETS), SS_DISCONNECTED);
         for (uint32_t i = 0; i < batch->piece_count && batch->pieces[i].result == SS_OK; i++) {
-            CHECK(fixture_matches(fixture, batch, i));
+            CHECK(fixture_matches(bench->fixture, batch, i));
         }
-        batch_free(batch);
         link_close(&link);
         relay_stop(&relay);
     }
-    ss_pipeline_destroy(pipeline);
-    server_stop(server);
-    fixture_free(fixture);
 }
 
-static void test_put(struct ss_tls *tls, SSL_CTX *context) {
-    struct shape shape = default_shape();
-    shape.vectors = 2048;
-    struct fixture *fixture = fixture_make(&shape);
-    struct server *server = server_start();
-    struct relay relay;
-    relay_start(&relay, context, server, 0);
-    struct ss_pipeline_options options = pipeline_options(fixture, 1);
-    struct ss_pipeline *pipeline;
-    CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
-    struct link link;
-    link_open(&link, tls, relay.port);
-    char error[64];
+static enum ss_result put(struct bench *bench, struct link *link, uint64_t deadline_ns, char *error, size_t size) {
     static const uint8_t head[100];
-    struct ss_piece chunk = fixture->chunks[0];
+    return ss_pipeline_put(bench->pipeline, &bench->fixture->chunks[0], head, sizeof head, link->sockets[0],
+                           link->sessions[0], deadline_ns, error, size);
+}
+
+PIPELINE_TEST(test_put, shape->vectors = 2048, AS_BEFORE) {
+    struct relay relay;
+    struct link link;
+    char error[64];
+    relay_start(&relay, context, bench->server, 0);
+    link_open(&link, tls, relay.port);
     for (int repeat = 0; repeat < 3; repeat++) {
-        CHECK_EQUAL(ss_pipeline_put(pipeline, &chunk, head, sizeof head, link.sockets[0], link.sessions[0],
-                                    after_patience(), error, sizeof error),
-                    SS_OK);
+        CHECK_EQUAL(put(bench, &link, after_patience(), error, sizeof error), SS_OK);
     }
-    server_fault(server, chunk.key, chunk.key_length, FAULT_ERROR);
-    CHECK_EQUAL(ss_pipeline_put(pipeline, &chunk, head, sizeof head, link.sockets[0], link.sessions[0],
-                                after_patience(), error, sizeof error),
-                SS_REFUSED);
+    bench_fault(bench, 0, FAULT_ERROR);
+    CHECK_EQUAL(put(bench, &link, after_patience(), error, sizeof error), SS_REFUSED);
     CHECK_EQUAL(strncmp(error, "OOM", 3), 0);
-    server_fault(server, chunk.key, chunk.key_length, FAULT_STALL);
-    CHECK_EQUAL(ss_pipeline_put(pipeline, &chunk, head, sizeof head, link.sockets[0], link.sessions[0], after_ms(100),
-                                error, sizeof error),
-                SS_DEADLINE);
+    bench_fault(bench, 0, FAULT_STALL);
+    CHECK_EQUAL(put(bench, &link, after_ms(100), error, sizeof error), SS_DEADLINE);
     link_close(&link);
-    ss_pipeline_destroy(pipeline);
     relay_stop(&relay);
-    server_stop(server);
-    fixture_free(fixture);
 }
 
 /* Returns the result of a handshake with 'name' at 'port', and checks that its reason has 'words'. */
-static void check_distrust(struct ss_tls *tls, uint16_t port, const char *name, const char *words) {
+static void check_distrust(struct ss_tls *trust, uint16_t port, const char *name, const char *words) {
     int socket = server_connect_port(port);
     struct ss_tls_session *session;
-    CHECK_EQUAL(ss_tls_session_create(tls, socket, name, &session), SS_OK);
+    CHECK_EQUAL(ss_tls_session_create(trust, socket, name, &session), SS_OK);
     CHECK_EQUAL(ss_tls_reason(session)[0], '\0');
     enum ss_result result = shake_hands(session, socket);
     CHECK(result == SS_PROTOCOL || result == SS_DISCONNECTED);
@@ -313,7 +273,7 @@ static void check_distrust(struct ss_tls *tls, uint16_t port, const char *name, 
     close(socket);
 }
 
-static void test_distrust(struct ss_tls *tls, SSL_CTX *context, const char *folder) {
+static void test_distrust(const char *folder) {
     char path[256];
     char expired_path[256];
     CHECK(snprintf(path, sizeof path, "%s/other.pem", folder) < (int)sizeof path);
@@ -341,7 +301,7 @@ static void test_distrust(struct ss_tls *tls, SSL_CTX *context, const char *fold
     CHECK(unlink(path) == 0 && unlink(expired_path) == 0);
 }
 
-static void test_what_cannot_be(struct ss_tls *tls) {
+static void test_what_cannot_be(void) {
     char error[128];
     struct ss_tls *none;
     struct ss_tls_session *session;
@@ -361,17 +321,15 @@ int main(void) {
     char path[64];
     CHECK(mkdtemp(folder) != NULL);
     CHECK(snprintf(path, sizeof path, "%s/ca.pem", folder) < (int)sizeof path);
-    SSL_CTX *context = make_server_context(path, 30);
-    struct ss_tls *tls;
+    context = make_server_context(path, 30);
     CHECK_EQUAL(ss_tls_create(path, NULL, NULL, &tls, NULL, 0), SS_OK);
-    test_batches(tls, context, 0);
-    if (backend_fuses()) {
-        test_batches(tls, context, 1);
+    for (int fused = 0; fused <= backend_fuses(); fused++) {
+        test_batches(fused);
     }
-    test_cut_off(tls, context);
-    test_put(tls, context);
-    test_distrust(tls, context, folder);
-    test_what_cannot_be(tls);
+    test_cut_off(1);
+    test_put(1);
+    test_distrust(folder);
+    test_what_cannot_be();
     ss_tls_destroy(tls);
     SSL_CTX_free(context);
     CHECK(unlink(path) == 0 && rmdir(folder) == 0);

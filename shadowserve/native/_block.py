@@ -70,13 +70,12 @@ def block_access_available(access: BlockAccess) -> bool:
 class BlockDevice(Closing):
     """A file or device that only this process uses. It checks the content of reads that have an expected object.
 
-    Safe to use from several threads. After :meth:`close` only :meth:`completed` returns results.
+    Safe to use from several threads. After :meth:`close` only :meth:`completed` returns results. A missing file is
+    created, and its blocks are reserved.
 
     Args:
         path: A file, a block device, or an NVMe namespace's character device.
-        size: Bytes to use, a multiple of 4096. A missing file is created, and its blocks are reserved; 0: the present
-            size.
-        access: Access method.
+        size: Bytes to use, a multiple of 4096; 0: the present size.
         queue_depth: Number of requests that the device has at a time; 0: 32.
         operations_max: Number of operations that are submitted and not yet taken back; 0: 1024.
         strict: No reads beside writes, and no operations of different priorities at the same time.
@@ -84,14 +83,8 @@ class BlockDevice(Closing):
         busy_wait_s: Time to wait until another process releases the device. After a process was killed, the kernel
             may hold its devices until their outstanding work is done.
 
-    Attributes:
-        name: Path of the device.
-        capacity_bytes: Usable bytes.
-        access_name: Access method, such as ``"io_uring, direct"``.
-        latencies: Latencies of completed operations by ``read``, ``write``..., from the first request to the end.
-
     Raises:
-        DeviceError: The device cannot be opened; ``errno`` has the cause, EBUSY if it is mounted or in use.
+        DeviceError: ``errno`` has the cause, EBUSY if the device is mounted or in use.
     """
 
     def __init__(
@@ -133,9 +126,8 @@ class BlockDevice(Closing):
     def register(self, memory: memoryview) -> bool:
         """Register memory with the kernel until the device is closed; operations on it are then cheaper.
 
-        Returns:
-            True if the kernel accepted the memory. It may refuse (mostly because of the limit of locked memory, or
-            because the access method does not use registration). Operations on the memory work in both cases.
+        Return False if the kernel refuses (mostly because of the limit of locked memory, or because the access method
+        does not use registration). Operations on the memory work in both cases.
         """
         buffer = ffi.from_buffer("uint8_t[]", memory, require_writable=True)
         with self._lock:
@@ -165,8 +157,7 @@ class BlockDevice(Closing):
         Raises:
             BusyError: Too many operations are submitted already.
             DeviceError: The device is closed.
-            NativeError: With ``Result.BAD_ARGUMENT``, an operation is outside the device, not aligned, or too short for
-                the expected object.
+            NativeError: An operation is outside the device, not aligned, or too short for the expected object.
         """
         described = ffi.new("struct ss_block_operation[]", len(operations))
         tags = list(itertools.islice(self._tags, len(operations)))
@@ -177,7 +168,7 @@ class BlockDevice(Closing):
             entry.memory = ffi.cast("void *", operation.address)
             entry.tag = tag
             if operation.expected is not None:
-                _describe(entry.expected, operation.expected)
+                entry.expected = operation.expected._asdict()
                 entry.expected_units, entry.is_checked = operation.expected_units, 1
             if operation.pages is not None:
                 tables.append(_table(operation.pages))
@@ -236,20 +227,11 @@ class BlockDevice(Closing):
             return self._last_statistics
         found = ffi.new("struct ss_block_statistics *")
         lib.ss_block_statistics(self._block, found)
-        return BlockStatistics(
-            operations=tuple(found.operations),
-            bytes=tuple(found.bytes),
-            errors=tuple(found.errors),
-            wait_ns=tuple(found.wait_ns),
-            service_ns=tuple(found.service_ns),
-            busy_ns=found.busy_ns,
-            oldest_ns=found.oldest_ns,
-            waiting=tuple(found.waiting),
-            in_flight=found.in_flight,
-            registered=found.registered,
-            last_error=found.last_error,
-            gone=bool(found.gone),
-        )
+        counters = {name: getattr(found, name) for name, _ in ffi.typeof("struct ss_block_statistics").fields}
+        each: dict[str, Any] = {
+            name: value if isinstance(value, int) else tuple(value) for name, value in counters.items()
+        }
+        return BlockStatistics(**each | {"gone": bool(found.gone)})
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Close the device: cancel waiting operations, wait for those in flight. A second call does nothing.
@@ -317,7 +299,6 @@ _OPEN_ADVICE: Final = {
 
 
 def _opened(options: Any, name: str, access: BlockAccess, busy_wait_s: float) -> Any:
-    """Return the block that was opened."""
     pointer = ffi.new("struct ss_block **")
     until = time.monotonic() + busy_wait_s
     while (code := lib.ss_block_open(options, pointer)) != Result.OK:
@@ -350,7 +331,6 @@ def _not_opened(code: int, number: int, name: str, access: BlockAccess) -> Devic
 
 
 def _absent_advice(name: str) -> str:
-    """Return the advice for a path that does not exist."""
     folder = os.path.dirname(os.path.abspath(name))
     if not os.path.isdir(folder):
         return f"make the folder {folder}"
@@ -391,11 +371,7 @@ def object_units(length: int, start: int, end: int) -> tuple[int, int]:
 
 
 def seal_object(memory: "WriteableBuffer", fields: ObjectFields, name: bytes = b"") -> None:
-    """Write header, ``name`` and padding around a value that is already at OBJECT_HEADER_BYTES of ``memory``.
-
-    Raises:
-        NativeError: The memory is too small, or the fields are inconsistent.
-    """
+    """Write header, ``name`` and padding around a value that is already at OBJECT_HEADER_BYTES of ``memory``."""
     if len(name) != fields.name_length or len(fields.key) != 32:
         raise NativeError("name_length is not the name's length, or the key has not 32 bytes", Result.BAD_ARGUMENT)
     with ffi.from_buffer("uint8_t[]", memory, require_writable=True) as target:
@@ -411,22 +387,13 @@ def seal_object(memory: "WriteableBuffer", fields: ObjectFields, name: bytes = b
 def object_header(header: "ReadableBuffer") -> ObjectFields:
     """Return the fields of a header, of at least OBJECT_HEADER_BYTES.
 
-    Raises:
-        NativeError: With ``Result.BAD_DATA``, the bytes are no header; with ``Result.CHECKSUM``, they were changed.
+    NativeError with ``Result.BAD_DATA``: the bytes are no header; with ``Result.CHECKSUM``: they were changed.
     """
     found = ffi.new("struct ss_object_fields *")
     with ffi.from_buffer("uint8_t[]", header) as source:
         _has_header(len(source))
         check(lib.ss_object_read(source, found), "reading an object's header")
-    return ObjectFields(
-        key=bytes(found.key),
-        tenant=found.tenant,
-        length=found.length,
-        generation=found.generation,
-        header_length=found.header_length,
-        name_length=found.name_length,
-        flags=found.flags,
-    )
+    return ObjectFields(**{name: getattr(found, name) for name in ObjectFields._fields} | {"key": bytes(found.key)})
 
 
 def check_object(
@@ -434,12 +401,8 @@ def check_object(
 ) -> Result:
     """Check a header against the expected object, and ``data`` against ``count`` units of its value from ``first``.
 
-    Returns:
-        ``OK``; ``BAD_DATA``: no object; ``CHECKSUM``: not the sealed bytes; ``NOT_FOUND``: another object, because a
-        read or write used a wrong address, or a write was lost.
-
-    Raises:
-        NativeError: These units do not exist, or ``data`` is shorter than the units.
+    Return ``OK``; ``BAD_DATA``: no object; ``CHECKSUM``: not the sealed bytes; ``NOT_FOUND``: another object, because a
+    read or write used a wrong address, or a write was lost.
     """
     unit = object_unit(expected.length)
     needed = max(0, min((first + count) * unit, expected.length) - first * unit)
@@ -466,16 +429,7 @@ def check_object_name(header: "ReadableBuffer", name: "ReadableBuffer") -> Resul
 
 
 def _described(fields: ObjectFields) -> Any:
-    described = ffi.new("struct ss_object_fields *")
-    _describe(described, fields)
-    return described
-
-
-def _describe(described: Any, fields: ObjectFields) -> None:
-    described.key = fields.key
-    described.tenant, described.flags = fields.tenant, fields.flags
-    described.generation, described.length = fields.generation, fields.length
-    described.header_length, described.name_length = fields.header_length, fields.name_length
+    return ffi.new("struct ss_object_fields *", fields._asdict())
 
 
 def _has_header(size: int) -> None:

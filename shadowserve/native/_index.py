@@ -185,19 +185,13 @@ class Index:
     """All objects of a storage node by tenant and key, with the eviction queues. Not thread-safe.
 
     A slot is an object's number, from 1, until the object is removed. Methods that take a slot do nothing if the slot
-    has no object.
+    has no object. Keys have 32 bytes.
     """
 
     def __init__(self, objects_max: int, policy: IndexPolicy = IndexPolicy.LRU, seed: int | None = None) -> None:
-        """Reserve addresses for ``objects_max`` objects; memory is allocated as objects are inserted.
+        """Reserve addresses for ``objects_max`` objects, 1 to 2^30; memory is allocated as objects are inserted.
 
-        Args:
-            objects_max: Most objects, 1 to 2^30.
-            policy: Eviction policy.
-            seed: Seed of the hash, 64 bits; None: a random one, so that no client can choose keys that collide.
-
-        Raises:
-            NativeError: The addresses cannot be reserved, or ``objects_max`` is out of range.
+        ``seed`` is that of the hash, 64 bits; None: a random one, so that no client can choose keys that collide.
         """
         pointer = ffi.new("struct ss_index **")
         self._index: Any = ffi.NULL
@@ -224,7 +218,7 @@ class Index:
         return self.totals().objects
 
     def find(self, tenant: int, key: bytes) -> int:
-        """Return the object's slot; 0: absent. This does not count as a use. ``key`` has 32 bytes."""
+        """Return the object's slot; 0: absent. This does not count as a use."""
         if len(key) != INDEX_KEY_BYTES:
             raise _wrong_key(key)
         return int(lib.ss_index_find(self._index, tenant, key))
@@ -239,13 +233,8 @@ class Index:
     def places(self, tenant: int, keys: bytes, lengths: Sequence[int], now_ms: int) -> list[IndexPlace]:
         """Return the positions of the leading chunks that are on devices, and count a use of each.
 
-        The list ends before the first chunk that is absent, has another length, is only in memory, or has expired.
-
-        Args:
-            tenant: Tenant of the chunks.
-            keys: Keys of 32 bytes each, without gaps.
-            lengths: Expected lengths.
-            now_ms: Unix time in milliseconds.
+        The list ends before the first chunk that is absent, has another length than ``lengths`` says, is only in
+        memory, or has expired. ``keys`` follow each other without gaps.
         """
         count = len(lengths)
         if len(keys) != count * INDEX_KEY_BYTES:
@@ -264,11 +253,7 @@ class Index:
         return slots
 
     def read(self, slot: int) -> IndexEntry:
-        """Return the entry of an object.
-
-        Raises:
-            KeyError: The slot has no object.
-        """
+        """Return the entry of an object. Raises KeyError if the slot has none."""
         if lib.ss_index_read(self._index, slot, self._record):
             raise KeyError(slot)
         return self._entry()
@@ -303,10 +288,7 @@ class Index:
         """Insert an object, or replace the object with the same key; return its slot.
 
         With ``name``, the text of its key, the object also gets the flag NAMED; ``name_blocks`` is the number of blocks
-        of this text on the device.
-
-        Raises:
-            NativeError: With ``Result.NO_SPACE``, the index has ``objects_max`` objects.
+        of this text on the device. NativeError with ``Result.NO_SPACE``: the index has ``objects_max`` objects.
         """
         _RECORD.pack_into(
             self._buffer,
@@ -333,11 +315,7 @@ class Index:
         return self._slot[0]  # type: ignore[no-any-return]
 
     def set_name(self, slot: int, name: bytes) -> None:
-        """Store the text of the key of an object with the flag NAMED.
-
-        Raises:
-            NativeError: No memory, or no such object.
-        """
+        """Store the text of the key of an object with the flag NAMED."""
         check(lib.ss_index_set_name(self._index, slot, name, len(name)), f"keeping a key of {len(name)} bytes")
 
     def name(self, slot: int) -> bytes | None:
@@ -370,11 +348,7 @@ class Index:
         lib.ss_index_expire(self._index, slot, expires_at_ms)
 
     def resize(self, slot: int, length: int) -> None:
-        """Set the length of the new value of an object that is only in memory.
-
-        Raises:
-            NativeError: No such object only in memory, or a record with a longer header.
-        """
+        """Set the length of the new value of an object that is only in memory."""
         code = lib.ss_index_resize(self._index, slot, length)
         if code:
             check(code, f"giving an object a value of {length} bytes")
@@ -394,11 +368,7 @@ class Index:
     def scan(self, tenant: int, cursor: int, max_slots: int, max_lines: int) -> tuple[int, list[int]]:
         """Return the next cursor, 0 at the end, and slots of a tenant's objects, in an order that never changes.
 
-        Args:
-            tenant: Tenant of the objects; :data:`ANY`: all tenants.
-            cursor: Cursor of the previous call, 64 bits; 0 at first.
-            max_slots: Most slots to return.
-            max_lines: Most lines of the table to read, about ten objects each.
+        ``max_lines`` is the most lines of the table to read, about ten objects each.
         """
         slots = ffi.new("uint32_t[]", max_slots)
         position = ffi.new("uint64_t *", cursor)
@@ -425,15 +395,10 @@ class Index:
         return int(lib.ss_index_memory(self._index))
 
     def replay(self, device: int, blocks: int, records: "NDArray[np.void] | bytes | memoryview") -> ReplayCounts:
-        """Apply records (:data:`INDEX_RECORD_DTYPE`) of a device's snapshot or log, in order.
+        """Apply contiguous records of a device's snapshot or log, in order.
 
-        Args:
-            device: Device of the records; the device field of the records is ignored.
-            blocks: Number of 4 KiB blocks of the device; objects beyond its end are refused.
-            records: Contiguous records.
-
-        Raises:
-            NativeError: With ``Result.NO_SPACE``, the records have more than ``objects_max`` objects.
+        The device field of the records is ignored. Objects beyond ``blocks``, the device's 4 KiB blocks, are refused.
+        NativeError with ``Result.NO_SPACE``: the records have more than ``objects_max`` objects.
         """
         content = ffi.from_buffer("uint8_t[]", records)
         counts = ffi.new("struct ss_index_counts *")
@@ -462,8 +427,7 @@ class Index:
     def dump(self, cursor: int, records: "NDArray[np.void]", device: int = ANY) -> tuple[int, int]:
         """Store PUT records of the next objects on a device into ``records``.
 
-        Returns:
-            The next cursor (0 at first, and again after the last), and the number of stored records, which may be 0.
+        Return the next cursor (0 at first, and again after the last), and the number of stored records, which may be 0.
         """
         content = ffi.from_buffer("uint8_t[]", records, require_writable=True)
         self._slot[0] = cursor
@@ -500,7 +464,6 @@ class Extents:
     """Allocator of runs of blocks of a device or an arena. Not thread-safe."""
 
     def __init__(self, blocks: int) -> None:
-        """Create an allocator of ``blocks`` free blocks."""
         pointer = ffi.new("struct ss_extents **")
         self._extents: Any = ffi.NULL
         check(lib.ss_extents_open(min(max(blocks, 0), 0xFFFFFFFF), pointer), f"making an allocator of {blocks} blocks")
@@ -523,25 +486,16 @@ class Extents:
         return None if first == 0xFFFFFFFF else first
 
     def free(self, first: int, count: int) -> None:
-        """Free blocks.
-
-        Raises:
-            NativeError: A block is already free, or does not exist.
-        """
+        """Free blocks. NativeError: a block is already free, or does not exist."""
         code = lib.ss_extents_free(self._extents, first, count)
         if code:
             check(code, f"freeing {count} blocks at {first} of {self.blocks}")
 
     def reserve(self, first: int, count: int) -> None:
-        """Reserve these blocks.
-
-        Raises:
-            NativeError: A block is already reserved, or does not exist.
-        """
+        """Reserve these blocks. NativeError: a block is already reserved, or does not exist."""
         code = lib.ss_extents_reserve(self._extents, first, count)
         check(code, f"reserving {count} blocks at {first} of {self.blocks}")
 
     @property
     def free_blocks(self) -> int:
-        """Number of free blocks."""
         return int(lib.ss_extents_free_blocks(self._extents))

@@ -43,11 +43,7 @@ def isa_active() -> Isa:
 
 
 def isa_force(isa: Isa) -> None:
-    """Make every kernel use ``isa`` from now on; for tests and benchmarks, while no other thread runs kernels.
-
-    Raises:
-        NativeError: With ``Result.NOT_SUPPORTED``, ``isa`` is not available; nothing changes.
-    """
+    """Make every kernel use ``isa`` from now on; for tests and benchmarks, while no other thread runs kernels."""
     check(lib.ss_isa_force(isa), f"forcing the {isa.name} kernels")
 
 
@@ -71,11 +67,7 @@ def codec_implementations() -> dict[Codec, str]:
 
 
 def compress_bound(codec: Codec, size: int) -> int:
-    """Return the largest possible result of ``compress()`` for ``size`` bytes.
-
-    Raises:
-        NativeError: The codec was not built in, or ``size`` is over its limit (about 2 GiB).
-    """
+    """Return the largest possible result of ``compress()`` for ``size`` bytes, at most about 2 GiB."""
     bound = lib.ss_compress_bound(codec, size)
     if bound == 0 and not (codec is Codec.NONE and size == 0):
         raise NativeError(f"{codec.name} cannot compress {size} bytes in this build", Result.NOT_SUPPORTED)
@@ -85,14 +77,7 @@ def compress_bound(codec: Codec, size: int) -> int:
 def compress(codec: Codec, data: "ReadableBuffer", row_length: int = 0) -> bytes:
     """Return ``data`` as one stream of ``codec``; Deflate is raw and Huffman-only.
 
-    Args:
-        codec: Codec; this build must have it.
-        data: Bytes to compress.
-        row_length: Bytes of one row, a token's symbols, for kvrans, which codes columns; other codecs ignore it. 0: no
-            rows.
-
-    Raises:
-        NativeError: With ``Result.NOT_SUPPORTED`` or ``Result.NO_MEMORY``.
+    ``row_length`` is the bytes of a token's symbols, for kvrans, which codes columns; 0: no rows.
     """
     with ffi.from_buffer("uint8_t[]", data) as source:
         target = np.empty(compress_bound(codec, len(source)), dtype=np.uint8)
@@ -106,8 +91,7 @@ def compress(codec: Codec, data: "ReadableBuffer", row_length: int = 0) -> bytes
 def decompress(codec: Codec, data: "ReadableBuffer", size: int) -> bytes:
     """Decode ``data``, one whole stream of ``codec``, to exactly ``size`` bytes.
 
-    Raises:
-        NativeError: With ``Result.BAD_DATA``, ``data`` does not decode to ``size`` bytes; or ``Result.NOT_SUPPORTED``.
+    NativeError with ``Result.BAD_DATA``: ``data`` does not decode to ``size`` bytes.
     """
     target = np.empty(size, dtype=np.uint8)
     decompress_into(codec, data, target)
@@ -115,23 +99,14 @@ def decompress(codec: Codec, data: "ReadableBuffer", size: int) -> bytes:
 
 
 def decompress_into(codec: Codec, data: "ReadableBuffer", target: "WriteableBuffer") -> None:
-    """Decode ``data``, one whole stream of ``codec``, into ``target``, which it must fill exactly.
-
-    Raises:
-        NativeError: As for :func:`decompress`.
-    """
+    """Decode ``data``, one whole stream of ``codec``, into ``target``, which it must fill exactly."""
     decompress_many(codec, [(data, target)])
 
 
 def decompress_many(codec: Codec, streams: "Sequence[tuple[ReadableBuffer, WriteableBuffer]]") -> None:
-    """Decode several streams, each into its target; a few streams together are faster than one after the other.
+    """Decode several whole streams, each into its target, which it must fill exactly.
 
-    Args:
-        codec: Codec of all streams.
-        streams: Pairs of a whole stream and a target, which the stream must fill exactly; targets do not overlap.
-
-    Raises:
-        NativeError: As for :func:`decompress`, for the first stream that failed; all other streams are decoded.
+    NativeError is that of the first stream that failed; all other streams are decoded.
     """
     buffers = [(ffi.from_buffer("uint8_t[]", data), ffi.from_buffer("uint8_t[]", out, True)) for data, out in streams]
     jobs = ffi.new("struct ss_stream[]", len(buffers))
@@ -155,8 +130,7 @@ def _batches(
 ) -> list[tuple[int, int, int, int]]:
     """Return number of vectors, their length, first element and first scale of each kernel call.
 
-    The kernel processes vectors that share a scale as one longer vector. If the last such vector is shorter, it needs a
-    second call.
+    Vectors that share a scale are one longer vector; the last one, if it is shorter, needs a call of its own.
     """
     if quantizer is not Quantizer.BINNED:
         return [(vectors, vector_length, 0, 0)]
@@ -175,22 +149,10 @@ def quantize(
     bins: int = 0,
     scale_vectors: int = 1,
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Turn elements into symbols.
+    """Turn ``vectors * vector_length`` elements into symbols and scales (none unless binned).
 
-    Args:
-        quantizer: Quantizer; ``BINNED`` loses precision, the others do not.
-        dtype: Type of the elements in ``source``.
-        source: ``vectors * vector_length`` elements, contiguous.
-        vectors: Number of vectors (tokens).
-        vector_length: Elements of each vector.
-        bins: Number of bins, for ``BINNED``: even, 4 to 256.
-        scale_vectors: Number of vectors that share one scale, for ``BINNED``; the last scale may have fewer.
-
-    Returns:
-        The symbols, and the scales (an empty array unless binned).
-
-    Raises:
-        NativeError: With ``Result.NOT_FINITE``, a value to bin is infinite or NaN; or ``Result.BAD_ARGUMENT``.
+    ``bins`` is even, 4 to 256. The last scale may have fewer than ``scale_vectors`` vectors. NativeError with
+    ``Result.NOT_FINITE``: a value to bin is infinite or NaN.
     """
     itemsize = 1 if quantizer is Quantizer.BINNED else dtype.itemsize
     symbols = np.empty(vectors * vector_length * itemsize, dtype=np.uint8)
@@ -224,23 +186,10 @@ def dequantize(
     scale_vectors: int = 1,
     out: "WriteableBuffer | None" = None,
 ) -> NDArray[np.uint8]:
-    """Turn symbols back into elements of ``dtype``.
+    """Turn symbols back into the bytes of elements of ``dtype``, in ``out`` or a new array.
 
-    Args:
-        quantizer: Quantizer of the symbols.
-        dtype: Type of the elements.
-        symbols: Symbols: one byte for each element if binned, else the elements' bytes.
-        scales: Scales, float32, one for every ``scale_vectors`` vectors if binned, else ignored.
-        vectors: Number of vectors (tokens).
-        vector_length: Elements of each vector.
-        scale_vectors: Number of vectors that share one scale, as in :func:`quantize`.
-        out: Memory to write to; None: a new array.
-
-    Returns:
-        The elements' bytes; view the array with the element type.
-
-    Raises:
-        NativeError: With ``Result.BAD_DATA``, a scale is not finite; or ``Result.BAD_ARGUMENT``.
+    Symbols have one byte for each element if binned, else the elements' bytes. NativeError with ``Result.BAD_DATA``: a
+    scale is not finite.
     """
     binned = quantizer is Quantizer.BINNED
     size = vectors * vector_length * dtype.itemsize

@@ -184,7 +184,7 @@ def device_error() -> str:
 def check(code: int, operation: str, *, device: bool = False) -> None:
     """Raise NativeError unless ``code`` is ``Result.OK``; ``operation`` describes the failed operation.
 
-    With ``device``, the operation used a device, and the message has the last error of its library.
+    With ``device``, the message has the last error of the device's library.
     """
     if code == Result.OK:
         return
@@ -198,11 +198,7 @@ def check(code: int, operation: str, *, device: bool = False) -> None:
 
 
 def library_path() -> str:
-    """Return the path of the shared library that this process uses.
-
-    Raises:
-        NotInstalledError: The library was not built.
-    """
+    """Return the path of the shared library that this process uses."""
     override = os.environ.get("SHADOWSERVE_NATIVE_LIBRARY")
     if override:
         return override
@@ -215,11 +211,7 @@ def library_path() -> str:
 
 
 def _load(path: str) -> "_Lib":
-    """Load the library at ``path``, and check its ABI version.
-
-    Raises:
-        NotInstalledError: A library that it was built with is not on this machine, or it has another version.
-    """
+    """Load the library at ``path``, and check its ABI version."""
     try:
         loaded = ffi.dlopen(path)
     except OSError as error:  # built on a machine with more libraries

@@ -28,16 +28,13 @@ class _Pipeline(Protocol):
 class RegisteredMemory(Closing):
     """Memory that is registered with a pipeline's backend, for any number of batches (``ss_memory_register()``).
 
-    Close it before the pipeline, and while no batch uses it. From any thread.
-
-    Attributes:
-        address: First address, as groups name it; in the exporting process for exported memory.
-        size: Bytes.
-        kind: Kind of the memory.
+    Close it before the pipeline, and while no batch uses it. From any thread. ``address`` is the first one, as groups
+    name it; in the exporting process for exported memory.
     """
 
-    def __init__(self, pipeline: _Pipeline, memory: Any, keep: Any) -> None:
-        """Register ``memory`` (a ``struct ss_memory *``); keep ``keep`` alive until :meth:`close`."""
+    def __init__(self, pipeline: _Pipeline, fields: dict[str, Any], keep: Any) -> None:
+        """Register memory (the fields of a ``struct ss_memory``); keep ``keep`` alive until :meth:`close`."""
+        memory = ffi.new("struct ss_memory *", fields)
         pointer = ffi.new("struct ss_registered_memory **")
         self.kind = MemoryKind(memory.kind)
         self.size = int(memory.size)
@@ -55,16 +52,9 @@ class RegisteredMemory(Closing):
 
     @classmethod
     def local(cls, pipeline: _Pipeline, memory: "WriteableBuffer") -> Self:
-        """Register memory of this process, and keep it alive until the registration is closed.
-
-        Raises:
-            NativeError: The device does not accept the memory.
-        """
+        """Register memory of this process, and keep it alive until the registration is closed."""
         buffer = ffi.from_buffer("uint8_t[]", memory, require_writable=True)
-        described = ffi.new("struct ss_memory *")
-        described.kind = MemoryKind.LOCAL
-        described.address = buffer
-        described.size = len(buffer)
+        described = {"kind": MemoryKind.LOCAL, "address": buffer, "size": len(buffer)}
         try:
             return cls(pipeline, described, buffer)
         except BaseException:
@@ -75,42 +65,23 @@ class RegisteredMemory(Closing):
     def exported(cls, pipeline: _Pipeline, address: int, size: int, descriptor: bytes) -> Self:
         """Register memory that another process exported (:class:`Export`); ``address`` is its address in that process.
 
-        Raises:
-            NativeError: With ``Result.NOT_SUPPORTED``, the backend reaches only memory of its own process; with another
-                result, the descriptor is not valid for its device.
+        NativeError with ``Result.NOT_SUPPORTED``: the backend reaches only memory of its own process.
         """
-        described = ffi.new("struct ss_memory *")
+        described = {"kind": MemoryKind.EXPORTED, "address": ffi.cast("uint8_t *", address), "size": size}
         content = ffi.from_buffer("uint8_t[]", descriptor)
-        described.kind = MemoryKind.EXPORTED
-        described.address = ffi.cast("uint8_t *", address)
-        described.size = size
-        described.descriptor = content
-        described.descriptor_size = len(descriptor)
-        return cls(pipeline, described, None)
+        return cls(pipeline, described | {"descriptor": content, "descriptor_size": len(descriptor)}, None)
 
     @classmethod
     def cuda_ipc(cls, pipeline: _Pipeline, handle: bytes, size: int, device: str) -> Self:
         """Register memory of a GPU of this machine, a whole allocation of another process.
 
-        Args:
-            pipeline: Pipeline that copies to the memory.
-            handle: ``CUipcMemHandle``, 64 bytes.
-            size: Bytes.
-            device: PCI address of the GPU.
-
-        Raises:
-            NativeError: With ``Result.NOT_SUPPORTED``, no CUDA driver, another backend, or a fused pipeline; with
-                ``Result.BAD_ARGUMENT``, the GPU or the handle does not exist (any longer).
+        ``handle`` is its ``CUipcMemHandle``, ``device`` the PCI address of the GPU. NativeError with
+        ``Result.NOT_SUPPORTED``: no CUDA driver, another backend, or a fused pipeline; with ``Result.BAD_ARGUMENT``:
+        the GPU or the handle does not exist (any longer).
         """
-        described = ffi.new("struct ss_memory *")
+        described = {"kind": MemoryKind.CUDA_IPC, "size": size, "device": ffi.new("char[]", device.encode())}
         content = ffi.from_buffer("uint8_t[]", handle)
-        device_text = ffi.new("char[]", device.encode())
-        described.kind = MemoryKind.CUDA_IPC
-        described.size = size
-        described.descriptor = content
-        described.descriptor_size = len(handle)
-        described.device = device_text
-        return cls(pipeline, described, None)
+        return cls(pipeline, described | {"descriptor": content, "descriptor_size": len(handle)}, None)
 
     def close(self) -> None:
         """End the registration. No batch may use the memory. A second call does nothing."""
@@ -122,11 +93,6 @@ class RegisteredMemory(Closing):
             ffi.release(keep)
 
     def region(self, offset: int, length: int) -> "Region":
-        """Return the region of ``length`` bytes from ``offset``, for a :class:`Group`.
-
-        Raises:
-            NativeError: The region is not inside the memory, or the registration is closed.
-        """
         if self._registered == ffi.NULL:
             raise NativeError("the registered memory is closed; register it again", Result.BAD_ARGUMENT)
         if not 0 <= offset <= offset + length <= self.size:
@@ -149,13 +115,8 @@ class Guard:
     """Protects this process against SIGBUS, if the file of a mapping shrinks or its file system is full.
 
     An access to a lost page replaces the whole mapping with private memory of zeros; :attr:`lost` is then true. The
-    first guard installs a SIGBUS handler, which passes on signals that do not concern guarded memory.
-
-    Args:
-        memory: A whole mapping, from its first byte; it must exist until :meth:`close`.
-
-    Raises:
-        NativeError: The memory does not begin at a page, or the handler cannot be installed.
+    first guard installs a SIGBUS handler, which passes on signals that do not concern guarded memory. ``memory`` is a
+    whole mapping, from its first byte; it must exist until :meth:`close`.
     """
 
     def __init__(self, memory: "WriteableBuffer") -> None:
@@ -180,25 +141,18 @@ class Guard:
 
 
 def progress_wait(word: "ReadableBuffer", seen: int, timeout: float) -> int:
-    """Wait until a batch's progress may differ from ``seen``; return the progress.
+    """Wait until a batch's progress may differ from ``seen``, at most ``timeout`` seconds; return the progress.
 
-    Args:
-        word: The word of 4 bytes (:class:`Progress`), in this process or another.
-        seen: Previous value of the word.
-        timeout: Longest time to wait, in seconds.
+    ``word`` has 4 bytes (:class:`Progress`), in this process or another.
     """
     with ffi.from_buffer("uint8_t[]", word) as memory:
         return int(lib.ss_progress_wait(ffi.cast("uint32_t *", memory), seen, max(0, int(timeout * 1e9))))
 
 
 class StridedCopy:
-    """Copies blocks of one shape, with the dimensions of source and target in different orders.
+    """Copies blocks of one shape, at most six dimensions, which are in different orders in source and target.
 
-    Args:
-        sizes: Sizes of the dimensions, at most six.
-        to_strides: Bytes from one element of a dimension to the next, in targets.
-        from_strides: The same in sources.
-        element_bytes: Bytes of one element: 1, 2, 4 or 8.
+    Strides are the bytes from one element of a dimension to the next. ``element_bytes`` is 1, 2, 4 or 8.
     """
 
     def __init__(
@@ -229,9 +183,6 @@ class Export(Closing):
         size: Bytes.
         device: PCI address or name of one of the DPU's functions on this host; empty: the first suitable one.
         dmabuf: File descriptor of the DMA-BUF of GPU memory; -1 for host memory, or with nvidia-peermem.
-
-    Raises:
-        NativeError: No such device, or the device cannot export this memory.
     """
 
     def __init__(self, address: int, size: int, *, device: str = "", dmabuf: int = -1) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Required, Self, TypedDict, Unpack
 
 import numpy as np
@@ -10,7 +9,7 @@ from numpy.typing import NDArray
 
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import NativeError
-from shadowserve.native._library import MemoryKind, Origin, Result, Stage, check, ffi, lib
+from shadowserve.native._library import Closing, MemoryKind, Origin, Result, Stage, check, ffi, lib
 from shadowserve.native._memory import Region
 from shadowserve.native._tls import TlsSession
 
@@ -36,82 +35,32 @@ KEY_SIZE_MAX: Final = 96
 """Bytes of the longest key that a piece can hold (``struct ss_piece``)."""
 LAYERS_MAX: Final = 4096
 """Most layers whose progress a batch can report."""
-ERROR_SIZE: Final = 256
-"""Bytes that are kept of the server's error text about a piece."""
 _ERROR_TEXT_SIZE: Final = 512
 
 
-def _numpy_dtype(struct: str, fields: dict[str, str]) -> np.dtype[np.void]:
-    return np.dtype(
-        {
-            "names": list(fields),
-            "formats": list(fields.values()),
-            "offsets": [ffi.offsetof(struct, field) for field in fields],
-            "itemsize": ffi.sizeof(struct),
-        }
-    )
+def _numpy_dtype(struct: str) -> np.dtype[np.void]:
+    """Return a struct as a numpy dtype: enums and pointers become integers, arrays of characters byte strings."""
+    fields = ffi.typeof(struct).fields
+    formats = []
+    for _, field in fields:
+        kind = "S" if field.type.kind == "array" else "i" if field.type.cname.startswith("int") else "u"
+        formats.append(f"{kind}{ffi.sizeof(field.type)}")
+    offsets = [field.offset for _, field in fields]
+    names = [name for name, _ in fields]
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": ffi.sizeof(struct)})
 
 
-SLICE_DTYPE: Final = _numpy_dtype(
-    "struct ss_slice",
-    {
-        "offset": "u8",
-        "memory_offset": "u8",
-        "scales_length": "u4",
-        "encoded_length": "u4",
-        "decoded_length": "u4",
-        "checksum": "u4",
-        "decoded_crc32": "u4",
-        "vectors": "u4",
-        "bins": "u4",
-    },
-)
+SLICE_DTYPE: Final = _numpy_dtype("struct ss_slice")
 """``struct ss_slice`` as a numpy dtype: an array of it goes to the C core without a copy."""
 
-PIECE_DTYPE: Final = _numpy_dtype(
-    "struct ss_piece",
-    {
-        "key": f"S{KEY_SIZE_MAX}",
-        "key_length": "u4",
-        "codec": "u4",
-        "group": "u4",
-        "chunk": "u4",
-        "record_offset": "u8",
-        "body_length": "u8",
-        "decompression_offset": "u8",
-        "dequantization_offset": "u8",
-        "slice_first": "u4",
-        "slice_count": "u4",
-        "node": "u4",
-        "asking": "u4",
-        "origin": "u4",
-        "memory": "u8",
-        "layer": "u4",
-        "result": "u4",
-        "error": f"S{ERROR_SIZE}",
-    },
-)
+PIECE_DTYPE: Final = _numpy_dtype("struct ss_piece")
 """``struct ss_piece`` as a numpy dtype. ``key`` is padded with zero bytes; ``key_length`` is its length.
 
 ``origin`` is an :class:`Origin`: SERVER, or any other one for a piece whose body :meth:`Batch.supply` supplies.
 :class:`Batch` fills in ``memory``, an address.
 """
 
-TRACE_DTYPE: Final = _numpy_dtype(
-    "struct ss_trace_event",
-    {
-        "begin_ns": "u8",
-        "end_ns": "u8",
-        "input_bytes": "u8",
-        "output_bytes": "u8",
-        "batch": "u4",
-        "piece": "u4",
-        "slice": "u4",
-        "core": "i4",
-        "stage": "u4",
-        "thread": "u4",
-    },
-)
+TRACE_DTYPE: Final = _numpy_dtype("struct ss_trace_event")
 """``struct ss_trace_event`` as a numpy dtype. Times are those of ``time.monotonic_ns()``."""
 
 
@@ -121,12 +70,9 @@ BACKENDS: Final = ("software", "doca")
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Backend of the pipeline: the CPU, or an accelerator.
+    """Backend of the pipeline: the CPU, or an accelerator, such as ``"DOCA 3.0.0"`` or ``"DOCA emulator 3.0.0"``.
 
-    Attributes:
-        name: Name, as an option of :class:`Pipeline`.
-        description: Description, such as ``"CPU"``, ``"DOCA 3.0.0"`` or ``"DOCA emulator 3.0.0"``.
-        emulated: True if it only imitates its hardware.
+    ``name`` is the option of :class:`Pipeline`.
     """
 
     name: str
@@ -164,13 +110,8 @@ class StageStatistics:
 class Group:
     """Elements of a group's pieces, and the memory that they are delivered to or stored from (``struct ss_group``).
 
-    Attributes:
-        quantizer: Quantizer of every piece.
-        dtype: Type of the elements in the group's memory.
-        vector_length: Elements of one vector.
-        scale_vectors: Number of vectors of a slice that share one scale, for ``Quantizer.BINNED``.
-        memory: Memory that elements are delivered to (``Pipeline.fetch``, writable) or stored from (``encode``):
-            a region of registered memory, or, except for a fetch with an accelerator, any buffer.
+    ``scale_vectors`` vectors of a slice share one scale, for ``Quantizer.BINNED``. ``memory`` is a region of registered
+    memory, or, except for a fetch with an accelerator, any buffer; writable for a fetch.
     """
 
     quantizer: Quantizer
@@ -195,12 +136,9 @@ class Group:
 class Progress:
     """Progress word of a fetch: the number of leading layers in place (``struct ss_batch``).
 
-    It counts chunks if the pieces' ``layer`` is the number of a chunk.
-
-    Attributes:
-        word: 4 bytes of memory of this process, at a multiple of 4; waiting threads read it with ``progress_wait``.
-        first: Number of layers in place before the batch.
-        end: Number of layers in place after it. The batch has all missing pieces of the layers from ``first`` on.
+    It counts chunks if the pieces' ``layer`` is the number of a chunk. ``word`` is 4 bytes of memory of this process,
+    at a multiple of 4; waiting threads read it with ``progress_wait``. ``first`` and ``end`` are the numbers of layers
+    in place before and after the batch, which has all missing pieces of the layers from ``first`` on.
     """
 
     word: Region
@@ -220,10 +158,6 @@ class Batch:
         deadline_ns: Deadline, as a time of ``time.monotonic_ns()``.
         progress: Progress word; each piece then belongs to one layer, its ``layer``.
         rate: Most bytes to deliver per second; 0: no limit.
-
-    Raises:
-        NativeError: With ``Result.BAD_ARGUMENT``, an array is not contiguous or has another dtype, or the word is not
-            in memory of this process.
     """
 
     def __init__(
@@ -265,7 +199,6 @@ class Batch:
             self._tell(progress)
 
     def _tell(self, progress: Progress) -> None:
-        """Set the progress word of the C core's batch."""
         memory, offset = progress.word.registered, progress.word.offset
         if memory.kind is not MemoryKind.LOCAL or progress.word.length < ffi.sizeof("uint32_t"):
             raise NativeError("the progress word needs 4 bytes of this process' own memory", Result.BAD_ARGUMENT)
@@ -276,10 +209,7 @@ class Batch:
     def ask_by_layers(self, request: bytes, layers: int, keys: int) -> None:
         """Request all pieces with one command (``struct ss_layers``), over the single socket of the fetch.
 
-        Args:
-            request: KV.LAYERS in its wire format.
-            layers: Number of layers in the request; the batch has one row of pieces for each.
-            keys: Number of keys in the request; each row has one piece for each key, in the same order.
+        ``request`` is KV.LAYERS in its wire format; the batch has a row of pieces, one for each key, for each layer.
         """
         self._layers = ffi.new("struct ss_layers *")
         self._layers.request = self._hold(request)
@@ -310,10 +240,9 @@ class Batch:
         return int(ffi.cast("uintptr_t", memory))
 
     def leave(self, index: int, memory: "WriteableBuffer") -> None:
-        """Keep the body of a server's piece in ``memory``, too; it is valid if the piece is OK. Call before the batch.
+        """Keep the body of a server's piece in ``memory``, too.
 
-        Raises:
-            NativeError: The memory has another length than the body.
+        It is valid if the piece is OK. Call before the batch.
         """
         self.pieces[index]["memory"] = self._address(index, memory, writable=True)
 
@@ -322,15 +251,11 @@ class Batch:
 
         Call this once for each piece, from any thread, before or during the batch, but not during or after
         ``release()``. The body must not change until the fetch returns.
-
-        Raises:
-            NativeError: A body does not have the length of its piece.
         """
         address = 0 if body is None else self._address(index, body)
         lib.ss_batch_supply(self._batch, index, ffi.cast("uint8_t *", address))
 
     def _place(self, target: Any, group: Group) -> None:
-        """Write a group into the C core's table."""
         target.quantizer = group.quantizer
         target.dtype = group.dtype
         target.scale_vectors = group.scale_vectors
@@ -351,12 +276,10 @@ class Batch:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes received over the wire."""
         return int(self._batch.received_bytes)
 
     @property
     def delivered_bytes(self) -> int:
-        """Bytes written into the groups' memory."""
         return int(self._batch.delivered_bytes)
 
     @property
@@ -426,13 +349,8 @@ _DEFAULTS: Final[dict[str, Any]] = {
 """All other options are 0 by default."""
 
 
-class Pipeline:
-    """The pipeline executor: pinned buffers and threads, made once (``struct ss_pipeline``).
-
-    Raises:
-        NativeError: Options that do not fit each other, an unknown backend or one without a suitable device, no memory,
-            a core that does not exist.
-    """
+class Pipeline(Closing):
+    """The pipeline executor: pinned buffers and threads, made once (``struct ss_pipeline``)."""
 
     def __init__(self, **given: Unpack[PipelineOptions]) -> None:
         self._pipeline: Any = ffi.NULL
@@ -458,14 +376,6 @@ class Pipeline:
         check(code, f"creating a pipeline with {on}", device=backend != "software")
         self._pipeline = pointer[0]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __del__(self) -> None:
         self.close()
 
@@ -489,18 +399,9 @@ class Pipeline:
     ) -> Result:
         """Fetch a batch over connected, authenticated, non-blocking sockets (their file descriptors); blocks.
 
-        Args:
-            batch: Batch to fetch.
-            sockets: Sockets in node order, the same number for each node; none if all bodies are in this process.
-            sessions: TLS session of each socket, or empty without TLS.
-            nodes: Number of nodes; a piece's ``node`` is an index of a node.
-
-        Returns:
-            ``Result.OK``, or the result of the first piece that failed; a failed piece raises no exception. Close the
-            sockets unless ``sockets_in_sync`` of the batch is true.
-
-        Raises:
-            NativeError: A group's memory is read-only, or the pipeline is closed.
+        Sockets are in node order, the same number for each node; none if all bodies are in this process. ``sessions``
+        are their TLS sessions. Return ``Result.OK``, or the result of the first piece that failed; a failed piece
+        raises no exception. Close the sockets unless ``sockets_in_sync`` of the batch is true.
         """
         if not batch.writable:
             raise NativeError("fetching into read-only memory", Result.BAD_ARGUMENT)
@@ -516,8 +417,7 @@ class Pipeline:
     def encode(self, batch: Batch) -> Result:
         """Quantize and compress a batch's pieces from their groups' memory into the store buffer; blocks.
 
-        Returns:
-            ``Result.OK``, or the result of the first piece that failed.
+        Return ``Result.OK``, or the result of the first piece that failed.
         """
         return Result(lib.ss_pipeline_encode(self._open(), batch._batch))
 
@@ -533,8 +433,7 @@ class Pipeline:
     ) -> tuple[Result, str]:
         """Send ``head`` and one encoded piece's body as a SET on a connected, non-blocking socket; blocks.
 
-        Returns:
-            The result, and the server's error text for ``Result.REFUSED``. After any other failure close the socket.
+        Return the result, and the server's error text for ``Result.REFUSED``. After any other failure close the socket.
         """
         if not 0 <= piece_index < len(batch.pieces):
             raise NativeError(f"the batch has {len(batch.pieces)} pieces, not {piece_index + 1}", Result.BAD_ARGUMENT)
@@ -554,11 +453,7 @@ class Pipeline:
         return Result(result), ffi.string(error).decode("utf-8", "replace")
 
     def copy_body(self, batch: Batch, piece_index: int, target: "WriteableBuffer") -> None:
-        """Copy the body of a piece that ``encode()`` has made, without the interpreter's lock.
-
-        Raises:
-            NativeError: The piece has no body, or ``target`` has another length.
-        """
+        """Copy the body of a piece that ``encode()`` has made, without the interpreter's lock."""
         with ffi.from_buffer("uint8_t[]", target, require_writable=True) as memory:
             if len(memory) != batch.pieces[piece_index]["body_length"]:
                 raise NativeError(f"a target of {len(memory)} bytes for a body of another length", Result.BAD_ARGUMENT)
@@ -576,11 +471,7 @@ class Pipeline:
         }
 
     def trace_start(self) -> None:
-        """Start a recording of the threads' work in fetch batches; end the previous recording.
-
-        Raises:
-            NativeError: The pipeline was created without ``trace_events``, or is closed.
-        """
+        """Start a recording of the threads' work in fetch batches; end the previous recording."""
         check(lib.ss_pipeline_trace_start(self._open()), "recording a trace")
 
     def trace_stop(self) -> None:
@@ -620,5 +511,5 @@ class Pipeline:
 
     @property
     def locked_bytes(self) -> int:
-        """Number of bytes of the buffers that are locked in memory."""
+        """Bytes of the buffers that are locked in memory."""
         return lib.ss_pipeline_locked_bytes(self._open())

@@ -36,13 +36,8 @@ def tls_library() -> str:
 class Tls:
     """TLS context: the trusted authorities and the own certificate, for any number of sessions (``struct ss_tls``).
 
-    Args:
-        authorities: File of certificates, PEM.
-        certificate, key: Files, PEM; empty for a client without a certificate.
-
-    Raises:
-        NativeError: With ``Result.NOT_SUPPORTED``, this build has no TLS; with ``Result.BAD_DATA``, a file is not
-            usable.
+    All are PEM files; without ``certificate`` the client has none. NativeError with ``Result.NOT_SUPPORTED``: this
+    build has no TLS; with ``Result.BAD_DATA``: a file is not usable.
     """
 
     def __init__(self, authorities: str, certificate: str = "", key: str = "") -> None:
@@ -74,15 +69,8 @@ class TlsSession:
     """TLS session on one connected, non-blocking socket of the caller (``struct ss_tls_session``).
 
     The methods below never block. Each returns the event that it waits for. Call it again with the same arguments when
-    the socket is ready. Only one thread at a time may use a session.
-
-    Args:
-        tls: TLS context.
-        socket: File descriptor of the socket; the caller keeps it open until :meth:`close`.
-        name: Name that the server's certificate must have, a host name or an IP address.
-
-    Raises:
-        NativeError: No memory, or an invalid name.
+    the socket is ready. Only one thread at a time may use a session. The caller keeps the socket open until
+    :meth:`close`. The server's certificate must have ``name``, a host name or an IP address.
     """
 
     def __init__(self, tls: Tls, socket: int, name: str) -> None:
@@ -102,12 +90,10 @@ class TlsSession:
 
     @property
     def handle(self) -> Any:
-        """Handle of the session for the pipeline."""
         return self._session
 
     @property
     def has_pending(self) -> bool:
-        """True if the session has decrypted bytes that are not yet read."""
         return bool(lib.ss_tls_has_pending(self._session))
 
     @property

@@ -20,12 +20,11 @@ FOLDER: Final = REPOSITORY / "build" / "tests"
 
 
 class Options(NamedTuple):
-    """Configuration of a build: CMake definitions, tests to run (CTest's arguments), and further targets."""
+    """Configuration of a build: CMake definitions, and tests to run (CTest's arguments)."""
 
     defines: dict[str, str]
     ctest: tuple[str, ...] = ()
     compiler: str | None = None
-    targets: tuple[str, ...] = ()
 
 
 # For builds that are neither measured nor have the sanitizers' own level.
@@ -34,7 +33,7 @@ _QUICKLY: Final = {"CMAKE_C_FLAGS_RELEASE": "-O1 -DNDEBUG"}
 
 def _of_one_decoder(decoder: str) -> Options:
     absent = dict.fromkeys(("SHADOWSERVE_LZ4", "SHADOWSERVE_ZSTD", "SHADOWSERVE_URING"), "OFF")
-    names = "codec crc32 huffman_deflate doca_emulator_compress block block_driver block_schedule".split()
+    names = "codec crc32 huffman_deflate doca_emulator_tasks block block_driver block_schedule".split()
     defines = {"SHADOWSERVE_TESTS": "ON", "SHADOWSERVE_DEFLATE": decoder, **absent, **_QUICKLY}
     return Options(defines, ("--verbose", "--tests-regex", f"^test_({'|'.join(names)})$"))
 
@@ -53,24 +52,22 @@ _OF_ARM: Final = (
     "--tests-regex",
     "^test_(block|codec|cpu|crc32|decode|kvrans|kvrans_kernels|object|pipeline_(fetch|resp|store)|quantize|strided)$",
 )
-_BENCHMARKS: Final = ("count_instructions",)
 _ARM: Final = {
     "CMAKE_TOOLCHAIN_FILE": str(REPOSITORY / "native/toolchain-aarch64.cmake"),
     "CMAKE_COMPILE_WARNING_AS_ERROR": "ON",
     "SHADOWSERVE_TESTS": "ON",
-    "SHADOWSERVE_BENCH": "ON",
     # BlueField-2's CPU has neither Armv8.1's atomics nor fp16 arithmetic nor dot products. Any such instruction, of the
     # compiler or of the source, ends the program with SIGILL.
     "SHADOWSERVE_ARM64_CPU": "cortex-a72",
 }
 BUILDS: Final = {
-    "plain": Options({"SHADOWSERVE_TESTS": "ON", "SHADOWSERVE_BENCH": "ON"}, _BELOW_PIPELINE, targets=_BENCHMARKS),
+    "plain": Options({"SHADOWSERVE_TESTS": "ON"}, _BELOW_PIPELINE),
     "sanitized": Options({"SHADOWSERVE_TESTS": "ON", "SHADOWSERVE_SANITIZE": "address,undefined"}),
     "threads": Options({"SHADOWSERVE_TESTS": "ON", "SHADOWSERVE_SANITIZE": "thread"}, _THREADED),
     "libdeflate": _of_one_decoder("libdeflate"),
     "zlib": _of_one_decoder("zlib"),
     "fuzz": Options({"SHADOWSERVE_FUZZ": "ON"}, compiler="clang"),
-    "aarch64": Options(_ARM, _OF_ARM, targets=_BENCHMARKS),
+    "aarch64": Options(_ARM, _OF_ARM),
 }
 
 
@@ -96,7 +93,7 @@ class NativeBuild:
         with self._alone():
             self.run(self._tool("cmake"), "-S", str(REPOSITORY), "-B", str(self.directory), *generator, *defines)
             build = (self._tool("cmake"), "--build", str(self.directory), "--parallel", self._at_once)
-            self.run(*build, "--target", *self._programs(), *options.targets)
+            self.run(*build, "--target", *self._programs())
 
     def _tool(self, name: str) -> str:
         """Return the program's path: the lookup does not use a child's search path."""

@@ -101,17 +101,6 @@ def test_bodies_and_what_a_server_sends_make_one_round(target: NDArray[np.uint8]
     assert (target.reshape(DATA.shape) == DATA).all()
 
 
-def test_a_damaged_body_fails_its_chunk_and_those_behind(target: NDArray[np.uint8]) -> None:
-    bad = DATA.copy()
-    bad[2, 5000] ^= 1
-    with make_pipeline() as pipeline:
-        batch = make_batch(target, dict(enumerate(bad)))
-        assert pipeline.fetch(batch) is Result.CHECKSUM
-        assert batch.results[:3] == [Result.OK, Result.OK, Result.CHECKSUM]
-        batch.release()
-    assert (target.reshape(DATA.shape)[:2] == DATA[:2]).all()
-
-
 def test_a_damaged_body_costs_its_own_group_alone(target: NDArray[np.uint8]) -> None:
     bad = DATA.copy()
     bad[0, 5000] ^= 1

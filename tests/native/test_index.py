@@ -1,4 +1,4 @@
-"""The index of stored objects and the allocator of blocks, through Python, compared with dictionaries."""
+"""The index of stored objects and the allocator of blocks, through Python. native/tests/test_index.c has the rest."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from shadowserve import native
 from shadowserve.errors import NativeError
@@ -135,21 +135,6 @@ class LruModel(RuleBasedStateMachine):
             number = children[-1] & 0xFFFF
         return number
 
-    @rule(tenant=st.integers(-1, TENANTS - 1), device=st.integers(-1, DEVICES - 1))
-    def start_again(self, tenant: int, device: int) -> None:
-        """Dump all objects and recover them in another index. Afterwards the order is that of the last uses."""
-        records = np.zeros(OBJECTS_MAX + 1, native.INDEX_RECORD_DTYPE)
-        other = Index(OBJECTS_MAX, IndexPolicy.LRU)
-        for home in range(DEVICES):
-            cursor, count = self.index.dump(0, records, home)
-            assert cursor == 0
-            assert other.replay(home, 0xFFFFFFFF, records[:count]) == (count, 0, 0)
-        other.replayed()
-        assert other.totals(tenant, device) == self.index.totals(tenant, device)
-        for (owner, number), entry in self.objects.items():
-            assert other.read(other.find(owner, KEYS[number])) == entry
-        other.close()
-
     @invariant()
     def everything_is_as_it_should_be(self) -> None:
         """Compare all fields."""
@@ -168,48 +153,6 @@ class LruModel(RuleBasedStateMachine):
 
 LruModel.TestCase.settings = settings(max_examples=60, stateful_step_count=60)
 TestLru = LruModel.TestCase
-
-
-class ExtentsModel(RuleBasedStateMachine):
-    """Runs of blocks against a set."""
-
-    @initialize(blocks=st.integers(0, 60))
-    def open(self, blocks: int) -> None:
-        """Start with all blocks free."""
-        self.extents = Extents(blocks)
-        self.free = set(range(blocks))
-
-    def teardown(self) -> None:
-        if hasattr(self, "extents"):
-            self.extents.close()
-
-    @rule(count=st.integers(1, 12))
-    def allocate(self, count: int) -> None:
-        """Take the first run of sufficient length."""
-        first = self.extents.allocate(count)
-        runs = (begin for begin in sorted(self.free) if set(range(begin, begin + count)) <= self.free)
-        assert first == next(runs, None)
-        if first is not None:
-            self.free -= set(range(first, first + count))
-
-    @rule(first=st.integers(0, 70), count=st.integers(0, 12), gives=st.booleans())
-    def change(self, first: int, count: int, gives: bool) -> None:
-        """Free blocks, or reserve these."""
-        blocks = set(range(first, first + count))
-        fits = bool(blocks) and max(blocks) < self.extents.blocks
-        fits = fits and (blocks.isdisjoint(self.free) if gives else blocks <= self.free)
-        call = self.extents.free if gives else self.extents.reserve
-        if not fits:
-            with pytest.raises(NativeError, match=f"{count} blocks at {first} of"):
-                call(first, count)
-        else:
-            call(first, count)
-            self.free = self.free | blocks if gives else self.free - blocks
-        assert self.extents.free_blocks == len(self.free)
-
-
-ExtentsModel.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
-TestExtents = ExtentsModel.TestCase
 
 
 @pytest.fixture(params=list(IndexPolicy), ids=lambda policy: policy.name.lower())
@@ -251,17 +194,6 @@ def test_a_record_has_the_same_bytes_by_struct_numpy_and_c(index: Index) -> None
     }
 
 
-def test_what_expires_is_found_in_time_and_evicted_first(index: Index) -> None:
-    for number, key in enumerate(KEYS):
-        index.insert(0, key, device=0, length=10, now_s=1, expires_at_ms=5000 + number if number % 2 else 0)
-    assert index.expired(4999, 100) == [] and index.totals().expiring == len(KEYS) // 2
-    due = {index.read(slot).key for slot in index.expired(5008, 100)}
-    assert due == {KEYS[number] for number in (1, 3, 5, 7)} and len(index.expired(5008, 3)) == 3
-    assert index.read(index.victim(6)).expires_at_ms <= 6000
-    index.set_expiry(index.find(0, KEYS[1]), 0)
-    assert index.find(0, KEYS[1]) not in index.expired(1 << 60, 100)
-
-
 def test_a_slot_holds_an_object_until_it_is_put_anew(index: Index) -> None:
     slot = index.insert(0, KEYS[0], device=0, length=1, now_s=1, generation=7)
     assert index.holds(slot, KEYS[0], 7)
@@ -296,16 +228,6 @@ def test_many_keys_are_found_by_one_call(index: Index) -> None:
     slots = [index.insert(1, key, device=0, length=1, now_s=1) for key in KEYS[::2]]
     assert index.find_many(1, b"".join(KEYS)).tolist() == [slot for slot in slots for slot in (slot, 0)][: len(KEYS)]
     assert not index.find_many(0, b"".join(KEYS)).any()
-
-
-def test_more_objects_than_there_may_be_end_a_replay(index: Index) -> None:
-    records = np.zeros(1001, native.INDEX_RECORD_DTYPE)
-    records["kind"] = IndexRecordKind.PUT
-    records["key"][:, :2] = np.arange(1001, dtype="<u2").view(np.uint8).reshape(-1, 2)
-    with pytest.raises(NativeError, match="of at most 1000 objects") as refused:
-        index.replay(0, 100, records)
-    assert refused.value.result == native.Result.NO_SPACE and len(index) == 1000
-    index.replayed()
 
 
 def test_objects_of_a_device_that_overlap_leave_the_later_one() -> None:

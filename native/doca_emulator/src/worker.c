@@ -108,7 +108,6 @@ static void task_run(struct doca_task *task) {
     task->status = good && !task->fault ? DOCA_SUCCESS : DOCA_ERROR_IO_FAILED;
 }
 
-/* When this task completes, by the model. */
 static uint64_t task_time(const struct doca_task *task) {
     struct doca_dev *dev = task->ctx->dev;
     const struct settings *settings = &dev->info.settings;

@@ -35,13 +35,11 @@ typedef struct {
 enum { CUDA_OK = 0, CUDA_OUT_OF_MEMORY = 2, CUDA_NOT_READY = 600 };
 enum { CUDA_IPC_LAZY_PEER_ACCESS = 1, CUDA_HOST_PORTABLE = 1, CUDA_STREAM_NON_BLOCKING = 1, CUDA_EVENT_NO_TIMING = 2 };
 
-/* Most copies in flight on one channel. */
 enum { COPIES_MAX = 8 };
 
 /* Longest time to wait for earlier copies. They take milliseconds; more than seconds means that the GPU hangs. */
 #define COPY_TIME_NS 10000000000ULL
 
-/* The driver's functions that this file uses. */
 static struct {
     void *library;
     cuda_result (*init)(unsigned);

@@ -76,7 +76,6 @@ struct channel {
     uint32_t completed;
 };
 
-/* Use of a work's 'backend_use'. */
 enum use {
     USE_CUT,    /* bytes already in pieces */
     USE_PIECES, /* pieces not ended */
@@ -223,7 +222,6 @@ static void piece_start(struct piece *piece) {
     piece_failed(piece);
 }
 
-/* Creates the next piece of a work. */
 static void work_cut(struct channel *channel, struct ss_work *work) {
     struct piece *piece = channel->free_pieces;
     channel->free_pieces = piece->next;
@@ -247,7 +245,6 @@ static void work_cut(struct channel *channel, struct ss_work *work) {
     piece_start(piece);
 }
 
-/* Starts waiting pieces while tasks are free. */
 static void channel_pump(struct channel *channel) {
     while (channel->waiting_first != NULL && channel->free_pieces != NULL && !channel->suspect) {
         struct ss_work *work = channel->waiting_first;
@@ -282,7 +279,6 @@ static enum ss_result channel_restart(struct channel *channel) {
     return result;
 }
 
-/* Takes the next one of the pieces that failed. */
 static struct piece *failed_pop(struct channel *channel) {
     struct piece *piece = channel->failed;
     channel->failed = piece->next;

@@ -137,7 +137,6 @@ static int threads_end(struct ss_block *block, uint32_t timeout_ms) {
     return 1;
 }
 
-/* Opens the device for one kind of access, and starts its driver. */
 static enum ss_result try_access(struct ss_block *block, enum ss_block_access access,
                                  const struct ss_block_driver *driver) {
     if (driver == NULL) {

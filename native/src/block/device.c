@@ -82,7 +82,6 @@ int ss_block_device_is_gone(const struct ss_block_device *device) {
     return ioctl(device->guard >= 0 ? device->guard : device->fd, BLKGETSIZE64, &size) != 0 || size < device->size;
 }
 
-/* Locks it against other ShadowServe processes. */
 static enum ss_result lock(int fd) {
     if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
         errno = errno == EWOULDBLOCK ? EBUSY : errno;
@@ -102,7 +101,6 @@ static enum ss_result open_direct(struct ss_block_device *device, const char *pa
     return device->fd < 0 ? SS_OS_ERROR : lock(device->fd);
 }
 
-/* Makes the name of a new file durable. */
 static int sync_folder(const char *path) {
     char folder[PATH_MAX];
     const char *slash = strrchr(path, '/');

@@ -280,7 +280,6 @@ static uint64_t next_bytes(const struct ss_schedule *schedule, const struct ss_e
     return left < max ? left : max;
 }
 
-/* Returns the offset on the device of an operation's next request. */
 static uint64_t next_offset(const struct ss_entry *entry) {
     const struct ss_block_operation *operation = &entry->operation;
     const struct ss_block_pages *pages = operation->pages;
@@ -348,7 +347,6 @@ static int has_room(const struct ss_schedule *schedule, uint32_t priority) {
             bytes + cost(head, next_bytes(schedule, head)) <= schedule->bytes_max[priority]);
 }
 
-/* Returns whether a lower priority has its turn now. */
 static int has_turn(struct ss_schedule *schedule, uint32_t priority, uint64_t now_ns) {
     const struct ss_entry *head = schedule->waiting[priority].head;
 

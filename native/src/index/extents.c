@@ -33,7 +33,6 @@ struct ss_extents {
 
 enum { ROOM_MIN = 16 };
 
-/* Ensures that a free node exists. */
 static bool room_for_one(struct ss_extents *extents) {
     if (extents->unused != 0 || extents->used < extents->room) {
         return true;
@@ -127,7 +126,6 @@ static uint32_t insert(struct run *runs, uint32_t root, uint32_t node) {
     return root;
 }
 
-/* Removes the run that begins at 'first', which must exist. */
 static uint32_t take_out(struct run *runs, uint32_t root, uint32_t first) {
     if (runs[root].first == first) {
         return merge(runs, runs[root].left, runs[root].right);

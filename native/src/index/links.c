@@ -21,7 +21,6 @@ static void attach(struct ss_index *index, uint32_t parent, uint32_t child) {
     ss_index_dangling_unblock(index, parent);
 }
 
-/* Removes a child from its parent, and returns the parent. */
 static uint32_t detach(struct ss_index *index, uint32_t child) {
     struct entry *entries = index->entries, *entry = &entries[child];
     uint32_t parent = entry->parent;

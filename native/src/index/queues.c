@@ -314,7 +314,6 @@ static bool cell_matches(const struct cell *cell, int32_t device, int32_t tenant
            (tenant < 0 || cell->id >> 9 == (uint32_t)tenant);
 }
 
-/* next_cell() goes through a tenant's cells, or through all. */
 static uint32_t next_cell(const struct ss_index *index, uint32_t number, int32_t tenant) {
     if (tenant < 0) {
         return number < index->cell_count ? number + 1 : 0;

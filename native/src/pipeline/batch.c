@@ -38,7 +38,6 @@ static int group_is_valid(const struct ss_group *group) {
     }
 }
 
-/* Returns whether the tables exist and have valid sizes, and each group is valid. */
 static int tables_are_valid(const struct ss_batch *batch) {
     if (batch->piece_count > SS_BATCH_PIECES_MAX || batch->group_count > SS_BATCH_GROUPS_MAX ||
         (batch->group_count > 0 && batch->groups == NULL) ||

@@ -9,7 +9,6 @@
 
 #include "pipeline/internal.h"
 
-/* Most slices passed to the next stage at a time. */
 enum { PUSH_MAX = 64 };
 
 /* Interval at which a thread that waits for the rate checks whether the batch has ended. */
@@ -195,7 +194,6 @@ static void wait_for_sources(struct ss_worker *worker, const int *over) {
     }
 }
 
-/* Gives each source its turns until all are over. */
 static void sources_run(struct ss_worker *worker) {
     const struct ss_fetch *fetch = &worker->pipeline->fetch;
     const struct ss_feed feed = {.batch = fetch->batch,

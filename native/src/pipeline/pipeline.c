@@ -478,7 +478,6 @@ static struct timespec timespec_of(uint64_t time_ns) {
                              .tv_nsec = (long)(time_ns % 1000000000ULL)};
 }
 
-/* Sleeps until the batch is quiet, and ends it at its deadline. */
 static void wait_until_quiet(struct ss_pipeline *pipeline) {
     struct timespec deadline = timespec_of(pipeline->fetch.batch->deadline_ns);
     int late = 0;

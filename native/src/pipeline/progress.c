@@ -26,7 +26,6 @@ void ss_progress_tell(uint32_t *progress, uint32_t layers) {
     (void)syscall(SYS_futex, progress, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-/* Advances over complete layers, and updates the word. */
 static void advance(struct ss_pipeline *pipeline) {
     struct ss_progress *progress = &pipeline->fetch.progress;
     const struct ss_batch *batch = pipeline->fetch.batch;
@@ -42,7 +41,6 @@ static void advance(struct ss_pipeline *pipeline) {
     pthread_mutex_unlock(&pipeline->progress_lock);
 }
 
-/* Returns the counter of a piece's layer, NULL if the layer is not counted. */
 static _Atomic uint32_t *counted(struct ss_pipeline *pipeline, uint32_t piece) {
     const struct ss_batch *batch = pipeline->fetch.batch;
     uint32_t layer = batch->pieces[piece].layer;

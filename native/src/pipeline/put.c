@@ -91,7 +91,6 @@ static enum ss_result put_wait(const struct put *put) {
     return ready > 0 && (polled.revents & POLLNVAL) ? SS_BAD_ARGUMENT : SS_OK;
 }
 
-/* Sends and receives until the answer is complete or cannot arrive. */
 static enum ss_result put_exchange(struct put *put) {
     for (;;) {
         enum ss_result sent = put_send(put);

@@ -29,13 +29,11 @@
  */
 enum { PASS_COUNT = SS_POP_MAX };
 
-/* The default of device_timeout_ms. */
 enum { DEVICE_TIMEOUT_MS = 10000 };
 
 /* Most time that one poll of the backend counts for, in addition to the pauses between polls. */
 #define LOOK_NS_MAX 100000000ULL
 
-/* One work of one channel. */
 struct slot {
     struct ss_work work;
     struct ss_item item;
@@ -171,7 +169,6 @@ static struct slot *slot_take(struct ss_engine *engine) {
     return slot;
 }
 
-/* Ends an engine's work on a slice, with any result. */
 static void slot_finish(struct slot *slot, enum ss_result result, int delivered) {
     struct ss_engine *engine = slot->worker->engine;
     struct ss_pipeline *pipeline = slot->worker->pipeline;
@@ -343,7 +340,6 @@ static void engine_flush(struct ss_worker *worker, uint64_t begin_ns, uint64_t i
     }
 }
 
-/* Sleeps until the next poll of the engine. */
 static void poll_pause(const struct ss_pipeline *pipeline) {
     uint32_t interval = pipeline->options.poll_interval_us;
     const struct timespec time = {.tv_sec = interval / 1000000, .tv_nsec = (long)(interval % 1000000) * 1000};

@@ -12,33 +12,43 @@ TARGET_INLINE __m256i load256(const void *source) {
     return _mm256_loadu_si256(source);
 }
 
-/* ---- Binned: quantize ---------------------------------------------------------------------------------------- */
+/* ---- What kernel_template.h asks for ------------------------------------------------------------------------- */
 
-#define MAGNITUDE_MAX(bits)                                                                                            \
-    TARGET static uint32_t magnitude_max##bits(const void *source, size_t count) {                                     \
-        enum { LANES = 256 / (bits) };                                                                                 \
-        const __m256i magnitude = _mm256_set1_epi##bits(INT##bits##_MAX);                                              \
-        __m256i most = _mm256_setzero_si256();                                                                         \
-        uint##bits##_t lanes[LANES];                                                                                   \
-        size_t index = 0;                                                                                              \
-        for (; index + LANES <= count; index += LANES) {                                                               \
-            __m256i elements = load256((const uint##bits##_t *)source + index);                                        \
-            most = _mm256_max_epu##bits(most, _mm256_and_si256(elements, magnitude));                                  \
-        }                                                                                                              \
+#define VECTOR_BYTES 32
+#define VECTOR(bits) __m256i
+#define ZERO(bits) _mm256_setzero_si256()
+#define MAX(bits, a, b) _mm256_max_epu##bits(a, b)
+#define MAGNITUDES(bits, source) _mm256_and_si256(load256(source), _mm256_set1_epi##bits(INT##bits##_MAX))
+
+#define MAGNITUDES_REDUCE(bits)                                                                                        \
+    TARGET_INLINE uint32_t magnitudes_reduce##bits(__m256i most) {                                                     \
+        uint##bits##_t lanes[256 / (bits)];                                                                            \
         _mm256_storeu_si256((__m256i *)lanes, most);                                                                   \
-        uint32_t found = ss_magnitude_max##bits##_from(0, lanes, LANES, 0);                                            \
-        return ss_magnitude_max##bits##_from(index, source, count, found);                                             \
+        return ss_magnitude_max##bits##_from(0, lanes, 256 / (bits), 0);                                               \
     }
 
-MAGNITUDE_MAX(8)
-MAGNITUDE_MAX(16)
-MAGNITUDE_MAX(32)
+MAGNITUDES_REDUCE(8)
+MAGNITUDES_REDUCE(16)
+MAGNITUDES_REDUCE(32)
+
+struct floats {
+    __m256 low, high;
+};
 
 /* symbols_of() scales, rounds and clamps eight values to eight 32-bit symbols. */
 TARGET_INLINE __m256i symbols_of(__m256 values, __m256 inverse, __m256i limit) {
     __m256i symbols = _mm256_cvtps_epi32(_mm256_round_ps(_mm256_mul_ps(values, inverse), ROUND));
     symbols = _mm256_min_epi32(symbols, limit);
     return _mm256_max_epi32(symbols, _mm256_sub_epi32(_mm256_setzero_si256(), limit));
+}
+
+TARGET_INLINE void symbols_store(struct floats numbers, float inverse, int limit, int8_t *symbols) {
+    const __m256 inverses = _mm256_set1_ps(inverse);
+    const __m256i limits = _mm256_set1_epi32(limit);
+    __m256i low = symbols_of(numbers.low, inverses, limits), high = symbols_of(numbers.high, inverses, limits);
+    __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xD8);
+    __m128i packed = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128((__m128i *)symbols, packed);
 }
 
 /* float8_widen() makes eight floats of the eight float8 at 'elements', as ss_float_of_float8() does. */
@@ -49,35 +59,107 @@ TARGET_INLINE __m256 float8_widen(const uint8_t *elements) {
     return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(sign, magnitude)), _mm256_set1_ps(0x1p8f));
 }
 
-/* One loop for all dtypes: WIDEN(at) makes eight floats of the elements from 'at' on. */
-#define BIN(name, WIDEN, finish)                                                                                       \
-    TARGET static void name(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {             \
-        const uint8_t *bytes = source;                                                                                 \
-        const __m256 inverses = _mm256_set1_ps(inverse);                                                               \
-        const __m256i limits = _mm256_set1_epi32(limit);                                                               \
-        size_t index = 0;                                                                                              \
-                                                                                                                       \
-        for (; index + 16 <= count; index += 16) {                                                                     \
-            __m256i low = symbols_of(WIDEN(index), inverses, limits);                                                  \
-            __m256i high = symbols_of(WIDEN(index + 8), inverses, limits);                                             \
-            __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xD8);                             \
-            __m128i packed = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));       \
-            _mm_storeu_si128((__m128i *)(symbols + index), packed);                                                    \
-        }                                                                                                              \
-        finish(index, source, count, inverse, limit, symbols);                                                         \
-    }
-
-#define WIDEN_FLOAT8(at) float8_widen(bytes + (at))
-#define WIDEN_FLOAT16(at) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(bytes + 2 * (at))))
+#define WIDEN_FLOAT8(at) float8_widen(source + (at))
+#define WIDEN_FLOAT16(at) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(source + 2 * (at))))
 #define WIDEN_BFLOAT16(at)                                                                                             \
     _mm256_castsi256_ps(                                                                                               \
-        _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(bytes + 2 * (at)))), 16))
-#define WIDEN_FLOAT32(at) _mm256_loadu_ps((const float *)(const void *)(bytes + 4 * (at)))
+        _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(source + 2 * (at)))), 16))
+#define WIDEN_FLOAT32(at) _mm256_loadu_ps((const float *)(const void *)(source + 4 * (at)))
+#define WIDEN(dtype, EIGHT)                                                                                            \
+    TARGET_INLINE struct floats widen_##dtype(const uint8_t *source) { return (struct floats){EIGHT(0), EIGHT(8)}; }
 
-BIN(bin_float8, WIDEN_FLOAT8, ss_bin_float8_from)
-BIN(bin_float16, WIDEN_FLOAT16, ss_bin_float16_from)
-BIN(bin_bfloat16, WIDEN_BFLOAT16, ss_bin_bfloat16_from)
-BIN(bin_float32, WIDEN_FLOAT32, ss_bin_float32_from)
+WIDEN(float8, WIDEN_FLOAT8)
+WIDEN(float16, WIDEN_FLOAT16)
+WIDEN(bfloat16, WIDEN_BFLOAT16)
+WIDEN(float32, WIDEN_FLOAT32)
+
+enum { PLANES_STEP16 = 32, PLANES_STEP32 = 16 };
+
+TARGET_INLINE void split16_step(const uint8_t *source, uint8_t *planes, size_t stride) {
+    const __m256i low_bytes = _mm256_set1_epi16(0xFF);
+    __m256i a = load256(source), b = load256(source + 32);
+    __m256i high, low;
+    a = _mm256_or_si256(_mm256_slli_epi16(a, 1), _mm256_srli_epi16(a, 15));
+    b = _mm256_or_si256(_mm256_slli_epi16(b, 1), _mm256_srli_epi16(b, 15));
+    high = _mm256_packus_epi16(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8));
+    low = _mm256_packus_epi16(_mm256_and_si256(a, low_bytes), _mm256_and_si256(b, low_bytes));
+    _mm256_storeu_si256((__m256i *)planes, _mm256_permute4x64_epi64(high, 0xD8));
+    _mm256_storeu_si256((__m256i *)(planes + stride), _mm256_permute4x64_epi64(low, 0xD8));
+}
+
+/* half_store() stores 32 bytes: past the caches where 'streamed', for which 'target' has to be aligned. */
+TARGET_INLINE void half_store(void *target, __m256i half, int streamed) {
+    if (streamed) {
+        _mm256_stream_si256(target, half);
+    } else {
+        _mm256_storeu_si256(target, half);
+    }
+}
+
+/* is_half() returns whether 'target' is aligned for that. */
+TARGET_INLINE int is_half(const void *target) {
+    return (uintptr_t)target % 32 == 0;
+}
+
+TARGET_INLINE __m256i rotate_right16(__m256i value) {
+    return _mm256_or_si256(_mm256_srli_epi16(value, 1), _mm256_slli_epi16(value, 15));
+}
+
+TARGET_INLINE void merge16_step(const uint8_t *planes, size_t stride, uint8_t *target, int streamed) {
+    /* Unpacking works inside 128-bit lanes, so the quarters are put where it takes them from first. */
+    __m256i high = _mm256_permute4x64_epi64(load256(planes), 0xD8);
+    __m256i low = _mm256_permute4x64_epi64(load256(planes + stride), 0xD8);
+    half_store(target, rotate_right16(_mm256_unpacklo_epi8(low, high)), streamed);
+    half_store(target + 32, rotate_right16(_mm256_unpackhi_epi8(low, high)), streamed);
+}
+
+/* plane_store() writes byte 'shift' / 8 of each of 16 lanes. */
+TARGET_INLINE void plane_store(uint8_t *plane, __m256i a, __m256i b, int shift) {
+    const __m256i low_byte = _mm256_set1_epi32(0xFF);
+    const __m128i shifts = _mm_cvtsi32_si128(shift);
+    __m256i words = _mm256_packus_epi32(_mm256_and_si256(_mm256_srl_epi32(a, shifts), low_byte),
+                                        _mm256_and_si256(_mm256_srl_epi32(b, shifts), low_byte));
+    words = _mm256_permute4x64_epi64(words, 0xD8);
+    _mm_storeu_si128((__m128i *)plane,
+                     _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+
+TARGET_INLINE void split32_step(const uint8_t *source, uint8_t *planes, size_t stride) {
+    __m256i a = load256(source), b = load256(source + 32);
+    a = _mm256_or_si256(_mm256_slli_epi32(a, 1), _mm256_srli_epi32(a, 31));
+    b = _mm256_or_si256(_mm256_slli_epi32(b, 1), _mm256_srli_epi32(b, 31));
+    for (size_t plane = 0; plane < 4; plane++) {
+        plane_store(planes + plane * stride, a, b, 24 - 8 * (int)plane);
+    }
+}
+
+TARGET_INLINE void merge32_step(const uint8_t *planes, size_t stride, uint8_t *target, int streamed) {
+    __m128i byte3 = _mm_loadu_si128((const __m128i *)planes);
+    __m128i byte2 = _mm_loadu_si128((const __m128i *)(planes + stride));
+    __m128i byte1 = _mm_loadu_si128((const __m128i *)(planes + 2 * stride));
+    __m128i byte0 = _mm_loadu_si128((const __m128i *)(planes + 3 * stride));
+    __m128i lower[2] = {_mm_unpacklo_epi8(byte0, byte1), _mm_unpackhi_epi8(byte0, byte1)};
+    __m128i upper[2] = {_mm_unpacklo_epi8(byte2, byte3), _mm_unpackhi_epi8(byte2, byte3)};
+    for (int half = 0; half < 2; half++) {
+        __m128i first = _mm_unpacklo_epi16(lower[half], upper[half]);
+        __m128i second = _mm_unpackhi_epi16(lower[half], upper[half]);
+        __m256i value = _mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1);
+        value = _mm256_or_si256(_mm256_srli_epi32(value, 1), _mm256_slli_epi32(value, 31));
+        half_store(target + 32 * half, value, streamed);
+    }
+}
+
+#include "quantize/kernel_template.h"
+
+PLANES_MERGE(16, planes_merge16_past_caches, 1)
+
+TARGET static void planes_merge16_streamed(const uint8_t *planes, size_t stride, size_t count, void *target) {
+    if (is_half(target)) {
+        planes_merge16_past_caches(planes, stride, count, target);
+    } else {
+        planes_merge16(planes, stride, count, target);
+    }
+}
 
 /* ---- Binned: dequantize -------------------------------------------------------------------------------------- */
 
@@ -122,20 +204,6 @@ TARGET static inline void unbin_float8_vector(const int8_t *symbols, size_t coun
         _mm_storeu_si128((__m128i *)((uint8_t *)target + index), packed);
     }
     ss_unbin_float8_from(index, symbols, count, scale, target);
-}
-
-/* half_store() stores 32 bytes: past the caches where 'streamed', for which 'target' has to be aligned. */
-TARGET_INLINE void half_store(void *target, __m256i half, int streamed) {
-    if (streamed) {
-        _mm256_stream_si256(target, half);
-    } else {
-        _mm256_storeu_si256(target, half);
-    }
-}
-
-/* is_half() returns whether 'target' is aligned for that. */
-TARGET_INLINE int is_half(const void *target) {
-    return (uintptr_t)target % 32 == 0;
 }
 
 TARGET_INLINE void unbin_bfloat16_to(const int8_t *symbols, size_t count, float scale, void *target, int streamed) {
@@ -194,114 +262,6 @@ SS_UNBIN_BATCH(TARGET, unbin_bfloat16, unbin_bfloat16_vector, 2)
 SS_UNBIN_BATCH(TARGET, unbin_float32, unbin_float32_vector, 4)
 SS_UNBIN_BATCH(TARGET, unbin_float16_streamed, unbin_float16_vector_streamed, 2)
 SS_UNBIN_BATCH(TARGET, unbin_bfloat16_streamed, unbin_bfloat16_vector_streamed, 2)
-
-/* ---- Lossless ------------------------------------------------------------------------------------------------ */
-
-TARGET static void planes_split16(const void *source, size_t count, uint8_t *planes, size_t stride) {
-    const uint16_t *elements = source;
-    const __m256i low_bytes = _mm256_set1_epi16(0xFF);
-    size_t index = 0;
-
-    for (; index + 32 <= count; index += 32) {
-        __m256i a = load256(elements + index), b = load256(elements + index + 16);
-        __m256i high, low;
-        a = _mm256_or_si256(_mm256_slli_epi16(a, 1), _mm256_srli_epi16(a, 15));
-        b = _mm256_or_si256(_mm256_slli_epi16(b, 1), _mm256_srli_epi16(b, 15));
-        high = _mm256_packus_epi16(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8));
-        low = _mm256_packus_epi16(_mm256_and_si256(a, low_bytes), _mm256_and_si256(b, low_bytes));
-        _mm256_storeu_si256((__m256i *)(planes + index), _mm256_permute4x64_epi64(high, 0xD8));
-        _mm256_storeu_si256((__m256i *)(planes + stride + index), _mm256_permute4x64_epi64(low, 0xD8));
-    }
-    ss_planes_split16_from(index, source, count, planes, stride);
-}
-
-TARGET_INLINE __m256i rotate_right16(__m256i value) {
-    return _mm256_or_si256(_mm256_srli_epi16(value, 1), _mm256_slli_epi16(value, 15));
-}
-
-TARGET_INLINE void planes_merge16_to(const uint8_t *planes, size_t stride, size_t count, void *target, int streamed) {
-    uint16_t *elements = target;
-    size_t index = 0;
-
-    for (; index + 32 <= count; index += 32) {
-        /* Unpacking works inside 128-bit lanes, so the quarters are put where it takes them from first. */
-        __m256i high = _mm256_permute4x64_epi64(load256(planes + index), 0xD8);
-        __m256i low = _mm256_permute4x64_epi64(load256(planes + stride + index), 0xD8);
-        half_store(elements + index, rotate_right16(_mm256_unpacklo_epi8(low, high)), streamed);
-        half_store(elements + index + 16, rotate_right16(_mm256_unpackhi_epi8(low, high)), streamed);
-    }
-    ss_planes_merge16_from(index, planes, stride, count, target);
-}
-
-TARGET static void planes_merge16(const uint8_t *planes, size_t stride, size_t count, void *target) {
-    planes_merge16_to(planes, stride, count, target, 0);
-}
-
-TARGET static void planes_merge16_streamed(const uint8_t *planes, size_t stride, size_t count, void *target) {
-    if (is_half(target)) {
-        planes_merge16_to(planes, stride, count, target, 1);
-    } else {
-        planes_merge16_to(planes, stride, count, target, 0);
-    }
-}
-
-/* plane_store() writes byte 'shift' / 8 of each of 16 lanes. */
-TARGET_INLINE void plane_store(uint8_t *plane, __m256i a, __m256i b, int shift) {
-    const __m256i low_byte = _mm256_set1_epi32(0xFF);
-    const __m128i shifts = _mm_cvtsi32_si128(shift);
-    __m256i words = _mm256_packus_epi32(_mm256_and_si256(_mm256_srl_epi32(a, shifts), low_byte),
-                                        _mm256_and_si256(_mm256_srl_epi32(b, shifts), low_byte));
-    words = _mm256_permute4x64_epi64(words, 0xD8);
-    _mm_storeu_si128((__m128i *)plane,
-                     _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
-}
-
-TARGET static void planes_split32(const void *source, size_t count, uint8_t *planes, size_t stride) {
-    const uint32_t *elements = source;
-    size_t index = 0;
-
-    for (; index + 16 <= count; index += 16) {
-        __m256i a = load256(elements + index), b = load256(elements + index + 8);
-        a = _mm256_or_si256(_mm256_slli_epi32(a, 1), _mm256_srli_epi32(a, 31));
-        b = _mm256_or_si256(_mm256_slli_epi32(b, 1), _mm256_srli_epi32(b, 31));
-        plane_store(planes + index, a, b, 24);
-        plane_store(planes + stride + index, a, b, 16);
-        plane_store(planes + 2 * stride + index, a, b, 8);
-        plane_store(planes + 3 * stride + index, a, b, 0);
-    }
-    ss_planes_split32_from(index, source, count, planes, stride);
-}
-
-TARGET static void planes_merge32(const uint8_t *planes, size_t stride, size_t count, void *target) {
-    uint32_t *elements = target;
-    size_t index = 0;
-
-    for (; index + 16 <= count; index += 16) {
-        const uint8_t *plane = planes + index;
-        __m128i byte3 = _mm_loadu_si128((const __m128i *)plane);
-        __m128i byte2 = _mm_loadu_si128((const __m128i *)(plane + stride));
-        __m128i byte1 = _mm_loadu_si128((const __m128i *)(plane + 2 * stride));
-        __m128i byte0 = _mm_loadu_si128((const __m128i *)(plane + 3 * stride));
-        __m128i lower[2] = {_mm_unpacklo_epi8(byte0, byte1), _mm_unpackhi_epi8(byte0, byte1)};
-        __m128i upper[2] = {_mm_unpacklo_epi8(byte2, byte3), _mm_unpackhi_epi8(byte2, byte3)};
-        for (int half = 0; half < 2; half++) {
-            __m128i first = _mm_unpacklo_epi16(lower[half], upper[half]);
-            __m128i second = _mm_unpackhi_epi16(lower[half], upper[half]);
-            __m256i value = _mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1);
-            value = _mm256_or_si256(_mm256_srli_epi32(value, 1), _mm256_slli_epi32(value, 31));
-            _mm256_storeu_si256((__m256i *)(elements + index + 8 * half), value);
-        }
-    }
-    ss_planes_merge32_from(index, planes, stride, count, target);
-}
-
-TARGET static void planes_split8(const void *source, size_t count, uint8_t *planes, size_t stride) {
-    ss_quantize_kernels_scalar.planes_split[SS_DTYPE_UINT8](source, count, planes, stride);
-}
-
-TARGET static void planes_merge8(const uint8_t *planes, size_t stride, size_t count, void *target) {
-    ss_quantize_kernels_scalar.planes_merge[SS_DTYPE_UINT8](planes, stride, count, target);
-}
 
 const struct ss_quantize_kernels ss_quantize_kernels_avx2 = {
     SS_QUANTIZE_KERNELS,

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* avx512.c - the kernels with AVX-512 F, BW and VL. Masks finish the vectors. */
-#include "quantize/quantize.h"
+/* avx512.c - the kernels with AVX-512 F, BW and VL. Masks finish what is dequantized, the scalar arithmetic the rest.
+ */
+#include "quantize/scalar.h"
 
 #include "quantize/avx512.h"
 
@@ -13,53 +14,26 @@ TARGET_INLINE uint32_t mask_of(size_t count) {
     return (1u << count) - 1;
 }
 
-/* ---- Binned: quantize ---------------------------------------------------------------------------------------- */
+/* ---- What kernel_template.h asks for ------------------------------------------------------------------------- */
 
-TARGET static uint32_t magnitude_max8(const void *source, size_t count) {
-    const uint8_t *elements = source;
-    const __m512i magnitude = _mm512_set1_epi8(0x7F);
-    __m512i most = _mm512_setzero_si512();
-    __m256i half;
+#define VECTOR_BYTES 64
+#define VECTOR(bits) __m512i
+#define ZERO(bits) _mm512_setzero_si512()
+#define MAX(bits, a, b) _mm512_max_epu##bits(a, b)
+#define MAGNITUDES(bits, source) _mm512_and_si512(_mm512_loadu_si512(source), _mm512_set1_epi##bits(INT##bits##_MAX))
 
-    for (size_t index = 0; index < count; index += 64) {
-        __mmask64 mask = count - index >= 64 ? ~(__mmask64)0 : ((__mmask64)1 << (count - index)) - 1;
-        most = _mm512_max_epu8(most, _mm512_and_si512(_mm512_maskz_loadu_epi8(mask, elements + index), magnitude));
-    }
-    half = _mm256_max_epu8(_mm512_castsi512_si256(most), _mm512_extracti64x4_epi64(most, 1));
-    return (uint32_t)_mm512_reduce_max_epu32(
-        _mm512_cvtepu8_epi32(_mm_max_epu8(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1))));
-}
-
-TARGET static uint32_t magnitude_max16(const void *source, size_t count) {
-    const uint16_t *elements = source;
-    const __m512i magnitude = _mm512_set1_epi16(0x7FFF);
-    __m512i most0 = _mm512_setzero_si512(), most1 = most0, both;
-    __m256i half;
-    size_t index = 0;
-
-    for (; index + 64 <= count; index += 64) {
-        most0 = _mm512_max_epu16(most0, _mm512_and_si512(_mm512_loadu_si512(elements + index), magnitude));
-        most1 = _mm512_max_epu16(most1, _mm512_and_si512(_mm512_loadu_si512(elements + index + 32), magnitude));
-    }
-    for (; index < count; index += 32) {
-        __mmask32 mask = count - index >= 32 ? 0xFFFFFFFF : mask_of(count - index);
-        most0 = _mm512_max_epu16(most0, _mm512_and_si512(_mm512_maskz_loadu_epi16(mask, elements + index), magnitude));
-    }
-    both = _mm512_max_epu16(most0, most1);
-    half = _mm256_max_epu16(_mm512_castsi512_si256(both), _mm512_extracti64x4_epi64(both, 1));
-    return (uint32_t)_mm512_reduce_max_epu32(_mm512_cvtepu16_epi32(half));
-}
-
-TARGET static uint32_t magnitude_max32(const void *source, size_t count) {
-    const uint32_t *elements = source;
-    const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
-    __m512i most = _mm512_setzero_si512();
-
-    for (size_t index = 0; index < count; index += 16) {
-        __mmask16 mask = count - index >= 16 ? (__mmask16)0xFFFF : (__mmask16)mask_of(count - index);
-        most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_maskz_loadu_epi32(mask, elements + index), magnitude));
-    }
+TARGET_INLINE uint32_t magnitudes_reduce32(__m512i most) {
     return (uint32_t)_mm512_reduce_max_epu32(most);
+}
+
+TARGET_INLINE uint32_t magnitudes_reduce16(__m512i most) {
+    __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(most), _mm512_extracti64x4_epi64(most, 1));
+    return magnitudes_reduce32(_mm512_cvtepu16_epi32(half));
+}
+
+TARGET_INLINE uint32_t magnitudes_reduce8(__m512i most) {
+    __m256i half = _mm256_max_epu8(_mm512_castsi512_si256(most), _mm512_extracti64x4_epi64(most, 1));
+    return magnitudes_reduce16(_mm512_cvtepu8_epi16(half));
 }
 
 /* symbols_of() scales, rounds and clamps 16 values to 16 symbols. */
@@ -70,6 +44,11 @@ TARGET_INLINE __m128i symbols_of(__m512 values, __m512 inverse, __m512i limit) {
     return _mm512_cvtepi32_epi8(symbols);
 }
 
+TARGET_INLINE void symbols_store(__m512 values, float inverse, int limit, int8_t *symbols) {
+    __m128i packed = symbols_of(values, _mm512_set1_ps(inverse), _mm512_set1_epi32(limit));
+    _mm_storeu_si128((__m128i *)symbols, packed);
+}
+
 /* float8_widen() makes 16 floats of 16 float8, as ss_float_of_float8() does. */
 TARGET_INLINE __m512 float8_widen(__m128i bytes) {
     __m256i words = _mm256_cvtepu8_epi16(bytes);
@@ -78,30 +57,84 @@ TARGET_INLINE __m512 float8_widen(__m128i bytes) {
     return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(sign, magnitude)), _mm512_set1_ps(0x1p8f));
 }
 
-/* One loop for all dtypes: WIDEN makes 16 floats of the elements that mask 'mask' selects at 'index'. */
-#define BIN(name, WIDEN)                                                                                               \
-    TARGET static void name(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {             \
-        const uint8_t *bytes = source;                                                                                 \
-        const __m512 inverses = _mm512_set1_ps(inverse);                                                               \
-        const __m512i limits = _mm512_set1_epi32(limit);                                                               \
-        size_t index = 0;                                                                                              \
-                                                                                                                       \
-        for (; index + 16 <= count; index += 16) {                                                                     \
-            const __mmask16 mask = 0xFFFF;                                                                             \
-            _mm_storeu_si128((__m128i *)(symbols + index), symbols_of(WIDEN, inverses, limits));                       \
-        }                                                                                                              \
-        if (index < count) {                                                                                           \
-            const __mmask16 mask = (__mmask16)mask_of(count - index);                                                  \
-            _mm_mask_storeu_epi8(symbols + index, mask, symbols_of(WIDEN, inverses, limits));                          \
-        }                                                                                                              \
-    }
+TARGET_INLINE __m512 widen_float8(const uint8_t *source) {
+    return float8_widen(_mm_loadu_si128((const __m128i *)source));
+}
 
-BIN(bin_float8, float8_widen(_mm_maskz_loadu_epi8(mask, bytes + index)))
-BIN(bin_float16, _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, bytes + 2 * index)))
-BIN(bin_bfloat16,
-    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, bytes + 2 * index)),
-                                          16)))
-BIN(bin_float32, _mm512_maskz_loadu_ps(mask, bytes + 4 * index))
+TARGET_INLINE __m512 widen_float16(const uint8_t *source) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)source));
+}
+
+TARGET_INLINE __m512 widen_bfloat16(const uint8_t *source) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)source));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+TARGET_INLINE __m512 widen_float32(const uint8_t *source) {
+    return _mm512_loadu_ps(source);
+}
+
+enum { PLANES_STEP16 = 32, PLANES_STEP32 = 16 };
+
+TARGET_INLINE void split16_step(const uint8_t *source, uint8_t *planes, size_t stride) {
+    __m512i value = _mm512_loadu_si512(source);
+    value = _mm512_or_si512(_mm512_slli_epi16(value, 1), _mm512_srli_epi16(value, 15));
+    _mm256_storeu_si256((__m256i *)planes, _mm512_cvtepi16_epi8(_mm512_srli_epi16(value, 8)));
+    _mm256_storeu_si256((__m256i *)(planes + stride), _mm512_cvtepi16_epi8(value));
+}
+
+/* line_store() stores 64 bytes: past the caches where 'streamed', for which 'target' has to be aligned. */
+TARGET_INLINE void line_store(void *target, __m512i line, int streamed) {
+    if (streamed) {
+        _mm512_stream_si512(target, line);
+    } else {
+        _mm512_storeu_si512(target, line);
+    }
+}
+
+/* is_line() returns whether 'target' is aligned for that. */
+TARGET_INLINE int is_line(const void *target) {
+    return (uintptr_t)target % 64 == 0;
+}
+
+TARGET_INLINE void merge16_step(const uint8_t *planes, size_t stride, uint8_t *target, int streamed) {
+    __m512i high = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)planes));
+    __m512i low = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(planes + stride)));
+    __m512i value = _mm512_or_si512(_mm512_slli_epi16(high, 8), low);
+    line_store(target, _mm512_or_si512(_mm512_srli_epi16(value, 1), _mm512_slli_epi16(value, 15)), streamed);
+}
+
+TARGET_INLINE void split32_step(const uint8_t *source, uint8_t *planes, size_t stride) {
+    __m512i value = _mm512_rol_epi32(_mm512_loadu_si512(source), 1);
+    _mm_storeu_si128((__m128i *)planes, _mm512_cvtepi32_epi8(_mm512_srli_epi32(value, 24)));
+    _mm_storeu_si128((__m128i *)(planes + stride), _mm512_cvtepi32_epi8(_mm512_srli_epi32(value, 16)));
+    _mm_storeu_si128((__m128i *)(planes + 2 * stride), _mm512_cvtepi32_epi8(_mm512_srli_epi32(value, 8)));
+    _mm_storeu_si128((__m128i *)(planes + 3 * stride), _mm512_cvtepi32_epi8(value));
+}
+
+/* plane_pair() joins two planes to 16-bit lanes. */
+TARGET_INLINE __m256i plane_pair(const uint8_t *upper, const uint8_t *lower) {
+    __m256i high = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)upper));
+    return _mm256_or_si256(_mm256_slli_epi16(high, 8), _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)lower)));
+}
+
+TARGET_INLINE void merge32_step(const uint8_t *planes, size_t stride, uint8_t *target, int streamed) {
+    __m256i upper = plane_pair(planes, planes + stride), lower = plane_pair(planes + 2 * stride, planes + 3 * stride);
+    __m512i value = _mm512_or_si512(_mm512_slli_epi32(_mm512_cvtepu16_epi32(upper), 16), _mm512_cvtepu16_epi32(lower));
+    line_store(target, _mm512_ror_epi32(value, 1), streamed);
+}
+
+#include "quantize/kernel_template.h"
+
+PLANES_MERGE(16, planes_merge16_past_caches, 1)
+
+TARGET static void planes_merge16_streamed(const uint8_t *planes, size_t stride, size_t count, void *target) {
+    if (is_line(target)) {
+        planes_merge16_past_caches(planes, stride, count, target);
+    } else {
+        planes_merge16(planes, stride, count, target);
+    }
+}
 
 /* ---- Binned: dequantize -------------------------------------------------------------------------------------- */
 
@@ -140,20 +173,6 @@ TARGET_INLINE int table_fits(const int8_t *symbols, size_t count) {
         outside = _mm512_or_si512(outside, shifted);
     }
     return _mm512_test_epi8_mask(outside, _mm512_set1_epi8((char)0xC0)) == 0;
-}
-
-/* line_store() stores 64 bytes: past the caches where 'streamed', for which 'target' has to be aligned. */
-TARGET_INLINE void line_store(void *target, __m512i line, int streamed) {
-    if (streamed) {
-        _mm512_stream_si512(target, line);
-    } else {
-        _mm512_storeu_si512(target, line);
-    }
-}
-
-/* is_line() returns whether 'target' is aligned for that. */
-TARGET_INLINE int is_line(const void *target) {
-    return (uintptr_t)target % 64 == 0;
 }
 
 /* Of 32 or 16 elements in 16-bit lanes, those of the 8-bit dtype are stored by their lower bytes. */
@@ -242,120 +261,6 @@ TARGET_INLINE void unbin_float32_vector(const int8_t *symbols, size_t count, flo
 }
 
 SS_UNBIN_BATCH(TARGET, unbin_float32, unbin_float32_vector, 4)
-
-/* ---- Lossless ------------------------------------------------------------------------------------------------ */
-
-/*
- * Each kernel is a step over one register, inlined twice: with a constant full mask, which the compiler turns into
- * plain loads and stores, and with the mask of the rest.
- */
-#define STEPS(lanes, mask_type, full_mask, step)                                                                       \
-    do {                                                                                                               \
-        size_t index = 0;                                                                                              \
-        for (; index + (lanes) <= count; index += (lanes))                                                             \
-            step(index, (mask_type)(full_mask));                                                                       \
-        if (index < count)                                                                                             \
-            step(index, (mask_type)mask_of(count - index));                                                            \
-    } while (0)
-
-TARGET_INLINE void split16_step(const uint16_t *elements, uint8_t *planes, size_t stride, __mmask32 mask) {
-    __m512i value = _mm512_maskz_loadu_epi16(mask, elements);
-    value = _mm512_or_si512(_mm512_slli_epi16(value, 1), _mm512_srli_epi16(value, 15));
-    _mm256_mask_storeu_epi8(planes, mask, _mm512_cvtepi16_epi8(_mm512_srli_epi16(value, 8)));
-    _mm256_mask_storeu_epi8(planes + stride, mask, _mm512_cvtepi16_epi8(value));
-}
-
-TARGET static void planes_split16(const void *source, size_t count, uint8_t *planes, size_t stride) {
-#define STEP(index, mask) split16_step((const uint16_t *)source + (index), planes + (index), stride, mask)
-    STEPS(32, __mmask32, 0xFFFFFFFF, STEP);
-#undef STEP
-}
-
-TARGET_INLINE void merge16_step(const uint8_t *planes, size_t stride, uint16_t *elements, __mmask32 mask,
-                                int streamed) {
-    __m512i high = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, planes));
-    __m512i low = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, planes + stride));
-    __m512i value = _mm512_or_si512(_mm512_slli_epi16(high, 8), low);
-    value = _mm512_or_si512(_mm512_srli_epi16(value, 1), _mm512_slli_epi16(value, 15));
-    if (mask == 0xFFFFFFFF) {
-        line_store(elements, value, streamed);
-    } else {
-        _mm512_mask_storeu_epi16(elements, mask, value);
-    }
-}
-
-TARGET static void planes_merge16(const uint8_t *planes, size_t stride, size_t count, void *target) {
-#define STEP(index, mask) merge16_step(planes + (index), stride, (uint16_t *)target + (index), mask, 0)
-    STEPS(32, __mmask32, 0xFFFFFFFF, STEP);
-#undef STEP
-}
-
-TARGET static void planes_merge16_streamed(const uint8_t *planes, size_t stride, size_t count, void *target) {
-#define STEP(index, mask) merge16_step(planes + (index), stride, (uint16_t *)target + (index), mask, 1)
-    if (is_line(target)) {
-        STEPS(32, __mmask32, 0xFFFFFFFF, STEP);
-    } else {
-        planes_merge16(planes, stride, count, target);
-    }
-#undef STEP
-}
-
-TARGET_INLINE void split32_step(const uint32_t *elements, uint8_t *planes, size_t stride, __mmask16 mask) {
-    __m512i value = _mm512_rol_epi32(_mm512_maskz_loadu_epi32(mask, elements), 1);
-    _mm_mask_storeu_epi8(planes, mask, _mm512_cvtepi32_epi8(_mm512_srli_epi32(value, 24)));
-    _mm_mask_storeu_epi8(planes + stride, mask, _mm512_cvtepi32_epi8(_mm512_srli_epi32(value, 16)));
-    _mm_mask_storeu_epi8(planes + 2 * stride, mask, _mm512_cvtepi32_epi8(_mm512_srli_epi32(value, 8)));
-    _mm_mask_storeu_epi8(planes + 3 * stride, mask, _mm512_cvtepi32_epi8(value));
-}
-
-TARGET static void planes_split32(const void *source, size_t count, uint8_t *planes, size_t stride) {
-#define STEP(index, mask) split32_step((const uint32_t *)source + (index), planes + (index), stride, mask)
-    STEPS(16, __mmask16, 0xFFFF, STEP);
-#undef STEP
-}
-
-TARGET_INLINE void merge32_step(const uint8_t *planes, size_t stride, uint32_t *elements, __mmask16 mask) {
-    __m128i byte3 = _mm_maskz_loadu_epi8(mask, planes), byte2 = _mm_maskz_loadu_epi8(mask, planes + stride);
-    __m128i byte1 = _mm_maskz_loadu_epi8(mask, planes + 2 * stride);
-    __m128i byte0 = _mm_maskz_loadu_epi8(mask, planes + 3 * stride);
-    __m256i lower = _mm256_or_si256(_mm256_slli_epi16(_mm256_cvtepu8_epi16(byte1), 8), _mm256_cvtepu8_epi16(byte0));
-    __m256i upper = _mm256_or_si256(_mm256_slli_epi16(_mm256_cvtepu8_epi16(byte3), 8), _mm256_cvtepu8_epi16(byte2));
-    __m512i value = _mm512_or_si512(_mm512_slli_epi32(_mm512_cvtepu16_epi32(upper), 16), _mm512_cvtepu16_epi32(lower));
-    _mm512_mask_storeu_epi32(elements, mask, _mm512_ror_epi32(value, 1));
-}
-
-TARGET static void planes_merge32(const uint8_t *planes, size_t stride, size_t count, void *target) {
-#define STEP(index, mask) merge32_step(planes + (index), stride, (uint32_t *)target + (index), mask)
-    STEPS(16, __mmask16, 0xFFFF, STEP);
-#undef STEP
-}
-
-TARGET_INLINE void split8_step(const uint8_t *bytes, uint8_t *planes, __mmask32 mask) {
-    __m256i value = _mm256_maskz_loadu_epi8(mask, bytes);
-    __m256i sign = _mm256_and_si256(_mm256_srli_epi16(value, 7), _mm256_set1_epi8(1));
-    _mm256_mask_storeu_epi8(planes, mask, _mm256_or_si256(_mm256_add_epi8(value, value), sign));
-}
-
-TARGET static void planes_split8(const void *source, size_t count, uint8_t *planes, size_t stride) {
-    (void)stride;
-#define STEP(index, mask) split8_step((const uint8_t *)source + (index), planes + (index), mask)
-    STEPS(32, __mmask32, 0xFFFFFFFF, STEP);
-#undef STEP
-}
-
-TARGET_INLINE void merge8_step(const uint8_t *planes, uint8_t *bytes, __mmask32 mask) {
-    __m256i value = _mm256_maskz_loadu_epi8(mask, planes);
-    __m256i rest = _mm256_and_si256(_mm256_srli_epi16(value, 1), _mm256_set1_epi8(0x7F));
-    __m256i sign = _mm256_and_si256(_mm256_slli_epi16(value, 7), _mm256_set1_epi8((char)0x80));
-    _mm256_mask_storeu_epi8(bytes, mask, _mm256_or_si256(rest, sign));
-}
-
-TARGET static void planes_merge8(const uint8_t *planes, size_t stride, size_t count, void *target) {
-    (void)stride;
-#define STEP(index, mask) merge8_step(planes + (index), (uint8_t *)target + (index), mask)
-    STEPS(32, __mmask32, 0xFFFFFFFF, STEP);
-#undef STEP
-}
 
 const struct ss_quantize_kernels ss_quantize_kernels_avx512 = {
     SS_QUANTIZE_KERNELS,

@@ -14,6 +14,8 @@
 
 #include <arm_neon.h>
 
+#define TARGET
+
 /* Loads and stores of bytes, reinterpreted: elements may be unaligned. */
 static inline uint16x8_t load16x8(const void *source, size_t index) {
     return vreinterpretq_u16_u8(vld1q_u8((const uint8_t *)source + 2 * index));
@@ -31,49 +33,29 @@ static inline void store32x4(void *target, size_t index, uint32x4_t value) {
     vst1q_u8((uint8_t *)target + 4 * index, vreinterpretq_u8_u32(value));
 }
 
-/* ---- Binned: quantize ---------------------------------------------------------------------------------------- */
+/* ---- What kernel_template.h asks for ------------------------------------------------------------------------- */
 
-static uint32_t magnitude_max8(const void *source, size_t count) {
-    const uint8x16_t magnitude = vdupq_n_u8(0x7F);
-    uint8x16_t most = vdupq_n_u8(0);
-    size_t index = 0;
+#define VECTOR_BYTES 16
+#define VECTOR8 uint8x16_t
+#define VECTOR16 uint16x8_t
+#define VECTOR32 uint32x4_t
+#define VECTOR(bits) VECTOR##bits
+#define ZERO(bits) vdupq_n_u##bits(0)
+#define MAX(bits, a, b) vmaxq_u##bits(a, b)
+#define OF_BYTES8(bytes) (bytes)
+#define OF_BYTES16(bytes) vreinterpretq_u16_u8(bytes)
+#define OF_BYTES32(bytes) vreinterpretq_u32_u8(bytes)
+#define MAGNITUDES(bits, source) vandq_u##bits(OF_BYTES##bits(vld1q_u8(source)), vdupq_n_u##bits(INT##bits##_MAX))
+#define magnitudes_reduce8 vmaxvq_u8
+#define magnitudes_reduce16 vmaxvq_u16
+#define magnitudes_reduce32 vmaxvq_u32
 
-    for (; index + 16 <= count; index += 16) {
-        most = vmaxq_u8(most, vandq_u8(vld1q_u8((const uint8_t *)source + index), magnitude));
-    }
-    return ss_magnitude_max8_from(index, source, count, vmaxvq_u8(most));
-}
-
-static uint32_t magnitude_max16(const void *source, size_t count) {
-    const uint16x8_t magnitude = vdupq_n_u16(0x7FFF);
-    uint16x8_t most = vdupq_n_u16(0), most_of_second = most;
-    size_t index = 0;
-
-    for (; index + 16 <= count; index += 16) {
-        most = vmaxq_u16(most, vandq_u16(load16x8(source, index), magnitude));
-        most_of_second = vmaxq_u16(most_of_second, vandq_u16(load16x8(source, index + 8), magnitude));
-    }
-    return ss_magnitude_max16_from(index, source, count, vmaxvq_u16(vmaxq_u16(most, most_of_second)));
-}
-
-static uint32_t magnitude_max32(const void *source, size_t count) {
-    const uint32x4_t magnitude = vdupq_n_u32(0x7FFFFFFF);
-    uint32x4_t most = vdupq_n_u32(0);
-    size_t index = 0;
-
-    for (; index + 4 <= count; index += 4) {
-        most = vmaxq_u32(most, vandq_u32(load32x4(source, index), magnitude));
-    }
-    return ss_magnitude_max32_from(index, source, count, vmaxvq_u32(most));
-}
-
-/* Sixteen numbers. */
 struct floats {
     float32x4_t part[4];
 };
 
-/* symbols_of() scales, rounds and clamps sixteen numbers to symbols. */
-static inline int8x16_t symbols_of(struct floats numbers, float inverse, int limit) {
+/* symbols_store() scales, rounds and clamps sixteen numbers to symbols. */
+static inline void symbols_store(struct floats numbers, float inverse, int limit, int8_t *target) {
     int32x4_t words[4];
     int16x8_t low, high;
     int8x16_t symbols;
@@ -84,7 +66,7 @@ static inline int8x16_t symbols_of(struct floats numbers, float inverse, int lim
     low = vqmovn_high_s32(vqmovn_s32(words[0]), words[1]);
     high = vqmovn_high_s32(vqmovn_s32(words[2]), words[3]);
     symbols = vqmovn_high_s16(vqmovn_s16(low), high);
-    return vmaxq_s8(vminq_s8(symbols, vdupq_n_s8((int8_t)limit)), vdupq_n_s8((int8_t)-limit));
+    vst1q_s8(target, vmaxq_s8(vminq_s8(symbols, vdupq_n_s8((int8_t)limit)), vdupq_n_s8((int8_t)-limit)));
 }
 
 static inline struct floats floats_of_float16(uint16x8_t first, uint16x8_t second) {
@@ -100,8 +82,8 @@ static inline uint16x8_t halves_of_float8(uint16x8_t words) {
     return vorrq_u16(vshlq_n_u16(vshrq_n_u16(words, 7), 15), vshrq_n_u16(vshlq_n_u16(words, 9), 2));
 }
 
-static inline struct floats widen_float8(const void *source, size_t index) {
-    uint8x16_t bytes = vld1q_u8((const uint8_t *)source + index);
+static inline struct floats widen_float8(const uint8_t *source) {
+    uint8x16_t bytes = vld1q_u8(source);
     struct floats floats =
         floats_of_float16(halves_of_float8(vmovl_u8(vget_low_u8(bytes))), halves_of_float8(vmovl_high_u8(bytes)));
     for (int part = 0; part < 4; part++) {
@@ -110,12 +92,12 @@ static inline struct floats widen_float8(const void *source, size_t index) {
     return floats;
 }
 
-static inline struct floats widen_float16(const void *source, size_t index) {
-    return floats_of_float16(load16x8(source, index), load16x8(source, index + 8));
+static inline struct floats widen_float16(const uint8_t *source) {
+    return floats_of_float16(load16x8(source, 0), load16x8(source, 8));
 }
 
-static inline struct floats widen_bfloat16(const void *source, size_t index) {
-    uint16x8_t first = load16x8(source, index), second = load16x8(source, index + 8);
+static inline struct floats widen_bfloat16(const uint8_t *source) {
+    uint16x8_t first = load16x8(source, 0), second = load16x8(source, 8);
     struct floats floats = {{vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(first), 16)),
                              vreinterpretq_f32_u32(vshll_high_n_u16(first, 16)),
                              vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(second), 16)),
@@ -123,32 +105,62 @@ static inline struct floats widen_bfloat16(const void *source, size_t index) {
     return floats;
 }
 
-static inline struct floats widen_float32(const void *source, size_t index) {
+static inline struct floats widen_float32(const uint8_t *source) {
     struct floats floats;
     for (int part = 0; part < 4; part++) {
-        floats.part[part] = vreinterpretq_f32_u32(load32x4(source, index + 4 * (size_t)part));
+        floats.part[part] = vreinterpretq_f32_u32(load32x4(source, 4 * (size_t)part));
     }
     return floats;
 }
 
-/* One loop for all dtypes: widen_DTYPE() makes sixteen numbers of the elements from 'index' on. */
-#define BIN(dtype)                                                                                                     \
-    static void bin_##dtype(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {             \
-        size_t index = 0;                                                                                              \
-        for (; index + 16 <= count; index += 16) {                                                                     \
-            vst1q_s8(symbols + index, symbols_of(widen_##dtype(source, index), inverse, limit));                       \
-        }                                                                                                              \
-        ss_bin_##dtype##_from(index, source, count, inverse, limit, symbols);                                          \
-    }
+enum { PLANES_STEP16 = 16, PLANES_STEP32 = 16 };
 
-BIN(float8)
-BIN(float16)
-BIN(bfloat16)
-BIN(float32)
+/* rotate_left() is the bytes of elements that are rotated left by one, 'below' the bytes under them; and right. */
+static inline uint8x16_t rotate_left(uint8x16_t bytes, uint8x16_t below) {
+    return vsriq_n_u8(vshlq_n_u8(bytes, 1), below, 7);
+}
+
+static inline uint8x16_t rotate_right(uint8x16_t bytes, uint8x16_t above) {
+    return vsliq_n_u8(vshrq_n_u8(bytes, 1), above, 7);
+}
+
+static inline void split16_step(const uint8_t *source, uint8_t *planes, size_t stride) {
+    const uint8x16x2_t bytes = vld2q_u8(source);
+    vst1q_u8(planes, rotate_left(bytes.val[1], bytes.val[0]));
+    vst1q_u8(planes + stride, rotate_left(bytes.val[0], bytes.val[1]));
+}
+
+static inline void merge16_step(const uint8_t *planes, size_t stride, uint8_t *target, int streamed) {
+    const uint8x16_t high = vld1q_u8(planes), low = vld1q_u8(planes + stride);
+    const uint8x16x2_t bytes = {{rotate_right(low, high), rotate_right(high, low)}};
+    (void)streamed;
+    vst2q_u8(target, bytes);
+}
+
+static inline void split32_step(const uint8_t *source, uint8_t *planes, size_t stride) {
+    const uint8x16x4_t bytes = vld4q_u8(source);
+    for (int plane = 0; plane < 4; plane++) {
+        vst1q_u8(planes + (size_t)plane * stride, rotate_left(bytes.val[3 - plane], bytes.val[(3 - plane + 3) % 4]));
+    }
+}
+
+static inline void merge32_step(const uint8_t *planes, size_t stride, uint8_t *target, int streamed) {
+    uint8x16_t plane[4];
+    uint8x16x4_t bytes;
+    (void)streamed;
+    for (int number = 0; number < 4; number++) {
+        plane[number] = vld1q_u8(planes + (size_t)number * stride);
+    }
+    for (int byte = 0; byte < 4; byte++) {
+        bytes.val[byte] = rotate_right(plane[3 - byte], plane[(3 - byte + 3) % 4]);
+    }
+    vst4q_u8(target, bytes);
+}
+
+#include "quantize/kernel_template.h"
 
 /* ---- Binned: dequantize -------------------------------------------------------------------------------------- */
 
-/* values_of() scales sixteen symbols. */
 static inline struct floats values_of(int8x16_t symbols, float scale) {
     int16x8_t low = vmovl_s8(vget_low_s8(symbols)), high = vmovl_high_s8(symbols);
     struct floats values = {{vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), scale),
@@ -304,77 +316,6 @@ static inline void unbin_float32_vector(const int8_t *symbols, size_t count, flo
 }
 
 SS_UNBIN_BATCH(, unbin_float32, unbin_float32_vector, 4)
-
-/* ---- Lossless ------------------------------------------------------------------------------------------------ */
-
-/* rotate_left() is the bytes of elements that are rotated left by one, 'below' the bytes under them; and right. */
-static inline uint8x16_t rotate_left(uint8x16_t bytes, uint8x16_t below) {
-    return vsriq_n_u8(vshlq_n_u8(bytes, 1), below, 7);
-}
-
-static inline uint8x16_t rotate_right(uint8x16_t bytes, uint8x16_t above) {
-    return vsliq_n_u8(vshrq_n_u8(bytes, 1), above, 7);
-}
-
-static void planes_split16(const void *source, size_t count, uint8_t *planes, size_t stride) {
-    size_t index = 0;
-
-    for (; index + 16 <= count; index += 16) {
-        const uint8x16x2_t bytes = vld2q_u8((const uint8_t *)source + 2 * index);
-        vst1q_u8(planes + index, rotate_left(bytes.val[1], bytes.val[0]));
-        vst1q_u8(planes + stride + index, rotate_left(bytes.val[0], bytes.val[1]));
-    }
-    ss_planes_split16_from(index, source, count, planes, stride);
-}
-
-static void planes_merge16(const uint8_t *planes, size_t stride, size_t count, void *target) {
-    size_t index = 0;
-
-    for (; index + 16 <= count; index += 16) {
-        const uint8x16_t high = vld1q_u8(planes + index), low = vld1q_u8(planes + stride + index);
-        const uint8x16x2_t bytes = {{rotate_right(low, high), rotate_right(high, low)}};
-        vst2q_u8((uint8_t *)target + 2 * index, bytes);
-    }
-    ss_planes_merge16_from(index, planes, stride, count, target);
-}
-
-static void planes_split32(const void *source, size_t count, uint8_t *planes, size_t stride) {
-    size_t index = 0;
-
-    for (; index + 16 <= count; index += 16) {
-        const uint8x16x4_t bytes = vld4q_u8((const uint8_t *)source + 4 * index);
-        for (int plane = 0; plane < 4; plane++) {
-            vst1q_u8(planes + (size_t)plane * stride + index,
-                     rotate_left(bytes.val[3 - plane], bytes.val[(3 - plane + 3) % 4]));
-        }
-    }
-    ss_planes_split32_from(index, source, count, planes, stride);
-}
-
-static void planes_merge32(const uint8_t *planes, size_t stride, size_t count, void *target) {
-    size_t index = 0;
-
-    for (; index + 16 <= count; index += 16) {
-        uint8x16_t plane[4];
-        uint8x16x4_t bytes;
-        for (int number = 0; number < 4; number++) {
-            plane[number] = vld1q_u8(planes + (size_t)number * stride + index);
-        }
-        for (int byte = 0; byte < 4; byte++) {
-            bytes.val[byte] = rotate_right(plane[3 - byte], plane[(3 - byte + 3) % 4]);
-        }
-        vst4q_u8((uint8_t *)target + 4 * index, bytes);
-    }
-    ss_planes_merge32_from(index, planes, stride, count, target);
-}
-
-static void planes_split8(const void *source, size_t count, uint8_t *planes, size_t stride) {
-    ss_quantize_kernels_scalar.planes_split[SS_DTYPE_UINT8](source, count, planes, stride);
-}
-
-static void planes_merge8(const uint8_t *planes, size_t stride, size_t count, void *target) {
-    ss_quantize_kernels_scalar.planes_merge[SS_DTYPE_UINT8](planes, stride, count, target);
-}
 
 const struct ss_quantize_kernels ss_quantize_kernels_neon = {
     SS_QUANTIZE_KERNELS,

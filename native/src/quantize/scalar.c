@@ -24,39 +24,17 @@ BINNED(float16, 2)
 BINNED(bfloat16, 2)
 BINNED(float32, 4)
 
-static void planes_split8(const void *source, size_t count, uint8_t *planes, size_t stride) {
-    const uint8_t *bytes = source;
-
-    (void)stride;
-    for (size_t index = 0; index < count; index++) {
-        planes[index] = (uint8_t)(bytes[index] << 1 | bytes[index] >> 7);
+#define PLANES(bits)                                                                                                   \
+    static void planes_split##bits(const void *source, size_t count, uint8_t *planes, size_t stride) {                 \
+        ss_planes_split##bits##_from(0, source, count, planes, stride);                                                \
+    }                                                                                                                  \
+    static void planes_merge##bits(const uint8_t *planes, size_t stride, size_t count, void *target) {                 \
+        ss_planes_merge##bits##_from(0, planes, stride, count, target);                                                \
     }
-}
 
-static void planes_merge8(const uint8_t *planes, size_t stride, size_t count, void *target) {
-    uint8_t *bytes = target;
-
-    (void)stride;
-    for (size_t index = 0; index < count; index++) {
-        bytes[index] = (uint8_t)(planes[index] >> 1 | planes[index] << 7);
-    }
-}
-
-static void planes_split16(const void *source, size_t count, uint8_t *planes, size_t stride) {
-    ss_planes_split16_from(0, source, count, planes, stride);
-}
-
-static void planes_merge16(const uint8_t *planes, size_t stride, size_t count, void *target) {
-    ss_planes_merge16_from(0, planes, stride, count, target);
-}
-
-static void planes_split32(const void *source, size_t count, uint8_t *planes, size_t stride) {
-    ss_planes_split32_from(0, source, count, planes, stride);
-}
-
-static void planes_merge32(const uint8_t *planes, size_t stride, size_t count, void *target) {
-    ss_planes_merge32_from(0, planes, stride, count, target);
-}
+PLANES(8)
+PLANES(16)
+PLANES(32)
 
 const struct ss_quantize_kernels ss_quantize_kernels_scalar = {
     SS_QUANTIZE_KERNELS,

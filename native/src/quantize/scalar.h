@@ -2,7 +2,7 @@
 /*
  * scalar.h - the kernels in portable C, from element 'start' on
  *
- * scalar.c makes the scalar variant of them; AVX2 and NEON finish their vectors with them.
+ * scalar.c makes the scalar variant of them; the others finish their vectors with them.
  */
 #ifndef SS_QUANTIZE_SCALAR_H
 #define SS_QUANTIZE_SCALAR_H
@@ -74,6 +74,26 @@ SS_BINNED_FROM(float8)
 SS_BINNED_FROM(float16)
 SS_BINNED_FROM(bfloat16)
 SS_BINNED_FROM(float32)
+
+static inline void ss_planes_split8_from(size_t start, const void *source, size_t count, uint8_t *planes,
+                                         size_t stride) {
+    const uint8_t *bytes = source;
+
+    (void)stride;
+    for (size_t index = start; index < count; index++) {
+        planes[index] = (uint8_t)(bytes[index] << 1 | bytes[index] >> 7);
+    }
+}
+
+static inline void ss_planes_merge8_from(size_t start, const uint8_t *planes, size_t stride, size_t count,
+                                         void *target) {
+    uint8_t *bytes = target;
+
+    (void)stride;
+    for (size_t index = start; index < count; index++) {
+        bytes[index] = (uint8_t)(planes[index] >> 1 | planes[index] << 7);
+    }
+}
 
 static inline void ss_planes_split16_from(size_t start, const void *source, size_t count, uint8_t *planes,
                                           size_t stride) {

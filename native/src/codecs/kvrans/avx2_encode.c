@@ -8,7 +8,6 @@
 
 /* ---- Encode: rows to columns --------------------------------------------------------------------------------- */
 
-/* Statistics of a block's bytes. */
 struct extremes {
     __m256i least, most, signed_least, signed_most;
 };
@@ -124,65 +123,34 @@ TARGET_INLINE struct mapping mapping_make(const struct ss_kvrans_alphabet *alpha
                             .differences = table};
 }
 
-TARGET_INLINE __m256i indices_of(struct mapping mapping, __m256i cell) {
-    cell = _mm256_and_si256(_mm256_srl_epi16(cell, mapping.shift), mapping.kept);
-    return mapping.listed ? lookup_256(mapping.differences, cell)
-                          : _mm256_and_si256(_mm256_sub_epi8(cell, mapping.first), mapping.kept);
+TARGET_INLINE __m256i indices_of(const struct mapping *mapping, __m256i cell) {
+    cell = _mm256_and_si256(_mm256_srl_epi16(cell, mapping->shift), mapping->kept);
+    return mapping->listed ? lookup_256(mapping->differences, cell)
+                           : _mm256_and_si256(_mm256_sub_epi8(cell, mapping->first), mapping->kept);
 }
 
-TARGET void ss_kvrans_map_avx2(const struct ss_kvrans_plan *plan, const struct ss_kvrans_alphabet *alphabet,
-                               uint8_t *planes) {
-    const size_t plane_size = (plan->rows + 7) / 8;
-    _Alignas(32) uint8_t table[256];
-    const struct mapping mapping = mapping_make(alphabet, table);
-
-    for (uint32_t column = 0; column < plan->columns; column++) {
-        for (uint32_t row = 0; row < plan->rows; row += 32) {
-            uint8_t *cells = plan->cells + (size_t)column * SS_KVRANS_ROWS_MAX + row;
-            __m256i cell = load256(cells);
-            for (uint32_t bit = 0; bit < alphabet->shift; bit++) {
-                const size_t size = plane_size - row / 8 < 4 ? plane_size - row / 8 : 4;
-                uint32_t plane = (uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(cell, 7 - (int)bit));
-                if (plan->rows - row < 32) {
-                    plane &= (1u << (plan->rows - row)) - 1;
-                }
-                memcpy(planes + bit * plane_size + row / 8, &plane, size);
-            }
-            store256(cells, indices_of(mapping, cell));
-        }
-        planes += alphabet->shift * plane_size;
-    }
+/* bits_of() returns that bit of each lane. */
+TARGET_INLINE uint32_t bits_of(__m256i cell, uint32_t bit) {
+    return (uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(cell, 7 - (int)bit));
 }
 
-TARGET void ss_kvrans_count_avx2(const struct ss_kvrans_plan *plan, const struct ss_kvrans_alphabet *alphabet) {
-    _Alignas(32) uint8_t table[256];
-    const struct mapping mapping = mapping_make(alphabet, table);
+TARGET_INLINE __m256i or_behind(__m256i bytes, uint32_t count) {
+    return _mm256_or_si256(bytes, _mm256_andnot_si256(load256(edge + 32 - count), _mm256_set1_epi8(-1)));
+}
 
-    for (uint32_t column = 0; column < plan->columns; column++) {
-        const uint8_t *cells = plan->cells + (size_t)column * SS_KVRANS_ROWS_MAX;
-        uint16_t *counts = plan->counts + (size_t)column * SS_KVRANS_INDEX_MAX;
-        __m256i part[8];
+enum { WIDTH = 32, PARTS = SS_KVRANS_ROWS_MAX / WIDTH };
 
-        for (uint32_t index = 0; index < 8; index++) { /* what is behind the last row becomes 255, which is no index */
-            const uint32_t left = plan->rows > 32 * index ? plan->rows - 32 * index : 0;
-            const __m256i there = load256(edge + 32 - (left < 32 ? left : 32));
-            part[index] = _mm256_or_si256(indices_of(mapping, load256(cells + (size_t)32 * index)),
-                                          _mm256_andnot_si256(there, _mm256_set1_epi8(-1)));
-        }
-        memset(counts, 0, SS_KVRANS_INDEX_MAX * sizeof *counts);
-        for (uint32_t index = 0; index < alphabet->count; index++) {
-            const __m256i wanted = _mm256_set1_epi8((char)index);
-            __m256i found = _mm256_setzero_si256();
-            __m128i sum;
-            for (int each = 0; each < 8; each++) {
-                found = _mm256_sub_epi8(found, _mm256_cmpeq_epi8(part[each], wanted));
-            }
-            found = _mm256_sad_epu8(found, _mm256_setzero_si256());
-            sum = _mm_add_epi64(_mm256_castsi256_si128(found), _mm256_extracti128_si256(found, 1));
-            sum = _mm_add_epi64(sum, _mm_unpackhi_epi64(sum, sum));
-            counts[index] = (uint16_t)_mm_cvtsi128_si32(sum);
-        }
+TARGET_INLINE uint16_t matches(const __m256i *parts, uint8_t index) {
+    const __m256i wanted = _mm256_set1_epi8((char)index);
+    __m256i found = _mm256_setzero_si256();
+    __m128i sum;
+
+    for (int each = 0; each < PARTS; each++) {
+        found = _mm256_sub_epi8(found, _mm256_cmpeq_epi8(parts[each], wanted));
     }
+    found = _mm256_sad_epu8(found, _mm256_setzero_si256());
+    sum = _mm_add_epi64(_mm256_castsi256_si128(found), _mm256_extracti128_si256(found, 1));
+    return (uint16_t)_mm_cvtsi128_si32(_mm_add_epi64(sum, _mm_unpackhi_epi64(sum, sum)));
 }
 
 TARGET void ss_kvrans_assign_avx2(const struct ss_kvrans_plan *plan, const struct ss_kvrans_costs *costs,
@@ -245,9 +213,9 @@ TARGET_INLINE __m256i odd_words(__m256i low, __m256i high) {
     return _mm256_blendv_epi8(high, _mm256_srli_epi16(low, 8), _mm256_set1_epi16(0xFF));
 }
 
-/* group_encode() codes 32 rows; those that 'active' does not select leave their states as they are. */
+/* group_encode() codes the first 'rows' of 32; the others leave their states as they are. */
 TARGET_INLINE uint8_t *group_encode(struct ss_kvrans_encoding *encoding, const struct ss_kvrans_encode_table *table,
-                                    uint32_t lane, uint32_t active, int steps, const uint8_t *cells, uint8_t *end) {
+                                    uint32_t lane, uint32_t rows, int steps, const uint8_t *cells, uint8_t *end) {
     const __m256i low_byte = _mm256_set1_epi16(0xFF), index = load256(cells);
     const __m256i low = load256(encoding->low + lane), high = load256(encoding->high + lane);
     const __m256i frequency = lookup(table->frequency, index, steps), start = lookup(table->start, index, steps);
@@ -261,11 +229,12 @@ TARGET_INLINE uint8_t *group_encode(struct ss_kvrans_encoding *encoding, const s
     const __m256i odd = divide(odd_words(state_low, state_high), _mm256_srli_epi16(frequency, 8),
                                odd_words(reciprocal_low, reciprocal_high), &odd_rest);
 
-    end = pack(encoding, low, (uint32_t)_mm256_movemask_epi8(full) & active, end);
+    end =
+        pack(encoding, low, (uint32_t)_mm256_movemask_epi8(full) & (rows < WIDTH ? (1u << rows) - 1 : UINT32_MAX), end);
     new_low = _mm256_add_epi8(_mm256_or_si256(even_rest, _mm256_slli_epi16(odd_rest, 8)), start);
     new_high = _mm256_or_si256(even, _mm256_slli_epi16(odd, 8));
-    if (active != UINT32_MAX) {
-        const __m256i keep = load256(edge + 32 - _mm_popcnt_u32(active));
+    if (rows < WIDTH) {
+        const __m256i keep = load256(edge + WIDTH - rows);
         new_low = _mm256_blendv_epi8(low, new_low, keep);
         new_high = _mm256_blendv_epi8(high, new_high, keep);
     }
@@ -274,45 +243,27 @@ TARGET_INLINE uint8_t *group_encode(struct ss_kvrans_encoding *encoding, const s
     return end;
 }
 
-TARGET_INLINE uint8_t *columns_encode(struct ss_kvrans_encoding *encoding, const struct ss_kvrans_plan *plan, int steps,
-                                      uint8_t *end) {
-    const uint32_t lane_mask = plan->lanes - 1, whole = plan->rows / 32 * 32;
-
-    for (uint32_t column = plan->columns; column-- > 0;) {
-        const struct ss_kvrans_encode_table *table = &encoding->tables[plan->column_table[column]];
-        const uint8_t *cells = plan->cells + (size_t)column * SS_KVRANS_ROWS_MAX;
-        if (whole < plan->rows) {
-            end = group_encode(encoding, table, whole & lane_mask, (1u << (plan->rows - whole)) - 1, steps,
-                               cells + whole, end);
-        }
-        for (uint32_t row = whole; row > 0; row -= 32) {
-            end = group_encode(encoding, table, (row - 32) & lane_mask, UINT32_MAX, steps, cells + row - 32, end);
-        }
-    }
-    return end;
-}
-
-SS_KVRANS_COLUMNS_ENCODE(TARGET, 1)
-SS_KVRANS_COLUMNS_ENCODE(TARGET, 2)
-SS_KVRANS_COLUMNS_ENCODE(TARGET, 4)
-
-uint8_t *ss_kvrans_encode_avx2(const struct ss_kvrans_plan *plan, uint8_t *end, uint8_t *states_low,
-                               uint8_t *states_high) {
-    const uint32_t states = plan->rows < plan->lanes ? plan->rows : plan->lanes;
-    struct ss_kvrans_encoding encoding;
-
-    ss_kvrans_encoding_begin(&encoding, plan);
-    for (uint32_t number = 0; number < encoding.table_count; number++) {
-        struct ss_kvrans_encode_table *table = &encoding.tables[number];
+/* encoding_prepare() lays out the tables for lookup(). */
+static void encoding_prepare(struct ss_kvrans_encoding *encoding) {
+    for (uint32_t number = 0; number < encoding->table_count; number++) {
+        struct ss_kvrans_encode_table *table = &encoding->tables[number];
         differences(table->frequency, SS_KVRANS_INDEX_MAX);
         differences(table->start, SS_KVRANS_INDEX_MAX);
         differences(table->reciprocal_low, SS_KVRANS_INDEX_MAX);
         differences(table->reciprocal_high, SS_KVRANS_INDEX_MAX);
     }
-    end = encoding.index_count <= STEP       ? columns_encode_1(&encoding, plan, end)
-          : encoding.index_count <= 2 * STEP ? columns_encode_2(&encoding, plan, end)
-                                             : columns_encode_4(&encoding, plan, end);
-    memcpy(states_low, encoding.low, states);
-    memcpy(states_high, encoding.high, states);
-    return end;
 }
+
+typedef __m256i vector;
+typedef const struct ss_kvrans_encode_table *encode_tables;
+
+#define KERNEL TARGET
+#define KERNEL_STATIC TARGET static
+#define INLINE TARGET_INLINE
+#define MAP ss_kvrans_map_avx2
+#define COUNT ss_kvrans_count_avx2
+#define ENCODE ss_kvrans_encode_avx2
+#define vector_load load256
+#define vector_store store256
+#define tables_load(table, size) (table)
+#include "codecs/kvrans/encode_template.h"

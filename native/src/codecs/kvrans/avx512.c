@@ -49,7 +49,6 @@ TARGET static void tile_store(const uint8_t *tile, uint8_t *target, size_t strid
 
 /* ---- Decode -------------------------------------------------------------------------------------------------- */
 
-/* A table in registers. */
 struct registers {
     __m512i index[4], frequency, start;
 };

@@ -32,7 +32,6 @@ TARGET void ss_kvrans_present_avx512(const uint8_t *source, size_t size, uint8_t
     }
 }
 
-/* Tables to convert bytes to indices. */
 struct mapping {
     __m512i index[4], first, kept;
     __m128i shift;

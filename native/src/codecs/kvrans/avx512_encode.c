@@ -6,7 +6,6 @@
 
 #include "codecs/kvrans/avx512.h"
 
-/* Statistics of a block's bytes. */
 struct extremes {
     __m512i least, most, signed_least, signed_most;
 };

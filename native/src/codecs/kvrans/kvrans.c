@@ -31,7 +31,6 @@ static const char *implementation(void) {
 
 /* ---- Sections of a block ------------------------------------------------------------------------------------- */
 
-/* Unread rest of a stream. */
 struct reader {
     const uint8_t *next;
     const uint8_t *end;
@@ -321,7 +320,6 @@ static enum ss_result decompress(const uint8_t *source, size_t size, uint8_t *ta
 
 /* ---- Elements ------------------------------------------------------------------------------------------------ */
 
-/* scales_finite() returns whether there is no infinity or NaN among the scales. */
 static int scales_finite(const struct ss_elements *elements) {
     const size_t count = (elements->vectors + elements->scale_vectors - 1) / elements->scale_vectors;
     uint32_t most = 0;
@@ -385,7 +383,6 @@ static enum ss_result blocks_elements(struct reader *reader, struct ss_kvrans_de
 
 /* ---- Lossless elements --------------------------------------------------------------------------------------- */
 
-/* Read positions of the blocks of each plane. */
 struct plane_readers {
     struct reader of[4];
     uint32_t count;

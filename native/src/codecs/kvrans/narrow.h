@@ -97,13 +97,6 @@ enum ss_result ss_kvrans_planes_by_steps(const struct ss_kvrans_decode_steps *st
         column_decode(decoding, block, table, size, target);                                                           \
     }
 
-/* SS_KVRANS_COLUMNS_ENCODE() defines a columns_encode_N() from a columns_encode() that takes the size as a constant. */
-#define SS_KVRANS_COLUMNS_ENCODE(attributes, size)                                                                     \
-    attributes static uint8_t *columns_encode_##size(struct ss_kvrans_encoding *encoding,                              \
-                                                     const struct ss_kvrans_plan *plan, uint8_t *end) {                \
-        return columns_encode(encoding, plan, size, end);                                                              \
-    }
-
 /* A block that is being encoded. */
 struct ss_kvrans_encoding {
     struct ss_kvrans_encode_table tables[SS_KVRANS_TABLES_MAX]; /* copies of the plan's */

@@ -87,7 +87,6 @@ INLINE const uint8_t *group_decode(const struct tables *tables, uint8_t *low, ui
     return next + (uint8_t)-vgetq_lane_u8(counts, WIDTH - 1);
 }
 
-/* lanes_before() selects the first 'count' lanes. */
 INLINE uint8x16_t lanes_before(uint32_t count) {
     static const uint8_t numbers[WIDTH] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return vcltq_u8(vld1q_u8(numbers), vdupq_n_u8((uint8_t)count));
@@ -243,7 +242,6 @@ static enum ss_result decode_planes(const struct ss_kvrans_block *block, const s
 
 /* ---- Encode: rows to columns --------------------------------------------------------------------------------- */
 
-/* Statistics of a block's bytes. */
 struct extremes {
     uint8x16_t least, most;
     int8x16_t signed_least, signed_most;
@@ -341,7 +339,6 @@ INLINE uint8x16_t lookup_256(const uint8x16x4_t *tables, uint8x16_t index) {
     return found;
 }
 
-/* Tables to convert bytes to indices. */
 struct mapping {
     uint8x16x4_t index[4];
     uint8x16_t kept, first;
@@ -349,7 +346,8 @@ struct mapping {
     uint32_t listed;
 };
 
-INLINE struct mapping mapping_make(const struct ss_kvrans_alphabet *alphabet) {
+INLINE struct mapping mapping_make(const struct ss_kvrans_alphabet *alphabet, const uint8_t *room) {
+    (void)room;
     struct mapping mapping = {.kept = vdupq_n_u8((uint8_t)(255 >> alphabet->shift)),
                               .first = vdupq_n_u8(alphabet->value[0]),
                               .shift = vdupq_n_s8((int8_t)(0 - (int)alphabet->shift)),
@@ -365,55 +363,25 @@ INLINE uint8x16_t indices_of(const struct mapping *mapping, uint8x16_t cell) {
     return mapping->listed ? lookup_256(mapping->index, cell) : vandq_u8(vsubq_u8(cell, mapping->first), mapping->kept);
 }
 
-static void map(const struct ss_kvrans_plan *plan, const struct ss_kvrans_alphabet *alphabet, uint8_t *planes) {
-    const struct mapping mapping = mapping_make(alphabet);
-    const size_t plane_size = (plan->rows + 7) / 8;
-
-    for (uint32_t column = 0; column < plan->columns; column++) {
-        for (uint32_t row = 0; row < plan->rows; row += WIDTH) {
-            uint8_t *cells = plan->cells + (size_t)column * SS_KVRANS_ROWS_MAX + row;
-            const uint32_t left = plan->rows - row;
-            const uint8x16_t there = lanes_before(left < WIDTH ? left : WIDTH);
-            const uint8x16_t cell = vld1q_u8(cells);
-            for (uint32_t bit = 0; bit < alphabet->shift; bit++) {
-                const uint32_t plane = masks_of(vandq_u8(vtstq_u8(cell, vdupq_n_u8((uint8_t)(1 << bit))), there));
-                planes[bit * plane_size + row / 8] = (uint8_t)plane;
-                if (left > 8) {
-                    planes[bit * plane_size + row / 8 + 1] = (uint8_t)(plane >> 8);
-                }
-            }
-            vst1q_u8(cells, indices_of(&mapping, cell));
-        }
-        planes += alphabet->shift * plane_size;
-    }
+INLINE uint32_t bits_of(uint8x16_t cell, uint32_t bit) {
+    return masks_of(vtstq_u8(cell, vdupq_n_u8((uint8_t)(1 << bit))));
 }
 
-/* count() compares a column with each index. At most 16 lanes above each other have it, and all 256 are 256. */
-static void count(const struct ss_kvrans_plan *plan, const struct ss_kvrans_alphabet *alphabet) {
-    enum { PARTS = SS_KVRANS_ROWS_MAX / WIDTH };
-    const struct mapping mapping = mapping_make(alphabet);
+INLINE uint8x16_t or_behind(uint8x16_t bytes, uint32_t count) {
+    return vornq_u8(bytes, lanes_before(count));
+}
 
-    for (uint32_t column = 0; column < plan->columns; column++) {
-        const uint8_t *cells = plan->cells + (size_t)column * SS_KVRANS_ROWS_MAX;
-        uint16_t *counts = plan->counts + (size_t)column * SS_KVRANS_INDEX_MAX;
-        uint8x16_t part[PARTS];
+enum { PARTS = SS_KVRANS_ROWS_MAX / WIDTH };
 
-        for (uint32_t number = 0; number < PARTS; number++) { /* what is behind the last row is 255, no index */
-            const uint32_t left = plan->rows > WIDTH * number ? plan->rows - WIDTH * number : 0;
-            const uint8x16_t index = indices_of(&mapping, vld1q_u8(cells + WIDTH * number));
-            part[number] = vornq_u8(index, lanes_before(left < WIDTH ? left : WIDTH));
-        }
-        memset(counts, 0, SS_KVRANS_INDEX_MAX * sizeof *counts);
-        for (uint32_t index = 0; index < alphabet->count; index++) {
-            const uint8x16_t wanted = vdupq_n_u8((uint8_t)index);
-            uint8x16_t even = vceqq_u8(part[0], wanted), odd = vceqq_u8(part[1], wanted); /* a true lane is -1 */
-            for (int pair = 1; pair < PARTS / 2; pair++) {
-                even = vaddq_u8(even, vceqq_u8(part[2 * pair], wanted));
-                odd = vaddq_u8(odd, vceqq_u8(part[2 * pair + 1], wanted));
-            }
-            counts[index] = vaddlvq_u8(vsubq_u8(vdupq_n_u8(0), vaddq_u8(even, odd)));
-        }
+/* matches() counts: at most 16 lanes above each other are the index, and all 256 are 256. */
+INLINE uint16_t matches(const uint8x16_t *parts, uint8_t index) {
+    const uint8x16_t wanted = vdupq_n_u8(index);
+    uint8x16_t even = vceqq_u8(parts[0], wanted), odd = vceqq_u8(parts[1], wanted); /* a true lane is -1 */
+    for (int pair = 1; pair < PARTS / 2; pair++) {
+        even = vaddq_u8(even, vceqq_u8(parts[2 * pair], wanted));
+        odd = vaddq_u8(odd, vceqq_u8(parts[2 * pair + 1], wanted));
     }
+    return vaddlvq_u8(vsubq_u8(vdupq_n_u8(0), vaddq_u8(even, odd)));
 }
 
 static void assign(const struct ss_kvrans_plan *plan, const struct ss_kvrans_costs *costs, uint32_t index_count,
@@ -446,9 +414,16 @@ static void assign(const struct ss_kvrans_plan *plan, const struct ss_kvrans_cos
 /* ---- Encode: coded bytes ------------------------------------------------------------------------------------- */
 
 /* A column's tables, as for decoding. */
-struct encode_tables {
+typedef struct {
     uint8x16x4_t frequency, start, reciprocal_low, reciprocal_high;
-};
+} encode_tables;
+
+INLINE encode_tables tables_load(const struct ss_kvrans_encode_table *table, int registers) {
+    return (encode_tables){.frequency = table_load(table->frequency, registers),
+                           .start = table_load(table->start, registers),
+                           .reciprocal_low = table_load(table->reciprocal_low, registers),
+                           .reciprocal_high = table_load(table->reciprocal_high, registers)};
+}
 
 /* pack() writes the lanes of 'bytes' that 'masks' selects right before 'end', and anything up to 8 bytes before that.
  */
@@ -477,13 +452,14 @@ INLINE uint16x8_t words(uint8x16_t low, uint8x16_t high, int upper) {
     return vreinterpretq_u16_u8(upper ? vzip2q_u8(low, high) : vzip1q_u8(low, high));
 }
 
-INLINE uint8_t *group_encode(struct ss_kvrans_encoding *encoding, const struct encode_tables *tables, uint32_t lane,
-                             uint8x16_t active, int registers, const uint8_t *cells, uint8_t *end) {
+/* group_encode() codes the first 'rows' of 16; the others leave their states as they are. */
+INLINE uint8_t *group_encode(struct ss_kvrans_encoding *encoding, encode_tables tables, uint32_t lane, uint32_t rows,
+                             int registers, const uint8_t *cells, uint8_t *end) {
     const uint8x16_t low = vld1q_u8(encoding->low + lane), high = vld1q_u8(encoding->high + lane);
-    const uint8x16_t index = vld1q_u8(cells);
-    const uint8x16_t frequency = lookup(tables->frequency, index, registers);
-    const uint8x16_t reciprocal_low = lookup(tables->reciprocal_low, index, registers);
-    const uint8x16_t reciprocal_high = lookup(tables->reciprocal_high, index, registers);
+    const uint8x16_t index = vld1q_u8(cells), active = rows < WIDTH ? lanes_before(rows) : vdupq_n_u8(255);
+    const uint8x16_t frequency = lookup(tables.frequency, index, registers);
+    const uint8x16_t reciprocal_low = lookup(tables.reciprocal_low, index, registers);
+    const uint8x16_t reciprocal_high = lookup(tables.reciprocal_high, index, registers);
     const uint8x16_t full = vcgeq_u8(high, frequency);
     const uint8x16_t state_low = vbslq_u8(full, high, low), state_high = vbicq_u8(high, full);
     uint16x8_t quotients[2], rests[2];
@@ -494,52 +470,27 @@ INLINE uint8_t *group_encode(struct ss_kvrans_encoding *encoding, const struct e
     quotients[1] = divide(words(state_low, state_high, 1), vmovl_high_u8(frequency),
                           words(reciprocal_low, reciprocal_high, 1), &rests[1]);
     new_low = vuzp1q_u8(vreinterpretq_u8_u16(rests[0]), vreinterpretq_u8_u16(rests[1]));
-    new_low = vaddq_u8(new_low, lookup(tables->start, index, registers));
+    new_low = vaddq_u8(new_low, lookup(tables.start, index, registers));
     new_high = vuzp1q_u8(vreinterpretq_u8_u16(quotients[0]), vreinterpretq_u8_u16(quotients[1]));
     vst1q_u8(encoding->low + lane, vbslq_u8(active, new_low, low));
     vst1q_u8(encoding->high + lane, vbslq_u8(active, new_high, high));
     return pack(encoding, low, masks_of(vandq_u8(full, active)), end);
 }
 
-INLINE uint8_t *columns_encode(struct ss_kvrans_encoding *encoding, const struct ss_kvrans_plan *plan, int registers,
-                               uint8_t *end) {
-    const uint32_t lane_mask = plan->lanes - 1, whole = plan->rows / WIDTH * WIDTH;
-
-    for (uint32_t column = plan->columns; column-- > 0;) {
-        const struct ss_kvrans_encode_table *table = &encoding->tables[plan->column_table[column]];
-        const struct encode_tables tables = {.frequency = table_load(table->frequency, registers),
-                                             .start = table_load(table->start, registers),
-                                             .reciprocal_low = table_load(table->reciprocal_low, registers),
-                                             .reciprocal_high = table_load(table->reciprocal_high, registers)};
-        const uint8_t *cells = plan->cells + (size_t)column * SS_KVRANS_ROWS_MAX;
-        if (whole < plan->rows) {
-            end = group_encode(encoding, &tables, whole & lane_mask, lanes_before(plan->rows - whole), registers,
-                               cells + whole, end);
-        }
-        for (uint32_t row = whole; row > 0; row -= WIDTH) {
-            end = group_encode(encoding, &tables, (row - WIDTH) & lane_mask, vdupq_n_u8(255), registers,
-                               cells + row - WIDTH, end);
-        }
-    }
-    return end;
+static void encoding_prepare(struct ss_kvrans_encoding *encoding) {
+    (void)encoding; /* tables are looked up as they are */
 }
 
-SS_KVRANS_COLUMNS_ENCODE(, 1)
-SS_KVRANS_COLUMNS_ENCODE(, 2)
-SS_KVRANS_COLUMNS_ENCODE(, 4)
+typedef uint8x16_t vector;
 
-static uint8_t *encode(const struct ss_kvrans_plan *plan, uint8_t *end, uint8_t *states_low, uint8_t *states_high) {
-    const uint32_t states = plan->rows < plan->lanes ? plan->rows : plan->lanes;
-    struct ss_kvrans_encoding encoding;
-
-    ss_kvrans_encoding_begin(&encoding, plan);
-    end = encoding.index_count <= WIDTH       ? columns_encode_1(&encoding, plan, end)
-          : encoding.index_count <= 2 * WIDTH ? columns_encode_2(&encoding, plan, end)
-                                              : columns_encode_4(&encoding, plan, end);
-    memcpy(states_low, encoding.low, states);
-    memcpy(states_high, encoding.high, states);
-    return end;
-}
+#define KERNEL static
+#define KERNEL_STATIC static
+#define MAP map
+#define COUNT count
+#define ENCODE encode
+#define vector_load vld1q_u8
+#define vector_store vst1q_u8
+#include "codecs/kvrans/encode_template.h"
 
 const struct ss_kvrans_kernels ss_kvrans_kernels_neon = {
     .name = "own, neon",
