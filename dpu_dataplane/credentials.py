@@ -13,8 +13,6 @@ logger = logging.getLogger(__name__)
 
 
 class _Files:
-    """The configured files."""
-
     def __init__(self, config: DataPlaneConfig) -> None:
         self._config = config
         self.expires = 0.0
@@ -43,11 +41,7 @@ def _unusable(error: ConfigurationError) -> None:
 
 
 def server_credentials(config: DataPlaneConfig, metrics: Metrics) -> grpc.ServerCredentials | None:
-    """Return the server credentials; None without TLS.
-
-    Raises:
-        ConfigurationError: A file cannot be used.
-    """
+    """Return the server credentials, None without TLS; ConfigurationError if a file cannot be used."""
     if not config.tls_cert:
         return None
     files = _Files(config)

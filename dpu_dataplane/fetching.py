@@ -1,13 +1,8 @@
-"""Fetch: from a call's parts to delivered pieces, batch by batch, with retries.
+"""Fetch: from a call's parts to delivered pieces, batch by batch, with retries, each at most once.
 
-A fetch ends with the set of delivered and verified pieces, and one outcome. Each of these retries happens once:
-
-- A record that fails its checks is read again, header and body: it may have been replaced after its header was cached,
-  or damaged on the way.
-- A broken connection is made again: the server may have closed an idle connection, or was restarted.
-- In a cluster, a chunk that a replica lacks is read from its master.
-
-Every other failure is a miss with its reason. It costs its group the chunks from there on, and other groups nothing.
+A record that fails its checks is read again with its header: it may have been replaced, or damaged on the way. A broken
+connection is made again. In a cluster, a chunk that a replica lacks is read from its master. Every other failure is a
+miss with its reason. It costs its group the chunks from there on, and other groups nothing.
 """
 
 import asyncio
@@ -40,8 +35,7 @@ from shadowserve.proto import dataplane_pb2 as pb
 _STALE_HINTS: Final = (Result.CHECKSUM, Result.BAD_DATA, Result.NOT_FOUND, Result.PROTOCOL, Result.NOT_SUPPORTED)
 _FRESH: Final = "read headers again"
 _AUTHORITATIVE: Final = "read from masters"
-_RECOVERED: Final = "update the map of nodes"
-"""The retries; each happens once."""
+_RECOVERED: Final = "update the map of nodes"  # the retries; each happens once
 
 logger = logging.getLogger(__name__)
 
@@ -53,35 +47,20 @@ class _Ending(NamedTuple):
 
 @dataclass
 class Fetch:
-    """A Fetch call and its progress.
+    """A Fetch call and its progress."""
 
-    Attributes:
-        parts: Wanted chunks, one part for each group.
-        layerwise: In the order of layers, not of chunks.
-        word: Memory for the number of leading layers in place, or of leading chunks of all parts.
-        on_layers: Called with the number of leading layers in place, for calls without a ``word`` of their own.
-        window_s: Seconds that the engine computes with each layer; 0 if not known.
-        mover: Mover of the bytes, for the interference budget.
-        fetched_bytes: Stored bytes read.
-        retries: Retries made.
-        cold: Keys of records that are in object storage alone; the fetch gives up its turn while it waits for them.
-        waited: The fetch has waited for cold records, or there were none.
-        cached: For each group and chunk of the last lookup, whether its answer came from the header cache.
-        endings: Endings of groups, in the order in which they happened.
-    """
-
-    parts: Sequence[FetchPart]
-    layerwise: bool
+    parts: Sequence[FetchPart]  # wanted chunks, one part for each group
+    layerwise: bool  # in the order of layers, not of chunks
     word: native.Region | None = None
     on_layers: Callable[[int], None] | None = None
-    window_s: float = 0.0
-    mover: Mover = Mover.FETCH
-    fetched_bytes: int = 0
-    retries: frozenset[str] = frozenset()
+    window_s: float = 0.0  # seconds that the engine computes with each layer; 0 if not known
+    mover: Mover = Mover.FETCH  # mover of the bytes, for the interference budget
+    fetched_bytes: int = 0  # stored bytes read
+    retries: frozenset[str] = frozenset()  # retries made
     cold: Sequence[bytes] = ()
-    waited: bool = False
+    waited: bool = False  # the fetch has waited for cold records, or there were none
     cached: dict[tuple[int, int], bool] = field(default_factory=dict)
-    endings: list[_Ending] = field(default_factory=list)
+    endings: list[_Ending] = field(default_factory=list)  # endings of groups, in the order in which they happened
 
     def remaining_chunks(self) -> list[tuple[int, int]]:
         """Return group and chunk of remaining pieces, chunk by chunk, as many as one lookup takes."""
@@ -92,10 +71,7 @@ class Fetch:
         return list(zip(groups[order].tolist(), chunks[order].tolist(), strict=True))
 
     def limits(self, rate: int) -> tuple[int, int]:
-        """Return the most chunks and layers of each part that the call may deliver.
-
-        All of them, unless an engine decodes beside the fetch: then what ``rate`` allows in one turn, at least one.
-        """
+        """Return the most chunks and layers of each part: all, or what ``rate`` allows in a turn beside a decoding engine."""
         chunks = max(len(part.keys) for part in self.parts)
         layers = max(part.layout.layers for part in self.parts)
         if not rate:
@@ -106,11 +82,9 @@ class Fetch:
         return max(size // sum(part.layout.raw_bytes for part in self.parts), 1), layers
 
     def delivered_bytes(self) -> int:
-        """Return the bytes in place."""
         return sum(int(part.delivered.sum()) * part.piece_bytes for part in self.parts)
 
     def ending(self) -> _Ending:
-        """Return the ending of a fetch with nothing remaining."""
         if self.endings:
             return self.endings[0]
         if any(part.truncated for part in self.parts):
@@ -144,13 +118,10 @@ class Fetcher:
         self.queue = queue
 
     async def fetch(self, job: Job, fetch: Fetch) -> pb.FetchResponse:
-        """Deliver the leading pieces that are stored, sound, and fit the regions and buffers.
+        """Deliver the leading pieces that are stored, sound, and fit the regions and buffers; QueueFullError in a full queue.
 
         Beside an engine that decodes, the call ends early with OUTCOME_BATCH_FULL, because other calls wait. Returns
         once nothing reads or writes the regions any more.
-
-        Raises:
-            QueueFullError: Too many fetches wait.
         """
         try:
             with self._tracer.fetch(job.owner, sum(len(part.keys) for part in fetch.parts)):

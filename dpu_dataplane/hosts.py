@@ -1,11 +1,8 @@
 """Connected hosts and their sessions.
 
-A host is a serving machine, identified by the name in its Hello and by the name in its TLS certificate, if it has one.
-Limits are per host: ``hosts_max``, and the shares of queues, memory and messages.
-
-The name in a Hello is not verified, so it grants no access. Each Hello gets a session of its own, a random token that
-the caller sends with every call. Registered memory and jobs belong to a session. A caller that reconnects sends its
-session in the Hello and keeps it.
+A host is a serving machine: the name in its Hello and the name in its TLS certificate, if any. Limits are per host. The
+name in a Hello is not verified, so it grants no access: registered memory and jobs belong to a session, a random token
+that the caller sends with every call, and keeps when it reconnects.
 
 A data plane on a DPU serves the host with the card; a second host is most likely a wrong address. So ``hosts_max`` is 1
 by default, and the refusal names the connected host.
@@ -46,25 +43,17 @@ class HelloRequired(InvalidCall):
 
 
 class Host:
-    """One host.
-
-    Attributes:
-        owner: Its name, for shares of limits.
-        since: Time of its first Hello.
-        sessions: Sessions of its processes; the last used one at the end.
-        used_at: Monotonic time of the last begin or end of a call.
-        decides: It reports its decisions.
-    """
+    """One host."""
 
     def __init__(self, identity: str, request: pb.HelloRequest, peer: str) -> None:
         self.identity = identity
-        self.owner = _owner(identity, request)
+        self.owner = _owner(identity, request)  # its name, for shares of limits
         self.process = request.process
         self.peer = peer
-        self.since = datetime.now(UTC)
-        self.sessions: dict[bytes, Session] = {}
-        self.used_at = time.monotonic()
-        self.decides = False
+        self.since = datetime.now(UTC)  # time of its first Hello
+        self.sessions: dict[bytes, Session] = {}  # sessions of its processes; the last used one at the end
+        self.used_at = time.monotonic()  # monotonic time of the last begin or end of a call
+        self.decides = False  # it reports its decisions
 
     def __str__(self) -> str:
         certificate = f", certificate of '{self.identity}'" if self.identity else ""
@@ -72,30 +61,21 @@ class Host:
 
 
 class Session:
-    """One process of a host.
-
-    Attributes:
-        host: The host of the process.
-        token: Random token in its calls.
-        calls: Calls in progress.
-        used_at: Monotonic time of the last begin or end of a call.
-    """
+    """One process of a host."""
 
     __slots__ = ("calls", "host", "token", "used_at")
 
     def __init__(self, host: Host) -> None:
-        self.host = host
-        self.token = secrets.token_bytes(_SESSION_BYTES)
-        self.calls = 0
-        self.used_at = time.monotonic()
+        self.host = host  # the host of the process
+        self.token = secrets.token_bytes(_SESSION_BYTES)  # random token in its calls
+        self.calls = 0  # calls in progress
+        self.used_at = time.monotonic()  # monotonic time of the last begin or end of a call
 
     @property
     def owner(self) -> str:
-        """Name of its host, for shares of limits."""
         return self.host.owner
 
     def use(self) -> None:
-        """Mark the session as used now."""
         self.used_at = self.host.used_at = time.monotonic()
         self.host.sessions[self.token] = self.host.sessions.pop(self.token)
 
@@ -112,8 +92,7 @@ def _identity(context: Any) -> str:
 class HostTable:
     """Connected hosts and their sessions. Used on the event loop's thread only.
 
-    Args:
-        on_removed: Called with the owner of a removed host.
+    ``on_removed`` is called with the owner of a removed host.
     """
 
     def __init__(
@@ -135,11 +114,7 @@ class HostTable:
         return "" if session is None else session.owner
 
     def enter(self, request: pb.HelloRequest, context: Any) -> tuple[Session, bool]:
-        """Return the session of a process after its Hello, and whether its host is new.
-
-        Raises:
-            InvalidCall: ``hosts_max`` other hosts are connected.
-        """
+        """Return the session of a process after its Hello, and whether its host is new; InvalidCall without room."""
         identity = _identity(context)
         owner = _owner(identity, request)
         host, new = self._hosts.get(owner), False
@@ -158,11 +133,7 @@ class HostTable:
         return session, new
 
     def _make_room(self, host: Host) -> None:
-        """Remove the session that was idle for longest, if the host has SESSIONS_MAX.
-
-        Raises:
-            InvalidCall: All of them have calls in progress or registered memory.
-        """
+        """Remove the session that was idle for longest, if the host has SESSIONS_MAX; InvalidCall if all are in use."""
         if len(host.sessions) < SESSIONS_MAX:
             return
         idle = next((each for each in host.sessions.values() if self._is_idle(each)), None)
@@ -195,11 +166,7 @@ class HostTable:
 
     @contextlib.contextmanager
     def call(self, context: Any) -> Iterator[Session]:
-        """Return the session of a call while in this context.
-
-        Raises:
-            HelloRequired: The call has no session, an unknown one, or one of another certificate.
-        """
+        """Return the session of a call while in this context; HelloRequired without a session of this certificate."""
         token = next((value for key, value in context.invocation_metadata() or () if key == SESSION_KEY), b"")
         session = self._sessions.get(token if isinstance(token, bytes) else b"")
         if session is None or session.host.identity != _identity(context):

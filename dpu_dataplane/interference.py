@@ -1,7 +1,7 @@
 """The interference budget of a data plane: movers of bytes wait for their turns, and are counted.
 
-:class:`~dpu_dataplane.shared_rate.SharedRate` decides the order and the rate; movers wait here. Engines report their
-steps with ReportSteps calls. The mover limits the size of a turn: some chunks, or a record.
+:class:`~dpu_dataplane.shared_rate.SharedRate` decides the order and the rate. The mover limits the size of a turn: some
+chunks, or a record.
 """
 
 import asyncio
@@ -20,41 +20,26 @@ from shadowserve.proto import dataplane_pb2 as pb
 
 TURN_S: Final = 0.1
 """Approximate length of a turn beside decoding, unless one chunk takes longer. Other movers wait meanwhile."""
-_SETTLES_S: Final = 0.1
-"""Time after a grant within which a device finishes its write or read."""
+_SETTLES_S: Final = 0.1  # time after a grant within which a device finishes its write or read
 
 
 class Granted:
-    """A granted turn.
-
-    Attributes:
-        rate: Bytes per second of the move; 0 for no limit.
-        waited: The turn was not granted at once.
-        moved_bytes: Bytes that were moved. The mover corrects it; at first all requested bytes.
-    """
+    """A granted turn."""
 
     def __init__(self, turn: Turn, *, waited: bool) -> None:
-        self.rate = turn.rate
-        self.waited = waited
-        self.moved_bytes = turn.size
+        self.rate = turn.rate  # bytes per second of the move; 0 for no limit
+        self.waited = waited  # the turn was not granted at once
+        self.moved_bytes = turn.size  # bytes that were moved. The mover corrects it; at first all requested bytes
 
 
 class InterferenceBudget:
-    """Grants turns to movers. Used on the event loop.
-
-    Args:
-        shares_memory: Internal movers use memory of the engines' host as well.
-
-    Attributes:
-        shared: Decides the order and the rate.
-        bounded: Whether turns wait; any thread may read it.
-    """
+    """Grants turns to movers. Used on the event loop."""
 
     def __init__(
         self, metrics: Metrics, *, shares_memory: bool = True, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.shared = SharedRate(clock, shares_memory=shares_memory)
-        self.bounded = False
+        self.shared = SharedRate(clock, shares_memory=shares_memory)  # decides the order and the rate
+        self.bounded = False  # whether turns wait; any thread may read it
         self._shares_memory = shares_memory
         self._clock = clock
         self._waiting: dict[Turn, asyncio.Future[None]] = {}
@@ -104,15 +89,10 @@ class InterferenceBudget:
     async def turn(
         self, mover: Mover, size: int, job: Job | None = None, on_request: Callable[[Turn], None] | None = None
     ) -> AsyncIterator[Granted]:
-        """Wait for a turn, and keep it while in this context.
+        """Wait for a turn of up to ``size`` bytes, and keep it while in this context.
 
-        Args:
-            size: Most bytes that it will move.
-            job: Job whose deadline limits the wait; None for no limit.
-            on_request: Called with the requested turn, for :meth:`hasten`.
-
-        Raises:
-            Stop: The job is cancelled or past its deadline.
+        The job's deadline limits the wait; Stop if it is cancelled or late. ``on_request`` gets the requested turn, for
+        :meth:`hasten`.
         """
         turn = self.shared.request(mover, size)
         if on_request is not None:
@@ -129,7 +109,6 @@ class InterferenceBudget:
             self._grant()
 
     async def _wait_for(self, turn: Turn, job: Job | None) -> bool:
-        """Wait until a turn is granted; return False if it was granted at once."""
         waiting = self._waiting[turn] = asyncio.get_running_loop().create_future()
         self._grant()
         if waiting.done():
@@ -185,7 +164,6 @@ class InterferenceBudget:
             self._timer = asyncio.get_running_loop().call_later(after_s, self._grant)
 
     def close(self) -> None:
-        """Stop the timer. No mover may wait any more."""
         if self._timer is not None:
             self._timer.cancel()
 

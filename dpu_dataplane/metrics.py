@@ -60,31 +60,23 @@ class Metrics:
     """All counters. The event loop's thread writes them; the exporter's thread reads them.
 
     Attributes:
-        fetches: Calls by outcome.
-        stores: Calls by outcome.
-        lookups: Calls by outcome.
-        integrity_failures: Faulty records, by outcome.
         tier_records: Records by what local tiers did: fetched from ``memory`` or from a ``device``, ``kept``,
             ``dropped`` for lack of room, ``lost`` because of damage or a failed device.
         slower_paths: Fetches on a slower path than configured, by reason; see docs/reference/combinations.md.
         prefetches: Returns bytes and seconds of prefetches, by their origin.
-        totals: The counters of TOTALS.
-        stages: Returns the pipeline's counters.
-        gauges: Help text and reader of each gauge.
-        families: Readers of further metric families.
     """
 
-    fetches: Counter[str] = field(default_factory=Counter)
-    stores: Counter[str] = field(default_factory=Counter)
-    lookups: Counter[str] = field(default_factory=Counter)
-    integrity_failures: Counter[str] = field(default_factory=Counter)
+    fetches: Counter[str] = field(default_factory=Counter)  # calls by outcome
+    stores: Counter[str] = field(default_factory=Counter)  # calls by outcome
+    lookups: Counter[str] = field(default_factory=Counter)  # calls by outcome
+    integrity_failures: Counter[str] = field(default_factory=Counter)  # faulty records, by outcome
     tier_records: Counter[str] = field(default_factory=Counter)
     slower_paths: Counter[str] = field(default_factory=Counter)
-    totals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0))
+    totals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0))  # the counters of TOTALS
     prefetches: Callable[[], Mapping[str, tuple[int, float]]] = dict
-    stages: Callable[[], list[StageCount]] = list
-    gauges: Gauges = field(default_factory=dict)
-    families: list[Callable[[], list[Metric]]] = field(default_factory=list)
+    stages: Callable[[], list[StageCount]] = list  # returns the pipeline's counters
+    gauges: Gauges = field(default_factory=dict)  # help text and reader of each gauge
+    families: list[Callable[[], list[Metric]]] = field(default_factory=list)  # readers of further metric families
 
     def __post_init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -97,18 +89,12 @@ class Metrics:
         return Histogram(f"shadowserve_{name}_seconds", text, buckets=_SECONDS, registry=self.registry)
 
     def add_slower_path(self, reason: str, detail: str) -> None:
-        """Count a fetch on a slower path than configured, and log each reason once.
-
-        Args:
-            reason: Label of the counter, from a fixed set.
-            detail: The configured path, the path taken, and the remedy.
-        """
+        """Count a fetch on a slower path than configured, and log each reason once, with the remedy."""
         self.slower_paths[reason] += 1
         if self.slower_paths[reason] == 1:
             _logger.warning("a slower path than configured is taken (%s): %s", reason, detail)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metric families; called by the registry."""
         yield from self._by_label()
         for name, text in TOTALS.items():
             yield CounterMetricFamily(f"shadowserve_{name}", text, value=self.totals[name])

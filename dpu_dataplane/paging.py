@@ -21,27 +21,16 @@ class PagingError(ShadowServeError):
 
 @dataclass(frozen=True)
 class Paging:
-    """The positions of pages in a segment of shared memory. A page holds one block of one layer.
+    """The positions of pages in a segment of shared memory. A page holds one block of one layer."""
 
-    Attributes:
-        first: For each layer, the offset of block 0's page in bytes.
-        stride: Bytes from one block's page to the next block's page.
-        blocks: Number of blocks in each layer.
-        page_bytes: Size of a page in bytes.
-    """
-
-    first: tuple[int, ...]
-    stride: int
-    blocks: int
-    page_bytes: int
+    first: tuple[int, ...]  # for each layer, the offset of block 0's page in bytes
+    stride: int  # bytes from one block's page to the next block's page
+    blocks: int  # number of blocks in each layer
+    page_bytes: int  # size of a page in bytes
 
     @classmethod
     def of(cls, message: pb.PagedMemory, layout: ChunkLayout, size: int) -> Self:
-        """Convert a message about a segment of ``size`` bytes for chunks of ``layout``.
-
-        Raises:
-            PagingError: The described pages are impossible.
-        """
+        """Convert a message about a segment of ``size`` bytes; PagingError if the pages are impossible."""
         paging = cls(tuple(message.first), message.stride, message.blocks, layout.vector_length)
         row_bytes = layout.tokens * layout.vector_length
         if layout.dtype is not DType.UINT8 or layout.quantizer is not Quantizer.PASSTHROUGH or layout.kinds != 1:
@@ -61,11 +50,7 @@ class Paging:
         return paging
 
     def rows(self, blocks: Sequence[int], chunks: int, chunk_blocks: int) -> npt.NDArray[np.uint32]:
-        """Return the block numbers of a call as an array by chunk and position in the chunk.
-
-        Raises:
-            PagingError: Their number is wrong, or a block does not exist.
-        """
+        """Return the block numbers of a call by chunk and position in the chunk; PagingError if they are impossible."""
         numbers = np.array(blocks, np.uint32)
         if len(numbers) != chunks * chunk_blocks or (numbers >= self.blocks).any():
             raise PagingError(

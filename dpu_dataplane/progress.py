@@ -1,7 +1,7 @@
 """Layer progress of the fetch that has its turn, for calls that report it in a stream.
 
-The C core writes the number of leading layers into a word. A caller with shared memory reads the word there. For all
-other callers there is one word in this process, for one fetch at a time, and a thread that waits for its changes.
+The C core writes the number of leading layers into a word. Callers without shared memory use one word in this process,
+and a thread that waits for its changes.
 """
 
 import asyncio
@@ -13,18 +13,13 @@ from typing import Final
 
 from shadowserve import native
 
-PROGRESS_BYTES: Final = 4
-"""Size of the word."""
+PROGRESS_BYTES: Final = 4  # size of the word
 _WAIT_S: Final = 0.01
 """The thread's longest wait: it delays the next fetch's first layers by as much after a fetch that ended early."""
 
 
 class LayerProgress:
-    """The word, and the thread that waits for it.
-
-    Args:
-        pipeline: Pipeline that runs the batches.
-    """
+    """The word, and the thread that waits for it."""
 
     def __init__(self, pipeline: native.Pipeline) -> None:
         self._memory = mmap.mmap(-1, mmap.PAGESIZE)
@@ -33,11 +28,7 @@ class LayerProgress:
 
     @contextlib.asynccontextmanager
     async def follow(self, layers: int, on_layers: Callable[[int], None]) -> AsyncIterator[native.Region]:
-        """Provide the word while in this context, and report its changes.
-
-        Args:
-            on_layers: Called with the number of leading layers in place, on the event loop.
-        """
+        """Provide the word while in this context; call ``on_layers`` with its changes, on the event loop."""
         self._memory[:PROGRESS_BYTES] = bytes(PROGRESS_BYTES)
         reporting = asyncio.create_task(self._report(layers, on_layers))
         try:

@@ -1,15 +1,11 @@
 """Registered memory: memory of clients that KV is delivered into and stored from.
 
-There are three kinds; each backend supports some of them.
-
-- *Shared memory*: a file in /dev/shm of the daemon's own user. The client may unlink it after registration. All pages
-  are allocated and mapped at registration, so that a full /dev/shm is an error then, and batches have no page faults. A
-  client can still truncate the file. An access beyond its end is caught (:class:`shadowserve.native.Guard`), and every
-  job checks at its end, and before it passes on bytes that it has read, that the memory is whole.
-- *Exported memory* of the host or its GPU, written by a DPU's accelerators over PCIe. No access from this process.
-- *GPU memory* of this machine, by CUDA IPC. The driver copies into it.
-
-The owner of the last two kinds may end at any time. Deliveries then fail, and the registration is removed.
+*Shared memory* is a file in /dev/shm of the daemon's own user. All pages are allocated and mapped at registration, so
+that a full /dev/shm is an error then, and batches have no page faults. A client can still truncate the file: an access
+beyond its end is caught (:class:`shadowserve.native.Guard`), and every job checks at its end, and before it passes on
+bytes that it has read, that the memory is whole. *Exported memory* of the host or its GPU is written by a DPU's
+accelerators over PCIe, *GPU memory* of this machine by its driver, by CUDA IPC. Their owner may end at any time:
+deliveries then fail, and the registration is removed.
 """
 
 import asyncio
@@ -36,8 +32,7 @@ from shadowserve.errors import NativeError, ShadowServeError
 from shadowserve.proto import dataplane_pb2 as pb
 
 SHARED_MEMORY: Final = "/dev/shm"
-DESCRIPTOR_MAX: Final = 4096
-"""Most bytes of an export descriptor; one of a contiguous region has a few hundred."""
+DESCRIPTOR_MAX: Final = 4096  # most bytes of an export descriptor; one of a contiguous region has a few hundred
 CUDA_HANDLE_BYTES: Final = 64
 _NAME: Final = re.compile(r"shadowserve-[0-9a-f]{8,64}\Z")
 _PCI_ADDRESS: Final = re.compile(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]\Z")
@@ -71,13 +66,8 @@ class Registration:
     """Registered memory.
 
     Attributes:
-        memory_id: Random id of 64 bits.
         owner: Host that has registered it.
         session: Session of that host; no other one may use it.
-        layouts: Layouts of its chunks; calls name one by its index.
-        size: Size in bytes.
-        identity: Equal for two registrations of the same memory.
-        paging: Positions of an engine's pages, for paged memory.
     """
 
     def __init__(
@@ -88,11 +78,11 @@ class Registration:
         registered: native.RegisteredMemory,
         segment: "_Segment | None",
     ) -> None:
-        self.memory_id = secrets.randbits(64) or 1
+        self.memory_id = secrets.randbits(64) or 1  # random id of 64 bits
         self.owner, self.session = "", b""
-        self.layouts = tuple(layouts)
-        self.size = size
-        self.identity = identity
+        self.layouts = tuple(layouts)  # layouts of its chunks; calls name one by its index
+        self.size = size  # size in bytes
+        self.identity = identity  # equal for two registrations of the same memory
         self.used_at = time.monotonic()
         self.users = 0
         self.released = False
@@ -100,18 +90,16 @@ class Registration:
         self.quiet.set()
         self._registered = registered
         self._segment = segment
-        self.paging: Paging | None = None
+        self.paging: Paging | None = None  # positions of an engine's pages, for paged memory
         self._on_close: list[Callable[[], None]] = []
 
     @property
     def memory(self) -> memoryview:
-        """Mapping of shared memory in this process."""
         assert self._segment is not None
         return memoryview(self._segment.memory)
 
     @property
     def address(self) -> int:
-        """Address of its first byte."""
         return self._registered.address
 
     def on_close(self, function: Callable[[], None]) -> None:
@@ -120,18 +108,13 @@ class Registration:
 
     @property
     def shared(self) -> bool:
-        """True if it is shared memory, mapped in this process."""
         return self._segment is not None
 
     def region(self, offset: int, length: int) -> native.Region:
-        """Return a part of the memory for a batch."""
         return self._registered.region(offset, length)
 
     def check_whole(self) -> None:
-        """Raise RegistrationError if the memory was truncated: bytes read or written there are void.
-
-        The registration is marked as released then, so that later jobs do not find it.
-        """
+        """Mark the memory as released and raise RegistrationError if it was truncated: what was read or written is void."""
         if self._segment is not None and not self._segment.is_whole():
             lost = f"the segment had {self.size} bytes when it was registered and is shorter now"
             if not self.released:
@@ -140,7 +123,6 @@ class Registration:
             raise RegistrationError(f"{lost}; register it again")
 
     def is_abandoned(self) -> bool:
-        """Return whether the process that registered it has ended; False if that is unknown."""
         return self._segment is not None and self._segment.is_abandoned()
 
     def close(self) -> None:
@@ -184,14 +166,7 @@ class _Segment:
 
 
 class Registrations:
-    """All registered memory.
-
-    Args:
-        pipeline: Pipeline that accesses the memory.
-
-    Attributes:
-        device_lost: Set once a job has found that the device was given up.
-    """
+    """All registered memory."""
 
     def __init__(self, config: DataPlaneConfig, pipeline: native.Pipeline) -> None:
         self._backend = config.backend
@@ -202,7 +177,7 @@ class Registrations:
         self._count_max = config.registrations_max
         self._bytes_max = int(config.registered_bytes_max)
         self._idle_max = config.registration_idle_s
-        self.device_lost = asyncio.Event()
+        self.device_lost = asyncio.Event()  # set once a job has found that the device was given up
         self._registrations: dict[int, Registration] = {}
         self._shares = config.hosts_max
         self._pending: list[tuple[str, int]] = []  # owner and size of registrations in progress
@@ -210,12 +185,10 @@ class Registrations:
 
     @property
     def kinds(self) -> list[str]:
-        """The fields of RegisterMemoryRequest.memory that :meth:`register` accepts."""
         return list(self._kinds)
 
     @property
     def given_up(self) -> bool:
-        """True if the device was given up."""
         return self._pipeline.given_up
 
     def __len__(self) -> int:
@@ -223,15 +196,12 @@ class Registrations:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all registered memory."""
         return sum(registration.size for registration in self._registrations.values())
 
     def count(self, owner: str) -> int:
-        """Return the number of a host's registrations."""
         return sum(registration.owner == owner for registration in self._registrations.values())
 
     def has_any(self, session: bytes) -> bool:
-        """Return whether a session has registered memory."""
         return any(registration.session == session for registration in self._registrations.values())
 
     def get(self, memory_id: int, session: bytes) -> Registration | None:
@@ -242,7 +212,6 @@ class Registrations:
         return registration
 
     def other_layout(self, layout: ChunkLayout) -> ChunkLayout | None:
-        """Return a registered layout of the same namespace that differs, if there is one."""
         for registration in self._registrations.values():
             for other in registration.layouts:
                 if other.namespace == layout.namespace and other != layout:
@@ -250,21 +219,14 @@ class Registrations:
         return None
 
     def namespaces(self) -> set[bytes]:
-        """Return the namespaces of all registered layouts."""
         return {layout.namespace for registration in self._registrations.values() for layout in registration.layouts}
 
     async def register(
         self, request: pb.RegisterMemoryRequest, layouts: Sequence[ChunkLayout], owner: str, session: bytes
     ) -> Registration:
-        """Register memory for a session of a host.
+        """Register the memory that a request names for a session of a host, for chunks of at least one layout.
 
-        Args:
-            request: Names the memory.
-            layouts: Layouts of its chunks, at least one.
-
-        Raises:
-            RegistrationError: The backend does not support this kind of memory, or the memory is unusable.
-            TooManyError: A limit is reached.
+        RegistrationError if it is unusable, or not for this backend; TooManyError if a limit is reached.
         """
         field = request.WhichOneof("memory")
         if field not in self._kinds:
@@ -314,7 +276,6 @@ class Registrations:
                 self._remove(registration)
 
     def _check_room(self, size: int, owner: str) -> None:
-        """Raise TooManyError unless a host may register ``size`` more bytes; hosts have equal shares."""
         taken = [(each.owner, each.size) for each in self._registrations.values()] + self._pending
         mine = [bytes_ for whose, bytes_ in taken if whose == owner]
         self._check_limit("registrations_max", self._count_max, len(taken), len(mine), 1, "regions of memory")
@@ -405,7 +366,6 @@ class Registrations:
             registration.close()
 
     def close(self) -> None:
-        """Close all registrations that no job uses; at the end of the daemon."""
         for registration in self._registrations.values():
             if registration.users == 0:
                 registration.close()

@@ -51,16 +51,11 @@ STREAMS_MAX: Final = 512
 HANDSHAKE_MS: Final = 20_000
 """Time limit of a handshake; it takes milliseconds, and two more round trips with TLS."""
 _TICK: Final = 0.1
-_GRACE_S: Final = 86400.0
-"""Grace period of the gRPC server; a later call stops it earlier."""
-_STORE_QUEUE: Final = 64
-"""Most waiting stores; further ones are refused."""
-_QUEUE_DEPTH: Final = 64
-"""Slices in each queue between two stages."""
-_REQUESTS_IN_FLIGHT: Final = 8
-"""Range requests sent ahead on each data connection."""
-_POLL_INTERVAL_US: Final = 10
-"""Pause between two polls of an idle accelerator."""
+_GRACE_S: Final = 86400.0  # grace period of the gRPC server; a later call stops it earlier
+_STORE_QUEUE: Final = 64  # most waiting stores; further ones are refused
+_QUEUE_DEPTH: Final = 64  # slices in each queue between two stages
+_REQUESTS_IN_FLIGHT: Final = 8  # range requests sent ahead on each data connection
+_POLL_INTERVAL_US: Final = 10  # pause between two polls of an idle accelerator
 
 logger = logging.getLogger(__name__)
 
@@ -69,19 +64,16 @@ class Daemon:
     """The data plane, within one event loop: ``async with Daemon(config) as daemon``.
 
     Attributes:
-        address: Address of the gRPC server, ``host:port`` or ``unix:/path``.
-        metrics_port: Port of /metrics and the probes; None for none.
-        device_lost: Set once the accelerator was given up: the process has to end.
         unclean: Jobs or the accelerator may still access memory after the stop: the process has to end at once.
     """
 
-    device_lost: asyncio.Event
+    device_lost: asyncio.Event  # set once the accelerator was given up: the process has to end
 
     def __init__(self, config: DataPlaneConfig) -> None:
         self.config = config
-        self.address = ""
+        self.address = ""  # address of the gRPC server, ``host:port`` or ``unix:/path``
         self.metrics = Metrics()
-        self.metrics_port: int | None = None
+        self.metrics_port: int | None = None  # port of /metrics and the probes; None for none
         self._loop: asyncio.AbstractEventLoop
         self._source: Source
         self._draining = False
@@ -90,11 +82,6 @@ class Daemon:
         self._exit = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        """Start all parts.
-
-        Raises:
-            ConfigurationError: A core, a codec, a device or an address cannot be used.
-        """
         try:
             await self._start()
         except BaseException:
@@ -105,10 +92,7 @@ class Daemon:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Wait for jobs for half of ``shutdown_timeout_s``, cancel the rest, and stop all parts.
-
-        If jobs do not end, the parts that they may use are not stopped (:attr:`unclean`).
-        """
+        """Wait for jobs for half of ``shutdown_timeout_s``, cancel the rest, and stop all parts."""
         self.unclean |= self._pipeline.given_up
         await self._exit.aclose()
 
@@ -192,7 +176,6 @@ class Daemon:
 
     @property
     def storage_name(self) -> str:
-        """Name of the source, for messages."""
         return self._source.name
 
     def health(self) -> list[Check]:
@@ -299,11 +282,6 @@ class Daemon:
 
 
 def _codec(config: DataPlaneConfig) -> native.Codec:
-    """Return the codec of new records.
-
-    Raises:
-        ConfigurationError: This build cannot encode it.
-    """
     if config.backend not in native.backends():
         raise ConfigurationError(f"backend: this build has no {config.backend}; see 'shadowserve doctor'")
     name = codec_name(config.codec, config.backend)
@@ -421,13 +399,10 @@ def _end_now() -> None:
 
 
 def run(config: DataPlaneConfig) -> None:
-    """Run the daemon until SIGTERM or SIGINT.
+    """Run the daemon until SIGTERM or SIGINT; ConfigurationError if the configuration cannot be used.
 
     Prints ``ready ADDRESS`` on standard output once calls are answered; logs go to standard error. If something may
     still write to memory after the stop, the process ends at once, with status 1.
-
-    Raises:
-        ConfigurationError: The configuration cannot be used.
     """
     # First: threads inherit their cores, and buffers are allocated on the memory node of these cores.
     confine(config.process_cores())

@@ -364,8 +364,8 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     ) -> tuple[list[ChainLookup], list[Flags] | None]:
         """Look chains up, with their pending chunks if ``published``, in one round trip.
 
-        The request for pending chunks goes first: otherwise a chunk that is stored in between would be neither pending
-        nor stored. So does the prefetch of cold records, so that the lookup's answer includes its effect.
+        The request for pending chunks goes first: a chunk that is stored in between would otherwise be neither pending
+        nor stored. So does the prefetch of cold records, so that the answer includes its effect.
         """
 
         async def nothing() -> None:

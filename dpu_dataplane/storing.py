@@ -1,8 +1,8 @@
 """Store: from chunks in registered memory to records in storage, at lower priority than fetching.
 
-Chunks that storage has already are skipped. The others are encoded batch by batch, each with as many chunks as there
-are encoding threads, as far ahead as the store buffer allows. Meanwhile the records of earlier batches are put, one
-after the other: when a job ends early, the records that it has put are the leading ones.
+Chunks that storage has are skipped. The others are encoded batch by batch, each with as many chunks as there are
+encoding threads, as far ahead as the store buffer allows. Meanwhile the records of earlier batches are put, one after
+the other: when a job ends early, the records that it has put are the leading ones.
 """
 
 import asyncio
@@ -40,24 +40,19 @@ class Store:
     """A Store call and its progress.
 
     Attributes:
-        registration: Registered memory with the chunks.
-        offset: Offset of the first chunk; the chunks are contiguous.
-        parents: For each chunk, the key of the chunk before it in its prompt; empty for the first chunk of a prompt. No
-            entries if the host does not know them.
-        lasts_ms: Lifetime of the records; 0 for no end.
-        plain: The records are not compressed, and stay in local tiers if there are any.
-        mover: Mover of the bytes, for the interference budget.
+        parents: For each chunk, the key of the chunk before it in its prompt; empty for the first chunk of a
+            prompt. No entries if the host does not know them.
         stored: Length of each record that storage holds now, by index of its key.
     """
 
-    registration: Registration
+    registration: Registration  # registered memory with the chunks
     layout: ChunkLayout
-    offset: int
+    offset: int  # offset of the first chunk; the chunks are contiguous
     keys: Sequence[bytes]
     parents: Sequence[bytes] = ()
-    lasts_ms: int = 0
-    plain: bool = False
-    mover: Mover = Mover.STORE
+    lasts_ms: int = 0  # lifetime of the records; 0 for no end
+    plain: bool = False  # the records are not compressed, and stay in local tiers if there are any
+    mover: Mover = Mover.STORE  # mover of the bytes, for the interference budget
     stored: dict[int, int] = field(default_factory=dict)
 
     def parent_of(self, index: int) -> bytes:
@@ -74,13 +69,7 @@ class _EncodedBatch:
 
 
 class Storer:
-    """Runs Store calls, one at a time.
-
-    Args:
-        codec: Codec of new records.
-        pipeline: Pipeline that encodes.
-        source: Source that receives the records.
-    """
+    """Runs Store calls, one at a time."""
 
     def __init__(
         self,
@@ -108,11 +97,7 @@ class Storer:
         self.queue = queue
 
     async def store(self, job: Job, store: Store) -> pb.StoreResponse:
-        """Store chunks. Returns once nothing reads the region any more.
-
-        Raises:
-            QueueFullError: Too many stores wait.
-        """
+        """Store chunks; QueueFullError if too many stores wait. Returns once nothing reads the region any more."""
         keys = store.keys
         try:
             async with self.queue.turn(job):
@@ -159,11 +144,9 @@ class Storer:
             raise _unanswered_error(keys[unanswered], found[unanswered])
 
     def _chunk_bound(self, store: Store) -> int:
-        """Return the most bytes of the store buffer that a chunk takes."""
         return -(-encoded_bound(store.layout, *self._encoding(store)) // ALIGNMENT) * ALIGNMENT
 
     def _encoding(self, store: Store) -> tuple[native.Codec, int]:
-        """Return codec and most bytes of symbols in a slice."""
         return (native.Codec.NONE, DECODED_BYTES_MAX) if store.plain else (self._codec, self._slice_bytes)
 
     async def _next_batch(
@@ -244,7 +227,6 @@ class Storer:
             encoded.batch.release()
 
     async def _put(self, job: Job, store: Store, encoded: _EncodedBatch, position: int) -> int:
-        """Put one record; return its length."""
         index, layout = encoded.indexes[position], store.layout
         key, (codec, _) = store.keys[index], self._encoding(store)
         manifest, parent = encoded.plan.manifest_of(position), store.parent_of(index)

@@ -16,8 +16,7 @@ from shadowserve.proto import dataplane_pb2 as pb
 
 STEPS_MAX: Final = 4096
 """Most steps of calls in a recording: with five for each batch, more than the threads' logs can fill."""
-SPANS_IN_MESSAGE: Final = 8192
-"""Some 600 KB, far below the limit on a message."""
+SPANS_IN_MESSAGE: Final = 8192  # some 600 KB, far below the limit on a message
 _NO_SLICE: Final = 0xFFFFFFFF
 
 
@@ -96,10 +95,7 @@ class Tracer:
     def recording(self, owner: str, fetches: int, *, decides: bool) -> Iterator[_Recording]:
         """Record a host's fetches while in this context. ``done`` is set when ``fetches`` of them have ended.
 
-        If the host ``decides``, one of its decisions must follow.
-
-        Raises:
-            RecordingError: Another recording is in progress, or the pipeline has no room for events.
+        If the host ``decides``, one of its decisions must follow. RecordingError if another recording is in progress.
         """
         if self._recording is not None:
             raise RecordingError("another recording is in progress; try again when it is over")

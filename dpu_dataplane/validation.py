@@ -23,10 +23,8 @@ from shadowserve.proto import PROTOCOL_VERSION
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import layout_from_message
 
-KEYS_MAX: Final = 65536
-"""Most keys in a call."""
-TIMEOUT_MAX_S: Final = 600.0
-"""Longest deadline of a call."""
+KEYS_MAX: Final = 65536  # most keys in a call
+TIMEOUT_MAX_S: Final = 600.0  # longest deadline of a call
 _CHAINS_MAX = 4096
 _JOB_ID_MAX = 128
 _HOST_MAX = 64
@@ -46,18 +44,13 @@ _PIECES_MAX = 1 << 22  # eight times those of a prompt of 1 Mi tokens with 128 l
 
 
 class InvalidCall(ShadowServeError):
-    """A call that a correct client does not make, or that exceeds a limit.
+    """A call that a correct client does not make, or that exceeds a limit."""
 
-    Attributes:
-        code: gRPC status of the answer.
-        metadata: Trailing metadata of the answer.
-    """
-
-    metadata: tuple[tuple[str, str], ...] = ()
+    metadata: tuple[tuple[str, str], ...] = ()  # trailing metadata of the answer
 
     def __init__(self, message: str, code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT) -> None:
         super().__init__(message)
-        self.code = code
+        self.code = code  # gRPC status of the answer
 
 
 class UnknownMemoryError(Exception):
@@ -68,7 +61,6 @@ class Validator:
     """Checks messages. Methods raise InvalidCall."""
 
     def timeout(self, timeout_ms: int) -> float:
-        """Return the time limit of a call in seconds."""
         if not 1 <= timeout_ms <= 1000 * TIMEOUT_MAX_S:
             raise InvalidCall(
                 f"timeout_ms is {timeout_ms}; every call has a deadline, 1 to {1000 * TIMEOUT_MAX_S:.0f} ms"
@@ -94,12 +86,7 @@ class Validator:
     def fetch(
         self, request: pb.FetchRequest, memory: Callable[[int], Registration], *, streamed: bool = False
     ) -> list[FetchPart]:
-        """Return the parts of a fetch.
-
-        Args:
-            memory: Returns the registration of an id, or raises UnknownMemoryError.
-            streamed: The call reports its layers in a stream.
-        """
+        """Return the parts of a fetch; ``memory`` returns the registration of an id, or raises UnknownMemoryError."""
         self._enum("order", request.order, pb.Order)
         self._enum("purpose", request.purpose, pb.Purpose)
         _count("parts", len(request.parts), 1, _PARTS_MAX)
@@ -271,7 +258,6 @@ class Validator:
 
 
 def _count(name: str, count: int, least: int, most: int, unit: str = "entries") -> None:
-    """Check the number of something in a field."""
     if not least <= count <= most:
         bounds = f"{least} to {most}" if least else f"at most {most}"
         raise InvalidCall(f"{name} has {count} {unit}; it has {bounds}")
@@ -301,7 +287,6 @@ def _check_progress(request: pb.FetchRequest, parts: Sequence[FetchPart], *, str
 
 
 def _check_disjoint(parts: Sequence[FetchPart]) -> None:
-    """Check that no two parts write the same bytes."""
     regions: dict[object, list[tuple[int, int, int]]] = {}
     for index, part in enumerate(parts):
         regions.setdefault(part.registration.identity, []).append((part.offset, part.length, index))

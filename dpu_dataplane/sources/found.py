@@ -13,8 +13,7 @@ from shadowserve.tier import Tier
 
 HEADER_CACHE_BYTES: Final = 32 << 20
 """Bytes of headers cached between a lookup and the fetches that follow; as many for the local tiers."""
-_ENTRY_OVERHEAD: Final = 400
-"""Bytes of Python objects around one cached header."""
+_ENTRY_OVERHEAD: Final = 400  # bytes of Python objects around one cached header
 
 _Entry = TypeVar("_Entry")
 
@@ -55,8 +54,7 @@ class Unanswered(NamedTuple):
         return cls(str(error), isinstance(error, StorageRefusedError))
 
 
-Found = Stored | Cold | Unanswered | None
-"""A source's answer for one key; None if it has no record there."""
+Found = Stored | Cold | Unanswered | None  # A source's answer for one key; None if it has no record there
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +62,12 @@ class Fault:
     """Why a stored value cannot be used.
 
     Attributes:
-        outcome: CORRUPT, MISMATCH, NOT_A_RECORD or UNSUPPORTED_CODEC.
-        reason: One sentence.
-        replaceable: A Store may replace the value. False for a record that others can use: one of another namespace,
-            or one in a codec that this build lacks.
+        replaceable: A Store may replace the value. False for a record that others can use: one of another
+            namespace, or one in a codec that this build lacks.
     """
 
-    outcome: pb.Outcome
-    reason: str
+    outcome: pb.Outcome  # CORRUPT, MISMATCH, NOT_A_RECORD or UNSUPPORTED_CODEC
+    reason: str  # one sentence
     replaceable: bool = True
 
 

@@ -15,24 +15,15 @@ from shadowserve.pieces import Flags
 
 @dataclass(frozen=True)
 class PageRequest:
-    """Chunks to load into paged memory.
+    """Chunks to load into paged memory."""
 
-    Attributes:
-        keys: Keys of the chunks' records, a chain.
-        address: Address of the paged memory in this process.
-        first: For each layer, the offset of block 0's page in bytes.
-        stride: Bytes from one block's page to the next block's page.
-        blocks: Block numbers by chunk and position in the chunk.
-        word: Address of the word for the number of leading layers in place; 0 for none.
-    """
-
-    keys: Sequence[bytes]
+    keys: Sequence[bytes]  # keys of the chunks' records, a chain
     layout: ChunkLayout
-    address: int
-    first: Sequence[int]
-    stride: int
-    blocks: npt.NDArray[np.uint32]
-    word: int
+    address: int  # address of the paged memory in this process
+    first: Sequence[int]  # for each layer, the offset of block 0's page in bytes
+    stride: int  # bytes from one block's page to the next block's page
+    blocks: npt.NDArray[np.uint32]  # block numbers by chunk and position in the chunk
+    word: int  # address of the word for the number of leading layers in place; 0 for none
 
     def part(self, first: int, end: int) -> "PageRequest":
         """Return the request of some chunks. It reports no layers: those of the other chunks are not in place yet."""
@@ -40,17 +31,11 @@ class PageRequest:
 
 
 class LoadedPages(NamedTuple):
-    """Result of a page request.
+    """Result of a page request."""
 
-    Attributes:
-        delivered: Pieces in place, by layer and chunk.
-        corrupt: Indexes of chunks that differ from their checksums.
-        stop: Why the job ended before the request was done.
-    """
-
-    delivered: Flags
-    corrupt: list[int]
-    stop: Stop | None
+    delivered: Flags  # pieces in place, by layer and chunk
+    corrupt: list[int]  # indexes of chunks that differ from their checksums
+    stop: Stop | None  # why the job ended before the request was done
 
 
 class PageLoader(ABC):
@@ -65,8 +50,7 @@ class PageLoader(ABC):
         """Register paged memory with all devices. This pins its pages, which takes long: not on the event loop."""
 
     @abstractmethod
-    def unregister(self, memory: memoryview) -> None:
-        """Remove paged memory from all devices."""
+    def unregister(self, memory: memoryview) -> None: ...
 
     @abstractmethod
     async def load(self, job: Job, request: PageRequest) -> LoadedPages:

@@ -33,17 +33,7 @@ def source_of(
     fetch_executor: Executor,
     store_executor: Executor,
 ) -> Source:
-    """Make the configured source; it is not started.
-
-    Args:
-        budget: Interference budget of the local tiers and of page loads.
-        pipeline: Pipeline that moves the bytes; with room for :func:`nodes_max` nodes.
-        fetch_executor: Thread for its calls that fetch.
-        store_executor: Thread for its calls that store.
-
-    Raises:
-        ConfigurationError: A required library is missing, or TLS is configured and cannot be used.
-    """
+    """Make the configured source; it is not started. ConfigurationError if TLS is configured and cannot be used."""
     below = _servers_of(config, metrics)
     if below is not None:
         by_layers = not config.storage_cluster  # a cluster does not know the request

@@ -1,8 +1,8 @@
 """Parser of answers on control connections, with a fast path for KV.META; and the commands for servers without it.
 
 A lookup of a long prompt reads some 500 entries: ``[length, header]``, null, or ``[length, ms]`` for a cold record. The
-general parser would take most of a lookup's time for them; one regular expression for each entry takes a fifth of it.
-All other answers, and those whose beginning arrives in pieces, take the general path, with the same result.
+general parser would take most of a lookup's time for them; one regular expression for each takes a fifth of it. All
+other answers, and those whose beginning arrives in pieces, take the general path, with the same result.
 """
 
 import re
@@ -73,11 +73,7 @@ class AnswerReader:
             self._position = 0
 
     def next_value(self) -> "resp.Value | MetaAnswer | Literal[resp.NeedData.NEED_DATA]":
-        """Return the next whole answer, or NEED_DATA.
-
-        Raises:
-            ProtocolError: The peer does not speak RESP, or exceeds a limit.
-        """
+        """Return the next whole answer, or NEED_DATA; ProtocolError if it is not RESP, or exceeds a limit."""
         if self._entries is None:
             begin = None if self._general.in_progress else _BEGIN.match(self._data, self._position)
             if begin is None or int(begin[1]) > ITEMS_MAX:

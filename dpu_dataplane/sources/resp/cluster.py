@@ -27,10 +27,8 @@ from shadowserve.keys import storage_key
 from shadowserve.resp_client import RespClient, refuse_error
 
 _SLOTS: Final = 16384
-_REFRESH_S: Final = 15.0
-"""Seconds between two reads of the map, without a reason to read it earlier."""
-_LOOKUPS: Final = 2
-"""Attempts of a lookup: the second one after the map was read again."""
+_REFRESH_S: Final = 15.0  # seconds between two reads of the map, without a reason to read it earlier
+_LOOKUPS: Final = 2  # attempts of a lookup: the second one after the map was read again
 
 _Answer = resp.Value | MetaAnswer | StorageError
 
@@ -46,11 +44,7 @@ class _Command(NamedTuple):
 
 
 class _Map:
-    """The nodes of each slot: one node's answer to CLUSTER SLOTS.
-
-    Raises:
-        ValueError: The answer has another format.
-    """
+    """The nodes of each slot: one node's answer to CLUSTER SLOTS; ValueError if it has another format."""
 
     def __init__(self, answer: object, source: Node) -> None:
         if not isinstance(answer, list) or not answer:
@@ -189,11 +183,7 @@ class ServerCluster(RespSource):
         await asyncio.shield(self._refreshing)
 
     async def _read_map(self) -> None:
-        """Read the map from one node after the other, until one answers.
-
-        Raises:
-            StorageError: The error of the last node; of a node that refuses us, if there is one.
-        """
+        """Read the map from one node after the other, until one answers; the error of a node that refuses us counts."""
         moved = dict(self._moved)  # superseded by the new map, unlike those that come meanwhile
         failure: StorageError = StorageUnavailableError("it has no nodes")
         for node in self._nodes_to_ask():

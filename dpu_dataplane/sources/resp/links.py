@@ -1,7 +1,7 @@
 """Connections to storage: control connections (:class:`RespClient`), and links, over which the C core moves bytes.
 
-A link is made in two steps, neither of which blocks the event loop: Python connects; with TLS, the C core does the
-handshake. The greeting goes through the same TLS session as the bytes.
+Nothing blocks the event loop: Python connects; with TLS, the C core does the handshake. The greeting goes through the
+same TLS session as the bytes.
 """
 
 import asyncio
@@ -36,22 +36,16 @@ class Node(NamedTuple):
 
 
 class Link:
-    """One data connection: a connected, non-blocking socket, and with TLS its session.
-
-    Attributes:
-        latency_s: Seconds that the last command of the greeting took.
-        takes_layers: The server knows KV.LAYERS, as far as is known.
-    """
+    """One data connection: a connected, non-blocking socket, and with TLS its session."""
 
     def __init__(self, node: Node, sock: socket.socket) -> None:
         self.node = node
         self.sock = sock
-        self.latency_s = 0.0
-        self.takes_layers = True
+        self.latency_s = 0.0  # seconds that the last command of the greeting took
+        self.takes_layers = True  # the server knows KV.LAYERS, as far as is known
         self.session: native.TlsSession | None = None
 
     def fileno(self) -> int:
-        """Return the socket's descriptor."""
         return self.sock.fileno()
 
     def is_idle(self) -> bool:
@@ -72,18 +66,13 @@ class Link:
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the link. No thread may use it."""
         if self.session is not None:
             self.session.close()
             self.session = None
         self.sock.close()
 
     async def encrypt(self, tls: native.Tls, name: str) -> None:
-        """Do the TLS handshake; the server's certificate must hold ``name``.
-
-        Raises:
-            StorageUnavailableError: The handshake failed.
-        """
+        """Do the TLS handshake; StorageUnavailableError unless the server's certificate holds ``name``."""
         session = self.session = native.TlsSession(tls, self.fileno(), name)
         while True:
             result, want = session.handshake()
@@ -96,12 +85,7 @@ class Link:
             await self._wait_ready(want)
 
     async def exchange(self, commands: Sequence[Sequence[bytes]]) -> "list[resp.Value | MetaAnswer]":
-        """Send commands and return their answers.
-
-        Raises:
-            StorageUnavailableError, OSError: The connection broke.
-            ProtocolError: An answer is not RESP.
-        """
+        """Send commands and return their answers; ProtocolError if one is not RESP."""
         await self._send(b"".join(resp.encode_command(*command) for command in commands))
         reader = AnswerReader()
         answers: list[resp.Value | MetaAnswer] = []
@@ -162,13 +146,7 @@ class Link:
 
 
 class Dialer:
-    """Makes authenticated connections to storage servers, with TLS if configured, within ``connect_timeout_s``.
-
-    Methods raise StorageUnavailableError or StorageRefusedError.
-
-    Raises:
-        ConfigurationError: TLS is configured and cannot be used.
-    """
+    """Makes authenticated connections to storage servers, with TLS if configured, within ``connect_timeout_s``."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
         self.username, self.password = config.storage_username, config.storage_password.get_secret_value()
@@ -176,7 +154,6 @@ class Dialer:
         self.tls = StorageTls(config) if config.storage_tls_ca else None
 
     async def open_control(self, node: Node) -> RespClient:
-        """Open a control connection."""
         context, name = None, None
         if self.tls is not None:
             context, name = self.tls.contexts()[0], self.tls.name_of(node.host)
@@ -281,11 +258,7 @@ class DataLinks:
         self._links: dict[Node, list[Link]] = {}
 
     async def open(self, node: Node) -> list[Link]:
-        """Return the links to a node; broken ones are replaced.
-
-        Raises:
-            StorageUnavailableError, StorageRefusedError: A link could not be opened.
-        """
+        """Return the links to a node; broken ones are replaced."""
         links = self._links.setdefault(node, [])
         for link in [link for link in links if not link.is_idle()]:
             links.remove(link)
@@ -313,5 +286,4 @@ class DataLinks:
                 link.close()
 
     def close(self) -> None:
-        """Close all links."""
         self.keep(())

@@ -97,7 +97,6 @@ class PieceReader:
         self._threshold = threshold
 
     async def deliver(self, job: Job, plan: FetchPlan) -> Delivered:
-        """Deliver a plan; see :meth:`Source.deliver`."""
         self._router.check()
         self._links.keep(self._router.nodes())
         state = _PlanState(plan, self._router.route(plan.keys, master=plan.authoritative))
@@ -172,8 +171,7 @@ class PieceReader:
     ) -> tuple[dict[Node, list[Link]], list[int], list[int]]:
         """Connect to the nodes of the remaining pieces.
 
-        Returns:
-            The links by node; the pieces of these nodes and those that a hook supplies; the pieces of further nodes.
+        Returns the links by node; the pieces of these nodes and those that a hook supplies; the other nodes' pieces.
         """
         by_node: dict[Node, list[int]] = {}
         supplied: list[int] = []

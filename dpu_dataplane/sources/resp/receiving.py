@@ -20,8 +20,7 @@ from shadowserve.errors import StorageUnavailableError
 from shadowserve.keys import storage_key
 from shadowserve.native import Result, TlsWant
 
-_LINE_MAX: Final = 1024
-"""Most bytes of an answer's first line: a length, or an error."""
+_LINE_MAX: Final = 1024  # most bytes of an answer's first line: a length, or an error
 _EVENTS: Final = {TlsWant.READ: select.POLLIN, TlsWant.WRITE: select.POLLOUT}
 
 

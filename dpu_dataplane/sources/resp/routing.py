@@ -21,19 +21,12 @@ class Redirect(NamedTuple):
 
 
 class Router(ABC):
-    """One server, or the nodes of a cluster.
+    """One server, or the nodes of a cluster."""
 
-    Attributes:
-        name: Name for messages.
-        dialer: Makes data connections.
-        clustered: Keys are spread over nodes. Otherwise there is one node, and no other one to try.
-        no_layers_reason: Why no fetch in layer order is one request; empty if it may be.
-    """
-
-    name: str
-    dialer: Dialer
-    clustered: bool
-    no_layers_reason: str
+    name: str  # name for messages
+    dialer: Dialer  # makes data connections
+    clustered: bool  # keys are spread over nodes. Otherwise there is one node, and no other one to try
+    no_layers_reason: str  # why no fetch in layer order is one request; empty if it may be
 
     @abstractmethod
     def check(self) -> None:

@@ -1,5 +1,4 @@
-"""One storage server. During an outage calls fail at once, while a task tries to reconnect, ever less often
-(``outage.py``): an outage costs a request nothing, and ends within some 5 s of the server's return.
+"""One storage server: a control connection that is made again after an outage (``outage.py``).
 
 Servers that do not know our commands: without ``KV.META``, a lookup is a pipeline of STRLEN and GETRANGE; without
 ``KV.PUBLISH``, nothing is published; without ``KV.PREFETCH``, nothing is cold.
@@ -38,12 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class OneServer(RespSource):
-    """One storage server, with a control connection that is made again after an outage.
-
-    Args:
-        address: Address of the server, host:port; by default ``storage`` of the configuration.
-        meanwhile: Consequence of an outage, for the log.
-    """
+    """One storage server, by default ``storage`` of the configuration; ``meanwhile`` is for the log of an outage."""
 
     clustered = False
     no_layers_reason = ""
@@ -70,14 +64,12 @@ class OneServer(RespSource):
 
     @property
     def connected(self) -> bool:
-        """True if the control connection is open."""
         return self._control is not None
 
     def check(self) -> None:
         self._outage.check()
 
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
-        """Look keys up in one round trip."""
         assert len(keys) <= QUESTION_KEYS_MAX
         control = await self._connected()
         names = [storage_key(key) for key in keys]

@@ -1,7 +1,4 @@
-"""TLS to storage: one set of files, for control connections (Python's ssl) and for links (the C core).
-
-The files are read again when they change, before the next connection is made.
-"""
+"""TLS to storage: one set of files, for control connections (Python's ssl) and for links (the C core)."""
 
 import logging
 import ssl
@@ -15,11 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class StorageTls:
-    """Certificates for connections to storage.
-
-    Raises:
-        ConfigurationError: A file cannot be used, or the C core was built without OpenSSL.
-    """
+    """Certificates for connections to storage; the files are read again when they change."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
         if not native.tls_library():
@@ -62,12 +55,7 @@ def _unusable(error: ConfigurationError) -> None:
 
 
 def explain_tls_error(reason: str, name: str) -> str:
-    """Return why TLS with storage failed, and what to do.
-
-    Args:
-        reason: OpenSSL's error.
-        name: Name that the certificate must hold.
-    """
+    """Return why TLS with storage failed by OpenSSL's reason, and what to do; ``name`` must be in the certificate."""
     text = reason.lower()
     if any(words in text for words in ("expired", "mismatch", "not valid for", "verify failed")):
         return tls.rejection(reason, name, "the storage server", prefix="storage_")

@@ -1,8 +1,4 @@
-"""Limits device writes and scrubs of the pool's thread to the interference budget.
-
-The pool's thread does not wait. If its bytes are not allowed yet, a turn is requested on the event loop, and the pool
-is woken once the turn is granted.
-"""
+"""Limits device writes and scrubs of the pool's thread to the interference budget."""
 
 import asyncio
 import threading
@@ -13,12 +9,9 @@ from dpu_dataplane.shared_rate import Mover
 
 
 class DevicePace:
-    """Allows the bytes of one mover, in the order of its requests.
+    """Allows the bytes of one mover. The pool's thread does not wait: a turn is requested on the event loop.
 
-    Args:
-        budget: The interference budget.
-        later: Calls a function on the event loop, from any thread.
-        wake: Wakes the pool's thread.
+    ``later`` calls a function on the event loop, ``wake`` wakes the pool's thread once the turn is granted.
     """
 
     def __init__(

@@ -1,8 +1,4 @@
-"""Read-through fill: records that another source delivers are kept in the pool.
-
-A record that a plan reads completely is received into memory of the pool, decoded from there, and enters the pool once
-all of its pieces were sound. Nothing is copied. A record that the pool has no memory for is delivered and not kept.
-"""
+"""Read-through fill: records that another source delivers are kept in the pool."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,9 +25,8 @@ class _Fill:
 class ReadThroughFill:
     """Memory of the pool for a plan's records from another source; a BatchHook.
 
-    Args:
-        plan: The plan, with the records that were found.
-        local: For each piece, whether the pool has its record.
+    A record that the plan reads completely is received into memory of the pool, decoded from there, and enters the pool
+    once all of its pieces were sound. Nothing is copied. A record without room is delivered and not kept.
     """
 
     def __init__(self, tiers: Tiers, plan: FetchPlan, local: Flags) -> None:

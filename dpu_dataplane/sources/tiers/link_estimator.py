@@ -22,25 +22,15 @@ class QueuedRecord(NamedTuple):
 
 
 class LinkEstimator:
-    """A queue of records for one link, and an estimate of the link's throughput.
-
-    Args:
-        label: Label for metrics.
-        concurrency: Records in progress at the same time.
-
-    Attributes:
-        queued_bytes: Bytes of records that wait or are in progress.
-        carried_bytes, carried_s: Bytes so far, and seconds in which at least one transfer was in progress.
-        assumed: Throughput until the first measurement.
-    """
+    """A queue of records for one link, and an estimate of the link's throughput."""
 
     def __init__(self, label: str, concurrency: int) -> None:
         self.label = label
         self.concurrency = concurrency
-        self.queued_bytes = 0
+        self.queued_bytes = 0  # bytes of records that wait or are in progress
         self.carried_bytes = 0
         self.carried_s = 0.0
-        self.assumed = UNKNOWN
+        self.assumed = UNKNOWN  # throughput until the first measurement
         self._queue: asyncio.Queue[QueuedRecord | None] = asyncio.Queue()
         self._transfers = 0
         self._measured_at = 0.0
@@ -49,12 +39,10 @@ class LinkEstimator:
 
     @property
     def measured(self) -> bool:
-        """True if a transfer was measured yet."""
         return self._bytes > 0 and self._seconds > 0
 
     @property
     def throughput(self) -> Hop:
-        """The estimated throughput."""
         return Hop(self._bytes / self._seconds) if self.measured else self.assumed
 
     def enqueue(self, record: QueuedRecord) -> None:
@@ -78,7 +66,6 @@ class LinkEstimator:
         self._transfers += 1
 
     def end_transfer(self, size: int) -> None:
-        """Record the end of a transfer of ``size`` bytes."""
         now = time.monotonic()
         passed, self._measured_at = now - self._measured_at, now
         self._transfers -= 1

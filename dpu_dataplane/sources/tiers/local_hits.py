@@ -1,8 +1,7 @@
 """Local hits: the pieces of a plan that the pool has, supplied to the batches that deliver the plan.
 
 Records in memory are held and read in place. Records on devices are read once each, all at the same time; each one goes
-into the batch when it comes, while everything else goes on. The pool verifies what devices bring. All records stay in
-place until the plan is done.
+into the batch when it comes. All records stay in place until the plan is done.
 """
 
 import asyncio
@@ -26,34 +25,21 @@ from shadowserve.pool.types import Item, Lease
 
 @dataclass(eq=False)
 class _Record:
-    """A record of the pool.
-
-    Attributes:
-        piece_ids: Its pieces in the plan.
-        is_held: The item is held in memory.
-        begin: Offset of ``view`` in the record.
-        view: Its bytes, once they are there.
-        is_read: Nothing more comes: without a view, the record could not be read.
-    """
+    """A record of the pool."""
 
     key: bytes
     item: Item
     length: int
-    piece_ids: list[int] = field(default_factory=list)
-    is_held: bool = False
-    begin: int = 0
-    view: memoryview | None = None
+    piece_ids: list[int] = field(default_factory=list)  # its pieces in the plan
+    is_held: bool = False  # the item is held in memory
+    begin: int = 0  # offset of ``view`` in the record
+    view: memoryview | None = None  # its bytes, once they are there
     lease: Lease | None = None
-    is_read: bool = False
+    is_read: bool = False  # nothing more comes: without a view, the record could not be read
 
 
 class LocalHits:
-    """The leading pieces of a plan, and those of them that the pool has; a context manager and a BatchHook.
-
-    Attributes:
-        plan: The leading pieces that can be delivered at the same time.
-        local: For each piece of ``plan``, whether the pool has its record.
-    """
+    """The leading pieces of a plan, and those of them that the pool has; a context manager and a BatchHook."""
 
     def __init__(self, tiers: Tiers, plan: FetchPlan, metrics: Metrics) -> None:
         self._tiers = tiers
@@ -64,8 +50,8 @@ class LocalHits:
         self._rows: dict[int, int] = {}  # row in the batch of each piece
         self._closed = False
         self._timer: asyncio.TimerHandle | None = None
-        self.plan = plan
-        self.local = np.zeros(len(plan.pieces), np.bool_)
+        self.plan = plan  # the leading pieces that can be delivered at the same time
+        self.local = np.zeros(len(plan.pieces), np.bool_)  # for each piece of ``plan``, whether the pool has its record
 
     def __enter__(self) -> Self:
         try:
@@ -201,7 +187,6 @@ class LocalHits:
 
     @property
     def resident(self) -> list[bytes]:
-        """Keys of the plan's records that were in memory."""
         return [record.key for record in self._records if record.is_held and record.piece_ids]
 
     def count(self, done: Delivered) -> None:

@@ -1,9 +1,8 @@
 """Loads of pages from devices of the local tiers straight into an engine's paged memory.
 
 A record whose slices are an engine's pages (``StoreRequest.plain``) is found, evicted and recovered like any other;
-only its reads differ. All chunks on a device are one request, whatever the number of layers and blocks: the device's
-thread reads layer by layer, scatters into pages, verifies checksums, and reports leading layers. No byte passes through
-memory of the pool, and no core copies any.
+only its reads differ. All chunks on a device are one request: the device's thread reads layer by layer, scatters into
+pages, verifies checksums, and reports leading layers. No byte passes through memory of the pool.
 """
 
 import asyncio
@@ -36,8 +35,7 @@ from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.disk import Disk
 from shadowserve.record import parse_header
 
-_KNOWN_MAX: Final = 65_536
-"""Record layouts that are cached: 16 Mi tokens at 256 tokens a chunk."""
+_KNOWN_MAX: Final = 65_536  # record layouts that are cached: 16 Mi tokens at 256 tokens a chunk
 
 
 class _Known(NamedTuple):
@@ -50,12 +48,7 @@ class _Known(NamedTuple):
 
 
 class DevicePageLoader(PageLoader):
-    """Loads pages from the pool's devices. Used on the event loop.
-
-    Args:
-        prefetcher: Prefetcher of the pool; it pauses for these reads.
-        budget: Interference budget of the reads.
-    """
+    """Loads pages from the pool's devices. Used on the event loop."""
 
     def __init__(self, tiers: Tiers, prefetcher: Prefetcher, budget: InterferenceBudget, metrics: Metrics) -> None:
         self._tiers = tiers
@@ -270,7 +263,6 @@ class _Load:
         self._stop[0] = 1
 
     def _submit(self, share: _Share) -> None:
-        """Submit the read of one device."""
         operation = Operation(
             OperationKind.READ, 0, self._row_bytes, self._request.address, Priority.FOREGROUND,
             partial(self._note_read, share), pages=share.pages,

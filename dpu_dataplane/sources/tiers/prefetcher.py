@@ -1,15 +1,10 @@
 """Prefetcher: brings the records of waiting requests into memory before the requests run (TierKV, sections 3.2 to 3.4).
 
 :class:`~shadowserve.pool.prefetch_policy.PrefetchPolicy` decides what is prefetched and when, from the measured
-throughput of each link: from a device; from the source below, as stored bytes that are not decoded; and from a bucket
-behind that source. :class:`~shadowserve.pool.next_use.NextUse` decides what is evicted. A record enters the pool once
-all of its checksums are right.
-
-Fetches go first. While a fetch waits, no prefetch begins, and one in progress stops at its next part, unless the fetch
-wants this record: then the fetch waits for it.
-
-A record that was prefetched for a request and is not fetched soon after the request has left its queue is released, and
-counted as wasted. Prefetched records together take no more memory than one batch may.
+throughput of each link: from a device; from the source below, as stored bytes; and from a bucket behind it. A record
+enters the pool once all of its checksums are right. Fetches go first: while one waits, no prefetch begins, and one in
+progress stops at its next part, unless the fetch wants this record. Records that are not fetched soon after their
+request has left its queue are released, and counted as wasted.
 """
 
 import asyncio
@@ -39,17 +34,14 @@ from shadowserve.pool.types import DEFAULT_TENANT, Item, Lease
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.record import verify
 
-_TURN_S: Final = 0.05
-"""Seconds between two checks for requests that are due, or that fit by now."""
-_LOCATE_S: Final = 1.0
-"""Seconds after which a request's records are located again."""
+_TURN_S: Final = 0.05  # seconds between two checks for requests that are due, or that fit by now
+_LOCATE_S: Final = 1.0  # seconds after which a request's records are located again
 _LINGER_S: Final = 10.0
 """Seconds from a request's leaving its queue to its fetch: as long as hosts wait for a load by default."""
 _PART_BYTES: Final = 1 << 20
 """Size of one part of a record. A fetch may have to wait for one part: 8 ms at 1 Gbit/s."""
 _READS: Final = 4
-_RECEIVED: Final = 2
-"""Concurrent reads of devices, and receives from below: enough to hide the latency."""
+_RECEIVED: Final = 2  # concurrent reads of devices, and receives from below: enough to hide the latency
 _PROTECTED_PER_TURN: Final = 64
 """Requests whose records are protected from eviction in one turn; that takes some milliseconds."""
 _COLD_ASSUMED: Final = Hop(1e8)
@@ -60,27 +52,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Request:
-    """A request that waits, or has left its queue a moment ago.
+    """A request that waits, or has left its queue a moment ago."""
 
-    Attributes:
-        waiting: The host's information on the request.
-        keys: Keys of its records, chunk by chunk.
-        candidates: For each link, the records that may be prefetched over it, with their bytes.
-        located_at: Time at which its records were located.
-        protected_until: Time until which its records are protected from eviction; 0 to protect them again.
-        left_at: Time at which it left its queue.
-        prefetched: Records that were prefetched for it, and not fetched yet.
-        unsound: Records whose checksums are wrong.
-    """
-
-    waiting: WaitingRequest
-    keys: list[bytes]
-    candidates: list[dict[bytes, int]]
-    located_at: float = -math.inf
-    protected_until: float = 0.0
-    left_at: float = math.inf
-    prefetched: set[bytes] = field(default_factory=set)
-    unsound: set[bytes] = field(default_factory=set)
+    waiting: WaitingRequest  # the host's information on the request
+    keys: list[bytes]  # keys of its records, chunk by chunk
+    candidates: list[dict[bytes, int]]  # for each link, the records that may be prefetched over it, with their bytes
+    located_at: float = -math.inf  # time at which its records were located
+    protected_until: float = 0.0  # time until which its records are protected from eviction; 0 to protect them again
+    left_at: float = math.inf  # time at which it left its queue
+    prefetched: set[bytes] = field(default_factory=set)  # records that were prefetched for it, and not fetched yet
+    unsound: set[bytes] = field(default_factory=set)  # records whose checksums are wrong
 
 
 @dataclass(eq=False)
@@ -101,7 +82,6 @@ class _FetchGate:
         self._changed = asyncio.Condition()
 
     async def check(self) -> None:
-        """Wake all waiting prefetches to check their conditions."""
         async with self._changed:
             self._changed.notify_all()
 
@@ -113,12 +93,7 @@ class _FetchGate:
 class Prefetcher:
     """Prefetches the records of waiting requests. Used on the event loop.
 
-    Args:
-        tiers: The pool; it starts before the prefetcher.
-        below: Source below the pool; None for none.
-        policy: Decides what is prefetched, and when.
-        budget: Interference budget of prefetches.
-        part_timeout_s: Seconds that a device, or the source below, may take for one part of a record.
+    ``part_timeout_s``: seconds that a device, or the source below, may take for one part of a record.
     """
 
     def __init__(
@@ -161,7 +136,6 @@ class Prefetcher:
     # ---- Start and stop
 
     def start(self) -> None:
-        """Start, once the pool is open."""
         self._tasks = [asyncio.create_task(self._run(), name="prefetch")]
         self._tasks += [
             asyncio.create_task(self._transfer_all(link), name=f"prefetch from {link.label}")
@@ -215,11 +189,7 @@ class Prefetcher:
 
     @contextlib.asynccontextmanager
     async def pausing_for(self, job: Job, keys: Iterable[bytes]) -> AsyncIterator[None]:
-        """Pause for a fetch while in this context. Waits first for prefetches in progress of the fetch's keys.
-
-        Raises:
-            Stop: The job is cancelled or its time is up.
-        """
+        """Pause for a fetch while in this context, after prefetches in progress of its keys; Stop ends the wait."""
         self._gate.fetches += 1
         try:
             if self._moving:
@@ -243,15 +213,13 @@ class Prefetcher:
             self._gate.urgent -= mine.keys()
 
     async def _wait_for_fetches(self, key: bytes) -> None:
-        """Wait while fetches of other records are in progress."""
         await self._gate.wait_for(lambda: not self._gate.fetches or key in self._gate.urgent or self._closing)
 
     @contextlib.asynccontextmanager
     async def _turn_of(self, request: _Request, key: bytes, size: int, *, first: bool = True) -> AsyncIterator[Granted]:
         """Wait for the budget to grant bytes of a record; with the precedence of a fetch if one waits for the record.
 
-        Raises:
-            Stop: No grant in time, the prefetcher closes, or the request began before the first bytes of the record.
+        Stop if there is no grant in time, or the request began before the first bytes of the record.
         """
         job = Job("", "", self._part_timeout_s)
         self._jobs.add(job)
@@ -338,7 +306,6 @@ class Prefetcher:
             self._enqueue(move.request, move.hop, move.size)
 
     def _limited(self, throughput: Hop) -> Hop:
-        """Return a throughput within the interference budget."""
         rate = self._budget.rate
         return throughput._replace(bytes_per_s=min(throughput.bytes_per_s, rate)) if rate else throughput
 
@@ -348,7 +315,6 @@ class Prefetcher:
         return request.left_at == math.inf
 
     def _protect(self, request: _Request, now: float) -> None:
-        """Protect a request's records from eviction, until soon after its end."""
         request.protected_until = min(request.waiting.until, now + 4 * _LOCATE_S) + _LINGER_S
         until_s = int(time.time() + request.protected_until - now) + 1
         name = request.waiting.name
@@ -428,7 +394,6 @@ class Prefetcher:
     # ---- Transfers
 
     async def _transfer_all(self, link: LinkEstimator) -> None:
-        """Transfer the records of a link, one after the other."""
         while (record := await link.next()) is not None:
             request = self._requests.get(record.request)
             try:
@@ -470,11 +435,6 @@ class Prefetcher:
             self._forget(request)  # the request ended meanwhile
 
     async def _read(self, link: LinkEstimator, request: _Request, record: QueuedRecord) -> None:
-        """Read a record from a device, within the budget.
-
-        Raises:
-            TimeoutError, Stop: The read takes too long, or there is no grant in time.
-        """
         async with self._turn_of(request, record.key, record.size) as turn:
             turn.moved_bytes = await self._read_now(link, request, record)
 
@@ -508,11 +468,7 @@ class Prefetcher:
         return length
 
     async def _receive(self, link: LinkEstimator, request: _Request, record: QueuedRecord) -> None:
-        """Receive a record from the source below, part by part, if the pool has room for it now.
-
-        Raises:
-            StorageError, Stop, RecordError, MemoryError: Why it cannot be prefetched.
-        """
+        """Receive a record from the source below, part by part, if the pool has room for it now."""
         assert self._below is not None
         if self._tiers.has(record.key):  # a fetch was faster
             return

@@ -59,7 +59,6 @@ class LocalSource(Source):
 
     @property
     def connected(self) -> bool:
-        """True if the pool is open."""
         return self._open
 
     async def start(self) -> None:
@@ -158,7 +157,6 @@ class TieredSource(LocalSource):
 
     @property
     def connected(self) -> bool:
-        """True if the source below can be reached."""
         return self._below.connected
 
     async def start(self) -> None:

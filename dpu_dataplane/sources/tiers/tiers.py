@@ -1,7 +1,7 @@
 """The pool of a data plane: start and stop, the headers of its records, and how records enter it.
 
-The pool holds the records of all engines that this data plane serves, as records of one tenant. That is safe: a key is
-derived from everything that changes KV, the tenant's salt included, so only engines that may read a record can name it.
+The pool holds the records of all engines that this data plane serves, as records of one tenant: a key is derived from
+everything that changes KV, the tenant's salt included, so only engines that may read a record can name it.
 """
 
 import asyncio
@@ -67,25 +67,11 @@ def _is_paged(stored: Stored) -> bool:
 class Tiers:
     """A pool with its lock and its thread. Used on the event loop, except for the pool itself, under the lock.
 
-    Args:
-        config: Configuration of the pool.
-        pipeline: Pipeline that has encoded the records to store.
-        executor: Thread that copies them.
-        budget: Interference budget for device writes and scrubs.
-        headers_bytes: Size of the header cache: without it each lookup of a record on a device would read there.
-        read_timeout_s: See below.
-        drain_s: Seconds that :meth:`close` waits for device writes.
-
-    Attributes:
-        name: Name for messages.
-        has_devices: The pool has devices besides memory.
-        pool: The pool, after :meth:`start`.
-        lock: Guards the pool.
-        read_timeout_s: Seconds that a device may take for headers, or for the next record of a batch.
-        batch_bytes_max: Most bytes of records that a batch which waits for devices may hold.
+    ``read_timeout_s``: seconds that a device may take for headers, or for the next record of a batch;
+    ``batch_bytes_max``: most bytes of records that a batch which waits for devices may hold.
     """
 
-    pool: Pool
+    pool: Pool  # the pool, after :meth:`start`
 
     def __init__(
         self,
@@ -110,8 +96,8 @@ class Tiers:
         self._headers: HeaderCache[Stored] = HeaderCache(headers_bytes)
         self._thread: PoolThread | None = None
         self._loop: asyncio.AbstractEventLoop
-        self.lock = threading.Lock()
-        self.has_devices = bool(config.devices)
+        self.lock = threading.Lock()  # guards the pool
+        self.has_devices = bool(config.devices)  # the pool has devices besides memory
         self.batch_bytes_max = int(config.memory_budget_bytes) // _BATCH_SHARE
         devices = ", ".join(str(device.path) for device in config.devices)
         self.name = f"tiers of {int(config.memory_budget_bytes) >> 20} MiB{devices and ' and '}{devices}"
@@ -119,11 +105,7 @@ class Tiers:
     # ---- Life
 
     async def start(self) -> None:
-        """Open the pool and recover its devices' records.
-
-        Raises:
-            ConfigurationError: A device cannot be used.
-        """
+        """Open the pool and recover its devices' records; ConfigurationError if a device cannot be used."""
         self._loop = asyncio.get_running_loop()
         self.pool = (DevicePool if self._config.devices else MemoryPool)(self._config)
         await asyncio.to_thread(self.pool.start, self.lock)
@@ -168,10 +150,9 @@ class Tiers:
             return self.pool.peek(address_of(key)) is not None
 
     async def look_up(self, keys: Sequence[bytes]) -> "tuple[list[Found], list[asyncio.Future[None]]]":
-        """Look keys up, and start reads of headers that only devices have.
+        """Look keys up, and start reads of headers that only devices have; return the answers and these reads.
 
-        Returns:
-            The answers, Unanswered for headers that are being read; and these reads, for :meth:`await_headers`.
+        Headers that are being read are Unanswered until :meth:`await_headers` has returned.
         """
         found: list[Found] = [None] * len(keys)
         reads: list[asyncio.Future[None]] = []
@@ -183,8 +164,7 @@ class Tiers:
         return found, reads
 
     async def paged(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return flags of records that hold an engine's pages: devices read these into paged memory, not into the
-        pool's."""
+        """Return the keys of records that hold an engine's pages: devices read these into paged memory."""
         found, reads = await self.look_up(keys)
         await self.await_headers(reads)
         return {
@@ -192,7 +172,6 @@ class Tiers:
         }
 
     async def await_headers(self, reads: "Collection[asyncio.Future[None]]") -> None:
-        """Wait for reads of headers, at most ``read_timeout_s``."""
         if reads:
             _, late = await asyncio.wait(reads, timeout=self.read_timeout_s)
             for read in late:
@@ -236,7 +215,6 @@ class Tiers:
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def release(self, leases: Iterable[Lease | None]) -> None:
-        """Release reads of the pool."""
         held = [lease for lease in leases if lease is not None]
         for part in ranges_of(len(held)):
             with self.lock:
@@ -244,7 +222,6 @@ class Tiers:
                     held[index].release()
 
     def drop(self, key: bytes) -> None:
-        """Remove a record, if there is one."""
         self._headers.drop(key)
         with self.lock:
             self.pool.remove(address_of(key))
@@ -252,10 +229,9 @@ class Tiers:
     # ---- New records
 
     def allocate(self, size: int, ready: Callable[[], None] = lambda: None) -> memoryview | None:
-        """Allocate memory for a record. None if there is none now: ``ready`` is called when it is worth another try.
+        """Allocate memory for a record; MemoryError if the pool never has as much.
 
-        Raises:
-            MemoryError: The pool never has as much.
+        None if there is none now: ``ready`` is called when it is worth another try.
         """
         with self.lock:
             return self.pool.allocate(size, ready)
@@ -266,11 +242,7 @@ class Tiers:
             self.pool.discard(memory)
 
     def add(self, key: bytes, memory: memoryview, header: bytes, lasts_ms: int = 0) -> BusyError | None:
-        """Add the record in memory of :meth:`allocate`, if the pool admits it; ``lasts_ms`` is 0 for no end.
-
-        Returns:
-            None, or the error of a pool that is too busy now.
-        """
+        """Add the record in memory of :meth:`allocate`, if the pool admits it; return the error of a pool too busy now."""
         self._headers.drop(key)
         parent = parse_header(header).parent
         ends_ms = wall_clock_ms() + lasts_ms if lasts_ms else None
@@ -305,8 +277,7 @@ class Tiers:
     async def put(self, job: Job, key: bytes, record: Encoded, *, wait: bool) -> bool:
         """Add an encoded record, unless the pool has it. Return whether the pool has it then.
 
-        Args:
-            wait: Wait for room, within the job's time. Otherwise drop a record without room.
+        With ``wait`` it waits for room, within the job's time. Otherwise a record without room is dropped.
         """
         if not self.has(key):
             length = int(record.batch.pieces[record.position]["body_length"])
