@@ -71,7 +71,7 @@ class Fetch:
         return list(zip(groups[order].tolist(), chunks[order].tolist(), strict=True))
 
     def limits(self, rate: int) -> tuple[int, int]:
-        """Return the most chunks and layers of each part: all, or what ``rate`` allows in a turn beside a decoding engine."""
+        """Return the most chunks and layers of each part: all, or beside a decoding engine a turn's at ``rate``."""
         chunks = max(len(part.keys) for part in self.parts)
         layers = max(part.layout.layers for part in self.parts)
         if not rate:
@@ -118,10 +118,10 @@ class Fetcher:
         self.queue = queue
 
     async def fetch(self, job: Job, fetch: Fetch) -> pb.FetchResponse:
-        """Deliver the leading pieces that are stored, sound, and fit the regions and buffers; QueueFullError in a full queue.
+        """Deliver the leading pieces that are stored, sound, and fit the regions and buffers.
 
         Beside an engine that decodes, the call ends early with OUTCOME_BATCH_FULL, because other calls wait. Returns
-        once nothing reads or writes the regions any more.
+        once nothing reads or writes the regions any more. QueueFullError if too many fetches wait.
         """
         try:
             with self._tracer.fetch(job.owner, sum(len(part.keys) for part in fetch.parts)):

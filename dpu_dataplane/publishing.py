@@ -32,7 +32,7 @@ class Publications:
         return len(self._by_key)
 
     def publish(self, owner: str, keys: Sequence[bytes], lasts_ms: int) -> list[bytes]:
-        """Add publications of a host; return the keys to publish in storage: not those of another host that last longer.
+        """Add publications of a host; return the keys to publish in storage: not another host's that last longer.
 
         StorageRefusedError, and no key is added, if the host exceeds its share or LASTS_MS_MAX.
         """

@@ -114,7 +114,7 @@ class Registration:
         return self._registered.region(offset, length)
 
     def check_whole(self) -> None:
-        """Mark the memory as released and raise RegistrationError if it was truncated: what was read or written is void."""
+        """Mark the memory as released and raise RegistrationError if it was truncated: its bytes are void."""
         if self._segment is not None and not self._segment.is_whole():
             lost = f"the segment had {self.size} bytes when it was registered and is shorter now"
             if not self.released:

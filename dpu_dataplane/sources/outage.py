@@ -61,7 +61,7 @@ class Outage:
         self._known.set()
 
     def disconnect(self) -> bool:
-        """Record the end of a connection, and return if it was stable: callers wait for the next attempt until :meth:`fail`."""
+        """Record the end of a connection, and return if it was stable. Callers wait until :meth:`fail`."""
         stable = self._connected_at is not None and self._clock() - self._connected_at >= STABLE_S
         if stable:
             self._logged.clear()

@@ -242,7 +242,7 @@ class Tiers:
             self.pool.discard(memory)
 
     def add(self, key: bytes, memory: memoryview, header: bytes, lasts_ms: int = 0) -> BusyError | None:
-        """Add the record in memory of :meth:`allocate`, if the pool admits it; return the error of a pool too busy now."""
+        """Add the record in memory of :meth:`allocate`, if admitted; return the error of a pool that is too busy."""
         self._headers.drop(key)
         parent = parse_header(header).parent
         ends_ms = wall_clock_ms() + lasts_ms if lasts_ms else None
