@@ -12,7 +12,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Final, TypeVar
 
-from shadowserve.errors import StorageRefusedError, StorageUnavailableError
+import grpc
+
+from shadowserve.errors import ShadowServeError, StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -64,8 +66,26 @@ def ending_of(error: Exception) -> tuple[pb.Outcome, str]:
     return storage_outcome(refused=isinstance(error, StorageRefusedError)), str(error)
 
 
-class QueueFullError(Exception):
+class CallError(ShadowServeError):
+    """Ends a call with a gRPC status instead of an answer."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    metadata: tuple[tuple[str, str], ...] = ()  # trailing metadata of the answer
+
+
+class QueueFullError(CallError):
     """The queue has no room for another job."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def __init__(self) -> None:
+        super().__init__("the queue is full: treat it as a miss, or raise fetch_queue")
+
+
+class JobExistsError(CallError):
+    """The session has a job with this id in progress."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
 
 
 class Job:
@@ -138,9 +158,9 @@ class JobTable:
 
     @contextlib.contextmanager
     def enter(self, session: bytes, owner: str, job_id: str, timeout: float) -> Iterator[Job]:
-        """Add a job while in this context; KeyError if the session has one with this id."""
+        """Add a job while in this context; JobExistsError if the session has one with this id."""
         if (session, job_id) in self._jobs:
-            raise KeyError(job_id)
+            raise JobExistsError(f"job_id {job_id!r} is in use by a job in progress")
         job = self._jobs[session, job_id] = Job(owner, job_id, timeout)
         try:
             yield job

@@ -24,11 +24,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import grpc
+
 from dpu_dataplane.config import DataPlaneConfig
+from dpu_dataplane.jobs import CallError
 from dpu_dataplane.paging import Paging, PagingError
 from shadowserve import native
 from shadowserve.chunk import ChunkLayout
-from shadowserve.errors import NativeError, ShadowServeError
+from shadowserve.errors import NativeError
 from shadowserve.proto import dataplane_pb2 as pb
 
 SHARED_MEMORY: Final = "/dev/shm"
@@ -40,20 +43,26 @@ _PCI_ADDRESS: Final = re.compile(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2
 logger = logging.getLogger(__name__)
 
 
-class RegistrationError(ShadowServeError):
+class RegistrationError(CallError):
     """Memory cannot be registered, or a region of it cannot be used."""
 
 
 class TooManyError(RegistrationError):
     """A limit on registrations, on their bytes, or of /dev/shm is reached."""
 
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
 
 class OverlapError(RegistrationError):
     """Another job uses the region."""
 
+    code = grpc.StatusCode.FAILED_PRECONDITION
 
-class DeviceGivenUpError(ShadowServeError):
+
+class DeviceGivenUpError(CallError):
     """The device hangs: it may write to the memory until this process has ended."""
+
+    code = grpc.StatusCode.UNAVAILABLE
 
     def __init__(self) -> None:
         super().__init__(
@@ -345,10 +354,6 @@ class Registrations:
         registration.released = True
         await registration.quiet.wait()
         self._remove(registration)
-
-    def mark_lost(self, registration: Registration) -> None:
-        """Mark memory as inaccessible: its owner has ended, or its device was reset. New jobs do not find it."""
-        registration.released = True
 
     def expire(self, now: float) -> None:
         """Remove registrations that were idle for too long, or whose release was interrupted."""

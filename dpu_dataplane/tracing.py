@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+import grpc
+
+from dpu_dataplane.jobs import CallError
 from shadowserve import native
 from shadowserve.errors import NativeError
 from shadowserve.proto import dataplane_pb2 as pb
@@ -20,8 +23,10 @@ SPANS_IN_MESSAGE: Final = 8192  # some 600 KB, far below the limit on a message
 _NO_SLICE: Final = 0xFFFFFFFF
 
 
-class RecordingError(Exception):
+class RecordingError(CallError):
     """A recording cannot be made; the message says why."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
 
 
 @dataclass

@@ -8,6 +8,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
+from dpu_dataplane.jobs import CallError
 from dpu_dataplane.paging import PagingError
 from dpu_dataplane.plan import FetchPart
 from dpu_dataplane.progress import PROGRESS_BYTES
@@ -16,7 +17,6 @@ from dpu_dataplane.shared_rate import RATE_MIN
 from dpu_dataplane.sources.source import Chain
 from shadowserve import __version__
 from shadowserve.chunk import TOKENS_MAX, ChunkLayout
-from shadowserve.errors import ShadowServeError
 from shadowserve.keys import KEY_BYTES, RECORD_VERSION, SCHEMA_VERSION
 from shadowserve.pool.next_use import REQUESTS_MAX
 from shadowserve.proto import PROTOCOL_VERSION
@@ -43,18 +43,12 @@ _STEPS_LAST_MS_MAX = 10_000
 _PIECES_MAX = 1 << 22  # eight times those of a prompt of 1 Mi tokens with 128 layers
 
 
-class InvalidCall(ShadowServeError):
+class InvalidCall(CallError):
     """A call that a correct client does not make, or that exceeds a limit."""
-
-    metadata: tuple[tuple[str, str], ...] = ()  # trailing metadata of the answer
 
     def __init__(self, message: str, code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT) -> None:
         super().__init__(message)
-        self.code = code  # gRPC status of the answer
-
-
-class UnknownMemoryError(Exception):
-    """The named memory is not registered any more; the caller registers it again."""
+        self.code = code
 
 
 class Validator:
@@ -86,7 +80,7 @@ class Validator:
     def fetch(
         self, request: pb.FetchRequest, memory: Callable[[int], Registration], *, streamed: bool = False
     ) -> list[FetchPart]:
-        """Return the parts of a fetch; ``memory`` returns the registration of an id, or raises UnknownMemoryError."""
+        """Return the parts of a fetch; ``memory`` returns the registration of an id, or raises Stop."""
         self._enum("order", request.order, pb.Order)
         self._enum("purpose", request.purpose, pb.Purpose)
         _count("parts", len(request.parts), 1, _PARTS_MAX)
