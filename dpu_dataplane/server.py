@@ -29,7 +29,7 @@ from dpu_dataplane.progress import LayerProgress
 from dpu_dataplane.registrations import Registrations
 from dpu_dataplane.service import Components, DataPlaneService
 from dpu_dataplane.sources.selection import nodes_max, source_of
-from dpu_dataplane.sources.source import Source
+from dpu_dataplane.sources.source import Resources, Source
 from dpu_dataplane.storing import Storer
 from dpu_dataplane.tracing import Tracer
 from shadowserve import native
@@ -112,7 +112,10 @@ class Daemon:
         fetching, encoding, storing = (ThreadPoolExecutor(1, name) for name in ("fetch", "encode", "store"))
         self.budget = InterferenceBudget(self.metrics, shares_memory=config.memory_shared)
         self._exit.callback(self.budget.close)
-        self._source = source = source_of(config, self.metrics, self.budget, pipeline, fetching, storing)
+        resources = Resources(
+            pipeline=pipeline, fetching=fetching, storing=storing, metrics=self.metrics, budget=self.budget
+        )
+        self._source = source = source_of(config, resources)
         await source.start()
         self._exit.push_async_callback(source.close)
         catalog = Catalog(source, self.metrics, config)

@@ -27,8 +27,7 @@ from dpu_dataplane.progress import PROGRESS_BYTES
 from dpu_dataplane.queues import Queues
 from dpu_dataplane.registrations import Registration, Registrations
 from dpu_dataplane.shared_rate import Mover
-from dpu_dataplane.sources.page_loader import PageLoader, PageRequest
-from dpu_dataplane.sources.source import Chain
+from dpu_dataplane.sources.source import Chain, PageLoader, PageRequest
 from dpu_dataplane.storing import Store, Storer
 from dpu_dataplane.tracing import Tracer
 from dpu_dataplane.validation import InvalidCall, Validator

@@ -1,14 +1,13 @@
 """Retries of a fetch after failures of its source."""
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 from dataplane_support import Client, expected, keys_of, layout, make_record, running
 from scripted_source import ScriptedSource
 
 from dpu_dataplane.config import DataPlaneConfig
-from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.sources.source import Resources
 from shadowserve.proto import dataplane_pb2 as pb
 
 SHAPE = layout()
@@ -21,8 +20,8 @@ async def script(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Scripte
     """A source with all records, and a client of a daemon over it."""
     made: list[ScriptedSource] = []
 
-    def source_of(configuration: DataPlaneConfig, metrics: Metrics, budget: Any, *arguments: Any) -> ScriptedSource:
-        made.append(ScriptedSource(*arguments))
+    def source_of(configuration: DataPlaneConfig, resources: Resources) -> ScriptedSource:
+        made.append(ScriptedSource(resources))
         return made[-1]
 
     monkeypatch.setattr("dpu_dataplane.server.source_of", source_of)

@@ -13,7 +13,7 @@ from machine import NEVER_MS, WAIT_MAX_S
 from scripted_source import ScriptedSource
 
 from dpu_dataplane.config import DataPlaneConfig
-from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.sources.source import Resources
 from host_control.delivery import address_of
 from shadowserve import native, record
 from shadowserve.pieces import leading_layers, unpack
@@ -100,8 +100,8 @@ async def gated(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Scripted
     """A data plane over a source that answers one range for each permission; headers are cached."""
     made: list[ScriptedSource] = []
 
-    def source_of(configuration: DataPlaneConfig, metrics: Metrics, budget: Any, *arguments: Any) -> ScriptedSource:
-        made.append(ScriptedSource(*arguments))
+    def source_of(configuration: DataPlaneConfig, resources: Resources) -> ScriptedSource:
+        made.append(ScriptedSource(resources))
         return made[-1]
 
     monkeypatch.setattr("dpu_dataplane.server.source_of", source_of)

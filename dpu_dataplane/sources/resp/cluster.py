@@ -18,8 +18,8 @@ from dpu_dataplane.sources.found import Found, Stored, Unanswered
 from dpu_dataplane.sources.outage import Outage
 from dpu_dataplane.sources.resp.answers import HEADER_GUESS, MetaAnswer, header_commands, stored_of
 from dpu_dataplane.sources.resp.links import Node
-from dpu_dataplane.sources.resp.routing import REDIRECTIONS_MAX, AvoidedNodes, Redirect
-from dpu_dataplane.sources.resp.source import RespSource
+from dpu_dataplane.sources.resp.ranges import REDIRECTIONS_MAX, Redirect
+from dpu_dataplane.sources.resp.source import AvoidedNodes, RespSource
 from shadowserve import resp
 from shadowserve.addresses import split_address
 from shadowserve.errors import StorageError, StorageRefusedError, StorageUnavailableError

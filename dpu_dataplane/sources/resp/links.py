@@ -6,6 +6,7 @@ same TLS session as the bytes.
 
 import asyncio
 import contextlib
+import logging
 import socket
 import ssl
 import time
@@ -15,13 +16,22 @@ from typing import Final, NamedTuple
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.resp.answers import AnswerReader, MetaAnswer
-from dpu_dataplane.sources.resp.tls import StorageTls, explain_tls_error
-from shadowserve import native, resp
+from shadowserve import native, resp, tls
 from shadowserve.addresses import join_address
-from shadowserve.errors import ProtocolError, StorageError, StorageUnavailableError
+from shadowserve.errors import (
+    ConfigurationError,
+    NativeError,
+    ProtocolError,
+    StorageError,
+    StorageUnavailableError,
+)
 from shadowserve.resp_client import RespClient, refuse_error
+from shadowserve.tls import Renewed, read_authorities, read_key_pair
 
 _RECEIVE_BYTES: Final = 4096
+_LINE_MAX: Final = 1024  # most bytes of an answer's first line: a length, or an error
+
+logger = logging.getLogger(__name__)
 
 
 class Node(NamedTuple):
@@ -71,9 +81,9 @@ class Link:
             self.session = None
         self.sock.close()
 
-    async def encrypt(self, tls: native.Tls, name: str) -> None:
+    async def encrypt(self, context: native.Tls, name: str) -> None:
         """Do the TLS handshake; StorageUnavailableError unless the server's certificate holds ``name``."""
-        session = self.session = native.TlsSession(tls, self.fileno(), name)
+        session = self.session = native.TlsSession(context, self.fileno(), name)
         while True:
             result, want = session.handshake()
             if result is not native.Result.OK:
@@ -121,6 +131,49 @@ class Link:
                 return data
             await self._wait_ready(want)
 
+    async def get_range(self, name: bytes, first: int, memory: memoryview) -> tuple[native.Result, str]:
+        """Fill memory with bytes of a value from ``first`` on; return the result with the server's error text.
+
+        OSError or StorageUnavailableError if the connection broke. Nothing is written after a cancellation.
+        """
+        last = first + len(memory) - 1
+        await self._send(resp.encode_command(b"GETRANGE", name, b"%d" % first, b"%d" % last))
+        data, part = b"", memoryview(bytearray(min(len(memory) + 2, _LINE_MAX)))
+        while b"\r\n" not in data:
+            if len(data) > _LINE_MAX:
+                return native.Result.PROTOCOL, "an answer without an end of line"
+            data += part[: await self._receive_into(part)]
+        line, _, rest = data.partition(b"\r\n")
+        if line[:1] == b"-":
+            return native.Result.REFUSED, line[1:].decode("utf-8", "replace")
+        if line == b"$-1":
+            return native.Result.NOT_FOUND, ""
+        size = int(line[1:]) if line[:1] == b"$" and line[1:].isdigit() else -1
+        if not 0 <= size <= len(memory):
+            return native.Result.PROTOCOL, "its answer to GETRANGE has another length than requested"
+        received = rest[:size]
+        memory[: len(received)] = received
+        end = memoryview(bytearray(max(2 - len(rest[size:]), 0)))
+        for missing in (memory[len(received) : size], end):
+            while missing:
+                missing = missing[await self._receive_into(missing) :]
+        if rest[size:] + end != b"\r\n":
+            return native.Result.PROTOCOL, "its answer has another length than its header says"
+        return (native.Result.OK if size == len(memory) else native.Result.NOT_FOUND), ""
+
+    async def _receive_into(self, memory: memoryview) -> int:
+        """Receive at least one byte."""
+        if self.session is None:
+            if not (received := await asyncio.get_running_loop().sock_recv_into(self.sock, memory)):
+                raise ConnectionError("it closed the connection")
+            return received
+        while True:
+            result, want, received = self.session.receive_into(memory)
+            self._check(result)
+            if received:
+                return received
+            await self._wait_ready(want)
+
     def _check(self, result: native.Result) -> None:
         if result is not native.Result.OK:
             assert self.session is not None
@@ -143,6 +196,64 @@ class Link:
             await ready
         finally:
             forget(self.sock)
+
+
+class StorageTls:
+    """Certificates for connections to storage; the files are read again when they change."""
+
+    def __init__(self, config: DataPlaneConfig) -> None:
+        if not native.tls_library():
+            raise ConfigurationError(
+                "storage_tls_ca: this build's C core has no TLS; install OpenSSL's headers (Debian: libssl-dev) and "
+                "run 'make setup' again; 'shadowserve doctor' lists the features of a build"
+            )
+        self.authorities = config.storage_tls_ca
+        self.certificate, self.key = config.storage_tls_cert, config.storage_tls_key
+        self._name = config.storage_server_name
+        self._files = Renewed((self.authorities, self.certificate, self.key), self._read, _unusable)
+
+    def name_of(self, host: str) -> str:
+        """Return the name that the server's certificate must hold."""
+        return self._name or host
+
+    def contexts(self) -> tuple[ssl.SSLContext, native.Tls]:
+        """Return the TLS contexts for new connections: Python's and the C core's."""
+        return self._files.current()
+
+    def _read(self) -> tuple[ssl.SSLContext, native.Tls]:
+        read_authorities("storage_tls_ca", self.authorities)
+        if self.certificate:
+            read_key_pair(self.certificate, self.key, prefix="storage_")
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.minimum_version = ssl.TLSVersion.TLSv1_2
+            context.load_verify_locations(cafile=self.authorities)
+            if self.certificate:
+                context.load_cert_chain(self.certificate, self.key)
+            contexts = context, native.Tls(self.authorities, self.certificate, self.key)
+        except (ssl.SSLError, OSError, NativeError) as error:
+            raise ConfigurationError(f"storage_tls_ca, storage_tls_cert: OpenSSL rejects them: {error}") from error
+        logger.info("read the TLS files for storage")
+        return contexts
+
+
+def _unusable(error: ConfigurationError) -> None:
+    logger.error("the TLS files for storage have changed and cannot be used; the old ones stay in use: %s", error)
+
+
+def explain_tls_error(reason: str, name: str) -> str:
+    """Return why TLS with storage failed by OpenSSL's reason, and what to do; ``name`` must be in the certificate."""
+    text = reason.lower()
+    if any(words in text for words in ("expired", "mismatch", "not valid for", "verify failed")):
+        return tls.rejection(reason, name, "the storage server", prefix="storage_")
+    if "version number" in text or "packet length" in text or "record layer" in text:
+        return "TLS: the server does not speak TLS: give it a certificate, or unset storage_tls_ca"
+    if "alert" in text:
+        return (
+            f"TLS: the server rejects us ({reason}): does it require a client certificate (storage_tls_cert, "
+            "storage_tls_key)? See its log"
+        )
+    return f"TLS: {reason}"
 
 
 class Dialer:

@@ -16,9 +16,8 @@ from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.found import Found
 from dpu_dataplane.sources.resp.links import Node
-from dpu_dataplane.sources.resp.routing import AvoidedNodes
 from dpu_dataplane.sources.resp.server import OneServer
-from dpu_dataplane.sources.resp.source import RespSource
+from dpu_dataplane.sources.resp.source import AvoidedNodes, RespSource
 from shadowserve.errors import StorageError
 from shadowserve.keys import chain_of
 from shadowserve.pieces import Flags

@@ -1,4 +1,4 @@
-"""Local hits: the pieces of a plan that the pool has, supplied to the batches that deliver the plan.
+"""What the pool does for a plan: local hits, supplied to its batches, and the fill of what another source delivers.
 
 Records in memory are held and read in place. Records on devices are read once each, all at the same time; each one goes
 into the batch when it comes. All records stay in place until the plan is done.
@@ -16,10 +16,12 @@ import numpy.typing as npt
 
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.plan import FetchPlan
+from dpu_dataplane.sources.found import Stored
 from dpu_dataplane.sources.source import Delivered
 from dpu_dataplane.sources.tiers.tiers import Tiers, address_of, ranges_of
 from shadowserve import native
 from shadowserve.native import Origin, Result
+from shadowserve.pieces import Flags
 from shadowserve.pool.types import Item, Lease
 
 
@@ -220,3 +222,67 @@ class LocalHits:
                     self._tiers.pool.release(record.item)
         for record in self._records:
             record.view = record.lease = None
+
+
+@dataclass(frozen=True)
+class _Fill:
+    key: bytes
+    piece_ids: list[int]
+    memory: memoryview
+    header: bytes
+
+
+class ReadThroughFill:
+    """Memory of the pool for a plan's records from another source; a BatchHook.
+
+    A record that the plan reads completely is received into memory of the pool, decoded from there, and enters the pool
+    once all of its pieces were sound. Nothing is copied. A record without room is delivered and not kept.
+    """
+
+    def __init__(self, tiers: Tiers, plan: FetchPlan, local: Flags) -> None:
+        self._tiers = tiers
+        self._fills: list[_Fill] = []
+        self._memory: dict[int, memoryview] = {}  # of pieces
+        pieces: dict[bytes, list[int]] = {}
+        for piece in np.flatnonzero(~local).tolist():
+            pieces.setdefault(plan.keys[piece], []).append(piece)
+        for index, (key, piece_ids) in enumerate(pieces.items()):
+            stored = plan.records.get(key)
+            if stored is not None and not self._prepare(key, piece_ids, stored, plan.pieces):
+                tiers.note_dropped(len(pieces) - index)  # there is no memory for later records, either
+                break
+
+    def _prepare(self, key: bytes, piece_ids: list[int], stored: Stored, table: npt.NDArray[np.void]) -> bool:
+        """Allocate memory for a record if the plan reads all of it; return False if there is none."""
+        size = stored.header_bytes
+        if not size or int(table["body_length"][piece_ids].sum()) != stored.length - size:
+            return True
+        try:
+            memory = self._tiers.allocate(stored.length)
+        except MemoryError:
+            memory = None
+        if memory is None:
+            return False
+        header = bytes(stored.header[:size])
+        memory[:size] = header
+        self._fills.append(_Fill(key, piece_ids, memory, header))
+        for piece in piece_ids:
+            first = int(table[piece]["record_offset"])
+            self._memory[piece] = memory[first : first + int(table[piece]["body_length"])]
+        return True
+
+    def attach(self, batch: native.Batch, piece_ids: Sequence[int]) -> None:
+        """Make the batch leave the bodies in the pool's memory."""
+        if self._memory:
+            for row, piece in enumerate(piece_ids):
+                if (memory := self._memory.get(piece)) is not None:
+                    batch.leave(row, memory)
+
+    def finish(self, results: npt.NDArray[np.uint32] | None) -> None:
+        """Add the complete records to the pool and free the memory of the others; None: nothing was delivered."""
+        for fill in self._fills:
+            complete = results is not None and bool((results[fill.piece_ids] == Result.OK).all())
+            if complete and self._tiers.add(fill.key, fill.memory, fill.header) is not None:
+                self._tiers.note_dropped()
+            self._tiers.free(fill.memory)
+        self._fills.clear()

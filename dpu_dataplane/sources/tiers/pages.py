@@ -16,12 +16,12 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dpu_dataplane.interference import TURN_S, InterferenceBudget
+from dpu_dataplane.interference import TURN_S
 from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.found import Stored
-from dpu_dataplane.sources.page_loader import LoadedPages, PageLoader, PageRequest
+from dpu_dataplane.sources.source import LoadedPages, PageLoader, PageRequest, Resources
 from dpu_dataplane.sources.tiers.prefetcher import Prefetcher
 from dpu_dataplane.sources.tiers.tiers import Tiers, begins_in_blocks, ranges_of
 from shadowserve import native
@@ -50,11 +50,10 @@ class _Known(NamedTuple):
 class DevicePageLoader(PageLoader):
     """Loads pages from the pool's devices. Used on the event loop."""
 
-    def __init__(self, tiers: Tiers, prefetcher: Prefetcher, budget: InterferenceBudget, metrics: Metrics) -> None:
+    def __init__(self, tiers: Tiers, prefetcher: Prefetcher, resources: Resources) -> None:
         self._tiers = tiers
         self._prefetcher = prefetcher
-        self._budget = budget
-        self._metrics = metrics
+        self._budget, self._metrics = resources.budget, resources.metrics
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
 
     def register(self, memory: memoryview) -> None:

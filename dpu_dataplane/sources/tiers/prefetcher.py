@@ -16,15 +16,14 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequenc
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import Final
+from typing import Final, NamedTuple
 
-from dpu_dataplane.interference import Granted, InterferenceBudget
+from dpu_dataplane.config import DataPlaneConfig
+from dpu_dataplane.interference import Granted
 from dpu_dataplane.jobs import Job, Stop
-from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.shared_rate import Mover, Turn
 from dpu_dataplane.sources.found import Cold, Stored
-from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Source, WaitingRequest
-from dpu_dataplane.sources.tiers.link_estimator import UNKNOWN, LinkEstimator, QueuedRecord
+from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Resources, Source, WaitingRequest
 from dpu_dataplane.sources.tiers.tiers import Tiers, address_of, begins_in_blocks, ranges_of
 from shadowserve.errors import RecordError, StorageError
 from shadowserve.native import Result
@@ -46,6 +45,10 @@ _PROTECTED_PER_TURN: Final = 64
 """Requests whose records are protected from eviction in one turn; that takes some milliseconds."""
 _COLD_ASSUMED: Final = Hop(1e8)
 """Assumed throughput of a bucket: slow, so that requests are located early enough to find cold records."""
+_WINDOW_S: Final = 2.0
+"""Seconds of transfer after which older measurements count half: throughput and competing users change in seconds."""
+UNKNOWN: Final = Hop(1e9)
+"""Assumed throughput before the first measurement; a link that is not measured carries one record first."""
 
 logger = logging.getLogger(__name__)
 
@@ -90,28 +93,85 @@ class _FetchGate:
             await self._changed.wait_for(condition)
 
 
+class QueuedRecord(NamedTuple):
+    """A record that waits for a link: the request that it is prefetched for, its key, and its size in bytes."""
+
+    request: Hashable
+    key: bytes
+    size: int
+
+
+class LinkEstimator:
+    """A queue of records for one link, and an estimate of the link's throughput."""
+
+    def __init__(self, label: str, concurrency: int) -> None:
+        self.label = label
+        self.concurrency = concurrency
+        self.queued_bytes = 0  # bytes of records that wait or are in progress
+        self.carried_bytes = 0
+        self.carried_s = 0.0
+        self.assumed = UNKNOWN  # throughput until the first measurement
+        self._queue: asyncio.Queue[QueuedRecord | None] = asyncio.Queue()
+        self._transfers = 0
+        self._measured_at = 0.0
+        self._bytes = 0.0
+        self._seconds = 0.0
+
+    @property
+    def measured(self) -> bool:
+        return self._bytes > 0 and self._seconds > 0
+
+    @property
+    def throughput(self) -> Hop:
+        return Hop(self._bytes / self._seconds) if self.measured else self.assumed
+
+    def enqueue(self, record: QueuedRecord) -> None:
+        self.queued_bytes += record.size
+        self._queue.put_nowait(record)
+
+    async def next(self) -> QueuedRecord | None:
+        """Wait for the next record; None after :meth:`close`."""
+        return await self._queue.get()
+
+    def close(self) -> None:
+        """Drop the queue and end its readers. Transfers in progress continue."""
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        for _ in range(self.concurrency):
+            self._queue.put_nowait(None)
+
+    def begin_transfer(self) -> None:
+        if not self._transfers:
+            self._measured_at = time.monotonic()
+        self._transfers += 1
+
+    def end_transfer(self, size: int) -> None:
+        now = time.monotonic()
+        passed, self._measured_at = now - self._measured_at, now
+        self._transfers -= 1
+        self.carried_s += passed
+        self.carried_bytes += size
+        self._seconds += passed
+        self._bytes += size
+        if self._seconds > _WINDOW_S:
+            self._seconds, self._bytes = self._seconds / 2, self._bytes / 2
+
+
 class Prefetcher:
     """Prefetches the records of waiting requests. Used on the event loop.
 
     ``part_timeout_s``: seconds that a device, or the source below, may take for one part of a record.
     """
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        below: Source | None,
-        policy: PrefetchPolicy,
-        metrics: Metrics,
-        budget: InterferenceBudget,
-        part_timeout_s: float,
-    ) -> None:
+    def __init__(self, tiers: Tiers, below: Source | None, config: DataPlaneConfig, resources: Resources) -> None:
+        assert config.tiers is not None
         self._tiers = tiers
         self._below = below
-        self._policy = policy
-        self._metrics = metrics
-        self._budget = budget
+        ahead_s = math.inf if config.tiers.ahead_s is None else config.tiers.ahead_s
+        self._policy = PrefetchPolicy(config.tiers.ahead_requests, ahead_s)
+        self._metrics, self._budget = resources.metrics, resources.budget
         self._turns: dict[bytes, Turn] = {}  # of records in progress
-        self._part_timeout_s = part_timeout_s
+        self._part_timeout_s = config.command_timeout_s
         self._device = LinkEstimator("device", _READS)
         self._cold = LinkEstimator("cold", _RECEIVED)
         self._cold.assumed = _COLD_ASSUMED
@@ -127,8 +187,8 @@ class Prefetcher:
         self._closing = False
         self._jobs: set[Job] = set()
         self._tasks: list[asyncio.Task[None]] = []
-        metrics.prefetches = lambda: {link.label: (link.carried_bytes, link.carried_s) for link in self._links}
-        metrics.gauges["tier_expected_requests"] = (
+        self._metrics.prefetches = lambda: {link.label: (link.carried_bytes, link.carried_s) for link in self._links}
+        self._metrics.gauges["tier_expected_requests"] = (
             "Requests that wait in engines' queues, as hosts report them",
             lambda: float(len(self._order)),
         )

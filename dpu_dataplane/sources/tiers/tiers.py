@@ -8,17 +8,15 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
 from functools import partial
 from typing import Any, Final
 
+from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.interference import InterferenceBudget
 from dpu_dataplane.jobs import Job
-from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.shared_rate import Mover
-from dpu_dataplane.sources.found import Found, HeaderCache, Stored, Unanswered
-from dpu_dataplane.sources.source import Encoded
-from dpu_dataplane.sources.tiers.device_pace import DevicePace
+from dpu_dataplane.sources.found import HEADER_CACHE_BYTES, Found, HeaderCache, Stored, Unanswered
+from dpu_dataplane.sources.source import Encoded, Resources
 from shadowserve import native
 from shadowserve.clock import wall_clock_ms
 from shadowserve.errors import RecordError
@@ -73,34 +71,22 @@ class Tiers:
 
     pool: Pool  # the pool, after :meth:`start`
 
-    def __init__(
-        self,
-        config: PoolConfig,
-        metrics: Metrics,
-        pipeline: native.Pipeline,
-        executor: Executor,
-        budget: InterferenceBudget,
-        *,
-        headers_bytes: int,
-        read_timeout_s: float,
-        drain_s: float,
-    ) -> None:
-        self._config = config
-        self._metrics = metrics
-        self._pipeline = pipeline
-        self._executor = executor
-        self._budget = budget
+    def __init__(self, config: DataPlaneConfig, resources: Resources) -> None:
+        assert config.tiers is not None
+        self._config: PoolConfig = config.tiers
+        self._resources = resources
+        self._metrics, self._budget = resources.metrics, resources.budget
         self._paces: list[DevicePace] = []
-        self.read_timeout_s = read_timeout_s
-        self._drain_s = drain_s
-        self._headers: HeaderCache[Stored] = HeaderCache(headers_bytes)
+        self.read_timeout_s = config.command_timeout_s
+        self._drain_s = config.shutdown_timeout_s / 2
+        self._headers: HeaderCache[Stored] = HeaderCache(HEADER_CACHE_BYTES)
         self._thread: PoolThread | None = None
         self._loop: asyncio.AbstractEventLoop
         self.lock = threading.Lock()  # guards the pool
-        self.has_devices = bool(config.devices)  # the pool has devices besides memory
-        self.batch_bytes_max = int(config.memory_budget_bytes) // _BATCH_SHARE
-        devices = ", ".join(str(device.path) for device in config.devices)
-        self.name = f"tiers of {int(config.memory_budget_bytes) >> 20} MiB{devices and ' and '}{devices}"
+        self.has_devices = bool(self._config.devices)  # the pool has devices besides memory
+        self.batch_bytes_max = int(self._config.memory_budget_bytes) // _BATCH_SHARE
+        devices = ", ".join(str(device.path) for device in self._config.devices)
+        self.name = f"tiers of {int(self._config.memory_budget_bytes) >> 20} MiB{devices and ' and '}{devices}"
 
     # ---- Life
 
@@ -294,8 +280,8 @@ class Tiers:
 
     async def _copy(self, record: Encoded, memory: memoryview) -> None:
         memory[: len(record.header)] = record.header
-        copy = partial(self._pipeline.copy_body, record.batch, record.position, memory[len(record.header) :])
-        await self._loop.run_in_executor(self._executor, copy)
+        copy = partial(self._resources.pipeline.copy_body, record.batch, record.position, memory[len(record.header) :])
+        await self._loop.run_in_executor(self._resources.storing, copy)
 
     async def _wait_for_memory(self, job: Job, size: int, wait: bool) -> memoryview | None:
         while True:
@@ -316,3 +302,68 @@ class Tiers:
             event = asyncio.Event()
             busy.again.then(lambda _, event=event: self.later(event.set))  # type: ignore[misc]
             await job.within(event.wait(), "waiting for room in the tiers")
+
+
+class DevicePace:
+    """Allows the bytes of one mover. The pool's thread does not wait: a turn is requested on the event loop.
+
+    ``later`` calls a function on the event loop, ``wake`` wakes the pool's thread once the turn is granted.
+    """
+
+    def __init__(
+        self,
+        budget: InterferenceBudget,
+        mover: Mover,
+        later: Callable[..., None],
+        wake: Callable[[], None],
+    ) -> None:
+        self._budget = budget
+        self._mover = mover
+        self._later = later
+        self._wake = wake
+        self._lock = threading.Lock()  # guards the next two
+        self._allowed_bytes = 0
+        self._requested = False
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @property
+    def waits(self) -> bool:
+        """True if a turn was requested and is not granted yet."""
+        return self._requested
+
+    def allows(self, size: int) -> bool:
+        """Return whether bytes may move now, and count them. Called on the pool's thread."""
+        if self._closed:
+            return True
+        with self._lock:
+            if self._allowed_bytes >= size:
+                self._allowed_bytes -= size
+                return True
+            if self._budget.bounded:
+                if not self._requested:
+                    self._requested = True
+                    self._later(self._request, size - self._allowed_bytes)
+                return False
+        self._later(self._budget.count, self._mover, size)
+        return True
+
+    def _request(self, size: int) -> None:
+        if not self._closed:
+            self._task = asyncio.ensure_future(self._wait_for_turn(size))
+
+    async def _wait_for_turn(self, size: int) -> None:
+        async with self._budget.turn(self._mover, size):
+            self._budget.settle_later()
+            with self._lock:
+                self._allowed_bytes += size
+                self._requested = False
+        self._wake()
+
+    async def close(self) -> None:
+        """Allow all bytes from now on: records that are not written now are lost."""
+        self._closed = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        self._wake()

@@ -26,16 +26,13 @@ from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.plan import FetchPlan
 from dpu_dataplane.sources.found import Found, Stored
 from dpu_dataplane.sources.selection import nodes_max, source_of
-from dpu_dataplane.sources.source import Delivered, Encoded, Source
-from dpu_dataplane.sources.tiers.prefetcher import Prefetcher
-from dpu_dataplane.sources.tiers.source import LocalSource, TieredSource
-from dpu_dataplane.sources.tiers.tiers import Tiers, address_of
+from dpu_dataplane.sources.source import Delivered, Encoded, Resources, Source
+from dpu_dataplane.sources.tiers.source import TieredSource
+from dpu_dataplane.sources.tiers.tiers import address_of
 from shadowserve import native
 from shadowserve.errors import StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
 from shadowserve.pieces import leading
-from shadowserve.pool.config import PoolConfig
-from shadowserve.pool.prefetch_policy import PrefetchPolicy
 from shadowserve.record import encode_header, header_length
 
 SHAPE = layout(layers=8)
@@ -203,7 +200,7 @@ class BehindTiers(Behind):
         self._folder = folder
         self._free = threading.Event()
         self._free.set()
-        self.source: LocalSource
+        self.source: TieredSource
 
     def configuration(self) -> DataPlaneConfig:
         devices = [{"path": self._folder / "tier", "size": "64MiB"}]
@@ -213,7 +210,7 @@ class BehindTiers(Behind):
     def pool(self) -> Any:
         return self.source._tiers.pool
 
-    def driven_by(self, source: LocalSource) -> None:
+    def driven_by(self, source: TieredSource) -> None:
         """Stop the pool's thread while the source is held."""
         self.source = source
         poll = self.pool.poll
@@ -368,22 +365,22 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
             )
         )
         fetching, storing = (stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2))
-        budget = InterferenceBudget(Metrics())
+        metrics = Metrics()
+        resources = Resources(
+            pipeline=pipeline, fetching=fetching, storing=storing, metrics=metrics, budget=InterferenceBudget(metrics)
+        )
         source: Source
         if behind is None:
-            source = scripted = ScriptedSource(pipeline, fetching, storing)
+            source = scripted = ScriptedSource(resources)
             behind = BehindScript(scripted)
             if request.param == "tiers above":
-                limits = {"headers_bytes": MIB, "read_timeout_s": WAIT_MAX_S, "drain_s": 1.0}
-                local = Tiers(PoolConfig(), Metrics(), pipeline, storing, budget, **limits)
-                prefetcher = Prefetcher(local, scripted, PrefetchPolicy(), Metrics(), budget, WAIT_MAX_S)
-                source = TieredSource(scripted, local, prefetcher, pipeline, fetching, Metrics(), budget)
+                source = TieredSource(config("", tiers={"memory_budget_bytes": "64MiB"}), scripted, resources)
         else:
-            source = source_of(configuration, Metrics(), budget, pipeline, fetching, storing)
+            source = source_of(configuration, resources)
         await source.start()
         await until(lambda: source.connected)
         if isinstance(behind, BehindTiers):
-            assert isinstance(source, LocalSource)
+            assert isinstance(source, TieredSource)
             behind.driven_by(source)
         try:
             yield Bench(source, behind, pipeline)
