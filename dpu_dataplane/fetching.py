@@ -8,8 +8,9 @@ miss with its reason. It costs its group the chunks from there on, and other gro
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+import mmap
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
@@ -17,14 +18,12 @@ import numpy as np
 
 from dpu_dataplane.batches import Buffers, plan_fetch
 from dpu_dataplane.catalog import Catalog
-from dpu_dataplane.interference import TURN_S, InterferenceBudget
+from dpu_dataplane.interference import TURN_S
 from dpu_dataplane.jobs import ENDINGS, Job, JobQueue, ending_of, outcome_of, storage_outcome
-from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.plan import FetchPart, FetchPlan, GroupEnd
-from dpu_dataplane.progress import LayerProgress
+from dpu_dataplane.plan import PROGRESS_BYTES, FetchPart, FetchPlan, GroupEnd
 from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.found import Cold, Fault, Found, Stored
-from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Failure, Source
+from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Failure, Resources, Source
 from dpu_dataplane.tracing import Tracer
 from shadowserve import native
 from shadowserve.errors import StorageError, StorageRefusedError
@@ -36,6 +35,9 @@ _STALE_HINTS: Final = (Result.CHECKSUM, Result.BAD_DATA, Result.NOT_FOUND, Resul
 _FRESH: Final = "read headers again"
 _AUTHORITATIVE: Final = "read from masters"
 _RECOVERED: Final = "update the map of nodes"  # the retries; each happens once
+
+_WAIT_S: Final = 0.01
+"""The thread's longest wait: it delays the next fetch's first layers by as much after a fetch that ended early."""
 
 logger = logging.getLogger(__name__)
 
@@ -92,30 +94,56 @@ class Fetch:
         return _Ending(pb.OUTCOME_COMPLETE, "")
 
 
+class LayerProgress:
+    """Layer progress of the fetch that has its turn, for calls that report it in a stream.
+
+    The C core writes the number of leading layers into a word. Callers without shared memory use one word in this
+    process, and a thread that waits for its changes.
+    """
+
+    def __init__(self, pipeline: native.Pipeline) -> None:
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+        self._registered = native.RegisteredMemory.local(pipeline, self._memory)
+        self._thread = ThreadPoolExecutor(1, "progress")
+
+    @contextlib.asynccontextmanager
+    async def follow(self, layers: int, on_layers: Callable[[int], None]) -> AsyncIterator[native.Region]:
+        """Provide the word while in this context; call ``on_layers`` with its changes, on the event loop."""
+        self._memory[:PROGRESS_BYTES] = bytes(PROGRESS_BYTES)
+        reporting = asyncio.create_task(self._report(layers, on_layers))
+        try:
+            yield self._registered.region(0, PROGRESS_BYTES)
+        finally:
+            reporting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reporting
+
+    async def _report(self, layers: int, on_layers: Callable[[int], None]) -> None:
+        loop, reported = asyncio.get_running_loop(), 0
+        while reported < layers:
+            now = await loop.run_in_executor(self._thread, native.progress_wait, self._memory, reported, _WAIT_S)
+            if now > reported:
+                reported = now
+                on_layers(reported)
+
+    def close(self) -> None:
+        """End the thread, before the pipeline is closed. No fetch may be in progress."""
+        self._thread.shutdown()
+        self._registered.close()
+        self._memory.close()
+
+
+@dataclass(frozen=True)
 class Fetcher:
     """Runs Fetch calls, one batch at a time."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        catalog: Catalog,
-        source: Source,
-        buffers: Buffers,
-        metrics: Metrics,
-        queue: JobQueue,
-        tracer: Tracer,
-        progress: LayerProgress,
-        budget: InterferenceBudget,
-    ) -> None:
-        self._progress = progress
-        self._budget = budget
-        self._tracer = tracer
-        self._executor = executor
-        self._catalog = catalog
-        self._source = source
-        self._buffers = buffers
-        self._metrics = metrics
-        self.queue = queue
+    resources: Resources
+    catalog: Catalog
+    source: Source
+    buffers: Buffers
+    queue: JobQueue
+    tracer: Tracer
+    progress: LayerProgress
 
     async def fetch(self, job: Job, fetch: Fetch) -> pb.FetchResponse:
         """Deliver the leading pieces that are stored, sound, and fit the regions and buffers.
@@ -124,7 +152,7 @@ class Fetcher:
         once nothing reads or writes the regions any more. QueueFullError if too many fetches wait.
         """
         try:
-            with self._tracer.fetch(job.owner, sum(len(part.keys) for part in fetch.parts)):
+            with self.tracer.fetch(job.owner, sum(len(part.keys) for part in fetch.parts)):
                 outcome, detail = await self._fetch_in_turn(job, fetch)
                 while fetch.cold:
                     await self._wait_for_cold(job, fetch)
@@ -132,8 +160,8 @@ class Fetcher:
         except ENDINGS as error:
             outcome, detail = ending_of(error)
         delivered_bytes = fetch.delivered_bytes()
-        self._metrics.totals["fetched_bytes"] += fetch.fetched_bytes
-        self._metrics.totals["delivered_bytes"] += delivered_bytes
+        self.resources.metrics.totals["fetched_bytes"] += fetch.fetched_bytes
+        self.resources.metrics.totals["delivered_bytes"] += delivered_bytes
         return pb.FetchResponse(
             delivered=[pack(part.delivered) for part in fetch.parts],
             outcome=outcome,
@@ -145,11 +173,11 @@ class Fetcher:
     async def _fetch_in_turn(self, job: Job, fetch: Fetch) -> _Ending:
         """Wait for the turn, and run batches until the outcome is known, or the next records are cold."""
         async with contextlib.AsyncExitStack() as stack:
-            with self._tracer.step(job.owner, "turn"):
+            with self.tracer.step(job.owner, "turn"):
                 await stack.enter_async_context(self.queue.turn(job))
-            limits = fetch.limits(self._budget.rate)
+            limits = fetch.limits(self.resources.budget.rate)
             if fetch.on_layers is not None:
-                follow = self._progress.follow(fetch.parts[0].layout.layers, fetch.on_layers)
+                follow = self.progress.follow(fetch.parts[0].layout.layers, fetch.on_layers)
                 fetch.word = await stack.enter_async_context(follow)
             for part in fetch.parts:
                 part.start(*limits)
@@ -160,15 +188,15 @@ class Fetcher:
         while chunks := fetch.remaining_chunks():
             keys = [fetch.parts[group].keys[chunk] for group, chunk in chunks]
             fresh = _FRESH in fetch.retries
-            with self._tracer.step(job.owner, "headers", len(keys)):
-                lookup = self._catalog.find(keys, fresh=fresh, waiting=fetch.waited)
+            with self.tracer.step(job.owner, "headers", len(keys)):
+                lookup = self.catalog.find(keys, fresh=fresh, waiting=fetch.waited)
                 found = await job.within(lookup, "asking storage for headers")
             if cold := [key for key, (answer, _) in zip(keys, found, strict=True) if isinstance(answer, Cold)]:
                 fetch.cold = cold  # other fetches have their turn until these records are nearer
                 break
             fetch.waited = True
             fetch.cached = {chunk: cached for chunk, (_, cached) in zip(chunks, found, strict=True)}
-            with self._tracer.step(job.owner, "plan", len(keys)):
+            with self.tracer.step(job.owner, "plan", len(keys)):
                 plan = await self._plan(fetch, {chunk: each for chunk, (each, _) in zip(chunks, found, strict=True)})
             records = {key: answer for key, (answer, _) in zip(keys, found, strict=True) if isinstance(answer, Stored)}
             if len(plan.pieces) and await self._fetch_batch(job, fetch, replace(plan, records=records)):
@@ -183,7 +211,7 @@ class Fetcher:
     async def _wait_for_cold(self, job: Job, fetch: Fetch) -> None:
         """Wait, without a turn, until object storage has brought the cold records that it can bring."""
         with self.queue.aside(job), contextlib.suppress(StorageError):
-            await job.within(self._catalog.find(fetch.cold, fresh=False), "waiting for object storage")
+            await job.within(self.catalog.find(fetch.cold, fresh=False), "waiting for object storage")
         fetch.waited, fetch.cold = True, []
 
     async def _plan(self, fetch: Fetch, found: Mapping[tuple[int, int], Found]) -> FetchPlan:
@@ -193,7 +221,7 @@ class Fetcher:
         for part, answers in zip(fetch.parts, of_part, strict=True):
             part.found = answers
         return await asyncio.get_running_loop().run_in_executor(
-            self._executor, plan_fetch, fetch.parts, fetch.layerwise, self._buffers, self._catalog.codecs
+            self.resources.fetching, plan_fetch, fetch.parts, fetch.layerwise, self.buffers, self.catalog.codecs
         )
 
     async def _fetch_batch(self, job: Job, fetch: Fetch, plan: FetchPlan) -> bool:
@@ -201,8 +229,8 @@ class Fetcher:
         groups, chunks = plan.pieces["group"], plan.pieces["chunk"]
         sizes = np.array([part.piece_bytes for part in fetch.parts], np.int64)
         moved = (plan.layers[:, 1] - plan.layers[:, 0]) * sizes[groups]
-        async with self._budget.turn(fetch.mover, int(moved.sum()), job) as turn:
-            with self._tracer.step(job.owner, "batch", len(plan.pieces)):
+        async with self.resources.budget.turn(fetch.mover, int(moved.sum()), job) as turn:
+            with self.tracer.step(job.owner, "batch", len(plan.pieces)):
                 plan = replace(
                     plan,
                     deadline_ns=job.deadline_ns,
@@ -211,7 +239,7 @@ class Fetcher:
                     authoritative=_AUTHORITATIVE in fetch.retries,
                     window_s=fetch.window_s,
                 )
-                done = await self._source.deliver(job, plan)
+                done = await self.source.deliver(job, plan)
             in_place = done.results == Result.OK
             turn.moved_bytes = int(moved[in_place].sum())
         fetch.fetched_bytes += done.received_bytes
@@ -220,7 +248,7 @@ class Fetcher:
             part.mark_delivered(plan.layers[mine], chunks[mine])
         if done.stop is not None:
             raise done.stop
-        assert in_place.any() or done.failures, f"{self._source.name} neither delivered anything nor failed"
+        assert in_place.any() or done.failures, f"{self.source.name} neither delivered anything nor failed"
         firsts: dict[int, tuple[int, Failure]] = {}  # of each group, its first chunk with a failure
         for piece, failure in done.failures.items():
             group, chunk = int(groups[piece]), int(chunks[piece])
@@ -236,7 +264,7 @@ class Fetcher:
         damaged = result in (Result.CHECKSUM, Result.BAD_DATA)  # perhaps only on the way here
         stale = result in _STALE_HINTS and (damaged or fetch.cached[group, chunk])
         if stale and _FRESH not in fetch.retries:
-            self._catalog.forget(part.keys[chunk:])
+            self.catalog.forget(part.keys[chunk:])
             return _FRESH
         if failure.from_replica and _AUTHORITATIVE not in fetch.retries:
             return _AUTHORITATIVE
@@ -250,7 +278,7 @@ class Fetcher:
     def _ending_of_failure(self, part: FetchPart, key: bytes, failure: Failure) -> _Ending:
         """Convert a failure; a corrupt record goes into quarantine."""
         result, error = failure.result, failure.error
-        self._catalog.forget([key])
+        self.catalog.forget([key])
         if error is not None:
             refused = isinstance(error, StorageRefusedError)
             return _Ending(storage_outcome(refused=refused), f"chunk {key.hex()}: {error}")
@@ -259,7 +287,7 @@ class Fetcher:
         if failure.reply:
             detail += f" ({failure.reply})"
         if outcome == pb.OUTCOME_CORRUPT:
-            self._catalog.quarantine(part.layout.namespace, key, Fault(outcome, native.result_text(result)))
+            self.catalog.quarantine(part.layout.namespace, key, Fault(outcome, native.result_text(result)))
         elif outcome == pb.OUTCOME_INTERNAL:
             logger.error("a batch failed with %s at %s", result.name, detail)
         return _Ending(outcome, detail)
@@ -276,10 +304,10 @@ class Fetcher:
             outcome = storage_outcome(refused=end.unanswered.refused)
             fetch.endings.append(_Ending(outcome, f"chunk {key.hex()}: {end.unanswered.reason}"))
             return False
-        self._catalog.forget([key])
+        self.catalog.forget([key])
         if end.fault is None:
             fetch.endings.append(_Ending(pb.OUTCOME_ABSENT, f"chunk {key.hex()} is not stored"))
         else:
-            self._catalog.quarantine(part.layout.namespace, key, end.fault)
+            self.catalog.quarantine(part.layout.namespace, key, end.fault)
             fetch.endings.append(_Ending(end.fault.outcome, f"chunk {key.hex()}: {end.fault.reason}"))
         return False

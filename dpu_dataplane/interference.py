@@ -7,11 +7,8 @@ chunks, or a record.
 import asyncio
 import contextlib
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Final
-
-from prometheus_client.core import CounterMetricFamily, Metric
 
 from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.metrics import Metrics
@@ -45,11 +42,10 @@ class InterferenceBudget:
         self._waiting: dict[Turn, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._settles_s = clock()
-        self._moved: Counter[str] = Counter()
-        self._delayed: Counter[str] = Counter()
-        self._waited_s = dict.fromkeys((mover.label for mover in Mover), 0.0)
-        self._dropped: Counter[tuple[str, str]] = Counter()
-        metrics.families.append(self._families)
+        self._metrics = metrics
+        metrics.moved_bytes.update({mover.label: 0 for mover in Mover})
+        metrics.interference_delayed.update({mover.label: 0 for mover in Mover})
+        metrics.interference_wait_seconds |= {mover.label: 0.0 for mover in Mover}
         metrics.gauges |= {
             "interference_rate_bytes_per_s": (
                 "Bytes per second of all movers beside decoding engines; 0: no limit",
@@ -105,7 +101,7 @@ class InterferenceBudget:
         finally:
             moved_bytes = 0 if granted is None else granted.moved_bytes
             self.shared.end(turn, moved_bytes)
-            self._moved[mover.label] += moved_bytes
+            self._metrics.moved_bytes[mover.label] += moved_bytes
             self._grant()
 
     async def _wait_for(self, turn: Turn, job: Job | None) -> bool:
@@ -114,7 +110,7 @@ class InterferenceBudget:
         if waiting.done():
             return False
         label = turn.mover.label
-        self._delayed[label] += 1
+        self._metrics.interference_delayed[label] += 1
         try:
             if job is None:
                 await waiting
@@ -125,7 +121,7 @@ class InterferenceBudget:
             raise
         finally:
             self._waiting.pop(turn, None)
-            self._waited_s[label] += self._clock() - turn.requested_s
+            self._metrics.interference_wait_seconds[label] += self._clock() - turn.requested_s
         return True
 
     def hasten(self, turn: Turn) -> None:
@@ -134,12 +130,12 @@ class InterferenceBudget:
 
     def drop(self, mover: Mover, reason: str) -> None:
         """Count a move that was given up while it waited."""
-        self._dropped[mover.label, reason] += 1
+        self._metrics.interference_dropped[mover.label, reason] += 1
 
     def count(self, mover: Mover, size: int) -> None:
         """Count bytes that another thread moves now without a turn, because there was no limit."""
         self.shared.note(mover, size)
-        self._moved[mover.label] += size
+        self._metrics.moved_bytes[mover.label] += size
         self.settle_later()
 
     def settle_later(self) -> None:
@@ -166,25 +162,6 @@ class InterferenceBudget:
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-
-    # ---- Metrics
-
-    def _families(self) -> list[Metric]:
-        families: list[Metric] = []
-        for name, text, counts in (
-            ("moved_bytes", "Bytes moved on this host, by mover", self._moved),
-            ("interference_wait_seconds", "Seconds that movers waited for the interference budget", self._waited_s),
-            ("interference_delayed", "Turns that waited for the interference budget", self._delayed),
-        ):
-            family = CounterMetricFamily(f"shadowserve_{name}", text, labels=["mover"])
-            for mover in Mover:
-                family.add_metric([mover.label], counts.get(mover.label, 0))
-            families.append(family)
-        name, text = "interference_dropped", "Moves given up while they waited for the interference budget, by reason"
-        dropped = CounterMetricFamily(f"shadowserve_{name}", text, labels=["mover", "reason"])
-        for labels, count in list(self._dropped.items()):
-            dropped.add_metric(list(labels), count)
-        return [*families, dropped]
 
 
 async def _wait(future: "asyncio.Future[None]") -> None:

@@ -6,7 +6,7 @@ sources and the local tiers; :meth:`FetchPlan.batch` maps ids to rows of the C c
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import Final, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,8 @@ from dpu_dataplane.sources.found import Fault, Found, Stored, Unanswered
 from shadowserve import native
 from shadowserve.chunk import ChunkLayout
 from shadowserve.pieces import Flags, leading_chunks, leading_layers, unpack
+
+PROGRESS_BYTES: Final = 4  # size of the word that receives a fetch's progress
 
 
 class FetchPart:

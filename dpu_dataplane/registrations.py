@@ -22,21 +22,24 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.jobs import CallError
-from dpu_dataplane.paging import Paging, PagingError
 from shadowserve import native
-from shadowserve.chunk import ChunkLayout
+from shadowserve.chunk import DECODED_BYTES_MAX, ChunkLayout, DType, Quantizer
 from shadowserve.errors import NativeError
 from shadowserve.proto import dataplane_pb2 as pb
 
 SHARED_MEMORY: Final = "/dev/shm"
 DESCRIPTOR_MAX: Final = 4096  # most bytes of an export descriptor; one of a contiguous region has a few hundred
 CUDA_HANDLE_BYTES: Final = 64
+PAGE_ALIGNMENT: Final = 4096
+"""Alignment of pages and strides in bytes: direct I/O of any device can read into such memory."""
 _NAME: Final = re.compile(r"shadowserve-[0-9a-f]{8,64}\Z")
 _PCI_ADDRESS: Final = re.compile(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]\Z")
 
@@ -69,6 +72,49 @@ class DeviceGivenUpError(CallError):
             "the accelerator hangs and was given up; this data plane ends, and until then the accelerator may write to "
             "the region: give the memory up"
         )
+
+
+@dataclass(frozen=True)
+class Paging:
+    """The positions of pages in a segment of shared memory. A page holds one block of one layer."""
+
+    first: tuple[int, ...]  # for each layer, the offset of block 0's page in bytes
+    stride: int  # bytes from one block's page to the next block's page
+    blocks: int  # number of blocks in each layer
+    page_bytes: int  # size of a page in bytes
+
+    @classmethod
+    def of(cls, message: pb.PagedMemory, layout: ChunkLayout, size: int) -> Self:
+        """Convert a message about a segment of ``size`` bytes; RegistrationError if the pages are impossible."""
+        paging = cls(tuple(message.first), message.stride, message.blocks, layout.vector_length)
+        row_bytes = layout.tokens * layout.vector_length
+        if layout.dtype is not DType.UINT8 or layout.quantizer is not Quantizer.PASSTHROUGH or layout.kinds != 1:
+            raise RegistrationError(
+                "pages: a chunk of pages is of uint8 and one kind, by passthrough: a vector for each page"
+            )
+        if len(paging.first) != layout.layers or not paging.blocks:
+            layers = len(paging.first)
+            raise RegistrationError(f"pages has {layers} layers of {paging.blocks} blocks, layout {layout.layers}")
+        if any(number % PAGE_ALIGNMENT for number in (*paging.first, paging.stride, paging.page_bytes)):
+            raise RegistrationError(f"pages do not begin and end at multiples of {PAGE_ALIGNMENT} bytes")
+        if row_bytes > DECODED_BYTES_MAX:
+            most = DECODED_BYTES_MAX
+            raise RegistrationError(f"pages of one layer and chunk have {row_bytes} bytes; {most} are the most")
+        if paging.stride < paging.page_bytes and paging.blocks > 1:
+            raise RegistrationError(f"pages of {paging.page_bytes} bytes overlap: stride is {paging.stride}")
+        if max(paging.first) + (paging.blocks - 1) * paging.stride + paging.page_bytes > size:
+            raise RegistrationError(f"pages end outside the segment, which has {size} bytes")
+        return paging
+
+    def rows(self, blocks: Sequence[int], chunks: int, chunk_blocks: int) -> npt.NDArray[np.uint32]:
+        """Return the block numbers of a call by chunk and position in the chunk."""
+        numbers = np.array(blocks, np.uint32)
+        if len(numbers) != chunks * chunk_blocks or (numbers >= self.blocks).any():
+            raise RegistrationError(
+                f"blocks has {len(numbers)} numbers up to {numbers.max(initial=0)}; {chunks} chunks take {chunk_blocks}"
+                f" each, and the segment has {self.blocks}"
+            )
+        return numbers.reshape(chunks, chunk_blocks)
 
 
 class Registration:
@@ -268,9 +314,9 @@ class Registrations:
             try:
                 if request.HasField("pages"):
                     registration.paging = Paging.of(request.pages, layouts[0], size)
-            except PagingError as error:
+            except RegistrationError:
                 registration.close()
-                raise RegistrationError(str(error)) from error
+                raise
             registration.owner, registration.session = owner, session
             self._registrations[registration.memory_id] = registration
         finally:

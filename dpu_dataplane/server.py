@@ -18,14 +18,12 @@ from dpu_dataplane.admission import CALLS_MAX, Admission
 from dpu_dataplane.batches import Buffers
 from dpu_dataplane.catalog import Catalog
 from dpu_dataplane.config import DataPlaneConfig, codec_name
-from dpu_dataplane.credentials import server_credentials
-from dpu_dataplane.fetching import Fetcher
+from dpu_dataplane.fetching import Fetcher, LayerProgress
 from dpu_dataplane.hosts import HostTable
 from dpu_dataplane.interference import InterferenceBudget
 from dpu_dataplane.jobs import JobQueue
 from dpu_dataplane.log_limiter import LogLimiter
-from dpu_dataplane.metrics import Metrics, StageCount, resident_bytes
-from dpu_dataplane.progress import LayerProgress
+from dpu_dataplane.metrics import Metrics, resident_bytes
 from dpu_dataplane.registrations import Registrations
 from dpu_dataplane.service import Components, DataPlaneService
 from dpu_dataplane.sources.selection import nodes_max, source_of
@@ -41,6 +39,7 @@ from shadowserve.logs import configure_logging
 from shadowserve.memory_limit import check_memory
 from shadowserve.proto import dataplane_pb2, dataplane_pb2_grpc
 from shadowserve.signals import stop_signals
+from shadowserve.tls import Renewed, read_authorities, read_key_pair
 
 SERVICE_NAME: Final = dataplane_pb2.DESCRIPTOR.services_by_name["DataPlane"].full_name
 MESSAGE_BYTES_MAX: Final = 8 << 20
@@ -104,7 +103,7 @@ class Daemon:
         check_memory(config.memory_budgets())
         self._pipeline = pipeline = await asyncio.to_thread(_make_pipeline, config, buffers)
         self._exit.callback(pipeline.close)
-        self.metrics.stages = lambda: _stage_counts(pipeline)
+        self.metrics.pipeline = pipeline
         self.metrics.gauges["pipeline_locked_bytes"] = (
             "Buffer bytes that are locked in memory",
             lambda: pipeline.locked_bytes,
@@ -129,8 +128,9 @@ class Daemon:
         fetches, stores = (JobQueue(size, config.hosts_max) for size in (config.fetch_queue, _STORE_QUEUE))
         progress = LayerProgress(pipeline)
         self._exit.callback(progress.close)
-        fetcher = Fetcher(fetching, catalog, source, buffers, self.metrics, fetches, tracer, progress, self.budget)
-        storer = Storer(config, codec, pipeline, encoding, catalog, source, buffers, self.metrics, self.budget, stores)
+        fetcher = Fetcher(resources, catalog, source, buffers, fetches, tracer, progress)
+        slice_bytes, batch_chunks = int(config.slice_bytes), len(config.stage_cores()["store"])
+        storer = Storer(resources, encoding, catalog, source, buffers, stores, codec, slice_bytes, batch_chunks)
         hosts = HostTable(config, registrations, catalog.forget_host)
         self._log = LogLimiter()
         components = Components(
@@ -226,7 +226,7 @@ class Daemon:
         dataplane_pb2_grpc.add_DataPlaneServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         health_service: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs lack it
         health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
-        credentials = server_credentials(self.config, self.metrics)
+        credentials = _credentials(self.config, self.metrics)
         try:
             if credentials is None:
                 port = server.add_insecure_port(self.config.listen)
@@ -346,13 +346,6 @@ def _make_pipeline(config: DataPlaneConfig, buffers: Buffers) -> native.Pipeline
     return pipeline
 
 
-def _stage_counts(pipeline: native.Pipeline) -> list[StageCount]:
-    return [
-        StageCount(stage.name.lower(), count.items, count.input_bytes, count.output_bytes, count.busy_ns)
-        for stage, count in pipeline.statistics().items()
-    ]
-
-
 async def _expire(hosts: HostTable, log: LogLimiter, config: DataPlaneConfig) -> None:
     while True:
         await asyncio.sleep(min(config.registration_idle_s / 4, 60.0))
@@ -364,6 +357,50 @@ async def _stop_task(task: "asyncio.Task[None]") -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
+
+
+class _Certificates:
+    def __init__(self, config: DataPlaneConfig) -> None:
+        self._config = config
+        self.expires = 0.0
+        self._files = Renewed((config.tls_cert, config.tls_key, config.tls_client_ca), self._read, _unusable)
+        self.first = self._returned = self._files.current()
+
+    def _read(self) -> grpc.ServerCertificateConfiguration:
+        config = self._config
+        pair = read_key_pair(config.tls_cert, config.tls_key)
+        authorities = read_authorities("tls_client_ca", config.tls_client_ca) if config.tls_client_ca else None
+        self.expires = pair.expires.timestamp()
+        logger.info("certificate %s is valid until %s UTC", config.tls_cert, f"{pair.expires:%Y-%m-%d %H:%M}")
+        return grpc.ssl_server_certificate_configuration([(pair.key, pair.chain)], authorities)
+
+    def changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Return the files if they have changed since the last call, else None. gRPC calls it at each handshake."""
+        current = self._files.current()
+        if current is self._returned:
+            return None
+        self._returned = current
+        return current
+
+
+def _unusable(error: ConfigurationError) -> None:
+    logger.error("the certificates have changed and cannot be used; the old ones stay in use: %s", error)
+
+
+def _credentials(config: DataPlaneConfig, metrics: Metrics) -> grpc.ServerCredentials | None:
+    """Return the server credentials, None without TLS; ConfigurationError if a file cannot be used."""
+    if not config.tls_cert:
+        return None
+    files = _Certificates(config)
+    metrics.gauges["tls_certificate_expiry_timestamp_seconds"] = (
+        "Expiry of the certificate in use, in seconds since 1970",
+        lambda: files.expires,
+    )
+    return grpc.dynamic_ssl_server_credentials(
+        files.first,
+        files.changed,  # type: ignore[arg-type]  # None, for no change, is missing in the stubs
+        require_client_authentication=bool(config.tls_client_ca),
+    )
 
 
 async def _main(config: DataPlaneConfig) -> None:

@@ -23,7 +23,7 @@ from dpu_dataplane.interference import InterferenceBudget
 from dpu_dataplane.jobs import ENDINGS, CallError, Job, JobTable, Stop, ending_of
 from dpu_dataplane.log_limiter import LogLimiter, address_of
 from dpu_dataplane.metrics import Metrics, outcome_name, resident_bytes
-from dpu_dataplane.progress import PROGRESS_BYTES
+from dpu_dataplane.plan import PROGRESS_BYTES
 from dpu_dataplane.queues import Queues
 from dpu_dataplane.registrations import Registration, Registrations
 from dpu_dataplane.shared_rate import Mover
@@ -220,13 +220,13 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             resident_bytes=resident_bytes(),
             stages=[
                 pb.StageStatistics(
-                    stage=stage.stage,
-                    items=stage.items,
-                    input_bytes=stage.input_bytes,
-                    output_bytes=stage.output_bytes,
-                    busy_ns=stage.busy_ns,
+                    stage=stage.name.lower(),
+                    items=count.items,
+                    input_bytes=count.input_bytes,
+                    output_bytes=count.output_bytes,
+                    busy_ns=count.busy_ns,
                 )
-                for stage in metrics.stages()
+                for stage, count in (metrics.pipeline.statistics() if metrics.pipeline else {}).items()
             ],
             fetch_outcomes=dict(metrics.fetches),
             store_outcomes=dict(metrics.stores),

@@ -16,14 +16,12 @@ import numpy as np
 
 from dpu_dataplane.batches import ALIGNMENT, Buffers, StorePlan, encoded_bound, plan_store
 from dpu_dataplane.catalog import Catalog
-from dpu_dataplane.config import DataPlaneConfig
-from dpu_dataplane.interference import TURN_S, InterferenceBudget
+from dpu_dataplane.interference import TURN_S
 from dpu_dataplane.jobs import ENDINGS, Job, JobQueue, Stop, ending_of, outcome_of
-from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.registrations import Registration
 from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.found import Cold, Fault, Found, Stored, Unanswered, inspect_header
-from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Encoded, Source
+from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Encoded, Resources, Source
 from shadowserve import native
 from shadowserve.chunk import DECODED_BYTES_MAX, ChunkLayout
 from shadowserve.errors import StorageError, StorageRefusedError, StorageUnavailableError
@@ -68,33 +66,19 @@ class _EncodedBatch:
     batch: native.Batch
 
 
+@dataclass(frozen=True)
 class Storer:
     """Runs Store calls, one at a time."""
 
-    def __init__(
-        self,
-        config: DataPlaneConfig,
-        codec: native.Codec,
-        pipeline: native.Pipeline,
-        executor: Executor,
-        catalog: Catalog,
-        source: Source,
-        buffers: Buffers,
-        metrics: Metrics,
-        budget: InterferenceBudget,
-        queue: JobQueue,
-    ) -> None:
-        self._pipeline = pipeline
-        self._executor = executor
-        self._catalog = catalog
-        self._source = source
-        self._buffers = buffers
-        self._metrics = metrics
-        self._codec = codec
-        self._slice_bytes = int(config.slice_bytes)
-        self._budget = budget
-        self._batch_chunks = len(config.stage_cores()["store"])
-        self.queue = queue
+    resources: Resources
+    encoding: Executor  # thread of the pipeline's calls that encode
+    catalog: Catalog
+    source: Source
+    buffers: Buffers
+    queue: JobQueue
+    codec: native.Codec  # of new records
+    slice_bytes: int  # most bytes of symbols in a slice
+    batch_chunks: int
 
     async def store(self, job: Job, store: Store) -> pb.StoreResponse:
         """Store chunks; QueueFullError if too many stores wait. Returns once nothing reads the region any more."""
@@ -117,12 +101,12 @@ class Storer:
     async def _store_keys(self, job: Job, store: Store, indexes: range) -> None:
         """Store the chunks of one lookup: encode batches, and put them meanwhile."""
         keys = store.keys[indexes.start : indexes.stop]
-        lookup = self._source.find(keys) if store.plain else self._source.find_stored(keys)
+        lookup = self.source.find(keys) if store.plain else self.source.find_stored(keys)
         found = await job.within(lookup, "asking storage which records it has")
         unanswered = next((index for index, each in enumerate(found) if isinstance(each, Unanswered)), None)
         answered = indexes if unanswered is None else indexes[:unanswered]
-        capacity = self._buffers.store // self._chunk_bound(store)
-        batch_max = max(1, min(self._batch_chunks, capacity // 2))
+        capacity = self.buffers.store // self._chunk_bound(store)
+        batch_max = max(1, min(self.batch_chunks, capacity // 2))
         free = list(range(max(1, capacity // batch_max)))  # parts of the store buffer
         puts: deque[tuple[asyncio.Task[None], int]] = deque()  # in progress, with their parts of the buffer
         remaining = iter(answered)
@@ -133,7 +117,7 @@ class Storer:
                     free.append(part)
                     await task
                 part = free.pop()  # the one freed last: most of it is still in a cache
-                async with self._budget.turn(store.mover, len(batch) * store.layout.raw_bytes, job):
+                async with self.resources.budget.turn(store.mover, len(batch) * store.layout.raw_bytes, job):
                     encoded = await self._encode(job, store, batch, part * batch_max)
                 put = self._put_batch(puts[-1][0] if puts else None, job, store, encoded)
                 puts.append((asyncio.create_task(put), part))
@@ -147,13 +131,13 @@ class Storer:
         return -(-encoded_bound(store.layout, *self._encoding(store)) // ALIGNMENT) * ALIGNMENT
 
     def _encoding(self, store: Store) -> tuple[native.Codec, int]:
-        return (native.Codec.NONE, DECODED_BYTES_MAX) if store.plain else (self._codec, self._slice_bytes)
+        return (native.Codec.NONE, DECODED_BYTES_MAX) if store.plain else (self.codec, self.slice_bytes)
 
     async def _next_batch(
         self, job: Job, store: Store, remaining: Iterator[int], found: Sequence[Found], first: int, batch_max: int
     ) -> list[int]:
         """Return the indexes of the next chunks to encode; empty at the end. Count chunks that storage has already."""
-        rate = self._budget.rate
+        rate = self.resources.budget.rate
         limit = max(min(int(rate * TURN_S) // store.layout.raw_bytes, batch_max), 1) if rate else batch_max
         batch: list[int] = []
         for index in remaining:
@@ -164,7 +148,7 @@ class Storer:
                     break
             else:
                 store.stored[index] = length
-                self._catalog.available(store.keys[index])
+                self.catalog.available(store.keys[index])
         return batch
 
     async def _stored_length(self, job: Job, layout: ChunkLayout, key: bytes, stored: Found) -> int | None:
@@ -175,16 +159,16 @@ class Storer:
         """
         if not isinstance(stored, Stored | Cold):
             return None
-        faulty = self._catalog.is_quarantined(layout.namespace, key)
+        faulty = self.catalog.is_quarantined(layout.namespace, key)
         if isinstance(stored, Stored):
-            fault = inspect_header(stored, key, layout.namespace, self._catalog.codecs)
+            fault = inspect_header(stored, key, layout.namespace, self.catalog.codecs)
             if isinstance(fault, Fault):
                 if not fault.replaceable:
                     raise Stop(fault.outcome, f"chunk {key.hex()} cannot replace the stored record: {fault.reason}")
                 faulty = True
         if not faulty:
             return stored.length
-        await job.within(self._source.delete(key), "deleting a faulty record")
+        await job.within(self.source.delete(key), "deleting a faulty record")
         return None
 
     async def _encode(self, job: Job, store: Store, indexes: Sequence[int], first: int) -> _EncodedBatch:
@@ -201,7 +185,9 @@ class Storer:
         )
         try:
             with job.interruptible(batch.cancel):
-                encoding = asyncio.get_running_loop().run_in_executor(self._executor, self._pipeline.encode, batch)
+                encoding = asyncio.get_running_loop().run_in_executor(
+                    self.encoding, self.resources.pipeline.encode, batch
+                )
                 result = await encoding
             store.registration.check_whole()  # else zeros would be stored for memory that is gone
             if result is not Result.OK and all(each is Result.OK for each in batch.results):
@@ -232,15 +218,15 @@ class Storer:
         manifest, parent = encoded.plan.manifest_of(position), store.parent_of(index)
         header = encode_header(key, codec, layout, manifest, parent=parent, in_blocks=store.plain)
         record = Encoded(encoded.batch, position, header, store.lasts_ms, store.plain)
-        result, text = await self._source.put(job, key, record)
+        result, text = await self.source.put(job, key, record)
         if result is not Result.OK:
             job.check()
             raise self._stop(key, result, text)
         size = len(header) + int(encoded.plan.pieces[position]["body_length"])
-        self._catalog.release(layout.namespace, key)
-        self._catalog.available(key)
-        self._metrics.totals["stored_raw_bytes"] += layout.raw_bytes
-        self._metrics.totals["stored_bytes"] += size
+        self.catalog.release(layout.namespace, key)
+        self.catalog.available(key)
+        self.resources.metrics.totals["stored_raw_bytes"] += layout.raw_bytes
+        self.resources.metrics.totals["stored_bytes"] += size
         return size
 
     def _stop(self, key: bytes, result: Result, text: str) -> Stop:

@@ -9,9 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dpu_dataplane.jobs import CallError
-from dpu_dataplane.paging import PagingError
-from dpu_dataplane.plan import FetchPart
-from dpu_dataplane.progress import PROGRESS_BYTES
+from dpu_dataplane.plan import PROGRESS_BYTES, FetchPart
 from dpu_dataplane.registrations import Registration
 from dpu_dataplane.shared_rate import RATE_MIN
 from dpu_dataplane.sources.source import Chain
@@ -125,10 +123,7 @@ class Validator:
             raise InvalidCall(
                 f"progress is {word}; it is a multiple of {PROGRESS_BYTES} within {registration.size} bytes"
             )
-        try:
-            return keys, registration.paging.rows(request.blocks, len(keys), layout.tokens)
-        except PagingError as error:
-            raise InvalidCall(str(error)) from error
+        return keys, registration.paging.rows(request.blocks, len(keys), layout.tokens)
 
     def purpose(self, purpose: int) -> None:
         self._enum("purpose", purpose, pb.Purpose)

@@ -40,7 +40,7 @@ def moved(daemon: Daemon) -> dict[str, int]:
     assert all(counted[mover] <= granted[mover] for mover in counted)
     assert metrics.totals["delivered_bytes"] <= granted["fetch"] + granted["tier_load"] + granted["page_load"]
     assert metrics.totals["stored_raw_bytes"] <= stored
-    assert sum(size for size, _ in metrics.prefetches().values()) <= granted["prefetch"]
+    assert sum(metrics.prefetch_bytes.values()) <= granted["prefetch"]
     return {name: size for name, size in counted.items() if size}
 
 

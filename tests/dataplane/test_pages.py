@@ -427,7 +427,7 @@ async def expected_pages(client: Client, daemon: Daemon) -> None:
             lasts_ms=60_000,
         )
     )
-    await until(lambda: daemon.metrics.prefetches()["device"][0] > 0)
+    await until(lambda: daemon.metrics.prefetch_bytes["device"] > 0)
 
 
 OTHERS = keys_of(SHAPE, 1, seed=7)
@@ -448,7 +448,7 @@ async def test_records_of_pages_are_not_prefetched_into_memory(tmp_path: Path) -
         with tiers.lock:
             items = [tiers.pool.peek(address_of(key)) for key in [*KEYS, *OTHERS]]
         assert [item is not None and item.value is not None for item in items] == [False] * CHUNKS + [True]
-        assert daemon.metrics.prefetches()["device"][0] == items[-1].length  # type: ignore[union-attr]
+        assert daemon.metrics.prefetch_bytes["device"] == items[-1].length  # type: ignore[union-attr]
         paged.close()
 
 

@@ -87,7 +87,7 @@ def prefetching_in(daemon: Daemon) -> prefetcher.Prefetcher:
 
 
 def prefetched_bytes(daemon: Daemon) -> dict[str, int]:
-    return {hop: size for hop, (size, _) in daemon.metrics.prefetches().items() if size}
+    return {hop: size for hop, size in daemon.metrics.prefetch_bytes.items() if size}
 
 
 def assert_right(client: Client, answer: Fetched) -> None:
@@ -251,7 +251,7 @@ async def test_a_pool_without_devices_keeps_records_of_waiting_requests() -> Non
         for seed in range(60, 64):
             await store(keys_of(SHAPE, 6, seed=seed))
         assert_right(client, await client.fetch(CHAINS[0]))
-        assert daemon.metrics.prefetches() == {}
+        assert daemon.metrics.prefetch_bytes == {}
 
 
 # ---- Faults
@@ -486,9 +486,7 @@ async def test_prefetches_wait_for_turns_and_are_dropped_when_their_request_begi
             await queue.say(gone=[1])  # before the prefetch gets its turn
         await until(lambda: ("prefetch", "request_begun") in dropped(daemon))
         await queue.say({2: chain})
-        await until(
-            lambda: moved(daemon).get("prefetch", 0) == sum(hop[0] for hop in daemon.metrics.prefetches().values())
-        )
+        await until(lambda: moved(daemon).get("prefetch", 0) == sum(daemon.metrics.prefetch_bytes.values()))
 
 
 async def test_a_fetch_gets_records_whose_prefetch_is_in_progress(storage: Server) -> None:

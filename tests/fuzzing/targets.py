@@ -17,7 +17,7 @@ from test_resp import FRAGMENTS, outcome
 from test_volume_format import kept, parse
 
 from dpu_dataplane.config import DataPlaneConfig
-from dpu_dataplane.paging import Paging, PagingError
+from dpu_dataplane.registrations import Paging, RegistrationError
 from dpu_dataplane.validation import InvalidCall, Validator
 from shadowserve import record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
@@ -153,7 +153,7 @@ def _grpc(data: bytes) -> None:
             _VALIDATOR.expected(message)
         elif isinstance(message, pb.RegisterMemoryRequest):
             layouts = _VALIDATOR.layouts(message.layouts)
-            with contextlib.suppress(PagingError):
+            with contextlib.suppress(RegistrationError):
                 Paging.of(message.pages, layouts[0], _PAGED.size)
         elif isinstance(message, pb.FetchRequest):
             _VALIDATOR.fetch(message, lambda _: _DESTINATION)

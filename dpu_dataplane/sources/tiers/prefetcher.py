@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.interference import Granted
 from dpu_dataplane.jobs import Job, Stop
+from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.shared_rate import Mover, Turn
 from dpu_dataplane.sources.found import Cold, Stored
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Resources, Source, WaitingRequest
@@ -104,12 +105,11 @@ class QueuedRecord(NamedTuple):
 class LinkEstimator:
     """A queue of records for one link, and an estimate of the link's throughput."""
 
-    def __init__(self, label: str, concurrency: int) -> None:
+    def __init__(self, metrics: Metrics, label: str, concurrency: int) -> None:
+        self._metrics = metrics
         self.label = label
         self.concurrency = concurrency
         self.queued_bytes = 0  # bytes of records that wait or are in progress
-        self.carried_bytes = 0
-        self.carried_s = 0.0
         self.assumed = UNKNOWN  # throughput until the first measurement
         self._queue: asyncio.Queue[QueuedRecord | None] = asyncio.Queue()
         self._transfers = 0
@@ -149,8 +149,8 @@ class LinkEstimator:
         now = time.monotonic()
         passed, self._measured_at = now - self._measured_at, now
         self._transfers -= 1
-        self.carried_s += passed
-        self.carried_bytes += size
+        self._metrics.prefetch_seconds[self.label] += passed
+        self._metrics.prefetch_bytes[self.label] += size
         self._seconds += passed
         self._bytes += size
         if self._seconds > _WINDOW_S:
@@ -172,11 +172,15 @@ class Prefetcher:
         self._metrics, self._budget = resources.metrics, resources.budget
         self._turns: dict[bytes, Turn] = {}  # of records in progress
         self._part_timeout_s = config.command_timeout_s
-        self._device = LinkEstimator("device", _READS)
-        self._cold = LinkEstimator("cold", _RECEIVED)
+        self._device = LinkEstimator(self._metrics, "device", _READS)
+        self._cold = LinkEstimator(self._metrics, "cold", _RECEIVED)
         self._cold.assumed = _COLD_ASSUMED
         self._links = [self._device] if tiers.has_devices else []
-        self._links += [] if below is None else [LinkEstimator("storage", _RECEIVED), self._cold]
+        if below is not None:
+            self._links += [LinkEstimator(self._metrics, "storage", _RECEIVED), self._cold]
+        for link in self._links:
+            self._metrics.prefetch_bytes[link.label] = 0
+            self._metrics.prefetch_seconds[link.label] = 0.0
         self._requests: dict[Hashable, _Request] = {}
         self._order: list[_Request] = []  # of requests that wait
         self._prefetched: dict[bytes, _Prefetched] = {}
@@ -187,7 +191,6 @@ class Prefetcher:
         self._closing = False
         self._jobs: set[Job] = set()
         self._tasks: list[asyncio.Task[None]] = []
-        self._metrics.prefetches = lambda: {link.label: (link.carried_bytes, link.carried_s) for link in self._links}
         self._metrics.gauges["tier_expected_requests"] = (
             "Requests that wait in engines' queues, as hosts report them",
             lambda: float(len(self._order)),
