@@ -12,6 +12,9 @@ from typing import Any
 import grpc
 import pytest
 from dataplane_support import (
+    EXHAUSTED,
+    FAILED,
+    INVALID,
     Client,
     Segment,
     Server,
@@ -19,6 +22,7 @@ from dataplane_support import (
     kv,
     layout,
     make_record,
+    refused,
     running,
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -27,29 +31,15 @@ from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, free_port, until
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.server import SERVICE_NAME, Daemon
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.proto.convert import layout_message
 
 SHAPE = layout()
 KEYS = keys_of(SHAPE, 4)
-INVALID = grpc.StatusCode.INVALID_ARGUMENT
-FAILED = grpc.StatusCode.FAILED_PRECONDITION
-EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-async def refused(call: Any, code: grpc.StatusCode, *words: str) -> None:
-    """Check that a call is refused with this status, and that its message has these words."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    assert caught.value.code() == code, caught.value
-    for word in words:
-        assert word in (caught.value.details() or ""), caught.value.details()
 
 
 @pytest.fixture
 async def frozen(mortal_storage: Server) -> AsyncIterator[tuple[Daemon, Client, Server]]:
     """A daemon whose storage holds records and has stopped answering; headers are cached."""
-    for index, key in enumerate(KEYS):
-        mortal_storage.put(key, make_record(SHAPE, key, index))
+    mortal_storage.fill(SHAPE, KEYS)
     async with running(mortal_storage, command_timeout_s=NEVER_S) as (daemon, client):
         await client.register(SHAPE, 8)
         await client.lookup(KEYS)
@@ -59,136 +49,14 @@ async def frozen(mortal_storage: Server) -> AsyncIterator[tuple[Daemon, Client, 
         mortal_storage.thaw()
 
 
-# ---- Malformed ------------------------------------------------------------------------------------------------------
-
-
-async def test_malformed_fetches_name_the_field(client: Client) -> None:
-    await client.register(SHAPE, 2)
-    size = 2 * SHAPE.raw_bytes
-    for changes, words in (
-        ({"keys": []}, ["keys"]),
-        ({"keys": [b"short"]}, ["keys[0]", "32"]),
-        ({"keys": [*KEYS, bytes(33)]}, ["keys[4]", "33"]),
-        ({"keys": [bytes(32)] * 65537}, ["keys", "65537"]),
-        ({"job_id": ""}, ["job_id"]),
-        ({"job_id": "x" * 129}, ["job_id", "129"]),
-        ({"timeout_ms": 0}, ["timeout_ms"]),
-        ({"timeout_ms": 2**32 - 1}, ["timeout_ms"]),
-        ({"length": 0}, ["length"]),
-        ({"length": SHAPE.raw_bytes - 1}, ["length"]),
-        ({"length": size + 1}, ["offset", "outside"]),
-        ({"offset": SHAPE.raw_bytes, "length": size}, ["offset", "outside"]),
-        ({"offset": 1, "length": SHAPE.raw_bytes}, ["offset", "multiple of 2"]),
-        ({"offset": 2**64 - 2, "length": 2**64 - 2}, ["outside"]),
-    ):
-        await refused(client.stub.Fetch(client.fetch_request(**{"keys": KEYS} | changes)), INVALID, *words)
-
-
-async def test_malformed_stores_name_the_field(client: Client) -> None:
-    await client.register(SHAPE, 2)
-    for changes, words in (
-        ({"keys": []}, ["keys"]),
-        ({"keys": [bytes(31)]}, ["keys[0]"]),
-        ({"keys": KEYS[:2], "parents": [b""]}, ["parents", "2 keys"]),
-        ({"keys": KEYS[:1], "parents": [bytes(31)]}, ["parents[0]", "31 bytes"]),
-        ({"keys": KEYS[:3]}, ["outside"]),
-        ({"keys": KEYS[:1], "offset": 2**64 - 2}, ["outside"]),
-        ({"keys": KEYS[:1], "offset": 1}, ["offset"]),
-        ({"keys": KEYS[:1], "timeout_ms": 0}, ["timeout_ms"]),
-        ({"keys": KEYS[:1], "job_id": ""}, ["job_id"]),
-    ):
-        await refused(client.stub.Store(client.store_request(**{"keys": KEYS} | changes)), INVALID, *words)
-
-
-async def test_malformed_lookups_name_the_field(client: Client) -> None:
-    space = SHAPE.namespace
-    for chains, words in (
-        ([pb.KeyChain(keys=[b"x"], namespace=space)], ["chains[0].keys[0]"]),
-        ([pb.KeyChain(keys=KEYS, namespace=space), pb.KeyChain(keys=KEYS)], ["chains[1].namespace"]),
-        ([pb.KeyChain(keys=[bytes(32)] * 40000, namespace=space)] * 2, ["80000"]),
-        ([pb.KeyChain(namespace=space)] * 5000, ["5000"]),
-    ):
-        await refused(client.stub.Lookup(pb.LookupRequest(chains=chains, timeout_ms=100)), INVALID, *words)
-    await refused(client.stub.Lookup(pb.LookupRequest(timeout_ms=0)), INVALID, "timeout_ms")
-
-
 async def test_a_lookup_reports_the_stored_bytes(client: Client, storage: Server) -> None:
-    for index, key in enumerate(KEYS[:3]):
-        storage.put(key, make_record(SHAPE, key, index))
+    storage.fill(SHAPE, KEYS[:3])
     storage.put(KEYS[3], b"no record")
     sizes = [len(make_record(SHAPE, key, index)) for index, key in enumerate(KEYS[:3])]
     chains = [pb.KeyChain(keys=keys, namespace=SHAPE.namespace) for keys in (KEYS, KEYS[:1], [bytes(32)], [])]
     answer = await client.stub.Lookup(pb.LookupRequest(chains=chains, timeout_ms=NEVER_MS))
     assert answer.outcome == pb.OUTCOME_COMPLETE
     assert list(answer.stored_bytes) == [sum(sizes), sizes[0], 0, 0]
-
-
-async def test_malformed_registrations_name_the_field(client: Client) -> None:
-    await client.register(SHAPE, 2)
-    segment = client.segment = Segment(2 * SHAPE.raw_bytes)
-    client.segments.append(segment)
-
-    def message(**changes: Any) -> pb.ChunkLayout:
-        made = layout_message(SHAPE)
-        for name, value in changes.items():
-            setattr(made, name, value)
-        return made
-
-    for changes, code, words in (
-        ({"shared_memory": None}, INVALID, ["memory"]),
-        ({"layouts": [message(dtype="float8")]}, INVALID, ["layout: dtype", "float8"]),
-        ({"layouts": [message(quantizer="magic")]}, INVALID, ["layout: quantizer"]),
-        ({"layouts": [message(namespace=b"")]}, INVALID, ["namespace"]),
-        ({"layouts": [message(layers=0)]}, INVALID, ["layers"]),
-        ({"layouts": [message(kinds=3)]}, INVALID, ["kinds"]),
-        ({"layouts": [message(bins=7)]}, INVALID, ["bins"]),
-        ({"layouts": [message(quantizer="binned", bins=32, value_bins=7)]}, INVALID, ["value_bins"]),
-        ({"layouts": [message(value_bins=16)]}, INVALID, ["value_bins"]),
-        ({"layouts": [message(quantizer="binned", bins=32, scale_tokens=1 << 20)]}, INVALID, ["scale_tokens"]),
-        ({"layouts": [message(vector_length=2**32 - 1)]}, INVALID, ["2 MiB"]),
-        ({"layouts": [message(layers=2**32 - 1)]}, INVALID, ["slices"]),
-        ({"layouts": [message(tokens=2**32 - 1)]}, INVALID, ["tokens", "65536"]),
-        ({"layouts": [message(vector_length=1 << 16)]}, FAILED, ["buffer_bytes"]),
-        ({"shared_memory": pb.SharedMemory(name="../etc/passwd", size=segment.size)}, INVALID, ["name"]),
-        ({"shared_memory": pb.SharedMemory(name=segment.name + "\n", size=segment.size)}, INVALID, ["name"]),
-        ({"shared_memory": pb.SharedMemory(name="shadowserve-00000000", size=segment.size)}, INVALID, ["cannot open"]),
-        ({"shared_memory": pb.SharedMemory(name=segment.name, size=segment.size + 1)}, INVALID, ["size"]),
-        ({"shared_memory": pb.SharedMemory(name=segment.name, size=0)}, INVALID, ["size"]),
-        ({"shared_memory": pb.SharedMemory(name=segment.name, size=2**64 - 1)}, EXHAUSTED, ["registered_bytes_max"]),
-    ):
-        await refused(client.stub.RegisterMemory(client.register_request(**changes)), code, *words)
-
-
-async def test_only_own_regular_files_are_mapped(client: Client) -> None:
-    await client.register(SHAPE, 1)
-    target = Segment(SHAPE.raw_bytes)
-    client.segments.append(target)
-    link, pipe, folder, theirs = (f"/dev/shm/shadowserve-{digit * 8}" for digit in "abcd")
-    os.symlink(target.path, link)
-    os.mkfifo(pipe)
-    os.mkdir(folder)
-    with open(theirs, "wb") as file:
-        file.truncate(SHAPE.raw_bytes)
-    try:
-        if os.geteuid() == 0:
-            os.chown(theirs, 12345, 12345)
-        else:
-            os.chmod(theirs, 0)  # without the right to change owners: an unreadable file
-        for path in (link, pipe, folder, theirs):
-            memory = pb.SharedMemory(name=os.path.basename(path), size=SHAPE.raw_bytes)
-            request = client.register_request(shared_memory=memory)
-            await refused(client.stub.RegisterMemory(request), INVALID, path)
-    finally:
-        for path in (link, pipe, theirs):
-            os.unlink(path)
-        os.rmdir(folder)
-
-
-async def test_oversized_messages_are_refused(client: Client) -> None:
-    await client.register(SHAPE, 1)
-    request = client.fetch_request([bytes(1000)] * 20000)
-    await refused(client.stub.Fetch(request), EXHAUSTED)
-    assert (await client.fetch(KEYS[:1])).outcome == pb.OUTCOME_ABSENT
 
 
 async def test_a_truncated_segment_is_refused_and_the_daemon_survives(client: Client) -> None:
@@ -347,8 +215,7 @@ async def test_a_full_queue_refuses(mortal_storage: Server) -> None:
 
 
 async def test_nothing_is_written_after_the_answer(mortal_storage: Server) -> None:
-    for index, key in enumerate(KEYS):
-        mortal_storage.put(key, make_record(SHAPE, key, index))
+    mortal_storage.fill(SHAPE, KEYS)
     async with running(mortal_storage) as (_, client):
         await client.register(SHAPE, 4)
         await client.lookup(KEYS)

@@ -4,7 +4,6 @@ import hashlib
 import logging
 from typing import Any
 
-import grpc
 import pytest
 from dataplane_support import Client, Server, layout, running
 
@@ -66,23 +65,6 @@ async def test_statistics_list_engines_that_have_registered_memory_or_are_new(
         assert await listed() == {"one"}
         await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
         assert await listed() == set()
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model": b"short"},
-        {"chunk_tokens": 1 << 20},
-        {"quantizer": "x" * 65},
-        {"quantizer": "two\nlines"},
-        {"process": "a process"},
-    ],
-    ids=str,
-)
-async def test_a_malformed_engine_is_refused(client: Client, changes: dict[str, Any]) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await hello(client, "an engine", engine(**changes))
-    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_a_quantizer_description_holds_the_parameters_of_the_identity() -> None:

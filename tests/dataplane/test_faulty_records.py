@@ -15,6 +15,7 @@ from dataplane_support import (
     Server,
     keys_of,
     kv,
+    kvs,
     layout,
     make_record,
     namespace,
@@ -208,7 +209,7 @@ async def test_storing_a_quarantined_key_releases_it(redis: Server) -> None:
         assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, 1)
         assert list((await client.lookup(KEYS)).hits) == [3]
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
-        assert [client.chunk(index) for index in range(3)] == [kv(SHAPE, index) for index in range(3)]
+        assert client.chunks(3) == kvs(SHAPE, 3)
 
 
 async def test_quarantine_ends(redis: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from dataplane_support import (
     found,
     keys_of,
     kv,
+    kvs,
     layout,
     make_record,
     running,
@@ -55,11 +56,10 @@ async def test_every_quantizer_and_codec_is_delivered_exactly(storage: Server, w
 async def test_lossless_returns_the_same_bytes(client: Client, storage: Server) -> None:
     shape = layout()
     keys = keys_of(shape, 2)
-    for index, key in enumerate(keys):
-        storage.put(key, make_record(shape, key, index))
+    storage.fill(shape, keys)
     await client.register(shape, 2)
     assert (await client.fetch(keys)).chunks == 2
-    assert [client.chunk(index) for index in range(2)] == [kv(shape, index) for index in range(2)]
+    assert client.chunks(2) == kvs(shape, 2)
 
 
 async def test_a_chunk_of_many_slices_arrives_whole(client: Client, storage: Server) -> None:
@@ -98,8 +98,7 @@ async def test_a_fetch_without_records_is_absent(client: Client) -> None:
 async def test_pieces_beyond_the_region_take_further_calls(client: Client, storage: Server) -> None:
     shape = layout()
     keys = keys_of(shape, 5)
-    for index, key in enumerate(keys):
-        storage.put(key, make_record(shape, key, index))
+    storage.fill(shape, keys)
     await client.register(shape, 2, extra=100)
     seen: list[bytes] = []
     outcomes = []
@@ -108,15 +107,14 @@ async def test_pieces_beyond_the_region_take_further_calls(client: Client, stora
         outcomes.append(answer.outcome)
         seen += [client.chunk(index) for index in range(answer.chunks)]
     assert outcomes == [pb.OUTCOME_BATCH_FULL, pb.OUTCOME_BATCH_FULL, pb.OUTCOME_COMPLETE]
-    assert seen == [kv(shape, index) for index in range(5)]
+    assert seen == kvs(shape, 5)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=way_name)
 async def test_pieces_beyond_the_buffers_take_further_batches(storage: Server, way: dict[str, Any]) -> None:
     shape = layout(vector_length=2048)  # 512 KiB a chunk: staged, 4 in the 2 MiB DMA source buffer
     keys = keys_of(shape, 9)
-    for index, key in enumerate(keys):
-        storage.put(key, make_record(shape, key, index))
+    storage.fill(shape, keys)
     small = way | {"decompression_buffer_bytes": "2MiB", "dma_source_buffer_bytes": "2MiB"}
     async with running(storage, **small) as (daemon, client):
         await client.register(shape, 9)
@@ -126,7 +124,7 @@ async def test_pieces_beyond_the_buffers_take_further_batches(storage: Server, w
             done += answer.chunks
             assert answer.outcome == (pb.OUTCOME_COMPLETE if done == 9 else pb.OUTCOME_BATCH_FULL)
             assert 0 < answer.chunks < 9
-        assert [client.chunk(index) for index in range(9)] == [kv(shape, index) for index in range(9)]
+        assert client.chunks(9) == kvs(shape, 9)
         assert daemon.metrics.totals["batches"] >= 2
 
 
@@ -145,8 +143,7 @@ async def test_only_the_region_is_written(client: Client, storage: Server) -> No
 async def test_a_record_evicted_after_the_lookup_is_absent(client: Client, storage: Server) -> None:
     shape = layout()
     keys = keys_of(shape, 2)
-    for index, key in enumerate(keys):
-        storage.put(key, make_record(shape, key, index))
+    storage.fill(shape, keys)
     await client.register(shape, 2)
     assert list((await client.lookup(keys)).hits) == [2]
     storage.command(b"DEL", storage_key(keys[1]))
@@ -198,14 +195,13 @@ async def test_lookup_answers_all_chains_in_order(client: Client, storage: Serve
 async def test_plain_redis_can_serve_as_storage(redis: Server) -> None:
     shape = layout(layers=64)  # 128 slices: the header is longer than the first range
     keys = keys_of(shape, 3)
-    for index, key in enumerate(keys[:2]):
-        redis.put(key, make_record(shape, key, index))
+    redis.fill(shape, keys[:2])
     async with running(redis) as (_, client):
         await client.register(shape, 3)
         assert list((await client.lookup(keys)).hits) == [2]
         answer = await client.fetch(keys)
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_ABSENT, 2)
-        assert [client.chunk(index) for index in range(2)] == [kv(shape, index) for index in range(2)]
+        assert client.chunks(2) == kvs(shape, 2)
         client.segment.memory[:] = 0
         client.segment.memory[2 * shape.raw_bytes :] = memoryview(kv(shape, 2))
         assert (await client.store(keys[2:], offset=2 * shape.raw_bytes)).outcome == pb.OUTCOME_COMPLETE

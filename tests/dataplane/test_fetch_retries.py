@@ -33,9 +33,7 @@ async def script(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Scripte
 async def fetch(client: Client, outcome: int, count: int) -> str:
     answer = await client.fetch(KEYS)
     assert (answer.outcome, answer.chunks) == (outcome, count), answer.detail
-    assert [client.chunk(index) for index in range(count)] == [
-        expected(SHAPE, KEYS[index], RECORDS[index]) for index in range(count)
-    ]
+    assert client.chunks(count) == [expected(SHAPE, KEYS[index], RECORDS[index]) for index in range(count)]
     return answer.detail
 
 
@@ -75,9 +73,7 @@ async def test_failures_of_two_groups_are_retried_for_both(
         source.cuts = 1
     answer = await client.stub.Fetch(client.fetch_request([], parts=parts, order=order))
     assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
-    assert [client.chunk(index) for index in range(4)] == [
-        expected(SHAPE, key, data) for key, data in zip(KEYS, RECORDS, strict=True)
-    ]
+    assert client.chunks(4) == [expected(SHAPE, key, data) for key, data in zip(KEYS, RECORDS, strict=True)]
     assert not source.damaged and source.recovered <= 2
 
 

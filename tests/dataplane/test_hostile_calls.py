@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from dataplane_support import Client, DaemonProcess, Server, keys_of, kv, layout, make_record, running
+from dataplane_support import Client, DaemonProcess, Server, keys_of, kv, layout, running
 from grpc_health.v1 import health_pb2
 from machine import NEVER_MS, NEVER_S, until
 
@@ -31,8 +31,7 @@ TIMES = 150
 @contextlib.asynccontextmanager
 async def attacked(storage: Server, directory: Path, **changes: Any) -> AsyncIterator[tuple[DaemonProcess, Client]]:
     """A daemon and its client. Afterwards, calls must still work, and the attack must not have filled the log."""
-    for index, key in enumerate(KEYS):
-        storage.put(key, make_record(SHAPE, key, index))
+    storage.fill(SHAPE, KEYS)
     daemon = DaemonProcess(storage, directory, **changes)
     client = Client(daemon.address)
     try:

@@ -16,7 +16,6 @@ from dataplane_support import (
     keys_of,
     kv,
     layout,
-    make_record,
     running,
 )
 from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, until
@@ -25,7 +24,6 @@ from dpu_dataplane.hosts import SESSIONS_MAX, HelloRequired, HostTable
 from dpu_dataplane.registrations import Registrations
 from dpu_dataplane.server import Daemon, _buffers, _make_pipeline
 from shadowserve import __version__, native
-from shadowserve.keys import SCHEMA_VERSION
 from shadowserve.proto import HELLO_KEY, PROTOCOL_VERSION, SESSION_KEY
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import layout_message
@@ -58,39 +56,6 @@ async def test_hello_describes_the_data_plane(client: Client, request: pytest.Fi
     backend = native.backends()[request.node.callspec.params["client"]]
     assert (answer.backend, answer.emulated, bool(answer.device)) == (backend.name, backend.emulated, True)
     assert "shared_memory" in answer.memory_kinds
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"protocol_version": 77}, ["protocol version 77", f"protocol version {PROTOCOL_VERSION}", "same release"]),
-        ({"record_version": 9, "version": "3.2.1"}, ["record version 9", "3.2.1", __version__, "same release"]),
-        ({"key_schema": 0}, ["key schema 0", f"key schema {SCHEMA_VERSION}", "same release"]),
-        ({"chunk_bytes": 12}, ["12 bytes", f"{SHAPE.raw_bytes}"]),
-        ({"layout": layout_message(layout(vector_length=1 << 16)), "chunk_bytes": 1 << 24}, ["buffer_bytes"]),
-    ],
-    ids=["protocol", "record", "keys", "chunk", "buffers"],
-)
-async def test_an_incompatible_host_is_refused(client: Client, changes: dict[str, Any], words: list[str]) -> None:
-    request = {"layout": layout_message(SHAPE), "chunk_bytes": SHAPE.raw_bytes, "host": "another machine"} | changes
-    error = await status(client.plain.Hello(hello_request(**request)))
-    assert error.code() is FAILED
-    assert all(word in error.details() for word in words), error.details()
-    await client.hello()  # it must have used no place
-
-
-@pytest.mark.parametrize("changes", [{"host": ""}, {"host": "x" * 65}, {"process": "x" * 257}], ids=str)
-async def test_a_malformed_hello_is_invalid(client: Client, changes: dict[str, str]) -> None:
-    error = await status(client.plain.Hello(hello_request(**changes)))
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-
-async def test_one_namespace_has_one_shape(client: Client) -> None:
-    await client.register(SHAPE, 1)
-    other = layout(layers=2)
-    assert other.namespace == SHAPE.namespace
-    error = await status(client.hello(layout=layout_message(other), chunk_bytes=other.raw_bytes))
-    assert error.code() is FAILED and "namespace" in error.details() and "same release" in error.details()
 
 
 async def test_calls_without_a_session_are_refused(client: Client) -> None:
@@ -137,8 +102,7 @@ async def test_another_host_is_accepted_after_the_first_is_removed(storage: Serv
 
 
 async def test_a_caller_with_another_hosts_name_has_no_access_to_it(storage: Server) -> None:
-    for index, key in enumerate(KEYS):
-        storage.put(key, make_record(SHAPE, key, index))
+    storage.fill(SHAPE, KEYS)
     async with running(storage) as (daemon, victim):
         await victim.register(SHAPE, 4)
         thief = Client(daemon.address)
@@ -246,8 +210,7 @@ async def test_an_idle_host_without_calls_and_segments_is_removed(storage: Serve
 
 
 async def test_hosts_are_kept_apart(storage: Server) -> None:
-    for index, key in enumerate(KEYS):
-        storage.put(key, make_record(SHAPE, key, index))
+    storage.fill(SHAPE, KEYS)
     async with running(storage, hosts_max=2) as (daemon, mine), another(daemon) as theirs:
         await mine.register(SHAPE, 4)
         await theirs.register(SHAPE, 4)
@@ -286,8 +249,7 @@ async def test_jobs_of_hosts_are_kept_apart(mortal_storage: Server) -> None:
 
 
 async def test_a_recording_has_no_spans_of_other_hosts(storage: Server) -> None:
-    for index, key in enumerate(KEYS):
-        storage.put(key, make_record(SHAPE, key, index))
+    storage.fill(SHAPE, KEYS)
     async with running(storage, hosts_max=2) as (daemon, mine), another(daemon) as theirs:
         await mine.register(SHAPE, 4)
         await theirs.register(SHAPE, 4)
@@ -323,8 +285,7 @@ async def test_a_host_cannot_use_up_other_hosts_shares_of_memory(storage: Server
 
 
 async def test_a_host_cannot_fill_the_queue(mortal_storage: Server) -> None:
-    for index, key in enumerate(KEYS):
-        mortal_storage.put(key, make_record(SHAPE, key, index))
+    mortal_storage.fill(SHAPE, KEYS)
     async with (
         running(mortal_storage, hosts_max=2, fetch_queue=4, command_timeout_s=NEVER_S) as (daemon, ours),
         another(daemon) as theirs,

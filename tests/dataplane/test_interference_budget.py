@@ -7,11 +7,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 from budget_support import RATE, delayed, dropped, held, moved, report
-from dataplane_support import Server, keys_of, kv, layout, make_record, running
+from dataplane_support import Server, keys_of, kv, kvs, layout, make_record, running
 from machine import until
 from test_tiers import store, tiers_in, tiers_of
 
@@ -21,13 +20,12 @@ from shadowserve.proto import dataplane_pb2 as pb
 
 SHAPE = layout(vector_length=2048)  # 512 KiB a chunk
 KEYS = keys_of(SHAPE, 6)
-CHUNKS = [kv(SHAPE, index) for index in range(6)]
+CHUNKS = kvs(SHAPE, 6)
 
 
 @pytest.fixture
 def stored(storage: Server) -> Server:
-    for index, key in enumerate(KEYS):
-        storage.put(key, make_record(SHAPE, key, index))
+    storage.fill(SHAPE, KEYS)
     return storage
 
 
@@ -41,7 +39,7 @@ async def test_a_fetch_keeps_to_the_rate_of_another_engine_that_decodes(stored: 
         offset = 3 * SHAPE.raw_bytes
         answer = await client.fetch(KEYS[3:], offset=offset, length=offset)
         assert (answer.chunks, answer.outcome) == (3, pb.OUTCOME_COMPLETE)
-        assert [client.chunk(index) for index in range(6)] == CHUNKS
+        assert client.chunks(6) == CHUNKS
         assert moved(daemon) == {"fetch": 6 * SHAPE.raw_bytes}
 
 
@@ -175,27 +173,3 @@ async def test_reports_of_steps_are_answered_with_the_moved_bytes(stored: Server
         answer = await report(client, rate=0)
         assert (answer.moved_bytes, answer.moving) == (6 * SHAPE.raw_bytes, False)
         assert (await report(client, rate=0)).moved_bytes == answer.moved_bytes, "no bytes must have moved since"
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"engine": b""}, {"engine": bytes(33)}, {"rate": 1}, {"rate": RATE - 1}, {"interference_budget": -1},
-        {"interference_budget": float("nan")}, {"lasts_ms": 0}, {"lasts_ms": 3_600_000},
-    ],
-    ids=str,
-)  # fmt: skip
-async def test_malformed_reports_are_refused(stored: Server, wrong: dict[str, Any]) -> None:
-    async with running(stored) as (daemon, client):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await report(client, **wrong)
-        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert not daemon.budget.bounded
-
-
-async def test_an_unknown_purpose_is_refused(stored: Server) -> None:
-    async with running(stored) as (_, client):
-        await client.register(SHAPE, 6)
-        for call in (client.fetch, client.store):
-            with pytest.raises(grpc.aio.AioRpcError, match="purpose is 7"):
-                await call(KEYS, purpose=7)

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from dataplane_support import WAYS, Client, Server, keys_of, kv, layout, make_record, running, way_name
+from dataplane_support import WAYS, Client, Server, keys_of, kv, kvs, layout, make_record, running, way_name
 from machine import NEVER_MS, WAIT_MAX_S
 from scripted_source import ScriptedSource
 
@@ -39,8 +39,7 @@ async def streamed(call: Any) -> tuple[list[int], pb.FetchResponse]:
 
 def stored(storage: Server) -> list[bytes]:
     keys = keys_of(SHAPE, CHUNKS)
-    for index, key in enumerate(keys):
-        storage.put(key, make_record(SHAPE, key, index))
+    storage.fill(SHAPE, keys)
     return keys
 
 
@@ -55,7 +54,7 @@ async def test_a_stream_ends_with_the_answer_of_the_fetch(storage: Server, way: 
             assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
             assert unpack(answer.delivered[0], SHAPE.layers, CHUNKS).all()
             assert all(0 < count <= SHAPE.layers for count in layers)
-            assert [client.chunk(index) for index in range(CHUNKS)] == [kv(SHAPE, index) for index in range(CHUNKS)]
+            assert client.chunks(CHUNKS) == kvs(SHAPE, CHUNKS)
 
 
 @pytest.fixture
@@ -188,23 +187,3 @@ async def test_pages_of_unknown_memory_are_an_outcome(client: Client, storage: S
     part = client.part(keys, memory_id=client.memory_id ^ 1)
     layers, answer = await streamed(client.stub.FetchLayers(request(client, keys, parts=[part])))
     assert (layers, answer.outcome) == ([], pb.OUTCOME_UNKNOWN_MEMORY)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"order": pb.ORDER_CHUNKS}, "order of layers"),
-        ({"progress": SIZE}, "not in a word"),
-        ({"timeout_ms": 0}, "every call has a deadline"),
-        ({"parts": []}, "parts has 0"),
-    ],
-    ids=str,
-)
-async def test_a_stream_needs_the_order_of_layers(
-    client: Client, storage: Server, changes: dict[str, Any], says: str
-) -> None:
-    keys = stored(storage)
-    await client.register(SHAPE, CHUNKS, extra=64)
-    with pytest.raises(grpc.aio.AioRpcError, match=says) as refused:
-        await streamed(client.stub.FetchLayers(request(client, keys, **changes)))
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

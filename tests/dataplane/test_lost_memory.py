@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from dataplane_support import WAYS, Client, DaemonProcess, Server, keys_of, kv, layout, make_record, way_name
+from dataplane_support import WAYS, Client, DaemonProcess, Server, keys_of, kv, kvs, layout, way_name
 from machine import NEVER_S, until
 
 from shadowserve.proto import dataplane_pb2 as pb
@@ -57,7 +57,7 @@ async def served(daemon: DaemonProcess) -> AsyncIterator[tuple[Shrinking, Client
         yield shrinking, good
         assert daemon.process.poll() is None, "the daemon lives"
         assert (await good.fetch(KEYS)).chunks == 4
-        assert [good.chunk(index) for index in range(4)] == [kv(SHAPE, index) for index in range(4)]
+        assert [good.chunk(index) for index in range(4)] == kvs(SHAPE, 4)
         assert daemon.stop() == 0
         log = daemon.log.read_text()
         assert "Traceback" not in log
@@ -70,8 +70,7 @@ async def served(daemon: DaemonProcess) -> AsyncIterator[tuple[Shrinking, Client
 
 
 def fill(server: Server) -> None:
-    for index, key in enumerate(KEYS):
-        server.put(key, make_record(SHAPE, key, index))
+    server.fill(SHAPE, KEYS)
 
 
 async def refusal(call: "asyncio.Future[pb.FetchResponse] | asyncio.Future[pb.StoreResponse]") -> str:

@@ -6,7 +6,20 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
-from dataplane_support import Client, Fetched, Found, Server, Stored, found, keys_of, kv, layout, make_record, running
+from dataplane_support import (
+    Client,
+    Fetched,
+    Found,
+    Server,
+    Stored,
+    found,
+    keys_of,
+    kv,
+    kvs,
+    layout,
+    make_record,
+    running,
+)
 from machine import NEVER_MS, WAIT_MAX_MS, WAIT_MAX_S, free_port, until
 
 from dpu_dataplane.sources.outage import BACKOFF_MAX_S
@@ -278,7 +291,7 @@ async def test_wrong_answers_of_a_server_are_misses(liar: Liar, lie: str) -> Non
         assert answer.detail
         liar.lie = lambda command: None
         await fetch_until(client, pb.OUTCOME_COMPLETE)
-        assert [client.chunk(index) for index in range(6)] == [kv(SHAPE, index) for index in range(6)]
+        assert client.chunks(6) == kvs(SHAPE, 6)
 
 
 @pytest.mark.parametrize("after", [0, 1, 3, 5000])

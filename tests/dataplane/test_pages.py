@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 from budget_support import moved, report
-from dataplane_support import BACKEND, Client, Fetched, Segment, Server, keys_of, kv, layout, running
+from dataplane_support import BACKEND, Client, Fetched, Segment, Server, keys_of, kv, kvs, layout, running
 from machine import WAIT_MAX_MS, WAIT_MAX_S, until
 from test_tiers import cool, store, tiers_in, tiers_of
 
@@ -82,7 +82,7 @@ class Paged:
     def assert_right(self, answer: Fetched, count: int = CHUNKS) -> None:
         """Check that these chunks are in place and no other bytes were written. Then overwrite the memory."""
         assert answer.chunks == count, answer
-        assert [self.chunk(index) for index in range(count)] == [kv(SHAPE, index) for index in range(count)]
+        assert [self.chunk(index) for index in range(count)] == kvs(SHAPE, count)
         others = sorted(set(range(BLOCKS)) - set(self.blocks))
         assert (self.memory[:WORD].reshape(BLOCKS, -1)[others] == SPOILED).all(), "other blocks were written"
         self.memory[:WORD] = SPOILED
@@ -150,7 +150,7 @@ async def test_pages_are_loaded_exactly_and_layers_are_reported(tmp_path: Path) 
         assert daemon.metrics.totals["page_bytes"] == (1 + 4 + CHUNKS) * SHAPE.raw_bytes
         assert daemon.metrics.totals["page_requests"] == 3, "each retrieval must be one request of any length"
         assert (await client.fetch(KEYS)).chunks == CHUNKS, "they must be readable as normal records"
-        assert [client.chunk(index) for index in range(CHUNKS)] == [kv(SHAPE, index) for index in range(CHUNKS)]
+        assert client.chunks(CHUNKS) == kvs(SHAPE, CHUNKS)
 
 
 async def test_pages_survive_a_restart(tmp_path: Path) -> None:
@@ -371,41 +371,6 @@ async def test_records_are_not_overwritten_while_they_are_read(tmp_path: Path, m
         with tiers.lock:
             submit(held)
         paged.assert_right(await call)
-
-
-def test_impossible_pages_are_refused(tmp_path: Path) -> None:
-    cases = {
-        "stride": {"stride": LAYERS * PAGE + 512},
-        "beyond": {"blocks": BLOCKS + 1},
-        "far beyond": {"blocks": 2**32 - 1, "stride": 2**52},
-        "layers": {"first": [0]},
-        "begin": {"first": [layer * PAGE + 64 for layer in range(LAYERS)]},
-        "overlap": {"stride": PAGE // 2},
-        "none": {"blocks": 0},
-    }
-
-    async def refuse() -> None:
-        async with stored(tmp_path) as (_, client, paged):
-            for name, changes in cases.items():
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await paged.register(**changes)
-                assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT, name
-            for name, changes in {
-                "a block that is not there": {"blocks": [BLOCKS, *paged.blocks[1:]]},
-                "too few blocks": {"blocks": paged.blocks[1:]},
-                "an odd word": {"progress": WORD + 2},
-                "a word outside": {"progress": WORD + 4096},
-                "no keys": {"keys": []},
-                "plain memory": {"memory_id": client.memory_id},
-            }.items():
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await paged.fetch(**({"keys": KEYS} | changes))  # type: ignore[arg-type]
-                assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT, name
-            paged.assert_untouched()
-            answer = await paged.fetch(memory_id=12345)
-            assert answer.outcome == pb.OUTCOME_UNKNOWN_MEMORY
-
-    asyncio.run(refuse())
 
 
 async def test_metrics_of_tiers_with_devices_can_be_collected(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 from budget_support import delayed, dropped, moved, report
@@ -18,6 +17,7 @@ from dataplane_support import (
     Server,
     keys_of,
     kv,
+    kvs,
     layout,
     make_record,
     running,
@@ -69,8 +69,7 @@ class Queue:
 
 
 def put_chain(server: Server, keys: Sequence[bytes]) -> None:
-    for index, key in enumerate(keys):
-        server.put(key, make_record(SHAPE, key, index))
+    server.fill(SHAPE, keys)
 
 
 def resident(daemon: Daemon, keys: Iterable[bytes]) -> list[bool]:
@@ -92,7 +91,7 @@ def prefetched_bytes(daemon: Daemon) -> dict[str, int]:
 
 def assert_right(client: Client, answer: Fetched) -> None:
     assert (answer.chunks, answer.outcome) == (6, pb.OUTCOME_COMPLETE), answer
-    assert [client.chunk(index) for index in range(6)] == [kv(SHAPE, index) for index in range(6)]
+    assert client.chunks(6) == kvs(SHAPE, 6)
     client.segment.memory[:] = 0xA5
 
 
@@ -307,31 +306,6 @@ async def test_late_messages_are_ignored_and_missing_ones_requested(storage: Ser
         assert not (await Queue(other_host).say({}, whole=True)).again
         assert len(waiting()) == 3
         await other_host.close()
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("queue", b""),
-        ("queue", b"q" * 33),
-        ("lasts_ms", 0),
-        ("lasts_ms", 1 << 31),
-        ("gone", range(REQUESTS_MAX + 1)),
-        ("order", range(REQUESTS_MAX + 1)),
-        ("begins_in_ms", [1, 2, 3]),
-        ("arrivals", [pb.Arrival(request=index) for index in range(REQUESTS_MAX + 1)]),
-        ("arrivals", [pb.Arrival(chains=[pb.KeyChain(keys=[b"k"], namespace=bytes(32))])]),
-        ("arrivals", [pb.Arrival(chains=[pb.KeyChain(keys=[bytes(32)] * 70_000, namespace=bytes(32))])]),
-        ("arrivals", [pb.Arrival(chains=[pb.KeyChain(namespace=bytes(32))] * 5000)]),
-    ],
-)
-async def test_absurd_numbers_are_refused_before_anything_is_allocated(storage: Server, field: str, value: Any) -> None:
-    async with running(storage, tiers=tiers_of()) as (daemon, client):
-        await client.register(SHAPE, 1)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await Queue(client).say(**{field: value})
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert not prefetching_in(daemon)._requests
 
 
 async def test_a_host_has_its_share_of_waiting_requests(storage: Server) -> None:

@@ -63,8 +63,7 @@ async def test_a_signal_stops_an_idle_daemon_at_once(storage: Server, tmp_path: 
 
 
 async def test_sigterm_while_fetching_answers_and_exits(mortal_storage: Server, tmp_path: Path) -> None:
-    for index, key in enumerate(KEYS):
-        mortal_storage.put(key, make_record(SHAPE, key, index))
+    mortal_storage.fill(SHAPE, KEYS)
     port = free_port()
     daemon = DaemonProcess(mortal_storage, tmp_path, command_timeout_s=NEVER_S, shutdown_timeout_s=2, metrics_port=port)
     async with client_of(daemon) as client:
@@ -86,8 +85,7 @@ async def test_sigterm_while_fetching_answers_and_exits(mortal_storage: Server, 
 
 
 async def test_cancelled_jobs_answer_after_the_daemon_was_suspended(mortal_storage: Server, tmp_path: Path) -> None:
-    for index, key in enumerate(KEYS):
-        mortal_storage.put(key, make_record(SHAPE, key, index))
+    mortal_storage.fill(SHAPE, KEYS)
     daemon = DaemonProcess(mortal_storage, tmp_path, command_timeout_s=NEVER_S, shutdown_timeout_s=2)
     async with client_of(daemon) as client:
         await client.register(SHAPE, 4)
@@ -105,8 +103,7 @@ async def test_cancelled_jobs_answer_after_the_daemon_was_suspended(mortal_stora
 
 
 async def test_sigterm_lets_a_short_job_finish(mortal_storage: Server, tmp_path: Path) -> None:
-    for index, key in enumerate(KEYS):
-        mortal_storage.put(key, make_record(SHAPE, key, index))
+    mortal_storage.fill(SHAPE, KEYS)
     daemon = DaemonProcess(mortal_storage, tmp_path, shutdown_timeout_s=NEVER_S)
     async with client_of(daemon) as client:
         await client.register(SHAPE, 4)
@@ -157,8 +154,7 @@ def test_a_second_daemon_on_the_same_port_refuses_to_start(storage: Server, tmp_
 
 async def test_no_thread_leaves_the_cores_of_the_process(storage: Server, tmp_path: Path) -> None:
     core = max(os.sched_getaffinity(0))
-    for index, key in enumerate(KEYS):
-        storage.put(key, make_record(SHAPE, key, index))
+    storage.fill(SHAPE, KEYS)
     daemon = DaemonProcess(storage, tmp_path, cores=[core])
     async with client_of(daemon) as client:
         await client.register(SHAPE, len(KEYS))

@@ -4,7 +4,6 @@ import asyncio
 import sys
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 from dataplane_support import WAYS, Client, Server, keys_of, layout, make_record, running, way_name
@@ -22,8 +21,7 @@ SENTINEL = 0xEEEEEEEE
 async def prepared(client: Client, storage: Server) -> list[bytes]:
     """Store chunks, and register memory with room for a word behind them."""
     keys = keys_of(SHAPE, CHUNKS)
-    for index, key in enumerate(keys):
-        storage.put(key, make_record(SHAPE, key, index))
+    storage.fill(SHAPE, keys)
     await client.register(SHAPE, CHUNKS, extra=64)
     return keys
 
@@ -93,8 +91,7 @@ async def test_pieces_beyond_the_buffers_are_not_reported(storage: Server) -> No
     shape = layout(layers=6, vector_length=2048)
     async with running(storage, decompression_buffer_bytes="1MiB", dma_source_buffer_bytes="1MiB") as (_, client):
         keys = keys_of(shape, 6)
-        for index, key in enumerate(keys):
-            storage.put(key, make_record(shape, key, index))
+        storage.fill(shape, keys)
         size = len(keys) * shape.raw_bytes
         await client.register(shape, len(keys), extra=64)
         word = Word(client, size)
@@ -160,26 +157,6 @@ async def test_a_chunk_counts_once_all_parts_have_it(client: Client, storage: Se
         parts = [client.part(keys[:4], length=4 * size), client.part([other], offset=4 * size, length=size)]
         answer = await client.stub.Fetch(request(client, keys, parts=parts, order=pb.ORDER_CHUNKS))
         assert (answer.outcome, word.get()) == (outcome, there)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"progress": 0}, "outside the regions of the parts"),
-        ({"progress": CHUNKS * SHAPE.raw_bytes - 4}, "outside the regions of the parts"),
-        ({"progress": CHUNKS * SHAPE.raw_bytes + 2}, "multiple of 4"),
-        ({"progress": CHUNKS * SHAPE.raw_bytes + 64}, "at least 4 bytes before the end"),
-        ({"progress": 2**64 - 4}, "at least 4 bytes before the end"),
-    ],
-    ids=str,
-)
-async def test_a_misplaced_progress_word_is_refused(
-    client: Client, storage: Server, changes: dict[str, Any], says: str
-) -> None:
-    keys = await prepared(client, storage)
-    with pytest.raises(grpc.aio.AioRpcError, match=says) as refused:
-        await client.stub.Fetch(request(client, keys, **changes))
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_progress_of_more_chunks_than_a_batch_counts_covers_the_first(storage: Server) -> None:

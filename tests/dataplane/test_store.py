@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from dataplane_support import BACKEND, Client, Server, config, keys_of, kv, layout, make_record, running
+from dataplane_support import BACKEND, Client, Server, config, keys_of, kv, kvs, layout, make_record, running
 from machine import until
 
 from dpu_dataplane.batches import encoded_bound
@@ -79,7 +79,7 @@ async def test_stored_chunks_are_fetched_by_another_daemon(storage: Server) -> N
         await client.register(shape, 4)
         assert list((await client.lookup(keys)).hits) == [4]
         assert (await client.fetch(keys)).outcome == pb.OUTCOME_COMPLETE
-        assert [client.chunk(index) for index in range(4)] == [kv(shape, index) for index in range(4)]
+        assert client.chunks(4) == kvs(shape, 4)
 
 
 async def test_stored_chunks_are_not_sent_again(storage: Server) -> None:
@@ -210,4 +210,4 @@ async def test_chunks_are_encoded_while_earlier_ones_are_put(storage: Server) ->
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 10)
         client.segment.memory[:] = 0
         assert (await client.fetch(keys)).chunks == 10
-        assert [client.chunk(index) for index in range(10)] == [kv(shape, index) for index in range(10)]
+        assert client.chunks(10) == kvs(shape, 10)

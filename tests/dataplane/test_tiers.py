@@ -68,7 +68,7 @@ async def cool(daemon: Daemon) -> None:
 
 def assert_right(client: Client, answer: Fetched, count: int = 6) -> None:
     assert (answer.chunks, answer.outcome) == (count, pb.OUTCOME_COMPLETE), answer
-    assert [client.chunk(index) for index in range(count)] == CHUNKS[:count]
+    assert client.chunks(count) == CHUNKS[:count]
     client.segment.memory[:] = 0xA5
 
 
@@ -197,7 +197,7 @@ async def test_a_tier_smaller_than_a_prompt_serves_it_correctly(storage: Server,
         await client.register(SHAPE, 24)
         for _ in range(4):
             await fetch_all(client, keys)
-            assert [client.chunk(index) for index in range(24)] == [CHUNKS[index % 6] for index in range(24)]
+            assert client.chunks(24) == [CHUNKS[index % 6] for index in range(24)]
             client.segment.memory[:] = 0xA5
             await cool(daemon)
         assert daemon.metrics.tier_records["device"] > 0
@@ -213,7 +213,7 @@ async def test_a_full_tier_keeps_the_last_used_records_and_never_returns_wrong_b
         assert answer.chunks > 0
         for chain in chains:
             found = (await client.fetch(chain)).chunks
-            assert [client.chunk(index) for index in range(found)] == CHUNKS[:found]
+            assert client.chunks(found) == CHUNKS[:found]
         assert (await client.lookup(chains[0])).hits == [0]
 
 

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     load_pem_private_key,
 )
-from dataplane_support import Client, Server, config, hello_request, keys_of, kv, layout, make_record
+from dataplane_support import Client, Server, config, hello_request, keys_of, kv, layout
 from machine import WAIT_MAX_S
 
 from dpu_dataplane.config import DataPlaneConfig
@@ -67,8 +67,7 @@ async def turned_away(daemon: Daemon, authority: Path, own: Path | None) -> None
 async def test_only_hosts_with_a_certificate_of_the_authority_are_served(
     storage: Server, certificates: Path, expired: Path, foreign: Path
 ) -> None:
-    for index, key in enumerate(KEYS):
-        storage.put(key, make_record(SHAPE, key, index))
+    storage.fill(SHAPE, KEYS)
     async with serving(storage, certificates) as daemon:
         await turned_away(daemon, certificates, None)
         await turned_away(daemon, certificates, expired)

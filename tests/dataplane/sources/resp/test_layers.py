@@ -85,8 +85,7 @@ async def test_batches_too_large_for_the_node_use_ranges_and_smaller_ones_one_re
     keys = keys_of(large, 9)
     try:
         async with running(server, layer_request_bytes_min=0) as (daemon, client):
-            for index, key in enumerate(keys):
-                server.put(key, make_record(large, key, index))
+            server.fill(large, keys)
             await client.register(large, len(keys))
             before = calls(server).get("getrange", 0)
             for count, batches in ((9, 0), (2, 1)):
@@ -117,8 +116,7 @@ async def test_below_tiers_a_layer_request_fills_the_pool_and_local_records_use_
 ) -> None:
     large = layout(layers=6, vector_length=2048)
     keys = keys_of(large, 3)
-    for index, key in enumerate(keys):
-        storage.put(key, make_record(large, key, index))
+    storage.fill(large, keys)
     tiers = {"memory_budget_bytes": "64MiB"}
     async with running(storage, layer_request_bytes_min=0, tiers=tiers) as (daemon, client):
         await client.register(large, len(keys))
