@@ -126,9 +126,7 @@ async def test_a_host_has_its_share_of_publications(server: Server) -> None:
         assert (await publish(theirs, KEYS)).outcome == pb.OUTCOME_COMPLETE
         assert await pending(ours) == [True] * 4, "lookups go on"
         assert (await publish(ours, many[:8], 0)).outcome == pb.OUTCOME_COMPLETE
-        assert (await publish(ours, numbered(8, share))).outcome == pb.OUTCOME_COMPLETE, (
-            "withdrawn keys are free"
-        )
+        assert (await publish(ours, numbered(8, share))).outcome == pb.OUTCOME_COMPLETE, "withdrawn keys are free"
 
 
 async def test_a_host_does_not_withdraw_keys_published_by_another_host(server: Server) -> None:
