@@ -1,7 +1,6 @@
 """Calls: malformed, cancelled, abandoned, overlapping, too many; registrations; health; metrics."""
 
 import asyncio
-import os
 import time
 import urllib.error
 import urllib.request
@@ -14,10 +13,9 @@ import pytest
 from dataplane_support import (
     EXHAUSTED,
     FAILED,
-    INVALID,
     Client,
-    Segment,
     Server,
+    cancel,
     keys_of,
     kv,
     layout,
@@ -59,21 +57,6 @@ async def test_a_lookup_reports_the_stored_bytes(client: Client, storage: Server
     assert list(answer.stored_bytes) == [sum(sizes), sizes[0], 0, 0]
 
 
-async def test_a_truncated_segment_is_refused_and_the_daemon_survives(client: Client) -> None:
-    segment = Segment(2 * SHAPE.raw_bytes)
-    client.shape, client.segment = SHAPE, segment
-    client.segments.append(segment)
-    client.memory_id = (await client.stub.RegisterMemory(client.register_request())).memory_id
-    os.truncate(segment.path, 4096)
-    await refused(client.stub.Fetch(client.fetch_request(KEYS)), INVALID, "shorter")
-    os.truncate(segment.path, segment.size)
-    assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY, (
-        "so that the host registers its memory again"
-    )
-    await client.register(SHAPE, 2)
-    assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
-
-
 # ---- Registered memory ----------------------------------------------------------------------------------------------
 
 
@@ -85,22 +68,6 @@ async def test_unknown_memory_is_an_outcome(client: Client) -> None:
     await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
     assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
     await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
-
-
-async def test_registrations_are_bounded(storage: Server) -> None:
-    async with running(storage, registrations_max=2) as (_, client):
-        await client.register(SHAPE, 1)
-        await client.register(SHAPE, 1)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await client.register(SHAPE, 1)
-        assert caught.value.code() == EXHAUSTED and "registrations_max" in (caught.value.details() or "")
-        await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
-        await client.register(SHAPE, 1)
-    async with running(storage, registered_bytes_max=3 * SHAPE.raw_bytes) as (_, client):
-        await client.register(SHAPE, 2)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await client.register(SHAPE, 2)
-        assert caught.value.code() == EXHAUSTED
 
 
 async def test_an_idle_registration_is_removed(storage: Server) -> None:
@@ -127,7 +94,7 @@ async def test_release_returns_only_when_the_region_is_quiet(frozen: tuple[Daemo
     done, _ = await asyncio.wait({release, fetch}, timeout=0.3)
     assert not done
     assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
-    assert (await client.stub.Cancel(pb.CancelRequest(job_id="slow"))).found
+    assert await cancel(client, "slow")
     assert (await fetch).outcome == pb.OUTCOME_CANCELLED
     await release
 
@@ -142,19 +109,19 @@ async def test_cancel_ends_a_running_and_a_waiting_fetch(frozen: tuple[Daemon, C
     await until(storage.asked)
     waiting = asyncio.ensure_future(client.fetch(KEYS, job_id="two", offset=length, length=length, timeout_ms=NEVER_MS))
     await until(lambda: daemon.metrics.gauges["fetch_queue_jobs"][1]() == 1)
-    assert (await client.stub.Cancel(pb.CancelRequest(job_id="two"))).found
+    assert await cancel(client, "two")
     assert (await waiting).outcome == pb.OUTCOME_CANCELLED
     assert not running_one.done()
-    assert (await client.stub.Cancel(pb.CancelRequest(job_id="one"))).found
+    assert await cancel(client, "one")
     assert (await running_one).outcome == pb.OUTCOME_CANCELLED
-    assert not (await client.stub.Cancel(pb.CancelRequest(job_id="one"))).found
+    assert not await cancel(client, "one")
 
 
 async def test_cancel_ends_a_store(frozen: tuple[Daemon, Client, Server]) -> None:
     _, client, storage = frozen
     store = asyncio.ensure_future(client.store(KEYS, job_id="store", timeout_ms=NEVER_MS))
     await until(storage.asked)
-    assert (await client.stub.Cancel(pb.CancelRequest(job_id="store"))).found
+    assert await cancel(client, "store")
     assert (await store).outcome == pb.OUTCOME_CANCELLED
 
 
@@ -168,7 +135,7 @@ async def test_the_deadline_counts_while_waiting(frozen: tuple[Daemon, Client, S
     assert second.outcome == pb.OUTCOME_DEADLINE
     assert time.monotonic() - begin > 0.29
     assert not first.done()
-    assert (await client.stub.Cancel(pb.CancelRequest(job_id="first"))).found
+    assert await cancel(client, "first")
     assert (await first).outcome == pb.OUTCOME_CANCELLED
 
 
@@ -193,7 +160,7 @@ async def test_two_jobs_cannot_share_bytes_that_one_of_them_writes(frozen: tuple
         grpc.StatusCode.ALREADY_EXISTS,
         "job_id",
     )
-    await client.stub.Cancel(pb.CancelRequest(job_id="one"))
+    await cancel(client, "one")
     await fetch
 
 
@@ -209,23 +176,9 @@ async def test_a_full_queue_refuses(mortal_storage: Server) -> None:
         await until(lambda: daemon.metrics.gauges["fetch_queue_jobs"][1]() == 1)
         await refused(client.stub.Fetch(client.fetch_request(KEYS, **regions[2])), EXHAUSTED, "fetch_queue")
         for job_id in "ab":
-            await client.stub.Cancel(pb.CancelRequest(job_id=job_id))
+            await cancel(client, job_id)
         assert {(await first).outcome, (await second).outcome} == {pb.OUTCOME_CANCELLED}
         mortal_storage.thaw()
-
-
-async def test_nothing_is_written_after_the_answer(mortal_storage: Server) -> None:
-    mortal_storage.fill(SHAPE, KEYS)
-    async with running(mortal_storage) as (_, client):
-        await client.register(SHAPE, 4)
-        await client.lookup(KEYS)
-        assert (await client.fetch(KEYS)).chunks == 4
-        mortal_storage.freeze()
-        assert (await client.fetch(KEYS, timeout_ms=200)).outcome == pb.OUTCOME_DEADLINE
-        client.segment.memory[:] = 0x5A
-        mortal_storage.thaw()
-        await client.lookup(KEYS)  # storage runs again, and has sent its late answers
-        assert set(client.segment.memory.tobytes()) == {0x5A}
 
 
 async def test_fetches_and_stores_side_by_side(storage: Server) -> None:
