@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -42,13 +42,11 @@ CODECS = frozenset(native.codec_implementations())
 
 
 class Behind(ABC):
-    """The storage of a source, controlled by a test.
+    """The storage of a source, controlled by a test."""
 
-    ``verifies``: it stores only sound records; ``is_pool``: it is a pool of this process.
-    """
-
-    verifies = False
-    is_pool = False
+    verifies = False  # it stores only sound records
+    is_pool = False  # it is a pool of this process
+    publishes = False  # it takes publications
 
     @abstractmethod
     def put(self, key: bytes, value: bytes) -> None: ...
@@ -71,96 +69,56 @@ class Behind(ABC):
     def revive(self) -> None: ...
 
 
-class BehindServer(Behind):
-    def __init__(self, kind: str, folder: Path) -> None:
-        self.server = Server(kind, folder).start()
-        self.verifies = kind == "storage_kv"
+class BehindServers(Behind):
+    """Servers with the same records, as if they read them from a bucket."""
 
-    def put(self, key: bytes, value: bytes) -> None:
-        self.server.put(key, value)
-
-    def hold(self) -> None:
-        self.server.freeze()
-
-    def release(self) -> None:
-        self.server.thaw()
-
-    def asked(self) -> bool:
-        return self.server.asked()
-
-    def kill(self) -> None:
-        self.server.kill()
-
-    def revive(self) -> None:
-        self.server.start()
-
-    def configuration(self) -> DataPlaneConfig:
-        return config(self.server, layer_request_bytes_min=0)
-
-
-class BehindNodes(Behind):
-    """Several servers with the same records, as if they read them from a bucket."""
-
-    verifies = True
-
-    def __init__(self, folder: Path) -> None:
-        folders = [folder / str(number) for number in range(3)]
+    def __init__(self, kind: str, folder: Path, count: int) -> None:
+        folders = [folder / str(number) for number in range(count)]
         for each in folders:
             each.mkdir()
-        self.servers = [Server("storage_kv", each).start() for each in folders]
+        self.nodes: list[Any] = [Server(kind, each).start() for each in folders]
+        self.verifies = self.publishes = kind == "storage_kv"
 
     def put(self, key: bytes, value: bytes) -> None:
-        for server in self.servers:
+        for server in self.nodes:
             server.put(key, value)
 
     def hold(self) -> None:
-        for server in self.servers:
-            server.freeze()
+        for node in self.nodes:
+            node.freeze()
 
     def release(self) -> None:
-        for server in self.servers:
-            server.thaw()
+        for node in self.nodes:
+            node.thaw()
 
     def asked(self) -> bool:
-        return any(server.asked() for server in self.servers)
+        return any(Server.asked(node) for node in self.nodes)
 
     def kill(self) -> None:
-        for server in self.servers:
-            server.kill()
+        for node in self.nodes:
+            node.kill()
 
     def revive(self) -> None:
-        for server in self.servers:
-            server.start()
+        for node in self.nodes:
+            node.start()
 
     def configuration(self) -> DataPlaneConfig:
-        return config("127.0.0.1:1", storage_nodes=[server.address for server in self.servers])
+        if len(self.nodes) == 1:
+            return config(self.nodes[0], layer_request_bytes_min=0)
+        return config("127.0.0.1:1", storage_nodes=[server.address for server in self.nodes])
 
 
-class BehindCluster(Behind):
+class BehindCluster(BehindServers):
     def __init__(self, folder: Path) -> None:
         self.cluster = Cluster(folder, replicas=0).start()
         self.cluster.never_fail_over()
+        self.nodes = list(self.cluster.nodes)
 
     def put(self, key: bytes, value: bytes) -> None:
         self.cluster.put(key, value)
 
-    def hold(self) -> None:
-        for node in self.cluster.nodes:
-            node.freeze()
-
-    def release(self) -> None:
-        for node in self.cluster.nodes:
-            node.thaw()
-
-    def asked(self) -> bool:
-        return any(Server.asked(node) for node in self.cluster.nodes)  # type: ignore[arg-type]  # it has a port
-
-    def kill(self) -> None:
-        self.cluster.kill()
-
     def revive(self) -> None:
-        for node in self.cluster.nodes:
-            node.start()
+        super().revive()
         wait_for(self.cluster.is_whole)
 
     def configuration(self) -> DataPlaneConfig:
@@ -318,42 +276,38 @@ def end_of(done: Delivered, chunks: int = 0) -> tuple[int, Result]:
     return count, done.failures[count].result if count < len(done.results) else Result.OK
 
 
-@pytest.fixture(scope="module")
-def our_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BehindServer]:
-    behind = BehindServer("storage_kv", tmp_path_factory.mktemp("ours"))
-    yield behind
-    behind.kill()
+PROCESSES: dict[str, Callable[[Path], BehindServers]] = {
+    "our server": lambda folder: BehindServers("storage_kv", folder, 1),
+    "redis": lambda folder: BehindServers("redis", folder, 1),
+    "nodes": lambda folder: BehindServers("storage_kv", folder, 3),
+    "cluster": BehindCluster,
+}
 
 
 @pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BehindServer]:
-    behind = BehindServer("redis", tmp_path_factory.mktemp("redis"))
-    yield behind
-    behind.kill()
+def storages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], BehindServers]]:
+    """Return a function that starts storage once for all tests."""
+    started: dict[str, BehindServers] = {}
+
+    def start(kind: str) -> BehindServers:
+        if kind not in started:
+            started[kind] = PROCESSES[kind](tmp_path_factory.mktemp("storage"))
+        return started[kind]
+
+    yield start
+    for storage in started.values():
+        storage.kill()
 
 
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BehindNodes]:
-    behind = BehindNodes(tmp_path_factory.mktemp("nodes"))
-    yield behind
-    behind.kill()
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BehindCluster]:
-    behind = BehindCluster(tmp_path_factory.mktemp("cluster"))
-    yield behind
-    behind.kill()
-
-
-@pytest.fixture
-def tiers(tmp_path: Path) -> BehindTiers:
-    return BehindTiers(tmp_path)
-
-
-@pytest.fixture(params=["our_server", "redis_server", "nodes", "cluster", "script", "tiers", "tiers above"])
-async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
-    behind = request.getfixturevalue(request.param) if request.param not in ("script", "tiers above") else None
+@pytest.fixture(params=[*PROCESSES, "script", "tiers", "tiers above"])
+async def bench(
+    request: pytest.FixtureRequest, storages: Callable[[str], BehindServers], tmp_path: Path
+) -> AsyncIterator[Bench]:
+    behind: Any = None
+    if request.param in PROCESSES:
+        behind = storages(request.param)
+    elif request.param == "tiers":
+        behind = BehindTiers(tmp_path)
     configuration = behind.configuration() if behind is not None else config("127.0.0.1:1")
     with contextlib.ExitStack() as stack:
         pipeline = stack.enter_context(
@@ -499,6 +453,18 @@ async def test_records_with_an_end_expire(bench: Bench) -> None:
             await asyncio.sleep(0.02)
     done, chunks = await bench.deliver([stays, lasts])
     assert (end_of(done), chunks) == ((2, Result.OK), [kv(SHAPE, 7)] * 2)
+
+
+async def test_publications_are_pending_until_withdrawn_where_they_are_taken(bench: Bench) -> None:
+    keys = keys_of(SHAPE, 3, seed=30)
+    assert await bench.source.publish(keys[:2], 60_000) == bench.behind.publishes
+    if not bench.behind.publishes:
+        assert await bench.source.published(keys) is None
+        return
+    for withdrawn, pending in (([], [True, True, False]), (keys[:1], [False, True, False]), (keys, [False] * 3)):
+        assert not withdrawn or await bench.source.publish(withdrawn, 0)
+        flags = await bench.source.published(keys)
+        assert flags is not None and flags.tolist() == pending
 
 
 async def test_deleted_records_are_not_found(bench: Bench) -> None:
