@@ -117,14 +117,6 @@ async def test_cancel_ends_a_running_and_a_waiting_fetch(frozen: tuple[Daemon, C
     assert not await cancel(client, "one")
 
 
-async def test_cancel_ends_a_store(frozen: tuple[Daemon, Client, Server]) -> None:
-    _, client, storage = frozen
-    store = asyncio.ensure_future(client.store(KEYS, job_id="store", timeout_ms=NEVER_MS))
-    await until(storage.asked)
-    assert await cancel(client, "store")
-    assert (await store).outcome == pb.OUTCOME_CANCELLED
-
-
 async def test_the_deadline_counts_while_waiting(frozen: tuple[Daemon, Client, Server]) -> None:
     _, client, storage = frozen
     length = 4 * SHAPE.raw_bytes

@@ -53,15 +53,6 @@ async def test_every_quantizer_and_codec_is_delivered_exactly(storage: Server, w
             await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
 
 
-async def test_lossless_returns_the_same_bytes(client: Client, storage: Server) -> None:
-    shape = layout()
-    keys = keys_of(shape, 2)
-    storage.fill(shape, keys)
-    await client.register(shape, 2)
-    assert (await client.fetch(keys)).chunks == 2
-    assert client.chunks(2) == kvs(shape, 2)
-
-
 async def test_a_chunk_of_many_slices_arrives_whole(client: Client, storage: Server) -> None:
     # A slice spans at most 2 MiB: one (layer, kind) of 5 tokens x 1 MiB has three slices.
     shape = layout("lossless", "uint8", layers=1, kinds=1, tokens=5, vector_length=1 << 20)
@@ -72,27 +63,6 @@ async def test_a_chunk_of_many_slices_arrives_whole(client: Client, storage: Ser
         storage.put(key, make_record(shape, key, 0))
         assert (await roomy.fetch([key])).outcome == pb.OUTCOME_COMPLETE
         assert roomy.chunk(0) == kv(shape, 0)
-
-
-async def test_a_missing_chunk_ends_the_prefix(client: Client, storage: Server) -> None:
-    shape = layout()
-    keys = keys_of(shape, 4)
-    for index in (0, 1, 3):
-        storage.put(keys[index], make_record(shape, keys[index], index))
-    await client.register(shape, 4)
-    client.segment.memory[:] = 0xAA
-    assert list((await client.lookup(keys)).hits) == [2]
-    answer = await client.fetch(keys)
-    assert (answer.outcome, answer.chunks) == (pb.OUTCOME_ABSENT, 2)
-    assert client.chunk(1) == kv(shape, 1)
-    assert set(client.chunk(2) + client.chunk(3)) == {0xAA}
-
-
-async def test_a_fetch_without_records_is_absent(client: Client) -> None:
-    shape = layout()
-    await client.register(shape, 1)
-    answer = await client.fetch(keys_of(shape, 1, seed=9))
-    assert (answer.outcome, answer.chunks, answer.fetched_bytes) == (pb.OUTCOME_ABSENT, 0, 0)
 
 
 async def test_pieces_beyond_the_region_take_further_calls(client: Client, storage: Server) -> None:
@@ -108,36 +78,6 @@ async def test_pieces_beyond_the_region_take_further_calls(client: Client, stora
         seen += [client.chunk(index) for index in range(answer.chunks)]
     assert outcomes == [pb.OUTCOME_BATCH_FULL, pb.OUTCOME_BATCH_FULL, pb.OUTCOME_COMPLETE]
     assert seen == kvs(shape, 5)
-
-
-@pytest.mark.parametrize("way", WAYS, ids=way_name)
-async def test_pieces_beyond_the_buffers_take_further_batches(storage: Server, way: dict[str, Any]) -> None:
-    shape = layout(vector_length=2048)  # 512 KiB a chunk: staged, 4 in the 2 MiB DMA source buffer
-    keys = keys_of(shape, 9)
-    storage.fill(shape, keys)
-    small = way | {"decompression_buffer_bytes": "2MiB", "dma_source_buffer_bytes": "2MiB"}
-    async with running(storage, **small) as (daemon, client):
-        await client.register(shape, 9)
-        done = 0
-        while done < 9:
-            answer = await client.fetch(keys[done:], offset=done * shape.raw_bytes, length=(9 - done) * shape.raw_bytes)
-            done += answer.chunks
-            assert answer.outcome == (pb.OUTCOME_COMPLETE if done == 9 else pb.OUTCOME_BATCH_FULL)
-            assert 0 < answer.chunks < 9
-        assert client.chunks(9) == kvs(shape, 9)
-        assert daemon.metrics.totals["batches"] >= 2
-
-
-async def test_only_the_region_is_written(client: Client, storage: Server) -> None:
-    shape = layout()
-    keys = keys_of(shape, 1)
-    storage.put(keys[0], make_record(shape, keys[0], 0))
-    await client.register(shape, 3)
-    client.segment.memory[:] = 0x55
-    answer = await client.fetch(keys, offset=shape.raw_bytes, length=shape.raw_bytes)
-    assert answer.outcome == pb.OUTCOME_COMPLETE
-    assert set(client.chunk(0) + client.chunk(2)) == {0x55}
-    assert client.chunk(1) == kv(shape, 0)
 
 
 async def test_a_record_evicted_after_the_lookup_is_absent(client: Client, storage: Server) -> None:
@@ -190,44 +130,6 @@ async def test_lookup_answers_all_chains_in_order(client: Client, storage: Serve
     )
     answer = found(await client.stub.Lookup(request), *map(len, chains))
     assert (answer.hits, answer.outcome) == ([3, 1, 0, 0], pb.OUTCOME_COMPLETE)
-
-
-async def test_plain_redis_can_serve_as_storage(redis: Server) -> None:
-    shape = layout(layers=64)  # 128 slices: the header is longer than the first range
-    keys = keys_of(shape, 3)
-    redis.fill(shape, keys[:2])
-    async with running(redis) as (_, client):
-        await client.register(shape, 3)
-        assert list((await client.lookup(keys)).hits) == [2]
-        answer = await client.fetch(keys)
-        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_ABSENT, 2)
-        assert client.chunks(2) == kvs(shape, 2)
-        client.segment.memory[:] = 0
-        client.segment.memory[2 * shape.raw_bytes :] = memoryview(kv(shape, 2))
-        assert (await client.store(keys[2:], offset=2 * shape.raw_bytes)).outcome == pb.OUTCOME_COMPLETE
-        client.segment.memory[:] = 0
-        assert (await client.fetch(keys)).outcome == pb.OUTCOME_COMPLETE
-        assert client.chunk(2) == kv(shape, 2)
-
-
-async def test_a_password_is_sent_on_every_connection(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    server = Server("redis", tmp_path, password="not telling").start()
-    try:
-        shape = layout()
-        [key] = keys_of(shape, 1)
-        server.put(key, make_record(shape, key, 0))
-        async with running(server) as (_, client):
-            await client.register(shape, 1)
-            assert (await client.fetch([key])).outcome == pb.OUTCOME_COMPLETE
-            assert (await client.store(keys_of(shape, 1, seed=1))).outcome == pb.OUTCOME_COMPLETE
-        async with running(server, storage_password="wrong") as (_, client):
-            await client.register(shape, 1)
-            answer = await client.fetch([key])
-            assert answer.outcome == pb.OUTCOME_STORAGE_REFUSED
-            assert "AUTH" in answer.detail
-            assert (await client.lookup([key])).outcome == pb.OUTCOME_STORAGE_REFUSED
-    finally:
-        server.kill()
 
 
 async def test_statistics_add_up(client: Client, storage: Server) -> None:

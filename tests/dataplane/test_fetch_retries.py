@@ -75,10 +75,3 @@ async def test_failures_of_two_groups_are_retried_for_both(
     assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
     assert client.chunks(4) == [expected(SHAPE, key, data) for key, data in zip(KEYS, RECORDS, strict=True)]
     assert not source.damaged and source.recovered <= 2
-
-
-async def test_bytes_damaged_on_the_way_are_read_again(script: tuple[ScriptedSource, Client]) -> None:
-    source, client = script
-    source.damaged.append(KEYS[1])
-    await fetch(client, pb.OUTCOME_COMPLETE, 4)
-    assert not source.damaged

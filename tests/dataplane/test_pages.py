@@ -178,11 +178,6 @@ async def test_chunks_of_pages_are_compressed_without_devices(storage: Server, t
         assert (await client.fetch(KEYS)).chunks == CHUNKS and client.chunk(1) == b"\x07" * SHAPE.raw_bytes
 
 
-async def test_hello_reports_page_devices(tmp_path: Path) -> None:
-    async with running("", tiers=tiers_of(tmp_path)) as (_, client):
-        assert (await client.hello()).page_devices
-
-
 async def test_a_chain_longer_than_a_hold_of_the_lock_is_one_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,12 +366,6 @@ async def test_records_are_not_overwritten_while_they_are_read(tmp_path: Path, m
         with tiers.lock:
             submit(held)
         paged.assert_right(await call)
-
-
-async def test_metrics_of_tiers_with_devices_can_be_collected(tmp_path: Path) -> None:
-    async with stored(tmp_path) as (daemon, _, _):
-        names = {metric.name for metric in daemon.metrics.registry.collect()}
-        assert {"shadowserve_tier_capacity_bytes", "shadowserve_page_bytes"} <= names
 
 
 async def expected_pages(client: Client, daemon: Daemon) -> None:

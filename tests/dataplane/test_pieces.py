@@ -156,10 +156,13 @@ def _ranges(data: bytes, layers: Flags) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("order", ORDERS)
-async def test_pieces_beyond_the_buffers_are_fetched_by_the_next_call(storage: Server, order: int) -> None:
+@pytest.mark.parametrize(("order", "way"), list(zip(ORDERS * 2, WAYS, strict=False)))
+async def test_pieces_beyond_the_buffers_are_fetched_by_the_next_call(
+    storage: Server, order: int, way: dict[str, Any]
+) -> None:
     groups = [Group(shape, 6, 10 * seed) for seed, shape in enumerate(LARGE)]
-    async with running(storage, decompression_buffer_bytes="1MiB", dma_source_buffer_bytes="1MiB") as (_, client):
+    small = way | {"decompression_buffer_bytes": "1MiB", "dma_source_buffer_bytes": "1MiB"}
+    async with running(storage, **small) as (_, client):
         for group in groups:
             (await group.register(client)).store(storage)
         missing = [group.all for group in groups]

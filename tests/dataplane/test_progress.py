@@ -62,7 +62,7 @@ async def test_all_layers_are_reported_and_nothing_is_written_after_the_answer(
         assert word.get() == SENTINEL, "without progress, the word must not change"
 
 
-@pytest.mark.parametrize("layer", range(SHAPE.layers))
+@pytest.mark.parametrize("layer", [0, 3, 5])
 async def test_a_damaged_layer_is_not_reported_as_in_place(redis: Server, layer: int) -> None:
     async with running(redis, delete_corrupt=False) as (_, client):
         keys = await prepared(client, redis)
@@ -133,7 +133,7 @@ async def test_in_chunk_order_all_chunks_are_reported(storage: Server) -> None:
         assert answer.outcome == pb.OUTCOME_COMPLETE and word.get() == CHUNKS
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", [0, 3])
 async def test_a_damaged_chunk_is_not_reported_as_in_place(redis: Server, chunk: int) -> None:
     async with running(redis, delete_corrupt=False) as (_, client):
         keys = await prepared(client, redis)

@@ -113,15 +113,6 @@ async def test_local_tiers_serve_a_host_and_are_warm_after_a_restart(tmp_path: P
             assert daemon.metrics.tier_records["lost"] == 0
 
 
-async def test_a_tier_without_devices_serves_until_the_stop(tmp_path: Path) -> None:
-    for _ in range(2):
-        async with running("", tiers=tiers_of()) as (_, client):
-            await client.register(SHAPE, 6)
-            assert (await client.lookup(KEYS)).hits == [0]
-            assert await store(client) == [True] * 6
-            assert_right(client, await client.fetch(KEYS))
-
-
 async def test_records_from_storage_are_kept_and_served_during_an_outage(mortal_storage: Server) -> None:
     put_all(mortal_storage)
     async with running(mortal_storage, tiers=tiers_of()) as (daemon, client):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cluster_support import PASSWORD, Cluster, ClusterNode, cluster_config, slot_of
 from dataplane_support import Client, expected, keys_of, kv, layout, make_record
-from machine import WAIT_MAX_S, free_port, until, wait_for
+from machine import WAIT_MAX_S, until, wait_for
 from redis.crc import key_slot
 
 from dpu_dataplane import catalog
@@ -93,15 +93,6 @@ async def test_chunks_are_stored_on_the_masters_that_take_them(cluster: Cluster)
         answer = await client.fetch(KEYS)
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
         assert client.segment.memory.tobytes() == data
-
-
-async def test_a_missing_chunk_ends_the_prefix(cluster: Cluster) -> None:
-    cluster.master_of(KEYS[7]).redis.delete(storage_key(KEYS[7]))
-    async with serving(cluster) as (_, client):
-        assert (await client.lookup(KEYS)).hits == [7]
-        answer = await client.fetch(KEYS)
-        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_ABSENT, 7)
-        assert_delivered(client, 7)
 
 
 async def test_a_moved_slot_is_followed_and_remembered(cluster: Cluster) -> None:
@@ -300,21 +291,6 @@ async def test_records_missing_on_a_replica_are_read_from_its_master(cluster: Cl
         for replica in replicas:
             replica.redis.config_set("masterauth", PASSWORD)
         wait_for(cluster.is_whole)
-
-
-async def test_a_wrong_password_is_an_outcome_with_its_reason(cluster: Cluster) -> None:
-    async with serving(cluster, storage_password="wrong") as (daemon, client):
-        answer = await client.fetch(KEYS)
-        assert answer.chunks == 0
-        assert answer.outcome in (pb.OUTCOME_STORAGE_REFUSED, pb.OUTCOME_STORAGE_UNAVAILABLE)
-        assert "password" in answer.detail
-        assert not daemon._source.connected
-
-
-async def test_calls_miss_until_the_cluster_is_reachable(tmp_path: Path) -> None:
-    async with serving([f"127.0.0.1:{free_port()}"], connect_timeout_s=0.5) as (_, client):
-        answer = await client.fetch(KEYS)
-        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
 
 
 async def test_a_dead_node_costs_its_chunks_until_the_failover(tmp_path: Path) -> None:

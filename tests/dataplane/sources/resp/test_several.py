@@ -187,7 +187,7 @@ async def test_a_lookup_reports_cold_chunks_without_waiting(nodes: list[Server],
         assert list(answer.tiers) == [bytes([pb.TIER_STORAGE] * CHUNKS), bytes(CHUNKS)]
 
 
-async def test_a_lookup_with_prefetch_brings_cold_records_without_waiting(
+async def test_a_lookup_with_prefetch_brings_cold_records_and_nothing_else_waits_for_them(
     nodes: list[Server], bucket: FaultyS3
 ) -> None:
     chain, other = chains_of(nodes)
@@ -204,6 +204,8 @@ async def test_a_lookup_with_prefetch_brings_cold_records_without_waiting(
             fetching = asyncio.create_task(client.fetch(chain, length=CHUNKS * SHAPE.raw_bytes))
             await until(lambda: bucket.count("get") > 0)
             assert (await look(client, [other[0]])).tiers[0] == bytes([pb.TIER_STORAGE]), "other lookups must continue"
+            near = await client.fetch([other[0]], offset=CHUNKS * SHAPE.raw_bytes, length=SHAPE.raw_bytes)
+            assert near.chunks == 1 and not fetching.done(), "the fetch gives up its turn while it waits"
             again = await client.store(chain[:1], offset=CHUNKS * SHAPE.raw_bytes)
             assert again.outcome == pb.OUTCOME_COMPLETE and again.stored_bytes > 0, (
                 "the record is stored, so a read is not needed"
@@ -213,26 +215,6 @@ async def test_a_lookup_with_prefetch_brings_cold_records_without_waiting(
         assert (await fetching).chunks == CHUNKS
         answer = await look(client, chain, prefetch=True)
         assert answer.tiers[0] == bytes([pb.TIER_STORAGE] * CHUNKS) and not answer.cold_ms[0]
-
-
-async def test_a_fetch_gives_up_its_turn_while_it_waits_for_the_bucket(nodes: list[Server], bucket: FaultyS3) -> None:
-    chain, other = chains_of(nodes)
-    nodes[1].put(other[0], make_record(SHAPE, other[0], 1))
-    for seed, key in enumerate(chain):
-        nodes[1].put(key, make_record(SHAPE, key, seed))
-    await until(lambda: known(nodes[0]) > CHUNKS)
-    gate = threading.Event()
-    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
-    async with running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
-        await client.register(SHAPE, 2 * CHUNKS)
-        try:
-            cold = asyncio.create_task(client.fetch(chain, length=CHUNKS * SHAPE.raw_bytes))
-            await until(lambda: bucket.count("get") > 0)
-            near = await client.fetch([other[0]], offset=CHUNKS * SHAPE.raw_bytes, length=SHAPE.raw_bytes)
-            assert near.chunks == 1 and not cold.done()
-        finally:
-            gate.set()
-        assert (await cold).chunks == CHUNKS
 
 
 async def test_a_lookup_reports_the_tier_of_each_chunk(nodes: list[Server], tmp_path: Path) -> None:

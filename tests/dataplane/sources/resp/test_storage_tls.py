@@ -223,9 +223,7 @@ async def test_a_name_of_the_certificate_is_trusted(encrypted: TlsServer, certif
         assert (await client.fetch(KEYS)).chunks == len(KEYS)
 
 
-async def test_the_error_tells_a_tls_server_from_a_stalled_one(
-    encrypted: TlsServer, certificates: Path
-) -> None:
+async def test_the_error_tells_a_tls_server_from_a_stalled_one(encrypted: TlsServer, certificates: Path) -> None:
     await fails(encrypted, "storage")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         changes = trusting(certificates, connect_timeout_s=0.2)
@@ -292,7 +290,8 @@ async def test_a_wrong_password_is_refused_over_tls(encrypted: TlsServer, certif
     async with running(encrypted, **changes) as (_, client):
         await client.register(SHAPE, len(KEYS))
         answer = await client.fetch(KEYS)
-        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_REFUSED, 0)
+        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_REFUSED, 0) and "AUTH" in answer.detail
+        assert (await client.lookup(KEYS)).outcome == pb.OUTCOME_STORAGE_REFUSED
 
 
 async def test_a_cluster_can_use_tls(tmp_path: Path, certificates: Path) -> None:
