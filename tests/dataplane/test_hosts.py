@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import hashlib
+import logging
+from typing import Any
 
 import grpc
 import pytest
@@ -27,9 +30,10 @@ from dpu_dataplane.hosts import SESSIONS_MAX, HelloRequired, HostTable
 from dpu_dataplane.registrations import Registrations
 from dpu_dataplane.server import Daemon, _buffers, _make_pipeline
 from shadowserve import __version__, native
+from shadowserve.keys import ModelIdentity
 from shadowserve.proto import HELLO_KEY, PROTOCOL_VERSION, SESSION_KEY
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.proto.convert import layout_message
+from shadowserve.proto.convert import engine_message, layout_message
 
 SHAPE = layout()
 KEYS = keys_of(SHAPE, 4)
@@ -253,3 +257,69 @@ async def test_a_host_cannot_fill_the_queue(mortal_storage: Server) -> None:
         ended = await asyncio.gather(*fetches, return_exceptions=True)
         turned_away = [each for each in ended if isinstance(each, grpc.aio.AioRpcError)]
         assert len(turned_away) == 5 and all(each.code() is EXHAUSTED for each in turned_away)
+
+
+# ---- Engines of one model
+
+MODEL = ModelIdentity(model="a model", dtype="bfloat16")
+
+
+def engine(**changes: Any) -> pb.Engine:
+    said = engine_message(MODEL, layout(), paged=False)
+    said.MergeFrom(pb.Engine(**changes))
+    return said
+
+
+async def engine_hello(client: Client, process: str, said: pb.Engine) -> list[str]:
+    shape = layout(namespace=hashlib.sha256(said.SerializeToString()).digest())
+    answer = await client.hello(process=process, engine=said, layout=layout_message(shape), chunk_bytes=shape.raw_bytes)
+    return list(answer.differences)
+
+
+async def test_engines_of_one_model_without_shared_records_are_reported_and_logged_once(
+    storage: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Symptom: two engines with different chunk_tokens shared no records, without a warning."""
+    async with running(storage) as (_, client):
+        with caplog.at_level(logging.WARNING):
+            assert await engine_hello(client, "the first", engine()) == []
+            assert await engine_hello(client, "the second", engine()) == []
+            for _ in range(3):
+                [difference] = await engine_hello(client, "the third", engine(chunk_tokens=512))
+            assert "the third" in difference and "chunk_tokens (512 and 256)" in difference
+            found = await engine_hello(client, "the fourth", engine(quantizer="binned of 64 and 16 bins"))
+            assert len(found) == 2 and any(
+                "quantizer (binned of 64 and 16 bins and lossless)" in each for each in found
+            )
+            assert await engine_hello(client, "of another model", engine(model=bytes(32), chunk_tokens=64)) == []
+        lines = [record.message for record in caplog.records if "share no records" in record.message]
+        assert len([line for line in lines if "the third" in line and "the fourth" not in line]) == 1
+
+
+async def test_statistics_list_engines_that_have_registered_memory_or_are_new(
+    storage: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(storage) as (_, client):
+        shape = layout()
+        said = engine()
+        await client.hello(process="one", engine=said, layout=layout_message(shape), chunk_bytes=shape.raw_bytes)
+        await engine_hello(client, "two", engine(chunk_tokens=512))
+
+        async def listed() -> set[str]:
+            answer = await client.plain.Statistics(pb.StatisticsRequest())
+            return {each.process for each in answer.engines}
+
+        assert await listed() == {"one", "two"}
+        await client.register(shape, 1)
+        monkeypatch.setattr("dpu_dataplane.engines._NEW_S", 0.0)
+        assert await listed() == {"one"}
+        await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
+        assert await listed() == set()
+
+
+def test_a_quantizer_description_holds_the_parameters_of_the_identity() -> None:
+    binned = layout("binned")
+    assert engine_message(MODEL, binned, paged=False).quantizer.startswith("binned of ")
+    assert engine_message(MODEL, layout(), paged=True).quantizer == "lossless, as pages"
+    other = ModelIdentity(model="a model", dtype="bfloat16", chunk_tokens=512)
+    assert engine_message(other, layout(), paged=False).model == engine().model

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from budget_support import RATE, delayed, dropped, held, moved, report
+from budget_support import RATE, delayed, held, moved, report
 from dataplane_support import Server, keys_of, kv, kvs, layout, make_record, running
 from machine import until
 from test_tiers import store, tiers_in, tiers_of
@@ -111,7 +111,7 @@ async def test_a_save_beyond_the_budget_is_incomplete_at_its_deadline(storage: S
         await report(client)
         answer = await client.store(KEYS, purpose=pb.PURPOSE_PREEMPTION, timeout_ms=60)
         assert answer.outcome == pb.OUTCOME_DEADLINE and answer.chunks < 6
-        assert dropped(daemon) == {("preemption_save", "deadline"): 1}
+        assert daemon.metrics.interference_dropped == {("preemption_save", "deadline"): 1}
         assert moved(daemon).get("preemption_save", 0) >= answer.chunks * SHAPE.raw_bytes
 
 

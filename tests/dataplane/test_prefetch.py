@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from budget_support import delayed, dropped, moved, report
+from budget_support import delayed, moved, report
 from dataplane_support import (
     Client,
     DaemonProcess,
@@ -458,7 +458,7 @@ async def test_prefetches_wait_for_turns_and_are_dropped_when_their_request_begi
                 await asyncio.sleep(0.01)
             assert moved(daemon).get("prefetch", 0) == 0
             await queue.say(gone=[1])  # before the prefetch gets its turn
-        await until(lambda: ("prefetch", "request_begun") in dropped(daemon))
+        await until(lambda: ("prefetch", "request_begun") in daemon.metrics.interference_dropped)
         await queue.say({2: chain})
         await until(lambda: moved(daemon).get("prefetch", 0) == sum(daemon.metrics.prefetch_bytes.values()))
 
