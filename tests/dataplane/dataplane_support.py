@@ -478,6 +478,15 @@ async def running(server: "Server | str", **changes: Any) -> AsyncIterator[tuple
             yield daemon, client
 
 
+@contextlib.asynccontextmanager
+async def serving(
+    shape: ChunkLayout, chunks: int, server: "Server | str", **changes: Any
+) -> AsyncIterator[tuple[Daemon, Client]]:
+    """A daemon within this event loop, and a client with registered memory for some chunks."""
+    async with running(server, **changes) as (daemon, client):
+        yield daemon, await client.register(shape, chunks)
+
+
 class DaemonProcess:
     """The daemon in a separate process, by default with this interpreter."""
 

@@ -22,6 +22,7 @@ from dataplane_support import (
     make_record,
     refused,
     running,
+    serving,
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, free_port, until
@@ -38,8 +39,7 @@ KEYS = keys_of(SHAPE, 4)
 async def frozen(mortal_storage: Server) -> AsyncIterator[tuple[Daemon, Client, Server]]:
     """A daemon whose storage holds records and has stopped answering; headers are cached."""
     mortal_storage.fill(SHAPE, KEYS)
-    async with running(mortal_storage, command_timeout_s=NEVER_S) as (daemon, client):
-        await client.register(SHAPE, 8)
+    async with serving(SHAPE, 8, mortal_storage, command_timeout_s=NEVER_S) as (daemon, client):
         await client.lookup(KEYS)
         assert (await client.fetch(KEYS)).chunks == 4
         mortal_storage.freeze()
@@ -157,8 +157,7 @@ async def test_two_jobs_cannot_share_bytes_that_one_of_them_writes(frozen: tuple
 
 
 async def test_a_full_queue_refuses(mortal_storage: Server) -> None:
-    async with running(mortal_storage, fetch_queue=1, command_timeout_s=NEVER_S) as (daemon, client):
-        await client.register(SHAPE, 4)
+    async with serving(SHAPE, 4, mortal_storage, fetch_queue=1, command_timeout_s=NEVER_S) as (daemon, client):
         await client.lookup(KEYS)
         mortal_storage.freeze()
         regions = [{"offset": index * SHAPE.raw_bytes, "length": SHAPE.raw_bytes} for index in range(3)]
@@ -254,8 +253,7 @@ def test_no_metrics_port_can_be_written_as_its_default_is_shown() -> None:
 async def test_prometheus_metrics_are_served(storage: Server) -> None:
     port = free_port()
     storage.put(KEYS[0], make_record(SHAPE, KEYS[0], 0))
-    async with running(storage, metrics_port=port) as (_, client):
-        await client.register(SHAPE, 4)
+    async with serving(SHAPE, 4, storage, metrics_port=port) as (_, client):
         await client.lookup(KEYS)
         answer = await client.fetch(KEYS)
         url = f"http://127.0.0.1:{port}/metrics"

@@ -20,6 +20,7 @@ from dataplane_support import (
     make_record,
     namespace,
     running,
+    serving,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -188,8 +189,7 @@ def flips(redis: Server, tmp_path: Path) -> Iterator[Flips]:
 
 
 async def test_a_flipped_bit_after_the_lookup_is_found(redis: Server) -> None:
-    async with running(redis) as (_, client):
-        await client.register(SHAPE, 3)
+    async with serving(SHAPE, 3, redis) as (_, client):
         for key, data in zip(KEYS, GOOD, strict=True):
             redis.put(key, data)
         assert list((await client.lookup(KEYS)).hits) == [3]
@@ -239,8 +239,7 @@ async def test_quarantine_is_bounded(redis: Server, monkeypatch: pytest.MonkeyPa
     keys = keys_of(SHAPE, 20, seed=3)
     for key in keys:
         redis.put(key, b"no record")
-    async with running(redis) as (daemon, client):
-        await client.register(SHAPE, 1)
+    async with serving(SHAPE, 1, redis) as (daemon, client):
         for key in keys:
             assert list((await client.lookup([key])).hits) == [0]
         assert daemon.metrics.gauges["quarantined_keys"][1]() == 5

@@ -16,6 +16,7 @@ from dataplane_support import (
     layout,
     make_record,
     running,
+    serving,
     way_name,
 )
 from machine import WAIT_MAX_MS
@@ -58,8 +59,7 @@ async def test_a_chunk_of_many_slices_arrives_whole(client: Client, storage: Ser
     shape = layout("lossless", "uint8", layers=1, kinds=1, tokens=5, vector_length=1 << 20)
     assert shape.slice_count == 3
     [key] = keys_of(shape, 1)
-    async with running(storage, decompression_buffer_bytes="8MiB", store_buffer_bytes="8MiB") as (_, roomy):
-        await roomy.register(shape, 1)
+    async with serving(shape, 1, storage, decompression_buffer_bytes="8MiB", store_buffer_bytes="8MiB") as (_, roomy):
         storage.put(key, make_record(shape, key, 0))
         assert (await roomy.fetch([key])).outcome == pb.OUTCOME_COMPLETE
         assert roomy.chunk(0) == kv(shape, 0)

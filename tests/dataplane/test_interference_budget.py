@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from budget_support import RATE, delayed, held, moved, report
-from dataplane_support import Server, keys_of, kv, kvs, layout, make_record, running
+from dataplane_support import Server, keys_of, kv, kvs, layout, make_record, serving
 from machine import until
 from test_tiers import store, tiers_in, tiers_of
 
@@ -31,8 +31,7 @@ def stored(storage: Server) -> Server:
 
 async def test_a_fetch_keeps_to_the_rate_of_another_engine_that_decodes(stored: Server) -> None:
     """Symptom: loads of one engine slowed down another engine that decoded on the same data plane."""
-    async with running(stored) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, stored) as (daemon, client):
         await report(client)
         answer = await client.fetch(KEYS)
         assert (answer.chunks, answer.outcome) == (3, pb.OUTCOME_BATCH_FULL), "a tenth of a second's chunks"
@@ -45,8 +44,7 @@ async def test_a_fetch_keeps_to_the_rate_of_another_engine_that_decodes(stored: 
 
 @pytest.mark.parametrize("tiers", [None, {"memory_budget_bytes": "32MiB"}], ids=["storage", "memory"])
 async def test_fetches_in_layer_order_keep_to_the_rate(stored: Server, tiers: Any) -> None:
-    async with running(stored, tiers=tiers) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, stored, tiers=tiers) as (daemon, client):
         await client.fetch(KEYS)
         client.segment.memory[:] = 0xA5
         await report(client)
@@ -64,8 +62,7 @@ async def test_a_chunk_larger_than_a_turn_is_delivered(stored: Server) -> None:
     large = layout(vector_length=8192)  # 2 MiB a chunk
     key = keys_of(large, 1)[0]
     stored.put(key, make_record(large, key, 0))
-    async with running(stored) as (_, client):
-        await client.register(large, 1)
+    async with serving(large, 1, stored) as (_, client):
         await report(client)
         answer = await client.fetch([key])
         assert (answer.chunks, answer.outcome) == (1, pb.OUTCOME_COMPLETE)
@@ -73,8 +70,7 @@ async def test_a_chunk_larger_than_a_turn_is_delivered(stored: Server) -> None:
 
 
 async def test_pieces_delivered_before_the_deadline_are_reported(stored: Server) -> None:
-    async with running(stored) as (_, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, stored) as (_, client):
         await report(client)
         answer = await client.fetch(KEYS, timeout_ms=50)
         assert answer.outcome == pb.OUTCOME_DEADLINE and answer.chunks < 3
@@ -92,8 +88,7 @@ async def test_pieces_delivered_before_the_deadline_are_reported(stored: Server)
 async def test_loads_and_stores_of_every_kind_wait_for_their_turn(
     storage: Server, purpose: Any, fetching: Mover, storing: Mover
 ) -> None:
-    async with running(storage) as (daemon, client):
-        await client.register(SHAPE, 2)
+    async with serving(SHAPE, 2, storage) as (daemon, client):
         client.segment.memory[:] = np.frombuffer(b"".join(CHUNKS[:2]), np.uint8)
         kept = await held(daemon, client, storing, lambda: client.store(KEYS[:2], purpose=purpose))
         assert (kept.chunks, kept.outcome) == (2, pb.OUTCOME_COMPLETE)
@@ -106,8 +101,7 @@ async def test_loads_and_stores_of_every_kind_wait_for_their_turn(
 
 
 async def test_a_save_beyond_the_budget_is_incomplete_at_its_deadline(storage: Server) -> None:
-    async with running(storage) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, storage) as (daemon, client):
         await report(client)
         answer = await client.store(KEYS, purpose=pb.PURPOSE_PREEMPTION, timeout_ms=60)
         assert answer.outcome == pb.OUTCOME_DEADLINE and answer.chunks < 6
@@ -118,8 +112,7 @@ async def test_a_save_beyond_the_budget_is_incomplete_at_its_deadline(storage: S
 async def test_device_writes_wait_for_their_turn(tmp_path: Path) -> None:
     """Symptom: device writes used the whole device beside a decoding engine."""
     # By default a DPU's tiers have their own devices, and wait for no turn.
-    async with running("", tiers=tiers_of(tmp_path), shares_host_memory=True) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, "", tiers=tiers_of(tmp_path), shares_host_memory=True) as (daemon, client):
         await report(client)
         tiers = tiers_in(daemon)
         await store(client, keys=KEYS, shape=SHAPE)
@@ -132,8 +125,7 @@ async def test_device_writes_wait_for_their_turn(tmp_path: Path) -> None:
 
 async def test_scrubbing_waits_for_its_turn(tmp_path: Path) -> None:
     tiers = tiers_of(tmp_path) | {"scrub_bytes_per_s": "1GiB"}
-    async with running("", tiers=tiers, shares_host_memory=True) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, "", tiers=tiers, shares_host_memory=True) as (daemon, client):
         await store(client, keys=KEYS, shape=SHAPE)
         await until(lambda: moved(daemon).get("scrub", 0) > 0)
         await held(daemon, client, Mover.SCRUB, lambda: asyncio.sleep(0))
@@ -145,16 +137,14 @@ async def test_scrubbing_waits_for_its_turn(tmp_path: Path) -> None:
 
 
 async def test_a_dead_engine_limits_movers_until_its_report_expires(stored: Server) -> None:
-    async with running(stored) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, stored) as (daemon, client):
         await report(client, lasts_ms=1)
         await until(lambda: not daemon.budget.bounded)
         assert (await client.fetch(KEYS)).chunks == 6
 
 
 async def test_the_stricter_of_two_engines_sets_the_rate_until_it_stops(stored: Server) -> None:
-    async with running(stored) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, stored) as (daemon, client):
         await report(client, b"a")
         await report(client, b"b", rate=64 << 30)
         assert daemon.budget.rate == RATE
@@ -166,8 +156,7 @@ async def test_the_stricter_of_two_engines_sets_the_rate_until_it_stops(stored: 
 
 
 async def test_reports_of_steps_are_answered_with_the_moved_bytes(stored: Server) -> None:
-    async with running(stored) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, stored) as (daemon, client):
         assert (await report(client, rate=0)).moved_bytes == 0
         assert (await client.fetch(KEYS)).chunks == 6
         answer = await report(client, rate=0)

@@ -19,6 +19,7 @@ from dataplane_support import (
     layout,
     make_record,
     running,
+    serving,
 )
 from machine import NEVER_MS, WAIT_MAX_MS, WAIT_MAX_S, free_port, until
 
@@ -56,8 +57,7 @@ async def assert_calls_fail_at_once(client: Client) -> None:
 async def test_storage_absent_at_start_then_started(tmp_path, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
     caplog.set_level(logging.INFO, "dpu_dataplane")
     server = Server("storage_kv", tmp_path)
-    async with running(server) as (_, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, server) as (_, client):
         answer = await client.fetch(KEYS)
         assert answer.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
         assert server.address in answer.detail
@@ -75,8 +75,7 @@ async def test_storage_absent_at_start_then_started(tmp_path, caplog: pytest.Log
 
 async def test_storage_killed_and_restarted_empty(mortal_storage: Server) -> None:
     mortal_storage.fill(SHAPE, KEYS)
-    async with running(mortal_storage) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, mortal_storage) as (daemon, client):
         assert list((await client.lookup(KEYS)).hits) == [6]
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
         mortal_storage.kill()
@@ -92,8 +91,7 @@ async def test_storage_killed_and_restarted_empty(mortal_storage: Server) -> Non
 
 async def test_storage_killed_in_the_middle_of_a_fetch(mortal_storage: Server) -> None:
     mortal_storage.fill(SHAPE, KEYS)
-    async with running(mortal_storage) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, mortal_storage) as (daemon, client):
         await client.lookup(KEYS)  # so that the fetch needs no headers, and waits for bodies
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
         mortal_storage.freeze()
@@ -109,8 +107,7 @@ async def test_storage_killed_in_the_middle_of_a_fetch(mortal_storage: Server) -
 
 async def test_a_restart_of_storage_between_two_fetches_costs_no_hit(mortal_storage: Server) -> None:
     mortal_storage.fill(SHAPE, KEYS)
-    async with running(mortal_storage) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, mortal_storage) as (daemon, client):
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
         mortal_storage.kill()
         mortal_storage.start()
@@ -122,8 +119,7 @@ async def test_a_restart_of_storage_between_two_fetches_costs_no_hit(mortal_stor
 @pytest.mark.parametrize("phase", ["lookup", "fetch", "store"])
 async def test_a_stalled_server_costs_a_call_at_most_its_deadline(mortal_storage: Server, phase: str) -> None:
     mortal_storage.fill(SHAPE, KEYS)
-    async with running(mortal_storage, command_timeout_s=1.0, connect_timeout_s=0.5) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, mortal_storage, command_timeout_s=1.0, connect_timeout_s=0.5) as (daemon, client):
         await lookup_until(client, pb.OUTCOME_COMPLETE)
         mortal_storage.freeze()
         begin = time.monotonic()
@@ -252,8 +248,7 @@ LIES = {
 async def test_wrong_answers_of_a_server_are_misses(liar: Liar, lie: str) -> None:
     command, wrong, outcome = LIES[lie]
     silence = 0.5 if lie == "a bulk beyond every limit" else WAIT_MAX_S  # the server never sends the rest
-    async with running(f"127.0.0.1:{liar.port}", command_timeout_s=silence) as (_, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, f"127.0.0.1:{liar.port}", command_timeout_s=silence) as (_, client):
         client.segment.memory[:] = 0x33
         liar.lie = answering(command, wrong)
         answer = await client.fetch(KEYS)
@@ -266,8 +261,7 @@ async def test_wrong_answers_of_a_server_are_misses(liar: Liar, lie: str) -> Non
 
 @pytest.mark.parametrize("after", [0, 3, 5000])
 async def test_a_connection_that_breaks_within_a_body_is_a_miss(liar: Liar, after: int) -> None:
-    async with running(f"127.0.0.1:{liar.port}") as (_, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, f"127.0.0.1:{liar.port}") as (_, client):
         liar.drop_after = after
         answer = await client.fetch(KEYS)
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
@@ -286,8 +280,7 @@ async def test_corruption_is_accepted_after_a_second_read(liar: Liar, looked_up:
         answer[-10] ^= 1
         return bytes(answer)
 
-    async with running(f"127.0.0.1:{liar.port}") as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, f"127.0.0.1:{liar.port}") as (daemon, client):
         if looked_up:
             await client.lookup(KEYS)
         liar.lie = flip_once
@@ -299,8 +292,7 @@ async def test_corruption_is_accepted_after_a_second_read(liar: Liar, looked_up:
 async def test_an_unanswered_put_ends_on_cancel_and_at_the_deadline(liar: Liar) -> None:
     liar.values.clear()
     liar.lie = answering(b"SET", b"")
-    async with running(f"127.0.0.1:{liar.port}") as (_, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, f"127.0.0.1:{liar.port}") as (_, client):
         store = asyncio.ensure_future(client.store(KEYS, job_id="store", timeout_ms=NEVER_MS))
         await until(lambda: len(liar.heard) > 0)
         assert (await client.stub.Cancel(pb.CancelRequest(job_id="store"))).found
@@ -320,8 +312,7 @@ async def test_a_broken_put_is_retried_once(liar: Liar) -> None:
         return None
 
     liar.values.clear()
-    async with running(f"127.0.0.1:{liar.port}", codec="kvrans") as (_, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, f"127.0.0.1:{liar.port}", codec="kvrans") as (_, client):
         client.fill(6)
         liar.lie = break_once
         answer = await client.store(KEYS)

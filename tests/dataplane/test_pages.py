@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 from budget_support import moved, report
-from dataplane_support import BACKEND, Client, Fetched, Segment, Server, keys_of, kv, kvs, layout, running
+from dataplane_support import BACKEND, Client, Fetched, Segment, Server, keys_of, kv, kvs, layout, running, serving
 from machine import WAIT_MAX_MS, WAIT_MAX_S, until
 from test_tiers import cool, store, tiers_in, tiers_of
 
@@ -98,8 +98,7 @@ class Paged:
 @contextlib.asynccontextmanager
 async def stored(folder: Path, size: str = "64MiB") -> AsyncIterator[tuple[Daemon, Client, Paged]]:
     """A data plane with tiers and no storage, with chunks of pages on a device, and registered paged memory."""
-    async with running("", tiers=tiers_of(folder, size)) as (daemon, client):
-        await client.register(SHAPE, CHUNKS)
+    async with serving(SHAPE, CHUNKS, "", tiers=tiers_of(folder, size)) as (daemon, client):
         await store_plain(client)
         await written(daemon)
         paged = Paged(client)
@@ -194,8 +193,7 @@ async def test_pages_of_several_devices_are_one_prefix(tmp_path: Path) -> None:
     alike: dict[str, Any] = {"size": "64MiB", "access": "threads", "bandwidth": 1 << 30}
     devices = [{"path": str(tmp_path / name), **alike} for name in ("one", "two")]
     tiers = tiers_of() | {"devices": devices, "memory_bandwidth": 1}
-    async with running("", tiers=tiers) as (daemon, client):
-        await client.register(SHAPE, CHUNKS)
+    async with serving(SHAPE, CHUNKS, "", tiers=tiers) as (daemon, client):
         await store_plain(client)
         await written(daemon)
         paged = Paged(client)
@@ -389,8 +387,7 @@ OTHERS = keys_of(SHAPE, 1, seed=7)
 
 async def test_records_of_pages_are_not_prefetched_into_memory(tmp_path: Path) -> None:
     """Symptom: pages of a waiting request were read twice, the first time into memory that the load did not use."""
-    async with running("", tiers=tiers_of(tmp_path)) as (daemon, client):
-        await client.register(SHAPE, CHUNKS)
+    async with serving(SHAPE, CHUNKS, "", tiers=tiers_of(tmp_path)) as (daemon, client):
         await store_plain(client)
         await client.store(OTHERS)  # compressed records, which are fetched from memory
         await cool(daemon)

@@ -21,6 +21,7 @@ from dataplane_support import (
     layout,
     make_record,
     running,
+    serving,
 )
 from machine import NEVER_S, until
 from test_tiers import cool, storage_away, tiers_in, tiers_of
@@ -100,8 +101,7 @@ async def test_records_of_a_waiting_request_are_prefetched_into_memory(
     mortal_storage: Server, tmp_path: Path, devices: bool
 ) -> None:
     put_chain(mortal_storage, CHAINS[0])
-    async with running(mortal_storage, tiers=tiers_of(tmp_path if devices else None)) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, mortal_storage, tiers=tiers_of(tmp_path if devices else None)) as (daemon, client):
         queue = Queue(client)
         assert not (await queue.say({1: CHAINS[0]})).again
         await until(lambda: all(resident(daemon, CHAINS[0])))
@@ -116,8 +116,7 @@ async def test_records_of_a_waiting_request_are_prefetched_into_memory(
 
 
 async def test_records_on_a_device_are_prefetched_into_memory(tmp_path: Path) -> None:
-    async with running("", tiers=tiers_of(tmp_path)) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, "", tiers=tiers_of(tmp_path)) as (daemon, client):
         for index in range(6):
             chunk = slice(index * SHAPE.raw_bytes, (index + 1) * SHAPE.raw_bytes)
             client.segment.memory[chunk] = np.frombuffer(kv(SHAPE, index), np.uint8)
@@ -134,8 +133,7 @@ async def test_records_on_a_device_are_prefetched_into_memory(tmp_path: Path) ->
 async def test_only_the_next_requests_are_prefetched_and_only_in_time(storage: Server) -> None:
     for chain in CHAINS:
         put_chain(storage, chain)
-    async with running(storage, tiers=tiers_of() | {"ahead_requests": 2}) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, storage, tiers=tiers_of() | {"ahead_requests": 2}) as (daemon, client):
         queue = Queue(client)
         order = [3, 2, 1, 0]
         await queue.say(dict(enumerate(CHAINS)), order, begins_in_ms=[0, 60_000, 60_000, 60_000])
@@ -150,8 +148,7 @@ async def test_cold_records_are_prefetched_earlier(storage: Server) -> None:
     """Report the second chain as cold."""
     for chain in CHAINS[:2]:
         put_chain(storage, chain)
-    async with running(storage, tiers=tiers_of() | {"ahead_requests": 1}) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, storage, tiers=tiers_of() | {"ahead_requests": 1}) as (daemon, client):
         own = prefetching_in(daemon)
         source = own._below
         assert source is not None
@@ -176,8 +173,7 @@ async def test_cold_records_are_prefetched_earlier(storage: Server) -> None:
 async def test_prefetches_pause_for_a_fetch_and_no_record_is_read_twice(mortal_storage: Server) -> None:
     for chain in CHAINS[:2]:
         put_chain(mortal_storage, chain)
-    async with running(mortal_storage, tiers=tiers_of()) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, mortal_storage, tiers=tiers_of()) as (daemon, client):
         assert (await client.lookup(CHAINS[0])).hits == [6] and (await client.lookup(CHAINS[1])).hits == [6]
         own = prefetching_in(daemon)
         source = own._below
@@ -235,8 +231,7 @@ async def test_records_of_the_last_requests_are_evicted_first(storage: Server) -
 
 async def test_a_pool_without_devices_keeps_records_of_waiting_requests() -> None:
     size = len(make_record(SHAPE, CHAINS[0][0], 0))
-    async with running("", tiers=tiers_of(memory=f"{16 * size}")) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, "", tiers=tiers_of(memory=f"{16 * size}")) as (daemon, client):
 
         async def store(keys: list[bytes]) -> None:
             for index in range(6):
@@ -261,8 +256,7 @@ async def test_a_waiting_request_that_never_fetches_leaves_no_record_held(
 ) -> None:
     monkeypatch.setattr(prefetcher, "_LINGER_S", 0.2)
     put_chain(storage, CHAINS[0])
-    async with running(storage, tiers=tiers_of(tmp_path)) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, storage, tiers=tiers_of(tmp_path)) as (daemon, client):
         await Queue(client).say({1: CHAINS[0]}, lasts_ms=1500)
         own, tiers = prefetching_in(daemon), tiers_in(daemon)
         await until(lambda: len(own._prefetched) == 6)
@@ -277,8 +271,7 @@ async def test_a_waiting_request_that_never_fetches_leaves_no_record_held(
 
 
 async def test_late_messages_are_ignored_and_missing_ones_requested(storage: Server) -> None:
-    async with running(storage, tiers=tiers_of(), hosts_max=2) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, storage, tiers=tiers_of(), hosts_max=2) as (daemon, client):
         own, queue = prefetching_in(daemon), Queue(client)
 
         def waiting() -> list[Any]:
@@ -309,8 +302,7 @@ async def test_late_messages_are_ignored_and_missing_ones_requested(storage: Ser
 
 
 async def test_a_host_has_its_share_of_waiting_requests(storage: Server) -> None:
-    async with running(storage, tiers=tiers_of(), hosts_max=4) as (daemon, client):
-        await client.register(SHAPE, 1)
+    async with serving(SHAPE, 1, storage, tiers=tiers_of(), hosts_max=4) as (daemon, client):
         queue, own = Queue(client), prefetching_in(daemon)
         await queue.say({name: [] for name in range(REQUESTS_MAX // 4 + 9)})
         assert len(own._order) == REQUESTS_MAX // 4
@@ -324,15 +316,13 @@ async def test_a_host_has_its_share_of_waiting_requests(storage: Server) -> None
 
 
 async def test_a_data_plane_without_tiers_answers_that_it_does_not_prefetch(storage: Server) -> None:
-    async with running(storage) as (_, client):
-        await client.register(SHAPE, 1)
+    async with serving(SHAPE, 1, storage) as (_, client):
         assert (await Queue(client).say({1: CHAINS[0]})).unused
 
 
 async def test_a_storage_failure_during_a_fetch_costs_only_missing_pieces(mortal_storage: Server) -> None:
     put_chain(mortal_storage, CHAINS[0])
-    async with running(mortal_storage, tiers=tiers_of()) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, mortal_storage, tiers=tiers_of()) as (daemon, client):
         assert (await client.fetch(CHAINS[0][:2])).chunks == 2
         own = prefetching_in(daemon)
         source = own._below
@@ -361,8 +351,7 @@ async def test_a_damaged_record_is_not_prefetched(redis: Server) -> None:
     record = bytearray(make_record(SHAPE, CHAINS[0][2], 2))
     record[-9] ^= 4
     redis.put(CHAINS[0][2], bytes(record))
-    async with running(redis, tiers=tiers_of()) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, redis, tiers=tiers_of()) as (daemon, client):
         await Queue(client).say({1: CHAINS[0]})
         await until(lambda: resident(daemon, CHAINS[0]) == [True, True, False, True, True, True])
         own = prefetching_in(daemon)
@@ -373,8 +362,7 @@ async def test_a_damaged_record_is_not_prefetched(redis: Server) -> None:
 
 async def test_records_of_a_failed_device_are_read_from_storage(storage: Server, tmp_path: Path) -> None:
     put_chain(storage, CHAINS[0])
-    async with running(storage, tiers=tiers_of(tmp_path) | {"ahead_requests": 0}) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, storage, tiers=tiers_of(tmp_path) | {"ahead_requests": 0}) as (daemon, client):
         assert_right(client, await client.fetch(CHAINS[0]))
         await cool(daemon)
         tiers, own = tiers_in(daemon), prefetching_in(daemon)
@@ -399,8 +387,7 @@ async def test_prefetched_records_under_pressure_leave_room_for_fetches(storage:
     """Memory for a dozen records. Four requests wait for two dozen, while hosts fetch others."""
     for chain in CHAINS:
         put_chain(storage, chain)
-    async with running(storage, tiers=tiers_of(tmp_path, "64MiB", "6MiB")) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, storage, tiers=tiers_of(tmp_path, "64MiB", "6MiB")) as (daemon, client):
         await Queue(client).say(dict(enumerate(CHAINS)))
         own, tiers = prefetching_in(daemon), tiers_in(daemon)
         await until(lambda: own._prefetched)
@@ -446,8 +433,7 @@ async def test_prefetches_wait_for_turns_and_are_dropped_when_their_request_begi
     """Symptom: prefetches used the whole link beside a decoding engine."""
     chain = CHAINS[0]
     put_chain(storage, chain)
-    async with running(storage, tiers=tiers_of(), shares_host_memory=True) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, storage, tiers=tiers_of(), shares_host_memory=True) as (daemon, client):
         queue = Queue(client)
         await report(client)
         async with daemon.budget.turn(Mover.FETCH, 1 << 50) as turn, asyncio.timeout(NEVER_S):
@@ -466,8 +452,7 @@ async def test_prefetches_wait_for_turns_and_are_dropped_when_their_request_begi
 async def test_a_fetch_gets_records_whose_prefetch_is_in_progress(storage: Server) -> None:
     chain = CHAINS[0]
     put_chain(storage, chain)
-    async with running(storage, tiers=tiers_of(), shares_host_memory=True) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, storage, tiers=tiers_of(), shares_host_memory=True) as (daemon, client):
         await report(client)
         await Queue(client).say({1: chain})
         await until(lambda: moved(daemon).get("prefetch", 0) > 0)

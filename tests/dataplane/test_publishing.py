@@ -10,7 +10,18 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from dataplane_support import Client, DaemonProcess, Server, client_of, keys_of, kv, layout, running, until_true
+from dataplane_support import (
+    Client,
+    DaemonProcess,
+    Server,
+    client_of,
+    keys_of,
+    kv,
+    layout,
+    running,
+    serving,
+    until_true,
+)
 from machine import NEVER_S, WAIT_MAX_MS, WAIT_MAX_S, wait_for
 
 from dpu_dataplane.publishing import PENDING_KEYS_MAX, Publications
@@ -143,8 +154,7 @@ async def test_a_host_does_not_withdraw_keys_published_by_another_host(server: S
 
 
 async def test_local_tiers_report_pending_keys_until_stored_or_withdrawn() -> None:
-    async with running("", tiers=TIERS) as (_, client):
-        await client.register(SHAPE, 4)
+    async with serving(SHAPE, 4, "", tiers=TIERS) as (_, client):
         assert await pending(client) == [False] * 4
         assert (await publish(client, KEYS, plain=True)).reach == pb.REACH_ALL
         assert await pending(client) == [True] * 4

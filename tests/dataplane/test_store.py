@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from dataplane_support import BACKEND, Server, config, keys_of, kv, kvs, layout, make_record, running
+from dataplane_support import BACKEND, Server, config, keys_of, kv, kvs, layout, make_record, running, serving
 from machine import until
 
 from dpu_dataplane.batches import encoded_bound
@@ -53,8 +53,7 @@ async def test_records_are_those_of_the_reference(storage: Server, codec: str) -
 async def test_records_name_the_chunk_before_them(storage: Server) -> None:
     shape = layout()
     keys = keys_of(shape, 3)
-    async with running(storage) as (_, client):
-        await client.register(shape, 3)
+    async with serving(shape, 3, storage) as (_, client):
         client.fill(3)
         answer = await client.store(keys, parents=[b"", keys[0], keys[1]])
         assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
@@ -65,8 +64,7 @@ async def test_stored_chunks_are_not_sent_again(storage: Server) -> None:
     shape = layout()
     keys = keys_of(shape, 4)
     storage.put(keys[1], make_record(shape, keys[1], 1))
-    async with running(storage) as (daemon, client):
-        await client.register(shape, 4)
+    async with serving(shape, 4, storage) as (daemon, client):
         client.fill(4)
         answer = await client.store(keys)
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 4)
@@ -81,8 +79,7 @@ async def test_a_value_that_binning_cannot_hold_costs_its_chunk(storage: Server,
     shape = layout("binned", "float32")
     keys = keys_of(shape, 3)
     storage.put(keys[2], make_record(shape, keys[2], 2))
-    async with running(storage) as (_, client):
-        await client.register(shape, 3)
+    async with serving(shape, 3, storage) as (_, client):
         client.fill(3)
         client.segment.memory.view(np.float32)[shape.raw_bytes // 4 + 17] = value
         answer = await client.store(keys)
@@ -96,8 +93,7 @@ async def test_a_full_server_refuses_with_its_text(tmp_path) -> None:  # type: i
     try:
         shape = layout(vector_length=2048)
         keys = keys_of(shape, 6)
-        async with running(server) as (_, client):
-            await client.register(shape, 6)
+        async with serving(shape, 6, server) as (_, client):
             client.fill(6)
             answer = await client.store(keys)
             assert answer.outcome == pb.OUTCOME_STORAGE_REFUSED
@@ -114,8 +110,7 @@ async def test_a_sound_record_of_another_namespace_is_not_replaced(redis: Server
     [key] = keys_of(shape, 1)
     theirs = make_record(layout(namespace=bytes(32)), key, 5)
     redis.put(key, theirs)
-    async with running(redis) as (_, client):
-        await client.register(shape, 1)
+    async with serving(shape, 1, redis) as (_, client):
         client.fill(1)
         answer = await client.store([key])
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_MISMATCH, 0)
@@ -129,8 +124,7 @@ async def test_faulty_records_are_replaced_by_a_store(redis: Server, bad: bytes)
     shape = layout()
     [key] = keys_of(shape, 1)
     redis.put(key, bad)
-    async with running(redis) as (_, client):
-        await client.register(shape, 1)
+    async with serving(shape, 1, redis) as (_, client):
         client.fill(1)
         assert (await client.store([key])).outcome == pb.OUTCOME_COMPLETE
         assert (await client.fetch([key])).outcome == pb.OUTCOME_COMPLETE
@@ -140,8 +134,7 @@ async def test_chunks_are_encoded_while_earlier_ones_are_put(storage: Server) ->
     """A batch that overwrites encoded bytes before their transmission would store wrong bytes."""
     shape = layout(vector_length=2048)
     keys = keys_of(shape, 10)
-    async with running(storage, store_buffer_bytes="3MiB", store_cores=[0]) as (daemon, client):
-        await client.register(shape, 10)
+    async with serving(shape, 10, storage, store_buffer_bytes="3MiB", store_cores=[0]) as (daemon, client):
         client.fill(10)
         codec = native.Codec[codec_name("auto", BACKEND).upper()]
         places = (3 << 20) // encoded_bound(shape, codec, int(config(storage).slice_bytes))

@@ -24,6 +24,7 @@ from dataplane_support import (
     layout,
     make_record,
     running,
+    serving,
 )
 from machine import NEVER_MS, WAIT_MAX_S, until
 from prometheus_client import generate_latest
@@ -102,8 +103,7 @@ async def fetch_all(client: Client, keys: Sequence[bytes]) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_local_tiers_serve_a_host_and_are_warm_after_a_restart(tmp_path: Path, backend: str) -> None:
     for is_first in (True, False):
-        async with running("", tiers=tiers_of(tmp_path), backend=backend) as (daemon, client):
-            await client.register(SHAPE, 6)
+        async with serving(SHAPE, 6, "", tiers=tiers_of(tmp_path), backend=backend) as (daemon, client):
             if is_first:
                 assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
                 assert await store(client) == [True] * 6
@@ -115,8 +115,7 @@ async def test_local_tiers_serve_a_host_and_are_warm_after_a_restart(tmp_path: P
 
 async def test_records_from_storage_are_kept_and_served_during_an_outage(mortal_storage: Server) -> None:
     put_all(mortal_storage)
-    async with running(mortal_storage, tiers=tiers_of()) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, mortal_storage, tiers=tiers_of()) as (daemon, client):
         assert_right(client, await client.fetch(KEYS))
         assert daemon.metrics.tier_records["kept"] == 6 and daemon.metrics.totals["tier_bytes"] == 0
         mortal_storage.kill()
@@ -135,8 +134,7 @@ async def test_one_batch_reads_each_chunk_from_the_nearest_tier(
     storage: Server, tmp_path: Path, backend: str, order: int
 ) -> None:
     put_all(storage)
-    async with running(storage, tiers=tiers_of(tmp_path), backend=backend) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, storage, tiers=tiers_of(tmp_path), backend=backend) as (daemon, client):
         for index in (0, 3):
             assert (await client.fetch([KEYS[index]])).chunks == 1
         await cool(daemon)
@@ -152,8 +150,7 @@ async def test_one_batch_reads_each_chunk_from_the_nearest_tier(
 
 
 async def test_records_are_stored_in_the_tier_and_in_storage(mortal_storage: Server) -> None:
-    async with running(mortal_storage, tiers=tiers_of()) as (_, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, mortal_storage, tiers=tiers_of()) as (_, client):
         assert await store(client) == [True] * 6
         assert all(mortal_storage.has(key) for key in KEYS)
         mortal_storage.command(b"FLUSHALL")
@@ -171,8 +168,7 @@ async def test_records_with_an_end_stay_in_the_tier_if_it_has_room(storage: Serv
     for memory, near in (("32MiB", True), ("1MiB", False)):
         shape = SHAPE if near else layout(vector_length=8192)  # 2 MiB
         keys = keys_of(shape, 1)
-        async with running(storage, tiers=tiers_of(memory=memory)) as (_, client):
-            await client.register(shape, 1)
+        async with serving(shape, 1, storage, tiers=tiers_of(memory=memory)) as (_, client):
             assert await store(client, [0], shape, keys, lasts_ms=NEVER_MS) == [True]
             assert storage.has(keys[0]) != near
             assert (await client.fetch(keys)).outcome == pb.OUTCOME_COMPLETE
@@ -184,8 +180,7 @@ async def test_a_tier_smaller_than_a_prompt_serves_it_correctly(storage: Server,
     keys = keys_of(SHAPE, 24, seed=3)
     for index, key in enumerate(keys):
         storage.put(key, make_record(SHAPE, key, index % 6))
-    async with running(storage, tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (daemon, client):
-        await client.register(SHAPE, 24)
+    async with serving(SHAPE, 24, storage, tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (daemon, client):
         for _ in range(4):
             await fetch_all(client, keys)
             assert client.chunks(24) == [CHUNKS[index % 6] for index in range(24)]
@@ -195,8 +190,7 @@ async def test_a_tier_smaller_than_a_prompt_serves_it_correctly(storage: Server,
 
 
 async def test_a_full_tier_keeps_the_last_used_records_and_never_returns_wrong_bytes(tmp_path: Path) -> None:
-    async with running("", tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (_, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, "", tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (_, client):
         chains = [keys_of(SHAPE, 6, seed=seed) for seed in range(20, 26)]
         for chain in chains:
             assert await store(client, keys=chain) == [True] * 6
@@ -227,8 +221,7 @@ async def test_corrupt_records_on_a_device_are_a_miss_or_read_from_storage(
     storage: Server, tmp_path: Path, alone: bool
 ) -> None:
     put_all(storage)
-    async with running("" if alone else storage, tiers=tiers_of(tmp_path)) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, "" if alone else storage, tiers=tiers_of(tmp_path)) as (daemon, client):
         await (store(client) if alone else client.fetch(KEYS))
         await cool(daemon)
         rot(daemon, tmp_path, 2)
@@ -245,8 +238,7 @@ async def test_corrupt_records_on_a_device_are_a_miss_or_read_from_storage(
 @pytest.mark.parametrize("alone", [True, False])
 async def test_corrupt_tier_memory_is_a_miss_or_read_from_storage(storage: Server, alone: bool) -> None:
     put_all(storage)
-    async with running("" if alone else storage, tiers=tiers_of()) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, "" if alone else storage, tiers=tiers_of()) as (daemon, client):
         await (store(client) if alone else client.fetch(KEYS))
         tiers = tiers_in(daemon)
         for index in (0, 3):
@@ -296,11 +288,9 @@ async def test_a_stalled_device_costs_its_read_timeout_or_the_deadline(
 ) -> None:
     put_all(storage)
     tiers_on = tiers_of(tmp_path)
-    async with running(storage, tiers=tiers_on) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, storage, tiers=tiers_on) as (daemon, client):
         assert_right(client, await client.fetch(KEYS))
-    async with running("" if alone else storage, tiers=tiers_on, command_timeout_s=0.5) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, "" if alone else storage, tiers=tiers_on, command_timeout_s=0.5) as (daemon, client):
         assert (await client.lookup(KEYS)).present == [[True] * 6], "headers are cached from here on"
         await cool(daemon)
         tiers = tiers_in(daemon)
@@ -328,8 +318,7 @@ async def test_a_stalled_device_costs_its_read_timeout_or_the_deadline(
 async def test_records_that_devices_cannot_take_are_dropped_and_counted(storage: Server, tmp_path: Path) -> None:
     put_all(storage)
     bound = {"write_bytes_under_way_max": "1MiB"}
-    async with running(storage, tiers=tiers_of(tmp_path) | bound) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, storage, tiers=tiers_of(tmp_path) | bound) as (daemon, client):
         tiers = tiers_in(daemon)
         poll, free = tiers.pool.poll, asyncio.Event()
         tiers.pool.poll = lambda: free.is_set() and poll()  # type: ignore[method-assign]
@@ -346,8 +335,7 @@ async def test_records_that_devices_cannot_take_are_dropped_and_counted(storage:
 async def test_records_in_use_by_a_batch_are_not_evicted(mortal_storage: Server, tmp_path: Path) -> None:
     """A batch holds chunks of memory while storage hangs; meanwhile the tier evicts all other chunks."""
     put_all(mortal_storage)
-    async with running(mortal_storage, tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, mortal_storage, tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (daemon, client):
         for index in (0, 1, 3, 4):
             assert (await client.fetch([KEYS[index]])).chunks == 1
         assert (await client.lookup(KEYS)).hits == [6]  # so that headers are cached
@@ -376,8 +364,7 @@ async def test_records_in_use_by_a_batch_are_not_evicted(mortal_storage: Server,
 
 async def test_a_smaller_memory_budget_costs_hits_only(storage: Server) -> None:
     put_all(storage)
-    async with running(storage, tiers=tiers_of()) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, storage, tiers=tiers_of()) as (daemon, client):
         assert_right(client, await client.fetch(KEYS))
         tiers = tiers_in(daemon)
         with tiers.lock:
@@ -401,12 +388,10 @@ async def test_a_tier_filled_on_another_machine_returns_stored_bytes_or_misses(t
     there, here = tmp_path / "there", tmp_path / "here"
     for folder, seed in ((there, 0), (here, 7)):
         folder.mkdir()
-        async with running("", tiers=tiers_of(folder)) as (_, client):
-            await client.register(SHAPE, 6)
+        async with serving(SHAPE, 6, "", tiers=tiers_of(folder)) as (_, client):
             assert await store(client, keys=keys_of(SHAPE, 6, seed)) == [True] * 6
     (there / "tier").replace(here / "tier")
-    async with running("", tiers=tiers_of(here)) as (_, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, "", tiers=tiers_of(here)) as (_, client):
         assert (await client.fetch(keys_of(SHAPE, 6, seed=7))).outcome == pb.OUTCOME_ABSENT
         assert_right(client, await client.fetch(KEYS))
 
@@ -449,8 +434,7 @@ async def test_a_daemon_killed_during_a_fill_recovers_whole_records_only(storage
 
 @pytest.mark.parametrize("devices", [True, False])
 async def test_metrics_of_a_data_plane_with_tiers_are_served(tmp_path: Path, devices: bool) -> None:
-    async with running("", tiers=tiers_of(tmp_path if devices else None)) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, "", tiers=tiers_of(tmp_path if devices else None)) as (daemon, client):
         await store(client)
         text = generate_latest(daemon.metrics.registry).decode()
         found = {name: float(value) for name, value in re.findall(r"^shadowserve_(tier_\w+) (\S+)$", text, re.M)}

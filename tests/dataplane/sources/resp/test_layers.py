@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import redis as redis_py
-from dataplane_support import WAYS, Client, Server, expected, keys_of, layout, make_record, running, way_name
+from dataplane_support import WAYS, Client, Server, expected, keys_of, layout, make_record, running, serving, way_name
 
 from dpu_dataplane.plan import FetchPlan
 from dpu_dataplane.sources.resp.layers import LayerRequest, Threshold, layer_request
@@ -118,8 +118,7 @@ async def test_below_tiers_a_layer_request_fills_the_pool_and_local_records_use_
     keys = keys_of(large, 3)
     storage.fill(large, keys)
     tiers = {"memory_budget_bytes": "64MiB"}
-    async with running(storage, layer_request_bytes_min=0, tiers=tiers) as (daemon, client):
-        await client.register(large, len(keys))
+    async with serving(large, len(keys), storage, layer_request_bytes_min=0, tiers=tiers) as (daemon, client):
         for asked, batches in (([0, 1], 1), ([0, 1], 1), ([0, 1, 2], 1), ([2], 1)):
             client.segment.memory[:] = 0
             part = client.part([keys[index] for index in asked], length=len(asked) * large.raw_bytes)

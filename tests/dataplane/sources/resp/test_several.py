@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dataplane_support import Client, Server, expected, found, keys_of, kv, layout, make_record, running
+from dataplane_support import Client, Server, expected, found, keys_of, kv, layout, make_record, running, serving
 from faulty_s3 import BUCKET, Answer, FaultyS3, faulty_s3
 from machine import WAIT_MAX_MS, WAIT_MAX_S, until, wait_for
 
@@ -89,8 +89,7 @@ def test_prefixes_are_spread_evenly_and_a_removed_node_moves_only_its_own() -> N
 
 
 async def test_a_prefix_is_on_one_node_and_prefixes_are_on_all_nodes(nodes: list[Server]) -> None:
-    async with running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
-        await client.register(SHAPE, CHUNKS)
+    async with serving(SHAPE, CHUNKS, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
         for number, keys in enumerate(chains_of(nodes)):
             client.segment.memory[:] = np.frombuffer(b"".join(kv(SHAPE, seed) for seed in range(CHUNKS)), np.uint8)
             stored = await client.store(keys)
@@ -116,8 +115,7 @@ async def test_a_dead_node_is_replaced_until_it_returns(nodes: list[Server]) -> 
         nodes[0].put(key, record)
     wanted = [expected(SHAPE, key, record) for key, record in records.items()]
     await until(lambda: known(nodes[1]) >= CHUNKS)
-    async with running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (daemon, client):
-        await client.register(SHAPE, CHUNKS)
+    async with serving(SHAPE, CHUNKS, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (daemon, client):
         assert await fetched(client, chain) == wanted
         assert daemon.metrics.gauges["storage_nodes_away"][1]() == 0
         nodes[0].kill()
@@ -144,8 +142,7 @@ async def test_a_dead_node_is_replaced_until_it_returns(nodes: list[Server]) -> 
 async def test_unreachable_nodes_are_skipped_and_an_outage_of_all_is_reported(nodes: list[Server]) -> None:
     chain, other = chains_of(nodes)
     nodes[0].kill()
-    async with running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
-        await client.register(SHAPE, CHUNKS)
+    async with serving(SHAPE, CHUNKS, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
         lookup = await client.lookup([*chain, *other])
         assert (lookup.outcome, lookup.hits) == (pb.OUTCOME_COMPLETE, [0])
         nodes[1].kill()
@@ -169,8 +166,7 @@ async def test_a_lookup_reports_cold_chunks_without_waiting(nodes: list[Server],
     await until(lambda: known(nodes[0]) >= CHUNKS)
     gate = threading.Event()
     bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
-    async with running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
-        await client.register(SHAPE, CHUNKS)
+    async with serving(SHAPE, CHUNKS, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
         read = bucket.count("get")
         try:
             answer = await look(client, chain, other, published=True)
@@ -197,8 +193,7 @@ async def test_a_lookup_with_prefetch_brings_cold_records_and_nothing_else_waits
     await until(lambda: known(nodes[0]) > CHUNKS)
     gate = threading.Event()
     bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
-    async with running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
-        await client.register(SHAPE, 2 * CHUNKS)
+    async with serving(SHAPE, 2 * CHUNKS, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
         try:
             assert set((await look(client, chain, prefetch=True)).tiers[0]) == {pb.TIER_COLD}
             fetching = asyncio.create_task(client.fetch(chain, length=CHUNKS * SHAPE.raw_bytes))
@@ -228,8 +223,7 @@ async def test_a_lookup_reports_the_tier_of_each_chunk(nodes: list[Server], tmp_
     await until(lambda: known(nodes[0]) >= 4)
     devices = [{"path": str(tmp_path / "tier.pool"), "size": "64MiB", "bandwidth": "1GB"}]
     tiers = {"memory_budget_bytes": "32MiB", "devices": devices}
-    async with running("127.0.0.1:1", storage_nodes=addresses(nodes), tiers=tiers) as (_, client):
-        await client.register(SHAPE, CHUNKS)
+    async with serving(SHAPE, CHUNKS, "127.0.0.1:1", storage_nodes=addresses(nodes), tiers=tiers) as (_, client):
         assert set((await look(client, chain)).tiers[0]) == {pb.TIER_COLD, pb.TIER_NONE}
         assert len(await fetched(client, chain[1:2])) == 1  # the tiers fill it, finally on the device
     async with running("127.0.0.1:1", storage_nodes=addresses(nodes), tiers=tiers) as (_, client):  # empty memory

@@ -22,6 +22,7 @@ from dataplane_support import (
     layout,
     make_record,
     running,
+    serving,
     way_name,
 )
 from machine import NEVER_S, WAIT_MAX_S, until
@@ -143,8 +144,7 @@ def assert_delivered(client: Client, count: int) -> None:
 
 async def fails(server: "Server | str", *words: str, **changes: Any) -> None:
     """Check that a fetch and a lookup are misses with this reason."""
-    async with running(server, **changes) as (daemon, client):
-        await client.register(SHAPE, len(KEYS))
+    async with serving(SHAPE, len(KEYS), server, **changes) as (daemon, client):
         answer = await client.fetch(KEYS)
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
         assert all(word in answer.detail for word in words), answer.detail
@@ -155,8 +155,7 @@ async def fails(server: "Server | str", *words: str, **changes: Any) -> None:
 async def test_bytes_are_encrypted_and_arrive_unchanged(
     encrypted: TlsServer, certificates: Path, way: dict[str, Any]
 ) -> None:
-    async with running(encrypted, **trusting(certificates), **way) as (_, client):
-        await client.register(SHAPE, len(KEYS))
+    async with serving(SHAPE, len(KEYS), encrypted, **trusting(certificates), **way) as (_, client):
         assert (await client.lookup(KEYS)).hits == [len(KEYS)]
         for _ in range(2):
             await assert_fetched(client)
@@ -177,8 +176,7 @@ async def test_mutual_tls_works(tmp_path: Path, certificates: Path, kind: str) -
     server = TlsServer(kind, tmp_path, certificates, mutual=True, password="both")
     try:
         server.start()
-        async with running(server, **trusting(certificates), **showing(certificates)) as (_, client):
-            await client.register(SHAPE, len(KEYS))
+        async with serving(SHAPE, len(KEYS), server, **trusting(certificates), **showing(certificates)) as (_, client):
             client.fill(len(KEYS))
             stored = await client.store(KEYS)
             assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), stored.detail
@@ -232,14 +230,12 @@ async def test_the_error_tells_a_tls_server_from_a_stalled_one(encrypted: TlsSer
 
 @pytest.mark.parametrize("after", [1, 5000])
 async def test_a_truncated_tls_stream_is_not_complete(proxy: Proxy, certificates: Path, after: int) -> None:
-    async with running(proxy.address, connections=1, **trusting(certificates)) as (_, client):
-        await client.register(SHAPE, len(KEYS))
+    async with serving(SHAPE, len(KEYS), proxy.address, connections=1, **trusting(certificates)) as (_, client):
         await client.lookup(KEYS)
         proxy.cut_after, proxy.cuts_left = len(b"+PONG\r\n") + after, 1
         await assert_fetched(client)  # one failure: the daemon connects again
         assert proxy.cuts == 1
-    async with running(proxy.address, connections=1, **trusting(certificates)) as (_, client):
-        await client.register(SHAPE, len(KEYS))
+    async with serving(SHAPE, len(KEYS), proxy.address, connections=1, **trusting(certificates)) as (_, client):
         await client.lookup(KEYS)
         proxy.cuts_left = 1000
         answer = await client.fetch(KEYS)  # permanent failure
@@ -274,8 +270,7 @@ async def test_a_replaced_authority_is_read_again(
     encrypted: TlsServer, certificates: Path, foreign: Path, tmp_path: Path
 ) -> None:
     shutil.copy(foreign / "ca.crt", tmp_path / "ca.crt")
-    async with running(encrypted, **trusting(tmp_path)) as (daemon, client):
-        await client.register(SHAPE, len(KEYS))
+    async with serving(SHAPE, len(KEYS), encrypted, **trusting(tmp_path)) as (daemon, client):
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
         (tmp_path / "ca.crt").write_text("nothing of the kind")
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
@@ -287,8 +282,7 @@ async def test_a_replaced_authority_is_read_again(
 
 async def test_a_wrong_password_is_refused_over_tls(encrypted: TlsServer, certificates: Path) -> None:
     changes = trusting(certificates, storage_username="default", storage_password="not that")
-    async with running(encrypted, **changes) as (_, client):
-        await client.register(SHAPE, len(KEYS))
+    async with serving(SHAPE, len(KEYS), encrypted, **changes) as (_, client):
         answer = await client.fetch(KEYS)
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_REFUSED, 0) and "AUTH" in answer.detail
         assert (await client.lookup(KEYS)).outcome == pb.OUTCOME_STORAGE_REFUSED
