@@ -12,6 +12,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -42,34 +43,32 @@ class HelloRequired(InvalidCall):
         )
 
 
+@dataclass(eq=False)
 class Host:
     """One host."""
 
-    def __init__(self, identity: str, request: pb.HelloRequest, peer: str) -> None:
-        self.identity = identity
-        self.owner = _owner(identity, request)  # its name, for shares of limits
-        self.process = request.process
-        self.peer = peer
-        self.since = datetime.now(UTC)  # time of its first Hello
-        self.sessions: dict[bytes, Session] = {}  # sessions of its processes; the last used one at the end
-        self.used_at = time.monotonic()  # monotonic time of the last begin or end of a call
-        self.decides = False  # it reports its decisions
+    identity: str  # names in its certificate
+    owner: str  # its name, for shares of limits
+    process: str
+    peer: str
+    since: datetime = field(default_factory=lambda: datetime.now(UTC))
+    sessions: "dict[bytes, Session]" = field(default_factory=dict)  # of its processes; the last used one at the end
+    used_at: float = field(default_factory=time.monotonic)  # last begin or end of a call
+    decides: bool = False  # it reports its decisions
 
     def __str__(self) -> str:
         certificate = f", certificate of '{self.identity}'" if self.identity else ""
         return f"{self.process or 'a process without a name'} at {self.peer}{certificate}"
 
 
+@dataclass(eq=False, slots=True)
 class Session:
     """One process of a host."""
 
-    __slots__ = ("calls", "host", "token", "used_at")
-
-    def __init__(self, host: Host) -> None:
-        self.host = host  # the host of the process
-        self.token = secrets.token_bytes(_SESSION_BYTES)  # random token in its calls
-        self.calls = 0  # calls in progress
-        self.used_at = time.monotonic()  # monotonic time of the last begin or end of a call
+    host: Host
+    token: bytes = field(default_factory=lambda: secrets.token_bytes(_SESSION_BYTES))  # random, in its calls
+    calls: int = 0  # in progress
+    used_at: float = field(default_factory=time.monotonic)  # last begin or end of a call
 
     @property
     def owner(self) -> str:
@@ -78,10 +77,6 @@ class Session:
     def use(self) -> None:
         self.used_at = self.host.used_at = time.monotonic()
         self.host.sessions[self.token] = self.host.sessions.pop(self.token)
-
-
-def _owner(identity: str, request: pb.HelloRequest) -> str:
-    return f"{identity}\n{request.host}"
 
 
 def _identity(context: Any) -> str:
@@ -116,13 +111,13 @@ class HostTable:
     def enter(self, request: pb.HelloRequest, context: Any) -> tuple[Session, bool]:
         """Return the session of a process after its Hello, and whether its host is new; InvalidCall without room."""
         identity = _identity(context)
-        owner = _owner(identity, request)
+        owner = f"{identity}\n{request.host}"
         host, new = self._hosts.get(owner), False
         if host is None:
             self.expire(time.monotonic())
             if len(self._hosts) >= self._hosts_max:
                 raise InvalidCall(self._refusal(), grpc.StatusCode.RESOURCE_EXHAUSTED)
-            host, new = Host(identity, request, context.peer()), True
+            host, new = Host(identity, owner, request.process, context.peer()), True
             self._hosts[owner] = host
         session = host.sessions.get(request.session)
         if session is None:

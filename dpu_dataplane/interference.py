@@ -124,10 +124,6 @@ class InterferenceBudget:
             self._metrics.interference_wait_seconds[label] += self._clock() - turn.requested_s
         return True
 
-    def hasten(self, turn: Turn) -> None:
-        """Give a turn the precedence of fetches: a fetch waits for its bytes."""
-        self.shared.hasten(turn)
-
     def drop(self, mover: Mover, reason: str) -> None:
         """Count a move that was given up while it waited."""
         self._metrics.interference_dropped[mover.label, reason] += 1

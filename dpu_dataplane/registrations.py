@@ -21,7 +21,7 @@ import stat
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 import grpc
@@ -117,60 +117,50 @@ class Paging:
         return numbers.reshape(chunks, chunk_blocks)
 
 
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
+@dataclass(eq=False)
 class Registration:
-    """Registered memory.
+    """Registered memory."""
 
-    Attributes:
-        owner: Host that has registered it.
-        session: Session of that host; no other one may use it.
-    """
-
-    def __init__(
-        self,
-        layouts: Sequence[ChunkLayout],
-        size: int,
-        identity: object,
-        registered: native.RegisteredMemory,
-        segment: "_Segment | None",
-    ) -> None:
-        self.memory_id = secrets.randbits(64) or 1  # random id of 64 bits
-        self.owner, self.session = "", b""
-        self.layouts = tuple(layouts)  # layouts of its chunks; calls name one by its index
-        self.size = size  # size in bytes
-        self.identity = identity  # equal for two registrations of the same memory
-        self.used_at = time.monotonic()
-        self.users = 0
-        self.released = False
-        self.quiet = asyncio.Event()
-        self.quiet.set()
-        self._registered = registered
-        self._segment = segment
-        self.paging: Paging | None = None  # positions of an engine's pages, for paged memory
-        self._on_close: list[Callable[[], None]] = []
+    layouts: Sequence[ChunkLayout]  # of its chunks; calls name one by its index
+    size: int  # bytes
+    identity: object  # equal for two registrations of the same memory
+    registered: native.RegisteredMemory
+    segment: "_Segment | None"
+    owner: str = ""  # host that has registered it
+    session: bytes = b""  # of that host; no other one may use it
+    paging: Paging | None = None  # positions of an engine's pages, for paged memory
+    memory_id: int = field(default_factory=lambda: secrets.randbits(64) or 1)
+    used_at: float = field(default_factory=time.monotonic)
+    users: int = 0
+    released: bool = False
+    quiet: asyncio.Event = field(default_factory=_set_event)
+    closing: list[Callable[[], None]] = field(default_factory=list)  # called before the memory is closed
 
     @property
     def memory(self) -> memoryview:
-        assert self._segment is not None
-        return memoryview(self._segment.memory)
+        assert self.segment is not None
+        return memoryview(self.segment.memory)
 
     @property
     def address(self) -> int:
-        return self._registered.address
-
-    def on_close(self, function: Callable[[], None]) -> None:
-        """Call a function before the memory is closed."""
-        self._on_close.append(function)
+        return self.registered.address
 
     @property
     def shared(self) -> bool:
-        return self._segment is not None
+        return self.segment is not None
 
     def region(self, offset: int, length: int) -> native.Region:
-        return self._registered.region(offset, length)
+        return self.registered.region(offset, length)
 
     def check_whole(self) -> None:
         """Mark the memory as released and raise RegistrationError if it was truncated: its bytes are void."""
-        if self._segment is not None and not self._segment.is_whole():
+        if self.segment is not None and not self.segment.is_whole():
             lost = f"the segment had {self.size} bytes when it was registered and is shorter now"
             if not self.released:
                 logger.warning("registered memory %016x is removed: %s", self.memory_id, lost)
@@ -178,16 +168,16 @@ class Registration:
             raise RegistrationError(f"{lost}; register it again")
 
     def is_abandoned(self) -> bool:
-        return self._segment is not None and self._segment.is_abandoned()
+        return self.segment is not None and self.segment.is_abandoned()
 
     def close(self) -> None:
         """Unmap the memory. No job may use it."""
-        for function in self._on_close:
+        for function in self.closing:
             function()
-        self._on_close.clear()  # they may hold views of the memory
-        self._registered.close()
-        if self._segment is not None:
-            self._segment.close()
+        self.closing.clear()  # they may hold views of the memory
+        self.registered.close()
+        if self.segment is not None:
+            self.segment.close()
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,10 @@ _STORERS: Final = {
     pb.PURPOSE_PREEMPTION: Mover.PREEMPTION_SAVE,
     pb.PURPOSE_OFFLOADING_TIER: Mover.TIER_STORE,
 }
+_STATISTICS: Final = (
+    "batches", "fetched_bytes", "delivered_bytes", "stored_raw_bytes", "stored_bytes", "lookup_keys", "lookup_hits"
+)  # fmt: skip
+"""Totals in the answer to Statistics."""
 _LOGGED: Final = (pb.OUTCOME_DEADLINE, pb.OUTCOME_STORAGE_REFUSED, pb.OUTCOME_NOT_STORABLE)
 
 logger = logging.getLogger(__name__)
@@ -214,7 +218,6 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         return pb.StatisticsResponse(
             version=__version__,
             backend=native.backends()[self._config.backend].label,
-            batches=metrics.totals["batches"],
             registrations=len(self._parts.registrations),
             buffer_bytes=self._parts.buffers.total,
             resident_bytes=resident_bytes(),
@@ -230,16 +233,11 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             ],
             fetch_outcomes=dict(metrics.fetches),
             store_outcomes=dict(metrics.stores),
-            fetched_bytes=metrics.totals["fetched_bytes"],
-            delivered_bytes=metrics.totals["delivered_bytes"],
-            stored_raw_bytes=metrics.totals["stored_raw_bytes"],
-            stored_bytes=metrics.totals["stored_bytes"],
             engines=self._engines.running(),
-            lookup_keys=metrics.totals["lookup_keys"],
-            lookup_hits=metrics.totals["lookup_hits"],
             storage=storage,
             storage_connected=connected,
             up_seconds=time.monotonic() - self._started_s,
+            **{name: metrics.totals[name] for name in _STATISTICS},
         )
 
     async def Trace(  # noqa: N802
@@ -347,7 +345,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         registration = await self._parts.registrations.register(request, layouts, caller.owner, caller.token)
         if registration.paging is not None and (loader := self._page_loader) is not None:
             memory = registration.memory
-            registration.on_close(functools.partial(loader.unregister, memory))
+            registration.closing.append(functools.partial(loader.unregister, memory))
             await asyncio.to_thread(loader.register, memory)
         self._parts.log.log(
             logging.INFO,

@@ -24,7 +24,6 @@ from dpu_dataplane.sources.found import Cold, Fault, Found, Stored, Unanswered, 
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Encoded, Resources, Source
 from shadowserve import native
 from shadowserve.chunk import DECODED_BYTES_MAX, ChunkLayout
-from shadowserve.errors import StorageError, StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
 from shadowserve.pieces import pack
 from shadowserve.proto import dataplane_pb2 as pb
@@ -125,7 +124,9 @@ class Storer:
             if puts:
                 await puts[-1][0]  # its error is about earlier chunks, so it goes first
         if unanswered is not None:
-            raise _unanswered_error(keys[unanswered], found[unanswered])
+            missing = found[unanswered]
+            assert isinstance(missing, Unanswered)
+            raise missing.error(f"chunk {keys[unanswered].hex()}")
 
     def _chunk_bound(self, store: Store) -> int:
         return -(-encoded_bound(store.layout, *self._encoding(store)) // ALIGNMENT) * ALIGNMENT
@@ -235,9 +236,3 @@ class Storer:
         if outcome == pb.OUTCOME_INTERNAL:
             logger.error("storing failed with %s at %s", result.name, detail)
         return Stop(outcome, detail)
-
-
-def _unanswered_error(key: bytes, found: Found) -> StorageError:
-    assert isinstance(found, Unanswered)
-    kind = StorageRefusedError if found.refused else StorageUnavailableError
-    return kind(f"chunk {key.hex()}: {found.reason}")

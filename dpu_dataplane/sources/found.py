@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import Final, Generic, NamedTuple, Self, TypeVar
 
 from shadowserve.chunk import ChunkLayout
-from shadowserve.errors import CorruptRecordError, NotARecordError, RecordError, StorageError, StorageRefusedError
+from shadowserve.errors import (
+    CorruptRecordError,
+    NotARecordError,
+    RecordError,
+    StorageError,
+    StorageRefusedError,
+    StorageUnavailableError,
+)
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.record import Header, HeaderPeek, header_length, parse_header, peek_header
 from shadowserve.tier import Tier
@@ -52,6 +59,10 @@ class Unanswered(NamedTuple):
     def of(cls, error: StorageError) -> Self:
         """Convert the error of a failed request."""
         return cls(str(error), isinstance(error, StorageRefusedError))
+
+    def error(self, what: str) -> StorageError:
+        """Return the error of a request of which this is the answer."""
+        return (StorageRefusedError if self.refused else StorageUnavailableError)(f"{what}: {self.reason}")
 
 
 Found = Stored | Cold | Unanswered | None  # A source's answer for one key; None if it has no record there

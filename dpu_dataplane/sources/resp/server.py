@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.sources.found import Cold, Found, Stored
+from dpu_dataplane.sources.found import Cold, Found, Stored, Unanswered
 from dpu_dataplane.sources.outage import Outage
-from dpu_dataplane.sources.resp.answers import HEADER_GUESS, MetaAnswer, header_commands, stored_of
+from dpu_dataplane.sources.resp.answers import MetaAnswer, find_by_ranges
 from dpu_dataplane.sources.resp.links import Node
 from dpu_dataplane.sources.resp.source import RespSource
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX
@@ -207,28 +207,16 @@ class OneServer(RespSource):
 
     async def _meta_by_ranges(self, control: RespClient, names: list[bytes]) -> list[Found]:
         """Look keys up without KV.META: lengths and first bytes in one pipeline, and longer headers in a second one."""
-        answers = await control.ask([command for name in names for command in header_commands(name, HEADER_GUESS)])
-        found: list[Found] = []
-        for length, header in zip(answers[::2], answers[1::2], strict=True):
-            if not (isinstance(length, resp.ErrorReply) and length.code == "WRONGTYPE"):
-                refuse_error("STRLEN", length)
-                refuse_error("GETRANGE", header)
-            entry = stored_of(length, header)
-            if entry is False:
-                raise StorageUnavailableError(f"storage {self.name} answered STRLEN or GETRANGE with another type")
-            found.append(entry)
-        longer = {
-            index: size
-            for index, entry in enumerate(found)
-            if isinstance(entry, Stored) and (size := entry.header_bytes) > len(entry.header)
-        }
-        if longer:
-            ranges = [[b"GETRANGE", names[index], b"0", b"%d" % (size - 1)] for index, size in longer.items()]
-            for index, header in zip(longer, await control.ask(ranges), strict=True):
-                refuse_error("GETRANGE", header)
-                known = found[index]
-                if isinstance(known, Stored) and isinstance(header, bytes):
-                    found[index] = Stored(known.length, header)
+        found: list[Found] = [None] * len(names)
+        where = f"storage {self.name}"
+
+        async def ask(commands: Sequence[Sequence[bytes]], _: Sequence[bytes]) -> Sequence[Any]:
+            return await control.ask([list(command) for command in commands])
+
+        await find_by_ranges(names, range(len(names)), found, ask, lambda _: where)
+        for each in found:
+            if isinstance(each, Unanswered):
+                raise each.error(where)
         return found
 
 

@@ -268,7 +268,7 @@ class Prefetcher:
             return
         self._gate.urgent |= mine.keys()
         for key in mine.keys() & self._turns.keys():
-            self._budget.hasten(self._turns[key])
+            self._budget.shared.hasten(self._turns[key])
         try:
             await self._gate.check()
             await asyncio.wait([moving for moving in mine.values() if moving is not None])
@@ -284,24 +284,31 @@ class Prefetcher:
 
         Stop if there is no grant in time, or the request began before the first bytes of the record.
         """
-        job = Job("", "", self._part_timeout_s)
-        self._jobs.add(job)
 
         def note_turn(turn: Turn) -> None:
             self._turns[key] = turn
             if key in self._gate.urgent:
-                self._budget.hasten(turn)
+                self._budget.shared.hasten(turn)
 
         try:
-            async with self._budget.turn(Mover.PREFETCH, size, job, note_turn) as turn:
+            async with self._job() as job, self._budget.turn(Mover.PREFETCH, size, job, note_turn) as turn:
                 if first and turn.waited and request.left_at < math.inf and key not in self._gate.urgent:
                     turn.moved_bytes = 0
                     self._budget.drop(Mover.PREFETCH, "request_begun")
                     raise Stop(pb.OUTCOME_CANCELLED, "its request has begun")
                 yield turn
         finally:
-            self._jobs.discard(job)
             self._turns.pop(key, None)
+
+    @contextlib.asynccontextmanager
+    async def _job(self) -> AsyncIterator[Job]:
+        """Make a job for one part of a record; :meth:`close` cancels it."""
+        job = Job("", "", self._part_timeout_s)
+        self._jobs.add(job)
+        try:
+            yield job
+        finally:
+            self._jobs.discard(job)
 
     def note_use(self, keys: Iterable[bytes]) -> None:
         """Release prefetched records that a fetch uses: the fetch holds them itself."""
@@ -498,6 +505,7 @@ class Prefetcher:
             self._forget(request)  # the request ended meanwhile
 
     async def _read(self, link: LinkEstimator, request: _Request, record: QueuedRecord) -> None:
+        """Read a record from a device, within the budget."""
         async with self._turn_of(request, record.key, record.size) as turn:
             turn.moved_bytes = await self._read_now(link, request, record)
 
@@ -553,18 +561,16 @@ class Prefetcher:
 
     async def _receive_part(self, link: LinkEstimator, key: bytes, first: int, memory: memoryview) -> bool:
         assert self._below is not None
-        job = Job("", "", self._part_timeout_s)
         if self._closing:
             return False
-        self._jobs.add(job)
         link.begin_transfer()
         size = 0
         try:
-            if await self._below.receive(job, key, first, memory) is Result.OK:
-                size = len(memory)
+            async with self._job() as job:
+                if await self._below.receive(job, key, first, memory) is Result.OK:
+                    size = len(memory)
         finally:
             link.end_transfer(size)
-            self._jobs.discard(job)
         return size > 0
 
 
