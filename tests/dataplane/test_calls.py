@@ -27,7 +27,6 @@ from dataplane_support import (
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, free_port, until
 
-from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.server import SERVICE_NAME, Daemon
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -244,10 +243,6 @@ async def test_metrics_can_be_served_on_a_free_port(storage: Server, caplog: pyt
         assert daemon.metrics_port
         assert (await asyncio.to_thread(probe, daemon.metrics_port, "/healthz"))[0] == 200
         assert f"http://127.0.0.1:{daemon.metrics_port}/metrics" in caplog.text
-
-
-def test_no_metrics_port_can_be_written_as_its_default_is_shown() -> None:
-    assert DataPlaneConfig(metrics_port=DataPlaneConfig.default_text("metrics_port")).metrics_port is None
 
 
 async def test_prometheus_metrics_are_served(storage: Server) -> None:

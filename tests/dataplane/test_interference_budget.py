@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from budget_support import RATE, delayed, held, moved, report
+from budget_support import delayed, held, moved, report
 from dataplane_support import Server, keys_of, kv, kvs, layout, make_record, serving
 from machine import until
 from test_tiers import store, tiers_in, tiers_of
@@ -134,25 +134,6 @@ async def test_scrubbing_waits_for_its_turn(tmp_path: Path) -> None:
         tiers = tiers_in(daemon)
         with tiers.lock:
             assert tiers.pool._core.disks[0].scrubbed_bytes <= daemon.budget.shared.granted_bytes[Mover.SCRUB]
-
-
-async def test_a_dead_engine_limits_movers_until_its_report_expires(stored: Server) -> None:
-    async with serving(SHAPE, 6, stored) as (daemon, client):
-        await report(client, lasts_ms=1)
-        await until(lambda: not daemon.budget.bounded)
-        assert (await client.fetch(KEYS)).chunks == 6
-
-
-async def test_the_stricter_of_two_engines_sets_the_rate_until_it_stops(stored: Server) -> None:
-    async with serving(SHAPE, 6, stored) as (daemon, client):
-        await report(client, b"a")
-        await report(client, b"b", rate=64 << 30)
-        assert daemon.budget.rate == RATE
-        await report(client, b"a", decodes=False)
-        assert daemon.budget.rate == 64 << 30
-        assert (await client.fetch(KEYS)).chunks == 6
-        await report(client, b"b", decodes=False)
-        assert not daemon.budget.bounded
 
 
 async def test_reports_of_steps_are_answered_with_the_moved_bytes(stored: Server) -> None:

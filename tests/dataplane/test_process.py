@@ -14,12 +14,9 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-import yaml
 from dataplane_support import Client, DaemonProcess, Server, client_of, keys_of, kvs, layout, make_record, refused
 from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, cores_of_threads, free_port, ignores, until
 
-from dpu_dataplane.config import DataPlaneConfig
-from shadowserve.errors import ConfigurationError
 from shadowserve.proto import dataplane_pb2 as pb
 
 SHAPE = layout()
@@ -147,51 +144,10 @@ async def test_no_thread_leaves_the_cores_of_the_process(storage: Server, tmp_pa
         assert daemon.stop() == 0
 
 
-def test_stages_divide_the_cores_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
-    stages = DataPlaneConfig(cores=list(range(16, 32))).stage_cores()
-    assert set(stages["net"]) == {16, 17}
-    assert stages["decompress"] == list(range(18, 32))
-    assert all(core in range(16, 32) for cores in stages.values() for core in cores)
-    with pytest.raises(ConfigurationError, match="decompress_cores: core 3 is not"):
-        DataPlaneConfig(cores=[16, 17], decompress_cores=[3]).stage_cores()
-
-
-def test_on_few_cores_only_network_threads_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5})
-    stages = DataPlaneConfig(connections=3).stage_cores()
-    assert stages["net"] == [4, 5, 4]
-    assert stages["decompress"] == stages["store"] == [-1, -1]
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"listen": "0.0.0.0:0"}, "allow_remote"),
-        ({"codec": "zip"}, "(?s)codec.*zip"),
-        ({"net_cores": [9999], "connections": 1}, "net_cores"),
-        ({"cores": [4095]}, "cores.*4095"),
-        ({"cores": []}, "cores.*empty"),
-        ({"net_cores": [-1]}, "connections"),
-        ({"decompression_buffer_bytes": "17 parsecs"}, "decompression_buffer_bytes"),
-    ],
-    ids=str,
-)
-def test_an_unusable_configuration_names_the_key(values: dict[str, Any], words: str) -> None:
-    with pytest.raises((ConfigurationError, ValueError), match=words):
-        DataPlaneConfig.model_validate(values).stage_cores()
-
-
 def test_an_unusable_configuration_ends_the_program_with_its_reason() -> None:
     command = [sys.executable, "-m", "shadowserve_tools", "dpu", "--cores", "[4095]"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_MAX_S)
     assert done.returncode == 2 and "4095" in done.stderr and "Traceback" not in done.stderr, done.stderr
-
-
-def test_the_sample_configuration_holds_every_key_with_its_default() -> None:
-    file = Path(__file__).parents[2] / "configs" / "emulated.yaml"
-    assert DataPlaneConfig.load(file, environment={}) == DataPlaneConfig.load(environment={})
-    assert set(yaml.safe_load(file.read_text())["dpu"]) == set(DataPlaneConfig.model_fields)
 
 
 async def test_memory_does_not_grow_with_prompts_or_batches(storage: Server, tmp_path: Path) -> None:

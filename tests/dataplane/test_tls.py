@@ -18,7 +18,6 @@ from cryptography.hazmat.primitives.serialization import (
 from dataplane_support import Client, Server, config, hello_request, keys_of, kv, layout
 from machine import WAIT_MAX_S
 
-from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.server import Daemon
 from shadowserve.errors import ConfigurationError
 from shadowserve.proto import dataplane_pb2 as pb
@@ -153,27 +152,6 @@ async def test_unusable_certificate_files_are_named_at_the_start(
         async with Daemon(config(storage, **keys(certificates, **given))):
             pass
     assert all(word in str(error.value) for word in words), error.value
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"tls_cert": "a"}, ["tls_cert is given without tls_key"]),
-        ({"tls_key": "a"}, ["tls_key is given without tls_cert"]),
-        ({"tls_client_ca": "a"}, ["tls_client_ca is given without tls_cert"]),
-        ({"tls_cert": "a", "tls_key": "b", "listen": "0.0.0.0:1"}, ["listen", "tls_client_ca", "allow_remote"]),
-    ],
-    ids=str,
-)
-def test_contradicting_configuration_keys_are_refused(changes: dict[str, str], words: list[str]) -> None:
-    with pytest.raises(ConfigurationError) as error:
-        DataPlaneConfig.load(flags=changes, environment={})
-    assert all(word in str(error.value) for word in words), error.value
-
-
-def test_hosts_with_a_certificate_may_be_remote() -> None:
-    flags = {"listen": "0.0.0.0:1", "tls_cert": "a", "tls_key": "b", "tls_client_ca": "c"}
-    assert DataPlaneConfig.load(flags=flags, environment={}).allow_remote is False
 
 
 async def test_a_host_without_tls_is_refused(storage: Server, certificates: Path) -> None:

@@ -433,12 +433,3 @@ async def test_a_malformed_map_is_an_outage(answer: bytes, monkeypatch: pytest.M
             assert not client.connected
         finally:
             await client.close()
-
-
-def test_cluster_nodes_are_reached_at_their_announced_addresses() -> None:
-    with pytest.raises(ValueError, match="certificates must hold"):
-        cluster_config(["127.0.0.1:7000"], storage_tls_ca="ca.crt", storage_server_name="storage")
-    with pytest.raises(ValueError, match="no replicas"):
-        cluster_config([], storage_cluster_replicas=True)
-    with pytest.raises(ValueError, match="host:port"):
-        cluster_config(["127.0.0.1"])

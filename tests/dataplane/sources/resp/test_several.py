@@ -14,9 +14,7 @@ from dataplane_support import Client, Server, expected, found, keys_of, kv, layo
 from faulty_s3 import BUCKET, Answer, FaultyS3, faulty_s3
 from machine import WAIT_MAX_MS, WAIT_MAX_S, until, wait_for
 
-from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.sources.resp.several import ranking
-from shadowserve.errors import ConfigurationError
 from shadowserve.keys import chain_of, storage_key
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -251,20 +249,3 @@ async def test_storage_without_a_bucket_has_no_cold_records(kind: str, request: 
             assert found(answer, 2).present == [[True, False]] and list(answer.cold_ms) == [0]
         unknown = {b"KV.PREFETCH"} if kind == "redis" else set()
         assert daemon._source._unknown == unknown  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"storage_nodes": ["a:1", "a:1"]}, "given twice"),
-        ({"storage_nodes": ["a:0"]}, "port 0"),
-        ({"storage_nodes": ["a:1"], "storage_cluster": ["b:1"]}, "use one of them"),
-        ({"storage_nodes": ["a:1"], "storage_tls_ca": "ca.crt", "storage_server_name": "a"}, "one name"),
-        ({"storage_nodes": [f"a:{number}" for number in range(1, 258)]}, "256"),
-    ],
-)
-def test_impossible_node_lists_are_refused(keys: dict[str, object], words: str, tmp_path: Path) -> None:
-    file = tmp_path / "dpu.yaml"
-    file.write_text(json.dumps({"dpu": keys}))
-    with pytest.raises(ConfigurationError, match=words):
-        DataPlaneConfig.load(str(file))

@@ -326,19 +326,6 @@ async def test_unusable_tls_files_stop_the_daemon(
             pass
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"storage_tls_ca": "ca.crt", "storage_tls_cert": "a"}, "storage_tls_cert is given without storage_tls_key"),
-        ({"storage_tls_cert": "a", "storage_tls_key": "b"}, "needs storage_tls_ca"),
-        ({"storage_server_name": "storage"}, "needs storage_tls_ca"),
-    ],
-)
-def test_configuration_keys_name_the_keys_that_they_need(storage: Server, changes: dict[str, str], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        config(storage, **changes)
-
-
 async def test_a_build_without_tls_refuses_to_start_with_the_missing_part(
     storage: Server, certificates: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
