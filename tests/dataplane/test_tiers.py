@@ -18,6 +18,7 @@ from dataplane_support import (
     DaemonProcess,
     Fetched,
     Server,
+    client_of,
     config,
     keys_of,
     kv,
@@ -48,11 +49,6 @@ def tiers_of(folder: Path | None = None, size: str = "64MiB", memory: str = "32M
     return {"memory_budget_bytes": memory, "devices": devices, "scrub_bytes_per_s": 0}
 
 
-def put_all(server: Server, indexes: Sequence[int] = range(6)) -> None:
-    for index in indexes:
-        server.put(KEYS[index], RECORDS[index])
-
-
 def tiers_in(daemon: Daemon) -> Tiers:
     found: Tiers = daemon._source._tiers  # type: ignore[attr-defined]
     return found
@@ -65,6 +61,13 @@ async def cool(daemon: Daemon) -> None:
     with tiers.lock:
         while tiers.pool._core.memory_cache.make_room():
             """The memory has no copies."""
+
+
+def stalled(tiers: Tiers) -> asyncio.Event:
+    """Stop the pool's thread until the returned event is set."""
+    poll, free = tiers.pool.poll, asyncio.Event()
+    tiers.pool.poll = lambda: free.is_set() and poll()  # type: ignore[method-assign]
+    return free
 
 
 def assert_right(client: Client, answer: Fetched, count: int = 6) -> None:
@@ -84,9 +87,8 @@ async def store(
     client: Client, indexes: Sequence[int] = range(6), shape: Any = SHAPE, keys: Any = KEYS, lasts_ms: int = 0
 ) -> list[bool]:
     """Store chunks. Return for each chunk whether it is stored."""
-    size = shape.raw_bytes
-    for place, index in enumerate(indexes):
-        client.segment.memory[place * size : (place + 1) * size] = np.frombuffer(kv(shape, index), np.uint8)
+    data = b"".join(kv(shape, index) for index in indexes)
+    client.segment.memory[: len(data)] = np.frombuffer(data, np.uint8)
     return (await client.store([keys[index] for index in indexes], lasts_ms=lasts_ms)).stored
 
 
@@ -114,7 +116,7 @@ async def test_local_tiers_serve_a_host_and_are_warm_after_a_restart(tmp_path: P
 
 
 async def test_records_from_storage_are_kept_and_served_during_an_outage(mortal_storage: Server) -> None:
-    put_all(mortal_storage)
+    mortal_storage.fill(SHAPE, KEYS)
     async with serving(SHAPE, 6, mortal_storage, tiers=tiers_of()) as (daemon, client):
         assert_right(client, await client.fetch(KEYS))
         assert daemon.metrics.tier_records["kept"] == 6 and daemon.metrics.totals["tier_bytes"] == 0
@@ -133,7 +135,7 @@ async def test_records_from_storage_are_kept_and_served_during_an_outage(mortal_
 async def test_one_batch_reads_each_chunk_from_the_nearest_tier(
     storage: Server, tmp_path: Path, backend: str, order: int
 ) -> None:
-    put_all(storage)
+    storage.fill(SHAPE, KEYS)
     async with serving(SHAPE, 6, storage, tiers=tiers_of(tmp_path), backend=backend) as (daemon, client):
         for index in (0, 3):
             assert (await client.fetch([KEYS[index]])).chunks == 1
@@ -178,8 +180,8 @@ async def test_records_with_an_end_stay_in_the_tier_if_it_has_room(storage: Serv
 async def test_a_tier_smaller_than_a_prompt_serves_it_correctly(storage: Server, tmp_path: Path) -> None:
     """A memory for six chunks, of which devices may load two at a time, and a device for about ten chunks."""
     keys = keys_of(SHAPE, 24, seed=3)
-    for index, key in enumerate(keys):
-        storage.put(key, make_record(SHAPE, key, index % 6))
+    for first in range(0, 24, 6):
+        storage.fill(SHAPE, keys[first : first + 6])
     async with serving(SHAPE, 24, storage, tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (daemon, client):
         for _ in range(4):
             await fetch_all(client, keys)
@@ -220,7 +222,7 @@ def rot(daemon: Daemon, folder: Path, index: int) -> None:
 async def test_corrupt_records_on_a_device_are_a_miss_or_read_from_storage(
     storage: Server, tmp_path: Path, alone: bool
 ) -> None:
-    put_all(storage)
+    storage.fill(SHAPE, KEYS)
     async with serving(SHAPE, 6, "" if alone else storage, tiers=tiers_of(tmp_path)) as (daemon, client):
         await (store(client) if alone else client.fetch(KEYS))
         await cool(daemon)
@@ -237,7 +239,7 @@ async def test_corrupt_records_on_a_device_are_a_miss_or_read_from_storage(
 
 @pytest.mark.parametrize("alone", [True, False])
 async def test_corrupt_tier_memory_is_a_miss_or_read_from_storage(storage: Server, alone: bool) -> None:
-    put_all(storage)
+    storage.fill(SHAPE, KEYS)
     async with serving(SHAPE, 6, "" if alone else storage, tiers=tiers_of()) as (daemon, client):
         await (store(client) if alone else client.fetch(KEYS))
         tiers = tiers_in(daemon)
@@ -286,7 +288,7 @@ async def test_two_models_share_a_tier_without_mixing() -> None:
 async def test_a_stalled_device_costs_its_read_timeout_or_the_deadline(
     storage: Server, tmp_path: Path, alone: bool
 ) -> None:
-    put_all(storage)
+    storage.fill(SHAPE, KEYS)
     tiers_on = tiers_of(tmp_path)
     async with serving(SHAPE, 6, storage, tiers=tiers_on) as (daemon, client):
         assert_right(client, await client.fetch(KEYS))
@@ -294,8 +296,7 @@ async def test_a_stalled_device_costs_its_read_timeout_or_the_deadline(
         assert (await client.lookup(KEYS)).present == [[True] * 6], "headers are cached from here on"
         await cool(daemon)
         tiers = tiers_in(daemon)
-        poll, free = tiers.pool.poll, asyncio.Event()
-        tiers.pool.poll = lambda: free.is_set() and poll()  # type: ignore[method-assign]
+        free = stalled(tiers)
         answer = await client.fetch(KEYS, timeout_ms=300)
         assert (answer.chunks, answer.outcome) == (0, pb.OUTCOME_DEADLINE)
         client.segment.memory[:] = 0xA5
@@ -316,12 +317,11 @@ async def test_a_stalled_device_costs_its_read_timeout_or_the_deadline(
 
 
 async def test_records_that_devices_cannot_take_are_dropped_and_counted(storage: Server, tmp_path: Path) -> None:
-    put_all(storage)
+    storage.fill(SHAPE, KEYS)
     bound = {"write_bytes_under_way_max": "1MiB"}
     async with serving(SHAPE, 6, storage, tiers=tiers_of(tmp_path) | bound) as (daemon, client):
         tiers = tiers_in(daemon)
-        poll, free = tiers.pool.poll, asyncio.Event()
-        tiers.pool.poll = lambda: free.is_set() and poll()  # type: ignore[method-assign]
+        free = stalled(tiers)
         assert_right(client, await client.fetch(KEYS))
         records = daemon.metrics.tier_records
         assert records["kept"] + records["dropped"] == 6
@@ -334,7 +334,7 @@ async def test_records_that_devices_cannot_take_are_dropped_and_counted(storage:
 
 async def test_records_in_use_by_a_batch_are_not_evicted(mortal_storage: Server, tmp_path: Path) -> None:
     """A batch holds chunks of memory while storage hangs; meanwhile the tier evicts all other chunks."""
-    put_all(mortal_storage)
+    mortal_storage.fill(SHAPE, KEYS)
     async with serving(SHAPE, 6, mortal_storage, tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (daemon, client):
         for index in (0, 1, 3, 4):
             assert (await client.fetch([KEYS[index]])).chunks == 1
@@ -362,18 +362,6 @@ async def test_records_in_use_by_a_batch_are_not_evicted(mortal_storage: Server,
         assert_right(client, await fetching)
 
 
-async def test_a_smaller_memory_budget_costs_hits_only(storage: Server) -> None:
-    put_all(storage)
-    async with serving(SHAPE, 6, storage, tiers=tiers_of()) as (daemon, client):
-        assert_right(client, await client.fetch(KEYS))
-        tiers = tiers_in(daemon)
-        with tiers.lock:
-            tiers.pool.set_budget(1 << 20)
-        await until(lambda: tiers.pool.statistics().used_bytes <= 1 << 20)
-        for _ in range(2):
-            assert_right(client, await client.fetch(KEYS))
-
-
 async def test_a_device_with_foreign_data_is_refused_and_not_changed(tmp_path: Path) -> None:
     foreign = b"a user's documents" * 60_000
     (tmp_path / "tier").write_bytes(foreign)
@@ -399,42 +387,34 @@ async def test_a_tier_filled_on_another_machine_returns_stored_bytes_or_misses(t
 async def test_a_daemon_killed_during_a_fill_recovers_whole_records_only(storage: Server, tmp_path: Path) -> None:
     chance = random.Random(5)
     keys = keys_of(SHAPE, 24, seed=3)
-    for index, key in enumerate(keys):
-        storage.put(key, make_record(SHAPE, key, index % 6))
+    for first in range(0, 24, 6):
+        storage.fill(SHAPE, keys[first : first + 6])
     request = pb.LookupRequest(chains=[pb.KeyChain(keys=keys, namespace=SHAPE.namespace)], timeout_ms=NEVER_MS)
     survived = 0
     for kill in itertools.count(1):  # at later and later moments, until a record has survived
         process = DaemonProcess(storage, tmp_path, tiers=tiers_of(tmp_path), storage=storage.address)
-        client = Client(process.address)
         try:
-            await client.register(SHAPE, 24)
-            survived = (await client.stub.Lookup(request)).tiers[0].count(pb.TIER_DEVICE)
-            if survived and kill > 3:
-                break
-            fetching = asyncio.create_task(client.fetch(keys))
-            await asyncio.sleep(chance.uniform(0.0, 0.05 * kill))
-            process.process.send_signal(signal.SIGKILL)
-            await asyncio.gather(fetching, return_exceptions=True)
+            async with client_of(process) as client:
+                await client.register(SHAPE, 24)
+                survived = (await client.stub.Lookup(request)).tiers[0].count(pb.TIER_DEVICE)
+                if survived and kill > 3:
+                    break
+                fetching = asyncio.create_task(client.fetch(keys))
+                await asyncio.sleep(chance.uniform(0.0, 0.05 * kill))
+                process.process.send_signal(signal.SIGKILL)
+                await asyncio.gather(fetching, return_exceptions=True)
         finally:
-            await client.close()
             process.close()
-    process = DaemonProcess(storage, tmp_path, tiers=tiers_of(tmp_path), storage="")
-    client = Client(process.address)
-    try:
-        await client.register(SHAPE, 24)
+    async with serving(SHAPE, 24, "", tiers=tiers_of(tmp_path)) as (_, client):
         present = [index for index, there in enumerate((await client.lookup(keys)).present[0]) if there]
         assert len(present) == survived
         for index in present:
             assert (await client.fetch([keys[index]])).chunks == 1
             assert client.chunk(0) == CHUNKS[index % 6]
-    finally:
-        await client.close()
-        process.close()
 
 
-@pytest.mark.parametrize("devices", [True, False])
-async def test_metrics_of_a_data_plane_with_tiers_are_served(tmp_path: Path, devices: bool) -> None:
-    async with serving(SHAPE, 6, "", tiers=tiers_of(tmp_path if devices else None)) as (daemon, client):
+async def test_metrics_of_a_data_plane_with_tiers_are_served(tmp_path: Path) -> None:
+    async with serving(SHAPE, 6, "", tiers=tiers_of(tmp_path)) as (daemon, client):
         await store(client)
         text = generate_latest(daemon.metrics.registry).decode()
         found = {name: float(value) for name, value in re.findall(r"^shadowserve_(tier_\w+) (\S+)$", text, re.M)}

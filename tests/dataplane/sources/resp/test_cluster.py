@@ -60,6 +60,14 @@ async def serving(cluster: Any, chunks: int = len(KEYS), **changes: Any) -> Asyn
             await client.close()
 
 
+async def assert_fetched(client: Client) -> None:
+    """Fetch all chunks, and check them."""
+    client.segment.memory[:] = 0
+    answer = await client.fetch(KEYS)
+    assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
+    assert_delivered(client, len(KEYS))
+
+
 def assert_delivered(client: Client, count: int) -> None:
     for index in range(count):
         assert client.chunk(index) == expected(SHAPE, KEYS[index], RECORDS[index]), index
@@ -73,9 +81,7 @@ async def test_every_chunk_is_read_from_its_node(cluster: Cluster) -> None:
     assert len({cluster.master_of(key).port for key in KEYS}) == 3
     async with serving(cluster) as (daemon, client):
         assert (await client.lookup(KEYS)).hits == [len(KEYS)]
-        answer = await client.fetch(KEYS)
-        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
-        assert_delivered(client, len(KEYS))
+        await assert_fetched(client)
         assert daemon.metrics.totals["storage_redirections"] == 0
         assert daemon.metrics.totals["batches"] == 1
 
@@ -90,8 +96,7 @@ async def test_chunks_are_stored_on_the_masters_that_take_them(cluster: Cluster)
         client.segment.memory[:] = 0
         for key in KEYS:
             assert cluster.master_of(key).redis.exists(storage_key(key))
-        answer = await client.fetch(KEYS)
-        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
+        await assert_fetched(client)
         assert client.segment.memory.tobytes() == data
 
 
@@ -104,9 +109,7 @@ async def test_a_moved_slot_is_followed_and_remembered(cluster: Cluster) -> None
         cluster.move(slot_of(moved), source, target)
         await until(lambda: cluster.all_know(slot_of(moved), target))
         for redirections in (1, 1):  # the second fetch knows the slot
-            answer = await client.fetch(KEYS)
-            assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
-            assert_delivered(client, len(KEYS))
+            await assert_fetched(client)
             assert daemon.metrics.totals["storage_redirections"] == redirections
             client.segment.memory[:] = 0
         cluster.move(slot_of(moved), target, source)
@@ -123,10 +126,7 @@ async def test_local_hits_and_redirected_chunks_come_in_the_same_fetch(cluster: 
         cluster.move(slot_of(KEYS[5]), source, another(cluster, source))
         metrics = daemon.metrics
         for batches, near in ((1 + 2, 12), (1 + 2 + 1, 12 + 24)):  # the moved chunk needs one more batch
-            client.segment.memory[:] = 0
-            answer = await client.fetch(KEYS)
-            assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
-            assert_delivered(client, len(KEYS))
+            await assert_fetched(client)
             assert (metrics.totals["batches"], metrics.tier_records["memory"]) == (batches, near)
         assert metrics.totals["storage_redirections"] == 1 and metrics.tier_records["kept"] == len(KEYS)
 
@@ -142,9 +142,7 @@ async def test_chunks_of_a_migrating_slot_are_found_on_both_nodes(cluster: Clust
             cluster.begin_to_move(*ways[-1])
             assert cluster.move_keys(*ways[-1]) == 1
         try:
-            answer = await client.fetch(KEYS)
-            assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
-            assert_delivered(client, len(KEYS))
+            await assert_fetched(client)
             assert daemon.metrics.totals["storage_redirections"] == len(moving)
             answer = await client.fetch(KEYS)  # ASK is valid once, so the map has not changed
             assert answer.chunks == len(KEYS)
@@ -205,8 +203,7 @@ async def test_headers_are_found_with_an_outdated_map(cluster: Cluster, monkeypa
             await asyncio.to_thread(cluster.move, slot_of(key), source, another(cluster, source))
         for _ in range(2):
             assert (await client.lookup(KEYS)).hits == [len(KEYS)]
-            answer = await client.fetch(KEYS)
-            assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
+            await assert_fetched(client)
 
 
 async def close_while_reading(cluster: Cluster, turns: int) -> None:
@@ -224,7 +221,7 @@ async def close_while_reading(cluster: Cluster, turns: int) -> None:
         await asyncio.wait([reading])
 
 
-@pytest.mark.parametrize("turns", range(0, 40, 5))
+@pytest.mark.parametrize("turns", range(0, 40, 10))
 async def test_no_connection_stays_open_when_the_client_closes_while_the_map_is_read(
     cluster: Cluster, turns: int
 ) -> None:
@@ -249,10 +246,7 @@ async def test_fetches_are_whole_while_slots_move_under_them(cluster: Cluster, m
         mover = asyncio.create_task(move_about())
         try:
             for _ in range(10):
-                client.segment.memory[:] = 0
-                answer = await client.fetch(KEYS)
-                assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
-                assert_delivered(client, len(KEYS))
+                await assert_fetched(client)
         finally:
             stop.set()
             await mover
@@ -263,10 +257,7 @@ async def test_replicas_take_their_share(cluster: Cluster) -> None:
         node.redis.config_resetstat()
     async with serving(cluster, storage_cluster_replicas=True) as (_, client):
         for _ in range(4):
-            client.segment.memory[:] = 0
-            answer = await client.fetch(KEYS)
-            assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
-            assert_delivered(client, len(KEYS))
+            await assert_fetched(client)
     reads = {node.port: node.redis.info("commandstats").get("cmdstat_getrange", {"calls": 0}) for node in cluster.nodes}
     assert all(read["calls"] > 0 for read in reads.values()), reads
 
