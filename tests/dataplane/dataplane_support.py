@@ -357,6 +357,14 @@ class Client:
         chunks = leading_chunks(delivered, np.ones_like(delivered))
         return Fetched(chunks, delivered, answer.outcome, answer.detail, answer.fetched_bytes, answer.delivered_bytes)
 
+    async def fetches(
+        self, keys: list[bytes], chunks: int, outcome: int = pb.OUTCOME_COMPLETE, **changes: Any
+    ) -> "Fetched":
+        """Fetch, and check the number of leading chunks and the outcome."""
+        answer = await self.fetch(keys, **changes)
+        assert (answer.chunks, answer.outcome) == (chunks, outcome), answer
+        return answer
+
     def store_request(self, keys: list[bytes], **changes: Any) -> pb.StoreRequest:
         self._jobs += 1
         fields: dict[str, Any] = {

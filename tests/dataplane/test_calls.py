@@ -25,7 +25,7 @@ from dataplane_support import (
     serving,
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, free_port, until
+from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, until
 
 from dpu_dataplane.server import SERVICE_NAME, Daemon
 from shadowserve.proto import dataplane_pb2 as pb
@@ -236,34 +236,25 @@ def probe(port: int, path: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-async def test_metrics_can_be_served_on_a_free_port(storage: Server, caplog: pytest.LogCaptureFixture) -> None:
+async def test_metrics_and_probes_are_served_on_a_free_port(storage: Server, caplog: pytest.LogCaptureFixture) -> None:
     """Symptom: with ``metrics_port: 0`` the port that was taken could not be found out."""
     caplog.set_level("INFO", "dpu_dataplane")
-    async with running(storage, metrics_port=0) as (daemon, _):
-        assert daemon.metrics_port
-        assert (await asyncio.to_thread(probe, daemon.metrics_port, "/healthz"))[0] == 200
-        assert f"http://127.0.0.1:{daemon.metrics_port}/metrics" in caplog.text
-
-
-async def test_prometheus_metrics_are_served(storage: Server) -> None:
-    port = free_port()
-    storage.put(KEYS[0], make_record(SHAPE, KEYS[0], 0))
-    async with serving(SHAPE, 4, storage, metrics_port=port) as (_, client):
+    storage.fill(SHAPE, KEYS[:1])
+    async with serving(SHAPE, 4, storage, metrics_port=0) as (daemon, client):
         await client.lookup(KEYS)
         answer = await client.fetch(KEYS)
-        url = f"http://127.0.0.1:{port}/metrics"
-        with await asyncio.to_thread(urllib.request.urlopen, url, timeout=WAIT_MAX_S) as page:
-            text = page.read().decode()
-        probes = [await asyncio.to_thread(probe, port, path) for path in ("/healthz", "/readyz")]
-    assert probes[0][0] == 200 and probes[0][1].startswith("ok event loop: answered in ")
-    assert probes[1][0] == 200 and "\nok draining: no\nok storage: connected to " in probes[1][1]
+        port = daemon.metrics_port
+        assert port and f"http://127.0.0.1:{port}/metrics" in caplog.text
+        (_, text), health, ready = [
+            await asyncio.to_thread(probe, port, path) for path in ("/metrics", "/healthz", "/readyz")
+        ]
+    assert health[0] == 200 and health[1].startswith("ok event loop: answered in ")
+    assert ready[0] == 200 and "\nok draining: no\nok storage: connected to " in ready[1]
     samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert samples['shadowserve_fetches_total{outcome="absent"}'] == "1.0"
-    assert samples['shadowserve_lookups_total{outcome="complete"}'] == "1.0"
-    assert samples["shadowserve_lookup_hits_total"] == "1.0"
-    assert float(samples["shadowserve_fetched_bytes_total"]) == answer.fetched_bytes
-    assert float(samples["shadowserve_delivered_bytes_total"]) == SHAPE.raw_bytes
-    assert samples["shadowserve_storage_up"] == "1.0"
-    assert samples["shadowserve_fetch_seconds_count"] == "1.0"
+    expected = {
+        'fetches_total{outcome="absent"}': 1, 'lookups_total{outcome="complete"}': 1, "lookup_hits_total": 1,
+        "fetched_bytes_total": answer.fetched_bytes, "delivered_bytes_total": SHAPE.raw_bytes, "storage_up": 1,
+        "fetch_seconds_count": 1, "registered_bytes": 4 * SHAPE.raw_bytes,
+    }  # fmt: skip
+    assert {name: float(samples[f"shadowserve_{name}"]) for name in expected} == expected
     assert float(samples['shadowserve_stage_busy_seconds_total{stage="decompress"}']) > 0
-    assert samples["shadowserve_registered_bytes"] == str(float(4 * SHAPE.raw_bytes))

@@ -194,8 +194,7 @@ async def test_a_flipped_bit_after_the_lookup_is_found(redis: Server) -> None:
             redis.put(key, data)
         assert list((await client.lookup(KEYS)).hits) == [3]
         redis.put(KEYS[1], GOOD[1][:-9] + bytes([GOOD[1][-9] ^ 4]) + GOOD[1][-8:])
-        answer = await client.fetch(KEYS)
-        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_CORRUPT, 1)
+        await client.fetches(KEYS, 1, pb.OUTCOME_CORRUPT)
         assert list((await client.lookup(KEYS)).hits) == [1]
 
 

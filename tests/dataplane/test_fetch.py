@@ -87,8 +87,7 @@ async def test_a_record_evicted_after_the_lookup_is_absent(client: Client, stora
     await client.register(shape, 2)
     assert list((await client.lookup(keys)).hits) == [2]
     storage.command(b"DEL", storage_key(keys[1]))
-    answer = await client.fetch(keys)
-    assert (answer.outcome, answer.chunks) == (pb.OUTCOME_ABSENT, 1)
+    await client.fetches(keys, 1, pb.OUTCOME_ABSENT)
 
 
 async def test_a_record_replaced_after_the_lookup_is_fetched(client: Client, storage: Server) -> None:
@@ -98,8 +97,7 @@ async def test_a_record_replaced_after_the_lookup_is_fetched(client: Client, sto
     await client.register(shape, 1)
     assert list((await client.lookup([key])).hits) == [1]
     storage.put(key, make_record(shape, key, 1, "deflate"))
-    answer = await client.fetch([key])
-    assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 1)
+    await client.fetches([key], 1)
     assert client.chunk(0) == kv(shape, 1)
 
 

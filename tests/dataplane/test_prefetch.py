@@ -310,8 +310,7 @@ async def test_a_storage_failure_during_a_fetch_costs_only_missing_pieces(mortal
         source.receive = dying  # type: ignore[method-assign]
         await Queue(client).say({1: CHAINS[0]})
         await storage_away(client, keys_of(SHAPE, 1, seed=9))
-        answer = await client.fetch(CHAINS[0])
-        assert (answer.chunks, answer.outcome) == (2, pb.OUTCOME_STORAGE_UNAVAILABLE)
+        await client.fetches(CHAINS[0], 2, pb.OUTCOME_STORAGE_UNAVAILABLE)
         await until(lambda: not own._moving)
         source.receive = receive  # type: ignore[method-assign]
         mortal_storage.start()
@@ -330,8 +329,7 @@ async def test_a_damaged_record_is_not_prefetched(redis: Server) -> None:
         await until(lambda: resident(daemon, CHAINS[0]) == [True, True, False, True, True, True])
         own = prefetching_in(daemon)
         await until(lambda: own._order[0].unsound == {CHAINS[0][2]} and not own._moving)
-        answer = await client.fetch(CHAINS[0])
-        assert (answer.chunks, answer.outcome) == (2, pb.OUTCOME_CORRUPT)
+        await client.fetches(CHAINS[0], 2, pb.OUTCOME_CORRUPT)
 
 
 async def test_records_of_a_failed_device_are_read_from_storage(storage: Server, tmp_path: Path) -> None:

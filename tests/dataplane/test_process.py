@@ -169,8 +169,7 @@ async def test_memory_does_not_grow_with_prompts_or_batches(storage: Server, tmp
         async def serve(times: int) -> None:
             for _ in range(times):
                 assert list((await client.lookup(prompt)).hits) == [16]
-                answer = await client.fetch(prompt)
-                assert (answer.chunks, answer.outcome) == (16, pb.OUTCOME_BATCH_FULL)
+                await client.fetches(prompt, 16, pb.OUTCOME_BATCH_FULL)
 
         await serve(5)
         settled = resident()

@@ -125,8 +125,7 @@ async def test_records_from_storage_are_kept_and_served_during_an_outage(mortal_
         await storage_away(client, others)
         assert (await client.lookup(KEYS + others)).present == [[True] * 6 + [False] * 2]
         assert_right(client, await client.fetch(KEYS))
-        answer = await client.fetch(KEYS[:4] + others)
-        assert (answer.chunks, answer.outcome) == (4, pb.OUTCOME_STORAGE_UNAVAILABLE)
+        await client.fetches(KEYS[:4] + others, 4, pb.OUTCOME_STORAGE_UNAVAILABLE)
         assert daemon.metrics.tier_records["memory"] == 10
 
 
@@ -255,8 +254,7 @@ async def test_corrupt_tier_memory_is_a_miss_or_read_from_storage(storage: Serve
                 "the record must be quarantined and absent"
             )
             assert await store(client) == [True] * 6
-            answer = await client.fetch(KEYS)
-            assert (answer.chunks, answer.outcome) == (3, pb.OUTCOME_CORRUPT)
+            answer = await client.fetches(KEYS, 3, pb.OUTCOME_CORRUPT)
         else:
             assert_right(client, answer)
             assert daemon.metrics.tier_records["lost"] == 2
@@ -277,8 +275,7 @@ async def test_two_models_share_a_tier_without_mixing() -> None:
             assert (await client.fetch(chain)).chunks == 4
         assert [clients[0].chunk(index) for index in range(4)] == [kv(shapes[0], index) for index in range(4)]
         for client, other in zip(clients, reversed(chains), strict=True):
-            answer = await client.fetch(other)
-            assert (answer.chunks, answer.outcome) == (0, pb.OUTCOME_MISMATCH)
+            await client.fetches(other, 0, pb.OUTCOME_MISMATCH)
         for client, chain in zip(clients, chains, strict=True):
             assert (await client.fetch(chain)).chunks == 4, "a wrong request must not affect other clients"
             await client.close()
@@ -297,12 +294,10 @@ async def test_a_stalled_device_costs_its_read_timeout_or_the_deadline(
         await cool(daemon)
         tiers = tiers_in(daemon)
         free = stalled(tiers)
-        answer = await client.fetch(KEYS, timeout_ms=300)
-        assert (answer.chunks, answer.outcome) == (0, pb.OUTCOME_DEADLINE)
+        await client.fetches(KEYS, 0, pb.OUTCOME_DEADLINE, timeout_ms=300)
         client.segment.memory[:] = 0xA5
         if alone:
-            answer = await client.fetch(KEYS)
-            assert (answer.chunks, answer.outcome) == (0, pb.OUTCOME_ABSENT)
+            await client.fetches(KEYS, 0, pb.OUTCOME_ABSENT)
         else:
             assert_right(client, await client.fetch(KEYS))
             tiers._headers = HeaderCache(1 << 20)

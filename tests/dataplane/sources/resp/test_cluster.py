@@ -63,8 +63,7 @@ async def serving(cluster: Any, chunks: int = len(KEYS), **changes: Any) -> Asyn
 async def assert_fetched(client: Client) -> None:
     """Fetch all chunks, and check them."""
     client.segment.memory[:] = 0
-    answer = await client.fetch(KEYS)
-    assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
+    await client.fetches(KEYS, len(KEYS))
     assert_delivered(client, len(KEYS))
 
 
@@ -181,8 +180,7 @@ async def test_circular_redirections_cost_one_chunk_and_the_later_ones(cluster: 
         source.redis.execute_command("CLUSTER SETSLOT", slot_of(key), "MIGRATING", target.id)
         source.redis.delete(storage_key(key))  # so it answers ASK, and the other node answers MOVED
         try:
-            answer = await client.fetch(KEYS)
-            assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_REFUSED, 4)
+            answer = await client.fetches(KEYS, 4, pb.OUTCOME_STORAGE_REFUSED)
             assert "redirected 5 times" in answer.detail
             assert_delivered(client, 4)
         finally:
@@ -276,8 +274,7 @@ async def test_records_missing_on_a_replica_are_read_from_its_master(cluster: Cl
             assert cluster.master_of(key).redis.set(storage_key(key), make_record(SHAPE, key, seed))
         async with serving(cluster, storage_cluster_replicas=True) as (_, client):
             for _ in range(2):
-                answer = await client.fetch(fresh)
-                assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 6), answer.detail
+                await client.fetches(fresh, 6)
     finally:
         for replica in replicas:
             replica.redis.config_set("masterauth", PASSWORD)
@@ -318,8 +315,7 @@ async def test_a_dead_node_costs_its_chunks_until_the_failover(tmp_path: Path) -
             assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, 12), stored.detail
             for node in cluster.nodes:
                 node.kill()
-            answer = await client.fetch(KEYS)
-            assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
+            answer = await client.fetches(KEYS, 0, pb.OUTCOME_STORAGE_UNAVAILABLE)
             await until(lambda: not daemon._source.connected)
     finally:
         cluster.kill()

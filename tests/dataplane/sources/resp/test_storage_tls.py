@@ -132,8 +132,7 @@ def proxy(storage: Server, certificates: Path) -> Iterator[Proxy]:
 
 async def assert_fetched(client: Client) -> None:
     client.segment.memory[:] = 0
-    answer = await client.fetch(KEYS)
-    assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
+    await client.fetches(KEYS, len(KEYS))
     assert_delivered(client, len(KEYS))
 
 
@@ -145,8 +144,7 @@ def assert_delivered(client: Client, count: int) -> None:
 async def fails(server: "Server | str", *words: str, **changes: Any) -> None:
     """Check that a fetch and a lookup are misses with this reason."""
     async with serving(SHAPE, len(KEYS), server, **changes) as (daemon, client):
-        answer = await client.fetch(KEYS)
-        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
+        answer = await client.fetches(KEYS, 0, pb.OUTCOME_STORAGE_UNAVAILABLE)
         assert all(word in answer.detail for word in words), answer.detail
         assert not daemon._source.connected
 
