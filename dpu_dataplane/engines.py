@@ -20,8 +20,6 @@ _NEW_S: Final = 60.0  # seconds after its Hello for which an engine counts as ru
 
 @dataclass(slots=True)
 class _Engine:
-    """One engine process."""
-
     description: pb.Engine  # its description, with its process
     namespaces: set[bytes]  # namespaces of its chunks; memory registered for one of them shows that it runs
     hello_s: float  # monotonic time of its last Hello

@@ -139,7 +139,6 @@ class InterferenceBudget:
         self._settles_s = self._clock() + _SETTLES_S
 
     def _grant(self) -> None:
-        """Grant the turns that are due, and set the timer for the next ones."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

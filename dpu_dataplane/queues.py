@@ -17,8 +17,6 @@ _QUEUES_MAX: Final = 64  # most queues of a host, including those of dead engine
 
 
 class _Queue:
-    """One engine's queue."""
-
     def __init__(self) -> None:
         self.number = 0  # number of the last message
         self.until = 0.0  # time of expiry

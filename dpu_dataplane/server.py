@@ -388,7 +388,6 @@ def _unusable(error: ConfigurationError) -> None:
 
 
 def _credentials(config: DataPlaneConfig, metrics: Metrics) -> grpc.ServerCredentials | None:
-    """Return the server credentials, None without TLS; ConfigurationError if a file cannot be used."""
     if not config.tls_cert:
         return None
     files = _Certificates(config)

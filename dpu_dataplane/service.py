@@ -62,8 +62,6 @@ logger = logging.getLogger(__name__)
 
 
 class _CallCounts(NamedTuple):
-    """Name, response type and metrics of a kind of job."""
-
     call: str
     response: Any
     outcomes: Counter[str]

@@ -173,7 +173,6 @@ class Storer:
         return None
 
     async def _encode(self, job: Job, store: Store, indexes: Sequence[int], first: int) -> _EncodedBatch:
-        """Encode a batch into the store buffer, from the ``first`` chunk's position on."""
         keys = [store.keys[index] for index in indexes]
         codec, slice_bytes = self._encoding(store)
         plan = plan_store(keys, indexes, store.layout, codec, self._chunk_bound(store), slice_bytes, first)

@@ -31,8 +31,6 @@ class RecordingError(CallError):
 
 @dataclass
 class _Recording:
-    """A recording of one host's fetches in progress."""
-
     owner: str
     fetches_left: int
     decides: bool  # the host reports its decisions: the one after the last fetch is waited for

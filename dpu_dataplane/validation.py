@@ -253,7 +253,6 @@ def _count(name: str, count: int, least: int, most: int, unit: str = "entries") 
 
 
 def _check_progress(request: pb.FetchRequest, parts: Sequence[FetchPart], *, streamed: bool) -> None:
-    """Check that the call can report its progress in the way it requests."""
     layerwise, has_word = request.order == pb.ORDER_LAYERS, request.HasField("progress")
     if streamed and (not layerwise or len(parts) > 1):
         raise InvalidCall("a stream reports the layers of one part, in the order of layers")

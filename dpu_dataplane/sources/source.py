@@ -71,7 +71,7 @@ class Encoded:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What all parts of a source share."""
+    """Objects that all parts of a source share."""
 
     pipeline: native.Pipeline
     fetching: Executor  # thread for the pipeline's calls that fetch

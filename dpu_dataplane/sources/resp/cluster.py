@@ -62,7 +62,6 @@ class _Map:
 
 
 def _slot_range(entry: object, source: Node) -> tuple[int, int, list[Node]]:
-    """Return first slot, last slot and nodes of an entry."""
     match entry:
         case [int(begin), int(end), *nodes] if 0 <= begin <= end < _SLOTS and nodes:
             return begin, end, [_member(node, source, replica=index > 0) for index, node in enumerate(nodes)]
@@ -260,7 +259,6 @@ class ServerCluster(RespSource):
             raise StorageUnavailableError(f"storage {node}: the connection was given up") from None
 
     async def _close_controls(self, nodes: Sequence[Node], reason: str) -> None:
-        """Close the control connections to some nodes."""
         tasks = [self._controls.pop(node) for node in nodes]
         for task in tasks:
             task.cancel()
@@ -348,7 +346,6 @@ class ServerCluster(RespSource):
         await self._send_write(b"PEXPIRE", storage_key(key), b"%d" % lasts_ms)
 
     async def _send_write(self, verb: bytes, name: bytes, *more: bytes) -> None:
-        """Send a write to the key's master."""
         await self._wait_for_map()
         for last in (False, True):
             [answer] = await self._ask([[verb, name, *more]], [self._node_of(slot_of(name), turn=None)])

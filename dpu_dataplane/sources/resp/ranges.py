@@ -308,7 +308,6 @@ class PieceReader:
             link.takes_layers = False
 
     def _receive(self, batch: native.Batch, links: Sequence[Link], nodes: int) -> Result:
-        """Receive and decode a batch; blocks."""
         sessions = [link.session for link in links]
         encrypted = any(session is not None for session in sessions)
         return self._resources.pipeline.fetch(

@@ -206,7 +206,6 @@ class OneServer(RespSource):
         raise StorageUnavailableError(reason)
 
     async def _meta_by_ranges(self, control: RespClient, names: list[bytes]) -> list[Found]:
-        """Look keys up without KV.META: lengths and first bytes in one pipeline, and longer headers in a second one."""
         found: list[Found] = [None] * len(names)
         where = f"storage {self.name}"
 

@@ -152,7 +152,6 @@ class RespSource(Source, Router):
         return result, text
 
     async def _put_redirected(self, job: Job, node: Node | None, record: Encoded) -> tuple[Result, str]:
-        """Put one record on its node, and follow redirections."""
         asking, text = False, ""
         for _ in range(REDIRECTIONS_MAX + 1):
             self._last_node = node

@@ -1,4 +1,4 @@
-"""What the pool does for a plan: local hits, supplied to its batches, and the fill of what another source delivers.
+"""The pool in a plan: local hits, supplied to its batches, and the fill with records that another source delivers.
 
 Records in memory are held and read in place. Records on devices are read once each, all at the same time; each one goes
 into the batch when it comes. All records stay in place until the plan is done.
@@ -27,8 +27,6 @@ from shadowserve.pool.types import Item, Lease
 
 @dataclass(eq=False)
 class _Record:
-    """A record of the pool."""
-
     key: bytes
     item: Item
     length: int

@@ -258,7 +258,6 @@ class _Load:
         return LoadedPages(delivered, corrupt, stop)
 
     def _give_up(self) -> None:
-        """Stop devices from beginning further reads."""
         self._stop[0] = 1
 
     def _submit(self, share: _Share) -> None:

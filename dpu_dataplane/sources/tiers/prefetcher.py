@@ -487,7 +487,6 @@ class Prefetcher:
                 self._wake.set()
 
     def _keep(self, request: _Request, key: bytes, size: int) -> None:
-        """Keep a prefetched record in memory until the request fetches it."""
         if key in self._prefetched:
             self._release(key)
         item: Item | None = None
@@ -505,12 +504,10 @@ class Prefetcher:
             self._forget(request)  # the request ended meanwhile
 
     async def _read(self, link: LinkEstimator, request: _Request, record: QueuedRecord) -> None:
-        """Read a record from a device, within the budget."""
         async with self._turn_of(request, record.key, record.size) as turn:
             turn.moved_bytes = await self._read_now(link, request, record)
 
     async def _read_now(self, link: LinkEstimator, request: _Request, record: QueuedRecord) -> int:
-        """Read a record from a device; return the bytes read."""
         tiers, loop = self._tiers, asyncio.get_running_loop()
         read: asyncio.Future[Lease | None] = loop.create_future()
 
