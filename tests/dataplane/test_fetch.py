@@ -1,4 +1,4 @@
-"""Deliveries and outcomes of fetches."""
+"""Deliveries, outcomes and retries of fetches."""
 
 import itertools
 from typing import Any
@@ -20,6 +20,7 @@ from dataplane_support import (
     way_name,
 )
 from machine import WAIT_MAX_MS
+from scripted_source import ScriptedSource
 
 from shadowserve import native
 from shadowserve.keys import storage_key
@@ -41,9 +42,7 @@ async def test_every_quantizer_and_codec_is_delivered_exactly(storage: Server, w
     async with running(storage, **way) as (_, client):
         for shape, codec in itertools.product(TREATMENTS, CODECS):
             keys = keys_of(shape, 3, seed=TREATMENTS.index(shape) * len(CODECS) + CODECS.index(codec))
-            records = [make_record(shape, key, index, codec) for index, key in enumerate(keys)]
-            for key, data in zip(keys, records, strict=True):
-                storage.put(key, data)
+            records = storage.fill(shape, keys, codec)
             await client.register(shape, 3)
             answer = await client.fetch(keys)
             assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 3), (shape, codec, answer)
@@ -153,3 +152,63 @@ async def test_statistics_add_up(client: Client, storage: Server) -> None:
     assert stages["decompress"].items == 3 * shape.slice_count
     assert stages["decompress"].output_bytes == 3 * shape.raw_bytes
     assert stages["put"].items == 3
+
+
+# ---- Retries after failures of the source
+
+SHAPE = layout()
+KEYS = keys_of(SHAPE, 4)
+RECORDS = [make_record(SHAPE, key, seed) for seed, key in enumerate(KEYS)]
+
+
+@pytest.fixture
+async def filled(script: tuple[ScriptedSource, Client]) -> tuple[ScriptedSource, Client]:
+    script[0].records |= dict(zip(KEYS, RECORDS, strict=True))
+    return script[0], await script[1].register(SHAPE, len(KEYS))
+
+
+async def retried(client: Client, outcome: int, count: int) -> str:
+    answer = await client.fetch(KEYS)
+    assert (answer.outcome, answer.chunks) == (outcome, count), answer.detail
+    assert client.chunks(count) == [expected(SHAPE, KEYS[index], RECORDS[index]) for index in range(count)]
+    return answer.detail
+
+
+async def test_a_chunk_that_a_replica_lacks_is_read_from_its_master(filled: tuple[ScriptedSource, Client]) -> None:
+    source, client = filled
+    source.copies[KEYS[2]] = b""
+    await retried(client, pb.OUTCOME_COMPLETE, 4)
+    del source.records[KEYS[2]]
+    assert KEYS[2].hex() in await retried(client, pb.OUTCOME_ABSENT, 2)
+
+
+async def test_a_broken_connection_is_retried_once(filled: tuple[ScriptedSource, Client]) -> None:
+    source, client = filled
+    source.cuts = 1
+    await retried(client, pb.OUTCOME_COMPLETE, 4)
+    assert source.recovered == 1
+    source.cuts = 2
+    await retried(client, pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
+    assert source.recovered == 2
+
+
+@pytest.mark.parametrize("order", [pb.ORDER_CHUNKS, pb.ORDER_LAYERS])
+@pytest.mark.parametrize("trouble", ["damaged", "copies", "cuts"])
+async def test_failures_of_two_groups_are_retried_for_both(
+    filled: tuple[ScriptedSource, Client], trouble: str, order: int
+) -> None:
+    source, client = filled
+    parts = [
+        client.part(KEYS[:2], length=2 * SHAPE.raw_bytes),
+        client.part(KEYS[2:], offset=2 * SHAPE.raw_bytes, length=2 * SHAPE.raw_bytes),
+    ]
+    if trouble == "damaged":
+        source.damaged += [KEYS[1], KEYS[2]]
+    elif trouble == "copies":
+        source.copies |= {KEYS[0]: b"", KEYS[3]: b""}
+    else:
+        source.cuts = 1
+    answer = await client.stub.Fetch(client.fetch_request([], parts=parts, order=order))
+    assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
+    assert client.chunks(4) == [expected(SHAPE, key, data) for key, data in zip(KEYS, RECORDS, strict=True)]
+    assert not source.damaged and source.recovered <= 2
