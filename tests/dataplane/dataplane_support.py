@@ -91,9 +91,12 @@ class Server:
         except OSError:
             return False
 
+    def _connection(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_MAX_S)
+
     def command(self, *words: bytes) -> bytes:
         """Send one command. Return the first line of its answer."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_MAX_S) as sock:
+        with self._connection() as sock:
             for command in ([(b"AUTH", self.password.encode())] if self.password else []) + [words]:
                 sock.sendall(b"*%d\r\n" % len(command) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in command))
                 answer = b""
