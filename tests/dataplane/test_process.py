@@ -14,9 +14,23 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-from dataplane_support import Client, DaemonProcess, Server, client_of, keys_of, kvs, layout, make_record, refused
+from dataplane_support import (
+    Client,
+    DaemonProcess,
+    Server,
+    client_of,
+    config,
+    keys_of,
+    kvs,
+    layout,
+    make_record,
+    refused,
+    running,
+)
 from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, cores_of_threads, free_port, ignores, until
 
+from dpu_dataplane.server import Daemon
+from shadowserve.errors import ConfigurationError
 from shadowserve.proto import dataplane_pb2 as pb
 
 SHAPE = layout()
@@ -121,16 +135,11 @@ async def test_after_a_kill_calls_end_and_the_new_daemon_requires_registration(s
         assert successor.stop() == 0
 
 
-def test_a_second_daemon_on_the_same_port_refuses_to_start(storage: Server, tmp_path: Path) -> None:
-    first = DaemonProcess(storage, tmp_path)
-    try:
-        command = [sys.executable, "-m", "shadowserve_tools", "dpu", "--listen", first.address]
-        second = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_MAX_S)
-        assert second.returncode == 2
-        assert "cannot listen" in second.stderr and first.address in second.stderr
-        assert "Traceback" not in second.stderr
-    finally:
-        assert first.stop() == 0
+async def test_a_second_daemon_on_the_same_port_refuses_to_start(storage: Server) -> None:
+    async with running(storage) as (daemon, _):
+        with pytest.raises(ConfigurationError, match=f"cannot listen on {daemon.address}"):
+            async with Daemon(config(storage, listen=daemon.address)):
+                raise AssertionError("it listens")
 
 
 async def test_no_thread_leaves_the_cores_of_the_process(storage: Server, tmp_path: Path) -> None:

@@ -5,8 +5,7 @@ import contextlib
 import shutil
 import socket
 import ssl
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,67 +44,47 @@ RECORDS = [make_record(SHAPE, key, seed) for seed, key in enumerate(KEYS)]
 class Proxy:
     """A TLS server in front of a plain one. It cuts answers off without close_notify."""
 
-    def __init__(self, folder: Path, port: int) -> None:
-        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._context.load_cert_chain(folder / "server.crt", folder / "server.key")
+    def __init__(self, port: int) -> None:
         self._target = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
+        self.address = ""
         self.cut_after = 0  # bytes of one connection's answers; 0: never
         self.cuts_left = 0
         self.cuts = 0
-        self._threads = [threading.Thread(target=self._accept)]
-        self._open: list[socket.socket] = []
-        self._threads[0].start()
 
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answers, asking = await asyncio.open_connection("127.0.0.1", self._target)
+        relay = asyncio.create_task(self._relay(reader, asking))
+        with contextlib.suppress(ConnectionError), contextlib.closing(writer), contextlib.closing(asking):
+            total = 0
+            while data := await answers.read(65536):
+                if self.cut_after and self.cuts_left and total + len(data) > self.cut_after:
+                    writer.write(data[: self.cut_after - total])
+                    await writer.drain()
+                    self.cuts_left -= 1
+                    self.cuts += 1
+                    writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # not of TLS: no close_notify
+                    break
+                total += len(data)
+                writer.write(data)
+                await writer.drain()
+        relay.cancel()
+        await asyncio.wait({relay})
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                plain, _ = self._listener.accept()
-                self._threads.append(threading.Thread(target=self._serve, args=(plain,)))
-                self._threads[-1].start()
+    async def _relay(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await source.read(65536):
+                target.write(data)
+            target.close()
 
-    def _serve(self, plain: socket.socket) -> None:
-        with contextlib.suppress(OSError), plain, socket.create_connection(("127.0.0.1", self._target)) as behind:
-            with self._context.wrap_socket(plain, server_side=True, suppress_ragged_eofs=True) as front:
-                self._open += [front, behind]
-                there = threading.Thread(target=self._relay, args=(front, behind))
-                there.start()
-                self._answer(behind, front)
-                behind.close()
-                there.join()
 
-    def _relay(self, source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(65536):
-                target.sendall(data)
-        with contextlib.suppress(OSError):
-            target.shutdown(socket.SHUT_WR)
-
-    def _answer(self, behind: socket.socket, front: ssl.SSLSocket) -> None:
-        total = 0
-        while data := behind.recv(65536):
-            if self.cut_after and self.cuts_left and total + len(data) > self.cut_after:
-                front.sendall(data[: self.cut_after - total])
-                self.cuts_left -= 1
-                self.cuts += 1
-                front.shutdown(socket.SHUT_RDWR)  # of the socket, not of TLS: no close_notify
-                return
-            total += len(data)
-            front.sendall(data)
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for sock in self._open:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(WAIT_MAX_S)
+@contextlib.asynccontextmanager
+async def proxied(folder: Path, port: int) -> AsyncIterator[Proxy]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "server.crt", folder / "server.key")
+    proxy = Proxy(port)
+    async with await asyncio.start_server(proxy.serve, "127.0.0.1", 0, ssl=context) as server:
+        proxy.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield proxy
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +101,10 @@ def encrypted(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> I
 
 
 @pytest.fixture
-def proxy(storage: Server, certificates: Path) -> Iterator[Proxy]:
-    for key, record in zip(KEYS, RECORDS, strict=True):
-        storage.put(key, record)
-    proxy = Proxy(certificates, storage.port)
-    yield proxy
-    proxy.close()
+async def proxy(storage: Server, certificates: Path) -> AsyncIterator[Proxy]:
+    storage.fill(SHAPE, KEYS)
+    async with proxied(certificates, storage.port) as proxy:
+        yield proxy
 
 
 async def assert_fetched(client: Client) -> None:
@@ -200,12 +177,10 @@ async def test_a_server_that_is_not_trusted_is_named_by_control_and_data_connect
     encrypted: TlsServer, storage: Server, certificates: Path, foreign: Path, expired: Path,
     server: str, authority: str, name: str, words: str,
 ) -> None:  # fmt: skip
-    with contextlib.ExitStack() as stack:
+    async with contextlib.AsyncExitStack() as stack:
         where: Server | str = {"trusted": encrypted, "plain": storage}.get(server, "")
         if server == "expired":
-            proxy = Proxy(expired, storage.port)
-            stack.callback(proxy.close)
-            where = proxy.address
+            where = (await stack.enter_async_context(proxied(expired, storage.port))).address
         changes = trusting(foreign if authority == "foreign" else certificates, storage_server_name=name)
         await fails(where, words, **changes)
         configuration = config(where, **changes)
