@@ -471,6 +471,22 @@ async def until_true(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 @contextlib.asynccontextmanager
+async def listening(serve: Callable[..., Any], **options: Any) -> AsyncIterator[str]:
+    """A server of streams on a free port; yields its address."""
+    async with await asyncio.start_server(serve, "127.0.0.1", 0, **options) as server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@contextlib.asynccontextmanager
+async def started(source: Any) -> AsyncIterator[Any]:
+    await source.start()
+    try:
+        yield source
+    finally:
+        await source.close()
+
+
+@contextlib.asynccontextmanager
 async def client_of(daemon: "Daemon | DaemonProcess", **hello: Any) -> AsyncIterator["Client"]:
     """Another client of a daemon, by default on the same host."""
     client = Client(daemon.address)

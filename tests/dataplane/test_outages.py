@@ -17,11 +17,12 @@ from dataplane_support import (
     kv,
     kvs,
     layout,
+    listening,
     make_record,
     running,
     serving,
 )
-from machine import NEVER_MS, WAIT_MAX_MS, WAIT_MAX_S, free_port, until
+from machine import NEVER_MS, WAIT_MAX_MS, WAIT_MAX_S, until
 
 from dpu_dataplane.sources.outage import BACKOFF_MAX_S
 from shadowserve import record, resp
@@ -158,7 +159,7 @@ class Liar:
     def __init__(self) -> None:
         self.values = {storage_key(key): data for key, data in zip(KEYS, RECORDS, strict=True)}
         self.lie: Answer = lambda command: None
-        self.port = free_port()
+        self.address = ""
         self.drop_after: int | None = None  # bytes of an answer, then close
         self.heard: list[bytes] = []  # keys that were set
         self.commands: list[bytes] = []
@@ -212,10 +213,8 @@ class Liar:
 @pytest.fixture
 async def liar() -> AsyncIterator[Liar]:
     made = Liar()
-    listener = await asyncio.start_server(made.serve, "127.0.0.1", made.port)
-    yield made
-    listener.close()
-    await listener.wait_closed()
+    async with listening(made.serve) as made.address:
+        yield made
 
 
 def answering(name: bytes, answer: bytes) -> Answer:
@@ -242,7 +241,7 @@ LIES = {
 async def test_wrong_answers_of_a_server_are_misses(liar: Liar, lie: str) -> None:
     command, wrong, outcome = LIES[lie]
     silence = 0.5 if lie == "a bulk beyond every limit" else WAIT_MAX_S  # the server never sends the rest
-    async with serving(SHAPE, 6, f"127.0.0.1:{liar.port}", command_timeout_s=silence) as (_, client):
+    async with serving(SHAPE, 6, liar.address, command_timeout_s=silence) as (_, client):
         client.segment.memory[:] = 0x33
         liar.lie = answering(command, wrong)
         answer = await client.fetch(KEYS)
@@ -255,7 +254,7 @@ async def test_wrong_answers_of_a_server_are_misses(liar: Liar, lie: str) -> Non
 
 @pytest.mark.parametrize("after", [0, 3, 5000])
 async def test_a_connection_that_breaks_within_a_body_is_a_miss(liar: Liar, after: int) -> None:
-    async with serving(SHAPE, 6, f"127.0.0.1:{liar.port}") as (_, client):
+    async with serving(SHAPE, 6, liar.address) as (_, client):
         liar.drop_after = after
         await client.fetches(KEYS, 0, pb.OUTCOME_STORAGE_UNAVAILABLE)
         liar.drop_after = None
@@ -273,7 +272,7 @@ async def test_corruption_is_accepted_after_a_second_read(liar: Liar, looked_up:
         answer[-10] ^= 1
         return bytes(answer)
 
-    async with serving(SHAPE, 6, f"127.0.0.1:{liar.port}") as (daemon, client):
+    async with serving(SHAPE, 6, liar.address) as (daemon, client):
         if looked_up:
             await client.lookup(KEYS)
         liar.lie = flip_once
@@ -285,7 +284,7 @@ async def test_corruption_is_accepted_after_a_second_read(liar: Liar, looked_up:
 async def test_an_unanswered_put_ends_on_cancel_and_at_the_deadline(liar: Liar) -> None:
     liar.values.clear()
     liar.lie = answering(b"SET", b"")
-    async with serving(SHAPE, 6, f"127.0.0.1:{liar.port}") as (_, client):
+    async with serving(SHAPE, 6, liar.address) as (_, client):
         store = asyncio.ensure_future(client.store(KEYS, job_id="store", timeout_ms=NEVER_MS))
         await until(lambda: len(liar.heard) > 0)
         assert (await client.stub.Cancel(pb.CancelRequest(job_id="store"))).found
@@ -305,7 +304,7 @@ async def test_a_broken_put_is_retried_once(liar: Liar) -> None:
         return None
 
     liar.values.clear()
-    async with serving(SHAPE, 6, f"127.0.0.1:{liar.port}", codec="kvrans") as (_, client):
+    async with serving(SHAPE, 6, liar.address, codec="kvrans") as (_, client):
         client.fill(6)
         liar.lie = break_once
         answer = await client.store(KEYS)
@@ -328,7 +327,7 @@ async def test_a_lookup_of_a_long_prompt_is_one_round_trip(liar: Liar) -> None:
     for keys in chains:
         for key in keys[:500]:
             liar.values[storage_key(key)] = make_record(shape, key, 0, "none")
-    async with running(f"127.0.0.1:{liar.port}") as (daemon, client):
+    async with running(liar.address) as (daemon, client):
         await until(lambda: daemon.metrics.gauges["storage_up"][1]() == 1)
         liar.commands.clear()
         request = pb.LookupRequest(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cluster_support import PASSWORD, Cluster, ClusterNode, cluster_config, slot_of
-from dataplane_support import Client, expected, keys_of, kv, layout, make_record
+from dataplane_support import Client, expected, keys_of, kv, layout, listening, make_record, started
 from machine import WAIT_MAX_S, until, wait_for
 from redis.crc import key_slot
 
@@ -334,23 +334,14 @@ async def test_redirections_outside_the_cluster_are_not_followed() -> None:
         with contextlib.closing(writer):
             while data := await reader.read(1 << 16):
                 asked = data.count(b"STRLEN") + data.count(b"GETRANGE")
-                writer.write(b"-ASK 0 127.0.0.1:%d\r\n" % port_of(other_server) * asked)
-                writer.write(slots % port_of(node) * data.count(b"SLOTS"))
+                writer.write(b"-ASK 0 %b\r\n" % elsewhere.encode() * asked)
+                writer.write(slots % int(node.rpartition(":")[2]) * data.count(b"SLOTS"))
                 writer.write(b"+OK\r\n" * (data.count(b"AUTH") + data.count(b"PING")))
 
-    def port_of(server: asyncio.Server) -> int:
-        return int(server.sockets[0].getsockname()[1])
-
-    other_server = await asyncio.start_server(meet, "127.0.0.1", 0)
-    node = await asyncio.start_server(send_on, "127.0.0.1", 0)
-    async with other_server, node:
-        client = ServerCluster(cluster_config([f"127.0.0.1:{port_of(node)}"]), Metrics())
-        await client.start()
-        try:
+    async with listening(meet) as elsewhere, listening(send_on) as node:
+        async with started(ServerCluster(cluster_config([node]), Metrics())) as client:
             with pytest.raises(StorageUnavailableError, match="redirect in a circle"):
                 await client.find(KEYS)
-        finally:
-            await client.close()
     assert not visitors
 
 
@@ -410,13 +401,8 @@ async def test_a_malformed_map_is_an_outage(answer: bytes, monkeypatch: pytest.M
             while data := await reader.read(1 << 12):
                 writer.write(answer if b"SLOTS" in data else b"+OK\r\n" * data.count(b"*"))
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        client = ServerCluster(cluster_config([f"127.0.0.1:{server.sockets[0].getsockname()[1]}"]), Metrics())
-        await client.start()
-        try:
+    async with listening(serve) as address:
+        async with started(ServerCluster(cluster_config([address]), Metrics())) as client:
             with pytest.raises(StorageUnavailableError, match="CLUSTER SLOTS"):
                 await client.find(KEYS)
             assert not client.connected
-        finally:
-            await client.close()

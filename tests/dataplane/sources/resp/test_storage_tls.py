@@ -19,6 +19,7 @@ from dataplane_support import (
     expected,
     keys_of,
     layout,
+    listening,
     make_record,
     running,
     serving,
@@ -82,8 +83,7 @@ async def proxied(folder: Path, port: int) -> AsyncIterator[Proxy]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "server.crt", folder / "server.key")
     proxy = Proxy(port)
-    async with await asyncio.start_server(proxy.serve, "127.0.0.1", 0, ssl=context) as server:
-        proxy.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with listening(proxy.serve, ssl=context) as proxy.address:
         yield proxy
 
 
