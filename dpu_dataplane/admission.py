@@ -5,10 +5,10 @@ hosts out. gRPC itself would wait for a message for ever, and log a traceback fo
 """
 
 import asyncio
-import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from inspect import isasyncgen
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -36,14 +36,12 @@ class _Received(NamedTuple):
     size: int
 
 
+@dataclass(slots=True)
 class _Caller:
     """Calls in progress of a host, or of all unauthenticated clients together."""
 
-    __slots__ = ("bytes", "calls")
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.bytes = 0
+    calls: int = 0
+    bytes: int = 0
 
 
 class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # at runtime it takes none
@@ -110,11 +108,14 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # at run
                 f"{caller.calls} calls {whose} are in progress, the limit; treat it as a miss",
             )
         caller.calls += 1
+        size = 0
         try:
             received = await self._receive(method, context)
-            with await self._counted(received.size, caller, context):
-                return await self._handle(method, received.request, context, call)
+            size = await self._count(received.size, caller, context)
+            return await self._handle(method, received.request, context, call)
         finally:
+            self.total_bytes -= size
+            caller.bytes -= size
             caller.calls -= 1
             if not caller.calls:
                 del self._callers[name]
@@ -135,25 +136,16 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # at run
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
         raise AssertionError("abort() always raises")
 
-    async def _counted(self, size: int, caller: _Caller, context: Any) -> contextlib.AbstractContextManager[None]:
+    async def _count(self, size: int, caller: _Caller, context: Any) -> int:
         if self.total_bytes + size > self._bytes_max or (caller.bytes and caller.bytes + size > self._bytes_share):
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"calls in progress have {caller.bytes} bytes of this host, {self.total_bytes} in all, this {size}: "
                 f"more than call_bytes_max allows ({self._bytes_max}, in equal shares); treat it as a miss",
             )
-
-        @contextlib.contextmanager
-        def counted() -> Iterator[None]:
-            self.total_bytes += size
-            caller.bytes += size
-            try:
-                yield
-            finally:
-                self.total_bytes -= size
-                caller.bytes -= size
-
-        return counted()
+        self.total_bytes += size
+        caller.bytes += size
+        return size
 
     async def _handle(self, method: str, request: Any, context: Any, call: _Call) -> Any:
         try:
