@@ -25,7 +25,7 @@ from dpu_dataplane.jobs import JobQueue
 from dpu_dataplane.log_limiter import LogLimiter
 from dpu_dataplane.metrics import Metrics, resident_bytes
 from dpu_dataplane.registrations import Registrations
-from dpu_dataplane.service import Components, DataPlaneService
+from dpu_dataplane.service import DataPlaneService
 from dpu_dataplane.sources.selection import nodes_max, source_of
 from dpu_dataplane.sources.source import Resources, Source
 from dpu_dataplane.storing import Storer
@@ -133,38 +133,25 @@ class Daemon:
         storer = Storer(resources, encoding, catalog, source, buffers, stores, codec, slice_bytes, batch_chunks)
         hosts = HostTable(config, registrations, catalog.forget_host)
         self._log = LogLimiter()
-        components = Components(
-            catalog=catalog,
-            fetcher=fetcher,
-            storer=storer,
-            registrations=registrations,
-            hosts=hosts,
-            buffers=buffers,
-            metrics=self.metrics,
-            tracer=tracer,
-            log=self._log,
-            page_loader=source.page_loader,
-            budget=self.budget,
-        )
-        service = DataPlaneService(config, components)
-        self._add_gauges(source, components)
+        service = DataPlaneService(config, fetcher, storer, registrations, hosts, self._log)
+        self._add_gauges(fetcher, storer, registrations, hosts)
         self._exit.push_async_callback(_stop_task, asyncio.create_task(_expire(hosts, self._log, config)))
         if config.metrics_port is not None:
             self._serve_metrics(config.metrics_port)
         await self._serve(service)
 
-    def _add_gauges(self, source: Source, parts: Components) -> None:
+    def _add_gauges(self, fetcher: Fetcher, storer: Storer, registrations: Registrations, hosts: HostTable) -> None:
         emulated = float(native.backends()[self.config.backend].emulated)
         self.metrics.gauges |= {
-            "hosts": ("Connected hosts", lambda: len(parts.hosts)),
-            "storage_up": ("1 if storage is connected", lambda: float(source.connected)),
-            "quarantined_keys": ("Keys in quarantine because of a faulty record", lambda: parts.catalog.quarantined),
-            "fetch_queue_jobs": ("Waiting fetches", lambda: parts.fetcher.queue.waiting),
-            "store_queue_jobs": ("Waiting stores", lambda: parts.storer.queue.waiting),
-            "registrations": ("Regions of registered memory", lambda: len(parts.registrations)),
-            "registered_bytes": ("Bytes of registered memory", lambda: parts.registrations.total_bytes),
+            "hosts": ("Connected hosts", lambda: len(hosts)),
+            "storage_up": ("1 if storage is connected", lambda: float(fetcher.source.connected)),
+            "quarantined_keys": ("Keys in quarantine because of a faulty record", lambda: fetcher.catalog.quarantined),
+            "fetch_queue_jobs": ("Waiting fetches", lambda: fetcher.queue.waiting),
+            "store_queue_jobs": ("Waiting stores", lambda: storer.queue.waiting),
+            "registrations": ("Regions of registered memory", lambda: len(registrations)),
+            "registered_bytes": ("Bytes of registered memory", lambda: registrations.total_bytes),
             "backend_emulated": ("1 if the backend is an emulator of a DPU", lambda: emulated),
-            "buffer_bytes": ("Bytes of the pipeline's buffers", lambda: parts.buffers.total),
+            "buffer_bytes": ("Bytes of the pipeline's buffers", lambda: fetcher.buffers.total),
             "resident_bytes": ("Resident memory of the daemon, without clients' segments", resident_bytes),
         }
 

@@ -7,29 +7,26 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
 import grpc
 from prometheus_client import Histogram
 
-from dpu_dataplane.batches import Buffers, encoded_bound
-from dpu_dataplane.catalog import Catalog, ChainLookup
+from dpu_dataplane.batches import encoded_bound
+from dpu_dataplane.catalog import ChainLookup
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.engines import Engines
 from dpu_dataplane.fetching import Fetch, Fetcher
 from dpu_dataplane.hosts import HostTable, Session
-from dpu_dataplane.interference import InterferenceBudget
 from dpu_dataplane.jobs import ENDINGS, CallError, Job, JobTable, Stop, ending_of
 from dpu_dataplane.log_limiter import LogLimiter, address_of
-from dpu_dataplane.metrics import Metrics, outcome_name, resident_bytes
+from dpu_dataplane.metrics import outcome_name, resident_bytes
 from dpu_dataplane.plan import PROGRESS_BYTES
 from dpu_dataplane.queues import Queues
 from dpu_dataplane.registrations import Registration, Registrations
 from dpu_dataplane.shared_rate import Mover
-from dpu_dataplane.sources.source import Chain, PageLoader, PageRequest
+from dpu_dataplane.sources.source import Chain, PageRequest
 from dpu_dataplane.storing import Store, Storer
-from dpu_dataplane.tracing import Tracer
 from dpu_dataplane.validation import InvalidCall, Validator
 from shadowserve import __version__, native
 from shadowserve.chunk import ChunkLayout
@@ -68,23 +65,6 @@ class _CallCounts(NamedTuple):
     seconds: Histogram
 
 
-@dataclass(frozen=True, kw_only=True)
-class Components:
-    """The parts of a data plane that serve its calls."""
-
-    catalog: Catalog
-    fetcher: Fetcher
-    storer: Storer
-    registrations: Registrations
-    hosts: HostTable
-    buffers: Buffers
-    metrics: Metrics
-    tracer: Tracer
-    log: LogLimiter
-    page_loader: PageLoader | None
-    budget: InterferenceBudget
-
-
 def _call(
     handle: "Callable[[DataPlaneService, _Request, Session], Awaitable[_Response]]",
 ) -> "Callable[[DataPlaneService, _Request, _Context], Awaitable[_Response]]":
@@ -100,19 +80,31 @@ def _call(
 class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     """Implements ``proto/dataplane.proto``. Every answer to Lookup, Fetch and Store has exactly one outcome."""
 
-    def __init__(self, config: DataPlaneConfig, parts: Components) -> None:
+    def __init__(
+        self,
+        config: DataPlaneConfig,
+        fetcher: Fetcher,
+        storer: Storer,
+        registrations: Registrations,
+        hosts: HostTable,
+        log: LogLimiter,
+    ) -> None:
         self._config = config
-        self._parts = parts
-        self._metrics = metrics = parts.metrics
+        self._fetcher, self._storer = fetcher, storer
+        self._registrations = registrations
+        self._log = log
+        self._catalog, self._tracer, self._buffers = fetcher.catalog, fetcher.tracer, fetcher.buffers
+        self._budget = fetcher.resources.budget
+        self._metrics = metrics = fetcher.resources.metrics
         devices = config.tiers is not None and bool(config.tiers.devices)
-        self._page_loader = parts.page_loader if devices and "shared_memory" in parts.registrations.kinds else None
+        self._page_loader = fetcher.source.page_loader if devices and "shared_memory" in registrations.kinds else None
         self._validate = Validator()
         self._queues = Queues(config.hosts_max, time.monotonic)
         self._started_s = time.monotonic()
-        self._engines = Engines(parts.registrations.namespaces, parts.log)
+        self._engines = Engines(registrations.namespaces, log)
         self._fetch_counts = _CallCounts("Fetch", pb.FetchResponse, metrics.fetches, metrics.fetch_seconds)
         self._store_counts = _CallCounts("Store", pb.StoreResponse, metrics.stores, metrics.store_seconds)
-        self.hosts = parts.hosts
+        self.hosts = hosts
         self.jobs = JobTable()
 
     async def answer(
@@ -134,7 +126,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             return self._hello(request, context)
         except InvalidCall as error:
             refused = f"refused {request.process[:80] or 'a host'} at {context.peer()}: {error}"
-            self._parts.log.log(logging.WARNING, "refused", address_of(context.peer()), refused)
+            self._log.log(logging.WARNING, "refused", address_of(context.peer()), refused)
             await context.abort(error.code, str(error))
         raise AssertionError("abort() always raises")
 
@@ -153,7 +145,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             backend=backend.name,
             emulated=backend.emulated,
             device=backend.description,
-            memory_kinds=self._parts.registrations.kinds,
+            memory_kinds=self._registrations.kinds,
             page_devices=self._page_loader is not None,
             differences=self._engines.enter(request) if request.HasField("engine") else (),
         )
@@ -163,7 +155,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         problem = ""
         if chunk_bytes != layout.raw_bytes:
             problem = f"a chunk has {chunk_bytes} bytes for the host and {layout.raw_bytes} for this data plane"
-        elif (other := self._parts.registrations.other_layout(layout)) is not None:
+        elif (other := self._registrations.other_layout(layout)) is not None:
             problem = (
                 f"the host has layout {layout} for namespace {layout.namespace.hex()[:16]}, and registered memory has "
                 f"layout {other}"
@@ -179,12 +171,12 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         """Refuse a layout whose chunks do not fit the buffers: no fetch of it would deliver anything."""
         symbols = layout.layers * layout.kinds * layout.tokens * layout.token_decoded_bytes
         slice_bytes = int(self._config.slice_bytes)
-        bound = max(encoded_bound(layout, native.Codec(codec), slice_bytes) for codec in self._parts.catalog.codecs)
+        bound = max(encoded_bound(layout, native.Codec(codec), slice_bytes) for codec in self._catalog.codecs)
         for name, size, needed in (
-            ("decompression_buffer_bytes", self._parts.buffers.decompression, bound),
-            ("dequantization_buffer_bytes", self._parts.buffers.dequantization, symbols),
-            ("dma_source_buffer_bytes", self._parts.buffers.dma_source, layout.raw_bytes),
-            ("store_buffer_bytes", self._parts.buffers.store, bound),
+            ("decompression_buffer_bytes", self._buffers.decompression, bound),
+            ("dequantization_buffer_bytes", self._buffers.dequantization, symbols),
+            ("dma_source_buffer_bytes", self._buffers.dma_source, layout.raw_bytes),
+            ("store_buffer_bytes", self._buffers.store, bound),
         ):
             if size is not None and size < needed:
                 raise InvalidCall(
@@ -200,24 +192,24 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         if self._config.tiers is None:
             return pb.ExpectResponse(unused=True)
         complete = self._queues.update(caller.owner, request, arrivals)
-        self._parts.catalog.expect(self._queues.waiting())
+        self._catalog.expect(self._queues.waiting())
         return pb.ExpectResponse(again=not complete)
 
     @_call
     async def ReportSteps(self, request: pb.StepReport, caller: Session) -> pb.StepAnswer:  # noqa: N802
         """Update the steps of an engine."""
         self._validate.steps(request)
-        return self._parts.budget.report(caller.owner, request)
+        return self._budget.report(caller.owner, request)
 
     async def Statistics(self, request: pb.StatisticsRequest, context: _Context) -> pb.StatisticsResponse:  # noqa: N802
         """Return counters and the state of the data plane."""
         metrics = self._metrics
-        storage, connected = self._parts.catalog.storage
+        storage, connected = self._catalog.storage
         return pb.StatisticsResponse(
             version=__version__,
             backend=native.backends()[self._config.backend].label,
-            registrations=len(self._parts.registrations),
-            buffer_bytes=self._parts.buffers.total,
+            registrations=len(self._registrations),
+            buffer_bytes=self._buffers.total,
             resident_bytes=resident_bytes(),
             stages=[
                 pb.StageStatistics(
@@ -242,16 +234,15 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self, request: pb.TraceRequest, context: _Context
     ) -> AsyncIterator[pb.TraceResponse]:
         """Record the threads' spans of the next fetches."""
-        tracer = self._parts.tracer
         try:
             with self.hosts.call(context) as caller:
                 timeout = self._validate.timeout(request.timeout_ms)
                 fetches = self._validate.count("fetches", request.fetches)
-                with tracer.recording(caller.owner, fetches, decides=caller.host.decides) as recording:
+                with self._tracer.recording(caller.owner, fetches, decides=caller.host.decides) as recording:
                     yield pb.TraceResponse()
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(recording.done.wait(), timeout)
-                parts = list(tracer.result(recording))
+                parts = list(self._tracer.result(recording))
         except CallError as error:
             await context.abort(error.code, str(error), error.metadata)
         for part in parts:
@@ -262,7 +253,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         """Add a host's decision to a recording of its fetches."""
         self._validate.decision(request)
         caller.host.decides = True
-        self._parts.tracer.decided(caller.owner, request)
+        self._tracer.decided(caller.owner, request)
         return pb.DecidedResponse()
 
     # ---- Lookups and publications
@@ -301,9 +292,9 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         async def nothing() -> None:
             return None
 
-        first = self._parts.catalog.prefetch(chains) if prefetch else nothing()
-        second = self._parts.catalog.published(chains) if published else nothing()
-        _, pending, found = await asyncio.gather(first, second, self._parts.catalog.lookup(chains))
+        first = self._catalog.prefetch(chains) if prefetch else nothing()
+        second = self._catalog.published(chains) if published else nothing()
+        _, pending, found = await asyncio.gather(first, second, self._catalog.lookup(chains))
         return found, pending
 
     @_call
@@ -312,7 +303,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         keys = self._validate.keys("keys", list(request.keys))
         job = Job(caller.owner, "", self._validate.timeout(request.timeout_ms))
         plain = request.plain and self._page_loader is not None  # as for the store
-        publishing = self._parts.catalog.publish(caller.owner, keys, request.lasts_ms, plain=plain)
+        publishing = self._catalog.publish(caller.owner, keys, request.lasts_ms, plain=plain)
         step = job.within(publishing, "publishing chunks to storage")
         reach, outcome, detail = await self._ending("Publish", step)
         response = pb.PublishResponse(outcome=outcome, detail=detail, reach=reach or pb.REACH_ALL)
@@ -340,12 +331,12 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         layouts = self._validate.layouts(request.layouts)
         for layout in layouts:
             self._check_buffers(layout)
-        registration = await self._parts.registrations.register(request, layouts, caller.owner, caller.token)
+        registration = await self._registrations.register(request, layouts, caller.owner, caller.token)
         if registration.paging is not None and (loader := self._page_loader) is not None:
             memory = registration.memory
             registration.closing.append(functools.partial(loader.unregister, memory))
             await asyncio.to_thread(loader.register, memory)
-        self._parts.log.log(
+        self._log.log(
             logging.INFO,
             "registered",
             caller.owner,
@@ -361,11 +352,11 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self, request: pb.ReleaseMemoryRequest, caller: Session
     ) -> pb.ReleaseMemoryResponse:
         """Remove registered memory once no job uses it."""
-        await self._parts.registrations.release(request.memory_id, caller.token)
+        await self._registrations.release(request.memory_id, caller.token)
         return pb.ReleaseMemoryResponse()
 
     def _registration(self, caller: Session, memory_id: int) -> Registration:
-        registration = self._parts.registrations.get(memory_id, caller.token)
+        registration = self._registrations.get(memory_id, caller.token)
         if registration is None:
             text = f"memory {memory_id:016x} is not registered (any more): register it again"
             raise Stop(pb.OUTCOME_UNKNOWN_MEMORY, text)
@@ -373,9 +364,9 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
 
     def _check_reachable(self, registration: Registration, outcome: pb.Outcome) -> None:
         """Remove a registration that the accelerator could not access; its owner registers it again."""
-        if outcome == pb.OUTCOME_DEVICE and not self._parts.registrations.given_up:
+        if outcome == pb.OUTCOME_DEVICE and not self._registrations.given_up:
             text = f"registered memory {registration.memory_id:016x} could not be accessed: removed"
-            self._parts.log.log(logging.WARNING, "unreachable", registration.owner, text)
+            self._log.log(logging.WARNING, "unreachable", registration.owner, text)
             registration.released = True
 
     # ---- Jobs
@@ -420,8 +411,8 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                 fetch.word = parts[0].registration.region(request.progress, PROGRESS_BYTES)
             with contextlib.ExitStack() as claims:
                 for region in regions:
-                    claims.enter_context(self._parts.registrations.claim(*region, writing=True))
-                response = await self._parts.fetcher.fetch(job, fetch)
+                    claims.enter_context(self._registrations.claim(*region, writing=True))
+                response = await self._fetcher.fetch(job, fetch)
             for part in parts:
                 self._check_reachable(part.registration, response.outcome)
             return response
@@ -440,7 +431,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             assert paging is not None
             word = registration.address + request.progress if request.HasField("progress") else 0
             pages = PageRequest(keys, layout, registration.address, paging.first, paging.stride, blocks, word)
-            with self._parts.registrations.claim(registration, 0, registration.size, writing=True):
+            with self._registrations.claim(registration, 0, registration.size, writing=True):
                 return await self._load_pages(job, pages)
 
         answer: pb.FetchResponse = await self._run_job(caller, request, work, self._fetch_counts)
@@ -484,8 +475,8 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             mover = _STORERS[request.purpose]
             store = Store(registration, layout, offset, keys, parents, request.lasts_ms, plain=plain, mover=mover)
             size = len(keys) * layout.raw_bytes
-            with self._parts.registrations.claim(registration, offset, size, writing=False):
-                response = await self._parts.storer.store(job, store)
+            with self._registrations.claim(registration, offset, size, writing=False):
+                response = await self._storer.store(job, store)
             self._check_reachable(registration, response.outcome)
             return response
 
@@ -536,10 +527,10 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         if response.outcome in _LOGGED:
             call, outcome = type(response).__name__.removesuffix("Response"), outcome_name(response.outcome)
             text = f"{call} ended with {outcome}: {response.detail}"
-            self._parts.log.log(logging.WARNING, f"{call}: {outcome}", "", text)
+            self._log.log(logging.WARNING, f"{call}: {outcome}", "", text)
 
     def _internal(self, call: str, error: Exception) -> tuple[pb.Outcome, str]:
         detail = f"a bug in {call}: {type(error).__name__}: {error}"
-        if self._parts.log.log(logging.ERROR, f"{call}: {type(error).__name__}", "", f"{detail}; please report it"):
+        if self._log.log(logging.ERROR, f"{call}: {type(error).__name__}", "", f"{detail}; please report it"):
             logger.exception("traceback")
         return pb.OUTCOME_INTERNAL, detail
