@@ -29,7 +29,6 @@ from shadowserve.resp_client import RespClient, refuse_error
 from shadowserve.tls import Renewed, read_authorities, read_key_pair
 
 _RECEIVE_BYTES: Final = 4096
-_LINE_MAX: Final = 1024  # most bytes of an answer's first line: a length, or an error
 
 logger = logging.getLogger(__name__)
 
@@ -129,49 +128,6 @@ class Link:
             self._check(result)
             if data:
                 return data
-            await self._wait_ready(want)
-
-    async def get_range(self, name: bytes, first: int, memory: memoryview) -> tuple[native.Result, str]:
-        """Fill memory with bytes of a value from ``first`` on; return the result with the server's error text.
-
-        OSError or StorageUnavailableError if the connection broke. Nothing is written after a cancellation.
-        """
-        last = first + len(memory) - 1
-        await self._send(resp.encode_command(b"GETRANGE", name, b"%d" % first, b"%d" % last))
-        data, part = b"", memoryview(bytearray(min(len(memory) + 2, _LINE_MAX)))
-        while b"\r\n" not in data:
-            if len(data) > _LINE_MAX:
-                return native.Result.PROTOCOL, "an answer without an end of line"
-            data += part[: await self._receive_into(part)]
-        line, _, rest = data.partition(b"\r\n")
-        if line[:1] == b"-":
-            return native.Result.REFUSED, line[1:].decode("utf-8", "replace")
-        if line == b"$-1":
-            return native.Result.NOT_FOUND, ""
-        size = int(line[1:]) if line[:1] == b"$" and line[1:].isdigit() else -1
-        if not 0 <= size <= len(memory):
-            return native.Result.PROTOCOL, "its answer to GETRANGE has another length than requested"
-        received = rest[:size]
-        memory[: len(received)] = received
-        end = memoryview(bytearray(max(2 - len(rest[size:]), 0)))
-        for missing in (memory[len(received) : size], end):
-            while missing:
-                missing = missing[await self._receive_into(missing) :]
-        if rest[size:] + end != b"\r\n":
-            return native.Result.PROTOCOL, "its answer has another length than its header says"
-        return (native.Result.OK if size == len(memory) else native.Result.NOT_FOUND), ""
-
-    async def _receive_into(self, memory: memoryview) -> int:
-        """Receive at least one byte."""
-        if self.session is None:
-            if not (received := await asyncio.get_running_loop().sock_recv_into(self.sock, memory)):
-                raise ConnectionError("it closed the connection")
-            return received
-        while True:
-            result, want, received = self.session.receive_into(memory)
-            self._check(result)
-            if received:
-                return received
             await self._wait_ready(want)
 
     def _check(self, result: native.Result) -> None:

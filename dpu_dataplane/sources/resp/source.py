@@ -15,7 +15,9 @@ from dpu_dataplane.plan import FetchPlan
 from dpu_dataplane.sources.resp.layers import Threshold
 from dpu_dataplane.sources.resp.links import DataLinks, Dialer, Link, Node
 from dpu_dataplane.sources.resp.ranges import REDIRECTIONS_MAX, PieceReader, Router
+from dpu_dataplane.sources.resp.receiving import receive_answer
 from dpu_dataplane.sources.source import Delivered, Encoded, Resources, Source
+from shadowserve import resp
 from shadowserve.errors import StorageUnavailableError
 from shadowserve.keys import storage_key
 from shadowserve.native import Result
@@ -109,16 +111,20 @@ class RespSource(Source, Router):
         link = await job.within(self._idle_link(node), "connecting to storage")
         result, text = Result.CANCELLED, ""
         try:
-            result, text = await job.within(link.get_range(storage_key(key), first, memory), "receiving a record")
-        except (OSError, StorageUnavailableError) as error:
-            with contextlib.suppress(StorageUnavailableError):
-                await job.within(self.recover(node), "looking for a node of the cluster")
-            raise StorageUnavailableError(f"storage {node}: the connection broke: {error}") from error
+            with job.interruptible(link.shut_down):
+                last = first + len(memory) - 1
+                command = resp.encode_command(b"GETRANGE", storage_key(key), b"%d" % first, b"%d" % last)
+                result, text = await asyncio.to_thread(receive_answer, link, command, memory, job.deadline_ns)
         finally:
             if result in (Result.OK, Result.REFUSED, Result.NOT_FOUND):
                 self._idle[node].append(link)
             else:
                 link.close()
+        job.check()
+        if result is Result.DISCONNECTED:
+            with contextlib.suppress(StorageUnavailableError):
+                await job.within(self.recover(node), "looking for a node of the cluster")
+            raise StorageUnavailableError(f"storage {node}: {text}")
         return result, text
 
     async def _idle_link(self, node: Node) -> Link:
