@@ -1,21 +1,14 @@
 """Admission of calls, before their handlers: limits on calls, checks of messages, limits on their bytes.
 
-*Calls.* Each host has a share of the calls in progress. Unauthenticated clients, which have no session (Hello, probes,
-and all others that can connect), share a few, so that they cannot lock hosts out. A message must arrive in time: gRPC
-itself would wait for ever.
-
-*Messages.* A message that does not decode is answered with a status and a rate-limited log line; gRPC itself would
-answer UNKNOWN and log a traceback for each. The same holds for bugs in handlers, which callers could trigger
-repeatedly.
-
-*Bytes.* The bytes of messages are counted until their calls have ended.
+Calls without a session (Hello, probes, and all others that can connect) share a few places, so that they cannot lock
+hosts out. gRPC itself would wait for a message for ever, and log a traceback for each one that does not decode.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from inspect import isasyncgen
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -24,14 +17,11 @@ import grpc
 from dpu_dataplane.log_limiter import LogLimiter, address_of
 from shadowserve.proto import SESSION_KEY
 
-CALLS_MAX: Final = 1024
-"""Most calls in progress, including waiting ones: three times the default queues."""
-_SHARE_LEAST: Final = 128
-"""Smallest share of a host: an engine's few lookups, fetches and stores."""
+CALLS_MAX: Final = 1024  # most calls in progress, including waiting ones: three times the default queues
+_SHARE_LEAST: Final = 128  # smallest share of a host: an engine's few lookups, fetches and stores
 _UNAUTHENTICATED_MAX: Final = 128
 """Most calls without a session; all but health watches end within milliseconds."""
-_MESSAGE_S: Final = 20.0
-"""Seconds for the message of a call: enough for the largest one at 4 Mbit/s."""
+_MESSAGE_S: Final = 20.0  # seconds for the message of a call: enough for the largest one at 4 Mbit/s
 
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Call: TypeAlias = Callable[[Any, Any], Awaitable[Any]]
@@ -46,28 +36,16 @@ class _Received(NamedTuple):
     size: int
 
 
+@dataclass(slots=True)
 class _Caller:
     """Calls in progress of a host, or of all unauthenticated clients together."""
 
-    __slots__ = ("bytes", "calls")
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.bytes = 0
+    calls: int = 0
+    bytes: int = 0
 
 
 class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # at runtime it takes none
-    """Interceptor that admits calls.
-
-    Args:
-        bytes_max: Most bytes of messages of calls in progress; a caller without another call may send one message.
-        hosts_max: Hosts with equal shares.
-        owner_of: Returns the host of a session; empty without one.
-        log: Logs errors of callers.
-
-    Attributes:
-        total_bytes: Bytes of messages of calls in progress.
-    """
+    """Interceptor that admits calls; ``owner_of`` returns the host of a session, empty without one."""
 
     def __init__(self, bytes_max: int, hosts_max: int, owner_of: Callable[[bytes], str], log: LogLimiter) -> None:
         self._bytes_max = bytes_max
@@ -77,14 +55,13 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # at run
         self._log = log
         self._handlers: dict[str, _Handler] = {}
         self._callers: defaultdict[str, _Caller] = defaultdict(_Caller)
-        self.total_bytes = 0
+        self.total_bytes = 0  # bytes of messages of calls in progress
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler:
-        """Return the method's handler, wrapped; None for an unknown method."""
         method = handler_call_details.method
         if method not in self._handlers:
             handler = await continuation(handler_call_details)
@@ -131,11 +108,14 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # at run
                 f"{caller.calls} calls {whose} are in progress, the limit; treat it as a miss",
             )
         caller.calls += 1
+        size = 0
         try:
             received = await self._receive(method, context)
-            with await self._counted(received.size, caller, context):
-                return await self._handle(method, received.request, context, call)
+            size = await self._count(received.size, caller, context)
+            return await self._handle(method, received.request, context, call)
         finally:
+            self.total_bytes -= size
+            caller.bytes -= size
             caller.calls -= 1
             if not caller.calls:
                 del self._callers[name]
@@ -156,25 +136,16 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # at run
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
         raise AssertionError("abort() always raises")
 
-    async def _counted(self, size: int, caller: _Caller, context: Any) -> contextlib.AbstractContextManager[None]:
+    async def _count(self, size: int, caller: _Caller, context: Any) -> int:
         if self.total_bytes + size > self._bytes_max or (caller.bytes and caller.bytes + size > self._bytes_share):
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"calls in progress have {caller.bytes} bytes of this host, {self.total_bytes} in all, this {size}: "
                 f"more than call_bytes_max allows ({self._bytes_max}, in equal shares); treat it as a miss",
             )
-
-        @contextlib.contextmanager
-        def counted() -> Iterator[None]:
-            self.total_bytes += size
-            caller.bytes += size
-            try:
-                yield
-            finally:
-                self.total_bytes -= size
-                caller.bytes -= size
-
-        return counted()
+        self.total_bytes += size
+        caller.bytes += size
+        return size
 
     async def _handle(self, method: str, request: Any, context: Any, call: _Call) -> Any:
         try:
@@ -189,6 +160,5 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # at run
 
 
 def _session(context: Any) -> bytes:
-    """Return the session in a call's metadata."""
     value = next((value for key, value in context.invocation_metadata() or () if key == SESSION_KEY), b"")
     return value if isinstance(value, bytes) else b""

@@ -1,8 +1,7 @@
 """Plans of batches: which pieces go together, and where each one lies in every buffer, before any byte moves.
 
-The *occupancy* of a piece in a buffer is the region that the piece alone uses during the batch (ShadowServe section
-4.3). The paper bounds the compressed size of a chunk by its quantized size. Here the headers of the records are known,
-so every occupancy is exact.
+The *occupancy* of a piece is its region of a buffer during the batch (ShadowServe section 4.3). Unlike in the paper,
+the headers of the records are known, so every occupancy is exact.
 """
 
 import contextlib
@@ -23,10 +22,8 @@ from shadowserve.pieces import leading
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.record import Header, Manifest, plan_slices, slices_of
 
-ALIGNMENT: Final = 64
-"""Alignment of occupancies in bytes: a cache line; accelerators need it too."""
-PIECES_MAX: Final = 16384
-"""Most pieces of a batch, the C core's limit: 4 Mi tokens at 256 tokens a chunk."""
+ALIGNMENT: Final = 64  # alignment of occupancies in bytes: a cache line; accelerators need it too
+PIECES_MAX: Final = 16384  # most pieces of a batch, the C core's limit: 4 Mi tokens at 256 tokens a chunk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +37,6 @@ class Buffers:
 
     @property
     def total(self) -> int:
-        """Bytes of all buffers together."""
         return self.decompression + (self.dequantization or 0) + (self.dma_source or 0) + self.store
 
 
@@ -66,12 +62,7 @@ def _align(size: int) -> int:
 
 
 def encoded_bound(layout: ChunkLayout, codec: native.Codec, slice_bytes: int = DECODED_BYTES_MAX) -> int:
-    """Return the largest size of a chunk's body in bytes, which is its occupancy in the store buffer.
-
-    Args:
-        codec: Codec of its slices.
-        slice_bytes: Most bytes of symbols in a slice.
-    """
+    """Return the largest size of a chunk's body in bytes: its occupancy in the store buffer."""
     return (
         layout.layers
         * layout.kinds
@@ -84,17 +75,11 @@ def encoded_bound(layout: ChunkLayout, codec: native.Codec, slice_bytes: int = D
 
 @dataclass(frozen=True)
 class _GroupPieces:
-    """The pieces of a group whose headers are sound, and what the C core's tables are made of.
+    """The pieces of a group whose headers are sound, and what the C core's tables are made of."""
 
-    Attributes:
-        pieces: ``_PIECE`` array.
-        headers: ``_HEADER`` array, a row for each chunk.
-        slices: ``_SLICE`` array, the slices of all these chunks.
-    """
-
-    pieces: npt.NDArray[np.void]
-    headers: npt.NDArray[np.void]
-    slices: npt.NDArray[np.void]
+    pieces: npt.NDArray[np.void]  # ``_PIECE`` array
+    headers: npt.NDArray[np.void]  # ``_HEADER`` array, a row for each chunk
+    slices: npt.NDArray[np.void]  # ``_SLICE`` array, the slices of all these chunks
 
 
 _PIECE: Final = np.dtype(
@@ -110,11 +95,8 @@ _FROM_MANIFEST: Final = ("scales_length", "encoded_length", "checksum", "decoded
 def plan_fetch(parts: Sequence[FetchPart], layerwise: bool, buffers: Buffers, codecs: Collection[int]) -> FetchPlan:
     """Choose the leading remaining pieces that are stored, sound as far as their headers tell, and fit all buffers.
 
-    Args:
-        parts: The fetch's parts, with the answers of the source.
-        layerwise: Each piece is one layer of a chunk, in the order of layers; groups with different numbers of layers
-            progress side by side. Otherwise a piece is a run of wanted layers, in the order of chunks.
-        codecs: Codecs that this build decodes.
+    With ``layerwise`` each piece is one layer of a chunk, in the order of layers; groups with different numbers of
+    layers progress side by side. Otherwise a piece is a run of wanted layers, in the order of chunks.
     """
     ends: dict[int, GroupEnd] = {}
     full = False
@@ -244,7 +226,6 @@ def _cut_pieces(
 
 
 def _join(groups: Sequence[_GroupPieces]) -> _GroupPieces:
-    """Concatenate the tables of all groups, with indexes into the common tables."""
     if not groups:
         return _GroupPieces(np.zeros(0, _PIECE), np.zeros(0, _HEADER), np.zeros(0, native.SLICE_DTYPE))
     headers = slices = 0
@@ -274,7 +255,6 @@ def _fit(pieces: npt.NDArray[np.void], buffers: Buffers) -> tuple[npt.NDArray[np
 def _tables(
     group: _GroupPieces, received: npt.NDArray[np.int64], decoded: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void]]:
-    """Make the C core's tables of pieces and slices."""
     chosen, headers = group.pieces, group.headers[group.pieces["header"]]
     counts = chosen["slices"]
     pieces = np.zeros(len(chosen), native.PIECE_DTYPE)
@@ -310,10 +290,8 @@ def plan_store(
 
     Args:
         positions: Index of each chunk in the registered region.
-        codec: Codec to encode with.
-        bound: Result of :func:`encoded_bound`; the batch takes ``len(keys)`` times as much, aligned.
-        slice_bytes: Most bytes of symbols in a slice.
-        first: First chunk's index in the store buffer, counted in units of ``bound``.
+        bound: Result of :func:`encoded_bound`.
+        first: First chunk's index in the store buffer, counted in units of ``bound``, aligned.
     """
     manifest = plan_slices(layout, slice_bytes)
     count = len(manifest)

@@ -40,29 +40,21 @@ from shadowserve.tier import Tier
 _LOOKUP_KEYS: Final = 512
 """Keys in one request of a lookup: their headers are checked while storage answers the next request, and other calls
 get their turn on the event loop."""
-_QUARANTINE_MAX: Final = 65536
-"""Most keys in quarantine; the oldest are released first."""
+_QUARANTINE_MAX: Final = 65536  # most keys in quarantine; the oldest are released first
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class ChainLookup:
-    """The stored chunks of a chain.
+    """The stored chunks of a chain."""
 
-    Attributes:
-        tiers: The :class:`Tier` of each stored chunk with a sound header; 0 for other chunks.
-        stored_bytes: Stored bytes of these chunks.
-        cold_ms: Milliseconds until storage expects to have the cold chunks at hand; 0 without any.
-    """
-
-    tiers: npt.NDArray[np.uint8]
-    stored_bytes: int = 0
-    cold_ms: int = 0
+    tiers: npt.NDArray[np.uint8]  # the :class:`Tier` of each stored chunk with a sound header; 0 for other chunks
+    stored_bytes: int = 0  # stored bytes of these chunks
+    cold_ms: int = 0  # milliseconds until storage expects to have the cold chunks at hand; 0 without any
 
     @property
     def present(self) -> Flags:
-        """The stored chunks with sound headers."""
         present: Flags = self.tiers != Tier.NONE
         return present
 
@@ -87,7 +79,6 @@ class Catalog:
 
     @property
     def quarantined(self) -> int:
-        """Keys in quarantine."""
         return len(self._quarantine)
 
     async def lookup(self, chains: Sequence[Chain]) -> list[ChainLookup]:
@@ -153,17 +144,9 @@ class Catalog:
         )
 
     async def publish(self, owner: str, keys: Sequence[bytes], lasts_ms: int, *, plain: bool = False) -> pb.Reach:
-        """Publish keys that a host will store, or withdraw them; see :meth:`Source.publish`.
+        """Publish keys that a host will store, or withdraw them; StorageRefusedError beyond the host's share.
 
-        Args:
-            lasts_ms: Lifetime of the publication; 0 to withdraw it.
-            plain: They will be stored as records that stay in local tiers, if there are any.
-
-        Returns:
-            The engines that can see the publication.
-
-        Raises:
-            StorageRefusedError: The host's share of publications is used up, or storage refuses more.
+        ``plain`` keys will be records that stay in local tiers, if there are any.
         """
         if lasts_ms:
             try:
@@ -196,7 +179,7 @@ class Catalog:
     async def published(self, chains: Sequence[Chain]) -> list[Flags] | None:
         """Return the published chunks of each chain; None if storage takes no publications.
 
-        Without an answer from storage no chunk counts as published: the caller computes instead of waiting.
+        Without an answer no chunk counts as published: the caller computes instead of waiting.
         """
         keys = [key for _, keys in chains for key in keys]
         found: list[Flags] = []
@@ -223,10 +206,7 @@ class Catalog:
     async def find(self, keys: Sequence[bytes], *, fresh: bool, waiting: bool = True) -> list[tuple[Found, bool]]:
         """Look up to QUESTION_KEYS_MAX keys up; return each answer, and whether it came from the cache.
 
-        Args:
-            keys: Keys of chunks.
-            fresh: Do not use the cache.
-            waiting: Wait until object storage has brought cold records; otherwise they are Cold.
+        ``waiting`` waits until object storage has brought cold records; otherwise they are Cold.
         """
         known = {} if fresh else {key: entry[0] for key in keys if (entry := self._cache.get(key)) is not None}
         unknown = [key for key in keys if key not in known]
@@ -242,12 +222,10 @@ class Catalog:
         return [(known[key], True) if key in known else (answers[key], False) for key in keys]
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Drop cached headers."""
         for key in keys:
             self._cache.drop(key)
 
     def is_quarantined(self, namespace: bytes, key: bytes) -> bool:
-        """Return whether a key is in quarantine."""
         end = self._quarantine.get((namespace, key))
         if end is None:
             return False
@@ -259,8 +237,7 @@ class Catalog:
     def quarantine(self, namespace: bytes, key: bytes, fault: Fault) -> None:
         """Put a faulty record into quarantine: lookups miss it for a while. Count it, log it, delete it if corrupt.
 
-        The quarantine is for callers of this namespace only. A caller that uses another tenant's key with a wrong
-        namespace or layout gets a mismatch, and costs the other tenant no hit.
+        For callers of this namespace only: a caller that uses another tenant's key costs that tenant no hit.
         """
         self._metrics.integrity_failures[outcome_name(fault.outcome)] += 1
         self._cache.drop(key)
@@ -289,16 +266,13 @@ class Catalog:
         self._cache.drop(key)
 
     def available(self, key: bytes) -> None:
-        """Mark a key as stored, so no longer pending."""
         self._publications.stored(key)
 
     @property
     def storage(self) -> tuple[str, bool]:
-        """Name of the source, and whether it is connected."""
         return self._source.name, self._source.connected
 
     async def close(self) -> None:
-        """Cancel background tasks."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

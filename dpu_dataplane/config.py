@@ -301,22 +301,15 @@ class DataPlaneConfig(Section):
         return budgets
 
     def process_cores(self) -> list[int]:
-        """Return the cores of the process, with ``auto`` resolved.
-
-        Raises:
-            ConfigurationError: The list is empty, or names a core that this process may not use.
-        """
+        """Return the cores of the process, with ``auto`` resolved; ConfigurationError for cores that it may not use."""
         return chosen_cores("cores", self.cores)
 
     def stage_cores(self) -> dict[str, list[int]]:
-        """Return the cores of ``net``, ``decompress``, ``dequantize``, ``dma`` and ``store``, with ``auto`` resolved.
+        """Return the cores of each stage, with ``auto`` resolved; ConfigurationError for cores that it may not use.
 
         With up to four cores, all stages share all cores, and the kernel schedules them: a pinned decoder would wait
         for other threads on its core. Network threads are pinned even then: the kernel would wake them on the sender's
         core. With more cores, stages own their cores, as in the paper (2 of 16 for the network).
-
-        Raises:
-            ConfigurationError: A list is empty, or names a core that this process may not use.
         """
         usable = self.process_cores()
         given = {
@@ -345,7 +338,6 @@ class DataPlaneConfig(Section):
 
 
 def _share(usable: list[int], connections: int, fused: bool) -> dict[str, list[int]]:
-    """Divide the cores among the stages."""
     count = len(usable)
     net = [usable[index % count] for index in range(connections)]
     if count <= 4:

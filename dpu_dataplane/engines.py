@@ -1,7 +1,7 @@
 """Connected engines, and warnings about engines of the same model that share no records.
 
-Engines share records only with the same model, chunk size and quantizer. Two engines of one model that differ in one of
-these are served correctly, but each stores its own copy. That is no error, and most likely a mistake.
+Engines share records only with the same model, chunk size and quantizer. With different ones each stores its own copy:
+no error, and most likely a mistake.
 """
 
 import logging
@@ -15,32 +15,18 @@ from shadowserve.proto import dataplane_pb2 as pb
 
 _ENGINES_MAX: Final = 256
 _DIFFERENCES_MAX: Final = 8
-_NEW_S: Final = 60.0
-"""Seconds after its Hello for which an engine counts as running without registered memory."""
+_NEW_S: Final = 60.0  # seconds after its Hello for which an engine counts as running without registered memory
 
 
 @dataclass(slots=True)
 class _Engine:
-    """One engine process.
-
-    Attributes:
-        description: Its description, with its process.
-        namespaces: Namespaces of its chunks; memory registered for one of them shows that it runs.
-        hello_s: Monotonic time of its last Hello.
-    """
-
-    description: pb.Engine
-    namespaces: set[bytes]
-    hello_s: float
+    description: pb.Engine  # its description, with its process
+    namespaces: set[bytes]  # namespaces of its chunks; memory registered for one of them shows that it runs
+    hello_s: float  # monotonic time of its last Hello
 
 
 class Engines:
-    """Engines with a recent Hello. Used on the event loop's thread only.
-
-    Args:
-        registered: Returns the namespaces of registered memory.
-        log: Logs each difference.
-    """
+    """Engines with a recent Hello; ``registered`` returns the namespaces of registered memory."""
 
     def __init__(self, registered: Callable[[], Collection[bytes]], log: LogLimiter) -> None:
         self._registered = registered
@@ -49,11 +35,7 @@ class Engines:
         self._logged: set[frozenset[bytes]] = set()
 
     def enter(self, request: pb.HelloRequest) -> list[str]:
-        """Add the engine of a validated Hello.
-
-        Returns:
-            A line for each running engine of the same model that shares no records with it.
-        """
+        """Add the engine of a validated Hello; return a line for each running engine that should share its records."""
         engine = pb.Engine()
         engine.CopyFrom(request.engine)
         engine.process = request.process

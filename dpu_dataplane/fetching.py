@@ -1,20 +1,16 @@
-"""Fetch: from a call's parts to delivered pieces, batch by batch, with retries.
+"""Fetch: from a call's parts to delivered pieces, batch by batch, with retries, each at most once.
 
-A fetch ends with the set of delivered and verified pieces, and one outcome. Each of these retries happens once:
-
-- A record that fails its checks is read again, header and body: it may have been replaced after its header was cached,
-  or damaged on the way.
-- A broken connection is made again: the server may have closed an idle connection, or was restarted.
-- In a cluster, a chunk that a replica lacks is read from its master.
-
-Every other failure is a miss with its reason. It costs its group the chunks from there on, and other groups nothing.
+A record that fails its checks is read again with its header: it may have been replaced, or damaged on the way. A broken
+connection is made again. In a cluster, a chunk that a replica lacks is read from its master. Every other failure is a
+miss with its reason. It costs its group the chunks from there on, and other groups nothing.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+import mmap
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
@@ -22,14 +18,12 @@ import numpy as np
 
 from dpu_dataplane.batches import Buffers, plan_fetch
 from dpu_dataplane.catalog import Catalog
-from dpu_dataplane.interference import TURN_S, InterferenceBudget
+from dpu_dataplane.interference import TURN_S
 from dpu_dataplane.jobs import ENDINGS, Job, JobQueue, ending_of, outcome_of, storage_outcome
-from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.plan import FetchPart, FetchPlan, GroupEnd
-from dpu_dataplane.progress import LayerProgress
+from dpu_dataplane.plan import PROGRESS_BYTES, FetchPart, FetchPlan, GroupEnd
 from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.found import Cold, Fault, Found, Stored
-from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Failure, Source
+from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Failure, Resources, Source
 from dpu_dataplane.tracing import Tracer
 from shadowserve import native
 from shadowserve.errors import StorageError, StorageRefusedError
@@ -40,8 +34,10 @@ from shadowserve.proto import dataplane_pb2 as pb
 _STALE_HINTS: Final = (Result.CHECKSUM, Result.BAD_DATA, Result.NOT_FOUND, Result.PROTOCOL, Result.NOT_SUPPORTED)
 _FRESH: Final = "read headers again"
 _AUTHORITATIVE: Final = "read from masters"
-_RECOVERED: Final = "update the map of nodes"
-"""The retries; each happens once."""
+_RECOVERED: Final = "update the map of nodes"  # the retries; each happens once
+
+_WAIT_S: Final = 0.01
+"""The thread's longest wait: it delays the next fetch's first layers by as much after a fetch that ended early."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,35 +49,20 @@ class _Ending(NamedTuple):
 
 @dataclass
 class Fetch:
-    """A Fetch call and its progress.
+    """A Fetch call and its progress."""
 
-    Attributes:
-        parts: Wanted chunks, one part for each group.
-        layerwise: In the order of layers, not of chunks.
-        word: Memory for the number of leading layers in place, or of leading chunks of all parts.
-        on_layers: Called with the number of leading layers in place, for calls without a ``word`` of their own.
-        window_s: Seconds that the engine computes with each layer; 0 if not known.
-        mover: Mover of the bytes, for the interference budget.
-        fetched_bytes: Stored bytes read.
-        retries: Retries made.
-        cold: Keys of records that are in object storage alone; the fetch gives up its turn while it waits for them.
-        waited: The fetch has waited for cold records, or there were none.
-        cached: For each group and chunk of the last lookup, whether its answer came from the header cache.
-        endings: Endings of groups, in the order in which they happened.
-    """
-
-    parts: Sequence[FetchPart]
-    layerwise: bool
+    parts: Sequence[FetchPart]  # wanted chunks, one part for each group
+    layerwise: bool  # in the order of layers, not of chunks
     word: native.Region | None = None
     on_layers: Callable[[int], None] | None = None
-    window_s: float = 0.0
-    mover: Mover = Mover.FETCH
-    fetched_bytes: int = 0
-    retries: frozenset[str] = frozenset()
+    window_s: float = 0.0  # seconds that the engine computes with each layer; 0 if not known
+    mover: Mover = Mover.FETCH  # mover of the bytes, for the interference budget
+    fetched_bytes: int = 0  # stored bytes read
+    retries: frozenset[str] = frozenset()  # retries made
     cold: Sequence[bytes] = ()
-    waited: bool = False
+    waited: bool = False  # the fetch has waited for cold records, or there were none
     cached: dict[tuple[int, int], bool] = field(default_factory=dict)
-    endings: list[_Ending] = field(default_factory=list)
+    endings: list[_Ending] = field(default_factory=list)  # endings of groups, in the order in which they happened
 
     def remaining_chunks(self) -> list[tuple[int, int]]:
         """Return group and chunk of remaining pieces, chunk by chunk, as many as one lookup takes."""
@@ -92,10 +73,7 @@ class Fetch:
         return list(zip(groups[order].tolist(), chunks[order].tolist(), strict=True))
 
     def limits(self, rate: int) -> tuple[int, int]:
-        """Return the most chunks and layers of each part that the call may deliver.
-
-        All of them, unless an engine decodes beside the fetch: then what ``rate`` allows in one turn, at least one.
-        """
+        """Return the most chunks and layers of each part: all, or beside a decoding engine a turn's at ``rate``."""
         chunks = max(len(part.keys) for part in self.parts)
         layers = max(part.layout.layers for part in self.parts)
         if not rate:
@@ -106,11 +84,9 @@ class Fetch:
         return max(size // sum(part.layout.raw_bytes for part in self.parts), 1), layers
 
     def delivered_bytes(self) -> int:
-        """Return the bytes in place."""
         return sum(int(part.delivered.sum()) * part.piece_bytes for part in self.parts)
 
     def ending(self) -> _Ending:
-        """Return the ending of a fetch with nothing remaining."""
         if self.endings:
             return self.endings[0]
         if any(part.truncated for part in self.parts):
@@ -118,42 +94,65 @@ class Fetch:
         return _Ending(pb.OUTCOME_COMPLETE, "")
 
 
+class LayerProgress:
+    """Layer progress of the fetch that has its turn, for calls that report it in a stream.
+
+    The C core writes the number of leading layers into a word. Callers without shared memory use one word in this
+    process, and a thread that waits for its changes.
+    """
+
+    def __init__(self, pipeline: native.Pipeline) -> None:
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+        self._registered = native.RegisteredMemory.local(pipeline, self._memory)
+        self._thread = ThreadPoolExecutor(1, "progress")
+
+    @contextlib.asynccontextmanager
+    async def follow(self, layers: int, on_layers: Callable[[int], None]) -> AsyncIterator[native.Region]:
+        """Provide the word while in this context; call ``on_layers`` with its changes, on the event loop."""
+        self._memory[:PROGRESS_BYTES] = bytes(PROGRESS_BYTES)
+        reporting = asyncio.create_task(self._report(layers, on_layers))
+        try:
+            yield self._registered.region(0, PROGRESS_BYTES)
+        finally:
+            reporting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reporting
+
+    async def _report(self, layers: int, on_layers: Callable[[int], None]) -> None:
+        loop, reported = asyncio.get_running_loop(), 0
+        while reported < layers:
+            now = await loop.run_in_executor(self._thread, native.progress_wait, self._memory, reported, _WAIT_S)
+            if now > reported:
+                reported = now
+                on_layers(reported)
+
+    def close(self) -> None:
+        """End the thread, before the pipeline is closed. No fetch may be in progress."""
+        self._thread.shutdown()
+        self._registered.close()
+        self._memory.close()
+
+
+@dataclass(frozen=True)
 class Fetcher:
     """Runs Fetch calls, one batch at a time."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        catalog: Catalog,
-        source: Source,
-        buffers: Buffers,
-        metrics: Metrics,
-        queue: JobQueue,
-        tracer: Tracer,
-        progress: LayerProgress,
-        budget: InterferenceBudget,
-    ) -> None:
-        self._progress = progress
-        self._budget = budget
-        self._tracer = tracer
-        self._executor = executor
-        self._catalog = catalog
-        self._source = source
-        self._buffers = buffers
-        self._metrics = metrics
-        self.queue = queue
+    resources: Resources
+    catalog: Catalog
+    source: Source
+    buffers: Buffers
+    queue: JobQueue
+    tracer: Tracer
+    progress: LayerProgress
 
     async def fetch(self, job: Job, fetch: Fetch) -> pb.FetchResponse:
         """Deliver the leading pieces that are stored, sound, and fit the regions and buffers.
 
         Beside an engine that decodes, the call ends early with OUTCOME_BATCH_FULL, because other calls wait. Returns
-        once nothing reads or writes the regions any more.
-
-        Raises:
-            QueueFullError: Too many fetches wait.
+        once nothing reads or writes the regions any more. QueueFullError if too many fetches wait.
         """
         try:
-            with self._tracer.fetch(job.owner, sum(len(part.keys) for part in fetch.parts)):
+            with self.tracer.fetch(job.owner, sum(len(part.keys) for part in fetch.parts)):
                 outcome, detail = await self._fetch_in_turn(job, fetch)
                 while fetch.cold:
                     await self._wait_for_cold(job, fetch)
@@ -161,8 +160,8 @@ class Fetcher:
         except ENDINGS as error:
             outcome, detail = ending_of(error)
         delivered_bytes = fetch.delivered_bytes()
-        self._metrics.totals["fetched_bytes"] += fetch.fetched_bytes
-        self._metrics.totals["delivered_bytes"] += delivered_bytes
+        self.resources.metrics.totals["fetched_bytes"] += fetch.fetched_bytes
+        self.resources.metrics.totals["delivered_bytes"] += delivered_bytes
         return pb.FetchResponse(
             delivered=[pack(part.delivered) for part in fetch.parts],
             outcome=outcome,
@@ -174,11 +173,11 @@ class Fetcher:
     async def _fetch_in_turn(self, job: Job, fetch: Fetch) -> _Ending:
         """Wait for the turn, and run batches until the outcome is known, or the next records are cold."""
         async with contextlib.AsyncExitStack() as stack:
-            with self._tracer.step(job.owner, "turn"):
+            with self.tracer.step(job.owner, "turn"):
                 await stack.enter_async_context(self.queue.turn(job))
-            limits = fetch.limits(self._budget.rate)
+            limits = fetch.limits(self.resources.budget.rate)
             if fetch.on_layers is not None:
-                follow = self._progress.follow(fetch.parts[0].layout.layers, fetch.on_layers)
+                follow = self.progress.follow(fetch.parts[0].layout.layers, fetch.on_layers)
                 fetch.word = await stack.enter_async_context(follow)
             for part in fetch.parts:
                 part.start(*limits)
@@ -189,15 +188,15 @@ class Fetcher:
         while chunks := fetch.remaining_chunks():
             keys = [fetch.parts[group].keys[chunk] for group, chunk in chunks]
             fresh = _FRESH in fetch.retries
-            with self._tracer.step(job.owner, "headers", len(keys)):
-                lookup = self._catalog.find(keys, fresh=fresh, waiting=fetch.waited)
+            with self.tracer.step(job.owner, "headers", len(keys)):
+                lookup = self.catalog.find(keys, fresh=fresh, waiting=fetch.waited)
                 found = await job.within(lookup, "asking storage for headers")
             if cold := [key for key, (answer, _) in zip(keys, found, strict=True) if isinstance(answer, Cold)]:
                 fetch.cold = cold  # other fetches have their turn until these records are nearer
                 break
             fetch.waited = True
             fetch.cached = {chunk: cached for chunk, (_, cached) in zip(chunks, found, strict=True)}
-            with self._tracer.step(job.owner, "plan", len(keys)):
+            with self.tracer.step(job.owner, "plan", len(keys)):
                 plan = await self._plan(fetch, {chunk: each for chunk, (each, _) in zip(chunks, found, strict=True)})
             records = {key: answer for key, (answer, _) in zip(keys, found, strict=True) if isinstance(answer, Stored)}
             if len(plan.pieces) and await self._fetch_batch(job, fetch, replace(plan, records=records)):
@@ -212,7 +211,7 @@ class Fetcher:
     async def _wait_for_cold(self, job: Job, fetch: Fetch) -> None:
         """Wait, without a turn, until object storage has brought the cold records that it can bring."""
         with self.queue.aside(job), contextlib.suppress(StorageError):
-            await job.within(self._catalog.find(fetch.cold, fresh=False), "waiting for object storage")
+            await job.within(self.catalog.find(fetch.cold, fresh=False), "waiting for object storage")
         fetch.waited, fetch.cold = True, []
 
     async def _plan(self, fetch: Fetch, found: Mapping[tuple[int, int], Found]) -> FetchPlan:
@@ -222,7 +221,7 @@ class Fetcher:
         for part, answers in zip(fetch.parts, of_part, strict=True):
             part.found = answers
         return await asyncio.get_running_loop().run_in_executor(
-            self._executor, plan_fetch, fetch.parts, fetch.layerwise, self._buffers, self._catalog.codecs
+            self.resources.fetching, plan_fetch, fetch.parts, fetch.layerwise, self.buffers, self.catalog.codecs
         )
 
     async def _fetch_batch(self, job: Job, fetch: Fetch, plan: FetchPlan) -> bool:
@@ -230,8 +229,8 @@ class Fetcher:
         groups, chunks = plan.pieces["group"], plan.pieces["chunk"]
         sizes = np.array([part.piece_bytes for part in fetch.parts], np.int64)
         moved = (plan.layers[:, 1] - plan.layers[:, 0]) * sizes[groups]
-        async with self._budget.turn(fetch.mover, int(moved.sum()), job) as turn:
-            with self._tracer.step(job.owner, "batch", len(plan.pieces)):
+        async with self.resources.budget.turn(fetch.mover, int(moved.sum()), job) as turn:
+            with self.tracer.step(job.owner, "batch", len(plan.pieces)):
                 plan = replace(
                     plan,
                     deadline_ns=job.deadline_ns,
@@ -240,7 +239,7 @@ class Fetcher:
                     authoritative=_AUTHORITATIVE in fetch.retries,
                     window_s=fetch.window_s,
                 )
-                done = await self._source.deliver(job, plan)
+                done = await self.source.deliver(job, plan)
             in_place = done.results == Result.OK
             turn.moved_bytes = int(moved[in_place].sum())
         fetch.fetched_bytes += done.received_bytes
@@ -249,7 +248,7 @@ class Fetcher:
             part.mark_delivered(plan.layers[mine], chunks[mine])
         if done.stop is not None:
             raise done.stop
-        assert in_place.any() or done.failures, f"{self._source.name} neither delivered anything nor failed"
+        assert in_place.any() or done.failures, f"{self.source.name} neither delivered anything nor failed"
         firsts: dict[int, tuple[int, Failure]] = {}  # of each group, its first chunk with a failure
         for piece, failure in done.failures.items():
             group, chunk = int(groups[piece]), int(chunks[piece])
@@ -265,7 +264,7 @@ class Fetcher:
         damaged = result in (Result.CHECKSUM, Result.BAD_DATA)  # perhaps only on the way here
         stale = result in _STALE_HINTS and (damaged or fetch.cached[group, chunk])
         if stale and _FRESH not in fetch.retries:
-            self._catalog.forget(part.keys[chunk:])
+            self.catalog.forget(part.keys[chunk:])
             return _FRESH
         if failure.from_replica and _AUTHORITATIVE not in fetch.retries:
             return _AUTHORITATIVE
@@ -279,7 +278,7 @@ class Fetcher:
     def _ending_of_failure(self, part: FetchPart, key: bytes, failure: Failure) -> _Ending:
         """Convert a failure; a corrupt record goes into quarantine."""
         result, error = failure.result, failure.error
-        self._catalog.forget([key])
+        self.catalog.forget([key])
         if error is not None:
             refused = isinstance(error, StorageRefusedError)
             return _Ending(storage_outcome(refused=refused), f"chunk {key.hex()}: {error}")
@@ -288,7 +287,7 @@ class Fetcher:
         if failure.reply:
             detail += f" ({failure.reply})"
         if outcome == pb.OUTCOME_CORRUPT:
-            self._catalog.quarantine(part.layout.namespace, key, Fault(outcome, native.result_text(result)))
+            self.catalog.quarantine(part.layout.namespace, key, Fault(outcome, native.result_text(result)))
         elif outcome == pb.OUTCOME_INTERNAL:
             logger.error("a batch failed with %s at %s", result.name, detail)
         return _Ending(outcome, detail)
@@ -305,10 +304,10 @@ class Fetcher:
             outcome = storage_outcome(refused=end.unanswered.refused)
             fetch.endings.append(_Ending(outcome, f"chunk {key.hex()}: {end.unanswered.reason}"))
             return False
-        self._catalog.forget([key])
+        self.catalog.forget([key])
         if end.fault is None:
             fetch.endings.append(_Ending(pb.OUTCOME_ABSENT, f"chunk {key.hex()} is not stored"))
         else:
-            self._catalog.quarantine(part.layout.namespace, key, end.fault)
+            self.catalog.quarantine(part.layout.namespace, key, end.fault)
             fetch.endings.append(_Ending(end.fault.outcome, f"chunk {key.hex()}: {end.fault.reason}"))
         return False

@@ -1,11 +1,8 @@
 """Connected hosts and their sessions.
 
-A host is a serving machine, identified by the name in its Hello and by the name in its TLS certificate, if it has one.
-Limits are per host: ``hosts_max``, and the shares of queues, memory and messages.
-
-The name in a Hello is not verified, so it grants no access. Each Hello gets a session of its own, a random token that
-the caller sends with every call. Registered memory and jobs belong to a session. A caller that reconnects sends its
-session in the Hello and keeps it.
+A host is a serving machine: the name in its Hello and the name in its TLS certificate, if any. Limits are per host. The
+name in a Hello is not verified, so it grants no access: registered memory and jobs belong to a session, a random token
+that the caller sends with every call, and keeps when it reconnects.
 
 A data plane on a DPU serves the host with the card; a second host is most likely a wrong address. So ``hosts_max`` is 1
 by default, and the refusal names the connected host.
@@ -15,6 +12,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -45,63 +43,40 @@ class HelloRequired(InvalidCall):
         )
 
 
+@dataclass(eq=False)
 class Host:
-    """One host.
+    """One host."""
 
-    Attributes:
-        owner: Its name, for shares of limits.
-        since: Time of its first Hello.
-        sessions: Sessions of its processes; the last used one at the end.
-        used_at: Monotonic time of the last begin or end of a call.
-        decides: It reports its decisions.
-    """
-
-    def __init__(self, identity: str, request: pb.HelloRequest, peer: str) -> None:
-        self.identity = identity
-        self.owner = _owner(identity, request)
-        self.process = request.process
-        self.peer = peer
-        self.since = datetime.now(UTC)
-        self.sessions: dict[bytes, Session] = {}
-        self.used_at = time.monotonic()
-        self.decides = False
+    identity: str  # names in its certificate
+    owner: str  # its name, for shares of limits
+    process: str
+    peer: str
+    since: datetime = field(default_factory=lambda: datetime.now(UTC))
+    sessions: "dict[bytes, Session]" = field(default_factory=dict)  # of its processes; the last used one at the end
+    used_at: float = field(default_factory=time.monotonic)  # last begin or end of a call
+    decides: bool = False  # it reports its decisions
 
     def __str__(self) -> str:
         certificate = f", certificate of '{self.identity}'" if self.identity else ""
         return f"{self.process or 'a process without a name'} at {self.peer}{certificate}"
 
 
+@dataclass(eq=False, slots=True)
 class Session:
-    """One process of a host.
+    """One process of a host."""
 
-    Attributes:
-        host: The host of the process.
-        token: Random token in its calls.
-        calls: Calls in progress.
-        used_at: Monotonic time of the last begin or end of a call.
-    """
-
-    __slots__ = ("calls", "host", "token", "used_at")
-
-    def __init__(self, host: Host) -> None:
-        self.host = host
-        self.token = secrets.token_bytes(_SESSION_BYTES)
-        self.calls = 0
-        self.used_at = time.monotonic()
+    host: Host
+    token: bytes = field(default_factory=lambda: secrets.token_bytes(_SESSION_BYTES))  # random, in its calls
+    calls: int = 0  # in progress
+    used_at: float = field(default_factory=time.monotonic)  # last begin or end of a call
 
     @property
     def owner(self) -> str:
-        """Name of its host, for shares of limits."""
         return self.host.owner
 
     def use(self) -> None:
-        """Mark the session as used now."""
         self.used_at = self.host.used_at = time.monotonic()
         self.host.sessions[self.token] = self.host.sessions.pop(self.token)
-
-
-def _owner(identity: str, request: pb.HelloRequest) -> str:
-    return f"{identity}\n{request.host}"
 
 
 def _identity(context: Any) -> str:
@@ -112,8 +87,7 @@ def _identity(context: Any) -> str:
 class HostTable:
     """Connected hosts and their sessions. Used on the event loop's thread only.
 
-    Args:
-        on_removed: Called with the owner of a removed host.
+    ``on_removed`` is called with the owner of a removed host.
     """
 
     def __init__(
@@ -135,19 +109,15 @@ class HostTable:
         return "" if session is None else session.owner
 
     def enter(self, request: pb.HelloRequest, context: Any) -> tuple[Session, bool]:
-        """Return the session of a process after its Hello, and whether its host is new.
-
-        Raises:
-            InvalidCall: ``hosts_max`` other hosts are connected.
-        """
+        """Return the session of a process after its Hello, and whether its host is new; InvalidCall without room."""
         identity = _identity(context)
-        owner = _owner(identity, request)
+        owner = f"{identity}\n{request.host}"
         host, new = self._hosts.get(owner), False
         if host is None:
             self.expire(time.monotonic())
             if len(self._hosts) >= self._hosts_max:
                 raise InvalidCall(self._refusal(), grpc.StatusCode.RESOURCE_EXHAUSTED)
-            host, new = Host(identity, request, context.peer()), True
+            host, new = Host(identity, owner, request.process, context.peer()), True
             self._hosts[owner] = host
         session = host.sessions.get(request.session)
         if session is None:
@@ -158,11 +128,7 @@ class HostTable:
         return session, new
 
     def _make_room(self, host: Host) -> None:
-        """Remove the session that was idle for longest, if the host has SESSIONS_MAX.
-
-        Raises:
-            InvalidCall: All of them have calls in progress or registered memory.
-        """
+        """Remove the session that was idle for longest, if the host has SESSIONS_MAX; InvalidCall if all are in use."""
         if len(host.sessions) < SESSIONS_MAX:
             return
         idle = next((each for each in host.sessions.values() if self._is_idle(each)), None)
@@ -195,11 +161,7 @@ class HostTable:
 
     @contextlib.contextmanager
     def call(self, context: Any) -> Iterator[Session]:
-        """Return the session of a call while in this context.
-
-        Raises:
-            HelloRequired: The call has no session, an unknown one, or one of another certificate.
-        """
+        """Return the session of a call while in this context; HelloRequired without a session of this certificate."""
         token = next((value for key, value in context.invocation_metadata() or () if key == SESSION_KEY), b"")
         session = self._sessions.get(token if isinstance(token, bytes) else b"")
         if session is None or session.host.identity != _identity(context):

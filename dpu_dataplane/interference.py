@@ -1,17 +1,14 @@
 """The interference budget of a data plane: movers of bytes wait for their turns, and are counted.
 
-:class:`~dpu_dataplane.shared_rate.SharedRate` decides the order and the rate; movers wait here. Engines report their
-steps with ReportSteps calls. The mover limits the size of a turn: some chunks, or a record.
+:class:`~dpu_dataplane.shared_rate.SharedRate` decides the order and the rate. The mover limits the size of a turn: some
+chunks, or a record.
 """
 
 import asyncio
 import contextlib
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Final
-
-from prometheus_client.core import CounterMetricFamily, Metric
 
 from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.metrics import Metrics
@@ -20,51 +17,35 @@ from shadowserve.proto import dataplane_pb2 as pb
 
 TURN_S: Final = 0.1
 """Approximate length of a turn beside decoding, unless one chunk takes longer. Other movers wait meanwhile."""
-_SETTLES_S: Final = 0.1
-"""Time after a grant within which a device finishes its write or read."""
+_SETTLES_S: Final = 0.1  # time after a grant within which a device finishes its write or read
 
 
 class Granted:
-    """A granted turn.
-
-    Attributes:
-        rate: Bytes per second of the move; 0 for no limit.
-        waited: The turn was not granted at once.
-        moved_bytes: Bytes that were moved. The mover corrects it; at first all requested bytes.
-    """
+    """A granted turn."""
 
     def __init__(self, turn: Turn, *, waited: bool) -> None:
-        self.rate = turn.rate
-        self.waited = waited
-        self.moved_bytes = turn.size
+        self.rate = turn.rate  # bytes per second of the move; 0 for no limit
+        self.waited = waited  # the turn was not granted at once
+        self.moved_bytes = turn.size  # bytes that were moved. The mover corrects it; at first all requested bytes
 
 
 class InterferenceBudget:
-    """Grants turns to movers. Used on the event loop.
-
-    Args:
-        shares_memory: Internal movers use memory of the engines' host as well.
-
-    Attributes:
-        shared: Decides the order and the rate.
-        bounded: Whether turns wait; any thread may read it.
-    """
+    """Grants turns to movers. Used on the event loop."""
 
     def __init__(
         self, metrics: Metrics, *, shares_memory: bool = True, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.shared = SharedRate(clock, shares_memory=shares_memory)
-        self.bounded = False
+        self.shared = SharedRate(clock, shares_memory=shares_memory)  # decides the order and the rate
+        self.bounded = False  # whether turns wait; any thread may read it
         self._shares_memory = shares_memory
         self._clock = clock
         self._waiting: dict[Turn, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._settles_s = clock()
-        self._moved: Counter[str] = Counter()
-        self._delayed: Counter[str] = Counter()
-        self._waited_s = dict.fromkeys((mover.label for mover in Mover), 0.0)
-        self._dropped: Counter[tuple[str, str]] = Counter()
-        metrics.families.append(self._families)
+        self._metrics = metrics
+        metrics.moved_bytes.update({mover.label: 0 for mover in Mover})
+        metrics.interference_delayed.update({mover.label: 0 for mover in Mover})
+        metrics.interference_wait_seconds |= {mover.label: 0.0 for mover in Mover}
         metrics.gauges |= {
             "interference_rate_bytes_per_s": (
                 "Bytes per second of all movers beside decoding engines; 0: no limit",
@@ -104,15 +85,10 @@ class InterferenceBudget:
     async def turn(
         self, mover: Mover, size: int, job: Job | None = None, on_request: Callable[[Turn], None] | None = None
     ) -> AsyncIterator[Granted]:
-        """Wait for a turn, and keep it while in this context.
+        """Wait for a turn of up to ``size`` bytes, and keep it while in this context.
 
-        Args:
-            size: Most bytes that it will move.
-            job: Job whose deadline limits the wait; None for no limit.
-            on_request: Called with the requested turn, for :meth:`hasten`.
-
-        Raises:
-            Stop: The job is cancelled or past its deadline.
+        The job's deadline limits the wait; Stop if it is cancelled or late. ``on_request`` gets the requested turn, for
+        :meth:`hasten`.
         """
         turn = self.shared.request(mover, size)
         if on_request is not None:
@@ -125,17 +101,16 @@ class InterferenceBudget:
         finally:
             moved_bytes = 0 if granted is None else granted.moved_bytes
             self.shared.end(turn, moved_bytes)
-            self._moved[mover.label] += moved_bytes
+            self._metrics.moved_bytes[mover.label] += moved_bytes
             self._grant()
 
     async def _wait_for(self, turn: Turn, job: Job | None) -> bool:
-        """Wait until a turn is granted; return False if it was granted at once."""
         waiting = self._waiting[turn] = asyncio.get_running_loop().create_future()
         self._grant()
         if waiting.done():
             return False
         label = turn.mover.label
-        self._delayed[label] += 1
+        self._metrics.interference_delayed[label] += 1
         try:
             if job is None:
                 await waiting
@@ -146,21 +121,17 @@ class InterferenceBudget:
             raise
         finally:
             self._waiting.pop(turn, None)
-            self._waited_s[label] += self._clock() - turn.requested_s
+            self._metrics.interference_wait_seconds[label] += self._clock() - turn.requested_s
         return True
-
-    def hasten(self, turn: Turn) -> None:
-        """Give a turn the precedence of fetches: a fetch waits for its bytes."""
-        self.shared.hasten(turn)
 
     def drop(self, mover: Mover, reason: str) -> None:
         """Count a move that was given up while it waited."""
-        self._dropped[mover.label, reason] += 1
+        self._metrics.interference_dropped[mover.label, reason] += 1
 
     def count(self, mover: Mover, size: int) -> None:
         """Count bytes that another thread moves now without a turn, because there was no limit."""
         self.shared.note(mover, size)
-        self._moved[mover.label] += size
+        self._metrics.moved_bytes[mover.label] += size
         self.settle_later()
 
     def settle_later(self) -> None:
@@ -168,7 +139,6 @@ class InterferenceBudget:
         self._settles_s = self._clock() + _SETTLES_S
 
     def _grant(self) -> None:
-        """Grant the turns that are due, and set the timer for the next ones."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -185,28 +155,8 @@ class InterferenceBudget:
             self._timer = asyncio.get_running_loop().call_later(after_s, self._grant)
 
     def close(self) -> None:
-        """Stop the timer. No mover may wait any more."""
         if self._timer is not None:
             self._timer.cancel()
-
-    # ---- Metrics
-
-    def _families(self) -> list[Metric]:
-        families: list[Metric] = []
-        for name, text, counts in (
-            ("moved_bytes", "Bytes moved on this host, by mover", self._moved),
-            ("interference_wait_seconds", "Seconds that movers waited for the interference budget", self._waited_s),
-            ("interference_delayed", "Turns that waited for the interference budget", self._delayed),
-        ):
-            family = CounterMetricFamily(f"shadowserve_{name}", text, labels=["mover"])
-            for mover in Mover:
-                family.add_metric([mover.label], counts.get(mover.label, 0))
-            families.append(family)
-        name, text = "interference_dropped", "Moves given up while they waited for the interference budget, by reason"
-        dropped = CounterMetricFamily(f"shadowserve_{name}", text, labels=["mover", "reason"])
-        for labels, count in list(self._dropped.items()):
-            dropped.add_metric(list(labels), count)
-        return [*families, dropped]
 
 
 async def _wait(future: "asyncio.Future[None]") -> None:

@@ -1,8 +1,8 @@
 """Jobs: a Fetch or Store each, with a deadline and cancellation.
 
-Steps of a job on the event loop run under :meth:`Job.within`, which ends them on cancellation or at the deadline. Steps
-on threads are not abandoned: :meth:`Job.interruptible` registers a function that makes such a step return soon, and the
-job waits for it. Only then does nothing access the caller's memory any more.
+Steps on the event loop run under :meth:`Job.within`, which ends them on cancellation or at the deadline. Steps on
+threads are not abandoned: :meth:`Job.interruptible` makes such a step return soon, and the job waits for it. Only then
+does nothing access the caller's memory any more.
 """
 
 import asyncio
@@ -12,7 +12,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Final, TypeVar
 
-from shadowserve.errors import StorageRefusedError, StorageUnavailableError
+import grpc
+
+from shadowserve.errors import ShadowServeError, StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -64,8 +66,26 @@ def ending_of(error: Exception) -> tuple[pb.Outcome, str]:
     return storage_outcome(refused=isinstance(error, StorageRefusedError)), str(error)
 
 
-class QueueFullError(Exception):
+class CallError(ShadowServeError):
+    """Ends a call with a gRPC status instead of an answer."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    metadata: tuple[tuple[str, str], ...] = ()  # trailing metadata of the answer
+
+
+class QueueFullError(CallError):
     """The queue has no room for another job."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def __init__(self) -> None:
+        super().__init__("the queue is full: treat it as a miss, or raise fetch_queue")
+
+
+class JobExistsError(CallError):
+    """The session has a job with this id in progress."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
 
 
 class Job:
@@ -81,7 +101,6 @@ class Job:
 
     @property
     def cancelled(self) -> bool:
-        """True if :meth:`cancel` was called."""
         return self._cancelled.done()
 
     def cancel(self) -> None:
@@ -102,11 +121,7 @@ class Job:
         return Stop(pb.OUTCOME_DEADLINE, f"not done within {self.timeout:g} s{doing and ', while '}{doing}")
 
     async def within(self, step: Coroutine[Any, Any, _T], doing: str) -> _T:
-        """Run a step; on cancellation or at the deadline, cancel it and raise Stop.
-
-        Args:
-            doing: Its name in the message, such as ``"connecting to storage"``.
-        """
+        """Run a step; on cancellation or at the deadline, cancel it and raise Stop, which says what it was doing."""
         task: asyncio.Future[Any] = asyncio.ensure_future(step)
         remaining = max(0.0, (self.deadline_ns - time.monotonic_ns()) / 1e9)
         try:
@@ -143,13 +158,9 @@ class JobTable:
 
     @contextlib.contextmanager
     def enter(self, session: bytes, owner: str, job_id: str, timeout: float) -> Iterator[Job]:
-        """Add a job while in this context.
-
-        Raises:
-            KeyError: The session has a job with this id in progress.
-        """
+        """Add a job while in this context; JobExistsError if the session has one with this id."""
         if (session, job_id) in self._jobs:
-            raise KeyError(job_id)
+            raise JobExistsError(f"job_id {job_id!r} is in use by a job in progress")
         job = self._jobs[session, job_id] = Job(owner, job_id, timeout)
         try:
             yield job
@@ -157,7 +168,6 @@ class JobTable:
             del self._jobs[session, job_id]
 
     def cancel(self, session: bytes, job_id: str) -> bool:
-        """Cancel a session's job; return False if there is none."""
         job = self._jobs.get((session, job_id))
         if job is not None:
             job.cancel()
@@ -179,17 +189,11 @@ class JobQueue:
 
     @property
     def waiting(self) -> int:
-        """Number of waiting jobs."""
         return self._waiting.total()
 
     @contextlib.asynccontextmanager
     async def turn(self, job: Job) -> AsyncIterator[None]:
-        """Wait for the job's turn, and keep the turn while in this context.
-
-        Raises:
-            QueueFullError: Too many jobs wait, of all hosts or of this host.
-            Stop: Cancelled or past the deadline while waiting.
-        """
+        """Wait for the job's turn, and keep it while in this context; QueueFullError if too many jobs wait."""
         if self._lock.locked() and self._is_full(job):
             raise QueueFullError
         with self._counted(job):
@@ -201,11 +205,7 @@ class JobQueue:
 
     @contextlib.contextmanager
     def aside(self, job: Job) -> Iterator[None]:
-        """Count a job as waiting while it waits for something else than its turn.
-
-        Raises:
-            QueueFullError: Too many jobs wait, of all hosts or of this host.
-        """
+        """Count a job as waiting while it waits for something else than its turn; QueueFullError if too many wait."""
         if self._is_full(job):
             raise QueueFullError
         with self._counted(job):

@@ -1,7 +1,4 @@
-"""Rate limit of log lines that callers cause: the first one of a kind and caller, then once a minute their number.
-
-Without it a caller could write as many lines as it makes calls, and fill the disk.
-"""
+"""Rate limit of log lines that callers cause: the first one of a kind and caller, then once a minute their number."""
 
 import logging
 import time
@@ -27,16 +24,7 @@ class LogLimiter:
         self._levels: dict[str, int] = {}
 
     def log(self, level: int, kind: str, caller: str, text: str) -> bool:
-        """Log a line, or count it.
-
-        Args:
-            kind: Lines of the same kind and caller are counted together.
-            caller: The caller; empty for all callers together.
-            text: The line; a long one is truncated.
-
-        Returns:
-            Whether it was logged.
-        """
+        """Log a line, or count it with those of its kind and caller; return whether it was logged."""
         now, text = time.monotonic(), text[:_TEXT_MAX]
         self.flush(now)
         self._levels[kind] = level

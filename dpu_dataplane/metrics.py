@@ -4,11 +4,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from shadowserve import native
 from shadowserve.proto.dataplane_pb2 import Outcome
 
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -34,6 +35,29 @@ TOTALS: Final = {
 }
 """Counters without a label, with their help texts."""
 
+COUNTS: Final = {
+    "fetches": ("Fetch calls", "outcome"),
+    "stores": ("Store calls", "outcome"),
+    "lookups": ("Lookup calls", "outcome"),
+    "integrity_failures": ("Faulty records", "reason"),
+    "tier_records": ("Records in local tiers: fetched, kept, dropped or lost", "what"),
+    "slower_paths": ("Fetches on a slower path than configured", "reason"),
+    "prefetch_bytes": ("Stored bytes prefetched into memory, by their origin", "hop"),
+    "prefetch_seconds": ("Seconds with prefetches in progress, by their origin", "hop"),
+    "moved_bytes": ("Bytes moved on this host, by mover", "mover"),
+    "interference_wait_seconds": ("Seconds that movers waited for the interference budget", "mover"),
+    "interference_delayed": ("Turns that waited for the interference budget", "mover"),
+}
+"""Counters with a label, with their help texts and labels."""
+
+_DROPPED: Final = "Moves given up while they waited for the interference budget, by reason"
+_STAGES: Final = {
+    "stage_busy_seconds": "CPU time of a stage; a fused stage counts as decompress",
+    "stage_items": "Slices that a stage has processed; put: records",
+    "stage_input_bytes": "Bytes into a stage",
+    "stage_output_bytes": "Bytes out of a stage",
+}
+
 _logger = logging.getLogger(__name__)
 
 Gauges = dict[str, tuple[str, Callable[[], float]]]
@@ -44,47 +68,30 @@ def outcome_name(outcome: int) -> str:
     return Outcome.Name(outcome).removeprefix("OUTCOME_").lower()
 
 
-@dataclass(frozen=True, slots=True)
-class StageCount:
-    """Counters of one stage of the pipeline since the start."""
-
-    stage: str
-    items: int
-    input_bytes: int
-    output_bytes: int
-    busy_ns: int
-
-
 @dataclass(eq=False)
 class Metrics:
     """All counters. The event loop's thread writes them; the exporter's thread reads them.
 
-    Attributes:
-        fetches: Calls by outcome.
-        stores: Calls by outcome.
-        lookups: Calls by outcome.
-        integrity_failures: Faulty records, by outcome.
-        tier_records: Records by what local tiers did: fetched from ``memory`` or from a ``device``, ``kept``,
-            ``dropped`` for lack of room, ``lost`` because of damage or a failed device.
-        slower_paths: Fetches on a slower path than configured, by reason; see docs/reference/combinations.md.
-        prefetches: Returns bytes and seconds of prefetches, by their origin.
-        totals: The counters of TOTALS.
-        stages: Returns the pipeline's counters.
-        gauges: Help text and reader of each gauge.
-        families: Readers of further metric families.
+    ``tier_records`` has what local tiers did: records fetched from ``memory`` or from a ``device``, ``kept``,
+    ``dropped`` for lack of room, ``lost`` because of damage or a failed device. docs/reference/combinations.md has the
+    reasons of ``slower_paths``.
     """
 
+    pipeline: native.Pipeline | None = None  # whose stages are counted
     fetches: Counter[str] = field(default_factory=Counter)
     stores: Counter[str] = field(default_factory=Counter)
     lookups: Counter[str] = field(default_factory=Counter)
     integrity_failures: Counter[str] = field(default_factory=Counter)
     tier_records: Counter[str] = field(default_factory=Counter)
     slower_paths: Counter[str] = field(default_factory=Counter)
-    totals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0))
-    prefetches: Callable[[], Mapping[str, tuple[int, float]]] = dict
-    stages: Callable[[], list[StageCount]] = list
-    gauges: Gauges = field(default_factory=dict)
-    families: list[Callable[[], list[Metric]]] = field(default_factory=list)
+    prefetch_bytes: Counter[str] = field(default_factory=Counter)
+    prefetch_seconds: dict[str, float] = field(default_factory=dict)
+    moved_bytes: Counter[str] = field(default_factory=Counter)
+    interference_wait_seconds: dict[str, float] = field(default_factory=dict)
+    interference_delayed: Counter[str] = field(default_factory=Counter)
+    interference_dropped: Counter[tuple[str, str]] = field(default_factory=Counter)  # by mover and reason
+    totals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0))  # the counters of TOTALS
+    gauges: Gauges = field(default_factory=dict)  # help text and reader of each gauge
 
     def __post_init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -97,62 +104,35 @@ class Metrics:
         return Histogram(f"shadowserve_{name}_seconds", text, buckets=_SECONDS, registry=self.registry)
 
     def add_slower_path(self, reason: str, detail: str) -> None:
-        """Count a fetch on a slower path than configured, and log each reason once.
-
-        Args:
-            reason: Label of the counter, from a fixed set.
-            detail: The configured path, the path taken, and the remedy.
-        """
+        """Count a fetch on a slower path than configured, and log each reason once, with the remedy."""
         self.slower_paths[reason] += 1
         if self.slower_paths[reason] == 1:
             _logger.warning("a slower path than configured is taken (%s): %s", reason, detail)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metric families; called by the registry."""
-        yield from self._by_label()
+        for name, (text, label) in COUNTS.items():
+            counts = {(value,): count for value, count in list(getattr(self, name).items())}
+            yield _family(name, text, [label], counts)
+        dropped = dict(list(self.interference_dropped.items()))
+        yield _family("interference_dropped", _DROPPED, ["mover", "reason"], dropped)
         for name, text in TOTALS.items():
             yield CounterMetricFamily(f"shadowserve_{name}", text, value=self.totals[name])
-        for families in self.families:
-            yield from families()
+        stages = {} if self.pipeline is None else self.pipeline.statistics()
+        for name, text in _STAGES.items():
+            counts = {
+                (stage.name.lower(),): getattr(count, name.removeprefix("stage_"), count.busy_ns / 1e9)
+                for stage, count in stages.items()
+            }
+            yield _family(name, text, ["stage"], counts)
         for name, (text, read) in list(self.gauges.items()):
             yield GaugeMetricFamily(f"shadowserve_{name}", text, value=read())
 
-    def _by_label(self) -> Iterator[Metric]:
-        for name, text, label, counts in (
-            ("fetches", "Fetch calls", "outcome", self.fetches),
-            ("stores", "Store calls", "outcome", self.stores),
-            ("lookups", "Lookup calls", "outcome", self.lookups),
-            ("integrity_failures", "Faulty records", "reason", self.integrity_failures),
-            ("tier_records", "Records in local tiers: fetched, kept, dropped or lost", "what", self.tier_records),
-            ("slower_paths", "Fetches on a slower path than configured", "reason", self.slower_paths),
-        ):
-            family = CounterMetricFamily(f"shadowserve_{name}", text, labels=[label])
-            for value, count in list(counts.items()):
-                family.add_metric([value], count)
-            yield family
-        prefetches = self.prefetches()
-        for index, (name, text) in enumerate(
-            (
-                ("prefetch_bytes", "Stored bytes prefetched into memory, by their origin"),
-                ("prefetch_seconds", "Seconds with prefetches in progress, by their origin"),
-            )
-        ):
-            family = CounterMetricFamily(f"shadowserve_{name}", text, labels=["hop"])
-            for hop, carried in prefetches.items():
-                family.add_metric([hop], carried[index])
-            yield family
-        stages = self.stages()
-        for name, text in (
-            ("stage_busy_seconds", "CPU time of a stage; a fused stage counts as decompress"),
-            ("stage_items", "Slices that a stage has processed; put: records"),
-            ("stage_input_bytes", "Bytes into a stage"),
-            ("stage_output_bytes", "Bytes out of a stage"),
-        ):
-            family = CounterMetricFamily(f"shadowserve_{name}", text, labels=["stage"])
-            for stage in stages:
-                amount = stage.busy_ns / 1e9 if name == "stage_busy_seconds" else getattr(stage, name[len("stage_") :])
-                family.add_metric([stage.stage], amount)
-            yield family
+
+def _family(name: str, text: str, labels: list[str], counts: Mapping[Any, float]) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"shadowserve_{name}", text, labels=labels)
+    for values, count in counts.items():
+        family.add_metric(values, count)
+    return family
 
 
 def resident_bytes() -> int:

@@ -1,13 +1,12 @@
 """A fetch's plan: the pieces that one call delivers, and the batches that move them.
 
-A piece is consecutive layers of one chunk of one group. The id of a piece is its row in the plan's tables. The fetcher,
-the sources and the local tiers all name a piece by this id; :meth:`FetchPlan.batch` maps ids to rows of the C core's
-table.
+A piece is consecutive layers of one chunk of one group. Its id is its row in the plan's tables, for the fetcher, the
+sources and the local tiers; :meth:`FetchPlan.batch` maps ids to rows of the C core's table.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import Final, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -18,23 +17,18 @@ from shadowserve import native
 from shadowserve.chunk import ChunkLayout
 from shadowserve.pieces import Flags, leading_chunks, leading_layers, unpack
 
+PROGRESS_BYTES: Final = 4  # size of the word that receives a fetch's progress
+
 
 class FetchPart:
     """The wanted pieces of one group, where they go, and which of them are delivered.
 
     Args:
-        registration: Registered memory that receives the chunks.
-        offset: Offset of the first chunk in the registered memory.
         length: Bytes from ``offset`` on that may be written.
-        wanted: Wanted pieces as on the wire, by layer and chunk; empty for all.
-
-    Raises:
-        ValueError: ``wanted`` is of other layers or chunks.
+        wanted: Wanted pieces as on the wire; empty for all. ValueError if it is of other layers or chunks.
 
     Attributes:
-        wanted: Wanted pieces, by layer and chunk.
-        delivered: Pieces in place, by layer and chunk.
-        remaining: Pieces that this call may still deliver, by layer and chunk.
+        wanted, delivered, remaining: Pieces by layer and chunk; those that this call may still deliver remain.
         truncated: Some wanted pieces are not delivered by this call: they do not fit the region or the budget.
         found: Answers of the source for chunks with remaining pieces; chunks without an entry were not looked up yet.
     """
@@ -60,7 +54,7 @@ class FetchPart:
     def start(self, chunks_max: int, layers_max: int) -> None:
         """Allocate the sets, and limit the call to the first wanted chunks and layers.
 
-        Called when the fetch has its turn: fetches in the queue take no memory for their sets.
+        Called in the fetch's turn: fetches in the queue take no memory for their sets.
         """
         shape = self.layout.layers, len(self.keys)
         self.wanted = unpack(self._wanted, *shape) if self._wanted else np.ones(shape, np.bool_)
@@ -81,7 +75,6 @@ class FetchPart:
         return self.layout.raw_bytes // self.layout.layers
 
     def drop_from(self, chunk: int) -> None:
-        """Give up the pieces of a chunk and of all chunks after it."""
         self.remaining[:, chunk:] = False
 
     def delivered_with(self, layers: npt.NDArray[np.int64], chunks: npt.NDArray[np.uint32]) -> Flags:
@@ -94,12 +87,10 @@ class FetchPart:
         return delivered
 
     def mark_delivered(self, layers: npt.NDArray[np.int64], chunks: npt.NDArray[np.uint32]) -> None:
-        """Record pieces as delivered; see :meth:`delivered_with`."""
         self.delivered = self.delivered_with(layers, chunks)
         self.remaining &= ~self.delivered
 
     def native_group(self) -> native.Group:
-        """Return the group as the C core's batch takes it."""
         return native.Group.of(self.layout, self.registration.region(self.offset, self.length))
 
 
@@ -125,43 +116,30 @@ class FetchPlan:
     """The pieces of one batch on paper, in the order in which they are wanted, and how to deliver them.
 
     Attributes:
-        parts: The fetch's parts; a piece's ``group`` is an index into them.
-        keys: Key of each piece's record.
-        pieces: PIECE_DTYPE array, a row for each piece.
-        slices: SLICE_DTYPE array.
-        layers: For each piece the first layer and the end of its layers.
-        full: The buffers hold no more, though more pieces are wanted.
         ends: For groups that cannot be delivered completely, by index: where they end.
-        layerwise: Pieces come layer by layer, one layer in each piece.
-        deadline_ns: Deadline of a batch, on the clock of ``time.monotonic_ns()``.
-        rate: Bytes per second that are delivered at most; 0 for no limit.
         word: Memory that receives the number of leading layers in place, or of leading chunks in chunk order.
-        authoritative: Read from the master of each key, not from a replica that may lag behind.
-        window_s: Seconds that the engine computes with each layer; 0 if not known.
         records: Found records by key, for a source that keeps what it delivers.
-        hooks: Connected to each batch.
 
     A piece whose ``origin`` is not SERVER is supplied by a hook: the source only has to include it in a batch.
     """
 
-    parts: Sequence[FetchPart]
-    keys: Sequence[bytes]
-    pieces: npt.NDArray[np.void]
-    slices: npt.NDArray[np.void]
-    layers: npt.NDArray[np.int64]
-    full: bool = False
+    parts: Sequence[FetchPart]  # the fetch's parts; a piece's ``group`` is an index into them
+    keys: Sequence[bytes]  # key of each piece's record
+    pieces: npt.NDArray[np.void]  # PIECE_DTYPE array, a row for each piece
+    slices: npt.NDArray[np.void]  # SLICE_DTYPE array
+    layers: npt.NDArray[np.int64]  # for each piece the first layer and the end of its layers
+    full: bool = False  # the buffers hold no more, though more pieces are wanted
     ends: Mapping[int, GroupEnd] = field(default_factory=dict)
-    layerwise: bool = False
-    deadline_ns: int = 0
-    rate: int = 0
+    layerwise: bool = False  # pieces come layer by layer, one layer in each piece
+    deadline_ns: int = 0  # deadline of a batch, on the clock of ``time.monotonic_ns()``
+    rate: int = 0  # bytes per second that are delivered at most; 0 for no limit
     word: native.Region | None = None
-    authoritative: bool = False
-    window_s: float = 0.0
+    authoritative: bool = False  # read from the master of each key, not from a replica that may lag behind
+    window_s: float = 0.0  # seconds that the engine computes with each layer; 0 if not known
     records: Mapping[bytes, Stored] = field(default_factory=dict)
-    hooks: Sequence[BatchHook] = ()
+    hooks: Sequence[BatchHook] = ()  # connected to each batch
 
     def leading(self, count: int) -> Self:
-        """Return the plan of the first ``count`` pieces."""
         if count == len(self.pieces):
             return self
         return replace(self, keys=self.keys[:count], pieces=self.pieces[:count], layers=self.layers[:count])

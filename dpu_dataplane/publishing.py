@@ -1,8 +1,7 @@
 """Published keys: hosts will store them soon, so other engines wait for them instead of computing.
 
-A published key is pending until it is stored, withdrawn or expired; all of it is a hint. Storage sees one client, the
-data plane. This table divides that client's share among the hosts, and a withdrawal reaches storage only if no other
-host has published the key. Local tiers without storage have this table only.
+Storage sees one client, the data plane. This table divides that client's share among the hosts, and a withdrawal
+reaches storage only if no other host has published the key. Local tiers without storage have this table only.
 """
 
 import time
@@ -16,22 +15,14 @@ from shadowserve.pieces import Flags
 
 PENDING_KEYS_MAX: Final = 16_384
 """Most pending keys of all hosts together: a storage node's limit for one client (storage_kv/pending_keys.py)."""
-LASTS_MS_MAX: Final = 60_000
-"""Longest lifetime of a publication, as on a storage node."""
+LASTS_MS_MAX: Final = 60_000  # longest lifetime of a publication, as on a storage node
 
 
 class Publications:
-    """Pending keys by host. Used on the event loop's thread only.
-
-    Args:
-        hosts_max: Hosts with equal shares.
-
-    Attributes:
-        share: Most pending keys of one host.
-    """
+    """Pending keys by host: until they are stored, withdrawn or expired. Used on the event loop's thread only."""
 
     def __init__(self, hosts_max: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.share = max(1, PENDING_KEYS_MAX // hosts_max)
+        self.share = max(1, PENDING_KEYS_MAX // hosts_max)  # most pending keys of one host
         self._hosts_max = hosts_max
         self._clock = clock
         self._by_host: dict[str, dict[bytes, float]] = {}  # with the time at which each expires
@@ -41,13 +32,9 @@ class Publications:
         return len(self._by_key)
 
     def publish(self, owner: str, keys: Sequence[bytes], lasts_ms: int) -> list[bytes]:
-        """Add publications of a host.
+        """Add publications of a host; return the keys to publish in storage: not another host's that last longer.
 
-        Returns:
-            The keys to publish in storage: not those that another host has published for longer.
-
-        Raises:
-            StorageRefusedError: The host exceeds its share or LASTS_MS_MAX; no key was added.
+        StorageRefusedError, and no key is added, if the host exceeds its share or LASTS_MS_MAX.
         """
         if lasts_ms > LASTS_MS_MAX:
             raise StorageRefusedError(f"keys are published for {lasts_ms} ms; at most {LASTS_MS_MAX} ms are allowed")
@@ -70,11 +57,7 @@ class Publications:
         return changed
 
     def withdraw(self, owner: str, keys: Sequence[bytes]) -> list[bytes]:
-        """Withdraw publications of a host.
-
-        Returns:
-            The keys to withdraw in storage: not those that another host has published, too.
-        """
+        """Withdraw publications of a host; return the keys to withdraw in storage: not those of another host."""
         for key in keys:
             self._drop(owner, key)
         self._remove_if_empty(owner)
@@ -88,17 +71,14 @@ class Publications:
         )
 
     def stored(self, key: bytes) -> None:
-        """Mark a key as stored: it is no longer pending for any host."""
         for owner in list(self._by_key.get(key, ())):
             self._drop(owner, key)
             self._remove_if_empty(owner)
 
     def forget(self, owner: str) -> list[bytes]:
-        """Withdraw all publications of a host; see :meth:`withdraw`."""
         return self.withdraw(owner, list(self._by_host.get(owner, ())))
 
     def expire(self) -> None:
-        """Remove expired publications."""
         for owner in list(self._by_host):
             self._expire(owner)
             self._remove_if_empty(owner)

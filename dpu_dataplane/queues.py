@@ -1,8 +1,7 @@
 """The waiting requests of all engines' queues, merged into one order for the source.
 
-Each engine sends the changes of its queue, in numbered messages. Late messages are ignored. After a missing message, as
-after a restart of this daemon, the host is asked for the whole queue. A queue expires at the time that its host has
-named, so that the queue of a dead engine ends.
+Engines send changes in numbered messages. Late messages are ignored; after a missing one the host is asked for the
+whole queue. A queue expires at the time that its host has named, so that the queue of a dead engine ends.
 """
 
 import math
@@ -13,27 +12,16 @@ from dpu_dataplane.sources.source import Chain, WaitingRequest
 from shadowserve.pool.next_use import REQUESTS_MAX
 from shadowserve.proto import dataplane_pb2 as pb
 
-QUEUE_KEYS_MAX: Final = 1 << 18
-"""Most keys of all queues together, some 30 MB: 512 prompts of 128K tokens."""
-_QUEUES_MAX: Final = 64
-"""Most queues of a host, including those of dead engines that have not expired yet."""
+QUEUE_KEYS_MAX: Final = 1 << 18  # most keys of all queues together, some 30 MB: 512 prompts of 128K tokens
+_QUEUES_MAX: Final = 64  # most queues of a host, including those of dead engines that have not expired yet
 
 
 class _Queue:
-    """One engine's queue.
-
-    Attributes:
-        number: Number of the last message.
-        until: Time of expiry.
-        chains: Chains of the waiting requests, in their order.
-        begins_at: Probable begin of requests, if known.
-    """
-
     def __init__(self) -> None:
-        self.number = 0
-        self.until = 0.0
-        self.chains: dict[int, list[Chain]] = {}
-        self.begins_at: dict[int, float] = {}
+        self.number = 0  # number of the last message
+        self.until = 0.0  # time of expiry
+        self.chains: dict[int, list[Chain]] = {}  # chains of the waiting requests, in their order
+        self.begins_at: dict[int, float] = {}  # probable begin of requests, if known
 
     @property
     def keys(self) -> int:
@@ -41,11 +29,7 @@ class _Queue:
 
 
 class Queues:
-    """The queues of all hosts; each host has an equal share of requests and keys.
-
-    Args:
-        hosts_max: Most connected hosts.
-    """
+    """The queues of all hosts; each host has an equal share of requests and keys."""
 
     def __init__(self, hosts_max: int, clock: Callable[[], float]) -> None:
         self._requests_max = max(1, REQUESTS_MAX // hosts_max)
@@ -54,13 +38,9 @@ class Queues:
         self._queues: dict[str, dict[bytes, _Queue]] = {}
 
     def update(self, owner: str, request: pb.ExpectRequest, arrivals: Sequence[tuple[int, list[Chain]]]) -> bool:
-        """Apply a validated message; return False if earlier messages are missing, so that it cannot be applied.
+        """Apply a validated message and its arrivals; return False if earlier messages are missing, so that it is not.
 
         Requests beyond the host's share are ignored: they are served without prefetching.
-
-        Args:
-            request: Its message.
-            arrivals: New requests of the message, with their chains.
         """
         self._expire()
         now, mine = self._clock(), self._queues.setdefault(owner, {})

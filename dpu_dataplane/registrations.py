@@ -1,15 +1,11 @@
 """Registered memory: memory of clients that KV is delivered into and stored from.
 
-There are three kinds; each backend supports some of them.
-
-- *Shared memory*: a file in /dev/shm of the daemon's own user. The client may unlink it after registration. All pages
-  are allocated and mapped at registration, so that a full /dev/shm is an error then, and batches have no page faults. A
-  client can still truncate the file. An access beyond its end is caught (:class:`shadowserve.native.Guard`), and every
-  job checks at its end, and before it passes on bytes that it has read, that the memory is whole.
-- *Exported memory* of the host or its GPU, written by a DPU's accelerators over PCIe. No access from this process.
-- *GPU memory* of this machine, by CUDA IPC. The driver copies into it.
-
-The owner of the last two kinds may end at any time. Deliveries then fail, and the registration is removed.
+*Shared memory* is a file in /dev/shm of the daemon's own user. All pages are allocated and mapped at registration, so
+that a full /dev/shm is an error then, and batches have no page faults. A client can still truncate the file: an access
+beyond its end is caught (:class:`shadowserve.native.Guard`), and every job checks at its end, and before it passes on
+bytes that it has read, that the memory is whole. *Exported memory* of the host or its GPU is written by a DPU's
+accelerators over PCIe, *GPU memory* of this machine by its driver, by CUDA IPC. Their owner may end at any time:
+deliveries then fail, and the registration is removed.
 """
 
 import asyncio
@@ -25,40 +21,51 @@ import stat
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
+
+import grpc
+import numpy as np
+import numpy.typing as npt
 
 from dpu_dataplane.config import DataPlaneConfig
-from dpu_dataplane.paging import Paging, PagingError
+from dpu_dataplane.jobs import CallError
 from shadowserve import native
-from shadowserve.chunk import ChunkLayout
-from shadowserve.errors import NativeError, ShadowServeError
+from shadowserve.chunk import DECODED_BYTES_MAX, ChunkLayout, DType, Quantizer
+from shadowserve.errors import NativeError
 from shadowserve.proto import dataplane_pb2 as pb
 
 SHARED_MEMORY: Final = "/dev/shm"
-DESCRIPTOR_MAX: Final = 4096
-"""Most bytes of an export descriptor; one of a contiguous region has a few hundred."""
+DESCRIPTOR_MAX: Final = 4096  # most bytes of an export descriptor; one of a contiguous region has a few hundred
 CUDA_HANDLE_BYTES: Final = 64
+PAGE_ALIGNMENT: Final = 4096
+"""Alignment of pages and strides in bytes: direct I/O of any device can read into such memory."""
 _NAME: Final = re.compile(r"shadowserve-[0-9a-f]{8,64}\Z")
 _PCI_ADDRESS: Final = re.compile(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]\Z")
 
 logger = logging.getLogger(__name__)
 
 
-class RegistrationError(ShadowServeError):
+class RegistrationError(CallError):
     """Memory cannot be registered, or a region of it cannot be used."""
 
 
 class TooManyError(RegistrationError):
     """A limit on registrations, on their bytes, or of /dev/shm is reached."""
 
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
 
 class OverlapError(RegistrationError):
     """Another job uses the region."""
 
+    code = grpc.StatusCode.FAILED_PRECONDITION
 
-class DeviceGivenUpError(ShadowServeError):
+
+class DeviceGivenUpError(CallError):
     """The device hangs: it may write to the memory until this process has ended."""
+
+    code = grpc.StatusCode.UNAVAILABLE
 
     def __init__(self) -> None:
         super().__init__(
@@ -67,72 +74,93 @@ class DeviceGivenUpError(ShadowServeError):
         )
 
 
+@dataclass(frozen=True)
+class Paging:
+    """The positions of pages in a segment of shared memory. A page holds one block of one layer."""
+
+    first: tuple[int, ...]  # for each layer, the offset of block 0's page in bytes
+    stride: int  # bytes from one block's page to the next block's page
+    blocks: int  # number of blocks in each layer
+    page_bytes: int  # size of a page in bytes
+
+    @classmethod
+    def of(cls, message: pb.PagedMemory, layout: ChunkLayout, size: int) -> Self:
+        """Convert a message about a segment of ``size`` bytes; RegistrationError if the pages are impossible."""
+        paging = cls(tuple(message.first), message.stride, message.blocks, layout.vector_length)
+        row_bytes = layout.tokens * layout.vector_length
+        if layout.dtype is not DType.UINT8 or layout.quantizer is not Quantizer.PASSTHROUGH or layout.kinds != 1:
+            raise RegistrationError(
+                "pages: a chunk of pages is of uint8 and one kind, by passthrough: a vector for each page"
+            )
+        if len(paging.first) != layout.layers or not paging.blocks:
+            layers = len(paging.first)
+            raise RegistrationError(f"pages has {layers} layers of {paging.blocks} blocks, layout {layout.layers}")
+        if any(number % PAGE_ALIGNMENT for number in (*paging.first, paging.stride, paging.page_bytes)):
+            raise RegistrationError(f"pages do not begin and end at multiples of {PAGE_ALIGNMENT} bytes")
+        if row_bytes > DECODED_BYTES_MAX:
+            most = DECODED_BYTES_MAX
+            raise RegistrationError(f"pages of one layer and chunk have {row_bytes} bytes; {most} are the most")
+        if paging.stride < paging.page_bytes and paging.blocks > 1:
+            raise RegistrationError(f"pages of {paging.page_bytes} bytes overlap: stride is {paging.stride}")
+        if max(paging.first) + (paging.blocks - 1) * paging.stride + paging.page_bytes > size:
+            raise RegistrationError(f"pages end outside the segment, which has {size} bytes")
+        return paging
+
+    def rows(self, blocks: Sequence[int], chunks: int, chunk_blocks: int) -> npt.NDArray[np.uint32]:
+        """Return the block numbers of a call by chunk and position in the chunk."""
+        numbers = np.array(blocks, np.uint32)
+        if len(numbers) != chunks * chunk_blocks or (numbers >= self.blocks).any():
+            raise RegistrationError(
+                f"blocks has {len(numbers)} numbers up to {numbers.max(initial=0)}; {chunks} chunks take {chunk_blocks}"
+                f" each, and the segment has {self.blocks}"
+            )
+        return numbers.reshape(chunks, chunk_blocks)
+
+
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
+@dataclass(eq=False)
 class Registration:
-    """Registered memory.
+    """Registered memory."""
 
-    Attributes:
-        memory_id: Random id of 64 bits.
-        owner: Host that has registered it.
-        session: Session of that host; no other one may use it.
-        layouts: Layouts of its chunks; calls name one by its index.
-        size: Size in bytes.
-        identity: Equal for two registrations of the same memory.
-        paging: Positions of an engine's pages, for paged memory.
-    """
-
-    def __init__(
-        self,
-        layouts: Sequence[ChunkLayout],
-        size: int,
-        identity: object,
-        registered: native.RegisteredMemory,
-        segment: "_Segment | None",
-    ) -> None:
-        self.memory_id = secrets.randbits(64) or 1
-        self.owner, self.session = "", b""
-        self.layouts = tuple(layouts)
-        self.size = size
-        self.identity = identity
-        self.used_at = time.monotonic()
-        self.users = 0
-        self.released = False
-        self.quiet = asyncio.Event()
-        self.quiet.set()
-        self._registered = registered
-        self._segment = segment
-        self.paging: Paging | None = None
-        self._on_close: list[Callable[[], None]] = []
+    layouts: Sequence[ChunkLayout]  # of its chunks; calls name one by its index
+    size: int  # bytes
+    identity: object  # equal for two registrations of the same memory
+    registered: native.RegisteredMemory
+    segment: "_Segment | None"
+    owner: str = ""  # host that has registered it
+    session: bytes = b""  # of that host; no other one may use it
+    paging: Paging | None = None  # positions of an engine's pages, for paged memory
+    memory_id: int = field(default_factory=lambda: secrets.randbits(64) or 1)
+    used_at: float = field(default_factory=time.monotonic)
+    users: int = 0
+    released: bool = False
+    quiet: asyncio.Event = field(default_factory=_set_event)
+    closing: list[Callable[[], None]] = field(default_factory=list)  # called before the memory is closed
 
     @property
     def memory(self) -> memoryview:
-        """Mapping of shared memory in this process."""
-        assert self._segment is not None
-        return memoryview(self._segment.memory)
+        assert self.segment is not None
+        return memoryview(self.segment.memory)
 
     @property
     def address(self) -> int:
-        """Address of its first byte."""
-        return self._registered.address
-
-    def on_close(self, function: Callable[[], None]) -> None:
-        """Call a function before the memory is closed."""
-        self._on_close.append(function)
+        return self.registered.address
 
     @property
     def shared(self) -> bool:
-        """True if it is shared memory, mapped in this process."""
-        return self._segment is not None
+        return self.segment is not None
 
     def region(self, offset: int, length: int) -> native.Region:
-        """Return a part of the memory for a batch."""
-        return self._registered.region(offset, length)
+        return self.registered.region(offset, length)
 
     def check_whole(self) -> None:
-        """Raise RegistrationError if the memory was truncated: bytes read or written there are void.
-
-        The registration is marked as released then, so that later jobs do not find it.
-        """
-        if self._segment is not None and not self._segment.is_whole():
+        """Mark the memory as released and raise RegistrationError if it was truncated: its bytes are void."""
+        if self.segment is not None and not self.segment.is_whole():
             lost = f"the segment had {self.size} bytes when it was registered and is shorter now"
             if not self.released:
                 logger.warning("registered memory %016x is removed: %s", self.memory_id, lost)
@@ -140,17 +168,16 @@ class Registration:
             raise RegistrationError(f"{lost}; register it again")
 
     def is_abandoned(self) -> bool:
-        """Return whether the process that registered it has ended; False if that is unknown."""
-        return self._segment is not None and self._segment.is_abandoned()
+        return self.segment is not None and self.segment.is_abandoned()
 
     def close(self) -> None:
         """Unmap the memory. No job may use it."""
-        for function in self._on_close:
+        for function in self.closing:
             function()
-        self._on_close.clear()  # they may hold views of the memory
-        self._registered.close()
-        if self._segment is not None:
-            self._segment.close()
+        self.closing.clear()  # they may hold views of the memory
+        self.registered.close()
+        if self.segment is not None:
+            self.segment.close()
 
 
 @dataclass(frozen=True)
@@ -184,14 +211,7 @@ class _Segment:
 
 
 class Registrations:
-    """All registered memory.
-
-    Args:
-        pipeline: Pipeline that accesses the memory.
-
-    Attributes:
-        device_lost: Set once a job has found that the device was given up.
-    """
+    """All registered memory."""
 
     def __init__(self, config: DataPlaneConfig, pipeline: native.Pipeline) -> None:
         self._backend = config.backend
@@ -202,7 +222,7 @@ class Registrations:
         self._count_max = config.registrations_max
         self._bytes_max = int(config.registered_bytes_max)
         self._idle_max = config.registration_idle_s
-        self.device_lost = asyncio.Event()
+        self.device_lost = asyncio.Event()  # set once a job has found that the device was given up
         self._registrations: dict[int, Registration] = {}
         self._shares = config.hosts_max
         self._pending: list[tuple[str, int]] = []  # owner and size of registrations in progress
@@ -210,12 +230,10 @@ class Registrations:
 
     @property
     def kinds(self) -> list[str]:
-        """The fields of RegisterMemoryRequest.memory that :meth:`register` accepts."""
         return list(self._kinds)
 
     @property
     def given_up(self) -> bool:
-        """True if the device was given up."""
         return self._pipeline.given_up
 
     def __len__(self) -> int:
@@ -223,15 +241,12 @@ class Registrations:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all registered memory."""
         return sum(registration.size for registration in self._registrations.values())
 
     def count(self, owner: str) -> int:
-        """Return the number of a host's registrations."""
         return sum(registration.owner == owner for registration in self._registrations.values())
 
     def has_any(self, session: bytes) -> bool:
-        """Return whether a session has registered memory."""
         return any(registration.session == session for registration in self._registrations.values())
 
     def get(self, memory_id: int, session: bytes) -> Registration | None:
@@ -242,7 +257,6 @@ class Registrations:
         return registration
 
     def other_layout(self, layout: ChunkLayout) -> ChunkLayout | None:
-        """Return a registered layout of the same namespace that differs, if there is one."""
         for registration in self._registrations.values():
             for other in registration.layouts:
                 if other.namespace == layout.namespace and other != layout:
@@ -250,21 +264,14 @@ class Registrations:
         return None
 
     def namespaces(self) -> set[bytes]:
-        """Return the namespaces of all registered layouts."""
         return {layout.namespace for registration in self._registrations.values() for layout in registration.layouts}
 
     async def register(
         self, request: pb.RegisterMemoryRequest, layouts: Sequence[ChunkLayout], owner: str, session: bytes
     ) -> Registration:
-        """Register memory for a session of a host.
+        """Register the memory that a request names for a session of a host, for chunks of at least one layout.
 
-        Args:
-            request: Names the memory.
-            layouts: Layouts of its chunks, at least one.
-
-        Raises:
-            RegistrationError: The backend does not support this kind of memory, or the memory is unusable.
-            TooManyError: A limit is reached.
+        RegistrationError if it is unusable, or not for this backend; TooManyError if a limit is reached.
         """
         field = request.WhichOneof("memory")
         if field not in self._kinds:
@@ -297,9 +304,9 @@ class Registrations:
             try:
                 if request.HasField("pages"):
                     registration.paging = Paging.of(request.pages, layouts[0], size)
-            except PagingError as error:
+            except RegistrationError:
                 registration.close()
-                raise RegistrationError(str(error)) from error
+                raise
             registration.owner, registration.session = owner, session
             self._registrations[registration.memory_id] = registration
         finally:
@@ -314,7 +321,6 @@ class Registrations:
                 self._remove(registration)
 
     def _check_room(self, size: int, owner: str) -> None:
-        """Raise TooManyError unless a host may register ``size`` more bytes; hosts have equal shares."""
         taken = [(each.owner, each.size) for each in self._registrations.values()] + self._pending
         mine = [bytes_ for whose, bytes_ in taken if whose == owner]
         self._check_limit("registrations_max", self._count_max, len(taken), len(mine), 1, "regions of memory")
@@ -385,10 +391,6 @@ class Registrations:
         await registration.quiet.wait()
         self._remove(registration)
 
-    def mark_lost(self, registration: Registration) -> None:
-        """Mark memory as inaccessible: its owner has ended, or its device was reset. New jobs do not find it."""
-        registration.released = True
-
     def expire(self, now: float) -> None:
         """Remove registrations that were idle for too long, or whose release was interrupted."""
         for registration in list(self._registrations.values()):
@@ -405,7 +407,6 @@ class Registrations:
             registration.close()
 
     def close(self) -> None:
-        """Close all registrations that no job uses; at the end of the daemon."""
         for registration in self._registrations.values():
             if registration.users == 0:
                 registration.close()

@@ -18,18 +18,16 @@ from dpu_dataplane.admission import CALLS_MAX, Admission
 from dpu_dataplane.batches import Buffers
 from dpu_dataplane.catalog import Catalog
 from dpu_dataplane.config import DataPlaneConfig, codec_name
-from dpu_dataplane.credentials import server_credentials
-from dpu_dataplane.fetching import Fetcher
+from dpu_dataplane.fetching import Fetcher, LayerProgress
 from dpu_dataplane.hosts import HostTable
 from dpu_dataplane.interference import InterferenceBudget
 from dpu_dataplane.jobs import JobQueue
 from dpu_dataplane.log_limiter import LogLimiter
-from dpu_dataplane.metrics import Metrics, StageCount, resident_bytes
-from dpu_dataplane.progress import LayerProgress
+from dpu_dataplane.metrics import Metrics, resident_bytes
 from dpu_dataplane.registrations import Registrations
-from dpu_dataplane.service import Components, DataPlaneService
+from dpu_dataplane.service import DataPlaneService
 from dpu_dataplane.sources.selection import nodes_max, source_of
-from dpu_dataplane.sources.source import Source
+from dpu_dataplane.sources.source import Resources, Source
 from dpu_dataplane.storing import Storer
 from dpu_dataplane.tracing import Tracer
 from shadowserve import native
@@ -41,6 +39,7 @@ from shadowserve.logs import configure_logging
 from shadowserve.memory_limit import check_memory
 from shadowserve.proto import dataplane_pb2, dataplane_pb2_grpc
 from shadowserve.signals import stop_signals
+from shadowserve.tls import Renewed, read_authorities, read_key_pair
 
 SERVICE_NAME: Final = dataplane_pb2.DESCRIPTOR.services_by_name["DataPlane"].full_name
 MESSAGE_BYTES_MAX: Final = 8 << 20
@@ -51,16 +50,11 @@ STREAMS_MAX: Final = 512
 HANDSHAKE_MS: Final = 20_000
 """Time limit of a handshake; it takes milliseconds, and two more round trips with TLS."""
 _TICK: Final = 0.1
-_GRACE_S: Final = 86400.0
-"""Grace period of the gRPC server; a later call stops it earlier."""
-_STORE_QUEUE: Final = 64
-"""Most waiting stores; further ones are refused."""
-_QUEUE_DEPTH: Final = 64
-"""Slices in each queue between two stages."""
-_REQUESTS_IN_FLIGHT: Final = 8
-"""Range requests sent ahead on each data connection."""
-_POLL_INTERVAL_US: Final = 10
-"""Pause between two polls of an idle accelerator."""
+_GRACE_S: Final = 86400.0  # grace period of the gRPC server; a later call stops it earlier
+_STORE_QUEUE: Final = 64  # most waiting stores; further ones are refused
+_QUEUE_DEPTH: Final = 64  # slices in each queue between two stages
+_REQUESTS_IN_FLIGHT: Final = 8  # range requests sent ahead on each data connection
+_POLL_INTERVAL_US: Final = 10  # pause between two polls of an idle accelerator
 
 logger = logging.getLogger(__name__)
 
@@ -69,19 +63,16 @@ class Daemon:
     """The data plane, within one event loop: ``async with Daemon(config) as daemon``.
 
     Attributes:
-        address: Address of the gRPC server, ``host:port`` or ``unix:/path``.
-        metrics_port: Port of /metrics and the probes; None for none.
-        device_lost: Set once the accelerator was given up: the process has to end.
         unclean: Jobs or the accelerator may still access memory after the stop: the process has to end at once.
     """
 
-    device_lost: asyncio.Event
+    device_lost: asyncio.Event  # set once the accelerator was given up: the process has to end
 
     def __init__(self, config: DataPlaneConfig) -> None:
         self.config = config
-        self.address = ""
+        self.address = ""  # address of the gRPC server, ``host:port`` or ``unix:/path``
         self.metrics = Metrics()
-        self.metrics_port: int | None = None
+        self.metrics_port: int | None = None  # port of /metrics and the probes; None for none
         self._loop: asyncio.AbstractEventLoop
         self._source: Source
         self._draining = False
@@ -90,11 +81,6 @@ class Daemon:
         self._exit = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        """Start all parts.
-
-        Raises:
-            ConfigurationError: A core, a codec, a device or an address cannot be used.
-        """
         try:
             await self._start()
         except BaseException:
@@ -105,10 +91,7 @@ class Daemon:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Wait for jobs for half of ``shutdown_timeout_s``, cancel the rest, and stop all parts.
-
-        If jobs do not end, the parts that they may use are not stopped (:attr:`unclean`).
-        """
+        """Wait for jobs for half of ``shutdown_timeout_s``, cancel the rest, and stop all parts."""
         self.unclean |= self._pipeline.given_up
         await self._exit.aclose()
 
@@ -120,7 +103,7 @@ class Daemon:
         check_memory(config.memory_budgets())
         self._pipeline = pipeline = await asyncio.to_thread(_make_pipeline, config, buffers)
         self._exit.callback(pipeline.close)
-        self.metrics.stages = lambda: _stage_counts(pipeline)
+        self.metrics.pipeline = pipeline
         self.metrics.gauges["pipeline_locked_bytes"] = (
             "Buffer bytes that are locked in memory",
             lambda: pipeline.locked_bytes,
@@ -128,7 +111,10 @@ class Daemon:
         fetching, encoding, storing = (ThreadPoolExecutor(1, name) for name in ("fetch", "encode", "store"))
         self.budget = InterferenceBudget(self.metrics, shares_memory=config.memory_shared)
         self._exit.callback(self.budget.close)
-        self._source = source = source_of(config, self.metrics, self.budget, pipeline, fetching, storing)
+        resources = Resources(
+            pipeline=pipeline, fetching=fetching, storing=storing, metrics=self.metrics, budget=self.budget
+        )
+        self._source = source = source_of(config, resources)
         await source.start()
         self._exit.push_async_callback(source.close)
         catalog = Catalog(source, self.metrics, config)
@@ -142,42 +128,30 @@ class Daemon:
         fetches, stores = (JobQueue(size, config.hosts_max) for size in (config.fetch_queue, _STORE_QUEUE))
         progress = LayerProgress(pipeline)
         self._exit.callback(progress.close)
-        fetcher = Fetcher(fetching, catalog, source, buffers, self.metrics, fetches, tracer, progress, self.budget)
-        storer = Storer(config, codec, pipeline, encoding, catalog, source, buffers, self.metrics, self.budget, stores)
+        fetcher = Fetcher(resources, catalog, source, buffers, fetches, tracer, progress)
+        slice_bytes, batch_chunks = int(config.slice_bytes), len(config.stage_cores()["store"])
+        storer = Storer(resources, encoding, catalog, source, buffers, stores, codec, slice_bytes, batch_chunks)
         hosts = HostTable(config, registrations, catalog.forget_host)
         self._log = LogLimiter()
-        components = Components(
-            catalog=catalog,
-            fetcher=fetcher,
-            storer=storer,
-            registrations=registrations,
-            hosts=hosts,
-            buffers=buffers,
-            metrics=self.metrics,
-            tracer=tracer,
-            log=self._log,
-            page_loader=source.page_loader,
-            budget=self.budget,
-        )
-        service = DataPlaneService(config, components)
-        self._add_gauges(source, components)
+        service = DataPlaneService(config, fetcher, storer, registrations, hosts, self._log)
+        self._add_gauges(fetcher, storer, registrations, hosts)
         self._exit.push_async_callback(_stop_task, asyncio.create_task(_expire(hosts, self._log, config)))
         if config.metrics_port is not None:
             self._serve_metrics(config.metrics_port)
         await self._serve(service)
 
-    def _add_gauges(self, source: Source, parts: Components) -> None:
+    def _add_gauges(self, fetcher: Fetcher, storer: Storer, registrations: Registrations, hosts: HostTable) -> None:
         emulated = float(native.backends()[self.config.backend].emulated)
         self.metrics.gauges |= {
-            "hosts": ("Connected hosts", lambda: len(parts.hosts)),
-            "storage_up": ("1 if storage is connected", lambda: float(source.connected)),
-            "quarantined_keys": ("Keys in quarantine because of a faulty record", lambda: parts.catalog.quarantined),
-            "fetch_queue_jobs": ("Waiting fetches", lambda: parts.fetcher.queue.waiting),
-            "store_queue_jobs": ("Waiting stores", lambda: parts.storer.queue.waiting),
-            "registrations": ("Regions of registered memory", lambda: len(parts.registrations)),
-            "registered_bytes": ("Bytes of registered memory", lambda: parts.registrations.total_bytes),
+            "hosts": ("Connected hosts", lambda: len(hosts)),
+            "storage_up": ("1 if storage is connected", lambda: float(fetcher.source.connected)),
+            "quarantined_keys": ("Keys in quarantine because of a faulty record", lambda: fetcher.catalog.quarantined),
+            "fetch_queue_jobs": ("Waiting fetches", lambda: fetcher.queue.waiting),
+            "store_queue_jobs": ("Waiting stores", lambda: storer.queue.waiting),
+            "registrations": ("Regions of registered memory", lambda: len(registrations)),
+            "registered_bytes": ("Bytes of registered memory", lambda: registrations.total_bytes),
             "backend_emulated": ("1 if the backend is an emulator of a DPU", lambda: emulated),
-            "buffer_bytes": ("Bytes of the pipeline's buffers", lambda: parts.buffers.total),
+            "buffer_bytes": ("Bytes of the pipeline's buffers", lambda: fetcher.buffers.total),
             "resident_bytes": ("Resident memory of the daemon, without clients' segments", resident_bytes),
         }
 
@@ -192,7 +166,6 @@ class Daemon:
 
     @property
     def storage_name(self) -> str:
-        """Name of the source, for messages."""
         return self._source.name
 
     def health(self) -> list[Check]:
@@ -240,7 +213,7 @@ class Daemon:
         dataplane_pb2_grpc.add_DataPlaneServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         health_service: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs lack it
         health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
-        credentials = server_credentials(self.config, self.metrics)
+        credentials = _credentials(self.config, self.metrics)
         try:
             if credentials is None:
                 port = server.add_insecure_port(self.config.listen)
@@ -299,11 +272,6 @@ class Daemon:
 
 
 def _codec(config: DataPlaneConfig) -> native.Codec:
-    """Return the codec of new records.
-
-    Raises:
-        ConfigurationError: This build cannot encode it.
-    """
     if config.backend not in native.backends():
         raise ConfigurationError(f"backend: this build has no {config.backend}; see 'shadowserve doctor'")
     name = codec_name(config.codec, config.backend)
@@ -365,13 +333,6 @@ def _make_pipeline(config: DataPlaneConfig, buffers: Buffers) -> native.Pipeline
     return pipeline
 
 
-def _stage_counts(pipeline: native.Pipeline) -> list[StageCount]:
-    return [
-        StageCount(stage.name.lower(), count.items, count.input_bytes, count.output_bytes, count.busy_ns)
-        for stage, count in pipeline.statistics().items()
-    ]
-
-
 async def _expire(hosts: HostTable, log: LogLimiter, config: DataPlaneConfig) -> None:
     while True:
         await asyncio.sleep(min(config.registration_idle_s / 4, 60.0))
@@ -383,6 +344,49 @@ async def _stop_task(task: "asyncio.Task[None]") -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
+
+
+class _Certificates:
+    def __init__(self, config: DataPlaneConfig) -> None:
+        self._config = config
+        self.expires = 0.0
+        self._files = Renewed((config.tls_cert, config.tls_key, config.tls_client_ca), self._read, _unusable)
+        self.first = self._returned = self._files.current()
+
+    def _read(self) -> grpc.ServerCertificateConfiguration:
+        config = self._config
+        pair = read_key_pair(config.tls_cert, config.tls_key)
+        authorities = read_authorities("tls_client_ca", config.tls_client_ca) if config.tls_client_ca else None
+        self.expires = pair.expires.timestamp()
+        logger.info("certificate %s is valid until %s UTC", config.tls_cert, f"{pair.expires:%Y-%m-%d %H:%M}")
+        return grpc.ssl_server_certificate_configuration([(pair.key, pair.chain)], authorities)
+
+    def changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Return the files if they have changed since the last call, else None. gRPC calls it at each handshake."""
+        current = self._files.current()
+        if current is self._returned:
+            return None
+        self._returned = current
+        return current
+
+
+def _unusable(error: ConfigurationError) -> None:
+    logger.error("the certificates have changed and cannot be used; the old ones stay in use: %s", error)
+
+
+def _credentials(config: DataPlaneConfig, metrics: Metrics) -> grpc.ServerCredentials | None:
+    if not config.tls_cert:
+        return None
+    files = _Certificates(config)
+    metrics.gauges["tls_certificate_expiry_timestamp_seconds"] = (
+        "Expiry of the certificate in use, in seconds since 1970",
+        lambda: files.expires,
+    )
+    return grpc.dynamic_ssl_server_credentials(
+        files.first,
+        files.changed,  # type: ignore[arg-type]  # None, for no change, is missing in the stubs
+        require_client_authentication=bool(config.tls_client_ca),
+    )
 
 
 async def _main(config: DataPlaneConfig) -> None:
@@ -421,13 +425,10 @@ def _end_now() -> None:
 
 
 def run(config: DataPlaneConfig) -> None:
-    """Run the daemon until SIGTERM or SIGINT.
+    """Run the daemon until SIGTERM or SIGINT; ConfigurationError if the configuration cannot be used.
 
     Prints ``ready ADDRESS`` on standard output once calls are answered; logs go to standard error. If something may
     still write to memory after the stop, the process ends at once, with status 1.
-
-    Raises:
-        ConfigurationError: The configuration cannot be used.
     """
     # First: threads inherit their cores, and buffers are allocated on the memory node of these cores.
     confine(config.process_cores())

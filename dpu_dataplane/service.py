@@ -7,47 +7,35 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
 import grpc
-from google.protobuf.message import Message
 from prometheus_client import Histogram
 
-from dpu_dataplane.batches import Buffers, encoded_bound
-from dpu_dataplane.catalog import Catalog, ChainLookup
+from dpu_dataplane.batches import encoded_bound
+from dpu_dataplane.catalog import ChainLookup
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.engines import Engines
 from dpu_dataplane.fetching import Fetch, Fetcher
 from dpu_dataplane.hosts import HostTable, Session
-from dpu_dataplane.interference import InterferenceBudget
-from dpu_dataplane.jobs import ENDINGS, Job, JobTable, QueueFullError, ending_of
+from dpu_dataplane.jobs import ENDINGS, CallError, Job, JobTable, Stop, ending_of
 from dpu_dataplane.log_limiter import LogLimiter, address_of
-from dpu_dataplane.metrics import Metrics, outcome_name, resident_bytes
-from dpu_dataplane.progress import PROGRESS_BYTES
+from dpu_dataplane.metrics import outcome_name, resident_bytes
+from dpu_dataplane.plan import PROGRESS_BYTES
 from dpu_dataplane.queues import Queues
-from dpu_dataplane.registrations import (
-    DeviceGivenUpError,
-    OverlapError,
-    Registration,
-    RegistrationError,
-    Registrations,
-    TooManyError,
-)
+from dpu_dataplane.registrations import Registration, Registrations
 from dpu_dataplane.shared_rate import Mover
-from dpu_dataplane.sources.page_loader import PageLoader, PageRequest
-from dpu_dataplane.sources.source import Chain
+from dpu_dataplane.sources.source import Chain, PageRequest
 from dpu_dataplane.storing import Store, Storer
-from dpu_dataplane.tracing import RecordingError, Tracer
-from dpu_dataplane.validation import InvalidCall, UnknownMemoryError, Validator
+from dpu_dataplane.validation import InvalidCall, Validator
 from shadowserve import __version__, native
 from shadowserve.chunk import ChunkLayout
 from shadowserve.pieces import Flags, pack
 from shadowserve.proto import PROTOCOL_VERSION, dataplane_pb2_grpc
 from shadowserve.proto import dataplane_pb2 as pb
 
-_Request = TypeVar("_Request", bound=Message)
-_Response = TypeVar("_Response", bound=Message)
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 _UINT32_MAX: Final = (1 << 32) - 1
@@ -61,63 +49,76 @@ _STORERS: Final = {
     pb.PURPOSE_PREEMPTION: Mover.PREEMPTION_SAVE,
     pb.PURPOSE_OFFLOADING_TIER: Mover.TIER_STORE,
 }
+_STATISTICS: Final = (
+    "batches", "fetched_bytes", "delivered_bytes", "stored_raw_bytes", "stored_bytes", "lookup_keys", "lookup_hits"
+)  # fmt: skip
+"""Totals in the answer to Statistics."""
 _LOGGED: Final = (pb.OUTCOME_DEADLINE, pb.OUTCOME_STORAGE_REFUSED, pb.OUTCOME_NOT_STORABLE)
 
 logger = logging.getLogger(__name__)
 
 
 class _CallCounts(NamedTuple):
-    """Name, response type and metrics of a kind of job."""
-
     call: str
     response: Any
     outcomes: Counter[str]
     seconds: Histogram
 
 
-@dataclass(frozen=True, kw_only=True)
-class Components:
-    """The parts of a data plane that serve its calls."""
+def _call(
+    handle: "Callable[[DataPlaneService, _Request, Session], Awaitable[_Response]]",
+) -> "Callable[[DataPlaneService, _Request, _Context], Awaitable[_Response]]":
+    """Make the gRPC method of a handler, which gets the session of the caller."""
 
-    catalog: Catalog
-    fetcher: Fetcher
-    storer: Storer
-    registrations: Registrations
-    hosts: HostTable
-    buffers: Buffers
-    metrics: Metrics
-    tracer: Tracer
-    log: LogLimiter
-    page_loader: PageLoader | None
-    budget: InterferenceBudget
+    @functools.wraps(handle)
+    async def method(service: "DataPlaneService", request: _Request, context: _Context) -> _Response:
+        return await service.answer(context, functools.partial(handle, service), request)
+
+    return method
 
 
 class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     """Implements ``proto/dataplane.proto``. Every answer to Lookup, Fetch and Store has exactly one outcome."""
 
-    def __init__(self, config: DataPlaneConfig, components: Components) -> None:
+    def __init__(
+        self,
+        config: DataPlaneConfig,
+        fetcher: Fetcher,
+        storer: Storer,
+        registrations: Registrations,
+        hosts: HostTable,
+        log: LogLimiter,
+    ) -> None:
         self._config = config
-        self._registrations = registrations = components.registrations
-        self._metrics = metrics = components.metrics
-        devices = config.tiers is not None and bool(config.tiers.devices) and "shared_memory" in registrations.kinds
-        self._page_loader = components.page_loader if devices else None
-        self._budget = components.budget
-        self._tracer = components.tracer
-        self._log = components.log
-        self._catalog = components.catalog
-        self._fetcher = components.fetcher
-        self._storer = components.storer
-        self._buffers = components.buffers
+        self._fetcher, self._storer = fetcher, storer
+        self._registrations = registrations
+        self._log = log
+        self._catalog, self._tracer, self._buffers = fetcher.catalog, fetcher.tracer, fetcher.buffers
+        self._budget = fetcher.resources.budget
+        self._metrics = metrics = fetcher.resources.metrics
+        devices = config.tiers is not None and bool(config.tiers.devices)
+        self._page_loader = fetcher.source.page_loader if devices and "shared_memory" in registrations.kinds else None
         self._validate = Validator()
         self._queues = Queues(config.hosts_max, time.monotonic)
         self._started_s = time.monotonic()
-        self._engines = Engines(registrations.namespaces, components.log)
+        self._engines = Engines(registrations.namespaces, log)
         self._fetch_counts = _CallCounts("Fetch", pb.FetchResponse, metrics.fetches, metrics.fetch_seconds)
         self._store_counts = _CallCounts("Store", pb.StoreResponse, metrics.stores, metrics.store_seconds)
-        self.hosts = components.hosts
+        self.hosts = hosts
         self.jobs = JobTable()
 
-    # ---- Calls -------------------------------------------------------------------------------------------------------
+    async def answer(
+        self, context: _Context, handle: Callable[[_Request, Session], Awaitable[_Response]], request: _Request
+    ) -> _Response:
+        """Run a handler for the calling host; convert errors in the call to a gRPC status."""
+        try:
+            with self.hosts.call(context) as caller:
+                return await handle(request, caller)
+        except CallError as error:
+            await context.abort(error.code, str(error), error.metadata)
+        raise AssertionError("abort() always raises")
+
+    # ---- Hosts, engines and metrics
 
     async def Hello(self, request: pb.HelloRequest, context: _Context) -> pb.HelloResponse:  # noqa: N802
         """Open a session of a host, or refuse the host with a reason."""
@@ -128,168 +129,6 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             self._log.log(logging.WARNING, "refused", address_of(context.peer()), refused)
             await context.abort(error.code, str(error))
         raise AssertionError("abort() always raises")
-
-    async def Lookup(self, request: pb.LookupRequest, context: _Context) -> pb.LookupResponse:  # noqa: N802
-        """Find the stored chunks of each chain."""
-        return await self._answer(context, self._lookup, request)
-
-    async def Publish(self, request: pb.PublishRequest, context: _Context) -> pb.PublishResponse:  # noqa: N802
-        """Publish chunks that will be stored soon."""
-        return await self._answer(context, self._publish, request)
-
-    async def Expect(self, request: pb.ExpectRequest, context: _Context) -> pb.ExpectResponse:  # noqa: N802
-        """Update the waiting requests of an engine."""
-        return await self._answer(context, self._expect, request)
-
-    async def ReportSteps(self, request: pb.StepReport, context: _Context) -> pb.StepAnswer:  # noqa: N802
-        """Update the steps of an engine."""
-        return await self._answer(context, self._report_steps, request)
-
-    async def RegisterMemory(  # noqa: N802
-        self, request: pb.RegisterMemoryRequest, context: _Context
-    ) -> pb.RegisterMemoryResponse:
-        """Register memory."""
-        return await self._answer(context, self._register, request)
-
-    async def ReleaseMemory(  # noqa: N802
-        self, request: pb.ReleaseMemoryRequest, context: _Context
-    ) -> pb.ReleaseMemoryResponse:
-        """Remove registered memory once no job uses it."""
-        return await self._answer(context, self._release, request)
-
-    async def Fetch(self, request: pb.FetchRequest, context: _Context) -> pb.FetchResponse:  # noqa: N802
-        """Fetch chunks into registered memory."""
-        return await self._answer(context, self._fetch, request)
-
-    async def FetchPages(self, request: pb.FetchPagesRequest, context: _Context) -> pb.FetchResponse:  # noqa: N802
-        """Load chunks of pages from devices of this machine into paged memory."""
-        return await self._answer(context, self._fetch_pages, request)
-
-    async def FetchLayers(  # noqa: N802
-        self, request: pb.FetchRequest, context: _Context
-    ) -> AsyncIterator[pb.FetchLayersResponse]:
-        """Fetch chunks in the order of layers, and report leading layers meanwhile."""
-        progress: asyncio.Queue[int | None] = asyncio.Queue()  # at most one entry for each layer, and the end
-        fetch = functools.partial(self._fetch, on_layers=progress.put_nowait)
-        fetching = asyncio.ensure_future(self._answer(context, fetch, request))
-        fetching.add_done_callback(lambda _: progress.put_nowait(None))
-        try:
-            while (layers := await progress.get()) is not None:
-                yield pb.FetchLayersResponse(layers=layers)
-            yield pb.FetchLayersResponse(answer=await fetching)
-        finally:
-            fetching.cancel()
-            await asyncio.wait({fetching})
-
-    async def Store(self, request: pb.StoreRequest, context: _Context) -> pb.StoreResponse:  # noqa: N802
-        """Store chunks from registered memory as records."""
-        return await self._answer(context, self._store, request)
-
-    async def Cancel(self, request: pb.CancelRequest, context: _Context) -> pb.CancelResponse:  # noqa: N802
-        """Cancel a job."""
-        return await self._answer(context, self._cancel, request)
-
-    async def Statistics(self, request: pb.StatisticsRequest, context: _Context) -> pb.StatisticsResponse:  # noqa: N802
-        """Return counters and the state of the data plane."""
-        metrics = self._metrics
-        storage, connected = self._catalog.storage
-        return pb.StatisticsResponse(
-            version=__version__,
-            backend=native.backends()[self._config.backend].label,
-            batches=metrics.totals["batches"],
-            registrations=len(self._registrations),
-            buffer_bytes=self._buffers.total,
-            resident_bytes=resident_bytes(),
-            stages=[
-                pb.StageStatistics(
-                    stage=stage.stage,
-                    items=stage.items,
-                    input_bytes=stage.input_bytes,
-                    output_bytes=stage.output_bytes,
-                    busy_ns=stage.busy_ns,
-                )
-                for stage in metrics.stages()
-            ],
-            fetch_outcomes=dict(metrics.fetches),
-            store_outcomes=dict(metrics.stores),
-            fetched_bytes=metrics.totals["fetched_bytes"],
-            delivered_bytes=metrics.totals["delivered_bytes"],
-            stored_raw_bytes=metrics.totals["stored_raw_bytes"],
-            stored_bytes=metrics.totals["stored_bytes"],
-            engines=self._engines.running(),
-            lookup_keys=metrics.totals["lookup_keys"],
-            lookup_hits=metrics.totals["lookup_hits"],
-            storage=storage,
-            storage_connected=connected,
-            up_seconds=time.monotonic() - self._started_s,
-        )
-
-    async def Trace(  # noqa: N802
-        self, request: pb.TraceRequest, context: _Context
-    ) -> AsyncIterator[pb.TraceResponse]:
-        """Record the threads' spans of the next fetches."""
-        try:
-            with self.hosts.call(context) as caller:
-                timeout = self._validate.timeout(request.timeout_ms)
-                fetches = self._validate.count("fetches", request.fetches)
-                with self._tracer.recording(caller.owner, fetches, decides=caller.host.decides) as recording:
-                    yield pb.TraceResponse()
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(recording.done.wait(), timeout)
-                parts = list(self._tracer.result(recording))
-        except InvalidCall as error:
-            await context.abort(error.code, str(error), error.metadata)
-        except RecordingError as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        for part in parts:
-            yield part
-
-    async def Decided(self, request: pb.Decision, context: _Context) -> pb.DecidedResponse:  # noqa: N802
-        """Add a host's decision to a recording of its fetches."""
-        return await self._answer(context, self._decided, request)
-
-    # ---- Handlers ------------------------------------------------------------------------------------------------
-
-    async def _answer(
-        self, context: _Context, handle: Callable[[_Request, Session], Awaitable[_Response]], request: _Request
-    ) -> _Response:
-        """Run a handler for the calling host; convert errors in the call to a gRPC status."""
-        try:
-            with self.hosts.call(context) as caller:
-                return await handle(request, caller)
-        except InvalidCall as error:
-            await context.abort(error.code, str(error), error.metadata)
-        except TooManyError as error:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        except OverlapError as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        except RegistrationError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except DeviceGivenUpError as error:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-        except QueueFullError:
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full: treat it as a miss, or raise fetch_queue"
-            )
-        raise AssertionError("abort() always raises")
-
-    async def _decided(self, request: pb.Decision, caller: Session) -> pb.DecidedResponse:
-        self._validate.decision(request)
-        caller.host.decides = True
-        self._tracer.decided(caller.owner, request)
-        return pb.DecidedResponse()
-
-    async def _expect(self, request: pb.ExpectRequest, caller: Session) -> pb.ExpectResponse:
-        arrivals = self._validate.expected(request)
-        if self._config.tiers is None:
-            return pb.ExpectResponse(unused=True)
-        complete = self._queues.update(caller.owner, request, arrivals)
-        self._catalog.expect(self._queues.waiting())
-        return pb.ExpectResponse(again=not complete)
-
-    async def _report_steps(self, request: pb.StepReport, caller: Session) -> pb.StepAnswer:
-        self._validate.steps(request)
-        return self._budget.report(caller.owner, request)
 
     def _hello(self, request: pb.HelloRequest, context: _Context) -> pb.HelloResponse:
         self._validate.hello(request)
@@ -328,91 +167,6 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             )
         self._check_buffers(layout)
 
-    async def _lookup(self, request: pb.LookupRequest, caller: Session) -> pb.LookupResponse:
-        chains = self._validate.chains(request.chains)
-        job = Job(caller.owner, "", self._validate.timeout(request.timeout_ms))
-        published: list[bytes] = []
-        found: list[ChainLookup] = []
-        detail = ""
-        with self._metrics.lookup_seconds.time():
-            try:
-                lookup = self._look_up(chains, published=request.published, prefetch=request.prefetch)
-                found, pending = await job.within(lookup, "asking storage for headers")
-                published = [
-                    pack(each & ~chain.present) for each, chain in zip(pending or (), found, strict=bool(pending))
-                ]
-                outcome = pb.OUTCOME_COMPLETE
-            except ENDINGS as error:
-                outcome, detail = ending_of(error)
-            except Exception as error:
-                outcome, detail = self._internal("Lookup", error)
-        self._metrics.lookups[outcome_name(outcome)] += 1
-        response = pb.LookupResponse(
-            present=[pack(each.present) for each in found],
-            published=published,
-            tiers=[each.tiers.tobytes() for each in found],
-            stored_bytes=[each.stored_bytes for each in found],
-            cold_ms=[min(each.cold_ms, _UINT32_MAX) for each in found],
-            outcome=outcome,
-            detail=detail,
-        )
-        self._log_outcome(response)
-        return response
-
-    async def _look_up(
-        self, chains: Sequence[Chain], *, published: bool, prefetch: bool
-    ) -> tuple[list[ChainLookup], list[Flags] | None]:
-        """Look chains up, with their pending chunks if ``published``, in one round trip.
-
-        The request for pending chunks goes first: otherwise a chunk that is stored in between would be neither pending
-        nor stored. So does the prefetch of cold records, so that the lookup's answer includes its effect.
-        """
-
-        async def nothing() -> None:
-            return None
-
-        first = self._catalog.prefetch(chains) if prefetch else nothing()
-        second = self._catalog.published(chains) if published else nothing()
-        _, pending, found = await asyncio.gather(first, second, self._catalog.lookup(chains))
-        return found, pending
-
-    async def _publish(self, request: pb.PublishRequest, caller: Session) -> pb.PublishResponse:
-        keys = self._validate.keys("keys", list(request.keys))
-        job = Job(caller.owner, "", self._validate.timeout(request.timeout_ms))
-        reach = pb.REACH_ALL
-        try:
-            plain = request.plain and self._page_loader is not None  # as for the store
-            publishing = self._catalog.publish(caller.owner, keys, request.lasts_ms, plain=plain)
-            reach = await job.within(publishing, "publishing chunks to storage")
-            outcome, detail = pb.OUTCOME_COMPLETE, ""
-        except ENDINGS as error:
-            outcome, detail = ending_of(error)
-        except Exception as error:
-            outcome, detail = self._internal("Publish", error)
-        response = pb.PublishResponse(outcome=outcome, detail=detail, reach=reach)
-        self._log_outcome(response)
-        return response
-
-    async def _register(self, request: pb.RegisterMemoryRequest, caller: Session) -> pb.RegisterMemoryResponse:
-        layouts = self._validate.layouts(request.layouts)
-        for layout in layouts:
-            self._check_buffers(layout)
-        registration = await self._registrations.register(request, layouts, caller.owner, caller.token)
-        if registration.paging is not None and (loader := self._page_loader) is not None:
-            memory = registration.memory
-            registration.on_close(functools.partial(loader.unregister, memory))
-            await asyncio.to_thread(loader.register, memory)
-        self._log.log(
-            logging.INFO,
-            "registered",
-            caller.owner,
-            f"registered memory {registration.memory_id:016x}: {registration.size} bytes of "
-            f"{request.WhichOneof('memory')}, {len(layouts)} layouts",
-        )
-        return pb.RegisterMemoryResponse(
-            memory_id=registration.memory_id, chunk_bytes=[layout.raw_bytes for layout in layouts]
-        )
-
     def _check_buffers(self, layout: ChunkLayout) -> None:
         """Refuse a layout whose chunks do not fit the buffers: no fetch of it would deliver anything."""
         symbols = layout.layers * layout.kinds * layout.tokens * layout.token_decoded_bytes
@@ -431,57 +185,257 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                     grpc.StatusCode.FAILED_PRECONDITION,
                 )
 
-    async def _release(self, request: pb.ReleaseMemoryRequest, caller: Session) -> pb.ReleaseMemoryResponse:
+    @_call
+    async def Expect(self, request: pb.ExpectRequest, caller: Session) -> pb.ExpectResponse:  # noqa: N802
+        """Update the waiting requests of an engine."""
+        arrivals = self._validate.expected(request)
+        if self._config.tiers is None:
+            return pb.ExpectResponse(unused=True)
+        complete = self._queues.update(caller.owner, request, arrivals)
+        self._catalog.expect(self._queues.waiting())
+        return pb.ExpectResponse(again=not complete)
+
+    @_call
+    async def ReportSteps(self, request: pb.StepReport, caller: Session) -> pb.StepAnswer:  # noqa: N802
+        """Update the steps of an engine."""
+        self._validate.steps(request)
+        return self._budget.report(caller.owner, request)
+
+    async def Statistics(self, request: pb.StatisticsRequest, context: _Context) -> pb.StatisticsResponse:  # noqa: N802
+        """Return counters and the state of the data plane."""
+        metrics = self._metrics
+        storage, connected = self._catalog.storage
+        return pb.StatisticsResponse(
+            version=__version__,
+            backend=native.backends()[self._config.backend].label,
+            registrations=len(self._registrations),
+            buffer_bytes=self._buffers.total,
+            resident_bytes=resident_bytes(),
+            stages=[
+                pb.StageStatistics(
+                    stage=stage.name.lower(),
+                    items=count.items,
+                    input_bytes=count.input_bytes,
+                    output_bytes=count.output_bytes,
+                    busy_ns=count.busy_ns,
+                )
+                for stage, count in (metrics.pipeline.statistics() if metrics.pipeline else {}).items()
+            ],
+            fetch_outcomes=dict(metrics.fetches),
+            store_outcomes=dict(metrics.stores),
+            engines=self._engines.running(),
+            storage=storage,
+            storage_connected=connected,
+            up_seconds=time.monotonic() - self._started_s,
+            **{name: metrics.totals[name] for name in _STATISTICS},
+        )
+
+    async def Trace(  # noqa: N802
+        self, request: pb.TraceRequest, context: _Context
+    ) -> AsyncIterator[pb.TraceResponse]:
+        """Record the threads' spans of the next fetches."""
+        try:
+            with self.hosts.call(context) as caller:
+                timeout = self._validate.timeout(request.timeout_ms)
+                fetches = self._validate.count("fetches", request.fetches)
+                with self._tracer.recording(caller.owner, fetches, decides=caller.host.decides) as recording:
+                    yield pb.TraceResponse()
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(recording.done.wait(), timeout)
+                parts = list(self._tracer.result(recording))
+        except CallError as error:
+            await context.abort(error.code, str(error), error.metadata)
+        for part in parts:
+            yield part
+
+    @_call
+    async def Decided(self, request: pb.Decision, caller: Session) -> pb.DecidedResponse:  # noqa: N802
+        """Add a host's decision to a recording of its fetches."""
+        self._validate.decision(request)
+        caller.host.decides = True
+        self._tracer.decided(caller.owner, request)
+        return pb.DecidedResponse()
+
+    # ---- Lookups and publications
+
+    @_call
+    async def Lookup(self, request: pb.LookupRequest, caller: Session) -> pb.LookupResponse:  # noqa: N802
+        """Find the stored chunks of each chain."""
+        chains = self._validate.chains(request.chains)
+        job = Job(caller.owner, "", self._validate.timeout(request.timeout_ms))
+        lookup = self._look_up(chains, published=request.published, prefetch=request.prefetch)
+        with self._metrics.lookup_seconds.time():
+            answer, outcome, detail = await self._ending("Lookup", job.within(lookup, "asking storage for headers"))
+        found, pending = answer or ([], None)
+        self._metrics.lookups[outcome_name(outcome)] += 1
+        response = pb.LookupResponse(
+            present=[pack(each.present) for each in found],
+            published=[pack(each & ~chain.present) for each, chain in zip(pending or (), found, strict=bool(pending))],
+            tiers=[each.tiers.tobytes() for each in found],
+            stored_bytes=[each.stored_bytes for each in found],
+            cold_ms=[min(each.cold_ms, _UINT32_MAX) for each in found],
+            outcome=outcome,
+            detail=detail,
+        )
+        self._log_outcome(response)
+        return response
+
+    async def _look_up(
+        self, chains: Sequence[Chain], *, published: bool, prefetch: bool
+    ) -> tuple[list[ChainLookup], list[Flags] | None]:
+        """Look chains up, with their pending chunks if ``published``, in one round trip.
+
+        The request for pending chunks goes first: a chunk that is stored in between would otherwise be neither pending
+        nor stored. So does the prefetch of cold records, so that the answer includes its effect.
+        """
+
+        async def nothing() -> None:
+            return None
+
+        first = self._catalog.prefetch(chains) if prefetch else nothing()
+        second = self._catalog.published(chains) if published else nothing()
+        _, pending, found = await asyncio.gather(first, second, self._catalog.lookup(chains))
+        return found, pending
+
+    @_call
+    async def Publish(self, request: pb.PublishRequest, caller: Session) -> pb.PublishResponse:  # noqa: N802
+        """Publish chunks that will be stored soon."""
+        keys = self._validate.keys("keys", list(request.keys))
+        job = Job(caller.owner, "", self._validate.timeout(request.timeout_ms))
+        plain = request.plain and self._page_loader is not None  # as for the store
+        publishing = self._catalog.publish(caller.owner, keys, request.lasts_ms, plain=plain)
+        step = job.within(publishing, "publishing chunks to storage")
+        reach, outcome, detail = await self._ending("Publish", step)
+        response = pb.PublishResponse(outcome=outcome, detail=detail, reach=reach or pb.REACH_ALL)
+        self._log_outcome(response)
+        return response
+
+    async def _ending(
+        self, call: str, step: Coroutine[Any, Any, _Response]
+    ) -> tuple[_Response | None, pb.Outcome, str]:
+        """Run the step of a call; return its result, None if it failed, with outcome and detail."""
+        try:
+            return await step, pb.OUTCOME_COMPLETE, ""
+        except ENDINGS as error:
+            return None, *ending_of(error)
+        except Exception as error:
+            return None, *self._internal(call, error)
+
+    # ---- Registered memory
+
+    @_call
+    async def RegisterMemory(  # noqa: N802
+        self, request: pb.RegisterMemoryRequest, caller: Session
+    ) -> pb.RegisterMemoryResponse:
+        """Register memory."""
+        layouts = self._validate.layouts(request.layouts)
+        for layout in layouts:
+            self._check_buffers(layout)
+        registration = await self._registrations.register(request, layouts, caller.owner, caller.token)
+        if registration.paging is not None and (loader := self._page_loader) is not None:
+            memory = registration.memory
+            registration.closing.append(functools.partial(loader.unregister, memory))
+            await asyncio.to_thread(loader.register, memory)
+        self._log.log(
+            logging.INFO,
+            "registered",
+            caller.owner,
+            f"registered memory {registration.memory_id:016x}: {registration.size} bytes of "
+            f"{request.WhichOneof('memory')}, {len(layouts)} layouts",
+        )
+        return pb.RegisterMemoryResponse(
+            memory_id=registration.memory_id, chunk_bytes=[layout.raw_bytes for layout in layouts]
+        )
+
+    @_call
+    async def ReleaseMemory(  # noqa: N802
+        self, request: pb.ReleaseMemoryRequest, caller: Session
+    ) -> pb.ReleaseMemoryResponse:
+        """Remove registered memory once no job uses it."""
         await self._registrations.release(request.memory_id, caller.token)
         return pb.ReleaseMemoryResponse()
 
-    async def _cancel(self, request: pb.CancelRequest, caller: Session) -> pb.CancelResponse:
-        return pb.CancelResponse(found=self.jobs.cancel(caller.token, request.job_id))
+    def _registration(self, caller: Session, memory_id: int) -> Registration:
+        registration = self._registrations.get(memory_id, caller.token)
+        if registration is None:
+            text = f"memory {memory_id:016x} is not registered (any more): register it again"
+            raise Stop(pb.OUTCOME_UNKNOWN_MEMORY, text)
+        return registration
+
+    def _check_reachable(self, registration: Registration, outcome: pb.Outcome) -> None:
+        """Remove a registration that the accelerator could not access; its owner registers it again."""
+        if outcome == pb.OUTCOME_DEVICE and not self._registrations.given_up:
+            text = f"registered memory {registration.memory_id:016x} could not be accessed: removed"
+            self._log.log(logging.WARNING, "unreachable", registration.owner, text)
+            registration.released = True
+
+    # ---- Jobs
+
+    @_call
+    async def Fetch(self, request: pb.FetchRequest, caller: Session) -> pb.FetchResponse:  # noqa: N802
+        """Fetch chunks into registered memory."""
+        return await self._fetch(request, caller)
+
+    async def FetchLayers(  # noqa: N802
+        self, request: pb.FetchRequest, context: _Context
+    ) -> AsyncIterator[pb.FetchLayersResponse]:
+        """Fetch chunks in the order of layers, and report leading layers meanwhile."""
+        progress: asyncio.Queue[int | None] = asyncio.Queue()  # at most one entry for each layer, and the end
+        fetch = functools.partial(self._fetch, on_layers=progress.put_nowait)
+        fetching = asyncio.ensure_future(self.answer(context, fetch, request))
+        fetching.add_done_callback(lambda _: progress.put_nowait(None))
+        try:
+            while (layers := await progress.get()) is not None:
+                yield pb.FetchLayersResponse(layers=layers)
+            yield pb.FetchLayersResponse(answer=await fetching)
+        finally:
+            fetching.cancel()
+            await asyncio.wait({fetching})
 
     async def _fetch(
         self, request: pb.FetchRequest, caller: Session, on_layers: Callable[[int], None] | None = None
     ) -> pb.FetchResponse:
-        lookup = functools.partial(self._registration, caller)
-        try:
-            parts = self._validate.fetch(request, lookup, streamed=on_layers is not None)
-        except UnknownMemoryError as error:
-            return await self._run_job(caller, request, _ended(pb.FetchResponse(), error), self._fetch_counts)
-        fetch = Fetch(
-            parts,
-            layerwise=request.order == pb.ORDER_LAYERS,
-            on_layers=on_layers,
-            window_s=request.window_us / 1e6,
-            mover=_FETCHERS[request.purpose],
-        )
-        regions = [(part.registration, part.offset, part.length) for part in parts]
-        if request.HasField("progress"):
-            regions.append((parts[0].registration, request.progress, PROGRESS_BYTES))
-            fetch.word = parts[0].registration.region(request.progress, PROGRESS_BYTES)
-
         async def work(job: Job) -> pb.FetchResponse:
+            memory = functools.partial(self._registration, caller)
+            parts = self._validate.fetch(request, memory, streamed=on_layers is not None)
+            fetch = Fetch(
+                parts,
+                layerwise=request.order == pb.ORDER_LAYERS,
+                on_layers=on_layers,
+                window_s=request.window_us / 1e6,
+                mover=_FETCHERS[request.purpose],
+            )
+            regions = [(part.registration, part.offset, part.length) for part in parts]
+            if request.HasField("progress"):
+                regions.append((parts[0].registration, request.progress, PROGRESS_BYTES))
+                fetch.word = parts[0].registration.region(request.progress, PROGRESS_BYTES)
             with contextlib.ExitStack() as claims:
                 for region in regions:
                     claims.enter_context(self._registrations.claim(*region, writing=True))
-                return await self._fetcher.fetch(job, fetch)
+                response = await self._fetcher.fetch(job, fetch)
+            for part in parts:
+                self._check_reachable(part.registration, response.outcome)
+            return response
 
-        return await self._run_job(caller, request, work, self._fetch_counts, [part.registration for part in parts])
+        answer: pb.FetchResponse = await self._run_job(caller, request, work, self._fetch_counts)
+        return answer
 
-    async def _fetch_pages(self, request: pb.FetchPagesRequest, caller: Session) -> pb.FetchResponse:
-        try:
-            registration = self._registration(caller, request.memory_id)
-        except UnknownMemoryError as error:
-            return await self._run_job(caller, request, _ended(pb.FetchResponse(), error), self._fetch_counts)
-        keys, blocks = self._validate.pages(request, registration)
-        (layout,), paging = registration.layouts, registration.paging
-        assert paging is not None
-        word = registration.address + request.progress if request.HasField("progress") else 0
-        pages = PageRequest(keys, layout, registration.address, paging.first, paging.stride, blocks, word)
+    @_call
+    async def FetchPages(self, request: pb.FetchPagesRequest, caller: Session) -> pb.FetchResponse:  # noqa: N802
+        """Load chunks of pages from devices of this machine into paged memory."""
 
         async def work(job: Job) -> pb.FetchResponse:
+            registration = self._registration(caller, request.memory_id)
+            keys, blocks = self._validate.pages(request, registration)
+            (layout,), paging = registration.layouts, registration.paging
+            assert paging is not None
+            word = registration.address + request.progress if request.HasField("progress") else 0
+            pages = PageRequest(keys, layout, registration.address, paging.first, paging.stride, blocks, word)
             with self._registrations.claim(registration, 0, registration.size, writing=True):
                 return await self._load_pages(job, pages)
 
-        return await self._run_job(caller, request, work, self._fetch_counts)
+        answer: pb.FetchResponse = await self._run_job(caller, request, work, self._fetch_counts)
+        return answer
 
     async def _load_pages(self, job: Job, request: PageRequest) -> pb.FetchResponse:
         if self._page_loader is None:
@@ -506,91 +460,67 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             delivered=[pack(delivered)], outcome=outcome, detail=detail, fetched_bytes=size, delivered_bytes=size
         )
 
-    async def _store(self, request: pb.StoreRequest, caller: Session) -> pb.StoreResponse:
-        keys = self._validate.keys("keys", list(request.keys))
-        parents = self._validate.parents(list(request.parents), len(keys))
-        self._validate.purpose(request.purpose)
-        try:
-            registration = self._registration(caller, request.memory_id)
-        except UnknownMemoryError as error:
-            return await self._run_job(caller, request, _ended(pb.StoreResponse(), error), self._store_counts)
-        layout = self._validate.layout_of(registration, request.layout)
-        offset = self._validate.offset(layout, request.offset)
-        plain = request.plain and self._page_loader is not None  # uncompressed bytes would only load the link
-        store = Store(
-            registration, layout, offset, keys, parents, request.lasts_ms, plain=plain, mover=_STORERS[request.purpose]
-        )
+    @_call
+    async def Store(self, request: pb.StoreRequest, caller: Session) -> pb.StoreResponse:  # noqa: N802
+        """Store chunks from registered memory as records."""
 
         async def work(job: Job) -> pb.StoreResponse:
-            with self._registrations.claim(registration, offset, len(keys) * layout.raw_bytes, writing=False):
-                return await self._storer.store(job, store)
+            keys = self._validate.keys("keys", list(request.keys))
+            parents = self._validate.parents(list(request.parents), len(keys))
+            self._validate.purpose(request.purpose)
+            registration = self._registration(caller, request.memory_id)
+            layout = self._validate.layout_of(registration, request.layout)
+            offset = self._validate.offset(layout, request.offset)
+            plain = request.plain and self._page_loader is not None  # uncompressed bytes would only load the link
+            mover = _STORERS[request.purpose]
+            store = Store(registration, layout, offset, keys, parents, request.lasts_ms, plain=plain, mover=mover)
+            size = len(keys) * layout.raw_bytes
+            with self._registrations.claim(registration, offset, size, writing=False):
+                response = await self._storer.store(job, store)
+            self._check_reachable(registration, response.outcome)
+            return response
 
-        return await self._run_job(caller, request, work, self._store_counts, [registration])
+        answer: pb.StoreResponse = await self._run_job(caller, request, work, self._store_counts)
+        return answer
 
-    def _registration(self, caller: Session, memory_id: int) -> Registration:
-        registration = self._registrations.get(memory_id, caller.token)
-        if registration is None:
-            raise UnknownMemoryError(f"memory {memory_id:016x} is not registered (any more): register it again")
-        return registration
-
-    def _check_reachable(self, registration: Registration, outcome: pb.Outcome) -> None:
-        """Remove a registration that the accelerator could not access; its owner registers it again."""
-        if outcome == pb.OUTCOME_DEVICE and not self._registrations.given_up:
-            text = f"registered memory {registration.memory_id:016x} could not be accessed: removed"
-            self._log.log(logging.WARNING, "unreachable", registration.owner, text)
-            self._registrations.mark_lost(registration)
+    @_call
+    async def Cancel(self, request: pb.CancelRequest, caller: Session) -> pb.CancelResponse:  # noqa: N802
+        """Cancel a job."""
+        return pb.CancelResponse(found=self.jobs.cancel(caller.token, request.job_id))
 
     async def _run_job(
-        self,
-        caller: Session,
-        request: Any,
-        work: Callable[[Job], Coroutine[Any, Any, _Response]],
-        counts: _CallCounts,
-        registrations: Sequence[Registration] = (),
-    ) -> _Response:
+        self, caller: Session, request: Any, work: Callable[[Job], Coroutine[Any, Any, Any]], counts: _CallCounts
+    ) -> Any:
         """Run a job to its end. If the caller disconnects, the job is cancelled, and its end awaited."""
         job_id = self._validate.job_id(request.job_id)
         timeout = self._validate.timeout(request.timeout_ms)
         begin = time.monotonic()
-        try:
-            with self.jobs.enter(caller.token, caller.owner, job_id, timeout) as job:
-                task = asyncio.create_task(self._run_work(job, work, counts, registrations))
-                try:
-                    response = await asyncio.shield(task)
-                except asyncio.CancelledError:
-                    job.cancel()
-                    await asyncio.wait({task})
-                    if not task.exception():
-                        counts.outcomes[outcome_name(task.result().outcome)] += 1  # type: ignore[attr-defined]
-                    raise
-        except KeyError:
-            raise InvalidCall(
-                f"job_id {job_id!r} is in use by a job in progress", grpc.StatusCode.ALREADY_EXISTS
-            ) from None
-        counts.outcomes[outcome_name(response.outcome)] += 1  # type: ignore[attr-defined]
+        with self.jobs.enter(caller.token, caller.owner, job_id, timeout) as job:
+            task = asyncio.create_task(self._run_work(job, work, counts))
+            try:
+                response = await asyncio.shield(task)
+            except asyncio.CancelledError:
+                job.cancel()
+                await asyncio.wait({task})
+                if not task.exception():
+                    counts.outcomes[outcome_name(task.result().outcome)] += 1
+                raise
+        counts.outcomes[outcome_name(response.outcome)] += 1
         self._log_outcome(response)
         counts.seconds.observe(time.monotonic() - begin)
         return response
 
-    async def _run_work(
-        self,
-        job: Job,
-        work: Callable[[Job], Coroutine[Any, Any, _Response]],
-        counts: _CallCounts,
-        registrations: Sequence[Registration],
-    ) -> _Response:
+    async def _run_work(self, job: Job, work: Callable[[Job], Coroutine[Any, Any, Any]], counts: _CallCounts) -> Any:
         """Run a job's work; an unexpected exception is an answer with OUTCOME_INTERNAL."""
         try:
-            response = await work(job)
-        except (QueueFullError, RegistrationError, DeviceGivenUpError):
+            return await work(job)
+        except CallError:
             raise
+        except Stop as stop:
+            return counts.response(outcome=stop.outcome, detail=stop.detail)
         except Exception as error:
             outcome, detail = self._internal(counts.call, error)
-            failed: _Response = counts.response(outcome=outcome, detail=detail)
-            return failed
-        for registration in registrations:
-            self._check_reachable(registration, response.outcome)  # type: ignore[attr-defined]
-        return response
+            return counts.response(outcome=outcome, detail=detail)
 
     def _log_outcome(self, response: Any) -> None:
         """Log a failed call whose reason nothing else logs."""
@@ -604,13 +534,3 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         if self._log.log(logging.ERROR, f"{call}: {type(error).__name__}", "", f"{detail}; please report it"):
             logger.exception("traceback")
         return pb.OUTCOME_INTERNAL, detail
-
-
-def _ended(response: Any, error: UnknownMemoryError) -> Callable[[Job], Coroutine[Any, Any, Any]]:
-    """Return work that answers at once: the named memory is not registered."""
-
-    async def work(job: Job) -> Any:
-        response.outcome, response.detail = pb.OUTCOME_UNKNOWN_MEMORY, str(error)
-        return response
-
-    return work

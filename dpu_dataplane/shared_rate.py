@@ -1,14 +1,10 @@
 """One rate for all bytes that a data plane moves beside engines that decode, and the order of the moves.
 
-Each engine reports whether it decodes, and the rate at which its steps stay within its interference budget. While
-engines decode, the lowest of their rates applies to all movers of the data plane together; otherwise there is no limit.
-A mover requests a turn for some bytes. A turn begins when the bytes of the turn before it have had their time at the
-rate. So one turn runs at a time, and a turn that spreads its bytes over its time never exceeds the rate.
-
-Turns are granted by precedence, and in the order of their requests within one precedence. An eighth of the bytes goes
-to the first turn of lower precedence, so that no mover starves.
-
-A report expires, so a dead engine limits nothing. This module does no I/O; the clock is an argument.
+While engines decode, the lowest rate that they report applies to all movers together; otherwise there is no limit. A
+turn begins when the bytes of the turn before it have had their time at the rate. So one turn runs at a time, and a turn
+that spreads its bytes over its time never exceeds the rate. Turns are granted by precedence, then in the order of their
+requests; an eighth of the bytes goes to lower precedence, so that no mover starves. A report expires, so a dead engine
+limits nothing. This module does no I/O.
 """
 
 from collections.abc import Callable
@@ -16,15 +12,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-RATE_MIN: Final = 16 << 20
-"""Lowest rate of an engine in bytes per second: below it, one chunk takes seconds."""
-ENGINES_MAX: Final = 64
-"""Most reports of a host, including those of dead engines that have not expired yet."""
-_LOWER_SHARE: Final = 8
-"""One byte in eight goes to movers of lower precedence."""
+RATE_MIN: Final = 16 << 20  # lowest rate of an engine in bytes per second: below it, one chunk takes seconds
+ENGINES_MAX: Final = 64  # most reports of a host, including those of dead engines that have not expired yet
+_LOWER_SHARE: Final = 8  # one byte in eight goes to movers of lower precedence
 _PAUSE_MAX_S: Final = 2.0
-_PAUSE_EVERY: Final = 10
-"""Longest pause, and the time to the next pause as a multiple of its length."""
+_PAUSE_EVERY: Final = 10  # longest pause, and the time to the next pause as a multiple of its length
 
 
 class Mover(Enum):
@@ -58,33 +50,18 @@ class _Report:
 
 @dataclass(eq=False)
 class Turn:
-    """A request to move bytes.
-
-    Attributes:
-        size: Number of bytes.
-        precedence: Precedence of the mover; 0 once a fetch waits for these bytes.
-        requested_s: Time of the request.
-        granted_s: Time of the grant; None while it waits.
-        rate: Bytes per second of the move; 0 for no limit.
-    """
+    """A request to move bytes."""
 
     mover: Mover
-    size: int
-    precedence: int
-    requested_s: float
-    granted_s: float | None = None
-    rate: int = 0
+    size: int  # number of bytes
+    precedence: int  # precedence of the mover; 0 once a fetch waits for these bytes
+    requested_s: float  # time of the request
+    granted_s: float | None = None  # time of the grant; None while it waits
+    rate: int = 0  # bytes per second of the move; 0 for no limit
 
 
 class SharedRate:
-    """Grants turns.
-
-    Args:
-        shares_memory: Internal movers use memory of the engines' host as well.
-
-    Attributes:
-        granted_bytes: Granted bytes by mover, without those that were not moved.
-    """
+    """Grants turns. With ``shares_memory`` internal movers use memory of the engines' host as well."""
 
     def __init__(self, clock: Callable[[], float], *, shares_memory: bool = True) -> None:
         self._clock = clock
@@ -98,27 +75,18 @@ class SharedRate:
         self._paused_until_s = self._next_pause_s = clock()
         self._pauser: tuple[str, bytes] | None = None
         self._reported_bytes = 0
-        self.granted_bytes = dict.fromkeys(Mover, 0)
+        self.granted_bytes = dict.fromkeys(Mover, 0)  # granted bytes by mover, without those that were not moved
 
     # ---- Reports of engines
 
     def report(self, owner: str, engine: bytes, *, rate: int, budget: float, lasts_s: float) -> None:
-        """Record that an engine decodes, for ``lasts_s``.
-
-        Args:
-            owner: the host of the engine.
-            engine: ID of the engine on its host.
-            rate: bytes a second at which its steps stay within its budget; 0: they do at any rate.
-            budget: Allowed relative slowdown of its steps.
-            lasts_s: seconds.
-        """
+        """Record that an engine of a host decodes, for ``lasts_s``, at a rate in bytes a second; 0: at any rate."""
         self._settle_debt()
         mine = self._reports.setdefault(owner, {})
         if engine in mine or len(mine) < ENGINES_MAX:
             mine[engine] = _Report(rate, budget, self._clock() + lasts_s)
 
     def ended(self, owner: str, engine: bytes) -> None:
-        """Record that an engine does not decode."""
         self._settle_debt()
         mine = self._reports.get(owner, {})
         mine.pop(engine, None)
@@ -141,7 +109,6 @@ class SharedRate:
 
     @property
     def engines(self) -> int:
-        """Number of decoding engines."""
         return sum(map(len, self._decoding().values()))
 
     @property
@@ -199,7 +166,6 @@ class SharedRate:
         return max(min([max(due, self._paused_until_s), *ends]) - now, 0.0)
 
     def _choose(self) -> Turn:
-        """Choose the next turn."""
         first = min(self._waiting, key=lambda turn: turn.precedence)
         lower = next((turn for turn in self._waiting if turn.precedence > first.precedence), None)
         if lower is None:
@@ -245,10 +211,7 @@ class SharedRate:
     # ---- Moved bytes
 
     def moved(self) -> tuple[int, bool]:
-        """Return the moved bytes so far, which never decrease, and whether a move is in progress.
-
-        A turn that spreads its bytes counts in proportion to its time.
-        """
+        """Return the moved bytes so far, which never decrease, and whether a move is in progress."""
         now, moving = self._clock(), [turn for turn in self._running if self._counts(turn.mover)]
         total = sum(size for mover, size in self.granted_bytes.items() if self._counts(mover))
         for turn in moving:

@@ -1,8 +1,8 @@
 """Store: from chunks in registered memory to records in storage, at lower priority than fetching.
 
-Chunks that storage has already are skipped. The others are encoded batch by batch, each with as many chunks as there
-are encoding threads, as far ahead as the store buffer allows. Meanwhile the records of earlier batches are put, one
-after the other: when a job ends early, the records that it has put are the leading ones.
+Chunks that storage has are skipped. The others are encoded batch by batch, each with as many chunks as there are
+encoding threads, as far ahead as the store buffer allows. Meanwhile the records of earlier batches are put, one after
+the other: when a job ends early, the records that it has put are the leading ones.
 """
 
 import asyncio
@@ -16,17 +16,14 @@ import numpy as np
 
 from dpu_dataplane.batches import ALIGNMENT, Buffers, StorePlan, encoded_bound, plan_store
 from dpu_dataplane.catalog import Catalog
-from dpu_dataplane.config import DataPlaneConfig
-from dpu_dataplane.interference import TURN_S, InterferenceBudget
+from dpu_dataplane.interference import TURN_S
 from dpu_dataplane.jobs import ENDINGS, Job, JobQueue, Stop, ending_of, outcome_of
-from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.registrations import Registration
 from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.found import Cold, Fault, Found, Stored, Unanswered, inspect_header
-from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Encoded, Source
+from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Encoded, Resources, Source
 from shadowserve import native
 from shadowserve.chunk import DECODED_BYTES_MAX, ChunkLayout
-from shadowserve.errors import StorageError, StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
 from shadowserve.pieces import pack
 from shadowserve.proto import dataplane_pb2 as pb
@@ -40,24 +37,19 @@ class Store:
     """A Store call and its progress.
 
     Attributes:
-        registration: Registered memory with the chunks.
-        offset: Offset of the first chunk; the chunks are contiguous.
-        parents: For each chunk, the key of the chunk before it in its prompt; empty for the first chunk of a prompt. No
-            entries if the host does not know them.
-        lasts_ms: Lifetime of the records; 0 for no end.
-        plain: The records are not compressed, and stay in local tiers if there are any.
-        mover: Mover of the bytes, for the interference budget.
+        parents: For each chunk, the key of the chunk before it in its prompt; empty for the first chunk of a
+            prompt. No entries if the host does not know them.
         stored: Length of each record that storage holds now, by index of its key.
     """
 
-    registration: Registration
+    registration: Registration  # registered memory with the chunks
     layout: ChunkLayout
-    offset: int
+    offset: int  # offset of the first chunk; the chunks are contiguous
     keys: Sequence[bytes]
     parents: Sequence[bytes] = ()
-    lasts_ms: int = 0
-    plain: bool = False
-    mover: Mover = Mover.STORE
+    lasts_ms: int = 0  # lifetime of the records; 0 for no end
+    plain: bool = False  # the records are not compressed, and stay in local tiers if there are any
+    mover: Mover = Mover.STORE  # mover of the bytes, for the interference budget
     stored: dict[int, int] = field(default_factory=dict)
 
     def parent_of(self, index: int) -> bytes:
@@ -73,46 +65,22 @@ class _EncodedBatch:
     batch: native.Batch
 
 
+@dataclass(frozen=True)
 class Storer:
-    """Runs Store calls, one at a time.
+    """Runs Store calls, one at a time."""
 
-    Args:
-        codec: Codec of new records.
-        pipeline: Pipeline that encodes.
-        source: Source that receives the records.
-    """
-
-    def __init__(
-        self,
-        config: DataPlaneConfig,
-        codec: native.Codec,
-        pipeline: native.Pipeline,
-        executor: Executor,
-        catalog: Catalog,
-        source: Source,
-        buffers: Buffers,
-        metrics: Metrics,
-        budget: InterferenceBudget,
-        queue: JobQueue,
-    ) -> None:
-        self._pipeline = pipeline
-        self._executor = executor
-        self._catalog = catalog
-        self._source = source
-        self._buffers = buffers
-        self._metrics = metrics
-        self._codec = codec
-        self._slice_bytes = int(config.slice_bytes)
-        self._budget = budget
-        self._batch_chunks = len(config.stage_cores()["store"])
-        self.queue = queue
+    resources: Resources
+    encoding: Executor  # thread of the pipeline's calls that encode
+    catalog: Catalog
+    source: Source
+    buffers: Buffers
+    queue: JobQueue
+    codec: native.Codec  # of new records
+    slice_bytes: int  # most bytes of symbols in a slice
+    batch_chunks: int
 
     async def store(self, job: Job, store: Store) -> pb.StoreResponse:
-        """Store chunks. Returns once nothing reads the region any more.
-
-        Raises:
-            QueueFullError: Too many stores wait.
-        """
+        """Store chunks; QueueFullError if too many stores wait. Returns once nothing reads the region any more."""
         keys = store.keys
         try:
             async with self.queue.turn(job):
@@ -132,12 +100,12 @@ class Storer:
     async def _store_keys(self, job: Job, store: Store, indexes: range) -> None:
         """Store the chunks of one lookup: encode batches, and put them meanwhile."""
         keys = store.keys[indexes.start : indexes.stop]
-        lookup = self._source.find(keys) if store.plain else self._source.find_stored(keys)
+        lookup = self.source.find(keys) if store.plain else self.source.find_stored(keys)
         found = await job.within(lookup, "asking storage which records it has")
         unanswered = next((index for index, each in enumerate(found) if isinstance(each, Unanswered)), None)
         answered = indexes if unanswered is None else indexes[:unanswered]
-        capacity = self._buffers.store // self._chunk_bound(store)
-        batch_max = max(1, min(self._batch_chunks, capacity // 2))
+        capacity = self.buffers.store // self._chunk_bound(store)
+        batch_max = max(1, min(self.batch_chunks, capacity // 2))
         free = list(range(max(1, capacity // batch_max)))  # parts of the store buffer
         puts: deque[tuple[asyncio.Task[None], int]] = deque()  # in progress, with their parts of the buffer
         remaining = iter(answered)
@@ -148,7 +116,7 @@ class Storer:
                     free.append(part)
                     await task
                 part = free.pop()  # the one freed last: most of it is still in a cache
-                async with self._budget.turn(store.mover, len(batch) * store.layout.raw_bytes, job):
+                async with self.resources.budget.turn(store.mover, len(batch) * store.layout.raw_bytes, job):
                     encoded = await self._encode(job, store, batch, part * batch_max)
                 put = self._put_batch(puts[-1][0] if puts else None, job, store, encoded)
                 puts.append((asyncio.create_task(put), part))
@@ -156,21 +124,21 @@ class Storer:
             if puts:
                 await puts[-1][0]  # its error is about earlier chunks, so it goes first
         if unanswered is not None:
-            raise _unanswered_error(keys[unanswered], found[unanswered])
+            missing = found[unanswered]
+            assert isinstance(missing, Unanswered)
+            raise missing.error(f"chunk {keys[unanswered].hex()}")
 
     def _chunk_bound(self, store: Store) -> int:
-        """Return the most bytes of the store buffer that a chunk takes."""
         return -(-encoded_bound(store.layout, *self._encoding(store)) // ALIGNMENT) * ALIGNMENT
 
     def _encoding(self, store: Store) -> tuple[native.Codec, int]:
-        """Return codec and most bytes of symbols in a slice."""
-        return (native.Codec.NONE, DECODED_BYTES_MAX) if store.plain else (self._codec, self._slice_bytes)
+        return (native.Codec.NONE, DECODED_BYTES_MAX) if store.plain else (self.codec, self.slice_bytes)
 
     async def _next_batch(
         self, job: Job, store: Store, remaining: Iterator[int], found: Sequence[Found], first: int, batch_max: int
     ) -> list[int]:
         """Return the indexes of the next chunks to encode; empty at the end. Count chunks that storage has already."""
-        rate = self._budget.rate
+        rate = self.resources.budget.rate
         limit = max(min(int(rate * TURN_S) // store.layout.raw_bytes, batch_max), 1) if rate else batch_max
         batch: list[int] = []
         for index in remaining:
@@ -181,7 +149,7 @@ class Storer:
                     break
             else:
                 store.stored[index] = length
-                self._catalog.available(store.keys[index])
+                self.catalog.available(store.keys[index])
         return batch
 
     async def _stored_length(self, job: Job, layout: ChunkLayout, key: bytes, stored: Found) -> int | None:
@@ -192,20 +160,19 @@ class Storer:
         """
         if not isinstance(stored, Stored | Cold):
             return None
-        faulty = self._catalog.is_quarantined(layout.namespace, key)
+        faulty = self.catalog.is_quarantined(layout.namespace, key)
         if isinstance(stored, Stored):
-            fault = inspect_header(stored, key, layout.namespace, self._catalog.codecs)
+            fault = inspect_header(stored, key, layout.namespace, self.catalog.codecs)
             if isinstance(fault, Fault):
                 if not fault.replaceable:
                     raise Stop(fault.outcome, f"chunk {key.hex()} cannot replace the stored record: {fault.reason}")
                 faulty = True
         if not faulty:
             return stored.length
-        await job.within(self._source.delete(key), "deleting a faulty record")
+        await job.within(self.source.delete(key), "deleting a faulty record")
         return None
 
     async def _encode(self, job: Job, store: Store, indexes: Sequence[int], first: int) -> _EncodedBatch:
-        """Encode a batch into the store buffer, from the ``first`` chunk's position on."""
         keys = [store.keys[index] for index in indexes]
         codec, slice_bytes = self._encoding(store)
         plan = plan_store(keys, indexes, store.layout, codec, self._chunk_bound(store), slice_bytes, first)
@@ -218,7 +185,9 @@ class Storer:
         )
         try:
             with job.interruptible(batch.cancel):
-                encoding = asyncio.get_running_loop().run_in_executor(self._executor, self._pipeline.encode, batch)
+                encoding = asyncio.get_running_loop().run_in_executor(
+                    self.encoding, self.resources.pipeline.encode, batch
+                )
                 result = await encoding
             store.registration.check_whole()  # else zeros would be stored for memory that is gone
             if result is not Result.OK and all(each is Result.OK for each in batch.results):
@@ -244,21 +213,20 @@ class Storer:
             encoded.batch.release()
 
     async def _put(self, job: Job, store: Store, encoded: _EncodedBatch, position: int) -> int:
-        """Put one record; return its length."""
         index, layout = encoded.indexes[position], store.layout
         key, (codec, _) = store.keys[index], self._encoding(store)
         manifest, parent = encoded.plan.manifest_of(position), store.parent_of(index)
         header = encode_header(key, codec, layout, manifest, parent=parent, in_blocks=store.plain)
         record = Encoded(encoded.batch, position, header, store.lasts_ms, store.plain)
-        result, text = await self._source.put(job, key, record)
+        result, text = await self.source.put(job, key, record)
         if result is not Result.OK:
             job.check()
             raise self._stop(key, result, text)
         size = len(header) + int(encoded.plan.pieces[position]["body_length"])
-        self._catalog.release(layout.namespace, key)
-        self._catalog.available(key)
-        self._metrics.totals["stored_raw_bytes"] += layout.raw_bytes
-        self._metrics.totals["stored_bytes"] += size
+        self.catalog.release(layout.namespace, key)
+        self.catalog.available(key)
+        self.resources.metrics.totals["stored_raw_bytes"] += layout.raw_bytes
+        self.resources.metrics.totals["stored_bytes"] += size
         return size
 
     def _stop(self, key: bytes, result: Result, text: str) -> Stop:
@@ -267,9 +235,3 @@ class Storer:
         if outcome == pb.OUTCOME_INTERNAL:
             logger.error("storing failed with %s at %s", result.name, detail)
         return Stop(outcome, detail)
-
-
-def _unanswered_error(key: bytes, found: Found) -> StorageError:
-    assert isinstance(found, Unanswered)
-    kind = StorageRefusedError if found.refused else StorageUnavailableError
-    return kind(f"chunk {key.hex()}: {found.reason}")

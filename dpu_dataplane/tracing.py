@@ -10,25 +10,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+import grpc
+
+from dpu_dataplane.jobs import CallError
 from shadowserve import native
 from shadowserve.errors import NativeError
 from shadowserve.proto import dataplane_pb2 as pb
 
 STEPS_MAX: Final = 4096
 """Most steps of calls in a recording: with five for each batch, more than the threads' logs can fill."""
-SPANS_IN_MESSAGE: Final = 8192
-"""Some 600 KB, far below the limit on a message."""
+SPANS_IN_MESSAGE: Final = 8192  # some 600 KB, far below the limit on a message
 _NO_SLICE: Final = 0xFFFFFFFF
 
 
-class RecordingError(Exception):
+class RecordingError(CallError):
     """A recording cannot be made; the message says why."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
 
 
 @dataclass
 class _Recording:
-    """A recording of one host's fetches in progress."""
-
     owner: str
     fetches_left: int
     decides: bool  # the host reports its decisions: the one after the last fetch is waited for
@@ -96,10 +98,7 @@ class Tracer:
     def recording(self, owner: str, fetches: int, *, decides: bool) -> Iterator[_Recording]:
         """Record a host's fetches while in this context. ``done`` is set when ``fetches`` of them have ended.
 
-        If the host ``decides``, one of its decisions must follow.
-
-        Raises:
-            RecordingError: Another recording is in progress, or the pipeline has no room for events.
+        If the host ``decides``, one of its decisions must follow. RecordingError if another recording is in progress.
         """
         if self._recording is not None:
             raise RecordingError("another recording is in progress; try again when it is over")

@@ -8,25 +8,21 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from dpu_dataplane.paging import PagingError
-from dpu_dataplane.plan import FetchPart
-from dpu_dataplane.progress import PROGRESS_BYTES
+from dpu_dataplane.jobs import CallError
+from dpu_dataplane.plan import PROGRESS_BYTES, FetchPart
 from dpu_dataplane.registrations import Registration
 from dpu_dataplane.shared_rate import RATE_MIN
 from dpu_dataplane.sources.source import Chain
 from shadowserve import __version__
 from shadowserve.chunk import TOKENS_MAX, ChunkLayout
-from shadowserve.errors import ShadowServeError
 from shadowserve.keys import KEY_BYTES, RECORD_VERSION, SCHEMA_VERSION
 from shadowserve.pool.next_use import REQUESTS_MAX
 from shadowserve.proto import PROTOCOL_VERSION
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import layout_from_message
 
-KEYS_MAX: Final = 65536
-"""Most keys in a call."""
-TIMEOUT_MAX_S: Final = 600.0
-"""Longest deadline of a call."""
+KEYS_MAX: Final = 65536  # most keys in a call
+TIMEOUT_MAX_S: Final = 600.0  # longest deadline of a call
 _CHAINS_MAX = 4096
 _JOB_ID_MAX = 128
 _HOST_MAX = 64
@@ -45,30 +41,18 @@ _STEPS_LAST_MS_MAX = 10_000
 _PIECES_MAX = 1 << 22  # eight times those of a prompt of 1 Mi tokens with 128 layers
 
 
-class InvalidCall(ShadowServeError):
-    """A call that a correct client does not make, or that exceeds a limit.
-
-    Attributes:
-        code: gRPC status of the answer.
-        metadata: Trailing metadata of the answer.
-    """
-
-    metadata: tuple[tuple[str, str], ...] = ()
+class InvalidCall(CallError):
+    """A call that a correct client does not make, or that exceeds a limit."""
 
     def __init__(self, message: str, code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT) -> None:
         super().__init__(message)
         self.code = code
 
 
-class UnknownMemoryError(Exception):
-    """The named memory is not registered any more; the caller registers it again."""
-
-
 class Validator:
     """Checks messages. Methods raise InvalidCall."""
 
     def timeout(self, timeout_ms: int) -> float:
-        """Return the time limit of a call in seconds."""
         if not 1 <= timeout_ms <= 1000 * TIMEOUT_MAX_S:
             raise InvalidCall(
                 f"timeout_ms is {timeout_ms}; every call has a deadline, 1 to {1000 * TIMEOUT_MAX_S:.0f} ms"
@@ -94,12 +78,7 @@ class Validator:
     def fetch(
         self, request: pb.FetchRequest, memory: Callable[[int], Registration], *, streamed: bool = False
     ) -> list[FetchPart]:
-        """Return the parts of a fetch.
-
-        Args:
-            memory: Returns the registration of an id, or raises UnknownMemoryError.
-            streamed: The call reports its layers in a stream.
-        """
+        """Return the parts of a fetch; ``memory`` returns the registration of an id, or raises Stop."""
         self._enum("order", request.order, pb.Order)
         self._enum("purpose", request.purpose, pb.Purpose)
         _count("parts", len(request.parts), 1, _PARTS_MAX)
@@ -144,10 +123,7 @@ class Validator:
             raise InvalidCall(
                 f"progress is {word}; it is a multiple of {PROGRESS_BYTES} within {registration.size} bytes"
             )
-        try:
-            return keys, registration.paging.rows(request.blocks, len(keys), layout.tokens)
-        except PagingError as error:
-            raise InvalidCall(str(error)) from error
+        return keys, registration.paging.rows(request.blocks, len(keys), layout.tokens)
 
     def purpose(self, purpose: int) -> None:
         self._enum("purpose", purpose, pb.Purpose)
@@ -271,14 +247,12 @@ class Validator:
 
 
 def _count(name: str, count: int, least: int, most: int, unit: str = "entries") -> None:
-    """Check the number of something in a field."""
     if not least <= count <= most:
         bounds = f"{least} to {most}" if least else f"at most {most}"
         raise InvalidCall(f"{name} has {count} {unit}; it has {bounds}")
 
 
 def _check_progress(request: pb.FetchRequest, parts: Sequence[FetchPart], *, streamed: bool) -> None:
-    """Check that the call can report its progress in the way it requests."""
     layerwise, has_word = request.order == pb.ORDER_LAYERS, request.HasField("progress")
     if streamed and (not layerwise or len(parts) > 1):
         raise InvalidCall("a stream reports the layers of one part, in the order of layers")
@@ -301,7 +275,6 @@ def _check_progress(request: pb.FetchRequest, parts: Sequence[FetchPart], *, str
 
 
 def _check_disjoint(parts: Sequence[FetchPart]) -> None:
-    """Check that no two parts write the same bytes."""
     regions: dict[object, list[tuple[int, int, int]]] = {}
     for index, part in enumerate(parts):
         regions.setdefault(part.registration.identity, []).append((part.offset, part.length, index))

@@ -6,15 +6,21 @@ from dataclasses import dataclass
 from typing import Final, Generic, NamedTuple, Self, TypeVar
 
 from shadowserve.chunk import ChunkLayout
-from shadowserve.errors import CorruptRecordError, NotARecordError, RecordError, StorageError, StorageRefusedError
+from shadowserve.errors import (
+    CorruptRecordError,
+    NotARecordError,
+    RecordError,
+    StorageError,
+    StorageRefusedError,
+    StorageUnavailableError,
+)
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.record import Header, HeaderPeek, header_length, parse_header, peek_header
 from shadowserve.tier import Tier
 
 HEADER_CACHE_BYTES: Final = 32 << 20
 """Bytes of headers cached between a lookup and the fetches that follow; as many for the local tiers."""
-_ENTRY_OVERHEAD: Final = 400
-"""Bytes of Python objects around one cached header."""
+_ENTRY_OVERHEAD: Final = 400  # bytes of Python objects around one cached header
 
 _Entry = TypeVar("_Entry")
 
@@ -54,9 +60,12 @@ class Unanswered(NamedTuple):
         """Convert the error of a failed request."""
         return cls(str(error), isinstance(error, StorageRefusedError))
 
+    def error(self, what: str) -> StorageError:
+        """Return the error of a request of which this is the answer."""
+        return (StorageRefusedError if self.refused else StorageUnavailableError)(f"{what}: {self.reason}")
 
-Found = Stored | Cold | Unanswered | None
-"""A source's answer for one key; None if it has no record there."""
+
+Found = Stored | Cold | Unanswered | None  # A source's answer for one key; None if it has no record there
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +73,12 @@ class Fault:
     """Why a stored value cannot be used.
 
     Attributes:
-        outcome: CORRUPT, MISMATCH, NOT_A_RECORD or UNSUPPORTED_CODEC.
-        reason: One sentence.
-        replaceable: A Store may replace the value. False for a record that others can use: one of another namespace,
-            or one in a codec that this build lacks.
+        replaceable: A Store may replace the value. False for a record that others can use: one of another
+            namespace, or one in a codec that this build lacks.
     """
 
-    outcome: pb.Outcome
-    reason: str
+    outcome: pb.Outcome  # CORRUPT, MISMATCH, NOT_A_RECORD or UNSUPPORTED_CODEC
+    reason: str  # one sentence
     replaceable: bool = True
 
 

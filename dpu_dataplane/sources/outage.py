@@ -1,4 +1,4 @@
-"""Outages of storage: whether it can be reached, the error for callers, and the back-off between attempts to connect.
+"""Outages of storage: the error for callers, and the back-off between attempts to connect.
 
 During a known outage calls fail at once. Callers wait only for an attempt without a failure before it: the first one,
 or the first one after a stable connection. Each failed attempt, whatever the reason, doubles the delay up to a bound.
@@ -17,22 +17,13 @@ BACKOFF_FIRST_S: Final = 0.05
 BACKOFF_MAX_S: Final = 4.0
 """Delays before jitter. A server that returns is found within some 5 s, and one that rejects our certificate or
 password has little work with it."""
-CAUSES_LOGGED_MAX: Final = 8
-"""Different causes of one outage that are logged; more of them say nothing new."""
+CAUSES_LOGGED_MAX: Final = 8  # different causes of one outage that are logged; more of them say nothing new
 STABLE_S: Final = 1.0
 """Duration after which a connection counts as stable: the next failure begins another outage."""
 
 
 class Outage:
-    """The state of one connection to storage.
-
-    Args:
-        logger: Receives a warning for each cause.
-        meanwhile: Consequence of the outage, for the warning.
-
-    Attributes:
-        failure: Error of the last attempt; None while connected, and before the first attempt has ended.
-    """
+    """The state of one connection to storage; ``meanwhile`` is the consequence of an outage, for the log."""
 
     def __init__(
         self, logger: logging.Logger, meanwhile: str, clock: Callable[[], float] = lambda: time.monotonic()
@@ -52,7 +43,6 @@ class Outage:
             raise type(self.failure)(str(self.failure))
 
     async def wait_known(self) -> None:
-        """Wait until storage is connected, or known to be unreachable."""
         await self._known.wait()
 
     def fail(self, error: StorageError) -> None:
@@ -66,16 +56,12 @@ class Outage:
         self._known = asyncio.Event()
 
     def recover(self) -> None:
-        """Record a new connection."""
         self.failure = None
         self._connected_at = self._clock()
         self._known.set()
 
     def disconnect(self) -> bool:
-        """Record the end of a connection: callers wait for the next attempt until :meth:`fail`.
-
-        Return whether the connection was stable.
-        """
+        """Record the end of a connection, and return if it was stable. Callers wait until :meth:`fail`."""
         stable = self._connected_at is not None and self._clock() - self._connected_at >= STABLE_S
         if stable:
             self._logged.clear()

@@ -6,41 +6,35 @@ then brings the bodies of that batch to the pipeline, and it accepts new records
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Hashable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from dpu_dataplane.interference import InterferenceBudget
 from dpu_dataplane.jobs import Job, Stop
+from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.plan import FetchPlan
 from dpu_dataplane.sources.found import Found
-from dpu_dataplane.sources.page_loader import PageLoader
 from shadowserve import native
+from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import StorageError, StorageRefusedError
 from shadowserve.native import Result
 from shadowserve.pieces import Flags
 
-QUESTION_KEYS_MAX: Final = 8192
-"""Most keys in one request to a source: 16 ranks' chains of 128K tokens."""
+QUESTION_KEYS_MAX: Final = 8192  # most keys in one request to a source: 16 ranks' chains of 128K tokens
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a piece was not delivered.
+    """Why a piece was not delivered."""
 
-    Attributes:
-        result: Result of the pipeline.
-        error: Error of the source, or of the node that has the piece, if it could not be reached.
-        reply: The node and its answer, for messages; empty if they add nothing.
-        from_replica: A replica that may lag behind has answered: a plan with ``authoritative`` may succeed.
-        recover: Updates the map of nodes; another plan may succeed after it. None if that cannot help.
-    """
-
-    result: Result
+    result: Result  # result of the pipeline
     error: StorageError | None = None
-    reply: str = ""
-    from_replica: bool = False
+    reply: str = ""  # the node and its answer, for messages; empty if they add nothing
+    from_replica: bool = False  # A replica that may lag behind has answered: a plan with ``authoritative`` may succeed
     recover: Callable[[], Coroutine[Any, Any, None]] | None = None
 
 
@@ -49,17 +43,14 @@ class Delivered:
     """Result of a plan.
 
     Attributes:
-        results: For each piece: OK if it is in place; SKIPPED if it was not tried, or became useless because another
-            piece of its group has failed; otherwise why it failed.
-        failures: Failed pieces, by id.
-        received_bytes: Bytes read.
-        stop: Why the job ended before the plan was done.
+        results: For each piece: OK if it is in place; SKIPPED if it was not tried, or became useless because
+            another piece of its group has failed; otherwise why it failed.
     """
 
     results: npt.NDArray[np.uint32]
-    failures: dict[int, Failure] = field(default_factory=dict)
-    received_bytes: int = 0
-    stop: Stop | None = None
+    failures: dict[int, Failure] = field(default_factory=dict)  # failed pieces, by id
+    received_bytes: int = 0  # bytes read
+    stop: Stop | None = None  # why the job ended before the plan was done
 
     def padded(self, count: int) -> Self:
         """Return the result of a plan of ``count`` pieces; those at its end were skipped."""
@@ -69,21 +60,24 @@ class Delivered:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A record to store: its header, and its body as ``Pipeline.encode`` left it in the store buffer.
+    """A record to store: its header, and its body as ``Pipeline.encode`` left it in the store buffer."""
 
-    Attributes:
-        batch: The encoded batch.
-        position: Index of the piece in the batch.
-        header: Header of the record.
-        lasts_ms: Lifetime in ms; 0 for no end.
-        plain: The record is not compressed, and stays in local tiers if there are any.
-    """
+    batch: native.Batch  # the encoded batch
+    position: int  # index of the piece in the batch
+    header: bytes  # header of the record
+    lasts_ms: int = 0  # lifetime in ms; 0 for no end
+    plain: bool = False  # the record is not compressed, and stays in local tiers if there are any
 
-    batch: native.Batch
-    position: int
-    header: bytes
-    lasts_ms: int = 0
-    plain: bool = False
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """Objects that all parts of a source share."""
+
+    pipeline: native.Pipeline
+    fetching: Executor  # thread for the pipeline's calls that fetch
+    storing: Executor  # thread for its calls that store
+    metrics: Metrics
+    budget: InterferenceBudget
 
 
 Chain = tuple[bytes, Sequence[bytes]]
@@ -91,19 +85,56 @@ Chain = tuple[bytes, Sequence[bytes]]
 
 
 class WaitingRequest(NamedTuple):
-    """A request that waits in an engine's queue.
+    """A request that waits in an engine's queue."""
 
-    Attributes:
-        name: Name of the request, unique while it waits.
-        chains: Records that it will fetch.
-        begins_at: Probable begin, in seconds of time.monotonic(); infinite if not known.
-        until: End of this information, likewise.
+    name: Hashable  # name of the request, unique while it waits
+    chains: Sequence[Chain]  # records that it will fetch
+    begins_at: float  # probable begin, in seconds of time.monotonic(); infinite if not known
+    until: float  # end of this information, likewise
+
+
+@dataclass(frozen=True)
+class PageRequest:
+    """Chunks to load into paged memory."""
+
+    keys: Sequence[bytes]  # keys of the chunks' records, a chain
+    layout: ChunkLayout
+    address: int  # address of the paged memory in this process
+    first: Sequence[int]  # for each layer, the offset of block 0's page in bytes
+    stride: int  # bytes from one block's page to the next block's page
+    blocks: npt.NDArray[np.uint32]  # block numbers by chunk and position in the chunk
+    word: int  # address of the word for the number of leading layers in place; 0 for none
+
+    def part(self, first: int, end: int) -> "PageRequest":
+        """Return the request of some chunks. It reports no layers: those of the other chunks are not in place yet."""
+        return replace(self, keys=self.keys[first:end], blocks=self.blocks[first:end], word=0)
+
+
+class LoadedPages(NamedTuple):
+    """Result of a page request."""
+
+    delivered: Flags  # pieces in place, by layer and chunk
+    corrupt: list[int]  # indexes of chunks that differ from their checksums
+    stop: Stop | None  # why the job ended before the request was done
+
+
+class PageLoader(ABC):
+    """Loads whole chunks from devices into paged memory, without a buffer between. The caller fetches other chunks.
+
+    *Quiet.* Once :meth:`load` has returned, nothing is written to the paged memory any more. A read that a device has
+    begun cannot be cancelled, so :meth:`load` waits for it, however long the device takes.
     """
 
-    name: Hashable
-    chains: Sequence[Chain]
-    begins_at: float
-    until: float
+    @abstractmethod
+    def register(self, memory: memoryview) -> None:
+        """Register paged memory with all devices. This pins its pages, which takes long: not on the event loop."""
+
+    @abstractmethod
+    def unregister(self, memory: memoryview) -> None: ...
+
+    @abstractmethod
+    async def load(self, job: Job, request: PageRequest) -> LoadedPages:
+        """Load the leading chunks that devices hold as pages, layer by layer, and verify their checksums."""
 
 
 class Source(ABC):
@@ -120,17 +151,15 @@ class Source(ABC):
     Methods raise StorageUnavailableError or StorageRefusedError if no key was answered for.
 
     Attributes:
-        name: Name for messages.
         page_loader: Loads chunks of pages from devices of this machine; None for a source without devices.
         publishes_here: All engines that share the source use this data plane. Its table of published keys
             (:class:`~dpu_dataplane.publishing.Publications`) is complete, so the source needs none.
-        keeps_plain: Records that are not compressed stay in tiers of this machine.
     """
 
-    name: str
+    name: str  # name for messages
     page_loader: PageLoader | None = None
     publishes_here: bool = False
-    keeps_plain: bool = False
+    keeps_plain: bool = False  # records that are not compressed stay in tiers of this machine
 
     @property
     @abstractmethod
@@ -158,11 +187,7 @@ class Source(ABC):
         return await self.find(keys)
 
     async def publish(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
-        """Publish keys that will be stored within ``lasts_ms``; 0 withdraws them.
-
-        Returns:
-            False for a source that takes no publications.
-        """
+        """Publish keys that will be stored within ``lasts_ms``, 0 withdraws them; False if it takes no publications."""
         return False
 
     async def published(self, keys: Sequence[bytes]) -> Flags | None:
@@ -184,33 +209,22 @@ class Source(ABC):
     async def receive(self, job: Job, key: bytes, first: int, memory: memoryview) -> Result:
         """Fill memory with a record's stored bytes from offset ``first`` on. They are not verified.
 
-        Returns:
-            OK, or the reason; NOT_FOUND if there is no such record or it is shorter.
-
-        Raises:
-            Stop: The job is cancelled or its time is up.
+        Returns OK, or the reason; NOT_FOUND if there is no such record or it is shorter. Stop ends a cancelled job.
         """
         raise StorageRefusedError(f"{self.name} hands out no records as they are stored")
 
     @abstractmethod
     async def deliver(self, job: Job, plan: FetchPlan) -> Delivered:
-        """Deliver a plan's pieces, in order.
+        """Deliver a plan's pieces, in order; Stop if the job has ended and no byte was moved yet.
 
         A piece that cannot be delivered costs its group the pieces of its chunk and of later chunks, no others.
-
-        Raises:
-            Stop: The job is cancelled or its time is up, and no byte was moved yet.
         """
 
     @abstractmethod
     async def put(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:
-        """Store a record. A valid record that is already stored under the key stays; that is a success.
+        """Store a record; return OK, or the reason with the server's error text. Stop ends a cancelled job.
 
-        Returns:
-            OK, or the reason with the server's error text.
-
-        Raises:
-            Stop: The job is cancelled or its time is up.
+        A valid record that is already stored under the key stays; that is a success.
         """
 
     @abstractmethod

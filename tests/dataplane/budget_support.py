@@ -32,28 +32,18 @@ async def report(client: Client, engine: bytes = b"a", **changes: Any) -> pb.Ste
 
 def moved(daemon: Daemon) -> dict[str, int]:
     """Return moved bytes by mover. Check that the granted bytes cover them."""
-    families = {family.name: family for family in daemon.metrics.registry.collect()}
-    counted = {each.labels["mover"]: int(each.value) for each in families["shadowserve_moved_bytes"].samples}
+    metrics, counted = daemon.metrics, daemon.metrics.moved_bytes
     granted = {mover.label: size for mover, size in daemon.budget.shared.granted_bytes.items()}
-    metrics = daemon.metrics
     stored = sum(counted[each] for each in ("store", "tier_store", "preemption_save"))
     assert all(counted[mover] <= granted[mover] for mover in counted)
     assert metrics.totals["delivered_bytes"] <= granted["fetch"] + granted["tier_load"] + granted["page_load"]
     assert metrics.totals["stored_raw_bytes"] <= stored
-    assert sum(size for size, _ in metrics.prefetches().values()) <= granted["prefetch"]
+    assert sum(metrics.prefetch_bytes.values()) <= granted["prefetch"]
     return {name: size for name, size in counted.items() if size}
 
 
-def dropped(daemon: Daemon) -> dict[tuple[str, str], int]:
-    families = {family.name: family for family in daemon.metrics.registry.collect()}
-    samples = families["shadowserve_interference_dropped"].samples
-    return {(each.labels["mover"], each.labels["reason"]): int(each.value) for each in samples}
-
-
 def delayed(daemon: Daemon, mover: Mover) -> int:
-    families = {family.name: family for family in daemon.metrics.registry.collect()}
-    samples = families["shadowserve_interference_delayed"].samples
-    return next(int(each.value) for each in samples if each.labels["mover"] == mover.label)
+    return daemon.metrics.interference_delayed[mover.label]
 
 
 async def held(daemon: Daemon, client: Client, mover: Mover, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:

@@ -198,9 +198,6 @@ class Cluster:
     def at(self, port: int) -> ClusterNode:
         return next(node for node in self.nodes if node.port == port)
 
-    def replica_of(self, master: ClusterNode) -> ClusterNode:
-        return next(node for node in self.replicas() if node.redis.info("replication")["master_port"] == master.port)
-
     def all_know(self, slot: int, master: ClusterNode) -> bool:
         """Return True if every node knows the master of a slot: a client may request the map from any of them."""
         return all(

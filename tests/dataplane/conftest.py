@@ -9,6 +9,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports by path, so that folders need no __init__.py
 
 from dataplane_support import BACKENDS, Client, Server, running
+from scripted_source import ScriptedSource
+
+from dpu_dataplane.config import DataPlaneConfig
+from dpu_dataplane.sources.source import Resources
 
 
 @pytest.fixture(scope="session")
@@ -54,6 +58,20 @@ async def client(storage: Server, request: pytest.FixtureRequest) -> AsyncIterat
     """A client of a daemon on the shared storage server."""
     async with running(storage, backend=request.param) as (_, client):
         yield client
+
+
+@pytest.fixture
+async def script(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[ScriptedSource, Client]]:
+    """A scripted source, and a client of a daemon over it."""
+    made: list[ScriptedSource] = []
+
+    def source_of(configuration: DataPlaneConfig, resources: Resources) -> ScriptedSource:
+        made.append(ScriptedSource(resources))
+        return made[-1]
+
+    monkeypatch.setattr("dpu_dataplane.server.source_of", source_of)
+    async with running("127.0.0.1:1") as (_, client):
+        yield made[0], client
 
 
 def _keys(server: Server) -> list[bytes]:

@@ -1,5 +1,6 @@
 """Helpers of the data plane's tests: real storage servers, a real daemon, real segments, and records."""
 
+import asyncio
 import contextlib
 import fcntl
 import functools
@@ -11,12 +12,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
+import pytest
 from machine import NEVER_S, WAIT_MAX_MS, WAIT_MAX_S, free_port, frozen, wait_for
 from preloaded import Preloaded
 
@@ -89,9 +91,12 @@ class Server:
         except OSError:
             return False
 
+    def _connection(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_MAX_S)
+
     def command(self, *words: bytes) -> bytes:
         """Send one command. Return the first line of its answer."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_MAX_S) as sock:
+        with self._connection() as sock:
             for command in ([(b"AUTH", self.password.encode())] if self.password else []) + [words]:
                 sock.sendall(b"*%d\r\n" % len(command) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in command))
                 answer = b""
@@ -107,6 +112,13 @@ class Server:
         self.command(b"DEL", storage_key(key))
         answer = self.command(b"SET", storage_key(key), value)
         assert answer == b"+OK", answer
+
+    def fill(self, shape: ChunkLayout, keys: Sequence[bytes], codec: str = "kvrans") -> list[bytes]:
+        """Store the record of ``kv(shape, index)`` under each key; return the records."""
+        records = [make_record(shape, key, index, codec) for index, key in enumerate(keys)]
+        for key, data in zip(keys, records, strict=True):
+            self.put(key, data)
+        return records
 
     def has(self, key: bytes) -> bool:
         return self.command(b"EXISTS", storage_key(key)) == b":1"
@@ -204,6 +216,10 @@ def kv(shape: ChunkLayout, seed: int) -> bytes:
     if shape.dtype is DType.FLOAT8_E4M3:
         return (random.integers(0, 80, count, np.uint8) + 128 * (values < 0)).astype(np.uint8).tobytes()  # no NaN
     return values.astype(np.float16 if shape.dtype is DType.FLOAT16 else np.float32).tobytes()
+
+
+def kvs(shape: ChunkLayout, count: int) -> list[bytes]:
+    return [kv(shape, index) for index in range(count)]
 
 
 def make_record(shape: ChunkLayout, key: bytes, seed: int, codec: str = "kvrans") -> bytes:
@@ -344,6 +360,14 @@ class Client:
         chunks = leading_chunks(delivered, np.ones_like(delivered))
         return Fetched(chunks, delivered, answer.outcome, answer.detail, answer.fetched_bytes, answer.delivered_bytes)
 
+    async def fetches(
+        self, keys: list[bytes], chunks: int, outcome: int = pb.OUTCOME_COMPLETE, **changes: Any
+    ) -> "Fetched":
+        """Fetch, and check the number of leading chunks and the outcome."""
+        answer = await self.fetch(keys, **changes)
+        assert (answer.chunks, answer.outcome) == (chunks, outcome), answer
+        return answer
+
     def store_request(self, keys: list[bytes], **changes: Any) -> pb.StoreRequest:
         self._jobs += 1
         fields: dict[str, Any] = {
@@ -369,6 +393,14 @@ class Client:
     def chunk(self, index: int, shape: ChunkLayout | None = None) -> bytes:
         size = (shape or self.shape).raw_bytes
         return self.segment.memory[index * size : (index + 1) * size].tobytes()
+
+    def chunks(self, count: int) -> list[bytes]:
+        return [self.chunk(index) for index in range(count)]
+
+    def fill(self, count: int) -> None:
+        """Write ``kvs`` into the segment."""
+        data = b"".join(kvs(self.shape, count))
+        self.segment.memory[: len(data)] = np.frombuffer(data, np.uint8)
 
     async def close(self) -> None:
         await self.channel.close()
@@ -413,16 +445,73 @@ def found(answer: pb.LookupResponse, *counts: int) -> Found:
     return Found([leading(each) for each in flags], [each.tolist() for each in flags], answer.outcome, answer.detail)
 
 
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+FAILED = grpc.StatusCode.FAILED_PRECONDITION
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def refused(call: Any, code: grpc.StatusCode, *words: str) -> grpc.aio.AioRpcError:
+    """Check that a call is refused with this status, and that its message has these words."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert caught.value.code() is code, caught.value
+    assert all(word in (caught.value.details() or "") for word in words), caught.value.details()
+    return caught.value
+
+
+async def cancel(client: "Client", job_id: str) -> bool:
+    """Cancel a job; return True if it was found."""
+    return bool((await client.stub.Cancel(pb.CancelRequest(job_id=job_id))).found)
+
+
+async def until_true(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(WAIT_MAX_S):
+        while not await condition():
+            await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def listening(serve: Callable[..., Any], **options: Any) -> AsyncIterator[str]:
+    """A server of streams on a free port; yields its address."""
+    async with await asyncio.start_server(serve, "127.0.0.1", 0, **options) as server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@contextlib.asynccontextmanager
+async def started(source: Any) -> AsyncIterator[Any]:
+    await source.start()
+    try:
+        yield source
+    finally:
+        await source.close()
+
+
+@contextlib.asynccontextmanager
+async def client_of(daemon: "Daemon | DaemonProcess", **hello: Any) -> AsyncIterator["Client"]:
+    """Another client of a daemon, by default on the same host."""
+    client = Client(daemon.address)
+    try:
+        await client.hello(**hello)
+        yield client
+    finally:
+        await client.close()
+
+
 @contextlib.asynccontextmanager
 async def running(server: "Server | str", **changes: Any) -> AsyncIterator[tuple[Daemon, Client]]:
     """A daemon within this event loop, and a client of it."""
     async with Daemon(config(server, **changes)) as daemon:
-        client = Client(daemon.address)
-        try:
-            await client.hello()
+        async with client_of(daemon) as client:
             yield daemon, client
-        finally:
-            await client.close()
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    shape: ChunkLayout, chunks: int, server: "Server | str", **changes: Any
+) -> AsyncIterator[tuple[Daemon, Client]]:
+    """A daemon within this event loop, and a client with registered memory for some chunks."""
+    async with running(server, **changes) as (daemon, client):
+        yield daemon, await client.register(shape, chunks)
 
 
 class DaemonProcess:

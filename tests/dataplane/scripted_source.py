@@ -14,8 +14,7 @@ from typing import Any
 from dpu_dataplane.jobs import Job
 from dpu_dataplane.plan import FetchPlan
 from dpu_dataplane.sources.found import Found, Stored
-from dpu_dataplane.sources.source import Delivered, Encoded, Failure, Source
-from shadowserve import native
+from dpu_dataplane.sources.source import Delivered, Encoded, Failure, Resources, Source
 from shadowserve.errors import StorageError
 from shadowserve.keys import storage_key
 from shadowserve.native import Result
@@ -39,7 +38,7 @@ class ScriptedSource(Source):
         recovered: Number of plans that were followed by an update of the map of nodes.
     """
 
-    def __init__(self, pipeline: native.Pipeline, fetching: Executor, storing: Executor) -> None:
+    def __init__(self, resources: Resources) -> None:
         self.name = "a script"
         self.records: dict[bytes, bytes] = {}
         self.copies: dict[bytes, bytes] = {}
@@ -50,9 +49,9 @@ class ScriptedSource(Source):
         self.damaged: list[bytes] = []
         self.cuts = 0
         self.recovered = 0
-        self._pipeline = pipeline
-        self._fetching = fetching
-        self._storing = storing
+        self._pipeline = resources.pipeline
+        self._fetching = resources.fetching
+        self._storing = resources.storing
 
     @property
     def connected(self) -> bool:

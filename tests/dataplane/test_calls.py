@@ -1,7 +1,6 @@
 """Calls: malformed, cancelled, abandoned, overlapping, too many; registrations; health; metrics."""
 
 import asyncio
-import os
 import time
 import urllib.error
 import urllib.request
@@ -12,46 +11,34 @@ from typing import Any
 import grpc
 import pytest
 from dataplane_support import (
+    EXHAUSTED,
+    FAILED,
     Client,
-    Segment,
     Server,
+    cancel,
     keys_of,
     kv,
     layout,
     make_record,
+    refused,
     running,
+    serving,
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, free_port, until
+from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, until
 
-from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.server import SERVICE_NAME, Daemon
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.proto.convert import layout_message
 
 SHAPE = layout()
 KEYS = keys_of(SHAPE, 4)
-INVALID = grpc.StatusCode.INVALID_ARGUMENT
-FAILED = grpc.StatusCode.FAILED_PRECONDITION
-EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-async def refused(call: Any, code: grpc.StatusCode, *words: str) -> None:
-    """Check that a call is refused with this status, and that its message has these words."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    assert caught.value.code() == code, caught.value
-    for word in words:
-        assert word in (caught.value.details() or ""), caught.value.details()
 
 
 @pytest.fixture
 async def frozen(mortal_storage: Server) -> AsyncIterator[tuple[Daemon, Client, Server]]:
     """A daemon whose storage holds records and has stopped answering; headers are cached."""
-    for index, key in enumerate(KEYS):
-        mortal_storage.put(key, make_record(SHAPE, key, index))
-    async with running(mortal_storage, command_timeout_s=NEVER_S) as (daemon, client):
-        await client.register(SHAPE, 8)
+    mortal_storage.fill(SHAPE, KEYS)
+    async with serving(SHAPE, 8, mortal_storage, command_timeout_s=NEVER_S) as (daemon, client):
         await client.lookup(KEYS)
         assert (await client.fetch(KEYS)).chunks == 4
         mortal_storage.freeze()
@@ -59,151 +46,14 @@ async def frozen(mortal_storage: Server) -> AsyncIterator[tuple[Daemon, Client, 
         mortal_storage.thaw()
 
 
-# ---- Malformed ------------------------------------------------------------------------------------------------------
-
-
-async def test_malformed_fetches_name_the_field(client: Client) -> None:
-    await client.register(SHAPE, 2)
-    size = 2 * SHAPE.raw_bytes
-    for changes, words in (
-        ({"keys": []}, ["keys"]),
-        ({"keys": [b"short"]}, ["keys[0]", "32"]),
-        ({"keys": [*KEYS, bytes(33)]}, ["keys[4]", "33"]),
-        ({"keys": [bytes(32)] * 65537}, ["keys", "65537"]),
-        ({"job_id": ""}, ["job_id"]),
-        ({"job_id": "x" * 129}, ["job_id", "129"]),
-        ({"timeout_ms": 0}, ["timeout_ms"]),
-        ({"timeout_ms": 2**32 - 1}, ["timeout_ms"]),
-        ({"length": 0}, ["length"]),
-        ({"length": SHAPE.raw_bytes - 1}, ["length"]),
-        ({"length": size + 1}, ["offset", "outside"]),
-        ({"offset": SHAPE.raw_bytes, "length": size}, ["offset", "outside"]),
-        ({"offset": 1, "length": SHAPE.raw_bytes}, ["offset", "multiple of 2"]),
-        ({"offset": 2**64 - 2, "length": 2**64 - 2}, ["outside"]),
-    ):
-        await refused(client.stub.Fetch(client.fetch_request(**{"keys": KEYS} | changes)), INVALID, *words)
-
-
-async def test_malformed_stores_name_the_field(client: Client) -> None:
-    await client.register(SHAPE, 2)
-    for changes, words in (
-        ({"keys": []}, ["keys"]),
-        ({"keys": [bytes(31)]}, ["keys[0]"]),
-        ({"keys": KEYS[:2], "parents": [b""]}, ["parents", "2 keys"]),
-        ({"keys": KEYS[:1], "parents": [bytes(31)]}, ["parents[0]", "31 bytes"]),
-        ({"keys": KEYS[:3]}, ["outside"]),
-        ({"keys": KEYS[:1], "offset": 2**64 - 2}, ["outside"]),
-        ({"keys": KEYS[:1], "offset": 1}, ["offset"]),
-        ({"keys": KEYS[:1], "timeout_ms": 0}, ["timeout_ms"]),
-        ({"keys": KEYS[:1], "job_id": ""}, ["job_id"]),
-    ):
-        await refused(client.stub.Store(client.store_request(**{"keys": KEYS} | changes)), INVALID, *words)
-
-
-async def test_malformed_lookups_name_the_field(client: Client) -> None:
-    space = SHAPE.namespace
-    for chains, words in (
-        ([pb.KeyChain(keys=[b"x"], namespace=space)], ["chains[0].keys[0]"]),
-        ([pb.KeyChain(keys=KEYS, namespace=space), pb.KeyChain(keys=KEYS)], ["chains[1].namespace"]),
-        ([pb.KeyChain(keys=[bytes(32)] * 40000, namespace=space)] * 2, ["80000"]),
-        ([pb.KeyChain(namespace=space)] * 5000, ["5000"]),
-    ):
-        await refused(client.stub.Lookup(pb.LookupRequest(chains=chains, timeout_ms=100)), INVALID, *words)
-    await refused(client.stub.Lookup(pb.LookupRequest(timeout_ms=0)), INVALID, "timeout_ms")
-
-
 async def test_a_lookup_reports_the_stored_bytes(client: Client, storage: Server) -> None:
-    for index, key in enumerate(KEYS[:3]):
-        storage.put(key, make_record(SHAPE, key, index))
+    storage.fill(SHAPE, KEYS[:3])
     storage.put(KEYS[3], b"no record")
     sizes = [len(make_record(SHAPE, key, index)) for index, key in enumerate(KEYS[:3])]
     chains = [pb.KeyChain(keys=keys, namespace=SHAPE.namespace) for keys in (KEYS, KEYS[:1], [bytes(32)], [])]
     answer = await client.stub.Lookup(pb.LookupRequest(chains=chains, timeout_ms=NEVER_MS))
     assert answer.outcome == pb.OUTCOME_COMPLETE
     assert list(answer.stored_bytes) == [sum(sizes), sizes[0], 0, 0]
-
-
-async def test_malformed_registrations_name_the_field(client: Client) -> None:
-    await client.register(SHAPE, 2)
-    segment = client.segment = Segment(2 * SHAPE.raw_bytes)
-    client.segments.append(segment)
-
-    def message(**changes: Any) -> pb.ChunkLayout:
-        made = layout_message(SHAPE)
-        for name, value in changes.items():
-            setattr(made, name, value)
-        return made
-
-    for changes, code, words in (
-        ({"shared_memory": None}, INVALID, ["memory"]),
-        ({"layouts": [message(dtype="float8")]}, INVALID, ["layout: dtype", "float8"]),
-        ({"layouts": [message(quantizer="magic")]}, INVALID, ["layout: quantizer"]),
-        ({"layouts": [message(namespace=b"")]}, INVALID, ["namespace"]),
-        ({"layouts": [message(layers=0)]}, INVALID, ["layers"]),
-        ({"layouts": [message(kinds=3)]}, INVALID, ["kinds"]),
-        ({"layouts": [message(bins=7)]}, INVALID, ["bins"]),
-        ({"layouts": [message(quantizer="binned", bins=32, value_bins=7)]}, INVALID, ["value_bins"]),
-        ({"layouts": [message(value_bins=16)]}, INVALID, ["value_bins"]),
-        ({"layouts": [message(quantizer="binned", bins=32, scale_tokens=1 << 20)]}, INVALID, ["scale_tokens"]),
-        ({"layouts": [message(vector_length=2**32 - 1)]}, INVALID, ["2 MiB"]),
-        ({"layouts": [message(layers=2**32 - 1)]}, INVALID, ["slices"]),
-        ({"layouts": [message(tokens=2**32 - 1)]}, INVALID, ["tokens", "65536"]),
-        ({"layouts": [message(vector_length=1 << 16)]}, FAILED, ["buffer_bytes"]),
-        ({"shared_memory": pb.SharedMemory(name="../etc/passwd", size=segment.size)}, INVALID, ["name"]),
-        ({"shared_memory": pb.SharedMemory(name=segment.name + "\n", size=segment.size)}, INVALID, ["name"]),
-        ({"shared_memory": pb.SharedMemory(name="shadowserve-00000000", size=segment.size)}, INVALID, ["cannot open"]),
-        ({"shared_memory": pb.SharedMemory(name=segment.name, size=segment.size + 1)}, INVALID, ["size"]),
-        ({"shared_memory": pb.SharedMemory(name=segment.name, size=0)}, INVALID, ["size"]),
-        ({"shared_memory": pb.SharedMemory(name=segment.name, size=2**64 - 1)}, EXHAUSTED, ["registered_bytes_max"]),
-    ):
-        await refused(client.stub.RegisterMemory(client.register_request(**changes)), code, *words)
-
-
-async def test_only_own_regular_files_are_mapped(client: Client) -> None:
-    await client.register(SHAPE, 1)
-    target = Segment(SHAPE.raw_bytes)
-    client.segments.append(target)
-    link, pipe, folder, theirs = (f"/dev/shm/shadowserve-{digit * 8}" for digit in "abcd")
-    os.symlink(target.path, link)
-    os.mkfifo(pipe)
-    os.mkdir(folder)
-    with open(theirs, "wb") as file:
-        file.truncate(SHAPE.raw_bytes)
-    try:
-        if os.geteuid() == 0:
-            os.chown(theirs, 12345, 12345)
-        else:
-            os.chmod(theirs, 0)  # without the right to change owners: an unreadable file
-        for path in (link, pipe, folder, theirs):
-            memory = pb.SharedMemory(name=os.path.basename(path), size=SHAPE.raw_bytes)
-            request = client.register_request(shared_memory=memory)
-            await refused(client.stub.RegisterMemory(request), INVALID, path)
-    finally:
-        for path in (link, pipe, theirs):
-            os.unlink(path)
-        os.rmdir(folder)
-
-
-async def test_oversized_messages_are_refused(client: Client) -> None:
-    await client.register(SHAPE, 1)
-    request = client.fetch_request([bytes(1000)] * 20000)
-    await refused(client.stub.Fetch(request), EXHAUSTED)
-    assert (await client.fetch(KEYS[:1])).outcome == pb.OUTCOME_ABSENT
-
-
-async def test_a_truncated_segment_is_refused_and_the_daemon_survives(client: Client) -> None:
-    segment = Segment(2 * SHAPE.raw_bytes)
-    client.shape, client.segment = SHAPE, segment
-    client.segments.append(segment)
-    client.memory_id = (await client.stub.RegisterMemory(client.register_request())).memory_id
-    os.truncate(segment.path, 4096)
-    await refused(client.stub.Fetch(client.fetch_request(KEYS)), INVALID, "shorter")
-    os.truncate(segment.path, segment.size)
-    assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY, (
-        "so that the host registers its memory again"
-    )
-    await client.register(SHAPE, 2)
-    assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
 
 
 # ---- Registered memory ----------------------------------------------------------------------------------------------
@@ -217,22 +67,6 @@ async def test_unknown_memory_is_an_outcome(client: Client) -> None:
     await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
     assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
     await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
-
-
-async def test_registrations_are_bounded(storage: Server) -> None:
-    async with running(storage, registrations_max=2) as (_, client):
-        await client.register(SHAPE, 1)
-        await client.register(SHAPE, 1)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await client.register(SHAPE, 1)
-        assert caught.value.code() == EXHAUSTED and "registrations_max" in (caught.value.details() or "")
-        await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
-        await client.register(SHAPE, 1)
-    async with running(storage, registered_bytes_max=3 * SHAPE.raw_bytes) as (_, client):
-        await client.register(SHAPE, 2)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await client.register(SHAPE, 2)
-        assert caught.value.code() == EXHAUSTED
 
 
 async def test_an_idle_registration_is_removed(storage: Server) -> None:
@@ -259,7 +93,7 @@ async def test_release_returns_only_when_the_region_is_quiet(frozen: tuple[Daemo
     done, _ = await asyncio.wait({release, fetch}, timeout=0.3)
     assert not done
     assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
-    assert (await client.stub.Cancel(pb.CancelRequest(job_id="slow"))).found
+    assert await cancel(client, "slow")
     assert (await fetch).outcome == pb.OUTCOME_CANCELLED
     await release
 
@@ -274,20 +108,12 @@ async def test_cancel_ends_a_running_and_a_waiting_fetch(frozen: tuple[Daemon, C
     await until(storage.asked)
     waiting = asyncio.ensure_future(client.fetch(KEYS, job_id="two", offset=length, length=length, timeout_ms=NEVER_MS))
     await until(lambda: daemon.metrics.gauges["fetch_queue_jobs"][1]() == 1)
-    assert (await client.stub.Cancel(pb.CancelRequest(job_id="two"))).found
+    assert await cancel(client, "two")
     assert (await waiting).outcome == pb.OUTCOME_CANCELLED
     assert not running_one.done()
-    assert (await client.stub.Cancel(pb.CancelRequest(job_id="one"))).found
+    assert await cancel(client, "one")
     assert (await running_one).outcome == pb.OUTCOME_CANCELLED
-    assert not (await client.stub.Cancel(pb.CancelRequest(job_id="one"))).found
-
-
-async def test_cancel_ends_a_store(frozen: tuple[Daemon, Client, Server]) -> None:
-    _, client, storage = frozen
-    store = asyncio.ensure_future(client.store(KEYS, job_id="store", timeout_ms=NEVER_MS))
-    await until(storage.asked)
-    assert (await client.stub.Cancel(pb.CancelRequest(job_id="store"))).found
-    assert (await store).outcome == pb.OUTCOME_CANCELLED
+    assert not await cancel(client, "one")
 
 
 async def test_the_deadline_counts_while_waiting(frozen: tuple[Daemon, Client, Server]) -> None:
@@ -300,7 +126,7 @@ async def test_the_deadline_counts_while_waiting(frozen: tuple[Daemon, Client, S
     assert second.outcome == pb.OUTCOME_DEADLINE
     assert time.monotonic() - begin > 0.29
     assert not first.done()
-    assert (await client.stub.Cancel(pb.CancelRequest(job_id="first"))).found
+    assert await cancel(client, "first")
     assert (await first).outcome == pb.OUTCOME_CANCELLED
 
 
@@ -325,13 +151,12 @@ async def test_two_jobs_cannot_share_bytes_that_one_of_them_writes(frozen: tuple
         grpc.StatusCode.ALREADY_EXISTS,
         "job_id",
     )
-    await client.stub.Cancel(pb.CancelRequest(job_id="one"))
+    await cancel(client, "one")
     await fetch
 
 
 async def test_a_full_queue_refuses(mortal_storage: Server) -> None:
-    async with running(mortal_storage, fetch_queue=1, command_timeout_s=NEVER_S) as (daemon, client):
-        await client.register(SHAPE, 4)
+    async with serving(SHAPE, 4, mortal_storage, fetch_queue=1, command_timeout_s=NEVER_S) as (daemon, client):
         await client.lookup(KEYS)
         mortal_storage.freeze()
         regions = [{"offset": index * SHAPE.raw_bytes, "length": SHAPE.raw_bytes} for index in range(3)]
@@ -341,24 +166,9 @@ async def test_a_full_queue_refuses(mortal_storage: Server) -> None:
         await until(lambda: daemon.metrics.gauges["fetch_queue_jobs"][1]() == 1)
         await refused(client.stub.Fetch(client.fetch_request(KEYS, **regions[2])), EXHAUSTED, "fetch_queue")
         for job_id in "ab":
-            await client.stub.Cancel(pb.CancelRequest(job_id=job_id))
+            await cancel(client, job_id)
         assert {(await first).outcome, (await second).outcome} == {pb.OUTCOME_CANCELLED}
         mortal_storage.thaw()
-
-
-async def test_nothing_is_written_after_the_answer(mortal_storage: Server) -> None:
-    for index, key in enumerate(KEYS):
-        mortal_storage.put(key, make_record(SHAPE, key, index))
-    async with running(mortal_storage) as (_, client):
-        await client.register(SHAPE, 4)
-        await client.lookup(KEYS)
-        assert (await client.fetch(KEYS)).chunks == 4
-        mortal_storage.freeze()
-        assert (await client.fetch(KEYS, timeout_ms=200)).outcome == pb.OUTCOME_DEADLINE
-        client.segment.memory[:] = 0x5A
-        mortal_storage.thaw()
-        await client.lookup(KEYS)  # storage runs again, and has sent its late answers
-        assert set(client.segment.memory.tobytes()) == {0x5A}
 
 
 async def test_fetches_and_stores_side_by_side(storage: Server) -> None:
@@ -426,39 +236,25 @@ def probe(port: int, path: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-async def test_metrics_can_be_served_on_a_free_port(storage: Server, caplog: pytest.LogCaptureFixture) -> None:
+async def test_metrics_and_probes_are_served_on_a_free_port(storage: Server, caplog: pytest.LogCaptureFixture) -> None:
     """Symptom: with ``metrics_port: 0`` the port that was taken could not be found out."""
     caplog.set_level("INFO", "dpu_dataplane")
-    async with running(storage, metrics_port=0) as (daemon, _):
-        assert daemon.metrics_port
-        assert (await asyncio.to_thread(probe, daemon.metrics_port, "/healthz"))[0] == 200
-        assert f"http://127.0.0.1:{daemon.metrics_port}/metrics" in caplog.text
-
-
-def test_no_metrics_port_can_be_written_as_its_default_is_shown() -> None:
-    assert DataPlaneConfig(metrics_port=DataPlaneConfig.default_text("metrics_port")).metrics_port is None
-
-
-async def test_prometheus_metrics_are_served(storage: Server) -> None:
-    port = free_port()
-    storage.put(KEYS[0], make_record(SHAPE, KEYS[0], 0))
-    async with running(storage, metrics_port=port) as (_, client):
-        await client.register(SHAPE, 4)
+    storage.fill(SHAPE, KEYS[:1])
+    async with serving(SHAPE, 4, storage, metrics_port=0) as (daemon, client):
         await client.lookup(KEYS)
         answer = await client.fetch(KEYS)
-        url = f"http://127.0.0.1:{port}/metrics"
-        with await asyncio.to_thread(urllib.request.urlopen, url, timeout=WAIT_MAX_S) as page:
-            text = page.read().decode()
-        probes = [await asyncio.to_thread(probe, port, path) for path in ("/healthz", "/readyz")]
-    assert probes[0][0] == 200 and probes[0][1].startswith("ok event loop: answered in ")
-    assert probes[1][0] == 200 and "\nok draining: no\nok storage: connected to " in probes[1][1]
+        port = daemon.metrics_port
+        assert port and f"http://127.0.0.1:{port}/metrics" in caplog.text
+        (_, text), health, ready = [
+            await asyncio.to_thread(probe, port, path) for path in ("/metrics", "/healthz", "/readyz")
+        ]
+    assert health[0] == 200 and health[1].startswith("ok event loop: answered in ")
+    assert ready[0] == 200 and "\nok draining: no\nok storage: connected to " in ready[1]
     samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert samples['shadowserve_fetches_total{outcome="absent"}'] == "1.0"
-    assert samples['shadowserve_lookups_total{outcome="complete"}'] == "1.0"
-    assert samples["shadowserve_lookup_hits_total"] == "1.0"
-    assert float(samples["shadowserve_fetched_bytes_total"]) == answer.fetched_bytes
-    assert float(samples["shadowserve_delivered_bytes_total"]) == SHAPE.raw_bytes
-    assert samples["shadowserve_storage_up"] == "1.0"
-    assert samples["shadowserve_fetch_seconds_count"] == "1.0"
+    expected = {
+        'fetches_total{outcome="absent"}': 1, 'lookups_total{outcome="complete"}': 1, "lookup_hits_total": 1,
+        "fetched_bytes_total": answer.fetched_bytes, "delivered_bytes_total": SHAPE.raw_bytes, "storage_up": 1,
+        "fetch_seconds_count": 1, "registered_bytes": 4 * SHAPE.raw_bytes,
+    }  # fmt: skip
+    assert {name: float(samples[f"shadowserve_{name}"]) for name in expected} == expected
     assert float(samples['shadowserve_stage_busy_seconds_total{stage="decompress"}']) > 0
-    assert samples["shadowserve_registered_bytes"] == str(float(4 * SHAPE.raw_bytes))

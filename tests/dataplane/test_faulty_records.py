@@ -1,27 +1,24 @@
 """Faulty records: each is a miss with its reason, and none is delivered."""
 
-import asyncio
 import logging
+import random
 import struct
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from dataplane_support import (
     Client,
-    DaemonProcess,
     Fetched,
     Server,
     keys_of,
     kv,
+    kvs,
     layout,
     make_record,
     namespace,
     running,
+    serving,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from machine import until
 
 from dpu_dataplane import catalog
@@ -144,57 +141,26 @@ async def test_faulty_record_is_a_miss_with_its_reason(
             assert where.has(KEYS[1])
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(position=st.integers(0, len(GOOD[1]) * 8 - 1))
-def test_a_flipped_bit_anywhere_is_never_delivered(flips: "Flips", position: int) -> None:
-    flips.check(position)
-
-
-class Flips:
-    """One daemon for all examples: Hypothesis runs them outside of pytest's event loop."""
-
-    def __init__(self, server: Server, directory: Path) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.server = server
-        self.daemon = DaemonProcess(server, directory, delete_corrupt="false")
-        self.client: Client = self.loop.run_until_complete(self._connect())
-
-    async def _connect(self) -> Client:
-        return await Client(self.daemon.address).register(SHAPE, 2)
-
-    def check(self, position: int) -> None:
-        bad = bytearray(GOOD[1])
-        bad[position // 8] ^= 1 << position % 8
-        self.server.put(KEYS[0], GOOD[0])
-        self.server.put(KEYS[1], bytes(bad))
-        answer = self.loop.run_until_complete(self.client.fetch(KEYS[:2]))
-        assert answer.chunks == 1
-        in_magic_or_version = position // 8 < 6
-        assert answer.outcome == (pb.OUTCOME_NOT_A_RECORD if in_magic_or_version else pb.OUTCOME_CORRUPT)
-        assert self.client.chunk(0) == kv(SHAPE, 0)
-
-    def close(self) -> None:
-        self.loop.run_until_complete(self.client.close())
-        self.loop.close()
-        assert self.daemon.stop() == 0
-
-
-@pytest.fixture
-def flips(redis: Server, tmp_path: Path) -> Iterator[Flips]:
-    made = Flips(redis, tmp_path)
-    yield made
-    made.close()
+async def test_a_flipped_bit_anywhere_is_never_delivered(redis: Server) -> None:
+    bits = 8 * len(GOOD[1])
+    positions = [*range(0, 8 * 168, 13), *random.Random(1).sample(range(bits), 100)]  # the header with its first slice
+    async with serving(SHAPE, 2, redis, delete_corrupt=False) as (_, client):
+        redis.put(KEYS[0], GOOD[0])
+        for position in positions:
+            bad = bytearray(GOOD[1])
+            bad[position // 8] ^= 1 << position % 8
+            redis.put(KEYS[1], bytes(bad))
+            in_magic_or_version = position // 8 < 6
+            await client.fetches(KEYS[:2], 1, pb.OUTCOME_NOT_A_RECORD if in_magic_or_version else pb.OUTCOME_CORRUPT)
+            assert client.chunk(0) == kv(SHAPE, 0)
 
 
 async def test_a_flipped_bit_after_the_lookup_is_found(redis: Server) -> None:
-    async with running(redis) as (_, client):
-        await client.register(SHAPE, 3)
-        for key, data in zip(KEYS, GOOD, strict=True):
-            redis.put(key, data)
+    async with serving(SHAPE, 3, redis) as (_, client):
+        redis.fill(SHAPE, KEYS)
         assert list((await client.lookup(KEYS)).hits) == [3]
         redis.put(KEYS[1], GOOD[1][:-9] + bytes([GOOD[1][-9] ^ 4]) + GOOD[1][-8:])
-        answer = await client.fetch(KEYS)
-        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_CORRUPT, 1)
+        await client.fetches(KEYS, 1, pb.OUTCOME_CORRUPT)
         assert list((await client.lookup(KEYS)).hits) == [1]
 
 
@@ -208,7 +174,7 @@ async def test_storing_a_quarantined_key_releases_it(redis: Server) -> None:
         assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, 1)
         assert list((await client.lookup(KEYS)).hits) == [3]
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
-        assert [client.chunk(index) for index in range(3)] == [kv(SHAPE, index) for index in range(3)]
+        assert client.chunks(3) == kvs(SHAPE, 3)
 
 
 async def test_quarantine_ends(redis: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,8 +191,7 @@ async def test_quarantine_ends(redis: Server, monkeypatch: pytest.MonkeyPatch) -
 
 async def test_a_lookup_with_a_wrong_namespace_costs_no_other_hit(redis: Server) -> None:
     async with running(redis) as (_, client):
-        for key, data in zip(KEYS, GOOD, strict=True):
-            redis.put(key, data)
+        redis.fill(SHAPE, KEYS)
         await client.register(SHAPE, 3)
         assert list((await client.lookup(KEYS, space=bytes(32))).hits) == [0]
         assert list((await client.lookup(KEYS)).hits) == [3]
@@ -238,8 +203,7 @@ async def test_quarantine_is_bounded(redis: Server, monkeypatch: pytest.MonkeyPa
     keys = keys_of(SHAPE, 20, seed=3)
     for key in keys:
         redis.put(key, b"no record")
-    async with running(redis) as (daemon, client):
-        await client.register(SHAPE, 1)
+    async with serving(SHAPE, 1, redis) as (daemon, client):
         for key in keys:
             assert list((await client.lookup([key])).hits) == [0]
         assert daemon.metrics.gauges["quarantined_keys"][1]() == 5

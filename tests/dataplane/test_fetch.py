@@ -1,4 +1,4 @@
-"""Deliveries and outcomes of fetches."""
+"""Deliveries, outcomes and retries of fetches."""
 
 import itertools
 from typing import Any
@@ -12,12 +12,15 @@ from dataplane_support import (
     found,
     keys_of,
     kv,
+    kvs,
     layout,
     make_record,
     running,
+    serving,
     way_name,
 )
 from machine import WAIT_MAX_MS
+from scripted_source import ScriptedSource
 
 from shadowserve import native
 from shadowserve.keys import storage_key
@@ -39,9 +42,7 @@ async def test_every_quantizer_and_codec_is_delivered_exactly(storage: Server, w
     async with running(storage, **way) as (_, client):
         for shape, codec in itertools.product(TREATMENTS, CODECS):
             keys = keys_of(shape, 3, seed=TREATMENTS.index(shape) * len(CODECS) + CODECS.index(codec))
-            records = [make_record(shape, key, index, codec) for index, key in enumerate(keys)]
-            for key, data in zip(keys, records, strict=True):
-                storage.put(key, data)
+            records = storage.fill(shape, keys, codec)
             await client.register(shape, 3)
             answer = await client.fetch(keys)
             assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 3), (shape, codec, answer)
@@ -52,54 +53,21 @@ async def test_every_quantizer_and_codec_is_delivered_exactly(storage: Server, w
             await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
 
 
-async def test_lossless_returns_the_same_bytes(client: Client, storage: Server) -> None:
-    shape = layout()
-    keys = keys_of(shape, 2)
-    for index, key in enumerate(keys):
-        storage.put(key, make_record(shape, key, index))
-    await client.register(shape, 2)
-    assert (await client.fetch(keys)).chunks == 2
-    assert [client.chunk(index) for index in range(2)] == [kv(shape, index) for index in range(2)]
-
-
 async def test_a_chunk_of_many_slices_arrives_whole(client: Client, storage: Server) -> None:
     # A slice spans at most 2 MiB: one (layer, kind) of 5 tokens x 1 MiB has three slices.
     shape = layout("lossless", "uint8", layers=1, kinds=1, tokens=5, vector_length=1 << 20)
     assert shape.slice_count == 3
     [key] = keys_of(shape, 1)
-    async with running(storage, decompression_buffer_bytes="8MiB", store_buffer_bytes="8MiB") as (_, roomy):
-        await roomy.register(shape, 1)
+    async with serving(shape, 1, storage, decompression_buffer_bytes="8MiB", store_buffer_bytes="8MiB") as (_, roomy):
         storage.put(key, make_record(shape, key, 0))
         assert (await roomy.fetch([key])).outcome == pb.OUTCOME_COMPLETE
         assert roomy.chunk(0) == kv(shape, 0)
 
 
-async def test_a_missing_chunk_ends_the_prefix(client: Client, storage: Server) -> None:
-    shape = layout()
-    keys = keys_of(shape, 4)
-    for index in (0, 1, 3):
-        storage.put(keys[index], make_record(shape, keys[index], index))
-    await client.register(shape, 4)
-    client.segment.memory[:] = 0xAA
-    assert list((await client.lookup(keys)).hits) == [2]
-    answer = await client.fetch(keys)
-    assert (answer.outcome, answer.chunks) == (pb.OUTCOME_ABSENT, 2)
-    assert client.chunk(1) == kv(shape, 1)
-    assert set(client.chunk(2) + client.chunk(3)) == {0xAA}
-
-
-async def test_a_fetch_without_records_is_absent(client: Client) -> None:
-    shape = layout()
-    await client.register(shape, 1)
-    answer = await client.fetch(keys_of(shape, 1, seed=9))
-    assert (answer.outcome, answer.chunks, answer.fetched_bytes) == (pb.OUTCOME_ABSENT, 0, 0)
-
-
 async def test_pieces_beyond_the_region_take_further_calls(client: Client, storage: Server) -> None:
     shape = layout()
     keys = keys_of(shape, 5)
-    for index, key in enumerate(keys):
-        storage.put(key, make_record(shape, key, index))
+    storage.fill(shape, keys)
     await client.register(shape, 2, extra=100)
     seen: list[bytes] = []
     outcomes = []
@@ -108,50 +76,17 @@ async def test_pieces_beyond_the_region_take_further_calls(client: Client, stora
         outcomes.append(answer.outcome)
         seen += [client.chunk(index) for index in range(answer.chunks)]
     assert outcomes == [pb.OUTCOME_BATCH_FULL, pb.OUTCOME_BATCH_FULL, pb.OUTCOME_COMPLETE]
-    assert seen == [kv(shape, index) for index in range(5)]
-
-
-@pytest.mark.parametrize("way", WAYS, ids=way_name)
-async def test_pieces_beyond_the_buffers_take_further_batches(storage: Server, way: dict[str, Any]) -> None:
-    shape = layout(vector_length=2048)  # 512 KiB a chunk: staged, 4 in the 2 MiB DMA source buffer
-    keys = keys_of(shape, 9)
-    for index, key in enumerate(keys):
-        storage.put(key, make_record(shape, key, index))
-    small = way | {"decompression_buffer_bytes": "2MiB", "dma_source_buffer_bytes": "2MiB"}
-    async with running(storage, **small) as (daemon, client):
-        await client.register(shape, 9)
-        done = 0
-        while done < 9:
-            answer = await client.fetch(keys[done:], offset=done * shape.raw_bytes, length=(9 - done) * shape.raw_bytes)
-            done += answer.chunks
-            assert answer.outcome == (pb.OUTCOME_COMPLETE if done == 9 else pb.OUTCOME_BATCH_FULL)
-            assert 0 < answer.chunks < 9
-        assert [client.chunk(index) for index in range(9)] == [kv(shape, index) for index in range(9)]
-        assert daemon.metrics.totals["batches"] >= 2
-
-
-async def test_only_the_region_is_written(client: Client, storage: Server) -> None:
-    shape = layout()
-    keys = keys_of(shape, 1)
-    storage.put(keys[0], make_record(shape, keys[0], 0))
-    await client.register(shape, 3)
-    client.segment.memory[:] = 0x55
-    answer = await client.fetch(keys, offset=shape.raw_bytes, length=shape.raw_bytes)
-    assert answer.outcome == pb.OUTCOME_COMPLETE
-    assert set(client.chunk(0) + client.chunk(2)) == {0x55}
-    assert client.chunk(1) == kv(shape, 0)
+    assert seen == kvs(shape, 5)
 
 
 async def test_a_record_evicted_after_the_lookup_is_absent(client: Client, storage: Server) -> None:
     shape = layout()
     keys = keys_of(shape, 2)
-    for index, key in enumerate(keys):
-        storage.put(key, make_record(shape, key, index))
+    storage.fill(shape, keys)
     await client.register(shape, 2)
     assert list((await client.lookup(keys)).hits) == [2]
     storage.command(b"DEL", storage_key(keys[1]))
-    answer = await client.fetch(keys)
-    assert (answer.outcome, answer.chunks) == (pb.OUTCOME_ABSENT, 1)
+    await client.fetches(keys, 1, pb.OUTCOME_ABSENT)
 
 
 async def test_a_record_replaced_after_the_lookup_is_fetched(client: Client, storage: Server) -> None:
@@ -161,8 +96,7 @@ async def test_a_record_replaced_after_the_lookup_is_fetched(client: Client, sto
     await client.register(shape, 1)
     assert list((await client.lookup([key])).hits) == [1]
     storage.put(key, make_record(shape, key, 1, "deflate"))
-    answer = await client.fetch([key])
-    assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 1)
+    await client.fetches([key], 1)
     assert client.chunk(0) == kv(shape, 1)
 
 
@@ -195,45 +129,6 @@ async def test_lookup_answers_all_chains_in_order(client: Client, storage: Serve
     assert (answer.hits, answer.outcome) == ([3, 1, 0, 0], pb.OUTCOME_COMPLETE)
 
 
-async def test_plain_redis_can_serve_as_storage(redis: Server) -> None:
-    shape = layout(layers=64)  # 128 slices: the header is longer than the first range
-    keys = keys_of(shape, 3)
-    for index, key in enumerate(keys[:2]):
-        redis.put(key, make_record(shape, key, index))
-    async with running(redis) as (_, client):
-        await client.register(shape, 3)
-        assert list((await client.lookup(keys)).hits) == [2]
-        answer = await client.fetch(keys)
-        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_ABSENT, 2)
-        assert [client.chunk(index) for index in range(2)] == [kv(shape, index) for index in range(2)]
-        client.segment.memory[:] = 0
-        client.segment.memory[2 * shape.raw_bytes :] = memoryview(kv(shape, 2))
-        assert (await client.store(keys[2:], offset=2 * shape.raw_bytes)).outcome == pb.OUTCOME_COMPLETE
-        client.segment.memory[:] = 0
-        assert (await client.fetch(keys)).outcome == pb.OUTCOME_COMPLETE
-        assert client.chunk(2) == kv(shape, 2)
-
-
-async def test_a_password_is_sent_on_every_connection(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    server = Server("redis", tmp_path, password="not telling").start()
-    try:
-        shape = layout()
-        [key] = keys_of(shape, 1)
-        server.put(key, make_record(shape, key, 0))
-        async with running(server) as (_, client):
-            await client.register(shape, 1)
-            assert (await client.fetch([key])).outcome == pb.OUTCOME_COMPLETE
-            assert (await client.store(keys_of(shape, 1, seed=1))).outcome == pb.OUTCOME_COMPLETE
-        async with running(server, storage_password="wrong") as (_, client):
-            await client.register(shape, 1)
-            answer = await client.fetch([key])
-            assert answer.outcome == pb.OUTCOME_STORAGE_REFUSED
-            assert "AUTH" in answer.detail
-            assert (await client.lookup([key])).outcome == pb.OUTCOME_STORAGE_REFUSED
-    finally:
-        server.kill()
-
-
 async def test_statistics_add_up(client: Client, storage: Server) -> None:
     shape = layout()
     keys = keys_of(shape, 3)
@@ -257,3 +152,63 @@ async def test_statistics_add_up(client: Client, storage: Server) -> None:
     assert stages["decompress"].items == 3 * shape.slice_count
     assert stages["decompress"].output_bytes == 3 * shape.raw_bytes
     assert stages["put"].items == 3
+
+
+# ---- Retries after failures of the source
+
+SHAPE = layout()
+KEYS = keys_of(SHAPE, 4)
+RECORDS = [make_record(SHAPE, key, seed) for seed, key in enumerate(KEYS)]
+
+
+@pytest.fixture
+async def filled(script: tuple[ScriptedSource, Client]) -> tuple[ScriptedSource, Client]:
+    script[0].records |= dict(zip(KEYS, RECORDS, strict=True))
+    return script[0], await script[1].register(SHAPE, len(KEYS))
+
+
+async def retried(client: Client, outcome: int, count: int) -> str:
+    answer = await client.fetch(KEYS)
+    assert (answer.outcome, answer.chunks) == (outcome, count), answer.detail
+    assert client.chunks(count) == [expected(SHAPE, KEYS[index], RECORDS[index]) for index in range(count)]
+    return answer.detail
+
+
+async def test_a_chunk_that_a_replica_lacks_is_read_from_its_master(filled: tuple[ScriptedSource, Client]) -> None:
+    source, client = filled
+    source.copies[KEYS[2]] = b""
+    await retried(client, pb.OUTCOME_COMPLETE, 4)
+    del source.records[KEYS[2]]
+    assert KEYS[2].hex() in await retried(client, pb.OUTCOME_ABSENT, 2)
+
+
+async def test_a_broken_connection_is_retried_once(filled: tuple[ScriptedSource, Client]) -> None:
+    source, client = filled
+    source.cuts = 1
+    await retried(client, pb.OUTCOME_COMPLETE, 4)
+    assert source.recovered == 1
+    source.cuts = 2
+    await retried(client, pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
+    assert source.recovered == 2
+
+
+@pytest.mark.parametrize("order", [pb.ORDER_CHUNKS, pb.ORDER_LAYERS])
+@pytest.mark.parametrize("trouble", ["damaged", "copies", "cuts"])
+async def test_failures_of_two_groups_are_retried_for_both(
+    filled: tuple[ScriptedSource, Client], trouble: str, order: int
+) -> None:
+    source, client = filled
+    parts = [
+        client.part(KEYS[:2], length=2 * SHAPE.raw_bytes),
+        client.part(KEYS[2:], offset=2 * SHAPE.raw_bytes, length=2 * SHAPE.raw_bytes),
+    ]
+    if trouble == "damaged":
+        source.damaged += [KEYS[1], KEYS[2]]
+    elif trouble == "copies":
+        source.copies |= {KEYS[0]: b"", KEYS[3]: b""}
+    else:
+        source.cuts = 1
+    answer = await client.stub.Fetch(client.fetch_request([], parts=parts, order=order))
+    assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
+    assert client.chunks(4) == [expected(SHAPE, key, data) for key, data in zip(KEYS, RECORDS, strict=True)]
+    assert not source.damaged and source.recovered <= 2

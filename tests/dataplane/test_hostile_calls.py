@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from dataplane_support import Client, DaemonProcess, Server, keys_of, kv, layout, make_record, running
+from dataplane_support import EXHAUSTED, Client, DaemonProcess, Server, keys_of, kv, layout, refused, running
 from grpc_health.v1 import health_pb2
 from machine import NEVER_MS, NEVER_S, until
 
@@ -31,8 +31,7 @@ TIMES = 150
 @contextlib.asynccontextmanager
 async def attacked(storage: Server, directory: Path, **changes: Any) -> AsyncIterator[tuple[DaemonProcess, Client]]:
     """A daemon and its client. Afterwards, calls must still work, and the attack must not have filled the log."""
-    for index, key in enumerate(KEYS):
-        storage.put(key, make_record(SHAPE, key, index))
+    storage.fill(SHAPE, KEYS)
     daemon = DaemonProcess(storage, directory, **changes)
     client = Client(daemon.address)
     try:
@@ -66,49 +65,54 @@ async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
     return await call.code(), await call.details()
 
 
-async def test_undecodable_messages_are_invalid_arguments_with_limited_logs(storage: Server, tmp_path: Path) -> None:
+async def send_garbage(daemon: DaemonProcess, client: Client) -> None:
+    metadata = client.stub._metadata
+    for method in METHODS + HEALTH:
+        for _ in range(TIMES):
+            code, detail = await status_of(raw(client, method)(GARBAGE, metadata=metadata))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT, (method, code, detail)
+            assert method in detail and "64 bytes" in detail
+        assert daemon.log.read_text().count(method) == 1, "the log must have one line"
+
+
+async def call_unknown_methods(_: DaemonProcess, client: Client) -> None:
+    unknown = f"/{SERVICE.full_name}/Nothing"
+    for _ in range(TIMES):
+        assert (await status_of(raw(client, unknown)(b"")))[0] is grpc.StatusCode.UNIMPLEMENTED
+    for _ in range(5):
+        assert (await status_of(raw(client, METHODS[0])(bytes(9 << 20))))[0] is EXHAUSTED
+
+
+async def come_as_other_hosts(daemon: DaemonProcess, _: Client) -> None:
+    other = Client(daemon.address)
+    for number in range(TIMES):
+        name = f"x{number}\x1b[31m\n\u2028" + "y" * 200
+        await refused(other.hello(host=f"other {number}", process=name), EXHAUSTED)
+    await other.close()
+    log = daemon.log.read_text()
+    assert "refused" in log
+    assert "\x1b" not in log and "\u2028" not in log, "the log must not contain a client's control characters"
+
+
+async def register_again(_: DaemonProcess, client: Client) -> None:
+    for _ in range(TIMES):
+        await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
+        await client.register(SHAPE, 4)
+        client.segments.pop(0).close()
+
+
+async def name_unknown_sessions(_: DaemonProcess, client: Client) -> None:
+    for _ in range(TIMES):
+        call = raw(client, METHODS[1])(b"", metadata=((SESSION_KEY, b"x" * 16),))
+        assert (await status_of(call))[0] is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_repeated_attacks_do_not_fill_the_log_and_leave_no_state(storage: Server, tmp_path: Path) -> None:
     async with attacked(storage, tmp_path) as (daemon, client):
-        metadata = client.stub._metadata
-        for method in METHODS + HEALTH:
-            for _ in range(TIMES):
-                code, detail = await status_of(raw(client, method)(GARBAGE, metadata=metadata))
-                assert code is grpc.StatusCode.INVALID_ARGUMENT, (method, code, detail)
-                assert method in detail and "64 bytes" in detail
-            assert daemon.log.read_text().count(method) == 1, "the log must have one line"
-
-
-async def test_unknown_methods_and_oversized_messages_leave_no_state(storage: Server, tmp_path: Path) -> None:
-    async with attacked(storage, tmp_path) as (_, client):
-        for _ in range(TIMES):
-            assert (await status_of(raw(client, f"/{SERVICE.full_name}/Nothing")(b"")))[0] is (
-                grpc.StatusCode.UNIMPLEMENTED
-            )
-        for _ in range(5):
-            code, _ = await status_of(raw(client, METHODS[0])(bytes(9 << 20)))
-            assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-async def test_repeated_refusals_of_hosts_are_logged_once(storage: Server, tmp_path: Path) -> None:
-    async with attacked(storage, tmp_path) as (daemon, _):
-        other = Client(daemon.address)
-        try:
-            for number in range(TIMES):
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await other.hello(host=f"other {number}", process=f"x{number}\x1b[31m\n\u2028" + "y" * 200)
-                assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        finally:
-            await other.close()
-        log = daemon.log.read_text()
-        assert "refused" in log
-        assert "\x1b" not in log and "\u2028" not in log, "the log must not contain a client's control characters"
-
-
-async def test_repeated_registrations_are_logged_at_a_limited_rate(storage: Server, tmp_path: Path) -> None:
-    async with attacked(storage, tmp_path) as (_, client):
-        for _ in range(TIMES):
-            await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
-            await client.register(SHAPE, 4)
-            client.segments.pop(0).close()
+        for attack in (
+            send_garbage, call_unknown_methods, come_as_other_hosts, register_again, name_unknown_sessions
+        ):  # fmt: skip
+            await attack(daemon, client)
 
 
 async def test_the_bytes_of_calls_in_progress_are_bounded(mortal_storage: Server, tmp_path: Path) -> None:
@@ -162,10 +166,3 @@ async def test_a_missing_message_releases_its_call(storage: Server, monkeypatch:
                 code, detail = await call.code(), await call.details()
                 assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "did not arrive" in detail
         assert (await client.lookup(KEYS, SHAPE.namespace)).outcome == pb.OUTCOME_COMPLETE
-
-
-async def test_an_unknown_session_is_refused(storage: Server, tmp_path: Path) -> None:
-    async with attacked(storage, tmp_path) as (_, client):
-        for _ in range(TIMES):
-            code, _ = await status_of(raw(client, METHODS[1])(b"", metadata=((SESSION_KEY, b"x" * 16),)))
-            assert code is grpc.StatusCode.FAILED_PRECONDITION

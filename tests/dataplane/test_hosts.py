@@ -2,21 +2,26 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import hashlib
+import logging
 from typing import Any
 
 import grpc
 import pytest
 from dataplane_support import (
+    EXHAUSTED,
+    FAILED,
     Client,
     Segment,
     Server,
+    cancel,
+    client_of,
     config,
     hello_request,
     keys_of,
     kv,
     layout,
-    make_record,
+    refused,
     running,
 )
 from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, until
@@ -25,31 +30,18 @@ from dpu_dataplane.hosts import SESSIONS_MAX, HelloRequired, HostTable
 from dpu_dataplane.registrations import Registrations
 from dpu_dataplane.server import Daemon, _buffers, _make_pipeline
 from shadowserve import __version__, native
-from shadowserve.keys import SCHEMA_VERSION
+from shadowserve.keys import ModelIdentity
 from shadowserve.proto import HELLO_KEY, PROTOCOL_VERSION, SESSION_KEY
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.proto.convert import layout_message
+from shadowserve.proto.convert import engine_message, layout_message
 
 SHAPE = layout()
 KEYS = keys_of(SHAPE, 4)
-FAILED, EXHAUSTED = grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-@contextlib.asynccontextmanager
-async def another(daemon: Daemon, **changes: Any) -> AsyncIterator[Client]:
+def another(daemon: Daemon) -> contextlib.AbstractAsyncContextManager[Client]:
     """A client on another machine."""
-    client = Client(daemon.address)
-    try:
-        await client.hello(**{"host": "another machine", "process": "an engine on gpu-7"} | changes)
-        yield client
-    finally:
-        await client.close()
-
-
-async def status(call: Any) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value
+    return client_of(daemon, host="another machine", process="an engine on gpu-7")
 
 
 async def test_hello_describes_the_data_plane(client: Client, request: pytest.FixtureRequest) -> None:
@@ -58,39 +50,6 @@ async def test_hello_describes_the_data_plane(client: Client, request: pytest.Fi
     backend = native.backends()[request.node.callspec.params["client"]]
     assert (answer.backend, answer.emulated, bool(answer.device)) == (backend.name, backend.emulated, True)
     assert "shared_memory" in answer.memory_kinds
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"protocol_version": 77}, ["protocol version 77", f"protocol version {PROTOCOL_VERSION}", "same release"]),
-        ({"record_version": 9, "version": "3.2.1"}, ["record version 9", "3.2.1", __version__, "same release"]),
-        ({"key_schema": 0}, ["key schema 0", f"key schema {SCHEMA_VERSION}", "same release"]),
-        ({"chunk_bytes": 12}, ["12 bytes", f"{SHAPE.raw_bytes}"]),
-        ({"layout": layout_message(layout(vector_length=1 << 16)), "chunk_bytes": 1 << 24}, ["buffer_bytes"]),
-    ],
-    ids=["protocol", "record", "keys", "chunk", "buffers"],
-)
-async def test_an_incompatible_host_is_refused(client: Client, changes: dict[str, Any], words: list[str]) -> None:
-    request = {"layout": layout_message(SHAPE), "chunk_bytes": SHAPE.raw_bytes, "host": "another machine"} | changes
-    error = await status(client.plain.Hello(hello_request(**request)))
-    assert error.code() is FAILED
-    assert all(word in error.details() for word in words), error.details()
-    await client.hello()  # it must have used no place
-
-
-@pytest.mark.parametrize("changes", [{"host": ""}, {"host": "x" * 65}, {"process": "x" * 257}], ids=str)
-async def test_a_malformed_hello_is_invalid(client: Client, changes: dict[str, str]) -> None:
-    error = await status(client.plain.Hello(hello_request(**changes)))
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-
-async def test_one_namespace_has_one_shape(client: Client) -> None:
-    await client.register(SHAPE, 1)
-    other = layout(layers=2)
-    assert other.namespace == SHAPE.namespace
-    error = await status(client.hello(layout=layout_message(other), chunk_bytes=other.raw_bytes))
-    assert error.code() is FAILED and "namespace" in error.details() and "same release" in error.details()
 
 
 async def test_calls_without_a_session_are_refused(client: Client) -> None:
@@ -104,8 +63,7 @@ async def test_calls_without_a_session_are_refused(client: Client) -> None:
         client.plain.Cancel(pb.CancelRequest(job_id="job")),
         client.plain.Trace(pb.TraceRequest(timeout_ms=100, fetches=1)).read(),
     ):
-        error = await status(call)
-        assert error.code() is FAILED and "send Hello" in error.details()
+        error = await refused(call, FAILED, "send Hello")
         assert HELLO_KEY in dict(error.trailing_metadata())
     assert (await client.plain.Statistics(pb.StatisticsRequest())).registrations == 1
     assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
@@ -113,10 +71,8 @@ async def test_calls_without_a_session_are_refused(client: Client) -> None:
 
 async def test_the_refusal_of_a_second_host_names_the_connected_host(client: Client) -> None:
     await client.register(SHAPE, 2)
-    error = await status(client.plain.Hello(hello_request(host="another machine")))
-    assert error.code() is EXHAUSTED
-    for word in ("hosts_max", "a test", "since 20", "1 segments", "restart"):
-        assert word in error.details(), error.details()
+    words = ("hosts_max", "a test", "since 20", "1 segments", "restart")
+    await refused(client.plain.Hello(hello_request(host="another machine")), EXHAUSTED, *words)
     assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
 
 
@@ -128,54 +84,49 @@ async def test_another_host_is_accepted_after_the_first_is_removed(storage: Serv
                 try:
                     await newcomer.hello(host="another machine")
                     break
-                except grpc.aio.AioRpcError as refused:
-                    assert refused.code() is EXHAUSTED
+                except grpc.aio.AioRpcError as error:
+                    assert error.code() is EXHAUSTED
                     await asyncio.sleep(0.05)
-        error = await status(client.lookup(KEYS, SHAPE.namespace))
-        assert error.code() is FAILED and HELLO_KEY in dict(error.trailing_metadata())
+        error = await refused(client.lookup(KEYS, SHAPE.namespace), FAILED)
+        assert HELLO_KEY in dict(error.trailing_metadata())
         await newcomer.close()
 
 
-async def test_a_caller_with_another_hosts_name_has_no_access_to_it(storage: Server) -> None:
-    for index, key in enumerate(KEYS):
-        storage.put(key, make_record(SHAPE, key, index))
-    async with running(storage) as (daemon, victim):
+@pytest.mark.parametrize("host", ["this machine", "another machine"])
+async def test_a_session_has_no_access_to_the_memory_of_another_one(storage: Server, host: str) -> None:
+    storage.fill(SHAPE, KEYS)
+    async with running(storage, hosts_max=2) as (daemon, victim), client_of(daemon, host=host) as thief:
         await victim.register(SHAPE, 4)
-        thief = Client(daemon.address)
-        try:
-            taken = (await thief.hello()).session
-            assert taken != victim.session, "a session must be random, and not depend on the name"
-            thief.shape, thief.segment, thief.memory_id = SHAPE, victim.segment, victim.memory_id
-            assert (await thief.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
-            assert (await thief.store(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
-            await thief.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=victim.memory_id))
-            assert not victim.segment.memory.any()
-            assert (await victim.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
-        finally:
-            await thief.channel.close()
+        assert thief.session != victim.session, "a session must be random, and not depend on the name"
+        thief.shape, thief.segment, thief.memory_id = SHAPE, victim.segment, victim.memory_id
+        assert (await thief.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
+        assert (await thief.store(KEYS)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
+        await thief.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=victim.memory_id))
+        assert not victim.segment.memory.any()
+        assert (await victim.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
+        assert victim.chunk(3) == kv(SHAPE, 3)
 
 
-async def test_a_caller_cannot_cancel_a_job_of_another_session(mortal_storage: Server) -> None:
-    async with running(mortal_storage, command_timeout_s=60) as (daemon, victim):
-        await victim.register(SHAPE, 4)
-        thief = Client(daemon.address)
-        await thief.hello()
+@pytest.mark.parametrize("host", ["this machine", "another machine"])
+async def test_a_session_has_no_access_to_the_jobs_of_another_one(mortal_storage: Server, host: str) -> None:
+    async with (
+        running(mortal_storage, hosts_max=2, command_timeout_s=NEVER_S) as (daemon, mine),
+        client_of(daemon, host=host) as theirs,
+    ):
+        await mine.register(SHAPE, 4)
+        await theirs.register(SHAPE, 4)
         mortal_storage.freeze()
-        size = 2 * SHAPE.raw_bytes
         jobs = [
-            asyncio.ensure_future(
-                victim.fetch(KEYS, job_id=f"job {index}", offset=index * size, length=size, timeout_ms=NEVER_MS)
-            )
-            for index in range(2)
+            asyncio.ensure_future(each.fetch(KEYS, job_id=job_id, timeout_ms=NEVER_MS))
+            for each, job_id in ((mine, "the same"), (theirs, "the same"))
         ]
         await until(lambda: daemon.metrics.gauges["fetch_queue_jobs"][1]() == 1)  # and so both have arrived
-        for index in range(2):
-            assert not (await thief.stub.Cancel(pb.CancelRequest(job_id=f"job {index}"))).found
-        assert not any(job.done() for job in jobs)
-        for index in range(2):
-            assert (await victim.stub.Cancel(pb.CancelRequest(job_id=f"job {index}"))).found
-        assert [(await job).outcome for job in jobs] == [pb.OUTCOME_CANCELLED] * 2
-        await thief.close()
+        assert await cancel(theirs, "the same")
+        assert (await jobs[1]).outcome == pb.OUTCOME_CANCELLED
+        assert not await cancel(theirs, "the same")
+        assert not jobs[0].done()
+        assert await cancel(mine, "the same")
+        assert (await jobs[0]).outcome == pb.OUTCOME_CANCELLED
 
 
 async def test_a_process_that_reconnects_with_its_session_keeps_its_memory(client: Client) -> None:
@@ -245,49 +196,13 @@ async def test_an_idle_host_without_calls_and_segments_is_removed(storage: Serve
     pipeline.close()
 
 
-async def test_hosts_are_kept_apart(storage: Server) -> None:
-    for index, key in enumerate(KEYS):
-        storage.put(key, make_record(SHAPE, key, index))
-    async with running(storage, hosts_max=2) as (daemon, mine), another(daemon) as theirs:
-        await mine.register(SHAPE, 4)
-        await theirs.register(SHAPE, 4)
-        third = await status(theirs.plain.Hello(hello_request(host="a third machine")))
-        assert third.code() is EXHAUSTED and "an engine on gpu-7" in third.details()
-
-        # Another host's segment counts as absent.
-        stolen = {"memory_id": mine.memory_id}
-        assert (await theirs.fetch(KEYS, **stolen)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
-        assert (await theirs.store(KEYS, **stolen)).outcome == pb.OUTCOME_UNKNOWN_MEMORY
-        await theirs.stub.ReleaseMemory(pb.ReleaseMemoryRequest(**stolen))
-        assert not mine.segment.memory.any()
-        assert (await mine.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
-        assert mine.chunk(3) == kv(SHAPE, 3) and not theirs.segment.memory.any()
-
-
-async def test_jobs_of_hosts_are_kept_apart(mortal_storage: Server) -> None:
-    async with (
-        running(mortal_storage, hosts_max=2, command_timeout_s=60) as (daemon, mine),
-        another(daemon) as theirs,
-    ):
-        await mine.register(SHAPE, 4)
-        await theirs.register(SHAPE, 4)
-        mortal_storage.freeze()
-        jobs = [
-            asyncio.ensure_future(each.fetch(KEYS, job_id="the same", timeout_ms=NEVER_MS)) for each in (mine, theirs)
-        ]
-        cancel = pb.CancelRequest(job_id="the same")
-        while not (await theirs.stub.Cancel(cancel)).found:  # until it has arrived
-            await asyncio.sleep(0.01)
-        assert (await jobs[1]).outcome == pb.OUTCOME_CANCELLED
-        assert not (await theirs.stub.Cancel(cancel)).found
-        assert not jobs[0].done()
-        assert (await mine.stub.Cancel(cancel)).found
-        assert (await jobs[0]).outcome == pb.OUTCOME_CANCELLED
+async def test_a_third_host_is_refused_with_the_names_of_the_others(storage: Server) -> None:
+    async with running(storage, hosts_max=2) as (daemon, mine), another(daemon):
+        await refused(mine.plain.Hello(hello_request(host="a third machine")), EXHAUSTED, "an engine on gpu-7")
 
 
 async def test_a_recording_has_no_spans_of_other_hosts(storage: Server) -> None:
-    for index, key in enumerate(KEYS):
-        storage.put(key, make_record(SHAPE, key, index))
+    storage.fill(SHAPE, KEYS)
     async with running(storage, hosts_max=2) as (daemon, mine), another(daemon) as theirs:
         await mine.register(SHAPE, 4)
         await theirs.register(SHAPE, 4)
@@ -310,21 +225,17 @@ async def test_a_host_cannot_use_up_other_hosts_shares_of_memory(storage: Server
         another(daemon) as theirs,
     ):
         await ours.register(SHAPE, 4)
-        error = await status(ours.register(SHAPE, 9))
-        assert error.code() is EXHAUSTED and f"its share is {3 * size}" in (error.details() or "")
+        await refused(ours.register(SHAPE, 9), EXHAUSTED, f"its share is {3 * size}", "registered_bytes_max")
         await ours.register(SHAPE, 4)
-        error = await status(ours.register(SHAPE, 4))
-        assert error.code() is EXHAUSTED and "has registered 2 regions" in (error.details() or "")
+        await refused(ours.register(SHAPE, 4), EXHAUSTED, "has registered 2 regions", "registrations_max")
         await theirs.register(SHAPE, 4)
         await theirs.register(SHAPE, 8)
-        for client in (ours, theirs):
-            for segment in client.segments:
-                segment.unlink()
+        await ours.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=ours.memory_id))
+        await ours.register(SHAPE, 1)
 
 
 async def test_a_host_cannot_fill_the_queue(mortal_storage: Server) -> None:
-    for index, key in enumerate(KEYS):
-        mortal_storage.put(key, make_record(SHAPE, key, index))
+    mortal_storage.fill(SHAPE, KEYS)
     async with (
         running(mortal_storage, hosts_max=2, fetch_queue=4, command_timeout_s=NEVER_S) as (daemon, ours),
         another(daemon) as theirs,
@@ -344,5 +255,71 @@ async def test_a_host_cannot_fill_the_queue(mortal_storage: Server) -> None:
         mortal_storage.thaw()
         assert (await waits).chunks == 4
         ended = await asyncio.gather(*fetches, return_exceptions=True)
-        refused = [each for each in ended if isinstance(each, grpc.aio.AioRpcError)]
-        assert len(refused) == 5 and all(each.code() is EXHAUSTED for each in refused)
+        turned_away = [each for each in ended if isinstance(each, grpc.aio.AioRpcError)]
+        assert len(turned_away) == 5 and all(each.code() is EXHAUSTED for each in turned_away)
+
+
+# ---- Engines of one model
+
+MODEL = ModelIdentity(model="a model", dtype="bfloat16")
+
+
+def engine(**changes: Any) -> pb.Engine:
+    said = engine_message(MODEL, layout(), paged=False)
+    said.MergeFrom(pb.Engine(**changes))
+    return said
+
+
+async def engine_hello(client: Client, process: str, said: pb.Engine) -> list[str]:
+    shape = layout(namespace=hashlib.sha256(said.SerializeToString()).digest())
+    answer = await client.hello(process=process, engine=said, layout=layout_message(shape), chunk_bytes=shape.raw_bytes)
+    return list(answer.differences)
+
+
+async def test_engines_of_one_model_without_shared_records_are_reported_and_logged_once(
+    storage: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Symptom: two engines with different chunk_tokens shared no records, without a warning."""
+    async with running(storage) as (_, client):
+        with caplog.at_level(logging.WARNING):
+            assert await engine_hello(client, "the first", engine()) == []
+            assert await engine_hello(client, "the second", engine()) == []
+            for _ in range(3):
+                [difference] = await engine_hello(client, "the third", engine(chunk_tokens=512))
+            assert "the third" in difference and "chunk_tokens (512 and 256)" in difference
+            found = await engine_hello(client, "the fourth", engine(quantizer="binned of 64 and 16 bins"))
+            assert len(found) == 2 and any(
+                "quantizer (binned of 64 and 16 bins and lossless)" in each for each in found
+            )
+            assert await engine_hello(client, "of another model", engine(model=bytes(32), chunk_tokens=64)) == []
+        lines = [record.message for record in caplog.records if "share no records" in record.message]
+        assert len([line for line in lines if "the third" in line and "the fourth" not in line]) == 1
+
+
+async def test_statistics_list_engines_that_have_registered_memory_or_are_new(
+    storage: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(storage) as (_, client):
+        shape = layout()
+        said = engine()
+        await client.hello(process="one", engine=said, layout=layout_message(shape), chunk_bytes=shape.raw_bytes)
+        await engine_hello(client, "two", engine(chunk_tokens=512))
+
+        async def listed() -> set[str]:
+            answer = await client.plain.Statistics(pb.StatisticsRequest())
+            return {each.process for each in answer.engines}
+
+        assert await listed() == {"one", "two"}
+        await client.register(shape, 1)
+        monkeypatch.setattr("dpu_dataplane.engines._NEW_S", 0.0)
+        assert await listed() == {"one"}
+        await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
+        assert await listed() == set()
+
+
+def test_a_quantizer_description_holds_the_parameters_of_the_identity() -> None:
+    binned = layout("binned")
+    assert engine_message(MODEL, binned, paged=False).quantizer.startswith("binned of ")
+    assert engine_message(MODEL, layout(), paged=True).quantizer == "lossless, as pages"
+    other = ModelIdentity(model="a model", dtype="bfloat16", chunk_tokens=512)
+    assert engine_message(other, layout(), paged=False).model == engine().model

@@ -7,11 +7,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
-from budget_support import RATE, delayed, dropped, held, moved, report
-from dataplane_support import Server, keys_of, kv, layout, make_record, running
+from budget_support import delayed, held, moved, report
+from dataplane_support import Server, keys_of, kv, kvs, layout, make_record, serving
 from machine import until
 from test_tiers import store, tiers_in, tiers_of
 
@@ -21,44 +20,35 @@ from shadowserve.proto import dataplane_pb2 as pb
 
 SHAPE = layout(vector_length=2048)  # 512 KiB a chunk
 KEYS = keys_of(SHAPE, 6)
-CHUNKS = [kv(SHAPE, index) for index in range(6)]
+CHUNKS = kvs(SHAPE, 6)
 
 
 @pytest.fixture
 def stored(storage: Server) -> Server:
-    for index, key in enumerate(KEYS):
-        storage.put(key, make_record(SHAPE, key, index))
+    storage.fill(SHAPE, KEYS)
     return storage
 
 
 async def test_a_fetch_keeps_to_the_rate_of_another_engine_that_decodes(stored: Server) -> None:
     """Symptom: loads of one engine slowed down another engine that decoded on the same data plane."""
-    async with running(stored) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, stored) as (daemon, client):
         await report(client)
-        answer = await client.fetch(KEYS)
-        assert (answer.chunks, answer.outcome) == (3, pb.OUTCOME_BATCH_FULL), "a tenth of a second's chunks"
+        await client.fetches(KEYS, 3, pb.OUTCOME_BATCH_FULL)
         offset = 3 * SHAPE.raw_bytes
-        answer = await client.fetch(KEYS[3:], offset=offset, length=offset)
-        assert (answer.chunks, answer.outcome) == (3, pb.OUTCOME_COMPLETE)
-        assert [client.chunk(index) for index in range(6)] == CHUNKS
+        await client.fetches(KEYS[3:], 3, offset=offset, length=offset)
+        assert client.chunks(6) == CHUNKS
         assert moved(daemon) == {"fetch": 6 * SHAPE.raw_bytes}
 
 
 @pytest.mark.parametrize("tiers", [None, {"memory_budget_bytes": "32MiB"}], ids=["storage", "memory"])
 async def test_fetches_in_layer_order_keep_to_the_rate(stored: Server, tiers: Any) -> None:
-    async with running(stored, tiers=tiers) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, stored, tiers=tiers) as (daemon, client):
         await client.fetch(KEYS)
         client.segment.memory[:] = 0xA5
         await report(client)
         answer = await client.fetch(KEYS, order=pb.ORDER_LAYERS)
-        assert answer.outcome == pb.OUTCOME_BATCH_FULL and answer.delivered.all(axis=1).tolist() == [
-            True,
-            True,
-            False,
-            False,
-        ]
+        assert answer.outcome == pb.OUTCOME_BATCH_FULL
+        assert answer.delivered[:2].all() and not answer.delivered[2:].any()
         assert moved(daemon) == {"fetch": 9 * SHAPE.raw_bytes}
 
 
@@ -66,17 +56,14 @@ async def test_a_chunk_larger_than_a_turn_is_delivered(stored: Server) -> None:
     large = layout(vector_length=8192)  # 2 MiB a chunk
     key = keys_of(large, 1)[0]
     stored.put(key, make_record(large, key, 0))
-    async with running(stored) as (_, client):
-        await client.register(large, 1)
+    async with serving(large, 1, stored) as (_, client):
         await report(client)
-        answer = await client.fetch([key])
-        assert (answer.chunks, answer.outcome) == (1, pb.OUTCOME_COMPLETE)
+        await client.fetches([key], 1)
         assert client.chunk(0) == kv(large, 0)
 
 
 async def test_pieces_delivered_before_the_deadline_are_reported(stored: Server) -> None:
-    async with running(stored) as (_, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, stored) as (_, client):
         await report(client)
         answer = await client.fetch(KEYS, timeout_ms=50)
         assert answer.outcome == pb.OUTCOME_DEADLINE and answer.chunks < 3
@@ -94,8 +81,7 @@ async def test_pieces_delivered_before_the_deadline_are_reported(stored: Server)
 async def test_loads_and_stores_of_every_kind_wait_for_their_turn(
     storage: Server, purpose: Any, fetching: Mover, storing: Mover
 ) -> None:
-    async with running(storage) as (daemon, client):
-        await client.register(SHAPE, 2)
+    async with serving(SHAPE, 2, storage) as (daemon, client):
         client.segment.memory[:] = np.frombuffer(b"".join(CHUNKS[:2]), np.uint8)
         kept = await held(daemon, client, storing, lambda: client.store(KEYS[:2], purpose=purpose))
         assert (kept.chunks, kept.outcome) == (2, pb.OUTCOME_COMPLETE)
@@ -108,20 +94,18 @@ async def test_loads_and_stores_of_every_kind_wait_for_their_turn(
 
 
 async def test_a_save_beyond_the_budget_is_incomplete_at_its_deadline(storage: Server) -> None:
-    async with running(storage) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, storage) as (daemon, client):
         await report(client)
         answer = await client.store(KEYS, purpose=pb.PURPOSE_PREEMPTION, timeout_ms=60)
         assert answer.outcome == pb.OUTCOME_DEADLINE and answer.chunks < 6
-        assert dropped(daemon) == {("preemption_save", "deadline"): 1}
+        assert daemon.metrics.interference_dropped == {("preemption_save", "deadline"): 1}
         assert moved(daemon).get("preemption_save", 0) >= answer.chunks * SHAPE.raw_bytes
 
 
 async def test_device_writes_wait_for_their_turn(tmp_path: Path) -> None:
     """Symptom: device writes used the whole device beside a decoding engine."""
     # By default a DPU's tiers have their own devices, and wait for no turn.
-    async with running("", tiers=tiers_of(tmp_path), shares_host_memory=True) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, "", tiers=tiers_of(tmp_path), shares_host_memory=True) as (daemon, client):
         await report(client)
         tiers = tiers_in(daemon)
         await store(client, keys=KEYS, shape=SHAPE)
@@ -134,8 +118,7 @@ async def test_device_writes_wait_for_their_turn(tmp_path: Path) -> None:
 
 async def test_scrubbing_waits_for_its_turn(tmp_path: Path) -> None:
     tiers = tiers_of(tmp_path) | {"scrub_bytes_per_s": "1GiB"}
-    async with running("", tiers=tiers, shares_host_memory=True) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, "", tiers=tiers, shares_host_memory=True) as (daemon, client):
         await store(client, keys=KEYS, shape=SHAPE)
         await until(lambda: moved(daemon).get("scrub", 0) > 0)
         await held(daemon, client, Mover.SCRUB, lambda: asyncio.sleep(0))
@@ -146,56 +129,10 @@ async def test_scrubbing_waits_for_its_turn(tmp_path: Path) -> None:
             assert tiers.pool._core.disks[0].scrubbed_bytes <= daemon.budget.shared.granted_bytes[Mover.SCRUB]
 
 
-async def test_a_dead_engine_limits_movers_until_its_report_expires(stored: Server) -> None:
-    async with running(stored) as (daemon, client):
-        await client.register(SHAPE, 6)
-        await report(client, lasts_ms=1)
-        await until(lambda: not daemon.budget.bounded)
-        assert (await client.fetch(KEYS)).chunks == 6
-
-
-async def test_the_stricter_of_two_engines_sets_the_rate_until_it_stops(stored: Server) -> None:
-    async with running(stored) as (daemon, client):
-        await client.register(SHAPE, 6)
-        await report(client, b"a")
-        await report(client, b"b", rate=64 << 30)
-        assert daemon.budget.rate == RATE
-        await report(client, b"a", decodes=False)
-        assert daemon.budget.rate == 64 << 30
-        assert (await client.fetch(KEYS)).chunks == 6
-        await report(client, b"b", decodes=False)
-        assert not daemon.budget.bounded
-
-
 async def test_reports_of_steps_are_answered_with_the_moved_bytes(stored: Server) -> None:
-    async with running(stored) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, stored) as (daemon, client):
         assert (await report(client, rate=0)).moved_bytes == 0
         assert (await client.fetch(KEYS)).chunks == 6
         answer = await report(client, rate=0)
         assert (answer.moved_bytes, answer.moving) == (6 * SHAPE.raw_bytes, False)
         assert (await report(client, rate=0)).moved_bytes == answer.moved_bytes, "no bytes must have moved since"
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"engine": b""}, {"engine": bytes(33)}, {"rate": 1}, {"rate": RATE - 1}, {"interference_budget": -1},
-        {"interference_budget": float("nan")}, {"lasts_ms": 0}, {"lasts_ms": 3_600_000},
-    ],
-    ids=str,
-)  # fmt: skip
-async def test_malformed_reports_are_refused(stored: Server, wrong: dict[str, Any]) -> None:
-    async with running(stored) as (daemon, client):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await report(client, **wrong)
-        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert not daemon.budget.bounded
-
-
-async def test_an_unknown_purpose_is_refused(stored: Server) -> None:
-    async with running(stored) as (_, client):
-        await client.register(SHAPE, 6)
-        for call in (client.fetch, client.store):
-            with pytest.raises(grpc.aio.AioRpcError, match="purpose is 7"):
-                await call(KEYS, purpose=7)

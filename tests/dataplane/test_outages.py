@@ -3,11 +3,26 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 
 import pytest
-from dataplane_support import Client, Fetched, Found, Server, Stored, found, keys_of, kv, layout, make_record, running
-from machine import NEVER_MS, WAIT_MAX_MS, WAIT_MAX_S, free_port, until
+from dataplane_support import (
+    Client,
+    Fetched,
+    Found,
+    Server,
+    Stored,
+    found,
+    keys_of,
+    kv,
+    kvs,
+    layout,
+    listening,
+    make_record,
+    running,
+    serving,
+)
+from machine import NEVER_MS, WAIT_MAX_MS, WAIT_MAX_S, until
 
 from dpu_dataplane.sources.outage import BACKOFF_MAX_S
 from shadowserve import record, resp
@@ -17,11 +32,6 @@ from shadowserve.proto import dataplane_pb2 as pb
 SHAPE = layout(vector_length=2048)  # 512 KiB a chunk
 KEYS = keys_of(SHAPE, 6)
 RECORDS = [make_record(SHAPE, key, index) for index, key in enumerate(KEYS)]
-
-
-def put_all(server: Server) -> None:
-    for key, data in zip(KEYS, RECORDS, strict=True):
-        server.put(key, data)
 
 
 async def fetch_until(client: Client, outcome: int) -> Fetched:
@@ -48,8 +58,7 @@ async def assert_calls_fail_at_once(client: Client) -> None:
 async def test_storage_absent_at_start_then_started(tmp_path, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
     caplog.set_level(logging.INFO, "dpu_dataplane")
     server = Server("storage_kv", tmp_path)
-    async with running(server) as (_, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, server) as (_, client):
         answer = await client.fetch(KEYS)
         assert answer.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
         assert server.address in answer.detail
@@ -59,33 +68,36 @@ async def test_storage_absent_at_start_then_started(tmp_path, caplog: pytest.Log
         assert len(warnings) == 1, [entry.getMessage() for entry in warnings]
         server.start()
         try:
-            put_all(server)
+            server.fill(SHAPE, KEYS)
             await fetch_until(client, pb.OUTCOME_COMPLETE)
         finally:
             server.kill()
 
 
-async def test_storage_killed_and_restarted_empty(mortal_storage: Server) -> None:
-    put_all(mortal_storage)
-    async with running(mortal_storage) as (daemon, client):
-        await client.register(SHAPE, 6)
+async def test_storage_is_restarted_with_and_without_its_records(mortal_storage: Server) -> None:
+    mortal_storage.fill(SHAPE, KEYS)
+    async with serving(SHAPE, 6, mortal_storage) as (daemon, client):
+        connections = daemon.metrics.totals
         assert list((await client.lookup(KEYS)).hits) == [6]
-        assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
+        await client.fetches(KEYS, 6)
         mortal_storage.kill()
-        answer = await client.fetch(KEYS)
-        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
+        await client.fetches(KEYS, 0, pb.OUTCOME_STORAGE_UNAVAILABLE)
         mortal_storage.start()
         # The headers are still cached, but the records are lost: a hint alone is never an answer.
         await fetch_until(client, pb.OUTCOME_ABSENT)
-        put_all(mortal_storage)
-        assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
-        await until(lambda: daemon.metrics.totals["storage_connections"] >= 2)
+        mortal_storage.fill(SHAPE, KEYS)
+        await client.fetches(KEYS, 6)
+        before = connections["storage_connections"]
+        mortal_storage.kill()
+        mortal_storage.start()
+        mortal_storage.fill(SHAPE, KEYS)
+        await until(lambda: connections["storage_connections"] > before)
+        await client.fetches(KEYS, 6)  # a restart between two fetches costs no hit
 
 
 async def test_storage_killed_in_the_middle_of_a_fetch(mortal_storage: Server) -> None:
-    put_all(mortal_storage)
-    async with running(mortal_storage) as (daemon, client):
-        await client.register(SHAPE, 6)
+    mortal_storage.fill(SHAPE, KEYS)
+    async with serving(SHAPE, 6, mortal_storage) as (daemon, client):
         await client.lookup(KEYS)  # so that the fetch needs no headers, and waits for bodies
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
         mortal_storage.freeze()
@@ -99,23 +111,10 @@ async def test_storage_killed_in_the_middle_of_a_fetch(mortal_storage: Server) -
         assert daemon.metrics.totals["batches"] == 2
 
 
-async def test_a_restart_of_storage_between_two_fetches_costs_no_hit(mortal_storage: Server) -> None:
-    put_all(mortal_storage)
-    async with running(mortal_storage) as (daemon, client):
-        await client.register(SHAPE, 6)
-        assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
-        mortal_storage.kill()
-        mortal_storage.start()
-        put_all(mortal_storage)
-        await until(lambda: daemon.metrics.totals["storage_connections"] >= 2)
-        assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
-
-
 @pytest.mark.parametrize("phase", ["lookup", "fetch", "store"])
 async def test_a_stalled_server_costs_a_call_at_most_its_deadline(mortal_storage: Server, phase: str) -> None:
-    put_all(mortal_storage)
-    async with running(mortal_storage, command_timeout_s=1.0, connect_timeout_s=0.5) as (daemon, client):
-        await client.register(SHAPE, 6)
+    mortal_storage.fill(SHAPE, KEYS)
+    async with serving(SHAPE, 6, mortal_storage, command_timeout_s=1.0, connect_timeout_s=0.5) as (daemon, client):
         await lookup_until(client, pb.OUTCOME_COMPLETE)
         mortal_storage.freeze()
         begin = time.monotonic()
@@ -149,23 +148,6 @@ def _ask(client: Client) -> bool:
     return False
 
 
-async def test_a_server_that_accepts_and_never_answers_is_an_outage() -> None:
-    async def ignore(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            await reader.read()
-        finally:
-            writer.close()
-
-    listener = await asyncio.start_server(ignore, "127.0.0.1", 0)
-    port = listener.sockets[0].getsockname()[1]
-    async with running(f"127.0.0.1:{port}", connect_timeout_s=0.3) as (_, client):
-        await client.register(SHAPE, 6)
-        answer = await client.fetch(KEYS)
-        assert answer.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
-    listener.close()
-    await listener.wait_closed()
-
-
 # ---- A faulty server -----------------------------------------------------------------------------------------------
 
 Answer = Callable[[list[bytes]], bytes | None]
@@ -177,7 +159,7 @@ class Liar:
     def __init__(self) -> None:
         self.values = {storage_key(key): data for key, data in zip(KEYS, RECORDS, strict=True)}
         self.lie: Answer = lambda command: None
-        self.port = free_port()
+        self.address = ""
         self.drop_after: int | None = None  # bytes of an answer, then close
         self.heard: list[bytes] = []  # keys that were set
         self.commands: list[bytes] = []
@@ -231,63 +213,50 @@ class Liar:
 @pytest.fixture
 async def liar() -> AsyncIterator[Liar]:
     made = Liar()
-    listener = await asyncio.start_server(made.serve, "127.0.0.1", made.port)
-    yield made
-    listener.close()
-    await listener.wait_closed()
+    async with listening(made.serve) as made.address:
+        yield made
 
 
 def answering(name: bytes, answer: bytes) -> Answer:
     return lambda command: answer if command[0] == name else None
 
 
-LIES: dict[str, tuple[Answer, list[int]]] = {
-    "meta of another length": (answering(b"KV.META", b"*1\r\n$-1\r\n"), [pb.OUTCOME_STORAGE_UNAVAILABLE]),
-    "meta of another shape": (
-        answering(b"KV.META", b"*6\r\n" + b"*2\r\n+a\r\n+b\r\n" * 6),
-        [pb.OUTCOME_STORAGE_UNAVAILABLE],
-    ),
-    "meta is no array": (answering(b"KV.META", b"+OK\r\n"), [pb.OUTCOME_STORAGE_UNAVAILABLE]),
-    "garbage": (answering(b"KV.META", b"HTTP/1.1 400 Bad Request\r\n\r\n"), [pb.OUTCOME_STORAGE_UNAVAILABLE]),
-    "a bulk beyond every limit": (
-        answering(b"KV.META", b"*6\r\n*2\r\n:5\r\n$99999999999\r\n"),
-        [pb.OUTCOME_STORAGE_UNAVAILABLE],
-    ),
-    "an answer to nothing": (answering(b"KV.META", b"+OK\r\n" * 5), [pb.OUTCOME_STORAGE_UNAVAILABLE]),
-    "loading": (answering(b"KV.META", b"-LOADING Redis is loading\r\n"), [pb.OUTCOME_STORAGE_REFUSED]),
-    "no such user any more": (
-        answering(b"GETRANGE", b"-NOPERM this user has no permissions\r\n"),
-        [pb.OUTCOME_STORAGE_REFUSED],
-    ),
-    "ranges are null": (answering(b"GETRANGE", b"$-1\r\n"), [pb.OUTCOME_ABSENT]),
-    "ranges are too long": (answering(b"GETRANGE", b"$99999999\r\n"), [pb.OUTCOME_STORAGE_UNAVAILABLE]),
-    "ranges are garbage": (answering(b"GETRANGE", b"\0\0\0\0\r\n"), [pb.OUTCOME_STORAGE_UNAVAILABLE]),
+UNAVAILABLE, REFUSED = pb.OUTCOME_STORAGE_UNAVAILABLE, pb.OUTCOME_STORAGE_REFUSED
+LIES = {
+    "meta of another length": (b"KV.META", b"*1\r\n$-1\r\n", UNAVAILABLE),
+    "meta of another shape": (b"KV.META", b"*6\r\n" + b"*2\r\n+a\r\n+b\r\n" * 6, UNAVAILABLE),
+    "meta is no array": (b"KV.META", b"+OK\r\n", UNAVAILABLE),
+    "garbage": (b"KV.META", b"HTTP/1.1 400 Bad Request\r\n\r\n", UNAVAILABLE),
+    "a bulk beyond every limit": (b"KV.META", b"*6\r\n*2\r\n:5\r\n$99999999999\r\n", UNAVAILABLE),
+    "an answer to nothing": (b"KV.META", b"+OK\r\n" * 5, UNAVAILABLE),
+    "loading": (b"KV.META", b"-LOADING Redis is loading\r\n", REFUSED),
+    "no such user any more": (b"GETRANGE", b"-NOPERM this user has no permissions\r\n", REFUSED),
+    "ranges are null": (b"GETRANGE", b"$-1\r\n", pb.OUTCOME_ABSENT),
+    "ranges are too long": (b"GETRANGE", b"$99999999\r\n", UNAVAILABLE),
+    "ranges are garbage": (b"GETRANGE", b"\0\0\0\0\r\n", UNAVAILABLE),
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
 async def test_wrong_answers_of_a_server_are_misses(liar: Liar, lie: str) -> None:
-    answer_for, outcomes = LIES[lie]
+    command, wrong, outcome = LIES[lie]
     silence = 0.5 if lie == "a bulk beyond every limit" else WAIT_MAX_S  # the server never sends the rest
-    async with running(f"127.0.0.1:{liar.port}", command_timeout_s=silence) as (_, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, liar.address, command_timeout_s=silence) as (_, client):
         client.segment.memory[:] = 0x33
-        liar.lie = answer_for
+        liar.lie = answering(command, wrong)
         answer = await client.fetch(KEYS)
-        assert (answer.outcome in outcomes, answer.chunks) == (True, 0), answer
+        assert (answer.outcome, answer.chunks) == (outcome, 0), answer
         assert answer.detail
         liar.lie = lambda command: None
         await fetch_until(client, pb.OUTCOME_COMPLETE)
-        assert [client.chunk(index) for index in range(6)] == [kv(SHAPE, index) for index in range(6)]
+        assert client.chunks(6) == kvs(SHAPE, 6)
 
 
-@pytest.mark.parametrize("after", [0, 1, 3, 5000])
+@pytest.mark.parametrize("after", [0, 3, 5000])
 async def test_a_connection_that_breaks_within_a_body_is_a_miss(liar: Liar, after: int) -> None:
-    async with running(f"127.0.0.1:{liar.port}") as (_, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, liar.address) as (_, client):
         liar.drop_after = after
-        answer = await client.fetch(KEYS)
-        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
+        await client.fetches(KEYS, 0, pb.OUTCOME_STORAGE_UNAVAILABLE)
         liar.drop_after = None
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
 
@@ -303,8 +272,7 @@ async def test_corruption_is_accepted_after_a_second_read(liar: Liar, looked_up:
         answer[-10] ^= 1
         return bytes(answer)
 
-    async with running(f"127.0.0.1:{liar.port}") as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, liar.address) as (daemon, client):
         if looked_up:
             await client.lookup(KEYS)
         liar.lie = flip_once
@@ -316,8 +284,7 @@ async def test_corruption_is_accepted_after_a_second_read(liar: Liar, looked_up:
 async def test_an_unanswered_put_ends_on_cancel_and_at_the_deadline(liar: Liar) -> None:
     liar.values.clear()
     liar.lie = answering(b"SET", b"")
-    async with running(f"127.0.0.1:{liar.port}") as (_, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, liar.address) as (_, client):
         store = asyncio.ensure_future(client.store(KEYS, job_id="store", timeout_ms=NEVER_MS))
         await until(lambda: len(liar.heard) > 0)
         assert (await client.stub.Cancel(pb.CancelRequest(job_id="store"))).found
@@ -331,22 +298,16 @@ async def test_an_unanswered_put_ends_on_cancel_and_at_the_deadline(liar: Liar) 
 async def test_a_broken_put_is_retried_once(liar: Liar) -> None:
     breaks = iter([True])
 
-    async def call(lie: Answer, work: Callable[[], Awaitable[Stored]]) -> Stored:
-        liar.lie = lie
-        return await work()
-
     def break_once(command: list[bytes]) -> bytes | None:
         if command[0] == b"SET" and next(breaks, False):
             raise ConnectionResetError
         return None
 
     liar.values.clear()
-    async with running(f"127.0.0.1:{liar.port}", codec="kvrans") as (_, client):
-        await client.register(SHAPE, 6)
-        for index in range(6):
-            begin = index * SHAPE.raw_bytes
-            client.segment.memory[begin : begin + SHAPE.raw_bytes] = memoryview(kv(SHAPE, index))
-        answer = await call(break_once, lambda: client.store(KEYS))
+    async with serving(SHAPE, 6, liar.address, codec="kvrans") as (_, client):
+        client.fill(6)
+        liar.lie = break_once
+        answer = await client.store(KEYS)
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 6)
         assert liar.values == {storage_key(key): data for key, data in zip(KEYS, RECORDS, strict=True)}
 
@@ -366,7 +327,7 @@ async def test_a_lookup_of_a_long_prompt_is_one_round_trip(liar: Liar) -> None:
     for keys in chains:
         for key in keys[:500]:
             liar.values[storage_key(key)] = make_record(shape, key, 0, "none")
-    async with running(f"127.0.0.1:{liar.port}") as (daemon, client):
+    async with running(liar.address) as (daemon, client):
         await until(lambda: daemon.metrics.gauges["storage_up"][1]() == 1)
         liar.commands.clear()
         request = pb.LookupRequest(

@@ -11,7 +11,22 @@ import grpc
 import numpy as np
 import pytest
 from budget_support import moved, report
-from dataplane_support import BACKEND, Client, Fetched, Segment, Server, keys_of, kv, layout, running
+from dataplane_support import (
+    BACKEND,
+    FAILED,
+    INVALID,
+    Client,
+    Fetched,
+    Segment,
+    Server,
+    keys_of,
+    kv,
+    kvs,
+    layout,
+    refused,
+    running,
+    serving,
+)
 from machine import WAIT_MAX_MS, WAIT_MAX_S, until
 from test_tiers import cool, store, tiers_in, tiers_of
 
@@ -82,39 +97,63 @@ class Paged:
     def assert_right(self, answer: Fetched, count: int = CHUNKS) -> None:
         """Check that these chunks are in place and no other bytes were written. Then overwrite the memory."""
         assert answer.chunks == count, answer
-        assert [self.chunk(index) for index in range(count)] == [kv(SHAPE, index) for index in range(count)]
+        assert [self.chunk(index) for index in range(count)] == kvs(SHAPE, count)
         others = sorted(set(range(BLOCKS)) - set(self.blocks))
         assert (self.memory[:WORD].reshape(BLOCKS, -1)[others] == SPOILED).all(), "other blocks were written"
         self.memory[:WORD] = SPOILED
-
-    def close(self) -> None:
-        del self.memory
-        self.segment.close()
 
     def assert_untouched(self) -> None:
         assert (self.memory[:WORD] == SPOILED).all(), "something landed"
 
 
 @contextlib.asynccontextmanager
+async def paged_of(client: Client, shape: Any = SHAPE, **changes: Any) -> AsyncIterator[Paged]:
+    """Registered paged memory."""
+    paged = Paged(client)
+    await paged.register(shape, **changes)
+    try:
+        yield paged
+    finally:
+        del paged.memory
+        paged.segment.close()
+
+
+@contextlib.asynccontextmanager
 async def stored(folder: Path, size: str = "64MiB") -> AsyncIterator[tuple[Daemon, Client, Paged]]:
     """A data plane with tiers and no storage, with chunks of pages on a device, and registered paged memory."""
-    async with running("", tiers=tiers_of(folder, size)) as (daemon, client):
-        await client.register(SHAPE, CHUNKS)
+    async with serving(SHAPE, CHUNKS, "", tiers=tiers_of(folder, size)) as (daemon, client):
         await store_plain(client)
         await written(daemon)
-        paged = Paged(client)
-        await paged.register()
-        try:
+        async with paged_of(client) as paged:
             yield daemon, client, paged
-        finally:
-            paged.close()
+
+
+class Held:
+    """A device that accepts reads of pages, and does not complete them until :meth:`release`."""
+
+    def __init__(self, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._tiers = tiers_in(daemon)
+        device = self._tiers.pool._core.disks[0].volume.device
+        self._submit, self._held = device.submit, list[Any]()
+        self.begun = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        monkeypatch.setattr(device, "submit", self._hold)
+
+    def _hold(self, operations: Any) -> None:
+        pages = [each for each in operations if each.pages is not None]
+        self._held += pages
+        if others := [each for each in operations if each.pages is None]:
+            self._submit(others)
+        if pages:
+            self._loop.call_soon_threadsafe(self.begun.set)
+
+    def release(self) -> None:
+        with self._tiers.lock:
+            self._submit(self._held)
 
 
 async def store_plain(client: Client) -> None:
-    for index in range(CHUNKS):
-        client.segment.memory[index * SHAPE.raw_bytes : (index + 1) * SHAPE.raw_bytes] = np.frombuffer(
-            kv(SHAPE, index), np.uint8
-        )
+    client.fill(CHUNKS)
     answer = await client.store(KEYS, plain=True, parents=[b"", *KEYS[:-1]])
     assert answer.outcome == pb.OUTCOME_COMPLETE, answer
 
@@ -150,18 +189,15 @@ async def test_pages_are_loaded_exactly_and_layers_are_reported(tmp_path: Path) 
         assert daemon.metrics.totals["page_bytes"] == (1 + 4 + CHUNKS) * SHAPE.raw_bytes
         assert daemon.metrics.totals["page_requests"] == 3, "each retrieval must be one request of any length"
         assert (await client.fetch(KEYS)).chunks == CHUNKS, "they must be readable as normal records"
-        assert [client.chunk(index) for index in range(CHUNKS)] == [kv(SHAPE, index) for index in range(CHUNKS)]
+        assert client.chunks(CHUNKS) == kvs(SHAPE, CHUNKS)
 
 
 async def test_pages_survive_a_restart(tmp_path: Path) -> None:
     async with stored(tmp_path):
         pass
-    async with running("", tiers=tiers_of(tmp_path)) as (_, client):
-        await client.hello()
-        paged = Paged(client)
-        await paged.register()
+    async with running("", tiers=tiers_of(tmp_path)) as (_, client), paged_of(client) as paged:
+        assert (await client.hello(session=client.session)).page_devices
         paged.assert_right(await paged.fetch())
-        paged.close()
 
 
 @pytest.mark.parametrize("tiers", [False, True])
@@ -176,11 +212,6 @@ async def test_chunks_of_pages_are_compressed_without_devices(storage: Server, t
         assert answer.chunks == CHUNKS and answer.stored_bytes < answer.raw_bytes / ratio
         assert storage.has(KEYS[0])
         assert (await client.fetch(KEYS)).chunks == CHUNKS and client.chunk(1) == b"\x07" * SHAPE.raw_bytes
-
-
-async def test_hello_reports_page_devices(tmp_path: Path) -> None:
-    async with running("", tiers=tiers_of(tmp_path)) as (_, client):
-        assert (await client.hello()).page_devices
 
 
 async def test_a_chain_longer_than_a_hold_of_the_lock_is_one_request(
@@ -199,19 +230,13 @@ async def test_pages_of_several_devices_are_one_prefix(tmp_path: Path) -> None:
     alike: dict[str, Any] = {"size": "64MiB", "access": "threads", "bandwidth": 1 << 30}
     devices = [{"path": str(tmp_path / name), **alike} for name in ("one", "two")]
     tiers = tiers_of() | {"devices": devices, "memory_bandwidth": 1}
-    async with running("", tiers=tiers) as (daemon, client):
-        await client.register(SHAPE, CHUNKS)
+    async with serving(SHAPE, CHUNKS, "", tiers=tiers) as (daemon, client), paged_of(client) as paged:
         await store_plain(client)
         await written(daemon)
-        paged = Paged(client)
-        await paged.register()
         answer = await paged.fetch()
-        assert daemon.metrics.totals["page_requests"] == 2, (
-            "chunks alternate between the devices, and each gets one request"
-        )
+        assert daemon.metrics.totals["page_requests"] == 2, "chunks alternate between the devices; one request each"
         assert paged.told == LAYERS
         paged.assert_right(answer)
-        paged.close()
 
 
 async def test_a_corrupt_page_costs_its_chunk_and_the_later_ones(tmp_path: Path) -> None:
@@ -238,43 +263,25 @@ async def test_records_without_pages_are_absent_and_nothing_is_written(tmp_path:
         paged.assert_untouched()
 
 
-async def test_pages_of_another_shape_are_a_miss(tmp_path: Path) -> None:
-    """Another engine's pages with the same number of bytes: half the page size, twice the blocks."""
-    async with stored(tmp_path) as (_, client, paged):
-        shape = layout("passthrough", "uint8", layers=LAYERS, kinds=1, vector_length=PAGE // 2, tokens=2 * CHUNK_BLOCKS)
-        wrong = Paged(client)
-        first = [layer * PAGE // 2 for layer in range(LAYERS)]
-        await wrong.register(shape, first=first, stride=LAYERS * PAGE // 2, blocks=2 * BLOCKS)
-        answer = await wrong.fetch(blocks=list(range(2 * CHUNKS * CHUNK_BLOCKS)))
-        assert (answer.chunks, answer.outcome) == (0, pb.OUTCOME_ABSENT)
-        wrong.assert_untouched()
-        paged.assert_right(await paged.fetch())
-        wrong.close()
-
-
+@pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize(("layers", "blocks", "page"), [(LAYERS, 2, PAGE // 2), (2 * LAYERS, 1, PAGE // 2)])
-async def test_pages_of_another_layout_are_not_written_after_a_load_in_their_own(
-    tmp_path: Path, layers: int, blocks: int, page: int
+async def test_pages_of_another_layout_are_a_miss_and_not_written(
+    tmp_path: Path, layers: int, blocks: int, page: int, before: bool
 ) -> None:
     """Symptom: the read plan was cached by the key alone; with more layers it read beyond the end of the checksums."""
     async with stored(tmp_path) as (_, client, paged):
-        paged.assert_right(await paged.fetch())
+        if before:
+            paged.assert_right(await paged.fetch())
         shape = layout("passthrough", "uint8", layers=layers, kinds=1, vector_length=page, tokens=blocks * CHUNK_BLOCKS)
-        wrong = Paged(client)
         stride = layers * page
-        await wrong.register(
-            shape, first=[layer * page for layer in range(layers)], stride=stride, blocks=WORD // stride
-        )
-        count = CHUNKS * blocks * CHUNK_BLOCKS
-        answer = await client.stub.FetchPages(
-            pb.FetchPagesRequest(
-                job_id="wrong", memory_id=wrong.memory_id, keys=KEYS, blocks=range(count), timeout_ms=WAIT_MAX_MS
-            )
-        )
-        assert answer.outcome == pb.OUTCOME_ABSENT and not answer.delivered_bytes, answer
-        wrong.assert_untouched()
+        places = {"first": [layer * page for layer in range(layers)], "stride": stride, "blocks": WORD // stride}
+        async with paged_of(client, shape, **places) as wrong:
+            fields = {"memory_id": wrong.memory_id, "keys": KEYS, "blocks": range(CHUNKS * blocks * CHUNK_BLOCKS)}
+            request = pb.FetchPagesRequest(job_id="wrong", timeout_ms=WAIT_MAX_MS, **fields)
+            answer = await client.stub.FetchPages(request)
+            assert answer.outcome == pb.OUTCOME_ABSENT and not answer.delivered_bytes, answer
+            wrong.assert_untouched()
         paged.assert_right(await paged.fetch())
-        wrong.close()
 
 
 @pytest.mark.parametrize("way", ["cancel", "deadline", "gone"])
@@ -283,31 +290,19 @@ async def test_nothing_is_written_to_pages_after_a_cancelled_load(
 ) -> None:
     """The answer follows the reads in progress, and no bytes are written after it."""
     async with stored(tmp_path) as (daemon, client, paged):
-        disk = tiers_in(daemon).pool._core.disks[0]
-        submit, held, begun = disk.volume.device.submit, [], asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def hold(operations: Any) -> None:
-            """The device accepts the read and does not complete it."""
-            held.extend(operations)
-            loop.call_soon_threadsafe(begun.set)
-
-        monkeypatch.setattr(disk.volume.device, "submit", hold)
+        device = Held(daemon, monkeypatch)
         timeout = 300 if way == "deadline" else WAIT_MAX_MS
         call = asyncio.ensure_future(paged.fetch(timeout_ms=timeout))
-        await begun.wait()
+        await device.begun.wait()
         if way == "cancel":
             assert (await client.stub.Cancel(pb.CancelRequest(job_id="pages-1"))).found
         elif way == "gone":
             call.cancel()
         done, _ = await asyncio.wait({call}, timeout=0.6)
         assert bool(done) == (way == "gone"), "an answer would promise that no more bytes arrive"
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await paged.fetch()
-        assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION, "the memory is still in use"
+        await refused(paged.fetch(), FAILED)  # the memory is still in use
         monkeypatch.undo()
-        with tiers_in(daemon).lock:
-            submit(held)
+        device.release()
         if way != "gone":
             answer = await call
             outcome = pb.OUTCOME_CANCELLED if way == "cancel" else pb.OUTCOME_DEADLINE
@@ -333,148 +328,59 @@ async def test_a_failed_device_is_a_miss(tmp_path: Path) -> None:
 async def test_a_client_that_truncates_its_paged_memory_affects_no_other_client(tmp_path: Path) -> None:
     async with stored(tmp_path) as (daemon, client, paged):
         os.truncate(paged.segment.path, 4096)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await paged.fetch(progress=None)
-        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-        other = Paged(client)
-        await other.register()
-        other.assert_right(await other.fetch())
+        await refused(paged.fetch(progress=None), INVALID)
+        async with paged_of(client) as other:
+            other.assert_right(await other.fetch())
         assert not any(disk.errors for disk in tiers_in(daemon).pool._core.disks)
-        other.close()
         os.truncate(paged.segment.path, paged.segment.size)
 
 
 async def test_records_are_not_overwritten_while_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record that is evicted during its read, on a device that is filled again, is still read correctly."""
     async with stored(tmp_path, "8MiB") as (daemon, client, paged):
-        tiers = tiers_in(daemon)
-        disk = tiers.pool._core.disks[0]
-        submit, held, begun = disk.volume.device.submit, [], asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def hold(operations: Any) -> None:
-            if operations[0].pages is None:
-                submit(operations)
-                return
-            held.extend(operations)
-            loop.call_soon_threadsafe(begun.set)
-
-        monkeypatch.setattr(disk.volume.device, "submit", hold)
+        tiers, device = tiers_in(daemon), Held(daemon, monkeypatch)
         call = asyncio.ensure_future(paged.fetch())
-        await begun.wait()
+        await device.begun.wait()
         for key in KEYS:
             tiers.drop(key)
         client.segment.memory[:] = 7
         for seed in range(20, 32):  # more records than fit on the device
             await client.store(keys_of(SHAPE, CHUNKS, seed=seed), plain=True)
         await until(lambda: not len(tiers.pool._writer))
-        with tiers.lock:
-            submit(held)
+        device.release()
         paged.assert_right(await call)
-
-
-def test_impossible_pages_are_refused(tmp_path: Path) -> None:
-    cases = {
-        "stride": {"stride": LAYERS * PAGE + 512},
-        "beyond": {"blocks": BLOCKS + 1},
-        "far beyond": {"blocks": 2**32 - 1, "stride": 2**52},
-        "layers": {"first": [0]},
-        "begin": {"first": [layer * PAGE + 64 for layer in range(LAYERS)]},
-        "overlap": {"stride": PAGE // 2},
-        "none": {"blocks": 0},
-    }
-
-    async def refuse() -> None:
-        async with stored(tmp_path) as (_, client, paged):
-            for name, changes in cases.items():
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await paged.register(**changes)
-                assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT, name
-            for name, changes in {
-                "a block that is not there": {"blocks": [BLOCKS, *paged.blocks[1:]]},
-                "too few blocks": {"blocks": paged.blocks[1:]},
-                "an odd word": {"progress": WORD + 2},
-                "a word outside": {"progress": WORD + 4096},
-                "no keys": {"keys": []},
-                "plain memory": {"memory_id": client.memory_id},
-            }.items():
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await paged.fetch(**({"keys": KEYS} | changes))  # type: ignore[arg-type]
-                assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT, name
-            paged.assert_untouched()
-            answer = await paged.fetch(memory_id=12345)
-            assert answer.outcome == pb.OUTCOME_UNKNOWN_MEMORY
-
-    asyncio.run(refuse())
-
-
-async def test_metrics_of_tiers_with_devices_can_be_collected(tmp_path: Path) -> None:
-    async with stored(tmp_path) as (daemon, _, _):
-        names = {metric.name for metric in daemon.metrics.registry.collect()}
-        assert {"shadowserve_tier_capacity_bytes", "shadowserve_page_bytes"} <= names
-
-
-async def expected_pages(client: Client, daemon: Daemon) -> None:
-    """Report a request that waits for the pages and another chunk, and wait for the prefetch of that chunk."""
-    namespace = SHAPE.namespace
-    await client.stub.Expect(
-        pb.ExpectRequest(
-            queue=b"an engine",
-            number=1,
-            whole=True,
-            arrivals=[pb.Arrival(request=1, chains=[pb.KeyChain(keys=[*KEYS, *OTHERS], namespace=namespace)])],
-            order=[1],
-            lasts_ms=60_000,
-        )
-    )
-    await until(lambda: daemon.metrics.prefetches()["device"][0] > 0)
-
-
-OTHERS = keys_of(SHAPE, 1, seed=7)
 
 
 async def test_records_of_pages_are_not_prefetched_into_memory(tmp_path: Path) -> None:
     """Symptom: pages of a waiting request were read twice, the first time into memory that the load did not use."""
-    async with running("", tiers=tiers_of(tmp_path)) as (daemon, client):
-        await client.register(SHAPE, CHUNKS)
+    others = keys_of(SHAPE, 1, seed=7)
+    async with serving(SHAPE, CHUNKS, "", tiers=tiers_of(tmp_path)) as (daemon, client):
         await store_plain(client)
-        await client.store(OTHERS)  # compressed records, which are fetched from memory
+        await client.store(others)  # compressed records, which are fetched from memory
         await cool(daemon)
-        await expected_pages(client, daemon)
-        paged = Paged(client)
-        await paged.register()
-        paged.assert_right(await paged.fetch())
+        chain = pb.KeyChain(keys=[*KEYS, *others], namespace=SHAPE.namespace)
+        arrivals = [pb.Arrival(request=1, chains=[chain])]
+        expected = {"queue": b"an engine", "number": 1, "whole": True, "order": [1], "lasts_ms": 60_000}
+        await client.stub.Expect(pb.ExpectRequest(arrivals=arrivals, **expected))
+        await until(lambda: daemon.metrics.prefetch_bytes["device"] > 0)
+        async with paged_of(client) as paged:
+            paged.assert_right(await paged.fetch())
         tiers = tiers_in(daemon)
         with tiers.lock:
-            items = [tiers.pool.peek(address_of(key)) for key in [*KEYS, *OTHERS]]
+            items = [tiers.pool.peek(address_of(key)) for key in [*KEYS, *others]]
         assert [item is not None and item.value is not None for item in items] == [False] * CHUNKS + [True]
-        assert daemon.metrics.prefetches()["device"][0] == items[-1].length  # type: ignore[union-attr]
-        paged.close()
+        assert daemon.metrics.prefetch_bytes["device"] == items[-1].length  # type: ignore[union-attr]
 
 
 async def test_prefetches_pause_for_a_page_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom (F21): prefetches read from a device while a page load was waiting for it."""
     async with stored(tmp_path) as (daemon, client, paged):
         prefetching = daemon._source._prefetcher  # type: ignore[attr-defined]
-        tiers = tiers_in(daemon)
-        device = tiers.pool._core.disks[0].volume.device
-        submit, held, begun = device.submit, [], asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def hold(operations: Any) -> None:
-            pages = [each for each in operations if each.pages is not None]
-            if not pages:
-                submit(operations)
-                return
-            held.extend(pages)
-            loop.call_soon_threadsafe(begun.set)
-
-        monkeypatch.setattr(device, "submit", hold)
+        device = Held(daemon, monkeypatch)
         call = asyncio.ensure_future(paged.fetch())
-        await begun.wait()
+        await device.begun.wait()
         assert prefetching._gate.fetches == 1
-        with tiers.lock:
-            submit(held)
+        device.release()
         paged.assert_right(await call)
         assert prefetching._gate.fetches == 0
 

@@ -7,24 +7,24 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
-import numpy as np
 import pytest
-from budget_support import delayed, dropped, moved, report
+from budget_support import delayed, moved, report
 from dataplane_support import (
     Client,
     DaemonProcess,
     Fetched,
     Server,
     keys_of,
-    kv,
+    kvs,
     layout,
     make_record,
     running,
+    serving,
 )
 from machine import NEVER_S, until
 from test_tiers import cool, storage_away, tiers_in, tiers_of
 
+from dpu_dataplane.queues import Queues
 from dpu_dataplane.server import Daemon
 from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.found import Cold, Stored
@@ -68,11 +68,6 @@ class Queue:
         return answer
 
 
-def put_chain(server: Server, keys: Sequence[bytes]) -> None:
-    for index, key in enumerate(keys):
-        server.put(key, make_record(SHAPE, key, index))
-
-
 def resident(daemon: Daemon, keys: Iterable[bytes]) -> list[bool]:
     """Return for each record whether the tiers have it in memory."""
     tiers = tiers_in(daemon)
@@ -87,12 +82,12 @@ def prefetching_in(daemon: Daemon) -> prefetcher.Prefetcher:
 
 
 def prefetched_bytes(daemon: Daemon) -> dict[str, int]:
-    return {hop: size for hop, (size, _) in daemon.metrics.prefetches().items() if size}
+    return {hop: size for hop, size in daemon.metrics.prefetch_bytes.items() if size}
 
 
 def assert_right(client: Client, answer: Fetched) -> None:
     assert (answer.chunks, answer.outcome) == (6, pb.OUTCOME_COMPLETE), answer
-    assert [client.chunk(index) for index in range(6)] == [kv(SHAPE, index) for index in range(6)]
+    assert client.chunks(6) == kvs(SHAPE, 6)
     client.segment.memory[:] = 0xA5
 
 
@@ -100,9 +95,8 @@ def assert_right(client: Client, answer: Fetched) -> None:
 async def test_records_of_a_waiting_request_are_prefetched_into_memory(
     mortal_storage: Server, tmp_path: Path, devices: bool
 ) -> None:
-    put_chain(mortal_storage, CHAINS[0])
-    async with running(mortal_storage, tiers=tiers_of(tmp_path if devices else None)) as (daemon, client):
-        await client.register(SHAPE, 6)
+    mortal_storage.fill(SHAPE, CHAINS[0])
+    async with serving(SHAPE, 6, mortal_storage, tiers=tiers_of(tmp_path if devices else None)) as (daemon, client):
         queue = Queue(client)
         assert not (await queue.say({1: CHAINS[0]})).again
         await until(lambda: all(resident(daemon, CHAINS[0])))
@@ -117,11 +111,8 @@ async def test_records_of_a_waiting_request_are_prefetched_into_memory(
 
 
 async def test_records_on_a_device_are_prefetched_into_memory(tmp_path: Path) -> None:
-    async with running("", tiers=tiers_of(tmp_path)) as (daemon, client):
-        await client.register(SHAPE, 6)
-        for index in range(6):
-            chunk = slice(index * SHAPE.raw_bytes, (index + 1) * SHAPE.raw_bytes)
-            client.segment.memory[chunk] = np.frombuffer(kv(SHAPE, index), np.uint8)
+    async with serving(SHAPE, 6, "", tiers=tiers_of(tmp_path)) as (daemon, client):
+        client.fill(6)
         assert (await client.store(CHAINS[0])).chunks == 6
         await cool(daemon)
         assert resident(daemon, CHAINS[0]) == [False] * 6
@@ -134,9 +125,8 @@ async def test_records_on_a_device_are_prefetched_into_memory(tmp_path: Path) ->
 
 async def test_only_the_next_requests_are_prefetched_and_only_in_time(storage: Server) -> None:
     for chain in CHAINS:
-        put_chain(storage, chain)
-    async with running(storage, tiers=tiers_of() | {"ahead_requests": 2}) as (daemon, client):
-        await client.register(SHAPE, 6)
+        storage.fill(SHAPE, chain)
+    async with serving(SHAPE, 6, storage, tiers=tiers_of() | {"ahead_requests": 2}) as (daemon, client):
         queue = Queue(client)
         order = [3, 2, 1, 0]
         await queue.say(dict(enumerate(CHAINS)), order, begins_in_ms=[0, 60_000, 60_000, 60_000])
@@ -150,9 +140,8 @@ async def test_only_the_next_requests_are_prefetched_and_only_in_time(storage: S
 async def test_cold_records_are_prefetched_earlier(storage: Server) -> None:
     """Report the second chain as cold."""
     for chain in CHAINS[:2]:
-        put_chain(storage, chain)
-    async with running(storage, tiers=tiers_of() | {"ahead_requests": 1}) as (daemon, client):
-        await client.register(SHAPE, 6)
+        storage.fill(SHAPE, chain)
+    async with serving(SHAPE, 6, storage, tiers=tiers_of() | {"ahead_requests": 1}) as (daemon, client):
         own = prefetching_in(daemon)
         source = own._below
         assert source is not None
@@ -176,9 +165,8 @@ async def test_cold_records_are_prefetched_earlier(storage: Server) -> None:
 
 async def test_prefetches_pause_for_a_fetch_and_no_record_is_read_twice(mortal_storage: Server) -> None:
     for chain in CHAINS[:2]:
-        put_chain(mortal_storage, chain)
-    async with running(mortal_storage, tiers=tiers_of()) as (daemon, client):
-        await client.register(SHAPE, 6)
+        mortal_storage.fill(SHAPE, chain)
+    async with serving(SHAPE, 6, mortal_storage, tiers=tiers_of()) as (daemon, client):
         assert (await client.lookup(CHAINS[0])).hits == [6] and (await client.lookup(CHAINS[1])).hits == [6]
         own = prefetching_in(daemon)
         source = own._below
@@ -216,14 +204,14 @@ async def test_records_of_the_last_requests_are_evicted_first(storage: Server) -
     async with running(storage, tiers=tiers_of(memory=f"{20 * size}") | {"ahead_requests": 0}) as (daemon, client):
         await client.register(SHAPE, 6)
         for chain in CHAINS[:3]:
-            put_chain(storage, chain)
+            storage.fill(SHAPE, chain)
             assert_right(client, await client.fetch(chain))
         queue = Queue(client)
         await queue.say({0: CHAINS[0], 1: CHAINS[1]}, order=[1, 0])
         await until(lambda: len(tiers_in(daemon).pool.next_use) == 2)
         for seed in range(60, 63):
             other = keys_of(SHAPE, 6, seed=seed)
-            put_chain(storage, other)
+            storage.fill(SHAPE, other)
             assert_right(client, await client.fetch(other))
         assert resident(daemon, CHAINS[0] + CHAINS[1]) == [True] * 12, "waiting requests need these records"
         assert not any(resident(daemon, CHAINS[2])), "no request waits for these records"
@@ -234,26 +222,6 @@ async def test_records_of_the_last_requests_are_evicted_first(storage: Server) -
         assert resident(daemon, CHAINS[1]) == [True] * 6 and resident(daemon, CHAINS[0][-4:]) == [False] * 4
 
 
-async def test_a_pool_without_devices_keeps_records_of_waiting_requests() -> None:
-    size = len(make_record(SHAPE, CHAINS[0][0], 0))
-    async with running("", tiers=tiers_of(memory=f"{16 * size}")) as (daemon, client):
-        await client.register(SHAPE, 6)
-
-        async def store(keys: list[bytes]) -> None:
-            for index in range(6):
-                chunk = slice(index * SHAPE.raw_bytes, (index + 1) * SHAPE.raw_bytes)
-                client.segment.memory[chunk] = np.frombuffer(kv(SHAPE, index), np.uint8)
-            assert (await client.store(keys)).chunks == 6
-
-        await store(CHAINS[0])
-        await Queue(client).say({1: CHAINS[0]})
-        await until(lambda: len(tiers_in(daemon).pool.next_use) == 1)
-        for seed in range(60, 64):
-            await store(keys_of(SHAPE, 6, seed=seed))
-        assert_right(client, await client.fetch(CHAINS[0]))
-        assert daemon.metrics.prefetches() == {}
-
-
 # ---- Faults
 
 
@@ -261,9 +229,8 @@ async def test_a_waiting_request_that_never_fetches_leaves_no_record_held(
     storage: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefetcher, "_LINGER_S", 0.2)
-    put_chain(storage, CHAINS[0])
-    async with running(storage, tiers=tiers_of(tmp_path)) as (daemon, client):
-        await client.register(SHAPE, 6)
+    storage.fill(SHAPE, CHAINS[0])
+    async with serving(SHAPE, 6, storage, tiers=tiers_of(tmp_path)) as (daemon, client):
         await Queue(client).say({1: CHAINS[0]}, lasts_ms=1500)
         own, tiers = prefetching_in(daemon), tiers_in(daemon)
         await until(lambda: len(own._prefetched) == 6)
@@ -277,88 +244,59 @@ async def test_a_waiting_request_that_never_fetches_leaves_no_record_held(
         assert not any(resident(daemon, CHAINS[0]))
 
 
-async def test_late_messages_are_ignored_and_missing_ones_requested(storage: Server) -> None:
-    async with running(storage, tiers=tiers_of(), hosts_max=2) as (daemon, client):
-        await client.register(SHAPE, 6)
-        own, queue = prefetching_in(daemon), Queue(client)
+class Told:
+    """The queues of a daemon, and the order in which the requests wait."""
 
-        def waiting() -> list[Any]:
-            return [request.waiting.name[-1] for request in own._order]  # type: ignore[index]
+    def __init__(self, hosts_max: int) -> None:
+        self._queues = Queues(hosts_max, lambda: 0.0)
 
-        queue.number = 6
-        assert (await queue.say({1: CHAINS[0]})).again, "the daemon must request the whole queue"
-        assert not (await queue.say({1: CHAINS[0], 2: CHAINS[1]}, [2, 1], whole=True)).again
-        assert waiting() == [2, 1]
-        assert not (await queue.say(gone=[2], number=8)).again and waiting() == [2, 1], "an old one"
-        assert not (await queue.say({5: CHAINS[2]}, number=3, whole=True)).again and waiting() == [2, 1]
-        assert (await queue.say(gone=[2], number=20)).again and waiting() == [2, 1], "some are missing"
-        queue.number = 8
-        assert not (await queue.say({3: CHAINS[2]}, [9, 3, 3, 1, 77], gone=[2, 123])).again
-        assert waiting() == [3, 1], "unknown names must be skipped"
-        other = Queue(client, b"another engine")
-        assert not (await other.say({1: CHAINS[3]}, gone=[3])).again
-        assert waiting() == [3, 1, 1] or waiting() == [1, 3, 1], "an engine's report must affect only its own queue"
-        other_host = Client(daemon.address)
-        await other_host.hello(host="another machine")
-        other_host.shape = SHAPE
-        assert (await Queue(other_host).say({}, whole=False)).again, (
-            "another host's queue of the same name must be separate"
-        )
-        assert not (await Queue(other_host).say({}, whole=True)).again
-        assert len(waiting()) == 3
-        await other_host.close()
+    def say(
+        self, number: int, told: dict[int, list[bytes]] | None = None, *, owner: str = "a host", name: bytes = b"q",
+        **fields: Any,
+    ) -> bool:  # fmt: skip
+        """Report changes of a queue; return False if messages before it are missing."""
+        request = pb.ExpectRequest(queue=name, number=number, lasts_ms=LASTS_MS, **fields)
+        return self._queues.update(owner, request, [(key, [(b"", keys)]) for key, keys in (told or {}).items()])
+
+    @property
+    def waiting(self) -> list[Any]:
+        return [request.name[-1] for request in self._queues.waiting()]  # type: ignore[index]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("queue", b""),
-        ("queue", b"q" * 33),
-        ("lasts_ms", 0),
-        ("lasts_ms", 1 << 31),
-        ("gone", range(REQUESTS_MAX + 1)),
-        ("order", range(REQUESTS_MAX + 1)),
-        ("begins_in_ms", [1, 2, 3]),
-        ("arrivals", [pb.Arrival(request=index) for index in range(REQUESTS_MAX + 1)]),
-        ("arrivals", [pb.Arrival(chains=[pb.KeyChain(keys=[b"k"], namespace=bytes(32))])]),
-        ("arrivals", [pb.Arrival(chains=[pb.KeyChain(keys=[bytes(32)] * 70_000, namespace=bytes(32))])]),
-        ("arrivals", [pb.Arrival(chains=[pb.KeyChain(namespace=bytes(32))] * 5000)]),
-    ],
-)
-async def test_absurd_numbers_are_refused_before_anything_is_allocated(storage: Server, field: str, value: Any) -> None:
-    async with running(storage, tiers=tiers_of()) as (daemon, client):
-        await client.register(SHAPE, 1)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await Queue(client).say(**{field: value})
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert not prefetching_in(daemon)._requests
+def test_late_messages_are_ignored_and_missing_ones_requested() -> None:
+    told = Told(hosts_max=2)
+    one, two, three, four = CHAINS
+    assert not told.say(7, {1: one}), "the daemon must request the whole queue"
+    assert told.say(8, {1: one, 2: two}, order=[2, 1], whole=True) and told.waiting == [2, 1]
+    assert told.say(8, gone=[2]) and told.waiting == [2, 1], "an old one"
+    assert told.say(3, {5: three}, whole=True) and told.waiting == [2, 1]
+    assert not told.say(20, gone=[2]) and told.waiting == [2, 1], "some are missing"
+    assert told.say(9, {3: three}, order=[9, 3, 3, 1, 77], gone=[2, 123])
+    assert told.waiting == [3, 1], "unknown names must be skipped"
+    assert told.say(1, {1: four}, name=b"another engine", whole=True, gone=[3])
+    assert sorted(told.waiting) == [1, 1, 3], "an engine's report must affect only its own queue"
+    assert not told.say(10, owner="another host"), "another host's queue of the same name must be separate"
+    assert told.say(1, owner="another host", whole=True) and len(told.waiting) == 3
 
 
-async def test_a_host_has_its_share_of_waiting_requests(storage: Server) -> None:
-    async with running(storage, tiers=tiers_of(), hosts_max=4) as (daemon, client):
-        await client.register(SHAPE, 1)
-        queue, own = Queue(client), prefetching_in(daemon)
-        await queue.say({name: [] for name in range(REQUESTS_MAX // 4 + 9)})
-        assert len(own._order) == REQUESTS_MAX // 4
-        await queue.say({}, [], whole=True, begins_in_ms=[])
-        many = [index.to_bytes(32, "little") for index in range(60_000)]
-        for name in range(3):
-            await queue.say({name: many})
-        assert len(own._order) == 1, "this host's share is a quarter of all keys"
-        await queue.say({1: many[:5000]}, [1], begins_in_ms=[(1 << 32) - 1])
-        assert len(own._order) == 2
+def test_a_host_has_its_share_of_waiting_requests() -> None:
+    told = Told(hosts_max=4)
+    assert told.say(1, {name: [] for name in range(REQUESTS_MAX // 4 + 9)}, whole=True)
+    assert len(told.waiting) == REQUESTS_MAX // 4
+    many = [index.to_bytes(32, "little") for index in range(60_000)]
+    assert told.say(2, {name: many for name in range(3)}, whole=True)
+    assert told.waiting == [0], "this host's share is a quarter of all keys"
+    assert told.say(3, {1: many[:5000]}, order=[1], begins_in_ms=[(1 << 32) - 1]) and len(told.waiting) == 2
 
 
 async def test_a_data_plane_without_tiers_answers_that_it_does_not_prefetch(storage: Server) -> None:
-    async with running(storage) as (_, client):
-        await client.register(SHAPE, 1)
+    async with serving(SHAPE, 1, storage) as (_, client):
         assert (await Queue(client).say({1: CHAINS[0]})).unused
 
 
 async def test_a_storage_failure_during_a_fetch_costs_only_missing_pieces(mortal_storage: Server) -> None:
-    put_chain(mortal_storage, CHAINS[0])
-    async with running(mortal_storage, tiers=tiers_of()) as (daemon, client):
-        await client.register(SHAPE, 6)
+    mortal_storage.fill(SHAPE, CHAINS[0])
+    async with serving(SHAPE, 6, mortal_storage, tiers=tiers_of()) as (daemon, client):
         assert (await client.fetch(CHAINS[0][:2])).chunks == 2
         own = prefetching_in(daemon)
         source = own._below
@@ -372,35 +310,31 @@ async def test_a_storage_failure_during_a_fetch_costs_only_missing_pieces(mortal
         source.receive = dying  # type: ignore[method-assign]
         await Queue(client).say({1: CHAINS[0]})
         await storage_away(client, keys_of(SHAPE, 1, seed=9))
-        answer = await client.fetch(CHAINS[0])
-        assert (answer.chunks, answer.outcome) == (2, pb.OUTCOME_STORAGE_UNAVAILABLE)
+        await client.fetches(CHAINS[0], 2, pb.OUTCOME_STORAGE_UNAVAILABLE)
         await until(lambda: not own._moving)
         source.receive = receive  # type: ignore[method-assign]
         mortal_storage.start()
-        put_chain(mortal_storage, CHAINS[0])
+        mortal_storage.fill(SHAPE, CHAINS[0])
         await until(lambda: all(resident(daemon, CHAINS[0])))
         assert_right(client, await client.fetch(CHAINS[0]))
 
 
 async def test_a_damaged_record_is_not_prefetched(redis: Server) -> None:
-    put_chain(redis, CHAINS[0])
+    redis.fill(SHAPE, CHAINS[0])
     record = bytearray(make_record(SHAPE, CHAINS[0][2], 2))
     record[-9] ^= 4
     redis.put(CHAINS[0][2], bytes(record))
-    async with running(redis, tiers=tiers_of()) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, redis, tiers=tiers_of()) as (daemon, client):
         await Queue(client).say({1: CHAINS[0]})
         await until(lambda: resident(daemon, CHAINS[0]) == [True, True, False, True, True, True])
         own = prefetching_in(daemon)
         await until(lambda: own._order[0].unsound == {CHAINS[0][2]} and not own._moving)
-        answer = await client.fetch(CHAINS[0])
-        assert (answer.chunks, answer.outcome) == (2, pb.OUTCOME_CORRUPT)
+        await client.fetches(CHAINS[0], 2, pb.OUTCOME_CORRUPT)
 
 
 async def test_records_of_a_failed_device_are_read_from_storage(storage: Server, tmp_path: Path) -> None:
-    put_chain(storage, CHAINS[0])
-    async with running(storage, tiers=tiers_of(tmp_path) | {"ahead_requests": 0}) as (daemon, client):
-        await client.register(SHAPE, 6)
+    storage.fill(SHAPE, CHAINS[0])
+    async with serving(SHAPE, 6, storage, tiers=tiers_of(tmp_path) | {"ahead_requests": 0}) as (daemon, client):
         assert_right(client, await client.fetch(CHAINS[0]))
         await cool(daemon)
         tiers, own = tiers_in(daemon), prefetching_in(daemon)
@@ -424,15 +358,14 @@ async def test_records_of_a_failed_device_are_read_from_storage(storage: Server,
 async def test_prefetched_records_under_pressure_leave_room_for_fetches(storage: Server, tmp_path: Path) -> None:
     """Memory for a dozen records. Four requests wait for two dozen, while hosts fetch others."""
     for chain in CHAINS:
-        put_chain(storage, chain)
-    async with running(storage, tiers=tiers_of(tmp_path, "64MiB", "6MiB")) as (daemon, client):
-        await client.register(SHAPE, 6)
+        storage.fill(SHAPE, chain)
+    async with serving(SHAPE, 6, storage, tiers=tiers_of(tmp_path, "64MiB", "6MiB")) as (daemon, client):
         await Queue(client).say(dict(enumerate(CHAINS)))
         own, tiers = prefetching_in(daemon), tiers_in(daemon)
         await until(lambda: own._prefetched)
         for seed in range(70, 76):
             other = keys_of(SHAPE, 6, seed=seed)
-            put_chain(storage, other)
+            storage.fill(SHAPE, other)
             assert_right(client, await client.fetch(other))
             assert own._prefetched_bytes <= tiers.batch_bytes_max
         for chain in CHAINS:
@@ -442,7 +375,7 @@ async def test_prefetched_records_under_pressure_leave_room_for_fetches(storage:
 async def test_a_daemon_killed_during_prefetching_recovers(storage: Server, tmp_path: Path) -> None:
     chance = random.Random(7)
     for chain in CHAINS:
-        put_chain(storage, chain)
+        storage.fill(SHAPE, chain)
     for turn in range(3):
         process = DaemonProcess(storage, tmp_path, tiers=tiers_of(tmp_path))
         client = Client(process.address)
@@ -471,9 +404,8 @@ async def test_a_daemon_killed_during_prefetching_recovers(storage: Server, tmp_
 async def test_prefetches_wait_for_turns_and_are_dropped_when_their_request_begins(storage: Server) -> None:
     """Symptom: prefetches used the whole link beside a decoding engine."""
     chain = CHAINS[0]
-    put_chain(storage, chain)
-    async with running(storage, tiers=tiers_of(), shares_host_memory=True) as (daemon, client):
-        await client.register(SHAPE, 6)
+    storage.fill(SHAPE, chain)
+    async with serving(SHAPE, 6, storage, tiers=tiers_of(), shares_host_memory=True) as (daemon, client):
         queue = Queue(client)
         await report(client)
         async with daemon.budget.turn(Mover.FETCH, 1 << 50) as turn, asyncio.timeout(NEVER_S):
@@ -484,18 +416,15 @@ async def test_prefetches_wait_for_turns_and_are_dropped_when_their_request_begi
                 await asyncio.sleep(0.01)
             assert moved(daemon).get("prefetch", 0) == 0
             await queue.say(gone=[1])  # before the prefetch gets its turn
-        await until(lambda: ("prefetch", "request_begun") in dropped(daemon))
+        await until(lambda: ("prefetch", "request_begun") in daemon.metrics.interference_dropped)
         await queue.say({2: chain})
-        await until(
-            lambda: moved(daemon).get("prefetch", 0) == sum(hop[0] for hop in daemon.metrics.prefetches().values())
-        )
+        await until(lambda: moved(daemon).get("prefetch", 0) == sum(daemon.metrics.prefetch_bytes.values()))
 
 
 async def test_a_fetch_gets_records_whose_prefetch_is_in_progress(storage: Server) -> None:
     chain = CHAINS[0]
-    put_chain(storage, chain)
-    async with running(storage, tiers=tiers_of(), shares_host_memory=True) as (daemon, client):
-        await client.register(SHAPE, 6)
+    storage.fill(SHAPE, chain)
+    async with serving(SHAPE, 6, storage, tiers=tiers_of(), shares_host_memory=True) as (daemon, client):
         await report(client)
         await Queue(client).say({1: chain})
         await until(lambda: moved(daemon).get("prefetch", 0) > 0)

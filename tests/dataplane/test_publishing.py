@@ -1,20 +1,30 @@
-"""Published keys: shares of hosts, withdrawals, and tiers without storage."""
+"""Published keys: what other engines and data planes see, shares of hosts, withdrawals, and tiers without storage."""
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from dataplane_support import Client, DaemonProcess, Server, keys_of, kv, layout, running
+from dataplane_support import (
+    Client,
+    DaemonProcess,
+    Server,
+    client_of,
+    keys_of,
+    kv,
+    layout,
+    running,
+    serving,
+    until_true,
+)
 from machine import NEVER_S, WAIT_MAX_MS, WAIT_MAX_S, wait_for
 
 from dpu_dataplane.publishing import PENDING_KEYS_MAX, Publications
-from dpu_dataplane.server import Daemon
 from host_control.client import DataPlaneClient
 from host_control.disaggregation import Disaggregation
 from host_control.lookup import LookupAnswer, PrefixLookup
@@ -31,6 +41,14 @@ LASTS_MS = 60_000
 TIERS = {"memory_budget_bytes": "16MiB"}
 
 
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """A storage node of this test alone: it counts the pending keys of its clients."""
+    made = Server("storage_kv", tmp_path).start()
+    yield made
+    made.kill()
+
+
 def numbered(count: int, first: int = 0) -> list[bytes]:
     return [index.to_bytes(32, "little") for index in range(first, first + count)]
 
@@ -41,71 +59,106 @@ async def publish(client: Client, keys: list[bytes], lasts_ms: int = LASTS_MS, *
     return answer
 
 
-async def pending(client: Client, keys: list[bytes] = KEYS) -> list[bool] | None:
-    """Look keys up, and return the pending ones; None if the answer has no publications."""
-    chain = pb.KeyChain(keys=keys, namespace=SHAPE.namespace)
-    answer = await client.stub.Lookup(pb.LookupRequest(chains=[chain], timeout_ms=WAIT_MAX_MS, published=True))
+async def publish_many(client: Client, keys: list[bytes]) -> None:
+    for first in range(0, len(keys), 1024):
+        assert (await publish(client, keys[first : first + 1024])).outcome == pb.OUTCOME_COMPLETE
+
+
+async def look(client: Client, *chains: list[bytes], published: bool = True) -> tuple[Any, Any]:
+    """Return the stored and the published chunks of each chain; None for the latter without publications."""
+    asked = [pb.KeyChain(keys=keys, namespace=SHAPE.namespace) for keys in chains]
+    answer = await client.stub.Lookup(pb.LookupRequest(chains=asked, timeout_ms=WAIT_MAX_MS, published=published))
     assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
-    return unpack(answer.published[0], len(keys)).tolist() if answer.published else None
+    stored, pending = (
+        [unpack(data, len(keys)).tolist() for data, keys in zip(field, chains, strict=True)] if field else None
+        for field in (answer.present, answer.published)
+    )
+    return stored, pending
 
 
-@contextlib.asynccontextmanager
-async def another(daemon: Daemon) -> AsyncIterator[Client]:
-    """A client on another machine."""
-    client = Client(daemon.address)
-    try:
-        await client.hello(host="another machine")
-        yield client
-    finally:
-        await client.close()
+async def pending(client: Client, keys: list[bytes] = KEYS) -> list[bool] | None:
+    published = (await look(client, keys))[1]
+    return None if published is None else published[0]
 
 
-async def test_a_host_cannot_use_up_another_hosts_share_of_publications(tmp_path: Path) -> None:
-    server = Server("storage_kv", tmp_path).start()
-    try:
-        async with running(server, hosts_max=2) as (daemon, ours), another(daemon) as theirs:
-            share = PENDING_KEYS_MAX // 2
-            many = numbered(share)
-            for first in range(0, share, 1024):
-                assert (await publish(ours, many[first : first + 1024])).outcome == pb.OUTCOME_COMPLETE
-            refused = await publish(ours, numbered(8, share))
-            assert refused.outcome == pb.OUTCOME_STORAGE_REFUSED
-            assert f"its share is {share}: {PENDING_KEYS_MAX} divided by hosts_max (2)" in refused.detail
-            assert daemon.metrics.totals["publications_refused"] == 8
-            assert (await publish(theirs, KEYS)).outcome == pb.OUTCOME_COMPLETE
-            assert await pending(ours) == [True] * 4
-            assert (await publish(ours, many[:8], 0)).outcome == pb.OUTCOME_COMPLETE
-            assert (await publish(ours, numbered(8, share))).outcome == pb.OUTCOME_COMPLETE, (
-                "withdrawn keys must free their share"
-            )
-    finally:
+async def test_another_data_plane_sees_published_keys_and_then_stored_ones(server: Server) -> None:
+    async with running(server) as (_, decode):
+        async with running(server) as (_, prefill):
+            assert await look(decode, KEYS, KEYS[:1]) == ([[False] * 4, [False]], [[False] * 4, [False]])
+            assert (await publish(prefill, KEYS[:3])).outcome == pb.OUTCOME_COMPLETE
+            server.fill(SHAPE, KEYS[:1])
+            present = [[True, False, False, False], [True]]
+            assert await look(decode, KEYS, KEYS[:1]) == (present, [[False, True, True, False], [False]])
+            assert await look(decode, KEYS, published=False) == (present[:1], None)
+            assert (await publish(prefill, KEYS[2:3], 0)).outcome == pb.OUTCOME_COMPLETE
+            assert await pending(decode) == [False, True, False, False], "a withdrawn key must not be pending"
+
+        async def gone() -> bool:
+            return await pending(decode) == [False] * 4
+
+        await until_true(gone)  # with their data plane
+
+
+async def test_publications_are_read_again_after_a_restart_of_storage(server: Server) -> None:
+    async with running(server) as (_, client):
+        assert (await publish(client, KEYS)).outcome == pb.OUTCOME_COMPLETE
+
+        async def ends(outcome: int) -> None:
+            async def has() -> bool:
+                return (await publish(client, KEYS[:1])).outcome == outcome
+
+            await until_true(has)
+
         server.kill()
+        await ends(pb.OUTCOME_STORAGE_UNAVAILABLE)
+        server.start()
+        await ends(pb.OUTCOME_COMPLETE)
+        assert await look(client, KEYS) == ([[False] * 4], [[True, False, False, False]])
 
 
-async def test_a_host_does_not_withdraw_keys_published_by_another_host(tmp_path: Path) -> None:
-    server = Server("storage_kv", tmp_path).start()
-    try:
-        async with running(server, hosts_max=2) as (daemon, ours), another(daemon) as theirs:
-            await publish(ours, KEYS)
-            await publish(theirs, KEYS[:2])
-            await publish(theirs, KEYS, 0)
-            assert await pending(ours) == [True] * 4
-            await publish(theirs, KEYS, 1)  # for a shorter time than the other publication
-            await asyncio.sleep(0.01)
-            assert await pending(ours) == [True] * 4
-            await publish(ours, KEYS[1:], 0)
-            assert await pending(ours) == [True, False, False, False]
-    finally:
-        server.kill()
+async def test_redis_takes_no_publications_and_serves_all_other_calls(redis: Server) -> None:
+    redis.fill(SHAPE, KEYS[:1])
+    async with running(redis) as (_, client):
+        answer = await publish(client, KEYS)
+        assert (answer.outcome, answer.reach) == (pb.OUTCOME_COMPLETE, pb.REACH_NONE)
+        for _ in range(2):
+            assert await look(client, KEYS) == ([[True, False, False, False]], None)
+
+
+async def test_a_host_has_its_share_of_publications(server: Server) -> None:
+    async with running(server, hosts_max=2) as (daemon, ours), client_of(daemon, host="another machine") as theirs:
+        share = PENDING_KEYS_MAX // 2
+        many = numbered(share)
+        await publish_many(ours, many)
+        refused = await publish(ours, numbered(8, share))
+        assert refused.outcome == pb.OUTCOME_STORAGE_REFUSED
+        assert f"its share is {share}: {PENDING_KEYS_MAX} divided by hosts_max (2)" in refused.detail
+        assert daemon.metrics.totals["publications_refused"] == 8
+        assert (await publish(theirs, KEYS)).outcome == pb.OUTCOME_COMPLETE
+        assert await pending(ours) == [True] * 4, "lookups go on"
+        assert (await publish(ours, many[:8], 0)).outcome == pb.OUTCOME_COMPLETE
+        assert (await publish(ours, numbered(8, share))).outcome == pb.OUTCOME_COMPLETE, "withdrawn keys are free"
+
+
+async def test_a_host_does_not_withdraw_keys_published_by_another_host(server: Server) -> None:
+    async with running(server, hosts_max=2) as (daemon, ours), client_of(daemon, host="another machine") as theirs:
+        await publish(ours, KEYS)
+        await publish(theirs, KEYS[:2])
+        await publish(theirs, KEYS, 0)
+        assert await pending(ours) == [True] * 4
+        await publish(theirs, KEYS, 1)  # for a shorter time than the other publication
+        await asyncio.sleep(0.01)
+        assert await pending(ours) == [True] * 4
+        await publish(ours, KEYS[1:], 0)
+        assert await pending(ours) == [True, False, False, False]
 
 
 async def test_local_tiers_report_pending_keys_until_stored_or_withdrawn() -> None:
-    async with running("", tiers=TIERS) as (_, client):
-        await client.register(SHAPE, 4)
+    async with serving(SHAPE, 4, "", tiers=TIERS) as (_, client):
         assert await pending(client) == [False] * 4
-        assert (await publish(client, KEYS)).outcome == pb.OUTCOME_COMPLETE
+        assert (await publish(client, KEYS, plain=True)).reach == pb.REACH_ALL
         assert await pending(client) == [True] * 4
-        client.segment.memory[: SHAPE.raw_bytes] = np.frombuffer(kv(SHAPE, 0), np.uint8)
+        client.fill(1)
         assert (await client.store(KEYS[:1])).outcome == pb.OUTCOME_COMPLETE
         assert await pending(client) == [False, True, True, True]
         await publish(client, KEYS[1:2], 0)
@@ -115,69 +168,41 @@ async def test_local_tiers_report_pending_keys_until_stored_or_withdrawn() -> No
         async def over() -> bool:
             return await pending(client) == [False] * 4
 
-        async with asyncio.timeout(WAIT_MAX_S):
-            while not await over():
-                await asyncio.sleep(0.01)
+        await until_true(over)
         assert (await publish(client, KEYS, 60_001)).outcome == pb.OUTCOME_STORAGE_REFUSED
 
 
 async def test_publications_of_a_removed_host_are_withdrawn() -> None:
     async with (
         running("", tiers=TIERS, hosts_max=2, registration_idle_s=0.5) as (daemon, ours),
-        another(daemon) as theirs,
+        client_of(daemon, host="another machine") as theirs,
     ):
         await publish(theirs, KEYS)
         assert await pending(ours) == [True] * 4
-        hosts = daemon.metrics.gauges["hosts"][1]
-        seen: list[bool] = []
 
-        async def look() -> bool:
+        async def withdrawn() -> bool:
+            seen = None
             with contextlib.suppress(grpc.aio.AioRpcError):
-                seen[:] = await pending(ours) or []
-            return hosts() == 1 and seen == [False] * 4
+                seen = await pending(ours)
+            return daemon.metrics.gauges["hosts"][1]() == 1 and seen == [False] * 4
 
-        async with asyncio.timeout(WAIT_MAX_S):
-            while not await look():
-                await asyncio.sleep(0.05)
+        await until_true(withdrawn)
 
 
-async def test_plain_records_are_pending_on_their_own_data_plane_only(tmp_path: Path) -> None:
+async def test_plain_records_are_pending_on_their_own_data_plane_only(server: Server, tmp_path: Path) -> None:
     """Symptom: a decode engine at another data plane waited for page records, which never leave their tiers."""
-    server = Server("storage_kv", tmp_path).start()
-    try:
-        device = {
-            "path": str(tmp_path / "device"),
-            "size": "64MiB",
-        }  # without a device, plain records are stored like others
-        tiers = TIERS | {"devices": [device]}
-        async with running(server, tiers=tiers) as (_, prefill), running(server, tiers=TIERS) as (_, decode):
-            await prefill.register(SHAPE, 4)
-            plain = await publish(prefill, KEYS[:2], plain=True)
-            assert (plain.outcome, plain.reach) == (pb.OUTCOME_COMPLETE, pb.REACH_DATA_PLANE)
-            assert (await publish(prefill, KEYS[2:])).reach == pb.REACH_ALL
-            assert await pending(prefill) == [True] * 4, "engines of the same data plane must see them"
-            assert await pending(decode) == [False, False, True, True]
-            prefill.segment.memory[: SHAPE.raw_bytes] = np.frombuffer(kv(SHAPE, 0), np.uint8)
-            assert (await prefill.store(KEYS[:1], plain=True)).outcome == pb.OUTCOME_COMPLETE
-            assert await pending(prefill) == [False, True, True, True]
-        async with running(server) as (_, client):
-            assert (await publish(client, KEYS, plain=True)).reach == pb.REACH_ALL, (
-                "without tiers they must go to storage"
-            )
-        async with running("", tiers=TIERS) as (_, client):
-            assert (await publish(client, KEYS, plain=True)).reach == pb.REACH_ALL
-    finally:
-        server.kill()
-
-
-async def test_a_lookup_reports_storage_without_publications(tmp_path: Path) -> None:
-    server = Server("redis", tmp_path).start()
-    try:
-        async with running(server) as (_, client):
-            assert (await publish(client, KEYS)).reach == pb.REACH_NONE
-            assert await pending(client) is None
-    finally:
-        server.kill()
+    tiers = TIERS | {"devices": [{"path": str(tmp_path / "device"), "size": "64MiB"}]}
+    async with running(server, tiers=tiers) as (_, prefill), running(server, tiers=TIERS) as (_, decode):
+        await prefill.register(SHAPE, 4)
+        plain = await publish(prefill, KEYS[:2], plain=True)
+        assert (plain.outcome, plain.reach) == (pb.OUTCOME_COMPLETE, pb.REACH_DATA_PLANE)
+        assert (await publish(prefill, KEYS[2:])).reach == pb.REACH_ALL
+        assert await pending(prefill) == [True] * 4, "engines of the same data plane must see them"
+        assert await pending(decode) == [False, False, True, True]
+        prefill.fill(1)
+        assert (await prefill.store(KEYS[:1], plain=True)).outcome == pb.OUTCOME_COMPLETE
+        assert await pending(prefill) == [False, True, True, True]
+        assert (await publish(decode, KEYS, plain=True)).reach == pb.REACH_ALL, "without devices they go to storage"
 
 
 def test_expired_publications_take_no_share() -> None:

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from dataplane_support import BACKEND, Client, Server, config, keys_of, kv, layout, make_record, running
+from dataplane_support import BACKEND, Server, config, keys_of, kv, kvs, layout, make_record, running, serving
 from machine import until
 
 from dpu_dataplane.batches import encoded_bound
@@ -14,15 +14,8 @@ from dpu_dataplane.config import codec_name
 from dpu_dataplane.jobs import Job
 from dpu_dataplane.sources.source import Encoded
 from shadowserve import native, record
-from shadowserve.chunk import ChunkLayout
 from shadowserve.keys import storage_key
 from shadowserve.proto import dataplane_pb2 as pb
-
-
-def fill(client: Client, shape: ChunkLayout, count: int) -> None:
-    for index in range(count):
-        begin = index * shape.raw_bytes
-        client.segment.memory[begin : begin + shape.raw_bytes] = memoryview(kv(shape, index))
 
 
 def get(redis: Server, key: bytes) -> bytes:
@@ -47,7 +40,7 @@ async def test_records_are_those_of_the_reference(storage: Server, codec: str) -
         for seed, shape in enumerate(shapes):
             keys = keys_of(shape, 3, seed)
             await client.register(shape, 3)
-            fill(client, shape, 3)
+            client.fill(3)
             answer = await client.store(keys)
             assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 3), answer.detail
             records = [get(storage, key) for key in keys]
@@ -60,35 +53,19 @@ async def test_records_are_those_of_the_reference(storage: Server, codec: str) -
 async def test_records_name_the_chunk_before_them(storage: Server) -> None:
     shape = layout()
     keys = keys_of(shape, 3)
-    async with running(storage) as (_, client):
-        await client.register(shape, 3)
-        fill(client, shape, 3)
+    async with serving(shape, 3, storage) as (_, client):
+        client.fill(3)
         answer = await client.store(keys, parents=[b"", keys[0], keys[1]])
         assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
         assert [record.parse_header(get(storage, key)).parent for key in keys] == [b"", keys[0], keys[1]]
-
-
-async def test_stored_chunks_are_fetched_by_another_daemon(storage: Server) -> None:
-    shape = layout()
-    keys = keys_of(shape, 4)
-    async with running(storage) as (_, client):
-        await client.register(shape, 4)
-        fill(client, shape, 4)
-        assert (await client.store(keys)).chunks == 4
-    async with running(storage) as (_, client):
-        await client.register(shape, 4)
-        assert list((await client.lookup(keys)).hits) == [4]
-        assert (await client.fetch(keys)).outcome == pb.OUTCOME_COMPLETE
-        assert [client.chunk(index) for index in range(4)] == [kv(shape, index) for index in range(4)]
 
 
 async def test_stored_chunks_are_not_sent_again(storage: Server) -> None:
     shape = layout()
     keys = keys_of(shape, 4)
     storage.put(keys[1], make_record(shape, keys[1], 1))
-    async with running(storage) as (daemon, client):
-        await client.register(shape, 4)
-        fill(client, shape, 4)
+    async with serving(shape, 4, storage) as (daemon, client):
+        client.fill(4)
         answer = await client.store(keys)
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 4)
         assert daemon.metrics.totals["stored_raw_bytes"] == 3 * shape.raw_bytes
@@ -97,40 +74,14 @@ async def test_stored_chunks_are_not_sent_again(storage: Server) -> None:
         assert (await client.fetch(keys)).chunks == 4
 
 
-async def test_more_chunks_than_the_store_buffer_holds(storage: Server) -> None:
-    shape = layout(vector_length=2048)
-    keys = keys_of(shape, 9)
-    async with running(storage, store_buffer_bytes="2MiB") as (_, client):
-        await client.register(shape, 9)
-        fill(client, shape, 9)
-        answer = await client.store(keys)
-        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 9)
-        client.segment.memory[:] = 0
-        assert (await client.fetch(keys)).chunks == 9
-        assert client.chunk(8) == kv(shape, 8)
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-async def test_values_that_binning_cannot_hold_are_not_storable(storage: Server, value: float) -> None:
-    shape = layout("binned", "float32")
-    keys = keys_of(shape, 3)
-    async with running(storage) as (_, client):
-        await client.register(shape, 3)
-        fill(client, shape, 3)
-        client.segment.memory.view(np.float32)[shape.raw_bytes // 4 + 17] = value
-        answer = await client.store(keys)
-        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_NOT_STORABLE, 1)
-        assert [storage.has(key) for key in keys] == [True, False, False]
-
-
-async def test_stored_chunks_after_an_unstorable_one_are_reported(storage: Server) -> None:
+async def test_a_value_that_binning_cannot_hold_costs_its_chunk(storage: Server, value: float) -> None:
     shape = layout("binned", "float32")
     keys = keys_of(shape, 3)
     storage.put(keys[2], make_record(shape, keys[2], 2))
-    async with running(storage) as (_, client):
-        await client.register(shape, 3)
-        fill(client, shape, 3)
-        client.segment.memory.view(np.float32)[shape.raw_bytes // 4 + 17] = np.nan
+    async with serving(shape, 3, storage) as (_, client):
+        client.fill(3)
+        client.segment.memory.view(np.float32)[shape.raw_bytes // 4 + 17] = value
         answer = await client.store(keys)
         assert (answer.outcome, answer.stored) == (pb.OUTCOME_NOT_STORABLE, [True, False, True])
         assert answer.raw_bytes == 2 * shape.raw_bytes
@@ -142,9 +93,8 @@ async def test_a_full_server_refuses_with_its_text(tmp_path) -> None:  # type: i
     try:
         shape = layout(vector_length=2048)
         keys = keys_of(shape, 6)
-        async with running(server) as (_, client):
-            await client.register(shape, 6)
-            fill(client, shape, 6)
+        async with serving(shape, 6, server) as (_, client):
+            client.fill(6)
             answer = await client.store(keys)
             assert answer.outcome == pb.OUTCOME_STORAGE_REFUSED
             assert "OOM" in answer.detail
@@ -160,9 +110,8 @@ async def test_a_sound_record_of_another_namespace_is_not_replaced(redis: Server
     [key] = keys_of(shape, 1)
     theirs = make_record(layout(namespace=bytes(32)), key, 5)
     redis.put(key, theirs)
-    async with running(redis) as (_, client):
-        await client.register(shape, 1)
-        fill(client, shape, 1)
+    async with serving(shape, 1, redis) as (_, client):
+        client.fill(1)
         answer = await client.store([key])
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_MISMATCH, 0)
     assert get(redis, key) == theirs
@@ -175,9 +124,8 @@ async def test_faulty_records_are_replaced_by_a_store(redis: Server, bad: bytes)
     shape = layout()
     [key] = keys_of(shape, 1)
     redis.put(key, bad)
-    async with running(redis) as (_, client):
-        await client.register(shape, 1)
-        fill(client, shape, 1)
+    async with serving(shape, 1, redis) as (_, client):
+        client.fill(1)
         assert (await client.store([key])).outcome == pb.OUTCOME_COMPLETE
         assert (await client.fetch([key])).outcome == pb.OUTCOME_COMPLETE
 
@@ -186,9 +134,8 @@ async def test_chunks_are_encoded_while_earlier_ones_are_put(storage: Server) ->
     """A batch that overwrites encoded bytes before their transmission would store wrong bytes."""
     shape = layout(vector_length=2048)
     keys = keys_of(shape, 10)
-    async with running(storage, store_buffer_bytes="3MiB", store_cores=[0]) as (daemon, client):
-        await client.register(shape, 10)
-        fill(client, shape, 10)
+    async with serving(shape, 10, storage, store_buffer_bytes="3MiB", store_cores=[0]) as (daemon, client):
+        client.fill(10)
         codec = native.Codec[codec_name("auto", BACKEND).upper()]
         places = (3 << 20) // encoded_bound(shape, codec, int(config(storage).slice_bytes))
         assert 2 < places < len(keys)
@@ -210,4 +157,4 @@ async def test_chunks_are_encoded_while_earlier_ones_are_put(storage: Server) ->
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 10)
         client.segment.memory[:] = 0
         assert (await client.fetch(keys)).chunks == 10
-        assert [client.chunk(index) for index in range(10)] == [kv(shape, index) for index in range(10)]
+        assert client.chunks(10) == kvs(shape, 10)

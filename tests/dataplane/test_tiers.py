@@ -18,12 +18,14 @@ from dataplane_support import (
     DaemonProcess,
     Fetched,
     Server,
+    client_of,
     config,
     keys_of,
     kv,
     layout,
     make_record,
     running,
+    serving,
 )
 from machine import NEVER_MS, WAIT_MAX_S, until
 from prometheus_client import generate_latest
@@ -47,11 +49,6 @@ def tiers_of(folder: Path | None = None, size: str = "64MiB", memory: str = "32M
     return {"memory_budget_bytes": memory, "devices": devices, "scrub_bytes_per_s": 0}
 
 
-def put_all(server: Server, indexes: Sequence[int] = range(6)) -> None:
-    for index in indexes:
-        server.put(KEYS[index], RECORDS[index])
-
-
 def tiers_in(daemon: Daemon) -> Tiers:
     found: Tiers = daemon._source._tiers  # type: ignore[attr-defined]
     return found
@@ -66,9 +63,16 @@ async def cool(daemon: Daemon) -> None:
             """The memory has no copies."""
 
 
+def stalled(tiers: Tiers) -> asyncio.Event:
+    """Stop the pool's thread until the returned event is set."""
+    poll, free = tiers.pool.poll, asyncio.Event()
+    tiers.pool.poll = lambda: free.is_set() and poll()  # type: ignore[method-assign]
+    return free
+
+
 def assert_right(client: Client, answer: Fetched, count: int = 6) -> None:
     assert (answer.chunks, answer.outcome) == (count, pb.OUTCOME_COMPLETE), answer
-    assert [client.chunk(index) for index in range(count)] == CHUNKS[:count]
+    assert client.chunks(count) == CHUNKS[:count]
     client.segment.memory[:] = 0xA5
 
 
@@ -83,9 +87,8 @@ async def store(
     client: Client, indexes: Sequence[int] = range(6), shape: Any = SHAPE, keys: Any = KEYS, lasts_ms: int = 0
 ) -> list[bool]:
     """Store chunks. Return for each chunk whether it is stored."""
-    size = shape.raw_bytes
-    for place, index in enumerate(indexes):
-        client.segment.memory[place * size : (place + 1) * size] = np.frombuffer(kv(shape, index), np.uint8)
+    data = b"".join(kv(shape, index) for index in indexes)
+    client.segment.memory[: len(data)] = np.frombuffer(data, np.uint8)
     return (await client.store([keys[index] for index in indexes], lasts_ms=lasts_ms)).stored
 
 
@@ -102,8 +105,7 @@ async def fetch_all(client: Client, keys: Sequence[bytes]) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_local_tiers_serve_a_host_and_are_warm_after_a_restart(tmp_path: Path, backend: str) -> None:
     for is_first in (True, False):
-        async with running("", tiers=tiers_of(tmp_path), backend=backend) as (daemon, client):
-            await client.register(SHAPE, 6)
+        async with serving(SHAPE, 6, "", tiers=tiers_of(tmp_path), backend=backend) as (daemon, client):
             if is_first:
                 assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
                 assert await store(client) == [True] * 6
@@ -113,19 +115,9 @@ async def test_local_tiers_serve_a_host_and_are_warm_after_a_restart(tmp_path: P
             assert daemon.metrics.tier_records["lost"] == 0
 
 
-async def test_a_tier_without_devices_serves_until_the_stop(tmp_path: Path) -> None:
-    for _ in range(2):
-        async with running("", tiers=tiers_of()) as (_, client):
-            await client.register(SHAPE, 6)
-            assert (await client.lookup(KEYS)).hits == [0]
-            assert await store(client) == [True] * 6
-            assert_right(client, await client.fetch(KEYS))
-
-
 async def test_records_from_storage_are_kept_and_served_during_an_outage(mortal_storage: Server) -> None:
-    put_all(mortal_storage)
-    async with running(mortal_storage, tiers=tiers_of()) as (daemon, client):
-        await client.register(SHAPE, 6)
+    mortal_storage.fill(SHAPE, KEYS)
+    async with serving(SHAPE, 6, mortal_storage, tiers=tiers_of()) as (daemon, client):
         assert_right(client, await client.fetch(KEYS))
         assert daemon.metrics.tier_records["kept"] == 6 and daemon.metrics.totals["tier_bytes"] == 0
         mortal_storage.kill()
@@ -133,8 +125,7 @@ async def test_records_from_storage_are_kept_and_served_during_an_outage(mortal_
         await storage_away(client, others)
         assert (await client.lookup(KEYS + others)).present == [[True] * 6 + [False] * 2]
         assert_right(client, await client.fetch(KEYS))
-        answer = await client.fetch(KEYS[:4] + others)
-        assert (answer.chunks, answer.outcome) == (4, pb.OUTCOME_STORAGE_UNAVAILABLE)
+        await client.fetches(KEYS[:4] + others, 4, pb.OUTCOME_STORAGE_UNAVAILABLE)
         assert daemon.metrics.tier_records["memory"] == 10
 
 
@@ -143,9 +134,8 @@ async def test_records_from_storage_are_kept_and_served_during_an_outage(mortal_
 async def test_one_batch_reads_each_chunk_from_the_nearest_tier(
     storage: Server, tmp_path: Path, backend: str, order: int
 ) -> None:
-    put_all(storage)
-    async with running(storage, tiers=tiers_of(tmp_path), backend=backend) as (daemon, client):
-        await client.register(SHAPE, 6)
+    storage.fill(SHAPE, KEYS)
+    async with serving(SHAPE, 6, storage, tiers=tiers_of(tmp_path), backend=backend) as (daemon, client):
         for index in (0, 3):
             assert (await client.fetch([KEYS[index]])).chunks == 1
         await cool(daemon)
@@ -161,8 +151,7 @@ async def test_one_batch_reads_each_chunk_from_the_nearest_tier(
 
 
 async def test_records_are_stored_in_the_tier_and_in_storage(mortal_storage: Server) -> None:
-    async with running(mortal_storage, tiers=tiers_of()) as (_, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, mortal_storage, tiers=tiers_of()) as (_, client):
         assert await store(client) == [True] * 6
         assert all(mortal_storage.has(key) for key in KEYS)
         mortal_storage.command(b"FLUSHALL")
@@ -180,8 +169,7 @@ async def test_records_with_an_end_stay_in_the_tier_if_it_has_room(storage: Serv
     for memory, near in (("32MiB", True), ("1MiB", False)):
         shape = SHAPE if near else layout(vector_length=8192)  # 2 MiB
         keys = keys_of(shape, 1)
-        async with running(storage, tiers=tiers_of(memory=memory)) as (_, client):
-            await client.register(shape, 1)
+        async with serving(shape, 1, storage, tiers=tiers_of(memory=memory)) as (_, client):
             assert await store(client, [0], shape, keys, lasts_ms=NEVER_MS) == [True]
             assert storage.has(keys[0]) != near
             assert (await client.fetch(keys)).outcome == pb.OUTCOME_COMPLETE
@@ -191,21 +179,19 @@ async def test_records_with_an_end_stay_in_the_tier_if_it_has_room(storage: Serv
 async def test_a_tier_smaller_than_a_prompt_serves_it_correctly(storage: Server, tmp_path: Path) -> None:
     """A memory for six chunks, of which devices may load two at a time, and a device for about ten chunks."""
     keys = keys_of(SHAPE, 24, seed=3)
-    for index, key in enumerate(keys):
-        storage.put(key, make_record(SHAPE, key, index % 6))
-    async with running(storage, tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (daemon, client):
-        await client.register(SHAPE, 24)
+    for first in range(0, 24, 6):
+        storage.fill(SHAPE, keys[first : first + 6])
+    async with serving(SHAPE, 24, storage, tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (daemon, client):
         for _ in range(4):
             await fetch_all(client, keys)
-            assert [client.chunk(index) for index in range(24)] == [CHUNKS[index % 6] for index in range(24)]
+            assert client.chunks(24) == [CHUNKS[index % 6] for index in range(24)]
             client.segment.memory[:] = 0xA5
             await cool(daemon)
         assert daemon.metrics.tier_records["device"] > 0
 
 
 async def test_a_full_tier_keeps_the_last_used_records_and_never_returns_wrong_bytes(tmp_path: Path) -> None:
-    async with running("", tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (_, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, "", tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (_, client):
         chains = [keys_of(SHAPE, 6, seed=seed) for seed in range(20, 26)]
         for chain in chains:
             assert await store(client, keys=chain) == [True] * 6
@@ -213,7 +199,7 @@ async def test_a_full_tier_keeps_the_last_used_records_and_never_returns_wrong_b
         assert answer.chunks > 0
         for chain in chains:
             found = (await client.fetch(chain)).chunks
-            assert [client.chunk(index) for index in range(found)] == CHUNKS[:found]
+            assert client.chunks(found) == CHUNKS[:found]
         assert (await client.lookup(chains[0])).hits == [0]
 
 
@@ -235,9 +221,8 @@ def rot(daemon: Daemon, folder: Path, index: int) -> None:
 async def test_corrupt_records_on_a_device_are_a_miss_or_read_from_storage(
     storage: Server, tmp_path: Path, alone: bool
 ) -> None:
-    put_all(storage)
-    async with running("" if alone else storage, tiers=tiers_of(tmp_path)) as (daemon, client):
-        await client.register(SHAPE, 6)
+    storage.fill(SHAPE, KEYS)
+    async with serving(SHAPE, 6, "" if alone else storage, tiers=tiers_of(tmp_path)) as (daemon, client):
         await (store(client) if alone else client.fetch(KEYS))
         await cool(daemon)
         rot(daemon, tmp_path, 2)
@@ -253,9 +238,8 @@ async def test_corrupt_records_on_a_device_are_a_miss_or_read_from_storage(
 
 @pytest.mark.parametrize("alone", [True, False])
 async def test_corrupt_tier_memory_is_a_miss_or_read_from_storage(storage: Server, alone: bool) -> None:
-    put_all(storage)
-    async with running("" if alone else storage, tiers=tiers_of()) as (daemon, client):
-        await client.register(SHAPE, 6)
+    storage.fill(SHAPE, KEYS)
+    async with serving(SHAPE, 6, "" if alone else storage, tiers=tiers_of()) as (daemon, client):
         await (store(client) if alone else client.fetch(KEYS))
         tiers = tiers_in(daemon)
         for index in (0, 3):
@@ -270,8 +254,7 @@ async def test_corrupt_tier_memory_is_a_miss_or_read_from_storage(storage: Serve
                 "the record must be quarantined and absent"
             )
             assert await store(client) == [True] * 6
-            answer = await client.fetch(KEYS)
-            assert (answer.chunks, answer.outcome) == (3, pb.OUTCOME_CORRUPT)
+            answer = await client.fetches(KEYS, 3, pb.OUTCOME_CORRUPT)
         else:
             assert_right(client, answer)
             assert daemon.metrics.tier_records["lost"] == 2
@@ -292,8 +275,7 @@ async def test_two_models_share_a_tier_without_mixing() -> None:
             assert (await client.fetch(chain)).chunks == 4
         assert [clients[0].chunk(index) for index in range(4)] == [kv(shapes[0], index) for index in range(4)]
         for client, other in zip(clients, reversed(chains), strict=True):
-            answer = await client.fetch(other)
-            assert (answer.chunks, answer.outcome) == (0, pb.OUTCOME_MISMATCH)
+            await client.fetches(other, 0, pb.OUTCOME_MISMATCH)
         for client, chain in zip(clients, chains, strict=True):
             assert (await client.fetch(chain)).chunks == 4, "a wrong request must not affect other clients"
             await client.close()
@@ -303,24 +285,19 @@ async def test_two_models_share_a_tier_without_mixing() -> None:
 async def test_a_stalled_device_costs_its_read_timeout_or_the_deadline(
     storage: Server, tmp_path: Path, alone: bool
 ) -> None:
-    put_all(storage)
+    storage.fill(SHAPE, KEYS)
     tiers_on = tiers_of(tmp_path)
-    async with running(storage, tiers=tiers_on) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, storage, tiers=tiers_on) as (daemon, client):
         assert_right(client, await client.fetch(KEYS))
-    async with running("" if alone else storage, tiers=tiers_on, command_timeout_s=0.5) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, "" if alone else storage, tiers=tiers_on, command_timeout_s=0.5) as (daemon, client):
         assert (await client.lookup(KEYS)).present == [[True] * 6], "headers are cached from here on"
         await cool(daemon)
         tiers = tiers_in(daemon)
-        poll, free = tiers.pool.poll, asyncio.Event()
-        tiers.pool.poll = lambda: free.is_set() and poll()  # type: ignore[method-assign]
-        answer = await client.fetch(KEYS, timeout_ms=300)
-        assert (answer.chunks, answer.outcome) == (0, pb.OUTCOME_DEADLINE)
+        free = stalled(tiers)
+        await client.fetches(KEYS, 0, pb.OUTCOME_DEADLINE, timeout_ms=300)
         client.segment.memory[:] = 0xA5
         if alone:
-            answer = await client.fetch(KEYS)
-            assert (answer.chunks, answer.outcome) == (0, pb.OUTCOME_ABSENT)
+            await client.fetches(KEYS, 0, pb.OUTCOME_ABSENT)
         else:
             assert_right(client, await client.fetch(KEYS))
             tiers._headers = HeaderCache(1 << 20)
@@ -335,13 +312,11 @@ async def test_a_stalled_device_costs_its_read_timeout_or_the_deadline(
 
 
 async def test_records_that_devices_cannot_take_are_dropped_and_counted(storage: Server, tmp_path: Path) -> None:
-    put_all(storage)
+    storage.fill(SHAPE, KEYS)
     bound = {"write_bytes_under_way_max": "1MiB"}
-    async with running(storage, tiers=tiers_of(tmp_path) | bound) as (daemon, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, storage, tiers=tiers_of(tmp_path) | bound) as (daemon, client):
         tiers = tiers_in(daemon)
-        poll, free = tiers.pool.poll, asyncio.Event()
-        tiers.pool.poll = lambda: free.is_set() and poll()  # type: ignore[method-assign]
+        free = stalled(tiers)
         assert_right(client, await client.fetch(KEYS))
         records = daemon.metrics.tier_records
         assert records["kept"] + records["dropped"] == 6
@@ -354,9 +329,8 @@ async def test_records_that_devices_cannot_take_are_dropped_and_counted(storage:
 
 async def test_records_in_use_by_a_batch_are_not_evicted(mortal_storage: Server, tmp_path: Path) -> None:
     """A batch holds chunks of memory while storage hangs; meanwhile the tier evicts all other chunks."""
-    put_all(mortal_storage)
-    async with running(mortal_storage, tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (daemon, client):
-        await client.register(SHAPE, 6)
+    mortal_storage.fill(SHAPE, KEYS)
+    async with serving(SHAPE, 6, mortal_storage, tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (daemon, client):
         for index in (0, 1, 3, 4):
             assert (await client.fetch([KEYS[index]])).chunks == 1
         assert (await client.lookup(KEYS)).hits == [6]  # so that headers are cached
@@ -383,19 +357,6 @@ async def test_records_in_use_by_a_batch_are_not_evicted(mortal_storage: Server,
         assert_right(client, await fetching)
 
 
-async def test_a_smaller_memory_budget_costs_hits_only(storage: Server) -> None:
-    put_all(storage)
-    async with running(storage, tiers=tiers_of()) as (daemon, client):
-        await client.register(SHAPE, 6)
-        assert_right(client, await client.fetch(KEYS))
-        tiers = tiers_in(daemon)
-        with tiers.lock:
-            tiers.pool.set_budget(1 << 20)
-        await until(lambda: tiers.pool.statistics().used_bytes <= 1 << 20)
-        for _ in range(2):
-            assert_right(client, await client.fetch(KEYS))
-
-
 async def test_a_device_with_foreign_data_is_refused_and_not_changed(tmp_path: Path) -> None:
     foreign = b"a user's documents" * 60_000
     (tmp_path / "tier").write_bytes(foreign)
@@ -410,12 +371,10 @@ async def test_a_tier_filled_on_another_machine_returns_stored_bytes_or_misses(t
     there, here = tmp_path / "there", tmp_path / "here"
     for folder, seed in ((there, 0), (here, 7)):
         folder.mkdir()
-        async with running("", tiers=tiers_of(folder)) as (_, client):
-            await client.register(SHAPE, 6)
+        async with serving(SHAPE, 6, "", tiers=tiers_of(folder)) as (_, client):
             assert await store(client, keys=keys_of(SHAPE, 6, seed)) == [True] * 6
     (there / "tier").replace(here / "tier")
-    async with running("", tiers=tiers_of(here)) as (_, client):
-        await client.register(SHAPE, 6)
+    async with serving(SHAPE, 6, "", tiers=tiers_of(here)) as (_, client):
         assert (await client.fetch(keys_of(SHAPE, 6, seed=7))).outcome == pb.OUTCOME_ABSENT
         assert_right(client, await client.fetch(KEYS))
 
@@ -423,43 +382,34 @@ async def test_a_tier_filled_on_another_machine_returns_stored_bytes_or_misses(t
 async def test_a_daemon_killed_during_a_fill_recovers_whole_records_only(storage: Server, tmp_path: Path) -> None:
     chance = random.Random(5)
     keys = keys_of(SHAPE, 24, seed=3)
-    for index, key in enumerate(keys):
-        storage.put(key, make_record(SHAPE, key, index % 6))
+    for first in range(0, 24, 6):
+        storage.fill(SHAPE, keys[first : first + 6])
     request = pb.LookupRequest(chains=[pb.KeyChain(keys=keys, namespace=SHAPE.namespace)], timeout_ms=NEVER_MS)
     survived = 0
     for kill in itertools.count(1):  # at later and later moments, until a record has survived
         process = DaemonProcess(storage, tmp_path, tiers=tiers_of(tmp_path), storage=storage.address)
-        client = Client(process.address)
         try:
-            await client.register(SHAPE, 24)
-            survived = (await client.stub.Lookup(request)).tiers[0].count(pb.TIER_DEVICE)
-            if survived and kill > 3:
-                break
-            fetching = asyncio.create_task(client.fetch(keys))
-            await asyncio.sleep(chance.uniform(0.0, 0.05 * kill))
-            process.process.send_signal(signal.SIGKILL)
-            await asyncio.gather(fetching, return_exceptions=True)
+            async with client_of(process) as client:
+                await client.register(SHAPE, 24)
+                survived = (await client.stub.Lookup(request)).tiers[0].count(pb.TIER_DEVICE)
+                if survived and kill > 3:
+                    break
+                fetching = asyncio.create_task(client.fetch(keys))
+                await asyncio.sleep(chance.uniform(0.0, 0.05 * kill))
+                process.process.send_signal(signal.SIGKILL)
+                await asyncio.gather(fetching, return_exceptions=True)
         finally:
-            await client.close()
             process.close()
-    process = DaemonProcess(storage, tmp_path, tiers=tiers_of(tmp_path), storage="")
-    client = Client(process.address)
-    try:
-        await client.register(SHAPE, 24)
+    async with serving(SHAPE, 24, "", tiers=tiers_of(tmp_path)) as (_, client):
         present = [index for index, there in enumerate((await client.lookup(keys)).present[0]) if there]
         assert len(present) == survived
         for index in present:
             assert (await client.fetch([keys[index]])).chunks == 1
             assert client.chunk(0) == CHUNKS[index % 6]
-    finally:
-        await client.close()
-        process.close()
 
 
-@pytest.mark.parametrize("devices", [True, False])
-async def test_metrics_of_a_data_plane_with_tiers_are_served(tmp_path: Path, devices: bool) -> None:
-    async with running("", tiers=tiers_of(tmp_path if devices else None)) as (daemon, client):
-        await client.register(SHAPE, 6)
+async def test_metrics_of_a_data_plane_with_tiers_are_served(tmp_path: Path) -> None:
+    async with serving(SHAPE, 6, "", tiers=tiers_of(tmp_path)) as (daemon, client):
         await store(client)
         text = generate_latest(daemon.metrics.registry).decode()
         found = {name: float(value) for name, value in re.findall(r"^shadowserve_(tier_\w+) (\S+)$", text, re.M)}

@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from dataplane_support import Server
-from machine import WAIT_MAX_S
-
-from shadowserve import resp
 
 
 class TlsServer(Server):
@@ -34,20 +31,8 @@ class TlsServer(Server):
         if kind == "redis":
             self.options += ("--tls-port", str(self.port), "--port", "0")
 
-    def command(self, *words: bytes) -> bytes:
-        with (
-            socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_MAX_S) as plain,
-            self.context.wrap_socket(plain, server_hostname="127.0.0.1") as sock,
-        ):
-            for command in ([(b"AUTH", self.password.encode())] if self.password else []) + [words]:
-                sock.sendall(resp.encode_command(*command))
-                answer = b""
-                while not answer.endswith(b"\r\n"):
-                    data = sock.recv(65536)
-                    if not data:
-                        raise ConnectionResetError
-                    answer += data
-            return answer.split(b"\r\n")[0]
+    def _connection(self) -> socket.socket:
+        return self.context.wrap_socket(super()._connection(), server_hostname="127.0.0.1")
 
 
 def trusting(folder: Path, **changes: Any) -> dict[str, Any]:

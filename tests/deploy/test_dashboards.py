@@ -74,7 +74,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, set
     ):
         found = {"storage": scraped(ports[0]), "dataplane": scraped(ports[1])}
     found["vllm"] = {f"vllm:shadowserve_{name}_total" for name in counters_of_the_plugin()}
-    # Only a daemon with TLS exports it (dpu_dataplane/credentials.py).
+    # Only a daemon with TLS exports it (dpu_dataplane/server.py).
     found["dataplane"].add("shadowserve_tls_certificate_expiry_timestamp_seconds")
     yield found
 

@@ -17,8 +17,9 @@ from test_resp import FRAGMENTS, outcome
 from test_volume_format import kept, parse
 
 from dpu_dataplane.config import DataPlaneConfig
-from dpu_dataplane.paging import Paging, PagingError
-from dpu_dataplane.validation import InvalidCall, Validator
+from dpu_dataplane.jobs import CallError
+from dpu_dataplane.registrations import Paging, RegistrationError
+from dpu_dataplane.validation import Validator
 from shadowserve import record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import ConfigurationError, RecordError
@@ -144,7 +145,7 @@ def _grpc(data: bytes) -> None:
         message = kind.FromString(data[1:])
     except DecodeError:
         return
-    with contextlib.suppress(InvalidCall):
+    with contextlib.suppress(CallError):
         if isinstance(message, pb.HelloRequest):
             _VALIDATOR.hello(message)
         elif isinstance(message, pb.LookupRequest):
@@ -153,7 +154,7 @@ def _grpc(data: bytes) -> None:
             _VALIDATOR.expected(message)
         elif isinstance(message, pb.RegisterMemoryRequest):
             layouts = _VALIDATOR.layouts(message.layouts)
-            with contextlib.suppress(PagingError):
+            with contextlib.suppress(RegistrationError):
                 Paging.of(message.pages, layouts[0], _PAGED.size)
         elif isinstance(message, pb.FetchRequest):
             _VALIDATOR.fetch(message, lambda _: _DESTINATION)

@@ -1,16 +1,17 @@
 """Parser of answers on control connections, with a fast path for KV.META; and the commands for servers without it.
 
 A lookup of a long prompt reads some 500 entries: ``[length, header]``, null, or ``[length, ms]`` for a cold record. The
-general parser would take most of a lookup's time for them; one regular expression for each entry takes a fifth of it.
-All other answers, and those whose beginning arrives in pieces, take the general path, with the same result.
+general parser would take most of a lookup's time for them; one regular expression for each takes a fifth of it. All
+other answers, and those whose beginning arrives in pieces, take the general path, with the same result.
 """
 
 import re
-from typing import Final, Literal
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, Literal, TypeAlias
 
-from dpu_dataplane.sources.found import Cold, Stored
+from dpu_dataplane.sources.found import Cold, Found, Stored, Unanswered
 from shadowserve import resp
-from shadowserve.errors import ProtocolError
+from shadowserve.errors import ProtocolError, StorageError
 from shadowserve.record import HEADER_BYTES_MAX
 
 HEADER_GUESS: Final = 4096
@@ -34,6 +35,10 @@ _ENTRY_BYTES_MAX: Final = 50  # before a header
 _NULL: Final = b"$-1\r\n"
 
 
+Answer: TypeAlias = "resp.Value | MetaAnswer | StorageError"
+Ask: TypeAlias = Callable[[Sequence[Sequence[bytes]], Sequence[bytes]], Awaitable[Sequence[Answer]]]
+
+
 def header_commands(name: bytes, size: int) -> tuple[list[bytes], list[bytes]]:
     """Return the commands for the length and the first ``size`` bytes of a value; see :func:`stored_of`."""
     return [b"STRLEN", name], [b"GETRANGE", name, b"0", b"%d" % (size - 1)]
@@ -47,6 +52,44 @@ def stored_of(length: object, header: object) -> Stored | None | Literal[False]:
         return False
     size = Stored(length, header).header_bytes  # the bytes after the header are not needed
     return Stored(length, header[:size] if size else header) if length else None
+
+
+async def find_by_ranges(
+    names: Sequence[bytes], indexes: Sequence[int], found: list[Found], ask: Ask, where: Callable[[bytes], object]
+) -> None:
+    """Look some keys up by lengths and first bytes, and longer headers by a second request; write into ``found``.
+
+    ``ask`` sends commands, each for its name, and returns their answers: errors are values. ``where`` names the node of
+    a name for messages.
+    """
+    size = HEADER_GUESS
+    while indexes:
+        commands = [command for index in indexes for command in header_commands(names[index], size)]
+        answers = await ask(commands, [names[index] for index in indexes for _ in (0, 1)])
+        for position, index in enumerate(indexes):
+            found[index] = _found(where(names[index]), *answers[2 * position : 2 * position + 2])
+        longer = {
+            index: each.header_bytes
+            for index in indexes
+            if isinstance(each := found[index], Stored) and each.header_bytes > len(each.header)
+        }
+        if size > HEADER_GUESS:
+            break
+        indexes, size = list(longer), max(longer.values(), default=0)
+
+
+def _found(node: object, length: Answer, header: Answer) -> Found:
+    """Convert a node's answers to :func:`header_commands`."""
+    error = length if isinstance(length, StorageError | resp.ErrorReply) else header
+    if isinstance(error, StorageError):
+        return Unanswered.of(error)
+    if isinstance(error, resp.ErrorReply) and error.code != "WRONGTYPE":
+        text = error.decode("utf-8", "replace")[:200]
+        if error.code in ("MOVED", "ASK"):
+            return Unanswered(f"{node} and others redirect in a circle, last with: {text}")
+        return Unanswered(f"{node} refused STRLEN or GETRANGE: {text}", refused=True)
+    entry = stored_of(length, header)
+    return Unanswered(f"{node} answered STRLEN or GETRANGE with another type") if entry is False else entry
 
 
 class MetaAnswer(list[Stored | Cold | None]):
@@ -73,11 +116,7 @@ class AnswerReader:
             self._position = 0
 
     def next_value(self) -> "resp.Value | MetaAnswer | Literal[resp.NeedData.NEED_DATA]":
-        """Return the next whole answer, or NEED_DATA.
-
-        Raises:
-            ProtocolError: The peer does not speak RESP, or exceeds a limit.
-        """
+        """Return the next whole answer, or NEED_DATA; ProtocolError if it is not RESP, or exceeds a limit."""
         if self._entries is None:
             begin = None if self._general.in_progress else _BEGIN.match(self._data, self._position)
             if begin is None or int(begin[1]) > ITEMS_MAX:

@@ -14,12 +14,12 @@ from typing import Final, NamedTuple
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.sources.found import Found, Stored, Unanswered
+from dpu_dataplane.sources.found import Found, Unanswered
 from dpu_dataplane.sources.outage import Outage
-from dpu_dataplane.sources.resp.answers import HEADER_GUESS, MetaAnswer, header_commands, stored_of
+from dpu_dataplane.sources.resp.answers import Answer, find_by_ranges
 from dpu_dataplane.sources.resp.links import Node
-from dpu_dataplane.sources.resp.routing import REDIRECTIONS_MAX, AvoidedNodes, Redirect
-from dpu_dataplane.sources.resp.source import RespSource
+from dpu_dataplane.sources.resp.ranges import REDIRECTIONS_MAX, Redirect
+from dpu_dataplane.sources.resp.source import AvoidedNodes, RespSource
 from shadowserve import resp
 from shadowserve.addresses import split_address
 from shadowserve.errors import StorageError, StorageRefusedError, StorageUnavailableError
@@ -27,12 +27,9 @@ from shadowserve.keys import storage_key
 from shadowserve.resp_client import RespClient, refuse_error
 
 _SLOTS: Final = 16384
-_REFRESH_S: Final = 15.0
-"""Seconds between two reads of the map, without a reason to read it earlier."""
-_LOOKUPS: Final = 2
-"""Attempts of a lookup: the second one after the map was read again."""
+_REFRESH_S: Final = 15.0  # seconds between two reads of the map, without a reason to read it earlier
+_LOOKUPS: Final = 2  # attempts of a lookup: the second one after the map was read again
 
-_Answer = resp.Value | MetaAnswer | StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +43,7 @@ class _Command(NamedTuple):
 
 
 class _Map:
-    """The nodes of each slot: one node's answer to CLUSTER SLOTS.
-
-    Raises:
-        ValueError: The answer has another format.
-    """
+    """The nodes of each slot: one node's answer to CLUSTER SLOTS; ValueError if it has another format."""
 
     def __init__(self, answer: object, source: Node) -> None:
         if not isinstance(answer, list) or not answer:
@@ -69,7 +62,6 @@ class _Map:
 
 
 def _slot_range(entry: object, source: Node) -> tuple[int, int, list[Node]]:
-    """Return first slot, last slot and nodes of an entry."""
     match entry:
         case [int(begin), int(end), *nodes] if 0 <= begin <= end < _SLOTS and nodes:
             return begin, end, [_member(node, source, replica=index > 0) for index, node in enumerate(nodes)]
@@ -189,11 +181,7 @@ class ServerCluster(RespSource):
         await asyncio.shield(self._refreshing)
 
     async def _read_map(self) -> None:
-        """Read the map from one node after the other, until one answers.
-
-        Raises:
-            StorageError: The error of the last node; of a node that refuses us, if there is one.
-        """
+        """Read the map from one node after the other, until one answers; the error of a node that refuses us counts."""
         moved = dict(self._moved)  # superseded by the new map, unlike those that come meanwhile
         failure: StorageError = StorageUnavailableError("it has no nodes")
         for node in self._nodes_to_ask():
@@ -271,7 +259,6 @@ class ServerCluster(RespSource):
             raise StorageUnavailableError(f"storage {node}: the connection was given up") from None
 
     async def _close_controls(self, nodes: Sequence[Node], reason: str) -> None:
-        """Close the control connections to some nodes."""
         tasks = [self._controls.pop(node) for node in nodes]
         for task in tasks:
             task.cancel()
@@ -293,49 +280,35 @@ class ServerCluster(RespSource):
         for attempt in range(_LOOKUPS):
             if attempt:
                 await self.recover(None)
-            await self._find_headers(names, left, found, HEADER_GUESS)
+            nodes = {name: self._node_to_ask(slot_of(name)) for name in names}
+
+            async def ask(
+                commands: Sequence[Sequence[bytes]], of: Sequence[bytes], nodes: dict[bytes, Node | None] = nodes
+            ) -> Sequence[Answer]:
+                return await self._ask(commands, [nodes[name] for name in of])
+
+            await find_by_ranges(names, left, found, ask, nodes.__getitem__)
             left = [index for index in left if isinstance(found[index], Unanswered)]
             if not left:
                 break
-        longer = {
-            index: size
-            for index, entry in enumerate(found)
-            if isinstance(entry, Stored) and (size := entry.header_bytes) > len(entry.header)
-        }
-        if longer:
-            await self._find_headers(names, list(longer), found, max(longer.values()))
         if found and all(isinstance(entry, Unanswered) for entry in found):
-            first = found[0]
-            assert isinstance(first, Unanswered)
-            kind = StorageRefusedError if first.refused else StorageUnavailableError
-            raise kind(f"storage {self.name}: {first.reason}")
+            assert isinstance(found[0], Unanswered)
+            raise found[0].error(f"storage {self.name}")
         return found
-
-    async def _find_headers(
-        self, names: Sequence[bytes], indexes: Sequence[int], found: list[Found], size: int
-    ) -> None:
-        """Request lengths and first bytes from the nodes, and write the answers into ``found``."""
-        commands = [command for index in indexes for command in header_commands(names[index], size)]
-        slots = [slot_of(names[index]) for index in indexes]
-        nodes = [self._node_to_ask(slot) for slot in slots]
-        answers = await self._ask(commands, [node for node in nodes for _ in (0, 1)])
-        for position, (index, node) in enumerate(zip(indexes, nodes, strict=True)):
-            length, header = answers[2 * position : 2 * position + 2]
-            found[index] = _found(node, length, header)
 
     def _node_to_ask(self, slot: int) -> Node | None:
         """Return the master of a slot; if it has just failed, a replica that may be read."""
         node = self._node_of(slot, turn=None)
         return self._node_of(slot, turn=0) if node is not None and self._replicas and node in self._avoided else node
 
-    async def _ask(self, commands: Sequence[Sequence[bytes]], nodes: Sequence[Node | None]) -> list[_Answer]:
+    async def _ask(self, commands: Sequence[Sequence[bytes]], nodes: Sequence[Node | None]) -> list[Answer]:
         """Send each command to its node, one pipeline to each, and return the answers; errors are values.
 
         Redirections are followed at once: the map, which is read again after a MOVED, may come from a node that does
         not know of the move yet. They are followed to nodes of the map only: a malicious node could name any address.
         """
         nowhere = StorageUnavailableError("no node of the cluster has the slot of this key")
-        answers: list[_Answer] = [nowhere] * len(commands)
+        answers: list[Answer] = [nowhere] * len(commands)
         pending: dict[Node, list[_Command]] = {}
         for position, (node, command) in enumerate(zip(nodes, commands, strict=True)):
             if node is not None:
@@ -355,7 +328,7 @@ class ServerCluster(RespSource):
             pending = redirected
         return answers
 
-    async def _send(self, node: Node, commands: Sequence[_Command]) -> Iterator[_Answer]:
+    async def _send(self, node: Node, commands: Sequence[_Command]) -> Iterator[Answer]:
         """Return one node's answers; a StorageError for each if it is unreachable."""
         sent = [part for each in commands for part in ([[b"ASKING"]] if each.asking else []) + [each.command]]
         try:
@@ -373,7 +346,6 @@ class ServerCluster(RespSource):
         await self._send_write(b"PEXPIRE", storage_key(key), b"%d" % lasts_ms)
 
     async def _send_write(self, verb: bytes, name: bytes, *more: bytes) -> None:
-        """Send a write to the key's master."""
         await self._wait_for_map()
         for last in (False, True):
             [answer] = await self._ask([[verb, name, *more]], [self._node_of(slot_of(name), turn=None)])
@@ -384,20 +356,6 @@ class ServerCluster(RespSource):
             if not isinstance(answer, StorageError | resp.ErrorReply):
                 return
             await self.recover(None)
-
-
-def _found(node: Node | None, length: _Answer, header: _Answer) -> Found:
-    """Convert a node's answers to :func:`header_commands`."""
-    error = length if isinstance(length, StorageError | resp.ErrorReply) else header
-    if isinstance(error, StorageError):
-        return Unanswered(str(error), refused=isinstance(error, StorageRefusedError))
-    if isinstance(error, resp.ErrorReply) and error.code != "WRONGTYPE":
-        text = error.decode("utf-8", "replace")[:200]
-        if error.code in ("MOVED", "ASK"):
-            return Unanswered(f"{node} and others redirect in a circle, last with: {text}")
-        return Unanswered(f"{node} refused STRLEN or GETRANGE: {text}", refused=True)
-    entry = stored_of(length, header)
-    return Unanswered(f"{node} answered STRLEN or GETRANGE with another type") if entry is False else entry
 
 
 def slot_of(name: bytes) -> int:

@@ -2,8 +2,7 @@
 
 In layer order, a batch is rows of the same chunks, one layer in each row. One request for all rows is answered as one
 stream: each layer gets all bandwidth of the link, and the server knows how long the engine computes with it. That pays
-for batches longer than the request's round trip. Below a number of bytes (ObjectCache, equation 2) range requests stay,
-many of them in flight. The number is the bandwidth-delay product of the link.
+above the link's bandwidth-delay product (ObjectCache, equation 2); below it, many range requests are in flight.
 """
 
 from collections import deque
@@ -17,10 +16,8 @@ from shadowserve.keys import storage_key
 from shadowserve.pieces import leading
 from shadowserve.resp import encode_command
 
-KEYS_MAX: Final = 8192
-"""Most keys of a request: the limit of the server and of the C core."""
-LAYERS_MAX: Final = 1024
-"""Most layers of a request: the limit of the server."""
+KEYS_MAX: Final = 8192  # most keys of a request: the limit of the server and of the C core
+LAYERS_MAX: Final = 1024  # most layers of a request: the limit of the server
 _WINDOW_S_MAX: Final = 3600.0
 _BATCHES: Final = 32
 """Batches of which the fastest gives the link's rate: short ones, and those that waited for devices, are slower."""
@@ -54,27 +51,20 @@ def layer_request(plan: FetchPlan, piece_ids: Sequence[int]) -> LayerRequest | N
 
 
 def _ranges_text(layers: Sequence[int]) -> str:
-    """Return numbers that rise, as ranges."""
     edges = [place for place in range(1, len(layers)) if layers[place] != layers[place - 1] + 1]
     runs = [layers[begin:end] for begin, end in zip([0, *edges], [*edges, len(layers)], strict=True)]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 class Threshold:
-    """The number of stored bytes from which a batch is one request.
-
-    Args:
-        bytes_min: Smallest number of bytes; None for the measured bandwidth-delay product of the link.
-    """
+    """The number of stored bytes from which a batch is one request; None for the link's bandwidth-delay product."""
 
     def __init__(self, bytes_min: int | None) -> None:
         self._bytes_min = bytes_min
         self._rates: deque[float] = deque([0.0], _BATCHES)
 
     def note(self, received_bytes: int, seconds: float) -> None:
-        """Record the received bytes and the duration of a batch."""
         self._rates.append(received_bytes / max(seconds, 1e-6))
 
     def bytes_min(self, latency_s: float) -> float:
-        """Return the number for a server with this latency."""
         return max(self._rates) * latency_s if self._bytes_min is None else self._bytes_min

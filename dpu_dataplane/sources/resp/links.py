@@ -1,11 +1,12 @@
 """Connections to storage: control connections (:class:`RespClient`), and links, over which the C core moves bytes.
 
-A link is made in two steps, neither of which blocks the event loop: Python connects; with TLS, the C core does the
-handshake. The greeting goes through the same TLS session as the bytes.
+Nothing blocks the event loop: Python connects; with TLS, the C core does the handshake. The greeting goes through the
+same TLS session as the bytes.
 """
 
 import asyncio
 import contextlib
+import logging
 import socket
 import ssl
 import time
@@ -15,13 +16,21 @@ from typing import Final, NamedTuple
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.resp.answers import AnswerReader, MetaAnswer
-from dpu_dataplane.sources.resp.tls import StorageTls, explain_tls_error
-from shadowserve import native, resp
+from shadowserve import native, resp, tls
 from shadowserve.addresses import join_address
-from shadowserve.errors import ProtocolError, StorageError, StorageUnavailableError
+from shadowserve.errors import (
+    ConfigurationError,
+    NativeError,
+    ProtocolError,
+    StorageError,
+    StorageUnavailableError,
+)
 from shadowserve.resp_client import RespClient, refuse_error
+from shadowserve.tls import Renewed, read_authorities, read_key_pair
 
 _RECEIVE_BYTES: Final = 4096
+
+logger = logging.getLogger(__name__)
 
 
 class Node(NamedTuple):
@@ -36,22 +45,16 @@ class Node(NamedTuple):
 
 
 class Link:
-    """One data connection: a connected, non-blocking socket, and with TLS its session.
-
-    Attributes:
-        latency_s: Seconds that the last command of the greeting took.
-        takes_layers: The server knows KV.LAYERS, as far as is known.
-    """
+    """One data connection: a connected, non-blocking socket, and with TLS its session."""
 
     def __init__(self, node: Node, sock: socket.socket) -> None:
         self.node = node
         self.sock = sock
-        self.latency_s = 0.0
-        self.takes_layers = True
+        self.latency_s = 0.0  # seconds that the last command of the greeting took
+        self.takes_layers = True  # the server knows KV.LAYERS, as far as is known
         self.session: native.TlsSession | None = None
 
     def fileno(self) -> int:
-        """Return the socket's descriptor."""
         return self.sock.fileno()
 
     def is_idle(self) -> bool:
@@ -72,19 +75,14 @@ class Link:
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the link. No thread may use it."""
         if self.session is not None:
             self.session.close()
             self.session = None
         self.sock.close()
 
-    async def encrypt(self, tls: native.Tls, name: str) -> None:
-        """Do the TLS handshake; the server's certificate must hold ``name``.
-
-        Raises:
-            StorageUnavailableError: The handshake failed.
-        """
-        session = self.session = native.TlsSession(tls, self.fileno(), name)
+    async def encrypt(self, context: native.Tls, name: str) -> None:
+        """Do the TLS handshake; StorageUnavailableError unless the server's certificate holds ``name``."""
+        session = self.session = native.TlsSession(context, self.fileno(), name)
         while True:
             result, want = session.handshake()
             if result is not native.Result.OK:
@@ -96,12 +94,7 @@ class Link:
             await self._wait_ready(want)
 
     async def exchange(self, commands: Sequence[Sequence[bytes]]) -> "list[resp.Value | MetaAnswer]":
-        """Send commands and return their answers.
-
-        Raises:
-            StorageUnavailableError, OSError: The connection broke.
-            ProtocolError: An answer is not RESP.
-        """
+        """Send commands and return their answers; ProtocolError if one is not RESP."""
         await self._send(b"".join(resp.encode_command(*command) for command in commands))
         reader = AnswerReader()
         answers: list[resp.Value | MetaAnswer] = []
@@ -161,14 +154,66 @@ class Link:
             forget(self.sock)
 
 
+class StorageTls:
+    """Certificates for connections to storage; the files are read again when they change."""
+
+    def __init__(self, config: DataPlaneConfig) -> None:
+        if not native.tls_library():
+            raise ConfigurationError(
+                "storage_tls_ca: this build's C core has no TLS; install OpenSSL's headers (Debian: libssl-dev) and "
+                "run 'make setup' again; 'shadowserve doctor' lists the features of a build"
+            )
+        self.authorities = config.storage_tls_ca
+        self.certificate, self.key = config.storage_tls_cert, config.storage_tls_key
+        self._name = config.storage_server_name
+        self._files = Renewed((self.authorities, self.certificate, self.key), self._read, _unusable)
+
+    def name_of(self, host: str) -> str:
+        """Return the name that the server's certificate must hold."""
+        return self._name or host
+
+    def contexts(self) -> tuple[ssl.SSLContext, native.Tls]:
+        """Return the TLS contexts for new connections: Python's and the C core's."""
+        return self._files.current()
+
+    def _read(self) -> tuple[ssl.SSLContext, native.Tls]:
+        read_authorities("storage_tls_ca", self.authorities)
+        if self.certificate:
+            read_key_pair(self.certificate, self.key, prefix="storage_")
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.minimum_version = ssl.TLSVersion.TLSv1_2
+            context.load_verify_locations(cafile=self.authorities)
+            if self.certificate:
+                context.load_cert_chain(self.certificate, self.key)
+            contexts = context, native.Tls(self.authorities, self.certificate, self.key)
+        except (ssl.SSLError, OSError, NativeError) as error:
+            raise ConfigurationError(f"storage_tls_ca, storage_tls_cert: OpenSSL rejects them: {error}") from error
+        logger.info("read the TLS files for storage")
+        return contexts
+
+
+def _unusable(error: ConfigurationError) -> None:
+    logger.error("the TLS files for storage have changed and cannot be used; the old ones stay in use: %s", error)
+
+
+def explain_tls_error(reason: str, name: str) -> str:
+    """Return why TLS with storage failed by OpenSSL's reason, and what to do; ``name`` must be in the certificate."""
+    text = reason.lower()
+    if any(words in text for words in ("expired", "mismatch", "not valid for", "verify failed")):
+        return tls.rejection(reason, name, "the storage server", prefix="storage_")
+    if "version number" in text or "packet length" in text or "record layer" in text:
+        return "TLS: the server does not speak TLS: give it a certificate, or unset storage_tls_ca"
+    if "alert" in text:
+        return (
+            f"TLS: the server rejects us ({reason}): does it require a client certificate (storage_tls_cert, "
+            "storage_tls_key)? See its log"
+        )
+    return f"TLS: {reason}"
+
+
 class Dialer:
-    """Makes authenticated connections to storage servers, with TLS if configured, within ``connect_timeout_s``.
-
-    Methods raise StorageUnavailableError or StorageRefusedError.
-
-    Raises:
-        ConfigurationError: TLS is configured and cannot be used.
-    """
+    """Makes authenticated connections to storage servers, with TLS if configured, within ``connect_timeout_s``."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
         self.username, self.password = config.storage_username, config.storage_password.get_secret_value()
@@ -176,7 +221,6 @@ class Dialer:
         self.tls = StorageTls(config) if config.storage_tls_ca else None
 
     async def open_control(self, node: Node) -> RespClient:
-        """Open a control connection."""
         context, name = None, None
         if self.tls is not None:
             context, name = self.tls.contexts()[0], self.tls.name_of(node.host)
@@ -281,11 +325,7 @@ class DataLinks:
         self._links: dict[Node, list[Link]] = {}
 
     async def open(self, node: Node) -> list[Link]:
-        """Return the links to a node; broken ones are replaced.
-
-        Raises:
-            StorageUnavailableError, StorageRefusedError: A link could not be opened.
-        """
+        """Return the links to a node; broken ones are replaced."""
         links = self._links.setdefault(node, [])
         for link in [link for link in links if not link.is_idle()]:
             links.remove(link)
@@ -313,5 +353,4 @@ class DataLinks:
                 link.close()
 
     def close(self) -> None:
-        """Close all links."""
         self.keep(())

@@ -10,25 +10,25 @@ import asyncio
 import functools
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Executor
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dpu_dataplane.config import NODES_MAX
 from dpu_dataplane.jobs import Job, Stop
-from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.plan import FetchPlan
 from dpu_dataplane.sources.resp.layers import LayerRequest, Threshold, layer_request
-from dpu_dataplane.sources.resp.links import DataLinks, Link, Node
-from dpu_dataplane.sources.resp.routing import REDIRECTIONS_MAX, Router
-from dpu_dataplane.sources.source import Delivered, Failure
+from dpu_dataplane.sources.resp.links import DataLinks, Dialer, Link, Node
+from dpu_dataplane.sources.source import Delivered, Failure, Resources
 from shadowserve import native
 from shadowserve.errors import StorageError, StorageUnavailableError
 from shadowserve.native import Origin, Result
 
+REDIRECTIONS_MAX: Final = 5
+"""Most redirections of one key in one plan: enough for a slot that moves twice; Redis's own clients allow 16."""
 _TRANSIENT: Final = ("CLUSTERDOWN", "LOADING", "MASTERDOWN", "TRYAGAIN")
 """Errors of a cluster's node that a retry, on this node or another one, may not meet."""
 _RANGE_REASONS: Final = {
@@ -40,6 +40,42 @@ _RANGE_REASONS: Final = {
 """Why a fetch in layer order uses range requests. docs/reference/combinations.md lists the same reasons."""
 
 _logger = logging.getLogger(__name__)
+
+
+class Redirect(NamedTuple):
+    """A redirection by a cluster's node; ``asking``: only for this request, with ASKING before the command."""
+
+    node: Node
+    asking: bool
+
+
+class Router(ABC):
+    """One server, or the nodes of a cluster."""
+
+    name: str  # name for messages
+    dialer: Dialer  # makes data connections
+    clustered: bool  # keys are spread over nodes. Otherwise there is one node, and no other one to try
+    no_layers_reason: str  # why no fetch in layer order is one request; empty if it may be
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise the StorageError of the current outage, if there is one."""
+
+    @abstractmethod
+    def nodes(self) -> Sequence[Node]:
+        """Return all nodes that :meth:`route` may return."""
+
+    @abstractmethod
+    def route(self, keys: Sequence[bytes], *, master: bool) -> list[Node | None]:
+        """Return the node of each key, with ``master`` the one that accepts writes; None if no node is known."""
+
+    def redirect(self, source: Node, text: str) -> Redirect | None:
+        """Return the redirection in a node's error, and update the map; None if it is no redirection."""
+        return None
+
+    async def recover(self, node: Node | None) -> None:
+        """Update the map of nodes after a node has failed."""
+        return
 
 
 class _PlanState:
@@ -80,24 +116,14 @@ class _PlanState:
 class PieceReader:
     """Delivers plans, one at a time."""
 
-    def __init__(
-        self,
-        pipeline: native.Pipeline,
-        executor: Executor,
-        router: Router,
-        links: DataLinks,
-        metrics: Metrics,
-        threshold: Threshold | None,
-    ) -> None:
-        self._pipeline = pipeline
-        self._executor = executor
+    def __init__(self, resources: Resources, router: Router, links: DataLinks, threshold: Threshold | None) -> None:
+        self._resources = resources
+        self._metrics = resources.metrics
         self._router = router
         self._links = links
-        self._metrics = metrics
         self._threshold = threshold
 
     async def deliver(self, job: Job, plan: FetchPlan) -> Delivered:
-        """Deliver a plan; see :meth:`Source.deliver`."""
         self._router.check()
         self._links.keep(self._router.nodes())
         state = _PlanState(plan, self._router.route(plan.keys, master=plan.authoritative))
@@ -172,8 +198,7 @@ class PieceReader:
     ) -> tuple[dict[Node, list[Link]], list[int], list[int]]:
         """Connect to the nodes of the remaining pieces.
 
-        Returns:
-            The links by node; the pieces of these nodes and those that a hook supplies; the pieces of further nodes.
+        Returns the links by node; the pieces of these nodes and those that a hook supplies; the other nodes' pieces.
         """
         by_node: dict[Node, list[int]] = {}
         supplied: list[int] = []
@@ -225,7 +250,7 @@ class PieceReader:
         try:
             with job.interruptible(batch.cancel):
                 result = await asyncio.get_running_loop().run_in_executor(
-                    self._executor, self._receive, batch, links, len(links_by_node)
+                    self._resources.fetching, self._receive, batch, links, len(links_by_node)
                 )
         finally:
             self._note_batch(batch, time.monotonic() - began_s, links, request)
@@ -283,9 +308,8 @@ class PieceReader:
             link.takes_layers = False
 
     def _receive(self, batch: native.Batch, links: Sequence[Link], nodes: int) -> Result:
-        """Receive and decode a batch; blocks."""
         sessions = [link.session for link in links]
         encrypted = any(session is not None for session in sessions)
-        return self._pipeline.fetch(
+        return self._resources.pipeline.fetch(
             batch, [link.fileno() for link in links], sessions=sessions if encrypted else (), nodes=nodes
         )

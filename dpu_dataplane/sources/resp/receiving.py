@@ -1,95 +1,17 @@
-"""Receives of stored bytes into the caller's memory: nothing is decoded, and no batch is delayed.
+"""Receives of stored bytes into the caller's memory, in a thread that reads the socket without the GIL."""
 
-A thread reads from the socket straight into the memory, without the GIL. Each request has a connection of its own,
-apart from those of batches, so that a request that is given up half-way breaks no batch's connection.
-"""
-
-import asyncio
-import contextlib
 import select
 import time
-from collections import defaultdict
 from typing import Final
 
-from dpu_dataplane.jobs import Job
-from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.sources.resp.links import Link, Node
-from dpu_dataplane.sources.resp.routing import REDIRECTIONS_MAX, Router
-from shadowserve import resp
-from shadowserve.errors import StorageUnavailableError
-from shadowserve.keys import storage_key
+from dpu_dataplane.sources.resp.links import Link
 from shadowserve.native import Result, TlsWant
 
-_LINE_MAX: Final = 1024
-"""Most bytes of an answer's first line: a length, or an error."""
+_LINE_MAX: Final = 1024  # most bytes of an answer's first line: a length, or an error
 _EVENTS: Final = {TlsWant.READ: select.POLLIN, TlsWant.WRITE: select.POLLOUT}
 
 
-class RecordReceiver:
-    """Receives parts of records, several at the same time."""
-
-    def __init__(self, router: Router, metrics: Metrics) -> None:
-        self._router = router
-        self._metrics = metrics
-        self._idle: defaultdict[Node, list[Link]] = defaultdict(list)
-
-    def close(self) -> None:
-        """Close the idle connections."""
-        for links in self._idle.values():
-            for link in links:
-                link.close()
-        self._idle.clear()
-
-    async def receive(self, job: Job, key: bytes, first: int, memory: memoryview) -> Result:
-        """Receive one part; see :meth:`Source.receive`."""
-        self._router.check()
-        [node] = self._router.route([key], master=False)
-        for _ in range(REDIRECTIONS_MAX + 1):
-            if node is None:
-                raise StorageUnavailableError(f"storage {self._router.name}: no node has the slot of this key")
-            result, text = await self._receive_from(job, node, key, first, memory)
-            redirect = self._router.redirect(node, text) if result is Result.REFUSED else None
-            if redirect is None or redirect.asking:
-                return result
-            self._metrics.totals["storage_redirections"] += 1
-            node = redirect.node
-        return Result.REFUSED
-
-    async def _receive_from(
-        self, job: Job, node: Node, key: bytes, first: int, memory: memoryview
-    ) -> tuple[Result, str]:
-        link = await job.within(self._open(node), "connecting to storage")
-        result, text = Result.CANCELLED, ""
-        try:
-            with job.interruptible(link.shut_down):
-                command = resp.encode_command(
-                    b"GETRANGE", storage_key(key), b"%d" % first, b"%d" % (first + len(memory) - 1)
-                )
-                result, text = await asyncio.to_thread(_receive_answer, link, command, memory, job.deadline_ns)
-        finally:
-            if result in (Result.OK, Result.REFUSED, Result.NOT_FOUND):
-                self._idle[node].append(link)
-            else:
-                link.close()
-        job.check()
-        if result is Result.DISCONNECTED:
-            with contextlib.suppress(StorageUnavailableError):
-                await job.within(self._router.recover(node), "looking for a node of the cluster")
-            raise StorageUnavailableError(f"storage {node}: {text}")
-        return result, text
-
-    async def _open(self, node: Node) -> Link:
-        while self._idle[node]:
-            link = self._idle[node].pop()
-            if link.is_idle():
-                return link
-            link.close()
-        link = await self._router.dialer.open(node)
-        self._metrics.totals["data_connections"] += 1
-        return link
-
-
-def _receive_answer(link: Link, command: bytes, memory: memoryview, deadline_ns: int) -> tuple[Result, str]:
+def receive_answer(link: Link, command: bytes, memory: memoryview, deadline_ns: int) -> tuple[Result, str]:
     """Send a GETRANGE and receive its answer into memory; return the result with the error text. Blocks."""
     stream = _Stream(link, deadline_ns)
     try:
@@ -135,7 +57,6 @@ class _Stream:
             raise TimeoutError
 
     def send(self, data: bytes) -> None:
-        """Send all of it."""
         while data:
             if (session := self._link.session) is None:
                 try:

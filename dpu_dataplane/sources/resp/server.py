@@ -1,5 +1,4 @@
-"""One storage server. During an outage calls fail at once, while a task tries to reconnect, ever less often
-(``outage.py``): an outage costs a request nothing, and ends within some 5 s of the server's return.
+"""One storage server: a control connection that is made again after an outage (``outage.py``).
 
 Servers that do not know our commands: without ``KV.META``, a lookup is a pipeline of STRLEN and GETRANGE; without
 ``KV.PUBLISH``, nothing is published; without ``KV.PREFETCH``, nothing is cold.
@@ -16,9 +15,9 @@ import numpy.typing as npt
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.sources.found import Cold, Found, Stored
+from dpu_dataplane.sources.found import Cold, Found, Stored, Unanswered
 from dpu_dataplane.sources.outage import Outage
-from dpu_dataplane.sources.resp.answers import HEADER_GUESS, MetaAnswer, header_commands, stored_of
+from dpu_dataplane.sources.resp.answers import MetaAnswer, find_by_ranges
 from dpu_dataplane.sources.resp.links import Node
 from dpu_dataplane.sources.resp.source import RespSource
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX
@@ -38,12 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class OneServer(RespSource):
-    """One storage server, with a control connection that is made again after an outage.
-
-    Args:
-        address: Address of the server, host:port; by default ``storage`` of the configuration.
-        meanwhile: Consequence of an outage, for the log.
-    """
+    """One storage server, by default ``storage`` of the configuration; ``meanwhile`` is for the log of an outage."""
 
     clustered = False
     no_layers_reason = ""
@@ -70,14 +64,12 @@ class OneServer(RespSource):
 
     @property
     def connected(self) -> bool:
-        """True if the control connection is open."""
         return self._control is not None
 
     def check(self) -> None:
         self._outage.check()
 
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
-        """Look keys up in one round trip."""
         assert len(keys) <= QUESTION_KEYS_MAX
         control = await self._connected()
         names = [storage_key(key) for key in keys]
@@ -214,29 +206,16 @@ class OneServer(RespSource):
         raise StorageUnavailableError(reason)
 
     async def _meta_by_ranges(self, control: RespClient, names: list[bytes]) -> list[Found]:
-        """Look keys up without KV.META: lengths and first bytes in one pipeline, and longer headers in a second one."""
-        answers = await control.ask([command for name in names for command in header_commands(name, HEADER_GUESS)])
-        found: list[Found] = []
-        for length, header in zip(answers[::2], answers[1::2], strict=True):
-            if not (isinstance(length, resp.ErrorReply) and length.code == "WRONGTYPE"):
-                refuse_error("STRLEN", length)
-                refuse_error("GETRANGE", header)
-            entry = stored_of(length, header)
-            if entry is False:
-                raise StorageUnavailableError(f"storage {self.name} answered STRLEN or GETRANGE with another type")
-            found.append(entry)
-        longer = {
-            index: size
-            for index, entry in enumerate(found)
-            if isinstance(entry, Stored) and (size := entry.header_bytes) > len(entry.header)
-        }
-        if longer:
-            ranges = [[b"GETRANGE", names[index], b"0", b"%d" % (size - 1)] for index, size in longer.items()]
-            for index, header in zip(longer, await control.ask(ranges), strict=True):
-                refuse_error("GETRANGE", header)
-                known = found[index]
-                if isinstance(known, Stored) and isinstance(header, bytes):
-                    found[index] = Stored(known.length, header)
+        found: list[Found] = [None] * len(names)
+        where = f"storage {self.name}"
+
+        async def ask(commands: Sequence[Sequence[bytes]], _: Sequence[bytes]) -> Sequence[Any]:
+            return await control.ask([list(command) for command in commands])
+
+        await find_by_ranges(names, range(len(names)), found, ask, lambda _: where)
+        for each in found:
+            if isinstance(each, Unanswered):
+                raise each.error(where)
         return found
 
 

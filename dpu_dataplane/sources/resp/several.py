@@ -1,8 +1,8 @@
 """Several storage servers over one bucket: each prefix has one server, and another one while that is unreachable.
 
-Rendezvous hashing (Thaler and Ravishankar, 1998) maps the chain name in a key to a server. All data planes with the
-same addresses compute the same map; a server that comes or goes moves its own prefixes only. A server reads records
-that it lacks from the bucket; nothing is copied between servers.
+Rendezvous hashing (Thaler and Ravishankar, 1998) maps the chain name in a key to a server: the same map on all data
+planes with the same addresses; a server that comes or goes moves its own prefixes only. A server reads records that it
+lacks from the bucket; nothing is copied between servers.
 """
 
 import asyncio
@@ -16,9 +16,8 @@ from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.found import Found
 from dpu_dataplane.sources.resp.links import Node
-from dpu_dataplane.sources.resp.routing import AvoidedNodes
 from dpu_dataplane.sources.resp.server import OneServer
-from dpu_dataplane.sources.resp.source import RespSource
+from dpu_dataplane.sources.resp.source import AvoidedNodes, RespSource
 from shadowserve.errors import StorageError
 from shadowserve.keys import chain_of
 from shadowserve.pieces import Flags
@@ -60,11 +59,9 @@ class SeveralServers(RespSource):
 
     @property
     def connected(self) -> bool:
-        """True if a server is connected."""
         return any(server.connected for server in self._servers.values())
 
     def check(self) -> None:
-        """Raise the StorageError of an outage of all servers, if there is one."""
         if all(self._is_away(address) for address in self._servers):
             for server in self._servers.values():
                 server.check()
@@ -112,7 +109,6 @@ class SeveralServers(RespSource):
         return found
 
     async def publish(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
-        """Publish on each key's server; return True if one of them takes publications."""
         answers = await self._ask(keys, lambda server, mine: server.publish(mine, lasts_ms))
         return any(taken for _, taken in answers)
 

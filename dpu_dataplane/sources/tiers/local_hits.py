@@ -1,8 +1,7 @@
-"""Local hits: the pieces of a plan that the pool has, supplied to the batches that deliver the plan.
+"""The pool in a plan: local hits, supplied to its batches, and the fill with records that another source delivers.
 
 Records in memory are held and read in place. Records on devices are read once each, all at the same time; each one goes
-into the batch when it comes, while everything else goes on. The pool verifies what devices bring. All records stay in
-place until the plan is done.
+into the batch when it comes. All records stay in place until the plan is done.
 """
 
 import asyncio
@@ -17,43 +16,30 @@ import numpy.typing as npt
 
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.plan import FetchPlan
+from dpu_dataplane.sources.found import Stored
 from dpu_dataplane.sources.source import Delivered
 from dpu_dataplane.sources.tiers.tiers import Tiers, address_of, ranges_of
 from shadowserve import native
 from shadowserve.native import Origin, Result
+from shadowserve.pieces import Flags
 from shadowserve.pool.types import Item, Lease
 
 
 @dataclass(eq=False)
 class _Record:
-    """A record of the pool.
-
-    Attributes:
-        piece_ids: Its pieces in the plan.
-        is_held: The item is held in memory.
-        begin: Offset of ``view`` in the record.
-        view: Its bytes, once they are there.
-        is_read: Nothing more comes: without a view, the record could not be read.
-    """
-
     key: bytes
     item: Item
     length: int
-    piece_ids: list[int] = field(default_factory=list)
-    is_held: bool = False
-    begin: int = 0
-    view: memoryview | None = None
+    piece_ids: list[int] = field(default_factory=list)  # its pieces in the plan
+    is_held: bool = False  # the item is held in memory
+    begin: int = 0  # offset of ``view`` in the record
+    view: memoryview | None = None  # its bytes, once they are there
     lease: Lease | None = None
-    is_read: bool = False
+    is_read: bool = False  # nothing more comes: without a view, the record could not be read
 
 
 class LocalHits:
-    """The leading pieces of a plan, and those of them that the pool has; a context manager and a BatchHook.
-
-    Attributes:
-        plan: The leading pieces that can be delivered at the same time.
-        local: For each piece of ``plan``, whether the pool has its record.
-    """
+    """The leading pieces of a plan, and those of them that the pool has; a context manager and a BatchHook."""
 
     def __init__(self, tiers: Tiers, plan: FetchPlan, metrics: Metrics) -> None:
         self._tiers = tiers
@@ -64,8 +50,8 @@ class LocalHits:
         self._rows: dict[int, int] = {}  # row in the batch of each piece
         self._closed = False
         self._timer: asyncio.TimerHandle | None = None
-        self.plan = plan
-        self.local = np.zeros(len(plan.pieces), np.bool_)
+        self.plan = plan  # the leading pieces that can be delivered at the same time
+        self.local = np.zeros(len(plan.pieces), np.bool_)  # for each piece of ``plan``, whether the pool has its record
 
     def __enter__(self) -> Self:
         try:
@@ -201,7 +187,6 @@ class LocalHits:
 
     @property
     def resident(self) -> list[bytes]:
-        """Keys of the plan's records that were in memory."""
         return [record.key for record in self._records if record.is_held and record.piece_ids]
 
     def count(self, done: Delivered) -> None:
@@ -235,3 +220,67 @@ class LocalHits:
                     self._tiers.pool.release(record.item)
         for record in self._records:
             record.view = record.lease = None
+
+
+@dataclass(frozen=True)
+class _Fill:
+    key: bytes
+    piece_ids: list[int]
+    memory: memoryview
+    header: bytes
+
+
+class ReadThroughFill:
+    """Memory of the pool for a plan's records from another source; a BatchHook.
+
+    A record that the plan reads completely is received into memory of the pool, decoded from there, and enters the pool
+    once all of its pieces were sound. Nothing is copied. A record without room is delivered and not kept.
+    """
+
+    def __init__(self, tiers: Tiers, plan: FetchPlan, local: Flags) -> None:
+        self._tiers = tiers
+        self._fills: list[_Fill] = []
+        self._memory: dict[int, memoryview] = {}  # of pieces
+        pieces: dict[bytes, list[int]] = {}
+        for piece in np.flatnonzero(~local).tolist():
+            pieces.setdefault(plan.keys[piece], []).append(piece)
+        for index, (key, piece_ids) in enumerate(pieces.items()):
+            stored = plan.records.get(key)
+            if stored is not None and not self._prepare(key, piece_ids, stored, plan.pieces):
+                tiers.note_dropped(len(pieces) - index)  # there is no memory for later records, either
+                break
+
+    def _prepare(self, key: bytes, piece_ids: list[int], stored: Stored, table: npt.NDArray[np.void]) -> bool:
+        """Allocate memory for a record if the plan reads all of it; return False if there is none."""
+        size = stored.header_bytes
+        if not size or int(table["body_length"][piece_ids].sum()) != stored.length - size:
+            return True
+        try:
+            memory = self._tiers.allocate(stored.length)
+        except MemoryError:
+            memory = None
+        if memory is None:
+            return False
+        header = bytes(stored.header[:size])
+        memory[:size] = header
+        self._fills.append(_Fill(key, piece_ids, memory, header))
+        for piece in piece_ids:
+            first = int(table[piece]["record_offset"])
+            self._memory[piece] = memory[first : first + int(table[piece]["body_length"])]
+        return True
+
+    def attach(self, batch: native.Batch, piece_ids: Sequence[int]) -> None:
+        """Make the batch leave the bodies in the pool's memory."""
+        if self._memory:
+            for row, piece in enumerate(piece_ids):
+                if (memory := self._memory.get(piece)) is not None:
+                    batch.leave(row, memory)
+
+    def finish(self, results: npt.NDArray[np.uint32] | None) -> None:
+        """Add the complete records to the pool and free the memory of the others; None: nothing was delivered."""
+        for fill in self._fills:
+            complete = results is not None and bool((results[fill.piece_ids] == Result.OK).all())
+            if complete and self._tiers.add(fill.key, fill.memory, fill.header) is not None:
+                self._tiers.note_dropped()
+            self._tiers.free(fill.memory)
+        self._fills.clear()

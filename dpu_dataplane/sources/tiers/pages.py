@@ -1,9 +1,8 @@
 """Loads of pages from devices of the local tiers straight into an engine's paged memory.
 
 A record whose slices are an engine's pages (``StoreRequest.plain``) is found, evicted and recovered like any other;
-only its reads differ. All chunks on a device are one request, whatever the number of layers and blocks: the device's
-thread reads layer by layer, scatters into pages, verifies checksums, and reports leading layers. No byte passes through
-memory of the pool, and no core copies any.
+only its reads differ. All chunks on a device are one request: the device's thread reads layer by layer, scatters into
+pages, verifies checksums, and reports leading layers. No byte passes through memory of the pool.
 """
 
 import asyncio
@@ -17,12 +16,12 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dpu_dataplane.interference import TURN_S, InterferenceBudget
+from dpu_dataplane.interference import TURN_S
 from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.found import Stored
-from dpu_dataplane.sources.page_loader import LoadedPages, PageLoader, PageRequest
+from dpu_dataplane.sources.source import LoadedPages, PageLoader, PageRequest, Resources
 from dpu_dataplane.sources.tiers.prefetcher import Prefetcher
 from dpu_dataplane.sources.tiers.tiers import Tiers, begins_in_blocks, ranges_of
 from shadowserve import native
@@ -36,8 +35,7 @@ from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.disk import Disk
 from shadowserve.record import parse_header
 
-_KNOWN_MAX: Final = 65_536
-"""Record layouts that are cached: 16 Mi tokens at 256 tokens a chunk."""
+_KNOWN_MAX: Final = 65_536  # record layouts that are cached: 16 Mi tokens at 256 tokens a chunk
 
 
 class _Known(NamedTuple):
@@ -50,18 +48,12 @@ class _Known(NamedTuple):
 
 
 class DevicePageLoader(PageLoader):
-    """Loads pages from the pool's devices. Used on the event loop.
+    """Loads pages from the pool's devices. Used on the event loop."""
 
-    Args:
-        prefetcher: Prefetcher of the pool; it pauses for these reads.
-        budget: Interference budget of the reads.
-    """
-
-    def __init__(self, tiers: Tiers, prefetcher: Prefetcher, budget: InterferenceBudget, metrics: Metrics) -> None:
+    def __init__(self, tiers: Tiers, prefetcher: Prefetcher, resources: Resources) -> None:
         self._tiers = tiers
         self._prefetcher = prefetcher
-        self._budget = budget
-        self._metrics = metrics
+        self._budget, self._metrics = resources.budget, resources.metrics
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
 
     def register(self, memory: memoryview) -> None:
@@ -266,11 +258,9 @@ class _Load:
         return LoadedPages(delivered, corrupt, stop)
 
     def _give_up(self) -> None:
-        """Stop devices from beginning further reads."""
         self._stop[0] = 1
 
     def _submit(self, share: _Share) -> None:
-        """Submit the read of one device."""
         operation = Operation(
             OperationKind.READ, 0, self._row_bytes, self._request.address, Priority.FOREGROUND,
             partial(self._note_read, share), pages=share.pages,

@@ -1,15 +1,10 @@
 """Prefetcher: brings the records of waiting requests into memory before the requests run (TierKV, sections 3.2 to 3.4).
 
 :class:`~shadowserve.pool.prefetch_policy.PrefetchPolicy` decides what is prefetched and when, from the measured
-throughput of each link: from a device; from the source below, as stored bytes that are not decoded; and from a bucket
-behind that source. :class:`~shadowserve.pool.next_use.NextUse` decides what is evicted. A record enters the pool once
-all of its checksums are right.
-
-Fetches go first. While a fetch waits, no prefetch begins, and one in progress stops at its next part, unless the fetch
-wants this record: then the fetch waits for it.
-
-A record that was prefetched for a request and is not fetched soon after the request has left its queue is released, and
-counted as wasted. Prefetched records together take no more memory than one batch may.
+throughput of each link: from a device; from the source below, as stored bytes; and from a bucket behind it. A record
+enters the pool once all of its checksums are right. Fetches go first: while one waits, no prefetch begins, and one in
+progress stops at its next part, unless the fetch wants this record. Records that are not fetched soon after their
+request has left its queue are released, and counted as wasted.
 """
 
 import asyncio
@@ -21,15 +16,15 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequenc
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import Final
+from typing import Final, NamedTuple
 
-from dpu_dataplane.interference import Granted, InterferenceBudget
+from dpu_dataplane.config import DataPlaneConfig
+from dpu_dataplane.interference import Granted
 from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.shared_rate import Mover, Turn
 from dpu_dataplane.sources.found import Cold, Stored
-from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Source, WaitingRequest
-from dpu_dataplane.sources.tiers.link_estimator import UNKNOWN, LinkEstimator, QueuedRecord
+from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Resources, Source, WaitingRequest
 from dpu_dataplane.sources.tiers.tiers import Tiers, address_of, begins_in_blocks, ranges_of
 from shadowserve.errors import RecordError, StorageError
 from shadowserve.native import Result
@@ -39,48 +34,38 @@ from shadowserve.pool.types import DEFAULT_TENANT, Item, Lease
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.record import verify
 
-_TURN_S: Final = 0.05
-"""Seconds between two checks for requests that are due, or that fit by now."""
-_LOCATE_S: Final = 1.0
-"""Seconds after which a request's records are located again."""
+_TURN_S: Final = 0.05  # seconds between two checks for requests that are due, or that fit by now
+_LOCATE_S: Final = 1.0  # seconds after which a request's records are located again
 _LINGER_S: Final = 10.0
 """Seconds from a request's leaving its queue to its fetch: as long as hosts wait for a load by default."""
 _PART_BYTES: Final = 1 << 20
 """Size of one part of a record. A fetch may have to wait for one part: 8 ms at 1 Gbit/s."""
 _READS: Final = 4
-_RECEIVED: Final = 2
-"""Concurrent reads of devices, and receives from below: enough to hide the latency."""
+_RECEIVED: Final = 2  # concurrent reads of devices, and receives from below: enough to hide the latency
 _PROTECTED_PER_TURN: Final = 64
 """Requests whose records are protected from eviction in one turn; that takes some milliseconds."""
 _COLD_ASSUMED: Final = Hop(1e8)
 """Assumed throughput of a bucket: slow, so that requests are located early enough to find cold records."""
+_WINDOW_S: Final = 2.0
+"""Seconds of transfer after which older measurements count half: throughput and competing users change in seconds."""
+UNKNOWN: Final = Hop(1e9)
+"""Assumed throughput before the first measurement; a link that is not measured carries one record first."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class _Request:
-    """A request that waits, or has left its queue a moment ago.
+    """A request that waits, or has left its queue a moment ago."""
 
-    Attributes:
-        waiting: The host's information on the request.
-        keys: Keys of its records, chunk by chunk.
-        candidates: For each link, the records that may be prefetched over it, with their bytes.
-        located_at: Time at which its records were located.
-        protected_until: Time until which its records are protected from eviction; 0 to protect them again.
-        left_at: Time at which it left its queue.
-        prefetched: Records that were prefetched for it, and not fetched yet.
-        unsound: Records whose checksums are wrong.
-    """
-
-    waiting: WaitingRequest
-    keys: list[bytes]
-    candidates: list[dict[bytes, int]]
-    located_at: float = -math.inf
-    protected_until: float = 0.0
-    left_at: float = math.inf
-    prefetched: set[bytes] = field(default_factory=set)
-    unsound: set[bytes] = field(default_factory=set)
+    waiting: WaitingRequest  # the host's information on the request
+    keys: list[bytes]  # keys of its records, chunk by chunk
+    candidates: list[dict[bytes, int]]  # for each link, the records that may be prefetched over it, with their bytes
+    located_at: float = -math.inf  # time at which its records were located
+    protected_until: float = 0.0  # time until which its records are protected from eviction; 0 to protect them again
+    left_at: float = math.inf  # time at which it left its queue
+    prefetched: set[bytes] = field(default_factory=set)  # records that were prefetched for it, and not fetched yet
+    unsound: set[bytes] = field(default_factory=set)  # records whose checksums are wrong
 
 
 @dataclass(eq=False)
@@ -101,7 +86,6 @@ class _FetchGate:
         self._changed = asyncio.Condition()
 
     async def check(self) -> None:
-        """Wake all waiting prefetches to check their conditions."""
         async with self._changed:
             self._changed.notify_all()
 
@@ -110,38 +94,93 @@ class _FetchGate:
             await self._changed.wait_for(condition)
 
 
+class QueuedRecord(NamedTuple):
+    """A record that waits for a link: the request that it is prefetched for, its key, and its size in bytes."""
+
+    request: Hashable
+    key: bytes
+    size: int
+
+
+class LinkEstimator:
+    """A queue of records for one link, and an estimate of the link's throughput."""
+
+    def __init__(self, metrics: Metrics, label: str, concurrency: int) -> None:
+        self._metrics = metrics
+        self.label = label
+        self.concurrency = concurrency
+        self.queued_bytes = 0  # bytes of records that wait or are in progress
+        self.assumed = UNKNOWN  # throughput until the first measurement
+        self._queue: asyncio.Queue[QueuedRecord | None] = asyncio.Queue()
+        self._transfers = 0
+        self._measured_at = 0.0
+        self._bytes = 0.0
+        self._seconds = 0.0
+
+    @property
+    def measured(self) -> bool:
+        return self._bytes > 0 and self._seconds > 0
+
+    @property
+    def throughput(self) -> Hop:
+        return Hop(self._bytes / self._seconds) if self.measured else self.assumed
+
+    def enqueue(self, record: QueuedRecord) -> None:
+        self.queued_bytes += record.size
+        self._queue.put_nowait(record)
+
+    async def next(self) -> QueuedRecord | None:
+        """Wait for the next record; None after :meth:`close`."""
+        return await self._queue.get()
+
+    def close(self) -> None:
+        """Drop the queue and end its readers. Transfers in progress continue."""
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        for _ in range(self.concurrency):
+            self._queue.put_nowait(None)
+
+    def begin_transfer(self) -> None:
+        if not self._transfers:
+            self._measured_at = time.monotonic()
+        self._transfers += 1
+
+    def end_transfer(self, size: int) -> None:
+        now = time.monotonic()
+        passed, self._measured_at = now - self._measured_at, now
+        self._transfers -= 1
+        self._metrics.prefetch_seconds[self.label] += passed
+        self._metrics.prefetch_bytes[self.label] += size
+        self._seconds += passed
+        self._bytes += size
+        if self._seconds > _WINDOW_S:
+            self._seconds, self._bytes = self._seconds / 2, self._bytes / 2
+
+
 class Prefetcher:
     """Prefetches the records of waiting requests. Used on the event loop.
 
-    Args:
-        tiers: The pool; it starts before the prefetcher.
-        below: Source below the pool; None for none.
-        policy: Decides what is prefetched, and when.
-        budget: Interference budget of prefetches.
-        part_timeout_s: Seconds that a device, or the source below, may take for one part of a record.
+    ``part_timeout_s``: seconds that a device, or the source below, may take for one part of a record.
     """
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        below: Source | None,
-        policy: PrefetchPolicy,
-        metrics: Metrics,
-        budget: InterferenceBudget,
-        part_timeout_s: float,
-    ) -> None:
+    def __init__(self, tiers: Tiers, below: Source | None, config: DataPlaneConfig, resources: Resources) -> None:
+        assert config.tiers is not None
         self._tiers = tiers
         self._below = below
-        self._policy = policy
-        self._metrics = metrics
-        self._budget = budget
+        ahead_s = math.inf if config.tiers.ahead_s is None else config.tiers.ahead_s
+        self._policy = PrefetchPolicy(config.tiers.ahead_requests, ahead_s)
+        self._metrics, self._budget = resources.metrics, resources.budget
         self._turns: dict[bytes, Turn] = {}  # of records in progress
-        self._part_timeout_s = part_timeout_s
-        self._device = LinkEstimator("device", _READS)
-        self._cold = LinkEstimator("cold", _RECEIVED)
+        self._part_timeout_s = config.command_timeout_s
+        self._device = LinkEstimator(self._metrics, "device", _READS)
+        self._cold = LinkEstimator(self._metrics, "cold", _RECEIVED)
         self._cold.assumed = _COLD_ASSUMED
         self._links = [self._device] if tiers.has_devices else []
-        self._links += [] if below is None else [LinkEstimator("storage", _RECEIVED), self._cold]
+        if below is not None:
+            self._links += [LinkEstimator(self._metrics, "storage", _RECEIVED), self._cold]
+        for link in self._links:
+            self._metrics.prefetch_bytes[link.label] = 0
+            self._metrics.prefetch_seconds[link.label] = 0.0
         self._requests: dict[Hashable, _Request] = {}
         self._order: list[_Request] = []  # of requests that wait
         self._prefetched: dict[bytes, _Prefetched] = {}
@@ -152,8 +191,7 @@ class Prefetcher:
         self._closing = False
         self._jobs: set[Job] = set()
         self._tasks: list[asyncio.Task[None]] = []
-        metrics.prefetches = lambda: {link.label: (link.carried_bytes, link.carried_s) for link in self._links}
-        metrics.gauges["tier_expected_requests"] = (
+        self._metrics.gauges["tier_expected_requests"] = (
             "Requests that wait in engines' queues, as hosts report them",
             lambda: float(len(self._order)),
         )
@@ -161,7 +199,6 @@ class Prefetcher:
     # ---- Start and stop
 
     def start(self) -> None:
-        """Start, once the pool is open."""
         self._tasks = [asyncio.create_task(self._run(), name="prefetch")]
         self._tasks += [
             asyncio.create_task(self._transfer_all(link), name=f"prefetch from {link.label}")
@@ -215,11 +252,7 @@ class Prefetcher:
 
     @contextlib.asynccontextmanager
     async def pausing_for(self, job: Job, keys: Iterable[bytes]) -> AsyncIterator[None]:
-        """Pause for a fetch while in this context. Waits first for prefetches in progress of the fetch's keys.
-
-        Raises:
-            Stop: The job is cancelled or its time is up.
-        """
+        """Pause for a fetch while in this context, after prefetches in progress of its keys; Stop ends the wait."""
         self._gate.fetches += 1
         try:
             if self._moving:
@@ -235,7 +268,7 @@ class Prefetcher:
             return
         self._gate.urgent |= mine.keys()
         for key in mine.keys() & self._turns.keys():
-            self._budget.hasten(self._turns[key])
+            self._budget.shared.hasten(self._turns[key])
         try:
             await self._gate.check()
             await asyncio.wait([moving for moving in mine.values() if moving is not None])
@@ -243,34 +276,39 @@ class Prefetcher:
             self._gate.urgent -= mine.keys()
 
     async def _wait_for_fetches(self, key: bytes) -> None:
-        """Wait while fetches of other records are in progress."""
         await self._gate.wait_for(lambda: not self._gate.fetches or key in self._gate.urgent or self._closing)
 
     @contextlib.asynccontextmanager
     async def _turn_of(self, request: _Request, key: bytes, size: int, *, first: bool = True) -> AsyncIterator[Granted]:
         """Wait for the budget to grant bytes of a record; with the precedence of a fetch if one waits for the record.
 
-        Raises:
-            Stop: No grant in time, the prefetcher closes, or the request began before the first bytes of the record.
+        Stop if there is no grant in time, or the request began before the first bytes of the record.
         """
-        job = Job("", "", self._part_timeout_s)
-        self._jobs.add(job)
 
         def note_turn(turn: Turn) -> None:
             self._turns[key] = turn
             if key in self._gate.urgent:
-                self._budget.hasten(turn)
+                self._budget.shared.hasten(turn)
 
         try:
-            async with self._budget.turn(Mover.PREFETCH, size, job, note_turn) as turn:
+            async with self._job() as job, self._budget.turn(Mover.PREFETCH, size, job, note_turn) as turn:
                 if first and turn.waited and request.left_at < math.inf and key not in self._gate.urgent:
                     turn.moved_bytes = 0
                     self._budget.drop(Mover.PREFETCH, "request_begun")
                     raise Stop(pb.OUTCOME_CANCELLED, "its request has begun")
                 yield turn
         finally:
-            self._jobs.discard(job)
             self._turns.pop(key, None)
+
+    @contextlib.asynccontextmanager
+    async def _job(self) -> AsyncIterator[Job]:
+        """Make a job for one part of a record; :meth:`close` cancels it."""
+        job = Job("", "", self._part_timeout_s)
+        self._jobs.add(job)
+        try:
+            yield job
+        finally:
+            self._jobs.discard(job)
 
     def note_use(self, keys: Iterable[bytes]) -> None:
         """Release prefetched records that a fetch uses: the fetch holds them itself."""
@@ -338,7 +376,6 @@ class Prefetcher:
             self._enqueue(move.request, move.hop, move.size)
 
     def _limited(self, throughput: Hop) -> Hop:
-        """Return a throughput within the interference budget."""
         rate = self._budget.rate
         return throughput._replace(bytes_per_s=min(throughput.bytes_per_s, rate)) if rate else throughput
 
@@ -348,7 +385,6 @@ class Prefetcher:
         return request.left_at == math.inf
 
     def _protect(self, request: _Request, now: float) -> None:
-        """Protect a request's records from eviction, until soon after its end."""
         request.protected_until = min(request.waiting.until, now + 4 * _LOCATE_S) + _LINGER_S
         until_s = int(time.time() + request.protected_until - now) + 1
         name = request.waiting.name
@@ -428,7 +464,6 @@ class Prefetcher:
     # ---- Transfers
 
     async def _transfer_all(self, link: LinkEstimator) -> None:
-        """Transfer the records of a link, one after the other."""
         while (record := await link.next()) is not None:
             request = self._requests.get(record.request)
             try:
@@ -452,7 +487,6 @@ class Prefetcher:
                 self._wake.set()
 
     def _keep(self, request: _Request, key: bytes, size: int) -> None:
-        """Keep a prefetched record in memory until the request fetches it."""
         if key in self._prefetched:
             self._release(key)
         item: Item | None = None
@@ -470,16 +504,10 @@ class Prefetcher:
             self._forget(request)  # the request ended meanwhile
 
     async def _read(self, link: LinkEstimator, request: _Request, record: QueuedRecord) -> None:
-        """Read a record from a device, within the budget.
-
-        Raises:
-            TimeoutError, Stop: The read takes too long, or there is no grant in time.
-        """
         async with self._turn_of(request, record.key, record.size) as turn:
             turn.moved_bytes = await self._read_now(link, request, record)
 
     async def _read_now(self, link: LinkEstimator, request: _Request, record: QueuedRecord) -> int:
-        """Read a record from a device; return the bytes read."""
         tiers, loop = self._tiers, asyncio.get_running_loop()
         read: asyncio.Future[Lease | None] = loop.create_future()
 
@@ -508,11 +536,7 @@ class Prefetcher:
         return length
 
     async def _receive(self, link: LinkEstimator, request: _Request, record: QueuedRecord) -> None:
-        """Receive a record from the source below, part by part, if the pool has room for it now.
-
-        Raises:
-            StorageError, Stop, RecordError, MemoryError: Why it cannot be prefetched.
-        """
+        """Receive a record from the source below, part by part, if the pool has room for it now."""
         assert self._below is not None
         if self._tiers.has(record.key):  # a fetch was faster
             return
@@ -534,18 +558,16 @@ class Prefetcher:
 
     async def _receive_part(self, link: LinkEstimator, key: bytes, first: int, memory: memoryview) -> bool:
         assert self._below is not None
-        job = Job("", "", self._part_timeout_s)
         if self._closing:
             return False
-        self._jobs.add(job)
         link.begin_transfer()
         size = 0
         try:
-            if await self._below.receive(job, key, first, memory) is Result.OK:
-                size = len(memory)
+            async with self._job() as job:
+                if await self._below.receive(job, key, first, memory) is Result.OK:
+                    size = len(memory)
         finally:
             link.end_transfer(size)
-            self._jobs.discard(job)
         return size > 0
 
 

@@ -1,25 +1,21 @@
-"""The pool as a source: alone, and as a tier above another source."""
+"""The pool as a source: alone, or as a tier above another source."""
 
 import asyncio
 import logging
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import replace
 
 import numpy as np
 
-from dpu_dataplane.interference import InterferenceBudget
+from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.jobs import Job
-from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.plan import FetchPlan
 from dpu_dataplane.sources.found import Cold, Found, Stored, Unanswered
-from dpu_dataplane.sources.source import Delivered, Encoded, Failure, Source, WaitingRequest
-from dpu_dataplane.sources.tiers.fill import ReadThroughFill
-from dpu_dataplane.sources.tiers.local_hits import LocalHits
+from dpu_dataplane.sources.source import Delivered, Encoded, Failure, Resources, Source, WaitingRequest
+from dpu_dataplane.sources.tiers.local_hits import LocalHits, ReadThroughFill
 from dpu_dataplane.sources.tiers.pages import DevicePageLoader
 from dpu_dataplane.sources.tiers.prefetcher import Prefetcher
 from dpu_dataplane.sources.tiers.tiers import Tiers
-from shadowserve import native
 from shadowserve.errors import StorageError, StorageUnavailableError
 from shadowserve.native import Result
 from shadowserve.pieces import Flags
@@ -27,149 +23,46 @@ from shadowserve.pieces import Flags
 logger = logging.getLogger(__name__)
 
 
-class LocalSource(Source):
-    """A pool without another source below it: one host that serves itself.
+class TieredSource(Source):
+    """A pool above another source, or alone: one host that serves itself.
 
-    Args:
-        prefetcher: Fills the pool's memory.
-        pipeline: Pipeline that receives the bytes.
-        executor: Thread for calls that fetch.
-        budget: Interference budget for page loads.
+    One batch reads from both. Records from below stay in the pool, new records go to both. The source below is the
+    authority on what is stored; while it is unreachable, the pool serves alone.
     """
 
-    publishes_here = keeps_plain = True
+    keeps_plain = True
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        prefetcher: Prefetcher,
-        pipeline: native.Pipeline,
-        executor: Executor,
-        metrics: Metrics,
-        budget: InterferenceBudget,
-    ) -> None:
-        self.name = tiers.name
-        self.page_loader = DevicePageLoader(tiers, prefetcher, budget, metrics)
-        self._tiers = tiers
-        self._prefetcher = prefetcher
-        self._pipeline = pipeline
-        self._executor = executor
-        self._metrics = metrics
+    def __init__(self, config: DataPlaneConfig, below: Source | None, resources: Resources) -> None:
+        self._below = below
+        self._resources = resources
+        self._metrics = resources.metrics
+        self._tiers = tiers = Tiers(config, resources)
+        self._prefetcher = Prefetcher(tiers, below, config, resources)
+        self.page_loader = DevicePageLoader(tiers, self._prefetcher, resources)
+        self.name = tiers.name if below is None else below.name
+        self.publishes_here = below is None
         self._open = False
 
     @property
     def connected(self) -> bool:
-        """True if the pool is open."""
-        return self._open
+        """True if the source below can be reached; without one, if the pool is open."""
+        return self._open if self._below is None else self._below.connected
 
     async def start(self) -> None:
         await self._tiers.start()
+        if self._below is not None:
+            await self._below.start()
         self._prefetcher.start()
         self._open = True
 
     async def close(self) -> None:
         self._open = False
         await self._prefetcher.close()
+        if self._below is not None:
+            await self._below.close()
         await self._tiers.close()
 
-    async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
-        found, reads = await self._tiers.look_up(keys)
-        await self._tiers.await_headers(reads)
-        return found
-
-    def expect(self, requests: Sequence[WaitingRequest]) -> None:
-        self._prefetcher.expect(requests)
-
-    async def deliver(self, job: Job, plan: FetchPlan) -> Delivered:
-        """Deliver a plan in one batch, without a socket."""
-        async with self._prefetcher.pausing_for(job, plan.keys):
-            with LocalHits(self._tiers, plan, self._metrics) as hits:
-                self._prefetcher.note_use(hits.resident)
-                done = await self._deliver_local(job, hits)
-                hits.count(done)
-        return done.padded(len(plan.pieces))
-
-    async def _deliver_local(self, job: Job, hits: LocalHits, error: StorageError | None = None) -> Delivered:
-        """Deliver what the pool has of a plan. Other pieces fail with ``error``; without one they are not stored."""
-        plan = hits.plan
-        table = plan.pieces
-        done = Delivered(np.full(len(table), Result.SKIPPED, np.uint32))
-        ends: dict[int, int] = {}  # of each group, the first chunk that the pool lacks
-        groups, chunks = table["group"].tolist(), table["chunk"].tolist()
-        lacking = np.flatnonzero(~hits.local).tolist()
-        for piece in lacking:
-            ends[groups[piece]] = min(chunks[piece], ends.get(groups[piece], chunks[piece]))
-        useful = [piece for piece in range(len(table)) if chunks[piece] < ends.get(groups[piece], chunks[piece] + 1)]
-        if useful:
-            batch = replace(plan, hooks=[hits]).batch(useful)
-            try:
-                with job.interruptible(batch.cancel):
-                    await asyncio.get_running_loop().run_in_executor(self._executor, self._pipeline.fetch, batch)
-            finally:
-                batch.release()
-            self._metrics.totals["batches"] += 1
-            done.results[useful] = batch.pieces["result"]
-        for piece in lacking:
-            if chunks[piece] == ends[groups[piece]]:
-                done.results[piece] = Result.NOT_FOUND if error is None else Result.DISCONNECTED
-                done.failures[piece] = Failure(Result(int(done.results[piece])), error)
-        for piece in np.flatnonzero((done.results != Result.OK) & (done.results != Result.SKIPPED)).tolist():
-            done.failures.setdefault(piece, Failure(Result(int(done.results[piece]))))
-        return done
-
-    async def put(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:
-        if await self._tiers.put(job, key, record, wait=True):
-            return Result.OK, ""
-        return Result.REFUSED, f"{self.name} have no room for it; give them more memory, or devices"
-
-    async def delete(self, key: bytes) -> None:
-        self._tiers.drop(key)
-
-
-class TieredSource(LocalSource):
-    """A pool above another source.
-
-    One batch reads from both. Records from below stay in the pool, new records go to both. The source below is the
-    authority on what is stored; while it is unreachable, the pool serves alone.
-
-    Args:
-        below: The other source.
-        prefetcher: Fills the pool's memory, from devices and from ``below``.
-        pipeline: Pipeline that receives the bytes.
-        executor: Thread for calls that fetch.
-        budget: Interference budget for page loads.
-    """
-
-    publishes_here = False
-
-    def __init__(
-        self,
-        below: Source,
-        tiers: Tiers,
-        prefetcher: Prefetcher,
-        pipeline: native.Pipeline,
-        executor: Executor,
-        metrics: Metrics,
-        budget: InterferenceBudget,
-    ) -> None:
-        super().__init__(tiers, prefetcher, pipeline, executor, metrics, budget)
-        self.name = below.name
-        self._below = below
-
-    @property
-    def connected(self) -> bool:
-        """True if the source below can be reached."""
-        return self._below.connected
-
-    async def start(self) -> None:
-        await self._tiers.start()
-        await self._below.start()
-        self._prefetcher.start()
-
-    async def close(self) -> None:
-        await self._prefetcher.close()
-        await self._below.close()
-        await self._tiers.close()
+    # ---- Lookups
 
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
         """Look in the pool and ask below for what it lacks, at the same time; then ask for failed reads of devices."""
@@ -189,7 +82,7 @@ class TieredSource(LocalSource):
         self, keys: Sequence[bytes], indexes: Sequence[int], found: list[Found], errors: list[StorageError]
     ) -> None:
         """Look some keys up below; an error is Unanswered, and added to ``errors``."""
-        if not indexes:
+        if not indexes or self._below is None:
             return
         try:
             answers = await self._below.find([keys[index] for index in indexes])
@@ -201,29 +94,42 @@ class TieredSource(LocalSource):
 
     async def find_stored(self, keys: Sequence[bytes]) -> Sequence[Found]:
         """Ask below, since other hosts rely on its records; ask the pool while that is unreachable."""
-        try:
-            return await self._below.find_stored(keys)
-        except StorageUnavailableError:
-            return await super().find(keys)
+        if self._below is not None:
+            try:
+                return await self._below.find_stored(keys)
+            except StorageUnavailableError:
+                pass
+        found, reads = await self._tiers.look_up(keys)
+        await self._tiers.await_headers(reads)
+        return found
 
     async def find_warm(self, keys: Sequence[bytes]) -> Sequence[Found]:
         found = list(await self.find(keys))
         cold = [index for index, each in enumerate(found) if isinstance(each, Cold)]
-        for index, each in zip(cold, await self._below.find_warm([keys[index] for index in cold]), strict=True):
-            found[index] = each
+        if self._below is not None:
+            for index, each in zip(cold, await self._below.find_warm([keys[index] for index in cold]), strict=True):
+                found[index] = each
         return found
 
     async def publish(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
-        return await self._below.publish(keys, lasts_ms)
+        return self._below is not None and await self._below.publish(keys, lasts_ms)
 
     async def published(self, keys: Sequence[bytes]) -> Flags | None:
-        return await self._below.published(keys)
+        return None if self._below is None else await self._below.published(keys)
 
     async def prefetch(self, keys: Sequence[bytes]) -> None:
-        if absent := [key for key in keys if not self._tiers.has(key)]:
+        absent = [key for key in keys if not self._tiers.has(key)]
+        if absent and self._below is not None:
             await self._below.prefetch(absent)
 
+    def expect(self, requests: Sequence[WaitingRequest]) -> None:
+        self._prefetcher.expect(requests)
+
+    # ---- Bytes
+
     async def receive(self, job: Job, key: bytes, first: int, memory: memoryview) -> Result:
+        if self._below is None:
+            return await super().receive(job, key, first, memory)
         return await self._below.receive(job, key, first, memory)
 
     async def deliver(self, job: Job, plan: FetchPlan) -> Delivered:
@@ -234,7 +140,7 @@ class TieredSource(LocalSource):
                     self._prefetcher.note_use(hits.resident)
                     done = await self._deliver_joined(job, hits)
                     hits.count(done)
-                    lost = hits.drop_lost(done.results)
+                    lost = hits.drop_lost(done.results) if self._below is not None else []
                 for piece in lost:
                     done.results[piece] = Result.SKIPPED
                     done.failures.pop(piece, None)
@@ -243,7 +149,7 @@ class TieredSource(LocalSource):
 
     async def _deliver_joined(self, job: Job, hits: LocalHits) -> Delivered:
         """Deliver the local hits together with pieces from below, and keep what comes from there."""
-        if hits.local.all():
+        if self._below is None or hits.local.all():
             return await self._deliver_local(job, hits)
         fill = ReadThroughFill(self._tiers, hits.plan, hits.local)
         done: Delivered | None = None
@@ -257,13 +163,48 @@ class TieredSource(LocalSource):
             fill.finish(None if done is None else done.results)
         return done
 
+    async def _deliver_local(self, job: Job, hits: LocalHits, error: StorageError | None = None) -> Delivered:
+        """Deliver what the pool has, without a socket. Other pieces fail with ``error``, or else are not stored."""
+        plan = hits.plan
+        table = plan.pieces
+        done = Delivered(np.full(len(table), Result.SKIPPED, np.uint32))
+        ends: dict[int, int] = {}  # of each group, the first chunk that the pool lacks
+        groups, chunks = table["group"].tolist(), table["chunk"].tolist()
+        lacking = np.flatnonzero(~hits.local).tolist()
+        for piece in lacking:
+            ends[groups[piece]] = min(chunks[piece], ends.get(groups[piece], chunks[piece]))
+        useful = [piece for piece in range(len(table)) if chunks[piece] < ends.get(groups[piece], chunks[piece] + 1)]
+        if useful:
+            batch = replace(plan, hooks=[hits]).batch(useful)
+            fetching, fetch = self._resources.fetching, self._resources.pipeline.fetch
+            try:
+                with job.interruptible(batch.cancel):
+                    await asyncio.get_running_loop().run_in_executor(fetching, fetch, batch)
+            finally:
+                batch.release()
+            self._metrics.totals["batches"] += 1
+            done.results[useful] = batch.pieces["result"]
+        for piece in lacking:
+            if chunks[piece] == ends[groups[piece]]:
+                done.results[piece] = Result.NOT_FOUND if error is None else Result.DISCONNECTED
+                done.failures[piece] = Failure(Result(int(done.results[piece])), error)
+        for piece in np.flatnonzero((done.results != Result.OK) & (done.results != Result.SKIPPED)).tolist():
+            done.failures.setdefault(piece, Failure(Result(int(done.results[piece]))))
+        return done
+
     async def put(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:
-        """Put a record into the pool if it has room now, and below, unless the record is plain or has an end."""
-        local = await self._tiers.put(job, key, record, wait=False)
-        if local and record.lasts_ms:
+        """Put a record into the pool, and below, unless the record is plain or has an end.
+
+        Above another source the pool takes it if it has room now; alone it waits for room.
+        """
+        local = await self._tiers.put(job, key, record, wait=self._below is None)
+        if local and (record.lasts_ms or record.plain):
             return Result.OK, ""
+        if self._below is None:
+            refusal = f"{self._tiers.name} have no room for it; give them more memory, or devices"
+            return (Result.OK, "") if local else (Result.REFUSED, refusal)
         if record.plain:
-            return (Result.OK, "") if local else (Result.REFUSED, f"{self._tiers.name} have no room for it just now")
+            return Result.REFUSED, f"{self._tiers.name} have no room for it just now"
         try:
             return await self._below.put(job, key, record)
         except StorageUnavailableError as error:
@@ -274,4 +215,5 @@ class TieredSource(LocalSource):
 
     async def delete(self, key: bytes) -> None:
         self._tiers.drop(key)
-        await self._below.delete(key)
+        if self._below is not None:
+            await self._below.delete(key)

@@ -1,24 +1,22 @@
 """The pool of a data plane: start and stop, the headers of its records, and how records enter it.
 
-The pool holds the records of all engines that this data plane serves, as records of one tenant. That is safe: a key is
-derived from everything that changes KV, the tenant's salt included, so only engines that may read a record can name it.
+The pool holds the records of all engines that this data plane serves, as records of one tenant: a key is derived from
+everything that changes KV, the tenant's salt included, so only engines that may read a record can name it.
 """
 
 import asyncio
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
 from functools import partial
 from typing import Any, Final
 
+from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.interference import InterferenceBudget
 from dpu_dataplane.jobs import Job
-from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.shared_rate import Mover
-from dpu_dataplane.sources.found import Found, HeaderCache, Stored, Unanswered
-from dpu_dataplane.sources.source import Encoded
-from dpu_dataplane.sources.tiers.device_pace import DevicePace
+from dpu_dataplane.sources.found import HEADER_CACHE_BYTES, Found, HeaderCache, Stored, Unanswered
+from dpu_dataplane.sources.source import Encoded, Resources
 from shadowserve import native
 from shadowserve.clock import wall_clock_ms
 from shadowserve.errors import RecordError
@@ -67,63 +65,33 @@ def _is_paged(stored: Stored) -> bool:
 class Tiers:
     """A pool with its lock and its thread. Used on the event loop, except for the pool itself, under the lock.
 
-    Args:
-        config: Configuration of the pool.
-        pipeline: Pipeline that has encoded the records to store.
-        executor: Thread that copies them.
-        budget: Interference budget for device writes and scrubs.
-        headers_bytes: Size of the header cache: without it each lookup of a record on a device would read there.
-        read_timeout_s: See below.
-        drain_s: Seconds that :meth:`close` waits for device writes.
-
-    Attributes:
-        name: Name for messages.
-        has_devices: The pool has devices besides memory.
-        pool: The pool, after :meth:`start`.
-        lock: Guards the pool.
-        read_timeout_s: Seconds that a device may take for headers, or for the next record of a batch.
-        batch_bytes_max: Most bytes of records that a batch which waits for devices may hold.
+    ``read_timeout_s``: seconds that a device may take for headers, or for the next record of a batch;
+    ``batch_bytes_max``: most bytes of records that a batch which waits for devices may hold.
     """
 
-    pool: Pool
+    pool: Pool  # the pool, after :meth:`start`
 
-    def __init__(
-        self,
-        config: PoolConfig,
-        metrics: Metrics,
-        pipeline: native.Pipeline,
-        executor: Executor,
-        budget: InterferenceBudget,
-        *,
-        headers_bytes: int,
-        read_timeout_s: float,
-        drain_s: float,
-    ) -> None:
-        self._config = config
-        self._metrics = metrics
-        self._pipeline = pipeline
-        self._executor = executor
-        self._budget = budget
+    def __init__(self, config: DataPlaneConfig, resources: Resources) -> None:
+        assert config.tiers is not None
+        self._config: PoolConfig = config.tiers
+        self._resources = resources
+        self._metrics, self._budget = resources.metrics, resources.budget
         self._paces: list[DevicePace] = []
-        self.read_timeout_s = read_timeout_s
-        self._drain_s = drain_s
-        self._headers: HeaderCache[Stored] = HeaderCache(headers_bytes)
+        self.read_timeout_s = config.command_timeout_s
+        self._drain_s = config.shutdown_timeout_s / 2
+        self._headers: HeaderCache[Stored] = HeaderCache(HEADER_CACHE_BYTES)
         self._thread: PoolThread | None = None
         self._loop: asyncio.AbstractEventLoop
-        self.lock = threading.Lock()
-        self.has_devices = bool(config.devices)
-        self.batch_bytes_max = int(config.memory_budget_bytes) // _BATCH_SHARE
-        devices = ", ".join(str(device.path) for device in config.devices)
-        self.name = f"tiers of {int(config.memory_budget_bytes) >> 20} MiB{devices and ' and '}{devices}"
+        self.lock = threading.Lock()  # guards the pool
+        self.has_devices = bool(self._config.devices)  # the pool has devices besides memory
+        self.batch_bytes_max = int(self._config.memory_budget_bytes) // _BATCH_SHARE
+        devices = ", ".join(str(device.path) for device in self._config.devices)
+        self.name = f"tiers of {int(self._config.memory_budget_bytes) >> 20} MiB{devices and ' and '}{devices}"
 
     # ---- Life
 
     async def start(self) -> None:
-        """Open the pool and recover its devices' records.
-
-        Raises:
-            ConfigurationError: A device cannot be used.
-        """
+        """Open the pool and recover its devices' records; ConfigurationError if a device cannot be used."""
         self._loop = asyncio.get_running_loop()
         self.pool = (DevicePool if self._config.devices else MemoryPool)(self._config)
         await asyncio.to_thread(self.pool.start, self.lock)
@@ -168,10 +136,9 @@ class Tiers:
             return self.pool.peek(address_of(key)) is not None
 
     async def look_up(self, keys: Sequence[bytes]) -> "tuple[list[Found], list[asyncio.Future[None]]]":
-        """Look keys up, and start reads of headers that only devices have.
+        """Look keys up, and start reads of headers that only devices have; return the answers and these reads.
 
-        Returns:
-            The answers, Unanswered for headers that are being read; and these reads, for :meth:`await_headers`.
+        Headers that are being read are Unanswered until :meth:`await_headers` has returned.
         """
         found: list[Found] = [None] * len(keys)
         reads: list[asyncio.Future[None]] = []
@@ -183,8 +150,7 @@ class Tiers:
         return found, reads
 
     async def paged(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return flags of records that hold an engine's pages: devices read these into paged memory, not into the
-        pool's."""
+        """Return the keys of records that hold an engine's pages: devices read these into paged memory."""
         found, reads = await self.look_up(keys)
         await self.await_headers(reads)
         return {
@@ -192,7 +158,6 @@ class Tiers:
         }
 
     async def await_headers(self, reads: "Collection[asyncio.Future[None]]") -> None:
-        """Wait for reads of headers, at most ``read_timeout_s``."""
         if reads:
             _, late = await asyncio.wait(reads, timeout=self.read_timeout_s)
             for read in late:
@@ -236,7 +201,6 @@ class Tiers:
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def release(self, leases: Iterable[Lease | None]) -> None:
-        """Release reads of the pool."""
         held = [lease for lease in leases if lease is not None]
         for part in ranges_of(len(held)):
             with self.lock:
@@ -244,7 +208,6 @@ class Tiers:
                     held[index].release()
 
     def drop(self, key: bytes) -> None:
-        """Remove a record, if there is one."""
         self._headers.drop(key)
         with self.lock:
             self.pool.remove(address_of(key))
@@ -252,10 +215,9 @@ class Tiers:
     # ---- New records
 
     def allocate(self, size: int, ready: Callable[[], None] = lambda: None) -> memoryview | None:
-        """Allocate memory for a record. None if there is none now: ``ready`` is called when it is worth another try.
+        """Allocate memory for a record; MemoryError if the pool never has as much.
 
-        Raises:
-            MemoryError: The pool never has as much.
+        None if there is none now: ``ready`` is called when it is worth another try.
         """
         with self.lock:
             return self.pool.allocate(size, ready)
@@ -266,11 +228,7 @@ class Tiers:
             self.pool.discard(memory)
 
     def add(self, key: bytes, memory: memoryview, header: bytes, lasts_ms: int = 0) -> BusyError | None:
-        """Add the record in memory of :meth:`allocate`, if the pool admits it; ``lasts_ms`` is 0 for no end.
-
-        Returns:
-            None, or the error of a pool that is too busy now.
-        """
+        """Add the record in memory of :meth:`allocate`, if admitted; return the error of a pool that is too busy."""
         self._headers.drop(key)
         parent = parse_header(header).parent
         ends_ms = wall_clock_ms() + lasts_ms if lasts_ms else None
@@ -305,8 +263,7 @@ class Tiers:
     async def put(self, job: Job, key: bytes, record: Encoded, *, wait: bool) -> bool:
         """Add an encoded record, unless the pool has it. Return whether the pool has it then.
 
-        Args:
-            wait: Wait for room, within the job's time. Otherwise drop a record without room.
+        With ``wait`` it waits for room, within the job's time. Otherwise a record without room is dropped.
         """
         if not self.has(key):
             length = int(record.batch.pieces[record.position]["body_length"])
@@ -323,8 +280,8 @@ class Tiers:
 
     async def _copy(self, record: Encoded, memory: memoryview) -> None:
         memory[: len(record.header)] = record.header
-        copy = partial(self._pipeline.copy_body, record.batch, record.position, memory[len(record.header) :])
-        await self._loop.run_in_executor(self._executor, copy)
+        copy = partial(self._resources.pipeline.copy_body, record.batch, record.position, memory[len(record.header) :])
+        await self._loop.run_in_executor(self._resources.storing, copy)
 
     async def _wait_for_memory(self, job: Job, size: int, wait: bool) -> memoryview | None:
         while True:
@@ -345,3 +302,68 @@ class Tiers:
             event = asyncio.Event()
             busy.again.then(lambda _, event=event: self.later(event.set))  # type: ignore[misc]
             await job.within(event.wait(), "waiting for room in the tiers")
+
+
+class DevicePace:
+    """Allows the bytes of one mover. The pool's thread does not wait: a turn is requested on the event loop.
+
+    ``later`` calls a function on the event loop, ``wake`` wakes the pool's thread once the turn is granted.
+    """
+
+    def __init__(
+        self,
+        budget: InterferenceBudget,
+        mover: Mover,
+        later: Callable[..., None],
+        wake: Callable[[], None],
+    ) -> None:
+        self._budget = budget
+        self._mover = mover
+        self._later = later
+        self._wake = wake
+        self._lock = threading.Lock()  # guards the next two
+        self._allowed_bytes = 0
+        self._requested = False
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @property
+    def waits(self) -> bool:
+        """True if a turn was requested and is not granted yet."""
+        return self._requested
+
+    def allows(self, size: int) -> bool:
+        """Return whether bytes may move now, and count them. Called on the pool's thread."""
+        if self._closed:
+            return True
+        with self._lock:
+            if self._allowed_bytes >= size:
+                self._allowed_bytes -= size
+                return True
+            if self._budget.bounded:
+                if not self._requested:
+                    self._requested = True
+                    self._later(self._request, size - self._allowed_bytes)
+                return False
+        self._later(self._budget.count, self._mover, size)
+        return True
+
+    def _request(self, size: int) -> None:
+        if not self._closed:
+            self._task = asyncio.ensure_future(self._wait_for_turn(size))
+
+    async def _wait_for_turn(self, size: int) -> None:
+        async with self._budget.turn(self._mover, size):
+            self._budget.settle_later()
+            with self._lock:
+                self._allowed_bytes += size
+                self._requested = False
+        self._wake()
+
+    async def close(self) -> None:
+        """Allow all bytes from now on: records that are not written now are lost."""
+        self._closed = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        self._wake()

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -26,16 +26,13 @@ from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.plan import FetchPlan
 from dpu_dataplane.sources.found import Found, Stored
 from dpu_dataplane.sources.selection import nodes_max, source_of
-from dpu_dataplane.sources.source import Delivered, Encoded, Source
-from dpu_dataplane.sources.tiers.prefetcher import Prefetcher
-from dpu_dataplane.sources.tiers.source import LocalSource, TieredSource
-from dpu_dataplane.sources.tiers.tiers import Tiers, address_of
+from dpu_dataplane.sources.source import Delivered, Encoded, Resources, Source
+from dpu_dataplane.sources.tiers.source import TieredSource
+from dpu_dataplane.sources.tiers.tiers import address_of
 from shadowserve import native
 from shadowserve.errors import StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
 from shadowserve.pieces import leading
-from shadowserve.pool.config import PoolConfig
-from shadowserve.pool.prefetch_policy import PrefetchPolicy
 from shadowserve.record import encode_header, header_length
 
 SHAPE = layout(layers=8)
@@ -45,13 +42,11 @@ CODECS = frozenset(native.codec_implementations())
 
 
 class Behind(ABC):
-    """The storage of a source, controlled by a test.
+    """The storage of a source, controlled by a test."""
 
-    ``verifies``: it stores only sound records; ``is_pool``: it is a pool of this process.
-    """
-
-    verifies = False
-    is_pool = False
+    verifies = False  # it stores only sound records
+    is_pool = False  # it is a pool of this process
+    publishes = False  # it takes publications
 
     @abstractmethod
     def put(self, key: bytes, value: bytes) -> None: ...
@@ -74,96 +69,56 @@ class Behind(ABC):
     def revive(self) -> None: ...
 
 
-class BehindServer(Behind):
-    def __init__(self, kind: str, folder: Path) -> None:
-        self.server = Server(kind, folder).start()
-        self.verifies = kind == "storage_kv"
+class BehindServers(Behind):
+    """Servers with the same records, as if they read them from a bucket."""
 
-    def put(self, key: bytes, value: bytes) -> None:
-        self.server.put(key, value)
-
-    def hold(self) -> None:
-        self.server.freeze()
-
-    def release(self) -> None:
-        self.server.thaw()
-
-    def asked(self) -> bool:
-        return self.server.asked()
-
-    def kill(self) -> None:
-        self.server.kill()
-
-    def revive(self) -> None:
-        self.server.start()
-
-    def configuration(self) -> DataPlaneConfig:
-        return config(self.server, layer_request_bytes_min=0)
-
-
-class BehindNodes(Behind):
-    """Several servers with the same records, as if they read them from a bucket."""
-
-    verifies = True
-
-    def __init__(self, folder: Path) -> None:
-        folders = [folder / str(number) for number in range(3)]
+    def __init__(self, kind: str, folder: Path, count: int) -> None:
+        folders = [folder / str(number) for number in range(count)]
         for each in folders:
             each.mkdir()
-        self.servers = [Server("storage_kv", each).start() for each in folders]
+        self.nodes: list[Any] = [Server(kind, each).start() for each in folders]
+        self.verifies = self.publishes = kind == "storage_kv"
 
     def put(self, key: bytes, value: bytes) -> None:
-        for server in self.servers:
+        for server in self.nodes:
             server.put(key, value)
 
     def hold(self) -> None:
-        for server in self.servers:
-            server.freeze()
+        for node in self.nodes:
+            node.freeze()
 
     def release(self) -> None:
-        for server in self.servers:
-            server.thaw()
+        for node in self.nodes:
+            node.thaw()
 
     def asked(self) -> bool:
-        return any(server.asked() for server in self.servers)
+        return any(Server.asked(node) for node in self.nodes)
 
     def kill(self) -> None:
-        for server in self.servers:
-            server.kill()
+        for node in self.nodes:
+            node.kill()
 
     def revive(self) -> None:
-        for server in self.servers:
-            server.start()
+        for node in self.nodes:
+            node.start()
 
     def configuration(self) -> DataPlaneConfig:
-        return config("127.0.0.1:1", storage_nodes=[server.address for server in self.servers])
+        if len(self.nodes) == 1:
+            return config(self.nodes[0], layer_request_bytes_min=0)
+        return config("127.0.0.1:1", storage_nodes=[server.address for server in self.nodes])
 
 
-class BehindCluster(Behind):
+class BehindCluster(BehindServers):
     def __init__(self, folder: Path) -> None:
         self.cluster = Cluster(folder, replicas=0).start()
         self.cluster.never_fail_over()
+        self.nodes = list(self.cluster.nodes)
 
     def put(self, key: bytes, value: bytes) -> None:
         self.cluster.put(key, value)
 
-    def hold(self) -> None:
-        for node in self.cluster.nodes:
-            node.freeze()
-
-    def release(self) -> None:
-        for node in self.cluster.nodes:
-            node.thaw()
-
-    def asked(self) -> bool:
-        return any(Server.asked(node) for node in self.cluster.nodes)  # type: ignore[arg-type]  # it has a port
-
-    def kill(self) -> None:
-        self.cluster.kill()
-
     def revive(self) -> None:
-        for node in self.cluster.nodes:
-            node.start()
+        super().revive()
         wait_for(self.cluster.is_whole)
 
     def configuration(self) -> DataPlaneConfig:
@@ -203,7 +158,7 @@ class BehindTiers(Behind):
         self._folder = folder
         self._free = threading.Event()
         self._free.set()
-        self.source: LocalSource
+        self.source: TieredSource
 
     def configuration(self) -> DataPlaneConfig:
         devices = [{"path": self._folder / "tier", "size": "64MiB"}]
@@ -213,7 +168,7 @@ class BehindTiers(Behind):
     def pool(self) -> Any:
         return self.source._tiers.pool
 
-    def driven_by(self, source: LocalSource) -> None:
+    def driven_by(self, source: TieredSource) -> None:
         """Stop the pool's thread while the source is held."""
         self.source = source
         poll = self.pool.poll
@@ -321,42 +276,38 @@ def end_of(done: Delivered, chunks: int = 0) -> tuple[int, Result]:
     return count, done.failures[count].result if count < len(done.results) else Result.OK
 
 
-@pytest.fixture(scope="module")
-def our_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BehindServer]:
-    behind = BehindServer("storage_kv", tmp_path_factory.mktemp("ours"))
-    yield behind
-    behind.kill()
+PROCESSES: dict[str, Callable[[Path], BehindServers]] = {
+    "our server": lambda folder: BehindServers("storage_kv", folder, 1),
+    "redis": lambda folder: BehindServers("redis", folder, 1),
+    "nodes": lambda folder: BehindServers("storage_kv", folder, 3),
+    "cluster": BehindCluster,
+}
 
 
 @pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BehindServer]:
-    behind = BehindServer("redis", tmp_path_factory.mktemp("redis"))
-    yield behind
-    behind.kill()
+def storages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], BehindServers]]:
+    """Return a function that starts storage once for all tests."""
+    started: dict[str, BehindServers] = {}
+
+    def start(kind: str) -> BehindServers:
+        if kind not in started:
+            started[kind] = PROCESSES[kind](tmp_path_factory.mktemp("storage"))
+        return started[kind]
+
+    yield start
+    for storage in started.values():
+        storage.kill()
 
 
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BehindNodes]:
-    behind = BehindNodes(tmp_path_factory.mktemp("nodes"))
-    yield behind
-    behind.kill()
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BehindCluster]:
-    behind = BehindCluster(tmp_path_factory.mktemp("cluster"))
-    yield behind
-    behind.kill()
-
-
-@pytest.fixture
-def tiers(tmp_path: Path) -> BehindTiers:
-    return BehindTiers(tmp_path)
-
-
-@pytest.fixture(params=["our_server", "redis_server", "nodes", "cluster", "script", "tiers", "tiers above"])
-async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
-    behind = request.getfixturevalue(request.param) if request.param not in ("script", "tiers above") else None
+@pytest.fixture(params=[*PROCESSES, "script", "tiers", "tiers above"])
+async def bench(
+    request: pytest.FixtureRequest, storages: Callable[[str], BehindServers], tmp_path: Path
+) -> AsyncIterator[Bench]:
+    behind: Any = None
+    if request.param in PROCESSES:
+        behind = storages(request.param)
+    elif request.param == "tiers":
+        behind = BehindTiers(tmp_path)
     configuration = behind.configuration() if behind is not None else config("127.0.0.1:1")
     with contextlib.ExitStack() as stack:
         pipeline = stack.enter_context(
@@ -368,22 +319,22 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
             )
         )
         fetching, storing = (stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2))
-        budget = InterferenceBudget(Metrics())
+        metrics = Metrics()
+        resources = Resources(
+            pipeline=pipeline, fetching=fetching, storing=storing, metrics=metrics, budget=InterferenceBudget(metrics)
+        )
         source: Source
         if behind is None:
-            source = scripted = ScriptedSource(pipeline, fetching, storing)
+            source = scripted = ScriptedSource(resources)
             behind = BehindScript(scripted)
             if request.param == "tiers above":
-                limits = {"headers_bytes": MIB, "read_timeout_s": WAIT_MAX_S, "drain_s": 1.0}
-                local = Tiers(PoolConfig(), Metrics(), pipeline, storing, budget, **limits)
-                prefetcher = Prefetcher(local, scripted, PrefetchPolicy(), Metrics(), budget, WAIT_MAX_S)
-                source = TieredSource(scripted, local, prefetcher, pipeline, fetching, Metrics(), budget)
+                source = TieredSource(config("", tiers={"memory_budget_bytes": "64MiB"}), scripted, resources)
         else:
-            source = source_of(configuration, Metrics(), budget, pipeline, fetching, storing)
+            source = source_of(configuration, resources)
         await source.start()
         await until(lambda: source.connected)
         if isinstance(behind, BehindTiers):
-            assert isinstance(source, LocalSource)
+            assert isinstance(source, TieredSource)
             behind.driven_by(source)
         try:
             yield Bench(source, behind, pipeline)
@@ -490,6 +441,9 @@ async def test_stored_records_are_found_and_delivered(bench: Bench) -> None:
     assert await bench.store(key, 7) is Result.OK, "a store of an existing record must succeed"
     done, chunks = await bench.deliver([key])
     assert (end_of(done), chunks) == ((1, Result.OK), [kv(SHAPE, 7)])
+    for _ in range(2):
+        await bench.source.delete(key)
+    assert await bench.source.find([key]) == [None]
 
 
 async def test_records_with_an_end_expire(bench: Bench) -> None:
@@ -504,13 +458,16 @@ async def test_records_with_an_end_expire(bench: Bench) -> None:
     assert (end_of(done), chunks) == ((2, Result.OK), [kv(SHAPE, 7)] * 2)
 
 
-async def test_deleted_records_are_not_found(bench: Bench) -> None:
-    keys = keys_of(SHAPE, 2, seed=8)
-    bench.put(keys)
-    await bench.source.delete(keys[0])
-    await bench.source.delete(keys[0])
-    found = await bench.source.find(keys)
-    assert found[0] is None and found[1] is not None
+async def test_publications_are_pending_until_withdrawn_where_they_are_taken(bench: Bench) -> None:
+    keys = keys_of(SHAPE, 3, seed=30)
+    assert await bench.source.publish(keys[:2], 60_000) == bench.behind.publishes
+    if not bench.behind.publishes:
+        assert await bench.source.published(keys) is None
+        return
+    for withdrawn, pending in (([], [True, True, False]), (keys[:1], [False, True, False]), (keys, [False] * 3)):
+        assert not withdrawn or await bench.source.publish(withdrawn, 0)
+        flags = await bench.source.published(keys)
+        assert flags is not None and flags.tolist() == pending
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
@@ -544,13 +501,22 @@ async def test_nothing_is_written_after_a_plan_that_ended_early(bench: Bench, wh
 
 async def test_an_unreachable_source_fails_at_once_and_reconnects(bench: Bench) -> None:
     keys = keys_of(SHAPE, 2, seed=10)
-    bench.put(keys)
+    [record, _] = bench.put(keys)
     found = await bench.source.find(keys)
+    receives = not bench.behind.is_pool
+
+    async def received(size: int) -> Result:
+        job = Job("a test", "a job", WAIT_MAX_S)
+        return await bench.source.receive(job, keys[0], 0, memoryview(bytearray(size)))
+
+    assert not receives or await received(9) is Result.OK
     bench.behind.kill()
     try:
         await until(lambda: not bench.source.connected)
         with pytest.raises(StorageUnavailableError, match=r".+"):
             await asyncio.wait_for(bench.source.find(keys), WAIT_MAX_S)
+        with pytest.raises(StorageUnavailableError):
+            await asyncio.wait_for(received(len(record)), WAIT_MAX_S)
         with contextlib.suppress(StorageUnavailableError):
             done, _ = await asyncio.wait_for(bench.deliver(keys, found), WAIT_MAX_S)
             assert end_of(done) == (0, Result.DISCONNECTED)
@@ -559,6 +525,7 @@ async def test_an_unreachable_source_fails_at_once_and_reconnects(bench: Bench) 
     await until(lambda: bench.source.connected)
     bench.put(keys)
     assert end_of((await bench.deliver(keys))[0])[1] is Result.OK
+    assert not receives or await received(9) is Result.OK
 
 
 async def receive(bench: Bench, key: bytes, first: int, memory: bytearray, job: Job | None = None) -> Result:
@@ -607,18 +574,3 @@ async def test_nothing_is_written_after_a_cancelled_receive(bench: Bench, why: s
         bench.behind.release()
     assert await receive(bench, key, 0, bytearray(len(record))) is Result.OK, "it goes on"
     assert memory == bytes([0xA5]) * len(memory)
-
-
-async def test_an_unreachable_source_receives_nothing(bench: Bench) -> None:
-    [key] = keys_of(SHAPE, 1, seed=13)
-    [record] = bench.put([key])
-    assert await receive(bench, key, 0, bytearray(9)) is Result.OK
-    bench.behind.kill()
-    try:
-        with pytest.raises(StorageUnavailableError):
-            await asyncio.wait_for(receive(bench, key, 0, bytearray(len(record))), WAIT_MAX_S)
-    finally:
-        bench.behind.revive()
-    await until(lambda: bench.source.connected)
-    bench.put([key])
-    assert await receive(bench, key, 0, bytearray(9)) is Result.OK

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from cluster_support import cluster_config
-from dataplane_support import config
+from dataplane_support import config, started
 from machine import WAIT_MAX_S, free_port, until
 from tls_support import TlsServer, showing, trusting
 
@@ -63,12 +63,8 @@ async def test_a_server_that_closes_each_connection_is_logged_once(
 
     with serving(hang_up) as address:
         metrics = Metrics()
-        client = OneServer(DataPlaneConfig(storage=address), metrics)
-        await client.start()
-        try:
+        async with started(OneServer(DataPlaneConfig(storage=address), metrics)):
             await until(lambda: metrics.totals["storage_connections"] > 2 * CAUSES_LOGGED_MAX)
-        finally:
-            await client.close()
     warnings = [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.WARNING]
     assert len(warnings) == len(set(warnings)) <= CAUSES_LOGGED_MAX, warnings
 
@@ -187,15 +183,11 @@ async def test_delays_grow_for_every_kind_of_failure(
         changes |= trusting(certificates)
     if refused.endswith("password"):
         changes |= showing(certificates)
-    client: OneServer | ServerCluster
     if clustered:
-        client = ServerCluster(cluster_config([address], **changes), Metrics())
+        client: Any = ServerCluster(cluster_config([address], **changes), Metrics())
     else:
         client = OneServer(config(address, **changes), Metrics())
-    await client.start()
-    try:
+    async with started(client):
         await until(lambda: len(pauses) >= 9)
-    finally:
-        await client.close()
     assert all(is_pause(seconds, number) for number, seconds in enumerate(pauses)), pauses
     assert max(pauses) > 2.0

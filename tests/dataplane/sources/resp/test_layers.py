@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import redis as redis_py
-from dataplane_support import WAYS, Client, Server, expected, keys_of, layout, make_record, running, way_name
+from dataplane_support import WAYS, Client, Server, expected, keys_of, layout, make_record, running, serving, way_name
 
 from dpu_dataplane.plan import FetchPlan
 from dpu_dataplane.sources.resp.layers import LayerRequest, Threshold, layer_request
@@ -85,8 +85,7 @@ async def test_batches_too_large_for_the_node_use_ranges_and_smaller_ones_one_re
     keys = keys_of(large, 9)
     try:
         async with running(server, layer_request_bytes_min=0) as (daemon, client):
-            for index, key in enumerate(keys):
-                server.put(key, make_record(large, key, index))
+            server.fill(large, keys)
             await client.register(large, len(keys))
             before = calls(server).get("getrange", 0)
             for count, batches in ((9, 0), (2, 1)):
@@ -117,11 +116,9 @@ async def test_below_tiers_a_layer_request_fills_the_pool_and_local_records_use_
 ) -> None:
     large = layout(layers=6, vector_length=2048)
     keys = keys_of(large, 3)
-    for index, key in enumerate(keys):
-        storage.put(key, make_record(large, key, index))
+    storage.fill(large, keys)
     tiers = {"memory_budget_bytes": "64MiB"}
-    async with running(storage, layer_request_bytes_min=0, tiers=tiers) as (daemon, client):
-        await client.register(large, len(keys))
+    async with serving(large, len(keys), storage, layer_request_bytes_min=0, tiers=tiers) as (daemon, client):
         for asked, batches in (([0, 1], 1), ([0, 1], 1), ([0, 1, 2], 1), ([2], 1)):
             client.segment.memory[:] = 0
             part = client.part([keys[index] for index in asked], length=len(asked) * large.raw_bytes)

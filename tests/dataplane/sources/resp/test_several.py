@@ -10,13 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dataplane_support import Client, Server, expected, found, keys_of, kv, layout, make_record, running
+from dataplane_support import Client, Server, found, keys_of, kvs, layout, make_record, running, serving
 from faulty_s3 import BUCKET, Answer, FaultyS3, faulty_s3
 from machine import WAIT_MAX_MS, WAIT_MAX_S, until, wait_for
 
-from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.sources.resp.several import ranking
-from shadowserve.errors import ConfigurationError
 from shadowserve.keys import chain_of, storage_key
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -89,16 +87,15 @@ def test_prefixes_are_spread_evenly_and_a_removed_node_moves_only_its_own() -> N
 
 
 async def test_a_prefix_is_on_one_node_and_prefixes_are_on_all_nodes(nodes: list[Server]) -> None:
-    async with running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
-        await client.register(SHAPE, CHUNKS)
+    async with serving(SHAPE, CHUNKS, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
         for number, keys in enumerate(chains_of(nodes)):
-            client.segment.memory[:] = np.frombuffer(b"".join(kv(SHAPE, seed) for seed in range(CHUNKS)), np.uint8)
+            client.fill(CHUNKS)
             stored = await client.store(keys)
             assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, CHUNKS), stored.detail
             assert all(nodes[number].has(key) for key in keys)
             await nodes_have_no_copy(nodes[1 - number], keys)
             assert (await client.lookup(keys)).hits == [CHUNKS]
-            assert await fetched(client, keys) == [kv(SHAPE, seed) for seed in range(CHUNKS)]
+            assert await fetched(client, keys) == kvs(SHAPE, CHUNKS)
 
 
 async def nodes_have_no_copy(node: Server, keys: list[bytes]) -> None:
@@ -111,13 +108,10 @@ async def nodes_have_no_copy(node: Server, keys: list[bytes]) -> None:
 
 async def test_a_dead_node_is_replaced_until_it_returns(nodes: list[Server]) -> None:
     chain, other = chains_of(nodes)
-    records = {key: make_record(SHAPE, key, seed) for seed, key in enumerate(chain)}
-    for key, record in records.items():
-        nodes[0].put(key, record)
-    wanted = [expected(SHAPE, key, record) for key, record in records.items()]
+    nodes[0].fill(SHAPE, chain)
+    wanted = kvs(SHAPE, CHUNKS)
     await until(lambda: known(nodes[1]) >= CHUNKS)
-    async with running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (daemon, client):
-        await client.register(SHAPE, CHUNKS)
+    async with serving(SHAPE, CHUNKS, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (daemon, client):
         assert await fetched(client, chain) == wanted
         assert daemon.metrics.gauges["storage_nodes_away"][1]() == 0
         nodes[0].kill()
@@ -144,8 +138,7 @@ async def test_a_dead_node_is_replaced_until_it_returns(nodes: list[Server]) -> 
 async def test_unreachable_nodes_are_skipped_and_an_outage_of_all_is_reported(nodes: list[Server]) -> None:
     chain, other = chains_of(nodes)
     nodes[0].kill()
-    async with running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
-        await client.register(SHAPE, CHUNKS)
+    async with serving(SHAPE, CHUNKS, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
         lookup = await client.lookup([*chain, *other])
         assert (lookup.outcome, lookup.hits) == (pb.OUTCOME_COMPLETE, [0])
         nodes[1].kill()
@@ -163,14 +156,11 @@ async def look(client: Client, *chains: list[bytes], **changes: Any) -> pb.Looku
 
 async def test_a_lookup_reports_cold_chunks_without_waiting(nodes: list[Server], bucket: FaultyS3) -> None:
     chain, other = chains_of(nodes)
-    records = [make_record(SHAPE, key, seed) for seed, key in enumerate(chain)]
-    for key, value in zip(chain, records, strict=True):
-        nodes[1].put(key, value)  # not the first choice, which finds it in the bucket
+    records = nodes[1].fill(SHAPE, chain)  # not the first choice, which finds them in the bucket
     await until(lambda: known(nodes[0]) >= CHUNKS)
     gate = threading.Event()
     bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
-    async with running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
-        await client.register(SHAPE, CHUNKS)
+    async with serving(SHAPE, CHUNKS, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
         read = bucket.count("get")
         try:
             answer = await look(client, chain, other, published=True)
@@ -187,23 +177,23 @@ async def test_a_lookup_reports_cold_chunks_without_waiting(nodes: list[Server],
         assert list(answer.tiers) == [bytes([pb.TIER_STORAGE] * CHUNKS), bytes(CHUNKS)]
 
 
-async def test_a_lookup_with_prefetch_brings_cold_records_without_waiting(
+async def test_a_lookup_with_prefetch_brings_cold_records_and_nothing_else_waits_for_them(
     nodes: list[Server], bucket: FaultyS3
 ) -> None:
     chain, other = chains_of(nodes)
     nodes[1].put(other[0], make_record(SHAPE, other[0], 1))
-    for seed, key in enumerate(chain):
-        nodes[1].put(key, make_record(SHAPE, key, seed))
+    nodes[1].fill(SHAPE, chain)
     await until(lambda: known(nodes[0]) > CHUNKS)
     gate = threading.Event()
     bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
-    async with running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
-        await client.register(SHAPE, 2 * CHUNKS)
+    async with serving(SHAPE, 2 * CHUNKS, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
         try:
             assert set((await look(client, chain, prefetch=True)).tiers[0]) == {pb.TIER_COLD}
             fetching = asyncio.create_task(client.fetch(chain, length=CHUNKS * SHAPE.raw_bytes))
             await until(lambda: bucket.count("get") > 0)
             assert (await look(client, [other[0]])).tiers[0] == bytes([pb.TIER_STORAGE]), "other lookups must continue"
+            near = await client.fetch([other[0]], offset=CHUNKS * SHAPE.raw_bytes, length=SHAPE.raw_bytes)
+            assert near.chunks == 1 and not fetching.done(), "the fetch gives up its turn while it waits"
             again = await client.store(chain[:1], offset=CHUNKS * SHAPE.raw_bytes)
             assert again.outcome == pb.OUTCOME_COMPLETE and again.stored_bytes > 0, (
                 "the record is stored, so a read is not needed"
@@ -215,39 +205,17 @@ async def test_a_lookup_with_prefetch_brings_cold_records_without_waiting(
         assert answer.tiers[0] == bytes([pb.TIER_STORAGE] * CHUNKS) and not answer.cold_ms[0]
 
 
-async def test_a_fetch_gives_up_its_turn_while_it_waits_for_the_bucket(nodes: list[Server], bucket: FaultyS3) -> None:
-    chain, other = chains_of(nodes)
-    nodes[1].put(other[0], make_record(SHAPE, other[0], 1))
-    for seed, key in enumerate(chain):
-        nodes[1].put(key, make_record(SHAPE, key, seed))
-    await until(lambda: known(nodes[0]) > CHUNKS)
-    gate = threading.Event()
-    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
-    async with running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
-        await client.register(SHAPE, 2 * CHUNKS)
-        try:
-            cold = asyncio.create_task(client.fetch(chain, length=CHUNKS * SHAPE.raw_bytes))
-            await until(lambda: bucket.count("get") > 0)
-            near = await client.fetch([other[0]], offset=CHUNKS * SHAPE.raw_bytes, length=SHAPE.raw_bytes)
-            assert near.chunks == 1 and not cold.done()
-        finally:
-            gate.set()
-        assert (await cold).chunks == CHUNKS
-
-
 async def test_a_lookup_reports_the_tier_of_each_chunk(nodes: list[Server], tmp_path: Path) -> None:
     """One chunk in memory, one on a device, one in storage, one only in the bucket, and two nowhere."""
     from redis import Redis
 
     chain, _ = chains_of(nodes)
     records = [make_record(SHAPE, key, seed) for seed, key in enumerate(chain)]
-    for key, value in zip(chain[:4], records, strict=False):
-        nodes[1].put(key, value)
+    nodes[1].fill(SHAPE, chain[:4])
     await until(lambda: known(nodes[0]) >= 4)
     devices = [{"path": str(tmp_path / "tier.pool"), "size": "64MiB", "bandwidth": "1GB"}]
     tiers = {"memory_budget_bytes": "32MiB", "devices": devices}
-    async with running("127.0.0.1:1", storage_nodes=addresses(nodes), tiers=tiers) as (_, client):
-        await client.register(SHAPE, CHUNKS)
+    async with serving(SHAPE, CHUNKS, "127.0.0.1:1", storage_nodes=addresses(nodes), tiers=tiers) as (_, client):
         assert set((await look(client, chain)).tiers[0]) == {pb.TIER_COLD, pb.TIER_NONE}
         assert len(await fetched(client, chain[1:2])) == 1  # the tiers fill it, finally on the device
     async with running("127.0.0.1:1", storage_nodes=addresses(nodes), tiers=tiers) as (_, client):  # empty memory
@@ -273,22 +241,3 @@ async def test_storage_without_a_bucket_has_no_cold_records(kind: str, request: 
         for _ in range(2):
             answer = await look(client, keys, prefetch=True)
             assert found(answer, 2).present == [[True, False]] and list(answer.cold_ms) == [0]
-        unknown = {b"KV.PREFETCH"} if kind == "redis" else set()
-        assert daemon._source._unknown == unknown  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"storage_nodes": ["a:1", "a:1"]}, "given twice"),
-        ({"storage_nodes": ["a:0"]}, "port 0"),
-        ({"storage_nodes": ["a:1"], "storage_cluster": ["b:1"]}, "use one of them"),
-        ({"storage_nodes": ["a:1"], "storage_tls_ca": "ca.crt", "storage_server_name": "a"}, "one name"),
-        ({"storage_nodes": [f"a:{number}" for number in range(1, 258)]}, "256"),
-    ],
-)
-def test_impossible_node_lists_are_refused(keys: dict[str, object], words: str, tmp_path: Path) -> None:
-    file = tmp_path / "dpu.yaml"
-    file.write_text(json.dumps({"dpu": keys}))
-    with pytest.raises(ConfigurationError, match=words):
-        DataPlaneConfig.load(str(file))
