@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from host_control.answers import FetchAnswer
 from host_control.disaggregation import Available
 from host_control.transfer import Transfer
 
@@ -105,6 +106,10 @@ class Fetch(Transfer):
     scatter_error: str = ""
     retried: bool = False
     pages_from: int | None = None
+
+    def count_moved(self, answer: FetchAnswer) -> None:
+        self.fetched_bytes += answer.fetched_bytes
+        self.delivered_bytes += answer.delivered_bytes
 
     @property
     def left_s(self) -> float:

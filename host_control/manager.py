@@ -29,10 +29,11 @@ from host_control.fetch import (
     first_in_first_out,
     shortest_job_first,
 )
-from host_control.movers import BatchMover, LayerMover, PageMover
+from host_control.layer_fetch import LayerMover
+from host_control.movers import BatchMover, PageMover
 from host_control.registered_memory import RegisteredMemory
 from host_control.transfer import Event, Reason, State
-from shadowserve.errors import ConfigurationError, DataPlaneError
+from shadowserve.errors import DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 
 __all__ = [
@@ -221,7 +222,7 @@ class KVCacheManager:
         # So that the first request does not pay for allocating and registering the memory.
         try:
             self._registration.acquire(self._fetch_timeout)
-        except (DataPlaneError, ConfigurationError) as error:
+        except DataPlaneError as error:
             _logger.warning("shadowserve: not connected yet: %s", error)
 
     def _next(self) -> Fetch | None:

@@ -260,12 +260,12 @@ class PageDelivery:
         if self.obstacle:
             return False
         try:
-            registered = self._client.register([self._shape], self._pages.message(), self._pages.paging())
+            memory_id = self._client.register([self._shape], self._pages.message(), self._pages.paging())
         except DataPlaneError as error:
             if error.outcome == Reason.REFUSED:
                 self._not_before = time.monotonic() + _REFUSED_S
             raise
-        self._memory_id, self._segment = registered.memory_id, self._pages.segment
+        self._memory_id, self._segment = memory_id, self._pages.segment
         return True
 
     def _call(

@@ -354,13 +354,10 @@ class StoreQueue:
         try:
             segment = self._registration.acquire(self._timeout)
         except DataPlaneError as error:
+            if error.outcome == Reason.NO_MEMORY != self.last_error:
+                _logger.warning("shadowserve: nothing is stored: %s", error)
             self.last_error = error.outcome
             self.details[error.outcome] = str(error)
-            return None
-        except ConfigurationError as error:
-            if self.last_error != Reason.NO_MEMORY:
-                _logger.warning("shadowserve: nothing is stored: %s", error)
-            self.last_error = Reason.NO_MEMORY
             return None
         with self._condition:
             self._slots.add(segment, {staged.segment for staged in self._queue})

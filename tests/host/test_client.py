@@ -7,10 +7,9 @@ from typing import Any
 import grpc
 import pytest
 from machine import WAIT_MAX_S
-from scripted import ScriptedDataPlane, pieces
+from scripted import ScriptedDataPlane, pieces, stored
 
-from host_control.breaker import Breaker
-from host_control.client import DataPlaneClient, FetchAnswer, FetchPart
+from host_control.client import Breaker, DataPlaneClient, FetchAnswer, FetchPart
 from host_control.registered_memory import RegisteredMemory
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
@@ -60,7 +59,7 @@ def test_lost_probe_does_not_close_the_door_for_good() -> None:
 def test_lookup_says_which_keys_of_each_chain_are_there(client: DataPlaneClient, plane: ScriptedDataPlane) -> None:
     plane.records.update(dict.fromkeys([KEYS[0], KEYS[1], KEYS[3]], b""))
     chains = [(b"a" * 32, KEYS), (b"b" * 32, KEYS[3:]), (b"c" * 32, [])]
-    found = [flags.tolist() for flags in client.lookup(chains, WAIT_MAX_S)()]
+    found = [flags.tolist() for flags in stored(client, chains)]
     assert found == [[True, True, False, True, False, False], [True, False, False], []]
 
 
@@ -70,7 +69,7 @@ def test_lookup_that_cannot_be_true_is_refused(
 ) -> None:
     plane.script.lookup_hits = lambda _: hits
     with pytest.raises(DataPlaneError) as error:
-        client.lookup([(b"a" * 32, KEYS)], WAIT_MAX_S)()
+        stored(client, [(b"a" * 32, KEYS)])
     assert error.value.outcome == "invalid_answer"
 
 
@@ -79,21 +78,21 @@ def test_a_lookup_says_how_large_the_records_are_where_the_data_plane_does(
 ) -> None:
     plane.records.update(dict.fromkeys(KEYS[:3], b""))
     chains = [(b"a" * 32, KEYS), (b"b" * 32, KEYS[2:])]
-    assert client.find(chains, WAIT_MAX_S)().stored_bytes == [0, 0]
+    assert [each.stored_bytes for each in client.find(chains, WAIT_MAX_S)()] == [0, 0]
     plane.script.record_bytes = 100
-    assert client.find(chains, WAIT_MAX_S)().stored_bytes == [300, 100]
-    assert client.find(chains, WAIT_MAX_S)().cold_seconds == [0, 0]
+    assert [each.stored_bytes for each in client.find(chains, WAIT_MAX_S)()] == [300, 100]
+    assert [each.cold_seconds for each in client.find(chains, WAIT_MAX_S)()] == [0, 0]
     plane.script.cold_ms = 1500
     plane.script.cold.update(KEYS[:2])
-    assert client.find(chains, WAIT_MAX_S)().cold_seconds == [1.5, 0.0]
+    assert [each.cold_seconds for each in client.find(chains, WAIT_MAX_S)()] == [1.5, 0.0]
 
 
 def test_a_lookup_says_where_each_record_is(client: DataPlaneClient, plane: ScriptedDataPlane) -> None:
     plane.records.update(dict.fromkeys([*KEYS[:3], KEYS[4]], b""))
     plane.script.tiers = {KEYS[0]: Tier.MEMORY, KEYS[1]: Tier.DEVICE}
     plane.script.cold.add(KEYS[4])
-    (tiers,) = client.find([(b"a" * 32, KEYS)], WAIT_MAX_S)().tiers
-    assert tiers.tolist() == [Tier.MEMORY, Tier.DEVICE, Tier.STORAGE, Tier.NONE, Tier.COLD, Tier.NONE]
+    (chain,) = client.find([(b"a" * 32, KEYS)], WAIT_MAX_S)()
+    assert chain.tiers.tolist() == [Tier.MEMORY, Tier.DEVICE, Tier.STORAGE, Tier.NONE, Tier.COLD, Tier.NONE]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,7 @@ def test_a_lookup_whose_parts_do_not_fit_is_refused(
 def test_stalled_lookup_ends_by_its_deadline(client: DataPlaneClient, plane: ScriptedDataPlane) -> None:
     plane.script.stall.add("Lookup")
     with pytest.raises(DataPlaneError) as error:
-        client.lookup([(b"a" * 32, KEYS)], 0.1)()
+        stored(client, [(b"a" * 32, KEYS)], 0.1)
     assert error.value.outcome == "deadline"
 
 
@@ -134,16 +133,16 @@ def test_absent_daemon_opens_the_breaker_and_is_found_again() -> None:
     outcomes = []
     for _ in range(3):
         with pytest.raises(DataPlaneError) as error:
-            client.lookup([(b"a" * 32, KEYS)], WAIT_MAX_S)()
+            stored(client, [(b"a" * 32, KEYS)])
         outcomes.append(error.value.outcome)
     assert outcomes == ["unreachable", "unreachable", "breaker_open"]
     revived = plane.restarted()
     try:
         assert client.wait_ready(WAIT_MAX_S)
         with pytest.raises(DataPlaneError, match="paused"):
-            client.lookup([(b"a" * 32, KEYS)], WAIT_MAX_S)()
+            stored(client, [(b"a" * 32, KEYS)])
         clock.now += 1.0
-        assert not client.lookup([(b"a" * 32, KEYS)], WAIT_MAX_S)()[0].any()
+        assert not stored(client, [(b"a" * 32, KEYS)])[0].any()
         assert not client.breakers["lookup"].open
     finally:
         client.close()

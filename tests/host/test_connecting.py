@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from machine import WAIT_MAX_S
-from scripted import ScriptedDataPlane
+from scripted import ScriptedDataPlane, stored
 
 import host_control.connection
 from host_control.client import DataPlaneClient, FetchPart
@@ -37,9 +37,9 @@ CHAINS = [(b"a" * 32, KEYS)]
 def test_hello_is_the_first_call_and_names_the_host(plane: ScriptedDataPlane, shape: ChunkLayout) -> None:
     with closing(DataPlaneClient(plane.address, connect_timeout_s=WAIT_MAX_S)) as client:
         assert client.peer is None
-        assert not client.lookup(CHAINS, WAIT_MAX_S)()[0].any()
+        assert not stored(client, CHAINS)[0].any()
         assert plane.calls == ["Hello", "Lookup"]
-        assert not client.lookup(CHAINS, WAIT_MAX_S)()[0].any()
+        assert not stored(client, CHAINS)[0].any()
         assert plane.calls == ["Hello", "Lookup", "Lookup"], "once for each connection"
         assert client.peer is not None and client.peer.memory_kinds == ("shared_memory",)
         RegisteredMemory(client, [shape], 1 << 16).acquire(WAIT_MAX_S)
@@ -67,10 +67,10 @@ def test_a_lookup_with_an_unknown_session_is_repeated_after_hello(
     client: DataPlaneClient, plane: ScriptedDataPlane
 ) -> None:
     plane.records[KEYS[0]] = b""
-    assert client.lookup(CHAINS, WAIT_MAX_S)()[0].tolist() == [True, False, False]
+    assert stored(client, CHAINS)[0].tolist() == [True, False, False]
     plane.forget_hosts()
     plane.calls.clear()
-    assert client.lookup(CHAINS, WAIT_MAX_S)()[0].tolist() == [True, False, False]
+    assert stored(client, CHAINS)[0].tolist() == [True, False, False]
     assert plane.calls == ["Lookup", "Hello", "Lookup"]
 
 
@@ -100,7 +100,7 @@ def test_a_refused_hello_has_the_data_planes_reason(
     with closing(DataPlaneClient(plane.address, connect_timeout_s=WAIT_MAX_S)) as client:
         assert not client.wait_ready(WAIT_MAX_S)
         for call in (
-            lambda: client.lookup(CHAINS, WAIT_MAX_S)(),
+            lambda: stored(client, CHAINS),
             lambda: RegisteredMemory(client, [shape], 1 << 16, WAIT_MAX_S).acquire(WAIT_MAX_S),
         ):
             with pytest.raises(DataPlaneError, match="as the script says") as error:
@@ -145,14 +145,14 @@ def connecting(plane: ScriptedDataPlane, credentials: Credentials | None) -> Ite
 def refusal(plane: ScriptedDataPlane, credentials: Credentials | None) -> str:
     """Return the reason for the failed connection."""
     with connecting(plane, credentials) as client, pytest.raises(DataPlaneError) as error:
-        client.lookup(CHAINS, WAIT_MAX_S)()
+        stored(client, CHAINS)
     assert error.value.outcome == "refused"
     return str(error.value)
 
 
 def test_lookups_pass_through_tls(certificates: Path) -> None:
     with serving(certificates) as plane, connecting(plane, own(certificates)) as client:
-        assert not client.lookup(CHAINS, WAIT_MAX_S)()[0].any()
+        assert not stored(client, CHAINS)[0].any()
 
 
 def test_waiting_for_a_data_plane_fails_with_the_same_reason(certificates: Path, foreign: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_data_plane_without_tls_is_distinguished_from_an_unreachable_one(
     plane.stop()
     with connecting(plane, own(certificates)) as client:
         with pytest.raises(DataPlaneError, match="no data plane answers") as error:
-            client.lookup(CHAINS, WAIT_MAX_S)()
+            stored(client, CHAINS)
     assert error.value.outcome == "unreachable"
 
 
