@@ -214,11 +214,7 @@ class LayerStream:
         callback(self)
 
     def result(self) -> pb.FetchResponse:
-        """Return the answer, with no outcome where none came.
-
-        Raises:
-            grpc.RpcError: The call has failed.
-        """
+        """Return the answer, with no outcome where none came; raise grpc.RpcError if the call has failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended)
         if self._error is not None:

@@ -15,14 +15,9 @@ _FILE_BYTES_MAX: Final = 16 << 20
 
 
 def cache_file(configured: str, name: str) -> Path | None:
-    """Return the path of a cache file.
+    """Return the path of a cache file: a configured one, or ``name`` in the user's cache folder.
 
-    Args:
-        configured: A path, ``none`` for no file, or empty for the default path.
-        name: File name of the default path, in the user's cache folder.
-
-    Returns:
-        ``None`` for no file, also if the user has no home folder, as in some containers.
+    ``None`` for no file: configured as ``none``, or the user has no home folder, as in some containers.
     """
     if configured:
         return None if configured == "none" else Path(configured)
@@ -37,13 +32,7 @@ def cache_file(configured: str, name: str) -> Path | None:
 class CacheFile:
     """A JSON file that only its user can write. A missing, invalid or unusable file counts as empty.
 
-    The first problem is logged as a warning.
-
-    Args:
-        path: Path of the file; ``None`` for no file.
-        label: Beginning of the warning: contents and configuration key of the file.
-        consequence: End of the warning.
-        logger: Logger for the warning.
+    The first problem is logged as a warning: ``label`` (contents and configuration key), the problem, ``consequence``.
     """
 
     def __init__(self, path: Path | None, label: str, consequence: str, logger: logging.Logger) -> None:

@@ -1,8 +1,7 @@
 """Loads that wait for cold chunks: object storage brings them nearer while the engine continues with other requests.
 
-Such a load starts with the chunks that are near, like a load whose other chunks are pending. One thread asks for all
-loads that wait, again and again: each question makes storage bring some of the missing chunks, and tells how far it is.
-Nothing is brought before a request's load starts, so nothing is read for a request that is computed.
+One thread asks for all loads that wait, again and again: each question makes storage bring some of the missing chunks,
+and tells how far it is. Nothing is brought before a request's load starts.
 """
 
 import threading
@@ -64,7 +63,6 @@ class ColdLoads:
             self._condition.notify_all()
 
     def end(self, name: str) -> None:
-        """Stop asking for a load."""
         if name in self._loads:
             with self._condition:
                 self._loads.pop(name, None)
@@ -96,11 +94,9 @@ class ColdLoads:
                 load.then(available)
 
     def _left(self) -> float:
-        """Return the seconds until the next question is due."""
         return max(0.0, min(each.next_at for each in self._loads.values()) - time.monotonic())
 
     def _poll(self, load: _ColdLoad) -> Available:
-        """Ask how many chunks of a load are near."""
         late = time.monotonic() >= load.until
         try:
             near, moving = load.ask(load.near, load.chunks)

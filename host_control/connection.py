@@ -55,10 +55,8 @@ _CHANNEL_OPTIONS: Final = (
 class Peer(NamedTuple):
     """Description of a data plane, from its answer to Hello.
 
-    Attributes:
-        emulated: The device of its backend is an emulator.
-        page_devices: It has devices that bring chunks straight into paged memory.
-        differences: For each other engine of the same model that shares no chunks with this one, what differs.
+    ``page_devices``: it has devices that bring chunks straight into paged memory.
+    ``differences``: for each other engine of the same model that shares no chunks with this one, what differs.
     """
 
     version: str
@@ -73,13 +71,7 @@ class Peer(NamedTuple):
 class Connection:
     """A gRPC channel and the session on it. Thread-safe.
 
-    Args:
-        address: ``host:port`` or ``unix:/path``.
-        credentials: Credentials for TLS; None: no TLS.
-        engine: The engine whose KV moves; None where no KV moves.
-
-    Attributes:
-        stub: Stub for calls; a new one when certificates have changed.
+    ``stub`` is for calls; it is a new one when certificates have changed.
 
     Raises:
         ConfigurationError: A certificate or key cannot be used.
@@ -134,8 +126,7 @@ class Connection:
             wait: Wait for a data plane that does not listen yet. Otherwise the first failure counts.
 
         Raises:
-            DataPlaneError: No data plane answers (``unreachable``), TLS fails or the versions do not fit (``refused``);
-                the message says what to do.
+            DataPlaneError: No data plane answers (``unreachable``), TLS fails or the versions do not fit (``refused``).
         """
         self._renew()
         request = pb.HelloRequest(
@@ -211,7 +202,6 @@ class Connection:
         return DataPlaneError(f"connecting to the data plane {self.address} failed: {detail}", reason)
 
     def metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """Return the metadata of a call."""
         return ((SESSION_KEY, self._session),)
 
     def lost(self, error: Any) -> bool:

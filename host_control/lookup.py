@@ -57,10 +57,7 @@ class LookupAnswer:
 
     Attributes:
         tokens: Leading tokens of the prompt that can be loaded, by the engine's rule, for every rank.
-        reason: ``complete``; ``short`` (no whole chunk); ``deadline``; ``unnamed`` (its KV has no key);
-            ``published_late`` (chunks are still pending); ``published_gone`` (pending chunks will not be stored);
-            ``cold_late`` (chunks are still in object storage alone); or why the data plane did not answer.
-        detail: A sentence about a failure, else empty.
+        reason: ``complete``, or why the data plane did not answer; see :class:`~host_control.transfer.Reason`.
         shard_layout: Shard layout of the records; 0 is this engine's own.
         present: Flags of each group: chunks that are stored.
         tail: The prompt's tail is stored, too.
@@ -142,13 +139,10 @@ class PrefixLookup:
     Args:
         model: Digest of the ``ModelIdentity``.
         groups: Records that this engine makes.
-        rule: The engine's rule of how long a hit may be.
         others: Records of other shard layouts that this engine can read.
         saved: Records of preempted requests, where these are separate.
         every: Flag per group: it keeps every chunk, so that a missing chunk may be waited for; by default all.
-        chunk_tokens: Tokens in a chunk.
         timeout: Seconds from :meth:`submit` to an answer.
-        threads: Number of threads that hash and ask.
         enabled: Ask the data plane. Otherwise each answer is a miss, and only keys are made.
         loads_wait: A load may start while some of its chunks are pending or cold.
         load_timeout: Seconds that a load may take, and that a lookup waits for cold chunks.
@@ -309,7 +303,6 @@ class PrefixLookup:
         return _by_client(self._prober.records[SAVED], chunk_keys)
 
     def _first_needed(self, answer: LookupAnswer, length: int, number: int, end: int) -> int:
-        """Return the first chunk of one group that the hit needs."""
         last = 1
         while last < end:
             present = [flags.copy() for flags in answer.present]

@@ -102,7 +102,6 @@ class BatchMover:
 
     @property
     def has_delivered(self) -> bool:
-        """Chunks wait to be scattered."""
         return self._delivered is not None
 
     def move(self, fetch: Fetch) -> bool:
@@ -131,7 +130,6 @@ class BatchMover:
         return self._goes_on(fetch, answer, moved=moved)
 
     def _goes_on(self, fetch: Fetch, answer: FetchAnswer, *, moved: bool) -> bool:
-        """Return True if another batch follows an answer; else end the fetch."""
         if answer.reason == Reason.UNKNOWN_MEMORY and not moved and not fetch.retried:
             fetch.retried = True  # the data plane has restarted: register again, once
             return True
@@ -205,7 +203,6 @@ class BatchMover:
         return scattered
 
     def _between(self, runs: Iterable[_Run], begin: int, end: int) -> list[_Run]:
-        """Return the chunks of each run from its chunk ``begin`` up to ``end``."""
         return [
             _Run(run.shard, run.first + begin, count, run.offset + begin * self._chunk_bytes[run.shard])
             for run in runs
@@ -280,12 +277,10 @@ class PageMover:
     tell: Callable[[Fetch, int], None]
 
     def prepare(self, fetch: Fetch) -> None:
-        """Set from which chunk on devices may place a fetch."""
         if fetch.available is None and len(fetch.job.keys) == 1:
             fetch.pages_from = self.placer.first(fetch.job)
 
     def is_due(self, fetch: Fetch) -> bool:
-        """Tell if the next chunk is the first that devices may place."""
         return fetch.pages_from is not None and fetch.delivered[0] >= fetch.pages_from
 
     def move(self, fetch: Fetch) -> bool:

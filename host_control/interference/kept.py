@@ -25,21 +25,13 @@ def engine_name(model: bytes, machine: str) -> str:
 
 
 class KeptLearning:
-    """Saves and restores what one engine has learnt.
-
-    Args:
-        path: Path of the file; ``None`` for no file.
-        name: Name of the engine, from :func:`engine_name`.
-        learnt: The objects to save, by name.
-        logger: Logger for a file that cannot be used.
-    """
+    """Saves and restores what one engine has learnt, by name of the object; ``path`` ``None`` for no file."""
 
     def __init__(self, path: Path | None, name: str, learnt: Mapping[str, _Learning], logger: logging.Logger) -> None:
         self._name, self._learnt = name, learnt
         self._file = CacheFile(path, "the file of learnt times (computing_cache)", "times are learnt again", logger)
 
     def load(self) -> None:
-        """Restore the objects that the file holds for this engine."""
         found = self._engines().get(self._name)
         for name, learning in self._learnt.items():
             packed = found.get(name) if isinstance(found, dict) else None

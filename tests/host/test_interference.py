@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from host_control.interference.kept import KeptLearning, engine_name
-from host_control.interference.layers import LayerTimes
 from host_control.interference.slowdown import Interference
-from host_control.interference.table import ComputeTable, attention_pairs
+from host_control.interference.table import ComputeTable, LayerTimes, attention_pairs
 
 TOKEN_S, PAIR_S, STEP_S = 3e-4, 2e-8, 2e-3
 NAME = engine_name(b"model", "machine")
