@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from machine import wait_for
 from scripted import ScriptedDataPlane
@@ -99,26 +100,6 @@ def test_a_refused_registration_leaves_no_memory(
     assert plane.registrations == 1
 
 
-def test_memory_without_a_mapping_is_kept_until_released(
-    client: DataPlaneClient, plane: ScriptedDataPlane, shape: ChunkLayout
-) -> None:
-    """Otherwise late writes would hit memory that was allocated again."""
-    two = RegisteredMemory(
-        client, [shape, replace(shape, namespace=b"s" * 32, layers=1)], 1 << 16, make=Borrowed.create
-    )
-    first: Any = two.acquire(5)
-    release = client.release
-    client.release = lambda number, wait: False  # type: ignore[method-assign]
-    two.retire(release=True)
-    with pytest.raises(DataPlaneError, match="does not answer the release of old memory"):
-        two.acquire(5)
-    assert not first.closed
-    client.release = release  # type: ignore[method-assign]
-    assert two.acquire(5) is not first and first.closed
-    assert plane.calls.count("ReleaseMemory") == 1, "it is not released twice"
-    two.close()
-
-
 class Borrowed(Segment):
     """Memory without a mapping of the data plane."""
 
@@ -128,6 +109,30 @@ class Borrowed(Segment):
     def close(self) -> None:
         self.closed = True
         super().close()
+
+
+def test_memory_without_a_mapping_is_kept_until_its_release_is_answered(
+    client: DataPlaneClient, plane: ScriptedDataPlane, shape: ChunkLayout
+) -> None:
+    """Otherwise late writes would hit memory that was allocated again."""
+    memory = RegisteredMemory(client, [shape], 8 * shape.raw_bytes, make=Borrowed.create)
+    first: Any = memory.acquire(5)
+    plane.script.abort["ReleaseMemory"] = grpc.StatusCode.UNAVAILABLE
+    memory.retire(release=True)
+    assert not first.closed and memory.current is None
+    with pytest.raises(DataPlaneError, match="does not answer the release of old memory"):
+        memory.acquire(5)
+    assert not first.closed, "closed before its release was answered"
+    plane.script.abort.clear()
+    second: Any = memory.acquire(5)
+    assert first.closed and second is not first
+    memory.retire(release=False)
+    assert second.closed, "a restarted data plane does not know it"
+    third: Any = memory.acquire(5)
+    plane.script.abort["ReleaseMemory"] = grpc.StatusCode.UNAVAILABLE
+    memory.close()
+    assert not third.closed, "until the process ends"
+    third.close()
 
 
 def test_without_a_data_plane_no_segment_is_created(shape: object, leftovers: Callable[[], set[str]]) -> None:
