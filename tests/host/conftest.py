@@ -4,7 +4,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,14 @@ from shadowserve.chunk import ChunkLayout, DType, Quantizer
 sys.path.insert(0, str(Path(__file__).parent))
 
 from gpu_support import build_driver  # noqa: E402
+from lookup_support import MODEL, NAMESPACES, leading_tokens  # noqa: E402
 from manager_support import Kit  # noqa: E402
 from scheduler_support import CHUNK, groups_of, handshake  # noqa: E402
 from scripted import ScriptedDataPlane  # noqa: E402
 
 from host_control.client import DataPlaneClient  # noqa: E402
 from host_control.config import HostConfig  # noqa: E402
+from host_control.lookup import PrefixLookup  # noqa: E402
 from host_control.registered_memory import RegisteredMemory  # noqa: E402
 
 CHUNK_TOKENS = 4
@@ -117,6 +119,21 @@ def make_side(plane: ScriptedDataPlane) -> Iterator[Callable[..., Any]]:
     yield make
     for side in sides:
         side.close()
+
+
+@pytest.fixture
+def make_lookup(client: DataPlaneClient) -> Iterator[Callable[..., PrefixLookup]]:
+    """Return a function that makes lookups of an engine with the shards of each group; by default one of two ranks."""
+    made = []
+
+    def make(*groups: Sequence[bytes], rule: Any = leading_tokens, **options: Any) -> PrefixLookup:
+        held = [[(client, name) for name in names] for names in groups or [NAMESPACES]]
+        made.append(PrefixLookup(MODEL, held, rule, **{"chunk_tokens": 4, "timeout": WAIT_MAX_S, **options}))
+        return made[-1]
+
+    yield make
+    for lookup in made:
+        lookup.close()
 
 
 @pytest.fixture
