@@ -73,26 +73,19 @@ def test_lookup_that_cannot_be_true_is_refused(
     assert error.value.outcome == "invalid_answer"
 
 
-def test_a_lookup_says_how_large_the_records_are_where_the_data_plane_does(
+def test_a_lookup_says_where_each_record_is_and_how_large_they_are(
     client: DataPlaneClient, plane: ScriptedDataPlane
 ) -> None:
-    plane.records.update(dict.fromkeys(KEYS[:3], b""))
-    chains = [(b"a" * 32, KEYS), (b"b" * 32, KEYS[2:])]
-    assert [each.stored_bytes for each in client.find(chains, WAIT_MAX_S)()] == [0, 0]
-    plane.script.record_bytes = 100
-    assert [each.stored_bytes for each in client.find(chains, WAIT_MAX_S)()] == [300, 100]
-    assert [each.cold_seconds for each in client.find(chains, WAIT_MAX_S)()] == [0, 0]
-    plane.script.cold_ms = 1500
-    plane.script.cold.update(KEYS[:2])
-    assert [each.cold_seconds for each in client.find(chains, WAIT_MAX_S)()] == [1.5, 0.0]
-
-
-def test_a_lookup_says_where_each_record_is(client: DataPlaneClient, plane: ScriptedDataPlane) -> None:
     plane.records.update(dict.fromkeys([*KEYS[:3], KEYS[4]], b""))
+    chains = [(b"a" * 32, KEYS), (b"b" * 32, KEYS[:2])]
+    assert [(each.stored_bytes, each.cold_seconds) for each in client.find(chains, WAIT_MAX_S)()] == [(0, 0.0)] * 2
+    plane.script.record_bytes, plane.script.cold_ms = 100, 1500
     plane.script.tiers = {KEYS[0]: Tier.MEMORY, KEYS[1]: Tier.DEVICE}
     plane.script.cold.add(KEYS[4])
-    (chain,) = client.find([(b"a" * 32, KEYS)], WAIT_MAX_S)()
-    assert chain.tiers.tolist() == [Tier.MEMORY, Tier.DEVICE, Tier.STORAGE, Tier.NONE, Tier.COLD, Tier.NONE]
+    first, second = client.find(chains, WAIT_MAX_S)()
+    assert first.tiers.tolist() == [Tier.MEMORY, Tier.DEVICE, Tier.STORAGE, Tier.NONE, Tier.COLD, Tier.NONE]
+    assert (first.stored_bytes, first.cold_seconds) == (400, 1.5)
+    assert (second.stored_bytes, second.cold_seconds) == (200, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -176,20 +169,16 @@ def test_fetch_answer_that_cannot_be_true_is_not_believed_and_not_quiet(
     assert (answer.chunks, answer.reason, answer.quiet) == ([0], "invalid_answer", False)
 
 
-def test_fetch_without_an_answer_is_not_quiet(
-    client: DataPlaneClient, plane: ScriptedDataPlane, registration: RegisteredMemory
+@pytest.mark.parametrize("reason", ["deadline", "refused"])
+def test_a_refused_fetch_is_quiet_and_one_without_an_answer_is_not(
+    client: DataPlaneClient, plane: ScriptedDataPlane, registration: RegisteredMemory, reason: str
 ) -> None:
-    plane.script.stall.add("Fetch")
-    answer = fetch(client, registration, 0.05)
-    assert (answer.chunks, answer.reason, answer.quiet) == ([0], "deadline", False)
-
-
-def test_refused_fetch_is_quiet(
-    client: DataPlaneClient, plane: ScriptedDataPlane, registration: RegisteredMemory
-) -> None:
-    plane.script.abort["Fetch"] = grpc.StatusCode.RESOURCE_EXHAUSTED
-    answer = fetch(client, registration)
-    assert (answer.chunks, answer.reason, answer.quiet) == ([0], "refused", True)
+    if reason == "refused":
+        plane.script.abort["Fetch"] = grpc.StatusCode.RESOURCE_EXHAUSTED
+    else:
+        plane.script.stall.add("Fetch")
+    answer = fetch(client, registration, WAIT_MAX_S if reason == "refused" else 0.05)
+    assert (answer.chunks, answer.reason, answer.quiet) == ([0], reason, reason == "refused")
 
 
 def test_disagreement_about_the_chunk_size_is_found_at_registration(

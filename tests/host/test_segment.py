@@ -25,16 +25,6 @@ from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
 
 
-def test_the_name_is_removed_after_registration(
-    plane: ScriptedDataPlane, registration: RegisteredMemory, leftovers: Callable[[], set[str]]
-) -> None:
-    segment = registration.acquire(5)
-    assert plane.registrations == 1
-    assert leftovers() == set()
-    segment.memory[0] = 7
-    assert registration.acquire(5) is segment
-
-
 def test_pages_are_populated_in_advance() -> None:
     size = 16 << 20
     segment = Segment.create(size)
@@ -46,35 +36,25 @@ def test_pages_are_populated_in_advance() -> None:
     assert faults < size // mmap.PAGESIZE // 4, "each takes microseconds, in the engine's thread"
 
 
-def test_retired_memory_is_not_reused(plane: ScriptedDataPlane, registration: RegisteredMemory) -> None:
-    first = registration.acquire(5)
-    view = first.memory[:16]
-    first_id = registration.memory_id
-    registration.retire(release=True, wait=True)
-    second = registration.acquire(5)
-    assert second is not first and registration.memory_id != first_id
-    second.memory[:16] = b"\1" * 16
-    assert bytes(view) == bytes(16), "a view of retired memory is unchanged"
-    assert plane.registrations == 1
-
-
 @pytest.fixture
 def two(client: DataPlaneClient, shape: ChunkLayout) -> RegisteredMemory:
     """Memory for chunks of two shapes."""
     return RegisteredMemory(client, [shape, replace(shape, namespace=b"s" * 32, layers=1)], 1 << 16)
 
 
-def test_memory_of_several_shapes_is_one_region_of_registered_memory(
-    plane: ScriptedDataPlane, two: RegisteredMemory
+def test_memory_of_several_shapes_is_one_region_that_is_not_reused_once_it_is_retired(
+    plane: ScriptedDataPlane, two: RegisteredMemory, leftovers: Callable[[], set[str]]
 ) -> None:
-    segment = two.acquire(5)
-    first = two.memory_id
-    assert plane.registrations == plane.calls.count("RegisterMemory") == 1
-    assert two.acquire(5) is segment and plane.registrations == 1
+    first = two.acquire(5)
+    view, first_id = first.memory[:16], two.memory_id
+    assert leftovers() == set(), "it has no name any more"
+    assert two.acquire(5) is first and plane.registrations == plane.calls.count("RegisterMemory") == 1
     two.retire(release=True, wait=True)
     assert two.current is None and plane.registrations == 0 and plane.calls.count("ReleaseMemory") == 1
-    two.acquire(5)
-    assert plane.registrations == 1 and two.memory_id != first
+    second = two.acquire(5)
+    assert second is not first and two.memory_id != first_id
+    second.memory[:16] = b"\1" * 16
+    assert bytes(view) == bytes(16), "a view of retired memory is unchanged"
     two.close()
     assert plane.registrations == 0
 
