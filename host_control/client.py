@@ -115,13 +115,13 @@ class Breaker:
 
 
 class DataPlaneClient:
-    """Calls to one data plane. Thread-safe.
+    """Calls to one data plane. Thread-safe. Time limits are in seconds.
 
     Args:
         address: ``host:port`` or ``unix:/path``.
         credentials: Credentials for TLS; None: no TLS.
         engine: The engine whose KV moves, which the data plane compares with others; None where no KV moves.
-        connect_timeout_s: Seconds for calls that move no KV.
+        connect_timeout_s: Time limit of calls that move no KV.
         failures, backoff, backoff_max_s: See :class:`Breaker`.
 
     Raises:
@@ -189,7 +189,6 @@ class DataPlaneClient:
 
         Args:
             chains: Namespaces, and keys of their records.
-            timeout: Seconds.
             published: Ask for pending keys.
             prefetch: Let storage bring cold records nearer.
 
@@ -254,13 +253,11 @@ class DataPlaneClient:
         plain: bool = False,
         reached: Callable[[int], None] | None = None,
     ) -> None:
-        """Publish records that will be stored; 0 seconds: withdraw them. A hint, which is not waited for.
+        """Publish records that will be stored within some seconds; 0 seconds: withdraw them.
 
-        Nothing is sent to a data plane that is not connected, or that fails lookups.
+        A hint, which is not waited for, and not sent to a data plane that is not connected, or that fails lookups.
 
         Args:
-            keys: Keys of the records.
-            seconds: Time within which they will be stored.
             plain: They will be stored uncompressed.
             reached: Called, in any thread, with the engines that learn of it, a ``Reach`` of the wire.
         """
@@ -378,12 +375,10 @@ class DataPlaneClient:
         Args:
             job_id: Unique among calls in flight.
             parts: Wanted pieces of each shard; the regions do not overlap.
-            timeout: Seconds.
             layerwise: Fetch layer by layer, not chunk by chunk.
             progress: Offset, in the memory of the first part, of the word where the data plane counts the leading
                 chunks of every part that are in place; layer by layer, the leading layers of the only part.
             window_s: Seconds that the engine will compute with each layer; 0 if unknown.
-            purpose: Purpose of the fetch, a value of the wire.
 
         Raises:
             DataPlaneError: The breaker is open.
@@ -428,16 +423,9 @@ class DataPlaneClient:
         timeout: float,
         progress: int,
     ) -> FetchCall:
-        """Start to bring chunks from devices of the data plane into pages.
+        """Start to bring chunks from devices of the data plane into blocks of paged memory, chunk after chunk.
 
-        Args:
-            job_id: Unique among calls in flight.
-            memory_id: Registered paged memory.
-            shape: Layout of the chunks.
-            keys: Record keys of the chunks.
-            blocks: Blocks that they go to, chunk after chunk.
-            timeout: Seconds.
-            progress: Offset of the word in that memory where the data plane counts the leading layers in place.
+        ``progress``: offset of the word in that memory where the data plane counts the leading layers in place.
 
         Raises:
             DataPlaneError: The breaker is open.
@@ -503,13 +491,10 @@ class DataPlaneClient:
         Args:
             job_id: Unique among calls in flight.
             memory_id, offset: Memory and offset of the first chunk.
-            keys: Record keys of the chunks.
             parents: Key of the chunk before each of them in its prompt; empty for a prompt's first.
-            timeout: Seconds.
             layout: Index of the chunk layout among those that the memory was registered with.
             lasts_s: Seconds after which the chunks are of no use; 0: for good.
             plain: Store uncompressed, so that devices can bring the chunks into pages.
-            purpose: Purpose of the store, a value of the wire.
         """
         nothing = unpack(b"", len(keys))
         if not self.breakers["store"].allow():
@@ -542,11 +527,7 @@ class DataPlaneClient:
         return StoreAnswer(stored, reason, answer.detail, True, answer.raw_bytes, answer.stored_bytes)
 
     def statistics(self) -> pb.StatisticsResponse:
-        """Return the data plane's statistics.
-
-        Raises:
-            DataPlaneError: There is no answer.
-        """
+        """Return the data plane's statistics; raise DataPlaneError if there is no answer."""
         try:
             request = pb.StatisticsRequest()
             answer: pb.StatisticsResponse = self._connection.stub.Statistics(request, timeout=self._connect_timeout)
@@ -558,9 +539,7 @@ class DataPlaneClient:
     def trace(self, seconds: float, fetches: int) -> Iterator[pb.TraceResponse]:
         """Record this host's next fetches; yield an empty answer once the recording runs, then its parts.
 
-        Args:
-            seconds: Longest time of the recording.
-            fetches: Number of calls after which it ends earlier.
+        It ends after some seconds, or earlier after a number of calls.
 
         Raises:
             DataPlaneError: The data plane is not reachable, or does not record.

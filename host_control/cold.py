@@ -4,13 +4,12 @@ One thread asks for all loads that wait, again and again: each question makes st
 and tells how far it is. Nothing is brought before a request's load starts.
 """
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from host_control.disaggregation import Available
+from host_control.disaggregation import Available, Background
 from host_control.transfer import Reason
 from shadowserve.errors import DataPlaneError
 from shadowserve.pieces import Flags, leading
@@ -38,14 +37,12 @@ class _ColdLoad:
     next_at: float = 0.0
 
 
-class ColdLoads:
+class ColdLoads(Background):
     """Brings the cold chunks of loads nearer, in the background."""
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
+        super().__init__("shadowserve-cold")
         self._loads: dict[str, _ColdLoad] = {}
-        self._closing = False
-        self._thread: threading.Thread | None = None
 
     def begin(self, name: str, ask: Ask, chunks: int, seconds: float, then: Callable[[Available], None]) -> None:
         """Start to bring the leading ``chunks`` chunks of a load, within some seconds.
@@ -57,21 +54,12 @@ class ColdLoads:
         now = time.monotonic()
         with self._condition:
             self._loads[name] = _ColdLoad(ask, chunks, now, now + seconds, then)
-            if self._thread is None:  # most engines never need it
-                self._thread = threading.Thread(target=self._run, name="shadowserve-cold", daemon=True)
-                self._thread.start()
-            self._condition.notify_all()
+            self._wake()
 
     def end(self, name: str) -> None:
         if name in self._loads:
             with self._condition:
                 self._loads.pop(name, None)
-
-    def close(self) -> None:
-        """End the thread; waiting loads get no further call."""
-        with self._condition:
-            self._closing = True
-            self._condition.notify_all()
 
     def _run(self) -> None:
         while True:

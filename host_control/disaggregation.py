@@ -87,22 +87,46 @@ class _Published:
     renewed_at: float
 
 
-class Publications:
+class Background:
+    """A thread that begins with its first work: most engines never need it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._condition = threading.Condition()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def _wake(self) -> None:
+        """Wake the thread, or start it; the lock is held."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._condition.notify_all()
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the thread; whoever waits gets no further call."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+
+
+class Publications(Background):
     """Chunks that this engine has published, and chunks of others that it waits for; in the background.
 
     ``publish`` publishes chunk keys for some seconds; 0 withdraws them. It does not block.
     """
 
     def __init__(self, ask: Ask, publish: Callable[[Sequence[bytes], float], None], timeout: float) -> None:
+        super().__init__("shadowserve-disaggregation")
         self._ask = ask
         self._publish = publish
         self._timeout = timeout
-        self._condition = threading.Condition()
         self._waits: list[_Wait] = []
         self._published: dict[str, _Published] = {}
         self._withdrawn: list[list[bytes]] = []
-        self._closing = False
-        self._thread: threading.Thread | None = None
 
     def wait(self, chunk_key: bytes, layouts: Iterable[int], until: float, then: Callable[[bool], None]) -> None:
         """Call ``then``, in any thread, once a chunk is stored or not pending any more; with True at ``until``.
@@ -137,18 +161,6 @@ class Publications:
             with self._condition:
                 self._withdrawn.append(list(self._published.pop(request_id).chunk_keys))
                 self._wake()
-
-    def close(self) -> None:
-        """End the thread; waits end without a call."""
-        with self._condition:
-            self._closing = True
-            self._condition.notify_all()
-
-    def _wake(self) -> None:
-        if self._thread is None:  # most engines never need it
-            self._thread = threading.Thread(target=self._run, name="shadowserve-disaggregation", daemon=True)
-            self._thread.start()
-        self._condition.notify_all()
 
     def _run(self) -> None:
         while True:

@@ -128,14 +128,11 @@ class Fetch(Transfer):
         return pending and not any(self.wanted()) and not self.all_delivered
 
 
-class Scatter(Protocol):
-    """Moves chunks from registered memory into an engine's paged KV memory; returns once they are in place."""
+Scatter = Callable[[FetchJob, int, int, Any], None]
+"""Moves chunks of a job's shard, from a first one on, into an engine's paged memory; returns once they are in place.
 
-    def __call__(self, job: FetchJob, part: int, first: int, chunks: Any) -> None:
-        """Scatter chunks ``first``, ``first + 1``, ... of shard ``part``.
-
-        ``chunks`` holds them one after the other: a memoryview, or a tensor on the GPU.
-        """
+The chunks are one after the other: a memoryview, or a tensor on the GPU.
+"""
 
 
 class Placed(NamedTuple):
