@@ -1,6 +1,6 @@
 """Prompts, rules and answers for tests of prefix lookups; fixture ``make_lookup`` makes the lookups."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from machine import wait_for
@@ -11,6 +11,9 @@ from shadowserve.pieces import Flags, leading
 MODEL = b"m" * 32
 NAMESPACES = [b"a" * 32, b"b" * 32]
 CHUNK = 4
+
+
+MakeLookup = Callable[..., PrefixLookup]
 
 
 def leading_tokens(present: Sequence[Flags], tokens: int, tail_tokens: int = 0) -> int:

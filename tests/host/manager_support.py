@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -119,6 +119,9 @@ class Kit:
     def asked(self) -> list[tuple[int, int]]:
         """Return the shard and the number of chunks of each part of each Fetch."""
         return [(each.layout, len(each.keys)) for each in self.plane.fetches]
+
+
+MakeKit = Callable[..., Kit]
 
 
 def small(shape: ChunkLayout) -> ChunkLayout:

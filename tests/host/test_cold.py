@@ -1,11 +1,10 @@
 """Lookups of prompts with chunks that are only in object storage: the answers, and the prefetch of these chunks."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from lookup_support import CHUNK, MODEL, asked
+from lookup_support import CHUNK, MODEL, MakeLookup, asked
 from machine import WAIT_MAX_S, wait_for
 from scripted import ScriptedDataPlane
 
@@ -25,7 +24,7 @@ ALL = LookupAnswer(CHUNK * CHUNKS, "complete")
 
 
 @pytest.fixture
-def make(make_lookup: Callable[..., PrefixLookup], plane: ScriptedDataPlane) -> Callable[..., PrefixLookup]:
+def make(make_lookup: MakeLookup, plane: ScriptedDataPlane) -> MakeLookup:
     """Make lookups of an engine with one group; all chunks are stored, and the last four are cold."""
     plane.records.update(dict.fromkeys(KEYS, b""))
     plane.script.cold.update(KEYS[2:])
@@ -37,9 +36,7 @@ def make(make_lookup: Callable[..., PrefixLookup], plane: ScriptedDataPlane) -> 
     return make
 
 
-def test_an_answer_counts_cold_chunks_and_tells_their_tier(
-    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane
-) -> None:
+def test_an_answer_counts_cold_chunks_and_tells_their_tier(make: MakeLookup, plane: ScriptedDataPlane) -> None:
     plane.script.tiers[KEYS[0]] = Tier.MEMORY
     lookup = make()
     answer = asked(lookup, "r", TOKENS)
@@ -51,9 +48,7 @@ def test_an_answer_counts_cold_chunks_and_tells_their_tier(
     assert plane.prefetches == 0, "no prefetch before a load begins"
 
 
-def test_a_load_brings_its_cold_chunks_and_follows_them(
-    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane
-) -> None:
+def test_a_load_brings_its_cold_chunks_and_follows_them(make: MakeLookup, plane: ScriptedDataPlane) -> None:
     plane.script.brings = 0
     lookup = make()
     asked(lookup, "r", TOKENS)
@@ -68,9 +63,7 @@ def test_a_load_brings_its_cold_chunks_and_follows_them(
     assert plane.prefetches == before and lookup.available("other") is None, "no chunk is cold any longer"
 
 
-def test_a_shorter_load_brings_only_its_own_cold_chunks(
-    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane
-) -> None:
+def test_a_shorter_load_brings_only_its_own_cold_chunks(make: MakeLookup, plane: ScriptedDataPlane) -> None:
     lookup = make()
     asked(lookup, "r", TOKENS)
     lookup.begin_load("r", 3)
@@ -78,9 +71,7 @@ def test_a_shorter_load_brings_only_its_own_cold_chunks(
     assert plane.script.cold == set(KEYS[3:])
 
 
-def test_cold_chunks_that_stay_away_end_as_cold_late_or_cold_gone(
-    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane
-) -> None:
+def test_cold_chunks_that_stay_away_end_as_cold_late_or_cold_gone(make: MakeLookup, plane: ScriptedDataPlane) -> None:
     plane.script.brings = 0
     lookup = make(load_timeout=0.1)
     asked(lookup, "late", TOKENS)
@@ -94,9 +85,7 @@ def test_cold_chunks_that_stay_away_end_as_cold_late_or_cold_gone(
     wait_for(lambda: lookup.available("gone") == Available(3, "cold_gone"))
 
 
-def test_nothing_is_brought_for_a_request_that_has_ended(
-    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane
-) -> None:
+def test_nothing_is_brought_for_a_request_that_has_ended(make: MakeLookup, plane: ScriptedDataPlane) -> None:
     plane.script.brings = 0
     lookup = make()
     for name in ("r", "other"):
@@ -109,9 +98,7 @@ def test_nothing_is_brought_for_a_request_that_has_ended(
     lookup.begin_load("r", CHUNKS)  # unknown now
 
 
-def test_where_no_load_may_wait_the_lookup_waits_until_all_is_near(
-    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane
-) -> None:
+def test_where_no_load_may_wait_the_lookup_waits_until_all_is_near(make: MakeLookup, plane: ScriptedDataPlane) -> None:
     plane.script.brings = 0
     lookup = make(loads_wait=False, timeout=WAIT_MAX_S)
     lookup.submit("r", TOKENS)
@@ -122,7 +109,7 @@ def test_where_no_load_may_wait_the_lookup_waits_until_all_is_near(
 
 
 def test_late_cold_chunks_are_a_miss_where_no_load_may_wait_and_count_as_stored(
-    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane
+    make: MakeLookup, plane: ScriptedDataPlane
 ) -> None:
     plane.script.brings = 0
     lookup = make(loads_wait=False, load_timeout=0.2)
@@ -132,17 +119,13 @@ def test_late_cold_chunks_are_a_miss_where_no_load_may_wait_and_count_as_stored(
     assert present.all()
 
 
-def test_a_request_that_does_not_wait_gets_the_near_chunks(
-    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane
-) -> None:
+def test_a_request_that_does_not_wait_gets_the_near_chunks(make: MakeLookup, plane: ScriptedDataPlane) -> None:
     lookup = make()
     assert asked(lookup, "r", TOKENS, disaggregation=Disaggregation(cold=False)) == LookupAnswer(2 * CHUNK, "complete")
     assert lookup.available("r") is None and plane.prefetches == 0
 
 
-def test_cold_chunks_of_a_window_count_only_where_a_load_needs_them(
-    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane
-) -> None:
+def test_cold_chunks_of_a_window_count_only_where_a_load_needs_them(make: MakeLookup, plane: ScriptedDataPlane) -> None:
     """One group keeps every chunk, and all of them are near. Another group's cold last chunk is needed for a hit."""
     window = record_keys(b"w" * 32, LINKS)
     plane.records.update(dict.fromkeys(window, b""))
@@ -162,9 +145,7 @@ def test_cold_chunks_of_a_window_count_only_where_a_load_needs_them(
     wait_for(lambda: lookup.available("last") == Available(CHUNKS, "complete"))
 
 
-def test_a_load_waits_for_pending_and_cold_chunks_together(
-    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane
-) -> None:
+def test_a_load_waits_for_pending_and_cold_chunks_together(make: MakeLookup, plane: ScriptedDataPlane) -> None:
     assert plane.published is not None
     del plane.records[KEYS[5]]
     plane.published[KEYS[5]] = 60_000
@@ -178,9 +159,7 @@ def test_a_load_waits_for_pending_and_cold_chunks_together(
     wait_for(lambda: lookup.available("r") == Available(CHUNKS, "complete"))
 
 
-def test_a_late_lookup_still_learns_which_chunks_are_stored(
-    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane
-) -> None:
+def test_a_late_lookup_still_learns_which_chunks_are_stored(make: MakeLookup, plane: ScriptedDataPlane) -> None:
     plane.script.stall.add("Lookup")
     lookup = make(timeout=0.2)
     answer = asked(lookup, "r", TOKENS)

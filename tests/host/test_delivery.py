@@ -212,6 +212,9 @@ class Engine:
         self.client.close()
 
 
+Make = Callable[..., Engine]
+
+
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory, fake_driver: Path) -> Iterator[Callable[..., str]]:
     """Return a function (flags) that returns the address of a data plane with the fake driver; equal ones are shared.
@@ -239,7 +242,7 @@ def start(tmp_path_factory: pytest.TempPathFactory, fake_driver: Path) -> Iterat
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Engine]]:
+def make() -> Iterator[Make]:
     """Return a function that creates an engine, which is closed after the test."""
     with contextlib.ExitStack() as stack:
 
@@ -276,9 +279,7 @@ WAYS: dict[str, tuple[tuple[str, ...], Callable[[Gpu], Delivery]]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_kv_that_one_engine_stored_is_delivered_to_another(
-    way: str, start: Any, make: Callable[..., Engine], fake_driver: Path
-) -> None:
+def test_kv_that_one_engine_stored_is_delivered_to_another(way: str, start: Any, make: Make, fake_driver: Path) -> None:
     """In several batches, and then layer by layer: progress is a word in shared memory, or a stream without."""
     flags, delivery = WAYS[way]
     address, gpu = start(*flags), first_gpu(fake_driver)
@@ -294,9 +295,7 @@ def test_kv_that_one_engine_stored_is_delivered_to_another(
     assert (layerwise.fetched.progress_offset is not None) == (way == "pinned")
 
 
-def test_memory_is_registered_again_after_an_idle_time(
-    start: Any, make: Callable[..., Engine], fake_driver: Path
-) -> None:
+def test_memory_is_registered_again_after_an_idle_time(start: Any, make: Make, fake_driver: Path) -> None:
     """Between the two fetches no memory is registered, and only the data plane's threads hold the GPU's context."""
     flags, delivery = WAYS["cuda_ipc"]
     address, gpu = start(*flags, "--registration-idle-s", "0.5"), first_gpu(fake_driver)
@@ -311,7 +310,7 @@ def test_memory_is_registered_again_after_an_idle_time(
 
 @pytest.mark.parametrize("dmabuf", ["0", "1"])
 def test_writes_of_a_dpu_into_a_gpu_are_flushed_before_they_are_read(
-    start: Any, make: Callable[..., Engine], fake_driver: Path, monkeypatch: pytest.MonkeyPatch, dmabuf: str
+    start: Any, make: Make, fake_driver: Path, monkeypatch: pytest.MonkeyPatch, dmabuf: str
 ) -> None:
     """One flush per batch or layer, on a platform that does not order such writes; memory is exported in both ways."""
     address = start(*DPU)
@@ -337,7 +336,7 @@ def test_writes_of_a_dpu_into_a_gpu_are_flushed_before_they_are_read(
 
 
 def test_without_gpu_export_the_gpu_copies_from_host_memory(
-    start: Any, make: Callable[..., Engine], fake_driver: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    start: Any, make: Make, fake_driver: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """Without DMA-BUF and nvidia-peermem, the DPU writes into host memory."""
     opened = native.Export
@@ -365,7 +364,7 @@ def mapping_of(address: int) -> str:
     raise AssertionError("not mapped")
 
 
-def test_an_ended_export_is_a_miss_and_is_replaced(start: Any, make: Callable[..., Engine], fake_driver: Path) -> None:
+def test_an_ended_export_is_a_miss_and_is_replaced(start: Any, make: Make, fake_driver: Path) -> None:
     address, delivery = start(*DPU), on_gpu("exported", first_gpu(fake_driver), "")
     writer, reader = make(address, delivery), make(address, delivery)
     writer.store()
@@ -378,7 +377,7 @@ def test_an_ended_export_is_a_miss_and_is_replaced(start: Any, make: Callable[..
     assert reader.fetched.current is not memory
 
 
-def test_a_failed_copy_to_the_gpu_is_a_miss(start: Any, make: Callable[..., Engine], fake_driver: Path) -> None:
+def test_a_failed_copy_to_the_gpu_is_a_miss(start: Any, make: Make, fake_driver: Path) -> None:
     address = start(*STAGE_BY_STAGE, FAKE_CUDA_FAIL="cuMemcpyHtoDAsync_v2:9=700")
     gpu = first_gpu(fake_driver)
     writer, reader = make(address, on_gpu("pinned", gpu, "")), make(address, on_gpu("cuda_ipc", gpu, ""))
@@ -391,7 +390,7 @@ def test_a_failed_copy_to_the_gpu_is_a_miss(start: Any, make: Callable[..., Engi
 
 
 def test_a_data_plane_without_a_driver_refuses_gpu_memory(
-    start: Any, make: Callable[..., Engine], fake_driver: Path, tmp_path: Path
+    start: Any, make: Make, fake_driver: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "libcuda.so.1").touch()  # it hides a real driver
     address = start(*STAGE_BY_STAGE, LD_LIBRARY_PATH=str(tmp_path))

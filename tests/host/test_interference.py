@@ -42,20 +42,6 @@ def test_unobserved_lengths_are_predicted(new: int, cached: int) -> None:
     assert table.predict("layer", new, pairs) == pytest.approx(seconds(new, cached) / 32, rel=0.05)
 
 
-def test_there_is_no_prediction_without_observations_or_far_beyond_them() -> None:
-    table = filled()
-    assert table.predict("decoding", 2, 512) is None
-    assert table.predict("prompts", 100_000, attention_pairs(0, 100_000)) is None
-    assert filled(((256, 0), (512, 0))).predict("prompts", 256, 1000) is None
-
-
-def test_changes_are_followed() -> None:
-    table = filled()
-    for _ in range(30):
-        table.observe("prompts", 512, attention_pairs(0, 512), 2 * seconds(512, 0))
-    assert table.predict("prompts", 512, attention_pairs(0, 512)) == pytest.approx(2 * seconds(512, 0), rel=0.1)
-
-
 @pytest.mark.parametrize("waits_s", [0.0, 5.0])
 def test_layer_times_exclude_waits(waits_s: float) -> None:
     times, now_s = LayerTimes(), 100.0

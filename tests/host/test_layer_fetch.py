@@ -1,13 +1,13 @@
 """A fetch in layer order, with progress by a word or by a stream, and its end when the data plane fails."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import pytest
 from machine import WAIT_MAX_S
-from manager_support import Kit
+from manager_support import MakeKit
 from scripted import ScriptedDataPlane
 
 from host_control.manager import FetchJob, FetchResult
@@ -19,7 +19,7 @@ CHUNKS = 3
 class Layered:
     """A kit whose jobs go layer by layer: the layers of each scatter, and the bytes of each layer of a chunk."""
 
-    def __init__(self, make_kit: Callable[..., Kit], shape: ChunkLayout, *, streamed: bool) -> None:
+    def __init__(self, make_kit: MakeKit, shape: ChunkLayout, *, streamed: bool) -> None:
         self.layers: list[tuple[int, int]] = []
         self.bytes: dict[tuple[int, int], bytes] = {}
         self.each = shape.raw_bytes // shape.layers
@@ -49,12 +49,12 @@ class Layered:
 
 
 @pytest.fixture(params=["word", "stream"])
-def layered(make_kit: Callable[..., Kit], shape: ChunkLayout, request: pytest.FixtureRequest) -> Layered:
+def layered(make_kit: MakeKit, shape: ChunkLayout, request: pytest.FixtureRequest) -> Layered:
     return Layered(make_kit, shape, streamed=request.param == "stream")
 
 
 @pytest.fixture
-def streamed(make_kit: Callable[..., Kit], shape: ChunkLayout) -> Layered:
+def streamed(make_kit: MakeKit, shape: ChunkLayout) -> Layered:
     return Layered(make_kit, shape, streamed=True)
 
 

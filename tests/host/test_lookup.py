@@ -2,12 +2,12 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from lookup_support import CHUNK, MODEL, NAMESPACES, asked
+from lookup_support import CHUNK, MODEL, NAMESPACES, MakeLookup, asked
 from machine import WAIT_MAX_S, wait_for
 from scripted import ScriptedDataPlane
 
@@ -17,7 +17,6 @@ from shadowserve.pieces import Flags
 
 TOKENS = list(range(22))
 LINKS = prefix_chain(MODEL, TOKENS, chunk_tokens=CHUNK)
-MakeLookup = Callable[..., PrefixLookup]
 
 
 def store(plane: ScriptedDataPlane, namespace: bytes, chunks: Sequence[int]) -> None:

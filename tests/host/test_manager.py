@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from machine import NEVER_S, WAIT_MAX_S, wait_for
-from manager_support import Kit, small
+from manager_support import Kit, MakeKit, small
 from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
@@ -24,9 +24,11 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.pieces import pack
 from shadowserve.proto import dataplane_pb2 as pb
 
+Leftovers = Callable[..., set[str]]
+
 
 @pytest.fixture
-def parts(make_kit: Callable[..., Kit], shape: ChunkLayout) -> Kit:
+def parts(make_kit: MakeKit, shape: ChunkLayout) -> Kit:
     """Two parts; one has chunks four times as large. A batch has room for three chunks of each."""
     return make_kit(shape, small(shape), chunks=6, batch_bytes_min=1)
 
@@ -122,7 +124,7 @@ def test_exchange_is_atomic_between_threads(kit: Kit) -> None:
     ],
 )
 def test_order_of_the_fetching_queue(
-    make_kit: Callable[..., Kit], plane: ScriptedDataPlane, order: Any, expected: list[str]
+    make_kit: MakeKit, plane: ScriptedDataPlane, order: Any, expected: list[str]
 ) -> None:
     """An order that fails is replaced by the oldest first."""
     kit = make_kit(order=order)
@@ -157,7 +159,7 @@ def test_second_job_of_one_request_is_refused_whole(kit: Kit, plane: ScriptedDat
     ids=str,
 )
 def test_all_chunks_arrive_in_order_whatever_their_number_and_the_buffers(
-    make_kit: Callable[..., Kit],
+    make_kit: MakeKit,
     plane: ScriptedDataPlane,
     shape: ChunkLayout,
     counts: tuple[int, ...],
@@ -184,7 +186,7 @@ def test_all_chunks_arrive_in_order_whatever_their_number_and_the_buffers(
     ids=["half of what is left", "as much as there is room for"],
 )
 def test_batches_alternate_between_the_halves_of_the_memory(
-    make_kit: Callable[..., Kit],
+    make_kit: MakeKit,
     plane: ScriptedDataPlane,
     shape: ChunkLayout,
     options: dict[str, int],
@@ -244,7 +246,7 @@ def test_a_part_of_which_the_last_chunk_alone_is_wanted_waits_for_that_one(parts
 
 
 def test_more_parts_than_a_fetch_may_name_come_with_several(
-    make_kit: Callable[..., Kit], plane: ScriptedDataPlane, shape: ChunkLayout
+    make_kit: MakeKit, plane: ScriptedDataPlane, shape: ChunkLayout
 ) -> None:
     kit = make_kit(*[shape] * 70, chunks=4)
     named: list[int] = []
@@ -272,7 +274,7 @@ def test_a_registration_that_does_not_hold_two_of_the_largest_chunks_is_refused(
 
 
 def test_delivered_chunks_are_scattered_while_the_rest_of_the_batch_arrives(
-    make_kit: Callable[..., Kit], plane: ScriptedDataPlane
+    make_kit: MakeKit, plane: ScriptedDataPlane
 ) -> None:
     kit = make_kit(chunks=16, progress=True, scatter_bytes_min=1)
 
@@ -285,9 +287,7 @@ def test_delivered_chunks_are_scattered_while_the_rest_of_the_batch_arrives(
     assert kit.asked() == [(0, 6)], "in one call"
 
 
-def test_less_than_is_worth_it_waits_for_more(
-    make_kit: Callable[..., Kit], plane: ScriptedDataPlane, shape: ChunkLayout
-) -> None:
+def test_less_than_is_worth_it_waits_for_more(make_kit: MakeKit, plane: ScriptedDataPlane, shape: ChunkLayout) -> None:
     kit = make_kit(chunks=16, progress=True, scatter_bytes_min=3 * shape.raw_bytes)
     seen: list[int] = []
 
@@ -301,7 +301,7 @@ def test_less_than_is_worth_it_waits_for_more(
     assert seen == [0, 0, 3, 3, 3, 6]
 
 
-def test_chunks_in_place_count_even_without_an_answer(make_kit: Callable[..., Kit], plane: ScriptedDataPlane) -> None:
+def test_chunks_in_place_count_even_without_an_answer(make_kit: MakeKit, plane: ScriptedDataPlane) -> None:
     kit = make_kit(chunks=16, progress=True, scatter_bytes_min=1)
     memory = kit.registration.acquire(WAIT_MAX_S)
 
@@ -316,7 +316,7 @@ def test_chunks_in_place_count_even_without_an_answer(make_kit: Callable[..., Ki
     assert kit.registration.current is not memory, "the data plane has not answered, so it may still write"
 
 
-def test_a_batch_ends_early_where_its_job_is_cancelled(make_kit: Callable[..., Kit], plane: ScriptedDataPlane) -> None:
+def test_a_batch_ends_early_where_its_job_is_cancelled(make_kit: MakeKit, plane: ScriptedDataPlane) -> None:
     kit = make_kit(chunks=16, progress=True, scatter_bytes_min=1)
 
     def cancel(chunks: int) -> None:
@@ -340,7 +340,7 @@ def test_a_batch_ends_early_where_its_job_is_cancelled(make_kit: Callable[..., K
     ids=str,
 )
 def test_chunks_before_the_failure_are_in_place(
-    make_kit: Callable[..., Kit], shape: ChunkLayout, counts: tuple[int, ...], good: tuple[int, ...], progress: bool
+    make_kit: MakeKit, shape: ChunkLayout, counts: tuple[int, ...], good: tuple[int, ...], progress: bool
 ) -> None:
     shapes = [shape, small(shape)][: len(counts)]
     kit = make_kit(*shapes, progress=progress, batch_bytes_min=1, scatter_bytes_min=1)
@@ -353,7 +353,7 @@ def test_chunks_before_the_failure_are_in_place(
 
 @pytest.mark.parametrize("progress", [False, True])
 def test_a_corrupt_chunk_keeps_the_chunks_before_it(
-    make_kit: Callable[..., Kit], plane: ScriptedDataPlane, progress: bool
+    make_kit: MakeKit, plane: ScriptedDataPlane, progress: bool
 ) -> None:
     plane.script.fail_fetch_at = 3
     kit = make_kit(progress=progress, scatter_bytes_min=1)
@@ -362,7 +362,7 @@ def test_a_corrupt_chunk_keeps_the_chunks_before_it(
 
 
 def test_stalled_daemon_costs_every_waiting_job_its_deadline_and_no_more(
-    make_kit: Callable[..., Kit], plane: ScriptedDataPlane
+    make_kit: MakeKit, plane: ScriptedDataPlane
 ) -> None:
     kit = make_kit(fetch_timeout_s=0.3)
     plane.script.stall.add("Fetch")
@@ -374,7 +374,7 @@ def test_stalled_daemon_costs_every_waiting_job_its_deadline_and_no_more(
     assert all(result.seconds < WAIT_MAX_S for result in results), "one after the other, they would take twice as long"
 
 
-def test_memory_in_doubt_is_given_up(make_kit: Callable[..., Kit], plane: ScriptedDataPlane) -> None:
+def test_memory_in_doubt_is_given_up(make_kit: MakeKit, plane: ScriptedDataPlane) -> None:
     """Symptom: chunk 0 of the second job was full of 0xEE, written by the first, late fetch."""
     kit = make_kit(fetch_timeout_s=0.5)
     plane.script.stall.add("Fetch")
@@ -406,7 +406,7 @@ def test_a_restarted_daemon_is_registered_with_again_within_the_job(parts: Kit, 
     ids=["never knows us", "delivers only behind a gap", "cannot be, after progress"],
 )
 def test_a_data_plane_that_delivers_nothing_is_not_asked_forever(
-    make_kit: Callable[..., Kit],
+    make_kit: MakeKit,
     plane: ScriptedDataPlane,
     shape: ChunkLayout,
     outcome: int,
@@ -452,7 +452,7 @@ def test_a_data_plane_that_dies_during_a_fetch_and_restarts(
 @pytest.mark.parametrize("progress", [False, True])
 @pytest.mark.parametrize("available", [None, Available(2, "")], ids=["all", "some are pending"])
 def test_scatter_that_fails_is_an_outcome(
-    make_kit: Callable[..., Kit], shape: ChunkLayout, progress: bool, available: Available | None
+    make_kit: MakeKit, shape: ChunkLayout, progress: bool, available: Available | None
 ) -> None:
     kit = make_kit(shape, small(shape), chunks=6, progress=progress, batch_bytes_min=1)
     kit.paged.fails_at = 1
@@ -466,9 +466,7 @@ def test_scatter_that_fails_is_an_outcome(
 # ---------------------------------------------------------------------- cancelling and closing
 
 
-def test_cancel_mid_fetch_writes_nothing_and_ends_promptly(
-    make_kit: Callable[..., Kit], plane: ScriptedDataPlane
-) -> None:
+def test_cancel_mid_fetch_writes_nothing_and_ends_promptly(make_kit: MakeKit, plane: ScriptedDataPlane) -> None:
     kit = make_kit(fetch_timeout_s=2 * NEVER_S)
     plane.script.fetch_delay = NEVER_S
     kit.manager.exchange([kit.job("a", 2)])
@@ -488,9 +486,7 @@ def test_cancel_before_its_turn(kit: Kit, plane: ScriptedDataPlane) -> None:
     assert kit.ended().complete
 
 
-def test_close_is_bounded_and_leaves_nothing(
-    make_kit: Callable[..., Kit], plane: ScriptedDataPlane, leftovers: Callable[[], set[str]]
-) -> None:
+def test_close_is_bounded_and_leaves_nothing(make_kit: MakeKit, plane: ScriptedDataPlane, leftovers: Leftovers) -> None:
     kit = make_kit(fetch_timeout_s=2 * NEVER_S)
     plane.script.fetch_delay = NEVER_S
     kit.manager.exchange([kit.job("a", 2), kit.job("b", 2)])

@@ -1,11 +1,10 @@
 """Jobs in the KV cache manager with chunks that other engines are still storing."""
 
 import threading
-from collections.abc import Callable
 
 import pytest
 from machine import NEVER_S, WAIT_MAX_S
-from manager_support import Kit
+from manager_support import Kit, MakeKit
 from scripted import ScriptedDataPlane
 
 from host_control.disaggregation import Available
@@ -91,7 +90,7 @@ def test_a_job_that_is_cancelled_while_it_waits_ends_at_once_without_a_write(
     assert len(kit.paged.chunks) == 3 and plane.calls.count("Fetch") == 2
 
 
-def test_a_waiting_job_ends_by_its_deadline_with_the_chunks_in_place(make_kit: Callable[..., Kit]) -> None:
+def test_a_waiting_job_ends_by_its_deadline_with_the_chunks_in_place(make_kit: MakeKit) -> None:
     kit = make_kit(fetch_timeout_s=0.3)
     result = kit.fetched(kit.pending("mine", 4, there=2))
     assert result.reason == "deadline" and result.chunks in ((2,), (0,))  # 0 if the machine was slow

@@ -24,6 +24,8 @@ from host_control.segment import Segment
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
 
+Leftovers = Callable[..., set[str]]
+
 
 def test_pages_are_populated_in_advance() -> None:
     size = 16 << 20
@@ -43,7 +45,7 @@ def two(client: DataPlaneClient, shape: ChunkLayout) -> RegisteredMemory:
 
 
 def test_memory_of_several_shapes_is_one_region_that_is_not_reused_once_it_is_retired(
-    plane: ScriptedDataPlane, two: RegisteredMemory, leftovers: Callable[[], set[str]]
+    plane: ScriptedDataPlane, two: RegisteredMemory, leftovers: Leftovers
 ) -> None:
     first = two.acquire(5)
     view, first_id = first.memory[:16], two.memory_id
@@ -63,7 +65,7 @@ def test_a_refused_registration_leaves_no_memory(
     client: DataPlaneClient,
     plane: ScriptedDataPlane,
     two: RegisteredMemory,
-    leftovers: Callable[[], set[str]],
+    leftovers: Leftovers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refused(*arguments: Any) -> Any:
@@ -115,7 +117,7 @@ def test_memory_without_a_mapping_is_kept_until_its_release_is_answered(
     third.close()
 
 
-def test_without_a_data_plane_no_segment_is_created(shape: object, leftovers: Callable[[], set[str]]) -> None:
+def test_without_a_data_plane_no_segment_is_created(shape: object, leftovers: Leftovers) -> None:
     client = DataPlaneClient("127.0.0.1:1", failures=1, backoff=9, backoff_max_s=9)
     try:
         registration = RegisteredMemory(client, [shape], 1 << 16, connect_timeout_s=0.1)  # type: ignore[arg-type]
@@ -130,7 +132,7 @@ def test_without_a_data_plane_no_segment_is_created(shape: object, leftovers: Ca
         client.close()
 
 
-def test_too_little_shared_memory_is_an_error_with_advice(leftovers: Callable[[], set[str]]) -> None:
+def test_too_little_shared_memory_is_an_error_with_advice(leftovers: Leftovers) -> None:
     with pytest.raises(ConfigurationError, match="shm-size"):
         Segment.create(1 << 50)
     assert leftovers() == set()
@@ -168,9 +170,7 @@ def test_the_file_of_a_killed_process_is_removed(leftovers: Callable[..., set[st
     assert leftovers() == leftovers(process.pid) == set()
 
 
-def test_a_segment_survives_a_concurrent_cleanup(
-    monkeypatch: pytest.MonkeyPatch, leftovers: Callable[[], set[str]]
-) -> None:
+def test_a_segment_survives_a_concurrent_cleanup(monkeypatch: pytest.MonkeyPatch, leftovers: Leftovers) -> None:
     """The other process sees the file before it is locked, and removes it."""
     lock, looks = fcntl.flock, []
 

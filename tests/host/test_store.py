@@ -18,6 +18,8 @@ from host_control.store import StoreQueue
 from shadowserve.chunk import ChunkLayout
 from shadowserve.proto import dataplane_pb2 as pb
 
+MakeQueue = Callable[..., StoreQueue]
+
 
 def keys(count: int, start: int = 0) -> list[bytes]:
     return [bytes([1 + start + index]) * 32 for index in range(count)]
@@ -33,7 +35,7 @@ def stored(queue: StoreQueue) -> None:
 
 
 @pytest.fixture
-def make_queue(client: DataPlaneClient, shape: ChunkLayout) -> Iterator[Callable[..., StoreQueue]]:
+def make_queue(client: DataPlaneClient, shape: ChunkLayout) -> Iterator[MakeQueue]:
     """Return a function that makes a queue with room for ``chunks`` chunks of each shape."""
     queues = []
 
@@ -51,12 +53,12 @@ def make_queue(client: DataPlaneClient, shape: ChunkLayout) -> Iterator[Callable
 
 
 @pytest.fixture
-def queue(make_queue: Callable[..., StoreQueue]) -> StoreQueue:
+def queue(make_queue: MakeQueue) -> StoreQueue:
     return make_queue(recent_keys=16)
 
 
 @pytest.fixture
-def parts(make_queue: Callable[..., StoreQueue], shape: ChunkLayout) -> StoreQueue:
+def parts(make_queue: MakeQueue, shape: ChunkLayout) -> StoreQueue:
     """Room for four chunks of each of two parts; the chunks of one are half as large."""
     return make_queue(shape, half(shape), chunks=4)
 
@@ -210,7 +212,7 @@ def test_a_chunk_that_was_not_stored_costs_those_around_it_nothing(
 
 
 def test_a_stalled_store_gives_up_its_memory_and_keeps_waiting_chunks(
-    make_queue: Callable[..., StoreQueue], plane: ScriptedDataPlane
+    make_queue: MakeQueue, plane: ScriptedDataPlane
 ) -> None:
     queue = make_queue(batch_chunks=2)
     plane.script.stall.add("Store")
@@ -378,7 +380,7 @@ def test_dropped_chunks_that_others_wait_for_are_withdrawn(queue: StoreQueue, pl
 
 
 def test_a_part_is_stored_as_two_shapes_from_the_same_slots(
-    make_queue: Callable[..., StoreQueue], plane: ScriptedDataPlane, shape: ChunkLayout
+    make_queue: MakeQueue, plane: ScriptedDataPlane, shape: ChunkLayout
 ) -> None:
     """Like chunks that are quantized, and lossless for a saved preempted request."""
     queue = make_queue(shape, replace(shape, namespace=b"o" * 32), chunks=2, parts=1, batch_chunks=8)
@@ -391,6 +393,6 @@ def test_a_part_is_stored_as_two_shapes_from_the_same_slots(
     assert queue.take_counts()["dropped_full"] == 1
 
 
-def test_shapes_of_one_part_have_the_same_size(make_queue: Callable[..., StoreQueue], shape: ChunkLayout) -> None:
+def test_shapes_of_one_part_have_the_same_size(make_queue: MakeQueue, shape: ChunkLayout) -> None:
     with pytest.raises(ValueError, match="shards"):
         make_queue(shape, half(shape), parts=1)

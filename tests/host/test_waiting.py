@@ -19,6 +19,7 @@ from host_control.waiting import Begins, WaitingQueue
 from shadowserve.proto import dataplane_pb2 as pb
 
 NAMESPACE = b"n" * 32
+MakeQueue = Callable[..., WaitingQueue]
 
 
 def keys_of(name: str) -> list[bytes]:
@@ -79,7 +80,7 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def make_queue(client: DataPlaneClient) -> Iterator[Callable[..., WaitingQueue]]:
+def make_queue(client: DataPlaneClient) -> Iterator[MakeQueue]:
     """Return a function that makes a queue; ``look`` returns the keys of a request."""
     made = []
 
@@ -98,13 +99,11 @@ def make_queue(client: DataPlaneClient) -> Iterator[Callable[..., WaitingQueue]]
 
 
 @pytest.fixture
-def queue(make_queue: Callable[..., WaitingQueue], known: dict[str, bool], clock: Clock) -> WaitingQueue:
+def queue(make_queue: MakeQueue, known: dict[str, bool], clock: Clock) -> WaitingQueue:
     return make_queue(lambda name: keys_of(name) if known.get(name, True) else None, clock=clock)
 
 
-def test_priorities_come_before_the_order_of_arrival(
-    make_queue: Callable[..., WaitingQueue], plane: ScriptedDataPlane
-) -> None:
+def test_priorities_come_before_the_order_of_arrival(make_queue: MakeQueue, plane: ScriptedDataPlane) -> None:
     queue = make_queue(by_priority=True)
     told = Told(plane)
     for name, priority in (("a", 2), ("b", 1), ("c", 2), ("d", 0)):
@@ -231,7 +230,7 @@ def test_a_data_plane_that_fails_is_not_stormed(queue: WaitingQueue, plane: Scri
 
 
 def test_long_queues_and_long_prompts_go_in_messages_of_bounded_size(
-    make_queue: Callable[..., WaitingQueue], plane: ScriptedDataPlane
+    make_queue: MakeQueue, plane: ScriptedDataPlane
 ) -> None:
     queue = make_queue(lambda name: [index.to_bytes(32, "little") for index in range(3000)])
     for number in range(2000):
