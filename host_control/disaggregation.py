@@ -107,7 +107,7 @@ class Background:
         raise NotImplementedError
 
     def close(self) -> None:
-        """End the thread; whoever waits gets no further call."""
+        """End the thread; waits get no further call."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
