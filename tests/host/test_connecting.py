@@ -2,7 +2,7 @@
 
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from lookup_support import CHUNK, MODEL, asked, leading_tokens
 from machine import WAIT_MAX_S
 from scripted import ScriptedDataPlane, stored
 
@@ -22,7 +23,6 @@ from shadowserve import __version__
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.keys import ModelIdentity
-from shadowserve.pieces import leading
 from shadowserve.proto import PROTOCOL_VERSION
 from shadowserve.proto.convert import engine_message, layout_message
 from shadowserve.tls import Credentials, KeyPair
@@ -150,11 +150,6 @@ def refusal(plane: ScriptedDataPlane, credentials: Credentials | None) -> str:
     return str(error.value)
 
 
-def test_lookups_pass_through_tls(certificates: Path) -> None:
-    with serving(certificates) as plane, connecting(plane, own(certificates)) as client:
-        assert not stored(client, CHAINS)[0].any()
-
-
 def test_waiting_for_a_data_plane_fails_with_the_same_reason(certificates: Path, foreign: Path) -> None:
     with serving(certificates) as plane, connecting(plane, own(foreign)) as client:
         with pytest.raises(DataPlaneError) as error:
@@ -256,45 +251,34 @@ def test_the_configuration_makes_the_client(certificates: Path) -> None:
         address, rank = f"{host}:{{rank}}{port[1:]}", int(port[0])
         config = HostConfig.load(flags=flags | {"data_plane": address}, environment={})
         with closing(config.client(rank)) as client:
-            assert client.wait_ready(WAIT_MAX_S)
+            assert not stored(client, CHAINS)[0].any(), "lookups pass through TLS"
 
 
 # ---- A data plane for each rank --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def second() -> Iterator[ScriptedDataPlane]:
-    plane = ScriptedDataPlane()
-    yield plane
-    plane.stop()
-
-
-def lookup_of(
-    clients: list[DataPlaneClient], wait: Callable[..., Any], tokens: int = 12, timeout: float = WAIT_MAX_S
-) -> tuple[int, str]:
-    held = list(zip(clients, [b"a" * 32, b"b" * 32], strict=True))
-    lookup = PrefixLookup(
-        b"m" * 32, [held], lambda present, _: 4 * min(map(leading, present)), chunk_tokens=4, timeout=timeout
-    )
-    try:
-        lookup.submit("request", list(range(tokens)))
-        answer = wait(lambda: lookup.poll("request"), WAIT_MAX_S)
-        return answer.tokens // 4, answer.reason
-    finally:
-        lookup.close()
-
-
 def test_a_lookup_asks_each_rank_s_data_plane_and_the_fewest_hits_count(
-    client: DataPlaneClient, plane: ScriptedDataPlane, second: ScriptedDataPlane, wait: Callable[..., Any]
+    client: DataPlaneClient, plane: ScriptedDataPlane
 ) -> None:
+    second = ScriptedDataPlane()
     for each, hits in ((plane, 3), (second, 2)):
         each.script.lookup_hits = lambda found, hits=hits: [hits] * len(found)  # type: ignore[misc]
+
+    def lookup_of(*clients: DataPlaneClient) -> tuple[int, str]:
+        held = list(zip(clients, [b"a" * 32, b"b" * 32], strict=True))
+        lookup = PrefixLookup(MODEL, [held], leading_tokens, chunk_tokens=CHUNK, timeout=WAIT_MAX_S)
+        try:
+            answer = asked(lookup, "request", range(13))
+            return answer.tokens // CHUNK, answer.reason
+        finally:
+            lookup.close()
+
     with closing(DataPlaneClient(second.address, backoff=60, backoff_max_s=60)) as other:
-        assert lookup_of([client, other], wait) == (2, "complete")
-        assert lookup_of([client, client], wait) == (3, "complete")
+        assert lookup_of(client, other) == (2, "complete")
+        assert lookup_of(client, client) == (3, "complete")
         second.stop()
-        assert lookup_of([client, other], wait) == (0, "unreachable"), "a hit needs every rank"
+        assert lookup_of(client, other) == (0, "unreachable"), "a hit needs every rank"
         for _ in range(3):
-            hits, reason = lookup_of([client, other], wait)
+            hits, reason = lookup_of(client, other)
         assert (hits, reason) == (0, "breaker_open"), "an outage of one data plane has no cost"
-        assert lookup_of([client, client], wait) == (3, "complete"), "the other data plane has its own breaker"
+        assert lookup_of(client, client) == (3, "complete"), "the other data plane has its own breaker"

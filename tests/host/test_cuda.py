@@ -84,20 +84,14 @@ def test_memory_is_freed_with_its_last_view(device: Device) -> None:
     assert mapped() == before
 
 
-def test_memory_is_locked_once(device: Device) -> None:
-    memory = memoryview(bytearray(SIZE))
-    first, second = device.pin(address_of(memory), SIZE), device.pin(address_of(memory), SIZE)
+def test_memory_is_locked_once_and_adjacent_memory_is_unlocked_separately(device: Device) -> None:
+    memory = memoryview(bytearray(2 * SIZE))
+    first, second, beside = (device.pin(address_of(memory) + begin, SIZE) for begin in (0, 0, SIZE))
     second()  # the first registration remains
+    beside()
     first()
     with pytest.raises(CudaError, match="unlocking host memory on fake GPU 0"):
         first()
-
-
-def test_adjacent_memory_is_unlocked_separately(device: Device) -> None:
-    memory = memoryview(bytearray(2 * SIZE))
-    first, second = (device.pin(address_of(memory) + begin, SIZE) for begin in (0, SIZE))
-    second()
-    first()
 
 
 def test_errors_name_the_operation_and_the_reason(

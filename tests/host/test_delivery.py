@@ -364,19 +364,6 @@ def mapping_of(address: int) -> str:
     raise AssertionError("not mapped")
 
 
-def test_an_ended_export_is_a_miss_and_is_replaced(start: Any, make: Make, fake_driver: Path) -> None:
-    address, delivery = start(*DPU), on_gpu("exported", first_gpu(fake_driver), "")
-    writer, reader = make(address, delivery), make(address, delivery)
-    writer.store()
-    assert_fetched(writer, reader)  # the manager's thread has registered the memory
-    memory: Any = reader.fetched.current
-    memory._export.close()
-    result = reader.fetch(list(range(BLOCKS)))
-    assert (result.reason, result.chunks) == ("device", (0,)), result.detail
-    assert reader.fetch(list(range(BLOCKS))).complete, "registered again"
-    assert reader.fetched.current is not memory
-
-
 def test_a_failed_copy_to_the_gpu_is_a_miss(start: Any, make: Make, fake_driver: Path) -> None:
     address = start(*STAGE_BY_STAGE, FAKE_CUDA_FAIL="cuMemcpyHtoDAsync_v2:9=700")
     gpu = first_gpu(fake_driver)
