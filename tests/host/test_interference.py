@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from host_control.interference.kept import KeptLearning, engine_name
+from host_control.cache import KeptLearning, engine_name
 from host_control.interference.slowdown import Interference
 from host_control.interference.table import ComputeTable, LayerTimes, attention_pairs
 
