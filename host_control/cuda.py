@@ -184,9 +184,7 @@ class Device:
         self.call("cuMemHostUnregister", address, doing="unlocking host memory")
 
     def flush_remote_writes(self) -> None:
-        """Make writes of other devices into this GPU's memory visible to its kernels.
-
-        No-op if the platform orders such writes (``flush_needed`` is false).
+        """Make writes of other devices into this GPU's memory visible to its kernels, unless the platform orders them.
 
         Raises:
             CudaError: The platform neither orders nor flushes such writes.

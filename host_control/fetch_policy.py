@@ -147,7 +147,6 @@ class FetchOrRecompute:
             self._explore_s["fetch"] = 0.0
 
     def ended(self, name: str, now: float) -> None:
-        """Remove a load from the queue, for any outcome."""
         if self._queued.pop(name, None) is not None:
             self._first_began = now
 
@@ -184,7 +183,6 @@ class FetchOrRecompute:
         return replace(best, predicted=predicted)
 
     def begin(self, name: str, decision: Decision, now: float) -> None:
-        """Record that a request proceeds with a decision."""
         if decision.way != "compute":
             if not self._queued:
                 self._first_began = now
@@ -274,7 +272,6 @@ class FetchOrRecompute:
     # ---- Predictions -------------------------------------------------------------------------------------------------
 
     def _least_end(self, hit: Hit) -> int:
-        """Return the end of the shortest possible load."""
         return -(-(hit.local_tokens + self._load_tokens_min) // self._chunk_tokens) * self._chunk_tokens
 
     def _chunks(self, hit: Hit, end: int) -> int:
@@ -289,7 +286,6 @@ class FetchOrRecompute:
         return self._table.predict("prompts", new, attention_pairs(computed, new), steps)
 
     def _tier_bytes(self, hit: Hit, end: int) -> dict[Tier, float]:
-        """Return the stored bytes of a load up to ``end`` by tier."""
         count = self._chunks(hit, end)
         tiers = Counter(hit.tiers[:count])
         tiers[Tier.STORAGE] += count - tiers.total() + tiers.pop(Tier.NONE, 0)

@@ -119,7 +119,6 @@ class PagedLayout:
         return int(self.heads * self.head_size)
 
     def chunk_bytes(self, tokens: int) -> int:
-        """Return the size of a chunk of ``tokens`` tokens."""
         return int(self.layers * self.kinds * tokens * self.vector_length * self.dtype.itemsize)
 
     def scatter(
@@ -338,7 +337,6 @@ def _end_after(chunks: Any, rows: int | None) -> None:
 
 
 def _buffer(buffer: Any, chunks: Any, device: Any) -> tuple[Any, Any]:
-    """Return the buffer, replaced by a larger one if necessary, and a view of it in the shape of ``chunks``."""
     if buffer is None or buffer.numel() < chunks.numel():
         buffer = torch.empty(chunks.numel(), dtype=chunks.dtype, device=device)
     return buffer, buffer[: chunks.numel()].view(chunks.shape)

@@ -126,7 +126,6 @@ class _Lookup:
 
     @property
     def whole(self) -> int:
-        """Number of whole chunks that are asked for."""
         return len(self.wanted) - len(self.tail)
 
     def note_stored(self, own: Probe, asked_at: float) -> None:
@@ -326,7 +325,6 @@ class PrefixLookup:
             lookup.future.cancel()
 
     def close(self) -> None:
-        """End the threads; a lookup that runs ends by its deadline."""
         self._publications.close()
         self._cold_loads.close()
         self._late.shutdown(wait=False, cancel_futures=True)

@@ -35,8 +35,6 @@ _LOOK_INTERVAL_S: Final = 0.005
 
 @dataclass(frozen=True)
 class _Run:
-    """Consecutive chunks of a shard, and their offset in registered memory."""
-
     shard: int
     first: int
     count: int

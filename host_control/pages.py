@@ -79,7 +79,6 @@ class SharedPages:
         self.segment = self._map_to_new_segment()
 
     def _check(self, caches: Sequence[Any], chunk_blocks: int) -> None:
-        """Check that devices can reach every page, and that a record can hold it."""
         here = self._storage.data_ptr()
         for cache in caches:
             inner = cache[0].is_contiguous() and cache[0].nbytes == self.page_bytes
@@ -98,7 +97,6 @@ class SharedPages:
 
     @property
     def address(self) -> int:
-        """Address of the memory, which never changes."""
         return int(self._storage.data_ptr())
 
     def message(self) -> pb.SharedMemory:
@@ -108,7 +106,6 @@ class SharedPages:
         return pb.PagedMemory(first=self._first, stride=self._stride, blocks=self._blocks)
 
     def word(self) -> memoryview:
-        """Return the word behind the pages that counts the layers in place."""
         return self.segment.memory[self.progress_offset : self.progress_offset + PROGRESS_BYTES]
 
     def _map_to_new_segment(self) -> Segment:
@@ -154,7 +151,6 @@ class SharedPages:
         )
 
     def _map_private(self) -> None:
-        """Map the memory onto memory of this process alone."""
         self.private = True
         descriptor = os.memfd_create("shadowserve-pages", os.MFD_CLOEXEC)
         try:

@@ -67,7 +67,6 @@ class Probe:
 
     @property
     def extent(self) -> int:
-        """Leading chunks that are stored or pending."""
         return leading(self.stored if self.pending is None else self.stored | self.pending)
 
     def without_cold(self, every: Sequence[bool]) -> "Probe":

@@ -73,7 +73,6 @@ class RegisteredMemory:
 
     @property
     def memory_id(self) -> int:
-        """The data plane's ID of :attr:`current`."""
         with self._lock:
             return self._memory_id
 
@@ -151,7 +150,6 @@ class RegisteredMemory:
             self.retire(release=not answer.quiet)
 
     def lost(self, memory: Memory) -> None:
-        """Give up ``memory``, which was truncated, unless that has already happened."""
         if self.current is memory:
             self.retire(release=True)
 
@@ -176,7 +174,6 @@ class RegisteredMemory:
         return True
 
     def close(self) -> None:
-        """Release the memory for good."""
         self.retire(release=True, wait=True)
         if self._unreleased is not None:
             _kept.append(self._unreleased[1])

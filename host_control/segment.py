@@ -145,7 +145,6 @@ class Segment(Memory):
 
     @property
     def descriptor(self) -> int:
-        """File descriptor, until :meth:`close`."""
         return self._descriptor
 
     def message(self) -> pb.SharedMemory:
@@ -159,7 +158,6 @@ class Segment(Memory):
         return not truncated and not self._guard.lost
 
     def unlink(self) -> None:
-        """Remove the name. Existing mappings remain valid."""
         (_DIRECTORY / self.name).unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -85,14 +85,11 @@ class _Slots:
             free[staged.part].append(staged.slot)
 
     def place(self, part: int, slot: int) -> slice:
-        """Return the bytes of a slot in its segment."""
         begin = self._begins[part] + slot * self._chunk_bytes[part]
         return slice(begin, begin + self._chunk_bytes[part])
 
 
 class _RecentKeys(collections.OrderedDict[bytes, float]):
-    """Keys that were stored, or staged, most recently, with their times."""
-
     def __init__(self, most: int) -> None:
         super().__init__()
         self._most = most
@@ -261,13 +258,11 @@ class StoreQueue:
             return self.staged - len(self._queue) - self._busy
 
     def remember(self, keys: Sequence[bytes]) -> None:
-        """Record that chunks are stored."""
         with self._condition:
             for key in keys:
                 self._recent.remember(key)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Record that chunks are not stored."""
         with self._condition:
             for key in keys:
                 self._recent.pop(key, None)
@@ -289,7 +284,6 @@ class StoreQueue:
             return not self._queue and not self._busy
 
     def flush(self, timeout: float) -> bool:
-        """Wait until :meth:`idle`, at most ``timeout`` seconds; return True if it is."""
         with self._condition:
             return self._condition.wait_for(lambda: not self._queue and not self._busy, timeout)
 

@@ -147,7 +147,6 @@ class WaitingQueue:
         self._changed.set()
 
     def begun(self, request_id: str) -> None:
-        """Remove a request that loads or runs now."""
         with self._lock:
             entry = self._entries.pop(request_id, None)
             if entry is None:
@@ -295,7 +294,6 @@ class WaitingQueue:
 
     @staticmethod
     def _drifted(sent: Sequence[float], expected: Sequence[float], now: float) -> bool:
-        """Tell if the expected begins of the next requests differ from those that were sent."""
         if len(sent) != len(expected):
             return True
         return any(
@@ -304,7 +302,6 @@ class WaitingQueue:
         )
 
     def _take_answer(self, client: DataPlaneClient, state: _PeerState, call: Any) -> None:
-        """Follow a message's answer, on a thread of gRPC's."""
         try:
             answer: pb.ExpectResponse = call.result()
             state.unused, again, pause_s = answer.unused, answer.again, _AGAIN_S
