@@ -19,7 +19,7 @@ from gpu_support import build_driver  # noqa: E402
 from lookup_support import MODEL, NAMESPACES, leading_tokens  # noqa: E402
 from manager_support import Kit  # noqa: E402
 from scheduler_support import CHUNK, groups_of, handshake  # noqa: E402
-from scripted import ScriptedDataPlane  # noqa: E402
+from scripted import Clock, ScriptedDataPlane  # noqa: E402
 
 from host_control.client import DataPlaneClient  # noqa: E402
 from host_control.config import HostConfig  # noqa: E402
@@ -68,6 +68,11 @@ def client(plane: ScriptedDataPlane) -> Iterator[DataPlaneClient]:
 @pytest.fixture
 def registration(client: DataPlaneClient, shape: ChunkLayout) -> RegisteredMemory:
     return RegisteredMemory(client, [shape], 8 * shape.raw_bytes, connect_timeout_s=WAIT_MAX_S)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture

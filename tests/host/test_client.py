@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 from machine import WAIT_MAX_S
-from scripted import ScriptedDataPlane, pieces, stored
+from scripted import Clock, ScriptedDataPlane, pieces, stored
 
 from host_control.client import Breaker, DataPlaneClient, FetchAnswer, FetchPart
 from host_control.registered_memory import RegisteredMemory
@@ -19,15 +19,8 @@ from shadowserve.tier import Tier
 KEYS = [bytes([number]) * 32 for number in range(6)]
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_breaker_opens_backs_off_and_probes_forever() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     breaker = Breaker(2, 1.0, 4.0, clock)
     for pause in (1.0, 2.0, 4.0, 4.0, 4.0):
         while not breaker.open:
@@ -47,7 +40,7 @@ def test_breaker_opens_backs_off_and_probes_forever() -> None:
 
 
 def test_lost_probe_does_not_close_the_door_for_good() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     breaker = Breaker(1, 1.0, 4.0, clock)
     breaker.report(success=False)
     clock.now = 1.0
@@ -121,7 +114,7 @@ def test_absent_daemon_opens_the_breaker_and_is_found_again() -> None:
     plane = ScriptedDataPlane()
     plane.stop()
     client = DataPlaneClient(plane.address)
-    clock = Clock()
+    clock = Clock(0.0)
     client.breakers["lookup"] = Breaker(2, 1.0, 4.0, clock)
     outcomes = []
     for _ in range(3):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from machine import wait_for
-from scripted import ScriptedDataPlane
+from scripted import Clock, ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
 from host_control.interference.step_rates import Sample, StepRates
@@ -14,20 +14,9 @@ from host_control.step_reports import StepReports
 RATE = 100 << 20
 
 
-class Clock:
-    now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 @pytest.fixture
 def reports(client: DataPlaneClient, clock: Clock) -> Iterator[StepReports]:
+    clock.now = 50.0
     reports = StepReports([client], 0.02, clock=clock)
     yield reports
     reports.close()

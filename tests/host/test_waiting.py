@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from machine import WAIT_MAX_S, wait_for
-from scripted import ScriptedDataPlane
+from scripted import Clock, ScriptedDataPlane
 
 from host_control import waiting
 from host_control.client import DataPlaneClient
@@ -63,20 +63,6 @@ class Told:
 def known() -> dict[str, bool]:
     """Requests whose lookup has an answer; a request without an entry has one, too."""
     return {}
-
-
-class Clock:
-    """The machine's clock, until a test sets the time; after that it stands still."""
-
-    now: float | None = None
-
-    def __call__(self) -> float:
-        return time.monotonic() if self.now is None else self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture
