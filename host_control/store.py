@@ -331,7 +331,7 @@ class StoreQueue:
         try:
             segment = self._registration.acquire(self._timeout)
         except DataPlaneError as error:
-            if error.outcome == Reason.NO_MEMORY != self.last_error:
+            if error.outcome == Reason.NO_MEMORY and self.last_error != Reason.NO_MEMORY:
                 _logger.warning("shadowserve: nothing is stored: %s", error)
             self.last_error = error.outcome
             self.details[error.outcome] = str(error)

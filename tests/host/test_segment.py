@@ -132,9 +132,14 @@ def test_without_a_data_plane_no_segment_is_created(shape: object, leftovers: Le
         client.close()
 
 
-def test_too_little_shared_memory_is_an_error_with_advice(leftovers: Leftovers) -> None:
+def test_too_little_shared_memory_is_an_error_with_advice(
+    client: DataPlaneClient, shape: ChunkLayout, leftovers: Leftovers
+) -> None:
     with pytest.raises(ConfigurationError, match="shm-size"):
         Segment.create(1 << 50)
+    with pytest.raises(DataPlaneError, match="shm-size") as error:
+        RegisteredMemory(client, [shape], 1 << 50).acquire(5)
+    assert error.value.outcome == "no_memory"
     assert leftovers() == set()
 
 
