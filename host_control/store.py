@@ -279,10 +279,6 @@ class StoreQueue:
         """Wait for the first attempt to connect, at most ``timeout`` seconds; return True if it succeeded."""
         return self._tried.wait(timeout) and self._registration.current is not None
 
-    def idle(self) -> bool:
-        with self._condition:
-            return not self._queue and not self._busy
-
     def flush(self, timeout: float) -> bool:
         with self._condition:
             return self._condition.wait_for(lambda: not self._queue and not self._busy, timeout)

@@ -92,9 +92,6 @@ TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
     State.CANCELLED: {},
 }
 
-IN_FLIGHT: Final = frozenset({State.ALLOCATED, State.QUEUED, State.MOVING})
-"""States in which the engine keeps blocks for a transfer."""
-
 
 class Reason(enum.StrEnum):
     """Why a transfer is a miss, or ended as it did. Logs, metrics and the wire have the same names."""
@@ -179,10 +176,6 @@ class Transfer:
             raise ValueError(f"a transfer that is {self.state} cannot follow the event '{event}'") from None
         self.reason = reason
         return self.state
-
-    @property
-    def in_flight(self) -> bool:
-        return self.state in IN_FLIGHT
 
 
 def diagram() -> str:
