@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import grpc
 
@@ -52,20 +52,8 @@ _CHANNEL_OPTIONS: Final = (
 )
 
 
-class Peer(NamedTuple):
-    """Description of a data plane, from its answer to Hello.
-
-    ``page_devices``: it has devices that bring chunks straight into paged memory.
-    ``differences``: for each other engine of the same model that shares no chunks with this one, what differs.
-    """
-
-    version: str
-    backend: str
-    emulated: bool
-    device: str
-    memory_kinds: tuple[str, ...]
-    page_devices: bool
-    differences: tuple[str, ...] = ()
+Peer = pb.HelloResponse
+"""Description of a data plane: its answer to Hello."""
 
 
 class Connection:
@@ -149,19 +137,10 @@ class Connection:
             if not wait or error.outcome != Reason.UNREACHABLE or time.monotonic() >= ends:
                 raise
             answer = self._hello(request, ends, wait=True)
-        peer = Peer(
-            answer.version,
-            answer.backend,
-            answer.emulated,
-            answer.device,
-            tuple(answer.memory_kinds),
-            answer.page_devices,
-            tuple(answer.differences),
-        )
         with self._lock:
             if self._session == request.session:
-                self._session, self._peer = answer.session, peer
-                return peer
+                self._session, self._peer = answer.session, answer
+                return answer
         # Another thread has opened a session meanwhile, and may have registered memory: continue that one.
         return self.connect(max(ends - time.monotonic(), 0.001), layout, chunk_bytes, wait=wait)
 

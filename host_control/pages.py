@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from host_control.client import DataPlaneClient, FetchAnswer
+from host_control.client import DataPlaneClient, FetchAnswer, FetchCall
 from host_control.progress import WordProgress, cancel_if, follow
 from host_control.registered_memory import PROGRESS_BYTES
 from host_control.segment import Segment
@@ -215,10 +215,14 @@ class PageDelivery:
             try:
                 if not self._register(deadline - time.monotonic()):
                     return None
-                answer = self._call(keys, blocks, deadline, cancelled, on_layers)
+                job_id, offset = f"pages-{secrets.token_hex(8)}", self._pages.progress_offset
+                progress = WordProgress(self._pages.word())  # before the data plane writes there
+                left = max(deadline - time.monotonic(), 0.001)
+                call = self._client.start_fetch_pages(job_id, self._memory_id, self._shape, keys, blocks, left, offset)
             except DataPlaneError as error:
                 _logger.debug("no pages: %s", error)
                 return None
+            answer = self._follow(call, progress, cancel_if(self._client, job_id, cancelled), on_layers)
             if answer.reason != Reason.UNKNOWN_MEMORY:
                 break
             self._memory_id = 0  # the data plane has restarted: register again, once
@@ -247,19 +251,9 @@ class PageDelivery:
         self._memory_id, self._segment = memory_id, self._pages.segment
         return True
 
-    def _call(
-        self,
-        keys: Sequence[bytes],
-        blocks: Sequence[int],
-        deadline: float,
-        cancelled: Callable[[], bool],
-        on_layers: Callable[[int], None],
+    def _follow(
+        self, call: FetchCall, progress: WordProgress, cancels: Callable[[], bool], on_layers: Callable[[int], None]
     ) -> FetchAnswer:
-        job_id, offset = f"pages-{secrets.token_hex(8)}", self._pages.progress_offset
-        progress = WordProgress(self._pages.word())  # before the data plane writes there
-        left = max(deadline - time.monotonic(), 0.001)
-        call = self._client.start_fetch_pages(job_id, self._memory_id, self._shape, keys, blocks, left, offset)
-        cancels = cancel_if(self._client, job_id, cancelled)
         for layers in follow(call, progress, self._shape.layers, _LOOK_INTERVAL, cancels):
             on_layers(layers)
         while not call.done():

@@ -41,7 +41,7 @@ def test_hello_is_the_first_call_and_names_the_host(plane: ScriptedDataPlane, sh
         assert plane.calls == ["Hello", "Lookup"]
         assert not stored(client, CHAINS)[0].any()
         assert plane.calls == ["Hello", "Lookup", "Lookup"], "once for each connection"
-        assert client.peer is not None and client.peer.memory_kinds == ("shared_memory",)
+        assert client.peer is not None and client.peer.memory_kinds == ["shared_memory"]
         RegisteredMemory(client, [shape], 1 << 16).acquire(WAIT_MAX_S)
     first, second = plane.hellos
     assert (first.protocol_version, first.version) == (PROTOCOL_VERSION, __version__)
@@ -58,7 +58,7 @@ def test_hello_names_the_engine_and_returns_differences_to_other_engines(
     with closing(HostConfig(data_plane=plane.address, connect_timeout_s=WAIT_MAX_S).client(0, engine)) as client:
         client.connect(WAIT_MAX_S)
         peer = client.connect(WAIT_MAX_S, shape)
-    assert peer.differences == ("another engine has other chunks",)
+    assert peer.differences == ["another engine has other chunks"]
     without, given = plane.hellos
     assert not without.HasField("engine") and given.engine == engine
 
