@@ -43,6 +43,8 @@ class Layered:
     def ended(self, job: FetchJob) -> FetchResult:
         """Return the outcome; what was scattered must be right."""
         (result,) = self.kit.collect(1)
+        layers = range(self.kit.shapes[0].layers)
+        assert {(layer, chunk) for layer in layers for chunk in range(*result.chunks)} <= self.bytes.keys()
         for (layer, chunk), there in self.bytes.items():
             assert there == self.kit.plane.records[job.keys[0][chunk]][layer * self.each :][: self.each]
         return result
