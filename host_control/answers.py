@@ -1,9 +1,11 @@
 """Arguments and answers of the data plane's calls. Answers are checked before they are used."""
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 
@@ -17,31 +19,30 @@ Tiers = npt.NDArray[np.uint8]
 """A :class:`~shadowserve.tier.Tier` for each chunk."""
 
 
-class Registration(NamedTuple):
-    """Name of registered memory at the data plane."""
-
-    memory_id: int
-
-
-class Found(NamedTuple):
-    """Answer of a lookup, for each chain.
+class Chain(NamedTuple):
+    """Answer of a lookup for the records of one namespace.
 
     Attributes:
-        present: Records that are stored.
-        published: Records that are pending; None: not known.
+        stored: Records that are stored.
+        pending: Records that are pending; None: not known.
         stored_bytes: Bytes of the stored records together.
         cold_seconds: Seconds after which storage expects to have the cold ones nearer.
         tiers: Tier of each record.
     """
 
-    present: list[Flags]
-    published: list[Flags] | None
-    stored_bytes: list[int]
-    cold_seconds: list[float]
-    tiers: list[Tiers]
+    stored: Flags
+    pending: Flags | None
+    stored_bytes: int
+    cold_seconds: float
+    tiers: Tiers
+
+    @property
+    def chunk_bytes(self) -> float:
+        """Mean bytes of a stored record."""
+        return self.stored_bytes / max(int(self.stored.sum()), 1)
 
 
-def found_of(answer: pb.LookupResponse, counts: Sequence[int]) -> Found:
+def chains_of(answer: pb.LookupResponse, counts: Sequence[int]) -> list[Chain]:
     """Return the answer of a lookup for chains with the given numbers of records.
 
     Raises:
@@ -51,16 +52,16 @@ def found_of(answer: pb.LookupResponse, counts: Sequence[int]) -> Found:
     def flags(packed: Sequence[bytes]) -> list[Flags]:
         return [unpack(data, count) for data, count in zip(packed, counts, strict=True)]
 
-    present = flags(answer.present)
-    published = flags(answer.published) if answer.published else None
+    stored = flags(answer.present)
+    pending: Sequence[Flags | None] = flags(answer.published) if answer.published else [None] * len(counts)
     for numbers, what in (answer.stored_bytes, "bytes"), (answer.cold_ms, "times"), (answer.tiers, "tiers"):
         if len(numbers) != len(counts):
             raise ValueError(f"{what} of {len(numbers)} chains where {len(counts)} were asked for")
     tiers = [np.frombuffer(each, np.uint8) for each in answer.tiers]
-    for each, stored in zip(tiers, present, strict=True):
-        if len(each) != len(stored) or not np.array_equal(each > Tier.NONE, stored) or (each > Tier.COLD).any():
+    for each, there in zip(tiers, stored, strict=True):
+        if len(each) != len(there) or not np.array_equal(each > Tier.NONE, there) or (each > Tier.COLD).any():
             raise ValueError("the tiers are not those of the stored chunks")
-    return Found(present, published, list(answer.stored_bytes), [ms / 1e3 for ms in answer.cold_ms], tiers)
+    return list(map(Chain, stored, pending, answer.stored_bytes, [ms / 1e3 for ms in answer.cold_ms], tiers))
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,7 @@ class FetchPart:
 
     Attributes:
         memory_id: Registered memory that the chunks go to.
-        offset: Offset of the first chunk in that memory.
-        length: Bytes from there on that the chunks may use.
+        offset, length: Region of that memory that the chunks may use, in bytes.
         keys: Record keys of the chunks.
         wanted: Wanted pieces, [layer, chunk].
         layout: Index of the chunk layout among those that the memory was registered with.
@@ -103,13 +103,12 @@ class FetchPart:
     @property
     def message(self) -> pb.FetchPart:
         """The wire's message."""
-        wanted = b"" if self.wanted.all() else pack(self.wanted)
         return pb.FetchPart(
             memory_id=self.memory_id,
             offset=self.offset,
             length=self.length,
             keys=self.keys,
-            wanted=wanted,
+            wanted=b"" if self.wanted.all() else pack(self.wanted),
             layout=self.layout,
         )
 
@@ -157,16 +156,70 @@ class FetchCall:
         self._call.add_done_callback(lambda _: callback())
 
     def done(self) -> bool:
-        """Tell if the call has ended."""
         return bool(self._call.done())
 
-    def layers(self, seen: int, seconds: float) -> int:
+    def wait(self, seen: int, seconds: float) -> int:
         """Wait for more leading layers than ``seen``; only of :meth:`DataPlaneClient.start_fetch_layers`."""
         return int(self._call.layers(seen, seconds))
 
     def result(self) -> FetchAnswer:
         """Return the outcome; blocks until the call's own deadline at most."""
         return self._answer(self._call)
+
+
+class LayerStream:
+    """A FetchLayers call in flight, with the interface of any other call; a thread reads its messages."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._changed = threading.Condition()
+        self._layers = 0
+        self._answer = pb.FetchResponse()  # with no outcome
+        self._error: grpc.RpcError | None = None
+        self._ended = False
+        self._callbacks: list[Callable[[Any], None]] = []
+        threading.Thread(target=self._read, name="shadowserve-layers", daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            for message in self._call:
+                if message.HasField("answer"):
+                    self._answer = message.answer
+                with self._changed:
+                    self._layers = max(self._layers, message.layers)
+                    self._changed.notify_all()
+        except grpc.RpcError as error:
+            self._error = error
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+            for callback in self._callbacks:
+                callback(self)
+
+    def layers(self, seen: int, seconds: float) -> int:
+        """Return the number of leading layers in place, once above ``seen``, or the call or the seconds end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._layers > seen or self._ended, seconds)
+            return self._layers
+
+    def done(self) -> bool:
+        return self._ended
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        with self._changed:
+            if not self._ended:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def result(self) -> pb.FetchResponse:
+        """Return the answer, with no outcome where none came; raise grpc.RpcError if the call has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended)
+        if self._error is not None:
+            raise self._error
+        return self._answer
 
 
 def delivered_of(answer: pb.FetchResponse, wanted: Sequence[Flags]) -> list[Flags]:

@@ -1,28 +1,27 @@
 """Small JSON files in the user's cache folder. An engine works without them, but starts slower or learns again."""
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 _T = TypeVar("_T")
 _FILE_BYTES_MAX: Final = 16 << 20
+_VERSION: Final = 2
+_ENGINES_MAX: Final = 256
+"""Engines in the file of learnt times, of about 2 KiB each. The oldest are dropped first."""
 
 
 def cache_file(configured: str, name: str) -> Path | None:
-    """Return the path of a cache file.
+    """Return the path of a cache file: a configured one, or ``name`` in the user's cache folder.
 
-    Args:
-        configured: A path, ``none`` for no file, or empty for the default path.
-        name: File name of the default path, in the user's cache folder.
-
-    Returns:
-        ``None`` for no file, also if the user has no home folder, as in some containers.
+    ``None`` for no file: configured as ``none``, or the user has no home folder, as in some containers.
     """
     if configured:
         return None if configured == "none" else Path(configured)
@@ -37,13 +36,7 @@ def cache_file(configured: str, name: str) -> Path | None:
 class CacheFile:
     """A JSON file that only its user can write. A missing, invalid or unusable file counts as empty.
 
-    The first problem is logged as a warning.
-
-    Args:
-        path: Path of the file; ``None`` for no file.
-        label: Beginning of the warning: contents and configuration key of the file.
-        consequence: End of the warning.
-        logger: Logger for the warning.
+    The first problem is logged as a warning: ``label`` (contents and configuration key), the problem, ``consequence``.
     """
 
     def __init__(self, path: Path | None, label: str, consequence: str, logger: logging.Logger) -> None:
@@ -104,3 +97,52 @@ class CacheFile:
         if not self._warned:
             self._warned = True
             self._logger.warning("ShadowServe: %s, %s %s; %s", self._label, self.path, problem, self._consequence)
+
+
+class _Learning(Protocol):
+    def pack(self) -> dict[str, Any]: ...
+
+    def restore(self, packed: Mapping[str, Any]) -> None: ...
+
+
+def engine_name(model: bytes, machine: str) -> str:
+    """Return the name of engines with the same model and machine: 64 hexadecimal digits."""
+    return hashlib.sha256(model + b"\0" + machine.encode(errors="surrogateescape")).hexdigest()
+
+
+class KeptLearning:
+    """Saves and restores what one engine has learnt, by name of the object; ``path`` ``None`` for no file."""
+
+    def __init__(self, path: Path | None, name: str, learnt: Mapping[str, _Learning], logger: logging.Logger) -> None:
+        self._name, self._learnt = name, learnt
+        self._file = CacheFile(path, "the file of learnt times (computing_cache)", "times are learnt again", logger)
+
+    def load(self) -> None:
+        found = self._engines().get(self._name)
+        for name, learning in self._learnt.items():
+            packed = found.get(name) if isinstance(found, dict) else None
+            if packed is not None:
+                try:
+                    learning.restore(packed)
+                except (ValueError, TypeError, KeyError, AttributeError) as error:
+                    self._file.warn(f"is invalid and will be replaced: {error}")
+
+    def save(self) -> None:
+        """Update this engine's entry in the file. Parts of it that were not learnt this time are kept."""
+        engines = self._engines()
+        before = engines.pop(self._name, None)
+        now = {name: learning.pack() for name, learning in self._learnt.items()}
+        engines[self._name] = (before if isinstance(before, dict) else {}) | now
+        self._file.write({"version": _VERSION, "engines": dict(list(engines.items())[-_ENGINES_MAX:])})
+
+    def _engines(self) -> dict[str, Any]:
+        return self._file.read(_checked) or {}
+
+
+def _checked(described: Any) -> dict[str, Any]:
+    if not isinstance(described, dict) or described.get("version") != _VERSION:
+        raise ValueError("it has another version")
+    engines = described.get("engines")
+    if not isinstance(engines, dict):
+        raise ValueError("it holds no engines")
+    return engines

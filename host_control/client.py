@@ -1,15 +1,12 @@
 """The data plane's client: deadlines on every call, a breaker for each kind of call, and a reason for every failure.
 
-Connecting (:mod:`host_control.connection`) means saying Hello. A call that finds that the data plane does not know this
-host (any more) is repeated after another Hello, or ends as ``unknown_memory``: a data plane that does not know the host
-does not know its memory either.
-
-Answers are checked before they are used. A Fetch or Store that ends without an answer (the connection broke, the
-deadline passed, the answer makes no sense) is not *quiet*: the data plane may still move bytes in the region, so the
-caller must not use that memory again (:mod:`host_control.registered_memory` retires it).
+A Fetch or Store that ends without a valid answer (the connection broke, the deadline passed) is not *quiet*: the data
+plane may still move bytes in the region, so the caller must not use that memory again. A call of a host that the data
+plane does not know (any more) is repeated after another Hello, or ends as ``unknown_memory``.
 """
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Literal
@@ -18,20 +15,18 @@ import grpc
 import numpy as np
 
 from host_control.answers import (
+    Chain,
     FetchAnswer,
     FetchCall,
     FetchPart,
-    Found,
-    Registration,
+    LayerStream,
     StoreAnswer,
+    chains_of,
     delivered_of,
-    found_of,
     reason_of,
 )
-from host_control.breaker import Breaker
 from host_control.connection import Connection, Peer, explain
 from host_control.fetch_policy import Decision
-from host_control.layer_stream import LayerStream
 from host_control.transfer import Reason
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
@@ -40,15 +35,7 @@ from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import layout_message
 from shadowserve.tls import Credentials
 
-__all__ = [
-    "DataPlaneClient",
-    "FetchAnswer",
-    "FetchCall",
-    "FetchPart",
-    "MemoryMessage",
-    "Registration",
-    "StoreAnswer",
-]
+__all__ = ["Breaker", "DataPlaneClient", "FetchAnswer", "FetchCall", "FetchPart", "MemoryMessage", "StoreAnswer"]
 
 _GRACE: Final = 0.25
 """Seconds that a call may outlast the deadline in its request, so that the data plane's answer still counts."""
@@ -76,16 +63,65 @@ _AT_FAULT: Final = {
     Reason.INTERNAL,
     Reason.DEVICE,
 }
+_NO_ANSWER: Final = (grpc.RpcError, grpc.FutureCancelledError)
+
+
+class Breaker:
+    """Pauses calls to a peer after repeated failures, and always tries again.
+
+    Closed until ``failures`` calls in a row have failed; then open for ``backoff`` seconds, doubled with each further
+    failure up to ``backoff_max_s``. When the time is over one call is let through as a probe: its success closes the
+    breaker, its failure opens it again. A probe that never reports counts as lost after ``backoff_max_s`` more seconds.
+    """
+
+    def __init__(
+        self, failures: int, backoff: float, backoff_max_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._failures_max = failures
+        self._backoff = backoff
+        self._backoff_max = backoff_max_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._closed_until_probe = 0.0
+
+    def allow(self) -> bool:
+        """Tell if a call may go out now. While open, True makes this call the probe."""
+        with self._lock:
+            if self._failures < self._failures_max:
+                return True
+            now = self._clock()
+            if now < self._closed_until_probe:
+                return False
+            self._closed_until_probe = now + self._backoff_max
+            return True
+
+    def report(self, success: bool) -> None:
+        """Count the outcome of a call that :meth:`allow` let through."""
+        with self._lock:
+            if success:
+                self._failures = 0
+                return
+            self._failures += 1
+            excess = min(self._failures - self._failures_max, 16)
+            if excess >= 0:
+                self._closed_until_probe = self._clock() + min(self._backoff * 2.0**excess, self._backoff_max)
+
+    @property
+    def open(self) -> bool:
+        """Calls are turned away."""
+        with self._lock:
+            return self._failures >= self._failures_max
 
 
 class DataPlaneClient:
-    """Calls to one data plane. Thread-safe.
+    """Calls to one data plane. Thread-safe. Time limits are in seconds.
 
     Args:
         address: ``host:port`` or ``unix:/path``.
         credentials: Credentials for TLS; None: no TLS.
         engine: The engine whose KV moves, which the data plane compares with others; None where no KV moves.
-        connect_timeout_s: Seconds for calls that move no KV.
+        connect_timeout_s: Time limit of calls that move no KV.
         failures, backoff, backoff_max_s: See :class:`Breaker`.
 
     Raises:
@@ -139,22 +175,7 @@ class DataPlaneClient:
             return False
         return True
 
-    def lookup(self, chains: Sequence[tuple[bytes, Sequence[bytes]]], timeout: float) -> Callable[[], list[Flags]]:
-        """Ask which keys of each chain are stored; connect first if necessary.
-
-        Args:
-            chains: Namespaces, and keys of their records.
-            timeout: Seconds.
-
-        Returns:
-            A function that waits for the answer, until the deadline at most, and returns it. It raises DataPlaneError
-            where there is no answer, or an invalid one; its ``outcome`` is the reason.
-
-        Raises:
-            DataPlaneError: The breaker is open, or there is no connection.
-        """
-        finish = self.find(chains, timeout, published=False)
-        return lambda: finish().present
+    # ------------------------------------------------------------------ lookups and hints
 
     def find(
         self,
@@ -163,13 +184,20 @@ class DataPlaneClient:
         *,
         published: bool = True,
         prefetch: bool = False,
-    ) -> Callable[[], Found]:
-        """Ask, as :meth:`lookup` does, which keys of each chain are stored and which are pending.
+    ) -> Callable[[], list[Chain]]:
+        """Ask which keys of each chain are stored and which are pending; connect first if necessary.
 
         Args:
-            chains, timeout: As in :meth:`lookup`.
+            chains: Namespaces, and keys of their records.
             published: Ask for pending keys.
             prefetch: Let storage bring cold records nearer.
+
+        Returns:
+            A function that waits for the answer, until the deadline at most. It raises DataPlaneError where there is no
+            answer, or an invalid one; its ``outcome`` is the reason.
+
+        Raises:
+            DataPlaneError: The breaker is open, or there is no connection.
         """
         self._allow("lookup")
         ends = time.monotonic() + timeout
@@ -177,7 +205,11 @@ class DataPlaneClient:
         def start() -> Any:
             left = max(ends - time.monotonic(), 0.001)
             if self.peer is None:
-                self._connect_for("lookup", left)
+                try:
+                    self.connect(left, wait=False)
+                except DataPlaneError as error:
+                    self._report("lookup", error.outcome)
+                    raise
                 left = max(ends - time.monotonic(), 0.001)
             request = pb.LookupRequest(
                 chains=[pb.KeyChain(keys=keys, namespace=namespace) for namespace, keys in chains],
@@ -185,31 +217,33 @@ class DataPlaneClient:
                 published=published,
                 prefetch=prefetch,
             )
-            return self._connection.stub.Lookup.future(
-                request, timeout=left + _GRACE / 5, metadata=self._connection.metadata()
-            )
+            return self._connection.stub.Lookup.future(request, **self._within(left + _GRACE / 5))
 
-        def finish() -> Found:
+        def finish() -> list[Chain]:
             try:
                 answer = call.result()
-            except (grpc.RpcError, grpc.FutureCancelledError) as error:
+            except _NO_ANSWER as error:
                 if not self._connection.lost(error):
                     raise self._fail("lookup", *explain(error)) from error
                 try:
                     answer = start().result()
-                except (grpc.RpcError, grpc.FutureCancelledError) as again:
+                except _NO_ANSWER as again:
                     raise self._fail("lookup", *explain(again)) from again
             return self._found(answer, [len(keys) for _, keys in chains])
 
         call = start()
         return finish
 
-    def _connect_for(self, operation: _OPERATION, timeout: float) -> None:
+    def _found(self, answer: pb.LookupResponse, counts: Sequence[int]) -> list[Chain]:
+        reason = reason_of(answer.outcome)
+        if reason != Reason.COMPLETE:
+            raise self._fail("lookup", reason, answer.detail)
         try:
-            self.connect(timeout, wait=False)
-        except DataPlaneError as error:
-            self._report(operation, error.outcome)
-            raise
+            found = chains_of(answer, counts)
+        except ValueError as error:
+            raise self._fail("lookup", Reason.INVALID_ANSWER, str(error)) from error
+        self._report("lookup", reason)
+        return found
 
     def publish(
         self,
@@ -219,14 +253,12 @@ class DataPlaneClient:
         plain: bool = False,
         reached: Callable[[int], None] | None = None,
     ) -> None:
-        """Publish records that will be stored; 0 seconds: withdraw them. A hint, which is not waited for.
+        """Publish records that will be stored within some seconds; 0 seconds: withdraw them.
 
-        Nothing is sent to a data plane that is not connected, or that fails lookups.
+        A hint, which is not waited for, and not sent to a data plane that is not connected, or that fails lookups.
 
         Args:
-            keys: Keys of the records.
-            seconds: Time within which they will be stored.
-            plain: They will be stored uncompressed (:meth:`store`).
+            plain: They will be stored uncompressed.
             reached: Called, in any thread, with the engines that learn of it, a ``Reach`` of the wire.
         """
         if not keys:
@@ -236,7 +268,7 @@ class DataPlaneClient:
         )
 
         def ended(call: Any) -> None:
-            with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError):
+            with contextlib.suppress(*_NO_ANSWER):
                 if reached is not None and call.result().outcome == pb.OUTCOME_COMPLETE:
                     reached(call.result().reach)
 
@@ -253,14 +285,6 @@ class DataPlaneClient:
         """Report an engine's steps; return the call, or None, as :meth:`expect` does."""
         return self._send(self._connection.stub.ReportSteps, message)
 
-    def _send(self, method: Any, message: Any) -> Any:
-        if self.peer is None or self.breakers["lookup"].open:
-            return None
-        try:
-            return method.future(message, timeout=self._connect_timeout, metadata=self._connection.metadata())
-        except ValueError:  # the channel is closed
-            return None
-
     def lost(self, error: BaseException) -> None:
         """Handle a failed call of :meth:`expect` or :meth:`report_steps`: Hello may be due."""
         self._connection.lost(error)
@@ -276,32 +300,28 @@ class DataPlaneClient:
         )  # fmt: skip
         self._send_hint(self._connection.stub.Decided, message)
 
+    def _send(self, method: Any, message: Any) -> Any:
+        if self.peer is None or self.breakers["lookup"].open:
+            return None
+        try:
+            return method.future(message, **self._within(self._connect_timeout))
+        except ValueError:  # the channel is closed
+            return None
+
     def _send_hint(self, method: Any, request: Any, ended: Callable[[Any], None] | None = None) -> None:
         if (call := self._send(method, request)) is not None:
             self._keep_alive(call)
             if ended is not None:
                 call.add_done_callback(ended)
 
-    def _found(self, answer: pb.LookupResponse, counts: Sequence[int]) -> Found:
-        reason = reason_of(answer.outcome)
-        if reason != Reason.COMPLETE:
-            raise self._fail("lookup", reason, answer.detail)
-        try:
-            found = found_of(answer, counts)
-        except ValueError as error:
-            raise self._fail("lookup", Reason.INVALID_ANSWER, str(error)) from error
-        self._report("lookup", reason)
-        return found
+    # ------------------------------------------------------------------ memory
 
     def register(
         self, shapes: Sequence[ChunkLayout], memory: MemoryMessage, pages: pb.PagedMemory | None = None
-    ) -> Registration:
-        """Register memory for chunks of some chunk layouts. The caller has asked the breaker.
+    ) -> int:
+        """Register memory for chunks of some layouts; return its ID. The caller has asked the breaker.
 
-        Args:
-            shapes: Chunk layouts; calls name one by its index.
-            memory: The memory.
-            pages: Positions of an engine's pages in it.
+        ``pages``: positions of an engine's pages in the memory.
 
         Raises:
             DataPlaneError: Refused, unreachable, or the data plane computes another chunk size than this host.
@@ -312,9 +332,7 @@ class DataPlaneClient:
             **{_MEMORY_FIELDS[type(memory)]: memory},  # type: ignore[arg-type]
         )
         try:
-            answer = self._connection.stub.RegisterMemory(
-                request, timeout=self._connect_timeout, metadata=self._connection.metadata()
-            )
+            answer = self._connection.stub.RegisterMemory(request, **self._within(self._connect_timeout))
         except grpc.RpcError as error:
             self._connection.lost(error)
             raise self._fail("register", *explain(error)) from error
@@ -322,31 +340,24 @@ class DataPlaneClient:
             detail = f"the data plane counts {list(answer.chunk_bytes)[:16]} bytes in a chunk, this host {ours[:16]}"
             raise self._fail("register", Reason.INVALID_ANSWER, detail)
         self._report("register", Reason.COMPLETE)
-        return Registration(answer.memory_id)
+        return int(answer.memory_id)
 
     def release(self, memory_id: int, *, wait: bool) -> bool:
         """Release registered memory; a data plane that does not answer releases it after some time.
 
-        Args:
-            memory_id: The memory.
-            wait: Wait for the answer, at most ``connect_timeout_s`` seconds.
-
-        Returns:
-            True if the data plane has answered, so that it will not use the memory any more. Always False without
-            ``wait``.
+        ``wait``: wait for the answer, at most ``connect_timeout_s`` seconds. Return True if it came, so that the data
+        plane will not use the memory any more.
         """
         request = pb.ReleaseMemoryRequest(memory_id=memory_id)
-        try:
-            call = self._connection.stub.ReleaseMemory.future(
-                request, timeout=self._connect_timeout, metadata=self._connection.metadata()
-            )
+        with contextlib.suppress(*_NO_ANSWER, ValueError):  # ValueError: the channel is closed
+            call = self._connection.stub.ReleaseMemory.future(request, **self._within(self._connect_timeout))
             if wait:
                 call.result()
                 return True
             self._keep_alive(call)
-        except (grpc.RpcError, grpc.FutureCancelledError, ValueError):  # ValueError: the channel is closed
-            pass
         return False
+
+    # ------------------------------------------------------------------ fetches
 
     def start_fetch(
         self,
@@ -364,22 +375,27 @@ class DataPlaneClient:
         Args:
             job_id: Unique among calls in flight.
             parts: Wanted pieces of each shard; the regions do not overlap.
-            timeout: Seconds.
             layerwise: Fetch layer by layer, not chunk by chunk.
             progress: Offset, in the memory of the first part, of the word where the data plane counts the leading
                 chunks of every part that are in place; layer by layer, the leading layers of the only part.
             window_s: Seconds that the engine will compute with each layer; 0 if unknown.
-            purpose: Purpose of the fetch, a value of the wire.
 
         Raises:
             DataPlaneError: The breaker is open.
         """
-        order = pb.ORDER_LAYERS if layerwise else pb.ORDER_CHUNKS
-        future = self._connection.stub.Fetch.future
-        return self._start(future, job_id, parts, timeout, order, progress, window_s, purpose)
+        request = pb.FetchRequest(
+            job_id=job_id,
+            parts=[part.message for part in parts],
+            order=pb.ORDER_LAYERS if layerwise else pb.ORDER_CHUNKS,
+            timeout_ms=_milliseconds(timeout),
+            progress=progress,
+            window_us=_microseconds(window_s),
+            purpose=purpose,
+        )
+        return self._start(self._connection.stub.Fetch.future, request, timeout, [part.wanted for part in parts])
 
     def start_fetch_layers(self, job_id: str, part: FetchPart, timeout: float, window_s: float = 0.0) -> FetchCall:
-        """Start one batch of a part layer by layer, whose progress :meth:`FetchCall.layers` tells.
+        """Start one batch of a part layer by layer, whose progress :meth:`FetchCall.wait` tells.
 
         For memory that the data plane does not share. Arguments and errors as in :meth:`start_fetch`.
         """
@@ -387,31 +403,15 @@ class DataPlaneClient:
         def stream(*arguments: Any, **named: Any) -> LayerStream:
             return LayerStream(self._connection.stub.FetchLayers(*arguments, **named))
 
-        return self._start(stream, job_id, [part], timeout, pb.ORDER_LAYERS, None, window_s)
-
-    def _start(
-        self,
-        method: Callable[..., Any],
-        job_id: str,
-        parts: Sequence[FetchPart],
-        timeout: float,
-        order: Any,
-        progress: int | None,
-        window_s: float,
-        purpose: Any = pb.PURPOSE_REQUEST,
-    ) -> FetchCall:
-        self._allow("fetch")
         request = pb.FetchRequest(
             job_id=job_id,
-            parts=[part.message for part in parts],
-            order=order,
+            parts=[part.message],
+            order=pb.ORDER_LAYERS,
             timeout_ms=_milliseconds(timeout),
-            progress=progress,
-            window_us=min(int(1e6 * window_s), 0xFFFFFFFF),
-            purpose=purpose,
+            window_us=_microseconds(window_s),
+            purpose=pb.PURPOSE_REQUEST,
         )
-        call = method(request, timeout=timeout + _GRACE, metadata=self._connection.metadata())
-        return FetchCall(call, lambda ended: self._fetch_answer(ended, [part.wanted for part in parts]))
+        return self._start(stream, request, timeout, [part.wanted])
 
     def start_fetch_pages(
         self,
@@ -423,21 +423,13 @@ class DataPlaneClient:
         timeout: float,
         progress: int,
     ) -> FetchCall:
-        """Start to bring chunks from devices of the data plane into pages.
+        """Start to bring chunks from devices of the data plane into blocks of paged memory, chunk after chunk.
 
-        Args:
-            job_id: Unique among calls in flight.
-            memory_id: Registered paged memory.
-            shape: Layout of the chunks.
-            keys: Record keys of the chunks.
-            blocks: Blocks that they go to, chunk after chunk.
-            timeout: Seconds.
-            progress: Offset of the word in that memory where the data plane counts the leading layers in place.
+        ``progress``: offset of the word in that memory where the data plane counts the leading layers in place.
 
         Raises:
             DataPlaneError: The breaker is open.
         """
-        self._allow("fetch")
         request = pb.FetchPagesRequest(
             job_id=job_id,
             memory_id=memory_id,
@@ -446,16 +438,19 @@ class DataPlaneClient:
             timeout_ms=_milliseconds(timeout),
             progress=progress,
         )
-        call = self._connection.stub.FetchPages.future(
-            request, timeout=timeout + _GRACE, metadata=self._connection.metadata()
-        )
-        return FetchCall(call, lambda ended: self._fetch_answer(ended, [np.ones((shape.layers, len(keys)), np.bool_)]))
+        wanted = np.ones((shape.layers, len(keys)), np.bool_)
+        return self._start(self._connection.stub.FetchPages.future, request, timeout, [wanted])
+
+    def _start(self, method: Callable[..., Any], request: Any, timeout: float, wanted: Sequence[Flags]) -> FetchCall:
+        self._allow("fetch")
+        call = method(request, **self._within(timeout + _GRACE))
+        return FetchCall(call, lambda ended: self._fetch_answer(ended, wanted))
 
     def _fetch_answer(self, call: Any, wanted: Sequence[Flags]) -> FetchAnswer:
         nothing = [np.zeros_like(each) for each in wanted]
         try:
             answer = call.result()
-        except (grpc.RpcError, grpc.FutureCancelledError) as error:
+        except _NO_ANSWER as error:
             return FetchAnswer(nothing, wanted, *self._unanswered("fetch", error))
         reason = reason_of(answer.outcome)
         try:
@@ -468,6 +463,14 @@ class DataPlaneClient:
         self._report("fetch", Reason.COMPLETE if slow else reason)
         moved = (answer.fetched_bytes, answer.delivered_bytes)
         return FetchAnswer(delivered, wanted, reason, answer.detail, True, *moved)
+
+    def cancel(self, job_id: str) -> None:
+        """Ask the data plane to end a job early. The answer is not waited for: the job's own outcome tells."""
+        request = pb.CancelRequest(job_id=job_id)
+        with contextlib.suppress(ValueError):  # the channel is closed, and with it the job's call
+            self._keep_alive(self._connection.stub.Cancel.future(request, **self._within(self._connect_timeout)))
+
+    # ------------------------------------------------------------------ stores, statistics
 
     def store(
         self,
@@ -488,13 +491,10 @@ class DataPlaneClient:
         Args:
             job_id: Unique among calls in flight.
             memory_id, offset: Memory and offset of the first chunk.
-            keys: Record keys of the chunks.
             parents: Key of the chunk before each of them in its prompt; empty for a prompt's first.
-            timeout: Seconds.
             layout: Index of the chunk layout among those that the memory was registered with.
             lasts_s: Seconds after which the chunks are of no use; 0: for good.
             plain: Store uncompressed, so that devices can bring the chunks into pages.
-            purpose: Purpose of the store, a value of the wire.
         """
         nothing = unpack(b"", len(keys))
         if not self.breakers["store"].allow():
@@ -512,9 +512,7 @@ class DataPlaneClient:
             purpose=purpose,
         )
         try:
-            answer = self._connection.stub.Store(
-                request, timeout=timeout + _GRACE, metadata=self._connection.metadata()
-            )
+            answer = self._connection.stub.Store(request, **self._within(timeout + _GRACE))
         except (grpc.RpcError, ValueError) as error:
             return StoreAnswer(nothing, *self._unanswered("store", error))
         reason = reason_of(answer.outcome)
@@ -528,27 +526,11 @@ class DataPlaneClient:
         self._report("store", reason)
         return StoreAnswer(stored, reason, answer.detail, True, answer.raw_bytes, answer.stored_bytes)
 
-    def cancel(self, job_id: str) -> None:
-        """Ask the data plane to end a job early. The answer is not waited for: the job's own outcome tells."""
-        try:
-            request = pb.CancelRequest(job_id=job_id)
-            call = self._connection.stub.Cancel.future(
-                request, timeout=self._connect_timeout, metadata=self._connection.metadata()
-            )
-        except ValueError:  # the channel is closed, and with it the job's call
-            return
-        self._keep_alive(call)
-
     def statistics(self) -> pb.StatisticsResponse:
-        """Return the data plane's statistics.
-
-        Raises:
-            DataPlaneError: There is no answer.
-        """
+        """Return the data plane's statistics; raise DataPlaneError if there is no answer."""
         try:
-            answer: pb.StatisticsResponse = self._connection.stub.Statistics(
-                pb.StatisticsRequest(), timeout=self._connect_timeout
-            )
+            request = pb.StatisticsRequest()
+            answer: pb.StatisticsResponse = self._connection.stub.Statistics(request, timeout=self._connect_timeout)
         except grpc.RpcError as error:
             reason, detail = explain(error)
             raise DataPlaneError(f"statistics of the data plane at {self.address}: {detail}", reason) from error
@@ -557,9 +539,7 @@ class DataPlaneClient:
     def trace(self, seconds: float, fetches: int) -> Iterator[pb.TraceResponse]:
         """Record this host's next fetches; yield an empty answer once the recording runs, then its parts.
 
-        Args:
-            seconds: Longest time of the recording.
-            fetches: Number of calls after which it ends earlier.
+        It ends after some seconds, or earlier after a number of calls.
 
         Raises:
             DataPlaneError: The data plane is not reachable, or does not record.
@@ -567,11 +547,16 @@ class DataPlaneClient:
         self.connect(self._connect_timeout, wait=False)
         request = pb.TraceRequest(timeout_ms=_milliseconds(seconds), fetches=fetches)
         try:
-            timeout = seconds + self._connect_timeout
-            yield from self._connection.stub.Trace(request, timeout=timeout, metadata=self._connection.metadata())
+            yield from self._connection.stub.Trace(request, **self._within(seconds + self._connect_timeout))
         except grpc.RpcError as error:
             reason, detail = explain(error)
             raise DataPlaneError(f"the data plane at {self.address} does not record: {detail}", reason) from error
+
+    # ------------------------------------------------------------------ for all calls
+
+    def _within(self, timeout: float) -> dict[str, Any]:
+        """Return gRPC's arguments of a call of this session."""
+        return {"timeout": timeout, "metadata": self._connection.metadata()}
 
     def _keep_alive(self, call: Any) -> None:
         # gRPC ends a call without references.
@@ -605,3 +590,7 @@ class DataPlaneClient:
 
 def _milliseconds(seconds: float) -> int:
     return max(1, min(int(seconds * 1000), 2**32 - 1))
+
+
+def _microseconds(seconds: float) -> int:
+    return min(int(seconds * 1e6), 2**32 - 1)

@@ -1,17 +1,15 @@
 """Loads that wait for cold chunks: object storage brings them nearer while the engine continues with other requests.
 
-Such a load starts with the chunks that are near, like a load whose other chunks are pending. One thread asks for all
-loads that wait, again and again: each question makes storage bring some of the missing chunks, and tells how far it is.
-Nothing is brought before a request's load starts, so nothing is read for a request that is computed.
+One thread asks for all loads that wait, again and again: each question makes storage bring some of the missing chunks,
+and tells how far it is. Nothing is brought before a request's load starts.
 """
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from host_control.disaggregation import Available
+from host_control.disaggregation import Available, Background
 from host_control.transfer import Reason
 from shadowserve.errors import DataPlaneError
 from shadowserve.pieces import Flags, leading
@@ -39,14 +37,12 @@ class _ColdLoad:
     next_at: float = 0.0
 
 
-class ColdLoads:
+class ColdLoads(Background):
     """Brings the cold chunks of loads nearer, in the background."""
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
+        super().__init__("shadowserve-cold")
         self._loads: dict[str, _ColdLoad] = {}
-        self._closing = False
-        self._thread: threading.Thread | None = None
 
     def begin(self, name: str, ask: Ask, chunks: int, seconds: float, then: Callable[[Available], None]) -> None:
         """Start to bring the leading ``chunks`` chunks of a load, within some seconds.
@@ -58,22 +54,12 @@ class ColdLoads:
         now = time.monotonic()
         with self._condition:
             self._loads[name] = _ColdLoad(ask, chunks, now, now + seconds, then)
-            if self._thread is None:  # most engines never need it
-                self._thread = threading.Thread(target=self._run, name="shadowserve-cold", daemon=True)
-                self._thread.start()
-            self._condition.notify_all()
+            self._wake()
 
     def end(self, name: str) -> None:
-        """Stop asking for a load."""
         if name in self._loads:
             with self._condition:
                 self._loads.pop(name, None)
-
-    def close(self) -> None:
-        """End the thread; waiting loads get no further call."""
-        with self._condition:
-            self._closing = True
-            self._condition.notify_all()
 
     def _run(self) -> None:
         while True:
@@ -96,11 +82,9 @@ class ColdLoads:
                 load.then(available)
 
     def _left(self) -> float:
-        """Return the seconds until the next question is due."""
         return max(0.0, min(each.next_at for each in self._loads.values()) - time.monotonic())
 
     def _poll(self, load: _ColdLoad) -> Available:
-        """Ask how many chunks of a load are near."""
         late = time.monotonic() >= load.until
         try:
             near, moving = load.ask(load.near, load.chunks)

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import grpc
 
@@ -52,34 +52,14 @@ _CHANNEL_OPTIONS: Final = (
 )
 
 
-class Peer(NamedTuple):
-    """Description of a data plane, from its answer to Hello.
-
-    Attributes:
-        emulated: The device of its backend is an emulator.
-        page_devices: It has devices that bring chunks straight into paged memory.
-        differences: For each other engine of the same model that shares no chunks with this one, what differs.
-    """
-
-    version: str
-    backend: str
-    emulated: bool
-    device: str
-    memory_kinds: tuple[str, ...]
-    page_devices: bool
-    differences: tuple[str, ...] = ()
+Peer = pb.HelloResponse
+"""Description of a data plane: its answer to Hello."""
 
 
 class Connection:
     """A gRPC channel and the session on it. Thread-safe.
 
-    Args:
-        address: ``host:port`` or ``unix:/path``.
-        credentials: Credentials for TLS; None: no TLS.
-        engine: The engine whose KV moves; None where no KV moves.
-
-    Attributes:
-        stub: Stub for calls; a new one when certificates have changed.
+    ``stub`` is for calls; it is a new one when certificates have changed.
 
     Raises:
         ConfigurationError: A certificate or key cannot be used.
@@ -134,8 +114,7 @@ class Connection:
             wait: Wait for a data plane that does not listen yet. Otherwise the first failure counts.
 
         Raises:
-            DataPlaneError: No data plane answers (``unreachable``), TLS fails or the versions do not fit (``refused``);
-                the message says what to do.
+            DataPlaneError: No data plane answers (``unreachable``), TLS fails or the versions do not fit (``refused``).
         """
         self._renew()
         request = pb.HelloRequest(
@@ -158,19 +137,10 @@ class Connection:
             if not wait or error.outcome != Reason.UNREACHABLE or time.monotonic() >= ends:
                 raise
             answer = self._hello(request, ends, wait=True)
-        peer = Peer(
-            answer.version,
-            answer.backend,
-            answer.emulated,
-            answer.device,
-            tuple(answer.memory_kinds),
-            answer.page_devices,
-            tuple(answer.differences),
-        )
         with self._lock:
             if self._session == request.session:
-                self._session, self._peer = answer.session, peer
-                return peer
+                self._session, self._peer = answer.session, answer
+                return answer
         # Another thread has opened a session meanwhile, and may have registered memory: continue that one.
         return self.connect(max(ends - time.monotonic(), 0.001), layout, chunk_bytes, wait=wait)
 
@@ -211,7 +181,6 @@ class Connection:
         return DataPlaneError(f"connecting to the data plane {self.address} failed: {detail}", reason)
 
     def metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """Return the metadata of a call."""
         return ((SESSION_KEY, self._session),)
 
     def lost(self, error: Any) -> bool:

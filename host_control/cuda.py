@@ -1,8 +1,7 @@
 """The calls of the CUDA driver that moving KV needs, by ctypes, without CUDA's toolkit.
 
 torch uses each device's primary context, and so does this module, so that memory, streams and events can be shared.
-Every method that uses a device first makes its context current in the thread. Calls release the GIL. Names and numbers
-are those of NVIDIA's CUDA driver API; docs/guides/gpu.md lists what was tested on a GPU.
+Every method that uses a device first makes its context current in the thread. Calls release the GIL.
 """
 
 import contextlib
@@ -42,7 +41,6 @@ _ADDRESS = ctypes.c_uint64
 _SIGNATURES: Final[dict[str, list[Any]]] = {
     "cuInit": [ctypes.c_uint],
     "cuGetErrorString": [_INT, ctypes.POINTER(ctypes.c_char_p)],
-    "cuDeviceGetCount": [ctypes.POINTER(_INT)],
     "cuDeviceGet": [ctypes.POINTER(_INT), _INT],
     "cuDeviceGetName": [ctypes.c_char_p, _INT, _INT],
     "cuDeviceGetPCIBusId": [ctypes.c_char_p, _INT, _INT],
@@ -66,37 +64,18 @@ _SIGNATURES: Final[dict[str, list[Any]]] = {
 
 
 class CudaError(ConfigurationError):
-    """A call of the CUDA driver failed.
-
-    Attributes:
-        code: ``CUresult``; 0 if no call was made.
-    """
+    """A call of the CUDA driver failed. ``code``: ``CUresult``; 0 if no call was made."""
 
     def __init__(self, message: str, code: int = 0) -> None:
         super().__init__(message)
         self.code = code
 
 
-def find(library: str = LIBRARY) -> "Driver | None":
-    """Return the initialized driver; ``None`` without a driver or a visible GPU."""
-    try:
-        driver = Driver(library)
-    except CudaError:
-        return None
-    return driver if driver.count else None
-
-
 class Driver:
     """The CUDA driver of this process.
 
-    Args:
-        library: Name of the shared library.
-
     Raises:
         CudaError: The driver is missing or too old, or its initialization fails.
-
-    Attributes:
-        count: Number of GPUs that this process can use (``CUDA_VISIBLE_DEVICES``).
     """
 
     def __init__(self, library: str = LIBRARY) -> None:
@@ -114,21 +93,11 @@ class Driver:
             function.argtypes, function.restype = arguments, _INT
             self._functions[name] = function
         self.call("cuInit", 0, doing="starting the CUDA driver")
-        count = _INT()
-        self.call("cuDeviceGetCount", ctypes.byref(count), doing="counting GPUs")
-        self.count = count.value
 
     def call(self, name: str, *arguments: Any, doing: str, allowed: int = _SUCCESS) -> int:
-        """Call a function of the driver.
+        """Call a function of the driver; return 0, or the error code that is ``allowed``.
 
-        Args:
-            name: Name of the function.
-            arguments: Arguments of the function.
-            doing: Operation for error messages, such as "allocating 4 bytes".
-            allowed: Error code that is returned instead of raised.
-
-        Returns:
-            0 or ``allowed``.
+        ``doing``: operation for error messages, such as "allocating 4 bytes".
 
         Raises:
             CudaError: Any other result.
@@ -144,23 +113,17 @@ class Driver:
         return code
 
     def device(self, ordinal: int) -> "Device":
-        """Return a GPU by its index, the same as torch's."""
         return Device(self, ordinal)
 
 
 class Device:
     """One GPU.
 
-    Args:
-        driver: The driver.
-        ordinal: Index of the GPU.
-
     Raises:
         CudaError: There is no such GPU, or it does not respond.
 
     Attributes:
-        ordinal: Index of the GPU.
-        name: Name from the driver.
+        ordinal: Index of the GPU, the same as torch's.
         pci_address: PCI address, such as ``"0000:3b:00.0"``.
         exports_dmabuf: Memory can be exported as a DMA-BUF (NVIDIA's open kernel modules).
         flush_needed: Kernels see writes of other devices over PCIe only after :meth:`flush_remote_writes`.
@@ -193,7 +156,6 @@ class Device:
         return value.value
 
     def activate(self) -> None:
-        """Make the device's primary context current in this thread."""
         self._call("cuCtxSetCurrent", self._context, doing=f"using {self.name}")
 
     def call(self, name: str, *arguments: Any, doing: str, allowed: int = _SUCCESS) -> int:
@@ -202,23 +164,14 @@ class Device:
         return self._call(name, *arguments, doing=f"{doing} on {self.name}", allowed=allowed)
 
     def synchronize(self) -> None:
-        """Wait for all work of this process on the GPU."""
         self.call("cuCtxSynchronize", doing="waiting for all work")
 
     def allocate(self, size: int) -> "DeviceBuffer":
-        """Allocate ``size`` bytes of GPU memory, rounded up to whole GPU pages.
-
-        Raises:
-            CudaError: The GPU has not enough free memory.
-        """
+        """Allocate GPU memory, rounded up to whole GPU pages."""
         return DeviceBuffer(self, -(-size // GPU_PAGE_BYTES) * GPU_PAGE_BYTES)
 
     def pin(self, address: int, size: int) -> Callable[[], None]:
-        """Page-lock host memory, so that the GPU copies it by DMA. Return a function that unlocks it.
-
-        Raises:
-            CudaError: The driver cannot lock that much memory.
-        """
+        """Page-lock host memory, so that the GPU copies it by DMA. Return a function that unlocks it."""
         doing = f"page-locking {size >> 20} MiB of host memory"
         again = self.call(
             "cuMemHostRegister_v2", address, size, _REGISTER_PORTABLE, doing=doing, allowed=_ALREADY_REGISTERED
@@ -231,9 +184,7 @@ class Device:
         self.call("cuMemHostUnregister", address, doing="unlocking host memory")
 
     def flush_remote_writes(self) -> None:
-        """Make writes of other devices into this GPU's memory visible to its kernels.
-
-        No-op if the platform orders such writes (``flush_needed`` is false).
+        """Make writes of other devices into this GPU's memory visible to its kernels, unless the platform orders them.
 
         Raises:
             CudaError: The platform neither orders nor flushes such writes.
@@ -254,13 +205,7 @@ class Device:
 
 
 class DeviceBuffer:
-    """Memory of a GPU. It is freed with the last reference to this object; torch tensors over it hold one.
-
-    Attributes:
-        device: The GPU.
-        address: Address in GPU memory.
-        size: Size in bytes.
-    """
+    """Memory of a GPU. It is freed with the last reference to this object; torch tensors over it hold one."""
 
     def __init__(self, device: Device, size: int) -> None:
         address = _ADDRESS()
@@ -282,11 +227,7 @@ class DeviceBuffer:
         return handle.raw
 
     def dmabuf(self) -> int:
-        """Return a file descriptor of the memory as a DMA-BUF. The caller closes it.
-
-        Raises:
-            CudaError: The GPU or its driver does not support DMA-BUF.
-        """
+        """Return a file descriptor of the memory as a DMA-BUF. The caller closes it."""
         descriptor = _INT(-1)
         self.device.call(
             "cuMemGetHandleForAddressRange",
@@ -301,11 +242,7 @@ class DeviceBuffer:
 
 
 class Stream:
-    """A CUDA stream. Not thread-safe.
-
-    Attributes:
-        handle: ``CUstream``, for ``torch.cuda.ExternalStream``.
-    """
+    """A CUDA stream, with the ``CUstream`` in ``handle``. Not thread-safe."""
 
     def __init__(self, device: Device) -> None:
         stream, event = _VOID(), _VOID()
@@ -322,11 +259,6 @@ class Stream:
         self._device.call("cuMemcpyHtoDAsync_v2", target, source, size, self.handle, doing=doing)
 
     def synchronize(self) -> None:
-        """Wait for all work on this stream.
-
-        Raises:
-            CudaError: Some work has failed.
-        """
         self._device.call("cuEventRecord", self._event, self.handle, doing="recording an event")
         self._device.call("cuEventSynchronize", self._event, doing="waiting for copies and kernels")
 

@@ -12,19 +12,18 @@
 The GPU buffer is the paper's DMA destination buffer (ShadowServe section 4.3). Chunks to be stored always wait in host
 memory, shared or exported: stores are not urgent, and GPU memory is scarce.
 
-**When bytes may be read.** The data plane answers when a batch is quiesced: its copies have ended. Writes of a DPU into
-a GPU are ordered against the GPU's kernels by the platform, or else flushed by the host
-(``Device.flush_remote_writes``). Copies and scattering use one stream. The scattering thread waits for this stream
-before it reports that a request's KV is in place.
+**When bytes may be read.** The data plane answers when its copies have ended. Writes of a DPU into a GPU are ordered
+against the GPU's kernels by the platform, or else flushed by the host (``Device.flush_remote_writes``). Copies and
+scattering use one stream. The scattering thread waits for it before it reports that a request's KV is in place.
 
-**When bytes may be written.** The blocks of a load may have belonged to another request just before. With asynchronous
-scheduling, vLLM learns that a request has ended after it has launched the next step, which still writes into the
-request's blocks. So scattering waits for all work that the engine had launched when the load was submitted
-(``SideStream.follow``).
+**When bytes may be written.** With asynchronous scheduling, vLLM learns that a request has ended after it has launched
+the next step, which still writes into the request's blocks. These may be the blocks of a load by now. So scattering
+waits for all work that the engine had launched when the load was submitted (``SideStream.follow``).
 """
 
 import contextlib
 import ctypes
+import functools
 import logging
 import mmap
 import os
@@ -37,8 +36,7 @@ import torch
 from host_control.client import MemoryMessage
 from host_control.config import HostConfig
 from host_control.cuda import CudaError, Device, DeviceBuffer, Driver
-from host_control.registered_memory import Memory
-from host_control.segment import Segment
+from host_control.segment import Memory, Segment
 from shadowserve.errors import ConfigurationError, NativeError
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -46,11 +44,7 @@ _logger = logging.getLogger(__name__)
 
 
 def device_tensor(buffer: DeviceBuffer) -> Any:
-    """Return a uint8 tensor over GPU memory that keeps the memory allocated.
-
-    Raises:
-        CudaError: torch copied the memory, because it numbers GPUs differently from the driver.
-    """
+    """Return a uint8 tensor over GPU memory that keeps the memory allocated."""
     tensor = torch.as_tensor(buffer, device=torch.device("cuda", buffer.device.ordinal))
     if tensor.data_ptr() != buffer.address:
         raise CudaError(f"torch copied memory of {buffer.device.name}: its GPU {buffer.device.ordinal} is another one")
@@ -58,15 +52,9 @@ def device_tensor(buffer: DeviceBuffer) -> Any:
 
 
 class Gpu:
-    """The GPU that an engine computes on.
+    """The GPU that an engine computes on, and its stream for copies and scattering.
 
-    Args:
-        device: The GPU from the driver.
-        tensor: Returns a tensor over a buffer.
-
-    Attributes:
-        device: The GPU from the driver.
-        stream: Stream for copies and scattering.
+    ``tensor`` returns a tensor over a buffer.
     """
 
     def __init__(self, device: Device, tensor: Callable[[DeviceBuffer], Any] = device_tensor) -> None:
@@ -77,13 +65,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Delivery:
-    """A kind of delivery with its memory.
+    """A kind of delivery: how it allocates memory for fetched chunks and for chunks to be stored.
 
-    Attributes:
-        kind: ``"shared_memory"``, ``"pinned"``, ``"cuda_ipc"`` or ``"exported"``.
-        fetch: Allocates memory of a given size for fetched chunks.
-        store: Allocates memory of a given size for chunks to be stored.
-        gpu: GPU whose stream scatters chunks; ``None`` on CPUs and for plain shared memory.
+    ``gpu``: the GPU whose stream scatters chunks; ``None`` on CPUs and for plain shared memory.
     """
 
     kind: str
@@ -98,12 +82,9 @@ class Delivery:
 
 
 def choose(config: HostConfig, device: Any, find: Callable[[int], Gpu] | None = None) -> Delivery:
-    """Return the delivery to an engine whose paged memory is on ``device``.
+    """Return the delivery to an engine whose paged memory is on a device of torch.
 
-    Args:
-        config: Configuration of the host.
-        device: Device from torch.
-        find: Returns a GPU by index; by default from the CUDA driver.
+    ``find`` returns a GPU by index; by default from the CUDA driver.
 
     Raises:
         ConfigurationError: The configured delivery is not possible for this device.
@@ -116,7 +97,10 @@ def choose(config: HostConfig, device: Any, find: Callable[[int], Gpu] | None = 
                 f"host.delivery is {kind}, but the engine computes on {device.type}; "
                 "use auto, shared_memory or exported"
             )
-        return _exported_to_host(config.device) if kind == "exported" else shared_memory
+        if kind == "exported":
+            make = functools.partial(ExportedHostMemory, device=config.device)
+            return Delivery(kind, make, make)
+        return shared_memory
     if kind == "shared_memory":
         return shared_memory
     try:
@@ -131,14 +115,12 @@ def choose(config: HostConfig, device: Any, find: Callable[[int], Gpu] | None = 
     return on_gpu(kind, gpu, config.device)
 
 
-def on_gpu(kind: str, gpu: Gpu, export_device: str) -> Delivery:
-    """Return a delivery to a GPU.
+def _find(ordinal: int) -> Gpu:
+    return Gpu(Driver().device(ordinal))
 
-    Args:
-        kind: ``"pinned"``, ``"cuda_ipc"`` or ``"exported"``.
-        gpu: The GPU.
-        export_device: The DPU's function on this host, for ``"exported"``.
-    """
+
+def on_gpu(kind: str, gpu: Gpu, export_device: str) -> Delivery:
+    """Return a delivery to a GPU: ``pinned``, ``cuda_ipc``, or ``exported`` to the DPU's function on this host."""
 
     def pinned(size: int) -> Memory:
         return _Locked(Segment.create(size), gpu)
@@ -146,31 +128,18 @@ def on_gpu(kind: str, gpu: Gpu, export_device: str) -> Delivery:
     def exported(size: int) -> Memory:
         return _Locked(ExportedHostMemory(size, export_device), gpu)
 
+    def exported_to_gpu(size: int) -> Memory:
+        try:
+            return _ExportedGpuMemory(size, gpu, export_device)
+        except NativeError as error:
+            _logger.warning("shadowserve: the DPU writes into host memory, and the GPU copies from there: %s", error)
+        return _Copied(ExportedHostMemory(size, export_device), gpu)
+
     if kind == "pinned":
         return Delivery(kind, lambda size: _Copied(Segment.create(size), gpu), pinned, gpu)
     if kind == "cuda_ipc":
         return Delivery(kind, lambda size: _IpcMemory(size, gpu), pinned, gpu)
-    return Delivery(kind, lambda size: _exported_to_gpu(size, gpu, export_device), exported, gpu)
-
-
-def _find(ordinal: int) -> Gpu:
-    return Gpu(Driver().device(ordinal))
-
-
-def _exported_to_host(export_device: str) -> Delivery:
-    def make(size: int) -> Memory:
-        return ExportedHostMemory(size, export_device)
-
-    return Delivery("exported", make, make)
-
-
-def _exported_to_gpu(size: int, gpu: Gpu, export_device: str) -> Memory:
-    """Export GPU memory to a DPU. If that fails, export host memory that the GPU copies from."""
-    try:
-        return _ExportedGpuMemory(size, gpu, export_device)
-    except NativeError as error:
-        _logger.warning("shadowserve: the DPU writes into host memory, and the GPU copies from there: %s", error)
-    return _Copied(ExportedHostMemory(size, export_device), gpu)
+    return Delivery(kind, exported_to_gpu, exported, gpu)
 
 
 class SideStream:
@@ -222,26 +191,19 @@ class SideStream:
 # ---- Memory of the host ----------------------------------------------------------------------------------------------
 
 
-class ExportedHostMemory:
-    """Anonymous memory of this process that a DPU can read and write.
+class ExportedHostMemory(Memory):
+    """Anonymous memory of this process that a DPU can read and write; its writes are ordered before its answer.
 
-    Args:
-        size: Size in bytes.
-        device: The DPU's function on this host; empty for the first suitable one.
+    ``device``: the DPU's function on this host; empty for the first suitable one.
 
     Raises:
         ConfigurationError: There is no DPU, or the memory cannot be exported.
-
-    Attributes:
-        size, memory, peer_keeps_mapping: See :class:`~host_control.registered_memory.Memory`.
     """
 
-    peer_keeps_mapping = False
-
     def __init__(self, size: int, device: str) -> None:
-        self.size = size
         from shadowserve import native  # engines load the C core only if they need it
 
+        self.size = size
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
         try:
             self.memory = memoryview(mmap.mmap(-1, size, flags))
@@ -256,29 +218,17 @@ class ExportedHostMemory:
         export = self._export
         return pb.ExportedMemory(address=export.address, size=self.size, descriptor=export.descriptor)
 
-    def on_registered(self) -> None:
-        pass
-
-    def view(self, offset: int, length: int) -> Any:
-        return self.memory[offset : offset + length]
-
-    def flush(self) -> None:
-        """No-op: a DPU's writes into host memory are ordered before its answer."""
-
-    def intact(self) -> bool:
-        return True  # no other process can truncate it
-
     def close(self) -> None:
         self._export.close()
 
 
-class _Locked:
+class _Locked(Memory):
     """Page-locked host memory, which the GPU copies by DMA."""
 
-    def __init__(self, memory: Any, gpu: Gpu) -> None:
-        self.size: int = memory.size
-        self.memory: Any = memory.memory
-        self.peer_keeps_mapping: bool = memory.peer_keeps_mapping
+    def __init__(self, memory: Memory, gpu: Gpu) -> None:
+        self.size = memory.size
+        self.memory = memory.memory
+        self.peer_keeps_mapping = memory.peer_keeps_mapping
         self._under = memory
         self._gpu = gpu
         self._address = address_of(self.memory)
@@ -289,20 +239,13 @@ class _Locked:
             raise
 
     def message(self) -> MemoryMessage:
-        message: MemoryMessage = self._under.message()
-        return message
+        return self._under.message()
 
     def on_registered(self) -> None:
         self._under.on_registered()
 
-    def view(self, offset: int, length: int) -> Any:
-        return self._under.view(offset, length)
-
-    def flush(self) -> None:
-        self._under.flush()
-
     def intact(self) -> bool:
-        return bool(self._under.intact())
+        return self._under.intact()
 
     def close(self) -> None:
         self._gpu.device.synchronize()  # copies may still run, also on the engine's stream
@@ -313,7 +256,7 @@ class _Locked:
 class _Copied(_Locked):
     """Page-locked host memory whose delivered bytes are copied to a GPU buffer."""
 
-    def __init__(self, memory: Any, gpu: Gpu) -> None:
+    def __init__(self, memory: Memory, gpu: Gpu) -> None:
         super().__init__(memory, gpu)
         try:
             self._buffer = gpu.device.allocate(self.size)
@@ -330,10 +273,8 @@ class _Copied(_Locked):
 # ---- Memory of the GPU -----------------------------------------------------------------------------------------------
 
 
-class _GpuMemory:
-    """A GPU buffer that other processes or devices write into."""
-
-    peer_keeps_mapping = False
+class _IpcMemory(Memory):
+    """A GPU buffer that a process on this machine writes with the CUDA driver. It waits for its copies."""
 
     def __init__(self, size: int, gpu: Gpu) -> None:
         self.size = size
@@ -341,30 +282,14 @@ class _GpuMemory:
         self._buffer = gpu.device.allocate(size)
         self.memory = gpu.tensor(self._buffer)
 
-    def on_registered(self) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
-
-    def intact(self) -> bool:
-        return True
+    def message(self) -> MemoryMessage:
+        return pb.CudaIpcMemory(handle=self._buffer.ipc_handle(), size=self.size, device=self._gpu.device.pci_address)
 
     def close(self) -> None:
         pass  # freed with the last tensor over it
 
 
-class _IpcMemory(_GpuMemory):
-    """A GPU buffer that a process on this machine writes with the CUDA driver. It waits for its copies."""
-
-    def message(self) -> MemoryMessage:
-        return pb.CudaIpcMemory(handle=self._buffer.ipc_handle(), size=self.size, device=self._gpu.device.pci_address)
-
-    def view(self, offset: int, length: int) -> Any:
-        return self.memory[offset : offset + length]
-
-
-class _ExportedGpuMemory(_GpuMemory):
+class _ExportedGpuMemory(_IpcMemory):
     """A GPU buffer exported to a DPU: as a DMA-BUF, or by address, which needs nvidia-peermem.
 
     Raises:
@@ -402,7 +327,7 @@ class _ExportedGpuMemory(_GpuMemory):
 
     def view(self, offset: int, length: int) -> Any:
         self.flush()
-        return self.memory[offset : offset + length]
+        return super().view(offset, length)
 
     def close(self) -> None:
         assert self._export is not None

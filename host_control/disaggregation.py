@@ -2,12 +2,11 @@
 
 The prefill engine *publishes* the chunks that it found absent, publishes them again while the request lives, and
 withdraws those that it will not store after all. The decode engine finds chunks that are pending and waits for them, in
-polls that ask for all requests together: its lookup waits for the first chunk, and then its load, which starts with the
-chunks that are stored, waits for the rest. Where no load may wait, the lookup waits for all of them.
+polls that ask for all requests together: its lookup waits for the first chunk, and then its load waits for the rest.
+Where no load may wait, the lookup waits for all of them.
 
-A prompt seldom ends with a chunk. Where two engines share it, the whole blocks behind its last chunk, its *tail*, have
-a record of their own: a chunk's record, padded with zeros, which compress to almost nothing. So there is one kind of
-record, and one registration, whatever the tail's length; the key tells the length.
+Where two engines share a prompt, the whole blocks behind its last chunk, its *tail*, have a record of their own: a
+chunk's record, padded with zeros. The key tells its length.
 """
 
 import threading
@@ -21,13 +20,10 @@ import numpy as np
 from shadowserve.pieces import Flags
 
 POLL_INTERVAL: Final = 0.01
-"""Least seconds between two polls: one Lookup for all requests that wait, one key for each.
-
-A poll costs host, data plane and storage some milliseconds of CPU time together. So a request that has waited longer is
-polled for less often, and is late by a tenth of its wait at most."""
+"""Least seconds between two polls, which cost host, data plane and storage some milliseconds of CPU time together."""
 _POLL_INTERVAL_MAX: Final = 0.1
 _POLL_SHARE: Final = 0.1
-"""Of the time that the request has waited."""
+"""Of the time that the request has waited: a request that has waited longer is polled for less often."""
 
 Ask = Callable[[Sequence[bytes], Iterable[int], float], tuple[Flags, Flags | None]]
 """From chunk keys, shard layouts and a timeout to the chunks that are stored in one of the layouts for all ranks, and
@@ -44,8 +40,6 @@ class Disaggregation:
         expected_tokens: Leading tokens of the prompt that a proxy said another engine stores. Waited for also where
             storage does not know pending chunks.
         tail_tokens: Tokens of the prompt's tail; 0 where it has no record.
-        load_tokens_max: Most tokens to load.
-        store_tokens_max: Most leading tokens whose chunks are stored.
         cold: Load chunks that are in object storage alone.
     """
 
@@ -65,9 +59,8 @@ class Disaggregation:
 class Available(NamedTuple):
     """How much of a load can be fetched by now, while the rest is pending or cold.
 
-    Attributes:
-        chunks: Leading chunks that can be fetched, the tail among them.
-        ended: Reason why there will be no more, ``complete`` where all are available; empty while more may follow.
+    ``chunks`` counts leading chunks, the tail among them.
+    ``ended``: reason why there will be no more (``complete``: all are available), empty while more may follow.
     """
 
     chunks: int
@@ -94,25 +87,46 @@ class _Published:
     renewed_at: float
 
 
-class Publications:
+class Background:
+    """A thread that begins with its first work: most engines never need it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._condition = threading.Condition()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def _wake(self) -> None:
+        """Wake the thread, or start it; the lock is held."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._condition.notify_all()
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the thread; waits get no further call."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+
+
+class Publications(Background):
     """Chunks that this engine has published, and chunks of others that it waits for; in the background.
 
-    Args:
-        ask: Asks for chunk keys.
-        publish: Publishes chunk keys for some seconds; 0 withdraws them. Does not block.
-        timeout: Seconds for a poll.
+    ``publish`` publishes chunk keys for some seconds; 0 withdraws them. It does not block.
     """
 
     def __init__(self, ask: Ask, publish: Callable[[Sequence[bytes], float], None], timeout: float) -> None:
+        super().__init__("shadowserve-disaggregation")
         self._ask = ask
         self._publish = publish
         self._timeout = timeout
-        self._condition = threading.Condition()
         self._waits: list[_Wait] = []
         self._published: dict[str, _Published] = {}
         self._withdrawn: list[list[bytes]] = []
-        self._closing = False
-        self._thread: threading.Thread | None = None
 
     def wait(self, chunk_key: bytes, layouts: Iterable[int], until: float, then: Callable[[bool], None]) -> None:
         """Call ``then``, in any thread, once a chunk is stored or not pending any more; with True at ``until``.
@@ -147,18 +161,6 @@ class Publications:
             with self._condition:
                 self._withdrawn.append(list(self._published.pop(request_id).chunk_keys))
                 self._wake()
-
-    def close(self) -> None:
-        """End the thread; waits end without a call."""
-        with self._condition:
-            self._closing = True
-            self._condition.notify_all()
-
-    def _wake(self) -> None:
-        if self._thread is None:  # most engines never need it
-            self._thread = threading.Thread(target=self._run, name="shadowserve-disaggregation", daemon=True)
-            self._thread.start()
-        self._condition.notify_all()
 
     def _run(self) -> None:
         while True:

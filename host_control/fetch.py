@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from host_control.answers import FetchAnswer
 from host_control.disaggregation import Available
 from host_control.transfer import Transfer
 
@@ -21,8 +22,7 @@ class FetchJob:
         target: Data for ``scatter`` that the manager does not read.
         available: Leading chunks that can be fetched by now, where another engine still stores the rest or object
             storage brings it. :meth:`KVCacheManager.exchange` updates it; until then the job waits and others run.
-        layerwise: Fetch layer by layer, so that :meth:`KVCacheManager.wait` returns as each layer is in place.
-            For one shard with all its layers, and no more chunks than the registered memory holds.
+        layerwise: Fetch layer by layer: one shard with all its layers, which fits the registered memory.
         window_s: Seconds that the engine will compute with each layer; 0 if unknown.
     """
 
@@ -47,11 +47,8 @@ class FetchResult:
     Attributes:
         chunks: Leading chunks of each shard that are in place.
         reason: A :class:`~host_control.transfer.Reason`: ``complete``, or why there are not more.
-        detail: A sentence about the reason, or empty.
-        fetched_bytes: Bytes over the network.
-        delivered_bytes: Bytes into registered memory.
-        seconds: Time from the hand-over to the outcome.
-        waited: Time from the hand-over to the start.
+        fetched_bytes, delivered_bytes: Bytes over the network, and into registered memory.
+        seconds, waited: Time from the hand-over to the outcome, and to the start.
     """
 
     job: FetchJob
@@ -71,19 +68,15 @@ class FetchResult:
 
 @dataclass(eq=False)
 class Fetch(Transfer):
-    """A job on its way through the manager.
+    """A job on its way through the manager. Times are of the monotonic clock.
 
     Attributes:
-        enqueued_at: Time of the hand-over (monotonic).
-        deadline: Time by which the fetch has its outcome.
         available: Chunks that can be fetched by now; None: all.
         placed: Leading chunks of each shard that are in paged memory.
         delivered: Leading chunks of each shard that are in registered memory or in paged memory.
         started_at: Time of the first move; 0 before.
         layers: Leading layers of which all chunks are in place, where it goes layer by layer.
-        cancelled: The engine has cancelled it.
         ending: Reason of the outcome, set once no move follows.
-        detail: A sentence about the reason.
         scatter_error: Why chunks could not be scattered, or empty.
         retried: The memory was registered again after a restart of the data plane; that happens once.
         pages_from: Chunks from this one on are to be placed by devices; None: no more chunks are.
@@ -106,6 +99,10 @@ class Fetch(Transfer):
     retried: bool = False
     pages_from: int | None = None
 
+    def count_moved(self, answer: FetchAnswer) -> None:
+        self.fetched_bytes += answer.fetched_bytes
+        self.delivered_bytes += answer.delivered_bytes
+
     @property
     def left_s(self) -> float:
         """Seconds up to the deadline; negative after it."""
@@ -123,7 +120,6 @@ class Fetch(Transfer):
 
     @property
     def all_delivered(self) -> bool:
-        """Nothing is left to fetch."""
         return sum(self.delivered) == self.job.chunks
 
     def waits(self) -> bool:
@@ -132,14 +128,11 @@ class Fetch(Transfer):
         return pending and not any(self.wanted()) and not self.all_delivered
 
 
-class Scatter(Protocol):
-    """Moves chunks from registered memory into an engine's paged KV memory; returns once they are in place."""
+Scatter = Callable[[FetchJob, int, int, Any], None]
+"""Moves chunks of a job's shard, from a first one on, into an engine's paged memory; returns once they are in place.
 
-    def __call__(self, job: FetchJob, part: int, first: int, chunks: Any) -> None:
-        """Scatter chunks ``first``, ``first + 1``, ... of shard ``part``.
-
-        ``chunks`` holds them one after the other: a memoryview, or a tensor on the GPU.
-        """
+The chunks are one after the other: a memoryview, or a tensor on the GPU.
+"""
 
 
 class Placed(NamedTuple):

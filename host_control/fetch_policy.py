@@ -1,18 +1,13 @@
 """The fetch-or-recompute policy: for each prompt with a hit, select the way with the earliest predicted first token.
 
 The options are: compute everything; fetch everything, then compute the rest; fetch layer by layer while computing; and
-the last two with a shorter prefix. A shorter prefix pays if the rest would arrive too late, comes from a slower tier,
-or if fetching layers would take longer than computing the rest.
-
-Computing times are learnt from the engine's steps, and loading times per tier from loads: memory and devices of the
-data plane's machine, storage nodes, object storage. Storage nodes estimate the time of object storage, which is used
-until enough loads were measured. While a time is not known, everything is fetched.
+the last two with a shorter prefix, where the rest would arrive too late or comes from a slower tier. Computing times
+are learnt from the engine's steps, and loading times per tier from loads. While a time is not known, everything is
+fetched.
 
 Only the selected option is measured, so a slow link could count as slow forever. Therefore the policy sometimes
 *explores*: it moves the border between fetched and computed tokens by one chunk. The predicted cost is at most 1/50 of
-the time of all requests since the other option was last measured.
-
-No clock and no I/O.
+the time of all requests since the other option was last measured. No clock and no I/O.
 """
 
 from collections import Counter
@@ -45,7 +40,6 @@ class Hit:
     """The stored part of a prompt.
 
     Attributes:
-        tokens: Tokens in the prompt.
         local_tokens: Leading tokens in the engine's own prefix cache.
         end_tokens: Leading tokens that are available after the longest possible load.
         chunk_bytes: Stored size of a chunk; 0 if unknown.
@@ -72,19 +66,16 @@ class Decision:
     """The decision for one prompt, with its predictions. Predictions are 0 or empty if unknown.
 
     Attributes:
-        way: How the prompt gets its KV.
         end_tokens: Leading tokens that are available after the load.
         kind: ``way``, or ``"prefix"`` for a shortened load, ``"explore"``, ``"unknown"``, or ``"configured"`` if the
             policy is off and everything is fetched.
         predicted: Seconds until the first token of the best option of each kind.
         seconds: Seconds until the first token of this option.
-        load_seconds: Seconds of the load.
-        load_tiers: Bytes of the load by tier.
-        load_cold_seconds: Estimated time of storage to read the cold chunks of the load.
+        load_seconds, load_tiers, load_cold_seconds: Seconds of the load, its bytes by tier, and the estimated time of
+            storage to read its cold chunks.
         tier_seconds: Seconds of the load by tier.
         delivery_seconds: Seconds of the load at the rate limit; 0: no limit.
         tier_bytes: Bytes by tier of the longest possible load.
-        cold_seconds: See :class:`Hit`.
         queued_seconds: Seconds until earlier loads have ended.
     """
 
@@ -104,25 +95,17 @@ class Decision:
 
     @property
     def load_bytes(self) -> float:
-        """Bytes of the load; 0 if unknown."""
         return sum(self.load_tiers.values())
 
     @property
     def stored_bytes(self) -> float:
-        """Bytes of the longest possible load; 0 if unknown."""
         return sum(self.tier_bytes.values())
 
 
 class FetchOrRecompute:
-    """Decides for the prompts of one engine.
+    """Decides for the prompts of one engine; the caller updates the table of computing times.
 
-    Args:
-        table: Learnt computing times; the caller updates it.
-        loads: Learnt loading times.
-        chunk_tokens: Tokens per chunk.
-        step_tokens: Most tokens that the engine computes in a step.
-        load_tokens_min: Fewest tokens of a load.
-        fetch_timeout_s: Time limit of a load.
+    ``step_tokens``: most tokens that the engine computes in a step.
     """
 
     def __init__(
@@ -153,13 +136,9 @@ class FetchOrRecompute:
         self._explore_s["compute"] = 0.0
 
     def fetched(self, decision: Decision, seconds: float) -> None:
-        """Learn the duration of a load that was complete or reached its deadline.
+        """Learn the duration, without queueing, of a load that was complete or reached its deadline.
 
         Loads that were limited by the rate are ignored: they show nothing about the tiers.
-
-        Args:
-            decision: The decision for the load.
-            seconds: Duration without queueing.
         """
         if not decision.load_bytes or seconds <= _AS_FAST * decision.delivery_seconds:
             return
@@ -168,7 +147,6 @@ class FetchOrRecompute:
             self._explore_s["fetch"] = 0.0
 
     def ended(self, name: str, now: float) -> None:
-        """Remove a load from the queue, for any outcome."""
         if self._queued.pop(name, None) is not None:
             self._first_began = now
 
@@ -205,7 +183,6 @@ class FetchOrRecompute:
         return replace(best, predicted=predicted)
 
     def begin(self, name: str, decision: Decision, now: float) -> None:
-        """Record that a request proceeds with a decision."""
         if decision.way != "compute":
             if not self._queued:
                 self._first_began = now
@@ -269,7 +246,6 @@ class FetchOrRecompute:
         )
 
     def _unknown_decision(self, hit: Hit, whole: Decision) -> Decision:
-        """Return the decision without predictions: fetch everything, and sometimes explore computing."""
         tokens = hit.tokens - hit.local_tokens
         if self._compute_seconds(hit.local_tokens, hit.tokens) is None and self._unknown + 1 >= _UNKNOWN_MAX:
             computed = -(-max(tokens // REACH, self._chunk_tokens) // self._chunk_tokens) * self._chunk_tokens
@@ -296,7 +272,6 @@ class FetchOrRecompute:
     # ---- Predictions -------------------------------------------------------------------------------------------------
 
     def _least_end(self, hit: Hit) -> int:
-        """Return the end of the shortest possible load."""
         return -(-(hit.local_tokens + self._load_tokens_min) // self._chunk_tokens) * self._chunk_tokens
 
     def _chunks(self, hit: Hit, end: int) -> int:
@@ -311,7 +286,6 @@ class FetchOrRecompute:
         return self._table.predict("prompts", new, attention_pairs(computed, new), steps)
 
     def _tier_bytes(self, hit: Hit, end: int) -> dict[Tier, float]:
-        """Return the stored bytes of a load up to ``end`` by tier."""
         count = self._chunks(hit, end)
         tiers = Counter(hit.tiers[:count])
         tiers[Tier.STORAGE] += count - tiers.total() + tiers.pop(Tier.NONE, 0)

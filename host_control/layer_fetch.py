@@ -1,4 +1,4 @@
-"""One fetch layer by layer: each layer is scattered as it arrives, while later layers are still on their way.
+"""Fetches layer by layer: each layer is scattered as it arrives, while later layers are still on their way.
 
 The data plane tells how many leading layers are in place (:mod:`host_control.progress`), so a layer costs no call.
 Layers that were reported stay valid, whatever the answer is; the answer reports the rest. Where the data plane's
@@ -10,18 +10,19 @@ the leading chunks that are complete.
 
 import logging
 import secrets
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from host_control.client import DataPlaneClient, FetchAnswer, FetchCall, FetchPart
-from host_control.progress import Progress, StreamProgress, WordProgress, cancel_if, follow
+from host_control.fetch import Fetch, FetchJob
+from host_control.movers import BatchMover
+from host_control.progress import Progress, WordProgress, cancel_if, follow
 from host_control.registered_memory import PROGRESS_BYTES, Memory, RegisteredMemory
 from host_control.transfer import Reason
-from shadowserve.errors import ConfigurationError, DataPlaneError
+from shadowserve.errors import DataPlaneError
 from shadowserve.pieces import Flags, leading_chunks, leading_layers
 
 _logger = logging.getLogger(__name__)
@@ -29,58 +30,57 @@ _LOOK_INTERVAL_S: Final = 0.02
 """Between two looks at the call's end and at cancellation, while no layer arrives."""
 
 
-class _Ended(Exception):
-    """No further call follows.
+@dataclass
+class LayerMover:
+    """Fetches all chunks of one fetch layer by layer.
 
-    Attributes:
-        reason, detail: Why.
+    Args:
+        registration: Registered memory that holds all chunks of a fetch.
+        scatter: Moves layers, from one up to another, of a job's leading chunks.
+        batches: Mover that ends fetches, and whose chunks are scattered first.
+        tell: Receives the number of leading layers of a fetch that are in place.
     """
+
+    client: DataPlaneClient
+    registration: RegisteredMemory
+    scatter: Callable[[FetchJob, Any, tuple[int, int]], None]
+    batches: BatchMover
+    tell: Callable[[Fetch, int], None]
+
+    def move(self, fetch: Fetch) -> bool:
+        """Fetch everything that is left, and end the fetch.
+
+        Afterwards nothing writes into pages any more, nor into registered memory that is still in use.
+        """
+        self.batches.flush()  # layers arrive in both halves
+        if fetch.all_delivered:
+            self.batches.end(fetch, Reason.COMPLETE)
+        else:
+            fetch.placed[0], reason, detail = _LayerFetch(self, fetch).run()
+            self.batches.end(fetch, reason, detail)
+        return False
+
+
+class _Ended(Exception):
+    """No further call follows."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(detail)
         self.reason, self.detail = reason, detail
 
 
-@dataclass
-class LayerFetch:
-    """A fetch of one shard's chunks; :meth:`run` is called once.
-
-    Args:
-        registration: Registered memory that holds all of the chunks; nothing else uses it meanwhile.
-        keys: Record keys of the chunks.
-        deadline: Time of the clock ``time.monotonic()`` by which it ends.
-        cancelled: Tells if it should end early.
-        scatter: Moves layers, from one up to another, of chunks that are stored one after the other.
-        on_layers: Receives the number of leading layers that are in place of all chunks.
-        window_s: Seconds that the engine will compute with each layer; 0 if unknown.
-
-    Attributes:
-        fetched_bytes, delivered_bytes: Bytes over the network, and into registered memory, of all calls.
-    """
-
-    client: DataPlaneClient
-    registration: RegisteredMemory
-    keys: Sequence[bytes]
-    deadline: float
-    cancelled: Callable[[], bool]
-    scatter: Callable[[Any, tuple[int, int]], None]
-    on_layers: Callable[[int], None]
-    window_s: float = 0.0
-    fetched_bytes: int = 0
-    delivered_bytes: int = 0
-    _memory: Memory | None = field(init=False, default=None)
-    _placed: int = field(init=False, default=0)
-
-    def __post_init__(self) -> None:
-        self._shape = self.registration.shapes[0]
-        self._delivered: Flags = np.zeros((self._shape.layers, len(self.keys)), np.bool_)
+class _LayerFetch:
+    def __init__(self, mover: LayerMover, fetch: Fetch) -> None:
+        self._mover, self._fetch = mover, fetch
+        self._client, self._registration = mover.client, mover.registration
+        self._keys, self._shape = fetch.job.keys[0], mover.registration.shapes[0]
+        self._memory: Memory | None = None
+        self._placed = 0  # layers that are scattered
+        self._delivered: Flags = np.zeros((self._shape.layers, len(self._keys)), np.bool_)
         self._wanted: Flags = np.ones_like(self._delivered)
 
     def run(self) -> tuple[int, str, str]:
-        """Return how many leading chunks are in place with all layers, a reason, and a detail of it.
-
-        Afterwards nothing writes into pages any more, nor into registered memory that is still in use.
-        """
+        """Return how many leading chunks are in place with all layers, a reason, and a detail of it."""
         try:
             try:
                 while True:
@@ -101,63 +101,59 @@ class LayerFetch:
         self._memory = memory
         job_id = f"layers-{secrets.token_hex(8)}"
         missing = self._wanted & ~self._delivered
-        length = len(self.keys) * self._shape.raw_bytes
-        part = FetchPart(self.registration.memory_id, 0, length, self.keys, missing)
+        length = len(self._keys) * self._shape.raw_bytes
+        part = FetchPart(self._registration.memory_id, 0, length, self._keys, missing)
         try:
             call, progress = self._start(job_id, part, memory)
         except DataPlaneError as error:
             raise _Ended(error.outcome, str(error)) from error
         answer = self._follow(call, progress, job_id, missing)
-        self.fetched_bytes += answer.fetched_bytes
-        self.delivered_bytes += answer.delivered_bytes
+        self._fetch.count_moved(answer)
         self._delivered |= answer.delivered[0]
-        self._place(leading_layers(self._delivered, self._wanted), len(self.keys))
+        self._place(leading_layers(self._delivered, self._wanted), len(self._keys))
         if answer.reason == Reason.UNKNOWN_MEMORY and before is None:
             return  # the data plane has restarted: register again, once
         if answer.reason != Reason.BATCH_FULL:
             raise _Ended(answer.reason, answer.detail)
 
+    def _acquire(self) -> Memory:
+        if self._fetch.cancelled or self._fetch.left_s <= 0:
+            raise _Ended(Reason.CANCELLED if self._fetch.cancelled else Reason.DEADLINE)
+        try:
+            return self._registration.acquire(self._fetch.left_s)
+        except DataPlaneError as error:
+            raise _Ended(error.outcome, str(error)) from error
+
+    def _start(self, job_id: str, part: FetchPart, memory: Memory) -> tuple[FetchCall, Progress]:
+        left, begin = max(self._fetch.left_s, 0.001), self._registration.progress_offset
+        window_s = self._fetch.job.window_s
+        if begin is None:
+            call = self._client.start_fetch_layers(job_id, part, left, window_s)
+            return call, call
+        word = WordProgress(memory.memory[begin : begin + PROGRESS_BYTES])  # before the call writes there
+        call = self._client.start_fetch(job_id, [part], left, layerwise=True, progress=begin, window_s=window_s)
+        return call, word
+
     def _follow(self, call: FetchCall, progress: Progress, job_id: str, missing: Flags) -> FetchAnswer:
         """Place layers as they arrive; return the call's answer."""
         layers, most = 0, len(missing)
         try:
-            cancels = cancel_if(self.client, job_id, self.cancelled)
+            cancels = cancel_if(self._client, job_id, lambda: self._fetch.cancelled)
             for layers in follow(call, progress, most, _LOOK_INTERVAL_S, cancels):
                 self._arrived(layers, missing)
             if (last := min(progress.wait(layers, 0.0), most)) > layers:
                 self._arrived(last, missing)
         except _Ended:
-            self.client.cancel(job_id)
+            self._client.cancel(job_id)
             raise
         finally:
             answer = call.result()
-            if not answer.quiet or answer.reason == Reason.UNKNOWN_MEMORY:
-                self.registration.retire(release=not answer.quiet)
+            self._registration.settle(answer)
         return answer
-
-    def _start(self, job_id: str, part: FetchPart, memory: Memory) -> tuple[FetchCall, Progress]:
-        left, begin = max(self.deadline - time.monotonic(), 0.001), self.registration.progress_offset
-        if begin is None:
-            call = self.client.start_fetch_layers(job_id, part, left, self.window_s)
-            return call, StreamProgress(call)
-        word = WordProgress(memory.memory[begin : begin + PROGRESS_BYTES])  # before the call writes there
-        call = self.client.start_fetch(job_id, [part], left, layerwise=True, progress=begin, window_s=self.window_s)
-        return call, word
-
-    def _acquire(self) -> Memory:
-        left = self.deadline - time.monotonic()
-        if self.cancelled() or left <= 0:
-            raise _Ended(Reason.CANCELLED if self.cancelled() else Reason.DEADLINE)
-        try:
-            return self.registration.acquire(left)
-        except DataPlaneError as error:
-            raise _Ended(error.outcome, str(error)) from error
-        except ConfigurationError as error:
-            raise _Ended(Reason.NO_MEMORY, str(error)) from error
 
     def _arrived(self, layers: int, missing: Flags) -> None:
         self._delivered[:layers] |= missing[:layers]
-        self._place(leading_layers(self._delivered, self._wanted), len(self.keys))
+        self._place(leading_layers(self._delivered, self._wanted), len(self._keys))
 
     def _place(self, layers: int, chunks: int) -> None:
         """Scatter the layers of the leading chunks that are not scattered yet."""
@@ -166,15 +162,13 @@ class LayerFetch:
         assert self._memory is not None
         try:
             self._memory.flush()
-            self.scatter(self._memory.memory[: chunks * self._shape.raw_bytes], (self._placed, layers))
+            data = self._memory.memory[: chunks * self._shape.raw_bytes]
+            self._mover.scatter(self._fetch.job, data, (self._placed, layers))
         except Exception as error:
             _logger.exception("scattering layers failed")
             raise _Ended(Reason.SCATTER_FAILED, f"{type(error).__name__}: {error}") from error
-        if not self._memory.intact():
-            lost = "another process truncated the memory that chunks arrive in; it is given up"
-            _logger.error("shadowserve: %s", lost)
-            self.registration.lost(self._memory)
+        if lost := self._registration.check(self._memory):
             raise _Ended(Reason.SCATTER_FAILED, lost)
-        if chunks == len(self.keys):
+        if chunks == len(self._keys):
             self._placed = layers
-            self.on_layers(layers)
+            self._mover.tell(self._fetch, layers)

@@ -69,7 +69,6 @@ class PagedLayout:
 
     Args:
         caches: One tensor per layer, in layer order, logical [block, head, token, content].
-        kind: Physical layout.
         mover: Implementation of copies. Default: ``native`` on CPUs; on GPUs ``triton`` if installed, else ``torch``.
         reshaping_bytes: GPU memory, at most, for reordering chunks; at least one chunk is used. With Triton only chunks
             that move between host and GPU need it.
@@ -77,11 +76,6 @@ class PagedLayout:
 
     Raises:
         ValueError: The tensors do not fit the layout or each other.
-
-    Attributes:
-        layers, heads: Number of layers and heads in a chunk.
-        kinds, head_size, block_tokens, blocks: Number of kinds, elements per head, tokens per block, blocks.
-        dtype: Type of the elements; fp8 appears as ``torch.uint8``.
     """
 
     def __init__(
@@ -125,7 +119,6 @@ class PagedLayout:
         return int(self.heads * self.head_size)
 
     def chunk_bytes(self, tokens: int) -> int:
-        """Return the size of a chunk of ``tokens`` tokens."""
         return int(self.layers * self.kinds * tokens * self.vector_length * self.dtype.itemsize)
 
     def scatter(
@@ -195,7 +188,6 @@ class _NativeMover:
             self._plans.append((np.array(parts, np.uint64), pages, np.uint64(page_bytes), scatter, gather))
 
     def scatter(self, chunks: Any, blocks: list[int], first: int = 0) -> None:
-        """Copy chunks to the views from index ``first`` on."""
         for pages, held, scatter, _ in self._addresses(chunks, blocks, first):
             scatter(pages, held)
 
@@ -246,7 +238,6 @@ class _DeviceMover(abc.ABC):
         self._scattered: Any = None
 
     def scatter(self, chunks: Any, blocks: list[int], first_part: int = 0) -> None:
-        """Copy chunks to the views from index ``first_part`` on."""
         count = self._chunks_at_once(chunks)
         each = chunks.shape[2]
         for first in range(0, len(chunks), count):
@@ -268,7 +259,6 @@ class _DeviceMover(abc.ABC):
             chunks.copy_(target, non_blocking=True)
 
     def _chunks_at_once(self, chunks: Any) -> int:
-        """Return the number of chunks that fit the buffer for scattering."""
         size = int(chunks[0].nbytes)
         return max(1, (self._reshaping_bytes - size) // size)
 
@@ -347,7 +337,6 @@ def _end_after(chunks: Any, rows: int | None) -> None:
 
 
 def _buffer(buffer: Any, chunks: Any, device: Any) -> tuple[Any, Any]:
-    """Return the buffer, replaced by a larger one if necessary, and a view of it in the shape of ``chunks``."""
     if buffer is None or buffer.numel() < chunks.numel():
         buffer = torch.empty(chunks.numel(), dtype=chunks.dtype, device=device)
     return buffer, buffer[: chunks.numel()].view(chunks.shape)

@@ -2,8 +2,7 @@
 
 As in vLLM's ``reshape_and_cache``, a token's position in paged memory is its *slot*: block number times tokens per
 block plus token in the block; -1 for a token that is not moved. One program moves one token of one view (a layer's K, V
-or latent): a contiguous vector of the chunk, and ``heads`` runs of ``head_size`` elements in paged memory. The strides
-describe the layout: heads before or after tokens, layers inside or outside blocks, K next to V.
+or latent): a contiguous vector of the chunk, and ``heads`` runs of ``head_size`` elements in paged memory.
 """
 
 from collections.abc import Sequence
@@ -55,13 +54,10 @@ def _move(
 
 
 class Kernels:
-    """Moves data between chunks and paged memory.
-
-    Args:
-        views: Views [block, token, head, dimension] of the paged memory, one per layer and kind, with equal strides.
+    """Moves data between chunks and views [block, token, head, dimension] of paged memory, one per layer and kind.
 
     Raises:
-        ValueError: The strides differ.
+        ValueError: The views' strides differ.
     """
 
     def __init__(self, views: Sequence[Any]) -> None:

@@ -2,14 +2,12 @@
 
 A lookup starts when a request arrives; hashing and round trips run on threads of their own. The scheduler polls: None
 until there is an answer or the deadline has passed, then the same answer for the request's life.
-
-One lookup, in order: :meth:`PrefixLookup._run` names and hashes the prompt, :meth:`PrefixLookup._probe` asks which
-chunks are stored, and then it answers, waits for pending chunks, or waits for cold ones, and probes again.
 """
 
 import array
 import contextlib
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -59,10 +57,7 @@ class LookupAnswer:
 
     Attributes:
         tokens: Leading tokens of the prompt that can be loaded, by the engine's rule, for every rank.
-        reason: ``complete``; ``short`` (no whole chunk); ``deadline``; ``unnamed`` (its KV has no key);
-            ``published_late`` (chunks are still pending); ``published_gone`` (pending chunks will not be stored);
-            ``cold_late`` (chunks are still in object storage alone); or why the data plane did not answer.
-        detail: A sentence about a failure, else empty.
+        reason: ``complete``, or why the data plane did not answer; see :class:`~host_control.transfer.Reason`.
         shard_layout: Shard layout of the records; 0 is this engine's own.
         present: Flags of each group: chunks that are stored.
         tail: The prompt's tail is stored, too.
@@ -89,18 +84,16 @@ class LookupAnswer:
 
 @dataclass
 class _Lookup:
-    """One request's lookup.
+    """One request's lookup. Times are of the monotonic clock.
 
     Attributes:
         tokens, length: The prompt, which may grow, and its length at the start.
         extra: Inputs of its KV other than tokens, or the function that finds them.
-        deadline: Time (monotonic) by which it has an answer.
-        disaggregation: P/D parameters: keys to wait for and to publish.
-        answer: The answer, once there is one.
         best_answer: The answer if no better one comes in time.
         chunk_keys: Keys of the whole chunks, once they are hashed.
         tail: Key of the prompt's tail, if that has a record.
         saved: Names that a preemption saved its chunks under: only these are asked for.
+        wanted: Keys to ask for: those of whole chunks, and then of the tail.
         waits_until: Time up to which it waits for pending or cold chunks; 0 where it does not wait.
         late_reason: Reason of an answer at the deadline.
         available: Chunks that can be fetched by now, where the answer counts pending or cold ones.
@@ -110,6 +103,7 @@ class _Lookup:
         asked_at: Time of the last probe that was answered.
     """
 
+    request_id: str
     tokens: Sequence[int]
     length: int
     extra: Extra | Callable[[], Extra]
@@ -120,6 +114,7 @@ class _Lookup:
     chunk_keys: list[bytes] | None = None
     tail: list[bytes] = field(default_factory=list)
     saved: Sequence[bytes] = ()
+    wanted: list[bytes] = field(default_factory=list)
     waits_until: float = 0.0
     late_reason: str = Reason.DEADLINE
     available: Available | None = None
@@ -129,6 +124,13 @@ class _Lookup:
     asked_at: float = 0.0
     future: Future[None] | None = field(default=None, repr=False)
 
+    @property
+    def whole(self) -> int:
+        return len(self.wanted) - len(self.tail)
+
+    def note_stored(self, own: Probe, asked_at: float) -> None:
+        self.present, self.asked_at = [flags[: self.whole] for flags in own.present], asked_at
+
 
 class PrefixLookup:
     """Looks prompts up in the background; :meth:`submit`, :meth:`poll` and :meth:`forget` take microseconds.
@@ -136,13 +138,10 @@ class PrefixLookup:
     Args:
         model: Digest of the ``ModelIdentity``.
         groups: Records that this engine makes.
-        rule: The engine's rule of how long a hit may be.
         others: Records of other shard layouts that this engine can read.
         saved: Records of preempted requests, where these are separate.
         every: Flag per group: it keeps every chunk, so that a missing chunk may be waited for; by default all.
-        chunk_tokens: Tokens in a chunk.
         timeout: Seconds from :meth:`submit` to an answer.
-        threads: Number of threads that hash and ask.
         enabled: Ask the data plane. Otherwise each answer is a miss, and only keys are made.
         loads_wait: A load may start while some of its chunks are pending or cold.
         load_timeout: Seconds that a load may take, and that a lookup waits for cold chunks.
@@ -207,19 +206,18 @@ class PrefixLookup:
             tokens: Tokens of the prompt; must not change until :meth:`forget`, except by growing.
             extra: Inputs of its KV other than tokens, or a function that returns them, called on a lookup thread. If it
                 raises, the answer's reason is ``unnamed``, and there are no chunk keys.
-            disaggregation: P/D parameters: keys to wait for and to publish.
             saved: Names of its chunks, and of its tail, among :data:`SAVED` records: only these are asked for.
         """
-        lookup = _Lookup(tokens, len(tokens), extra, time.monotonic() + self._timeout, disaggregation, saved=saved)
-        count = lookup.length // self._chunk_tokens
-        if count == 0 and not disaggregation.tail_tokens:
+        ends = time.monotonic() + self._timeout
+        lookup = _Lookup(request_id, tokens, len(tokens), extra, ends, disaggregation, saved=saved)
+        if lookup.length < self._chunk_tokens and not disaggregation.tail_tokens:
             lookup.answer, lookup.chunk_keys = LookupAnswer(0, Reason.SHORT), []
         elif not self._enabled:
             lookup.answer = LookupAnswer(0, Reason.DISABLED)
         with self._lock:
             self._lookups[request_id] = lookup
         if lookup.chunk_keys is None:
-            lookup.future = self._pool.submit(self._run, request_id, lookup, count)
+            lookup.future = self._pool.submit(self._guarded, lookup, self._run)
 
     def poll(self, request_id: str) -> LookupAnswer | None:
         """Return the answer, or None while there is none and time is left."""
@@ -289,29 +287,21 @@ class PrefixLookup:
         answer, lookup = self.poll(request_id), self._lookups.get(request_id)
         if answer is None:
             return None
-        found: dict[DataPlaneClient, list[tuple[bytes, Sequence[bytes]]]] = {}
         if lookup is None or not answer.present or not lookup.chunk_keys:
-            return found
+            return {}
         end = -(-answer.tokens // self._chunk_tokens)
         names = lookup.saved[: len(answer.present[0])] or lookup.chunk_keys
-        for number, group in enumerate(self._prober.records[answer.shard_layout]):
+        wanted: list[list[bytes]] = []
+        for number, present in enumerate(answer.present):
             first = 0 if self._prober.every[number] else self._first_needed(answer, lookup.length, number, end)
-            flags = answer.present[number][first:end]
-            chunk_keys = [chunk_key for chunk_key, stored in zip(names[first:end], flags, strict=True) if stored]
-            for client, namespace in dict.fromkeys(group) if chunk_keys else ():
-                found.setdefault(client, []).append((namespace, record_keys(namespace, chunk_keys)))
-        return found
+            wanted.append(list(itertools.compress(names[first:end], present[first:end])))
+        return _by_client(self._prober.records[answer.shard_layout], wanted)
 
     def chains_of(self, chunk_keys: Sequence[Sequence[bytes]]) -> RecordKeys:
         """Return the records of a save, given the chunk keys of each group."""
-        found: dict[DataPlaneClient, list[tuple[bytes, Sequence[bytes]]]] = {}
-        for group, own in zip(self._prober.records[SAVED], chunk_keys, strict=True):
-            for client, namespace in dict.fromkeys(group) if own else ():
-                found.setdefault(client, []).append((namespace, record_keys(namespace, own)))
-        return found
+        return _by_client(self._prober.records[SAVED], chunk_keys)
 
     def _first_needed(self, answer: LookupAnswer, length: int, number: int, end: int) -> int:
-        """Return the first chunk of one group that the hit needs."""
         last = 1
         while last < end:
             present = [flags.copy() for flags in answer.present]
@@ -335,7 +325,6 @@ class PrefixLookup:
             lookup.future.cancel()
 
     def close(self) -> None:
-        """End the threads; a lookup that runs ends by its deadline."""
         self._publications.close()
         self._cold_loads.close()
         self._late.shutdown(wait=False, cancel_futures=True)
@@ -343,16 +332,25 @@ class PrefixLookup:
 
     # ------------------------------------------------------------------ naming and hashing
 
-    def _run(self, request_id: str, lookup: _Lookup, count: int) -> None:
+    def _run(self, lookup: _Lookup) -> None:
+        if self._named(lookup):
+            chunk_keys = self._hash(lookup)
+            lookup.wanted = list(lookup.saved) or [*chunk_keys, *lookup.tail]
+            lookup.chunk_keys = chunk_keys  # from now on the engine's thread may extend them
+            if self._enabled:
+                self._probe(lookup)
+
+    def _guarded(self, lookup: _Lookup, step: Callable[[_Lookup], None]) -> None:
         try:
-            if self._named(lookup):
-                chunk_keys = self._hash(lookup, count)
-                wanted = list(lookup.saved) or [*chunk_keys, *lookup.tail]
-                lookup.chunk_keys = chunk_keys  # from now on the engine's thread may extend them
-                if self._enabled:
-                    self._probe(request_id, lookup, wanted)
+            step(lookup)
         except Exception as error:  # a bug must not leave the request waiting for its deadline
             self._resolve(lookup, LookupAnswer(0, Reason.INTERNAL, f"{type(error).__name__}: {error}"))
+
+    def _submit(self, pool: ThreadPoolExecutor, lookup: _Lookup, step: Callable[[_Lookup], None]) -> None:
+        """Take a step of a lookup on a thread, unless its request has ended."""
+        if self._lookups.get(lookup.request_id) is lookup:
+            with contextlib.suppress(RuntimeError):  # closed
+                pool.submit(step, lookup)
 
     def _named(self, lookup: _Lookup) -> bool:
         """Find the inputs of a prompt's KV other than tokens; return False where one has no identity."""
@@ -366,13 +364,13 @@ class PrefixLookup:
             return False
         return True
 
-    def _hash(self, lookup: _Lookup, count: int) -> list[bytes]:
-        extra = lookup.extra
+    def _hash(self, lookup: _Lookup) -> list[bytes]:
+        extra, end = lookup.extra, lookup.length // self._chunk_tokens * self._chunk_tokens
         assert isinstance(extra, Extra)
         tokens, chunk_keys = array.array("I"), list[bytes]()
         stride = max(_STRIDE_TOKENS // self._chunk_tokens, 1) * self._chunk_tokens
-        for begin in range(0, count * self._chunk_tokens, stride):
-            tokens += array.array("I", lookup.tokens[begin : min(begin + stride, count * self._chunk_tokens)])
+        for begin in range(0, end, stride):
+            tokens += array.array("I", lookup.tokens[begin : min(begin + stride, end)])
             chunk_keys = prefix_chain(
                 self._model, tokens, chunk_tokens=self._chunk_tokens, extra=extra, after=chunk_keys
             )
@@ -384,9 +382,9 @@ class PrefixLookup:
 
     # ------------------------------------------------------------------ probing
 
-    def _probe(self, request_id: str, lookup: _Lookup, wanted: list[bytes]) -> None:
+    def _probe(self, lookup: _Lookup) -> None:
         """Ask which chunks are stored; then answer, or wait for pending or cold chunks and probe again."""
-        asked_at = time.monotonic()
+        asked_at, wanted = time.monotonic(), lookup.wanted
         left = (lookup.waits_until or lookup.deadline) - asked_at
         if left <= 0:
             self._resolve(lookup, self._late_answer(lookup))
@@ -397,18 +395,18 @@ class PrefixLookup:
             else:
                 own, best = self._prober.best(wanted, left, published=lookup.disaggregation.waits > 0)
         except DataPlaneError as error:
-            self._probe_failed(request_id, lookup, wanted, error)
+            self._resolve(lookup, replace(lookup.best_answer, reason=error.outcome, detail=str(error)))
+            if error.outcome == Reason.DEADLINE:
+                self._submit(self._late, lookup, self._learn_stored)
             return
-        whole = len(wanted) - len(lookup.tail)
-        lookup.present, lookup.asked_at = [flags[:whole] for flags in own.present], asked_at
+        lookup.note_stored(own, asked_at)
         if lookup.cold_ended or not lookup.disaggregation.cold:
             best = best.without_cold(self._prober.every)
-        self._note(lookup, best, whole)
-        if (hits := self._match(request_id, lookup, wanted, best)) is None:
+        self._note(lookup, best)
+        if (hits := self._match(lookup, best)) is None:
             return  # it waits, and is probed again
-        if seconds := lookup.disaggregation.publishes:  # before this engine can have computed and stored it
-            stored = own.stored | (np.arange(len(wanted)) < hits)
-            self._publish_absent(request_id, lookup, wanted, stored, seconds)
+        if lookup.disaggregation.publishes:  # before this engine can have computed and stored it
+            self._publish_absent(lookup, own.stored | (np.arange(len(wanted)) < hits))
         reason: str = Reason.COMPLETE
         detail = ""
         if lookup.cold_ended not in ("", Reason.COMPLETE):
@@ -417,49 +415,45 @@ class PrefixLookup:
             reason, detail = Reason.PUBLISHED_GONE, "chunks that were pending are not stored"
         self._resolve(lookup, replace(lookup.best_answer, reason=reason, detail=detail))
 
-    def _probe_failed(self, request_id: str, lookup: _Lookup, wanted: list[bytes], error: DataPlaneError) -> None:
-        self._resolve(lookup, replace(lookup.best_answer, reason=error.outcome, detail=str(error)))
-        if error.outcome == Reason.DEADLINE:
-            with contextlib.suppress(RuntimeError):  # closed
-                self._late.submit(self._learn_stored, request_id, lookup, wanted)
+    def _probe_again(self, lookup: _Lookup) -> None:
+        if lookup.answer is None:
+            self._submit(self._pool, lookup, lambda again: self._guarded(again, self._probe))
 
-    def _match(self, request_id: str, lookup: _Lookup, wanted: list[bytes], best: Probe) -> int | None:
+    def _match(self, lookup: _Lookup, best: Probe) -> int | None:
         """Return how many leading chunks, the tail among them, count as found; None where the lookup waits."""
         hits = leading(best.stored)
-        if hits < len(wanted) and self._is_worth_waiting(lookup, hits, best.pending):
-            return self._match_pending(request_id, lookup, wanted, hits, best)
+        if hits < len(lookup.wanted) and self._is_worth_waiting(lookup, hits, best.pending):
+            return self._match_pending(lookup, hits, best)
         if not lookup.cold_ended and Tier.COLD in lookup.best_answer.tiers[:hits]:
             if not self._loads_wait:
-                self._await_cold(request_id, lookup, wanted, hits, best)
+                self._await_cold(lookup, hits, best)
                 return None
-            self._offer_cold(request_id, lookup, wanted[:hits], best)
+            self._offer_cold(lookup, hits, best)
         return hits
 
-    def _match_pending(
-        self, request_id: str, lookup: _Lookup, wanted: list[bytes], hits: int, best: Probe
-    ) -> int | None:
+    def _match_pending(self, lookup: _Lookup, hits: int, best: Probe) -> int | None:
         if best.pending is None:  # then the shard layout that will have it is not known either
-            self._await_pending(request_id, lookup, wanted, hits, self._prober.layouts)
+            self._await_pending(lookup, hits, self._prober.layouts)
             return None
         if self._loads_wait and hits:
-            self._offer_pending(request_id, lookup, wanted, best)
+            self._offer_pending(lookup, best)
             return best.extent
         # Chunks are stored in their order: once the last is stored or not pending any more, one question tells of all.
         # Where the load may continue from there, the first chunk is enough.
         pending = np.flatnonzero(best.pending[: best.extent])
-        index = int(pending[0 if self._loads_wait else -1])
-        self._await_pending(request_id, lookup, wanted, index, [best.shard_layout])
+        self._await_pending(lookup, int(pending[0 if self._loads_wait else -1]), [best.shard_layout])
         return None
 
-    def _note(self, lookup: _Lookup, best: Probe, whole: int) -> None:
+    def _note(self, lookup: _Lookup, best: Probe) -> None:
         """Keep what a probe found of whole chunks and a tail as the answer, if no better one comes in time."""
+        whole = lookup.whole
         present = [flags[:whole] for flags in best.present]
         answer = LookupAnswer(
             self._rule(present, lookup.length) if whole else 0,
             Reason.COMPLETE,
             shard_layout=best.shard_layout,
             present=present,
-            tail=leading(best.stored) > whole and self._has_tail(lookup, best, whole),
+            tail=leading(best.stored) > whole and self._has_tail(lookup, best),
             chunk_bytes=best.chunk_bytes,
             cold_seconds=best.cold_seconds,
             unpublished=best.pending is None and lookup.disaggregation.waits > 0 and not best.stored.all(),
@@ -477,10 +471,10 @@ class PrefixLookup:
             for number, (tiers, every) in enumerate(zip(probe.tiers, self._prober.every, strict=True))
         ]
 
-    def _has_tail(self, lookup: _Lookup, probe: Probe, whole: int) -> bool:
+    def _has_tail(self, lookup: _Lookup, probe: Probe) -> bool:
         """Tell if a load may go to the end of the tail, which the groups that keep every chunk have."""
         size = lookup.disaggregation.tail_tokens
-        end = whole * self._chunk_tokens + size
+        end = lookup.whole * self._chunk_tokens + size
         return self._rule(probe.present, end + 1, size) == end
 
     def _late_answer(self, lookup: _Lookup) -> LookupAnswer:
@@ -491,28 +485,13 @@ class PrefixLookup:
             detail = f"not all came from object storage within {self._load_timeout:g} s (host.fetch_timeout_s)"
         return replace(lookup.best_answer, reason=lookup.late_reason, detail=detail)
 
-    def _learn_stored(self, request_id: str, lookup: _Lookup, wanted: list[bytes]) -> None:
+    def _learn_stored(self, lookup: _Lookup) -> None:
         """Ask again with more time, for a lookup that was not answered: chunks that are stored are not stored again."""
-        if self._lookups.get(request_id) is not lookup:
-            return
-        asked_at, whole = time.monotonic(), len(wanted) - len(lookup.tail)
-        with contextlib.suppress(DataPlaneError):
-            records = SAVED if lookup.saved else 0
-            (own,) = self._prober.ask({records: len(wanted)}, wanted, self._load_timeout, published=False)
-            lookup.present, lookup.asked_at = [flags[:whole] for flags in own.present], asked_at
-
-    def _probe_again(self, request_id: str, lookup: _Lookup, wanted: list[bytes]) -> None:
-        """Probe on a lookup thread, unless the lookup has an answer or its request has ended."""
-
-        def probe() -> None:
-            try:
-                self._probe(request_id, lookup, wanted)
-            except Exception as error:  # as in _run
-                self._resolve(lookup, LookupAnswer(0, Reason.INTERNAL, f"{type(error).__name__}: {error}"))
-
-        if self._lookups.get(request_id) is lookup and lookup.answer is None:
-            with contextlib.suppress(RuntimeError):  # closed
-                self._pool.submit(probe)
+        if self._lookups.get(lookup.request_id) is lookup:
+            asked_at, count = time.monotonic(), {SAVED if lookup.saved else 0: len(lookup.wanted)}
+            with contextlib.suppress(DataPlaneError):
+                (own,) = self._prober.ask(count, lookup.wanted, self._load_timeout, published=False)
+                lookup.note_stored(own, asked_at)
 
     def _resolve(self, lookup: _Lookup, answer: LookupAnswer) -> None:
         with self._lock:
@@ -521,48 +500,43 @@ class PrefixLookup:
     # ------------------------------------------------------------------ cold chunks
 
     def _cold_bringer(
-        self,
-        request_id: str,
-        lookup: _Lookup,
-        wanted: list[bytes],
-        best: Probe,
-        then: Callable[[Available], None],
+        self, lookup: _Lookup, count: int, best: Probe, then: Callable[[Available], None]
     ) -> Callable[[int], None]:
-        """Return a function that brings leading ones of these chunks nearer, and reports to ``then``."""
+        """Return a function that brings leading ones of the first ``count`` chunks nearer, and reports to ``then``."""
         needed, waits = self._needed(lookup.best_answer, lookup.length, best), lookup.disaggregation.waits > 0
 
         def ask(first: int, end: int) -> tuple[Flags, Flags]:
-            rest, counts = wanted[first:end], {best.shard_layout: end - first}
+            rest, counts = lookup.wanted[first:end], {best.shard_layout: end - first}
             (probe,) = self._prober.ask(counts, rest, self._timeout, published=waits, prefetch=True)
             cold = probe.farthest(needed, first) == Tier.COLD
             return probe.stored & ~cold, cold if probe.pending is None else cold | probe.pending
 
         def bring(chunks: int) -> None:
             seconds = _COLD_WAIT_SHARE * self._load_timeout
-            self._cold_loads.begin(request_id, ask, min(chunks, len(wanted)), seconds, then)
+            self._cold_loads.begin(lookup.request_id, ask, min(chunks, count), seconds, then)
 
         return bring
 
-    def _offer_cold(self, request_id: str, lookup: _Lookup, wanted: list[bytes], best: Probe) -> None:
-        """Count cold chunks as stored: they are brought once a load of them begins."""
+    def _offer_cold(self, lookup: _Lookup, count: int, best: Probe) -> None:
+        """Count the cold ones of the first chunks as stored: they are brought once a load of them begins."""
 
         def note(available: Available) -> None:
             lookup.available = available
 
-        tiers = np.frombuffer(lookup.best_answer.tiers, np.uint8)[: len(wanted)]
-        lookup.available = Available(leading((tiers != Tier.COLD) & best.stored[: len(wanted)]), "")
-        lookup.bring_cold = self._cold_bringer(request_id, lookup, wanted, best, note)
+        tiers = np.frombuffer(lookup.best_answer.tiers, np.uint8)[:count]
+        lookup.available = Available(leading((tiers != Tier.COLD) & best.stored[:count]), "")
+        lookup.bring_cold = self._cold_bringer(lookup, count, best, note)
 
-    def _await_cold(self, request_id: str, lookup: _Lookup, wanted: list[bytes], hits: int, best: Probe) -> None:
+    def _await_cold(self, lookup: _Lookup, hits: int, best: Probe) -> None:
         """Bring cold chunks nearer before the answer, because no load may wait for them; then probe again."""
 
         def then(available: Available) -> None:
             if available.ended and lookup.answer is None:
                 lookup.cold_ended = available.ended
-                self._probe_again(request_id, lookup, wanted)
+                self._probe_again(lookup)
 
-        bring = self._cold_bringer(request_id, lookup, wanted[:hits], best, then)
-        self._note(lookup, best.without_cold(self._prober.every), len(wanted) - len(lookup.tail))
+        bring = self._cold_bringer(lookup, hits, best, then)
+        self._note(lookup, best.without_cold(self._prober.every))
         lookup.late_reason = Reason.COLD_LATE
         lookup.deadline = lookup.waits_until = time.monotonic() + self._load_timeout
         bring(hits)
@@ -580,36 +554,32 @@ class PrefixLookup:
             lookup.waits_until = lookup.deadline - self._timeout + lookup.disaggregation.waits
             lookup.deadline, lookup.late_reason = lookup.waits_until, Reason.PUBLISHED_LATE
 
-    def _await_pending(
-        self, request_id: str, lookup: _Lookup, wanted: list[bytes], index: int, layouts: Iterable[int]
-    ) -> None:
+    def _await_pending(self, lookup: _Lookup, index: int, layouts: Iterable[int]) -> None:
         """Probe again once a chunk is stored, or is not pending any more, in any of some shard layouts."""
         self._start_waiting(lookup)
 
         def then(late: bool) -> None:
-            if late and self._lookups.get(request_id) is lookup:
+            if late and self._lookups.get(lookup.request_id) is lookup:
                 self._resolve(lookup, self._late_answer(lookup))
-            self._probe_again(request_id, lookup, wanted)
+            self._probe_again(lookup)
 
-        self._publications.wait(wanted[index], layouts, lookup.waits_until, then)
+        self._publications.wait(lookup.wanted[index], layouts, lookup.waits_until, then)
 
-    def _offer_pending(self, request_id: str, lookup: _Lookup, wanted: list[bytes], best: Probe) -> None:
+    def _offer_pending(self, lookup: _Lookup, best: Probe) -> None:
         """Count pending chunks as stored, and report from now on how many of them are."""
         assert best.pending is not None
-        whole = len(wanted) - len(lookup.tail)
+        whole = lookup.whole
         # A chunk's records of full attention are stored last: with them, its records in other groups are stored.
         present = [(flags | best.pending)[:whole] for flags in best.present]
         tokens = self._rule(present, lookup.length) if whole else 0
         self._start_waiting(lookup)
         if Tier.COLD in lookup.best_answer.tiers[: best.extent]:
-            self._offer_cold(request_id, lookup, wanted[: best.extent], best)
+            self._offer_cold(lookup, best.extent, best)
         else:
-            self._follow_pending(request_id, lookup, wanted[: best.extent], best)
+            self._follow_pending(lookup, lookup.wanted[: best.extent], best)
         lookup.best_answer = replace(lookup.best_answer, tokens=tokens, present=present, tail=best.extent > whole)
 
-    def _follow_pending(
-        self, request_id: str, lookup: _Lookup, wanted: list[bytes], probe: Probe, before: int = 0
-    ) -> None:
+    def _follow_pending(self, lookup: _Lookup, wanted: list[bytes], probe: Probe, before: int = 0) -> None:
         """Record how many chunks are stored, and ask again when most of the pending ones are.
 
         The first ``before`` chunks are stored, and the probe begins behind them.
@@ -618,15 +588,15 @@ class PrefixLookup:
         if len(pending):
             lookup.available = Available(stored, "")
             middle = wanted[before + pending[len(pending) // 2]]
-            again = functools.partial(self._poll_pending, request_id, lookup, wanted, probe.shard_layout)
+            again = functools.partial(self._poll_pending, lookup, wanted, probe.shard_layout)
             self._publications.wait(middle, [probe.shard_layout], lookup.waits_until, again)
         else:
             lookup.available = Available(stored, Reason.COMPLETE if stored >= len(wanted) else Reason.PUBLISHED_GONE)
 
-    def _poll_pending(self, request_id: str, lookup: _Lookup, wanted: list[bytes], layout: int, late: bool) -> None:
+    def _poll_pending(self, lookup: _Lookup, wanted: list[bytes], layout: int, late: bool) -> None:
         """Ask on a lookup thread how many chunks are stored by now; the calling thread serves all requests."""
 
-        def poll() -> None:
+        def poll(lookup: _Lookup) -> None:
             assert lookup.available is not None
             before = lookup.available.chunks
             rest = wanted[before:]
@@ -637,32 +607,28 @@ class PrefixLookup:
                     ended = Reason.COMPLETE if stored == len(wanted) else Reason.PUBLISHED_LATE
                     lookup.available = Available(stored, ended)
                 else:
-                    self._follow_pending(request_id, lookup, wanted, probe, before)
+                    self._follow_pending(lookup, wanted, probe, before)
             except DataPlaneError as error:
                 lookup.available = lookup.available._replace(ended=error.outcome)
             except Exception:  # a bug must not leave the load waiting for its deadline
                 lookup.available = lookup.available._replace(ended=Reason.INTERNAL)
 
-        if self._lookups.get(request_id) is lookup:
-            with contextlib.suppress(RuntimeError):  # closed
-                self._pool.submit(poll)
+        self._submit(self._pool, lookup, poll)
 
-    def _publish_absent(
-        self, request_id: str, lookup: _Lookup, wanted: list[bytes], stored: Flags, seconds: float
-    ) -> None:
+    def _publish_absent(self, lookup: _Lookup, stored: Flags) -> None:
         """Publish the chunks that this engine will compute and store, unless the request has ended."""
-        ends = [(index + 1) * self._chunk_tokens for index in range(len(wanted))]
+        ends = [(index + 1) * self._chunk_tokens for index in range(len(lookup.wanted))]
         if lookup.tail:
             ends[-1] -= self._chunk_tokens - lookup.disaggregation.tail_tokens
         absent = [
             chunk_key
-            for chunk_key, there, end in zip(wanted, stored, ends, strict=True)
+            for chunk_key, there, end in zip(lookup.wanted, stored, ends, strict=True)
             if not there and lookup.disaggregation.may_store(end)
         ]
         if absent:
-            self._publications.publish(request_id, absent, seconds)
-        if self._lookups.get(request_id) is not lookup:  # it ended meanwhile, before there was anything to withdraw
-            self._publications.withdraw(request_id)
+            self._publications.publish(lookup.request_id, absent, lookup.disaggregation.publishes)
+        if self._lookups.get(lookup.request_id) is not lookup:  # it ended before there was anything to withdraw
+            self._publications.withdraw(lookup.request_id)
 
     def _publish(self, chunk_keys: Sequence[bytes], seconds: float) -> None:
         """Publish all ranks' records of some chunks; 0 seconds: withdraw them."""
@@ -675,3 +641,12 @@ class PrefixLookup:
 
     def _set_reach(self, reach: int) -> None:
         self.reach = reach
+
+
+def _by_client(groups: Records, chunk_keys: Iterable[Sequence[bytes]]) -> RecordKeys:
+    """Return the records of some chunks of each group, by the data plane that has them."""
+    found: dict[DataPlaneClient, list[tuple[bytes, Sequence[bytes]]]] = {}
+    for group, keys in zip(groups, chunk_keys, strict=True):
+        for client, namespace in dict.fromkeys(group) if keys else ():
+            found.setdefault(client, []).append((namespace, record_keys(namespace, keys)))
+    return found

@@ -1,12 +1,10 @@
 """The KV cache manager: fetches the KV of prompts in the background of a serving engine (ShadowServe section 4.1).
 
-Two queues. The *fetch queue* holds jobs that wait for the data plane; one background thread takes them one at a time,
-in a configurable order. The *completion queue* holds outcomes. The engine's scheduler meets both once in each step, in
-:meth:`KVCacheManager.exchange`: it hands over jobs and takes outcomes, in one atomic step, and neither queue blocks it.
+The *fetch queue* holds jobs; one background thread takes them one at a time, in a configurable order. The *completion
+queue* holds outcomes. The engine's scheduler meets both once in each step, in :meth:`KVCacheManager.exchange`.
 
-A job wants chunks of one or several *shards*: layers whose chunks have one shape. Movers (:mod:`host_control.movers`)
-bring them. Each job has exactly one outcome, by its deadline: how many leading chunks of each shard are in place, and
-the reason why not all.
+A job wants chunks of one or several *shards*: layers whose chunks have one shape. Movers bring them. Each job has
+exactly one outcome, by its deadline: how many leading chunks of each shard are in place, and why not all.
 """
 
 import logging
@@ -29,10 +27,11 @@ from host_control.fetch import (
     first_in_first_out,
     shortest_job_first,
 )
-from host_control.movers import BatchMover, LayerMover, PageMover
+from host_control.layer_fetch import LayerMover
+from host_control.movers import BatchMover, PageMover
 from host_control.registered_memory import RegisteredMemory
 from host_control.transfer import Event, Reason, State
-from shadowserve.errors import ConfigurationError, DataPlaneError
+from shadowserve.errors import DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 
 __all__ = [
@@ -59,10 +58,8 @@ class KVCacheManager:
         scatter: Moves chunks into paged memory; called in the manager's thread.
         scatter_layers: Moves layers, from one up to another, of a job's leading chunks; for layerwise jobs.
         layers: Wanted layers of each shard's chunks; by default all.
-        order: Order of the fetch queue.
         placer: Places chunks without registered memory, for jobs of one shard of which all chunks are available.
         fetch_timeout_s: Seconds from hand-over to outcome.
-        purpose: Purpose of the fetches, for the data plane.
         limits: ``batch_bytes_min`` and ``scatter_bytes_min`` of :class:`~host_control.movers.BatchMover`.
     """
 
@@ -113,15 +110,11 @@ class KVCacheManager:
         cancel: Iterable[str] = (),
         available: Mapping[str, Available] = MappingProxyType({}),
     ) -> list[FetchResult]:
-        """Hand over jobs and take outcomes, in one atomic step.
+        """Hand over jobs and take the outcomes since the last exchange, in one atomic step.
 
         Args:
-            jobs: Jobs for the fetch queue.
             cancel: Requests whose job should end early. Its outcome still comes, once nothing writes for it.
             available: Chunks that are available by now, of requests whose job waits for more.
-
-        Returns:
-            Outcomes since the last exchange, in order of completion.
 
         Raises:
             ValueError: A request's last job has no outcome yet; nothing is handed over then.
@@ -188,8 +181,7 @@ class KVCacheManager:
     def close(self, timeout: float = 5.0) -> list[FetchResult]:
         """End all jobs with reason ``closed``, and the thread; return the outcomes that were not taken.
 
-        Args:
-            timeout: Seconds to wait for the thread. A thread that is stuck longer dies with the process.
+        A thread that is stuck longer than ``timeout`` seconds dies with the process.
         """
         with self._condition:
             self._closing = True
@@ -221,11 +213,10 @@ class KVCacheManager:
         # So that the first request does not pay for allocating and registering the memory.
         try:
             self._registration.acquire(self._fetch_timeout)
-        except (DataPlaneError, ConfigurationError) as error:
+        except DataPlaneError as error:
             _logger.warning("shadowserve: not connected yet: %s", error)
 
     def _next(self) -> Fetch | None:
-        """Return the next fetch, or None when the manager is closing and nothing is left."""
         while True:
             with self._condition:
                 self._sweep(time.monotonic())

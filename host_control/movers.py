@@ -1,7 +1,7 @@
-"""The ways to fetch: chunks in batches, one fetch layer by layer, and pages that devices place.
+"""The ways to fetch chunks: in batches, and into pages that devices place (:mod:`host_control.layer_fetch`: by layers).
 
 Each mover moves some chunks of a :class:`~host_control.fetch.Fetch` when asked, and ends the fetch when no move
-follows. All of them learn how far a call is from one interface (:mod:`host_control.progress`), where there is one.
+follows.
 """
 
 import itertools
@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from host_control.client import DataPlaneClient, FetchAnswer, FetchCall, FetchPart
 from host_control.fetch import Fetch, Placer, Scatter
-from host_control.layer_fetch import LayerFetch
 from host_control.progress import WordProgress, follow
 from host_control.registered_memory import PROGRESS_BYTES, Memory, RegisteredMemory
 from host_control.transfer import Reason
@@ -36,8 +35,6 @@ _LOOK_INTERVAL_S: Final = 0.005
 
 @dataclass(frozen=True)
 class _Run:
-    """Consecutive chunks of a shard, and their offset in registered memory."""
-
     shard: int
     first: int
     count: int
@@ -61,14 +58,11 @@ class BatchMover:
     what is left, so that as little as possible is scattered after the last one.
 
     Args:
-        registration: Memory that chunks arrive in.
-        scatter: Moves chunks into paged memory.
         condition: Lock of the manager, which is notified of cancellations.
         complete: Called with a fetch that has ended, once everything delivered for it is scattered.
         layers: Wanted layers of each shard's chunks; by default all.
         batch_bytes_min: A batch leaves no fewer bytes than this for the next one.
         scatter_bytes_min: Fewer bytes are not scattered before the batch is over.
-        purpose: Purpose of the fetches, for the data plane.
     """
 
     def __init__(
@@ -106,7 +100,6 @@ class BatchMover:
 
     @property
     def has_delivered(self) -> bool:
-        """Chunks wait to be scattered."""
         return self._delivered is not None
 
     def move(self, fetch: Fetch) -> bool:
@@ -124,22 +117,17 @@ class BatchMover:
         except DataPlaneError as error:
             self.end(fetch, error.outcome, str(error))
             return False
-        except ConfigurationError as error:
-            self.end(fetch, Reason.NO_MEMORY, str(error))
-            return False
         self.flush()
         placed = list(fetch.placed)
         scattered = 0 if progress is None else self._scatter_arriving(call, progress, fetch, memory, runs)
         answer = self._wait(call, job_id, fetch)
         if answer.reason == Reason.INVALID_ANSWER:  # then nothing is believed, not the progress either
             fetch.placed, scattered = placed, 0
-        if not answer.quiet or answer.reason == Reason.UNKNOWN_MEMORY:
-            self._registration.retire(release=not answer.quiet)
+        self._registration.settle(answer)
         moved = self._take(fetch, memory, runs, scattered, answer)
         return self._goes_on(fetch, answer, moved=moved)
 
     def _goes_on(self, fetch: Fetch, answer: FetchAnswer, *, moved: bool) -> bool:
-        """Return True if another batch follows an answer; else end the fetch."""
         if answer.reason == Reason.UNKNOWN_MEMORY and not moved and not fetch.retried:
             fetch.retried = True  # the data plane has restarted: register again, once
             return True
@@ -213,7 +201,6 @@ class BatchMover:
         return scattered
 
     def _between(self, runs: Iterable[_Run], begin: int, end: int) -> list[_Run]:
-        """Return the chunks of each run from its chunk ``begin`` up to ``end``."""
         return [
             _Run(run.shard, run.first + begin, count, run.offset + begin * self._chunk_bytes[run.shard])
             for run in runs
@@ -237,8 +224,7 @@ class BatchMover:
 
     def _take(self, fetch: Fetch, memory: Memory, runs: Sequence[_Run], scattered: int, answer: FetchAnswer) -> bool:
         """Record a batch's delivered chunks, of which some are scattered; return True if it moved any chunk."""
-        fetch.fetched_bytes += answer.fetched_bytes
-        fetch.delivered_bytes += answer.delivered_bytes
+        fetch.count_moved(answer)
         left = []
         for run, count in zip(runs, answer.chunks, strict=True):
             delivered = min(max(scattered, count), run.count)
@@ -260,13 +246,9 @@ class BatchMover:
                 for run in delivered.runs:
                     chunks = memory.view(run.offset, run.count * self._chunk_bytes[run.shard])
                     self._scatter(fetch.job, run.shard, run.first, chunks)
-                if memory.intact():
-                    for run in delivered.runs:
-                        fetch.placed[run.shard] += run.count
-                else:
-                    fetch.scatter_error = "another process truncated the memory that chunks arrive in; it is given up"
-                    _logger.error("shadowserve: %s", fetch.scatter_error)
-                    self._registration.lost(memory)
+                fetch.scatter_error = self._registration.check(memory)
+                for run in delivered.runs if not fetch.scatter_error else ():
+                    fetch.placed[run.shard] += run.count
             except Exception as error:
                 _logger.exception("scattering for request %s failed", fetch.job.request_id)
                 fetch.scatter_error = f"{type(error).__name__}: {error}"
@@ -285,10 +267,7 @@ class BatchMover:
 class PageMover:
     """Lets devices place chunks straight into paged memory, where they hold them.
 
-    Args:
-        placer: Places chunks.
-        batches: Mover of all other chunks.
-        tell: Receives the number of leading layers of a fetch that are in place.
+    ``batches`` moves all other chunks; ``tell`` receives the number of leading layers of a fetch that are in place.
     """
 
     placer: Placer
@@ -296,12 +275,10 @@ class PageMover:
     tell: Callable[[Fetch, int], None]
 
     def prepare(self, fetch: Fetch) -> None:
-        """Set from which chunk on devices may place a fetch."""
         if fetch.available is None and len(fetch.job.keys) == 1:
             fetch.pages_from = self.placer.first(fetch.job)
 
     def is_due(self, fetch: Fetch) -> bool:
-        """Tell if the next chunk is the first that devices may place."""
         return fetch.pages_from is not None and fetch.delivered[0] >= fetch.pages_from
 
     def move(self, fetch: Fetch) -> bool:
@@ -326,44 +303,3 @@ class PageMover:
         elif placed.chunks == end - first:
             fetch.pages_from = fetch.delivered[0]
         return not placed.reason
-
-
-@dataclass
-class LayerMover:
-    """Fetches all chunks of one fetch layer by layer.
-
-    Args:
-        registration: Memory that chunks arrive in.
-        scatter: Moves layers, from one up to another, of a job's leading chunks.
-        batches: Mover that ends fetches, and whose chunks are scattered first.
-        tell: Receives the number of leading layers of a fetch that are in place.
-    """
-
-    client: DataPlaneClient
-    registration: RegisteredMemory
-    scatter: Callable[[Any, Any, tuple[int, int]], None]
-    batches: BatchMover
-    tell: Callable[[Fetch, int], None]
-
-    def move(self, fetch: Fetch) -> bool:
-        """Fetch everything that is left, and end the fetch."""
-        self.batches.flush()  # layers arrive in both halves
-        if fetch.all_delivered:
-            self.batches.end(fetch, Reason.COMPLETE)
-            return False
-        job = fetch.job
-        layers = LayerFetch(
-            self.client,
-            self.registration,
-            job.keys[0],
-            fetch.deadline,
-            cancelled=lambda: fetch.cancelled,
-            scatter=lambda chunks, layers: self.scatter(job, chunks, layers),
-            on_layers=lambda layers: self.tell(fetch, layers),
-            window_s=job.window_s,
-        )
-        fetch.placed[0], reason, detail = layers.run()
-        fetch.fetched_bytes += layers.fetched_bytes
-        fetch.delivered_bytes += layers.delivered_bytes
-        self.batches.end(fetch, reason, detail)
-        return False

@@ -1,13 +1,12 @@
 """An engine's paged memory, shared with a data plane on this machine, whose devices read chunks straight into it.
 
 The memory keeps its addresses: they are mapped onto a segment once, with their content, before anything is computed,
-and the engine does not notice. All of the memory is shared, because any block may be loaded into.
+and the engine does not notice.
 
-**When bytes may be read, and written again.** The data plane answers once nothing is written any more, however long a
-device takes. A call that ends without an answer may have reads in flight that cannot be cancelled. Then the memory is
-given up, like any registered memory (:mod:`host_control.registered_memory`): the same addresses are mapped onto another
-segment, with a copy of the content, and the reads in flight end in pages that are not used. The engine's thread does
-that, between two steps, before vLLM learns how the load ended (:meth:`SharedPages.renew`).
+The data plane answers once nothing is written any more, however long a device takes. A call that ends without an answer
+may have reads in flight that cannot be cancelled. Then the same addresses are mapped onto another segment, with a copy
+of the content, and the reads in flight end in pages that are not used. The engine's thread does that, between two
+steps, before vLLM learns how the load ended (:meth:`SharedPages.renew`).
 """
 
 import ctypes
@@ -20,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from host_control.client import DataPlaneClient, FetchAnswer
+from host_control.client import DataPlaneClient, FetchAnswer, FetchCall
 from host_control.progress import WordProgress, cancel_if, follow
 from host_control.registered_memory import PROGRESS_BYTES
 from host_control.segment import Segment
@@ -80,11 +79,6 @@ class SharedPages:
         self.segment = self._map_to_new_segment()
 
     def _check(self, caches: Sequence[Any], chunk_blocks: int) -> None:
-        """Check that devices can reach every page, and that a record can hold it.
-
-        Raises:
-            ConfigurationError: They cannot.
-        """
         here = self._storage.data_ptr()
         for cache in caches:
             inner = cache[0].is_contiguous() and cache[0].nbytes == self.page_bytes
@@ -103,19 +97,15 @@ class SharedPages:
 
     @property
     def address(self) -> int:
-        """Address of the memory, which never changes."""
         return int(self._storage.data_ptr())
 
     def message(self) -> pb.SharedMemory:
-        """Return the wire's description of the segment."""
         return self.segment.message()
 
     def paging(self) -> pb.PagedMemory:
-        """Return the wire's description of the pages' positions."""
         return pb.PagedMemory(first=self._first, stride=self._stride, blocks=self._blocks)
 
     def word(self) -> memoryview:
-        """Return the word behind the pages that counts the layers in place."""
         return self.segment.memory[self.progress_offset : self.progress_offset + PROGRESS_BYTES]
 
     def _map_to_new_segment(self) -> Segment:
@@ -161,7 +151,6 @@ class SharedPages:
         )
 
     def _map_private(self) -> None:
-        """Map the memory onto memory of this process alone."""
         self.private = True
         descriptor = os.memfd_create("shadowserve-pages", os.MFD_CLOEXEC)
         try:
@@ -182,11 +171,7 @@ class SharedPages:
 class PageDelivery:
     """Loads chunks into shared pages, as far as devices of the data plane hold them; used by one thread.
 
-    Args:
-        pages: Shared pages, which are registered when they are first needed, and again when the data plane does not
-            know them any more.
-        shape: Layout of the chunks.
-        connect_timeout_s: Seconds to wait for a connection.
+    The pages are registered when they are first needed, and again when the data plane does not know them any more.
     """
 
     def __init__(
@@ -218,14 +203,9 @@ class PageDelivery:
         cancelled: Callable[[], bool],
         on_layers: Callable[[int], None],
     ) -> FetchAnswer | None:
-        """Load the leading ones of the chunks that devices hold.
+        """Load the leading ones of the chunks that devices hold into blocks, chunk after chunk.
 
-        Args:
-            keys: Record keys of the chunks.
-            blocks: Blocks that they go to, chunk after chunk.
-            deadline: Time of the clock ``time.monotonic()``.
-            cancelled: Tells if it should end early.
-            on_layers: Receives the number of leading layers that are in place of all chunks, as it grows.
+        ``on_layers`` receives the number of leading layers that are in place of all chunks, as it grows.
 
         Returns:
             The outcome; None where the data plane was not asked. After an answer that is not quiet, the blocks must not
@@ -235,10 +215,14 @@ class PageDelivery:
             try:
                 if not self._register(deadline - time.monotonic()):
                     return None
-                answer = self._call(keys, blocks, deadline, cancelled, on_layers)
+                job_id, offset = f"pages-{secrets.token_hex(8)}", self._pages.progress_offset
+                progress = WordProgress(self._pages.word())  # before the data plane writes there
+                left = max(deadline - time.monotonic(), 0.001)
+                call = self._client.start_fetch_pages(job_id, self._memory_id, self._shape, keys, blocks, left, offset)
             except DataPlaneError as error:
                 _logger.debug("no pages: %s", error)
                 return None
+            answer = self._follow(call, progress, cancel_if(self._client, job_id, cancelled), on_layers)
             if answer.reason != Reason.UNKNOWN_MEMORY:
                 break
             self._memory_id = 0  # the data plane has restarted: register again, once
@@ -249,7 +233,6 @@ class PageDelivery:
         return answer
 
     def _register(self, left: float) -> bool:
-        """Register the pages if necessary; return True if they are registered."""
         if self._pages.lost or left <= 0 or time.monotonic() < self._not_before:
             return False
         if self._memory_id and self._segment is self._pages.segment:
@@ -260,27 +243,17 @@ class PageDelivery:
         if self.obstacle:
             return False
         try:
-            registered = self._client.register([self._shape], self._pages.message(), self._pages.paging())
+            memory_id = self._client.register([self._shape], self._pages.message(), self._pages.paging())
         except DataPlaneError as error:
             if error.outcome == Reason.REFUSED:
                 self._not_before = time.monotonic() + _REFUSED_S
             raise
-        self._memory_id, self._segment = registered.memory_id, self._pages.segment
+        self._memory_id, self._segment = memory_id, self._pages.segment
         return True
 
-    def _call(
-        self,
-        keys: Sequence[bytes],
-        blocks: Sequence[int],
-        deadline: float,
-        cancelled: Callable[[], bool],
-        on_layers: Callable[[int], None],
+    def _follow(
+        self, call: FetchCall, progress: WordProgress, cancels: Callable[[], bool], on_layers: Callable[[int], None]
     ) -> FetchAnswer:
-        job_id, offset = f"pages-{secrets.token_hex(8)}", self._pages.progress_offset
-        progress = WordProgress(self._pages.word())  # before the data plane writes there
-        left = max(deadline - time.monotonic(), 0.001)
-        call = self._client.start_fetch_pages(job_id, self._memory_id, self._shape, keys, blocks, left, offset)
-        cancels = cancel_if(self._client, job_id, cancelled)
         for layers in follow(call, progress, self._shape.layers, _LOOK_INTERVAL, cancels):
             on_layers(layers)
         while not call.done():

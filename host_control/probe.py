@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 
-from host_control.answers import Found, Tiers
+from host_control.answers import Chain, Tiers
 from host_control.client import DataPlaneClient
 from shadowserve.errors import DataPlaneError
 from shadowserve.keys import record_keys
@@ -19,35 +19,11 @@ Records = Sequence[Sequence[tuple[DataPlaneClient, bytes]]]
 it serves) and the namespace of the records."""
 
 
-class Chain(NamedTuple):
-    """One rank's records of one group.
-
-    Attributes:
-        stored: Records that are stored.
-        pending: Records that are pending; None: not known.
-        stored_bytes: Bytes of the stored records together.
-        cold_seconds: Seconds after which storage expects to have the cold ones nearer.
-        tiers: Tier of each record.
-    """
-
-    stored: Flags
-    pending: Flags | None
-    stored_bytes: int
-    cold_seconds: float
-    tiers: Tiers
-
-    @property
-    def chunk_bytes(self) -> float:
-        """Mean bytes of a stored record."""
-        return self.stored_bytes / max(int(self.stored.sum()), 1)
-
-
 @dataclass(frozen=True)
 class Probe:
     """State of some chunks in the records of one shard layout.
 
     Attributes:
-        shard_layout: Shard layout of the records.
         present: Flags of each group: chunks that are stored.
         stored: Chunks that are stored in every group that keeps all chunks.
         pending: Flags of chunks that are pending; None: not known.
@@ -68,11 +44,7 @@ class Probe:
     def of(cls, shard_layout: int, count: int, groups: Sequence[Sequence[Chain]], every: Sequence[bool]) -> Self:
         """Combine the chains of each group. A chunk that one rank or shard lacks is of no use.
 
-        Args:
-            shard_layout: Shard layout of the records.
-            count: Number of chunks.
-            groups: Chains of each group.
-            every: Flag per group: it keeps every chunk.
+        ``every``: flag per group: it keeps every chunk.
         """
         present = [np.logical_and.reduce([chain.stored for chain in group]) for group in groups]
         kept = [chain for group, each in zip(groups, every, strict=True) if each for chain in group]
@@ -95,7 +67,6 @@ class Probe:
 
     @property
     def extent(self) -> int:
-        """Leading chunks that are stored or pending."""
         return leading(self.stored if self.pending is None else self.stored | self.pending)
 
     def without_cold(self, every: Sequence[bool]) -> "Probe":
@@ -107,9 +78,7 @@ class Probe:
     def farthest(self, needed: Sequence[int], before: int = 0) -> Tiers:
         """Return the farthest tier of the records that a load needs of each chunk; 0 where a chunk is not stored.
 
-        Args:
-            needed: First chunk that a load needs of each group.
-            before: Number of the probe's first chunk.
+        ``needed``: first chunk that a load needs of each group; ``before``: number of the probe's first chunk.
         """
         tiers = [each.copy() for each in self.tiers]
         for each, first in zip(tiers, needed, strict=True):
@@ -178,14 +147,7 @@ class Prober:
         published: bool,
         prefetch: bool = False,
     ) -> list[Probe]:
-        """Probe the first chunks of some shard layouts.
-
-        Args:
-            counts: Number of chunks to ask for, by shard layout.
-            chunk_keys: Keys of the chunks.
-            timeout: Seconds.
-            published: Ask for pending chunks, too.
-            prefetch: Let storage bring cold chunks nearer.
+        """Probe the first chunks of some shard layouts; ``counts`` has their number. Options as of the client's `find`.
 
         Raises:
             DataPlaneError: Some data plane did not answer.
@@ -197,7 +159,7 @@ class Prober:
             for group in self.records[layout]
             for client, namespace in group
         )
-        calls: list[tuple[list[tuple[DataPlaneClient, bytes, int]], Callable[[], Found]]] = []
+        calls: list[tuple[list[tuple[DataPlaneClient, bytes, int]], Callable[[], list[Chain]]]] = []
         problem = None
         for client in dict.fromkeys(client for client, _, _ in asked):
             chains = [each for each in asked if each[0] is client]
@@ -209,7 +171,7 @@ class Prober:
         found: dict[tuple[DataPlaneClient, bytes, int], Chain] = {}
         for chains, call in calls:  # every answer is taken: its data plane's breaker counts it
             try:
-                found |= zip(chains, _chains(call()), strict=True)
+                found |= zip(chains, call(), strict=True)
             except DataPlaneError as error:
                 problem = problem or error
         if problem is not None:
@@ -220,8 +182,3 @@ class Prober:
             )
             for layout, count in counts.items()
         ]
-
-
-def _chains(answer: Found) -> list[Chain]:
-    pending: Sequence[Flags | None] = answer.published or [None] * len(answer.present)
-    return list(map(Chain, answer.present, pending, answer.stored_bytes, answer.cold_seconds, answer.tiers))

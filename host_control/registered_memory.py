@@ -2,60 +2,25 @@
 
 Memory that the data plane may still use is never reused. If a call ends without an answer, or the data plane does not
 know the memory any more, :meth:`RegisteredMemory.retire` gives it up, and the next :meth:`RegisteredMemory.acquire`
-registers new memory. :mod:`host_control.delivery` implements the kinds of memory.
+registers new memory.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Final
 
-from host_control.client import DataPlaneClient, MemoryMessage
-from host_control.segment import Segment
+from host_control.client import DataPlaneClient, FetchAnswer, StoreAnswer
+from host_control.segment import Memory, Segment
+from host_control.transfer import Reason
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
 
+__all__ = ["PROGRESS_BYTES", "Memory", "RegisteredMemory"]
+
+_logger = logging.getLogger(__name__)
 PROGRESS_BYTES: Final = 4
 """Size of the progress word: the number of leading layers or chunks that are in place."""
-
-
-class Memory(Protocol):
-    """Memory that can be registered with the data plane.
-
-    Attributes:
-        size: Size in bytes.
-        memory: The memory in this process: a memoryview, or a uint8 tensor on the GPU.
-        peer_keeps_mapping: The data plane has its own mapping, so the memory can be closed here while it is still
-            written there. Without one, writes after the close could hit memory that was allocated again.
-    """
-
-    size: int
-    memory: Any
-    peer_keeps_mapping: bool
-
-    def message(self) -> MemoryMessage:
-        """Return the description for the Register call."""
-
-    def on_registered(self) -> None:
-        """Called when the data plane has registered the memory."""
-
-    def view(self, offset: int, length: int) -> Any:
-        """Return a view of delivered bytes that :class:`~host_control.layouts.PagedLayout` can read.
-
-        Called on the scattering thread after the Fetch call has ended. On a GPU, copies may still run on the delivery's
-        stream.
-        """
-
-    def flush(self) -> None:
-        """Make delivered bytes visible to readers of :attr:`memory`.
-
-        Called on the scattering thread while a Fetch call runs; :meth:`view` includes it.
-        """
-
-    def intact(self) -> bool:
-        """Return False if another process has truncated the memory. Bytes that were read before are then invalid."""
-
-    def close(self) -> None:
-        """Release the memory. It is freed with the last view of it."""
 
 
 class RegisteredMemory:
@@ -66,7 +31,6 @@ class RegisteredMemory:
     Only one thread calls :meth:`acquire`, :meth:`lost` and :meth:`retire`; any thread reads :attr:`current`.
 
     Args:
-        client: Client of the data plane.
         shapes: Chunk layout of each shard.
         size: Size in bytes.
         connect_timeout_s: Seconds that :meth:`acquire` waits for a connection.
@@ -109,7 +73,6 @@ class RegisteredMemory:
 
     @property
     def memory_id(self) -> int:
-        """The data plane's ID of :attr:`current`."""
         with self._lock:
             return self._memory_id
 
@@ -117,8 +80,8 @@ class RegisteredMemory:
         """Return the registered memory. Allocate and register it if there is none.
 
         Raises:
-            DataPlaneError: The data plane cannot be reached, or refuses the registration.
-            ConfigurationError: The memory cannot be allocated.
+            DataPlaneError: The data plane cannot be reached, or refuses the registration; with the outcome
+                ``no_memory``, the memory cannot be allocated.
         """
         memory = self.current
         if memory is not None:
@@ -127,32 +90,35 @@ class RegisteredMemory:
         if not breaker.allow():
             raise DataPlaneError(
                 f"registering memory at the data plane {self._client.address} is paused after repeated failures",
-                "breaker_open",
+                Reason.BREAKER_OPEN,
             )
         try:
-            # Connect first: allocating all pages is slow.
-            self._client.connect(min(timeout, self._connect_timeout), self.shapes[0])
-            if not self._release_pending():
-                raise DataPlaneError(
-                    f"the data plane at {self._client.address} does not answer the release of old memory", "unreachable"
-                )
+            memory = self._made(timeout)
         except DataPlaneError:
             breaker.report(success=False)
             raise
         try:
-            memory = self._make(self._made_bytes)
-        except ConfigurationError:
-            breaker.report(success=False)
-            raise
-        try:
-            registered = self._client.register(self.shapes, memory.message())
+            memory_id = self._client.register(self.shapes, memory.message())
         except DataPlaneError:
             memory.close()  # safe even if it was registered: only a Fetch call with its ID would write into it
             raise
         memory.on_registered()
         with self._lock:
-            self._memory, self._memory_id = memory, registered.memory_id
+            self._memory, self._memory_id = memory, memory_id
         return memory
+
+    def _made(self, timeout: float) -> Memory:
+        # Connect first: allocating all pages is slow.
+        self._client.connect(min(timeout, self._connect_timeout), self.shapes[0])
+        if not self._release_pending():
+            raise DataPlaneError(
+                f"the data plane at {self._client.address} does not answer the release of old memory",
+                Reason.UNREACHABLE,
+            )
+        try:
+            return self._make(self._made_bytes)
+        except ConfigurationError as error:
+            raise DataPlaneError(str(error), Reason.NO_MEMORY) from error
 
     def retire(self, *, release: bool, wait: bool = False) -> None:
         """Give the memory up, so that late writes of the data plane hit memory that nothing reads.
@@ -178,10 +144,23 @@ class RegisteredMemory:
             self._client.release(memory_id, wait=wait)
         memory.close()
 
+    def settle(self, answer: FetchAnswer | StoreAnswer) -> None:
+        """Give the memory up after an answer that is not quiet, or of a data plane that does not know the memory."""
+        if not answer.quiet or answer.reason == Reason.UNKNOWN_MEMORY:
+            self.retire(release=not answer.quiet)
+
     def lost(self, memory: Memory) -> None:
-        """Give up ``memory``, which was truncated, unless that has already happened."""
         if self.current is memory:
             self.retire(release=True)
+
+    def check(self, memory: Memory) -> str:
+        """Give memory of fetched chunks up where another process has truncated it; return a sentence about that."""
+        if memory.intact():
+            return ""
+        lost = "another process truncated the memory that chunks arrive in; it is given up"
+        _logger.error("shadowserve: %s", lost)
+        self.lost(memory)
+        return lost
 
     def _release_pending(self) -> bool:
         """Release memory that was given up. Return True if none is left to release."""
@@ -195,7 +174,6 @@ class RegisteredMemory:
         return True
 
     def close(self) -> None:
-        """Release the memory for good."""
         self.retire(release=True, wait=True)
         if self._unreleased is not None:
             _kept.append(self._unreleased[1])

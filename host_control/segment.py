@@ -1,4 +1,4 @@
-"""Shared memory between an engine and its data plane.
+"""Memory that can be registered with a data plane, and its most frequent kind: shared memory.
 
 A segment is a file in ``/dev/shm``. It has a name only until the data plane has mapped it. Then the name is removed, so
 that no file is left behind when the processes end. If a process is killed before, its file remains, without the lock
@@ -11,8 +11,9 @@ import mmap
 import os
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
+from host_control.client import MemoryMessage
 from shadowserve.errors import ConfigurationError
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -31,6 +32,50 @@ _POPULATE_BYTES: Final = 16 << 20
 """Bytes per call: during a call no other thread of the process can map memory."""
 
 
+class Memory:
+    """Memory that can be registered with the data plane.
+
+    Attributes:
+        size: Size in bytes.
+        memory: The memory in this process: a memoryview, or a uint8 tensor on the GPU.
+        peer_keeps_mapping: The data plane has its own mapping, so the memory can be closed here while it is still
+            written there. Without one, writes after the close could hit memory that was allocated again.
+    """
+
+    size: int
+    memory: Any
+    peer_keeps_mapping = False
+
+    def message(self) -> MemoryMessage:
+        """Return the description for the Register call."""
+        raise NotImplementedError
+
+    def on_registered(self) -> None:
+        """Called when the data plane has registered the memory."""
+
+    def view(self, offset: int, length: int) -> Any:
+        """Return a view of delivered bytes that :class:`~host_control.layouts.PagedLayout` can read.
+
+        Called on the scattering thread after the Fetch call has ended. On a GPU, copies may still run on the delivery's
+        stream.
+        """
+        return self.memory[offset : offset + length]
+
+    def flush(self) -> None:
+        """Make delivered bytes visible to readers of :attr:`memory`.
+
+        Called on the scattering thread while a Fetch call runs; :meth:`view` includes it.
+        """
+
+    def intact(self) -> bool:
+        """Return False if another process has truncated the memory. Bytes that were read before are then invalid."""
+        return True
+
+    def close(self) -> None:
+        """Release the memory. It is freed with the last view of it."""
+        raise NotImplementedError
+
+
 class _Mapping(mmap.mmap):
     """A mapping that is guarded against SIGBUS as long as a view of it exists."""
 
@@ -41,15 +86,10 @@ class _Mapping(mmap.mmap):
             self.guard.close()
 
 
-class Segment:
-    """A mapped file in ``/dev/shm`` with all pages reserved: a :class:`~host_control.registered_memory.Memory`.
+class Segment(Memory):
+    """A mapped file in ``/dev/shm`` with all pages reserved. ``name`` is the file's, without its directory."""
 
-    Attributes:
-        name: Name of the file, without its directory.
-        memory: The writable mapping.
-        size: Size in bytes.
-    """
-
+    memory: memoryview
     peer_keeps_mapping = True
 
     def __init__(self, name: str, descriptor: int, size: int) -> None:
@@ -105,32 +145,22 @@ class Segment:
 
     @property
     def descriptor(self) -> int:
-        """File descriptor, until :meth:`close`."""
         return self._descriptor
 
     def message(self) -> pb.SharedMemory:
         return pb.SharedMemory(name=self.name, size=self.size)
 
     def on_registered(self) -> None:
-        """Remove the name: the data plane has mapped the file."""
-        self.unlink()
-
-    def view(self, offset: int, length: int) -> memoryview:
-        return self.memory[offset : offset + length]
-
-    def flush(self) -> None:
-        """No-op: both processes map the same pages."""
+        self.unlink()  # the data plane has mapped the file
 
     def intact(self) -> bool:
         truncated = self._descriptor >= 0 and os.fstat(self._descriptor).st_size < self.size
         return not truncated and not self._guard.lost
 
     def unlink(self) -> None:
-        """Remove the name. Existing mappings remain valid."""
         (_DIRECTORY / self.name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove the name and close the file. The memory is freed with the last view of it."""
         self.unlink()
         if self._descriptor >= 0:
             os.close(self._descriptor)

@@ -39,11 +39,7 @@ _SAMPLES_MAX: Final = 256
 class StepReports:
     """Reports the steps of one engine. All methods run on the engine's thread. None of them blocks.
 
-    Args:
-        clients: Clients of the data planes.
-        budget: Interference budget: allowed relative slowdown of decode steps.
-        linger_s: Seconds after a step until the engine counts as idle.
-        clock: Monotonic clock in seconds.
+    ``budget``: allowed relative slowdown of decode steps. ``linger_s``: see ``_LINGER_S``.
     """
 
     def __init__(

@@ -31,16 +31,11 @@ class _Staged:
     """A chunk in a slot of registered memory.
 
     Attributes:
-        part: Number of its shard.
-        shape: Number of the chunk layout that it is stored in.
-        key: Record key.
+        part, shape: Numbers of its shard, and of the chunk layout that it is stored in.
         parent: Record key of the chunk before it; empty for a prompt's first.
-        segment: Registered memory of the slot.
-        slot: Number of the slot among its shard's.
         wait: Waits for the end of the copy; returns why the chunk is not to be stored, or empty. None: it has ended.
         published: Other engines may wait for the chunk.
         lasts_s: Seconds after which it is of no use; 0: for good.
-        purpose: Purpose of the store, for the data plane.
     """
 
     part: int
@@ -61,12 +56,7 @@ class _Staged:
 
 
 class _Slots:
-    """Free slots of each segment and shard; every shard has the same number of slots.
-
-    Args:
-        chunk_bytes: Bytes of a chunk of each shard.
-        size: Bytes of a segment.
-    """
+    """Free slots of each segment (of ``size`` bytes) and shard; every shard has the same number of slots."""
 
     def __init__(self, chunk_bytes: Sequence[int], size: int) -> None:
         self._chunk_bytes = chunk_bytes
@@ -91,25 +81,20 @@ class _Slots:
         return free[part].pop(0)
 
     def give_back(self, staged: _Staged) -> None:
-        """Free the slot of a chunk."""
         if (free := self._free.get(staged.segment)) is not None:
             free[staged.part].append(staged.slot)
 
     def place(self, part: int, slot: int) -> slice:
-        """Return the bytes of a slot in its segment."""
         begin = self._begins[part] + slot * self._chunk_bytes[part]
         return slice(begin, begin + self._chunk_bytes[part])
 
 
 class _RecentKeys(collections.OrderedDict[bytes, float]):
-    """Keys that were stored, or staged, most recently, with their times."""
-
     def __init__(self, most: int) -> None:
         super().__init__()
         self._most = most
 
     def remember(self, key: bytes) -> None:
-        """Add a key, and drop the oldest if there are too many."""
         self[key] = time.monotonic()
         self.move_to_end(key)
         if len(self) > self._most:
@@ -126,7 +111,6 @@ class StoreQueue:
         registration: Memory that chunks wait in. The queue owns it from now on. Its chunk layouts are those of each
             shard, and then others of the same shards, if any.
         parts: Number of shards; by default one for each chunk layout.
-        batch_chunks: Most chunks in one call.
         timeout: Seconds for a batch.
         recent_keys: Number of keys that are remembered as stored.
         retry_interval: Seconds between attempts to connect while there is nothing to store.
@@ -211,10 +195,8 @@ class StoreQueue:
         """Stage consecutive chunks of one prompt and shard, without those that are stored; return their number.
 
         Args:
-            keys: Record keys of the chunks, in order.
             gather: Copies chunk ``i`` into the memory that it is given, or starts to. Returns a function that waits for
                 the end of the copy, in the queue's thread, and returns why the chunk is not to be stored, or empty.
-            part: Number of the shard.
             shape: Number of the chunk layout among the registration's; by default the shard's first.
             chained: Each chunk is of use only with those before it.
             previous: Key of the chunk before the first; None at the start of a prompt.
@@ -222,7 +204,6 @@ class StoreQueue:
             absent_since: Time (monotonic) at which a lookup found the chunks absent; an earlier store does not count.
             published: Other engines may wait for them: those that are dropped are withdrawn.
             lasts_s: Seconds after which they are of no use; 0: for good.
-            purpose: Purpose of the store, for the data plane.
         """
         with self._condition:
             reachable = not chained or previous is None or anchored or previous in self._recent
@@ -277,13 +258,11 @@ class StoreQueue:
             return self.staged - len(self._queue) - self._busy
 
     def remember(self, keys: Sequence[bytes]) -> None:
-        """Record that chunks are stored."""
         with self._condition:
             for key in keys:
                 self._recent.remember(key)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Record that chunks are not stored."""
         with self._condition:
             for key in keys:
                 self._recent.pop(key, None)
@@ -300,13 +279,7 @@ class StoreQueue:
         """Wait for the first attempt to connect, at most ``timeout`` seconds; return True if it succeeded."""
         return self._tried.wait(timeout) and self._registration.current is not None
 
-    def idle(self) -> bool:
-        """Tell if no chunk waits or is being stored."""
-        with self._condition:
-            return not self._queue and not self._busy
-
     def flush(self, timeout: float) -> bool:
-        """Wait until :meth:`idle`, at most ``timeout`` seconds; return True if it is."""
         with self._condition:
             return self._condition.wait_for(lambda: not self._queue and not self._busy, timeout)
 
@@ -354,13 +327,10 @@ class StoreQueue:
         try:
             segment = self._registration.acquire(self._timeout)
         except DataPlaneError as error:
+            if error.outcome == Reason.NO_MEMORY and self.last_error != Reason.NO_MEMORY:
+                _logger.warning("shadowserve: nothing is stored: %s", error)
             self.last_error = error.outcome
             self.details[error.outcome] = str(error)
-            return None
-        except ConfigurationError as error:
-            if self.last_error != Reason.NO_MEMORY:
-                _logger.warning("shadowserve: nothing is stored: %s", error)
-            self.last_error = Reason.NO_MEMORY
             return None
         with self._condition:
             self._slots.add(segment, {staged.segment for staged in self._queue})
@@ -433,7 +403,6 @@ class StoreQueue:
         )
 
     def _settle(self, batch: list[_Staged], answer: StoreAnswer) -> None:
-        """Count a batch's outcome, and free its slots."""
         self._count("stored", int(answer.stored.sum()))
         self._count("stored_raw_bytes", answer.raw_bytes)
         self._count("stored_bytes", answer.stored_bytes)

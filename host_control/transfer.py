@@ -1,8 +1,6 @@
 """The states of a transfer: everything that moves for one request in one direction.
 
-One table says which event leads from which state to which. It does no I/O: the scheduler side, the worker side and the
-KV cache manager each hold transfers, report events to them, and act on the state that follows. The diagram in
-docs/design/transfer-states.md is drawn from the same table (``scripts/gen-transfer-docs``).
+One table says which event leads from which state to which, without I/O. docs/design/transfer-states.md draws it.
 
 - The scheduler side takes a load from PROBING to ALLOCATED, hands it to the workers (QUEUED) and learns how it ended.
 - The workers take it from QUEUED through MOVING to its end.
@@ -94,9 +92,6 @@ TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
     State.CANCELLED: {},
 }
 
-IN_FLIGHT: Final = frozenset({State.ALLOCATED, State.QUEUED, State.MOVING})
-"""States in which the engine keeps blocks for a transfer."""
-
 
 class Reason(enum.StrEnum):
     """Why a transfer is a miss, or ended as it did. Logs, metrics and the wire have the same names."""
@@ -161,11 +156,9 @@ class Reason(enum.StrEnum):
 
 @dataclass(eq=False)
 class Transfer:
-    """One transfer.
+    """One transfer; its state is QUEUED at the start where no lookup precedes it.
 
-    Attributes:
-        state: Where it is; QUEUED at the start where no lookup precedes the transfer.
-        reason: Why it is a miss, or how it ended.
+    ``reason``: why it is a miss, or how it ended.
     """
 
     state: State = State.PROBING
@@ -183,11 +176,6 @@ class Transfer:
             raise ValueError(f"a transfer that is {self.state} cannot follow the event '{event}'") from None
         self.reason = reason
         return self.state
-
-    @property
-    def in_flight(self) -> bool:
-        """The engine keeps blocks for it."""
-        return self.state in IN_FLIGHT
 
 
 def diagram() -> str:

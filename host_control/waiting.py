@@ -1,10 +1,8 @@
 """Sends the engine's queue of waiting requests to the data planes, which prefetch what these requests will load.
 
-The engine's thread reports events: a request was enqueued, has begun, was sent back, has ended. That takes
-microseconds, however long the queue is. A thread of this module sends each data plane what changed: which requests
-wait, in which order, and when each will probably begin. Keys of a request are sent once. While a message is in flight
-no other is queued behind it; the next one is made from the state at its end. All messages are hints: one that is lost
-costs a fetch that could have been nearer.
+The engine's thread reports events in microseconds. A thread of this module sends each data plane what changed: which
+requests wait, in which order, and when each will probably begin. Keys of a request are sent once. While a message is in
+flight no other is queued behind it. All messages are hints.
 """
 
 import math
@@ -75,13 +73,7 @@ class Begins:
 
 @dataclass(eq=False)
 class _Entry:
-    """A request in the queue.
-
-    Attributes:
-        number: Its number in messages.
-        rank: Its order in the queue.
-        chains: Records that it will load; None until its lookup has an answer.
-    """
+    """A request in the queue: its number in messages, its order, and the records that it will load, once known."""
 
     number: int
     rank: tuple[float, float]
@@ -95,9 +87,6 @@ class _PeerState:
     Attributes:
         peer: The data plane's identity at the last message; None: everything has to be sent.
         chains: Records of each request that it knows.
-        order: Its order of the queue.
-        begins_at: Its expected begins.
-        sent_at: Time of the last message.
         unused: It makes no use of messages.
         not_before: Time of the next message at the earliest.
         call: Message in flight.
@@ -122,7 +111,6 @@ class WaitingQueue:
         look: Returns the records that a request will load; None while unknown. Called on this object's own thread.
         by_priority: Requests run by priority, the lowest number first, and in order of arrival within a priority. One
             that is sent back keeps its rank then; otherwise it comes first.
-        clock: Seconds, monotonic.
     """
 
     def __init__(
@@ -159,7 +147,6 @@ class WaitingQueue:
         self._changed.set()
 
     def begun(self, request_id: str) -> None:
-        """Remove a request that loads or runs now."""
         with self._lock:
             entry = self._entries.pop(request_id, None)
             if entry is None:
@@ -217,7 +204,6 @@ class WaitingQueue:
             time.sleep(_PAUSE_S)
 
     def _send(self) -> None:
-        """Send each data plane what has changed, if it is due."""
         for state in self._peers.values():
             # First set, then compared: an answer that comes now either sees the flag, or has cleared the call.
             state.dirty = True
@@ -238,7 +224,6 @@ class WaitingQueue:
             self._send_to(client, state, [entry for _, entry in entries], expected, now)
 
     def _send_due(self, client: DataPlaneClient, state: _PeerState) -> bool:
-        """Tell if a data plane can be sent a message now."""
         peer = client.peer
         if peer is None or state.call is not None or self._clock() < state.not_before:
             return False
@@ -286,8 +271,7 @@ class WaitingQueue:
     ) -> tuple[dict[int, Any], bool]:
         """Add new and removed requests to a message.
 
-        Returns:
-            The requests that the data plane knows then, and True if others did not fit.
+        Return the requests that the data plane knows then, and True if others did not fit.
         """
         wanted = {entry.number: entry.chains.get(client) for entry in entries if entry.chains is not None}
         known, left = {}, _KEYS_MAX
@@ -310,7 +294,6 @@ class WaitingQueue:
 
     @staticmethod
     def _drifted(sent: Sequence[float], expected: Sequence[float], now: float) -> bool:
-        """Tell if the expected begins of the next requests differ from those that were sent."""
         if len(sent) != len(expected):
             return True
         return any(
@@ -319,7 +302,6 @@ class WaitingQueue:
         )
 
     def _take_answer(self, client: DataPlaneClient, state: _PeerState, call: Any) -> None:
-        """Follow a message's answer, on a thread of gRPC's."""
         try:
             answer: pb.ExpectResponse = call.result()
             state.unused, again, pause_s = answer.unused, answer.again, _AGAIN_S

@@ -27,12 +27,10 @@ class Estimate:
     """Predicts seconds as a linear function of sizes, with coefficients that are not negative.
 
     It minimizes relative errors and gives recent observations more weight. If the last three observations all deviate,
-    as when a link becomes slower, predictions are scaled by their median deviation at once. A single outlier is not
-    followed.
+    as when a link becomes slower, predictions are scaled by their median deviation at once.
 
     Args:
         terms: Number of sizes. If observations do not separate two terms, the earlier one is used.
-        believed: Coefficients of terms that were not observed yet; 0: no prediction with such a term.
         decay: Factor of an observation's weight with each later observation.
         drift: Deviation of the last observations, as a factor, above which predictions are scaled.
         refit: Number of observations between two fits.
@@ -41,14 +39,12 @@ class Estimate:
     def __init__(
         self,
         terms: int,
-        believed: Sequence[float] = (),
         *,
         decay: float = 0.95,
         drift: float = 1.25,
         refit: int = 1,
     ) -> None:
         self._decay, self._drift, self._refit = decay, drift, refit
-        self._believed = tuple(believed) or (0.0,) * terms
         self._moments = [[0.0] * terms for _ in range(terms)]
         self._targets = [0.0] * terms
         self._weight = 0.0
@@ -79,9 +75,8 @@ class Estimate:
         """Return the predicted seconds of ``times`` runs with these total sizes; ``None`` if too little is known."""
         if self._seen < _SEEN_MIN:
             return None
-        for size, largest, believed in zip(sizes, self._largest, self._believed, strict=True):
-            if size > times * REACH * largest and not (largest == 0 and believed > 0):
-                return None
+        if any(size > times * REACH * largest for size, largest in zip(sizes, self._largest, strict=True)):
+            return None
         if self._line is None:
             self._line, self._since = self._fitted(), 0
         return _product(sizes, self._line)
@@ -93,8 +88,7 @@ class Estimate:
         if len(self._last) == _SEEN_MIN:
             drift = statistics.median(seconds / max(_product(sizes, line), 1e-12) for sizes, seconds in self._last)
             factor = drift if max(drift, 1 / drift) > self._drift else 1.0
-        known = zip(line, self._largest, self._believed, strict=True)
-        return [factor * each if largest else believed for each, largest, believed in known]
+        return [factor * each for each in line]
 
     def _best_line(self) -> list[float]:
         moments, units = self._moments, [math.sqrt(row[term]) or 1.0 for term, row in enumerate(self._moments)]

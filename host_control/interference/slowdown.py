@@ -2,10 +2,8 @@
 
 Transfers share memory and cores with the engine, so a step takes longer in proportion to the transfer rate. The
 slowdown per GB/s is learnt from the engine's steps: each is compared with the prediction for a step without transfers.
-The duration of a step varies more than that, so only hundreds of steps show the slowdown. Until then a high estimate is
-used. So the rate starts low and rises with the number of measured steps: within seconds, if transfers cost nothing.
-
-No clock and no I/O.
+Only hundreds of steps show the slowdown, because steps vary more than that. Until then a high estimate is used, so the
+rate starts low. No clock and no I/O.
 """
 
 import math
@@ -28,7 +26,8 @@ _ADDED_MAX: Final = 0.25
 slow steps down more, the rate falls until they do not."""
 _WEIGHT_MAX: Final = 2000.0
 """Limit of the total weight, in steps at the current rate. Steps at high rates have a very large weight. Without the
-limit, it would take hours to learn that such rates have become more expensive."""
+limit, it would take hours to learn that such rates have become more expensive.
+"""
 _RATE_MIN: Final = 16 << 20
 """Bytes per second. At lower rates, a chunk would occupy the data plane for seconds."""
 _RATE_MAX: Final = 100e9
@@ -36,11 +35,7 @@ _RATE_MAX: Final = 100e9
 
 
 class Interference:
-    """Computes the transfer rate during decode steps.
-
-    Args:
-        budget: Allowed relative slowdown of decode steps, above 0.
-    """
+    """Computes the transfer rate during decode steps. ``budget``: their allowed relative slowdown, above 0."""
 
     def __init__(self, budget: float) -> None:
         self._budget = budget

@@ -40,7 +40,6 @@ class StepRates(Generic[_T]):
         self._samples: deque[Sample] = deque(maxlen=_SAMPLES_MAX)
 
     def ended(self, begun_s: float, ended_s: float, step: _T) -> None:
-        """Add a step that has ended."""
         self._steps.append((begun_s, ended_s, step))
 
     def take(self, samples: Sequence[Sample]) -> Iterator[tuple[_T, float, float]]:

@@ -1,9 +1,8 @@
 """Predicts an engine's computing time by new and cached tokens: Tutti's slack table (design 3, equation 8).
 
 Tutti profiles a model for each pair of lengths before it serves. Here, each row is a linear model in the number of new
-tokens, the number of token pairs in attention (which depends on cached tokens) and the number of steps. It extends to
-lengths that were not observed, and needs only a few steps. All layers have one row, because they belong to one group
-and are the same. No clock and no I/O.
+tokens, the number of token pairs in attention (which depends on cached tokens) and the number of steps. All layers have
+one row, because they are the same.
 """
 
 from collections.abc import Mapping
@@ -15,8 +14,7 @@ Row = Literal["prompts", "decoding", "layer"]
 """Steps with prompts, steps that only decode, and single layers of either."""
 
 _DECODING_DECAY: Final = 0.99
-"""Close to 1: the slowdown by transfers is much smaller than the variation of decode steps, so the estimate needs many
-samples."""
+"""Close to 1: the slowdown by transfers is much smaller than the variation of decode steps."""
 _DECODING_REFIT: Final = 16
 """Decode steps between two fits. A fit takes longer than all other bookkeeping of a step."""
 
@@ -37,14 +35,7 @@ class ComputeTable:
         }
 
     def observe(self, row: Row, tokens: int, pairs: float, seconds: float) -> None:
-        """Learn the duration of a step that did not wait for loads.
-
-        Args:
-            row: Kind of step.
-            tokens: New tokens.
-            pairs: Token pairs in attention.
-            seconds: Duration.
-        """
+        """Learn the duration of a step, or of a layer in it, that did not wait for loads."""
         self._rows[row].observe((tokens, pairs, 1), seconds)
 
     def predict(self, row: Row, tokens: int, pairs: float, steps: int = 1) -> float | None:
@@ -55,14 +46,33 @@ class ComputeTable:
         return self._rows[row].predict((tokens, pairs, steps), steps)
 
     def pack(self) -> dict[str, Any]:
-        """Return the state as JSON-compatible data for :meth:`restore`."""
         return {row: estimate.pack() for row, estimate in self._rows.items()}
 
     def restore(self, packed: Mapping[str, Any]) -> None:
-        """Replace the state by one from :meth:`pack`.
-
-        Raises:
-            ValueError, TypeError, KeyError: The data is invalid.
-        """
+        """Replace the state by one from :meth:`pack`; invalid data raises ValueError, TypeError or KeyError."""
         for row, estimate in self._rows.items():
             estimate.restore(packed[row])
+
+
+class LayerTimes:
+    """Computing time between the waits for two layers, on the thread that computes.
+
+    Not for GPUs, where that thread runs ahead of the computation.
+    """
+
+    def __init__(self) -> None:
+        self._waits = 0
+        self._computed_s = self._resumed_s = 0.0
+
+    def waited(self, begin_s: float, end_s: float) -> None:
+        """Record the begin and the end of the wait for the next layer."""
+        if self._waits:
+            self._computed_s += begin_s - self._resumed_s
+        self._waits += 1
+        self._resumed_s = end_s
+
+    def take(self) -> float:
+        """End the step. Return the mean seconds per layer; 0 if there were fewer than two waits."""
+        seconds = self._computed_s / (self._waits - 1) if self._waits > 1 else 0.0
+        self._waits, self._computed_s = 0, 0.0
+        return seconds

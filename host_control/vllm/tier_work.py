@@ -136,8 +136,9 @@ class RowLookups:
         if left_s <= 0:
             return  # find() turns them into misses
         try:
-            (present,) = self._client.lookup([(self._namespace, [lookup.record for lookup in lookups])], left_s)()
-            reason = detail = ""
+            chain = (self._namespace, [lookup.record for lookup in lookups])
+            (found_chain,) = self._client.find([chain], left_s, published=False)()
+            present, reason, detail = found_chain.stored, "", ""
         except DataPlaneError as error:
             present, reason, detail = np.zeros(len(lookups), np.bool_), error.outcome, str(error)
         failed = 0

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from host_control.cache import cache_file
+from host_control.cache import KeptLearning, cache_file, engine_name
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
-from host_control.interference.kept import KeptLearning, engine_name
 from host_control.interference.loading import LoadTable
 from host_control.interference.slowdown import Interference
 from host_control.interference.step_rates import Sample, StepRates

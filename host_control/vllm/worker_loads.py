@@ -11,7 +11,7 @@ import torch
 
 from host_control.config import HostConfig
 from host_control.delivery import SideStream
-from host_control.interference.layers import LayerTimes
+from host_control.interference.table import LayerTimes
 from host_control.layouts import NOWHERE
 from host_control.manager import FetchJob, FetchResult, KVCacheManager
 from host_control.pages import SharedPages

@@ -250,9 +250,7 @@ def test_a_decode_engine_waits_for_keys_published_by_a_prefill_engine_of_the_sam
         assert queue.wait_tried(WAIT_MAX_S), queue.details
         prefill.submit("r", TOKENS, disaggregation=Disaggregation(publishes=WAIT_MAX_S))
         assert wait_for(lambda: prefill.poll("r")) == LookupAnswer(0, "complete")
-        wait_for(
-            lambda: (clients[1].find([(SHAPE.namespace, RECORDS)], WAIT_MAX_S)().published or [np.zeros(1)])[0].all()
-        )
+        wait_for(lambda: np.all(clients[1].find([(SHAPE.namespace, RECORDS)], WAIT_MAX_S)()[0].pending))
         decode.submit("r", TOKENS, disaggregation=Disaggregation(waits=WAIT_MAX_S))
         wait_for(lambda: decode.poll("r") or decode._publications._waits)
         assert decode.poll("r") is None, "it waits"

@@ -67,8 +67,8 @@ class Host:
 
     def lookup(self, seeds: list[int]) -> dict[str, Any]:
         try:
-            (present,) = self.client.lookup([(SHAPE.namespace, [key(seed) for seed in seeds])], 10.0)()
-            return {"hits": [leading(present)]}
+            (chain,) = self.client.find([(SHAPE.namespace, [key(seed) for seed in seeds])], 10.0)()
+            return {"hits": [leading(chain.stored)]}
         except DataPlaneError as error:
             return {"reason": error.outcome}
 

@@ -165,8 +165,8 @@ class Loads(Sides):
 
     def published(self) -> int:
         """Return the number of published chunks in the decode engine's lookup."""
-        found = self.clients[1].find([(SHAPE.namespace, KEYS)], WAIT_MAX_S)().published
-        return int(found[0].sum()) if found else 0
+        (chain,) = self.clients[1].find([(SHAPE.namespace, KEYS)], WAIT_MAX_S)()
+        return int(chain.pending.sum()) if chain.pending is not None else 0
 
     def result(self) -> FetchResult:
         """Return the result of the load. Each step passes the number of available chunks to the worker."""

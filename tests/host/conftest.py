@@ -1,11 +1,10 @@
 """Fixtures of the host's tests: a scripted data plane and its clients."""
 
 import importlib.util
-import itertools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,14 @@ from shadowserve.chunk import ChunkLayout, DType, Quantizer
 sys.path.insert(0, str(Path(__file__).parent))
 
 from gpu_support import build_driver  # noqa: E402
-from manager_support import Paged  # noqa: E402
+from lookup_support import MODEL, NAMESPACES, leading_tokens  # noqa: E402
+from manager_support import Kit  # noqa: E402
 from scheduler_support import CHUNK, groups_of, handshake  # noqa: E402
-from scripted import ScriptedDataPlane  # noqa: E402
+from scripted import Clock, ScriptedDataPlane  # noqa: E402
 
 from host_control.client import DataPlaneClient  # noqa: E402
 from host_control.config import HostConfig  # noqa: E402
-from host_control.manager import KVCacheManager  # noqa: E402
+from host_control.lookup import PrefixLookup  # noqa: E402
 from host_control.registered_memory import RegisteredMemory  # noqa: E402
 
 CHUNK_TOKENS = 4
@@ -71,6 +71,11 @@ def registration(client: DataPlaneClient, shape: ChunkLayout) -> RegisteredMemor
 
 
 @pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
 def leftovers() -> Callable[..., set[str]]:
     """Return a function that lists a process's files in /dev/shm, by default this one's."""
 
@@ -79,18 +84,6 @@ def leftovers() -> Callable[..., set[str]]:
 
     assert names() == set()
     return names
-
-
-@pytest.fixture
-def fill(plane: ScriptedDataPlane, shape: ChunkLayout) -> Callable[[list[bytes]], None]:
-    """Return a function that stores chunks; chunk i of all is filled with byte i + 1."""
-    numbers = itertools.count(1)
-
-    def store(keys: list[bytes]) -> None:
-        for key in keys:
-            plane.records.setdefault(key, bytes([next(numbers) % 256]) * shape.raw_bytes)
-
-    return store
 
 
 @pytest.fixture
@@ -134,30 +127,35 @@ def make_side(plane: ScriptedDataPlane) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def paged(shape: ChunkLayout) -> Paged:
-    paged = Paged(chunk_bytes=shape.raw_bytes)
-    paged.gate.set()
-    return paged
-
-
-@pytest.fixture
-def make_manager(
-    client: DataPlaneClient, registration: RegisteredMemory, paged: Paged
-) -> Iterator[Callable[..., KVCacheManager]]:
+def make_lookup(client: DataPlaneClient) -> Iterator[Callable[..., PrefixLookup]]:
+    """Return a function that makes lookups of an engine with the shards of each group; by default one of two ranks."""
     made = []
 
-    def make(**options: Any) -> KVCacheManager:
-        if "fetch_timeout_s" in options:
-            registration.acquire(WAIT_MAX_S)  # then a short timeout applies to fetches only
-        manager = KVCacheManager(client, registration, paged, **{"fetch_timeout_s": WAIT_MAX_S, **options})
-        made.append(manager)
-        return manager
+    def make(*groups: Sequence[bytes], rule: Any = leading_tokens, **options: Any) -> PrefixLookup:
+        held = [[(client, name) for name in names] for names in groups or [NAMESPACES]]
+        made.append(PrefixLookup(MODEL, held, rule, **{"chunk_tokens": 4, "timeout": WAIT_MAX_S, **options}))
+        return made[-1]
 
     yield make
-    for manager in made:
-        manager.close(WAIT_MAX_S)
+    for lookup in made:
+        lookup.close()
 
 
 @pytest.fixture
-def manager(make_manager: Callable[..., KVCacheManager]) -> KVCacheManager:
-    return make_manager()
+def make_kit(client: DataPlaneClient, plane: ScriptedDataPlane, shape: ChunkLayout) -> Iterator[Callable[..., Kit]]:
+    """Return a function that makes a manager, with room for ``chunks`` chunks of each shape."""
+    kits = []
+
+    def make(*shapes: ChunkLayout, chunks: int = 8, **options: Any) -> Kit:
+        room = chunks * sum(each.raw_bytes for each in shapes or [shape])
+        kits.append(Kit(client, plane, shapes or [shape], room, **options))
+        return kits[-1]
+
+    yield make
+    for kit in kits:
+        kit.manager.close(WAIT_MAX_S)
+
+
+@pytest.fixture
+def kit(make_kit: Callable[..., Kit]) -> Kit:
+    return make_kit()

@@ -31,6 +31,21 @@ def pieces(layers: int, chunks: int, count: int) -> bytes:
     return pack(np.tile(np.arange(max(chunks, count)) < chunks, (layers, 1)))
 
 
+def stored(client: Any, chains: list[tuple[bytes, list[bytes]]], timeout: float = WAIT_MAX_S) -> list[Any]:
+    """Return flags of the stored records of each chain, as the data plane of a client says."""
+    return [chain.stored for chain in client.find(chains, timeout)()]
+
+
+@dataclass
+class Clock:
+    """The machine's clock, until a test sets the time; after that it stands still."""
+
+    now: float | None = None
+
+    def __call__(self) -> float:
+        return time.monotonic() if self.now is None else self.now
+
+
 class _Mapping(mmap.mmap):
     """A mapping of a file that a test may shorten during a write. As in the real data plane, the process continues."""
 

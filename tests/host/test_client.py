@@ -7,10 +7,9 @@ from typing import Any
 import grpc
 import pytest
 from machine import WAIT_MAX_S
-from scripted import ScriptedDataPlane, pieces
+from scripted import Clock, ScriptedDataPlane, pieces, stored
 
-from host_control.breaker import Breaker
-from host_control.client import DataPlaneClient, FetchAnswer, FetchPart
+from host_control.client import Breaker, DataPlaneClient, FetchAnswer, FetchPart
 from host_control.registered_memory import RegisteredMemory
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
@@ -20,15 +19,8 @@ from shadowserve.tier import Tier
 KEYS = [bytes([number]) * 32 for number in range(6)]
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_breaker_opens_backs_off_and_probes_forever() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     breaker = Breaker(2, 1.0, 4.0, clock)
     for pause in (1.0, 2.0, 4.0, 4.0, 4.0):
         while not breaker.open:
@@ -48,7 +40,7 @@ def test_breaker_opens_backs_off_and_probes_forever() -> None:
 
 
 def test_lost_probe_does_not_close_the_door_for_good() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     breaker = Breaker(1, 1.0, 4.0, clock)
     breaker.report(success=False)
     clock.now = 1.0
@@ -60,7 +52,7 @@ def test_lost_probe_does_not_close_the_door_for_good() -> None:
 def test_lookup_says_which_keys_of_each_chain_are_there(client: DataPlaneClient, plane: ScriptedDataPlane) -> None:
     plane.records.update(dict.fromkeys([KEYS[0], KEYS[1], KEYS[3]], b""))
     chains = [(b"a" * 32, KEYS), (b"b" * 32, KEYS[3:]), (b"c" * 32, [])]
-    found = [flags.tolist() for flags in client.lookup(chains, WAIT_MAX_S)()]
+    found = [flags.tolist() for flags in stored(client, chains)]
     assert found == [[True, True, False, True, False, False], [True, False, False], []]
 
 
@@ -70,30 +62,23 @@ def test_lookup_that_cannot_be_true_is_refused(
 ) -> None:
     plane.script.lookup_hits = lambda _: hits
     with pytest.raises(DataPlaneError) as error:
-        client.lookup([(b"a" * 32, KEYS)], WAIT_MAX_S)()
+        stored(client, [(b"a" * 32, KEYS)])
     assert error.value.outcome == "invalid_answer"
 
 
-def test_a_lookup_says_how_large_the_records_are_where_the_data_plane_does(
+def test_a_lookup_says_where_each_record_is_and_how_large_they_are(
     client: DataPlaneClient, plane: ScriptedDataPlane
 ) -> None:
-    plane.records.update(dict.fromkeys(KEYS[:3], b""))
-    chains = [(b"a" * 32, KEYS), (b"b" * 32, KEYS[2:])]
-    assert client.find(chains, WAIT_MAX_S)().stored_bytes == [0, 0]
-    plane.script.record_bytes = 100
-    assert client.find(chains, WAIT_MAX_S)().stored_bytes == [300, 100]
-    assert client.find(chains, WAIT_MAX_S)().cold_seconds == [0, 0]
-    plane.script.cold_ms = 1500
-    plane.script.cold.update(KEYS[:2])
-    assert client.find(chains, WAIT_MAX_S)().cold_seconds == [1.5, 0.0]
-
-
-def test_a_lookup_says_where_each_record_is(client: DataPlaneClient, plane: ScriptedDataPlane) -> None:
     plane.records.update(dict.fromkeys([*KEYS[:3], KEYS[4]], b""))
+    chains = [(b"a" * 32, KEYS), (b"b" * 32, KEYS[:2])]
+    assert [(each.stored_bytes, each.cold_seconds) for each in client.find(chains, WAIT_MAX_S)()] == [(0, 0.0)] * 2
+    plane.script.record_bytes, plane.script.cold_ms = 100, 1500
     plane.script.tiers = {KEYS[0]: Tier.MEMORY, KEYS[1]: Tier.DEVICE}
     plane.script.cold.add(KEYS[4])
-    (tiers,) = client.find([(b"a" * 32, KEYS)], WAIT_MAX_S)().tiers
-    assert tiers.tolist() == [Tier.MEMORY, Tier.DEVICE, Tier.STORAGE, Tier.NONE, Tier.COLD, Tier.NONE]
+    first, second = client.find(chains, WAIT_MAX_S)()
+    assert first.tiers.tolist() == [Tier.MEMORY, Tier.DEVICE, Tier.STORAGE, Tier.NONE, Tier.COLD, Tier.NONE]
+    assert (first.stored_bytes, first.cold_seconds) == (400, 1.5)
+    assert (second.stored_bytes, second.cold_seconds) == (200, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +106,7 @@ def test_a_lookup_whose_parts_do_not_fit_is_refused(
 def test_stalled_lookup_ends_by_its_deadline(client: DataPlaneClient, plane: ScriptedDataPlane) -> None:
     plane.script.stall.add("Lookup")
     with pytest.raises(DataPlaneError) as error:
-        client.lookup([(b"a" * 32, KEYS)], 0.1)()
+        stored(client, [(b"a" * 32, KEYS)], 0.1)
     assert error.value.outcome == "deadline"
 
 
@@ -129,21 +114,21 @@ def test_absent_daemon_opens_the_breaker_and_is_found_again() -> None:
     plane = ScriptedDataPlane()
     plane.stop()
     client = DataPlaneClient(plane.address)
-    clock = Clock()
+    clock = Clock(0.0)
     client.breakers["lookup"] = Breaker(2, 1.0, 4.0, clock)
     outcomes = []
     for _ in range(3):
         with pytest.raises(DataPlaneError) as error:
-            client.lookup([(b"a" * 32, KEYS)], WAIT_MAX_S)()
+            stored(client, [(b"a" * 32, KEYS)])
         outcomes.append(error.value.outcome)
     assert outcomes == ["unreachable", "unreachable", "breaker_open"]
     revived = plane.restarted()
     try:
         assert client.wait_ready(WAIT_MAX_S)
         with pytest.raises(DataPlaneError, match="paused"):
-            client.lookup([(b"a" * 32, KEYS)], WAIT_MAX_S)()
+            stored(client, [(b"a" * 32, KEYS)])
         clock.now += 1.0
-        assert not client.lookup([(b"a" * 32, KEYS)], WAIT_MAX_S)()[0].any()
+        assert not stored(client, [(b"a" * 32, KEYS)])[0].any()
         assert not client.breakers["lookup"].open
     finally:
         client.close()
@@ -177,20 +162,16 @@ def test_fetch_answer_that_cannot_be_true_is_not_believed_and_not_quiet(
     assert (answer.chunks, answer.reason, answer.quiet) == ([0], "invalid_answer", False)
 
 
-def test_fetch_without_an_answer_is_not_quiet(
-    client: DataPlaneClient, plane: ScriptedDataPlane, registration: RegisteredMemory
+@pytest.mark.parametrize("reason", ["deadline", "refused"])
+def test_a_refused_fetch_is_quiet_and_one_without_an_answer_is_not(
+    client: DataPlaneClient, plane: ScriptedDataPlane, registration: RegisteredMemory, reason: str
 ) -> None:
-    plane.script.stall.add("Fetch")
-    answer = fetch(client, registration, 0.05)
-    assert (answer.chunks, answer.reason, answer.quiet) == ([0], "deadline", False)
-
-
-def test_refused_fetch_is_quiet(
-    client: DataPlaneClient, plane: ScriptedDataPlane, registration: RegisteredMemory
-) -> None:
-    plane.script.abort["Fetch"] = grpc.StatusCode.RESOURCE_EXHAUSTED
-    answer = fetch(client, registration)
-    assert (answer.chunks, answer.reason, answer.quiet) == ([0], "refused", True)
+    if reason == "refused":
+        plane.script.abort["Fetch"] = grpc.StatusCode.RESOURCE_EXHAUSTED
+    else:
+        plane.script.stall.add("Fetch")
+    answer = fetch(client, registration, WAIT_MAX_S if reason == "refused" else 0.05)
+    assert (answer.chunks, answer.reason, answer.quiet) == ([0], reason, reason == "refused")
 
 
 def test_disagreement_about_the_chunk_size_is_found_at_registration(

@@ -1,22 +1,21 @@
 """Lookups of prompts with chunks that are only in object storage: the answers, and the prefetch of these chunks."""
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from lookup_support import CHUNK, MODEL, MakeLookup, asked
 from machine import WAIT_MAX_S, wait_for
 from scripted import ScriptedDataPlane
 
-from host_control.client import DataPlaneClient
 from host_control.disaggregation import Available, Disaggregation
 from host_control.lookup import LookupAnswer, PrefixLookup
 from shadowserve.keys import prefix_chain, record_keys
 from shadowserve.pieces import leading
 from shadowserve.tier import Tier
 
-MODEL, NAMESPACE = b"m" * 32, b"n" * 32
-CHUNK, CHUNKS = 4, 6
+NAMESPACE = b"n" * 32
+CHUNKS = 6
 TOKENS = list(range(CHUNK * CHUNKS + 1))
 LINKS = prefix_chain(MODEL, TOKENS, chunk_tokens=CHUNK)
 KEYS = record_keys(NAMESPACE, LINKS)
@@ -25,38 +24,22 @@ ALL = LookupAnswer(CHUNK * CHUNKS, "complete")
 
 
 @pytest.fixture
-def make(client: DataPlaneClient, plane: ScriptedDataPlane) -> Iterator[Callable[..., PrefixLookup]]:
-    """Create lookups of an engine with one group; all chunks are stored, and the last four are cold."""
-    made: list[PrefixLookup] = []
+def make(make_lookup: MakeLookup, plane: ScriptedDataPlane) -> MakeLookup:
+    """Make lookups of an engine with one group; all chunks are stored, and the last four are cold."""
     plane.records.update(dict.fromkeys(KEYS, b""))
     plane.script.cold.update(KEYS[2:])
     plane.script.cold_ms = 3000
 
-    def make_lookup(**options: Any) -> PrefixLookup:
-        given = {"chunk_tokens": CHUNK, "timeout": WAIT_MAX_S, "loads_wait": True, "load_timeout": NEVER_S}
-        groups = options.pop("groups", [NAMESPACE])
-        made.append(
-            PrefixLookup(
-                MODEL,
-                [[(client, namespace)] for namespace in groups],
-                options.pop("rule", lambda present, tokens, tail=0: min(leading(present[0]) * CHUNK, tokens - 1)),
-                **{**given, **options},
-            )
-        )
-        return made[-1]
+    def make(*groups: Any, **options: Any) -> PrefixLookup:
+        return make_lookup(*groups or [[NAMESPACE]], **{"loads_wait": True, "load_timeout": NEVER_S, **options})
 
-    yield make_lookup
-    for each in made:
-        each.close()
+    return make
 
 
-def test_an_answer_counts_cold_chunks_and_tells_their_tier(
-    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
-) -> None:
+def test_an_answer_counts_cold_chunks_and_tells_their_tier(make: MakeLookup, plane: ScriptedDataPlane) -> None:
     plane.script.tiers[KEYS[0]] = Tier.MEMORY
     lookup = make()
-    lookup.submit("r", TOKENS)
-    answer = wait(lambda: lookup.poll("r"))
+    answer = asked(lookup, "r", TOKENS)
     assert answer == ALL and answer.cold_seconds == 3.0
     assert answer.tiers == bytes([Tier.MEMORY, Tier.STORAGE, *[Tier.COLD] * 4])
     assert lookup.available("r") == Available(2, "")
@@ -65,13 +48,10 @@ def test_an_answer_counts_cold_chunks_and_tells_their_tier(
     assert plane.prefetches == 0, "no prefetch before a load begins"
 
 
-def test_a_load_brings_its_cold_chunks_and_follows_them(
-    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
-) -> None:
+def test_a_load_brings_its_cold_chunks_and_follows_them(make: MakeLookup, plane: ScriptedDataPlane) -> None:
     plane.script.brings = 0
     lookup = make()
-    lookup.submit("r", TOKENS)
-    wait(lambda: lookup.poll("r"))
+    asked(lookup, "r", TOKENS)
     lookup.begin_load("r", CHUNKS)
     wait_for(lambda: plane.prefetches > 1)
     assert lookup.available("r") == Available(2, "")
@@ -79,48 +59,38 @@ def test_a_load_brings_its_cold_chunks_and_follows_them(
     plane.script.brings = 1
     wait_for(lambda: lookup.available("r") == Available(CHUNKS, "complete"))
     before = plane.prefetches
-    lookup.submit("other", TOKENS)
-    wait(lambda: lookup.poll("other"))
+    asked(lookup, "other", TOKENS)
     assert plane.prefetches == before and lookup.available("other") is None, "no chunk is cold any longer"
 
 
-def test_a_shorter_load_brings_only_its_own_cold_chunks(
-    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
-) -> None:
+def test_a_shorter_load_brings_only_its_own_cold_chunks(make: MakeLookup, plane: ScriptedDataPlane) -> None:
     lookup = make()
-    lookup.submit("r", TOKENS)
-    wait(lambda: lookup.poll("r"))
+    asked(lookup, "r", TOKENS)
     lookup.begin_load("r", 3)
     wait_for(lambda: lookup.available("r") == Available(3, "complete"))
     assert plane.script.cold == set(KEYS[3:])
 
 
-def test_cold_chunks_that_stay_away_end_as_cold_late_or_cold_gone(
-    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
-) -> None:
+def test_cold_chunks_that_stay_away_end_as_cold_late_or_cold_gone(make: MakeLookup, plane: ScriptedDataPlane) -> None:
     plane.script.brings = 0
     lookup = make(load_timeout=0.1)
-    lookup.submit("late", TOKENS)
-    wait(lambda: lookup.poll("late"))
+    asked(lookup, "late", TOKENS)
     lookup.begin_load("late", CHUNKS)
     wait_for(lambda: lookup.available("late") == Available(2, "cold_late"))
     lookup = make()
-    lookup.submit("gone", TOKENS)
-    wait(lambda: lookup.poll("gone"))
+    asked(lookup, "gone", TOKENS)
     del plane.records[KEYS[3]]
     plane.script.brings = 1 << 30
     lookup.begin_load("gone", CHUNKS)
     wait_for(lambda: lookup.available("gone") == Available(3, "cold_gone"))
 
 
-def test_nothing_is_brought_for_a_request_that_has_ended(
-    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
-) -> None:
+def test_nothing_is_brought_for_a_request_that_has_ended(make: MakeLookup, plane: ScriptedDataPlane) -> None:
     plane.script.brings = 0
     lookup = make()
     for name in ("r", "other"):
         lookup.submit(name, TOKENS)
-        wait(lambda name=name: lookup.poll(name))
+        wait_for(lambda name=name: lookup.poll(name))
         lookup.begin_load(name, CHUNKS)
     lookup.forget("r")
     lookup.forget("other")
@@ -128,42 +98,34 @@ def test_nothing_is_brought_for_a_request_that_has_ended(
     lookup.begin_load("r", CHUNKS)  # unknown now
 
 
-def test_where_no_load_may_wait_the_lookup_waits_until_all_is_near(
-    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
-) -> None:
+def test_where_no_load_may_wait_the_lookup_waits_until_all_is_near(make: MakeLookup, plane: ScriptedDataPlane) -> None:
     plane.script.brings = 0
     lookup = make(loads_wait=False, timeout=WAIT_MAX_S)
     lookup.submit("r", TOKENS)
     wait_for(lambda: plane.prefetches > 1)
     assert lookup.poll("r") is None
     plane.script.brings = 1 << 30
-    assert wait(lambda: lookup.poll("r")) == ALL and lookup.available("r") is None
+    assert wait_for(lambda: lookup.poll("r")) == ALL and lookup.available("r") is None
 
 
 def test_late_cold_chunks_are_a_miss_where_no_load_may_wait_and_count_as_stored(
-    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
+    make: MakeLookup, plane: ScriptedDataPlane
 ) -> None:
     plane.script.brings = 0
     lookup = make(loads_wait=False, load_timeout=0.2)
-    lookup.submit("r", TOKENS)
-    answer = wait(lambda: lookup.poll("r"))
+    answer = asked(lookup, "r", TOKENS)
     assert (answer.tokens, answer.reason) == (2 * CHUNK, "cold_late")
     (present,) = lookup.present("r") or ()
     assert present.all()
 
 
-def test_a_request_that_does_not_wait_gets_the_near_chunks(
-    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
-) -> None:
+def test_a_request_that_does_not_wait_gets_the_near_chunks(make: MakeLookup, plane: ScriptedDataPlane) -> None:
     lookup = make()
-    lookup.submit("r", TOKENS, disaggregation=Disaggregation(cold=False))
-    assert wait(lambda: lookup.poll("r")) == LookupAnswer(2 * CHUNK, "complete")
+    assert asked(lookup, "r", TOKENS, disaggregation=Disaggregation(cold=False)) == LookupAnswer(2 * CHUNK, "complete")
     assert lookup.available("r") is None and plane.prefetches == 0
 
 
-def test_cold_chunks_of_a_window_count_only_where_a_load_needs_them(
-    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
-) -> None:
+def test_cold_chunks_of_a_window_count_only_where_a_load_needs_them(make: MakeLookup, plane: ScriptedDataPlane) -> None:
     """One group keeps every chunk, and all of them are near. Another group's cold last chunk is needed for a hit."""
     window = record_keys(b"w" * 32, LINKS)
     plane.records.update(dict.fromkeys(window, b""))
@@ -173,27 +135,23 @@ def test_cold_chunks_of_a_window_count_only_where_a_load_needs_them(
         ends = [end for end in range(1, leading(present[0]) + 1) if present[1][end - 1]]
         return min(max(ends, default=0) * CHUNK, tokens - 1)
 
-    lookup = make(groups=[NAMESPACE, b"w" * 32], every=[True, False], rule=rule)
-    lookup.submit("r", TOKENS)
-    answer = wait(lambda: lookup.poll("r"))
+    lookup = make([NAMESPACE], [b"w" * 32], every=[True, False], rule=rule)
+    answer = asked(lookup, "r", TOKENS)
     assert answer == ALL and Tier.COLD not in answer.tiers and lookup.available("r") is None
     plane.script.cold.add(window[5])
-    lookup.submit("last", TOKENS)
-    answer = wait(lambda: lookup.poll("last"))
+    answer = asked(lookup, "last", TOKENS)
     assert answer == ALL and answer.tiers[5] == Tier.COLD
     lookup.begin_load("last", CHUNKS)
     wait_for(lambda: lookup.available("last") == Available(CHUNKS, "complete"))
 
 
-def test_a_load_waits_for_pending_and_cold_chunks_together(
-    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
-) -> None:
+def test_a_load_waits_for_pending_and_cold_chunks_together(make: MakeLookup, plane: ScriptedDataPlane) -> None:
     assert plane.published is not None
     del plane.records[KEYS[5]]
     plane.published[KEYS[5]] = 60_000
     lookup = make()
     lookup.submit("r", TOKENS, disaggregation=Disaggregation(waits=NEVER_S))
-    assert wait(lambda: lookup.poll("r")).tokens == CHUNK * CHUNKS
+    assert wait_for(lambda: lookup.poll("r")).tokens == CHUNK * CHUNKS
     assert lookup.available("r") == Available(2, "")
     lookup.begin_load("r", CHUNKS)
     wait_for(lambda: lookup.available("r") == Available(5, ""))
@@ -201,13 +159,10 @@ def test_a_load_waits_for_pending_and_cold_chunks_together(
     wait_for(lambda: lookup.available("r") == Available(CHUNKS, "complete"))
 
 
-def test_a_late_lookup_still_learns_which_chunks_are_stored(
-    make: Callable[..., PrefixLookup], plane: ScriptedDataPlane, wait: Callable[..., Any]
-) -> None:
+def test_a_late_lookup_still_learns_which_chunks_are_stored(make: MakeLookup, plane: ScriptedDataPlane) -> None:
     plane.script.stall.add("Lookup")
     lookup = make(timeout=0.2)
-    lookup.submit("r", TOKENS)
-    answer = wait(lambda: lookup.poll("r"))
+    answer = asked(lookup, "r", TOKENS)
     assert (answer.tokens, answer.reason) == (0, "deadline") and "lookup_timeout_s" in answer.detail
     assert lookup.present("r") is None
     plane.script.unstall.set()

@@ -2,7 +2,7 @@
 
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -10,8 +10,9 @@ from typing import Any
 
 import grpc
 import pytest
+from lookup_support import CHUNK, MODEL, asked, leading_tokens
 from machine import WAIT_MAX_S
-from scripted import ScriptedDataPlane
+from scripted import ScriptedDataPlane, stored
 
 import host_control.connection
 from host_control.client import DataPlaneClient, FetchPart
@@ -22,7 +23,6 @@ from shadowserve import __version__
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.keys import ModelIdentity
-from shadowserve.pieces import leading
 from shadowserve.proto import PROTOCOL_VERSION
 from shadowserve.proto.convert import engine_message, layout_message
 from shadowserve.tls import Credentials, KeyPair
@@ -37,11 +37,11 @@ CHAINS = [(b"a" * 32, KEYS)]
 def test_hello_is_the_first_call_and_names_the_host(plane: ScriptedDataPlane, shape: ChunkLayout) -> None:
     with closing(DataPlaneClient(plane.address, connect_timeout_s=WAIT_MAX_S)) as client:
         assert client.peer is None
-        assert not client.lookup(CHAINS, WAIT_MAX_S)()[0].any()
+        assert not stored(client, CHAINS)[0].any()
         assert plane.calls == ["Hello", "Lookup"]
-        assert not client.lookup(CHAINS, WAIT_MAX_S)()[0].any()
+        assert not stored(client, CHAINS)[0].any()
         assert plane.calls == ["Hello", "Lookup", "Lookup"], "once for each connection"
-        assert client.peer is not None and client.peer.memory_kinds == ("shared_memory",)
+        assert client.peer is not None and client.peer.memory_kinds == ["shared_memory"]
         RegisteredMemory(client, [shape], 1 << 16).acquire(WAIT_MAX_S)
     first, second = plane.hellos
     assert (first.protocol_version, first.version) == (PROTOCOL_VERSION, __version__)
@@ -58,7 +58,7 @@ def test_hello_names_the_engine_and_returns_differences_to_other_engines(
     with closing(HostConfig(data_plane=plane.address, connect_timeout_s=WAIT_MAX_S).client(0, engine)) as client:
         client.connect(WAIT_MAX_S)
         peer = client.connect(WAIT_MAX_S, shape)
-    assert peer.differences == ("another engine has other chunks",)
+    assert peer.differences == ["another engine has other chunks"]
     without, given = plane.hellos
     assert not without.HasField("engine") and given.engine == engine
 
@@ -67,10 +67,10 @@ def test_a_lookup_with_an_unknown_session_is_repeated_after_hello(
     client: DataPlaneClient, plane: ScriptedDataPlane
 ) -> None:
     plane.records[KEYS[0]] = b""
-    assert client.lookup(CHAINS, WAIT_MAX_S)()[0].tolist() == [True, False, False]
+    assert stored(client, CHAINS)[0].tolist() == [True, False, False]
     plane.forget_hosts()
     plane.calls.clear()
-    assert client.lookup(CHAINS, WAIT_MAX_S)()[0].tolist() == [True, False, False]
+    assert stored(client, CHAINS)[0].tolist() == [True, False, False]
     assert plane.calls == ["Lookup", "Hello", "Lookup"]
 
 
@@ -100,7 +100,7 @@ def test_a_refused_hello_has_the_data_planes_reason(
     with closing(DataPlaneClient(plane.address, connect_timeout_s=WAIT_MAX_S)) as client:
         assert not client.wait_ready(WAIT_MAX_S)
         for call in (
-            lambda: client.lookup(CHAINS, WAIT_MAX_S)(),
+            lambda: stored(client, CHAINS),
             lambda: RegisteredMemory(client, [shape], 1 << 16, WAIT_MAX_S).acquire(WAIT_MAX_S),
         ):
             with pytest.raises(DataPlaneError, match="as the script says") as error:
@@ -145,14 +145,9 @@ def connecting(plane: ScriptedDataPlane, credentials: Credentials | None) -> Ite
 def refusal(plane: ScriptedDataPlane, credentials: Credentials | None) -> str:
     """Return the reason for the failed connection."""
     with connecting(plane, credentials) as client, pytest.raises(DataPlaneError) as error:
-        client.lookup(CHAINS, WAIT_MAX_S)()
+        stored(client, CHAINS)
     assert error.value.outcome == "refused"
     return str(error.value)
-
-
-def test_lookups_pass_through_tls(certificates: Path) -> None:
-    with serving(certificates) as plane, connecting(plane, own(certificates)) as client:
-        assert not client.lookup(CHAINS, WAIT_MAX_S)()[0].any()
 
 
 def test_waiting_for_a_data_plane_fails_with_the_same_reason(certificates: Path, foreign: Path) -> None:
@@ -195,7 +190,7 @@ def test_a_data_plane_without_tls_is_distinguished_from_an_unreachable_one(
     plane.stop()
     with connecting(plane, own(certificates)) as client:
         with pytest.raises(DataPlaneError, match="no data plane answers") as error:
-            client.lookup(CHAINS, WAIT_MAX_S)()
+            stored(client, CHAINS)
     assert error.value.outcome == "unreachable"
 
 
@@ -256,45 +251,34 @@ def test_the_configuration_makes_the_client(certificates: Path) -> None:
         address, rank = f"{host}:{{rank}}{port[1:]}", int(port[0])
         config = HostConfig.load(flags=flags | {"data_plane": address}, environment={})
         with closing(config.client(rank)) as client:
-            assert client.wait_ready(WAIT_MAX_S)
+            assert not stored(client, CHAINS)[0].any(), "lookups pass through TLS"
 
 
 # ---- A data plane for each rank --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def second() -> Iterator[ScriptedDataPlane]:
-    plane = ScriptedDataPlane()
-    yield plane
-    plane.stop()
-
-
-def lookup_of(
-    clients: list[DataPlaneClient], wait: Callable[..., Any], tokens: int = 12, timeout: float = WAIT_MAX_S
-) -> tuple[int, str]:
-    held = list(zip(clients, [b"a" * 32, b"b" * 32], strict=True))
-    lookup = PrefixLookup(
-        b"m" * 32, [held], lambda present, _: 4 * min(map(leading, present)), chunk_tokens=4, timeout=timeout
-    )
-    try:
-        lookup.submit("request", list(range(tokens)))
-        answer = wait(lambda: lookup.poll("request"), WAIT_MAX_S)
-        return answer.tokens // 4, answer.reason
-    finally:
-        lookup.close()
-
-
 def test_a_lookup_asks_each_rank_s_data_plane_and_the_fewest_hits_count(
-    client: DataPlaneClient, plane: ScriptedDataPlane, second: ScriptedDataPlane, wait: Callable[..., Any]
+    client: DataPlaneClient, plane: ScriptedDataPlane
 ) -> None:
+    second = ScriptedDataPlane()
     for each, hits in ((plane, 3), (second, 2)):
         each.script.lookup_hits = lambda found, hits=hits: [hits] * len(found)  # type: ignore[misc]
+
+    def lookup_of(*clients: DataPlaneClient) -> tuple[int, str]:
+        held = list(zip(clients, [b"a" * 32, b"b" * 32], strict=True))
+        lookup = PrefixLookup(MODEL, [held], leading_tokens, chunk_tokens=CHUNK, timeout=WAIT_MAX_S)
+        try:
+            answer = asked(lookup, "request", range(13))
+            return answer.tokens // CHUNK, answer.reason
+        finally:
+            lookup.close()
+
     with closing(DataPlaneClient(second.address, backoff=60, backoff_max_s=60)) as other:
-        assert lookup_of([client, other], wait) == (2, "complete")
-        assert lookup_of([client, client], wait) == (3, "complete")
+        assert lookup_of(client, other) == (2, "complete")
+        assert lookup_of(client, client) == (3, "complete")
         second.stop()
-        assert lookup_of([client, other], wait) == (0, "unreachable"), "a hit needs every rank"
+        assert lookup_of(client, other) == (0, "unreachable"), "a hit needs every rank"
         for _ in range(3):
-            hits, reason = lookup_of([client, other], wait)
+            hits, reason = lookup_of(client, other)
         assert (hits, reason) == (0, "breaker_open"), "an outage of one data plane has no cost"
-        assert lookup_of([client, client], wait) == (3, "complete"), "the other data plane has its own breaker"
+        assert lookup_of(client, client) == (3, "complete"), "the other data plane has its own breaker"

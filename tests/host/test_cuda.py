@@ -22,23 +22,18 @@ def device(fake_driver: Path) -> Device:
 
 
 def test_a_missing_driver_is_an_error_only_when_needed() -> None:
-    assert cuda.find("libno-such-driver.so.1") is None
     with pytest.raises(CudaError, match="cannot load the CUDA driver .* install"):
         Driver("libno-such-driver.so.1")
 
 
-def test_a_driver_without_a_gpu_or_too_old_is_none(fake_driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cuda.find("libc.so.6") is None, "a library without the functions"
-    monkeypatch.setenv("FAKE_CUDA_DEVICES", "0")
-    assert cuda.find(str(fake_driver)) is None
+def test_a_driver_numbers_its_gpus(fake_driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CudaError, match="install NVIDIA's driver 515 or newer"):
+        Driver("libc.so.6")
     monkeypatch.setenv("FAKE_CUDA_DEVICES", "2")
-    driver = cuda.find(str(fake_driver))
-    assert driver is not None and driver.count == 2
+    driver = Driver(str(fake_driver))
     assert driver.device(1).pci_address == "0000:01:00.0" and "fake" in driver.device(1).name
     with pytest.raises(CudaError, match="finding GPU 2: cuDeviceGet failed with 101"):
         driver.device(2)
-    monkeypatch.delenv("FAKE_CUDA_DEVICES")
-    assert cuda.find(str(fake_driver)) is not None
 
 
 def test_copies_are_complete_after_synchronize(device: Device) -> None:
@@ -89,20 +84,14 @@ def test_memory_is_freed_with_its_last_view(device: Device) -> None:
     assert mapped() == before
 
 
-def test_memory_is_locked_once(device: Device) -> None:
-    memory = memoryview(bytearray(SIZE))
-    first, second = device.pin(address_of(memory), SIZE), device.pin(address_of(memory), SIZE)
+def test_memory_is_locked_once_and_adjacent_memory_is_unlocked_separately(device: Device) -> None:
+    memory = memoryview(bytearray(2 * SIZE))
+    first, second, beside = (device.pin(address_of(memory) + begin, SIZE) for begin in (0, 0, SIZE))
     second()  # the first registration remains
+    beside()
     first()
     with pytest.raises(CudaError, match="unlocking host memory on fake GPU 0"):
         first()
-
-
-def test_adjacent_memory_is_unlocked_separately(device: Device) -> None:
-    memory = memoryview(bytearray(2 * SIZE))
-    first, second = (device.pin(address_of(memory) + begin, SIZE) for begin in (0, SIZE))
-    second()
-    first()
 
 
 def test_errors_name_the_operation_and_the_reason(

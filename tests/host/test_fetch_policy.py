@@ -272,13 +272,11 @@ def test_cold_chunks_are_predicted_by_the_storage_nodes_estimate() -> None:
 
 def test_the_estimate_is_enough_without_measured_loads() -> None:
     engine = Engine(rate=1000 * MBIT)
-    assert engine.policy.decide(cold_hit(engine, 2048, 60.0), engine.now).kind == "unknown", (
-        "the computing time is unknown"
-    )
+    cold = [cold_hit(engine, 2048, seconds) for seconds in (60.0, 5.0, 0.1)]
+    assert engine.policy.decide(cold[0], engine.now).kind == "unknown", "the computing time is unknown"
     for tokens in (512, 1024, 4096):
         engine.compute(0, tokens)
-    assert engine.policy.decide(cold_hit(engine, 2048, 5.0), engine.now).way == "compute"
-    assert engine.policy.decide(cold_hit(engine, 2048, 0.1), engine.now).way == "fetch"
+    assert [engine.policy.decide(hit, engine.now).way for hit in cold[1:]] == ["compute", "fetch"]
 
 
 def test_a_shorter_prefix_has_its_share_of_the_cold_time() -> None:
@@ -291,13 +289,14 @@ def test_a_shorter_prefix_has_its_share_of_the_cold_time() -> None:
     assert decision.load_seconds < 8
 
 
-def test_chunks_before_cold_ones_are_fetched() -> None:
-    engine = experienced(rate=1000 * MBIT)
-    tiers = bytes([Tier.STORAGE] * 9 + [Tier.COLD] * 7)
-    decision = engine.policy.decide(engine.hit(4096, tiers=tiers, cold_seconds=20.0), engine.now)
+@pytest.mark.parametrize(("near", "far"), [(Tier.STORAGE, Tier.COLD), (Tier.MEMORY, Tier.STORAGE)])
+def test_the_slow_part_of_a_hit_is_computed(near: Tier, far: Tier) -> None:
+    engine = experienced(rate=1000 * MBIT) if far is Tier.COLD else familiar()
+    hit = engine.hit(4096, tiers=bytes([near] * 9 + [far] * 7), cold_seconds=20.0 if far is Tier.COLD else 0.0)
+    decision = engine.policy.decide(hit, engine.now)
     assert (decision.kind, decision.end_tokens) == ("prefix", 9 * CHUNK), "exactly the near chunks"
-    assert decision.load_tiers == {Tier.STORAGE: 9 * CHUNK_BYTES} and not decision.load_cold_seconds
-    assert decision.tier_bytes == {Tier.STORAGE: 9 * CHUNK_BYTES, Tier.COLD: 7 * CHUNK_BYTES}
+    assert decision.load_tiers == {near: 9 * CHUNK_BYTES} and not decision.load_cold_seconds
+    assert decision.tier_bytes == {near: 9 * CHUNK_BYTES, far: 7 * CHUNK_BYTES}
 
 
 def test_a_load_that_waits_for_object_storage_does_not_block_others() -> None:
@@ -358,13 +357,6 @@ def test_fast_tiers_are_fetched_and_slow_ones_computed(tier: Tier, way: str) -> 
     assert decision.way == way
     expected = LOAD_S + 8 * CHUNK_BYTES / RATES[tier] + compute_seconds(2047, 2048)
     assert decision.predicted["fetch"] == pytest.approx(expected, rel=0.1)
-
-
-def test_the_slow_part_of_a_hit_is_computed() -> None:
-    engine = familiar()
-    decision = engine.policy.decide(tiered(engine, 4096, (Tier.MEMORY, 5), (Tier.STORAGE, 11)), engine.now)
-    assert (decision.kind, decision.end_tokens) == ("prefix", 5 * CHUNK)
-    assert decision.load_tiers == {Tier.MEMORY: 5 * CHUNK_BYTES}
 
 
 def test_a_load_from_several_tiers_is_the_sum_of_the_tiers() -> None:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from host_control.interference.kept import KeptLearning, engine_name
-from host_control.interference.layers import LayerTimes
+from host_control.cache import KeptLearning, engine_name
 from host_control.interference.slowdown import Interference
-from host_control.interference.table import ComputeTable, attention_pairs
+from host_control.interference.table import ComputeTable, LayerTimes, attention_pairs
 
 TOKEN_S, PAIR_S, STEP_S = 3e-4, 2e-8, 2e-3
 NAME = engine_name(b"model", "machine")
@@ -41,20 +40,6 @@ def test_unobserved_lengths_are_predicted(new: int, cached: int) -> None:
     table, pairs = filled(), attention_pairs(cached, new)
     assert table.predict("prompts", new, pairs) == pytest.approx(seconds(new, cached), rel=0.05)
     assert table.predict("layer", new, pairs) == pytest.approx(seconds(new, cached) / 32, rel=0.05)
-
-
-def test_there_is_no_prediction_without_observations_or_far_beyond_them() -> None:
-    table = filled()
-    assert table.predict("decoding", 2, 512) is None
-    assert table.predict("prompts", 100_000, attention_pairs(0, 100_000)) is None
-    assert filled(((256, 0), (512, 0))).predict("prompts", 256, 1000) is None
-
-
-def test_changes_are_followed() -> None:
-    table = filled()
-    for _ in range(30):
-        table.observe("prompts", 512, attention_pairs(0, 512), 2 * seconds(512, 0))
-    assert table.predict("prompts", 512, attention_pairs(0, 512)) == pytest.approx(2 * seconds(512, 0), rel=0.1)
 
 
 @pytest.mark.parametrize("waits_s", [0.0, 5.0])

@@ -262,35 +262,27 @@ def test_an_invalid_block_is_refused(number: int) -> None:
 
 
 @pytest.mark.parametrize("mover", ["native", "torch"])
-def test_gathering_from_nowhere_gives_zeros(mover: Any) -> None:
-    """Symptom: a record with another chunk's bytes."""
-    caches = caches_of("cpu_pages", "LBHNC", torch.float32)
-    for cache in caches:
-        cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(6)))
-    layout = PagedLayout(caches, "cpu_pages", mover)
-    chunk = torch.full((layout.chunk_bytes(2 * BLOCK),), 7, dtype=torch.uint8)
-    layout.gather(chunk, [NOWHERE, 3])
-    there = torch.zeros_like(chunk)
-    layout.gather(there, [5, 3])
-    found, both = (each.view(torch.float32).view(len(caches) * 2, 2, -1) for each in (chunk, there))
-    assert not found[:, 0].any() and torch.equal(found[:, 1], both[:, 1]) and both[:, 0].any()
-
-
-@pytest.mark.parametrize("mover", ["native", "torch"])
-@pytest.mark.parametrize("rows", [1, BLOCK - 1, BLOCK, BLOCK + 1])
-def test_gathering_a_tail_zeroes_the_rest_of_its_block(mover: Any, rows: int) -> None:
-    """Symptom: a record with KV of the block's previous owner."""
+@pytest.mark.parametrize(
+    ("blocks", "rows", "moved"),
+    [
+        ([NOWHERE, 3, 5], None, range(BLOCK, 3 * BLOCK)),
+        *(([5, 3, NOWHERE], rows, range(rows)) for rows in (1, BLOCK - 1, BLOCK, BLOCK + 1)),
+    ],
+    ids=str,
+)
+def test_gathering_zeroes_what_it_does_not_move(mover: Any, blocks: list[int], rows: int | None, moved: range) -> None:
+    """Symptoms: records with another chunk's bytes, and with KV of a block's previous owner behind a tail."""
     caches = caches_of("cpu_pages", "LBHNC", torch.float32)
     for cache in caches:
         cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(6)))
     layout = PagedLayout(caches, "cpu_pages", mover)
     chunk = torch.full((layout.chunk_bytes(3 * BLOCK),), 7, dtype=torch.uint8)
-    layout.gather(chunk, [5, 3, NOWHERE], rows)
-    there = torch.zeros_like(chunk)
-    layout.gather(there, [5, 3, NOWHERE])
-    found, whole = (each.view(torch.float32).view(len(caches) * 2, 3 * BLOCK, -1) for each in (chunk, there))
-    assert torch.equal(found[:, :rows], whole[:, :rows]) and whole[:, rows].any()
-    assert not found[:, rows:].any()
+    layout.gather(chunk, blocks, rows)
+    whole = torch.zeros_like(chunk)
+    layout.gather(whole, [3 if block == NOWHERE else block for block in blocks])
+    found, wanted = (each.view(torch.float32).view(len(caches) * 2, 3 * BLOCK, -1).clone() for each in (chunk, whole))
+    wanted[:, [token for token in range(3 * BLOCK) if token not in moved]] = 0
+    assert torch.equal(found, wanted) and wanted.any()
 
 
 @pytest.mark.parametrize("kind", ["cpu_pages", "cpu_tiles"])

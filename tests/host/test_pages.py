@@ -16,6 +16,7 @@ from host_control.segment import Segment
 from shadowserve.errors import ConfigurationError
 
 LAYERS, BLOCKS, PAGE = 3, 8, 8192
+Leftovers = Callable[..., set[str]]
 
 
 def make_caches(page: int = PAGE) -> list[Any]:
@@ -35,7 +36,7 @@ def seen_by_others(pages: SharedPages) -> Any:
     return torch.frombuffer(pages.segment.memory, dtype=torch.float32)[: LAYERS * BLOCKS * PAGE // 4]
 
 
-def test_memory_becomes_shared_where_it_is(caches: list[Any], leftovers: Callable[[], set[str]]) -> None:
+def test_memory_becomes_shared_where_it_is(caches: list[Any], leftovers: Leftovers) -> None:
     before = [cache.clone() for cache in caches]
     pages = SharedPages(caches, 4)
     assert pages.address % 4096 == 0 and pages.page_bytes == PAGE
@@ -95,7 +96,7 @@ def test_bytes_scattered_while_the_memory_is_replaced_are_not_lost(
 
 
 def test_without_room_for_another_segment_the_memory_is_the_engines_alone(
-    caches: list[Any], monkeypatch: pytest.MonkeyPatch, leftovers: Callable[[], set[str]]
+    caches: list[Any], monkeypatch: pytest.MonkeyPatch, leftovers: Leftovers
 ) -> None:
     pages = SharedPages(caches, 4)
     before, old = [cache.clone() for cache in caches], seen_by_others(pages)
@@ -131,7 +132,7 @@ def test_pages_that_devices_cannot_reach_are_left_alone(caches: list[Any], block
 
 
 def test_a_full_dev_shm_leaves_the_engine_as_it_was(
-    caches: list[Any], monkeypatch: pytest.MonkeyPatch, leftovers: Callable[[], set[str]]
+    caches: list[Any], monkeypatch: pytest.MonkeyPatch, leftovers: Leftovers
 ) -> None:
     before = [cache.clone() for cache in caches]
 

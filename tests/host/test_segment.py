@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from machine import wait_for
 from scripted import ScriptedDataPlane
@@ -23,15 +24,7 @@ from host_control.segment import Segment
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
 
-
-def test_the_name_is_removed_after_registration(
-    plane: ScriptedDataPlane, registration: RegisteredMemory, leftovers: Callable[[], set[str]]
-) -> None:
-    segment = registration.acquire(5)
-    assert plane.registrations == 1
-    assert leftovers() == set()
-    segment.memory[0] = 7
-    assert registration.acquire(5) is segment
+Leftovers = Callable[..., set[str]]
 
 
 def test_pages_are_populated_in_advance() -> None:
@@ -45,35 +38,25 @@ def test_pages_are_populated_in_advance() -> None:
     assert faults < size // mmap.PAGESIZE // 4, "each takes microseconds, in the engine's thread"
 
 
-def test_retired_memory_is_not_reused(plane: ScriptedDataPlane, registration: RegisteredMemory) -> None:
-    first = registration.acquire(5)
-    view = first.memory[:16]
-    first_id = registration.memory_id
-    registration.retire(release=True, wait=True)
-    second = registration.acquire(5)
-    assert second is not first and registration.memory_id != first_id
-    second.memory[:16] = b"\1" * 16
-    assert bytes(view) == bytes(16), "a view of retired memory is unchanged"
-    assert plane.registrations == 1
-
-
 @pytest.fixture
 def two(client: DataPlaneClient, shape: ChunkLayout) -> RegisteredMemory:
     """Memory for chunks of two shapes."""
     return RegisteredMemory(client, [shape, replace(shape, namespace=b"s" * 32, layers=1)], 1 << 16)
 
 
-def test_memory_of_several_shapes_is_one_region_of_registered_memory(
-    plane: ScriptedDataPlane, two: RegisteredMemory
+def test_memory_of_several_shapes_is_one_region_that_is_not_reused_once_it_is_retired(
+    plane: ScriptedDataPlane, two: RegisteredMemory, leftovers: Leftovers
 ) -> None:
-    segment = two.acquire(5)
-    first = two.memory_id
-    assert plane.registrations == plane.calls.count("RegisterMemory") == 1
-    assert two.acquire(5) is segment and plane.registrations == 1
+    first = two.acquire(5)
+    view, first_id = first.memory[:16], two.memory_id
+    assert leftovers() == set(), "it has no name any more"
+    assert two.acquire(5) is first and plane.registrations == plane.calls.count("RegisterMemory") == 1
     two.retire(release=True, wait=True)
     assert two.current is None and plane.registrations == 0 and plane.calls.count("ReleaseMemory") == 1
-    two.acquire(5)
-    assert plane.registrations == 1 and two.memory_id != first
+    second = two.acquire(5)
+    assert second is not first and two.memory_id != first_id
+    second.memory[:16] = b"\1" * 16
+    assert bytes(view) == bytes(16), "a view of retired memory is unchanged"
     two.close()
     assert plane.registrations == 0
 
@@ -82,7 +65,7 @@ def test_a_refused_registration_leaves_no_memory(
     client: DataPlaneClient,
     plane: ScriptedDataPlane,
     two: RegisteredMemory,
-    leftovers: Callable[[], set[str]],
+    leftovers: Leftovers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refused(*arguments: Any) -> Any:
@@ -99,26 +82,6 @@ def test_a_refused_registration_leaves_no_memory(
     assert plane.registrations == 1
 
 
-def test_memory_without_a_mapping_is_kept_until_released(
-    client: DataPlaneClient, plane: ScriptedDataPlane, shape: ChunkLayout
-) -> None:
-    """Otherwise late writes would hit memory that was allocated again."""
-    two = RegisteredMemory(
-        client, [shape, replace(shape, namespace=b"s" * 32, layers=1)], 1 << 16, make=Borrowed.create
-    )
-    first: Any = two.acquire(5)
-    release = client.release
-    client.release = lambda number, wait: False  # type: ignore[method-assign]
-    two.retire(release=True)
-    with pytest.raises(DataPlaneError, match="does not answer the release of old memory"):
-        two.acquire(5)
-    assert not first.closed
-    client.release = release  # type: ignore[method-assign]
-    assert two.acquire(5) is not first and first.closed
-    assert plane.calls.count("ReleaseMemory") == 1, "it is not released twice"
-    two.close()
-
-
 class Borrowed(Segment):
     """Memory without a mapping of the data plane."""
 
@@ -130,7 +93,31 @@ class Borrowed(Segment):
         super().close()
 
 
-def test_without_a_data_plane_no_segment_is_created(shape: object, leftovers: Callable[[], set[str]]) -> None:
+def test_memory_without_a_mapping_is_kept_until_its_release_is_answered(
+    client: DataPlaneClient, plane: ScriptedDataPlane, shape: ChunkLayout
+) -> None:
+    """Otherwise late writes would hit memory that was allocated again."""
+    memory = RegisteredMemory(client, [shape], 8 * shape.raw_bytes, make=Borrowed.create)
+    first: Any = memory.acquire(5)
+    plane.script.abort["ReleaseMemory"] = grpc.StatusCode.UNAVAILABLE
+    memory.retire(release=True)
+    assert not first.closed and memory.current is None
+    with pytest.raises(DataPlaneError, match="does not answer the release of old memory"):
+        memory.acquire(5)
+    assert not first.closed, "closed before its release was answered"
+    plane.script.abort.clear()
+    second: Any = memory.acquire(5)
+    assert first.closed and second is not first
+    memory.retire(release=False)
+    assert second.closed, "a restarted data plane does not know it"
+    third: Any = memory.acquire(5)
+    plane.script.abort["ReleaseMemory"] = grpc.StatusCode.UNAVAILABLE
+    memory.close()
+    assert not third.closed, "until the process ends"
+    third.close()
+
+
+def test_without_a_data_plane_no_segment_is_created(shape: object, leftovers: Leftovers) -> None:
     client = DataPlaneClient("127.0.0.1:1", failures=1, backoff=9, backoff_max_s=9)
     try:
         registration = RegisteredMemory(client, [shape], 1 << 16, connect_timeout_s=0.1)  # type: ignore[arg-type]
@@ -145,9 +132,14 @@ def test_without_a_data_plane_no_segment_is_created(shape: object, leftovers: Ca
         client.close()
 
 
-def test_too_little_shared_memory_is_an_error_with_advice(leftovers: Callable[[], set[str]]) -> None:
+def test_too_little_shared_memory_is_an_error_with_advice(
+    client: DataPlaneClient, shape: ChunkLayout, leftovers: Leftovers
+) -> None:
     with pytest.raises(ConfigurationError, match="shm-size"):
         Segment.create(1 << 50)
+    with pytest.raises(DataPlaneError, match="shm-size") as error:
+        RegisteredMemory(client, [shape], 1 << 50).acquire(5)
+    assert error.value.outcome == "no_memory"
     assert leftovers() == set()
 
 
@@ -183,9 +175,7 @@ def test_the_file_of_a_killed_process_is_removed(leftovers: Callable[..., set[st
     assert leftovers() == leftovers(process.pid) == set()
 
 
-def test_a_segment_survives_a_concurrent_cleanup(
-    monkeypatch: pytest.MonkeyPatch, leftovers: Callable[[], set[str]]
-) -> None:
+def test_a_segment_survives_a_concurrent_cleanup(monkeypatch: pytest.MonkeyPatch, leftovers: Leftovers) -> None:
     """The other process sees the file before it is locked, and removes it."""
     lock, looks = fcntl.flock, []
 

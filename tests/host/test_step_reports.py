@@ -4,8 +4,8 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from machine import WAIT_MAX_S, wait_for
-from scripted import ScriptedDataPlane
+from machine import wait_for
+from scripted import Clock, ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
 from host_control.interference.step_rates import Sample, StepRates
@@ -14,22 +14,9 @@ from host_control.step_reports import StepReports
 RATE = 100 << 20
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 @pytest.fixture
 def reports(client: DataPlaneClient, clock: Clock) -> Iterator[StepReports]:
-    client.connect(WAIT_MAX_S)
+    clock.now = 50.0
     reports = StepReports([client], 0.02, clock=clock)
     yield reports
     reports.close()
@@ -39,31 +26,14 @@ def wait_report(plane: ScriptedDataPlane, seen: int) -> None:
     wait_for(lambda: len(plane.reports) > seen)
 
 
-def test_an_engine_that_does_not_decode_reports_nothing(reports: StepReports, plane: ScriptedDataPlane) -> None:
+def test_an_engine_that_decodes_reports_it_again_and_again(reports: StepReports, plane: ScriptedDataPlane) -> None:
+    """There is none before the engine decodes."""
     reports.rests()
     reports.decodes(RATE)
-    wait_report(plane, 0)
-    assert plane.reports[0].decodes and plane.reports[0].rate == RATE
-
-
-def test_the_first_report_connects(client: DataPlaneClient, plane: ScriptedDataPlane) -> None:
-    reports = StepReports([client], 0.02)
-    reports.decodes(RATE)
-    wait_report(plane, 0)
-    reports.close()
-
-
-def test_a_report_is_complete(reports: StepReports, plane: ScriptedDataPlane) -> None:
-    reports.decodes(RATE)
-    wait_report(plane, 0)
+    wait_report(plane, 3)
     said = plane.reports[0]
     assert (said.decodes, said.rate, said.interference_budget, said.pause_ms) == (True, RATE, 0.02, 0)
     assert 1 <= len(said.engine) <= 32 and 1000 <= said.lasts_ms <= 10_000
-
-
-def test_reports_are_renewed_while_decoding(reports: StepReports, plane: ScriptedDataPlane) -> None:
-    reports.decodes(RATE)
-    wait_report(plane, 3)
     assert len({report.engine for report in plane.reports}) == 1
 
 
@@ -89,19 +59,16 @@ def test_the_end_of_decoding_is_reported_once(reports: StepReports, plane: Scrip
     assert plane.reports[count].decodes, "only one report said that it was idle"
 
 
-def test_an_engine_whose_steps_never_end_counts_as_idle_after_a_while(
-    reports: StepReports, plane: ScriptedDataPlane, clock: Clock
+@pytest.mark.parametrize("how", ["its steps never end", "it closes"])
+def test_an_engine_counts_as_idle_after_a_while_or_its_end(
+    reports: StepReports, plane: ScriptedDataPlane, clock: Clock, how: str
 ) -> None:
     reports.decodes(RATE)
     wait_report(plane, 0)
-    clock.now += 61
-    wait_for(lambda: not plane.reports[-1].decodes)
-
-
-def test_closing_reports_the_end_of_decoding(reports: StepReports, plane: ScriptedDataPlane) -> None:
-    reports.decodes(RATE)
-    wait_report(plane, 0)
-    reports.close()
+    if how == "it closes":
+        reports.close()
+    else:
+        clock.now += 61
     wait_for(lambda: not plane.reports[-1].decodes)
 
 

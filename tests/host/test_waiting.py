@@ -9,8 +9,8 @@ from typing import Any
 
 import grpc
 import pytest
-from machine import WAIT_MAX_S
-from scripted import ScriptedDataPlane
+from machine import WAIT_MAX_S, wait_for
+from scripted import Clock, ScriptedDataPlane
 
 from host_control import waiting
 from host_control.client import DataPlaneClient
@@ -19,6 +19,7 @@ from host_control.waiting import Begins, WaitingQueue
 from shadowserve.proto import dataplane_pb2 as pb
 
 NAMESPACE = b"n" * 32
+MakeQueue = Callable[..., WaitingQueue]
 
 
 def keys_of(name: str) -> list[bytes]:
@@ -64,111 +65,82 @@ def known() -> dict[str, bool]:
     return {}
 
 
-class Clock:
-    """The machine's clock, until a test sets the time; after that it stands still."""
+@pytest.fixture
+def make_queue(client: DataPlaneClient) -> Iterator[MakeQueue]:
+    """Return a function that makes a queue; ``look`` returns the keys of a request."""
+    made = []
 
-    now: float | None = None
+    def make(look: Callable[[str], list[bytes] | None] = keys_of, **options: Any) -> WaitingQueue:
+        def records(request_id: str) -> RecordKeys | None:
+            keys = look(request_id)
+            return None if keys is None else {client: [(NAMESPACE, keys)]}
 
-    def __call__(self) -> float:
-        return time.monotonic() if self.now is None else self.now
+        client.connect(WAIT_MAX_S)
+        made.append(WaitingQueue(records, [client], **options))
+        return made[-1]
+
+    yield make
+    for queue in made:
+        queue.close()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def queue(make_queue: MakeQueue, known: dict[str, bool], clock: Clock) -> WaitingQueue:
+    return make_queue(lambda name: keys_of(name) if known.get(name, True) else None, clock=clock)
 
 
-@pytest.fixture
-def queue(client: DataPlaneClient, known: dict[str, bool], clock: Clock) -> Iterator[WaitingQueue]:
-    client.connect(WAIT_MAX_S)
-
-    def look(request_id: str) -> RecordKeys | None:
-        return {client: [(NAMESPACE, keys_of(request_id))]} if known.get(request_id, True) else None
-
-    queue = WaitingQueue(look, [client], clock=clock)
-    yield queue
-    queue.close()
-
-
-def test_a_queue_is_sent_in_its_order_without_requests_that_have_begun(
-    queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
-) -> None:
-    told = Told(plane)
-    for name in "abcd":
-        queue.enqueue(name)
-    wait(lambda: told.read() == ["a", "b", "c", "d"])
-    queue.begun("a")
-    queue.begun("b")
-    queue.ended("c")
-    wait(lambda: told.read() == ["d"])
-    queue.enqueue("e")
-    queue.sent_back("b")
-    queue.sent_back("a")
-    wait(lambda: told.read() == ["a", "b", "d", "e"])
-    queue.ended("a")
-    queue.sent_back("a")
-    queue.begun("nobody")
-    wait(lambda: told.read() == ["b", "d", "e"])
-
-
-def test_priorities_come_before_the_order_of_arrival(
-    client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
-) -> None:
-    client.connect(WAIT_MAX_S)
-    queue = WaitingQueue(lambda name: {client: [(NAMESPACE, keys_of(name))]}, [client], by_priority=True)
+def test_priorities_come_before_the_order_of_arrival(make_queue: MakeQueue, plane: ScriptedDataPlane) -> None:
+    queue = make_queue(by_priority=True)
     told = Told(plane)
     for name, priority in (("a", 2), ("b", 1), ("c", 2), ("d", 0)):
         queue.enqueue(name, priority)
-    wait(lambda: told.read() == ["d", "b", "a", "c"])
+    wait_for(lambda: told.read() == ["d", "b", "a", "c"])
     queue.begun("a")
-    wait(lambda: told.read() == ["d", "b", "c"])
+    wait_for(lambda: told.read() == ["d", "b", "c"])
     queue.sent_back("a")
-    wait(lambda: told.read() == ["d", "b", "a", "c"])
-    queue.close()
+    wait_for(lambda: told.read() == ["d", "b", "a", "c"])
 
 
 def test_requests_are_sent_once_they_are_looked_up(
-    queue: WaitingQueue, known: dict[str, bool], plane: ScriptedDataPlane, wait: Callable[..., Any]
+    queue: WaitingQueue, known: dict[str, bool], plane: ScriptedDataPlane
 ) -> None:
     told = Told(plane)
     known["a"] = False
     queue.enqueue("a")
     queue.enqueue("b")
-    wait(lambda: told.read() == ["b"])
+    wait_for(lambda: told.read() == ["b"])
     known["a"] = True
-    wait(lambda: told.read() == ["a", "b"])
+    wait_for(lambda: told.read() == ["a", "b"])
 
 
 def test_the_records_of_a_waiting_request_can_be_replaced(
-    queue: WaitingQueue, client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
+    queue: WaitingQueue, client: DataPlaneClient, plane: ScriptedDataPlane
 ) -> None:
     queue.enqueue("a")
-    wait(lambda: plane.expected)
+    wait_for(lambda: plane.expected)
     other = [b"k" * 32, b"l" * 32]
     queue.wants("a", {client: [(NAMESPACE, other)]})
-    wait(lambda: [list(each.chains[0].keys) for each in plane.expected[-1].arrivals] == [other])
+    wait_for(lambda: [list(each.chains[0].keys) for each in plane.expected[-1].arrivals] == [other])
     queue.wants("nobody", {client: [(NAMESPACE, other)]})
 
 
 def test_a_step_in_which_nothing_changes_says_nothing(
-    queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any], clock: Clock
+    queue: WaitingQueue, plane: ScriptedDataPlane, clock: Clock
 ) -> None:
     clock.now = 100.0
     queue.enqueue("a")
-    wait(lambda: len(plane.expected) == 1)
+    wait_for(lambda: len(plane.expected) == 1)
     time.sleep(0.3)
     assert len(plane.expected) == 1
     for messages in (2, 3):
         clock.now += waiting._BEAT_S
-        wait(lambda messages=messages: len(plane.expected) == messages)
+        wait_for(lambda messages=messages: len(plane.expected) == messages)
     assert not any(each.arrivals or each.order or each.whole for each in plane.expected[1:]), (
         "only that the request still waits"
     )
 
 
-def test_events_during_a_message_go_into_the_next_one(
-    queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
-) -> None:
+def test_events_during_a_message_go_into_the_next_one(queue: WaitingQueue, plane: ScriptedDataPlane) -> None:
     plane.script.stall.add("Expect")
     queue.enqueue("a")
     plane.wait_for_call("Expect")
@@ -181,41 +153,39 @@ def test_events_during_a_message_go_into_the_next_one(
     plane.script.stall.clear()
     plane.script.unstall.set()
     told = Told(plane)
-    wait(lambda: told.read() == ["a", "b"])
+    wait_for(lambda: told.read() == ["a", "b"])
     assert told.messages == 2
 
 
-def test_a_data_plane_that_lacks_messages_is_sent_everything(
-    queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
-) -> None:
+def test_a_data_plane_that_lacks_messages_is_sent_everything(queue: WaitingQueue, plane: ScriptedDataPlane) -> None:
     plane.script.expect_answer = lambda request: pb.ExpectResponse(again=not request.whole)
     for name in "abc":
         queue.enqueue(name)
     told = Told(plane)
-    wait(lambda: told.read() == ["a", "b", "c"])
+    wait_for(lambda: told.read() == ["a", "b", "c"])
     queue.begun("a")
-    wait(lambda: plane.expected[-1].whole and told.read() == ["b", "c"])
+    wait_for(lambda: plane.expected[-1].whole and told.read() == ["b", "c"])
     numbers = [each.number for each in plane.expected]
     assert numbers == sorted(set(numbers)), "the number identifies later messages"
 
 
 def test_a_restarted_data_plane_is_sent_everything_after_hello(
-    queue: WaitingQueue, client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
+    queue: WaitingQueue, client: DataPlaneClient, plane: ScriptedDataPlane
 ) -> None:
     told = Told(plane)
     queue.enqueue("a")
-    wait(lambda: told.read() == ["a"])
+    wait_for(lambda: told.read() == ["a"])
     plane.forget_hosts()
     queue.enqueue("b")
-    wait(lambda: client.peer is None)
+    wait_for(lambda: client.peer is None)
     client.connect(WAIT_MAX_S)
-    wait(lambda: told.read() == ["a", "b"])
+    wait_for(lambda: told.read() == ["a", "b"])
     assert plane.expected[-1].whole
 
 
 @pytest.mark.parametrize("how", ["unused", "unknown"])
 def test_a_data_plane_that_ignores_messages_gets_no_more(
-    queue: WaitingQueue, client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any], how: str
+    queue: WaitingQueue, client: DataPlaneClient, plane: ScriptedDataPlane, how: str
 ) -> None:
     if how == "unused":
         plane.script.expect_answer = lambda request: pb.ExpectResponse(unused=True)
@@ -229,12 +199,10 @@ def test_a_data_plane_that_ignores_messages_gets_no_more(
     assert plane.calls.count("Expect") == 1
     plane.script.abort.clear()
     client.connect(WAIT_MAX_S)  # perhaps another one
-    wait(lambda: plane.calls.count("Expect") == 2)
+    wait_for(lambda: plane.calls.count("Expect") == 2)
 
 
-def test_a_data_plane_that_fails_is_not_stormed(
-    queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any], clock: Clock
-) -> None:
+def test_a_data_plane_that_fails_is_not_stormed(queue: WaitingQueue, plane: ScriptedDataPlane, clock: Clock) -> None:
     clock.now = 100.0
     plane.script.abort["Expect"] = grpc.StatusCode.RESOURCE_EXHAUSTED
     queue.enqueue("a")
@@ -244,19 +212,16 @@ def test_a_data_plane_that_fails_is_not_stormed(
     plane.script.abort.clear()
     clock.now += waiting._FAILED_S
     told = Told(plane)
-    wait(lambda: told.read() == ["a"])
+    wait_for(lambda: told.read() == ["a"])
 
 
 def test_long_queues_and_long_prompts_go_in_messages_of_bounded_size(
-    client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
+    make_queue: MakeQueue, plane: ScriptedDataPlane
 ) -> None:
-    client.connect(WAIT_MAX_S)
-    many = [index.to_bytes(32, "little") for index in range(3000)]
-    queue = WaitingQueue(lambda name: {client: [(NAMESPACE, many)]}, [client])
+    queue = make_queue(lambda name: [index.to_bytes(32, "little") for index in range(3000)])
     for number in range(2000):
         queue.enqueue(str(number))
-    wait(lambda: sum(len(each.arrivals) for each in plane.expected) >= 10)
-    queue.close()
+    wait_for(lambda: sum(len(each.arrivals) for each in plane.expected) >= 10)
     assert all(len(each.arrivals) <= 2 and len(each.order) <= 1024 for each in plane.expected)
 
 
@@ -273,9 +238,7 @@ def test_requests_are_expected_as_others_have_begun() -> None:
     assert begins.expected(0, 30.0) == math.inf, "no request waited, so the duration is no measurement"
 
 
-def test_expected_begins_are_sent_and_corrected(
-    queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any], clock: Clock
-) -> None:
+def test_expected_begins_are_sent_and_corrected(queue: WaitingQueue, plane: ScriptedDataPlane, clock: Clock) -> None:
     clock.now = 100.0
     for number in range(12):
         queue.enqueue(f"r{number}")
@@ -283,35 +246,34 @@ def test_expected_begins_are_sent_and_corrected(
         clock.now += 0.1
         queue.begun(f"r{number}")
     told = Told(plane)
-    wait(lambda: told.read() == [f"r{number}" for number in range(5, 12)] and told.begins)
+    wait_for(lambda: told.read() == [f"r{number}" for number in range(5, 12)] and told.begins)
     assert told.begins == pytest.approx(range(100, 800, 100), abs=1)
     clock.now += 1.0  # it is overdue
-    wait(lambda: told.read() and told.begins == pytest.approx(range(25, 700, 100), abs=1))
+    wait_for(lambda: told.read() and told.begins == pytest.approx(range(25, 700, 100), abs=1))
 
 
-def test_an_unchanged_queue_is_rarely_sent(
-    queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
-) -> None:
+def test_an_unchanged_queue_is_rarely_sent(queue: WaitingQueue, plane: ScriptedDataPlane) -> None:
     """Symptom: with waiting requests, corrections of the expected start took 2 % of the engine's core."""
     for number in range(30):
         queue.enqueue(f"r{number}")
     for number in range(2):
         time.sleep(0.2)
         queue.begun(f"r{number}")
-    wait(lambda: plane.expected and len(plane.expected[-1].begins_in_ms) == 28)
+    wait_for(lambda: plane.expected and len(plane.expected[-1].begins_in_ms) == 28)
     before, began = len(plane.expected), time.monotonic()
-    wait(lambda: len(plane.expected) >= before + 4)  # overdue, and so sent again
+    wait_for(lambda: len(plane.expected) >= before + 4)  # overdue, and so sent again
     assert time.monotonic() - began > 3 * waiting._CORRECTS_S
 
 
 def test_after_any_history_the_data_plane_knows_the_waiting_requests(
-    queue: WaitingQueue, plane: ScriptedDataPlane, wait: Callable[..., Any]
+    queue: WaitingQueue, plane: ScriptedDataPlane
 ) -> None:
     chance = random.Random(3)
     order: list[str] = []
     running: list[str] = []
     names = (f"r{number}" for number in itertools.count())
     told = Told(plane)
+    queue.begun("nobody")
     for turn in range(300):
         kind = chance.choice(["arrive", "arrive", "begin", "back", "end"])
         if kind == "arrive":
@@ -325,6 +287,7 @@ def test_after_any_history_the_data_plane_knows_the_waiting_requests(
             queue.sent_back(order[0])
         elif kind == "end" and (order or running):
             some = chance.choice([each for each in (order, running) if each])
-            queue.ended(some.pop(chance.randrange(len(some))))
+            queue.ended(name := some.pop(chance.randrange(len(some))))
+            queue.sent_back(name)  # too late
         if turn % 50 == 49:
-            wait(lambda: told.read() == order)
+            wait_for(lambda: told.read() == order)
