@@ -233,6 +233,19 @@ def names_of(operations: Sequence[Any]) -> list[bytes]:
     return [chunk_key for each in operations for chunk_key in each.chunk_keys]
 
 
+class Pool:
+    """The attributes of vLLM's block pool that are read."""
+
+    num_gpu_blocks = 10
+
+    def __init__(self, cached: int = 0, used: int = 0) -> None:
+        self.used = used
+        self.cached_block_hash_to_block = {str(number): number for number in range(cached)}
+
+    def get_num_free_blocks(self) -> int:
+        return self.num_gpu_blocks - 1 - self.used
+
+
 class Scene:
     """The scheduler half of an engine, and one request that it serves step by step.
 
