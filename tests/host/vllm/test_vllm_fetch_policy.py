@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from machine import wait_for
 from scheduler_support import CHUNK, Request, Scene, full, keys, report, state, step
-from scripted import ScriptedDataPlane
 
 from host_control.config import HostConfig
 from host_control.fetch_policy import Decision
