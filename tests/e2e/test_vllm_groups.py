@@ -49,6 +49,7 @@ def test_all_groups_are_stored_and_loaded(
             assert output.num_cached_tokens == 0
             assert engine.counters()[f"load_failures/{reason}"] == 1
         take_over(engine, data_plane, prompts[1], expected[1], states=name == "qwen3_next")
+        hand_over(engine, data_plane, prompts[0], states=name == "qwen3_next")
     finally:
         engine.close()
     assert data_plane.registrations == 0
@@ -90,33 +91,25 @@ def take_over(engine: Any, plane: Any, prompt: list[int], expected: list[int], s
         assert engine.counters().get("load_failures/published_gone", 0) == int(not comes)
 
 
-@pytest.mark.parametrize(("name", "options"), FAMILIES, ids=[name for name, _ in FAMILIES])
-def test_after_prefill_by_another_engine_only_the_tokens_after_the_last_block_are_computed(
-    name: str, options: dict[str, Any], family: Any, make_engine: Any, data_plane: Any, prompt: Any
-) -> None:
-    """Recurrent state is stored only at chunk ends, so the tokens after the last chunk are computed."""
-    options = {"model": family(name), "max_num_batched_tokens": 512, **options}
-    mine = prompt(LENGTHS[0])
-    engine = make_engine(None, **options)
-    try:
-        expected = engine.outputs([mine])
-    finally:
-        engine.close()
-    engine = make_engine(data_plane.address, **options)
-    try:
-        for place in "do_remote_decode", "do_remote_prefill":
-            params = {"do_remote_prefill": False, "do_remote_decode": False} | {place: True}
-            (output,) = engine.generate([mine], extra_args={"kv_transfer_params": params})
-            assert [list(output.outputs[0].token_ids)] == expected
-            engine.flush()
-            engine.forget()
-        step = tails = engine.connector._groups.tail_block_tokens
-        assert bool(tails) == (name != "qwen3_next")
-        step = step or engine.connector._groups.chunk_tokens
-        assert output.num_cached_tokens == (len(mine) - 1) // step * step
-        assert engine.counters().get("slower_paths/prompt_tail_not_shared", 0) == (0 if tails else 2)
-    finally:
-        engine.close()
+def hand_over(engine: Any, plane: Any, prompt: list[int], states: bool) -> None:
+    """Let the engine compute a prompt for another one, and continue it: it computes the tokens after the last block.
+
+    Recurrent state is stored only at chunk ends, so the tokens after the last chunk are computed.
+    """
+    engine.reset(plane, records=True)
+    outputs = []
+    for place in "do_remote_decode", "do_remote_prefill":
+        params = {"do_remote_prefill": False, "do_remote_decode": False} | {place: True}
+        (output,) = engine.generate([prompt], extra_args={"kv_transfer_params": params})
+        outputs.append(list(output.outputs[0].token_ids))
+        engine.flush()
+        engine.forget()
+    assert outputs[0] == outputs[1]
+    tails = engine.connector._groups.tail_block_tokens
+    assert bool(tails) != states
+    step = tails or engine.connector._groups.chunk_tokens
+    assert output.num_cached_tokens == (len(prompt) - 1) // step * step
+    assert bool(engine.counted_since().get("slower_paths/prompt_tail_not_shared", 0)) == states
 
 
 def test_with_windows_a_preempted_request_continues_at_its_last_block(

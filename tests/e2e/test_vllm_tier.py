@@ -216,7 +216,7 @@ def test_fp8_pages_are_stored_as_bytes(make: Callable[..., Any]) -> None:
     assert make().serve(prompt(300)) == 0
 
 
-@pytest.mark.parametrize("what", ["weights", "option", "pages"])
+@pytest.mark.parametrize("what", ["weights", "option", "pages", "blocks of a row"])
 def test_engines_with_different_inputs_share_nothing(
     make: Callable[..., Any], tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,17 +226,14 @@ def test_engines_with_different_inputs_share_nothing(
         monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
     if what == "weights":
         other = {"model": model_folder(tmp_path / "model", weights=tensors(bytes(4096)))}
+    if what == "blocks of a row":
+        import tiering
+
+        monkeypatch.setattr(tiering, "CHUNK", 2 * tiering.BLOCK)
+        other = {"rows": 128}
     assert make(**other).serve(prompt(300)) == 0
     monkeypatch.undo()
     assert make().serve(prompt(300)) == 256
-
-
-def test_rows_with_another_number_of_blocks_share_nothing(make: Callable[..., Any], monkeypatch: Any) -> None:
-    import tiering
-
-    filled(make)
-    monkeypatch.setattr(tiering, "CHUNK", 2 * tiering.BLOCK)
-    assert make(rows=128).serve(prompt(300)) == 0
 
 
 def test_a_row_deleted_between_lookup_and_load_is_computed(make: Callable[..., Any], storage: Server) -> None:
@@ -253,19 +250,6 @@ def test_a_row_deleted_between_lookup_and_load_is_computed(make: Callable[..., A
     assert counts(engine)["load_failures:('absent',)"] == 2
     engine.tier.on_request_finished(context())
     assert [look(engine.tier, key, "later") for key in keys] == ["HIT", "HIT", "MISS", "HIT"]
-
-
-def test_a_damaged_row_is_computed(make: Callable[..., Any], storage: Server) -> None:
-    from redis import Redis
-
-    engine = filled(make)
-    key = storage_key(engine.tier._key(keys_of(engine, prompt(300))[1]))
-    with Redis(port=storage.port) as connection:
-        value = bytearray(connection.get(key))
-        value[-100] ^= 1
-    storage.command(b"DEL", key)
-    storage.command(b"SET", key, bytes(value))  # the server refuses it, or the reader detects it
-    assert make().serve(prompt(300)) in (0, 64)
 
 
 def test_an_engine_without_a_data_plane_computes(make: Callable[..., Any]) -> None:
@@ -426,21 +410,17 @@ def test_engines_with_other_numbers_of_ranks_only_share_canonical_rows(
         ({"engine": {"enable_lora": True}}, "adapters"),
         ({"engine": {"prefix_caching_hash_algo": "xxhash"}}, "cryptographic"),
         ({"engine": {"load_format": "ipc_cache"}}, "another process's memory"),
+        ({"engine": {"enable_lora": True}, "trust_names": True}, ""),
     ],
 )
 def test_the_tier_is_off_if_hashes_do_not_identify_kv(
     make: Callable[..., Any], storage: Server, options: dict[str, Any], said: str
 ) -> None:
     engine = make(**options)
-    assert said in engine.tier.problem
+    assert said in engine.tier.problem and bool(said) == bool(engine.tier.problem)
     assert engine.serve(prompt(300)) == 0
     engine.settle()
-    assert records(storage) == []
-
-
-def test_trust_names_allows_adapters(make: Callable[..., Any]) -> None:
-    engine = make(engine={"enable_lora": True}, trust_names=True)
-    assert engine.tier.problem == ""
+    assert (records(storage) == []) == bool(said)
 
 
 def test_a_tier_created_outside_a_connector_is_off(make: Callable[..., Any], plane: DaemonProcess) -> None:
@@ -458,13 +438,6 @@ def test_a_tier_created_outside_a_connector_is_off(make: Callable[..., Any], pla
     assert tier.lookup(bytes(36), context()).name == "MISS"
     tier.drain_jobs()
     tier.shutdown()
-
-
-def test_an_unknown_key_stops_the_start(make: Callable[..., Any]) -> None:
-    from shadowserve.errors import ConfigurationError
-
-    with pytest.raises(ConfigurationError, match="lookup_timeout_s"):
-        make(lookup_timeuot=1)
 
 
 @pytest.mark.parametrize(("role", "stored", "loaded"), [("kv_producer", 4, 0), ("kv_consumer", 0, 256)])
