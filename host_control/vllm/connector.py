@@ -1,11 +1,4 @@
 """``ShadowServeConnector``: vLLM's calls, forwarded to the scheduler side or the worker side.
-
-In call order, in the scheduler: ``on_new_request``, ``get_num_new_matched_tokens``, ``update_state_after_alloc``,
-``build_connector_meta``, ``update_connector_output``, ``request_finished``; in a worker: ``register_kv_caches``,
-``get_handshake_metadata``, then in each step ``handle_preemptions``, ``start_load_kv``, ``wait_for_layer_load``,
-``wait_for_save``, ``get_finished``, ``get_block_ids_with_load_errors``, ``get_kv_connector_stats``,
-``build_connector_worker_meta``.
-
 Loads are asynchronous: a request waits for its KV outside the running batch. Without ``asynchronous_fetch`` and with
 one KV cache group, they complete before the step's forward pass begins. With ``layer_order`` and one such group, a load
 of a request that would compute alone runs while it computes, and each layer is waited for when it is needed. Both are
@@ -152,18 +145,15 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._scheduler.start(shakes)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Set the engine's own rules of how long a hit may be."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._groups is not None:
             self._groups.bind(kv_cache_manager)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Set the engine's block pool."""
         if self._scheduler is not None:
             self._scheduler.epochs.bind(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
-        """Start the lookup of a new request."""
         assert self._scheduler is not None
         if self._scheduler.problem:
             self._scheduler.counts.add("off_requests")
@@ -182,12 +172,10 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._scheduler.allocated(request, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Return the workers' tasks of this step."""
         assert self._scheduler is not None
         return self._scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Follow the workers' reports."""
         assert self._scheduler is not None
         finished, report = connector_output.finished_recving, connector_output.kv_connector_worker_meta
         if finished or report is not None:  # as in few steps
@@ -196,11 +184,7 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request. vLLM may free its blocks, after the load of an aborted one has ended.
-
-        Returns:
-            False, and the ``kv_transfer_params`` of the answer.
-        """
+        """Forget a request. vLLM may free its blocks, after the load of an aborted one has ended."""
         assert self._scheduler is not None
         return False, self._scheduler.finished(request)
 
@@ -215,7 +199,6 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     # ------------------------------------------------------------------ worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Register the KV caches and connect."""
         assert self._worker is not None
         try:
             self._worker.register(kv_caches)
@@ -238,7 +221,6 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._worker.connect()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return this rank's handshake for the scheduler side."""
         assert self._worker is not None
         return self._worker.handshake()
 
@@ -266,7 +248,6 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._worker.gather(self._metadata().stores)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests whose load has ended."""
         results = self.get_transfer_results(finished_req_ids)
         return None, results.finished_recving or None
 
@@ -304,7 +285,6 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ShadowServeStats:
-        """Rebuild metrics that crossed a process boundary."""
         return ShadowServeStats(data=data or {})
 
     @classmethod
@@ -315,7 +295,6 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> ShadowServePromMetrics:
-        """Return the metrics for ``/metrics``."""
         return ShadowServePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:

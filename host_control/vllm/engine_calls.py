@@ -18,10 +18,6 @@ _counts: collections.Counter[str] = collections.Counter()
 def counted_calls(names: Sequence[str] = _METHODS, core: Any = None) -> Callable[[], int] | None:
     """Return a function that returns the number of calls so far in this process.
 
-    Args:
-        names: Methods whose calls are counted.
-        core: Class of engine cores; by default vLLM's.
-
     Returns:
         ``None`` if this release of vLLM lacks one of the methods, so that calls cannot be counted.
     """

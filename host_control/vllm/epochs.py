@@ -26,11 +26,9 @@ class Epochs:
     a unique name. Chunks that are stored already keep their epoch.
 
     Attributes:
-        current: Name of the epoch.
         doubts: How often the weights may have changed so far, as far as the scheduler can see: calls to the engine, an
             emptied prefix cache, pauses.
         agreed: The last doubt after which all ranks have found the epoch's weights.
-        ranks: Number of ranks of the engine.
     """
 
     def __init__(self) -> None:
@@ -46,7 +44,6 @@ class Epochs:
         self._settled: dict[int, int] = {}
 
     def bind(self, block_pool: Any) -> None:
-        """Set the engine's block pool."""
         self._pool = block_pool
         self._seen = (self._seen[0], self._blocks())
 
@@ -54,7 +51,6 @@ class Epochs:
         """Watch calls to the engine.
 
         Args:
-            calls: Returns the number of calls so far.
             blind: Workers cannot read all of their weights.
         """
         self._calls, self._blind = calls, blind

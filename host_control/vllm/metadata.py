@@ -16,7 +16,6 @@ class GroupLoad:
     """Chunks that a load takes of one KV cache group.
 
     Attributes:
-        chunk_keys: Keys of the chunks, in order.
         blocks: Blocks of the chunks' records, chunk after chunk; NOWHERE for blocks that hold valid KV already and may
             be shared, and for blocks that vLLM does not keep.
         chunks: Numbers of the chunks, counted from the load's first.
@@ -32,8 +31,6 @@ class LoadOperation:
     """A load of a request.
 
     Attributes:
-        request_id: Name of the request.
-        epoch: Epoch of the weights that the chunks were computed with.
         shard_layout: Shard layout of the records (:class:`host_control.vllm.shards.Shard`).
         groups: Chunks and blocks of each group, by the group's index; empty where the load is impossible.
         layerwise: Layer by layer, in the step that computes on it.
@@ -55,9 +52,6 @@ class StoreOperation:
     """A store of consecutive chunks of a request and group, whose KV is complete after this step.
 
     Attributes:
-        request_id: Name of the request.
-        group: Index of the group.
-        chunk_keys: Keys of the chunks.
         previous: Key of the chunk before the first; None at the start of a prompt.
         anchored: True if that chunk is known to be stored.
         blocks: Blocks of the chunks' records, chunk after chunk; NOWHERE where a tail's record is empty.
@@ -87,7 +81,6 @@ class ShadowServeMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
     Attributes:
         epoch: Epoch of the weights, as far as the scheduler side knows; a new one after each change.
-        loads: Loads to start.
         cancels: Requests whose load should end early.
         available: Chunks that are available by now, of loads that wait for more.
         stores: Stores to gather once this step's KV is written.
@@ -120,7 +113,6 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
         problem: Why transfers are off, or empty.
         layerwise_chunks: Most chunks of a load that goes layer by layer; 0 where none does.
         layers: Layers that this rank can load one by one.
-        machine: Name of the device that this rank computes on.
         plain: Its records are pages as they are, which stay in its data plane's tiers.
         chunk_bytes: Bytes that this rank is delivered for a chunk, of all groups together.
     """
@@ -156,7 +148,6 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     settled: dict[int, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
-        """Merge the report of another rank."""
         assert isinstance(other, WorkerReport)
         merged = dict(self.loaded)
         for request_id, chunks in other.loaded.items():

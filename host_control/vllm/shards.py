@@ -35,8 +35,6 @@ class Shard:
 
     Attributes:
         shard_layout: Shard layout of the records: 0 for the engine's own, else 1 + an index into :data:`SHARD_LAYOUTS`.
-        group: Their KV cache group.
-        layout: Layout of their pages.
         ratio: Kernel blocks per block of the group.
         label: Name of the shard within a namespace.
         layers, heads: Half-open ranges of the model's layers and KV heads in a record.
@@ -58,7 +56,6 @@ class Shard:
 
     @property
     def record_blocks(self) -> int:
-        """Number of kernel blocks that a record holds."""
         return self.group.record_blocks * self.ratio
 
     def kernel_blocks(self, blocks: Sequence[int]) -> list[int]:
@@ -74,8 +71,6 @@ class Shard:
         preempted requests are stored exactly.
 
         Args:
-            model: Identity of the model.
-            config: Configuration of the host.
             saved: The records hold blocks of preempted requests and have a namespace of their own.
 
         Raises:
@@ -125,10 +120,6 @@ def find_shards(
 
     Args:
         vllm_config, kv_cache_config: A worker's configuration from vLLM, after the model was loaded.
-        groups: The stored groups.
-        caches: Registered KV cache of each layer.
-        config: Configuration of the host.
-        rank: Rank of the worker.
         paged: Store pages byte for byte, in their own order (one group, on a CPU).
 
     Raises:
@@ -170,11 +161,7 @@ class Rank:
         return self.pp_rank * self.tp_size + self.tp_rank
 
     def heads(self, total: int) -> tuple[int, int]:
-        """Return the half-open range of KV heads that the rank holds. Neighbours share heads if ranks outnumber them.
-
-        Args:
-            total: KV heads of the model.
-        """
+        """Return the half-open range of the rank's KV heads; neighbours share heads if ranks outnumber those."""
         first = self.tp_rank * total // self.tp_size
         return first, first + max(1, total // self.tp_size)
 
@@ -352,11 +339,7 @@ def _whole_page(tensor: Any) -> Any:
 
 
 def _state(tensor: Any, begin: int, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return a view [block, 1, row, element] of one tensor of the recurrent state, ``begin`` bytes into each page.
-
-    Raises:
-        UncacheableError: The pages are not contiguous.
-    """
+    """Return a view [block, 1, row, element] of one tensor of the recurrent state, ``begin`` bytes into each page."""
     bytes_ = tensor.view(_uint8())
     if bytes_.dim() != 4 or bytes_.shape[1:3] != (1, 1) or bytes_.stride(3) != 1:
         raise UncacheableError(f"recurrent state of shape {tuple(tensor.shape)} is not contiguous in each page")

@@ -25,10 +25,6 @@ class WeightsWatch:
     Args:
         weights: Weights of the engine. ``None``: only the scheduler's reports count.
         ranks: Number of workers. A worker's KV depends on the weights of all of them.
-        audit_s: Seconds between audits.
-
-    Attributes:
-        epoch: The scheduler's last epoch.
     """
 
     def __init__(self, weights: LoadedWeights | None, *, ranks: int = 1, audit_s: float = _AUDIT_S) -> None:
@@ -55,8 +51,6 @@ class WeightsWatch:
         """Apply the scheduler's view. A new epoch begins with the current weights.
 
         Args:
-            epoch: The current epoch.
-            doubts: Number of possible changes so far.
             agreed: Number of the last doubt after which all ranks still had the epoch's weights.
         """
         if epoch == self.epoch and doubts == self._doubts and agreed == self._agreed:
@@ -122,7 +116,6 @@ class WeightsWatch:
         return self._reported
 
     def resume(self) -> None:
-        """Continue after :meth:`close`."""
         if self._closed:
             self._closed = False
             if self._weights is not None:
@@ -146,7 +139,6 @@ class WeightsWatch:
         """Wait until the weights are not in doubt; return True if they are not.
 
         Args:
-            timeout: Seconds to wait at most.
             everywhere: Also wait for the other ranks. This needs further steps of the engine.
         """
         deadline = time.monotonic() + timeout

@@ -19,12 +19,7 @@ def manager_key(shard_layout: int) -> int:
 
 
 class WorkerShards:
-    """Shards of a worker by shard layout: 0 is its own, ``SAVED`` holds saves of preempted requests.
-
-    Attributes:
-        parts: Layers of the worker whose pages are alike, by shard layout.
-        shapes: Chunk layout of each of them.
-    """
+    """Shards of a worker by shard layout: 0 is its own, ``SAVED`` holds saves of preempted requests."""
 
     def __init__(self) -> None:
         self.parts: dict[int, list[Shard]] = {}

@@ -19,8 +19,6 @@ class Workers:
     """The handshakes of all ranks, combined.
 
     Attributes:
-        model: Digest of the model.
-        machine: Name of the devices that they compute on.
         layers: Layers that can be loaded one by one; 0 where none can.
         layerwise_chunks: Most chunks of a load that goes layer by layer.
         chunk_bytes: Bytes that a rank is delivered for a chunk, of all groups together.
@@ -69,7 +67,6 @@ def agreed(handshakes: Mapping[int, WorkerHandshake], groups: Sequence[Group], c
 
 
 def _check(shakes: Sequence[WorkerHandshake], groups: Sequence[Group]) -> None:
-    """Check that no rank has a problem, and that all agree on the model and the groups."""
     if problem := next((shake.problem for shake in shakes if shake.problem), ""):
         raise ConfigurationError(problem)
     if len({shake.model for shake in shakes}) > 1:

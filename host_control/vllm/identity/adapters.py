@@ -18,12 +18,7 @@ _NUMBERS_MAX: Final = 65_536
 
 
 class Adapters:
-    """The adapters of one engine. To be created before the engine loads any.
-
-    Args:
-        lora_config: LoRA configuration from vLLM.
-        hashes: Cache of file hashes.
-    """
+    """The adapters of one engine. To be created before the engine loads any."""
 
     def __init__(self, lora_config: Any, hashes: ContentHashes) -> None:
         self._config = lora_config
@@ -49,11 +44,7 @@ class Adapters:
                 raise UncacheableError(f"adapter number {lora.lora_int_id} was used for more than one adapter")
 
     def described(self, lora: Any) -> dict[str, Any]:
-        """Return the inputs of an adapter to the key: its files' content, and how the engine applies it.
-
-        Raises:
-            UncacheableError: Its files cannot be read, or have changed since the engine started.
-        """
+        """Return the inputs of an adapter to the key: its files' content, and how the engine applies it."""
         folder = _folder(str(lora.lora_path), self._started_ns)
         files = sorted({path for pattern in _FILES for path in folder.glob(pattern)})
         if not files:

@@ -68,7 +68,6 @@ class ContentHashes:
 
     Args:
         path: Path of the cache; ``None`` for no cache.
-        logger: Logger for progress and for a cache that cannot be used.
         threads: Number of files that are read at the same time.
         settle_seconds: A file that changed less than this before it was read is not cached: its times may be too
             coarse to show another change.

@@ -45,11 +45,7 @@ def weight_digests(vllm_config: Any, hashes: ContentHashes) -> dict[str, Any]:
 
 
 def code_digests(vllm_config: Any, hashes: ContentHashes) -> list[str]:
-    """Return the digests of a model's own Python files, if ``trust_remote_code`` allows any.
-
-    Raises:
-        UncacheableError: The code cannot be read.
-    """
+    """Return the digests of a model's own Python files, if ``trust_remote_code`` allows any."""
     model = vllm_config.model_config
     automatic = getattr(model.hf_config, "auto_map", None)
     if not model.trust_remote_code or not automatic:
@@ -81,11 +77,7 @@ def model_class(model_config: Any, hashes: ContentHashes) -> dict[str, Any]:
 
 
 def model_folder(vllm_config: Any) -> Path:
-    """Return the folder that an engine's model was loaded from.
-
-    Raises:
-        UncacheableError: The folder is not known.
-    """
+    """Return the folder that an engine's model was loaded from."""
     model = vllm_config.model_config
     folder = _folder(model.model, model.revision, vllm_config.load_config.download_dir)
     commit = getattr(model.hf_config, "_commit_hash", None)
