@@ -56,9 +56,10 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             needs_one_group(config, ", ".join(group.kind for group in groups.groups), loads=fetch)
         store = config.store and transfer.is_kv_producer
         self._groups = groups
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
-        if role == KVConnectorRole.SCHEDULER:
+        self._scheduler: SchedulerSide  # in the scheduler's process alone
+        self._worker: WorkerSide  # in workers alone
+        self._schedules = role == KVConnectorRole.SCHEDULER
+        if self._schedules:
             self._warn(transfer, problem)
             lora = vllm_config.lora_config
             self._scheduler = SchedulerSide(
@@ -89,7 +90,6 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             )
 
     def _watch_calls(self, vllm_config: Any) -> None:
-        assert self._scheduler is not None
         if (calls := counted_calls()) is None:
             _logger.warning(
                 "ShadowServe does not see calls to this vLLM's engine core; after a change of weights call "
@@ -133,7 +133,6 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
         vLLM's own method takes handshakes of later stages for an error and ends the start.
         """
-        assert self._scheduler is not None
         # Among several connectors (MultiConnector) vLLM passes on the handshake of the first that has one.
         silent = "a worker's handshake is missing; beside other connectors, name ShadowServe first"
         parallel = self._vllm_config.parallel_config
@@ -150,33 +149,28 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             self._groups.bind(kv_cache_manager)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        if self._scheduler is not None:
+        if self._schedules:
             self._scheduler.epochs.bind(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
-        assert self._scheduler is not None
         if self._scheduler.problem:
             self._scheduler.counts.add("off_requests")
         self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens behind the local prefix can be loaded, and True if that is asynchronous."""
-        assert self._scheduler is not None
         tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
         return tokens, bool(tokens) and self._scheduler.waits(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Load a request's KV into its new blocks."""
-        assert self._scheduler is not None
         tables = blocks.get_block_ids() if num_external_tokens else ()
         self._scheduler.allocated(request, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        assert self._scheduler is not None
         return self._scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        assert self._scheduler is not None
         finished, report = connector_output.finished_recving, connector_output.kv_connector_worker_meta
         if finished or report is not None:  # as in few steps
             self._scheduler.worker_output(finished, report if isinstance(report, WorkerReport) else WorkerReport())
@@ -185,7 +179,6 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request. vLLM may free its blocks, after the load of an aborted one has ended."""
-        assert self._scheduler is not None
         return False, self._scheduler.finished(request)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -194,12 +187,11 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def reset_cache(self) -> bool | None:
         """Stop serving KV that was stored before."""
-        return self._scheduler.reset() if self._scheduler is not None else True
+        return self._scheduler.reset() if self._schedules else True
 
     # ------------------------------------------------------------------ worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        assert self._worker is not None
         try:
             self._worker.register(kv_caches)
         except ConfigurationError:
@@ -212,31 +204,26 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def unregister_kv_caches(self) -> None:
         """Release the caches and all other memory: the engine goes to sleep (vLLM 0.33)."""
-        assert self._worker is not None
         self._worker.close()
 
     def restore_kv_caches(self) -> None:
         """Connect again: the engine has woken, with its caches at the same addresses (vLLM 0.33)."""
-        assert self._worker is not None
         self._worker.connect()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        assert self._worker is not None
         return self._worker.handshake()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Copy what preempted requests hold, before this step writes to their blocks."""
-        assert self._worker is not None and isinstance(kv_connector_metadata, ShadowServeMetadata)
+        assert isinstance(kv_connector_metadata, ShadowServeMetadata)
         self._worker.save(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's loads and take those that have ended; in-step loads have ended on return."""
-        assert self._worker is not None
         self._worker.exchange(self._metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait until a layer of this step's layerwise loads is in place, or they have ended, by their deadline."""
-        assert self._worker is not None
         self._worker.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
@@ -244,7 +231,6 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def wait_for_save(self) -> None:
         """Gather the chunks that this step completed."""
-        assert self._worker is not None
         self._worker.gather(self._metadata().stores)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -253,18 +239,15 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose load has ended, and those of them that vLLM computes from the start."""
-        assert self._worker is not None
         finished, failed = self._worker.take_finished()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that a load left without valid KV."""
-        assert self._worker is not None
         return self._worker.take_bad_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Report loads that fell short or that this step waited for, and weights that have changed."""
-        assert self._worker is not None
         return self._worker.take_report()
 
     def _metadata(self) -> ShadowServeMetadata:
@@ -276,12 +259,11 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def get_kv_connector_stats(self) -> ShadowServeStats | None:
         """Return the metrics since the last step. In the scheduler this is the last call for each step."""
-        if self._worker is not None:
-            self._worker.take_store_counts()
-            return self._worker.counts.take()
-        assert self._scheduler is not None
-        self._scheduler.stepped()
-        return self._scheduler.counts.take()
+        if self._schedules:
+            self._scheduler.stepped()
+            return self._scheduler.counts.take()
+        self._worker.take_store_counts()
+        return self._worker.counts.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ShadowServeStats:
@@ -299,10 +281,7 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def shutdown(self) -> None:
         """End threads and release shared memory, within a bounded time."""
-        if self._worker is not None:
-            self._worker.close()
-        if self._scheduler is not None:
-            self._scheduler.close()
+        (self._scheduler if self._schedules else self._worker).close()
 
 
 def _groups(vllm_config: Any, kv_cache_config: Any, config: HostConfig) -> tuple[Groups | None, str]:

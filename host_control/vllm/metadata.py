@@ -1,6 +1,9 @@
 """Messages between the connector's scheduler side and worker side: plain data that vLLM pickles between processes."""
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -149,17 +152,15 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         assert isinstance(other, WorkerReport)
-        merged = dict(self.loaded)
-        for request_id, chunks in other.loaded.items():
-            merged[request_id] = min(chunks, merged.get(request_id, chunks))
-        longest = dict(self.seconds)
-        for request_id, seconds in other.seconds.items():
-            longest[request_id] = max(seconds, longest.get(request_id, seconds))
         return WorkerReport(
-            merged,
+            _merged(min, self.loaded, other.loaded),
             self.outlived | other.outlived,
-            longest,
+            _merged(max, self.seconds, other.seconds),
             max(self.layer_seconds, other.layer_seconds),
-            {name: self.saved.get(name, 0) + other.saved.get(name, 0) for name in self.saved | other.saved},
-            {doubt: self.settled.get(doubt, 0) + other.settled.get(doubt, 0) for doubt in self.settled | other.settled},
+            _merged(operator.add, self.saved, other.saved),
+            _merged(operator.add, self.settled, other.settled),
         )
+
+
+def _merged(how: Callable[[Any, Any], Any], one: dict[Any, Any], other: dict[Any, Any]) -> dict[Any, Any]:
+    return one | {key: how(one[key], value) if key in one else value for key, value in other.items()}
