@@ -144,7 +144,7 @@ def test_decoding_stalls_during_a_load_of_another_request(engine: Any, plane: An
 
 
 @only_layers
-def test_the_policy_selects_layer_order_if_it_is_fastest(
+def test_the_policy_selects_layer_order_or_computing_if_it_is_fastest(
     engine: Any, plane: Any, serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The policy has learnt 1 ms per token and 0.2 s per load."""
@@ -178,6 +178,16 @@ def test_the_policy_selects_layer_order_if_it_is_fastest(
     assert policy._queued == {}, "no load is queued"
     assert policy._loads._lines[Tier.STORAGE]._last[-1][1] != 0.2, "the load was not learnt"
     assert table.predict("prompts", 600, 600 * 600 / 2) == pytest.approx(0.6), "a step that waited was learnt"
+
+    # Where every load is late, prompts are computed, and stored chunks are not stored again.
+    for _ in range(3):
+        policy.fetched(Decision(way="fetch", end_tokens=0, kind="fetch", load_tiers={Tier.STORAGE: 3e5}), 20.0)
+    engine.forget()
+    plane.decisions.clear()
+    plane.calls.clear()
+    assert serve(engine, 1000) == 0
+    wait_for(lambda: plane.decisions)
+    assert plane.decisions[0].kind == "compute" and not {"Fetch", "Store"} & set(plane.calls)
 
 
 @only_layers

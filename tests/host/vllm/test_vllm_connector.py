@@ -1,5 +1,6 @@
 """``ShadowServeConnector`` and its two halves: every hook that vLLM calls, with one or both halves off."""
 
+import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -218,3 +219,61 @@ def test_the_connector_knows_several_groups() -> None:
     from host_control.vllm.connector import ShadowServeConnector
 
     assert supports_hma(ShadowServeConnector)
+
+
+def test_registering_twice_is_once() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from host_control.vllm import register
+    from host_control.vllm.connector import ShadowServeConnector
+
+    register()
+    register()
+    transfer = SimpleNamespace(kv_connector="ShadowServeConnector", kv_connector_module_path=None)
+    assert KVConnectorFactory.get_connector_class(transfer) is ShadowServeConnector
+
+
+@pytest.mark.parametrize(("policy", "warns"), [("fail", True), ("recompute", False)])
+def test_policy_that_fails_requests_is_named_at_the_start(policy: str, warns: bool, monkeypatch: Any) -> None:
+    from host_control.vllm import connector
+
+    lines: list[str] = []
+    monkeypatch.setattr(connector._logger, "warning", lambda text, *arguments: lines.append(text % arguments))
+    transfer = SimpleNamespace(is_kv_consumer=True, kv_load_failure_policy=policy)
+    connector.ShadowServeConnector._warn(transfer, "")
+    assert bool(lines) == warns
+    assert all("kv_load_failure_policy" in line and "recompute" in line for line in lines)
+
+
+def test_reports_of_ranks_merge_to_the_fewest_chunks() -> None:
+    from host_control.vllm.metadata import WorkerReport
+
+    merged = WorkerReport({"a": 3, "b": 1}).aggregate(WorkerReport({"a": 2, "c": 4}))
+    assert merged.loaded == {"a": 2, "b": 1, "c": 4}
+
+
+def test_statistics_of_steps_and_ranks_add_up() -> None:
+    from host_control.vllm.metrics import Counts, ShadowServeStats
+
+    counts = Counts()
+    assert counts.take() is None
+    counts.add("stored_chunks", 2)
+    counts.add("dropped_stores", reason="full")
+    taken = counts.take()
+    assert taken is not None and not taken.is_empty()
+    total = ShadowServeStats(data={"stored_chunks": 1}).aggregate(taken)
+    assert total.reduce() == {"dropped_stores/full": 1, "stored_chunks": 3}
+    assert counts.take() is None
+
+
+def test_each_failure_reason_is_logged_once_in_a_while(caplog: Any) -> None:
+    from host_control.vllm.metrics import FailureLog
+
+    log = FailureLog(logging.getLogger("test"), interval=60)
+    for _ in range(5):
+        log.warn("loads", "corrupt", "slice 3")
+        log.warn("loads", "deadline", "")
+    assert [record.getMessage() for record in caplog.records] == [
+        "ShadowServe: loads: corrupt: slice 3",
+        "ShadowServe: loads: deadline",
+    ]
