@@ -91,24 +91,6 @@ def sides() -> Iterator[Sides]:
     sides.close()
 
 
-FAULTS: dict[str, tuple[Callable[[Sides], Any], set[str]]] = {
-    "the prefill engine's data plane is killed": (lambda sides: sides.planes[0].kill(), {"published_gone"}),
-    "the prefill engine drops the store": (lambda sides: sides.prefill.forget("r"), {"published_gone"}),
-    "the storage node is killed": (lambda sides: sides.storage.kill(), {"storage_unavailable"}),
-    "the decode engine's data plane is killed": (lambda sides: sides.planes[1].kill(), {"unreachable"}),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_waiting_lookup_ends_after_a_fault(sides: Sides, fault: str) -> None:
-    happen, reasons = FAULTS[fault]
-    sides.publish(WAIT_MAX_S)
-    sides.wait()
-    happen(sides)
-    answer = sides.answer()
-    assert answer.tokens == 0 and answer.reason in reasons, answer
-
-
 def test_published_keys_of_a_crashed_engine_expire(sides: Sides) -> None:
     sides.publish(2.0)
     sides.wait()
