@@ -118,44 +118,6 @@ def test_a_data_plane_that_stands_still_in_the_middle_has_the_memory_replaced(
     assert loads(engine, plane, prompt(1000), 768) == reference([prompt(1000)])[0]
 
 
-def test_what_another_request_loads_while_the_memory_is_replaced_is_not_lost(
-    engine: Any, plane: Plane, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Symptom: other tokens. KV scattered between copy and mapping was written to memory that was no longer in use."""
-    pages, delivery, manager = engine.worker._pages, engine.worker._page_delivery, engine.worker._loads.managers[0]
-    fetch, scatter, copy = delivery.fetch, manager._batches._scatter, ctypes.memmove
-    before, copied, scattered = pages.segment, threading.Event(), threading.Event()
-
-    def without_answer(*arguments: Any) -> Any:
-        answer = fetch(*arguments)
-        if not pages.lost and pages.segment is before:
-            pages.lost = True
-            answer = answer._replace(reason="deadline", quiet=False)
-        return answer
-
-    def scatter_meanwhile(*arguments: Any) -> None:
-        copied.wait(WAIT_MAX_S)
-        scatter(*arguments)
-        scattered.set()
-
-    def copy_slowly(*arguments: Any) -> None:
-        copy(*arguments)
-        copied.set()
-        scattered.wait(1)  # the event is set in this time only if the bytes are lost
-
-    loads(engine, plane, prompt(600, 1), 512)
-    loads(engine, plane, prompt(1000), 768)
-    engine.forget()
-    spoil(engine, 77)
-    with monkeypatch.context() as patch, engine.awaiting_lookups():  # or one lookup could end before the other begins
-        patch.setattr(delivery, "fetch", without_answer)
-        patch.setattr(manager._batches, "_scatter", scatter_meanwhile)
-        patch.setattr(ctypes, "memmove", copy_slowly)
-        prompts = [prompt(31), prompt(600, 1), prompt(1000)]
-        assert engine.outputs(prompts) == reference(prompts)
-    assert copied.is_set() and scattered.is_set() and pages.segment is not before
-
-
 def test_a_data_plane_that_was_killed_and_is_back_serves_pages_again(
     engine: Any, plane: Plane, reference: Any, prompt: Any, serve: Any
 ) -> None:

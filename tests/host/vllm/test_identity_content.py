@@ -3,11 +3,12 @@
 import hashlib
 import json
 import logging
-import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -186,30 +187,23 @@ def test_a_changed_symbolic_link_is_a_change(tmp_path: Path) -> None:
     assert changed_since(file, moment - 1)
 
 
-def _hash_in_a_process(memory: str, files: list[str], barrier: Any, results: Any) -> None:
+def test_ranks_that_start_together_hash_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads stand for the ranks: locks of two open files exclude each other in one process, too."""
     from host_control.vllm.identity import content
 
-    read = []
+    files, barrier, read = made(tmp_path / "m", 4, 8 << 20), threading.Barrier(3), list[Path]()
     digest = content._digest
-    content._digest = lambda path, progress: (read.append(str(path)), digest(path, progress))[1]  # type: ignore[func-returns-value]
-    barrier.wait(NEVER_S)
-    found = hashes(Path(memory), settle_seconds=-1e6).digests([Path(file) for file in files])
-    results.put((len(read), found))
+    monkeypatch.setattr(content, "_digest", lambda path, progress: (read.append(path), digest(path, progress))[1])
 
+    def rank() -> list[str]:
+        barrier.wait(NEVER_S)
+        found: list[str] = hashes(tmp_path / "c" / "content.json", settle_seconds=-1e6).digests(files)
+        return found
 
-def test_ranks_that_start_together_hash_once(tmp_path: Path) -> None:
-    files = made(tmp_path / "m", 4, 8 << 20)
-    context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(3), context.Queue()
-    arguments = (str(tmp_path / "c" / "content.json"), [str(file) for file in files], barrier, results)
-    processes = [context.Process(target=_hash_in_a_process, args=arguments) for _ in range(3)]
-    for process in processes:
-        process.start()
-    found = [results.get(timeout=NEVER_S) for _ in processes]
-    for process in processes:
-        process.join(NEVER_S)
-    assert sum(count for count, _ in found) == len(files)
-    assert all(digests == expected(files) for _, digests in found)
+    with ThreadPoolExecutor(3) as ranks:
+        results = [ranks.submit(rank) for _ in range(3)]
+        assert all(each.result() == expected(files) for each in results)
+    assert sorted(read) == files
 
 
 def test_a_lock_that_is_never_released_ends_in_hashing(tmp_path: Path) -> None:
