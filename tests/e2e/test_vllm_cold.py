@@ -128,5 +128,3 @@ def test_a_cold_prompt_is_computed_after_its_deadline(
     counted = engine.counted_since()
     assert counted.get("load_failures/cold_late", 0) + counted.get("load_failures/deadline", 0) == 1, counted
     assert engine.client.statistics().stored_raw_bytes == before.stored_raw_bytes, "chunks were stored again"
-
-

@@ -1,15 +1,13 @@
 """Real vLLM. Devices store its pages unchanged, and loads write directly into its paged memory (``pages: true``)."""
 
-import ctypes
 import json
-import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from kit import spoil
-from machine import PATIENT, WAIT_MAX_S, free_port, wait_for
+from machine import PATIENT, free_port, wait_for
 from stack import Process
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
