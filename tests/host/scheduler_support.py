@@ -246,6 +246,16 @@ class Pool:
         return self.num_gpu_blocks - 1 - self.used
 
 
+class Clock:
+    """A clock that only tests move."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Scene:
     """The scheduler half of an engine, and one request that it serves step by step.
 

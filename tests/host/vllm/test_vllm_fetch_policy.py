@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from machine import wait_for
-from scheduler_support import CHUNK, Request, Scene, full, keys, report, state, step
+from scheduler_support import CHUNK, Clock, Request, Scene, full, keys, report, state, step
 
 from host_control.config import HostConfig
 from host_control.fetch_policy import Decision
@@ -20,14 +20,6 @@ RECORD_BYTES = 1_000_000
 TOKENS = list(range(40 * CHUNK + 10))
 TOKEN_S, BYTE_S = 1e-4, 1e-7
 """Seconds per computed token, and per loaded byte: a fetch of a chunk takes 0.1 s, and computing it 6.4 ms."""
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Policy:
