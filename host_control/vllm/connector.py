@@ -1,13 +1,8 @@
 """``ShadowServeConnector``: vLLM's calls, forwarded to the scheduler side or the worker side.
-Loads are asynchronous: a request waits for its KV outside the running batch. Without ``asynchronous_fetch`` and with
-one KV cache group, they complete before the step's forward pass begins. With ``layer_order`` and one such group, a load
-of a request that would compute alone runs while it computes, and each layer is waited for when it is needed. Both are
-for engines with one step in flight at a time; others refuse to start with them (:mod:`host_control.vllm.start_check`).
-
-Every KV cache group is stored that vLLM's own prefix cache has (:mod:`host_control.vllm.groups`). Without
-``SupportsHMA`` vLLM would give each model a single group, whose windows keep the whole context, or not start at all
-where that is impossible. Wherever ``support.py`` finds a reason, both sides are off: no request is hashed or looked up,
-nothing is matched, metadata is empty, and no call is made, so that the engine is as without the plugin.
+Loads are asynchronous: a request waits for its KV outside the running batch. :mod:`host_control.vllm.loads` has the
+other ways. Every KV cache group is stored that vLLM's own prefix cache has: without ``SupportsHMA`` vLLM would give each
+model a single group, whose windows keep the whole context, or not start at all. Wherever ``support.py`` finds a reason,
+both sides are off: nothing is hashed, looked up or sent, so that the engine is as without the plugin.
 """
 
 from typing import Any

@@ -1,16 +1,11 @@
 """KV cache groups: which blocks of a prompt each group keeps, and how long a hit on them can be.
 
-vLLM puts layers of the same cache type into one group with one block table. A group keeps all tokens (full attention,
-MLA), the last tokens (sliding windows), or one recurrent state (Mamba, GDN, KDA) that summarizes all tokens before it.
-A record holds one chunk of one group:
+vLLM puts layers of the same cache type into one group with one block table. A record holds one chunk of one group: all
+tokens of it (full attention, MLA), the last tokens that a hit ending with the chunk can need (sliding windows), or the
+recurrent state at its end (Mamba, GDN, KDA).
 
-- full: all tokens of the chunk;
-- window: the last tokens of the chunk that a hit ending with the chunk can need; all of them if the window is longer;
-- state: the recurrent state at the end of the chunk.
-
-vLLM's own coordinator decides the length of a hit (:meth:`Groups.hit_tokens`). It runs over a fake block pool that
-only knows which blocks are stored. So alignment, the fixed point over all groups and the block that draft layers drop
-follow vLLM's rules.
+vLLM's own coordinator decides the length of a hit, over a fake block pool that only knows which blocks are stored. So
+alignment, the fixed point over all groups and the block that draft layers drop follow vLLM's rules.
 """
 
 import copy

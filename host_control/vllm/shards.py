@@ -1,12 +1,9 @@
 """Shards: the layers and heads of one rank that are stored as one record per chunk.
 
-Most KV cache groups of a rank are one shard. A group has several shards if its layers differ (attention and its
-indexer, several head sizes), or if a recurrent state has several tensors (convolution, recurrence). A hit needs all
-shards of a group.
-
-A *shard layout* is the number of tensor-parallel ranks and pipeline stages of an engine. Engines with another shard
-layout store the same KV in other records. A rank reads such records if they contain some of its layers and heads. It
-only writes records of its own shard layout.
+A KV cache group of a rank has several shards if its layers differ (attention and its indexer, several head sizes), or
+if a recurrent state has several tensors. A hit needs all of them. A *shard layout* is the number of tensor-parallel
+ranks and pipeline stages of an engine. A rank also reads records of other shard layouts that contain some of its layers
+and heads, and only writes records of its own.
 """
 
 import hashlib

@@ -1,12 +1,9 @@
 """``ShadowServeTier``: a secondary tier for vLLM's ``OffloadingConnector``.
 
-vLLM copies KV between the GPU and the rows of a CPU tier, one row per chunk. It calls this class in the scheduler's
-process to store rows and to load them again. One record holds one row: the bytes of all ranks as vLLM's workers wrote
-them.
-
-No method blocks the scheduler. A thread looks rows up once per step, the KV cache manager fetches them, and another
-thread stores them (:mod:`host_control.vllm.tier_work`). Each lookup, load and store has a deadline, after which the row
-is a miss. docs/guides/offloading-tier.md describes configuration and identity.
+vLLM copies KV between the GPU and the rows of a CPU tier, and calls this class in the scheduler's process to store rows
+and to load them again. One record holds one row: the bytes of all ranks as vLLM's workers wrote them. No method blocks
+the scheduler: threads look rows up and store them (:mod:`host_control.vllm.tier_work`), the KV cache manager fetches
+them, all by deadlines. docs/guides/offloading-tier.md describes configuration and identity.
 """
 
 import math

@@ -1,8 +1,7 @@
 """Measures the duration of vLLM's steps, to predict computing times and the slowdown by KV transfers.
 
-A step begins when it is scheduled and the step before it has ended. It ends when the scheduler has its output. Steps
-end in the order in which they were scheduled, also with asynchronous scheduling. The data planes report how many bytes
-they moved during a step, for any engine.
+A step begins when it is scheduled and the step before it has ended, and ends when the scheduler has its output. Steps
+end in the order in which they were scheduled. Data planes report how many bytes they moved meanwhile, for any engine.
 """
 
 import logging

@@ -1,9 +1,8 @@
 """Checks whether a worker still computes with the weights of the current epoch.
 
-The weights are *in doubt* after the scheduler reports a possible change (a call to the workers, a reset of the prefix
-cache, a pause of the engine), and after marks have changed. The doubt ends when a digest that was started later equals
-the epoch's digest. Until then, loads are not confirmed and stores wait. Without a doubt, samples are compared. An
-*audit* computes a digest from time to time; no load or store waits for it.
+The weights are *in doubt* after the scheduler reports a possible change, and after marks have changed, until a digest
+that was started later equals the epoch's. Until then, loads are not confirmed and stores wait. Without a doubt, samples
+are compared. An *audit* computes a digest from time to time; no load or store waits for it.
 """
 
 import threading

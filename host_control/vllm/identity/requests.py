@@ -100,11 +100,7 @@ class _Once:
 
 
 def hash_tensors(value: Any) -> str:
-    """Return the SHA-256 of a processed input: names, types, shapes and bytes of its tensors.
-
-    Raises:
-        UncacheableError: The input is not in this process's memory, or its type is not known.
-    """
+    """Return the SHA-256 of a processed input: names, types, shapes and bytes of its tensors."""
     sha = hashlib.sha256()
     if value is None or (hasattr(value, "keys") and "address" in value.keys()):
         raise UncacheableError("the tensors of an input are only in a worker's memory (mm_processor_cache_type)")
