@@ -325,7 +325,7 @@ class Scene:
         self.side.worker_output(set(finished), report(*loaded, **named))
 
     def available(self) -> Any:
-        """Return what became available of the load, as the workers are told in the next step."""
+        """Return the news of the load's available chunks in the next step; None if there is none."""
         return self.side.step(step()).available.get(self.name)
 
     def finish(self) -> Any:

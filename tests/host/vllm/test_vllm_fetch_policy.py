@@ -153,7 +153,7 @@ def computes(scene: Scene) -> Any:
 
 
 def told(scene: Scene) -> Any:
-    """Return the only decision that the data plane was told."""
+    """Return the only decision that the data plane has received."""
     wait_for(lambda: scene.plane.decisions)
     (one,) = scene.plane.decisions
     return one
