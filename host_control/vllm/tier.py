@@ -37,7 +37,7 @@ from host_control.interference.slowdown import Interference
 from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
 from host_control.registered_memory import RegisteredMemory
 from host_control.step_reports import StepReports
-from host_control.vllm.engine_calls import WORKER_CALLS, counted_calls
+from host_control.vllm.epochs import WORKER_CALLS, counted_calls
 from host_control.vllm.identity.canonical import canonical, digest
 from host_control.vllm.identity.content import content_hashes
 from host_control.vllm.identity.namespace import computation

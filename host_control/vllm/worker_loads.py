@@ -20,8 +20,8 @@ from host_control.transfer import Reason
 from host_control.vllm.groups import Groups
 from host_control.vllm.metadata import LoadOperation, ShadowServeMetadata, WorkerReport
 from host_control.vllm.metrics import Counts, FailureLog
+from host_control.vllm.shards import WorkerShards, manager_key
 from host_control.vllm.weights_watch import WeightsWatch
-from host_control.vllm.worker_shards import WorkerShards, manager_key
 from shadowserve.keys import record_keys
 
 _IDLE_S: Final = 0.002

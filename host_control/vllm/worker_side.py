@@ -25,11 +25,10 @@ from host_control.vllm.loaded_weights import LoadedWeights
 from host_control.vllm.metadata import ShadowServeMetadata, StoreOperation, WorkerHandshake, WorkerReport
 from host_control.vllm.metrics import Counts, FailureLog, SlowerPaths
 from host_control.vllm.paging import PagePlacer, share_pages
-from host_control.vllm.shards import Rank, find_shards
+from host_control.vllm.shards import Rank, WorkerShards, find_shards
 from host_control.vllm.support import UncacheableError, offloading_problem
 from host_control.vllm.weights_watch import WeightsWatch
 from host_control.vllm.worker_loads import WorkerLoads
-from host_control.vllm.worker_shards import WorkerShards
 from host_control.vllm.worker_stores import WorkerStores
 from shadowserve.chunk import ChunkLayout, Quantizer
 from shadowserve.errors import ConfigurationError

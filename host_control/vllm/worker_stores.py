@@ -15,9 +15,8 @@ from host_control.transfer import Reason
 from host_control.vllm.groups import Groups
 from host_control.vllm.metadata import ShadowServeMetadata, StoreOperation
 from host_control.vllm.metrics import Counts, FailureLog
-from host_control.vllm.shards import Rank, Shard
+from host_control.vllm.shards import Rank, Shard, WorkerShards
 from host_control.vllm.weights_watch import WeightsWatch
-from host_control.vllm.worker_shards import WorkerShards
 from shadowserve.keys import record_keys
 from shadowserve.proto import dataplane_pb2 as pb
 

@@ -329,12 +329,12 @@ def test_rows_stored_before_a_reset_are_not_found(make: Callable[..., Any]) -> N
 
 def test_rows_stored_before_a_call_to_the_workers_are_not_found(make: Callable[..., Any]) -> None:
     """Symptom: after a change of weights, the engine loaded old KV and stored new KV under old keys."""
-    from host_control.vllm import engine_calls
+    from host_control.vllm import epochs
 
     engine = filled(make)
     engine.forget()
     assert engine.serve(prompt(300)) == 256
-    engine_calls._counts["collective_rpc"] += 1
+    epochs._counts["collective_rpc"] += 1
     engine.forget()
     engine.worker.gpu[:] = 0
     assert engine.serve(prompt(300)) == 0

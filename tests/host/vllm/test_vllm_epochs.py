@@ -27,7 +27,7 @@ class Core:
 
 
 def test_each_call_to_an_engine_core_is_counted_once() -> None:
-    from host_control.vllm.engine_calls import WORKER_CALLS, counted_calls
+    from host_control.vllm.epochs import WORKER_CALLS, counted_calls
 
     calls, to_workers = counted_calls(core=Core), counted_calls(WORKER_CALLS, Core)
     assert calls is not None and to_workers is not None, "two engines in one process"
@@ -42,7 +42,7 @@ def test_each_call_to_an_engine_core_is_counted_once() -> None:
 def test_methods_that_are_counted_are_vllms() -> None:
     from vllm.v1.engine.core import EngineCore
 
-    from host_control.vllm.engine_calls import counted_calls
+    from host_control.vllm.epochs import counted_calls
 
     methods = {name: getattr(EngineCore, name) for name in ("collective_rpc", "reset_prefix_cache", "wake_up")}
     try:
