@@ -137,15 +137,15 @@ class SchedulerSide:
             self.problem = str(error)
             self._logger.error("ShadowServe is off, every prompt is computed: %s", error)
             return
-        self._clients, self.epochs.ranks = workers.clients, len(handshakes)
-        self.ways.layerwise_chunks = workers.layerwise_chunks
+        shake, self._clients, self.epochs.ranks = workers.shake, workers.clients, len(handshakes)
+        self.ways.layerwise_chunks = shake.layerwise_chunks
         if self._policy_runner is not None:
-            self._policy_runner.start(workers.layers, workers.layerwise_chunks, workers.chunk_bytes)
-        self._timing.begin(workers.model, workers.machine, workers.layers, self._logger, self._clients)
+            self._policy_runner.start(shake.layers, shake.layerwise_chunks, shake.chunk_bytes)
+        self._timing.begin(shake.model, shake.machine, shake.layers, self._logger, self._clients)
         lookup = self._lookup = self._make_lookup(workers, groups)
         if self._engine.fetch:
             self.waiting = WaitingQueue(lookup.chains, self._clients, by_priority=self._engine.by_priority)
-        self._stores = Stores(workers.model, groups, lookup, self.slower, enabled=self._engine.store)
+        self._stores = Stores(shake.model, groups, lookup, self.slower, enabled=self._engine.store)
         if self._engine.fetch and self._engine.store and groups.followed:
             self._preemption = Preemption(
                 self._requests,
@@ -160,7 +160,7 @@ class SchedulerSide:
     def _make_lookup(self, workers: Workers, groups: Groups) -> PrefixLookup:
         config = self._engine.config
         return PrefixLookup(
-            workers.model,
+            workers.shake.model,
             workers.records[0],
             groups.hit_tokens,
             others={layout: records for layout, records in workers.records.items() if layout},
@@ -172,7 +172,7 @@ class SchedulerSide:
             enabled=self._engine.fetch,
             loads_wait=self._engine.loads_wait,
             load_timeout=config.fetch_timeout_s,
-            plain=workers.plain,
+            plain=workers.shake.plain,
         )
 
     # ------------------------------------------------------------------ arrival and lookup
