@@ -81,15 +81,6 @@ def test_pages_with_inline_scales_are_stored_as_bytes(
     assert (shape.dtype, shape.quantizer) == (DType.UINT8, Quantizer.PASSTHROUGH)
 
 
-@pytest.mark.parametrize("quantizer", ["lossless", "passthrough"])
-def test_fp8_pages_are_stored_unchanged(config: Any, monkeypatch: pytest.MonkeyPatch, quantizer: Any) -> None:
-    monkeypatch.setattr(config.cache_config, "cache_dtype", "fp8")
-    spec = page("fp8", "Triton")
-    assert problem(config, spec) == ""
-    shape = layout_of(config, kv_cache_config(spec), HostConfig(quantizer=quantizer))
-    assert (shape.dtype, shape.quantizer) == (DType.UINT8, Quantizer.PASSTHROUGH)
-
-
 def test_formats_of_one_element_type_share_nothing(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     names = set()
     formats = [dtype for dtype, backend in PAGES if backend == "MLA"]
