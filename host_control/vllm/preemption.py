@@ -129,8 +129,8 @@ class Preemption:
             apart=self._apart,
         )
         tables = [self._groups.kept(number, table, held.tokens) for number, table in enumerate(held.blocks)]
-        how: dict[str, Any] = {"exact": True, "lasts_s": TAIL_LASTS_S} if self._apart else {}
-        operations = self._stores.chunks(state, tables, names, (0, end), **how)
+        exact, lasts_s = self._apart, TAIL_LASTS_S if self._apart else 0.0
+        operations = self._stores.chunks(state, tables, names, (0, end), exact=exact, lasts_s=lasts_s)
         for number, group in enumerate(self._groups.groups):
             rows = group.rows(tables[number], 0, end).tolist()
             save.held[number] = [chunk_key for chunk_key, row in zip(names, rows, strict=True) if any(row)]
@@ -139,8 +139,8 @@ class Preemption:
             save.chunk_keys.append(tail_key)
             for held_keys in save.held:
                 held_keys.append(tail_key)
-            how["lasts_s"] = TAIL_LASTS_S
-            operations += self._stores.tails(state, tables, names, tail_key, tokens, **how)
+            tail = self._stores.tails(state, tables, names, tail_key, tokens, exact=exact, lasts_s=TAIL_LASTS_S)
+            operations += tail
         state.save = save
         return operations
 

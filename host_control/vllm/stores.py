@@ -142,7 +142,9 @@ class Stores:
         chunks: tuple[int, int],
         *,
         states: bool = True,
-        **how: Any,
+        published: bool = False,
+        exact: bool = False,
+        lasts_s: float = 0.0,
     ) -> list[StoreOperation]:
         """Return stores of those chunks that the engine keeps whole and that storage lacks.
 
@@ -150,10 +152,10 @@ class Stores:
             tables: The request's block table of each group, in the groups' order.
             chunks: First chunk, and the one behind the last.
             states: Also of recurrent state.
-            how: Fields of the operations, such as ``exact``.
+            published, exact, lasts_s: As in the operations.
         """
         request_id, (first, end) = state.request.request_id, chunks
-        found = self._lookup.present(request_id, saved=how.get("exact", False))
+        found = self._lookup.present(request_id, saved=exact)
         stores = list[StoreOperation]()
         for number, group in self._order:
             if group.kind == "state" and not states:
@@ -175,8 +177,10 @@ class Stores:
                             previous=chunk_keys[begin - 1] if begin else None,
                             anchored=begin <= (0 if present is None else leading(present)),
                             blocks=rows[index : index + count].reshape(-1).tolist(),
-                            absent_seconds=self._absent_seconds(request_id, **how),
-                            **how,
+                            published=published,
+                            absent_seconds=self._absent_seconds(request_id, exact=exact),
+                            lasts_s=lasts_s,
+                            exact=exact,
                         )
                     )
                 index += count + 1
@@ -189,7 +193,10 @@ class Stores:
         chunk_keys: Sequence[bytes],
         tail_key: bytes,
         end_tokens: int,
-        **how: Any,
+        *,
+        published: bool = False,
+        exact: bool = False,
+        lasts_s: float = 0.0,
     ) -> list[StoreOperation]:
         """Return the stores of the tokens behind the last whole chunk, as a chunk's record padded with zeros.
 
@@ -197,7 +204,7 @@ class Stores:
         with the tail (:meth:`Group.tail`).
         """
         request_id, before = state.request.request_id, end_tokens // self._chunk_tokens
-        present = self._lookup.present(request_id, saved=how.get("exact", False))
+        present = self._lookup.present(request_id, saved=exact)
         stores = list[StoreOperation]()
         for number, group in self._order:
             blocks = group.tail(tables[number], end_tokens)
@@ -210,9 +217,11 @@ class Stores:
                     previous=chunk_keys[before - 1] if before else None,
                     anchored=present is not None and before <= leading(present[number]),
                     blocks=np.where(blocks == NULL_BLOCK, NOWHERE, blocks).tolist(),
-                    absent_seconds=self._absent_seconds(request_id, **how),
+                    published=published,
+                    absent_seconds=self._absent_seconds(request_id, exact=exact),
+                    lasts_s=lasts_s,
                     tail_tokens=tokens,
-                    **how,
+                    exact=exact,
                 )
             )
         return stores
@@ -227,7 +236,7 @@ class Stores:
             self._model, tokens, size, chunk_tokens=self._chunk_tokens, extra=extra, after=chunk_keys[:before]
         )
 
-    def _absent_seconds(self, request_id: str, *, exact: bool = False, **_: Any) -> float | None:
+    def _absent_seconds(self, request_id: str, *, exact: bool = False) -> float | None:
         """Return how long ago a lookup found chunks absent; ``None``: no lookup answered."""
         asked_at = self._lookup.asked(request_id, saved=exact)
         return time.monotonic() - asked_at if asked_at else None
