@@ -1,6 +1,6 @@
 """The checksum of weights in a GPU's memory, by a Triton kernel.
 
-:func:`host_control.vllm.loaded_weights.weighted_sum` computes the same with torch. The engine's kernels run at the same
+:func:`host_control.vllm.weighted_sum.weighted_sum` computes the same with torch. The engine's kernels run at the same
 time, so a launch has few programs, which leave most of the GPU free, and lasts a few milliseconds.
 """
 
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from host_control.vllm.loaded_weights import weighted_sum
+from host_control.vllm.weighted_sum import weighted_sum
 
 _PROGRAMS: Final = 16
 _BLOCK: Final = 4096

@@ -17,11 +17,12 @@ from typing import Any, Final
 
 import torch
 
+from host_control.vllm.weighted_sum import weighted_sum
 from shadowserve import native
 
 _SAMPLES: Final = 32
 """Elements per tensor. With hundreds of tensors, a change of one element in a hundred is almost always seen."""
-_BATCH_BYTES: Final = 4 << 20
+_CRC_BYTES: Final = 4 << 20
 _NO_NAMES: Final = frozenset[str]()
 _AUDIT_REST: Final = 9.0
 """The thread of an audit sleeps this many times as long as it computes."""
@@ -112,11 +113,11 @@ class Digest:
 
     def _crc32(self, memory: Any) -> int:
         crc = 0
-        for begin in range(0, memory.nbytes, _BATCH_BYTES):
+        for begin in range(0, memory.nbytes, _CRC_BYTES):
             if self._cancelled:
                 break
             started_s = time.monotonic()
-            crc = native.crc32(memory[begin : begin + _BATCH_BYTES], crc)
+            crc = native.crc32(memory[begin : begin + _CRC_BYTES], crc)
             if self._rest:
                 time.sleep(self._rest * (time.monotonic() - started_s))
         return crc
@@ -296,25 +297,3 @@ def _start_sums(tensors: Sequence[Any]) -> Any:
             return started(memories)
     sums = torch.stack([weighted_sum(memory) for memory in memories])
     return lambda: [int(number) for number in sums.tolist()]
-
-
-def weighted_sum(memory: Any, begin: int = 0) -> Any:
-    """Return the sum, modulo 2^64, of 4-byte words times a factor that depends on the word's position.
-
-    Trailing bytes count as words. The factors are odd, so that every change of a single word changes the sum. They are
-    mixed like splitmix64, so that changes of several words do not cancel out.
-
-    Args:
-        begin: First byte, a multiple of 4.
-    """
-    total = torch.zeros((), dtype=torch.int64, device=memory.device)
-    for first in range(begin, memory.numel(), _BATCH_BYTES):
-        batch = memory[first : first + _BATCH_BYTES]
-        whole = batch.numel() // 4 * 4
-        for words, position in ((batch[:whole].view(torch.int32), first // 4), (batch[whole:], (first + whole) // 4)):
-            positions = torch.arange(position, position + words.numel(), dtype=torch.int64, device=memory.device)
-            factor = positions * -7046029254386353131
-            factor = (factor ^ (factor >> 29)) * -4658895280553007687
-            factor ^= factor >> 32
-            total += (words.to(torch.int64) * (factor | 1)).sum()
-    return total

@@ -10,7 +10,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when the kernel is defined
 
-from host_control.vllm.loaded_weights import weighted_sum  # noqa: E402
+from host_control.vllm.weighted_sum import weighted_sum  # noqa: E402
 
 
 def changed_words() -> list[Any]:
