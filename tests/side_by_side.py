@@ -19,19 +19,19 @@ PROCESSES_MAX: Final = 8
 LINES: Final = (
     (
         "combinations/test_combinations e2e/test_core_partition e2e/test_demo e2e/test_identity "
-        "e2e/test_vllm_families e2e/test_vllm_groups "
+        "e2e/test_vllm_groups "
         "e2e/test_vllm_disaggregation e2e/test_vllm_models e2e/test_vllm_pages e2e/test_vllm_ranks e2e/test_vllm_serve "
-        "e2e/test_vllm_topologies models/test_models scripts/test_measure_quality scripts/test_model_asset"
+        "models/test_models scripts/test_measure_quality scripts/test_model_asset"
     ).split(),
     (
-        "e2e/test_vllm_cache e2e/test_vllm_changed_weights e2e/test_vllm_cold e2e/test_vllm_fetch_policy_e2e "
-        "e2e/test_vllm_delivery e2e/test_vllm_layers e2e/test_vllm_exact_preemption "
+        "e2e/test_vllm_cache e2e/test_vllm_cold "
+        "e2e/test_vllm_in_step "
         "e2e/test_vllm_new_weights e2e/test_vllm_preemption "
-        "e2e/test_vllm_start e2e/test_vllm_slower_paths e2e/test_vllm_synchronous e2e/test_vllm_tier "
-        "e2e/test_one_host e2e/test_whole_stack host/vllm/test_identity_requests host/vllm/test_identity_table "
+        "e2e/test_vllm_start e2e/test_vllm_tier "
+        "e2e/test_whole_stack host/vllm/test_identity_requests host/vllm/test_identity_table "
         "host/vllm/test_identity_weights host/vllm/test_vllm_fetch_policy host/vllm/test_vllm_connector "
-        "host/vllm/test_vllm_epochs host/vllm/test_vllm_exact_preemption host/vllm/test_vllm_groups "
-        "host/vllm/test_vllm_disaggregation host/vllm/test_vllm_identity host/vllm/test_vllm_loads "
+        "host/vllm/test_vllm_epochs host/vllm/test_vllm_groups "
+        "host/vllm/test_vllm_disaggregation "
         "host/vllm/test_vllm_preemption host/vllm/test_vllm_quantized_pages host/vllm/test_vllm_scheduler_groups "
         "host/vllm/test_vllm_scheduler_side host/vllm/test_vllm_start_check host/vllm/test_vllm_support "
         "host/vllm/test_vllm_timing host/vllm/test_vllm_weights tools/test_bench"

@@ -1,20 +1,9 @@
 """``ShadowServeConnector``: vLLM's calls, forwarded to the scheduler side or the worker side.
 
-In call order, in the scheduler: ``on_new_request``, ``get_num_new_matched_tokens``, ``update_state_after_alloc``,
-``build_connector_meta``, ``update_connector_output``, ``request_finished``; in a worker: ``register_kv_caches``,
-``get_handshake_metadata``, then in each step ``handle_preemptions``, ``start_load_kv``, ``wait_for_layer_load``,
-``wait_for_save``, ``get_finished``, ``get_block_ids_with_load_errors``, ``get_kv_connector_stats``,
-``build_connector_worker_meta``.
-
-Loads are asynchronous: a request waits for its KV outside the running batch. Without ``asynchronous_fetch`` and with
-one KV cache group, they complete before the step's forward pass begins. With ``layer_order`` and one such group, a load
-of a request that would compute alone runs while it computes, and each layer is waited for when it is needed. Both are
-for engines with one step in flight at a time; others refuse to start with them (:mod:`host_control.vllm.start_check`).
-
-Every KV cache group is stored that vLLM's own prefix cache has (:mod:`host_control.vllm.groups`). Without
-``SupportsHMA`` vLLM would give each model a single group, whose windows keep the whole context, or not start at all
-where that is impossible. Wherever ``support.py`` finds a reason, both sides are off: no request is hashed or looked up,
-nothing is matched, metadata is empty, and no call is made, so that the engine is as without the plugin.
+Loads are asynchronous: a request waits for its KV outside the running batch. :mod:`host_control.vllm.loads` has the
+other ways. Every KV cache group is stored that vLLM's own prefix cache has: without ``SupportsHMA`` vLLM would give
+each model a single group, whose windows keep the whole context, or not start at all. Wherever ``support.py`` finds a
+reason, both sides are off: nothing is hashed, looked up or sent, so that the engine is as without the plugin.
 """
 
 from typing import Any
@@ -31,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from host_control.config import HostConfig
-from host_control.vllm.engine_calls import counted_calls
+from host_control.vllm.epochs import counted_calls
 from host_control.vllm.groups import Groups
 from host_control.vllm.identity.adapters import Adapters
 from host_control.vllm.identity.content import content_hashes
@@ -63,9 +52,10 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             needs_one_group(config, ", ".join(group.kind for group in groups.groups), loads=fetch)
         store = config.store and transfer.is_kv_producer
         self._groups = groups
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
-        if role == KVConnectorRole.SCHEDULER:
+        self._scheduler: SchedulerSide  # in the scheduler's process alone
+        self._worker: WorkerSide  # in workers alone
+        self._schedules = role == KVConnectorRole.SCHEDULER
+        if self._schedules:
             self._warn(transfer, problem)
             lora = vllm_config.lora_config
             self._scheduler = SchedulerSide(
@@ -96,7 +86,6 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             )
 
     def _watch_calls(self, vllm_config: Any) -> None:
-        assert self._scheduler is not None
         if (calls := counted_calls()) is None:
             _logger.warning(
                 "ShadowServe does not see calls to this vLLM's engine core; after a change of weights call "
@@ -140,7 +129,6 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
         vLLM's own method takes handshakes of later stages for an error and ends the start.
         """
-        assert self._scheduler is not None
         # Among several connectors (MultiConnector) vLLM passes on the handshake of the first that has one.
         silent = "a worker's handshake is missing; beside other connectors, name ShadowServe first"
         parallel = self._vllm_config.parallel_config
@@ -152,43 +140,33 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._scheduler.start(shakes)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Set the engine's own rules of how long a hit may be."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._groups is not None:
             self._groups.bind(kv_cache_manager)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Set the engine's block pool."""
-        if self._scheduler is not None:
+        if self._schedules:
             self._scheduler.epochs.bind(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
-        """Start the lookup of a new request."""
-        assert self._scheduler is not None
         if self._scheduler.problem:
             self._scheduler.counts.add("off_requests")
         self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens behind the local prefix can be loaded, and True if that is asynchronous."""
-        assert self._scheduler is not None
         tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
         return tokens, bool(tokens) and self._scheduler.waits(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Load a request's KV into its new blocks."""
-        assert self._scheduler is not None
         tables = blocks.get_block_ids() if num_external_tokens else ()
         self._scheduler.allocated(request, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Return the workers' tasks of this step."""
-        assert self._scheduler is not None
         return self._scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Follow the workers' reports."""
-        assert self._scheduler is not None
         finished, report = connector_output.finished_recving, connector_output.kv_connector_worker_meta
         if finished or report is not None:  # as in few steps
             self._scheduler.worker_output(finished, report if isinstance(report, WorkerReport) else WorkerReport())
@@ -196,12 +174,7 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request. vLLM may free its blocks, after the load of an aborted one has ended.
-
-        Returns:
-            False, and the ``kv_transfer_params`` of the answer.
-        """
-        assert self._scheduler is not None
+        """Forget a request. vLLM may free its blocks, after the load of an aborted one has ended."""
         return False, self._scheduler.finished(request)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -210,13 +183,11 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def reset_cache(self) -> bool | None:
         """Stop serving KV that was stored before."""
-        return self._scheduler.reset() if self._scheduler is not None else True
+        return self._scheduler.reset() if self._schedules else True
 
     # ------------------------------------------------------------------ worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Register the KV caches and connect."""
-        assert self._worker is not None
         try:
             self._worker.register(kv_caches)
         except ConfigurationError:
@@ -229,32 +200,26 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def unregister_kv_caches(self) -> None:
         """Release the caches and all other memory: the engine goes to sleep (vLLM 0.33)."""
-        assert self._worker is not None
         self._worker.close()
 
     def restore_kv_caches(self) -> None:
         """Connect again: the engine has woken, with its caches at the same addresses (vLLM 0.33)."""
-        assert self._worker is not None
         self._worker.connect()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return this rank's handshake for the scheduler side."""
-        assert self._worker is not None
         return self._worker.handshake()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Copy what preempted requests hold, before this step writes to their blocks."""
-        assert self._worker is not None and isinstance(kv_connector_metadata, ShadowServeMetadata)
+        assert isinstance(kv_connector_metadata, ShadowServeMetadata)
         self._worker.save(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's loads and take those that have ended; in-step loads have ended on return."""
-        assert self._worker is not None
         self._worker.exchange(self._metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait until a layer of this step's layerwise loads is in place, or they have ended, by their deadline."""
-        assert self._worker is not None
         self._worker.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
@@ -262,28 +227,23 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def wait_for_save(self) -> None:
         """Gather the chunks that this step completed."""
-        assert self._worker is not None
         self._worker.gather(self._metadata().stores)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests whose load has ended."""
         results = self.get_transfer_results(finished_req_ids)
         return None, results.finished_recving or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose load has ended, and those of them that vLLM computes from the start."""
-        assert self._worker is not None
         finished, failed = self._worker.take_finished()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that a load left without valid KV."""
-        assert self._worker is not None
         return self._worker.take_bad_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Report loads that fell short or that this step waited for, and weights that have changed."""
-        assert self._worker is not None
         return self._worker.take_report()
 
     def _metadata(self) -> ShadowServeMetadata:
@@ -295,16 +255,14 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def get_kv_connector_stats(self) -> ShadowServeStats | None:
         """Return the metrics since the last step. In the scheduler this is the last call for each step."""
-        if self._worker is not None:
-            self._worker.take_store_counts()
-            return self._worker.counts.take()
-        assert self._scheduler is not None
-        self._scheduler.stepped()
-        return self._scheduler.counts.take()
+        if self._schedules:
+            self._scheduler.stepped()
+            return self._scheduler.counts.take()
+        self._worker.take_store_counts()
+        return self._worker.counts.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ShadowServeStats:
-        """Rebuild metrics that crossed a process boundary."""
         return ShadowServeStats(data=data or {})
 
     @classmethod
@@ -315,15 +273,11 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> ShadowServePromMetrics:
-        """Return the metrics for ``/metrics``."""
         return ShadowServePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """End threads and release shared memory, within a bounded time."""
-        if self._worker is not None:
-            self._worker.close()
-        if self._scheduler is not None:
-            self._scheduler.close()
+        (self._scheduler if self._schedules else self._worker).close()
 
 
 def _groups(vllm_config: Any, kv_cache_config: Any, config: HostConfig) -> tuple[Groups | None, str]:

@@ -45,7 +45,6 @@ def launches(memories: Sequence[Any], sums: Any) -> None:
     """Launch kernels that add the checksum of each memory to ``sums``.
 
     Args:
-        memories: Tensors of bytes.
         sums: One 64-bit integer for each of them, on the same device.
     """
     group: list[list[int]] = []

@@ -40,9 +40,7 @@ def disaggregation_of(
     """Return a new request's disaggregation.
 
     Args:
-        chunk_tokens: Tokens in a chunk.
         block_tokens: Tails end with a multiple of this; 0 for an engine whose prompts have no tails.
-        fetch, store: This engine fetches; stores.
         to_the_end: A tail may hold the prompt's last token.
     """
     params = _mapping(request.kv_transfer_params)
@@ -83,12 +81,7 @@ def _tail_tokens(prompt: int, expected: int, chunk_tokens: int, block_tokens: in
 
 
 def reply_of(request: Any, config: HostConfig, stored_tokens: int) -> dict[str, Any] | None:
-    """Return the reply to the proxy for the decode engine; None where it did not ask, or nothing is stored.
-
-    Args:
-        request: vLLM's request, which has ended.
-        stored_tokens: Leading tokens that are stored, or are being stored.
-    """
+    """Return the reply to the proxy for the decode engine; None where it did not ask, or nothing is stored."""
     if _mapping(request.kv_transfer_params).get("do_remote_decode") is not True or not stored_tokens:
         return None
     reply = {"v": VERSION, "tokens": stored_tokens, "deadline_ms": int(1000 * config.pd_timeout_s)}
@@ -106,13 +99,7 @@ def count_tail(slower: SlowerPaths, disaggregation: Disaggregation, why: str, ch
 
 
 def count_reach(slower: SlowerPaths, disaggregation: Disaggregation, reach: int) -> None:
-    """Count a published prompt that its decode engine does not learn of through storage.
-
-    Args:
-        slower: Counter.
-        disaggregation: Disaggregation of the prompt.
-        reach: Engines that learn of what this engine publishes, a ``Reach`` of the wire.
-    """
+    """Count a published prompt that its decode engine does not learn of through storage."""
     if reach == pb.REACH_DATA_PLANE and disaggregation.publishes:
         slower.add(
             "pages_stay_here",

@@ -1,9 +1,16 @@
-"""Epochs: periods between two changes of an engine's weights. KV of one epoch is invalid in another."""
+"""Epochs: periods between two changes of an engine's weights. KV of one epoch is invalid in another.
 
+vLLM does not notify connectors of ``collective_rpc`` (used by ``apply_model``, ``reload_weights``, ``update_config``
+and weight transfer from a trainer), of ``reset_prefix_cache`` without ``reset_connector``, or of ``wake_up``. They are
+methods of the engine core, which runs in the scheduler's process. So this module wraps them there and counts the calls.
+"""
+
+import collections
+import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 WEIGHTS_CHANGED: Final = (
@@ -14,6 +21,9 @@ WEIGHTS_CHANGED: Final = (
     "/reset_prefix_cache?reset_external=true"
 )
 
+WORKER_CALLS: Final = ("collective_rpc", "wake_up")
+_METHODS: Final = (*WORKER_CALLS, "reset_prefix_cache")
+_counts: collections.Counter[str] = collections.Counter()
 _UNKNOWN: Final = object()
 _PAUSE_S: Final = 5.0
 """Time without a step after which the weights may have changed: loading other weights takes longer."""
@@ -26,11 +36,9 @@ class Epochs:
     a unique name. Chunks that are stored already keep their epoch.
 
     Attributes:
-        current: Name of the epoch.
         doubts: How often the weights may have changed so far, as far as the scheduler can see: calls to the engine, an
             emptied prefix cache, pauses.
         agreed: The last doubt after which all ranks have found the epoch's weights.
-        ranks: Number of ranks of the engine.
     """
 
     def __init__(self) -> None:
@@ -46,7 +54,6 @@ class Epochs:
         self._settled: dict[int, int] = {}
 
     def bind(self, block_pool: Any) -> None:
-        """Set the engine's block pool."""
         self._pool = block_pool
         self._seen = (self._seen[0], self._blocks())
 
@@ -54,7 +61,6 @@ class Epochs:
         """Watch calls to the engine.
 
         Args:
-            calls: Returns the number of calls so far.
             blind: Workers cannot read all of their weights.
         """
         self._calls, self._blind = calls, blind
@@ -111,3 +117,36 @@ class Epochs:
     def _blocks(self) -> Any:
         """Return the table of blocks in the engine's prefix cache; vLLM empties the cache by making a new one."""
         return getattr(self._pool, "cached_block_hash_to_block", _UNKNOWN)
+
+
+def counted_calls(names: Sequence[str] = _METHODS, core: Any = None) -> Callable[[], int] | None:
+    """Return a function that returns the number of calls so far in this process.
+
+    Returns:
+        ``None`` if this release of vLLM lacks one of the methods, so that calls cannot be counted.
+    """
+    if core is None:
+        try:
+            from vllm.v1.engine.core import EngineCore
+        except ImportError:
+            return None
+        core = EngineCore
+    if not all(callable(getattr(core, name, None)) for name in _METHODS):
+        return None
+    for name in _METHODS:
+        method = getattr(core, name)
+        if not hasattr(method, "counted_by_shadowserve"):
+            setattr(core, name, _counted(method))
+    return lambda: sum(_counts[name] for name in names)
+
+
+def _counted(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        finally:
+            _counts[method.__name__] += 1
+
+    call.counted_by_shadowserve = True  # type: ignore[attr-defined]
+    return call

@@ -43,13 +43,7 @@ class PolicyRunner:
     """Decides for vLLM's scheduler, and counts. Used on the engine's thread only.
 
     Args:
-        table: Measured computing times.
-        loads: Measured load times.
         rate: Returns the bytes a second that loads are delivered at now; 0: unlimited.
-        chunk_tokens: Tokens in a chunk.
-        step_tokens: Most tokens that a step computes.
-        report: Receives the result of each decision.
-        clock: Seconds, monotonic.
     """
 
     def __init__(
@@ -91,8 +85,6 @@ class PolicyRunner:
 
         Args:
             layers: Layers that can be loaded one by one; 0 where none can.
-            layerwise_chunks: Most chunks of a load that goes layer by layer.
-            chunk_bytes: Bytes that a rank is delivered for each chunk.
         """
         self._layers, self._layerwise_chunks, self._delivered_chunk_bytes = layers, layerwise_chunks, chunk_bytes
 
@@ -102,10 +94,7 @@ class PolicyRunner:
         """Decide for a hit; return how many tokens to load, and set the decision and the way of the request's load.
 
         Args:
-            answer: Answer of its lookup.
-            groups: KV cache groups of the engine.
             usable: Tokens behind the engine's own prefix that can be loaded.
-            layerwise: The load may go layer by layer.
         """
         load, local = state.load, state.load.local_tokens
         end = local + usable
@@ -129,7 +118,6 @@ class PolicyRunner:
         """Tell if computing a prompt is best even if all of it is stored; then the lookup is not waited for.
 
         Args:
-            layerwise: Tells if a load may go layer by layer.
             stores: This engine stores what it computes. Its second step needs the lookup's answer for that, so a
                 request of a single step waits for the lookup.
         """
@@ -149,7 +137,6 @@ class PolicyRunner:
         return decision.kind == "compute"
 
     def note_tiers(self, tiers: bytes) -> None:
-        """Record the tiers of a lookup's chunks."""
         self._nearest = Tier(min(filter(None, (*tiers, self._nearest))))
 
     def _hit(self, state: RequestState, end: int, *, layerwise: bool) -> Hit:
@@ -185,7 +172,6 @@ class PolicyRunner:
         self._counts.add("cold_seconds", decision.cold_seconds, reason=decision.kind)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that has ended; its load may still run."""
         self._waiting.pop(request_id, None)
 
     def load_ended(self, load: Load) -> None:

@@ -1,16 +1,11 @@
 """KV cache groups: which blocks of a prompt each group keeps, and how long a hit on them can be.
 
-vLLM puts layers of the same cache type into one group with one block table. A group keeps all tokens (full attention,
-MLA), the last tokens (sliding windows), or one recurrent state (Mamba, GDN, KDA) that summarizes all tokens before it.
-A record holds one chunk of one group:
+vLLM puts layers of the same cache type into one group with one block table. A record holds one chunk of one group: all
+tokens of it (full attention, MLA), the last tokens that a hit ending with the chunk can need (sliding windows), or the
+recurrent state at its end (Mamba, GDN, KDA).
 
-- full: all tokens of the chunk;
-- window: the last tokens of the chunk that a hit ending with the chunk can need; all of them if the window is longer;
-- state: the recurrent state at the end of the chunk.
-
-vLLM's own coordinator decides the length of a hit (:meth:`Groups.hit_tokens`). It runs over a fake block pool that
-only knows which blocks are stored. So alignment, the fixed point over all groups and the block that draft layers drop
-follow vLLM's rules.
+vLLM's own coordinator decides the length of a hit, over a fake block pool that only knows which blocks are stored. So
+alignment, the fixed point over all groups and the block that draft layers drop follow vLLM's rules.
 """
 
 import copy
@@ -38,10 +33,7 @@ class Group:
     """One KV cache group.
 
     Attributes:
-        index: Index of the group in vLLM's configuration and block tables.
-        kind: Kind of the group: the tokens that it keeps.
         block_tokens: Tokens per block. For recurrent state: tokens between two states.
-        chunk_blocks: Blocks per chunk.
         record_blocks: Number of last blocks of a chunk that a record holds; 1 for recurrent state.
     """
 
@@ -85,9 +77,7 @@ class Group:
         """Return the chunks that a load up to ``end_tokens`` needs, and the target block of each of their blocks.
 
         Args:
-            table: Block table of the request for this group.
             local_tokens: Tokens in the engine's own prefix cache. Their blocks may be shared and are not written.
-            end_tokens: End of the hit.
             tail: The last tokens come from a tail's record (:meth:`tail`), not from a chunk's.
 
         Returns:
@@ -120,15 +110,7 @@ class Group:
 class Groups:
     """The KV cache groups of one engine that ShadowServe stores.
 
-    Args:
-        vllm_config, kv_cache_config: Configuration from vLLM.
-        config: Configuration of the host.
-
-    Raises:
-        UncacheableError: Chunks cannot be formed from the groups' blocks.
-
     Attributes:
-        groups: The groups that vLLM's prefix cache covers.
         chunk_tokens: Tokens per chunk: the configured number, rounded up to whole blocks of every group. With
             recurrent state: one block, because states are kept at block ends and keys name chunk ends.
         followed: Running requests can be saved on preemption. False if draft tokens may have been computed, and for
@@ -194,7 +176,6 @@ class Groups:
         """Return True if a request still holds all blocks that a hit up to ``end_tokens`` needs.
 
         Args:
-            tables: Block tables of the request, by group index.
             end_tokens: A multiple of :attr:`tail_block_tokens`.
         """
         for position, group in enumerate(self.groups):
@@ -204,16 +185,13 @@ class Groups:
         return True
 
     def bind(self, kv_cache_manager: Any) -> None:
-        """Use the coordinator of vLLM's KV cache manager for the length of hits."""
         self._coordinator = kv_cache_manager.coordinator
 
     def kept(self, position: int, table: Sequence[int], tokens: int) -> list[int]:
         """Return a request's block table with the null block for blocks that vLLM frees after ``tokens`` tokens.
 
         Args:
-            position: Position of the group in :attr:`groups`.
             table: All blocks that the request was ever given.
-            tokens: Number of computed tokens.
         """
         first = min(self._first_kept(position, tokens), len(table))
         return [NULL_BLOCK] * first + list(table[first:])
@@ -226,10 +204,6 @@ class Groups:
         - Recurrent state: all held tokens or none, because only the last state is certain to be kept.
 
         A few tokens after the last chunk are not saved: computing them is faster than fetching them.
-
-        Args:
-            held_tokens: Number of tokens whose KV the request holds.
-            tokens: Number of leading tokens to save.
         """
         if self._coordinator is None and not self.one:
             return 0
@@ -257,8 +231,6 @@ class Groups:
 
         Args:
             present: For each group, one flag per chunk: it is stored. With a tail, its flag is the last one.
-            tokens: Tokens in the prompt.
-            tail_tokens: Tokens in the tail; 0 if there is none.
         """
         if self._plain:
             count = min(map(leading, present))
@@ -346,11 +318,7 @@ def _group(index: int, spec: Any, chunk_tokens: int, drafts: bool) -> Group:
 
 
 def _reachable(spec: Any, chunk_tokens: int) -> int:
-    """Return the number of last blocks of a chunk that a hit ending with a chunk can need, by vLLM's own rule.
-
-    Raises:
-        UncacheableError: The needed blocks are not the last ones of the chunk.
-    """
+    """Return the number of last blocks of a chunk that a hit ending with a chunk can need, by vLLM's own rule."""
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
     blocks = chunk_tokens // spec.block_size

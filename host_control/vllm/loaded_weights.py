@@ -61,7 +61,6 @@ class Digest:
     """A checksum of all weights, computed in the background.
 
     Args:
-        tensors: One tensor per storage.
         packed: Functions with weights that CPU kernels have repacked; compared by identity.
         hurried: Loads and stores wait for the digest. False: an audit, which uses at most a tenth of a core.
     """
@@ -87,7 +86,6 @@ class Digest:
 
     @property
     def done(self) -> bool:
-        """The digest is complete and can be compared."""
         return self._finished.is_set() and not self._cancelled
 
     def wait(self, timeout: float) -> bool:
@@ -96,11 +94,9 @@ class Digest:
         return self.done
 
     def cancel(self) -> None:
-        """Stop computing the digest."""
         self._cancelled = True
 
     def same(self, other: "Digest") -> bool:
-        """Return True if two complete digests are equal."""
         return _identical(self._packed, other._packed) and self._value == other._value
 
     def _run(self, on_cpu: list[Any]) -> None:
@@ -135,7 +131,6 @@ class LoadedWeights:
     vLLM's own modules: modules of others may change theirs while they compute.
 
     Args:
-        models: The engine's model, and a draft model that has KV of its own.
         experts: Include the experts of mixture models. False if vLLM moves experts between ranks.
     """
 

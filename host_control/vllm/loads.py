@@ -97,8 +97,6 @@ class LoadWays:
     """Chooses the way of each load. Used on the engine's thread only.
 
     Args:
-        groups: KV cache groups of the engine; None where the plugin is off.
-        slower: Counts the loads that take a slower way than configured.
         sampling_state: The engine runs logits processors that may keep state.
 
     Attributes:
@@ -123,9 +121,7 @@ class LoadWays:
         """Return the reason why a load cannot go layer by layer, whatever its length; empty if it can.
 
         Args:
-            pending: Other engines still store some of its chunks.
             other_records: Reason where its records are not the ones that this engine stores for others, or empty.
-            alone: No other request runs or loads.
         """
         if reason := self._why_not_in_step(request):
             return reason

@@ -1,6 +1,9 @@
 """Messages between the connector's scheduler side and worker side: plain data that vLLM pickles between processes."""
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -16,7 +19,6 @@ class GroupLoad:
     """Chunks that a load takes of one KV cache group.
 
     Attributes:
-        chunk_keys: Keys of the chunks, in order.
         blocks: Blocks of the chunks' records, chunk after chunk; NOWHERE for blocks that hold valid KV already and may
             be shared, and for blocks that vLLM does not keep.
         chunks: Numbers of the chunks, counted from the load's first.
@@ -32,8 +34,6 @@ class LoadOperation:
     """A load of a request.
 
     Attributes:
-        request_id: Name of the request.
-        epoch: Epoch of the weights that the chunks were computed with.
         shard_layout: Shard layout of the records (:class:`host_control.vllm.shards.Shard`).
         groups: Chunks and blocks of each group, by the group's index; empty where the load is impossible.
         layerwise: Layer by layer, in the step that computes on it.
@@ -55,9 +55,6 @@ class StoreOperation:
     """A store of consecutive chunks of a request and group, whose KV is complete after this step.
 
     Attributes:
-        request_id: Name of the request.
-        group: Index of the group.
-        chunk_keys: Keys of the chunks.
         previous: Key of the chunk before the first; None at the start of a prompt.
         anchored: True if that chunk is known to be stored.
         blocks: Blocks of the chunks' records, chunk after chunk; NOWHERE where a tail's record is empty.
@@ -87,7 +84,6 @@ class ShadowServeMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
     Attributes:
         epoch: Epoch of the weights, as far as the scheduler side knows; a new one after each change.
-        loads: Loads to start.
         cancels: Requests whose load should end early.
         available: Chunks that are available by now, of loads that wait for more.
         stores: Stores to gather once this step's KV is written.
@@ -120,7 +116,6 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
         problem: Why transfers are off, or empty.
         layerwise_chunks: Most chunks of a load that goes layer by layer; 0 where none does.
         layers: Layers that this rank can load one by one.
-        machine: Name of the device that this rank computes on.
         plain: Its records are pages as they are, which stay in its data plane's tiers.
         chunk_bytes: Bytes that this rank is delivered for a chunk, of all groups together.
     """
@@ -156,19 +151,16 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     settled: dict[int, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
-        """Merge the report of another rank."""
         assert isinstance(other, WorkerReport)
-        merged = dict(self.loaded)
-        for request_id, chunks in other.loaded.items():
-            merged[request_id] = min(chunks, merged.get(request_id, chunks))
-        longest = dict(self.seconds)
-        for request_id, seconds in other.seconds.items():
-            longest[request_id] = max(seconds, longest.get(request_id, seconds))
         return WorkerReport(
-            merged,
+            _merged(min, self.loaded, other.loaded),
             self.outlived | other.outlived,
-            longest,
+            _merged(max, self.seconds, other.seconds),
             max(self.layer_seconds, other.layer_seconds),
-            {name: self.saved.get(name, 0) + other.saved.get(name, 0) for name in self.saved | other.saved},
-            {doubt: self.settled.get(doubt, 0) + other.settled.get(doubt, 0) for doubt in self.settled | other.settled},
+            _merged(operator.add, self.saved, other.saved),
+            _merged(operator.add, self.settled, other.settled),
         )
+
+
+def _merged(how: Callable[[Any, Any], Any], one: dict[Any, Any], other: dict[Any, Any]) -> dict[Any, Any]:
+    return one | {key: how(one[key], value) if key in one else value for key, value in other.items()}

@@ -104,12 +104,7 @@ class FailureLog:
 
 
 class SlowerPaths:
-    """Counts each request that takes a slower path than configured, and logs each reason once.
-
-    Args:
-        counts: Counters of the connector.
-        logger: Logger for one line per reason.
-    """
+    """Counts each request that takes a slower path than configured, and logs each reason once."""
 
     def __init__(self, counts: Counts, logger: logging.Logger) -> None:
         self._counts = counts
@@ -120,7 +115,6 @@ class SlowerPaths:
         """Count one request.
 
         Args:
-            reason: Label value of the counter ``slower_paths``, such as ``several_groups``.
             detail: The configured path, the path taken, and what to do about it.
         """
         self._counts.add("slower_paths", reason=reason)

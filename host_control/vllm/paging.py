@@ -59,9 +59,6 @@ class PagePlacer:
     """A :class:`~host_control.fetch.Placer` for loads of one shard.
 
     Args:
-        delivery: Loads chunks into pages.
-        part: The shard.
-        watch: Returns the watch of the engine's weights.
         slower: Counts the loads that could not go into pages; on one rank only.
     """
 

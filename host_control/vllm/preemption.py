@@ -1,20 +1,15 @@
 """Preempted requests: their KV is saved before their blocks are reused, and loaded when they run again.
 
 While vLLM schedules a step it frees the blocks of the requests that it preempts and gives them to other requests, which
-write to them in that step. The connector learns of a preemption when the request's block table is gone, so it follows
-the tables of all running requests, step by step. At the beginning of the step, before any write, the workers copy the
-KV that storage lacks into the store buffer: chunks that were not stored as they were completed, and the tokens behind
-the last chunk, a *tail* (:mod:`host_control.disaggregation`). A request that runs again then computes one token in its
-first step, like any request that decodes. With windows next to full attention a tail ends with a block, because KV
-behind a window is gone, and up to a block of tokens is computed again. With recurrent state the tail holds the state,
-which stands for all tokens so far.
+write to them in that step. The connector learns of a preemption when the block table is gone, so it follows the tables
+of all running requests. Before any write of the step, the workers copy the KV that storage lacks into the store buffer:
+chunks, and the tokens behind the last chunk, a *tail* (:mod:`host_control.disaggregation`). With windows a tail ends
+with a block, because KV behind a window is gone. With recurrent state it holds the state, which stands for all tokens.
+Only this request needs the tail, and only until it runs again: it is stored in the local tiers, if any, and expires.
 
-Only this request needs the tail, and only until it runs again. So the tail is stored in the local tiers, where there
-are any, and expires.
-
-A request continues with exactly the KV that it had. Where chunks are stored quantized, everything that a preempted
-request holds is saved, in lossless records of its own (:data:`host_control.lookup.SAVED`). Their names belong to the
-request: another request with the same tokens may have loaded KV that this one computed. They expire, as tails do.
+A request continues with exactly the KV that it had. Where chunks are stored quantized, everything that it holds is
+saved, in lossless records (:data:`host_control.lookup.SAVED`). Their names belong to the request: another request with
+the same tokens may have loaded KV that this one computed. They expire, as tails do.
 """
 
 import secrets
@@ -38,10 +33,7 @@ class Preemption:
     """Follows the KV that running requests hold, and saves it. Used on the engine's thread only.
 
     Args:
-        requests: The scheduler side's requests.
         groups: KV cache groups: full attention, and windows or recurrent state.
-        ranks: Workers, each of which saves its shard.
-        timeout: Seconds that a request waits at most for its save.
         apart: Saves have records of their own, because the others are not exact.
     """
 
@@ -59,8 +51,6 @@ class Preemption:
         self._requests = requests
         self._groups = groups
         self._chunk_tokens = groups.chunk_tokens
-        # A lookup takes a chunk for stored once its records of full attention are: these are stored last.
-        self._order = sorted(enumerate(groups.groups), key=lambda numbered: numbered[1].kind == "full")
         self._lookup = lookup
         self._stores = stores
         self._ranks = ranks
@@ -114,8 +104,8 @@ class Preemption:
 
     def save(self, state: RequestState, held: Held) -> list[StoreOperation]:
         """Start a save; return the workers' stores, none where less than a block can be saved."""
-        request, request_id = state.request, held.request_id
-        chunk_keys, present = self._lookup.chunk_keys(request_id), self._lookup.present(request_id, saved=self._apart)
+        request = state.request
+        chunk_keys = self._lookup.chunk_keys(held.request_id)
         # The last token is sampled and not computed, and drafts behind it were rejected. Where steps overlap, the
         # next step may still run, and recurrent state includes it.
         tokens = min(held.tokens, request.num_tokens - (not self._groups.states))
@@ -139,28 +129,18 @@ class Preemption:
             apart=self._apart,
         )
         tables = [self._groups.kept(number, table, held.tokens) for number, table in enumerate(held.blocks)]
-        operations = list[StoreOperation]()
-        for number, group in self._order:
-            operations += self._stores.chunks(
-                request_id,
-                group,
-                tables[number],
-                names,
-                (0, end),
-                present[number] if present is not None else None,
-                again=state.refused,
-                exact=self._apart,
-                lasts_s=TAIL_LASTS_S if self._apart else 0.0,
-            )
+        exact, lasts_s = self._apart, TAIL_LASTS_S if self._apart else 0.0
+        operations = self._stores.chunks(state, tables, names, (0, end), exact=exact, lasts_s=lasts_s)
+        for number, group in enumerate(self._groups.groups):
             rows = group.rows(tables[number], 0, end).tolist()
             save.held[number] = [chunk_key for chunk_key, row in zip(names, rows, strict=True) if any(row)]
         if save.tail_tokens:
             (tail_key,) = self._names(state, [self._stores.tail_chunk_key(chunk_keys, request, tokens)])
             save.chunk_keys.append(tail_key)
-            for number, group in self._order:
-                save.held[number].append(tail_key)
-                tail = group, tables[number], names, tail_key, tokens
-                operations.append(self._stores.tail(request_id, *tail, exact=self._apart, lasts_s=TAIL_LASTS_S))
+            for held_keys in save.held:
+                held_keys.append(tail_key)
+            tail = self._stores.tails(state, tables, names, tail_key, tokens, exact=exact, lasts_s=TAIL_LASTS_S)
+            operations += tail
         state.save = save
         return operations
 

@@ -31,10 +31,7 @@ def find_layout(vllm_config: Any, layer_name: str, cache: Any, kinds: Sequence[L
     """Return the page layout of one layer.
 
     Args:
-        vllm_config: Configuration from vLLM, after the model was loaded.
-        layer_name: Name of the layer.
         cache: Its registered KV cache. Only shape, strides and dtype are used.
-        kinds: Layouts to try.
 
     Raises:
         UncacheableError: No layout matches, or the pattern cannot be written.

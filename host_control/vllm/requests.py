@@ -24,22 +24,17 @@ class Load(Transfer):
     """A load of one request, from vLLM's question for matched tokens to the workers' report.
 
     Attributes:
-        request_id: Name of the request, which may end before the load does.
         local_tokens: Tokens of the engine's own prefix when the load was offered.
         chunk_keys: Keys of the chunks that can be loaded, from the prompt's first chunk on.
         tail_end: Tokens up to the end of the tail, where a tail is offered; else 0.
-        epoch: Epoch of the weights that the chunks were computed with.
         shard_layout: Shard layout of the records; 0 is the engine's own.
         layerwise: The step that computes on the load waits for each layer as it needs it.
         not_layerwise: Why not (a reason of :class:`~host_control.vllm.loads.LoadWays`), or empty.
         in_step: A step computes on the load at once, so the request never waits outside the running batch.
         decision: The policy's decision that the load carries out.
-        began_s: Time of the allocation (monotonic).
         seconds: Longest time that a rank reported for the load; 0 before the first report.
         chunks: Chunks to load of the first group, from ``first_chunk`` on.
         placed_chunks: Leading chunks of these that every rank placed, as far as reported.
-        table: Block table of an in-step load.
-        operation: Operation for the workers.
         abort_due: The request has ended and the workers have not been notified.
     """
 
@@ -73,7 +68,6 @@ class Held:
     """KV that a running request has in the engine's memory.
 
     Attributes:
-        blocks: Block table of each group.
         tokens: Leading tokens whose KV exists after the request's last step, drafts included.
     """
 
@@ -87,8 +81,6 @@ class Save(Transfer):
     """A save of what a request held when it was preempted.
 
     Attributes:
-        tokens: Leading tokens that are saved.
-        chunk_tokens: Tokens in a chunk.
         chunk_keys: Keys of the chunks, then of the tail if there is one.
         held: Keys, per group, of those that the request held a block of; a load takes the same ones.
         preemptions: The request's preemptions, this one included.
@@ -139,8 +131,6 @@ class RequestState:
         served: The request has chunk keys; others are computed without the cache.
         extra: Inputs of its KV other than tokens (:meth:`RequestInputs.extra`).
         disaggregation: What its prompt needs of another engine.
-        load: Its current load.
-        save: Its last save.
         held: Its KV in the engine's memory, while it runs.
         salt: Secret of the names of its saved records.
         preemptions: Preemptions at the time of the last lookup.

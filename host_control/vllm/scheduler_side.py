@@ -52,14 +52,7 @@ from shadowserve.tier import Tier
 
 @dataclass(frozen=True)
 class _Engine:
-    """Facts of the engine that do not change.
-
-    Attributes:
-        groups: KV cache groups; None where the plugin is off.
-        fetch, store: This engine fetches; stores (``kv_role``, configuration).
-        recomputes: vLLM computes what a load does not bring, instead of failing the request.
-        by_priority: Waiting requests run by priority, not in order of arrival.
-    """
+    """Facts of the engine that do not change."""
 
     config: HostConfig
     groups: Groups | None
@@ -70,7 +63,6 @@ class _Engine:
 
     @property
     def has_states(self) -> bool:
-        """Some layers have recurrent state."""
         return self.groups is not None and any(group.kind == "state" for group in self.groups.groups)
 
     @property
@@ -82,16 +74,6 @@ class _Engine:
 
 class SchedulerSide:
     """Decides which prompts to load and which chunks to store.
-
-    Args:
-        groups: KV cache groups; None where there is a problem.
-        fetch, store: This engine fetches; stores (``kv_role``, configuration).
-        problem: Why this engine is served without the cache, or empty.
-        inputs: Inputs of requests' KV other than tokens.
-        recomputes: vLLM computes what a load does not bring, instead of failing the request.
-        step_tokens: Most tokens that the engine computes in a step.
-        by_priority: Waiting requests run by priority, not in order of arrival.
-        sampling_state: The engine runs logits processors that may keep state.
 
     Attributes:
         waiting: Sends the engine's queue to the data planes; None where nothing is fetched.
@@ -155,15 +137,15 @@ class SchedulerSide:
             self.problem = str(error)
             self._logger.error("ShadowServe is off, every prompt is computed: %s", error)
             return
-        self._clients, self.epochs.ranks = workers.clients, len(handshakes)
-        self.ways.layerwise_chunks = workers.layerwise_chunks
+        shake, self._clients, self.epochs.ranks = workers.shake, workers.clients, len(handshakes)
+        self.ways.layerwise_chunks = shake.layerwise_chunks
         if self._policy_runner is not None:
-            self._policy_runner.start(workers.layers, workers.layerwise_chunks, workers.chunk_bytes)
-        self._timing.begin(workers.model, workers.machine, workers.layers, self._logger, self._clients)
+            self._policy_runner.start(shake.layers, shake.layerwise_chunks, shake.chunk_bytes)
+        self._timing.begin(shake.model, shake.machine, shake.layers, self._logger, self._clients)
         lookup = self._lookup = self._make_lookup(workers, groups)
         if self._engine.fetch:
             self.waiting = WaitingQueue(lookup.chains, self._clients, by_priority=self._engine.by_priority)
-        self._stores = Stores(workers.model, groups, lookup, self.slower, enabled=self._engine.store)
+        self._stores = Stores(shake.model, groups, lookup, self.slower, enabled=self._engine.store)
         if self._engine.fetch and self._engine.store and groups.followed:
             self._preemption = Preemption(
                 self._requests,
@@ -178,7 +160,7 @@ class SchedulerSide:
     def _make_lookup(self, workers: Workers, groups: Groups) -> PrefixLookup:
         config = self._engine.config
         return PrefixLookup(
-            workers.model,
+            workers.shake.model,
             workers.records[0],
             groups.hit_tokens,
             others={layout: records for layout, records in workers.records.items() if layout},
@@ -190,13 +172,12 @@ class SchedulerSide:
             enabled=self._engine.fetch,
             loads_wait=self._engine.loads_wait,
             load_timeout=config.fetch_timeout_s,
-            plain=workers.plain,
+            plain=workers.shake.plain,
         )
 
     # ------------------------------------------------------------------ arrival and lookup
 
     def on_new_request(self, request: Any) -> None:
-        """Start the lookup of a new request."""
         if self._lookup is None:
             return
         state = self._requests[request.request_id] = RequestState(request)
@@ -460,12 +441,7 @@ class SchedulerSide:
             self._clients[0].decided(decision, tokens, seconds)
 
     def worker_output(self, finished: set[str] | None, report: WorkerReport) -> None:
-        """Follow the workers' reports.
-
-        Args:
-            finished: Requests whose asynchronous load has ended.
-            report: Report of all ranks.
-        """
+        """Follow the workers' reports."""
         self._timing.loaded(report)
         for request_id, seconds in report.seconds.items():
             if (load := self._loads.get(request_id)) is not None:

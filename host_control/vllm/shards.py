@@ -1,23 +1,21 @@
 """Shards: the layers and heads of one rank that are stored as one record per chunk.
 
-Most KV cache groups of a rank are one shard. A group has several shards if its layers differ (attention and its
-indexer, several head sizes), or if a recurrent state has several tensors (convolution, recurrence). A hit needs all
-shards of a group.
-
-A *shard layout* is the number of tensor-parallel ranks and pipeline stages of an engine. Engines with another shard
-layout store the same KV in other records. A rank reads such records if they contain some of its layers and heads. It
-only writes records of its own shard layout.
+A KV cache group of a rank has several shards if its layers differ (attention and its indexer, several head sizes), or
+if a recurrent state has several tensors. A hit needs all of them. A *shard layout* is the number of tensor-parallel
+ranks and pipeline stages of an engine. A rank also reads records of other shard layouts that contain some of its layers
+and heads, and only writes records of its own.
 """
 
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from host_control.config import HostConfig
 from host_control.layouts import ChunkRegion, LayoutKind, PagedLayout, element_type
+from host_control.lookup import SAVED
 from host_control.vllm.groups import Group, Groups
 from host_control.vllm.probe import find_layout
 from host_control.vllm.support import UncacheableError
@@ -26,6 +24,10 @@ from shadowserve.keys import KVNamespace, ModelIdentity
 
 SHARD_LAYOUTS: Final = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 2), (8, 2))
 """Foreign shard layouts that an engine looks up: (tensor-parallel ranks, pipeline stages)."""
+OTHER_LAYOUTS: Final = 1
+"""Key of the manager that fetches records of all other shard layouts."""
+_BUFFER_CHUNKS_MAX: Final = 128
+"""Larger buffers bring nothing: a batch of 64 chunks hides its round trip many times over."""
 _LATENTS: Final = {"MLAAttentionSpec", "SlidingWindowMLASpec"}
 
 
@@ -35,8 +37,6 @@ class Shard:
 
     Attributes:
         shard_layout: Shard layout of the records: 0 for the engine's own, else 1 + an index into :data:`SHARD_LAYOUTS`.
-        group: Their KV cache group.
-        layout: Layout of their pages.
         ratio: Kernel blocks per block of the group.
         label: Name of the shard within a namespace.
         layers, heads: Half-open ranges of the model's layers and KV heads in a record.
@@ -58,7 +58,6 @@ class Shard:
 
     @property
     def record_blocks(self) -> int:
-        """Number of kernel blocks that a record holds."""
         return self.group.record_blocks * self.ratio
 
     def kernel_blocks(self, blocks: Sequence[int]) -> list[int]:
@@ -74,8 +73,6 @@ class Shard:
         preempted requests are stored exactly.
 
         Args:
-            model: Identity of the model.
-            config: Configuration of the host.
             saved: The records hold blocks of preempted requests and have a namespace of their own.
 
         Raises:
@@ -111,6 +108,39 @@ class Shard:
             raise UncacheableError(f"the record format cannot hold its chunks: {error}") from error
 
 
+def manager_key(shard_layout: int) -> int:
+    """Return the key of the manager that fetches records of a shard layout: 0 (own), ``SAVED`` or all others."""
+    return shard_layout if shard_layout in (0, SAVED) else OTHER_LAYOUTS
+
+
+class WorkerShards:
+    """Shards of a worker by shard layout: 0 is its own, ``SAVED`` holds saves of preempted requests."""
+
+    def __init__(self) -> None:
+        self.parts: dict[int, list[Shard]] = {}
+        self.shapes: dict[int, list[ChunkLayout]] = {}
+
+    def layouts_of(self, key: int) -> list[int]:
+        """Return the shard layouts whose records the manager with this key fetches."""
+        return [layout for layout in self.parts if manager_key(layout) == key]
+
+    def first_of(self, shard_layout: int) -> int:
+        """Return the index of a shard layout's first shard among all shards of its manager."""
+        return sum(len(self.parts[each]) for each in self.layouts_of(manager_key(shard_layout)) if each < shard_layout)
+
+    def chunk_bytes(self, shard_layout: int = 0) -> int:
+        """Return the bytes of one chunk of every shard of a layout."""
+        return sum(shape.raw_bytes for shape in self.shapes.get(shard_layout, ()))
+
+    def buffer_chunks(self, shard_layout: int, configured_bytes: int) -> int:
+        """Return the number of chunks that a buffer holds."""
+        return min(max(configured_bytes // self.chunk_bytes(shard_layout), 2), _BUFFER_CHUNKS_MAX)
+
+    def buffer_bytes(self, shard_layouts: Iterable[int], configured_bytes: int) -> int:
+        """Return the size of one buffer for chunks of several shard layouts."""
+        return max(self.buffer_chunks(each, configured_bytes) * self.chunk_bytes(each) for each in shard_layouts)
+
+
 def find_shards(
     vllm_config: Any,
     kv_cache_config: Any,
@@ -125,10 +155,6 @@ def find_shards(
 
     Args:
         vllm_config, kv_cache_config: A worker's configuration from vLLM, after the model was loaded.
-        groups: The stored groups.
-        caches: Registered KV cache of each layer.
-        config: Configuration of the host.
-        rank: Rank of the worker.
         paged: Store pages byte for byte, in their own order (one group, on a CPU).
 
     Raises:
@@ -170,11 +196,7 @@ class Rank:
         return self.pp_rank * self.tp_size + self.tp_rank
 
     def heads(self, total: int) -> tuple[int, int]:
-        """Return the half-open range of KV heads that the rank holds. Neighbours share heads if ranks outnumber them.
-
-        Args:
-            total: KV heads of the model.
-        """
+        """Return the half-open range of the rank's KV heads; neighbours share heads if ranks outnumber those."""
         first = self.tp_rank * total // self.tp_size
         return first, first + max(1, total // self.tp_size)
 
@@ -352,11 +374,7 @@ def _whole_page(tensor: Any) -> Any:
 
 
 def _state(tensor: Any, begin: int, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return a view [block, 1, row, element] of one tensor of the recurrent state, ``begin`` bytes into each page.
-
-    Raises:
-        UncacheableError: The pages are not contiguous.
-    """
+    """Return a view [block, 1, row, element] of one tensor of the recurrent state, ``begin`` bytes into each page."""
     bytes_ = tensor.view(_uint8())
     if bytes_.dim() != 4 or bytes_.shape[1:3] != (1, 1) or bytes_.stride(3) != 1:
         raise UncacheableError(f"recurrent state of shape {tuple(tensor.shape)} is not contiguous in each page")

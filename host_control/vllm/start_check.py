@@ -52,11 +52,7 @@ def check_at_start() -> None:
 
 
 def check(vllm_config: Any) -> None:
-    """Check the plugin's configuration as far as possible before the engine starts.
-
-    Raises:
-        ConfigurationError: The configuration is invalid, or the engine does not support it.
-    """
+    """Check the plugin's configuration as far as possible before the engine starts."""
     transfer = vllm_config.kv_transfer_config
     for name, extra in _connectors(transfer):
         if name == "ShadowServeConnector":
@@ -69,10 +65,6 @@ def check(vllm_config: Any) -> None:
 
 def connector_settings(extra: Mapping[str, Any], vllm_config: Any) -> HostConfig:
     """Return the configuration of a connector.
-
-    Args:
-        extra: ``kv_connector_extra_config``.
-        vllm_config: Configuration of the engine.
 
     Raises:
         ConfigurationError: An unknown key, an invalid value, an unusable file, or an option that the engine does not
@@ -105,11 +97,7 @@ def _other_groups(vllm_config: Any) -> str:
 
 
 def needs_one_group(config: HostConfig, others: str, *, loads: bool) -> None:
-    """Check that no option needs a single KV cache group of full attention if the engine has ``others``.
-
-    Raises:
-        ConfigurationError: An option needs it.
-    """
+    """Check that no option needs a single KV cache group of full attention if the engine has ``others``."""
     options = {"layer_order: true": config.layer_order and loads, "pages: true": config.pages}
     named = " and ".join(option for option, enabled in options.items() if enabled)
     if others and named:
@@ -121,9 +109,6 @@ def needs_one_group(config: HostConfig, others: str, *, loads: bool) -> None:
 
 def tier_settings(given: Mapping[str, Any]) -> HostConfig:
     """Return the configuration of a tier of vLLM's offloading.
-
-    Args:
-        given: Keys of section ``host``.
 
     Raises:
         ConfigurationError: An unknown key, an invalid value, or a key that the tier does not use.

@@ -10,7 +10,7 @@ from host_control.layouts import NOWHERE
 from host_control.lookup import PrefixLookup
 from host_control.transfer import Reason
 from host_control.vllm.disaggregation import LET_GO, count_tail
-from host_control.vllm.groups import NULL_BLOCK, Group, Groups
+from host_control.vllm.groups import NULL_BLOCK, Groups
 from host_control.vllm.metadata import StoreOperation
 from host_control.vllm.metrics import SlowerPaths
 from host_control.vllm.requests import NEVER, RequestState
@@ -19,13 +19,7 @@ from shadowserve.pieces import Flags, leading
 
 
 class Stores:
-    """Makes the store operations of each step, on the engine's thread.
-
-    Args:
-        model: Digest of the model, with which chunk keys begin.
-        slower: Counts prompts whose tail cannot be shared.
-        enabled: This engine stores.
-    """
+    """Makes the store operations of each step, on the engine's thread."""
 
     def __init__(
         self, model: bytes, groups: Groups, lookup: PrefixLookup, slower: SlowerPaths, *, enabled: bool = True
@@ -53,7 +47,6 @@ class Stores:
         """Return the stores of the chunks, and of the tail, that a request completes in a step.
 
         Args:
-            block_state: vLLM's block tables after the step.
             computed: Tokens that are computed after the step.
         """
         request = state.request
@@ -78,11 +71,13 @@ class Stores:
         if (end <= known and not tail) or tables is None:
             return []
         self.extend(chunk_keys, request, end)
-        stores = self._of_chunks(state, tables, chunk_keys, (known, end), present)
+        tables = [tables[group.index] for group in self._groups.groups]
+        published = state.disaggregation.publishes > 0
+        stores = self.chunks(state, tables, chunk_keys, (known, end), states=False, published=published)
         tail_keys = self._lookup.tail(request.request_id) if tail else []
         if tail:
-            stores += self._of_tail(state, tables, chunk_keys, tail_keys[0])
-        if state.disaggregation.publishes:
+            stores += self.tails(state, tables, chunk_keys, tail_keys[0], state.tail_end, published=published)
+        if published:
             self._lookup.computed(request.request_id, [*chunk_keys[known:end], *tail_keys])
         return stores
 
@@ -99,46 +94,6 @@ class Stores:
             count_tail(self._slower, state.disaggregation, LET_GO, self._chunk_tokens)
             return False
         return True
-
-    def _of_chunks(
-        self,
-        state: RequestState,
-        tables: Sequence[Sequence[int]],
-        chunk_keys: Sequence[bytes],
-        chunks: tuple[int, int],
-        present: Sequence[Flags] | None,
-    ) -> list[StoreOperation]:
-        stores = list[StoreOperation]()
-        for number, group in self._order:
-            if group.kind != "state":
-                stores += self.chunks(
-                    state.request.request_id,
-                    group,
-                    tables[group.index],
-                    chunk_keys,
-                    chunks,
-                    None if present is None else present[number],
-                    again=state.refused,
-                    published=state.disaggregation.publishes > 0,
-                )
-        return stores
-
-    def _of_tail(
-        self, state: RequestState, tables: Sequence[Sequence[int]], chunk_keys: Sequence[bytes], tail_key: bytes
-    ) -> list[StoreOperation]:
-        return [
-            self.tail(
-                state.request.request_id,
-                group,
-                tables[group.index],
-                chunk_keys,
-                tail_key,
-                state.tail_end,
-                number=number,
-                published=state.disaggregation.publishes > 0,
-            )
-            for number, group in self._order
-        ]
 
     def states(self, state: RequestState, offered: Sequence[tuple[int, int, int]]) -> Iterator[StoreOperation]:
         """Yield the stores of recurrent state that a step leaves in blocks, before those can change.
@@ -181,96 +136,95 @@ class Stores:
 
     def chunks(
         self,
-        request_id: str,
-        group: Group,
-        table: Sequence[int],
+        state: RequestState,
+        tables: Sequence[Sequence[int]],
         chunk_keys: Sequence[bytes],
         chunks: tuple[int, int],
-        present: Flags | None,
         *,
-        again: bool = False,
+        states: bool = True,
         published: bool = False,
         exact: bool = False,
         lasts_s: float = 0.0,
-    ) -> Iterator[StoreOperation]:
-        """Yield stores of those chunks that the engine keeps whole and that storage lacks.
+    ) -> list[StoreOperation]:
+        """Return stores of those chunks that the engine keeps whole and that storage lacks.
 
         Args:
-            group: KV cache group of the records.
-            table: The request's block table of that group.
-            chunk_keys: Keys of the request's chunks.
+            tables: The request's block table of each group, in the groups' order.
             chunks: First chunk, and the one behind the last.
-            present: Chunks that storage had; ``None``: not known.
-            again: Store chunks that storage had, too, since they could not be loaded.
-            published: Other engines may wait for them.
-            exact: Store them in the records of preempted requests.
-            lasts_s: Seconds after which they are of no use; 0: for good.
+            states: Also of recurrent state.
+            published, exact, lasts_s: As in the operations.
         """
-        first, end = chunks
-        rows = group.rows(table, first, end)
-        ready = (rows != NULL_BLOCK).all(axis=1)
-        if present is not None and not again:
-            ready[: max(len(present) - first, 0)] &= ~present[first:end]
-        index = 0
-        while index < len(ready):
-            count = leading(ready[index:])
-            if count:
-                begin = first + index
-                yield StoreOperation(
-                    request_id=request_id,
-                    group=group.index,
-                    chunk_keys=list(chunk_keys[begin : begin + count]),
-                    previous=chunk_keys[begin - 1] if begin else None,
-                    anchored=begin <= (0 if present is None else leading(present)),
-                    blocks=rows[index : index + count].reshape(-1).tolist(),
-                    published=published,
-                    absent_seconds=self._absent_seconds(request_id, exact=exact),
-                    lasts_s=lasts_s,
-                    exact=exact,
-                )
-            index += count + 1
+        request_id, (first, end) = state.request.request_id, chunks
+        found = self._lookup.present(request_id, saved=exact)
+        stores = list[StoreOperation]()
+        for number, group in self._order:
+            if group.kind == "state" and not states:
+                continue
+            present = None if found is None else found[number]
+            rows = group.rows(tables[number], first, end)
+            ready = (rows != NULL_BLOCK).all(axis=1)
+            if present is not None and not state.refused:  # else they are stored again, since they could not be loaded
+                ready[: max(len(present) - first, 0)] &= ~present[first:end]
+            index = 0
+            while index < len(ready):
+                if count := leading(ready[index:]):
+                    begin = first + index
+                    stores.append(
+                        StoreOperation(
+                            request_id=request_id,
+                            group=group.index,
+                            chunk_keys=list(chunk_keys[begin : begin + count]),
+                            previous=chunk_keys[begin - 1] if begin else None,
+                            anchored=begin <= (0 if present is None else leading(present)),
+                            blocks=rows[index : index + count].reshape(-1).tolist(),
+                            published=published,
+                            absent_seconds=self._absent_seconds(request_id, exact=exact),
+                            lasts_s=lasts_s,
+                            exact=exact,
+                        )
+                    )
+                index += count + 1
+        return stores
 
-    def tail(
+    def tails(
         self,
-        request_id: str,
-        group: Group,
-        table: Sequence[int],
+        state: RequestState,
+        tables: Sequence[Sequence[int]],
         chunk_keys: Sequence[bytes],
         tail_key: bytes,
         end_tokens: int,
         *,
-        number: int = 0,
         published: bool = False,
         exact: bool = False,
         lasts_s: float = 0.0,
-    ) -> StoreOperation:
-        """Return the store of the tokens behind the last whole chunk, as a chunk's record padded with zeros.
+    ) -> list[StoreOperation]:
+        """Return the stores of the tokens behind the last whole chunk, as a chunk's record padded with zeros.
 
         Of a window that is shorter than a chunk, and of recurrent state, the record has what a hit needs that ends
         with the tail (:meth:`Group.tail`).
-
-        Args:
-            request_id, group, table, chunk_keys, published, exact, lasts_s: As in :meth:`chunks`.
-            tail_key: Chunk key of the tail.
-            end_tokens: Tokens up to the tail's end.
-            number: Number of the group among the engine's.
         """
-        before = end_tokens // self._chunk_tokens
-        blocks = group.tail(table, end_tokens)
+        request_id, before = state.request.request_id, end_tokens // self._chunk_tokens
         present = self._lookup.present(request_id, saved=exact)
-        return StoreOperation(
-            request_id=request_id,
-            group=group.index,
-            chunk_keys=[tail_key],
-            previous=chunk_keys[before - 1] if before else None,
-            anchored=present is not None and before <= leading(present[number]),
-            blocks=np.where(blocks == NULL_BLOCK, NOWHERE, blocks).tolist(),
-            published=published,
-            absent_seconds=self._absent_seconds(request_id, exact=exact),
-            lasts_s=lasts_s,
-            tail_tokens=end_tokens - before * self._chunk_tokens if group.whole and group.kind != "state" else 0,
-            exact=exact,
-        )
+        stores = list[StoreOperation]()
+        for number, group in self._order:
+            blocks = group.tail(tables[number], end_tokens)
+            tokens = end_tokens - before * self._chunk_tokens if group.whole and group.kind != "state" else 0
+            stores.append(
+                StoreOperation(
+                    request_id=request_id,
+                    group=group.index,
+                    chunk_keys=[tail_key],
+                    previous=chunk_keys[before - 1] if before else None,
+                    anchored=present is not None and before <= leading(present[number]),
+                    blocks=np.where(blocks == NULL_BLOCK, NOWHERE, blocks).tolist(),
+                    published=published,
+                    absent_seconds=self._absent_seconds(request_id, exact=exact),
+                    lasts_s=lasts_s,
+                    tail_tokens=tokens,
+                    exact=exact,
+                )
+            )
+        return stores
 
     def tail_chunk_key(self, chunk_keys: Sequence[bytes], request: Any, end_tokens: int) -> bytes:
         """Return the chunk key of the tokens behind the last whole chunk, up to ``end_tokens``."""

@@ -1,12 +1,9 @@
 """``ShadowServeTier``: a secondary tier for vLLM's ``OffloadingConnector``.
 
-vLLM copies KV between the GPU and the rows of a CPU tier, one row per chunk. It calls this class in the scheduler's
-process to store rows and to load them again. One record holds one row: the bytes of all ranks as vLLM's workers wrote
-them.
-
-No method blocks the scheduler. A thread looks rows up once per step, the KV cache manager fetches them, and another
-thread stores them (:mod:`host_control.vllm.tier_work`). Each lookup, load and store has a deadline, after which the row
-is a miss. docs/guides/offloading-tier.md describes configuration and identity.
+vLLM copies KV between the GPU and the rows of a CPU tier, and calls this class in the scheduler's process to store rows
+and to load them again. One record holds one row: the bytes of all ranks as vLLM's workers wrote them. No method blocks
+the scheduler: threads look rows up and store them (:mod:`host_control.vllm.tier_work`), the KV cache manager fetches
+them, all by deadlines. docs/guides/offloading-tier.md describes configuration and identity.
 """
 
 import math
@@ -40,7 +37,7 @@ from host_control.interference.slowdown import Interference
 from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
 from host_control.registered_memory import RegisteredMemory
 from host_control.step_reports import StepReports
-from host_control.vllm.engine_calls import WORKER_CALLS, counted_calls
+from host_control.vllm.epochs import WORKER_CALLS, counted_calls
 from host_control.vllm.identity.canonical import canonical, digest
 from host_control.vllm.identity.content import content_hashes
 from host_control.vllm.identity.namespace import computation
@@ -79,18 +76,10 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
     """Stores rows of vLLM's CPU tier through a data plane.
 
     Args:
-        offloading_spec, tier_type, backpressure_detector: Arguments from vLLM.
-        primary_kv_view: Rows of the CPU tier, shape ``[chunks, bytes]``.
         locality: ``LOCAL`` or ``REMOTE``, for requests that select tiers by locality.
         enable_kv_events: Publish events for stored rows.
         trust_names: Also serve engines with adapters or images, which vLLM's hashes only identify by name.
         **config: Keys of section ``host``. Keys that the tier does not use are refused.
-
-    Attributes:
-        problem: Why the engine runs without the tier; empty if it runs with it.
-
-    Raises:
-        ConfigurationError: An unknown key, an invalid value, or a key that the tier does not use.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -199,13 +188,11 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
             self._reports.rests()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Drop the lookups of a request."""
         self._requests.discard(req_context.req_id)
         if self._lookups is not None:
             self._lookups.forget(req_context.req_id)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Load rows in the background."""
         self._check_calls()
         rows = Rows.of(job_metadata, self._key)
         if self._loads is None:
@@ -217,7 +204,6 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
             self._loaded(result)
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Store rows in the background."""
         self._check_calls()
         rows = Rows.of(job_metadata, self._key)
         if self._stores is None:
@@ -226,7 +212,6 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
         self._stores.submit(rows)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Return the results of jobs since the last call."""
         for result in self._loads.exchange() if self._loads is not None else ():
             self._loaded(result)
         with self._lock:
@@ -259,7 +244,6 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
             self.drain_jobs()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return the events for rows stored since the last call."""
         with self._lock:
             events, self._events = self._events or [], None if self._events is None else []
         return events
@@ -284,7 +268,6 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """Return the metrics of this tier for ``/metrics``."""
         plain = {f"{_PREFIX}{name}": OffloadingCounterMetadata(text) for name, text in _COUNTERS.items()}
         reasons = {
             f"{_PREFIX}{name}": OffloadingCounterMetadata(text, labelnames=("reason",))
@@ -293,7 +276,6 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
         return plain | reasons
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Return and reset the counts; ``None`` if there are none."""
         with self._lock:
             stats, self._stats = self._stats, OffloadingConnectorStats()
         return None if stats.is_empty() else stats
@@ -375,9 +357,6 @@ def _engine_config() -> Any:
 
     vLLM creates a tier in its connector's constructor and does not pass the engine's configuration. So this looks for
     the constructor's argument on the stack.
-
-    Raises:
-        UncacheableError: The configuration is not on the stack.
     """
     from vllm.config import VllmConfig
 
@@ -390,11 +369,7 @@ def _engine_config() -> Any:
 
 
 def _shape(spec: Any, row_bytes: int, vllm_config: Any, config: HostConfig, *, trust_names: bool) -> ChunkLayout:
-    """Return the layout and namespace of the records of this engine's rows.
-
-    Raises:
-        UncacheableError: The engine's model cannot be identified, or a row cannot be stored.
-    """
+    """Return the layout and namespace of the records of this engine's rows."""
     _check(vllm_config, trust_names=trust_names)
     hashes = content_hashes(config, _logger)
     model = ModelIdentity(

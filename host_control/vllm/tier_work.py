@@ -58,11 +58,8 @@ class RowLookups:
     All methods run on the scheduler's thread. None of them blocks.
 
     Args:
-        client: Client of the data plane.
-        namespace: Namespace of the rows.
         record: Returns the record key for vLLM's key of a row.
         timeout: Seconds after which a lookup without an answer is a miss.
-        failed: Called for lookups without an answer: operation, number of rows, reason, detail.
     """
 
     def __init__(
@@ -103,7 +100,6 @@ class RowLookups:
         return lookup.found
 
     def send(self) -> None:
-        """Send the new lookups."""
         new, self._new = self._new, []
         for first in range(0, len(new), _LOOKUP_KEYS_MAX):
             self._pool.submit(self._run, new[first : first + _LOOKUP_KEYS_MAX])
@@ -124,7 +120,6 @@ class RowLookups:
                 del self._lookups[key]
 
     def reset(self) -> None:
-        """Drop all lookups."""
         self._lookups, self._by_request, self._new = {}, {}, []
 
     def close(self) -> None:
@@ -158,12 +153,8 @@ class RowStores:
     that wait.
 
     Args:
-        client: Client of the data plane.
         memory: Memory for a batch. It is closed with this object.
-        row: Returns the bytes of a row.
         done: Called once per job: the job, the keys of stored rows, reason, detail, seconds.
-        count: Called with the name and increment of byte counters.
-        config: Configuration of the host.
     """
 
     def __init__(
@@ -191,7 +182,6 @@ class RowStores:
         self._thread.start()
 
     def submit(self, rows: Rows) -> None:
-        """Add a job to the queue."""
         with self._condition:
             self._queue.append((rows, time.monotonic()))
             self._condition.notify_all()
@@ -258,12 +248,7 @@ class RowStores:
         return "complete", ""
 
     def _call(self, rows: Rows, batch: slice) -> StoreAnswer:
-        """Store one batch; try again if the data plane has restarted.
-
-        Raises:
-            DataPlaneError: The data plane cannot be reached, or refuses the call.
-            ConfigurationError: There is no memory for the batch.
-        """
+        """Store one batch; try again if the data plane has restarted."""
         for _ in range(2):
             memory = self._memory.acquire(self._timeout)
             slots = np.frombuffer(memory.memory, np.uint8).reshape(-1, self._memory.shapes[0].raw_bytes)

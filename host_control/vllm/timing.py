@@ -1,8 +1,7 @@
 """Measures the duration of vLLM's steps, to predict computing times and the slowdown by KV transfers.
 
-A step begins when it is scheduled and the step before it has ended. It ends when the scheduler has its output. Steps
-end in the order in which they were scheduled, also with asynchronous scheduling. The data planes report how many bytes
-they moved during a step, for any engine.
+A step begins when it is scheduled and the step before it has ended, and ends when the scheduler has its output. Steps
+end in the order in which they were scheduled. Data planes report how many bytes they moved meanwhile, for any engine.
 """
 
 import logging
@@ -48,10 +47,7 @@ class _Step:
     """A scheduled step that has not ended.
 
     Attributes:
-        scheduled_s: Time at which it was scheduled.
         row: Row of the table that its duration belongs to; ``None`` if it is not measured.
-        tokens, pairs: Computed tokens, and pairs of tokens in attention.
-        decodes: Some request decodes in it.
     """
 
     scheduled_s: float
@@ -64,14 +60,7 @@ class _Step:
 class Timing:
     """Measures the steps of one engine. All methods run on the engine's thread.
 
-    Args:
-        config: Configuration of the host.
-        counts: Counters of the connector.
-        clock: Monotonic clock in seconds.
-
     Attributes:
-        table: Learnt computing times.
-        loads: Learnt loading times by tier.
         interference: Learnt slowdown by transfers; ``None`` without an interference budget.
         reports: Reports of decode steps to the data planes; ``None`` without a budget and before :meth:`begin`.
     """
@@ -104,11 +93,7 @@ class Timing:
         """Load the measurements of earlier engines with this model and machine, and start to report steps.
 
         Args:
-            model: Identity of the model.
-            machine: Name of the device that computes.
             layers: Number of layers if loads may go layer by layer; 0 if not.
-            logger: Logger for a cache file that cannot be used.
-            clients: Clients of the data planes that move the engine's KV.
         """
         if self.interference is not None:
             self.reports = StepReports(clients, self._config.interference_budget)
@@ -121,7 +106,6 @@ class Timing:
         self._kept.load()
 
     def close(self) -> None:
-        """Save the measurements and stop reporting."""
         if self.reports is not None:
             self.reports.close()
         kept, self._kept = self._kept, None
@@ -137,10 +121,7 @@ class Timing:
         """Record that a step is scheduled.
 
         Args:
-            output: Output of vLLM's scheduler.
             waits: The step itself waits for loads, so its duration is not a computing time.
-            loads: Number of loads that run during the step.
-            begin: Number of these loads that start with the step.
         """
         scheduled = output.num_scheduled_tokens
         requests, tokens = len(scheduled), output.total_num_scheduled_tokens
@@ -172,7 +153,6 @@ class Timing:
             step.row = None
 
     def _row(self, output: Any, begin: int) -> Row | None:
-        """Return the row of the table that a step's duration belongs to."""
         scheduled = output.num_scheduled_tokens
         if output.total_num_scheduled_tokens - len(scheduled) >= _PROMPT_TOKENS_MIN:
             return "prompts"

@@ -14,7 +14,6 @@ def weighted_sum(memory: Any, begin: int = 0) -> Any:
     mixed like splitmix64, so that changes of several words do not cancel out.
 
     Args:
-        memory: Tensor of bytes.
         begin: First byte, a multiple of 4.
     """
     total = torch.zeros((), dtype=torch.int64, device=memory.device)

@@ -1,9 +1,8 @@
 """Checks whether a worker still computes with the weights of the current epoch.
 
-The weights are *in doubt* after the scheduler reports a possible change (a call to the workers, a reset of the prefix
-cache, a pause of the engine), and after marks have changed. The doubt ends when a digest that was started later equals
-the epoch's digest. Until then, loads are not confirmed and stores wait. Without a doubt, samples are compared. An
-*audit* computes a digest from time to time; no load or store waits for it.
+The weights are *in doubt* after the scheduler reports a possible change, and after marks have changed, until a digest
+that was started later equals the epoch's. Until then, loads are not confirmed and stores wait. Without a doubt, samples
+are compared. An *audit* computes a digest from time to time; no load or store waits for it.
 """
 
 import threading
@@ -25,10 +24,6 @@ class WeightsWatch:
     Args:
         weights: Weights of the engine. ``None``: only the scheduler's reports count.
         ranks: Number of workers. A worker's KV depends on the weights of all of them.
-        audit_s: Seconds between audits.
-
-    Attributes:
-        epoch: The scheduler's last epoch.
     """
 
     def __init__(self, weights: LoadedWeights | None, *, ranks: int = 1, audit_s: float = _AUDIT_S) -> None:
@@ -55,8 +50,6 @@ class WeightsWatch:
         """Apply the scheduler's view. A new epoch begins with the current weights.
 
         Args:
-            epoch: The current epoch.
-            doubts: Number of possible changes so far.
             agreed: Number of the last doubt after which all ranks still had the epoch's weights.
         """
         if epoch == self.epoch and doubts == self._doubts and agreed == self._agreed:
@@ -122,7 +115,6 @@ class WeightsWatch:
         return self._reported
 
     def resume(self) -> None:
-        """Continue after :meth:`close`."""
         if self._closed:
             self._closed = False
             if self._weights is not None:
@@ -146,7 +138,6 @@ class WeightsWatch:
         """Wait until the weights are not in doubt; return True if they are not.
 
         Args:
-            timeout: Seconds to wait at most.
             everywhere: Also wait for the other ranks. This needs further steps of the engine.
         """
         deadline = time.monotonic() + timeout

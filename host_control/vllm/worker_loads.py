@@ -20,8 +20,8 @@ from host_control.transfer import Reason
 from host_control.vllm.groups import Groups
 from host_control.vllm.metadata import LoadOperation, ShadowServeMetadata, WorkerReport
 from host_control.vllm.metrics import Counts, FailureLog
+from host_control.vllm.shards import WorkerShards, manager_key
 from host_control.vllm.weights_watch import WeightsWatch
-from host_control.vllm.worker_shards import WorkerShards, manager_key
 from shadowserve.keys import record_keys
 
 _IDLE_S: Final = 0.002
@@ -34,9 +34,6 @@ class _LayerLoads:
 
     Attributes:
         numbers: Number of each layer that can be loaded alone, by name; empty where none can.
-        requests: Requests with such a load.
-        awaited: Layers that the engine has waited for.
-        times: Times at which the step waited.
     """
 
     numbers: dict[str, int] = field(default_factory=dict)
@@ -48,15 +45,9 @@ class _LayerLoads:
 class WorkerLoads:
     """Runs the loads of one worker, on its main thread; :meth:`scatter` runs on the managers' threads.
 
-    Args:
-        groups: KV cache groups; None where the plugin is off.
-        make_manager: Makes the manager with a key of :func:`~host_control.vllm.worker_shards.manager_key`.
-
     Attributes:
         managers: Managers by key; none where nothing is fetched.
-        layers: Loads that the current step waits for layer by layer.
         store: Queue that remembers which chunks are stored; None where nothing is stored.
-        stream: Stream that scatters run on.
         pages: Paged memory that is shared with the data plane, or None.
         steps_alone: No other engine waits for this engine's steps.
     """
@@ -298,7 +289,6 @@ class WorkerLoads:
         return tokens
 
     def take_bad_blocks(self) -> set[int]:
-        """Return the blocks that loads left without valid KV since the last call."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 

@@ -25,11 +25,10 @@ from host_control.vllm.loaded_weights import LoadedWeights
 from host_control.vllm.metadata import ShadowServeMetadata, StoreOperation, WorkerHandshake, WorkerReport
 from host_control.vllm.metrics import Counts, FailureLog, SlowerPaths
 from host_control.vllm.paging import PagePlacer, share_pages
-from host_control.vllm.shards import Rank, find_shards
+from host_control.vllm.shards import Rank, WorkerShards, find_shards
 from host_control.vllm.support import UncacheableError, offloading_problem
 from host_control.vllm.weights_watch import WeightsWatch
 from host_control.vllm.worker_loads import WorkerLoads
-from host_control.vllm.worker_shards import WorkerShards
 from host_control.vllm.worker_stores import WorkerStores
 from shadowserve.chunk import ChunkLayout, Quantizer
 from shadowserve.errors import ConfigurationError
@@ -39,12 +38,7 @@ from shadowserve.proto.convert import engine_message
 
 @dataclass(frozen=True)
 class _Engine:
-    """Facts of the worker's engine that do not change.
-
-    Attributes:
-        groups: KV cache groups that are stored; None where there is a problem.
-        fetch, store: This engine fetches; stores.
-    """
+    """Facts of the worker's engine that do not change."""
 
     config: HostConfig
     vllm_config: Any
@@ -56,13 +50,7 @@ class _Engine:
 
 
 class WorkerSide:
-    """Moves KV between paged memory and the data plane. All methods run on the worker's main thread.
-
-    Args:
-        groups: KV cache groups that are stored; None where there is a problem.
-        fetch, store: This engine fetches; stores.
-        problem: Why this engine is served without the cache, or empty.
-    """
+    """Moves KV between paged memory and the data plane. All methods run on the worker's main thread."""
 
     def __init__(
         self,
@@ -239,11 +227,7 @@ class WorkerSide:
         return RegisteredMemory(client, [*shapes, *others], size, timeout, make=make, progress=self._delivery.shared)
 
     def _single_layers(self, groups: Groups) -> dict[str, int]:
-        """Return the number of each layer that can be loaded alone.
-
-        Raises:
-            ConfigurationError: The layers differ.
-        """
+        """Return the number of each layer that can be loaded alone."""
         if not (self._engine.config.layer_order and self._engine.fetch):
             return {}
         if len(self._shards.parts[0]) > 1:
@@ -254,11 +238,7 @@ class WorkerSide:
         return {name: number for number, name in enumerate(names)}
 
     def _loaded_weights(self) -> LoadedWeights:
-        """Return the weights of all models that have KV here.
-
-        Raises:
-            UncacheableError: They cannot be read, so that a change of them would stay unnoticed.
-        """
+        """Return the weights of all models that have KV here."""
         vllm_config = self._engine.vllm_config
         if (problem := offloading_problem(vllm_config)) is not None:
             raise UncacheableError(problem)
@@ -273,7 +253,6 @@ class WorkerSide:
         return weights
 
     def handshake(self) -> WorkerHandshake:
-        """Return this rank's handshake."""
         shards = self._shards
         namespaces = tuple(
             (layout, part.group.index, shape.namespace)
@@ -295,31 +274,25 @@ class WorkerSide:
     # ------------------------------------------------------------------ each step
 
     def save(self, metadata: ShadowServeMetadata) -> None:
-        """Copy what preempted requests hold, before this step writes to their blocks."""
         if metadata.saves:
             self._watch.follow(metadata.epoch, metadata.doubts, metadata.agreed)
             self._stores.save(metadata)
 
     def exchange(self, metadata: ShadowServeMetadata) -> None:
-        """Start this step's loads, and take those that have ended."""
         self._watch.follow(metadata.epoch, metadata.doubts, metadata.agreed)
         self._loads.exchange(metadata)
 
     def wait_layer(self, name: str) -> None:
-        """Wait until a layer of this step's layerwise loads is in place, or they have ended."""
         if self._loads.layers.requests:
             self._loads.wait_layer(name, measure=self._device.type == "cpu")
 
     def gather(self, operations: Sequence[StoreOperation]) -> None:
-        """Copy the chunks that this step finished, before their blocks can change."""
         self._stores.gather(operations)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Return the requests whose load has ended since the last call, and those of them that got no KV."""
         return self._loads.take_finished()
 
     def take_bad_blocks(self) -> set[int]:
-        """Return the blocks that loads left without valid KV since the last call."""
         return self._loads.take_bad_blocks()
 
     def take_report(self) -> WorkerReport | None:
@@ -334,7 +307,6 @@ class WorkerSide:
         return report if report != WorkerReport() else None
 
     def take_store_counts(self) -> None:
-        """Move the counters of the store queue into :attr:`counts`."""
         self._stores.take_counts()
 
     def close(self) -> None:

@@ -15,22 +15,14 @@ from host_control.transfer import Reason
 from host_control.vllm.groups import Groups
 from host_control.vllm.metadata import ShadowServeMetadata, StoreOperation
 from host_control.vllm.metrics import Counts, FailureLog
-from host_control.vllm.shards import Rank, Shard
+from host_control.vllm.shards import Rank, Shard, WorkerShards
 from host_control.vllm.weights_watch import WeightsWatch
-from host_control.vllm.worker_shards import WorkerShards
 from shadowserve.keys import record_keys
 from shadowserve.proto import dataplane_pb2 as pb
 
 
 class WorkerStores:
-    """Copies KV of one worker into its store queue, on the worker's main thread.
-
-    Args:
-        groups: KV cache groups; None where the plugin is off.
-
-    Attributes:
-        queue: Store queue; None where nothing is stored.
-    """
+    """Copies KV of one worker into its store queue, on the worker's main thread."""
 
     def __init__(
         self,
@@ -75,7 +67,6 @@ class WorkerStores:
                         self._offer(self.queue, operation, number, why_not, purpose)
 
     def save(self, metadata: ShadowServeMetadata) -> None:
-        """Copy what preempted requests hold into the store queue."""
         for request_id, operations in metadata.saves.items():
             self.gather(operations, pb.PURPOSE_PREEMPTION)
             self._saves[request_id] = self.queue.staged if self.queue is not None else 0
@@ -124,7 +115,6 @@ class WorkerStores:
 
     @property
     def saves(self) -> bool:
-        """Some save was not reported yet."""
         return bool(self._saves)
 
     def take_counts(self) -> None:
@@ -140,7 +130,6 @@ class WorkerStores:
                 self._counts.add("stored_chunks" if name == "stored" else name, count)
 
     def close(self) -> None:
-        """Store what waits, and end the queue."""
         if self.queue is not None:
             self.queue.close(self._config.close_timeout_s)
             self.take_counts()

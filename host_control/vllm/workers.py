@@ -1,7 +1,7 @@
 """State of all workers of an engine, and the data planes that serve them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
@@ -19,25 +19,15 @@ class Workers:
     """The handshakes of all ranks, combined.
 
     Attributes:
-        model: Digest of the model.
-        machine: Name of the devices that they compute on.
-        layers: Layers that can be loaded one by one; 0 where none can.
-        layerwise_chunks: Most chunks of a load that goes layer by layer.
-        chunk_bytes: Bytes that a rank is delivered for a chunk, of all groups together.
+        shake: What holds for all of them: the fewest chunks layer by layer, the most layers and bytes of any rank.
         clients: Clients of the data planes. One that serves several ranks is asked once for all of them.
-        plain: Records are pages as they are, which stay in their data planes' tiers.
         records: Records of each shard layout that all ranks can read (0: their own): of each group, clients and
             namespaces.
         saved: Likewise, the records of preempted requests; None where these are the engine's own.
     """
 
-    model: bytes
-    machine: str
-    layers: int
-    layerwise_chunks: int
-    chunk_bytes: int
+    shake: WorkerHandshake
     clients: list[DataPlaneClient]
-    plain: bool
     records: dict[int, _Records]
     saved: _Records | None
 
@@ -55,21 +45,18 @@ def agreed(handshakes: Mapping[int, WorkerHandshake], groups: Sequence[Group], c
     clients = {address: config.client(rank) for address, rank in first_rank.items()}
     served = [(clients[address], shake) for address, shake in zip(addresses, shakes, strict=True)]
     records = {layout: _records(served, groups, layout) for layout in _readable_layouts(shakes, groups)}
-    return Workers(
-        shakes[0].model,
-        f"{len(shakes)} x {shakes[0].machine}",
-        max(shake.layers for shake in shakes),
-        min(shake.layerwise_chunks for shake in shakes),
-        max(shake.chunk_bytes for shake in shakes),
-        list(clients.values()),
-        any(shake.plain for shake in shakes),
-        records,
-        records.pop(SAVED, None),
+    shake = replace(
+        shakes[0],
+        machine=f"{len(shakes)} x {shakes[0].machine}",
+        layers=max(shake.layers for shake in shakes),
+        layerwise_chunks=min(shake.layerwise_chunks for shake in shakes),
+        chunk_bytes=max(shake.chunk_bytes for shake in shakes),
+        plain=any(shake.plain for shake in shakes),
     )
+    return Workers(shake, list(clients.values()), records, records.pop(SAVED, None))
 
 
 def _check(shakes: Sequence[WorkerHandshake], groups: Sequence[Group]) -> None:
-    """Check that no rank has a problem, and that all agree on the model and the groups."""
     if problem := next((shake.problem for shake in shakes if shake.problem), ""):
         raise ConfigurationError(problem)
     if len({shake.model for shake in shakes}) > 1:

@@ -137,7 +137,7 @@ PAIRS: Final[dict[tuple[str, str], Expected]] = {
     ),
     ("s3", "cluster"): Expected("none", "the bucket is below a storage node of ShadowServe"),
     ("nodes", "cluster"): Expected("none", "a data plane has the one or the other"),
-    ("groups", "tier"): Expected(test="tests/e2e/test_vllm_tier.py::test_sliding_windows_load_their_last_tokens"),
+    ("groups", "tier"): Expected(test="tests/e2e/test_vllm_tier.py::test_a_second_engine_loads_what_the_first_stored"),
     ("layers", "tier"): Expected("refused", _TIER_REFUSES, _TIER),
     ("waits", "tier"): Expected("refused", _TIER_REFUSES, _TIER),
     ("pages", "tier"): Expected("refused", _TIER_REFUSES, _TIER),

@@ -41,9 +41,9 @@ def leading_tokens(present: Sequence[Flags], tokens: int) -> int:
 
 
 class Sides:
-    """A storage node, with data planes and lookups of a prefill and a decode engine."""
+    """A storage node, with data planes, lookups, stores and loads of a prefill and a decode engine."""
 
-    def __init__(self, loads_wait: bool = False) -> None:
+    def __init__(self, *, loads_wait: bool) -> None:
         self.storage = Process("storage", "--port", str(free_port()))
         self.planes = [data_plane(self.storage.address) for _ in range(2)]
         self.clients = [DataPlaneClient(plane.address, connect_timeout_s=WAIT_MAX_S) for plane in self.planes]
@@ -56,6 +56,12 @@ class Sides:
             )
             self.lookups.append(lookup)
         self.prefill, self.decode = self.lookups
+        size = 2 * len(KEYS) * SHAPE.raw_bytes
+        made = [RegisteredMemory(client, [SHAPE], size, connect_timeout_s=WAIT_MAX_S) for client in self.clients]
+        self.scattered: dict[int, bytes] = {}
+        self.queue = StoreQueue(self.clients[0], made[0], timeout=WAIT_MAX_S)
+        self.manager = KVCacheManager(self.clients[1], made[1], self._scatter, fetch_timeout_s=WAIT_MAX_S)
+        assert self.queue.wait_tried(WAIT_MAX_S)
 
     def publish(self, seconds: float) -> None:
         """The prefill engine looks the prompt up and publishes its keys."""
@@ -76,69 +82,6 @@ class Sides:
     def answer(self, name: str = "r") -> LookupAnswer:
         found: LookupAnswer = wait_for(lambda: self.decode.poll(name))
         return found
-
-    def close(self) -> None:
-        for part in (*self.lookups, *self.clients):
-            part.close()
-        for process in (*self.planes, self.storage):
-            process.stop()
-
-
-@pytest.fixture
-def sides() -> Iterator[Sides]:
-    sides = Sides()
-    yield sides
-    sides.close()
-
-
-FAULTS: dict[str, tuple[Callable[[Sides], Any], set[str]]] = {
-    "the prefill engine's data plane is killed": (lambda sides: sides.planes[0].kill(), {"published_gone"}),
-    "the prefill engine drops the store": (lambda sides: sides.prefill.forget("r"), {"published_gone"}),
-    "the storage node is killed": (lambda sides: sides.storage.kill(), {"storage_unavailable"}),
-    "the decode engine's data plane is killed": (lambda sides: sides.planes[1].kill(), {"unreachable"}),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_waiting_lookup_ends_after_a_fault(sides: Sides, fault: str) -> None:
-    happen, reasons = FAULTS[fault]
-    sides.publish(WAIT_MAX_S)
-    sides.wait()
-    happen(sides)
-    answer = sides.answer()
-    assert answer.tokens == 0 and answer.reason in reasons, answer
-
-
-def test_published_keys_of_a_crashed_engine_expire(sides: Sides) -> None:
-    sides.publish(2.0)
-    sides.wait()
-    sides.prefill.close()  # it neither renews nor withdraws them
-    answer = sides.answer()
-    assert (answer.tokens, answer.reason) == (0, "published_gone")
-
-
-def test_keys_are_published_again_after_a_storage_restart(sides: Sides) -> None:
-    sides.publish(2.0)
-    sides.wait()
-    sides.storage.kill()
-    assert sides.answer().reason == "storage_unavailable"
-    sides.storage.restart()
-    sides.wait("again")
-    sides.prefill.forget("r")
-    assert sides.answer("again").reason == "published_gone"
-
-
-class Loads(Sides):
-    """The same with stores of the prefill engine and loads of the decode engine."""
-
-    def __init__(self) -> None:
-        super().__init__(loads_wait=True)
-        size = 2 * len(KEYS) * SHAPE.raw_bytes
-        made = [RegisteredMemory(client, [SHAPE], size, connect_timeout_s=WAIT_MAX_S) for client in self.clients]
-        self.scattered: dict[int, bytes] = {}
-        self.queue = StoreQueue(self.clients[0], made[0], timeout=WAIT_MAX_S)
-        self.manager = KVCacheManager(self.clients[1], made[1], self._scatter, fetch_timeout_s=WAIT_MAX_S)
-        assert self.queue.wait_tried(WAIT_MAX_S)
 
     def _scatter(self, job: FetchJob, part: int, first: int, chunks: Any) -> None:
         for index in range(len(chunks) // SHAPE.raw_bytes):
@@ -180,41 +123,57 @@ class Loads(Sides):
     def close(self) -> None:
         self.queue.close(0.1)
         self.manager.close(WAIT_MAX_S)
-        super().close()
+        for part in (*self.lookups, *self.clients):
+            part.close()
+        for process in (*self.planes, self.storage):
+            process.stop()
 
 
 @pytest.fixture
-def loads() -> Iterator[Loads]:
-    loads = Loads()
-    yield loads
-    loads.close()
+def sides(request: pytest.FixtureRequest) -> Iterator[Sides]:
+    sides = Sides(loads_wait=getattr(request, "param", True))
+    yield sides
+    sides.close()
 
 
-def store_garbage(loads: Loads) -> None:
-    host, port = loads.storage.address.rsplit(":", 1)
+@pytest.mark.parametrize("sides", [False], indirect=True)
+def test_keys_are_published_again_after_a_storage_restart_and_expire_after_a_crash(sides: Sides) -> None:
+    sides.publish(2.0)
+    sides.wait()
+    sides.storage.kill()
+    assert sides.answer().reason == "storage_unavailable"
+    sides.storage.restart()
+    sides.wait("again")
+    sides.prefill.close()  # like a crashed engine, it neither renews nor withdraws them
+    answer = sides.answer("again")
+    assert (answer.tokens, answer.reason) == (0, "published_gone")
+
+
+def store_garbage(sides: Sides) -> None:
+    host, port = sides.storage.address.rsplit(":", 1)
     with Redis(host=host, port=int(port)) as connection:
         for key in KEYS[2:]:
             connection.set(storage_key(key), b"no record of anything")
 
 
-WHILE_IT_LOADS: dict[str, tuple[Callable[[Loads], Any], int, set[str]]] = {
-    "all chunks are stored": (lambda loads: loads.store(2, 6), 6, {"complete"}),
-    "a chunk is withdrawn": (lambda loads: (loads.store(2, 4), loads.prefill.forget("r")), 4, {"published_gone"}),
+WHILE_IT_LOADS: dict[str, tuple[Callable[[Sides], Any], int, set[str]]] = {
+    "all chunks are stored": (lambda sides: sides.store(2, 6), 6, {"complete"}),
+    "a chunk is withdrawn": (lambda sides: (sides.store(2, 4), sides.prefill.forget("r")), 4, {"published_gone"}),
     "stored chunks are invalid": (store_garbage, 2, {"published_gone"}),
-    "the prefill engine's data plane is killed": (lambda loads: loads.planes[0].kill(), 2, {"published_gone"}),
-    "the storage node is killed": (lambda loads: loads.storage.kill(), 2, {"storage_unavailable"}),
-    "the decode engine's data plane is killed": (lambda loads: loads.planes[1].kill(), 2, {"unreachable"}),
+    "the prefill engine's data plane is killed": (lambda sides: sides.planes[0].kill(), 2, {"published_gone"}),
+    "the storage node is killed": (lambda sides: sides.storage.kill(), 2, {"storage_unavailable"}),
+    "the decode engine's data plane is killed": (lambda sides: sides.planes[1].kill(), 2, {"unreachable"}),
 }
 
 
 @pytest.mark.parametrize("event", WHILE_IT_LOADS)
-def test_a_running_load_ends_with_the_available_chunks_and_one_reason(loads: Loads, event: str) -> None:
+def test_a_running_load_ends_with_the_available_chunks_and_one_reason(sides: Sides, event: str) -> None:
     happen, chunks, reasons = WHILE_IT_LOADS[event]
-    loads.publish(WAIT_MAX_S)
-    wait_for(lambda: loads.published() == len(KEYS))
-    loads.store(0, 2)
-    loads.begin()
-    happen(loads)
-    result = loads.result()
+    sides.publish(WAIT_MAX_S)
+    wait_for(lambda: sides.published() == len(KEYS))
+    sides.store(0, 2)
+    sides.begin()
+    happen(sides)
+    result = sides.result()
     assert result.chunks == (chunks,) and result.reason in reasons, result
-    assert loads.scattered == {index: bytes([index + 1]) * SHAPE.raw_bytes for index in range(chunks)}
+    assert sides.scattered == {index: bytes([index + 1]) * SHAPE.raw_bytes for index in range(chunks)}

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,6 @@ from kit import greedy
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 LENGTH = 600
-
-
-@pytest.fixture
-def plane() -> Iterator[Any]:
-    from scripted import ScriptedDataPlane
-
-    plane = ScriptedDataPlane()
-    yield plane
-    plane.stop()
 
 
 class Runs:
@@ -58,8 +49,8 @@ class Runs:
 
 
 @pytest.fixture
-def run(make_engine: Any, plane: Any, prompt: Any, tmp_path: Path, request: Any) -> Runs:
-    return Runs(make_engine, plane, prompt(LENGTH), tmp_path / "content.json")
+def run(make_engine: Any, data_plane: Any, prompt: Any, tmp_path: Path) -> Runs:
+    return Runs(make_engine, data_plane, prompt(LENGTH), tmp_path / "content.json")
 
 
 def copied(folder: Path, **changes: Any) -> Path:
@@ -82,9 +73,8 @@ def edited(model: Path, part: str) -> None:
 def test_weights_edited_in_place_share_nothing_with_the_old_ones(run: Runs, tmp_path: Path) -> None:
     model = copied(tmp_path / "model")
     before, _, _ = run(model)
-    assert run(model) == (before, before, 512), "an engine with the same weights has a hit"
     shutil.copytree(model, tmp_path / "moved")
-    assert run(tmp_path / "moved") == (before, before, 512), "also with the same weights in another folder"
+    assert run(tmp_path / "moved") == (before, before, 512), "an engine with the same weights has a hit"
     edited(model, "layers.0.self_attn.k_proj")
     after, alone, cached = run(model)
     assert (after, cached) == (alone, 0) and after != before
@@ -97,8 +87,6 @@ def test_context_lengths_with_other_longrope_factors_share_nothing(run: Runs, tm
     short, _, _ = run(model, max_model_len=1024)
     long, alone, cached = run(model, max_model_len=2048)
     assert (long, cached) == (alone, 0) and long != short
-    again, _, cached = run(model, max_model_len=4096)
-    assert (again, cached) == (long, 512), "context lengths with the same factors share"
 
 
 def adapter(folder: Path, seed: int, modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")) -> Path:
@@ -138,9 +126,6 @@ def test_adapters_share_by_content(run: Runs, tmp_path: Path) -> None:
     assert first != plain and cached == 0
     same = shutil.copytree(folder, tmp_path / "replica")
     assert run(ASSET, lora(same, 2, "another"), **options) == (first, first, 512), "a replica shares"
-    # Only some modules are applied.
-    part, alone, cached = run(ASSET, lora(folder), lora_target_modules=["o_proj"], **options)
-    assert (part, cached) == (alone, 0) and part != first
     # Retrained in the same folder.
     adapter(folder, 2)
     after, alone, cached = run(ASSET, lora(folder), **options)
@@ -148,27 +133,27 @@ def test_adapters_share_by_content(run: Runs, tmp_path: Path) -> None:
 
 
 def test_an_adapter_retrained_while_the_engine_runs_is_not_cached(
-    make_engine: Any, plane: Any, prompt: Any, tmp_path: Path
+    make_engine: Any, data_plane: Any, prompt: Any, tmp_path: Path
 ) -> None:
     folder, other = adapter(tmp_path / "adapter", 1), adapter(tmp_path / "other", 2)
     tick()
     options = {"enable_lora": True, "max_lora_rank": 8, "extra": {"identity_cache": "none"}}
-    engine = make_engine(plane.address, model=ASSET, **options)
-    runs = Runs(make_engine, plane, prompt(LENGTH), tmp_path)
+    engine = make_engine(data_plane.address, model=ASSET, **options)
+    runs = Runs(make_engine, data_plane, prompt(LENGTH), tmp_path)
     try:
         first, _ = runs._generate(engine, lora(folder))
         engine.flush()
-        assert (len(plane.records), plane.fetches) == (2, [])
+        assert (len(data_plane.records), data_plane.fetches) == (2, [])
         tick()
         for file in other.iterdir():
             shutil.copyfile(file, folder / file.name)
-        engine.reset(plane)
+        engine.reset(data_plane)
         assert runs._generate(engine, lora(folder)) == (first, 0), "vLLM continues with the loaded adapter"
         # For another adapter, vLLM evicts the loaded one; it later loads the new content.
         runs._generate(engine, lora(other, 2, "other"))
-        engine.reset(plane, records=True)
+        engine.reset(data_plane, records=True)
         second, cached = runs._generate(engine, lora(folder))
         engine.flush()
-        assert second != first and (cached, plane.records) == (0, {})
+        assert second != first and (cached, data_plane.records) == (0, {})
     finally:
         engine.close()

@@ -128,22 +128,3 @@ def test_a_cold_prompt_is_computed_after_its_deadline(
     counted = engine.counted_since()
     assert counted.get("load_failures/cold_late", 0) + counted.get("load_failures/deadline", 0) == 1, counted
     assert engine.client.statistics().stored_raw_bytes == before.stored_raw_bytes, "chunks were stored again"
-
-
-def test_a_cold_prompt_is_computed_at_once_if_the_bucket_is_known_to_be_slower(
-    engine: Any, bucket: FaultyS3, prompt: Any, reference: Any
-) -> None:
-    """This does not need ``fetch_or_recompute``."""
-    scheduler = engine.connector._scheduler
-    for tokens in (1000, 2000, 4000):
-        scheduler._timing.table.observe("prompts", tokens, tokens * tokens / 2, 1e-6 * tokens)
-    bucket.fault = lambda asked: None
-    read, before = bucket.count("get"), engine.client.statistics()
-    engine.counted = engine.counters()
-    tokens = prompt(600, SEEDS[1])
-    assert engine.outputs([tokens]) == reference([tokens])
-    engine.flush()
-    counted = engine.counted_since()
-    assert counted["decisions/compute"] == 1 and counted["tier_hit_tokens/cold"] == 512
-    assert bucket.count("get") == read, "a computed prompt was read"
-    assert engine.client.statistics().stored_raw_bytes == before.stored_raw_bytes, "chunks were stored again"

@@ -4,14 +4,18 @@ Each engine has its own data plane over one storage node, or both share one data
 """
 
 import json
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import pytest
-from machine import PATIENT, WAIT_MAX_S, free_port, wait_for
+from machine import NEVER_S, PATIENT, WAIT_MAX_S, free_port, wait_for
 from preloaded import Preloaded
-from proxies import CarriesParams, Proxy, SharedStorage, post
 from stack import Process, Server, data_plane
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1800)]
@@ -21,6 +25,96 @@ BLOCK, CHUNK = 32, 256
 SEEDS = (1, 2, 3, 4, 5)
 TOKENS = 600
 HELD = TOKENS // BLOCK * BLOCK
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Post JSON and return the JSON answer. The first answer of an engine with several ranks may take minutes.
+
+    Raises:
+        OSError: There is no answer, or an error status.
+    """
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=NEVER_S) as answer:
+            return dict(json.load(answer))
+    except urllib.error.HTTPError as error:
+        raise OSError(f"{url} answered {error.code}: {error.read()[:1000]!r}") from error
+
+
+class Proxy(ABC):
+    """A proxy with its own port.
+
+    Attributes:
+        url: URL of the proxy.
+        told: Last ``kv_transfer_params`` of the prefill engine.
+    """
+
+    def __init__(self, prefill: str, decode: str) -> None:
+        self.prefill, self.decode = prefill, decode
+        self.told: Any = None
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                status = 200
+                try:
+                    answer = json.dumps(proxy.answer(self.path, body)).encode()
+                except OSError as error:
+                    status, answer = 502, f"request to {proxy.decode} failed: {error}".encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    @abstractmethod
+    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer for the client."""
+
+    def first(self, path: str, body: dict[str, Any], **more: Any) -> dict[str, Any]:
+        """Send the prompt to the prefill engine; return ``{}`` if it does not answer."""
+        short = body | {"max_tokens": 1, "stream": False} | more
+        short.pop("stream_options", None)
+        try:
+            return post(self.prefill + path, short)
+        except OSError:
+            return {}
+
+
+class SharedStorage(Proxy):
+    """Works like llm-d's sidecar with ``--kv-connector=shared-storage``."""
+
+    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.told = self.first(path, body, max_completion_tokens=1, cache_hit_threshold=0).get("kv_transfer_params")
+        return post(self.decode + path, body)
+
+
+class CarriesParams(Proxy):
+    """Works like vLLM's toy proxy for NIXL."""
+
+    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        params = {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        }
+        self.told = self.first(path, body, kv_transfer_params=params).get("kv_transfer_params")
+        return post(self.decode + path, body | ({"kv_transfer_params": self.told} if self.told else {}))
 
 
 class Setup(NamedTuple):
@@ -146,6 +240,11 @@ def test_the_decode_engine_loads_whole_blocks_of_the_prompt(
             assert pools.proxy.told is None
 
 
+of_one_setup = pytest.mark.parametrize("setup", ["llm-d"], indirect=True)
+"""Restarts of engines take long, and depend neither on the proxy nor on the number of data planes."""
+
+
+@of_one_setup
 def test_the_decode_engine_answers_alone_while_the_prefill_engine_is_down(
     pools: Pools, prompt: Callable[..., list[int]], reference: Any
 ) -> None:
@@ -160,8 +259,9 @@ def test_the_decode_engine_answers_alone_while_the_prefill_engine_is_down(
     assert pools.counted()["loaded"] - before["loaded"] == HELD
 
 
+@of_one_setup
 def test_a_restarted_decode_engine_loads_earlier_prompts(
-    pools: Pools, kind: type[Proxy], prompt: Callable[..., list[int]], reference: Any
+    pools: Pools, prompt: Callable[..., list[int]], reference: Any
 ) -> None:
     mine = prompt(TOKENS, SEEDS[0])
     pools.ask(mine)

@@ -49,6 +49,7 @@ def test_all_groups_are_stored_and_loaded(
             assert output.num_cached_tokens == 0
             assert engine.counters()[f"load_failures/{reason}"] == 1
         take_over(engine, data_plane, prompts[1], expected[1], states=name == "qwen3_next")
+        hand_over(engine, data_plane, prompts[0], states=name == "qwen3_next")
     finally:
         engine.close()
     assert data_plane.registrations == 0
@@ -90,88 +91,61 @@ def take_over(engine: Any, plane: Any, prompt: list[int], expected: list[int], s
         assert engine.counters().get("load_failures/published_gone", 0) == int(not comes)
 
 
-@pytest.mark.parametrize(("name", "options"), FAMILIES, ids=[name for name, _ in FAMILIES])
-def test_after_prefill_by_another_engine_only_the_tokens_after_the_last_block_are_computed(
-    name: str, options: dict[str, Any], family: Any, make_engine: Any, data_plane: Any, prompt: Any
-) -> None:
-    """Recurrent state is stored only at chunk ends, so the tokens after the last chunk are computed."""
-    options = {"model": family(name), "max_num_batched_tokens": 512, **options}
-    mine = prompt(LENGTHS[0])
-    engine = make_engine(None, **options)
-    try:
-        expected = engine.outputs([mine])
-    finally:
-        engine.close()
-    engine = make_engine(data_plane.address, **options)
-    try:
-        for place in "do_remote_decode", "do_remote_prefill":
-            params = {"do_remote_prefill": False, "do_remote_decode": False} | {place: True}
-            (output,) = engine.generate([mine], extra_args={"kv_transfer_params": params})
-            assert [list(output.outputs[0].token_ids)] == expected
-            engine.flush()
-            engine.forget()
-        step = tails = engine.connector._groups.tail_block_tokens
-        assert bool(tails) == (name != "qwen3_next")
-        step = step or engine.connector._groups.chunk_tokens
-        assert output.num_cached_tokens == (len(mine) - 1) // step * step
-        assert engine.counters().get("slower_paths/prompt_tail_not_shared", 0) == (0 if tails else 2)
-    finally:
-        engine.close()
+def hand_over(engine: Any, plane: Any, prompt: list[int], states: bool) -> None:
+    """Let the engine compute a prompt for another one, and continue it: it computes the tokens after the last block.
+
+    Recurrent state is stored only at chunk ends, so the tokens after the last chunk are computed.
+    """
+    engine.reset(plane, records=True)
+    outputs = []
+    for place in "do_remote_decode", "do_remote_prefill":
+        params = {"do_remote_prefill": False, "do_remote_decode": False} | {place: True}
+        (output,) = engine.generate([prompt], extra_args={"kv_transfer_params": params})
+        outputs.append(list(output.outputs[0].token_ids))
+        engine.flush()
+        engine.forget()
+    assert outputs[0] == outputs[1]
+    tails = engine.connector._groups.tail_block_tokens
+    assert bool(tails) != states
+    step = tails or engine.connector._groups.chunk_tokens
+    assert output.num_cached_tokens == (len(prompt) - 1) // step * step
+    assert bool(engine.counted_since().get("slower_paths/prompt_tail_not_shared", 0)) == states
 
 
-def test_with_windows_a_preempted_request_continues_at_its_last_block(
-    family: Any, make_engine: Any, data_plane: Any, prompt: Any
-) -> None:
-    """Symptom: with windows, all tokens after the last chunk were computed again."""
-    generated, prompts = 110, [prompt(300, seed) for seed in range(4)]
-    options = {"model": family("gpt_oss"), "num_gpu_blocks_override": 45}
-    engine = make_engine(data_plane.address, max_num_batched_tokens=96, max_model_len=1200, **options)
-    try:
-        alone = [engine.outputs([each], generated)[0] for each in prompts]
-        engine.reset(data_plane, records=True)
-        computed, again_at_most, schedule = Counter[str](), list[int](), engine.scheduler.schedule
-        groups = engine.connector._groups
-        (block,) = {group.block_tokens for group in groups.groups}
-
-        def scheduled(*arguments: Any) -> Any:
-            output = schedule(*arguments)
-            computed.update(output.num_scheduled_tokens)
-            for name in output.preempted_req_ids:
-                # The window has freed a needed block if the request ended with a block.
-                behind = engine.scheduler.requests[name].num_tokens % block
-                again_at_most.append(block if behind else groups.chunk_tokens)
-            return output
-
-        engine.scheduler.schedule = scheduled
-        assert engine.outputs(prompts, generated) == alone
-        assert again_at_most, "the test needs preemptions"
-        again = sum(computed.values()) - sum(len(each) + generated - 1 for each in prompts)
-        assert again < sum(again_at_most), "more than a block per request was computed again"
-        counted = engine.counted_since()
-        assert 0 < counted["restored_tokens"] <= counted["saved_tokens"] <= counted["preempted_tokens"]
-        tails = {key for request in data_plane.stores if request.lasts_ms for key in request.keys}
-        assert len(tails) >= 2 and tails <= {key for part in data_plane.fetches for key in part.keys}, "of each group"
-        engine.reset(data_plane, records=True)
-        data_plane.script.fail_fetch_at = 1
-        assert engine.outputs(prompts, generated) == alone, "short loads are computed"
-        assert engine.counted_since()["load_failures/corrupt"] >= 1
-        engine.reset(data_plane, records=True)
-        data_plane.records = Spoilt(data_plane)
-        assert engine.outputs(prompts, generated) != alone, "control: spoilt saves change outputs"
-        assert engine.free_blocks() == options["num_gpu_blocks_override"] - 1
-    finally:
-        engine.close()
-
-
-def test_with_recurrent_state_a_preempted_request_continues_where_it_was(
-    family: Any, make_engine: Any, data_plane: Any, prompt: Any
-) -> None:
-    """Symptom: with recurrent state, hundreds of tokens after the last block were computed again."""
-    generated, prompts = 150, [prompt(length, seed) for seed, length in enumerate((330, 310, 290, 270))]
-    options = {"model": family("qwen3_next"), "dtype": "bfloat16", "num_gpu_blocks_override": 23}
-    engine = make_engine(data_plane.address, max_num_batched_tokens=1024, max_model_len=640, **options)
+PREEMPTED: dict[str, tuple[int, tuple[int, ...], dict[str, Any]]] = {
+    "gpt_oss": (
+        110,
+        (300, 300, 300, 300),
+        {"num_gpu_blocks_override": 45, "max_num_batched_tokens": 96, "max_model_len": 1200},
+    ),
     # vLLM only supports this state in bfloat16, whose sums depend on the batch.
-    tolerance = TOLERANCES["bfloat16"]
+    "qwen3_next": (
+        150,
+        (330, 310, 290, 270),
+        {"num_gpu_blocks_override": 23, "max_num_batched_tokens": 1024, "max_model_len": 640, "dtype": "bfloat16"},
+    ),
+}
+"""Generated tokens, lengths of prompts, and options of vLLM, by family: windows, and recurrent state."""
+
+
+@pytest.mark.parametrize("name", PREEMPTED)
+def test_a_preempted_request_continues_at_its_last_block_or_state(
+    name: str, family: Any, make_engine: Any, data_plane: Any, prompt: Any
+) -> None:
+    """Symptom: with windows, all tokens after the last chunk were computed again, with states after the last block."""
+    generated, lengths, options = PREEMPTED[name]
+    prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
+    tolerance = TOLERANCES[options.get("dtype", "float32")]
+    engine = make_engine(data_plane.address, model=family(name), **options)
+    steps, allowed, schedule = list[Any](), [0], engine.scheduler.schedule
+
+    def scheduled(*arguments: Any) -> Any:
+        steps.append(schedule(*arguments))
+        for preempted in steps[-1].preempted_req_ids if name == "gpt_oss" else ():
+            # The window has freed a needed block if the request ended with a block.
+            behind = engine.scheduler.requests[preempted].num_tokens % block
+            allowed.append(block if behind else engine.connector._groups.chunk_tokens)
+        return steps[-1]
 
     def apart() -> float:
         together = answers(engine, prompts, generated)
@@ -180,24 +154,21 @@ def test_with_recurrent_state_a_preempted_request_continues_where_it_was(
     try:
         alone = [answer(engine, each, generated) for each in prompts]
         engine.reset(data_plane, records=True)
-        steps, schedule = list[Any](), engine.scheduler.schedule
-
-        def scheduled(*arguments: Any) -> Any:
-            steps.append(schedule(*arguments))
-            return steps[-1]
-
+        block = engine.connector._groups.groups[0].block_tokens
         engine.scheduler.schedule = scheduled
         assert apart() <= tolerance
         assert any(step.preempted_req_ids for step in steps), "the test needs preemptions"
         needed = sum(len(each) + generated - 1 for each in prompts)
-        assert sum(step.total_num_scheduled_tokens for step in steps) == needed, "no token was computed twice"
+        again = sum(step.total_num_scheduled_tokens for step in steps) - needed
+        assert again < max(sum(allowed), 1), "more than a block per request was computed again"
         counted = engine.counted_since()
-        assert 0 < counted["restored_tokens"] == counted["saved_tokens"] <= counted["preempted_tokens"]
+        assert 0 < counted["restored_tokens"] <= counted["saved_tokens"] <= counted["preempted_tokens"]
+        assert counted["restored_tokens"] == counted["saved_tokens"] or name == "gpt_oss"
         tails = {key for request in data_plane.stores if request.lasts_ms for key in request.keys}
         assert len(tails) >= 2 and tails <= {key for part in data_plane.fetches for key in part.keys}, "of each group"
         engine.reset(data_plane, records=True)
         data_plane.script.fail_fetch_at = 1
-        answers(engine, prompts, generated)  # short loads are computed
+        assert apart() <= tolerance or name == "qwen3_next", "short loads are computed"
         assert engine.counted_since()["load_failures/corrupt"] >= 1
         engine.reset(data_plane, records=True)
         data_plane.records = Spoilt(data_plane)

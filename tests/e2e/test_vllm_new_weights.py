@@ -1,6 +1,11 @@
-"""Weights that change while an engine runs: the old weights' KV is never served for the new weights, or the reverse."""
+"""Weights that change while an engine runs: the old weights' KV is never served for the new weights, or the reverse.
+
+A float32 engine with a checkpoint in bfloat16, on a CPU: norms and embeddings are as they were loaded, linear layers
+are packed. test_vllm_weights has each kind of change and dtype without an engine.
+"""
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,26 +41,37 @@ def weights(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         shutil.copytree(model, folder)
         tensors = load_file(folder / "model.safetensors")
         for name, tensor in sorted(tensors.items()):
+            values = torch.ones_like(tensor)
             if tensor.dim() == 2:
                 generator = torch.Generator().manual_seed(seed if "layers" in name else 7)
-                tensors[name] = (torch.randn(tensor.shape, generator=generator) * 0.15).to(tensor.dtype)
+                values = torch.randn(tensor.shape, generator=generator) * 0.15
+            tensors[name] = values.to(torch.bfloat16)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folders
 
 
+def flip_signs(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.input_layernorm.weight.data[::2].neg_()
+
+
 @pytest.fixture(scope="module")
 def expected(weights: dict[str, Path], make_engine: Any, prompt: Any) -> dict[tuple[str, tuple[int, int]], list[int]]:
-    """Return the outputs of engines without a cache, for both weights."""
+    """Return the outputs of engines without a cache, for both weights, and for the old ones with flipped signs."""
     known = {}
     for name, folder in weights.items():
         engine = make_engine(None, model=folder, enable_prefix_caching=False)
         try:
-            for arguments in (STORED, FRESH):
-                (known[name, arguments],) = engine.outputs([prompt(*arguments)])
+            for changed in (name, "flipped") if name == "old" else (name,):
+                if changed == "flipped":
+                    engine.llm.apply_model(flip_signs)
+                for arguments in (STORED, FRESH):
+                    (known[changed, arguments],) = engine.outputs([prompt(*arguments)])
         finally:
             engine.close()
     for arguments in (STORED, FRESH):
-        assert known["old", arguments] != known["new", arguments], "these weights give the same outputs"
+        outputs = [known[name, arguments] for name in ("old", "new", "flipped")]
+        assert all(outputs.count(each) == 1 for each in outputs), "these weights give the same outputs"
     return known
 
 
@@ -217,3 +233,68 @@ def test_kv_after_the_engines_own_old_kv_is_not_stored(serving: Serving, plane: 
     with records_stay(plane):
         serving.engine.outputs([prompt(*FRESH) + prompt(600, 9)])
         serving.engine.flush()
+
+
+@pytest.mark.parametrize("told", ["prefix cache emptied", "nothing"])
+def test_weights_that_are_changed_in_place_are_detected(
+    told: str, serving: Serving, plane: Any, prompt: Any, expected: Any
+) -> None:
+    """At most the engine's prefix cache is emptied afterwards."""
+    engine, stored = serving.engine, dict(plane.records)
+    serving.add("old", prompt(31), 2)
+    serving.step_until(lambda: "old" in serving.outputs)
+    serving.add("names", prompt(31), 200)
+    serving.step()
+    old = naming(serving, "names")
+    serving.finish()
+    if told == "nothing":  # then the engine's own prefix cache has no effect
+        engine.forget()
+    engine.llm.apply_model(flip_signs)
+    if told != "nothing":
+        engine.forget()
+    prompts = [prompt(*STORED), prompt(*FRESH)]
+    assert engine.outputs(prompts) == [expected["flipped", STORED], expected["flipped", FRESH]]
+    engine.flush()
+    assert {key: plane.records[key] for key in stored} == stored, "KV of other weights was stored under old keys"
+    assert old(prompt(*STORED)) == set(stored) and not old(prompt(*FRESH)) & set(plane.records)
+
+
+def test_calls_that_change_nothing_keep_the_cache(serving: Serving, plane: Any, expected: Any, prompt: Any) -> None:
+    engine = serving.engine
+    engine.counted = engine.counters()
+    for _ in range(2):
+        engine.llm.apply_model(lambda model: None)
+        engine.forget()
+        assert engine.outputs([prompt(*STORED)]) == [expected["old", STORED]]
+        engine.flush()
+    assert engine.counted_since()["loaded_tokens"] == 2 * 512 and len(plane.records) == 2
+
+
+def test_loads_and_stores_wait_while_weights_are_in_doubt(
+    serving: Serving, plane: Any, expected: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from host_control.vllm import loaded_weights
+
+    engine = serving.engine
+    engine.counted = engine.counters()
+    go, crc32 = threading.Event(), loaded_weights.native.crc32
+
+    def slow(memory: Any, crc: int) -> int:
+        assert go.wait(NEVER_S)
+        return crc32(memory, crc)
+
+    monkeypatch.setattr(loaded_weights.native, "crc32", slow)
+    engine.forget()
+    serving.add("stored", prompt(*STORED))
+    serving.add("fresh", prompt(*FRESH))
+    try:
+        serving.step_until(lambda: len(serving.outputs.get("fresh", ())) == 8 and plane.fetches)
+        serving.step_until(lambda: engine.worker._loads._results)
+        for _ in range(20):
+            serving.step()
+        assert "stored" not in serving.outputs and len(plane.records) == 2
+    finally:
+        go.set()
+    serving.finish()
+    assert [serving.outputs["stored"], serving.outputs["fresh"]] == [expected["old", STORED], expected["old", FRESH]]
+    assert engine.counted_since()["loaded_tokens"] == 512 and len(plane.records) == 2 + 2

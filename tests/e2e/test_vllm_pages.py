@@ -1,15 +1,13 @@
 """Real vLLM. Devices store its pages unchanged, and loads write directly into its paged memory (``pages: true``)."""
 
-import ctypes
 import json
-import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from kit import spoil
-from machine import PATIENT, WAIT_MAX_S, free_port, wait_for
+from machine import PATIENT, free_port, wait_for
 from stack import Process
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -116,44 +114,6 @@ def test_a_data_plane_that_stands_still_in_the_middle_has_the_memory_replaced(
         for each in (client, *engine.connector._scheduler._clients):
             each.breakers[name].report(success=True)
     assert loads(engine, plane, prompt(1000), 768) == reference([prompt(1000)])[0]
-
-
-def test_what_another_request_loads_while_the_memory_is_replaced_is_not_lost(
-    engine: Any, plane: Plane, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Symptom: other tokens. KV scattered between copy and mapping was written to memory that was no longer in use."""
-    pages, delivery, manager = engine.worker._pages, engine.worker._page_delivery, engine.worker._loads.managers[0]
-    fetch, scatter, copy = delivery.fetch, manager._batches._scatter, ctypes.memmove
-    before, copied, scattered = pages.segment, threading.Event(), threading.Event()
-
-    def without_answer(*arguments: Any) -> Any:
-        answer = fetch(*arguments)
-        if not pages.lost and pages.segment is before:
-            pages.lost = True
-            answer = answer._replace(reason="deadline", quiet=False)
-        return answer
-
-    def scatter_meanwhile(*arguments: Any) -> None:
-        copied.wait(WAIT_MAX_S)
-        scatter(*arguments)
-        scattered.set()
-
-    def copy_slowly(*arguments: Any) -> None:
-        copy(*arguments)
-        copied.set()
-        scattered.wait(1)  # the event is set in this time only if the bytes are lost
-
-    loads(engine, plane, prompt(600, 1), 512)
-    loads(engine, plane, prompt(1000), 768)
-    engine.forget()
-    spoil(engine, 77)
-    with monkeypatch.context() as patch, engine.awaiting_lookups():  # or one lookup could end before the other begins
-        patch.setattr(delivery, "fetch", without_answer)
-        patch.setattr(manager._batches, "_scatter", scatter_meanwhile)
-        patch.setattr(ctypes, "memmove", copy_slowly)
-        prompts = [prompt(31), prompt(600, 1), prompt(1000)]
-        assert engine.outputs(prompts) == reference(prompts)
-    assert copied.is_set() and scattered.is_set() and pages.segment is not before
 
 
 def test_a_data_plane_that_was_killed_and_is_back_serves_pages_again(

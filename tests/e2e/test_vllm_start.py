@@ -1,19 +1,37 @@
-"""The connection of an engine to its data plane at the start."""
+"""Engines as they start: connections, memory of other kinds, one host without a storage node, and no cache at all."""
 
+import json
+import logging
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import spoil
+from machine import PATIENT, WAIT_MAX_S, free_port
+from stack import Process
+from tiny_models import FAMILIES
+
+from host_control.delivery import ExportedHostMemory
+from shadowserve_tools.processes import start_data_plane, start_storage
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 
-def test_with_a_slow_data_plane_the_first_prompt_is_stored(make_engine: Any, data_plane: Any, prompt: Any) -> None:
-    """Symptom: the engine waited for its connection for two seconds only."""
+def test_with_a_slow_data_plane_the_first_prompt_is_stored_and_other_engines_are_named(
+    make_engine: Callable[..., Any], data_plane: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptoms: the engine waited for its connection for two seconds only; two that shared nothing did not say so."""
+    import host_control.vllm.connector as connector
+
+    warnings: list[str] = []
+    monkeypatch.setattr(connector._logger, "warning", lambda text, *values: warnings.append(text % values))
     data_plane.script.stall.add("Hello")
+    data_plane.differences = ["another engine has other chunks"]
 
     def answer_late() -> None:
         data_plane.wait_for_call("Hello")
@@ -28,23 +46,191 @@ def test_with_a_slow_data_plane_the_first_prompt_is_stored(make_engine: Any, dat
             late.result()
             engine.flush()
             assert len(data_plane.records) == 2, engine.counters()
+            assert sum("another engine has other chunks" in text for text in warnings) == 1, warnings
+            (hello,) = {
+                each.engine.SerializeToString(): each for each in data_plane.hellos if each.engine.model
+            }.values()
+            assert (hello.engine.chunk_tokens, hello.engine.quantizer) == (256, "lossless")
         finally:
             engine.close()
 
 
-def test_an_engine_warns_of_engines_with_another_chunk_size(
-    make_engine: Callable[..., Any], data_plane: Any, monkeypatch: pytest.MonkeyPatch
+def test_pages_without_devices_are_fetched_as_chunks(
+    data_plane: Any, make_engine: Callable[..., Any], serve: Any
 ) -> None:
-    """Symptom: two engines with different chunk_tokens shared nothing, and neither log reported it."""
-    import host_control.vllm.connector as connector
+    engine = make_engine(data_plane.address, extra={"pages": True})
+    try:
+        serve(engine, 1000)
+        engine.flush()
+        engine.forget()
+        serve(engine, 1000)
+        counted = engine.counters()
+        assert counted["loaded_tokens"] == 768 and counted["slower_paths/no_page_devices"] == 1
+        assert "FetchPages" not in data_plane.calls
+    finally:
+        engine.close()
 
-    warnings: list[str] = []
-    monkeypatch.setattr(connector._logger, "warning", lambda text, *values: warnings.append(text % values))
-    for chunk_tokens in (32, 64):
-        data_plane.differences = ["another engine has other chunks"] if chunk_tokens == 64 else []
-        with closing(make_engine(data_plane.address, extra={"chunk_tokens": chunk_tokens})):
-            told = [text for text in warnings if "another engine has other chunks" in text]
-            assert len(told) == (chunk_tokens == 64), warnings
-    engines = [hello.engine for hello in data_plane.hellos if hello.HasField("engine")]
-    assert {(each.chunk_tokens, each.quantizer) for each in engines} == {(32, "lossless"), (64, "lossless")}
-    assert len({each.model for each in engines}) == 1, "the identity of the model depends on chunk_tokens"
+
+def test_the_tiers_keep_kv_across_a_restart_of_the_data_plane(
+    make_engine: Callable[..., Any], prompt: Any, reference: Any, tmp_path: Path
+) -> None:
+    device = {"path": str(tmp_path / "tier"), "size": "64MiB"}
+    tiers = json.dumps({"memory_budget_bytes": "64MiB", "devices": [device]})
+    daemon = Process("dpu", "--listen", f"127.0.0.1:{free_port()}", "--tiers", tiers, *PATIENT)
+    engine = None
+    try:
+        engine = make_engine(daemon.address)
+        prompts = [prompt(length) for length in (300, 700, 1000)]
+        assert engine.outputs(prompts) == reference(prompts)
+        engine.flush()
+        for restarts in (False, True):
+            if restarts:
+                daemon.stop()
+                daemon.restart()
+            ends = time.monotonic() + WAIT_MAX_S
+            cached = 0
+            while cached < 768:
+                assert time.monotonic() < ends, "the engine found neither its data plane nor its chunks"
+                engine.forget()
+                (output,) = engine.generate([prompt(1000)])
+                assert list(output.outputs[0].token_ids) == reference([prompt(1000)])[0]
+                cached = output.num_cached_tokens
+            engine.forget()
+            assert engine.outputs(prompts) == reference(prompts)
+    finally:
+        if engine is not None:
+            engine.close()
+        daemon.stop()
+
+
+def test_an_engine_stores_from_and_loads_into_exported_memory(
+    tmp_path: Path, make_engine: Callable[..., Any], prompt: Any, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = prompt(700)
+    with (
+        start_storage(tmp_path) as storage,
+        start_data_plane(tmp_path, storage.address, *PATIENT, "--backend", "doca") as data_plane,
+    ):
+        engine = make_engine(data_plane.address, extra={"delivery": "exported", "layer_order": True})
+        try:
+            assert engine.outputs([tokens]) == reference([tokens])
+            engine.flush()
+            streams, client = [], engine.worker._client
+            start = client.start_fetch_layers
+            monkeypatch.setattr(client, "start_fetch_layers", lambda *given: streams.append(given) or start(*given))
+            for _ in range(2):
+                engine.forget()
+                spoil(engine)
+                (output,) = engine.generate([tokens])
+                assert [list(output.outputs[0].token_ids)] == reference([tokens])
+                assert output.num_cached_tokens == 512
+            assert len(streams) == 2, "layer by layer: a stream reports the progress, because there is no shared memory"
+            engine.forget()
+            with engine.awaiting_lookups():
+                assert engine.outputs([prompt(31), tokens]) == reference([prompt(31), tokens])
+            assert len(streams) == 2, "beside a running request, chunk by chunk"
+            for part in (engine.worker._loads.managers[0], engine.worker._stores.queue):  # fetches and stores
+                assert isinstance(part._registration.current, ExportedHostMemory)
+        finally:
+            engine.close()
+        assert " bytes of exported_memory, " in data_plane.log.read_text()
+
+
+# ---- Without the cache an engine has the memory and the outputs of one without the plugin ----------------------------
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Collect the plugin's lines in vLLM's log."""
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger("vllm.shadowserve"), Lines()
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def served(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
+    """Return an engine's outputs and memory."""
+    rounds = []
+    for forget in (False, False, True):  # without a cache, with vLLM's own prefix cache, after its reset
+        if forget:
+            engine.forget()
+        outputs = engine.generate(prompts)
+        rounds.append([(list(output.outputs[0].token_ids), output.num_cached_tokens or 0) for output in outputs])
+    caches = engine.scheduler.kv_cache_config
+    return {
+        "outputs": rounds,
+        "free blocks": engine.free_blocks(),
+        "blocks": (caches.num_blocks, engine.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks),
+        "groups": [
+            (type(group.kv_cache_spec).__name__, group.kv_cache_spec.block_size, group.layer_names)
+            for group in caches.kv_cache_groups
+        ],
+    }
+
+
+def assert_no_activity(engine: Any, data_plane: Any) -> None:
+    side = engine.connector._scheduler
+    assert not side._requests and side._lookup is None and not side._clients
+    assert data_plane.calls == [] and data_plane.records == {}
+    counted = {name for name, count in engine.counters().items() if count}
+    assert counted <= {"off_requests"}, "other counters have changed"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("deepseek", {}, "neither prefix caching nor chunked prefill"),
+        ("gemma3", {"enable_prefix_caching": False}, "need vLLM's prefix caching, and it is off"),
+    ],
+    ids=["deepseek", "gemma3"],
+)
+def test_a_model_that_cannot_be_cached_runs_as_without_the_plugin(
+    name: str, options: dict[str, Any], reason: str, family: Any, make_engine: Any, data_plane: Any, prompt: Any
+) -> None:
+    prompts = [prompt(600), prompt(300, 1)]
+    options = {"model": family(name), **FAMILIES[name].engine, **options}
+    engine = make_engine(None, **options)
+    try:
+        expected = served(engine, prompts)
+        engine.assert_sensitive(prompts, [tokens for tokens, _ in expected["outputs"][0]])
+    finally:
+        engine.close()
+    with logged() as lines:
+        engine = make_engine(data_plane.address, **options)
+    try:
+        assert served(engine, prompts) == expected
+        (line,) = [line for line in lines if "off" in line]
+        assert re.search(reason, line), line
+        assert_no_activity(engine, data_plane)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("place", ["uncacheable", "model_identity"])
+def test_a_failure_at_the_plugins_start_does_not_stop_the_engine(
+    place: str, make_engine: Any, data_plane: Any, monkeypatch: pytest.MonkeyPatch, serve: Any
+) -> None:
+    import host_control.vllm.connector as connector
+    import host_control.vllm.worker_side as worker_side
+
+    def fail(*_: Any) -> Any:
+        raise PermissionError("model.safetensors")
+
+    monkeypatch.setattr(connector if place == "uncacheable" else worker_side, place, fail)
+    with logged() as lines:
+        engine = make_engine(data_plane.address)
+    try:
+        assert any("off" in line and "PermissionError('model.safetensors')" in line for line in lines), lines
+        serve(engine, 700)
+        assert not {"Lookup", "Fetch", "Store"} & set(data_plane.calls)
+    finally:
+        engine.close()
+    assert data_plane.registrations == 0

@@ -1,17 +1,14 @@
 """Real vLLM with a real data plane and a real storage node in their own processes: faults of each process."""
 
-import contextlib
 import os
-import subprocess
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from kit import assert_all_free, greedy
-from machine import WAIT_MAX_S, free_port, wait_for
-from stack import Process, data_plane
+from machine import WAIT_MAX_S, wait_for
+from stack import Process
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -136,7 +133,7 @@ def _id(engine: Any) -> str:
 def test_a_value_that_is_not_a_record_is_recomputed_and_replaced(
     engine: Any, storage: Process, value: bytes, serve: Any
 ) -> None:
-    """The server refuses damaged records with a valid header; test_damaged_records_are_recomputed covers them."""
+    """The server refuses damaged records with a valid header; dataplane/test_faulty_records has them."""
     import redis
 
     host, _, port = storage.address.rpartition(":")
@@ -173,96 +170,6 @@ def test_an_absent_data_plane_is_not_an_error(engine: Any, make_engine: Any, ref
     finally:
         alone.close()
         engine.close = lambda: None
-
-
-def test_binned_records_are_several_times_smaller(daemon: Process, make_engine: Any, prompt: Any) -> None:
-    engine = make_engine(daemon.address, extra={"quantizer": "binned"})
-    try:
-        engine.outputs([prompt(1000)])
-        engine.flush()
-        engine.forget()
-        (output,) = engine.generate([prompt(1000)])
-        assert output.num_cached_tokens == 768
-        counters = engine.counters()
-        assert counters["stored_bytes"] * 4 < counters["stored_raw_bytes"]
-    finally:
-        engine.close()
-
-
-@pytest.fixture
-def redis_address(tmp_path: Path) -> Iterator[str]:
-    """A real Redis, which accepts damaged records."""
-    import redis
-
-    port = free_port()
-    command = ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--dir", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-
-    def answers() -> bool:
-        with contextlib.suppress(redis.ConnectionError), redis.Redis("127.0.0.1", port) as client:
-            return bool(client.ping())
-        return False
-
-    wait_for(answers)
-    yield f"127.0.0.1:{port}"
-    process.terminate()
-    process.wait()
-
-
-def _flip(record: bytes, position: float) -> bytes:
-    """Return the record with one bit flipped, at a fraction of its length."""
-    index = int(position * (len(record) - 1))
-    return record[:index] + bytes([record[index] ^ 0x10]) + record[index + 1 :]
-
-
-def test_damaged_records_are_recomputed(redis_address: str, make_engine: Any, reference: Any, prompt: Any) -> None:
-    import redis
-
-    host, _, port = redis_address.rpartition(":")
-    plane = data_plane(redis_address)
-    engine = make_engine(plane.address)
-    try:
-        prompts = [prompt(1000)]
-        with redis.Redis(host, int(port)) as client:
-            assert engine.outputs(prompts) == reference(prompts)
-            engine.flush()
-            names = sorted(client.scan_iter(match="kv:*"))
-            records = [client.get(name) for name in names]
-            assert len(records) == 3
-            for position in (0.0, 0.01, 0.3, 0.7, 1.0):
-                for name, record in zip(names, records, strict=True):
-                    client.set(name, _flip(record, position))
-                engine.forget()
-                assert engine.outputs(prompts) == reference(prompts), f"a bit flipped at {position}"
-                engine.flush()
-            for name, record in zip(names, records, strict=True):
-                client.set(name, record[: len(record) // 2])
-            engine.forget()
-            assert engine.outputs(prompts) == reference(prompts), "cut in half"
-            first, second, third = records
-            for name, record in zip(names, (second, third, first), strict=True):
-                client.set(name, record)
-            engine.forget()
-            assert engine.outputs(prompts) == reference(prompts), "under the keys of other records"
-    finally:
-        engine.close()
-        plane.stop()
-
-
-def test_a_full_storage_node_is_not_an_error(make_engine: Any, serve: Any) -> None:
-    small = Process("storage", "--port", "0", "--memory-budget-bytes", "1MiB")
-    plane = data_plane(small.address)
-    engine = make_engine(plane.address)
-    try:
-        # One record takes nearly the whole budget, so each evicts another.
-        for length in (1000, 700, 512, 1000):
-            serve(engine, length)
-            engine.flush()
-            engine.forget()
-    finally:
-        engine.close()
-        plane.stop()
-        small.stop()
 
 
 def test_nothing_is_left_in_shared_memory() -> None:

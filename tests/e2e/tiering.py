@@ -25,11 +25,17 @@ TIER: dict[str, Any] = {
 }
 
 
-def specs(dtype: Any = torch.bfloat16, windows: bool = False, **changed: Any) -> list[Any]:
+def specs(dtype: str = "bfloat16", windows: bool = False, **changed: Any) -> list[Any]:
     """Return groups of caches as vLLM creates them."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
-    shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 64, "dtype": dtype, **changed}
+    shape: dict[str, Any] = {
+        "block_size": BLOCK,
+        "num_kv_heads": 2,
+        "head_size": 64,
+        "dtype": getattr(torch, dtype),
+        **changed,
+    }
     groups = [KVCacheGroupSpec(["full.0", "full.1"], FullAttentionSpec(**shape))]
     if windows:
         groups.append(KVCacheGroupSpec(["window.0", "window.1"], SlidingWindowSpec(**shape, sliding_window=CHUNK)))

@@ -8,7 +8,7 @@ from typing import Any
 from machine import wait_for
 from scripted import ScriptedDataPlane
 
-from shadowserve.keys import Extra, prefix_chain, record_keys
+from shadowserve.keys import Extra, prefix_chain, record_keys, tail_chunk_key
 
 BLOCK, CHUNK = 16, 64
 MODEL = b"m" * 32
@@ -215,3 +215,123 @@ def report(*arguments: Any, **named: Any) -> Any:
 
 
 TOKENS = list(range(5 * CHUNK + 10))
+
+
+def put(plane: ScriptedDataPlane, names: Sequence[bytes], group: int = 0, namespace: Any = namespace_of) -> None:
+    """Store records of rank 0 under the given chunk keys."""
+    plane.records.update(dict.fromkeys(record_keys(namespace(0, group), list(names)), b""))
+
+
+def tail_of(tokens: list[int], end: int) -> bytes:
+    """Return the chunk key of the tail after the last whole chunk of the tokens up to ``end``."""
+    before = chunk_keys(tokens[:end])
+    return tail_chunk_key(MODEL, tokens, end - len(before) * CHUNK, chunk_tokens=CHUNK, after=before)
+
+
+def names_of(operations: Sequence[Any]) -> list[bytes]:
+    """Return the chunk keys of stores."""
+    return [chunk_key for each in operations for chunk_key in each.chunk_keys]
+
+
+class Pool:
+    """The attributes of vLLM's block pool that are read."""
+
+    num_gpu_blocks = 10
+
+    def __init__(self, cached: int = 0, used: int = 0) -> None:
+        self.used = used
+        self.cached_block_hash_to_block = {str(number): number for number in range(cached)}
+
+    def get_num_free_blocks(self) -> int:
+        return self.num_gpu_blocks - 1 - self.used
+
+
+class Clock:
+    """A clock that only tests move."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Scene:
+    """The scheduler half of an engine, and one request that it serves step by step.
+
+    Attributes:
+        request: The request that arrived last. The other methods are about it.
+    """
+
+    def __init__(self, side: Any, plane: ScriptedDataPlane) -> None:
+        self.side, self.plane = side, plane
+        self.request: Any = None
+
+    @property
+    def name(self) -> str:
+        return str(self.request.request_id)
+
+    def arrive(self, tokens: Sequence[int] = TOKENS, stored: int = 0, **attributes: Any) -> Request:
+        """Let a request arrive after the given number of its chunks was stored."""
+        self.request = arrive(self.side, self.plane, list(tokens), stored, **attributes)
+        return self.request
+
+    def ask(self, local: int = 0) -> int | None:
+        """Ask once, as vLLM does, how many tokens can be loaded."""
+        found: int | None = self.side.matched_tokens(self.request, local)
+        return found
+
+    def matched(self, local: int = 0) -> int:
+        """Ask until there is an answer."""
+        return matched(self.side, self.request, local)
+
+    def look_up(self) -> None:
+        """Start a lookup by a question, and wait for the lookup's answer."""
+        self.ask()
+        wait_for(lambda: self.side._lookup.poll(self.name))
+
+    def load(self, tables: Sequence[list[int]] = (range(100, 300),) * _GROUPS_MAX, local: int = 0) -> Any:  # type: ignore[assignment]
+        """Load what is offered; return the operation for the workers."""
+        self.side.allocated(self.request, [list(table) for table in tables], self.matched(local))
+        (operation,) = self.side.step(step()).loads
+        return operation
+
+    def begin(self, count: int, first: int = 0, **more: Any) -> Any:
+        """Compute tokens in the request's first step; return the stores."""
+        return self.side.step(step(new={self.name: (first, count)}, **more)).stores
+
+    def go_on(self, first: int, count: int, blocks: Sequence[int] | None = None, **more: Any) -> Any:
+        """Compute tokens in a later step, with further blocks; return the stores."""
+        output = step(cached={self.name: (first, count)}, **more)
+        output.scheduled_cached_reqs.new_block_ids = [(list(blocks),) if blocks is not None else None]
+        return self.side.step(output).stores
+
+    def resume(self, first: int, count: int, blocks: Sequence[int], **more: Any) -> Any:
+        """Compute tokens in the first step after a preemption, in new blocks; return the metadata."""
+        output = step(cached={self.name: (first, count)}, **more)
+        output.scheduled_cached_reqs.new_block_ids = [(list(blocks),)]
+        output.scheduled_cached_reqs.resumed_req_ids = {self.name}
+        return self.side.step(output)
+
+    def preempt(self, **changes: Any) -> list[Any]:
+        """Preempt the request, in a step with the given changes of vLLM's output; return its saves."""
+        self.request.num_preemptions += 1
+        output = step(preempted=[self.name])
+        vars(output).update(changes)
+        return list(self.side.step(output).saves.get(self.name, []))
+
+    def report(self, *loaded: dict[str, int], finished: Sequence[str] = (), **named: Any) -> None:
+        """Let the workers report."""
+        self.side.worker_output(set(finished), report(*loaded, **named))
+
+    def available(self) -> Any:
+        """Return the news of the load's available chunks in the next step; None if there is none."""
+        return self.side.step(step()).available.get(self.name)
+
+    def finish(self) -> Any:
+        return self.side.finished(self.request)
+
+    def counted(self, prefix: str = "") -> dict[str, float]:
+        """Return the counters since the last call whose names begin with ``prefix``."""
+        taken = self.side.counts.take()
+        return {name: count for name, count in (taken.data if taken else {}).items() if name.startswith(prefix)}

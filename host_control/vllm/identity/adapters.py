@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from host_control.vllm.identity.content import ContentHashes, changed_since, in_hub_cache
+from host_control.vllm.identity.content import ContentHashes, changed_since, hub_folder, in_hub_cache
 from host_control.vllm.support import UncacheableError
 
 _FILES: Final = ("adapter_config.json", "*.safetensors", "*.bin", "*.pt")
@@ -18,12 +18,7 @@ _NUMBERS_MAX: Final = 65_536
 
 
 class Adapters:
-    """The adapters of one engine. To be created before the engine loads any.
-
-    Args:
-        lora_config: LoRA configuration from vLLM.
-        hashes: Cache of file hashes.
-    """
+    """The adapters of one engine. To be created before the engine loads any."""
 
     def __init__(self, lora_config: Any, hashes: ContentHashes) -> None:
         self._config = lora_config
@@ -49,11 +44,7 @@ class Adapters:
                 raise UncacheableError(f"adapter number {lora.lora_int_id} was used for more than one adapter")
 
     def described(self, lora: Any) -> dict[str, Any]:
-        """Return the inputs of an adapter to the key: its files' content, and how the engine applies it.
-
-        Raises:
-            UncacheableError: Its files cannot be read, or have changed since the engine started.
-        """
+        """Return the inputs of an adapter to the key: its files' content, and how the engine applies it."""
         folder = _folder(str(lora.lora_path), self._started_ns)
         files = sorted({path for pattern in _FILES for path in folder.glob(pattern)})
         if not files:
@@ -80,16 +71,11 @@ class Adapters:
 
 def _folder(name: str, moment_ns: int) -> Path:
     """Return the folder that vLLM loads an adapter from."""
-    from huggingface_hub import snapshot_download
-
     if (path := Path(os.path.expanduser(name))).exists():
         if not in_hub_cache(path) and path.stat().st_ctime_ns > moment_ns:
             raise UncacheableError(f"{path} has changed since the engine started; restart the engine")
         return path
-    try:
-        folder = Path(snapshot_download(name, local_files_only=True))
-    except Exception as error:  # the type depends on the name
-        raise UncacheableError(f"adapter {name} is neither a folder nor in the hub's cache: {error}") from error
+    folder = hub_folder(name, kind="adapter ")
     # The branch may point to another commit than when the engine resolved it.
     if any(changed_since(branch, moment_ns) for branch in (folder.parents[1] / "refs").glob("*")):
         raise UncacheableError(f"the hub's cache of adapter {name} has changed since the engine started")

@@ -1,9 +1,8 @@
 """SHA-256 digests of files, with a cache.
 
-Weights have hundreds of gigabytes, and engines start often. So digests are cached in a small file, by path, size, times
-and inode. If the files have not changed, a start only costs one ``stat`` per file. Of several ranks that start at the
-same time, one hashes, and the others wait for a lock and read the cache. Without a usable cache, files are hashed at
-every start, and one log line says so.
+Digests are cached in a small file, by path, size, times and inode: a start only costs one ``stat`` per unchanged file.
+Of several ranks that start at the same time, one hashes, and the others wait for a lock and read the cache. Without a
+usable cache, files are hashed at every start, and one log line says so.
 """
 
 import contextlib
@@ -49,6 +48,16 @@ def hub_digest(path: Path) -> str | None:
     return name if in_hub_cache(path) and _HEX64.fullmatch(name) else None
 
 
+def hub_folder(name: str, kind: str = "", **options: Any) -> Path:
+    """Return the folder of a model or an adapter in a Hugging Face hub cache, found without network access."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True, **options))
+    except Exception as error:  # the type depends on the name
+        raise UncacheableError(f"{kind}{name} is neither a folder nor in the hub's cache: {error}") from error
+
+
 def changed_since(path: Path, moment_ns: int) -> bool:
     """Return True if a file, or a symbolic link in its path, has changed since a time in nanoseconds.
 
@@ -68,7 +77,6 @@ class ContentHashes:
 
     Args:
         path: Path of the cache; ``None`` for no cache.
-        logger: Logger for progress and for a cache that cannot be used.
         threads: Number of files that are read at the same time.
         settle_seconds: A file that changed less than this before it was read is not cached: its times may be too
             coarse to show another change.
@@ -92,11 +100,7 @@ class ContentHashes:
         self._known: dict[str, tuple[_Signature, str]] = {}
 
     def digests(self, files: Sequence[Path]) -> list[str]:
-        """Return the digest of each file, 64 hexadecimal digits.
-
-        Raises:
-            UncacheableError: A file cannot be read, is not a regular file, or changes while it is read.
-        """
+        """Return the digest of each file, 64 hexadecimal digits; a file must not change while it is read."""
         found = {path: hub_digest(path) for path in files}
         rest = [path for path, digest in found.items() if digest is None]
         found |= self._remembered(rest)

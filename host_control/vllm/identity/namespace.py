@@ -31,11 +31,7 @@ _LONG: Final = {"longrope", "su"}
 
 
 def model_identity(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, hashes: ContentHashes) -> ModelIdentity:
-    """Return the identity of an engine's model. The weights are loaded, and ``uncacheable`` returned ``None``.
-
-    Raises:
-        UncacheableError: Some input cannot be identified.
-    """
+    """Return the identity of an engine's model. The weights are loaded, and ``uncacheable`` returned ``None``."""
     try:
         computed: dict[str, Any] = computation(vllm_config, hashes)
         if (draft := _draft(vllm_config, hashes)) is not None:
@@ -77,11 +73,7 @@ def _draft(vllm_config: Any, hashes: ContentHashes) -> dict[str, Any] | None:
 
 
 def computation(vllm_config: Any, hashes: ContentHashes) -> dict[str, Any]:
-    """Return all inputs except weights and tokens: the model's class, configuration, code and options.
-
-    Raises:
-        UncacheableError: Some input cannot be identified.
-    """
+    """Return all inputs except weights and tokens: the model's class, configuration, code and options."""
     model = vllm_config.model_config
     if getattr(vllm_config, "diffusion_config", None) is not None:
         raise UncacheableError("a diffusion model's KV depends on later tokens")

@@ -25,11 +25,7 @@ _IDENTIFIERS_MAX: Final = 65_536
 
 
 class RequestInputs:
-    """Identifies the inputs of one engine's requests.
-
-    Args:
-        adapters: Adapters of the engine; ``None`` if it serves none.
-    """
+    """Identifies the inputs of one engine's requests."""
 
     def __init__(self, adapters: Adapters | None = None) -> None:
         self._adapters = adapters
@@ -41,10 +37,6 @@ class RequestInputs:
 
         Called on the engine's thread. A non-token input only affects the chunks from its position on, so text before an
         image is shared with prompts without the image.
-
-        Args:
-            request: Request from vLLM.
-            epoch: Epoch of the weights (:mod:`host_control.vllm.epochs`).
 
         Raises:
             UncacheableError: An input cannot be identified. The returned function raises it, too.
@@ -108,11 +100,7 @@ class _Once:
 
 
 def hash_tensors(value: Any) -> str:
-    """Return the SHA-256 of a processed input: names, types, shapes and bytes of its tensors.
-
-    Raises:
-        UncacheableError: The input is not in this process's memory, or its type is not known.
-    """
+    """Return the SHA-256 of a processed input: names, types, shapes and bytes of its tensors."""
     sha = hashlib.sha256()
     if value is None or (hasattr(value, "keys") and "address" in value.keys()):
         raise UncacheableError("the tensors of an input are only in a worker's memory (mm_processor_cache_type)")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from host_control.vllm.identity.content import ContentHashes, changed_since
+from host_control.vllm.identity.content import ContentHashes, changed_since, hub_folder
 from host_control.vllm.support import UncacheableError
 
 # Formats of vLLM's default loader; they only select files of a folder.
@@ -34,22 +34,14 @@ class _Source:
 
 
 def weight_digests(vllm_config: Any, hashes: ContentHashes) -> dict[str, Any]:
-    """Return the identity of an engine's weights: the sorted digests of their files, and other inputs.
-
-    Raises:
-        UncacheableError: The source of the weights is not known, or a file has changed since the engine was configured.
-    """
+    """Return the identity of an engine's weights: the sorted digests of their files, and other inputs."""
     source = _source(vllm_config)
     _unchanged(source.files, vllm_config)
     return {"files": sorted(hashes.digests(source.files)), **source.more}
 
 
 def code_digests(vllm_config: Any, hashes: ContentHashes) -> list[str]:
-    """Return the digests of a model's own Python files, if ``trust_remote_code`` allows any.
-
-    Raises:
-        UncacheableError: The code cannot be read.
-    """
+    """Return the digests of a model's own Python files, if ``trust_remote_code`` allows any."""
     model = vllm_config.model_config
     automatic = getattr(model.hf_config, "auto_map", None)
     if not model.trust_remote_code or not automatic:
@@ -61,11 +53,7 @@ def code_digests(vllm_config: Any, hashes: ContentHashes) -> list[str]:
 
 
 def model_class(model_config: Any, hashes: ContentHashes) -> dict[str, Any]:
-    """Return the name of the model's class, and the module and source of a class that is not vLLM's.
-
-    Raises:
-        UncacheableError: The class loads weights of other models, or its source cannot be read.
-    """
+    """Return the name of the model's class, and the module and source of a class that is not vLLM's."""
     from vllm.model_executor.model_loader.utils import get_model_architecture
 
     chosen, architecture = get_model_architecture(model_config)
@@ -81,11 +69,7 @@ def model_class(model_config: Any, hashes: ContentHashes) -> dict[str, Any]:
 
 
 def model_folder(vllm_config: Any) -> Path:
-    """Return the folder that an engine's model was loaded from.
-
-    Raises:
-        UncacheableError: The folder is not known.
-    """
+    """Return the folder that an engine's model was loaded from."""
     model = vllm_config.model_config
     folder = _folder(model.model, model.revision, vllm_config.load_config.download_dir)
     commit = getattr(model.hf_config, "_commit_hash", None)
@@ -151,16 +135,12 @@ def _tensorized(extra: Any) -> Path:
 
 def _folder(model: str, revision: str | None, cache: str | None) -> Path:
     import vllm.envs as envs
-    from huggingface_hub import snapshot_download
 
     if (path := Path(str(model))).exists():
         return path if path.is_dir() else path.parent
     if envs.VLLM_USE_MODELSCOPE:
         raise UncacheableError(f"{model} is loaded from ModelScope; set --model to its folder")
-    try:
-        return Path(snapshot_download(str(model), revision=revision, cache_dir=cache, local_files_only=True))
-    except Exception as error:  # the type depends on the name
-        raise UncacheableError(f"{model} is neither a folder nor in the hub's cache: {error}") from error
+    return hub_folder(str(model), revision=revision, cache_dir=cache)
 
 
 def _unchanged(files: Sequence[Path], vllm_config: Any) -> None:

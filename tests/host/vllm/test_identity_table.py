@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from identity_support import ASSET, digest, engine_config, kv_cache_config, model_folder, model_of, part_of, rope, spec
 from machine import NEVER_S
 
@@ -83,18 +84,12 @@ def test_each_field_has_the_effect_in_the_table(base: Any) -> None:
         object.__setattr__(part, name, another(value))
         object.__setattr__(config, place, part)
         # The dtype of the cache's own elements counts.
-        caches = kv_cache_config(spec(dtype=uint8())) if name == "cache_dtype" else None
+        caches = kv_cache_config(spec(dtype=torch.uint8)) if name == "cache_dtype" else None
         same = digest(config, caches) == before
         if same != (effect is not Effect.KEY):
             wrong.append(f"{place}.{name}: {value!r} -> {another(value)!r}, {effect}")
     assert not wrong, "\n".join(wrong)
     assert seen > 250
-
-
-def uint8() -> Any:
-    import torch
-
-    return torch.uint8
 
 
 def test_an_unknown_field_is_in_the_key_if_set(base: Any) -> None:
@@ -108,64 +103,83 @@ def test_an_unknown_field_is_in_the_key_if_set(base: Any) -> None:
     assert digest(config) != digest(base)
 
 
-def test_a_platform_class_of_the_user_is_in_the_key(base: Any) -> None:
-    config = copy.copy(base)
-    config.additional_config = {"fast": True}
-    assert digest(config) != digest(base)
-
-
-# User arguments, with the configurations that vLLM creates from them.
-OTHER: dict[str, dict[str, Any]] = {
-    "dtype": {"dtype": "float32"},
-    "hf_overrides": {"hf_overrides": {"rms_norm_eps": 1e-3}},
-    "rope_theta": {"hf_overrides": {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}},
-    "rope": {"hf_overrides": rope("linear")},
-    "sliding_window": {"hf_overrides": {"sliding_window": 128, "use_sliding_window": True}},
-    "model_impl": {"model_impl": "transformers"},
-    "attention_config": {"attention_config": {"use_prefill_query_quantization": True}},
-    "kernel_config": {"kernel_config": {"moe_backend": "triton"}},
-    "linear_backend": {"linear_backend": "marlin"},
-    "worker_extension_cls": {"worker_extension_cls": "mine.Worker"},
-    "kv_sharing_fast_prefill": {"kv_sharing_fast_prefill": True},
-    "additional_config": {"additional_config": {"a": 1}},
-    "dummy": {"load_format": "dummy"},
+BINNED = {"quantizer": "binned"}
+# Arguments of users that change KV, and those that do not: of vLLM, of the plugin, and of the cache's shape.
+OTHER: dict[str, list[dict[str, Any]]] = {
+    "engine": [
+        {"dtype": "float32"},
+        {"hf_overrides": {"rms_norm_eps": 1e-3}},
+        {"hf_overrides": {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}},
+        {"hf_overrides": rope("linear")},
+        {"hf_overrides": {"sliding_window": 128, "use_sliding_window": True}},
+        {"model_impl": "transformers"},
+        {"attention_config": {"use_prefill_query_quantization": True}},
+        {"kernel_config": {"moe_backend": "triton"}},
+        {"linear_backend": "marlin"},
+        {"worker_extension_cls": "mine.Worker"},
+        {"kv_sharing_fast_prefill": True},
+        {"additional_config": {"a": 1}},
+        {"load_format": "dummy"},
+        {"quantization": "fp8_per_tensor"},
+        {"quantization": "fp8_per_tensor", "quantization_config": {"ignore": ["model.layers.0.mlp.down_proj"]}},
+    ],
+    "host": [
+        BINNED,
+        BINNED | {"bins": 32},
+        {"chunk_tokens": 512},
+        BINNED | {"value_bins": 32},
+        BINNED | {"scale_tokens": 16},
+    ],
+    "cache": [{"num_kv_heads": 1}, {"head_size": 32}, {"dtype": torch.float16}],
 }
-SAME: dict[str, dict[str, Any]] = {
-    "served_model_name": {"served_model_name": "shown"},
-    "max_model_len": {"max_model_len": 2048},
-    "seed": {"seed": 7},
-    "revision": {"revision": "v2"},
-    "load_format": {"load_format": "safetensors"},
-    "block_size": {"block_size": 64},
-    "max_num_batched_tokens": {"max_num_batched_tokens": 512},
-    "max_num_seqs": {"max_num_seqs": 4},
-    "enforce_eager": {"enforce_eager": True},
-    "enable_prefix_caching": {"enable_prefix_caching": False},
-    "enable_lora": {"enable_lora": True},
-    "max_lora_rank": {"enable_lora": True, "max_lora_rank": 64},
-    "speculative_config": {
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    },
-    "compilation_config": {"compilation_config": {"mode": 0}},
-    "optimization_level": {"optimization_level": 0},
-    "disable_log_stats": {"disable_log_stats": True},
-    "eos_token_id": {"hf_overrides": {"eos_token_id": 5}},
-    "structured_outputs_config": {"structured_outputs_config": {"backend": "outlines"}},
-    "gpu_memory_utilization": {"gpu_memory_utilization": 0.5},
-    "generation_config": {"generation_config": "vllm", "override_generation_config": {"temperature": 0.5}},
-    "config_format": {"config_format": "hf"},
-    "model_impl": {"model_impl": "vllm"},
+SAME: dict[str, list[dict[str, Any]]] = {
+    "engine": [
+        {"served_model_name": "shown"},
+        {"max_model_len": 2048},
+        {"seed": 7},
+        {"revision": "v2"},
+        {"load_format": "safetensors"},
+        {"block_size": 64},
+        {"max_num_batched_tokens": 512},
+        {"max_num_seqs": 4},
+        {"enforce_eager": True},
+        {"enable_prefix_caching": False},
+        {"enable_lora": True},
+        {"enable_lora": True, "max_lora_rank": 64},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+        {"compilation_config": {"mode": 0}},
+        {"optimization_level": 0},
+        {"disable_log_stats": True},
+        {"hf_overrides": {"eos_token_id": 5}},
+        {"structured_outputs_config": {"backend": "outlines"}},
+        {"gpu_memory_utilization": 0.5},
+        {"generation_config": "vllm", "override_generation_config": {"temperature": 0.5}},
+        {"config_format": "hf"},
+        {"model_impl": "vllm"},
+    ],
+    "host": [{"fetch_timeout_s": 3, "order": "sjf", "store": False, "identity_cache": "none", "data_plane": "unix:/x"}],
+    "cache": [{"block_size": 64}],
 }
 
 
-@pytest.mark.parametrize("name", OTHER)
-def test_an_argument_that_changes_kv_changes_the_key(name: str, base: Any) -> None:
-    assert digest(engine_config(ASSET, **OTHER[name])) != digest(base)
+def digest_with(base: Any, kind: str, given: dict[str, Any]) -> bytes:
+    if kind == "engine":
+        return digest(engine_config(ASSET, **given))
+    return digest(base, host=HostConfig(**given)) if kind == "host" else digest(base, kv_cache_config(spec(**given)))
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_an_argument_that_does_not_change_kv_leaves_the_key(name: str, base: Any) -> None:
-    assert digest(engine_config(ASSET, **SAME[name])) == digest(base)
+@pytest.mark.parametrize("kind", OTHER)
+def test_arguments_that_change_kv_change_the_key(kind: str, base: Any) -> None:
+    found = {digest(base): "the default"}
+    for given in OTHER[kind]:
+        name = digest_with(base, kind, given)
+        assert name not in found, f"{given}: the same key as {found[name]}"
+        found[name] = str(given)
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_arguments_that_do_not_change_kv_leave_the_key(kind: str, base: Any) -> None:
+    assert [given for given in SAME[kind] if digest_with(base, kind, given) != digest(base)] == []
 
 
 def test_another_tokenizer_leaves_the_key(base: Any, tmp_path: Path) -> None:
@@ -241,36 +255,6 @@ def test_transformers_dynamic_rotation_is_uncacheable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "host",
-    [
-        {"quantizer": "binned"},
-        {"quantizer": "binned", "bins": 32},
-        {"chunk_tokens": 512},
-        {"quantizer": "binned", "value_bins": 32},
-        {"quantizer": "binned", "scale_tokens": 16},
-    ],
-)
-def test_options_of_stored_content_are_in_the_key(base: Any, host: dict[str, Any]) -> None:
-    assert digest(base, host=HostConfig(**host)) != digest(base)
-    if host != {"quantizer": "binned"} and "chunk_tokens" not in host:
-        assert digest(base, host=HostConfig(**host)) != digest(base, host=HostConfig(quantizer="binned"))
-
-
-def test_options_of_transfers_are_not_in_the_key(base: Any) -> None:
-    host = HostConfig(fetch_timeout_s=3, order="sjf", store=False, identity_cache="none", data_plane="unix:/x")
-    assert digest(base, host=host) == digest(base)
-
-
-@pytest.mark.parametrize("options", [{"num_kv_heads": 1}, {"head_size": 32}, {"dtype": "float16"}])
-def test_the_shape_of_the_cache_is_in_the_key(base: Any, options: dict[str, Any]) -> None:
-    import torch
-
-    if "dtype" in options:
-        options = {"dtype": torch.float16}
-    assert digest(base, kv_cache_config(spec(**options))) != digest(base)
-
-
-@pytest.mark.parametrize(
     ("ranks", "expected"), [(1, [(0, 4)]), (2, [(0, 2), (2, 4)]), (8, [(n // 2, n // 2 + 1) for n in range(8)])]
 )
 def test_a_rank_is_identified_by_its_heads(
@@ -287,7 +271,6 @@ def test_a_rank_is_identified_by_its_heads(
 
 
 def test_mla_is_the_same_for_any_number_of_ranks(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
     caches = kv_cache_config(MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.bfloat16))
@@ -312,12 +295,7 @@ def shared_by(base: Any, ranks: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     return config
 
 
-def test_the_block_size_is_not_in_the_key(base: Any) -> None:
-    assert digest(base, kv_cache_config(spec(block_size=64))) == digest(base)
-
-
 def test_two_fp8_formats_share_nothing(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
     from vllm.platforms import current_platform
 
     config = copy.copy(base)
@@ -348,17 +326,6 @@ def test_environment_of_the_table_is_vllm_s(base: Any) -> None:
     from host_control.vllm.identity.table import ENVIRONMENT
 
     assert [name for name in ENVIRONMENT if name not in vllm.envs.environment_variables] == []
-
-
-def test_a_users_quantization_is_in_the_key(base: Any) -> None:
-    found = [
-        digest(engine_config(ASSET, quantization=method, quantization_config=ignored))
-        for method, ignored in [
-            ("fp8_per_tensor", None),
-            ("fp8_per_tensor", {"ignore": ["model.layers.0.mlp.down_proj"]}),
-        ]
-    ]
-    assert len({*found, digest(base)}) == 3
 
 
 def test_exceptions_of_a_checkpoints_quantization_are_in_the_key(tmp_path: Path) -> None:

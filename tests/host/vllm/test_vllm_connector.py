@@ -1,10 +1,12 @@
 """``ShadowServeConnector`` and its two halves: every hook that vLLM calls, with one or both halves off."""
 
+import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from scheduler_support import Request, full, window
 from scripted import ScriptedDataPlane
 
 from shadowserve.errors import ConfigurationError
@@ -13,20 +15,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture
-def plane() -> Iterator[ScriptedDataPlane]:
-    plane = ScriptedDataPlane()
-    yield plane
-    plane.stop()
-
-
-@pytest.fixture
 def groups() -> list[Any]:
     """Return the KV cache groups of the engine, here one group."""
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
-    full = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
-    return [KVCacheGroupSpec(["a"], full)]
+    return [KVCacheGroupSpec(["a"], full())]
 
 
 @pytest.fixture
@@ -92,11 +85,9 @@ def test_an_engine_with_several_steps_under_way_refuses_loads_within_steps(
 def test_an_engine_with_several_groups_refuses_settings_that_need_one(
     make: Callable[..., Any], groups: list[Any], asked: str
 ) -> None:
-    import torch
-    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
-    window = SlidingWindowSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, sliding_window=64)
-    groups.append(KVCacheGroupSpec(["b"], window))
+    groups.append(KVCacheGroupSpec(["b"], window(64)))
     for role in ("SCHEDULER", "WORKER"):
         with pytest.raises(ConfigurationError, match=f"{asked}: true needs one KV cache group .* has full, window;"):
             make(role, "", **{asked: True})
@@ -111,30 +102,11 @@ def test_vllm_makes_piecewise_graphs_only_where_layers_are_loaded_one_by_one() -
     assert not asks({"layer_order": True, "fetch": False}) and not asks({})
 
 
-class Request(SimpleNamespace):
-    """The attributes of vLLM's class that the connector reads."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            request_id="r",
-            prompt_token_ids=list(range(600)),
-            prompt_embeds=None,
-            pooling_params=None,
-            lora_request=None,
-            mm_features=[],
-            cache_salt=None,
-            num_tokens=600,
-            num_prompt_tokens=600,
-            num_preemptions=0,
-            skip_reading_prefix_cache=False,
-        )
-
-
 def assert_every_hook_does_nothing(scheduler: Any, worker: Any) -> None:
     """Call them in vLLM's order, with blocks of three groups, and outputs that must not be read."""
     from host_control.vllm.metadata import ShadowServeMetadata
 
-    request, nothing = Request(), ShadowServeMetadata()
+    request, nothing = Request("r", list(range(600))), ShadowServeMetadata()
     scheduler.on_new_request(request)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([0, 1], [2], [3])), 0)
@@ -181,7 +153,7 @@ def test_a_later_stage_that_is_off_turns_the_engine_off(make: Callable[[str, str
     on, off = WorkerHandshake(b"m" * 32, ((0, 0, b"n" * 32),), ""), WorkerHandshake(b"", (), "this stage")
     scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): on, (0, 1): on, (1, 0): off, (1, 1): on})
     assert scheduler._scheduler.problem == "this stage"
-    assert scheduler.get_num_new_matched_tokens(Request(), 0) == (0, False)
+    assert scheduler.get_num_new_matched_tokens(Request("r", list(range(600))), 0) == (0, False)
 
 
 def test_handshakes_that_are_another_connectors_turn_the_engine_off(make: Callable[[str, str], Any]) -> None:
@@ -194,7 +166,7 @@ def test_handshakes_that_are_another_connectors_turn_the_engine_off(make: Callab
         scheduler = make("SCHEDULER", "")
         scheduler.set_xfer_handshake_metadata_pp_aware(others)
         assert "handshake is missing" in scheduler._scheduler.problem
-        assert scheduler.get_num_new_matched_tokens(Request(), 0) == (0, False)
+        assert scheduler.get_num_new_matched_tokens(Request("r", list(range(600))), 0) == (0, False)
 
 
 def test_kv_caches_that_cannot_be_registered_leave_nothing_running(
@@ -218,3 +190,61 @@ def test_the_connector_knows_several_groups() -> None:
     from host_control.vllm.connector import ShadowServeConnector
 
     assert supports_hma(ShadowServeConnector)
+
+
+def test_registering_twice_is_once() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from host_control.vllm import register
+    from host_control.vllm.connector import ShadowServeConnector
+
+    register()
+    register()
+    transfer = SimpleNamespace(kv_connector="ShadowServeConnector", kv_connector_module_path=None)
+    assert KVConnectorFactory.get_connector_class(transfer) is ShadowServeConnector
+
+
+@pytest.mark.parametrize(("policy", "warns"), [("fail", True), ("recompute", False)])
+def test_policy_that_fails_requests_is_named_at_the_start(policy: str, warns: bool, monkeypatch: Any) -> None:
+    from host_control.vllm import connector
+
+    lines: list[str] = []
+    monkeypatch.setattr(connector._logger, "warning", lambda text, *arguments: lines.append(text % arguments))
+    transfer = SimpleNamespace(is_kv_consumer=True, kv_load_failure_policy=policy)
+    connector.ShadowServeConnector._warn(transfer, "")
+    assert bool(lines) == warns
+    assert all("kv_load_failure_policy" in line and "recompute" in line for line in lines)
+
+
+def test_reports_of_ranks_merge_to_the_fewest_chunks() -> None:
+    from host_control.vllm.metadata import WorkerReport
+
+    merged = WorkerReport({"a": 3, "b": 1}).aggregate(WorkerReport({"a": 2, "c": 4}))
+    assert merged.loaded == {"a": 2, "b": 1, "c": 4}
+
+
+def test_statistics_of_steps_and_ranks_add_up() -> None:
+    from host_control.vllm.metrics import Counts, ShadowServeStats
+
+    counts = Counts()
+    assert counts.take() is None
+    counts.add("stored_chunks", 2)
+    counts.add("dropped_stores", reason="full")
+    taken = counts.take()
+    assert taken is not None and not taken.is_empty()
+    total = ShadowServeStats(data={"stored_chunks": 1}).aggregate(taken)
+    assert total.reduce() == {"dropped_stores/full": 1, "stored_chunks": 3}
+    assert counts.take() is None
+
+
+def test_each_failure_reason_is_logged_once_in_a_while(caplog: Any) -> None:
+    from host_control.vllm.metrics import FailureLog
+
+    log = FailureLog(logging.getLogger("test"), interval=60)
+    for _ in range(5):
+        log.warn("loads", "corrupt", "slice 3")
+        log.warn("loads", "deadline", "")
+    assert [record.getMessage() for record in caplog.records] == [
+        "ShadowServe: loads: corrupt: slice 3",
+        "ShadowServe: loads: deadline",
+    ]

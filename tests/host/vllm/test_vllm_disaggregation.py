@@ -1,55 +1,35 @@
 """P/D disaggregation in the connector's scheduler half: parameters of proxies, tails and limits."""
 
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from machine import WAIT_MAX_S, wait_for
-from scheduler_support import (
-    BLOCK,
-    CHUNK,
-    MODEL,
-    NAMESPACES,
-    Request,
-    chunk_keys,
-    full,
-    groups_of,
-    keys,
-    kv_cache_manager,
-    matched,
-    report,
-    state,
-    step,
-    window,
-)
+from scheduler_support import BLOCK, CHUNK, Scene, chunk_keys, full, keys, names_of, put, state, step, tail_of, window
+from scheduler_support import namespace_of as of_group
 from scripted import ScriptedDataPlane
 
 from host_control.disaggregation import Available
 from host_control.layouts import NOWHERE
-from shadowserve.keys import record_keys, tail_chunk_key
+from shadowserve.keys import record_keys
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 TOKENS = list(range(3 * CHUNK + 2 * BLOCK + 5))
 WHOLE, TAIL = 3 * CHUNK, 2 * BLOCK
+END = WHOLE + TAIL
+NAMES = [*chunk_keys(TOKENS), tail_of(TOKENS, END)]
 GIVES = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_host": None}
 TAKES = {"do_remote_prefill": True, "do_remote_decode": False}
 BLOCKS = list(range(1000, 1100))
+OTHERS = list(range(2000, 2100))
+FULL, WINDOW = 0, 1
 
 
-def tail_of(tokens: list[int], size: int = TAIL) -> bytes:
-    return tail_chunk_key(MODEL, tokens, size, chunk_tokens=CHUNK, after=chunk_keys(tokens))
-
-
-def tail_key(tokens: list[int], size: int = TAIL, rank: int = 0) -> bytes:
-    return record_keys(NAMESPACES[rank], [tail_of(tokens, size)])[0]
-
-
-def arrive(side: Any, params: Any = None, tokens: list[int] = TOKENS, name: str = "r") -> Request:
-    request = Request(name, tokens, kv_transfer_params=params)
-    side.on_new_request(request)
-    return request
+def asks(scene: Scene, params: Any = None, tokens: list[int] = TOKENS, **attributes: Any) -> Scene:
+    """Let a request with parameters of a proxy arrive."""
+    scene.arrive(tokens, kv_transfer_params=params, **attributes)
+    return scene
 
 
 def padded(blocks: list[int], before: int = 0) -> list[int]:
@@ -58,451 +38,213 @@ def padded(blocks: list[int], before: int = 0) -> list[int]:
     return [NOWHERE] * before + blocks + [NOWHERE] * (-(before + len(blocks)) % chunk)
 
 
-def part(load: Any) -> Any:
-    """Return a load's chunks and blocks of the only group."""
-    (only,) = load.groups.values()
-    return only
+def given(tokens: int) -> dict[str, Any]:
+    """Return the reply to a proxy after the given number of stored tokens."""
+    told = {"v": 1, "tokens": tokens, "deadline_ms": 5000}
+    return {"do_remote_prefill": True, "do_remote_decode": False, "shadowserve": told}
 
 
-def hold(plane: ScriptedDataPlane, *, chunks: int = 3, tail: bool = True, tokens: list[int] = TOKENS) -> None:
-    plane.records.update(dict.fromkeys(keys(0, tokens)[:chunks], b""))
-    if tail:
-        plane.records[tail_key(tokens)] = b""
+def publish(plane: ScriptedDataPlane, *, chunks: int = 0) -> None:
+    """Store the given number of chunks in the other engine, and publish the rest."""
+    assert plane.published is not None
+    plane.published.update(dict.fromkeys(record_keys(of_group(0, 0), NAMES), 60_000))
+    put(plane, NAMES[:chunks])
 
 
-def test_a_prompt_that_is_to_be_handed_over_is_stored_to_its_last_block(make_side: Any) -> None:
-    side = make_side()
-    request = arrive(side, GIVES)
-    assert matched(side, request) == 0
-    store, tail = side.step(step({"r": (0, len(TOKENS))})).stores
-    assert store.chunk_keys == chunk_keys(TOKENS) and store.published
-    assert store.blocks == BLOCKS[: WHOLE // BLOCK]
-    assert tail.chunk_keys == [tail_of(TOKENS)] and tail.previous == chunk_keys(TOKENS)[-1] and tail.published
-    assert tail.blocks == padded(BLOCKS[WHOLE // BLOCK : (WHOLE + TAIL) // BLOCK])
-    assert side.finished(request) == {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "shadowserve": {"v": 1, "tokens": WHOLE + TAIL, "deadline_ms": 5000},
-    }
+@pytest.fixture
+def patient(make_scene: Callable[..., Scene]) -> Scene:
+    return make_scene(pd_timeout_s=WAIT_MAX_S)
 
 
-def test_a_prompt_that_is_computed_in_parts_stores_each_part_and_the_tail_once(make_side: Any) -> None:
-    side = make_side()
-    request = arrive(side, GIVES)
-    assert matched(side, request) == 0
+# ---- The prefill engine ----------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_is_to_be_handed_over_is_stored_to_its_last_block(scene: Scene) -> None:
+    assert asks(scene, GIVES).matched() == 0
+    store, tail = scene.begin(len(TOKENS))
+    assert store.chunk_keys == NAMES[:3] and store.published and store.blocks == BLOCKS[: WHOLE // BLOCK]
+    assert tail.chunk_keys == NAMES[3:] and tail.previous == NAMES[2] and tail.published
+    assert tail.blocks == padded(BLOCKS[WHOLE // BLOCK : END // BLOCK])
+    assert scene.finish() == given(END)
+
+
+def test_a_prompt_that_is_computed_in_parts_stores_each_part_and_the_tail_once(scene: Scene) -> None:
+    assert asks(scene, GIVES).matched() == 0
     stored = []
     for begin in range(0, len(TOKENS), CHUNK // 2):
         size = min(CHUNK // 2, len(TOKENS) - begin)
-        steps = step({"r": (begin, size)}) if begin == 0 else step(cached={"r": (begin, size)})
-        stored += [(each.chunk_keys, each.previous) for each in side.step(steps).stores]
-    one, two, three = chunk_keys(TOKENS)
-    assert stored == [([one], None), ([two], one), ([three], two), ([tail_of(TOKENS)], three)]
-    request.all_token_ids += range(CHUNK)
-    (store,) = side.step(step(cached={"r": (len(TOKENS), CHUNK)})).stores
-    assert store.chunk_keys == chunk_keys(request.all_token_ids)[3:], "generated tokens continue after the last chunk"
+        stores = scene.go_on(begin, size) if begin else scene.begin(size)
+        stored += [(each.chunk_keys, each.previous) for each in stores]
+    one, two, three, tail = NAMES
+    assert stored == [([one], None), ([two], one), ([three], two), ([tail], three)]
+    scene.request.all_token_ids += range(CHUNK)
+    (store,) = scene.go_on(len(TOKENS), CHUNK)
+    assert store.chunk_keys == chunk_keys(scene.request.all_token_ids)[3:], "generated tokens follow the last chunk"
 
 
-def test_a_prompt_shorter_than_a_chunk_is_a_tail(make_side: Any, plane: ScriptedDataPlane) -> None:
-    side, tokens = make_side(load_tokens_min=1), TOKENS[: 3 * BLOCK + 3]
-    giving = arrive(side, GIVES, tokens)
-    assert matched(side, giving) == 0
-    (store,) = side.step(step({"r": (0, len(tokens))})).stores
-    assert store.chunk_keys == [tail_of(tokens, 3 * BLOCK)] and store.previous is None
-    assert store.blocks == padded(BLOCKS[:3])
-    plane.records[tail_key(tokens, 3 * BLOCK)] = b""
-    taking = arrive(side, TAKES, tokens, "taking")
-    assert matched(side, taking) == 3 * BLOCK
-    side.allocated(taking, [BLOCKS[:4]], 3 * BLOCK)
-    (load,) = side.step(step()).loads
-    assert part(load).chunk_keys == [tail_of(tokens, 3 * BLOCK)] and part(load).blocks == padded(BLOCKS[:3])
+def test_a_prompt_shorter_than_a_chunk_is_a_tail(make_scene: Callable[..., Scene]) -> None:
+    scene, tokens = make_scene(load_tokens_min=1), TOKENS[: 3 * BLOCK + 3]
+    name = tail_of(tokens, 3 * BLOCK)
+    assert asks(scene, GIVES, tokens).matched() == 0
+    (store,) = scene.begin(len(tokens))
+    assert store.chunk_keys == [name] and store.previous is None and store.blocks == padded(BLOCKS[:3])
+    put(scene.plane, [name])
+    asks(scene, TAKES, tokens, name="taking")
+    (part,) = scene.load([BLOCKS[:4]]).groups.values()
+    assert part.chunk_keys == [name] and part.blocks == padded(BLOCKS[:3])
 
 
-def test_a_decode_engine_computes_only_the_prompts_last_block(make_side: Any, plane: ScriptedDataPlane) -> None:
-    side = make_side()
-    hold(plane)
-    request = arrive(side, TAKES)
-    assert matched(side, request) == WHOLE + TAIL
-    side.allocated(request, [BLOCKS[: WHOLE // BLOCK + 3]], WHOLE + TAIL)
-    (load,) = side.step(step()).loads
-    assert part(load).chunk_keys == [*chunk_keys(TOKENS), tail_of(TOKENS)]
-    assert part(load).blocks == padded(BLOCKS[: (WHOLE + TAIL) // BLOCK])
-    assert not side.step(step({"r": (WHOLE + TAIL, 5)})).stores, "all chunks are stored already"
-
-
-def test_the_last_token_of_a_prompt_of_whole_blocks_is_computed(make_side: Any, plane: ScriptedDataPlane) -> None:
-    tokens = TOKENS[: WHOLE + TAIL]
-    hold(plane, tokens=tokens)
-    side = make_side()
-    request = arrive(side, TAKES, tokens)
-    assert matched(side, request) == WHOLE + TAIL - 1
-    side.allocated(request, [BLOCKS[: (WHOLE + TAIL) // BLOCK]], WHOLE + TAIL - 1)
-    (load,) = side.step(step()).loads
-    assert part(load).blocks == padded(BLOCKS[: (WHOLE + TAIL) // BLOCK])
-
-
-def test_a_tail_behind_the_engines_own_prefix_is_loaded_alone(make_side: Any, plane: ScriptedDataPlane) -> None:
-    side = make_side(load_tokens_min=1)
-    hold(plane)
-    request = arrive(side, TAKES)
-    assert matched(side, request, local=WHOLE + BLOCK) == BLOCK
-    side.allocated(request, [BLOCKS[: WHOLE // BLOCK + 3]], BLOCK)
-    (load,) = side.step(step()).loads
-    assert part(load).chunk_keys == [tail_of(TOKENS)]
-    assert part(load).blocks == padded(BLOCKS[WHOLE // BLOCK + 1 : (WHOLE + TAIL) // BLOCK], before=1)
-
-
-def test_a_request_without_parameters_stores_whole_chunks_and_gets_no_reply(
-    make_side: Any, plane: ScriptedDataPlane
-) -> None:
-    side = make_side()
-    request = arrive(side)
-    assert matched(side, request) == 0
-    (store,) = side.step(step({"r": (0, len(TOKENS))})).stores
-    assert store.chunk_keys == chunk_keys(TOKENS) and not store.published
-    assert side.finished(request) is None and "Publish" not in plane.calls
-
-
-@pytest.mark.parametrize("disaggregation", ["prefill", "decode"])
-def test_behind_a_proxy_that_says_nothing_the_configuration_does(
-    make_side: Any, plane: ScriptedDataPlane, disaggregation: str
-) -> None:
-    side = make_side(pd_role=disaggregation)
-    if disaggregation == "decode":
-        hold(plane)
-    request = arrive(side)
-    assert matched(side, request) == (WHOLE + TAIL if disaggregation == "decode" else 0)
-    stores = side.step(step({"r": (0, len(TOKENS))})).stores
-    if disaggregation == "prefill":
-        assert stores[-1].chunk_keys[-1] == tail_of(TOKENS)
-        wait_for(lambda: set(plane.published or ()) == {*keys(0, TOKENS), tail_key(TOKENS)})
-    assert side.finished(request) is None
-
-
-def test_a_request_waits_for_chunks_that_the_prefill_engine_stores(make_side: Any, plane: ScriptedDataPlane) -> None:
-    side = make_side(pd_timeout_s=WAIT_MAX_S)
-    assert plane.published is not None
-    plane.published.update(dict.fromkeys([*keys(0, TOKENS), tail_key(TOKENS)], 60_000))
-    request = arrive(side, TAKES)
-    plane.wait_for_call("Lookup", 3)
-    assert side.matched_tokens(request, 0) is None
-    hold(plane)
-    assert matched(side, request) == WHOLE + TAIL
-    assert side.counts.take().data.get("lookup_failures/published_late") is None
-
-
-def come(plane: ScriptedDataPlane, *, chunks: int) -> None:
-    """Store the given number of chunks in the other engine, and publish the rest."""
-    assert plane.published is not None
-    plane.published.update(dict.fromkeys([*keys(0, TOKENS), tail_key(TOKENS)], 60_000))
-    hold(plane, chunks=chunks, tail=False)
-
-
-@pytest.mark.parametrize(("local", "there"), [(0, 1), (CHUNK, 0), (CHUNK + BLOCK, 0)])
-def test_a_load_starts_with_available_chunks_and_the_workers_learn_of_the_rest(
-    make_side: Any, plane: ScriptedDataPlane, local: int, there: int
-) -> None:
-    side = make_side(pd_timeout_s=WAIT_MAX_S)
-    come(plane, chunks=1)
-    request = arrive(side, TAKES)
-    assert matched(side, request, local) == WHOLE + TAIL - local
-    assert side.waits(request), "no computing while the request waits"
-    side.allocated(request, [BLOCKS[: WHOLE // BLOCK + 3]], WHOLE + TAIL - local)
-    begun = side.step(step())
-    (load,) = begun.loads
-    assert load.available == Available(there, "") and not begun.available
-    assert part(load).chunk_keys == [*chunk_keys(TOKENS)[local // CHUNK :], tail_of(TOKENS)]
-    hold(plane, tail=False)
-    assert wait_for(lambda: side.step(step()).available) == {"r": Available(there + 2, "")}
-    hold(plane)
-    assert wait_for(lambda: side.step(step()).available) == {"r": Available(there + 3, "complete")}
-    assert not side.step(step()).available, "reported once"
-    side.worker_output({"r"}, report({}))
-    assert not side.step(step({"r": (WHOLE + TAIL, 5)})).stores, "all chunks are stored already"
-
-
-def test_chunks_that_a_load_waited_for_in_vain_are_computed_and_stored(
-    make_side: Any, plane: ScriptedDataPlane
-) -> None:
-    side = make_side(pd_timeout_s=WAIT_MAX_S)
-    come(plane, chunks=1)
-    request = arrive(side, TAKES)
-    side.allocated(request, [BLOCKS[: WHOLE // BLOCK + 3]], matched(side, request))
-    side.step(step())
-    assert plane.published is not None
-    plane.published.clear()
-    assert wait_for(lambda: side.step(step()).available) == {"r": Available(1, "published_gone")}
-    side.worker_output({"r"}, report({"r": 1}))
-    assert matched(side, request, CHUNK) == 0, "no second offer"
-    stores = side.step(step({"r": (CHUNK, len(TOKENS) - CHUNK)})).stores
-    assert [chunk_key for store in stores for chunk_key in store.chunk_keys] == [
-        *chunk_keys(TOKENS)[1:],
-        tail_of(TOKENS),
-    ]
-
-
-def test_a_load_that_waits_is_given_up_when_the_weights_change(make_side: Any, plane: ScriptedDataPlane) -> None:
-    side = make_side(pd_timeout_s=WAIT_MAX_S)
-    come(plane, chunks=1)
-    request = arrive(side, TAKES)
-    side.allocated(request, [BLOCKS[: WHOLE // BLOCK + 3]], matched(side, request))
-    side.step(step())
-    side.reset()
-    assert side.step(step()).available == {"r": Available(1, "weights_changed")}
-
-
-def test_a_request_that_is_aborted_while_its_load_waits_is_cancelled(make_side: Any, plane: ScriptedDataPlane) -> None:
-    side = make_side(pd_timeout_s=WAIT_MAX_S)
-    come(plane, chunks=1)
-    request = arrive(side, TAKES)
-    side.allocated(request, [BLOCKS[: WHOLE // BLOCK + 3]], matched(side, request))
-    side.step(step())
-    side.finished(request)
-    hold(plane)
-    last = side.step(step())
-    assert (last.cancels, last.available) == (["r"], {})
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"asynchronous_fetch": False},
-        {"recomputes": False},
-    ],
-    ids=["the engine would stand still", "the request would fail"],
-)
-def test_where_no_load_may_fall_short_the_lookup_waits_for_all(
-    make_side: Any, plane: ScriptedDataPlane, options: dict[str, Any]
-) -> None:
-    side = make_side(pd_timeout_s=WAIT_MAX_S, **options)
-    come(plane, chunks=1)
-    request = arrive(side, TAKES)
-    plane.wait_for_call("Lookup", 4)
-    assert side.matched_tokens(request, 0) is None
-    assert side.finished(request) is None
-
-
-FULL, WINDOW = 0, 1
-
-
-def several(make_side: Any) -> Any:
-    """Return the half of an engine with full attention, and a window that needs three blocks of four."""
-    specs = full(), window(2 * BLOCK + 8)
-    groups = groups_of(*specs)
-    groups.bind(kv_cache_manager(*specs))
-    return make_side(groups=groups, load_tokens_min=1, pd_timeout_s=WAIT_MAX_S)
-
-
-def begin(side: Any, request: Request, tokens: int) -> Any:
-    """Load a hit of two groups."""
-    end = -(-tokens // BLOCK)
-    window_blocks = [0] * (end - 3) + list(range(2000 + end - 3, 2000 + end))
-    side.allocated(request, (BLOCKS[:end], window_blocks), tokens)
-    (load,) = side.step(step()).loads
-    return load
-
-
-def test_a_load_of_several_groups_starts_with_available_chunks(make_side: Any, plane: ScriptedDataPlane) -> None:
-    side = several(make_side)
-    come(plane, chunks=1)
-    request = arrive(side, TAKES)
-    assert matched(side, request) == WHOLE + TAIL, "chunks of windows are stored together with the published chunks"
-    assert side.waits(request)
-    load = begin(side, request, WHOLE + TAIL)
-    assert load.available == Available(1, "")
-    assert load.groups[FULL].chunks == [0, 1, 2, 3] and load.groups[WINDOW].chunks == [3]
-    assert load.groups[WINDOW].chunk_keys == [tail_of(TOKENS)]
-    hold(plane)
-    assert wait_for(lambda: side.step(step()).available) == {"r": Available(4, "complete")}
-    side.worker_output({"r"}, report({}))
-    assert not side.step(step({"r": (WHOLE + TAIL, 5)})).stores, "all chunks are stored already"
-
-
-def test_several_groups_still_load_the_stored_chunks_when_pending_ones_never_come(
-    make_side: Any, plane: ScriptedDataPlane
-) -> None:
-    side = several(make_side)
-    come(plane, chunks=1)
-    request = arrive(side, TAKES)
-    begin(side, request, matched(side, request))
-    plane.records |= dict.fromkeys([*keys(0, TOKENS)[:2], keys(0, TOKENS, WINDOW)[1]], b"")
-    assert plane.published is not None
-    plane.published.clear()
-    assert wait_for(lambda: side.step(step()).available) == {"r": Available(2, "published_gone")}
-    side.worker_output({"r"}, report({"r": 0}))
-    assert matched(side, request) == 2 * CHUNK, "vLLM has allocated no block for it, and calls again"
-    assert begin(side, request, 2 * CHUNK).available is None, "no wait for stored chunks"
-    side.worker_output({"r"}, report({"r": 0}))
-    assert matched(side, request) == 0, "no third offer"
-    stores = side.step(step({"r": (0, WHOLE)}, tables={"r": (BLOCKS, list(range(2000, 2100)))})).stores
-    assert sum(len(store.chunk_keys) for store in stores if store.group == FULL) == 3, (
-        "chunks that cannot be loaded are stored again"
-    )
-
-
-def test_with_a_window_a_prompt_is_stored_to_its_last_block_in_every_group(
-    make_side: Any, plane: ScriptedDataPlane
-) -> None:
-    """Symptom: with several groups, the decode engine computed all tokens after the last whole chunk."""
-    side = several(make_side)
-    request = arrive(side, GIVES)
-    assert matched(side, request) == 0
-    stores = side.step(step({"r": (0, len(TOKENS))}, tables={"r": (BLOCKS, list(range(2000, 2100)))})).stores
-    end = (WHOLE + TAIL) // BLOCK
-    tails = [store for store in stores if store.chunk_keys == [tail_of(TOKENS)]]
-    assert [tail.group for tail in tails] == [WINDOW, FULL], "the group that keeps every chunk is stored last"
-    assert stores[-2:] == tails
-    assert tails[0].blocks == list(range(2000 + end - 3, 2000 + end)) and not tails[0].tail_tokens
-    assert tails[1].blocks == padded(BLOCKS[WHOLE // BLOCK : end]) and tails[1].tail_tokens == TAIL
-    assert wait_for(lambda: plane.published and len(plane.published) >= 4)
-    assert side.finished(request)["shadowserve"]["tokens"] == WHOLE + TAIL
-    assert "slower_paths" not in str(side.counts.take())
-
-
-def test_with_a_window_a_decode_engine_computes_only_the_prompts_last_block(
-    make_side: Any, plane: ScriptedDataPlane
-) -> None:
-    side = several(make_side)
-    hold(plane)
-    tail = tail_of(TOKENS)
-    plane.records |= dict.fromkeys(record_keys(NAMESPACES[0][:31] + bytes([WINDOW]), [*chunk_keys(TOKENS), tail]), b"")
-    request = arrive(side, TAKES)
-    assert matched(side, request) == WHOLE + TAIL
-    load = begin(side, request, WHOLE + TAIL)
-    end = (WHOLE + TAIL) // BLOCK
-    assert load.groups[FULL].chunk_keys == [*chunk_keys(TOKENS), tail]
-    assert load.groups[FULL].blocks == padded(BLOCKS[:end])
-    assert load.groups[WINDOW].chunk_keys == [tail] and load.groups[WINDOW].chunks == [3]
-    assert load.groups[WINDOW].blocks == list(range(2000 + end - 3, 2000 + end))
-
-
-def test_with_a_window_no_tail_holds_the_prompts_last_token(make_side: Any) -> None:
-    """vLLM computes the last token again, and needs one more token of the window for it."""
-    side = several(make_side)
-    tokens = TOKENS[: WHOLE + TAIL]
-    request = arrive(side, GIVES, tokens)
-    assert matched(side, request) == 0
-    stores = side.step(step({"r": (0, len(tokens))}, tables={"r": (BLOCKS, list(range(2000, 2100)))})).stores
-    tails = [store.chunk_keys for store in stores if store.chunk_keys[0] not in chunk_keys(tokens)]
-    assert tails == [[tail_of(tokens, TAIL - BLOCK)]] * 2
-
-
-def test_with_a_window_that_was_let_go_of_no_tail_is_stored_and_that_is_counted(make_side: Any) -> None:
-    side = several(make_side)
-    request = arrive(side, GIVES)
-    assert matched(side, request) == 0
-    let_go = [0] * (WHOLE // BLOCK + 1) + list(range(2000, 2100))
-    stores = side.step(step({"r": (0, len(TOKENS))}, tables={"r": (BLOCKS, let_go)})).stores
-    assert all(chunk_key in chunk_keys(TOKENS) for store in stores for chunk_key in store.chunk_keys)
-    assert side.finished(request)["shadowserve"]["tokens"] == WHOLE
-    assert "prompt_tail_not_shared" in str(side.counts.take())
-
-
-def test_two_groups_of_full_attention_share_a_prompt_to_its_last_block(
-    make_side: Any, plane: ScriptedDataPlane
-) -> None:
-    specs = full(), full(block_size=2 * BLOCK)
-    groups = groups_of(*specs)
-    groups.bind(kv_cache_manager(*specs))
-    side = make_side(groups=groups)
-    request = arrive(side, GIVES)
-    assert matched(side, request) == 0
-    tables = {"r": (BLOCKS, list(range(2000, 2100)))}
-    stores = side.step(step({"r": (0, len(TOKENS))}, tables=tables)).stores
-    tails = [store for store in stores if store.chunk_keys == [tail_of(TOKENS)]]
-    assert [tail.blocks for tail in tails] == [padded(BLOCKS[12:14]), [2006, NOWHERE]]
-    plane.records |= dict.fromkeys(
-        key for rank in (0, 1) for key in record_keys(bytes(31) + bytes([rank]), [*chunk_keys(TOKENS), tail_of(TOKENS)])
-    )
-    taking = arrive(side, TAKES, name="taking")
-    assert matched(side, taking) == WHOLE + TAIL
-
-
-def test_with_states_a_tail_that_is_not_shared_is_counted(make_side: Any) -> None:
-    specs = full(block_size=CHUNK), state(block_size=CHUNK)
-    groups = groups_of(*specs)
-    groups.bind(kv_cache_manager(*specs))
-    side = make_side(groups=groups)
-    arrive(side, name="not handed over")
-    assert "prompt_tail_not_shared" not in str(side.counts.take())
-    arrive(side, GIVES)
-    assert "prompt_tail_not_shared" in str(side.counts.take())
-
-
-def test_with_a_window_a_prompt_that_ends_with_a_chunk_is_counted(make_side: Any) -> None:
-    """No hit ends with the prompt, and the chunk before is the last one that vLLM accepts."""
-    side = several(make_side)
-    arrive(side, GIVES, TOKENS[:WHOLE])
-    assert "prompt_tail_not_shared" in str(side.counts.take())
-
-
-def test_published_chunks_that_are_never_stored_are_computed_and_counted(
-    make_side: Any, plane: ScriptedDataPlane
-) -> None:
-    side = make_side(pd_timeout_s=0.2)
-    assert plane.published is not None
-    plane.published.update(dict.fromkeys(keys(0, TOKENS), 60_000))
-    request = arrive(side, TAKES)
-    assert matched(side, request) == 0
-    assert side.counts.take().data["lookup_failures/published_late"] == 1
-
-
-def test_publications_of_an_aborted_request_are_withdrawn(make_side: Any, plane: ScriptedDataPlane) -> None:
-    side = make_side(pd_timeout_s=WAIT_MAX_S)
-    request = arrive(side, GIVES)
-    matched(side, request)
+def test_publications_of_an_aborted_request_are_withdrawn(patient: Scene) -> None:
+    plane = patient.plane
+    asks(patient, GIVES).matched()
     wait_for(lambda: len(plane.published or ()) == 4)
-    side.step(step({"r": (0, CHUNK)}))
-    assert side.finished(request) == {
-        **{"do_remote_prefill": True, "do_remote_decode": False},
-        "shadowserve": {"v": 1, "tokens": CHUNK, "deadline_ms": int(1000 * WAIT_MAX_S)},
-    }
+    patient.begin(CHUNK)
+    assert patient.finish()["shadowserve"] == {"v": 1, "tokens": CHUNK, "deadline_ms": int(1000 * WAIT_MAX_S)}
     wait_for(lambda: set(plane.published or ()) == set(keys(0, TOKENS)[:1]))
 
 
 @pytest.mark.parametrize(
-    ("most", "tokens"),
-    [(0, 0), (CHUNK - 1, 0), (2 * CHUNK + 7, 2 * CHUNK), (WHOLE + TAIL - 1, WHOLE), (WHOLE + TAIL, WHOLE + TAIL)],
+    ("most", "chunks", "tail"),
+    [(0, 0, 0), (CHUNK, 1, 0), (3 * CHUNK - 1, 2, 0), (END - 1, 3, 0), (END, 3, 1)],
 )
-def test_no_more_is_loaded_than_the_cap(make_side: Any, plane: ScriptedDataPlane, most: int, tokens: int) -> None:
-    side = make_side()
-    hold(plane)
-    request = arrive(side, TAKES | {"max_load_tokens": most})
-    assert matched(side, request) == tokens
-    if tokens:
-        side.allocated(request, [BLOCKS[: -(-tokens // BLOCK)]], tokens)
-        (load,) = side.step(step()).loads
-        assert len([block for block in part(load).blocks if block != NOWHERE]) == tokens // BLOCK
+def test_no_more_is_stored_or_published_than_the_cap(scene: Scene, most: int, chunks: int, tail: int) -> None:
+    assert asks(scene, GIVES | {"max_offload_tokens": most}).matched() == 0
+    stored = names_of(scene.begin(len(TOKENS)))
+    assert stored == [*NAMES[:chunks], *NAMES[3 : 3 + tail]]
+    wait_for(lambda: len(scene.plane.published or ()) == len(stored))
+    assert (scene.finish() or {}).get("shadowserve", {}).get("tokens", 0) == chunks * CHUNK + tail * TAIL
 
 
-def test_the_cap_on_loads_counts_from_the_engines_own_prefix(make_side: Any, plane: ScriptedDataPlane) -> None:
-    side = make_side(load_tokens_min=1)
-    hold(plane)
-    request = arrive(side, {"max_load_tokens": CHUNK})
-    assert matched(side, request, local=CHUNK) == CHUNK
-    assert matched(side, request, local=CHUNK + BLOCK) == CHUNK - BLOCK
+def test_new_weights_hand_nothing_old_over(scene: Scene) -> None:
+    assert asks(scene, GIVES).matched() == 0
+    scene.request.num_computed_tokens = CHUNK
+    scene.side.reset()
+    assert not scene.begin(len(TOKENS)) and scene.finish() is None
+
+
+# ---- The decode engine -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("most", "chunks", "tail"),
+    ("tokens", "local", "matched", "names", "blocks"),
     [
-        (0, 0, False),
-        (CHUNK, 1, False),
-        (3 * CHUNK - 1, 2, False),
-        (WHOLE + TAIL - 1, 3, False),
-        (WHOLE + TAIL, 3, True),
+        pytest.param(TOKENS, 0, END, NAMES, padded(BLOCKS[: END // BLOCK]), id="all but the last tokens"),
+        pytest.param(TOKENS[:END], 0, END - 1, NAMES, padded(BLOCKS[: END // BLOCK]), id="a prompt of whole blocks"),
+        pytest.param(TOKENS, WHOLE + BLOCK, BLOCK, NAMES[3:], padded([BLOCKS[13]], before=1), id="a tail alone"),
     ],
 )
-def test_no_more_is_stored_or_published_than_the_cap(
-    make_side: Any, plane: ScriptedDataPlane, most: int, chunks: int, tail: bool
+def test_a_decode_engine_computes_only_the_prompts_last_block(
+    make_scene: Callable[..., Scene], tokens: list[int], local: int, matched: int, names: Any, blocks: list[int]
 ) -> None:
-    side = make_side()
-    request = arrive(side, GIVES | {"max_offload_tokens": most})
-    assert matched(side, request) == 0
-    stored = [chunk_key for store in side.step(step({"r": (0, len(TOKENS))})).stores for chunk_key in store.chunk_keys]
-    assert stored == [*chunk_keys(TOKENS)[:chunks], *([tail_of(TOKENS)] if tail else [])]
-    wait_for(lambda: len(plane.published or ()) == len(stored))
-    told = side.finished(request)
-    assert (told or {}).get("shadowserve", {}).get("tokens", 0) == chunks * CHUNK + tail * TAIL
+    scene = make_scene(load_tokens_min=1)
+    put(scene.plane, NAMES)
+    assert asks(scene, TAKES, tokens).matched(local) == matched
+    (part,) = scene.load([BLOCKS[: -(-len(tokens) // BLOCK)]], local).groups.values()
+    assert part.chunk_keys == names and part.blocks == blocks
+    assert not scene.begin(len(tokens) - matched - local, matched + local), "all chunks are stored already"
+
+
+def test_a_request_without_parameters_stores_whole_chunks_and_gets_no_reply(scene: Scene) -> None:
+    assert asks(scene).matched() == 0
+    (store,) = scene.begin(len(TOKENS))
+    assert store.chunk_keys == NAMES[:3] and not store.published
+    assert scene.finish() is None and "Publish" not in scene.plane.calls
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_behind_a_proxy_that_says_nothing_the_configuration_does(make_scene: Callable[..., Scene], role: str) -> None:
+    scene = make_scene(pd_role=role)
+    if role == "decode":
+        put(scene.plane, NAMES)
+    assert asks(scene).matched() == (END if role == "decode" else 0)
+    stores = scene.begin(len(TOKENS))
+    if role == "prefill":
+        assert stores[-1].chunk_keys == NAMES[3:]
+        wait_for(lambda: set(scene.plane.published or ()) == set(record_keys(of_group(0, 0), NAMES)))
+    assert scene.finish() is None
+
+
+@pytest.mark.parametrize("options", [{"asynchronous_fetch": False}, {"recomputes": False}], ids=str)
+def test_where_no_load_may_fall_short_the_lookup_waits_for_all(
+    make_scene: Callable[..., Scene], options: dict[str, Any]
+) -> None:
+    """Otherwise the engine would stand still, or the request would fail."""
+    scene = make_scene(pd_timeout_s=WAIT_MAX_S, **options)
+    publish(scene.plane, chunks=1)
+    asks(scene, TAKES)
+    scene.plane.wait_for_call("Lookup", 4)
+    assert scene.ask() is None
+    put(scene.plane, NAMES)
+    assert scene.matched() == END and scene.counted("lookup_failures") == {}
+
+
+@pytest.mark.parametrize(("local", "there"), [(0, 1), (CHUNK, 0), (CHUNK + BLOCK, 0)])
+def test_a_load_starts_with_available_chunks_and_the_workers_learn_of_the_rest(
+    patient: Scene, local: int, there: int
+) -> None:
+    publish(patient.plane, chunks=1)
+    assert asks(patient, TAKES).matched(local) == END - local
+    assert patient.side.waits(patient.request), "no computing while the request waits"
+    load = patient.load([BLOCKS[: WHOLE // BLOCK + 3]], local)
+    assert load.available == Available(there, "") and load.groups[0].chunk_keys == NAMES[local // CHUNK :]
+    put(patient.plane, NAMES[:3])
+    assert wait_for(patient.available) == Available(there + 2, "")
+    put(patient.plane, NAMES)
+    assert wait_for(patient.available) == Available(there + 3, "complete")
+    assert patient.available() is None, "reported once"
+    patient.report(finished=["r"])
+    assert not patient.begin(5, END), "all chunks are stored already"
+
+
+def test_chunks_that_a_load_waited_for_in_vain_are_computed_and_stored(patient: Scene) -> None:
+    publish(patient.plane, chunks=1)
+    asks(patient, TAKES).load([BLOCKS[: WHOLE // BLOCK + 3]])
+    assert patient.plane.published is not None
+    patient.plane.published.clear()
+    assert wait_for(patient.available) == Available(1, "published_gone")
+    patient.report({"r": 1}, finished=["r"])
+    assert patient.matched(CHUNK) == 0, "no second offer"
+    assert names_of(patient.begin(len(TOKENS) - CHUNK, CHUNK)) == NAMES[1:]
+
+
+def test_a_load_that_waits_is_given_up_when_the_weights_change_and_cancelled_when_aborted(patient: Scene) -> None:
+    publish(patient.plane, chunks=1)
+    asks(patient, TAKES).load([BLOCKS[: WHOLE // BLOCK + 3]])
+    patient.side.reset()
+    assert patient.available() == Available(1, "weights_changed")
+    patient.finish()
+    put(patient.plane, NAMES)
+    last = patient.side.step(step())
+    assert (last.cancels, last.available) == (["r"], {})
+
+
+def test_published_chunks_that_are_never_stored_are_computed_and_counted(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(pd_timeout_s=0.2)
+    publish(scene.plane)
+    assert asks(scene, TAKES).matched() == 0
+    assert scene.counted()["lookup_failures/published_late"] == 1
+
+
+@pytest.mark.parametrize(
+    ("most", "local", "tokens"),
+    [
+        (0, 0, 0),
+        (CHUNK - 1, 0, 0),
+        (2 * CHUNK + 7, 0, 2 * CHUNK),
+        (END - 1, 0, WHOLE),
+        (END, 0, END),
+        # Behind the engine's own prefix:
+        (CHUNK, CHUNK, CHUNK),
+        (CHUNK, CHUNK + BLOCK, CHUNK - BLOCK),
+    ],
+)
+def test_no_more_is_loaded_than_the_cap(make_scene: Callable[..., Scene], most: int, local: int, tokens: int) -> None:
+    scene = make_scene(load_tokens_min=1)
+    put(scene.plane, NAMES)
+    assert asks(scene, TAKES | {"max_load_tokens": most}).matched(local) == tokens
+    if tokens:
+        (part,) = scene.load([BLOCKS[: -(-(local + tokens) // BLOCK)]], local).groups.values()
+        assert sum(block != NOWHERE for block in part.blocks) == tokens // BLOCK
 
 
 @pytest.mark.parametrize(
@@ -517,25 +259,22 @@ def test_no_more_is_stored_or_published_than_the_cap(
         {},
     ],
 )
-def test_params_that_make_no_sense_are_passed_over(make_side: Any, plane: ScriptedDataPlane, params: Any) -> None:
-    side = make_side()
-    hold(plane)
-    request = arrive(side, params)
-    assert matched(side, request) == WHOLE
-    assert side.finished(request) is None and "Publish" not in plane.calls
+def test_params_that_make_no_sense_are_passed_over(scene: Scene, params: Any) -> None:
+    put(scene.plane, NAMES)
+    assert asks(scene, params).matched() == WHOLE
+    assert scene.finish() is None and "Publish" not in scene.plane.calls
 
 
-def test_without_publications_the_other_engines_word_is_waited_for(make_side: Any, plane: ScriptedDataPlane) -> None:
-    plane.published = None
-    side = make_side(pd_timeout_s=WAIT_MAX_S)
-    told = TAKES | {"shadowserve": {"v": 1, "tokens": WHOLE + TAIL, "deadline_ms": int(1000 * WAIT_MAX_S)}}
-    request = arrive(side, told)
-    plane.wait_for_call("Lookup", 3)
-    assert side.matched_tokens(request, 0) is None
-    hold(plane)
-    assert matched(side, request) == WHOLE + TAIL
-    assert matched(side, arrive(side, TAKES, [9, *TOKENS], "cold")) == 0
-    assert side.counts.take().data["slower_paths/no_publishing"] == 1, "no parameter says how long to wait for this one"
+def test_without_publications_the_other_engines_word_is_waited_for(patient: Scene) -> None:
+    patient.plane.published = None
+    told = TAKES | {"shadowserve": {"v": 1, "tokens": END, "deadline_ms": int(1000 * WAIT_MAX_S)}}
+    asks(patient, told)
+    patient.plane.wait_for_call("Lookup", 3)
+    assert patient.ask() is None
+    put(patient.plane, NAMES)
+    assert patient.matched() == END
+    assert asks(patient, TAKES, [9, *TOKENS], name="cold").matched() == 0
+    assert patient.counted()["slower_paths/no_publishing"] == 1, "no parameter says how long to wait for this one"
 
 
 @pytest.mark.parametrize(
@@ -548,67 +287,129 @@ def test_without_publications_the_other_engines_word_is_waited_for(make_side: An
     ],
 )
 def test_engines_that_do_not_hear_of_each_other_are_counted(
-    make_side: Any, plane: ScriptedDataPlane, params: Any, takes_none: bool, plain: bool, reason: str
+    scene: Scene, params: Any, takes_none: bool, plain: bool, reason: str
 ) -> None:
-    plane.published = None if takes_none else {}
-    side = make_side()
-    side._lookup._plain = plain
-    request = arrive(side, params)
-    assert matched(side, request) == 0
+    scene.plane.published = None if takes_none else {}
+    scene.side._lookup._plain = plain
+    assert asks(scene, params).matched() == 0
     if params is GIVES:
-        plane.wait_for_call("Publish")
-        wait_for(lambda: side._lookup.reach or not reason)
-    side.finished(request)
-    counted = str(side.counts.take())
-    assert (reason in counted) if reason else ("slower_paths" not in counted)
-    plain_request = arrive(side, name="stays here")
-    side.finished(plain_request)
-    assert "slower_paths" not in str(side.counts.take())
+        scene.plane.wait_for_call("Publish")
+        wait_for(lambda: scene.side._lookup.reach or not reason)
+    scene.finish()
+    assert scene.counted("slower_paths") == ({f"slower_paths/{reason}": 1} if reason else {})
+    asks(scene, name="stays here").finish()
+    assert scene.counted("slower_paths") == {}
 
 
-def test_a_tail_that_could_not_be_loaded_is_stored_again(make_side: Any, plane: ScriptedDataPlane) -> None:
-    side = make_side()
-    hold(plane)
-    request = arrive(side, TAKES)
-    assert matched(side, request) == WHOLE + TAIL
-    side.allocated(request, [BLOCKS[: WHOLE // BLOCK + 3]], WHOLE + TAIL)
-    side.step(step())
-    side.worker_output({"r"}, report({"r": 3}))
-    (store,) = side.step(step({"r": (WHOLE, TAIL + 5)})).stores
-    assert store.chunk_keys == [tail_of(TOKENS)] and store.previous == chunk_keys(TOKENS)[-1]
+def test_a_tail_that_could_not_be_loaded_is_stored_again(scene: Scene) -> None:
+    put(scene.plane, NAMES)
+    asks(scene, TAKES).load([BLOCKS[: WHOLE // BLOCK + 3]])
+    scene.report({"r": 3}, finished=["r"])
+    (store,) = scene.begin(TAIL + 5, WHOLE)
+    assert store.chunk_keys == NAMES[3:] and store.previous == NAMES[2]
 
 
-def test_new_weights_hand_nothing_old_over(make_side: Any) -> None:
-    side = make_side()
-    request = arrive(side, GIVES)
-    assert matched(side, request) == 0
-    request.num_computed_tokens = CHUNK
-    side.reset()
-    assert not side.step(step({"r": (0, len(TOKENS))})).stores
-    assert side.finished(request) is None
+# ---- Several groups: a window that needs three blocks of four --------------------------------------------------------
 
 
-@pytest.mark.parametrize("blocks", [1, 3, 4, 5, 8, 10])
-@pytest.mark.parametrize("skip", [0, 1, 5])
-def test_a_tails_blocks_come_back_and_nothing_behind_them_is_touched(blocks: int, skip: int) -> None:
-    from host_control.layouts import NOWHERE, PagedLayout
+@pytest.fixture
+def windowed(make_scene: Callable[..., Scene]) -> Scene:
+    return make_scene(full(), window(2 * BLOCK + 8), load_tokens_min=1, pd_timeout_s=WAIT_MAX_S)
 
-    each = 4
-    generator = torch.Generator().manual_seed(blocks)
-    caches = [torch.rand((12, 2, 16, 2 * 32), generator=generator) for _ in range(3)]
-    there = [cache.clone() for cache in caches]
-    layout = PagedLayout(caches, "cpu_pages")
-    size = layout.chunk_bytes(each * layout.block_tokens)
-    held = bytearray(b"\x07" * (size * -(-blocks // each)))
-    for first in range(0, blocks, each):
-        mine = [block if block < blocks else NOWHERE for block in range(first, first + each)]
-        layout.gather(memoryview(held)[first // each * size :][:size], mine)
-    last = np.frombuffer(held, np.uint8)[-size:].reshape(3 * 2, each, -1)
-    assert not last[:, (blocks - 1) % each + 1 :].any(), "zeros after the tail"
-    for cache in caches:
-        cache.zero_()
-    padded = -(-blocks // each) * each
-    layout.scatter(memoryview(held), [block if skip <= block < blocks else NOWHERE for block in range(padded)], each)
-    for cache, before in zip(caches, there, strict=True):
-        assert torch.equal(cache[min(skip, blocks) : blocks], before[min(skip, blocks) : blocks])
-        assert not cache[blocks:].any() and not cache[: min(skip, blocks)].any()
+
+def load(scene: Scene, tokens: int) -> Any:
+    """Load a hit of both groups."""
+    end = -(-tokens // BLOCK)
+    return scene.load([BLOCKS[:end], [0] * (end - 3) + OTHERS[end - 3 : end]])
+
+
+def test_a_load_of_several_groups_starts_with_available_chunks(windowed: Scene) -> None:
+    publish(windowed.plane, chunks=1)
+    assert asks(windowed, TAKES).matched() == END, "chunks of windows are stored together with the published chunks"
+    found = load(windowed, END)
+    assert found.available == Available(1, "")
+    assert found.groups[FULL].chunks == [0, 1, 2, 3] and found.groups[WINDOW].chunks == [3]
+    assert found.groups[WINDOW].chunk_keys == NAMES[3:]
+    put(windowed.plane, NAMES)
+    assert wait_for(windowed.available) == Available(4, "complete")
+    windowed.report(finished=["r"])
+    assert not windowed.begin(5, END), "all chunks are stored already"
+
+
+def test_several_groups_still_load_the_stored_chunks_when_pending_ones_never_come(windowed: Scene) -> None:
+    publish(windowed.plane, chunks=1)
+    load(asks(windowed, TAKES), END)
+    put(windowed.plane, NAMES[:2])
+    put(windowed.plane, NAMES[1:2], WINDOW)
+    assert windowed.plane.published is not None
+    windowed.plane.published.clear()
+    assert wait_for(windowed.available) == Available(2, "published_gone")
+    windowed.report({"r": 0}, finished=["r"])
+    assert windowed.matched() == 2 * CHUNK, "vLLM has allocated no block for it, and calls again"
+    assert load(windowed, 2 * CHUNK).available is None, "no wait for stored chunks"
+    windowed.report({"r": 0}, finished=["r"])
+    assert windowed.matched() == 0, "no third offer"
+    stores = windowed.begin(WHOLE, tables={"r": (BLOCKS, OTHERS)})
+    assert len(names_of([each for each in stores if each.group == FULL])) == 3, "what cannot be loaded is stored again"
+
+
+def test_with_a_window_a_prompt_is_handed_over_to_its_last_block_in_every_group(windowed: Scene) -> None:
+    """Symptom: with several groups, the decode engine computed all tokens after the last whole chunk."""
+    assert asks(windowed, GIVES).matched() == 0
+    stores, end = windowed.begin(len(TOKENS), tables={"r": (BLOCKS, OTHERS)}), END // BLOCK
+    assert [(each.group, each.chunk_keys) for each in stores[-2:]] == [(WINDOW, NAMES[3:]), (FULL, NAMES[3:])], (
+        "the group that keeps every chunk is stored last"
+    )
+    of_window, of_full = stores[-2:]
+    assert of_window.blocks == OTHERS[end - 3 : end] and not of_window.tail_tokens
+    assert of_full.blocks == padded(BLOCKS[WHOLE // BLOCK : end]) and of_full.tail_tokens == TAIL
+    assert wait_for(lambda: windowed.plane.published and len(windowed.plane.published) >= 4)
+    assert windowed.finish()["shadowserve"]["tokens"] == END and windowed.counted("slower_paths") == {}
+    put(windowed.plane, NAMES)
+    put(windowed.plane, NAMES, WINDOW)
+    assert asks(windowed, TAKES, name="taking").matched() == END
+    found = load(windowed, END)
+    assert found.groups[FULL].chunk_keys == NAMES and found.groups[FULL].blocks == padded(BLOCKS[:end])
+    assert found.groups[WINDOW].chunk_keys == NAMES[3:] and found.groups[WINDOW].chunks == [3]
+    assert found.groups[WINDOW].blocks == OTHERS[end - 3 : end]
+
+
+def test_with_a_window_no_tail_holds_the_prompts_last_token(windowed: Scene) -> None:
+    """vLLM computes the last token again, and needs one more token of the window for it."""
+    tokens = TOKENS[:END]
+    assert asks(windowed, GIVES, tokens).matched() == 0
+    stores = windowed.begin(len(tokens), tables={"r": (BLOCKS, OTHERS)})
+    tails = [store.chunk_keys for store in stores if store.chunk_keys[0] not in chunk_keys(tokens)]
+    assert tails == [[tail_of(tokens, END - BLOCK)]] * 2
+
+
+def test_two_groups_of_full_attention_share_a_prompt_to_its_last_block(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(full(), full(block_size=2 * BLOCK))
+    assert asks(scene, GIVES).matched() == 0
+    stores = scene.begin(len(TOKENS), tables={"r": (BLOCKS, OTHERS)})
+    tails = [store.blocks for store in stores if store.chunk_keys == NAMES[3:]]
+    assert tails == [padded(BLOCKS[12:14]), [2006, NOWHERE]]
+    for group in (0, 1):
+        put(scene.plane, NAMES, group)
+    assert asks(scene, TAKES, name="taking").matched() == END
+
+
+NOT_SHARED = {"slower_paths/prompt_tail_not_shared": 1}
+
+
+def test_a_tail_of_which_a_window_was_let_go_is_not_stored_and_counted(windowed: Scene) -> None:
+    assert asks(windowed, GIVES).matched() == 0
+    let_go = [0] * (WHOLE // BLOCK + 1) + OTHERS
+    stores = windowed.begin(len(TOKENS), tables={"r": (BLOCKS, let_go)})
+    assert set(names_of(stores)) <= set(chunk_keys(TOKENS))
+    assert windowed.finish()["shadowserve"]["tokens"] == WHOLE and windowed.counted("slower_paths") == NOT_SHARED
+
+
+def test_prompts_without_a_tail_to_share_are_counted(make_scene: Callable[..., Scene], windowed: Scene) -> None:
+    """Tails with states have no records. With windows, no hit ends with a prompt that ends with a chunk."""
+    states = make_scene(full(block_size=CHUNK), state(block_size=CHUNK))
+    asks(states, name="not handed over")
+    assert states.counted("slower_paths") == {}
+    asks(states, GIVES)
+    asks(windowed, GIVES, TOKENS[:WHOLE])
+    assert states.counted("slower_paths") == windowed.counted("slower_paths") == NOT_SHARED

@@ -1,24 +1,12 @@
 """Fetch or compute in the connector's scheduler half: measurements of steps and loads, and their effects."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from machine import wait_for
-from scheduler_support import (
-    CHUNK,
-    Request,
-    arrive,
-    full,
-    groups_of,
-    keys,
-    kv_cache_manager,
-    matched,
-    report,
-    state,
-    step,
-)
-from scripted import ScriptedDataPlane
+from scheduler_support import CHUNK, Clock, Request, Scene, full, keys, report, state, step
 
 from host_control.config import HostConfig
 from host_control.fetch_policy import Decision
@@ -32,14 +20,6 @@ RECORD_BYTES = 1_000_000
 TOKENS = list(range(40 * CHUNK + 10))
 TOKEN_S, BYTE_S = 1e-4, 1e-7
 """Seconds per computed token, and per loaded byte: a fetch of a chunk takes 0.1 s, and computing it 6.4 ms."""
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Policy:
@@ -80,9 +60,8 @@ def parts() -> Any:
 
 
 def fetching(end: int = 1000) -> Decision:
-    return Decision(
-        way="fetch", end_tokens=end, kind="fetch", seconds=0.5, load_tiers={Tier.STORAGE: 1e6}, load_seconds=0.4
-    )
+    tiers = {Tier.STORAGE: 1e6}
+    return Decision(way="fetch", end_tokens=end, kind="fetch", seconds=0.5, load_tiers=tiers, load_seconds=0.4)
 
 
 def loaded(size: float, tier: Tier = Tier.STORAGE) -> Decision:
@@ -93,18 +72,18 @@ def loaded(size: float, tier: Tier = Tier.STORAGE) -> Decision:
 def request_of(name: str = "a", tokens: int = 1100) -> Any:
     from host_control.vllm.requests import RequestState
 
-    state = RequestState(Request(name, list(range(tokens))))
-    state.probe(0)
-    return state
+    made = RequestState(Request(name, list(range(tokens))))
+    made.probe(0)
+    return made
 
 
 @pytest.mark.parametrize(("seconds", "learnt"), [(0.3, [(fetching(), 0.3)]), (0.0, [])])
 def test_a_load_that_ended_in_time_is_learnt_from(parts: Any, seconds: float, learnt: list[Any]) -> None:
-    state = request_of()
-    parts.runner.follow(state, fetching())
+    made = request_of()
+    parts.runner.follow(made, fetching())
     assert parts.policy.loads == [] and parts.policy.ended_loads == []
-    state.load.seconds = seconds
-    parts.runner.load_ended(state.load)
+    made.load.seconds = seconds
+    parts.runner.load_ended(made.load)
     assert parts.policy.loads == learnt and parts.policy.ended_loads == ["a"]
 
 
@@ -129,222 +108,195 @@ def test_the_result_of_a_decision_is_reported_with_the_first_token(parts: Any) -
     assert counted["first_token_seconds/fetch"] == pytest.approx(0.6)
 
 
-# ---------------------------------------------------------------------------------------------------- requests
+# ---- Requests --------------------------------------------------------------------------------------------------------
+
+
+def learn(scene: Scene, chunk_s: float | None = None, tier: Tier = Tier.STORAGE) -> Any:
+    """Let the scheduler half learn the engine's computing time, and the seconds that a chunk of a tier takes to load.
+
+    Returns:
+        The policy.
+    """
+    scene.plane.script.record_bytes = RECORD_BYTES
+    policy = scene.side._policy_runner._policy
+    for tokens in (500, 1000, 2000):
+        scene.side._timing.table.observe("prompts", tokens, tokens * tokens / 2, TOKEN_S * tokens)
+        policy.computed()
+        if chunk_s is not None:
+            policy.fetched(loaded(tokens * RECORD_BYTES / CHUNK, tier), chunk_s * tokens / CHUNK)
+    return policy
 
 
 @pytest.fixture
-def side(make_side: Any, plane: ScriptedDataPlane) -> Any:
-    """Return a scheduler half with such a slow link that computing ends first."""
-    return slow(make_side(fetch_or_recompute=True), plane)
+def make_slow(make_scene: Callable[..., Scene]) -> Callable[..., Scene]:
+    """Return a function that starts a scheduler half with such a slow link that computing ends first."""
+
+    def make(*specs: Any, **options: Any) -> Scene:
+        scene = make_scene(*specs, fetch_or_recompute=True, **options)
+        learn(scene, RECORD_BYTES * BYTE_S)
+        return scene
+
+    return make
 
 
-def slow(side: Any, plane: ScriptedDataPlane) -> Any:
-    plane.script.record_bytes = RECORD_BYTES
-    policy = side._policy_runner._policy
-    for tokens in (500, 1000, 2000):
-        side._timing.table.observe("prompts", tokens, tokens * tokens / 2, TOKEN_S * tokens)
-        chunks = loaded(tokens * RECORD_BYTES / CHUNK)
-        policy.fetched(chunks, chunks.load_bytes * BYTE_S)
-    return side
+@pytest.fixture
+def slow(make_slow: Callable[..., Scene]) -> Scene:
+    return make_slow()
 
 
-def test_computing_that_is_sooner_is_done_and_nothing_is_stored_again(side: Any, plane: ScriptedDataPlane) -> None:
-    request = arrive(side, plane, TOKENS, stored=40)
-    assert matched(side, request) == 0
-    assert matched(side, request) == 0, "the second answer is the same"
-    side.allocated(request, (), 0)
-    metadata = side.step(step(new={"r": (0, len(TOKENS))}))
-    side.stepped()
+def computes(scene: Scene) -> Any:
+    """Let vLLM compute a whole prompt; return the step's metadata."""
+    scene.side.allocated(scene.request, (), 0)
+    metadata = scene.side.step(step(new={scene.name: (0, len(TOKENS))}))
+    scene.side.stepped()
+    return metadata
+
+
+def told(scene: Scene) -> Any:
+    """Return the only decision that the data plane has received."""
+    wait_for(lambda: scene.plane.decisions)
+    (one,) = scene.plane.decisions
+    return one
+
+
+def test_computing_that_is_sooner_is_done_and_nothing_is_stored_again(slow: Scene) -> None:
+    slow.arrive(TOKENS, stored=40)
+    assert slow.matched() == 0 == slow.matched(), "the second answer is the same"
+    metadata = computes(slow)
     assert metadata.loads == [] and metadata.stores == []
-    counted = side.counts.take().data
+    counted = slow.counted()
     assert counted["decisions/compute"] == 1, "of two decisions, one was executed"
     assert counted["hit_tokens"] == 40 * CHUNK
-    wait_for(lambda: plane.decisions)
-    (told,) = plane.decisions
-    assert (told.kind, told.tokens, told.loaded_tokens) == ("compute", len(TOKENS), 0)
-    assert told.predicted["compute"] == told.predicted_seconds < told.predicted["fetch"] / 10 < 2
+    decision = told(slow)
+    assert (decision.kind, decision.tokens, decision.loaded_tokens) == ("compute", len(TOKENS), 0)
+    assert decision.predicted["compute"] == decision.predicted_seconds < decision.predicted["fetch"] / 10 < 2
 
 
-def known_size(side: Any) -> None:
+def known_size(scene: Scene) -> None:
     """Let the scheduler half learn the chunk size, as from an earlier hit."""
-    side._policy_runner._chunk_bytes = 2 * RECORD_BYTES
+    scene.side._policy_runner._chunk_bytes = 2 * RECORD_BYTES
 
 
-def test_no_lookup_is_waited_for_that_could_change_nothing(side: Any, plane: ScriptedDataPlane) -> None:
-    known_size(side)
-    plane.script.stall.add("Lookup")
-    request = arrive(side, plane, TOKENS, stored=40)
-    assert side.matched_tokens(request, 0) == 0
-    side.allocated(request, (), 0)
-    metadata = side.step(step(new={"r": (0, len(TOKENS))}))
+@pytest.mark.parametrize("stored", [40, 3])
+def test_no_lookup_is_waited_for_that_could_change_nothing(slow: Scene, stored: int) -> None:
+    """Chunks that are computed before the lookup answers are stored in the next step, where storage lacks them."""
+    known_size(slow)
+    slow.plane.script.stall.add("Lookup")
+    slow.arrive(TOKENS, stored=stored)
+    assert slow.ask() == 0
+    metadata = computes(slow)
     assert metadata.loads == [] == metadata.stores, "the stored chunks are not known yet"
-    side.stepped()
-    plane.script.unstall.set()
-    wait_for(lambda: side._lookup.poll("r") is not None)
-    assert side.step(step(cached={"r": (len(TOKENS), 1)})).stores == [], "all chunks are stored"
-    side.finished(request)
-    counted = side.counts.take().data
+    slow.plane.script.unstall.set()
+    wait_for(lambda: slow.side._lookup.poll("r") is not None)
+    stores = slow.go_on(len(TOKENS), 1, tables={"r": (list(range(1000, 1200)),)})
+    assert [len(store.chunk_keys) for store in stores] == ([37] if stored == 3 else [])
+    slow.finish()
+    counted = slow.counted()
     assert counted["decisions/compute"] == 1
-    assert (counted["lookup_requests"], counted["hit_tokens"]) == (1, 40 * CHUNK), "it is counted anyway"
-
-
-def test_chunks_computed_before_the_lookup_answers_are_stored_in_the_next_step(
-    side: Any, plane: ScriptedDataPlane
-) -> None:
-    known_size(side)
-    plane.script.stall.add("Lookup")
-    request = arrive(side, plane, TOKENS, stored=3)
-    assert side.matched_tokens(request, 0) == 0
-    side.allocated(request, (), 0)
-    assert side.step(step(new={"r": (0, len(TOKENS))})).stores == []
-    plane.script.unstall.set()
-    wait_for(lambda: side._lookup.poll("r") is not None)
-    tables = {"r": (list(range(1000, 1200)),)}
-    (store,) = side.step(step(cached={"r": (len(TOKENS), 1)}, tables=tables)).stores
-    assert len(store.chunk_keys) == 37
+    assert (counted["lookup_requests"], counted["hit_tokens"]) == (1, stored * CHUNK), "it is counted anyway"
 
 
 @pytest.mark.parametrize(
     "why", ["its size is not known", "it has no second step", "it is handed over", "it may be sooner", "it explores"]
 )
-def test_a_lookup_that_may_change_something_is_waited_for(
-    make_side: Any, side: Any, plane: ScriptedDataPlane, why: str
-) -> None:
+def test_a_lookup_that_may_change_something_is_waited_for(slow: Scene, why: str) -> None:
     more: dict[str, Any] = {}
+    runner = slow.side._policy_runner
     if why != "its size is not known":
-        known_size(side)
+        known_size(slow)
     if why == "it has no second step":
         more["max_tokens"] = 1
     if why == "it is handed over":
         more["kv_transfer_params"] = {"do_remote_decode": True}
     if why == "it may be sooner":
-        side._policy_runner._chunk_bytes /= 1e6
+        runner._chunk_bytes /= 1e6
     if why == "it explores":
-        side._policy_runner._policy._explore_s["fetch"] = 100.0
-    plane.script.stall.add("Lookup")
-    request = arrive(side, plane, TOKENS, stored=40, **more)
-    assert side.matched_tokens(request, 0) is None
-    assert side.matched_tokens(request, 0) is None
-    plane.script.unstall.set()
-    matched(side, request)
+        runner._policy._explore_s["fetch"] = 100.0
+    slow.plane.script.stall.add("Lookup")
+    slow.arrive(TOKENS, stored=40, **more)
+    assert slow.ask() is None and slow.ask() is None
+    slow.plane.script.unstall.set()
+    slow.matched()
 
 
-def test_an_engine_that_stores_nothing_waits_for_no_lookup_of_a_single_token(
-    make_side: Any, plane: ScriptedDataPlane
-) -> None:
-    side = slow(make_side(fetch_or_recompute=True, store=False), plane)
-    known_size(side)
-    plane.script.stall.add("Lookup")
-    assert side.matched_tokens(arrive(side, plane, TOKENS, stored=40, max_tokens=1), 0) == 0
-    plane.script.unstall.set()
+def test_an_engine_that_stores_nothing_waits_for_no_lookup_of_a_single_token(make_slow: Callable[..., Scene]) -> None:
+    scene = make_slow(store=False)
+    known_size(scene)
+    scene.plane.script.stall.add("Lookup")
+    scene.arrive(TOKENS, stored=40, max_tokens=1)
+    assert scene.ask() == 0
+    scene.plane.script.unstall.set()
 
 
-def test_cold_chunks_are_reported_and_not_fetched_by_the_lookup(make_side: Any, plane: ScriptedDataPlane) -> None:
-    """With a fast link, and computing that takes a quarter of a second."""
-    side = make_side(fetch_or_recompute=True)
-    plane.script.record_bytes = RECORD_BYTES
-    policy = side._policy_runner._policy
-    for tokens in (500, 1000, 2000):
-        side._timing.table.observe("prompts", tokens, tokens * tokens / 2, TOKEN_S * tokens)
-        policy.computed()
-        policy.fetched(loaded(tokens * RECORD_BYTES / CHUNK), 0.01)
-    assert matched(side, arrive(side, plane, TOKENS, stored=40)) == 40 * CHUNK
-    plane.script.cold_ms = 3000
-    plane.script.cold.update(keys(0, TOKENS))
-    request = arrive(side, plane, TOKENS, stored=40, name="cold")
-    assert matched(side, request) == 0
-    assert plane.prefetches == 0
-    side.allocated(request, (), 0)
-    side.step(step(new={"cold": (0, len(TOKENS))}))
-    side.stepped()
-    wait_for(lambda: plane.decisions)
-    (told,) = plane.decisions
-    assert told.kind == "compute" and told.cold_seconds == 3.0
-    assert told.predicted["fetch"] == pytest.approx(3.01, rel=0.1) and told.stored_bytes == 40 * RECORD_BYTES
-    assert dict(told.tier_bytes) == {"cold": 40 * RECORD_BYTES}
-    assert side.counts.take().data["cold_seconds/compute"] == 3.0
-
-
-def test_a_fast_load_is_chosen_and_its_time_is_learned(make_side: Any, plane: ScriptedDataPlane) -> None:
-    side = make_side(ranks=2, fetch_or_recompute=True)
-    plane.script.record_bytes = 1000
-    for number in range(3):
-        request = arrive(side, plane, TOKENS, stored=40, name=str(number))
-        assert matched(side, request) == 40 * CHUNK
-        side.allocated(request, [list(range(100, 300))], 40 * CHUNK)
-        side.step(step())
-        side.stepped()
-        side.worker_output({str(number)}, report(seconds={str(number): 0.01}))
-        assert side.counts.take().data["decisions/unknown"] == 1
-    policy = side._policy_runner._policy
-    predicted = policy._loads.predict({Tier.STORAGE: 2 * 40 * 1000})
+def test_a_fast_load_is_chosen_and_its_time_is_learned(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(ranks=2, fetch_or_recompute=True)
+    scene.plane.script.record_bytes = 1000
+    for name in "abc":
+        scene.arrive(TOKENS, stored=40, name=name)
+        assert scene.matched() == 40 * CHUNK
+        scene.load()
+        scene.side.stepped()
+        scene.report(finished=[name], seconds={name: 0.01})
+        assert scene.counted()["decisions/unknown"] == 1
+    predicted = scene.side._policy_runner._policy._loads.predict({Tier.STORAGE: 2 * 40 * 1000})
     assert predicted == {Tier.STORAGE: pytest.approx(0.01, rel=0.1)}, "of the records of two ranks"
-    for tokens in (1000, 2000, 2500):
-        side._timing.table.observe("prompts", tokens, tokens * tokens / 2, TOKEN_S * tokens)
-    request = arrive(side, plane, TOKENS, stored=40, name="r")
-    assert matched(side, request) == 40 * CHUNK
-    side.allocated(request, [list(range(100, 300))], 40 * CHUNK)
-    assert side.counts.take().data["decisions/fetch"] == 1
+    learn(scene)
+    scene.plane.script.record_bytes = 1000
+    scene.arrive(TOKENS, stored=40)
+    scene.load()
+    assert scene.counted()["decisions/fetch"] == 1
 
 
-def test_a_prompt_that_a_prefill_engine_computed_is_fetched(side: Any, plane: ScriptedDataPlane) -> None:
-    told = {"do_remote_prefill": True, "shadowserve": {"v": 1, "tokens": 40 * CHUNK}}
-    assert matched(side, arrive(side, plane, TOKENS, stored=40, kv_transfer_params=told)) == 40 * CHUNK
+def test_a_prompt_that_a_prefill_engine_computed_is_fetched(slow: Scene) -> None:
+    params = {"do_remote_prefill": True, "shadowserve": {"v": 1, "tokens": 40 * CHUNK}}
+    slow.arrive(TOKENS, stored=40, kv_transfer_params=params)
+    assert slow.matched() == 40 * CHUNK
 
 
-def test_a_request_that_is_preempted_is_decided_anew(side: Any, plane: ScriptedDataPlane) -> None:
-    request = arrive(side, plane, TOKENS, stored=40)
-    assert matched(side, request) == 0
-    side.allocated(request, (), 0)
-    for tokens in (500, 1000, 2000):  # the link is fast again, as other requests have measured
-        chunks = loaded(tokens * RECORD_BYTES / CHUNK)
-        side._policy_runner._policy.fetched(chunks, chunks.load_bytes * BYTE_S / 1000)
+def test_a_request_that_is_preempted_is_decided_anew(slow: Scene) -> None:
+    request = slow.arrive(TOKENS, stored=40)
+    assert slow.matched() == 0
+    slow.side.allocated(request, (), 0)
+    learn(slow, RECORD_BYTES * BYTE_S / 1000)  # the link is fast again, as other requests have measured
     request.num_preemptions = 1
-    assert matched(side, request) == 40 * CHUNK
+    assert slow.matched() == 40 * CHUNK
 
 
-def test_a_shorter_prefix_ends_where_the_groups_have_it(
-    make_side: Any, plane: ScriptedDataPlane, monkeypatch: Any
-) -> None:
-    side = slow(make_side(fetch_or_recompute=True), plane)
+def test_a_shorter_prefix_ends_where_all_groups_have_it(make_slow: Callable[..., Scene], monkeypatch: Any) -> None:
+    scene = make_slow(full(), state(block_size=CHUNK))
+    scene.plane.records.update(dict.fromkeys(keys(0, TOKENS), b""))
+    scene.plane.records.update({keys(0, TOKENS, 1)[chunk]: b"" for chunk in (11, 39)})
     shorter = Decision(way="fetch", end_tokens=30 * CHUNK, kind="prefix")
-    monkeypatch.setattr(side._policy_runner, "decide", lambda hit: shorter)
-    asked = []
-    rule = side._engine.groups.hit_tokens
-    monkeypatch.setattr(side._engine.groups, "hit_tokens", lambda *given: asked.append(given) or rule(*given) - CHUNK)
-    request = arrive(side, plane, TOKENS, stored=40)
-    assert matched(side, request) == 29 * CHUNK
-    assert asked[-1][1] == 30 * CHUNK + 1
-    side.allocated(request, [list(range(100, 300))], 29 * CHUNK)
-    (load,) = side.step(step()).loads
-    assert len(load.groups[0].chunk_keys) == 29
+    seen = []
+    monkeypatch.setattr(scene.side._policy_runner, "decide", lambda hit: seen.append(hit) or shorter)
+    scene.arrive(TOKENS)
+    assert scene.matched() == 12 * CHUNK
+    assert seen[-1].end_tokens == 40 * CHUNK and seen[-1].chunk_bytes == 2 * RECORD_BYTES
+    assert len(scene.load([range(100, 300), range(400, 600)]).groups[0].chunk_keys) == 12
 
 
-def test_a_load_that_vllm_does_not_take_is_not_waited_for(
-    side: Any, plane: ScriptedDataPlane, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(side._policy_runner, "decide", lambda hit: fetching(hit.end_tokens))
-    request = arrive(side, plane, TOKENS, stored=40)
-    assert matched(side, request) == 40 * CHUNK
-    side.allocated(request, (), 0)
-    assert side._loads == {} == side._policy_runner._waiting and request.request_id in side._requests
+def test_a_load_that_vllm_does_not_take_is_not_waited_for(slow: Scene, monkeypatch: Any) -> None:
+    monkeypatch.setattr(slow.side._policy_runner, "decide", lambda hit: fetching(hit.end_tokens))
+    slow.arrive(TOKENS, stored=40)
+    assert slow.matched() == 40 * CHUNK
+    slow.side.allocated(slow.request, (), 0)
+    assert slow.side._loads == {} == slow.side._policy_runner._waiting and "r" in slow.side._requests
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_request_that_ends_before_its_load_leaves_nothing_behind(
-    side: Any, plane: ScriptedDataPlane, monkeypatch: Any, asynchronous: bool
+    slow: Scene, monkeypatch: Any, asynchronous: bool
 ) -> None:
-    monkeypatch.setattr(side._policy_runner, "decide", lambda hit: fetching(hit.end_tokens))
+    side, runner = slow.side, slow.side._policy_runner
+    monkeypatch.setattr(runner, "decide", lambda hit: fetching(hit.end_tokens))
     monkeypatch.setattr(side.ways, "goes_in_step", lambda request: not asynchronous)
-    request = arrive(side, plane, TOKENS, stored=40)
-    side.allocated(request, [list(range(100, 300))], matched(side, request))
-    side.step(step())
-    side.finished(request)
-    runner = side._policy_runner
+    slow.arrive(TOKENS, stored=40)
+    slow.load()
+    slow.finish()
     assert side._loads and not runner._waiting
     if asynchronous:
-        side.worker_output(None, report(seconds={"r": 1.0}))  # the slower of two ranks counts
-        side.worker_output({"r"}, report(seconds={"r": 0.5}))
+        slow.report(seconds={"r": 1.0})  # the slower of two ranks counts
+        slow.report(finished=["r"], seconds={"r": 0.5})
     else:
         side.worker_output(None, report({"r": 40}, seconds={"r": 1.0}))
     assert side._loads == {} == runner._policy._queued
@@ -352,172 +304,133 @@ def test_a_request_that_ends_before_its_load_leaves_nothing_behind(
     assert line._last[-1][1] == 1.0, "the policy has learnt it anyway"
 
 
-def test_without_the_setting_nothing_is_decided(make_side: Any, plane: ScriptedDataPlane) -> None:
-    plane.script.record_bytes = RECORD_BYTES
-    side = make_side()
-    request = arrive(side, plane, TOKENS, stored=40)
-    assert matched(side, request) == 40 * CHUNK
-    side.allocated(request, [list(range(100, 300))], 40 * CHUNK)
-    side.step(step(new={"r": (40 * CHUNK, 10)}))
-    side.stepped()
-    assert not any(name.startswith("decisions") for name in side.counts.take().data) and plane.decisions == []
+def test_without_the_setting_nothing_is_decided(scene: Scene) -> None:
+    scene.plane.script.record_bytes = RECORD_BYTES
+    scene.arrive(TOKENS, stored=40)
+    scene.load()
+    scene.begin(10, 40 * CHUNK)
+    scene.side.stepped()
+    assert scene.counted("decisions") == {} and scene.plane.decisions == []
 
 
-def test_a_shorter_prefix_of_several_groups_ends_where_all_groups_can(
-    make_side: Any, plane: ScriptedDataPlane, monkeypatch: Any
-) -> None:
-    specs = full(), state(block_size=CHUNK)
-    groups = groups_of(*specs)
-    groups.bind(kv_cache_manager(*specs))
-    side = slow(make_side(groups=groups, fetch_or_recompute=True), plane)
-    plane.records.update(dict.fromkeys(keys(0, TOKENS), b""))
-    plane.records.update({keys(0, TOKENS, 1)[chunk]: b"" for chunk in (11, 39)})
-    shorter = Decision(way="fetch", end_tokens=30 * CHUNK, kind="prefix")
-    seen = []
-    monkeypatch.setattr(side._policy_runner, "decide", lambda hit: seen.append(hit) or shorter)
-    request = Request("r", TOKENS)
-    side.on_new_request(request)
-    assert matched(side, request) == 12 * CHUNK
-    assert seen[-1].end_tokens == 40 * CHUNK and seen[-1].chunk_bytes == 2 * RECORD_BYTES
+# ---- Tiers -----------------------------------------------------------------------------------------------------------
 
 
-# ---------------------------------------------------------------------------------------------------- tiers
+def test_cold_chunks_are_reported_and_not_fetched_by_the_lookup(make_scene: Callable[..., Scene]) -> None:
+    """With a fast link, and computing that takes a quarter of a second."""
+    scene = make_scene(fetch_or_recompute=True)
+    policy, script = learn(scene), scene.plane.script
+    for chunks in (8, 16, 32):
+        policy.fetched(loaded(chunks * RECORD_BYTES), 0.01)
+    scene.arrive(TOKENS, stored=40)
+    assert scene.matched() == 40 * CHUNK
+    script.cold_ms = 3000
+    script.cold.update(keys(0, TOKENS))
+    scene.arrive(TOKENS, stored=40, name="cold")
+    assert scene.matched() == 0 == scene.plane.prefetches
+    computes(scene)
+    decision = told(scene)
+    assert decision.kind == "compute" and decision.cold_seconds == 3.0
+    assert decision.predicted["fetch"] == pytest.approx(3.01, rel=0.1) and decision.stored_bytes == 40 * RECORD_BYTES
+    assert dict(decision.tier_bytes) == {"cold": 40 * RECORD_BYTES}
+    assert scene.counted()["cold_seconds/compute"] == 3.0
 
 
-TABLES = [list(range(100, 300))]
-
-
-def computes(side: Any) -> None:
-    """Let the scheduler half learn the engine's computing time."""
-    for tokens in (500, 1000, 2000, 2600):
-        side._timing.table.observe("prompts", tokens, tokens * tokens / 2, TOKEN_S * tokens)
-
-
-def test_in_one_engine_a_near_hit_is_loaded_and_a_far_one_is_computed(make_side: Any, plane: ScriptedDataPlane) -> None:
-    side = slow(make_side(fetch_or_recompute=True), plane)
-    policy = side._policy_runner._policy
+def test_in_one_engine_a_near_hit_is_loaded_and_a_far_one_is_computed(slow: Scene) -> None:
+    policy, script = slow.side._policy_runner._policy, slow.plane.script
     for chunks in (2, 8, 32):
         policy.fetched(loaded(chunks * RECORD_BYTES, Tier.MEMORY), 1e-3)
-    far = arrive(side, plane, TOKENS, stored=40, name="far")
-    assert matched(side, far) == 0
-    side.finished(far)
-    plane.script.tiers = dict.fromkeys(keys(0, TOKENS), Tier.MEMORY)
-    near = arrive(side, plane, TOKENS, stored=40, name="near")
-    assert matched(side, near) == 0, "it does not wait for its lookup, because no earlier hit was that near"
-    wait_for(lambda: side._lookup.poll("near") is not None)
-    side.finished(near)
-    again = arrive(side, plane, TOKENS, stored=40, name="again")
-    assert matched(side, again) == 40 * CHUNK
-    plane.script.tiers = dict.fromkeys(keys(0, TOKENS)[:30], Tier.MEMORY)
-    both = arrive(side, plane, TOKENS, stored=40, name="both")
-    assert matched(side, both) == 30 * CHUNK
-    side.allocated(both, TABLES, 30 * CHUNK)
-    counted = side.counts.take().data
+    slow.arrive(TOKENS, stored=40, name="far")
+    assert slow.matched() == 0
+    slow.finish()
+    script.tiers = dict.fromkeys(keys(0, TOKENS), Tier.MEMORY)
+    slow.arrive(TOKENS, stored=40, name="near")
+    assert slow.matched() == 0, "it does not wait for its lookup, because no earlier hit was that near"
+    wait_for(lambda: slow.side._lookup.poll("near") is not None)
+    slow.finish()
+    slow.arrive(TOKENS, stored=40, name="again")
+    assert slow.matched() == 40 * CHUNK
+    script.tiers = dict.fromkeys(keys(0, TOKENS)[:30], Tier.MEMORY)
+    slow.arrive(TOKENS, stored=40, name="both")
+    assert slow.matched() == 30 * CHUNK
+    slow.load()
+    counted = slow.counted("tier_hit_tokens")
     assert counted["tier_hit_tokens/memory"] == (2 * 40 + 30) * CHUNK
     assert counted["tier_hit_tokens/storage"] == (40 + 10) * CHUNK
 
 
-def test_by_default_a_cold_prompt_is_waited_for_and_others_go_on(make_side: Any, plane: ScriptedDataPlane) -> None:
-    plane.script.cold.update(keys(0, TOKENS)[10:])
-    plane.script.cold_ms, plane.script.brings = 3000, 0
-    side = make_side()
-    cold = arrive(side, plane, TOKENS, stored=40, name="cold")
-    assert matched(side, cold) == 40 * CHUNK, "the computing time is unknown, so it waits"
-    assert plane.prefetches == 0
-    side.allocated(cold, TABLES, 40 * CHUNK)
-    assert side.waits(cold)
-    (load,) = side.step(step()).loads
-    assert load.available == (10, "")
-    other = arrive(side, plane, [9, *TOKENS], stored=0, name="other")
-    assert matched(side, other) == 0, "another request is served during the wait"
-    plane.script.brings = 4
-
-    def available() -> Any:
-        return side.step(step()).available.get("cold")
-
-    wait_for(lambda: (more := available()) is not None and more.chunks > 10)
-    plane.script.brings = 1 << 30
-    wait_for(lambda: available() == (40, "complete"))
-    side.worker_output({"cold"}, report(seconds={"cold": 0.1}))
-    assert side.step(step(cached={"cold": (len(TOKENS), 1)}, tables={"cold": TABLES})).stores == []
+def test_by_default_a_cold_prompt_is_waited_for_and_others_go_on(scene: Scene) -> None:
+    script, cold_tables = scene.plane.script, {"cold": [list(range(100, 300))]}
+    script.cold.update(keys(0, TOKENS)[10:])
+    script.cold_ms, script.brings = 3000, 0
+    cold = scene.arrive(TOKENS, stored=40, name="cold")
+    assert scene.matched() == 40 * CHUNK, "the computing time is unknown, so it waits"
+    assert scene.plane.prefetches == 0
+    assert scene.load().available == (10, "") and scene.side.waits(cold)
+    scene.arrive([9, *TOKENS], name="other")
+    assert scene.matched() == 0, "another request is served during the wait"
+    scene.request = cold
+    script.brings = 4
+    wait_for(lambda: (more := scene.available()) is not None and more.chunks > 10)
+    script.brings = 1 << 30
+    wait_for(lambda: scene.available() == (40, "complete"))
+    scene.report(finished=["cold"], seconds={"cold": 0.1})
+    assert scene.go_on(len(TOKENS), 1, tables=cold_tables) == []
 
 
-def test_by_default_a_cold_prompt_is_computed_where_that_is_sooner_and_not_stored_again(
-    make_side: Any, plane: ScriptedDataPlane
-) -> None:
-    plane.script.cold.update(keys(0, TOKENS)[10:])
-    plane.script.record_bytes, plane.script.cold_ms = RECORD_BYTES, 3000
-    side = make_side()
-    computes(side)
+def test_by_default_a_cold_prompt_is_computed_where_that_is_sooner_and_not_stored_again(scene: Scene) -> None:
+    script = scene.plane.script
+    script.cold.update(keys(0, TOKENS)[10:])
+    script.cold_ms = 3000
+    learn(scene)
     for number in range(3):  # they measure the time of loads from storage
-        near = arrive(side, plane, TOKENS[: 10 * CHUNK + 5 + number], stored=10, name=f"near {number}")
-        assert matched(side, near) == 10 * CHUNK
-        side.allocated(near, TABLES, 10 * CHUNK)
-        side.step(step())
-        side.worker_output({near.request_id}, report(seconds={near.request_id: 0.01}))
-    assert not any(name.startswith("decisions") for name in side.counts.take().data)
-    cold = arrive(side, plane, TOKENS, stored=40, name="cold")
-    assert matched(side, cold) == 10 * CHUNK, "near chunks are loaded"
-    side.allocated(cold, TABLES, 10 * CHUNK)
-    assert side.counts.take().data["decisions/prefix"] == 1
-    wait_for(lambda: side._lookup.available("cold") == (10, "complete"))
-    assert plane.script.cold == set(keys(0, TOKENS)[10:]), "computed chunks are not read"
-    side.step(step())
-    side.worker_output({"cold"}, report(seconds={"cold": 0.01}))
-    computed = side.step(step(new={"cold": (10 * CHUNK, 30 * CHUNK)}, tables={"cold": TABLES}))
-    assert computed.stores == [], "all chunks are stored"
+        scene.arrive(TOKENS[: 10 * CHUNK + 5 + number], stored=10, name=f"near {number}")
+        assert scene.matched() == 10 * CHUNK
+        scene.load()
+        scene.report(finished=[scene.name], seconds={scene.name: 0.01})
+    assert scene.counted("decisions") == {}
+    scene.arrive(TOKENS, stored=40, name="cold")
+    assert scene.matched() == 10 * CHUNK, "near chunks are loaded"
+    scene.load()
+    assert scene.counted()["decisions/prefix"] == 1
+    wait_for(lambda: scene.side._lookup.available("cold") == (10, "complete"))
+    assert script.cold == set(keys(0, TOKENS)[10:]), "computed chunks are not read"
+    scene.report(finished=["cold"], seconds={"cold": 0.01})
+    tables = {"cold": [list(range(100, 300))]}
+    assert scene.begin(30 * CHUNK, 10 * CHUNK, tables=tables) == [], "all chunks are stored"
 
 
+@pytest.mark.parametrize("several", [False, True])
 def test_a_load_that_waited_for_object_storage_in_vain_is_not_stored_again(
-    make_side: Any, plane: ScriptedDataPlane
+    make_scene: Callable[..., Scene], several: bool
 ) -> None:
-    plane.script.cold.update(keys(0, TOKENS)[10:])
-    plane.script.brings = 0
-    side = make_side(fetch_timeout_s=0.1)
-    request = arrive(side, plane, TOKENS, stored=40)
-    assert matched(side, request) == 40 * CHUNK
-    side.allocated(request, TABLES, 40 * CHUNK)
-    side.step(step())
-    wait_for(lambda: side.step(step()).available.get("r") == (10, "cold_late"))
-    side.worker_output({"r"}, report({"r": 10}))
-    assert matched(side, request) == 0, "no second offer"
-    computed = side.step(step(cached={"r": (10 * CHUNK, 30 * CHUNK)}, tables={"r": TABLES}))
-    assert computed.stores == []
-
-
-def test_several_groups_offer_the_near_chunks_once_after_cold_ones_stayed_away(
-    make_side: Any, plane: ScriptedDataPlane
-) -> None:
-    specs = full(), full(num_kv_heads=2)
-    groups = groups_of(*specs)
-    groups.bind(kv_cache_manager(*specs))
-    side = make_side(groups=groups, fetch_timeout_s=0.1)
+    """Several groups offer the near chunks once more: vLLM takes all of a load or nothing."""
+    scene = make_scene(*((full(), full(num_kv_heads=2)) if several else ()), fetch_timeout_s=0.1)
     for group in (0, 1):
-        plane.records.update(dict.fromkeys(keys(0, TOKENS, group), b""))
-    plane.script.cold.update(keys(0, TOKENS, 1)[10:])
-    plane.script.brings = 0
-    request = Request("r", TOKENS)
-    side.on_new_request(request)
-    assert matched(side, request) == 40 * CHUNK
-    side.allocated(request, [*TABLES, *TABLES], 40 * CHUNK)
-    side.step(step())
-    wait_for(lambda: side.step(step()).available.get("r") == (10, "cold_late"))
-    side.worker_output({"r"}, report({"r": 10}))
-    assert matched(side, request) == 10 * CHUNK
-    side.allocated(request, [*TABLES, *TABLES], 10 * CHUNK)
-    (load,) = side.step(step()).loads
-    assert load.available is None, "no request waits"
+        scene.plane.records.update(dict.fromkeys(keys(0, TOKENS, group), b""))
+    scene.plane.script.cold.update(keys(0, TOKENS, int(several))[10:])
+    scene.plane.script.brings = 0
+    tables = [list(range(100, 300))] * (1 + several)
+    scene.arrive(TOKENS)
+    assert scene.matched() == 40 * CHUNK
+    scene.load(tables)
+    wait_for(lambda: scene.available() == (10, "cold_late"))
+    scene.report({"r": 10}, finished=["r"])
+    assert scene.matched() == (10 * CHUNK if several else 0)
+    if several:
+        assert scene.load(tables).available is None, "no request waits"
+    else:
+        assert scene.go_on(10 * CHUNK, 30 * CHUNK, tables={"r": tables}) == []
 
 
-def test_the_rate_that_decoding_leaves_is_in_the_prediction(
-    make_side: Any, plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    side = slow(make_side(fetch_or_recompute=True), plane)
-    policy = side._policy_runner._policy
+def test_the_rate_that_decoding_leaves_is_in_the_prediction(slow: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = slow.side._policy_runner._policy
     for chunks in (2, 8, 32):
         policy.fetched(loaded(chunks * RECORD_BYTES, Tier.MEMORY), 1e-3)
-    plane.script.tiers = dict.fromkeys(keys(0, TOKENS), Tier.MEMORY)
-    side._policy_runner.start(0, 0, 10 * RECORD_BYTES)
-    assert matched(side, arrive(side, plane, TOKENS, stored=40, name="free")) == 40 * CHUNK
-    monkeypatch.setattr(type(side._timing), "rate", 10 * RECORD_BYTES)  # one chunk per second
-    assert matched(side, arrive(side, plane, TOKENS, stored=40, name="beside")) == 0
+    slow.plane.script.tiers = dict.fromkeys(keys(0, TOKENS), Tier.MEMORY)
+    slow.side._policy_runner.start(0, 0, 10 * RECORD_BYTES)
+    slow.arrive(TOKENS, stored=40, name="free")
+    assert slow.matched() == 40 * CHUNK
+    monkeypatch.setattr(type(slow.side._timing), "rate", 10 * RECORD_BYTES)  # one chunk per second
+    slow.arrive(TOKENS, stored=40, name="beside")
+    assert slow.matched() == 0

@@ -1,4 +1,4 @@
-"""Pages of quantized caches are stored as bytes, each format in its own namespace."""
+"""Layouts of chunks: pages of quantized caches are stored as bytes, each format in its own namespace."""
 
 import importlib
 from pathlib import Path
@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from identity_support import engine_config, kv_cache_config, layout_of, model_folder, model_of, part_of
+import torch
+from identity_support import ASSET, engine_config, kv_cache_config, layout_of, model_folder, model_of, part_of
+from identity_support import spec as full
 
 from host_control.config import HostConfig
 from shadowserve.chunk import DType, Quantizer
@@ -79,15 +81,6 @@ def test_pages_with_inline_scales_are_stored_as_bytes(
     assert (shape.dtype, shape.quantizer) == (DType.UINT8, Quantizer.PASSTHROUGH)
 
 
-@pytest.mark.parametrize("quantizer", ["lossless", "passthrough"])
-def test_fp8_pages_are_stored_unchanged(config: Any, monkeypatch: pytest.MonkeyPatch, quantizer: Any) -> None:
-    monkeypatch.setattr(config.cache_config, "cache_dtype", "fp8")
-    spec = page("fp8", "Triton")
-    assert problem(config, spec) == ""
-    shape = layout_of(config, kv_cache_config(spec), HostConfig(quantizer=quantizer))
-    assert (shape.dtype, shape.quantizer) == (DType.UINT8, Quantizer.PASSTHROUGH)
-
-
 def test_formats_of_one_element_type_share_nothing(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     names = set()
     formats = [dtype for dtype, backend in PAGES if backend == "MLA"]
@@ -126,3 +119,52 @@ def test_opaque_pages_include_vllms_release_and_are_refused_on_cpus(
     assert "of vLLM 0.99" in part_of(config, caches).label
     with pytest.raises(UncacheableError, match="the page layout of a is not known"):
         part_of(config, caches, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "element", "quantizer", "stored", "wire"),
+    [
+        ("fp8_e4m3", "uint8", "lossless", "passthrough", "uint8"),
+        ("fp8_e4m3", "uint8", "binned", "binned", "float8_e4m3"),
+        ("fp8", "uint8", "binned", "binned", "float8_e4m3"),
+        ("fp8_inc", "float8_e4m3fn", "binned", "binned", "float8_e4m3"),
+        ("fp8_inc", "float8_e4m3fn", "lossless", "passthrough", "uint8"),
+        ("fp8_e5m2", "uint8", "binned", "passthrough", "uint8"),
+        ("fp8_ds_mla", "uint8", "binned", "passthrough", "uint8"),
+    ],
+)
+def test_fp8_caches_are_stored_as_they_are_but_for_e4m3_in_bins(
+    cache_dtype: str, element: str, quantizer: Any, stored: str, wire: str
+) -> None:
+
+    config, host = engine_config(ASSET), HostConfig(quantizer=quantizer, scale_tokens=4)
+    object.__setattr__(config.cache_config, "cache_dtype", cache_dtype)
+    caches = kv_cache_config(full(dtype=getattr(torch, element)))
+    assert cache_dtype in model_of(config, caches, host).dtype
+    shape = layout_of(config, caches, host)
+    assert (shape.dtype.label, shape.quantizer.label, shape.raw_bytes) == (wire, stored, 3 * 2 * 128 * 256)
+    treatment = (shape.bins, shape.value_bins, shape.scale_tokens)
+    assert treatment == ((64, 16, 4) if stored == "binned" else (0, 0, 1))
+
+
+def test_amd_has_another_e4m3_that_is_not_binned(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "fp8_dtype", classmethod(lambda cls: torch.float8_e4m3fnuz))
+    config = engine_config(ASSET)
+    object.__setattr__(config.cache_config, "cache_dtype", "fp8")
+    caches = kv_cache_config(full(dtype=torch.uint8))
+    layout = layout_of(config, caches, HostConfig(quantizer="binned"))
+    assert layout.quantizer is Quantizer.PASSTHROUGH
+
+
+def test_chunks_that_records_cannot_hold_have_a_reason() -> None:
+    from host_control.vllm.support import UncacheableError
+
+    with pytest.raises(UncacheableError, match="cannot hold its chunks: .*2 MiB"):
+        layout_of(engine_config(ASSET), kv_cache_config(full(head_size=1 << 20)))
+
+
+def test_values_with_the_bins_of_keys_are_named_as_if_there_were_no_choice() -> None:
+    layout = layout_of(engine_config(ASSET), None, HostConfig(quantizer="binned", bins=32, value_bins=32))
+    assert (layout.bins, layout.value_bins) == (32, 0)

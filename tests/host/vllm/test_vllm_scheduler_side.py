@@ -1,9 +1,9 @@
-"""The connector's scheduler half with scripted requests and steps: bookkeeping and its cost."""
+"""The connector's scheduler half with scripted requests and steps: bookkeeping, kinds of loads, and changed weights."""
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,15 +14,20 @@ from scheduler_support import (
     BLOCK,
     CHUNK,
     TOKENS,
+    Pool,
     Request,
+    Scene,
     arrive,
     chunk_keys,
+    full,
     groups_of,
     handshake,
     keys,
     matched,
+    put,
     report,
     step,
+    window,
 )
 from scripted import ScriptedDataPlane
 
@@ -31,15 +36,16 @@ from host_control.layouts import NOWHERE
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
+# ---- Arrival and lookup ----------------------------------------------------------------------------------------------
 
-def test_request_waits_for_its_lookup_and_no_longer(make_side: Any, plane: ScriptedDataPlane) -> None:
+
+def test_request_waits_for_its_lookup_and_no_longer(scene: Scene, plane: ScriptedDataPlane) -> None:
     plane.script.stall.add("Lookup")
-    side = make_side()
-    request = arrive(side, plane, TOKENS, stored=3)
-    assert side.matched_tokens(request, 0) is None, "no wait: at its deadline a lookup is a miss"
+    scene.arrive(stored=3)
+    assert scene.ask() is None, "no wait: at its deadline a lookup is a miss"
     plane.script.unstall.set()
-    assert matched(side, request) == 3 * CHUNK
-    assert side.matched_tokens(request, 0) == 3 * CHUNK, "the same answer while there are not enough blocks"
+    assert scene.matched() == 3 * CHUNK
+    assert scene.ask() == 3 * CHUNK, "the same answer while there are not enough blocks"
 
 
 @pytest.mark.parametrize(
@@ -54,155 +60,34 @@ def test_request_waits_for_its_lookup_and_no_longer(make_side: Any, plane: Scrip
         (CHUNK - 1, 0, 0, 0),
     ],
 )
-def test_tokens_offered(
-    make_side: Any, plane: ScriptedDataPlane, length: int, stored: int, local: int, expected: int
-) -> None:
-    side = make_side()
-    request = arrive(side, plane, list(range(length)), stored)
-    assert matched(side, request, local) == expected
+def test_tokens_offered(scene: Scene, length: int, stored: int, local: int, expected: int) -> None:
+    scene.arrive(range(length), stored)
+    assert scene.matched(local) == expected
 
 
-@pytest.mark.parametrize(
-    ("offset", "chunks"), [(2 * CHUNK + 10, 2), (2 * CHUNK, 2), (2 * CHUNK - 1, 1), (0, 0), (5 * CHUNK, 5)]
-)
-def test_text_before_an_image_is_offered_from_a_prompt_without_one(
-    make_side: Any, plane: ScriptedDataPlane, offset: int, chunks: int
-) -> None:
-    side = make_side()
-    image = SimpleNamespace(
-        data={"pixels": torch.ones(4)},
-        modality="image",
-        identifier="cat",
-        mm_position=SimpleNamespace(offset=offset, length=10, is_embed=None),
-    )
-    request = arrive(side, plane, TOKENS, stored=5, mm_features=[image])
-    assert matched(side, request) == chunks * CHUNK
+def test_text_before_an_image_is_offered_from_a_prompt_without_one(scene: Scene) -> None:
+    place = SimpleNamespace(offset=2 * CHUNK + 10, length=10, is_embed=None)
+    data = {"pixels": torch.ones(4)}
+    image = SimpleNamespace(data=data, modality="image", identifier="cat", mm_position=place)
+    scene.arrive(stored=5, mm_features=[image])
+    assert scene.matched() == 2 * CHUNK
 
 
-def test_a_salt_changes_every_chunk(make_side: Any, plane: ScriptedDataPlane) -> None:
-    side = make_side()
-    assert matched(side, arrive(side, plane, TOKENS, stored=5, cache_salt="mine")) == 0
-    assert matched(side, arrive(side, plane, TOKENS, stored=5, name="other")) == 5 * CHUNK
+def test_fewest_hits_of_any_rank_count(make_scene: Callable[..., Scene], plane: ScriptedDataPlane) -> None:
+    scene = make_scene(ranks=2)
+    plane.records.update(dict.fromkeys([*keys(0, TOKENS), keys(1, TOKENS)[0]], b""))
+    scene.arrive()
+    assert scene.matched() == CHUNK
 
 
-def test_load_covers_whole_chunks_and_leaves_local_blocks_alone(make_side: Any, plane: ScriptedDataPlane) -> None:
-    side = make_side(ranks=2)
-    request = arrive(side, plane, TOKENS, stored=4)
-    local = CHUNK + 2 * BLOCK
-    assert matched(side, request, local) == 4 * CHUNK - local
-    side.allocated(request, [list(range(100, 140))], 4 * CHUNK - local)
-    (load,) = side.step(step()).loads
-    assert list(load.groups) == [0]
-    assert load.groups[0].chunk_keys == chunk_keys(TOKENS)[1:4]
-    assert load.groups[0].blocks == [NOWHERE, NOWHERE, *range(106, 116)]
-    assert side.step(step()).loads == [], "passed to the workers once"
-
-
-def test_fewest_hits_of_any_rank_count(make_side: Any, plane: ScriptedDataPlane) -> None:
-    side = make_side(ranks=2)
-    plane.records.update(dict.fromkeys(keys(0, TOKENS), b""))
-    request = arrive(side, plane, TOKENS, stored=2)
-    del plane.records[keys(1, TOKENS)[1]]
-    side.on_new_request(request)
-    assert matched(side, request) == CHUNK
-
-
-def test_failed_load_is_not_offered_again_and_stored_anew(make_side: Any, plane: ScriptedDataPlane) -> None:
-    side = make_side()
-    request = arrive(side, plane, TOKENS, stored=4)
-    side.allocated(request, [list(range(100, 140))], matched(side, request))
-    side.step(step())
-    side.worker_output({"r"}, report({"r": 1}))
-    assert side.matched_tokens(request, CHUNK) == 0
-    (store,) = side.step(step(new={"r": (CHUNK, len(TOKENS) - CHUNK)})).stores
-    assert store.chunk_keys == chunk_keys(TOKENS)[1:5]
-    assert store.previous == chunk_keys(TOKENS)[0] and store.anchored
-    assert store.blocks == list(range(1004, 1020))
-
-
-def test_abort_while_loading_cancels_at_the_workers(make_side: Any, plane: ScriptedDataPlane) -> None:
-    side = make_side()
-    request = arrive(side, plane, TOKENS, stored=4)
-    side.allocated(request, [list(range(100, 140))], matched(side, request))
-    side.step(step())
-    side.finished(request)
-    assert side.step(step()).cancels == ["r"]
-    assert side.step(step()).cancels == []
-    side.worker_output({"r"}, report())
-    assert not side._loads and not side._requests
-
-
-def test_a_step_is_idle_only_while_every_request_waits_for_its_load(make_side: Any, plane: ScriptedDataPlane) -> None:
-    """In an idle step workers may wait, so the next step must have no other work."""
-    side = make_side()
-    assert not side.step(step()).idle, "no request waits"
-    request = arrive(side, plane, TOKENS, stored=4)
-    assert not side.step(step()).idle, "it waits for its lookup"
-    side.allocated(request, [list(range(100, 140))], matched(side, request))
-    assert side.step(step()).idle and side.step(step()).idle
-    other = arrive(side, plane, list(range(CHUNK - 1)), name="short")
-    assert not side.step(step()).idle, "another request may be scheduled"
-    assert not side.step(step(new={"short": (0, CHUNK - 1)})).idle
-    assert not side.step(step(cached={"short": (CHUNK - 1, 1)})).idle
-    side.finished(other)
-    assert side.step(step()).idle
-    side.finished(request)
-    assert side.step(step()).idle, "the load of the aborted request has not ended"
-    side.worker_output({"r"}, report())
-    assert not side.step(step()).idle
-
-
-def test_abort_between_allocation_and_step_still_reaches_the_workers(make_side: Any, plane: ScriptedDataPlane) -> None:
-    """Without the load, the workers would never report the request, and its blocks would never be freed."""
-    side = make_side()
-    request = arrive(side, plane, TOKENS, stored=4)
-    side.allocated(request, [list(range(100, 140))], matched(side, request))
-    side.finished(request)
-    metadata = side.step(step())
-    assert [load.request_id for load in metadata.loads] == metadata.cancels == ["r"]
-
-
-def test_chunks_are_stored_as_steps_complete_them(make_side: Any, plane: ScriptedDataPlane) -> None:
-    side = make_side()
-    request = arrive(side, plane, TOKENS, stored=1)
-    matched(side, request, CHUNK)
-    assert side.step(step(new={"r": (CHUNK, CHUNK - 1)})).stores == []
-    (store,) = side.step(step(cached={"r": (2 * CHUNK - 1, CHUNK + 1)})).stores
-    assert store.chunk_keys == chunk_keys(TOKENS)[1:3]
-    assert store.blocks == list(range(1004, 1012))
-    assert side.step(step(cached={"r": (3 * CHUNK, 5)})).stores == []
-
-
-def test_chunk_of_generated_tokens_has_the_key_of_its_tokens(make_side: Any, plane: ScriptedDataPlane) -> None:
-    side = make_side(ranks=2)
-    request = arrive(side, plane, TOKENS[: CHUNK + 20], stored=1)
-    matched(side, request, CHUNK)
+def test_preempted_request_is_looked_up_again(scene: Scene, plane: ScriptedDataPlane) -> None:
+    request = scene.arrive()
+    assert scene.matched() == 0
+    scene.begin(len(TOKENS))
     request.all_token_ids += list(range(900, 900 + CHUNK))
-    assert side.step(step(cached={"r": (CHUNK + 20, 1)})).stores == []
-    (store,) = side.step(step(cached={"r": (2 * CHUNK - 1, 1)})).stores
-    assert store.chunk_keys == chunk_keys(request.all_token_ids)[1:2]
-
-
-def test_draft_tokens_are_not_stored(make_side: Any, plane: ScriptedDataPlane) -> None:
-    side = make_side()
-    request = arrive(side, plane, TOKENS[: 2 * CHUNK - 2])
-    matched(side, request)
-    (store,) = side.step(step(new={"r": (0, 2 * CHUNK - 2)})).stores
-    assert store.chunk_keys == chunk_keys(TOKENS)[:1]
-    request.all_token_ids.append(7)
-    # One known token and four drafts are scheduled: the chunk is complete only if the drafts are right.
-    assert side.step(step(cached={"r": (2 * CHUNK - 2, 5)})).stores == []
-
-
-def test_preempted_request_is_looked_up_again(make_side: Any, plane: ScriptedDataPlane) -> None:
-    side = make_side()
-    request = arrive(side, plane, TOKENS)
-    assert matched(side, request) == 0
-    side.step(step(new={"r": (0, len(TOKENS))}))
-    request.all_token_ids += list(range(900, 900 + CHUNK))
-    plane.records.update(dict.fromkeys(keys(0, request.all_token_ids), b""))
+    put(plane, chunk_keys(request.all_token_ids))
     request.num_preemptions = 1
-    assert matched(side, request) == 6 * CHUNK
+    assert scene.matched() == 6 * CHUNK
     assert plane.calls.count("Lookup") == 2
 
 
@@ -217,111 +102,60 @@ def test_preempted_request_is_looked_up_again(make_side: Any, plane: ScriptedDat
     ids=lambda attributes: next(iter(attributes)),
 )
 def test_request_that_tokens_do_not_name_is_served_without_the_cache(
-    make_side: Any, plane: ScriptedDataPlane, attributes: Any, caplog: Any
+    scene: Scene, attributes: Any, caplog: Any
 ) -> None:
-    side = make_side()
-    request = arrive(side, plane, TOKENS, stored=5, **attributes)
-    assert side.matched_tokens(request, 0) == 0
-    assert side.step(step(new={"r": (0, len(TOKENS))})).stores == []
+    scene.arrive(stored=5, **attributes)
+    assert scene.ask() == 0 and scene.begin(len(TOKENS)) == []
     assert "without the cache" in caplog.text
-    side.finished(request)
+    scene.finish()
 
 
 @pytest.mark.parametrize("fetch", [True, False])
 def test_request_whose_inputs_cannot_be_named_is_computed_and_not_stored(
-    make_side: Any, plane: ScriptedDataPlane, fetch: bool, caplog: Any
+    make_scene: Callable[..., Scene], fetch: bool, caplog: Any
 ) -> None:
-    feature = SimpleNamespace(
-        identifier="image-0", modality="image", data=None, mm_position=SimpleNamespace(offset=0, length=3)
-    )
-    side = make_side(fetch=fetch)
-    request = arrive(side, plane, TOKENS, stored=5, mm_features=[feature])
-    wait_for(lambda: (side._lookup.poll("r") or SimpleNamespace(reason="")).reason == "unnamed")
-    assert side.matched_tokens(request, 0) == 0
-    for done in range(0, len(TOKENS), CHUNK):
-        new = {"new": {"r": (done, CHUNK)}} if not done else {"cached": {"r": (done, CHUNK)}}
-        assert side.step(step(**new)).stores == []
+    place = SimpleNamespace(offset=0, length=3)
+    image = SimpleNamespace(identifier="image-0", modality="image", data=None, mm_position=place)
+    scene = make_scene(fetch=fetch)
+    scene.arrive(stored=5, mm_features=[image])
+    wait_for(lambda: (scene.side._lookup.poll("r") or SimpleNamespace(reason="")).reason == "unnamed")
+    assert scene.ask() == 0 and scene.begin(CHUNK) == []
+    for done in range(CHUNK, len(TOKENS), CHUNK):
+        assert scene.go_on(done, CHUNK) == []
     assert not fetch or "only in a worker's memory" in caplog.text
-    side.finished(request)
+    scene.finish()
 
 
-def unstarted(plane: ScriptedDataPlane) -> tuple[Any, Any]:
-    """Return a scheduler half without reports from its workers, and its groups."""
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        ({"model": b"", "namespaces": (), "problem": "unknown layout"}, "unknown layout"),
+        # Otherwise their KV would have the same key.
+        ({"model": bytes(32)}, "do not agree on what they compute"),
+        # Otherwise no lookup would contain the chunks that one of them lacks.
+        ({"namespaces": ()}, "do not agree on what they keep"),
+        ({"namespaces": ((0, 0, b"a" * 32), (0, 1, b"b" * 32))}, "do not agree on what they keep"),
+        ({"namespaces": ((0, 1, b"a" * 32),)}, "do not agree on what they keep"),
+    ],
+)
+def test_a_worker_that_is_off_or_differs_turns_all_off(
+    plane: ScriptedDataPlane, second: dict[str, Any], why: str
+) -> None:
     from host_control.vllm.scheduler_side import SchedulerSide
 
     config, groups = HostConfig(data_plane=plane.address), groups_of()
     side = SchedulerSide(config, groups, fetch=True, store=True, problem="", logger=logging.getLogger("t"))
-    return side, groups
-
-
-def test_one_worker_that_is_off_turns_all_off(make_side: Any, plane: ScriptedDataPlane) -> None:
-    from host_control.vllm.metadata import WorkerHandshake
-
-    side, groups = unstarted(plane)
-    side.start({0: handshake(0, groups), 1: WorkerHandshake(b"", (), "unknown layout")})
-    request = Request("r", TOKENS)
-    side.on_new_request(request)
-    assert side.matched_tokens(request, 0) == 0
-    assert side.step(step(new={"r": (0, len(TOKENS))})).stores == []
-    assert side.problem == "unknown layout"
+    side.start({0: handshake(0, groups), 1: replace(handshake(1, groups), **second)})
+    scene = Scene(side, plane)
+    scene.arrive()
+    assert why in side.problem and scene.ask() == 0 and scene.begin(len(TOKENS)) == []
     side.close()
 
 
-def test_ranks_that_compute_with_different_files_turn_the_cache_off(plane: ScriptedDataPlane) -> None:
-    """Otherwise their KV would have the same key."""
-    side, groups = unstarted(plane)
-    side.start({rank: replace(handshake(rank, groups), model=bytes([rank]) * 32) for rank in (0, 1)})
-    assert "do not agree" in side.problem
-    request = Request("r", TOKENS)
-    side.on_new_request(request)
-    assert side.matched_tokens(request, 0) == 0
-    assert side.step(step(new={"r": (0, len(TOKENS))})).stores == []
-    side.close()
-
-
-@pytest.mark.parametrize("held", [(), ((0, 0, b"a" * 32), (0, 1, b"b" * 32)), ((0, 1, b"a" * 32),)])
-def test_ranks_that_keep_other_groups_turn_the_cache_off(plane: ScriptedDataPlane, held: Any) -> None:
-    """Otherwise no lookup would contain the chunks that one of them lacks."""
-    side, groups = unstarted(plane)
-    side.start({0: handshake(0, groups), 1: replace(handshake(1, groups), namespaces=held)})
-    assert "do not agree on what they keep" in side.problem
-    side.on_new_request(Request("r", TOKENS))
-    assert side.step(step(new={"r": (0, len(TOKENS))})).stores == []
-    side.close()
-
-
-def test_certificates_that_cannot_be_used_turn_the_cache_off(make_side: Callable[..., Any]) -> None:
-    side = make_side(tls_ca="/nowhere/ca.crt")
-    assert "tls_ca: cannot read /nowhere/ca.crt" in side.problem
-    request = Request("r", TOKENS)
-    side.on_new_request(request)
-    assert side.matched_tokens(request, 0) == 0
-
-
-def test_step_with_256_running_requests_costs_under_a_fifth_of_a_millisecond(
-    make_side: Any, plane: ScriptedDataPlane
-) -> None:
-    """All our methods in one iteration, in both roles, without fetches; the best of many runs on a shared machine."""
-    from host_control.vllm.metrics import Counts
-
-    side = make_side()
-    names = [f"request-{number}" for number in range(256)]
-    for number, name in enumerate(names):
-        side.on_new_request(Request(name, [number] * (CHUNK + 1)))
-    wait_for(lambda: all(side._lookup.poll(name) is not None for name in names))
-    side.step(step(cached={name: (CHUNK, 1) for name in names}))
-    output = step(cached={name: (CHUNK + 1, 1) for name in names})
-    counts = Counts()
-    best = 1.0
-    for _ in range(300):
-        begin = time.thread_time()
-        metadata = side.step(output)
-        side.worker_output(None, report())
-        counts.take()
-        best = min(best, time.thread_time() - begin)
-    assert metadata.stores == []
-    print(f"scheduler iteration with 256 running requests: {best * 1e6:.0f} us")
-    assert best < 0.0002
+def test_certificates_that_cannot_be_used_turn_the_cache_off(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(tls_ca="/nowhere/ca.crt")
+    scene.arrive()
+    assert "tls_ca: cannot read /nowhere/ca.crt" in scene.side.problem and scene.ask() == 0
 
 
 def test_the_engines_queue_is_sent_with_each_requests_records(make_side: Any, plane: ScriptedDataPlane) -> None:
@@ -349,3 +183,282 @@ def test_the_engines_queue_is_sent_with_each_requests_records(make_side: Any, pl
     wait_for(lambda: waiting() == wanted("b", "c"))
     side.finished(requests["c"])
     wait_for(lambda: waiting() == wanted("b"))
+
+
+# ---- Loads -----------------------------------------------------------------------------------------------------------
+
+
+def test_load_covers_whole_chunks_and_leaves_local_blocks_alone(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(ranks=2)
+    scene.arrive(stored=4)
+    local = CHUNK + 2 * BLOCK
+    assert scene.matched(local) == 4 * CHUNK - local
+    load = scene.load([range(100, 140)], local)
+    assert list(load.groups) == [0] and load.groups[0].chunk_keys == chunk_keys(TOKENS)[1:4]
+    assert load.groups[0].blocks == [NOWHERE, NOWHERE, *range(106, 116)]
+    assert scene.side.step(step()).loads == [], "passed to the workers once"
+
+
+def test_failed_load_is_not_offered_again_and_stored_anew(scene: Scene) -> None:
+    scene.arrive(stored=4)
+    scene.load()
+    scene.report({"r": 1}, finished=["r"])
+    assert scene.ask(CHUNK) == 0
+    (store,) = scene.begin(len(TOKENS) - CHUNK, CHUNK)
+    assert store.chunk_keys == chunk_keys(TOKENS)[1:5]
+    assert store.previous == chunk_keys(TOKENS)[0] and store.anchored and store.blocks == list(range(1004, 1020))
+
+
+def test_abort_while_loading_cancels_at_the_workers(scene: Scene) -> None:
+    scene.arrive(stored=4)
+    scene.load()
+    scene.finish()
+    assert scene.side.step(step()).cancels == ["r"] and scene.side.step(step()).cancels == []
+    scene.report(finished=["r"])
+    assert not scene.side._loads and not scene.side._requests
+
+
+def test_abort_between_allocation_and_step_still_reaches_the_workers(scene: Scene) -> None:
+    """Without the load, the workers would never report the request, and its blocks would never be freed."""
+    request = scene.arrive(stored=4)
+    scene.side.allocated(request, [list(range(100, 140))], scene.matched())
+    scene.finish()
+    metadata = scene.side.step(step())
+    assert [load.request_id for load in metadata.loads] == metadata.cancels == ["r"]
+
+
+def test_a_step_is_idle_only_while_every_request_waits_for_its_load(scene: Scene) -> None:
+    """In an idle step workers may wait, so the next step must have no other work."""
+
+    def idle(output: Any = None) -> bool:
+        return bool(scene.side.step(output or step()).idle)
+
+    assert not idle(), "no request waits"
+    request = scene.arrive(stored=4)
+    assert not idle(), "it waits for its lookup"
+    scene.side.allocated(request, [list(range(100, 140))], scene.matched())
+    assert idle() and idle()
+    other = scene.arrive(range(CHUNK - 1), name="short")
+    assert not idle(), "another request may be scheduled"
+    assert not idle(step(new={"short": (0, CHUNK - 1)})) and not idle(step(cached={"short": (CHUNK - 1, 1)}))
+    scene.side.finished(other)
+    assert idle()
+    scene.side.finished(request)
+    assert idle(), "the load of the aborted request has not ended"
+    scene.report(finished=["r"])
+    assert not idle()
+
+
+def worker_of(groups: Any, **config: Any) -> Any:
+    """Return the worker half without a data plane: each load ends immediately, without any chunk."""
+    from host_control.vllm.shards import Rank
+    from host_control.vllm.worker_side import WorkerSide
+
+    how: dict[str, Any] = {"fetch": True, "store": True, "problem": "", "logger": logging.getLogger("test")}
+    worker = WorkerSide(HostConfig(**config), None, None, groups, Rank(0, 1), **how)
+    worker._shards.parts = {0: [SimpleNamespace(group=group) for group in groups.groups]}
+    worker._shards.shapes = {0: [SimpleNamespace(namespace=bytes(32)) for _ in groups.groups]}
+    return worker
+
+
+def test_a_load_of_two_groups_with_asynchronous_fetch_false_ends_for_vllm(make_scene: Callable[..., Scene]) -> None:
+    """Symptom: the request stays in WAITING_FOR_REMOTE_KVS for ever."""
+    scene = make_scene(full(), window(CHUNK), asynchronous_fetch=False)
+    worker = worker_of(scene.side._engine.groups, asynchronous_fetch=False)
+    for group in (0, 1):
+        put(scene.plane, chunk_keys(TOKENS), group)
+    request = scene.arrive()
+    scene.side.allocated(request, [list(range(100, 140))] * 2, scene.matched())
+    worker.exchange(scene.side.step(step()))
+    finished, failed = worker.take_finished()
+    assert (scene.side.waits(request), finished, failed) == (True, {"r"}, {"r"})
+    scene.side.worker_output(finished, worker.take_report() or report())
+    assert not scene.side._loads and scene.counted("slower_paths") == {"slower_paths/several_groups": 1}
+
+
+def test_pages_are_renewed_before_vllm_learns_of_a_layerwise_load_that_ended_without_an_answer(
+    make_scene: Callable[..., Scene],
+) -> None:
+    """Symptom: vLLM computes into pages that a device may still write to, because the load ended after the renewal."""
+    from host_control.vllm.metadata import ShadowServeMetadata
+
+    scene, worker = make_scene(layer_order=True), worker_of(groups_of(full()), layer_order=True)
+    scene.side.ways.layerwise_chunks = 8
+    scene.arrive(stored=4, status=None)
+    operation = scene.load()
+    assert operation.layerwise
+    events: list[str] = []
+    worker._pages = worker._loads.pages = SimpleNamespace(renew=lambda: events.append("renewed"))
+    outcomes = [[], [worker._loads._failed_load(operation, "unreachable")]]
+    worker._loads.managers[0] = SimpleNamespace(
+        exchange=lambda *arguments: outcomes.pop(0), wait=lambda requests: events.append("ended"), idle=False
+    )
+    worker.exchange(ShadowServeMetadata(loads=[operation]))
+    worker.take_finished()
+    assert worker.take_report().loaded == {operation.request_id: 0} and events == ["ended", "renewed"]
+
+
+PLAIN = SimpleNamespace(seed=None, thinking_token_budget=None)
+SEEDED = SimpleNamespace(seed=1, thinking_token_budget=None)
+BUDGET = SimpleNamespace(seed=None, thinking_token_budget=10)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "own", "reason"),
+    [(SEEDED, False, "seed"), (BUDGET, False, "sampling_state"), (PLAIN, True, "sampling_state"), (PLAIN, False, "")],
+)
+@pytest.mark.parametrize("asked", ["layer_order", "asynchronous_fetch"])
+def test_no_step_computes_on_a_load_whose_request_has_state_that_vllm_does_not_set_back(
+    make_scene: Callable[..., Scene], caplog: Any, asked: str, sampling: Any, own: bool, reason: str
+) -> None:
+    scene = make_scene(**{asked: asked == "layer_order"})
+    scene.side.ways.layerwise_chunks = 8 if asked == "layer_order" else 0
+    scene.side.ways._sampling_state = own
+    for name in ("r", "s"):
+        request = scene.arrive(stored=4, name=name, sampling_params=sampling, status=None)
+        operation = scene.load()
+        assert (operation.layerwise or operation.in_step) == (not reason) == (not scene.side.waits(request))
+        scene.report({name: 4}, finished=[name])
+        scene.finish()
+    assert scene.counted("slower_paths") == ({f"slower_paths/{reason}": 2} if reason else {})
+    lines = [line for line in caplog.messages if "slower path" in line]
+    assert len(lines) == bool(reason) and all(f"({reason})" in line for line in lines), "once for each reason"
+
+
+def test_each_load_that_layer_order_leaves_out_is_counted_with_its_reason(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(layer_order=True)
+    scene.side.ways.layerwise_chunks = 3
+    scene.arrive(stored=3, name="short", status=None)
+    assert scene.load().layerwise and scene.counted("slower_paths") == {}
+    scene.report({"short": 3})
+    scene.finish()
+    scene.plane.records.clear()
+    scene.arrive(stored=4, name="long", status=None)
+    assert not scene.load().layerwise
+    assert scene.counted("slower_paths") == {"slower_paths/beyond_fetch_buffer": 1}
+    scene.arrive([1, *TOKENS], stored=3, name="beside", status=None)
+    assert not scene.load().layerwise
+    assert scene.counted("slower_paths") == {"slower_paths/other_requests": 1}
+
+
+@pytest.mark.parametrize(
+    ("pending", "other_records", "alone", "reason"),
+    [
+        (True, "shard_layout", False, "pending_chunks"),
+        (False, "shard_layout", False, "shard_layout"),
+        (False, "preempted", True, "preempted"),
+        (False, "", False, "other_requests"),
+        (False, "", True, ""),
+    ],
+)
+def test_why_a_load_may_not_go_by_layers(
+    make_side: Any, pending: bool, other_records: str, alone: bool, reason: str
+) -> None:
+    ways, request = make_side(layer_order=True).ways, Request("r", TOKENS)
+    assert ways.not_by_layers(request, pending=pending, other_records=other_records, alone=alone) == reason
+
+
+def test_each_reason_has_a_row_in_the_document() -> None:
+    from host_control.vllm import loads, paging
+
+    document = (Path(__file__).resolve().parents[3] / "docs" / "reference" / "combinations.md").read_text()
+    missing = [reason for reason in (*loads._DETAILS, *paging._OBSTACLES) if f"| `{reason}` |" not in document]
+    assert not missing
+
+
+# ---- Stores ----------------------------------------------------------------------------------------------------------
+
+
+def test_chunks_are_stored_as_steps_complete_them(scene: Scene) -> None:
+    scene.arrive(stored=1)
+    scene.matched(CHUNK)
+    assert scene.begin(CHUNK - 1, CHUNK) == []
+    (store,) = scene.go_on(2 * CHUNK - 1, CHUNK + 1)
+    assert store.chunk_keys == chunk_keys(TOKENS)[1:3] and store.blocks == list(range(1004, 1012))
+    assert scene.go_on(3 * CHUNK, 5) == []
+
+
+def test_chunk_of_generated_tokens_has_the_key_of_its_tokens(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(ranks=2)
+    request = scene.arrive(TOKENS[: CHUNK + 20], stored=1)
+    scene.matched(CHUNK)
+    request.all_token_ids += list(range(900, 900 + CHUNK))
+    assert scene.go_on(CHUNK + 20, 1) == []
+    (store,) = scene.go_on(2 * CHUNK - 1, 1)
+    assert store.chunk_keys == chunk_keys(request.all_token_ids)[1:2]
+
+
+def test_draft_tokens_are_not_stored(scene: Scene) -> None:
+    request = scene.arrive(TOKENS[: 2 * CHUNK - 2])
+    scene.matched()
+    (store,) = scene.begin(2 * CHUNK - 2)
+    assert store.chunk_keys == chunk_keys(TOKENS)[:1]
+    request.all_token_ids.append(7)
+    assert scene.go_on(2 * CHUNK - 2, 5) == [], "with four drafts the chunk is complete only if they are right"
+
+
+# ---- Changed weights -------------------------------------------------------------------------------------------------
+
+
+def test_doubt_is_settled_once_all_ranks_have_found_their_weights(scene: Scene) -> None:
+    scene.side.epochs.ranks = 2
+    calls = [0]
+    scene.side.epochs.watch(lambda: calls[0], blind=False)
+    calls[0] += 1
+    assert scene.side.step(step()).doubts == 1
+    for agreed in (0, 1):
+        scene.report(settled={1: 1})
+        assert scene.side.step(step()).agreed == agreed
+
+
+def test_load_of_an_earlier_epoch_says_so_and_its_hits_are_not_offered(scene: Scene) -> None:
+    request = scene.arrive(stored=3)
+    scene.side.allocated(request, [list(range(100, 140))], scene.matched())
+    scene.side.reset()
+    metadata = scene.side.step(step())
+    assert metadata.epoch == scene.side.epochs.current != ""
+    assert [load.epoch for load in metadata.loads] == [""]
+    scene.arrive(name="s")
+    assert scene.matched() == 0
+    (store,) = scene.begin(len(TOKENS))
+    assert store.chunk_keys == chunk_keys(TOKENS, scene.side._requests["s"].extra) != chunk_keys(TOKENS)
+
+
+@pytest.mark.parametrize("own", [2 * BLOCK, 0])
+def test_nothing_is_loaded_or_stored_behind_old_kv_of_the_engines_own(own: int, scene: Scene) -> None:
+    scene.side.epochs.bind(Pool(cached=3))
+    scene.report(outlived={""})
+    request = scene.arrive()
+    put(scene.plane, chunk_keys(TOKENS, scene.side._requests["r"].extra)[:3])
+    scene.side.on_new_request(request)  # now its first three chunks are stored in this epoch
+    assert (scene.matched(own) > 0) is (own == 0)
+    assert bool(scene.begin(len(TOKENS) - own, own)) is (own == 0)
+    # The request is preempted, and the cache has been emptied since then.
+    scene.side.epochs.bind(Pool())
+    request.num_preemptions = 1
+    assert scene.matched(own) > 0
+
+
+def test_change_is_noticed_once_for_all_ranks(scene: Scene) -> None:
+    seen = report(outlived={""}).aggregate(report())
+    scene.side.worker_output(None, seen)
+    epoch = scene.side.epochs.current
+    assert epoch
+    scene.side.worker_output(None, seen)  # of a running step
+    assert scene.side.epochs.current == epoch
+
+
+def test_the_load_of_an_aborted_request_without_a_name_is_cancelled(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the load continues until its deadline, into blocks that vLLM keeps for it."""
+    scene.arrive(stored=3)
+    scene.load()
+
+    def unnamed(*_: Any) -> Any:
+        raise ValueError("its adapter no longer exists")
+
+    monkeypatch.setattr(scene.side._inputs, "extra", unnamed)
+    scene.side.reset()
+    scene.finish()
+    assert scene.side.step(step()).cancels == ["r"]

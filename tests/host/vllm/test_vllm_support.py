@@ -4,40 +4,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from scheduler_support import full, local, state, window
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
-
-
-def options(**changed: Any) -> dict[str, Any]:
-    import torch
-
-    return {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16, **changed}
-
-
-def full(**changed: Any) -> Any:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    return FullAttentionSpec(**options(**changed))
-
-
-def window(**changed: Any) -> Any:
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
-
-    return SlidingWindowSpec(**options(sliding_window=64, **changed))
-
-
-def state(**changed: Any) -> Any:
-    import torch
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    given = {"shapes": ((4, 4),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
-    return MambaSpec(**{"block_size": 32, **given, **changed})
-
-
-def local() -> Any:
-    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
-
-    return ChunkedLocalAttentionSpec(**options(attention_chunk_size=64))
 
 
 DRAFTS = {
@@ -50,11 +20,14 @@ def differing() -> Any:
     """Return a group of different layers, as a worker has it."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-    return UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": full(), "b": full(num_kv_heads=4)})
+    return UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": full(), "b": full(num_kv_heads=4)})
 
 
-def engine() -> Any:
-    return SimpleNamespace(
+def problem(*specs: Any, **changed: Any) -> str:
+    """Return the reason for an engine with one group per spec; ``changed``: part__name -> value."""
+    from host_control.vllm.support import uncacheable
+
+    config = SimpleNamespace(
         model_config=SimpleNamespace(
             runner_type="generate", is_encoder_decoder=False, is_prefix_caching_supported=True
         ),
@@ -63,13 +36,6 @@ def engine() -> Any:
         parallel_config=SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=2),
         speculative_config=None,
     )
-
-
-def problem(*specs: Any, **changed: Any) -> str:
-    """Return the reason for an engine with one group per spec; ``changed``: part__name -> value."""
-    from host_control.vllm.support import uncacheable
-
-    config = engine()
     for place, value in changed.items():
         part, _, name = place.partition("__")
         setattr(getattr(config, part) if name else config, name or part, value)
@@ -105,8 +71,6 @@ def test_draft_layers_are_cacheable() -> None:
 
 
 def test_an_unknown_cache_has_a_reason() -> None:
-    import torch
-
     assert "causal" in problem(full(non_causal=True))
     assert "'all'" in problem(full(), state(mamba_cache_mode="all")) and "align" in problem(
         state(mamba_cache_mode="none")
@@ -128,7 +92,7 @@ def test_windows_that_keep_every_token_are_cacheable(kept: dict[str, int]) -> No
 
 
 def test_windows_and_recurrent_state_need_prefix_caching() -> None:
-    for others in ([window()], [window(), window(num_kv_heads=4)], [state()], [differing()], [local()]):
+    for others in ([window(64)], [window(64), window(64, num_kv_heads=4)], [state()], [differing()], [local(64)]):
         assert problem(full(), *others) == "" == problem(*others)
         plain = all(type(each).__name__ == "UniformTypeKVCacheSpecs" for each in others)
         said = problem(full(), *others, cache_config__enable_prefix_caching=False)
@@ -147,7 +111,7 @@ def test_scratch_caches_are_ignored() -> None:
 def test_the_reason_names_an_unknown_group() -> None:
     from vllm.v1.kv_cache_interface import SinkFullAttentionSpec
 
-    assert "SinkFullAttentionSpec" in problem(full(), SinkFullAttentionSpec(**options(sink_len=4)))
+    assert "SinkFullAttentionSpec" in problem(full(), SinkFullAttentionSpec(**vars(full()), sink_len=4))
 
 
 def test_an_engine_needs_prefix_caching_or_chunked_prefill(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,12 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from machine import wait_for
-from scheduler_support import CHUNK, arrive, report, step
+from scheduler_support import CHUNK, Clock, arrive, report, step
 from scripted import ScriptedDataPlane
 
 from host_control.config import HostConfig
@@ -19,37 +20,14 @@ TOKENS = list(range(40 * CHUNK + 10))
 DECODED_S = 0.02
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+RATE = 123_000_000
 
 
-class Table:
-    """Records observations, and predicts decode steps."""
-
-    def __init__(self) -> None:
-        self.observed: list[tuple[Any, ...]] = []
-
-    def observe(self, *what: Any) -> None:
-        self.observed.append(what)
-
-    def predict(self, row: str, tokens: int, pairs: float, steps: int = 1) -> float | None:
-        return DECODED_S if row == "decoding" else None
-
-
-class Policy:
-    """Records decode steps."""
-
-    rate = 123_000_000
-
-    def __init__(self) -> None:
-        self.observed: list[tuple[float, float, float]] = []
-
-    def decoded(self, *what: float) -> None:
-        self.observed.append(what)
+def recording(method: str, **attributes: Any) -> Any:
+    """Return an object that records the calls of a method in ``observed``."""
+    observed: list[tuple[Any, ...]] = []
+    attributes[method] = lambda *what: observed.append(what)
+    return SimpleNamespace(observed=observed, **attributes)
 
 
 class Reports:
@@ -97,7 +75,8 @@ class Engine:
 @pytest.fixture
 def engine() -> Engine:
     engine = Engine()
-    engine.timing.table, engine.timing.interference = Table(), Policy()  # type: ignore[assignment]
+    engine.timing.table = recording("observe", predict=lambda row, *_: DECODED_S if row == "decoding" else None)
+    engine.timing.interference = recording("decoded", rate=RATE)
     return engine
 
 
@@ -152,7 +131,8 @@ def test_each_kind_of_step_has_its_row(engine: Any) -> None:
 
 
 def test_only_decode_steps_are_reported(engine: Any) -> None:
-    for output, reported in (
+    for output, reported, *waits in (
+        (decoding(), False, True),  # a step that waits for loads
         (step(), False),
         (step(new={"a": (0, 2000)}), False),
         (step(cached={"a": (512, 512)}), False),
@@ -162,13 +142,8 @@ def test_only_decode_steps_are_reported(engine: Any) -> None:
         (step(), False),
     ):
         engine.reports.sent.clear()
-        engine.step(output)
-        assert engine.reports.sent == ([(Policy.rate, False)] if reported else []) + ["rests"], output
-
-
-def test_a_step_that_waits_for_loads_has_no_rate_limit(engine: Any) -> None:
-    engine.step(decoding(), DECODED_S, loads=1, waits=True)
-    assert engine.reports.sent == ["rests"]
+        engine.step(output, waits=bool(waits))
+        assert engine.reports.sent == ([(RATE, False)] if reported else []) + ["rests"], output
 
 
 def test_decoding_ends_with_the_last_decode_step(engine: Any) -> None:

@@ -188,17 +188,13 @@ def test_repacked_weights_are_detected() -> None:
     watch.follow("", doubts=1)
     assert watch.known(NEVER_S) and watch.outlived == {""}
     watch.follow("next", doubts=1)
+    assert watch.known(NEVER_S) and watch.check("next", watch.sample())
+    layers[1].cpu_linear = lambda x: x
+    assert not watch.check("next", watch.sample()), "samples see it at once"
+    watch.follow("last", doubts=1)
     layers[1].cpu_linear = lambda x: x
     watch.look()
-    assert watch.known(NEVER_S) and watch.outlived == {"next"}
-
-
-def test_samples_detect_repacked_weights() -> None:
-    layers = model()
-    layers[0].cpu_linear = lambda x: x
-    watch = watch_of(layers)
-    layers[0].cpu_linear = lambda x: x
-    assert not watch.check("", watch.sample())
+    assert watch.known(NEVER_S) and watch.outlived == {"last"}
 
 
 class Experts(Layer):
