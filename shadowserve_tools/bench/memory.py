@@ -17,7 +17,7 @@ from typing import Self
 import click
 
 from host_control.client import DataPlaneClient
-from shadowserve_tools.bench.fetch import Target
+from shadowserve_tools.bench.parts.target import Target
 from shadowserve_tools.bench.parts.workload import llama_8b, put
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Programs

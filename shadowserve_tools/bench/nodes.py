@@ -29,7 +29,7 @@ from host_control.client import DataPlaneClient
 from host_control.registered_memory import RegisteredMemory
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import chain_of
-from shadowserve_tools.bench.fetch import CALL_TIMEOUT_S, Target
+from shadowserve_tools.bench.parts.target import CALL_TIMEOUT_S, Target
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 from shadowserve_tools.bench.peers.buckets import BUCKET, CREDENTIALS, bucket_server
 from shadowserve_tools.bench.peers.network import Link, linked

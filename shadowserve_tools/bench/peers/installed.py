@@ -17,13 +17,14 @@ import psutil
 
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.peers import driver
-from shadowserve_tools.bench.peers.contender import Contender, family
+from shadowserve_tools.bench.peers.contender import Contender, Field, family
 from shadowserve_tools.bench.peers.network import LOOPBACK, Network
 from shadowserve_tools.processes import Child, free_port, started
 
 DEFAULT_PYTHON: Final = Path(__file__).resolve().parents[3] / ".venv-peers" / "bin" / "python"
 START_TIMEOUT_S: Final = 180.0
 CALL_TIMEOUT_S: Final = 120.0
+NOT_INSTALLED: Final = "not installed (scripts/setup-peers)"
 ENVIRONMENT: Final = {
     "LMCACHE_DISABLE_BANNER": "1",
     "LMCACHE_LOG_LEVEL": "WARNING",
@@ -66,34 +67,31 @@ def installed(python: Path) -> dict[str, str]:
 
 Start = Callable[[Bed, str], contextlib.AbstractContextManager[Contender]]
 """Starts a peer with a name."""
+Starts = Mapping[str, tuple[str, Start]]
+"""For each name, the peer's package (as in :func:`installed`) and the function that starts it."""
 
 
-def start_installed(
-    stack: contextlib.ExitStack, bed: Bed, starts: Mapping[str, tuple[str, Start]]
-) -> tuple[list[Contender], dict[str, str]]:
-    """Start the installed peers.
-
-    Args:
-        stack: Ends them.
-        bed: Parameters of all.
-        starts: For each name, its package (as in :func:`installed`) and the function that starts it.
-
-    Returns:
-        The running peers, and the reason of each absent one by name.
-    """
+def add_installed(field: Field, stack: contextlib.ExitStack, bed: Bed, starts: Starts) -> set[str]:
+    """Start the installed peers, and return their names; ``field`` gets them, and the reason of each absent one."""
     versions = installed(bed.python)
-    running, absent = [], {}
+    running = set()
     for name, (peer, start) in starts.items():
         if peer not in versions:
-            absent[name] = "not installed (scripts/setup-peers)"
+            field.absent[name] = NOT_INSTALLED
             continue
         try:
             contender = stack.enter_context(start(bed, name))
         except (ShadowServeError, OSError) as error:  # OSError: the package has no program
-            absent[name] = f"does not run here: {str(error).partition(chr(10))[0]}"
+            field.absent[name] = does_not_run(error)
             continue
-        running.append(dataclasses.replace(contender, note=versions[peer]))
-    return running, absent
+        field.contenders.append(dataclasses.replace(contender, note=versions[peer]))
+        running.add(name)
+    return running
+
+
+def does_not_run(error: Exception) -> str:
+    """Return the reason of a peer that did not start, in a line."""
+    return f"does not run here: {str(error).partition(chr(10))[0]}"
 
 
 @contextlib.contextmanager
