@@ -65,18 +65,18 @@ class _Pressed:
         self._context = context
         self._engine = context.enter(_engine(context, plane.address))
         self._prompts = [prompt(100 * context.seed + number, _PROMPT, VOCABULARY) for number in range(_REQUESTS)]
-        self._engine.ask("hits", way="compute")
-        self._engine.ask("reading", only=True)
+        self._engine.call("hits", way="compute")
+        self._engine.call("reading", only=True)
         self._answers = [self._alone(tokens) for tokens in self._prompts]
         for tokens, answer in zip(self._prompts, self._answers, strict=True):
             other = [*prompt(-1 - context.seed, BLOCK_TOKENS, VOCABULARY), *tokens[BLOCK_TOKENS:]]
             assert self._alone(other) != answer, "two prompts have the same answer, so the comparison proves nothing"
-        self._engine.ask("reading", only=False)
-        self._engine.ask("hits", way="fetch")
-        self._counted = self._engine.ask("counters")
+        self._engine.call("reading", only=False)
+        self._engine.call("hits", way="fetch")
+        self._counted = self._engine.call("counters")
 
     def _alone(self, tokens: list[int], output: int = _OUTPUT) -> list[int]:
-        (result,) = self._engine.ask("serve", requests=[{"prompt": tokens, "output": output, "at": 0.0}])
+        (result,) = self._engine.call("serve", requests=[{"prompt": tokens, "output": output, "at": 0.0}])
         return list(result["answer"])
 
     def serve(self) -> dict[str, int]:
@@ -84,16 +84,16 @@ class _Pressed:
         tally, began = self._context.tally, time.monotonic()
         requests = [{"prompt": tokens, "output": _OUTPUT, "at": 0.0} for tokens in self._prompts]
         try:
-            results = self._engine.ask("serve", timeout_s=_SERVE_S, requests=requests)
+            results = self._engine.call("serve", timeout_s=_SERVE_S, requests=requests)
         except ShadowServeError:
             tally.note(Outcome.HANG, f"requests without an answer after {time.monotonic() - began:.0f} s")
             raise
-        assert self._engine.ask("pressure")["preemptions"], "the case needs preemptions"
+        assert self._engine.call("pressure")["preemptions"], "the case needs preemptions"
         for result, answer in zip(results, self._answers, strict=True):
             right = result["answer"] == answer
             tally.note(Outcome.RIGHT if right else Outcome.WRONG, "" if right else "request: other tokens")
         self._alone(self._prompts[0][:2], 2)  # each step updates the counters
-        before, self._counted = self._counted, self._engine.ask("counters")
+        before, self._counted = self._counted, self._engine.call("counters")
         counted = {name: value - before.get(name, 0) for name, value in self._counted.items()}
         if counted["restored_tokens"] < counted["saved_tokens"]:
             tally.note(Outcome.MISSED, "load: fewer chunks are present than were saved")

@@ -14,6 +14,8 @@ from typing import Final
 
 from shadowserve.errors import ShadowServeError
 
+TCP_SHARE: Final = 0.957
+"""Part of a link's rate that TCP carries."""
 _CLONE_NEWNET: Final = 0x40000000
 _STORE_ADDRESS: Final = "10.213.{}.1"
 _CLIENT_ADDRESS: Final = "10.213.{}.2"
@@ -52,7 +54,7 @@ class Link(Network):
     hosts: Sequence[str] = ()
 
     def limit(self, gbit_per_s: float) -> None:
-        """Set the rate of each link, of Ethernet frames. TCP carries 95.7 % of it."""
+        """Set the rate of each link, of Ethernet frames. TCP carries ``TCP_SHARE`` of it."""
         # The burst is the largest that does not let a short transfer exceed the limit. The queue holds 20 ms, like that
         # of a switch port.
         rate, burst = f"{round(gbit_per_s * 1000)}mbit", "256kb"
