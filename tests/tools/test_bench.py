@@ -17,7 +17,7 @@ from preloaded import Preloaded
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools import main
 from shadowserve_tools.bench import BENCHES
-from shadowserve_tools.bench.parts.kernels import Run, in_turns, nothing
+from shadowserve_tools.bench.parts.kernels import Run, nothing, speeds_in_turns
 from shadowserve_tools.bench.peers.network import linked
 from shadowserve_tools.report import Report, half_width, outcome, verdict
 
@@ -222,6 +222,6 @@ def test_turns_alternate_in_order() -> None:
 
         return Run(1, work, nothing)
 
-    speeds = in_turns([run("one"), run("other")], repeats=2)
+    speeds = speeds_in_turns([run("one"), run("other")], repeats=2)
     assert [len(own) for own in speeds] == [2, 2]
     assert order == ["one", "other", "one", "other"]  # the second run of three is in reverse order

@@ -8,14 +8,13 @@ import os
 import select
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -30,7 +29,7 @@ from shadowserve.pool.statistics import Statistics
 from shadowserve.pool.types import Address, Item, Lease
 from shadowserve.pool.volume.tickets import BusyError
 from shadowserve_tools.bench.parts.disks import Disk, drop_cached
-from shadowserve_tools.report import measure
+from shadowserve_tools.report import Cost, measure
 from storage_kv.config import StorageConfig
 
 _POLL_MS: Final = 100
@@ -86,21 +85,17 @@ class Prefix:
 
 
 @dataclass(frozen=True)
-class Retrieval:
+class Retrieval(Cost):
     """Cost of reading a prefix back.
 
     Attributes:
         size: Bytes of the prefix.
-        wall_s: Time from the first request to the last chunk.
-        cpu_s: CPU time of this process, user and system, all threads.
         device_bytes: Bytes that came from devices; the rest was in memory.
         orchestration_s: CPU time of looking up, planning and finding memory, as the pool counts it.
         control_s: The same with submitting and completing reads.
     """
 
     size: int
-    wall_s: float
-    cpu_s: float
     device_bytes: int
     orchestration_s: float = 0.0
     control_s: float = 0.0
@@ -122,24 +117,20 @@ class Offered:
     seconds: float = 0.0
 
 
-class Store(ABC):
+class Store(Protocol):
     """A place that a prefix is stored in."""
 
-    @abstractmethod
     def put(self, prefix: Prefix) -> None:
         """Store all of a prefix durably."""
 
-    @abstractmethod
     def cool(self) -> None:
         """Drop from memory what devices hold."""
 
-    @abstractmethod
-    def retrieve(self, prefix: Prefix, *, check: bool = False) -> Retrieval:
+    def retrieve(self, prefix: Prefix, *, check: bool = False) -> "Retrieval":
         """Read all of a prefix back; ``check`` compares its bytes."""
 
-    @abstractmethod
     def close(self) -> None:
-        """Release everything."""
+        pass
 
 
 class _CoolingPool(DevicePool):
@@ -149,7 +140,7 @@ class _CoolingPool(DevicePool):
             pass
 
 
-class OurPool(Store):
+class OurPool:
     """ShadowServe's pool on some devices.
 
     Args:
@@ -320,11 +311,12 @@ class OurPool(Store):
         before = self.statistics()
         cost = measure(run)
         after = self.statistics()
-        _check_all(missing)
+        if missing:
+            raise ShadowServeError(f"{len(missing)} chunks of the prefix were not there; please report this")
         orchestration_s = (after.orchestration_ns - before.orchestration_ns) / 1e9
         read = sum(device.read_bytes for device in after.devices) - sum(device.read_bytes for device in before.devices)
         control_s = orchestration_s + (after.submission_ns - before.submission_ns) / 1e9
-        return Retrieval(prefix.size, cost.wall_s, cost.cpu_s, read, orchestration_s, control_s)
+        return Retrieval(cost.wall_s, cost.cpu_s, prefix.size, read, orchestration_s, control_s)
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         """Drive the pool until the condition holds."""
@@ -342,7 +334,7 @@ class OurPool(Store):
         self._pool.close()
 
 
-class Files(Store):
+class Files:
     """A file for each chunk in some folders; with shares, placed as by the pool, memory first.
 
     With several folders this is the pool's placement over the kernel's file system; with one, the file system alone.
@@ -394,7 +386,7 @@ class Files(Store):
                 f"of {wanted} bytes {after - before} came from the devices, the others from the page cache: it could "
                 "not be emptied"
             )
-        return Retrieval(prefix.size, cost.wall_s, cost.cpu_s, wanted)
+        return Retrieval(cost.wall_s, cost.cpu_s, prefix.size, wanted)
 
     def _read_bytes(self) -> int | None:
         counts = [disk.read_bytes for disk in self._disks]
@@ -406,8 +398,3 @@ class Files(Store):
 
 def _written(statistics: Statistics) -> int:
     return sum(device.written_bytes for device in statistics.devices)
-
-
-def _check_all(missing: Sequence[int]) -> None:
-    if missing:
-        raise ShadowServeError(f"{len(missing)} chunks of the prefix were not there; please report this")

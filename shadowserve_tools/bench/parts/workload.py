@@ -136,6 +136,15 @@ def kv_patterns(generator: np.random.Generator, layout: ChunkLayout) -> npt.NDAr
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
+def made_up_slices(layers: int, vector_length: int, tokens: int = DEFAULT_CHUNK_TOKENS) -> npt.NDArray[np.uint16]:
+    """Return slices of KV, always the same ones, as bfloat16 bit patterns: slice, token, element."""
+    layout = ChunkLayout(
+        namespace=bytes(KEY_BYTES), dtype=DType.BFLOAT16, layers=layers, kinds=2, vector_length=vector_length,
+        tokens=tokens, quantizer=Quantizer.LOSSLESS,
+    )  # fmt: skip
+    return kv_patterns(np.random.default_rng(8), layout).reshape(-1, tokens, vector_length)
+
+
 def _values(generator: np.random.Generator, layout: ChunkLayout, chunks: int) -> Iterator[memoryview]:
     """Yield the chunks' KV: one set of values, shifted for each chunk."""
     patterns = kv_patterns(generator, layout)
