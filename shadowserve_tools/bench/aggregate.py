@@ -52,7 +52,6 @@ class Prefix:
     """A stored prefix with ``chunk_tokens`` tokens in each chunk.
 
     Attributes:
-        keys: Keys of its records, in order.
         body: Offset of the layers in a record.
         piece: Bytes of a layer of a chunk.
     """
@@ -90,12 +89,7 @@ class _Fetched(NamedTuple):
 
 
 class _Bed:
-    """A storage node with a prefix in memory, or only in Ceph's gateway behind it.
-
-    Attributes:
-        client: Connection to the node.
-        moved_bytes: Bytes of a prefix.
-    """
+    """A storage node with a prefix in memory, or only in Ceph's gateway behind it."""
 
     def __init__(self, stack: ExitStack, below: str, size: int, tokens: int, layers: int) -> None:
         """Start the node and store a prefix, or, over Ceph, as many prefixes as evict each other."""
@@ -128,11 +122,7 @@ class _Bed:
         return next(self._turns)
 
     def fetch(self, way: Callable[["_Bed"], object]) -> _Fetched:
-        """Fetch a prefix and return the cost.
-
-        Raises:
-            ShadowServeError: The prefix was not in the tier that is measured.
-        """
+        """Fetch a prefix and return the cost."""
         requests, bucket, before_s = self._requests(), self._bucket(), cpu_s(self._process)
         cost = measure(lambda: way(self))
         spent_s = cpu_s(self._process) - before_s

@@ -225,14 +225,7 @@ def _paged(stack: ExitStack, running: Stack) -> _Pages:
 
 @dataclass(frozen=True)
 class _Moving:
-    """A load beside decoding, and the policy that sets its rate.
-
-    Attributes:
-        target: Target of the transfer.
-        chunk_bytes: Bytes of a chunk.
-        chunks: Number of chunks.
-        policy: Policy that sets the rate within the budget.
-    """
+    """A load beside decoding, and the policy that sets its rate."""
 
     target: Target | _Pages
     chunk_bytes: int
@@ -262,9 +255,6 @@ class _Phase:
     """A kind of decoding phase.
 
     Attributes:
-        moving: Load of the phase.
-        within: True if the budget holds.
-        steps: Number of steps.
         middle: Statistic of a phase's steps.
     """
 

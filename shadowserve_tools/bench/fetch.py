@@ -154,9 +154,6 @@ def add_ours(field: Field, stack: ExitStack, bed: Bed, stored: dict[str, Workloa
     """Start a storage node and a data plane; add each stored workload, an uncompressed one, and the naive client.
 
     Args:
-        field: Gets the systems.
-        stack: Ends the programs.
-        bed: Parameters of all systems.
         stored: Workloads by the names of the systems.
         simple: Binned records of codec ``deflate``, which the naive client reads.
     """

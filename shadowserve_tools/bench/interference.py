@@ -73,7 +73,6 @@ class _Results:
         over_alone: Each phase's median step over that of the unloaded phases before and after it.
         cpu_over_alone: The same for a step's CPU time. It leaves out what other programs take from the core, but
             has waiting for memory.
-        fetched: Loops of fetches, by load.
     """
 
     lengths: dict[tuple[int, float, str], list[Served]] = field(default_factory=lambda: defaultdict(list))

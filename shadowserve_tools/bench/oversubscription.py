@@ -43,10 +43,8 @@ class _Cell:
 
     Attributes:
         demand: KV of all requests at their end, over what the engine holds.
-        requests: Number of requests at once.
         seconds: Time until the last answer is complete.
         preemptions, computed: Numbers of preempted requests, and of computed tokens.
-        limits: See :func:`limit`.
     """
 
     system: str
@@ -144,11 +142,7 @@ def _serve(engine: Engine, orders: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def _measure(engine: Engine, cell: _Cell, requests: _Requests, turn: int) -> list[list[int]]:
-    """Serve everything at once; return the answers.
-
-    Raises:
-        ShadowServeError: Answers do not depend on prompts, or the number of preemptions is not as intended.
-    """
+    """Serve everything at once; return the answers."""
     results = _serve(engine, requests.orders(cell.demand, turn))
     pressure = engine.call("pressure")
     answers = [result["answer"] for result in results]

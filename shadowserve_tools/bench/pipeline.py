@@ -143,8 +143,6 @@ class _Served:
         """Return the ideal time of a batch.
 
         Args:
-            cost: Cost of the batch, all CPU time included.
-            server_s: CPU time of the server.
             alone_s: Time of each stage alone. It is no bound with the server apart, where receiving in Python is
                 slower.
         """

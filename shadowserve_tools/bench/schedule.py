@@ -70,7 +70,6 @@ class Scaled:
     """A request of a mix, scaled down.
 
     Attributes:
-        keys: Keys of its records.
         piece: Bytes of a layer of a chunk.
         window_s: Time of computing a layer.
     """

@@ -91,10 +91,7 @@ class _Plane:
     """A data plane with tiers that is restarted before each run.
 
     Args:
-        logs: Folder of its logs.
-        storage: Its storage node.
         workload: Chunks to fetch, with MORE at the end.
-        tiers: Configuration of its tiers; None for none.
         alone: True to run without the storage node.
         prime: Leading chunks that are fetched after each start, after one chunk was fetched to every place.
         connects: True to fetch the last chunk once, too, which opens the connections to the storage node.

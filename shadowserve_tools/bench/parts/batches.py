@@ -74,9 +74,7 @@ class Batches:
     Args:
         workload: Stored chunks. Longer batches fetch them again, to the same places.
         connections: Connections to the storage node, one for each network thread.
-        chunks_max: Chunks of the largest batch.
         cores: Threads of each stage.
-        fused: True to decode in one stage.
     """
 
     def __init__(

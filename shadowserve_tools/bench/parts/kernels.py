@@ -35,7 +35,6 @@ class Run:
 
     Attributes:
         size: Bytes of one call of ``work``, for the speed.
-        work: Executes the operation on this thread.
         idle: Makes the same calls without data; its cost is subtracted.
         isa: Instruction set of the kernels; None for the active one.
         keeps: Owner of the memory that the calls point to.
@@ -122,11 +121,9 @@ class Treated:
         elements: Bit patterns (slices, vectors, vector length).
         bins: Bins of ``BINNED``; 0 for ``LOSSLESS``.
         output_bytes: Bytes of elements in one run; at least one slice.
-        dtype: Dtype of the elements.
 
     Attributes:
         distinct: Distinct slices; the others repeat them in memory of their own.
-        count: Slices of a run.
         symbols: Bytes of all slices, concatenated.
         scales: Scales (slices, vectors); empty if lossless.
         symbol_bytes: Symbol bytes of one slice.
@@ -188,8 +185,6 @@ class Slices:
     """Streams of one codec, with prepared calls for all operations on them.
 
     Args:
-        treated: Data of the streams.
-        codec: Codec that decodes them.
         compress: Encoder of the streams; None for the C core's.
     """
 

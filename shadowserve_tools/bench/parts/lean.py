@@ -28,11 +28,7 @@ def connect(address: str) -> socket.socket:
 
 
 def receive(connection: socket.socket, view: memoryview) -> None:
-    """Fill ``view``.
-
-    Raises:
-        ShadowServeError: The other end closed the connection, or sent nothing for a minute.
-    """
+    """Fill ``view``."""
     while view:
         try:
             received = connection.recv_into(view, 0, socket.MSG_WAITALL)
@@ -74,14 +70,7 @@ class LeanSocket:
 
 
 def plain_record(name: bytes, *, layers: int, tokens: int, token_bytes: int) -> tuple[bytes, bytes]:
-    """Return key and record of a chunk of one value: ``token_bytes`` (even) for each token and layer.
-
-    Args:
-        name: 32 bytes.
-        layers: Layers of the record.
-        tokens: Tokens of the chunk.
-        token_bytes: Bytes of keys and values together.
-    """
+    """Return key and record of a chunk of one value. ``name`` has 32 bytes; ``token_bytes``, even, are of a layer."""
     layout = ChunkLayout(
         namespace=bytes(32), dtype=DType.UINT8, layers=layers, kinds=2, vector_length=token_bytes // 2, tokens=tokens,
         quantizer=Quantizer.PASSTHROUGH,

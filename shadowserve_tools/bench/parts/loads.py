@@ -35,14 +35,8 @@ class Fetcher(Protocol):
 class FetchLoop:
     """Fetches a workload repeatedly while the context lasts, from a thread that only waits for the data plane.
 
-    Args:
-        target: Target of the fetches.
-        fetch_bytes: Bytes of one fetch.
-        count: Number of leading chunks to fetch; None for all.
-
     Attributes:
         bytes: Bytes of the fetches that ended while the loop ran.
-        seconds: Their duration.
     """
 
     def __init__(self, target: Fetcher, fetch_bytes: int, count: int | None = None) -> None:
@@ -90,7 +84,6 @@ class Control:
     """A process that keeps one core busy while :meth:`running`, and is stopped otherwise: ``with Control(...)``.
 
     Args:
-        kind: ``"spin"``, ``"copy"`` or ``"write"``.
         rate: Bytes per second to copy or write.
     """
 

@@ -69,12 +69,7 @@ class DevicePlane:
     def __init__(
         self, stack: ExitStack, logs: Path, disk: Path, shape: ChunkLayout, kv: PagedKv, *flags: str, plain: bool
     ) -> None:
-        """Start the data plane and store the chunks.
-
-        Args:
-            flags: Flags of ``shadowserve dpu``.
-            plain: True to store pages as they are.
-        """
+        """Start the data plane and store the chunks."""
         disk.mkdir()
         self._logs, self._shape, self._kv = logs, shape, kv
         size = len(kv.keys[shape.namespace]) * shape.raw_bytes
@@ -155,11 +150,7 @@ class PagedMemory:
         return 0 if answer is None else answer.chunks[0]
 
     def retrieve(self, count: int) -> None:
-        """Retrieve ``count`` blocks, a multiple of a chunk's blocks.
-
-        Raises:
-            ShadowServeError: Some chunks did not arrive.
-        """
+        """Retrieve ``count`` blocks, a multiple of a chunk's blocks."""
         if (chunks := self._retrieve(count)) != count // CHUNK_BLOCKS:
             raise ShadowServeError(f"{chunks} chunks of {count // CHUNK_BLOCKS} came from the device")
 

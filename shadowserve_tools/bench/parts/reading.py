@@ -28,12 +28,8 @@ class Bed:
     """The running programs.
 
     Args:
-        programs: Ends them.
-        tokens_max: Tokens of the longest prompt.
-        connections: Connections from the data plane to the store.
         over_s3: True for a bucket behind the store.
         one_request: True for an engine that has blocks for a single request; others wait.
-        keys: Further keys of the plugin's configuration.
     """
 
     def __init__(
@@ -81,11 +77,7 @@ class Bed:
     def serve_computed(
         self, tokens: list[int], stored: int, output: int = 1, other_seed: int | None = None
     ) -> list[int]:
-        """Compute a prompt of which ``stored`` tokens are to be stored, and return its answer.
-
-        Raises:
-            ShadowServeError: Another prefix has the same answer.
-        """
+        """Compute a prompt of which ``stored`` tokens are to be stored, and return its answer."""
         self.engine.call("reading", only=True)
         seed = len(tokens) + 1 if other_seed is None else other_seed
         other = [*made_up(stored, seed), *tokens[stored:]]

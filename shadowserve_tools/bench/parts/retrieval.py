@@ -45,7 +45,6 @@ class Prefix:
     """The chunks of one prompt: keys, and incompressible bytes.
 
     Attributes:
-        chunk_bytes: Bytes of each chunk.
         names: 32 bytes for each chunk, in order.
     """
 
@@ -106,9 +105,7 @@ class Offered:
     """Outcome of chunks that were offered for writing.
 
     Attributes:
-        taken, dropped: Numbers of chunks.
         written: Bytes of the taken ones that were written by the end.
-        seconds: Duration.
     """
 
     taken: int = 0
@@ -147,7 +144,6 @@ class OurPool:
         disks: Devices to use. Their contents are lost.
         bandwidths: Bandwidths of the devices in bytes per second; None lets the pool measure them.
         memory_bandwidth: Bandwidth of memory for the placement.
-        memory_bytes: Bytes of the arenas.
         size: Size of a device that is a file.
         strict: True if devices never read and write at the same time.
     """

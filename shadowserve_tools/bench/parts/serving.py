@@ -72,11 +72,7 @@ class Partition:
 
     @classmethod
     def halves(cls) -> "Partition":
-        """Divide the cores of this process into two halves.
-
-        Raises:
-            ShadowServeError: There is only one core.
-        """
+        """Divide the cores of this process into two halves."""
         cores = usable_cores()
         if len(cores) < 2:
             raise ShadowServeError("this takes two cores, one for the engine and one for the data plane; there is one")
@@ -90,11 +86,7 @@ class Load:
 
     Attributes:
         chunks: Chunks of 256 tokens in each document.
-        documents: Number of documents.
-        output: Tokens of each answer.
-        requests: Number of requests.
         rate: Requests per second, Poisson; 0 sends all at once.
-        seed: Seed of the arrivals.
     """
 
     chunks: int
@@ -185,11 +177,7 @@ class Engine:
         self._log = log
 
     def call(self, order: str, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any) -> Any:
-        """Send an order and return its answer.
-
-        Raises:
-            ShadowServeError: The engine ended, or did not answer within ``timeout_s``.
-        """
+        """Send an order and return its answer."""
         return self.exchange({"order": order, **arguments}, timeout_s)
 
     def exchange(self, message: dict[str, Any], timeout_s: float) -> Any:
@@ -241,11 +229,7 @@ class Engine:
 
 
 def check_cached(result: dict[str, Any], cached: int, what: str = "a prompt") -> None:
-    """Check where a request's KV came from.
-
-    Raises:
-        ShadowServeError: It was computed instead of fetched, or fetched instead of computed.
-    """
+    """Check where a request's KV came from."""
     if result["cached"] != cached:
         raise ShadowServeError(f"{what}: {result['cached']} tokens were not computed, instead of {cached}")
 
@@ -305,12 +289,9 @@ def started_engine(
         name: Name of its log.
         folder: Folder of the log and of the model, which all engines of a folder share. Without a model, weights
             are random.
-        cores: Cores of all its threads.
-        model: Shape of the model.
         load: Largest load that the engine has to hold.
         requests_max: Number of requests that run at one time.
         transfer: Configuration of the KV connector; None for plain vLLM.
-        packages: Additional folders of Python modules.
         more: ``kv_cache_bytes``, ``dtype``, ``prefix_caching`` or ``step_tokens`` (most tokens of one step), where they
             do not follow from the load.
     """
@@ -403,13 +384,7 @@ class Host:
     """The programs around engines of one model.
 
     Args:
-        stack: Ends everything.
-        folder: Folder of the model and of logs.
         load: Largest load of an engine.
-        network: Network between engines and stores.
-
-    Attributes:
-        partition: Cores of the programs.
     """
 
     def __init__(
@@ -476,12 +451,9 @@ class Stack(Host):
 
     Args:
         load: Largest load that the engine has to hold, with ``requests_max`` requests at a time.
-        backend: Backend of the data plane.
-        host: Further keys of the plugin's configuration.
 
     Attributes:
         engine: Engine with the plugin. Everything that the load needs is stored.
-        data_plane: The running data plane.
     """
 
     def __init__(

@@ -50,18 +50,12 @@ class System:
     """A running cache of an engine; by default none.
 
     Attributes:
-        name: Name in tables.
-        linked: True if a link is between engine and store.
         brief: True if one request for each of half of the documents is enough.
         fills: False if it reads what another system has stored.
         often: True if it computes more documents than prompts are about, for a ratio of one per cent.
-        side: Context of the engine's end of the network.
-        transfer: Configuration of the engine's connector.
         processes: Processes of the system, the engine excluded.
         stored: Returns when the given number of chunks is stored.
         forget: Empties the caches between the engine and the store.
-        packages: Additional Python packages of the engine.
-        data_plane: Address of ShadowServe's data plane.
     """
 
     name: str = OFF
@@ -85,11 +79,7 @@ class Answers:
         self._first: dict[tuple[int, int], tuple[str, list[int]]] = {}
 
     def check(self, system: str, document: int, question: int, result: dict[str, Any], cached: int) -> None:
-        """Check a request's answer, and how many of its tokens were not computed.
-
-        Raises:
-            ShadowServeError: The answer differs from the first system's, or other tokens were computed.
-        """
+        """Check a request's answer, and how many of its tokens were not computed."""
         other, first = self._first.setdefault((document, question), (system, result["answer"]))
         about = f"{system}, question {question} about document {document}"
         if result["answer"] != first:
@@ -125,8 +115,6 @@ def peers(host: Host, python: Path, size: int) -> tuple[list[System], dict[str, 
     """Start LMCache's servers, with their own memory and with Redis, with defaults and in their strongest mode.
 
     Args:
-        host: Place of the programs.
-        python: Python of the environment of scripts/setup-peers.
         size: Bytes of all KV.
 
     Returns:

@@ -47,11 +47,6 @@ class Workload:
     """Chunks of one prompt, as records.
 
     Attributes:
-        layout: Layout of every chunk.
-        codec: Codec of every slice.
-        tokens: Tokens of the prompt.
-        keys: Key of each chunk.
-        records: Record of each chunk.
         crcs: CRC-32 of each chunk's KV as it must be delivered.
     """
 
@@ -85,7 +80,6 @@ def llama_8b(
     """Return chunks of Llama-3.1-8B's shape: 8 KV heads of 128, bfloat16; 32 MiB each with all layers.
 
     Args:
-        chunks: Number of chunks of 256 tokens.
         layers: Number of layers; fewer make a chunk smaller, and its slices keep their size.
         quantizer: Lossless, the default of users, or binned with the default bins (lossy).
         codec: Name of the codec; None for the default of a data plane.

@@ -19,14 +19,12 @@ class Contender:
     """A way to bring the leading chunks of a workload from its store into memory.
 
     Attributes:
-        name: Name in tables.
         kind: ``ours``; ``raw``, a peer that moves uncompressed values; ``compressing``, any other peer; ``limit``,
             no system but a bound of all.
         fetch: Brings this number of leading chunks and returns when all are in memory.
         clear: Overwrites the memory, and empties caches on the way to it.
         verify: Raises ShadowServeError unless the memory has this number of leading chunks.
         processes: All processes that take part, without this one.
-        note: Note in tables, such as its version.
     """
 
     name: str

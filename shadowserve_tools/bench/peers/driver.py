@@ -48,11 +48,7 @@ mantissa.
 
 
 class Values:
-    """The chunks: one chunk's bytes, rotated by another number of bytes for each.
-
-    Args:
-        file: File with one chunk.
-    """
+    """The chunks: one chunk's bytes, rotated by another number of bytes for each."""
 
     def __init__(self, file: str | Path) -> None:
         self._first: Bytes = np.fromfile(file, np.uint8)

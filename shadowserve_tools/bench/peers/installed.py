@@ -38,11 +38,7 @@ class Bed:
     """Parameters of every peer.
 
     Attributes:
-        python: Python of the peers' environment.
-        logs: Folder of the processes' logs.
         values_file: One chunk; see :class:`~shadowserve_tools.bench.peers.driver.Values`.
-        chunks: Number of chunks in each store.
-        network: Network between stores and clients.
     """
 
     python: Path
@@ -122,8 +118,6 @@ def lmcache_server(
     """LMCache's multiprocess mode: a server with shared memory to the worker, and a store behind it.
 
     Args:
-        bed: Parameters.
-        name: Name in tables.
         redis: Running Redis that is its L2.
         folder: Folder of its L2, read past the page cache. With neither, fetches come from its memory.
         fp8: True to let LMCache compress: half of the bytes, and values that differ by a few per cent.
@@ -147,7 +141,6 @@ class LMCacheDaemon:
     """A running server of LMCache's multiprocess mode.
 
     Attributes:
-        child: Its process.
         address: ``host:port`` of workers' connections.
         http: URL of its status.
     """
@@ -172,13 +165,9 @@ def lmcache_daemon(
     """Run a server of LMCache's multiprocess mode, one for a host.
 
     Args:
-        name: Name of its log.
-        python: Python of the peers' environment.
-        logs: Folder of its log.
         size: Bytes that it has to hold; it gets half as much again.
         redis: Running Redis that is its L2.
         folder: Folder of its L2. With neither, it has its own memory alone.
-        fp8: True to compress for L2.
         strongest: True for its fastest known configuration, with shared memory to the workers; otherwise that of
             its documentation for a host without a GPU, with the flags that it requires.
     """
@@ -292,11 +281,7 @@ class _Driver:
         self.answer(CALL_TIMEOUT_S)
 
     def answer(self, timeout_s: float) -> None:
-        """Wait for an answer.
-
-        Raises:
-            ShadowServeError: It is an error, or none came.
-        """
+        """Wait for an answer."""
         assert self._process.stdout is not None
         line = b""
         if select.select([self._process.stdout], [], [], timeout_s)[0]:

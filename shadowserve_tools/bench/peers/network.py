@@ -66,11 +66,7 @@ class Link(Network):
 
 @contextlib.contextmanager
 def linked(links: int = 1) -> Iterator[Link]:
-    """Make two namespaces and links between them while the context lasts.
-
-    Raises:
-        ShadowServeError: Rights, iproute2 or kernel modules are missing.
-    """
+    """Make two namespaces and links between them while the context lasts."""
     with contextlib.closing(Namespace()) as store, contextlib.closing(Namespace()) as client:
         hosts = [_STORE_ADDRESS.format(number) for number in range(links)]
         for number, host in enumerate(hosts):
@@ -79,11 +75,7 @@ def linked(links: int = 1) -> Iterator[Link]:
 
 
 def join(*ends: "tuple[Namespace, str, str]") -> None:
-    """Make a link between two namespaces: for each end the namespace, the device's name and its address (/24).
-
-    Raises:
-        ShadowServeError: Rights, iproute2 or kernel modules are missing.
-    """
+    """Make a link between two namespaces: for each end the namespace, the device's name and its address (/24)."""
     (near, near_device, _), (far, far_device, _) = ends
     with near.entered():
         run("ip", "link", "add", near_device, "type", "veth", "peer", "name", far_device, "netns", far.path)
@@ -95,11 +87,7 @@ def join(*ends: "tuple[Namespace, str, str]") -> None:
 
 
 def run(*command: str) -> None:
-    """Run a program of iproute2 in this thread's namespace.
-
-    Raises:
-        ShadowServeError: It is not installed, or failed.
-    """
+    """Run a program of iproute2 in this thread's namespace."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except FileNotFoundError as error:
@@ -110,11 +98,7 @@ def run(*command: str) -> None:
 
 
 class Namespace:
-    """A network namespace that lives as long as this object, or a process or socket in it.
-
-    Raises:
-        ShadowServeError: This process has no right to make one.
-    """
+    """A network namespace that lives as long as this object, or a process or socket in it."""
 
     def __init__(self) -> None:
         try:

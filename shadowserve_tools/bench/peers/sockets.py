@@ -35,12 +35,7 @@ _TIMEOUT_S: Final = 60.0
 
 
 class Memory:
-    """Receive memory for raw values.
-
-    Args:
-        values: The chunks.
-        chunks: Number of chunks that fit.
-    """
+    """Receive memory for raw values."""
 
     def __init__(self, values: Values, chunks: int) -> None:
         self._values = values
@@ -59,9 +54,6 @@ class Reader:
     """Receives chunks over several connections at once, piece by piece, each to its place.
 
     Args:
-        address: ``host:port`` of the server.
-        connections: Number of connections and threads.
-        memory: Receive memory.
         piece_bytes: Bytes of one request.
         ask: Returns the request for ``length`` bytes from ``first`` of chunk ``index``, the expected start of the
             answer, and the length of its trailer.
