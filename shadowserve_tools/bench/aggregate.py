@@ -67,7 +67,6 @@ class Prefix:
         return self.layers * len(self.keys) * self.piece
 
     def ranges(self) -> list[bytes]:
-        """Return a GETRANGE command for each chunk of each layer."""
         return [
             encode_command("GETRANGE", key, begin, begin + self.piece - 1)
             for begin in range(self.body, self.body + self.layers * self.piece, self.piece)
@@ -75,7 +74,6 @@ class Prefix:
         ]
 
     def at_once(self) -> bytes:
-        """Return the KV.LAYERS command."""
         return encode_command("KV.LAYERS", f"0-{self.layers - 1}", 0, 0, *self.keys)
 
 
@@ -122,7 +120,6 @@ class _Bed:
         return next(self._turns)
 
     def fetch(self, way: Callable[["_Bed"], object]) -> _Fetched:
-        """Fetch a prefix and return the cost."""
         requests, bucket, before_s = self._requests(), self._bucket(), cpu_s(self._process)
         cost = measure(lambda: way(self))
         spent_s = cpu_s(self._process) - before_s
@@ -174,7 +171,6 @@ def aggregate(
 
 
 def _compare(report: Report, bed: _Bed, repeats: int, where: str, size: int) -> int:
-    """Measure in turns, add the rows and ratios of one chunk size, and return the requests of the whole."""
     ways: dict[str, Callable[[_Bed], None]] = {
         WHOLE: _aggregated,
         AHEAD: functools.partial(_ranged, ahead=_AHEAD),

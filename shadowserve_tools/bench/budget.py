@@ -205,7 +205,6 @@ class _Pages:
         self.rate, self.chunk_bytes = 0, kv.paged.raw_bytes
 
     def fetch(self, count: int | None = None) -> None:
-        """Load the leading chunks, by default all."""
         self._steps.report(self.rate)
         self._paged.retrieve((MANY // CHUNK_BLOCKS if count is None else count) * CHUNK_BLOCKS)
 

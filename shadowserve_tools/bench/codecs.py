@@ -104,7 +104,6 @@ _Subjects = dict[str, _Subject]
 
 
 def _real_kv() -> Patterns:
-    """Return the recorded slices of the project's own model."""
     if not REAL_KV.exists():
         raise ShadowServeError(f"{REAL_KV} is not there: 'bench codecs' runs from the project's repository")
     data, chunks = REAL_KV.read_bytes(), []

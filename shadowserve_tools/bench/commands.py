@@ -54,7 +54,6 @@ def commands(report: Report, programs: Programs, count: int, clients: int, repea
 
 
 def _run(server: Child, flags: list[str]) -> Cost:
-    """Run redis-benchmark against a server and return the server's cost."""
     host, _, port = server.address.rpartition(":")
     process = psutil.Process(server.process.pid)
     begin_s, before_s = time.perf_counter(), cpu_s(process)

@@ -51,7 +51,6 @@ class _Cell:
 
     @property
     def better(self) -> str:
-        """Name of the better system without a policy."""
         return min((_OFF, _ALWAYS), key=lambda name: statistics.median(self.ttft_s[name]))
 
     def over_better(self, name: str) -> list[float]:

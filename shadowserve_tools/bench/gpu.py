@@ -52,8 +52,6 @@ TIMEOUT_S: Final = 120.0
 
 @dataclass(frozen=True)
 class _Plan:
-    """The options of :func:`gpu`."""
-
     device: Any
     layers: int
     chunks: int
@@ -125,7 +123,6 @@ class _Paged:
         self.blocks = np.random.default_rng(1).permutation(blocks).tolist()
 
     def scatter(self, chunks: Any) -> None:
-        """Scatter a batch on the current stream."""
         count = len(chunks) // self.layout.chunk_bytes(CHUNK_TOKENS) * CHUNK_BLOCKS
         self.layout.scatter(chunks, self.blocks[:count], CHUNK_BLOCKS)
 
@@ -307,7 +304,6 @@ class _Target:
                 yield cls(plan, manager, paged, workload)
 
     def fetch(self) -> float:
-        """Fetch everything and return the duration."""
         self._count += 1
         job = FetchJob(request_id=str(self._count), keys=(tuple(self._workload.keys),))
         begin = time.perf_counter()
@@ -320,7 +316,6 @@ class _Target:
         return seconds
 
     def verify(self) -> None:
-        """Gather what was scattered and compare."""
         chunk = torch.empty(self._workload.layout.raw_bytes, dtype=torch.uint8)
         for index, crc in enumerate(self._workload.crcs):
             blocks = self._paged.blocks[index * CHUNK_BLOCKS : (index + 1) * CHUNK_BLOCKS]

@@ -128,7 +128,6 @@ def holding(load: Load, beside: int, steps: int) -> Load:
 def _measure_decoding(
     results: _Results, running: Stack, batch: int, rounds: tuple[int, int], steps: int, progress: Progress
 ) -> None:
-    """Measure the decode phases."""
     with ExitStack() as stack:
         targets = []
         for name, quantizer in ((LOSSLESS, Quantizer.LOSSLESS), (BINNED, Quantizer.BINNED)):

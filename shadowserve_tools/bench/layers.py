@@ -136,7 +136,6 @@ def _prepare(bed: Bed, case: _Case, transfer: float) -> None:
 
 
 def _serve(bed: Bed, case: _Case, system: _System) -> float:
-    """Return the time to the first token with a system."""
     if system.cold:
         bed.chill()
     bed.network.limit(case.gbit_per_s if system.over_link else FREE_GBIT_PER_S)

@@ -150,7 +150,6 @@ def _add_ratios(
 
 
 def _chart(report: Report, workloads: list[Workload]) -> Chart:
-    """Draw the speeds in the rows, and the link's times the compression."""
     series: dict[str, list[tuple[float, float]]] = {}
     for row in report.rows:
         if "link_Gbit_per_s" in row:

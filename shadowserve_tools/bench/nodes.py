@@ -44,8 +44,6 @@ _BUFFERS: Final = ("--decompression-buffer-bytes", "32MiB", "--store-buffer-byte
 
 
 class _Request(NamedTuple):
-    """A prefix that a host fetches."""
-
     target: Target
     size: int
 
@@ -77,7 +75,6 @@ class _Node:
         self._life.close()
 
     def bucket(self) -> dict[str, str]:
-        """Return its INFO about the bucket."""
         with self._network.store_side(), StorageClient(self._login, CALL_TIMEOUT_S) as client:
             return client.info(("s3",))
 
@@ -116,8 +113,6 @@ def _host(
 
 @dataclass
 class _Tally:
-    """Outcomes of requests."""
-
     requests: int = 0
     failed: int = 0
     wrong_bytes: int = 0
@@ -132,7 +127,6 @@ class _Tally:
             self._request(*requests[(number + first) % len(requests)])
 
     def _request(self, target: Target, size: int) -> None:
-        """Fetch a prefix and compare all of it."""
         target.clear()
         failed = wrong_bytes = 0
         reason = ""
@@ -226,7 +220,6 @@ def _shared_out(addresses: Sequence[str], each: int, chunks: int, layers: int) -
 
 
 def _fetch_all(hosts: Sequence[Sequence[_Request]], rounds: int) -> Cost:
-    """Fetch all prefixes from all hosts."""
     tally = _Tally()
     works = [functools.partial(tally.turn, own, first, rounds) for first, own in enumerate(hosts)]
     cost = measure(lambda: _side_by_side(works))

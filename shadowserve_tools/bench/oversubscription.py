@@ -57,7 +57,6 @@ class _Cell:
 
     @property
     def rates(self) -> list[float]:
-        """Requests per second of each turn."""
         return [self.requests / seconds for seconds in self.seconds]
 
 
@@ -142,7 +141,6 @@ def _serve(engine: Engine, orders: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def _measure(engine: Engine, cell: _Cell, requests: _Requests, turn: int) -> list[list[int]]:
-    """Serve everything at once; return the answers."""
     results = _serve(engine, requests.orders(cell.demand, turn))
     pressure = engine.call("pressure")
     answers = [result["answer"] for result in results]

@@ -246,7 +246,6 @@ def _timed(run: Callable[[int], None], layers: int) -> Cost:
 
 
 def _ended(device: native.BlockDevice, operations: list[Operation]) -> None:
-    """Submit operations and wait until all have ended."""
     device.submit(operations)
     left = len(operations)
     while left:

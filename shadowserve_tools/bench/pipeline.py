@@ -179,7 +179,6 @@ class _Comparison:
 def _compared(
     report: Report, served: _Served, batches: Batches, alone: StagesAlone, name: str, chunks: int, repeats: int
 ) -> _Comparison:
-    """Run batches and stages in turns, and add their row."""
     stages = alone.runs(name != SEPARATE)
     server_s: list[float] = []
 

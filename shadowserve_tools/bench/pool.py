@@ -164,7 +164,6 @@ def _cold(store: Store, prefix: Prefix) -> Retrieval:
 
 
 def _alone(shared: Sequence[Disk], full: Retrieval) -> list[float]:
-    """Return the bytes per second of each device alone."""
     read, total = full.device_bytes // _ALONE_SHARE, sum(disk.cap for disk in shared)
     return [plain_rate(disk, read * disk.cap // total) for disk in shared]
 

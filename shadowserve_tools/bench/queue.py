@@ -107,7 +107,6 @@ class _Case:
         self._device = {"path": str(disk / "tier"), "size": room}
 
     def prepare(self) -> None:
-        """Compute and store the prompts, and fill the device."""
         held = held_tokens(self._tokens)
         for seed, tokens in enumerate(self._prompts):
             self._answers.append(self._bed.serve_computed(tokens, held, self._output, seed + _FIRST + _WARM))

@@ -72,7 +72,6 @@ def _opened(device: BlockDevice, index: Index) -> Volume:
 
 
 def _recovered(path: Path, objects: int) -> _Recovered:
-    """Recover a volume as a storage node does."""
     with closing(BlockDevice(path)) as device:
         index = Index(2 * objects + 1024)
         begin = time.perf_counter()
@@ -107,7 +106,6 @@ def _build(path: Path, objects: int, *, named: bool = False) -> None:
 
 
 def _settle(volume: Volume) -> None:
-    """Let a volume write everything."""
     for step in itertools.count():
         for call in volume.step():
             call()

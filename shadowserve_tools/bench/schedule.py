@@ -149,7 +149,6 @@ def _by_request(
 def _stored(
     client: LeanSocket, mix: str, number: int, request: Request, bytes_share: float, time_share: float
 ) -> Scaled:
-    """Store a request's records, and return it."""
     demand = request.demand()
     token_bytes = max(2, 2 * round(demand.layer_bytes * bytes_share / CHUNKS / _RECORD_TOKENS / 2))
     keys = []

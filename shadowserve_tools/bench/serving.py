@@ -190,8 +190,6 @@ def _writing_s(size: int) -> float:
 
 
 class _Bench:
-    """All running programs, and the requests to them."""
-
     def __init__(
         self, host: Host, results: _Results, progress: Callable[[str], None], requests_max: int, repeats: int,
         rounds: int,
@@ -366,7 +364,6 @@ def _idle(engine: Engine) -> Iterator[None]:
 
 
 def _cpu(engine: Engine, system: System) -> float:
-    """Return the CPU time of all processes that serve."""
     return sum(map(cpu_s, [psutil.Process(engine.process.pid), *system.processes]))
 
 
@@ -393,7 +390,6 @@ def _report(report: Report, results: _Results, absent: dict[str, str], slowest: 
 
 
 def _row(requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the medians of a row's requests."""
     figures = {f"{name}_s": (f"{name}_ms", 1e3) for name in TIMES}
     figures |= {name: (name, 1.0) for name in ("tokens_per_s", "cpu_s")}
     return {

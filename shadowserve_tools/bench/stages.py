@@ -85,7 +85,6 @@ class _Curves:
 
 
 def _measure_slices(curves: _Curves, size: int, output_bytes: int, repeats: int) -> None:
-    """Add every stage behind the network, at one slice size."""
     treated = Treated(made_up_slices(2, VECTOR_LENGTH, size // VECTOR_LENGTH), BINS, output_bytes)
     raw = treated.raw_bytes
     runs: list[tuple[str, str, Run, float]] = []

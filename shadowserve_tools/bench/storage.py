@@ -99,7 +99,6 @@ class System:
     speaks_resp: bool = True
 
     def requests(self, case: Case) -> list[bytes]:
-        """Return the requests of a case."""
         return case.requests() if self.speaks_resp else [b"%*d" % (REQUEST_BYTES, case.piece_bytes)]
 
     def answer_bytes(self, case: Case) -> int:
@@ -246,7 +245,6 @@ def _read_from_devices(systems: Sequence[System]) -> int:
 def _take_turns(
     systems: Sequence[System], case: Case, connections: int, answers: int, repeats: int
 ) -> dict[str, list[Run]]:
-    """Return the runs of each system by name."""
     with ExitStack() as stack:
         clients = {system.name: LeanClient(system, case, connections) for system in systems}
         for each in clients.values():

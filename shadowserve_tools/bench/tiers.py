@@ -201,7 +201,6 @@ class _Device:
         self._memory = memory(pieces * PIECE_BYTES)
 
     def read(self) -> None:
-        """Read the whole file."""
         address = self._memory.ctypes.data
         reads = [
             Operation(

@@ -254,14 +254,12 @@ class StagesAlone:
             receive(connection, view[place + begin :][: len(encode_bulk_header(size)) + size + 2])
 
     def output_bytes(self, chunks: int) -> dict[str, int]:
-        """Return the output bytes of each stage."""
         raw = chunks * self._workload.layout.raw_bytes
         decoded = _decoded_bytes(self._workload.layout, raw)
         received = int(self._plan.pieces[:chunks]["body_length"].sum())
         return {"net": received, "decompress": decoded, "dequantize": raw, "deliver": raw}
 
     def runs(self, fused: bool) -> dict[str, Callable[[int], None]]:
-        """Return the stages of a pipeline by name."""
         stages: dict[str, Callable[[int], None]] = {
             "net": self.net,
             "decompress": self.decompress,

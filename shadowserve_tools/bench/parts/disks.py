@@ -128,7 +128,6 @@ class Disks:
 
     @contextmanager
     def capped(self) -> Iterator[None]:
-        """Cap the reads of this process from the devices while the context lasts."""
         self._throttle(on=True)
         try:
             yield

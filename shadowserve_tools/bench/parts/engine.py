@@ -104,8 +104,6 @@ def prompt(seed: int, tokens: int, vocabulary: int) -> list[int]:
 
 
 class _Engine:
-    """vLLM and its orders."""
-
     def __init__(self, settings: dict[str, Any]) -> None:
         from vllm import LLM, SamplingParams
 
@@ -213,7 +211,6 @@ class _Engine:
         return durations[SETTLING_STEPS:]
 
     def decode_stop(self) -> int:
-        """Abort every request."""
         names = list(self._core.engine_core.engine_core.scheduler.requests)
         self._core.abort_request(names, internal=True)
         while self._core.has_unfinished_requests():
@@ -247,7 +244,6 @@ class _Engine:
         return asynchronous
 
     def layerwise(self, on: bool) -> bool:
-        """Switch loading layer by layer on or off."""
         ways = self._core.engine_core.engine_core.scheduler.connector._scheduler.ways
         if self._layerwise_chunks is None:
             self._layerwise_chunks = ways.layerwise_chunks

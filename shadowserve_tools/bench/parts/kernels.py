@@ -162,7 +162,6 @@ class Treated:
 
     @property
     def scale_bits(self) -> float:
-        """Bits of scales for each element."""
         return float(8 * self.scales[0].nbytes / self.elements_each)
 
     def verify(self, what: str) -> None:

@@ -53,7 +53,6 @@ class LeanSocket:
         self.socket.close()
 
     def receive(self, size: int) -> memoryview:
-        """Receive ``size`` bytes and return the last part of them."""
         view = self._memory[:0]
         while size > 0:
             view = self._memory[: min(size, _RECEIVED_BYTES)]

@@ -48,7 +48,6 @@ class FetchLoop:
 
     @property
     def rate(self) -> float:
-        """Bytes per second."""
         return self.bytes / self.seconds
 
     @contextlib.contextmanager

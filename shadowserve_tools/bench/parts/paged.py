@@ -69,7 +69,6 @@ class DevicePlane:
     def __init__(
         self, stack: ExitStack, logs: Path, disk: Path, shape: ChunkLayout, kv: PagedKv, *flags: str, plain: bool
     ) -> None:
-        """Start the data plane and store the chunks."""
         disk.mkdir()
         self._logs, self._shape, self._kv = logs, shape, kv
         size = len(kv.keys[shape.namespace]) * shape.raw_bytes
@@ -105,7 +104,6 @@ class DevicePlane:
                     raise ShadowServeError(f"storing chunk {index} ended with {stored.reason}: {stored.detail}")
 
     def count(self, name: str) -> float:
-        """Return a counter or a gauge of the data plane."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics") as answer:
             lines = answer.read().decode().splitlines()
         return sum(float(line.split()[1]) for line in lines if line.startswith(f"shadowserve_{name} "))
@@ -139,7 +137,6 @@ class PagedMemory:
         self._await_written()
 
     def _await_written(self) -> None:
-        """Wait until the device has all chunks."""
         until(lambda: self._retrieve(MANY) == MANY // CHUNK_BLOCKS, "the device has not written all chunks", WRITTEN_S)
 
     def _retrieve(self, count: int) -> int:

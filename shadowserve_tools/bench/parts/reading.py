@@ -65,7 +65,6 @@ class Bed:
         self.plane = programs.enter_context(closing(DataPlaneClient(plane.address)))
 
     def restart_plane(self, *flags: str) -> Child:
-        """Start the data plane with more flags, after stopping the running one."""
         self._plane.close()
         flags = ("--connections", self._connections, *flags)
         return self._host.start_plane(self._storage.address, *flags, stack=self._plane)
@@ -100,7 +99,6 @@ class Bed:
                 self._operator.set(f"fill:{next(self._filled)}", value)
 
     def store(self, tokens: Sequence[int]) -> None:
-        """Compute and store the chunks of a prompt."""
         self.engine.call("reading", only=False)
         self.serve(tokens, 0)
         self.engine.call("settle")

@@ -67,7 +67,6 @@ class Prefix:
         return _TENANT, storage_key(self.names[number])
 
     def parent(self, number: int) -> bytes:
-        """Return the name of the previous chunk; empty for the first."""
         return self.names[number - 1] if number else b""
 
     def fill(self, number: int, memory: memoryview) -> None:
@@ -315,7 +314,6 @@ class OurPool:
         return Retrieval(cost.wall_s, cost.cpu_s, prefix.size, read, orchestration_s, control_s)
 
     def _wait(self, condition: Callable[[], bool]) -> None:
-        """Drive the pool until the condition holds."""
         until = time.monotonic() + _STALLED_S
         while not condition():
             self._step()

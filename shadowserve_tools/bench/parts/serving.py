@@ -55,7 +55,6 @@ class Model:
 
     @property
     def kv_bytes(self) -> int:
-        """KV bytes of a token, in bfloat16."""
         return self.layers * 2 * self.heads * self.head_size * 2
 
     def config(self, tokens: int) -> dict[str, Any]:
@@ -72,7 +71,6 @@ class Partition:
 
     @classmethod
     def halves(cls) -> "Partition":
-        """Divide the cores of this process into two halves."""
         cores = usable_cores()
         if len(cores) < 2:
             raise ShadowServeError("this takes two cores, one for the engine and one for the data plane; there is one")
@@ -106,7 +104,6 @@ class Load:
         return self.prompt_tokens + self.output + DEFAULT_CHUNK_TOKENS
 
     def orders(self) -> list[dict[str, Any]]:
-        """Return the requests in the engine's format."""
         times = arrivals(self.requests, self.rate, self.seed)
         return [
             {"seed": index % self.documents, "tokens": self.prompt_tokens, "output": self.output, "at": at}
@@ -134,23 +131,19 @@ class Served:
 
     @classmethod
     def of(cls, runs: Sequence["Served"]) -> "Served":
-        """Return several runs as one."""
         ttfts, tpots = ([each for run in runs for each in getattr(run, name)] for name in ("ttft_s", "tpot_s"))
         return cls(ttfts, tpots, sum(run.seconds for run in runs))
 
     @property
     def throughput(self) -> float:
-        """Requests per second."""
         return len(self.ttft_s) / self.seconds
 
     @property
     def ttft(self) -> float:
-        """Mean time to the first token."""
         return statistics.fmean(self.ttft_s)
 
     @property
     def tpot(self) -> float:
-        """Mean time of a further token."""
         return statistics.fmean(self.tpot_s)
 
     def columns(self) -> dict[str, float]:
@@ -177,11 +170,9 @@ class Engine:
         self._log = log
 
     def call(self, order: str, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any) -> Any:
-        """Send an order and return its answer."""
         return self.exchange({"order": order, **arguments}, timeout_s)
 
     def exchange(self, message: dict[str, Any], timeout_s: float) -> Any:
-        """Send one line and return the result in the next one."""
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
             self.process.stdin.write(json.dumps(message) + "\n")
@@ -399,11 +390,9 @@ class Host:
 
     @property
     def document_bytes(self) -> int:
-        """KV bytes of a document's chunks."""
         return self.load.chunks * DEFAULT_CHUNK_TOKENS * self.model.kv_bytes
 
     def start_storage(self, *flags: str, **environment: str) -> Child:
-        """Start a storage node at the stores' end of the network."""
         flags = ("--host", self.network.host, "--cores", json.dumps(self.partition.data_plane), *flags)
         if self.password:
             environment["SHADOWSERVE_STORAGE_PASSWORD"] = self.password

@@ -145,7 +145,6 @@ def peers(host: Host, python: Path, size: int) -> tuple[list[System], dict[str, 
 def _lmcache(
     host: Host, python: Path, size: int, name: str, strongest: bool, redis: Child | None, linked: bool, side: Side
 ) -> System:
-    """Start LMCache's server at this end of the network."""
     log = f"{name.replace(', ', '-').replace(' ', '-').lower()}-{'far' if linked else 'near'}"
     with side():
         daemon = host.stack.enter_context(lmcache_daemon(log, python, host.folder, size, redis, strongest=strongest))

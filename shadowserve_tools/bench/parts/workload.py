@@ -59,14 +59,12 @@ class Workload:
 
     @property
     def label(self) -> str:
-        """Name of the quantizer in tables."""
         if self.layout.quantizer is not Quantizer.BINNED:
             return self.layout.quantizer.label
         return f"binned {self.layout.bins}/{self.layout.value_bins} (lossy)"
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of all chunks in the engine's dtype."""
         return len(self.keys) * self.layout.raw_bytes
 
     @property

@@ -61,7 +61,6 @@ class Field:
         return min(names, key=lambda name: statistics.median(figures(costs[name])))
 
     def add_rows(self, report: Report, costs: Costs, raw_bytes: int) -> None:
-        """Add the row of each system, and of each absent one."""
         for each in self.contenders:
             add_row(report, raw_bytes, costs[each.name], system=each.name, note=each.note)
         for name, reason in self.absent.items():

@@ -210,7 +210,6 @@ class LMCacheServer:
             time.sleep(0.1)
 
     def _stored(self, store: str) -> int:
-        """Return the number of chunks in the store."""
         if os.path.isdir(store):
             sizes = [path.stat().st_size for path in Path(store).rglob("*") if path.is_file()]
             return sum(size >= self._values.chunk_bytes for size in sizes)

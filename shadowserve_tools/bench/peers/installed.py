@@ -249,8 +249,6 @@ def _started(bed: Bed, role: str, *flags: str) -> Iterator["_Driver"]:
 
 
 class _Driver:
-    """A process of :mod:`~shadowserve_tools.bench.peers.driver`."""
-
     def __init__(self, role: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
         self._role = role
         self._process = process
@@ -281,7 +279,6 @@ class _Driver:
         self.answer(CALL_TIMEOUT_S)
 
     def answer(self, timeout_s: float) -> None:
-        """Wait for an answer."""
         assert self._process.stdout is not None
         line = b""
         if select.select([self._process.stdout], [], [], timeout_s)[0]:

@@ -79,7 +79,6 @@ class Reader:
             connection.close()
 
     def fetch(self, count: int) -> None:
-        """Receive the first ``count`` chunks."""
         size = self._memory.rows.shape[1]
         pieces = deque((index, first) for index in range(count) for first in range(0, size, self._piece_bytes))
         others = [self._threads.submit(self._drain, connection, pieces) for connection in self._sockets[1:]]
@@ -110,7 +109,6 @@ class Reader:
 
 
 def _line(connection: socket.socket, length: int) -> bytes:
-    """Receive a line of up to ``length`` bytes."""
     line = b""
     while len(line) < length and not line.endswith(b"\n") and (more := connection.recv(length - len(line))):
         line += more
