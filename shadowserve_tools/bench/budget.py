@@ -45,7 +45,7 @@ from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition
 from shadowserve_tools.bench.parts.target import BUDGET, SteadySteps, Target
 from shadowserve_tools.bench.parts.workload import llama_8b, put
 from shadowserve_tools.processes import Programs
-from shadowserve_tools.report import Report, half_width, in_turns, over
+from shadowserve_tools.report import Report, half_width, in_turns, over, tracked
 
 STRICT: Final = "strict order"
 MIXED: Final = "any order"
@@ -117,7 +117,6 @@ def budget(
     """Measure reads beside writes, and decoding beside transfers within the budget."""
     _measure_disk(report, Prefix(read_chunks, chunk_kib << 10, seed=READ_SEED), cap * MEGA, turns, folder)
     steps = _Steps()
-    progress = programs.progress(learning + rounds, "starting the engine")
     load = holding(load, 2 * OFTEN, phase_steps)
     load = holding(load, PAGES_OFTEN + 1, PAGES_LONGER * phase_steps)
     running = programs.enter_context(Stack(Partition.halves(), model, load, requests_max))
@@ -125,21 +124,20 @@ def budget(
     put(workload, running.storage.address)
     target = programs.enter_context(Target.opened(running.data_plane.address, workload))
     paged = _paged(programs, running)
-    fetching = _Moving(target, workload.layout.raw_bytes, FETCH_CHUNKS, Interference(BUDGET))
-    bringing = _Moving(paged, paged.chunk_bytes, MANY // CHUNK_BLOCKS, Interference(BUDGET))
-    decoding = _Decoding(running.engine, batch)
-    decoding.add((WITHIN, FREE), fetching, phase_steps, statistics.median)
-    decoding.add((PAGES_WITHIN, PAGES_FREE), bringing, PAGES_LONGER * phase_steps, _mean)
-    for _ in range(learning):
+    size, longer = workload.layout.raw_bytes, PAGES_LONGER * phase_steps
+    fetching = _Moving(target, size, FETCH_CHUNKS, FETCH_S, phase_steps, statistics.median, Interference(BUDGET))
+    chunks = MANY // CHUNK_BLOCKS
+    bringing = _Moving(paged, paged.chunk_bytes, chunks, PAGES_S, longer, _mean, Interference(BUDGET))
+    kinds = {WITHIN: (fetching, True), FREE: (fetching, False)}
+    kinds |= {PAGES_WITHIN: (bringing, True), PAGES_FREE: (bringing, False)}
+    decoding = _Decoding(running.engine, batch, kinds)
+    for _ in tracked(range(learning), "learning"):
         decoding.round([WITHIN] * 2 * OFTEN, _Steps())
         decoding.round([PAGES_WITHIN] * PAGES_OFTEN, _Steps())
-        rates = [f"{each.policy.rate / 1e9:.2f}" for each in (fetching, bringing)]
-        progress(f"learning: {' and '.join(rates)} GB/s")
     for number in rounds_until_narrow(rounds, rounds_max, [steps.over[name] for name in (WITHIN, PAGES_WITHIN)]):
         order = slice(None, None, -1 if number % 2 else 1)
         decoding.round(([WITHIN, FREE] * OFTEN)[order], steps)
         decoding.round([*[PAGES_WITHIN] * PAGES_OFTEN, PAGES_FREE][order], steps)
-        progress("decoding")
     for moving in (fetching, bringing):
         moving.verify()
     _report_steps(report, steps, {"": fetching.policy, "pages_": bringing.policy})
@@ -224,20 +222,27 @@ def _paged(stack: ExitStack, running: Stack) -> _Pages:
 
 @dataclass(frozen=True)
 class _Moving:
-    """A load beside decoding, and the policy that sets its rate."""
+    """A load beside decoding, and the policy that sets its rate.
+
+    Attributes:
+        part_s: Duration of a transfer within the budget.
+        steps: Decode steps of a phase with this load.
+        middle: Statistic of a phase's steps.
+    """
 
     target: Target | _Pages
     chunk_bytes: int
     chunks: int
+    part_s: float
+    steps: int
+    middle: Callable[[Sequence[float]], float]
     policy: Interference
 
-    def loop(self, rate: int) -> FetchLoop:
-        """Return a loop that transfers at a rate, in short parts; 0: everything at once, without a bound."""
+    def loop(self, *, within: bool) -> FetchLoop:
+        """Return a loop that transfers in short parts at the policy's rate, or everything at once without a bound."""
+        rate = self.policy.rate if within else 0
         self.target.rate = rate
-        if not rate:
-            wanted = self.chunks
-        else:
-            wanted = int(rate * (PAGES_S if isinstance(self.target, _Pages) else FETCH_S) / self.chunk_bytes)
+        wanted = int(rate * self.part_s / self.chunk_bytes) if rate else self.chunks
         count = min(max(wanted, 1), self.chunks)
         return FetchLoop(self.target, count * self.chunk_bytes, count)
 
@@ -249,20 +254,6 @@ class _Moving:
         self.target.verify()
 
 
-@dataclass(frozen=True)
-class _Phase:
-    """A kind of decoding phase.
-
-    Attributes:
-        middle: Statistic of a phase's steps.
-    """
-
-    moving: _Moving
-    within: bool
-    steps: int
-    middle: Callable[[Sequence[float]], float]
-
-
 def _mean(steps: Sequence[float]) -> float:
     """Return the mean, with each step capped at twice the median: a longer one waited for something else."""
     most = 2 * statistics.median(steps)
@@ -270,42 +261,31 @@ def _mean(steps: Sequence[float]) -> float:
 
 
 class _Decoding:
-    """A steady batch, and a load at the rate that a policy sets."""
+    """A steady batch beside loads; ``kinds`` has for each name the load, and whether it keeps the budget."""
 
-    def __init__(self, engine: Engine, batch: int) -> None:
-        self._engine, self._batch = engine, batch
+    def __init__(self, engine: Engine, batch: int, kinds: dict[str, tuple[_Moving, bool]]) -> None:
+        self._engine, self._batch, self._kinds = engine, batch, kinds
+        self._policies = list({id(moving): moving.policy for moving, _ in kinds.values()}.values())
         self._table = ComputeTable()
-        self._phases: dict[str, _Phase] = {}
         self._decoded = 0
-
-    def add(
-        self, names: tuple[str, str], moving: _Moving, steps: int, middle: Callable[[Sequence[float]], float]
-    ) -> None:
-        """Add two kinds of phases: within the budget, and without a bound."""
-        for name, within in zip(names, (True, False), strict=True):
-            self._phases[name] = _Phase(moving, within, steps, middle)
 
     def round(self, beside: list[str], steps: _Steps) -> None:
         """Decode a phase with each load, all of one length, and an unloaded one before and after each."""
-        length = self._phases[beside[0]].steps
+        length = self._kinds[beside[0]][0].steps
         self._engine.call("decode_start", batch=self._batch, tokens=DECODED_TOKENS, beside=len(beside), steps=length)
         self._decoded = 0
-        before = self._note(steps.seconds[NOTHING], self._durations(length), 0.0, self._policies())
+        before = self._note(steps.seconds[NOTHING], self._durations(length), 0.0, self._policies)
         for name in beside:
-            phase = self._phases[name]
-            policy = phase.moving.policy
-            loop = phase.moving.loop(policy.rate if phase.within else 0)
+            moving, within = self._kinds[name]
+            loop = moving.loop(within=within)
             with loop.running():
                 durations = self._durations(length)
-            own = self._note(steps.seconds[name], durations, loop.rate, [policy] if phase.within else [])
+            own = self._note(steps.seconds[name], durations, loop.rate, [moving.policy] if within else [])
             steps.rates[name].append(loop.rate)
-            after = self._note(steps.seconds[NOTHING], self._durations(length), 0.0, self._policies())
-            steps.over[name].append(phase.middle(own) / ((phase.middle(before) + phase.middle(after)) / 2))
+            after = self._note(steps.seconds[NOTHING], self._durations(length), 0.0, self._policies)
+            steps.over[name].append(moving.middle(own) / ((moving.middle(before) + moving.middle(after)) / 2))
             before = after
         self._engine.call("decode_stop")
-
-    def _policies(self) -> list[Interference]:
-        return list({id(phase.moving.policy): phase.moving.policy for phase in self._phases.values()}.values())
 
     def _durations(self, steps: int) -> list[float]:
         self._decoded += SETTLING_STEPS

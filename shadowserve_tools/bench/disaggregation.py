@@ -56,10 +56,13 @@ class _Pools:
         self.tokens = (load.chunks - 1) * DEFAULT_CHUNK_TOKENS + _REST_TOKENS
         self._held = self.tokens // BLOCK_TOKENS * BLOCK_TOKENS
         self._output = load.output
+        steps: dict[str, Any] = {"max_num_batched_tokens": _STEP_TOKENS}
         # Answers of plain vLLM, in the same steps as the prefill engine. The second request computes the last tokens in
         # a step of their own, like a hit: the rounding of bfloat16 sums depends on the batch.
         with ExitStack() as stack:
-            plain = host.start_engine("plain", stack=stack, step_tokens=_STEP_TOKENS, prefix_caching=True)
+            plain = host.start_engine(
+                "plain", stack=stack, max_num_batched_tokens=_STEP_TOKENS, enable_prefix_caching=True
+            )
             self._answers = [self._plain_answer(plain, seed) for seed in range(load.documents + 1)]
         engines = []
         for place, cores in (("prefill", partition.engine), ("decode", partition.data_plane)):
@@ -67,7 +70,7 @@ class _Pools:
             buffer_bytes = (load.chunks + 1) * chunk_bytes
             transfer = host.plugin(plane, pd_role=place, pd_timeout_s=_TIMEOUT_S, store_buffer_bytes=buffer_bytes)
             # Chunks are stored while later ones are computed: prompts are longer than a step.
-            engines.append(host.start_engine(place, transfer, step_tokens=_STEP_TOKENS))
+            engines.append(host.start_engine(place, transfer, **steps))
         self.prefill, self.decode = engines
 
     def _plain_answer(self, plain: Engine, seed: int) -> list[int]:

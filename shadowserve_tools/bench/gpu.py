@@ -33,6 +33,7 @@ from host_control.registered_memory import RegisteredMemory
 from shadowserve import native
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.parts.gpu_kernels import HAS_TRITON, decompress, table
+from shadowserve_tools.bench.parts.loads import background
 from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option, whole
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 from shadowserve_tools.processes import Programs
@@ -191,33 +192,15 @@ class _Engine:
         return time.perf_counter() - begin
 
 
-@contextmanager
-def _beside(plan: _Plan, work: Callable[[], object], each_bytes: int) -> Iterator[None]:
-    """Run ``work``, which handles ``each_bytes`` of KV, at the planned rate in its own thread and stream."""
-    ending, failures = threading.Event(), list[BaseException]()
-    stream = SideStream(plan.device, None)
-
-    def loop() -> None:
-        due = time.perf_counter()
-        try:
-            with torch.inference_mode():
-                while not ending.is_set():
-                    with stream:
-                        work()
-                    due += each_bytes / (plan.kv_rate * 1e9)
-                    ending.wait(max(0.0, due - time.perf_counter()))
-        except BaseException as error:  # the main thread raises it
-            failures.append(error)
-
-    thread = threading.Thread(target=loop, name="beside")
-    thread.start()
-    try:
-        yield
-    finally:
-        ending.set()
-        thread.join()
-    if failures:
-        raise failures[0]
+def _keep_moving(plan: _Plan, work: Callable[[], object], each_bytes: int, ending: threading.Event) -> None:
+    """Run ``work``, which handles ``each_bytes`` of KV, at the planned rate in this thread and its own stream."""
+    stream, due = SideStream(plan.device, None), time.perf_counter()
+    with torch.inference_mode():
+        while not ending.is_set():
+            with stream:
+                work()
+            due += each_bytes / (plan.kv_rate * 1e9)
+            ending.wait(max(0.0, due - time.perf_counter()))
 
 
 def _decode(report: Report, plan: _Plan, loads: dict[str, Load | None], ratios: dict[str, tuple[str, str]]) -> None:
@@ -225,7 +208,7 @@ def _decode(report: Report, plan: _Plan, loads: dict[str, Load | None], ratios: 
     engine = _Engine(plan)
 
     def window(load: Load | None) -> float:
-        with _beside(plan, *load) if load else nullcontext():
+        with background(functools.partial(_keep_moving, plan, *load)) if load else nullcontext():
             return statistics.median(engine.step() for _ in range(plan.steps))
 
     runs = {name: functools.partial(window, load) for name, load in ({"nothing": None} | loads).items()}

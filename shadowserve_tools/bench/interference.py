@@ -19,7 +19,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -59,7 +59,6 @@ HALF_WIDTH_MAX: Final = 0.01
 RATE_MIN: Final = 4e9
 """Lowest KV rate for which the goal holds, in bytes per second."""
 
-Progress = Callable[[str], None]
 Beside = Callable[[], AbstractContextManager[None]]
 
 
@@ -102,12 +101,9 @@ def interference(
     """Measure decode steps and requests of an engine while KV is fetched."""
     load = replace(load, output=max(lengths), requests=requests)
     results = _Results()
-    progress = programs.progress(2 + rounds, "starting the engine")
     decoding = holding(load, 3 * OFTEN + 1, phase_steps)
     running = programs.enter_context(Stack(Partition.halves(), model, decoding, requests_max))
-    progress("decoding")
-    _measure_decoding(results, running, batch, (rounds, rounds_max), phase_steps, progress)
-    progress("starting an engine that keeps prefixes")
+    _measure_decoding(results, programs, running, batch, (rounds, rounds_max), phase_steps)
     _measure_lengths(results, running, running.start_keeping(), lengths, loaded, load, repeats)
     _report_decoding(report, results)
     for (length, rate, system), runs in results.lengths.items():
@@ -126,75 +122,74 @@ def holding(load: Load, beside: int, steps: int) -> Load:
 
 
 def _measure_decoding(
-    results: _Results, running: Stack, batch: int, rounds: tuple[int, int], steps: int, progress: Progress
+    results: _Results, programs: Programs, running: Stack, batch: int, rounds: tuple[int, int], steps: int
 ) -> None:
-    with ExitStack() as stack:
-        targets = []
-        for name, quantizer in ((LOSSLESS, Quantizer.LOSSLESS), (BINNED, Quantizer.BINNED)):
-            workload = llama_8b(FETCH_CHUNKS, layers=FETCH_LAYERS, quantizer=quantizer)
-            put(workload, running.storage.address)
-            targets.append(stack.enter_context(Target.opened(running.data_plane.address, workload)))
-            results.fetched[name] = FetchLoop(targets[-1], workload.raw_bytes)
-        in_engine = results.fetched[DECODING_IN_ENGINE] = FetchLoop(targets[-1], workload.raw_bytes)
-        alone = FetchLoop(targets[-1], workload.raw_bytes)
-        with alone.running():
-            time.sleep(FETCH_ALONE_S)
-        spin = stack.enter_context(Control("spin"))
-        copy, write = (stack.enter_context(Control(kind, alone.rate)) for kind in ("copy", "write"))
+    targets = []
+    for name, quantizer in ((LOSSLESS, Quantizer.LOSSLESS), (BINNED, Quantizer.BINNED)):
+        workload = llama_8b(FETCH_CHUNKS, layers=FETCH_LAYERS, quantizer=quantizer)
+        put(workload, running.storage.address)
+        targets.append(programs.enter_context(Target.opened(running.data_plane.address, workload)))
+        results.fetched[name] = FetchLoop(targets[-1], workload.raw_bytes)
+    in_engine = results.fetched[DECODING_IN_ENGINE] = FetchLoop(targets[-1], workload.raw_bytes)
+    alone = FetchLoop(targets[-1], workload.raw_bytes)
+    with alone.running():
+        time.sleep(FETCH_ALONE_S)
+    spin, copy, write = (Control(programs, kind, alone.rate) for kind in ("spin", "copy", "write"))
 
-        @contextmanager
-        def decoding_in_engine() -> Iterator[None]:
-            with running.decoding_in_engine(), in_engine.running():
-                yield
+    @contextmanager
+    def decoding_in_engine() -> Iterator[None]:
+        with running.decoding_in_engine(), in_engine.running():
+            yield
 
-        often: list[tuple[str, Beside]] = [(name, results.fetched[name].running) for name in (LOSSLESS, BINNED)]
-        often.append((WRITING, write.running))
-        controls: list[tuple[str, Beside]] = [
-            (DECODING_IN_ENGINE, decoding_in_engine),
-            (SPINNING, spin.running),
-            (COPYING, copy.running),
-        ]
-        wanted = [results.over_alone[name] for name in (LOSSLESS, BINNED)]
-        for number in rounds_until_narrow(*rounds, wanted):
-            beside = [*often * OFTEN, controls[number % len(controls)]]
-            _decode_round(results, running.engine, batch, steps, beside[:: -1 if number % 2 else 1])
-            progress("decoding")
-        for target in targets:
-            target.clear()
-            target.fetch()
-            target.verify()
+    loads: dict[str, Beside] = {name: results.fetched[name].running for name in (LOSSLESS, BINNED)}
+    loads |= {WRITING: write.running, DECODING_IN_ENGINE: decoding_in_engine}
+    loads |= {SPINNING: spin.running, COPYING: copy.running}
+    controls = (DECODING_IN_ENGINE, SPINNING, COPYING)
+    wanted = [results.over_alone[name] for name in (LOSSLESS, BINNED)]
+    for number in rounds_until_narrow(*rounds, wanted):
+        beside = [*(LOSSLESS, BINNED, WRITING) * OFTEN, controls[number % len(controls)]][:: -1 if number % 2 else 1]
+        phases = decoded_phases(running.engine, batch, steps, [(name, loads[name]) for name in beside])
+        results.steps[NOTHING] += [wall for phase in phases[::2] for wall, _ in phase]
+        for name, (before, during, after) in zip(beside, around(phases), strict=True):
+            results.steps[name] += [wall for wall, _ in during]
+            for found, figure in ((results.over_alone, 0), (results.cpu_over_alone, 1)):
+                one, median, other = (
+                    statistics.median(step[figure] for step in each) for each in (before, during, after)
+                )
+                found[name].append(median / ((one + other) / 2))
+    for target in targets:
+        target.clear()
+        target.fetch()
+        target.verify()
 
 
 def rounds_until_narrow(at_least: int, at_most: int, wanted: Sequence[Sequence[float]]) -> Iterator[int]:
     """Count rounds until the medians of ``wanted`` are known to ± ``HALF_WIDTH_MAX``."""
-    for number in range(max(at_least, at_most)):
+    for number in tracked(range(max(at_least, at_most)), "decoding"):
         if number >= at_least and all(half_width(values) <= HALF_WIDTH_MAX for values in wanted):
             return
         yield number
 
 
-def _decode_round(
-    results: _Results, engine: Engine, batch: int, steps: int, beside: Sequence[tuple[str, Beside]]
-) -> None:
-    """Decode a phase beside each load, and an unloaded one before and after each."""
+Steps = list[tuple[float, float]]
+"""Elapsed time and CPU time of the decode steps of a phase."""
+
+
+def decoded_phases(engine: Engine, batch: int, steps: int, beside: Sequence[tuple[str, Beside]]) -> list[Steps]:
+    """Decode a phase beside each load, and an unloaded one before and after each: loads are at odd positions."""
     engine.call("decode_start", batch=batch, tokens=DECODED_TOKENS, beside=len(beside), steps=steps)
-
-    def phase(name: str) -> tuple[float, float]:
-        durations = engine.call("decode_steps", steps=steps)
-        results.steps[name] += [wall for wall, _ in durations]
-        return statistics.median(wall for wall, _ in durations), statistics.median(cpu for _, cpu in durations)
-
-    before = phase(NOTHING)
-    for name, context in beside:
+    phases: list[Steps] = [engine.call("decode_steps", steps=steps)]
+    for _, context in beside:
         with context():
-            medians = phase(name)
-        after = phase(NOTHING)
-        for found, one, other, median in zip(
-            (results.over_alone, results.cpu_over_alone), before, after, medians, strict=True
-        ):
-            found[name].append(median / ((one + other) / 2))
-        before = after
+            phases.append(engine.call("decode_steps", steps=steps))
+        phases.append(engine.call("decode_steps", steps=steps))
     engine.call("decode_stop")
+    return phases
+
+
+def around(phases: Sequence[Steps]) -> Iterator[tuple[Steps, Steps, Steps]]:
+    """Yield each loaded phase with the unloaded ones before and after it."""
+    yield from zip(phases[:-1:2], phases[1::2], phases[2::2], strict=True)
 
 
 # ---- Serving ---------------------------------------------------------------------------------------------------------

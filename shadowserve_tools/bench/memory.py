@@ -8,13 +8,14 @@ Prediction: the buffers plus 80 MiB for Python with gRPC and numpy, independent 
 plus 200 MiB.
 """
 
+import functools
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
 from host_control.client import DataPlaneClient
+from shadowserve_tools.bench.parts.loads import background
 from shadowserve_tools.bench.parts.options import benchmark
 from shadowserve_tools.bench.parts.target import Target
 from shadowserve_tools.bench.parts.workload import llama_8b, put
@@ -37,10 +38,8 @@ def memory(report: Report, programs: Programs) -> None:
         workload = llama_8b(chunks, layers=2)
         put(workload, storage.address)
         sizes = [0]
-        with (
-            Target.opened(data_plane.address, workload, SEGMENT_BYTES) as target,
-            _sampled(data_plane.process.pid, sizes),
-        ):
+        sample = functools.partial(_sample, data_plane.process.pid, sizes)
+        with Target.opened(data_plane.address, workload, SEGMENT_BYTES) as target, background(sample):
             target.fetch_through()
         tokens, resident = chunks * workload.layout.tokens, max(sizes)
         statistics = plane.statistics()
@@ -58,22 +57,8 @@ def memory(report: Report, programs: Programs) -> None:
     )
 
 
-@contextmanager
-def _sampled(pid: int, sizes: list[int]) -> Iterator[None]:
-    """Append resident sizes of a process, without shared memory, while the context lasts."""
-    status, stop = Path(f"/proc/{pid}/status"), threading.Event()
-
-    def run() -> None:
-        while True:
-            fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
-            sizes.append(sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssFile")))
-            if stop.wait(0.01):
-                return
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+def _sample(pid: int, sizes: list[int], stop: threading.Event) -> None:
+    """Append resident sizes of a process, without shared memory."""
+    while not stop.wait(0.01):
+        fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        sizes.append(sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssFile")))

@@ -127,9 +127,9 @@ def _engines(programs: Programs, model: Model, requests: _Requests, demand_max: 
             name,
             transfer,
             demand_max * requests.fit,
-            kv_cache_bytes=requests.blocks * BLOCK_TOKENS * model.kv_bytes * _KV_SCALE,
+            kv_cache_memory_bytes=requests.blocks * BLOCK_TOKENS * model.kv_bytes * _KV_SCALE,
             dtype="float32",
-            prefix_caching=True,
+            enable_prefix_caching=True,
         )
         for name, transfer in {_OFF: None, _TIER: host.plugin(plane)}.items()
     }

@@ -29,7 +29,7 @@ from host_control.registered_memory import RegisteredMemory
 from shadowserve import native
 from shadowserve.block import Operation, OperationKind, Pages, Priority
 from shadowserve.errors import ShadowServeError
-from shadowserve.pool.volume.device import wait_for_operations
+from shadowserve_tools.bench.parts.disks import run_operations
 from shadowserve_tools.bench.parts.options import benchmark, folder_option, repeats_option, whole
 from shadowserve_tools.bench.parts.paged import (
     BLOCK_TOKENS,
@@ -201,7 +201,7 @@ def _by_pages(file: Path, kv: PagedKv, repeats: int) -> dict[str, list[Cost]]:
         address = view.ctypes.data
         for layer in range(kv.layers):
             view[:] = np.resize(kv.chunk(layer), row)
-            _ended(device, [_operation(OperationKind.WRITE, layer * row, row, address)])
+            run_operations(device, [_operation(OperationKind.WRITE, layer * row, row, address)])
         blocks = np.random.default_rng(5).permutation(MANY).astype(np.uint32)
         extents = np.arange(0, row, CHUNK_BLOCKS * kv.page_bytes, dtype=np.uint64)
 
@@ -214,18 +214,18 @@ def _by_pages(file: Path, kv: PagedKv, repeats: int) -> dict[str, list[Cost]]:
             )  # fmt: skip
             operation = _operation(OperationKind.READ, layer * row, CHUNK_BLOCKS * kv.page_bytes, address)
             operation.pages = table
-            _ended(device, [operation])
+            run_operations(device, [operation])
 
         def read(index: int, layer: int) -> Operation:
             place = address + int(blocks[index]) * kv.page_bytes
             return _operation(OperationKind.READ, layer * row + index * kv.page_bytes, kv.page_bytes, place)
 
         def page_by_page(layer: int) -> None:
-            _ended(device, [read(index, layer) for index in range(MANY)])
+            run_operations(device, [read(index, layer) for index in range(MANY)])
 
         def one_by_one(layer: int) -> None:
             for index in range(MANY):
-                _ended(device, [read(index, layer)])
+                run_operations(device, [read(index, layer)])
 
         runs = {VECTORED: vectored, PAGE_BY_PAGE: page_by_page, ONE_BY_ONE: one_by_one}
         timed = {name: functools.partial(_timed, run, kv.layers) for name, run in runs.items()}
@@ -243,13 +243,3 @@ def _timed(run: Callable[[int], None], layers: int) -> Cost:
     for layer in range(layers):
         run(layer)
     return Cost(time.perf_counter() - begin_s, time.thread_time() - before_s)
-
-
-def _ended(device: native.BlockDevice, operations: list[Operation]) -> None:
-    device.submit(operations)
-    left = len(operations)
-    while left:
-        for operation in wait_for_operations(device, TIMEOUT_S):
-            if operation.error is not None:
-                raise ShadowServeError(f"reading failed: {operation.error}")
-            left -= 1

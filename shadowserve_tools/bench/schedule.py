@@ -17,7 +17,9 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Final
 
 import click
@@ -61,6 +63,7 @@ RATIOS: Final = (
     ("calibrated_handed_on", "equal", "calibrated_stall_opt", "none; rates are handed on"),
 )
 """Name of each ratio, its two policies, and its goal."""
+_GATE_S: Final = 60.0
 _BEGUN_S: Final = 0.03
 """Time after which all requests have come."""
 
@@ -125,25 +128,11 @@ def schedule(
             )  # fmt: skip
         for name, equal, compared, goal in RATIOS:
             report.ratio(f"equal_over_{name}_{mix}", over(added[equal], added[compared]), goal)
-        report.more.setdefault("requests", {})[mix] = _by_request(requests, found)
 
 
 def _model_s(requests: Sequence[Request], cap_gbps: float, policy: str) -> float:
     name = next(each for each in POLICIES if each == policy.removesuffix(_HELD))
     return sum((held if policy in HELD else handed_on)(requests, cap_gbps, MARGIN_GBPS, name))
-
-
-def _by_request(
-    requests: Sequence[Request], found: dict[str, list[list[float]]]
-) -> dict[str, list[dict[str, str | float]]]:
-    """Return the median TTFT of each request by policy."""
-    return {
-        policy: [
-            {**request._asdict(), "ttft_ms": 1e3 * statistics.median(ttfts[number] for ttfts in rounds)}
-            for number, request in enumerate(requests)
-        ]
-        for policy, rounds in found.items()
-    }
 
 
 def _stored(
@@ -183,63 +172,40 @@ def _hold(operator: LeanSocket) -> None:
 
 def _together(address: str, mix: Sequence[Scaled], between: Callable[[], None] | None = None) -> list[float]:
     """Start all requests at once, call ``between``, and return each request's time until its last layer is computed."""
-    ttfts = [0.0] * len(mix)
-    errors: list[Exception] = []
-    gate = threading.Barrier(len(mix) + (between is not None))
-
-    def ask(number: int, client: LeanSocket) -> None:
-        try:
-            ttfts[number] = _ask(client, mix[number], gate)
-        except Exception as error:
-            gate.abort()
-            errors.append(error)
-
-    clients = [LeanSocket(address) for _ in mix]
-    threads = [threading.Thread(target=ask, args=pair) for pair in enumerate(clients)]
-    for thread in threads:
-        thread.start()
-    if between:
-        with contextlib.suppress(threading.BrokenBarrierError):
+    gate = threading.Barrier(len(mix) + (between is not None), timeout=_GATE_S)
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(mix)) as pool:
+        clients = [stack.enter_context(LeanSocket(address)) for _ in mix]
+        asked = [pool.submit(_ask, client, request, gate) for client, request in zip(clients, mix, strict=True)]
+        if between:
             gate.wait()
             between()
-    for thread in threads:
-        thread.join()
-    for client in clients:
-        client.socket.close()
-    if errors:
-        raise errors[0]
-    return ttfts
+        return [each.result() for each in asked]
 
 
 def _ask(client: LeanSocket, request: Scaled, gate: threading.Barrier) -> float:
     """Receive layers in one thread and compute in this one, which sleeps for a window with each layer."""
     head, *layers = answer_lengths(LAYERS, [request.piece] * len(request.keys))
-    arrived = [threading.Event() for _ in layers]
-    failures: list[Exception] = []
+    arrived = SimpleQueue[float]()
 
     def receive() -> None:
         try:
             client.receive(head)
-            for size, event in zip(layers, arrived, strict=True):
+            for size in layers:
                 client.receive(size)
-                event.set()
-        except Exception as error:
-            failures.append(error)
-            for event in arrived:
-                event.set()
+                arrived.put(time.perf_counter())
+        finally:  # after an error, the other thread does not wait
+            for _ in layers:
+                arrived.put(0.0)
 
-    receiver = threading.Thread(target=receive)
-    gate.wait()
-    began_s = time.perf_counter()
-    client.socket.sendall(request.command())
-    receiver.start()
-    done_s = began_s
-    for event in arrived:
-        event.wait()
-        # Computing starts when the layer has arrived, not when this thread wakes.
-        done_s = max(done_s, time.perf_counter() if not failures else 0.0) + request.window_s
-        time.sleep(max(0.0, done_s - time.perf_counter()))
-    receiver.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(1) as pool:
+        gate.wait()
+        began_s = time.perf_counter()
+        client.socket.sendall(request.command())
+        received = pool.submit(receive)
+        done_s = began_s
+        for _ in layers:
+            # Computing starts when the layer has arrived, not when this thread wakes.
+            done_s = max(done_s, arrived.get()) + request.window_s
+            time.sleep(max(0.0, done_s - time.perf_counter()))
+        received.result()
     return done_s - began_s

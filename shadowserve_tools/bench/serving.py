@@ -217,10 +217,10 @@ class _Bench:
     def _engine(self, stack: ExitStack, system: System, name: str) -> Engine:
         # With and without a cache, the tokens after the document are computed in a step of their own: their sums have
         # the same order.
-        step_tokens = self._load.chunks * DEFAULT_CHUNK_TOKENS
+        steps: dict[str, Any] = {"max_num_batched_tokens": self._load.chunks * DEFAULT_CHUNK_TOKENS}
         with system.side():
             return self._host.start_engine(
-                name, system.transfer, self._requests_max, stack, packages=system.packages, step_tokens=step_tokens
+                name, system.transfer, self._requests_max, stack, packages=system.packages, **steps
             )
 
     def _order(self, document: int, question: int, at: float = 0.0) -> dict[str, Any]:

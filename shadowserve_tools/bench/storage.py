@@ -198,7 +198,7 @@ def storage(
     for case, system in tracked(list(itertools.product(cases, systems)), "storing"):
         system.store(case)
     measured: dict[tuple[str, int, str], list[Run]] = {}
-    for case, number in tracked(list(itertools.product(cases, connections)), "measuring"):
+    for case, number in itertools.product(cases, connections):
         read_before = _read_from_devices(systems)
         answers = max(1, (mebibytes << 20) // case.piece_bytes)
         for name, runs in _take_turns(systems, case, number, answers, repeats).items():

@@ -14,7 +14,6 @@ Prediction: memory 5 to 7 GB/s on two cores, 6 to 12 times LMCache at a fifth of
 import functools
 import json
 import os
-import select
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -25,6 +24,7 @@ import psutil
 from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.native import BlockDevice
 from shadowserve_tools.bench.fetch import peers_option, raw_values
+from shadowserve_tools.bench.parts.disks import run_operations
 from shadowserve_tools.bench.parts.kernels import memory
 from shadowserve_tools.bench.parts.options import benchmark, folder_option, repeats_option, whole
 from shadowserve_tools.bench.parts.target import Target
@@ -42,7 +42,6 @@ BOUND: Final = "what the three parts allow"
 IN_FLIGHT: Final = 32
 """Requests in flight at the device alone."""
 PIECE_BYTES: Final = 1 << 20
-POLL_MS: Final = 100
 LINE_TIMEOUT_S: Final = 60.0
 MORE: Final = 2
 """Additional chunks: one to touch memory with, and one that only the storage node has."""
@@ -210,16 +209,7 @@ class _Device:
             for offset in range(0, len(self._memory), PIECE_BYTES)
         ]  # fmt: skip
         with closing(BlockDevice(self._file, queue_depth=IN_FLIGHT)) as device:
-            waiting = select.poll()
-            waiting.register(device.fileno(), select.POLLIN)
-            device.submit(reads)
-            left = len(reads)
-            while left:
-                waiting.poll(POLL_MS)
-                for ended in device.completed():
-                    if ended.error is not None:
-                        raise ended.error
-                    left -= 1
+            run_operations(device, reads)
 
 
 def _bounds(costs: Costs, thirds: Sequence[list[Cost]]) -> list[Cost]:

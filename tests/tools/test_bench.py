@@ -112,8 +112,11 @@ LACKING = {
 }
 
 
-BY_NIGHT = {"ablation", "decide", "disaggregation", "oversubscription", "queue", "budget"}
-"""A quarter of a minute each, or more; 'serving', 'layers' and 'interference' cover most of their code."""
+BY_NIGHT = {
+    *("ablation", "decide", "disaggregation", "oversubscription", "queue", "budget"),
+    *("control", "link", "memory", "tiers"),
+}
+"""A quarter of a minute each, or more. 'serving', 'layers', 'interference' and 'fetch' cover most of their code."""
 if os.environ.get("TEST_NIGHTLY"):
     BY_NIGHT = set()
 

@@ -61,7 +61,7 @@ class Bed:
             {"kv_cache_bytes": model.kv_bytes * (load.tokens_max + _ROUNDING_TOKENS)} if one_request else {}
         )
         # A prompt is computed in one step, as in engines that only compute prompts.
-        self.engine = host.start_engine("engine", transfer, step_tokens=load.prompt_tokens, **room)
+        self.engine = host.start_engine("engine", transfer, max_num_batched_tokens=load.prompt_tokens, **room)
         self.plane = programs.enter_context(closing(DataPlaneClient(plane.address)))
 
     def restart_plane(self, *flags: str) -> Child:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -22,13 +22,13 @@ from shadowserve import native
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import storage_key
 from shadowserve.pool.buffers import allocate
-from shadowserve.pool.config import DeviceConfig
 from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.interleaver import Interleaver
 from shadowserve.pool.statistics import Statistics
 from shadowserve.pool.types import Address, Item, Lease
 from shadowserve.pool.volume.tickets import BusyError
 from shadowserve_tools.bench.parts.disks import Disk, drop_cached
+from shadowserve_tools.bench.parts.loads import background
 from shadowserve_tools.report import Cost, measure
 from storage_kv.config import StorageConfig
 
@@ -113,22 +113,6 @@ class Offered:
     seconds: float = 0.0
 
 
-class Store(Protocol):
-    """A place that a prefix is stored in."""
-
-    def put(self, prefix: Prefix) -> None:
-        """Store all of a prefix durably."""
-
-    def cool(self) -> None:
-        """Drop from memory what devices hold."""
-
-    def retrieve(self, prefix: Prefix, *, check: bool = False) -> "Retrieval":
-        """Read all of a prefix back; ``check`` compares its bytes."""
-
-    def close(self) -> None:
-        pass
-
-
 class _CoolingPool(DevicePool):
     def drop_copies(self) -> None:
         """Drop the unused copies in memory of what devices hold."""
@@ -157,20 +141,17 @@ class OurPool:
         *,
         strict: bool = False,
     ) -> None:
-        devices = [
-            DeviceConfig.model_validate(
-                # A whole device has no configured size.
-                {
-                    "path": disk.path,
-                    "bytes_max" if Path(disk.path).is_block_device() else "size": size,
-                    "bandwidth": bandwidths[number] if bandwidths else None,
-                }
-            )
-            for number, disk in enumerate(disks)
-        ]
         config = StorageConfig.model_validate(
             {
-                "devices": devices,
+                "devices": [
+                    {
+                        "path": disk.path,
+                        # A whole device has no configured size.
+                        "bytes_max" if Path(disk.path).is_block_device() else "size": size,
+                        "bandwidth": bandwidths[number] if bandwidths else None,
+                    }
+                    for number, disk in enumerate(disks)
+                ],
                 "memory_budget_bytes": memory_bytes,
                 "memory_homes": True,
                 "memory_bandwidth": memory_bandwidth,
@@ -179,9 +160,8 @@ class OurPool:
             }
         )
         self._lock = threading.Lock()
-        self._pool = _CoolingPool(
-            config, ticks=time.thread_time_ns
-        )  # CPU time of this thread, since others use the machine, too
+        # CPU time of this thread, since others use the machine, too.
+        self._pool = _CoolingPool(config, ticks=time.thread_time_ns)
         self._pool.start(self._lock)
         self._poll = select.poll()
         for descriptor in self._pool.descriptors():
@@ -203,7 +183,6 @@ class OurPool:
         for number in range(len(prefix.names)):
             memory = self._memory(prefix.chunk_bytes)
             prefix.fill(number, memory)
-            ticket = None
             while True:
                 try:
                     with self._lock:
@@ -225,9 +204,9 @@ class OurPool:
 
         A chunk without space is dropped, as in tiers. The caller has to drive the pool meanwhile by reading.
         """
-        offered, stop = Offered(), threading.Event()
+        offered = Offered()
 
-        def run() -> None:
+        def loop(stop: threading.Event) -> None:
             for number in itertools.cycle(range(len(prefix.names))):
                 if stop.is_set():
                     return
@@ -246,17 +225,12 @@ class OurPool:
                 offered.dropped += 1
                 stop.wait(_DROPPED_PAUSE_S)
 
-        thread = threading.Thread(target=run)
-        before = self.statistics()
-        began = time.perf_counter()
-        thread.start()
-        try:
+        before, began = self.statistics(), time.perf_counter()
+        with background(loop):
             yield offered
-        finally:
-            stop.set()
-            thread.join(_STALLED_S)
-            offered.seconds = time.perf_counter() - began
-            offered.written = _written(self.statistics()) - _written(before)
+        offered.seconds = time.perf_counter() - began
+        pairs = zip(self.statistics().devices, before.devices, strict=True)
+        offered.written = sum(after.written_bytes - old.written_bytes for after, old in pairs)
 
     def _memory(self, size: int) -> memoryview:
         while True:
@@ -390,5 +364,4 @@ class Files:
         self._readers.shutdown()
 
 
-def _written(statistics: Statistics) -> int:
-    return sum(device.written_bytes for device in statistics.devices)
+Store = OurPool | Files

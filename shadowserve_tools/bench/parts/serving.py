@@ -11,10 +11,7 @@ import json
 import os
 import random
 import secrets
-import select
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +27,7 @@ from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.engine import model_config, prompt, write_weights
 from shadowserve_tools.bench.parts.options import Decorator, whole
 from shadowserve_tools.bench.peers.network import LOOPBACK, Network
-from shadowserve_tools.processes import Child, start_data_plane, start_storage
+from shadowserve_tools.processes import Child, JsonProcess, start_data_plane, start_storage
 
 DECODING_THREADS: Final = ("ss-decomp", "ss-dequant", "ss-dma")
 """Names of the data plane's threads between receiving and the engine's memory."""
@@ -39,7 +36,6 @@ TAIL_TOKENS: Final = 16
 """Tokens after a prompt's chunks: the user's question about a document. They are always computed."""
 START_TIMEOUT_S: Final = 300.0
 ANSWER_TIMEOUT_S: Final = 300.0
-STOP_TIMEOUT_S: Final = 20.0
 LATE: Final = dict.fromkeys(("lookup_timeout_s", "fetch_timeout_s", "store_timeout_s"), 60)
 """Keys of the plugin's configuration: a late transfer is measured as late, and not computed instead."""
 
@@ -162,31 +158,13 @@ def p95(values: Sequence[float]) -> float:
     return ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
 
 
-class Engine:
-    """Client of an engine process; :mod:`shadowserve_tools.bench.parts.engine` has its orders."""
-
-    def __init__(self, process: "subprocess.Popen[str]", log: Path) -> None:
-        self.process = process
-        self._log = log
+class Engine(JsonProcess):
+    """An engine process; :mod:`shadowserve_tools.bench.parts.engine` has its orders."""
 
     def call(self, order: str, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any) -> Any:
-        return self.exchange({"order": order, **arguments}, timeout_s)
-
-    def exchange(self, message: dict[str, Any], timeout_s: float) -> Any:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        try:
-            self.process.stdin.write(json.dumps(message) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the message below has the log
-        ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
-        line = self.process.stdout.readline() if ready else ""
-        if not line:
-            raise ShadowServeError(
-                f"the engine {'ended' if ready else 'gave no answer'}. The end of {self._log}:\n"
-                f"{self._log.read_text(errors='replace')[-3000:]}"
-            )
-        return json.loads(line)["result"]
+        """Send an order and return its answer."""
+        self.send({"order": order, **arguments})
+        return self.receive(timeout_s)["result"]
 
     def ask(self, tokens: Sequence[int], output: int = 1, cached: int | None = None, **more: Any) -> dict[str, Any]:
         """Serve a prompt and return its result, which must have fetched ``cached`` tokens."""
@@ -204,19 +182,6 @@ class Engine:
             check_cached(result, load.chunks * DEFAULT_CHUNK_TOKENS if fetched else 0)
         ttfts, tpots = ([result[name] for result in results] for name in ("ttft_s", "tpot_s"))
         return Served(ttfts, tpots, max(result["end_s"] for result in results))
-
-    def stop(self) -> None:
-        """End the process, by force if it does not end in time."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(STOP_TIMEOUT_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 def check_cached(result: dict[str, Any], cached: int, what: str = "a prompt") -> None:
@@ -283,39 +248,33 @@ def started_engine(
         load: Largest load that the engine has to hold.
         requests_max: Number of requests that run at one time.
         transfer: Configuration of the KV connector; None for plain vLLM.
-        more: ``kv_cache_bytes``, ``dtype``, ``prefix_caching`` or ``step_tokens`` (most tokens of one step), where they
-            do not follow from the load.
+        more: Options of ``vllm.LLM`` that do not follow from the load.
     """
-    settings = {
+    options: dict[str, Any] = {
         "model": str(folder / "model"),
-        "config": model.config(load.tokens_max),
         "load_format": "auto" if (folder / "model" / "model.safetensors").exists() else "dummy",
-        "vocabulary": VOCABULARY,
-        "max_tokens": load.tokens_max,
-        "max_requests": requests_max,
-        "kv_cache_bytes": model.kv_bytes * load.tokens_max * (requests_max + 1),
+        "max_model_len": load.tokens_max,
+        "max_num_seqs": requests_max,
+        "kv_cache_memory_bytes": model.kv_bytes * load.tokens_max * (requests_max + 1),
         "dtype": "bfloat16",
         # Every request must be fetched or computed, not served from an earlier one's blocks.
-        "prefix_caching": False,
-        "step_tokens": 0,
-        "packages": list(map(str, packages)),
-        "transfer": transfer,
-        **more,
+        "enable_prefix_caching": False,
     }
-    log = folder / f"{name}.log"
-    with log.open("w") as errors, on_cores(cores):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "shadowserve_tools.bench.parts.engine"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(len(cores))},
-            process_group=0,
-        )
-    engine = Engine(process, log)
+    if transfer:
+        options["kv_transfer_config"] = transfer | {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    settings = {
+        "config": model.config(load.tokens_max),
+        "vocabulary": VOCABULARY,
+        "packages": list(map(str, packages)),
+        "options": options | more,
+    }
+    command = [sys.executable, "-m", "shadowserve_tools.bench.parts.engine"]
+    environment = ENVIRONMENT | {"OMP_NUM_THREADS": str(len(cores))}
+    with on_cores(cores):
+        engine = Engine("the engine", command, folder / f"{name}.log", environment)
     try:
-        engine.exchange(settings, START_TIMEOUT_S)
+        engine.send(settings)
+        engine.receive(START_TIMEOUT_S)
         yield engine
     finally:
         engine.stop()
@@ -445,24 +404,21 @@ class Stack(Host):
         engine: Engine with the plugin. Everything that the load needs is stored.
     """
 
-    def __init__(
-        self, partition: Partition, model: Model, load: Load, requests_max: int, *, backend: str = "software",
-        **host: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, partition: Partition, model: Model, load: Load, requests_max: int) -> None:
         with ExitStack() as starting:
             folder = Path(starting.enter_context(tempfile.TemporaryDirectory()))
             super().__init__(starting, folder, model, load, partition=partition)
-            self._backend, self._requests_max = backend, requests_max
+            self._requests_max = requests_max
             self.storage = self.start_storage()
             self._plane = starting.enter_context(ExitStack())
             self._start()
-            keys = {
+            keys: dict[str, Any] = {
                 "store_buffer_bytes": self.document_bytes,
                 "breaker_backoff_max_s": 0.25,
                 # Fetches run at full speed: their effect on the engine is measured.
                 "interference_budget": 0,
             }
-            transfer = self.plugin(self.data_plane, **(keys | host))
+            transfer = self.plugin(self.data_plane, **keys)
             self.engine = self.start_engine("engine", transfer, requests_max)
             starting.callback(self._plane.close)
             stored = self.engine.call("store", seeds=list(range(load.documents)), tokens=load.prompt_tokens)
@@ -477,7 +433,6 @@ class Stack(Host):
         self.stack.close()
 
     def _start(self, *flags: str) -> None:
-        flags = ("--backend", self._backend, *flags)
         self.data_plane = self.start_plane(self.storage.address, *flags, stack=self._plane)
 
     def restart_data_plane(self, *flags: str) -> None:
@@ -490,7 +445,9 @@ class Stack(Host):
     def start_keeping(self) -> Engine:
         """Start plain vLLM with every document in its prefix cache."""
         room = self.model.kv_bytes * self.load.tokens_max * (self.load.documents + self._requests_max + 1)
-        engine = self.start_engine("keeping", None, self._requests_max, prefix_caching=True, kv_cache_bytes=room)
+        engine = self.start_engine(
+            "keeping", None, self._requests_max, enable_prefix_caching=True, kv_cache_memory_bytes=room
+        )
         first = replace(self.load, requests=self.load.documents, output=1, rate=0.0)
         engine.call("serve", requests=first.orders())
         return engine

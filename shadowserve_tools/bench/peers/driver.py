@@ -81,14 +81,9 @@ class Values:
 class Client(Protocol):
     """A peer's client; the module describes its methods."""
 
-    def fetch(self, count: int) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
-
-    def matches(self, index: int) -> bool:
-        pass
+    def fetch(self, count: int) -> None: ...
+    def clear(self) -> None: ...
+    def matches(self, index: int) -> bool: ...
 
 
 class LMCacheRemote:
@@ -296,7 +291,20 @@ def _installed() -> dict[str, str]:
     return found
 
 
-def _serve(client: Client, answer: Callable[[dict[str, Any]], None]) -> None:
+def _run(arguments: argparse.Namespace, answer: Callable[[dict[str, Any]], None]) -> None:
+    if arguments.role == "installed":
+        answer(_installed())
+        return
+    common = Values(arguments.values), arguments.chunks, arguments.address
+    client: Client
+    match arguments.role:
+        case "lmcache":
+            client = LMCacheRemote(*common)
+        case "lmcache-server":
+            client = LMCacheServer(*common, arguments.http, arguments.store, lossy=arguments.lossy)
+        case "mooncake" | "mooncake-store":
+            client = Mooncake(*common, holds=arguments.role == "mooncake-store")
+    answer({"ready": True})
     for line in sys.stdin:
         request = json.loads(line)
         match request["do"]:
@@ -311,27 +319,6 @@ def _serve(client: Client, answer: Callable[[dict[str, Any]], None]) -> None:
             case other:
                 raise RuntimeError(f"unknown command '{other}'")
         answer({})
-
-
-def _run(arguments: argparse.Namespace, answer: Callable[[dict[str, Any]], None]) -> None:
-    if arguments.role == "installed":
-        answer(_installed())
-        return
-    values, chunks = Values(arguments.values), arguments.chunks
-    client: Client
-    match arguments.role:
-        case "lmcache":
-            client = LMCacheRemote(values, chunks, arguments.address)
-        case "lmcache-server":
-            client = LMCacheServer(
-                values, chunks, arguments.address, arguments.http, arguments.store, lossy=arguments.lossy
-            )
-        case "mooncake":
-            client = Mooncake(values, chunks, arguments.address)
-        case "mooncake-store":
-            client = Mooncake(values, chunks, arguments.address, holds=True)
-    answer({"ready": True})
-    _serve(client, answer)
 
 
 def _main() -> None:

@@ -2,11 +2,9 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
-import os
 import re
-import select
-import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.peers import driver
 from shadowserve_tools.bench.peers.contender import Contender, Field, family
 from shadowserve_tools.bench.peers.network import LOOPBACK, Network
-from shadowserve_tools.processes import Child, free_port, started
+from shadowserve_tools.processes import Child, JsonProcess, free_port, started
 
 DEFAULT_PYTHON: Final = Path(__file__).resolve().parents[3] / ".venv-peers" / "bin" / "python"
 START_TIMEOUT_S: Final = 180.0
@@ -226,77 +224,33 @@ def mooncake(bed: Bed, name: str) -> Iterator[Contender]:
 
 @contextlib.contextmanager
 def _started(bed: Bed, role: str, *flags: str) -> Iterator["_Driver"]:
-    side = bed.network.client_side
-    if role == "mooncake-store":
-        side = bed.network.store_side
+    side = bed.network.store_side if role == "mooncake-store" else bed.network.client_side
     command = [str(bed.python), driver.__file__, role, "--values", str(bed.values_file), "--chunks", str(bed.chunks)]
-    log = bed.logs / f"{role}-driver.log"
-    with log.open("wb") as errors, side():
-        process = subprocess.Popen(
-            [*command, *flags],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env={**os.environ, **ENVIRONMENT},
-            process_group=0,
-        )
-    client = _Driver(role, process, log)
+    with side():
+        client = _Driver(f"the peer '{role}'", [*command, *flags], bed.logs / f"{role}-driver.log", ENVIRONMENT)
     try:
-        client.answer(START_TIMEOUT_S)
+        client.receive(START_TIMEOUT_S)
         yield client
     finally:
-        client.close()
+        client.stop()
 
 
-class _Driver:
-    def __init__(self, role: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
-        self._role = role
-        self._process = process
-        self._log = log
-
+class _Driver(JsonProcess):
     @property
     def processes(self) -> list[psutil.Process]:
-        return family(self._process.pid)
+        return family(self.process.pid)
 
     def contender(self, name: str, servers: list[psutil.Process]) -> Contender:
         """Return the driver with its servers as a contender."""
         return Contender(
             name=name,
             kind="raw",
-            fetch=lambda count: self._call("fetch", count),
-            clear=lambda: self._call("clear"),
-            verify=lambda count: self._call("verify", count),
+            fetch=functools.partial(self._call, "fetch"),
+            clear=functools.partial(self._call, "clear"),
+            verify=functools.partial(self._call, "verify"),
             processes=[*self.processes, *servers],
         )
 
     def _call(self, what: Literal["fetch", "clear", "verify"], count: int = 0) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps({"do": what, "count": count}).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the answer has the reason
-        self.answer(CALL_TIMEOUT_S)
-
-    def answer(self, timeout_s: float) -> None:
-        assert self._process.stdout is not None
-        line = b""
-        if select.select([self._process.stdout], [], [], timeout_s)[0]:
-            line = self._process.stdout.readline()
-        found: dict[str, Any] = json.loads(line) if line else {"error": "no answer"}
-        if "error" in found:
-            end = self._log.read_text(errors="replace")[-2000:]
-            raise ShadowServeError(f"the peer '{self._role}': {found['error']}. The end of its log:\n{end}")
-
-    def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            pass
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._process.stdout.close()
+        self.send({"do": what, "count": count})
+        self.receive(CALL_TIMEOUT_S)
