@@ -14,8 +14,6 @@ Prediction: kvrans decodes 8.5 GB/s of symbols; with dequantization in registers
 fast.
 """
 
-import ctypes
-import ctypes.util
 import dataclasses
 import functools
 import importlib
@@ -49,6 +47,8 @@ COMPARED_MORE: Final = 5
 """Turns of the codecs in ratios, for each turn of all."""
 LLAMA, SMALL, REAL = "llama-8b", "synthetic, vectors of 128", "real"
 TITLES: Final = {LLAMA: "Llama-8B's shape", REAL: "Real KV, own model"}
+RAW: Final = -zlib.MAX_WBITS
+"""Deflate without a header."""
 Patterns = npt.NDArray[np.uint16]
 
 
@@ -70,7 +70,6 @@ def codecs(report: Report, programs: Programs, layers: int, mebibytes: int, repe
             compared = COMPARED_MORE * repeats if data == LLAMA and isas else 0
             found[data, bins] = _measured(report, data, _name(bins), treated, subjects, repeats, compared)
     _other_dtypes(report, llama, mebibytes << 20, repeats)
-    _sizes_by_repeats(report, real)
     _ratios(report, found)
     for data, bins in ((LLAMA, BINS), (REAL, BINS), (LLAMA, 0)):
         report.charts.append(_chart(f"{TITLES[data]}, {_name(bins)}", found[data, bins]))
@@ -142,30 +141,21 @@ def _subject(treated: Treated, label: str, slices: Slices, isa: native.Isa | Non
 def _peers(treated: Treated) -> list[_Subject]:
     """Return the installed libraries; zlib with numpy, the reference, is always there."""
     subjects = [_reference(treated)]
-    raw = -zlib.MAX_WBITS
-    for label, module, level in (
-        ("zlib 6", "zlib", 6),
-        ("zlib-ng 6", "zlib_ng.zlib_ng", 6),
-        ("isa-l 1", "isal.isal_zlib", 1),
-    ):
+    for label, module in (("zlib 6", "zlib"), ("zlib-ng 6", "zlib_ng.zlib_ng")):
         try:
             library: Any = importlib.import_module(module)
         except ImportError:
             continue
 
-        def compress(symbols: bytes, library: Any = library, level: int = level) -> bytes:
-            encoder = library.compressobj(level, zlib.DEFLATED, raw)
+        def compress(symbols: bytes, library: Any = library) -> bytes:
+            encoder = library.compressobj(6, zlib.DEFLATED, RAW)
             return bytes(encoder.compress(symbols) + encoder.flush())
 
         slices = Slices(treated, native.Codec.DEFLATE, compress)
         subject = _subject(treated, label, slices, None)
         subject.runs["encode"] = _in_python(treated, compress)
-        subject.runs["decode"] = _inflate(treated, slices, functools.partial(library.decompress, wbits=raw))
+        subject.runs["decode"] = _inflate(treated, slices, functools.partial(library.decompress, wbits=RAW))
         del subject.runs["to_bf16"]  # the C core decodes such streams with the library of its Deflate
-        subjects.append(subject)
-    if compress_3 := _zstd_compressor(3):
-        subject = _subject(treated, "zstd 3", Slices(treated, native.Codec.ZSTD, compress_3), None)
-        subject.runs["encode"] = _in_python(treated, compress_3)
         subjects.append(subject)
     return subjects
 
@@ -201,7 +191,7 @@ def _reference(treated: Treated) -> _Subject:
 
     def run() -> None:
         for stream, scales, target in zip(streams, treated.scales, targets, strict=True):
-            symbols = zlib.decompress(stream, -zlib.MAX_WBITS, treated.symbol_bytes)
+            symbols = zlib.decompress(stream, RAW, treated.symbol_bytes)
             vectors = np.frombuffer(symbols, np.int8).reshape(target.shape)
             bits = (vectors.astype(np.float32) * scales[:, None]).view(np.uint32)
             target[:] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -209,34 +199,10 @@ def _reference(treated: Treated) -> _Subject:
     run()
     treated.verify("zlib with numpy")
     runs = {
-        "decode": _inflate(treated, slices, functools.partial(zlib.decompress, wbits=-zlib.MAX_WBITS)),
+        "decode": _inflate(treated, slices, functools.partial(zlib.decompress, wbits=RAW)),
         "to_bf16": Run(len(treated.target), run, nothing),
     }
     return _Subject("zlib + numpy", "", slices.bits + treated.scale_bits, sum(slices.stream_bytes), runs, {})
-
-
-def _zstd_compressor(level: int) -> Callable[[bytes], bytes] | None:
-    """Return libzstd's encoder at a level that the C core does not use; None if the library is missing."""
-    path = ctypes.util.find_library("zstd")
-    if path is None:
-        return None
-    library = ctypes.CDLL(path)
-    size, pointer = ctypes.c_size_t, ctypes.c_void_p
-    library.ZSTD_compressBound.restype = library.ZSTD_compressCCtx.restype = size
-    library.ZSTD_compressBound.argtypes = [size]
-    library.ZSTD_createCCtx.restype = pointer
-    library.ZSTD_compressCCtx.argtypes = [pointer, pointer, size, ctypes.c_char_p, size, ctypes.c_int]
-    context = library.ZSTD_createCCtx()
-
-    def compress(symbols: bytes) -> bytes:
-        bound = library.ZSTD_compressBound(len(symbols))
-        target = ctypes.create_string_buffer(bound)
-        written = library.ZSTD_compressCCtx(context, target, bound, symbols, len(symbols), level)
-        if written > bound:
-            raise ShadowServeError("libzstd could not compress")
-        return target.raw[:written]
-
-    return compress
 
 
 # ---- Measuring and reporting ----------------------------------------------------------------------------------------
@@ -332,17 +298,6 @@ def _float8(elements: Patterns) -> npt.NDArray[np.uint8]:
     found = (elements.astype(np.uint32) << 16).view(np.float32)
     nearest = np.searchsorted((values[1:] + values[:-1]) / 2, np.abs(found))
     return np.where(found < 0, nearest | 0x80, nearest).astype(np.uint8)
-
-
-def _sizes_by_repeats(report: Report, elements: Patterns) -> None:
-    """Add the sizes of slices with repeated vectors and of slices without."""
-    again = np.array([len(np.unique(slice_, axis=0)) < len(slice_) for slice_ in elements])
-    for data, chosen in (("real, no vector twice", ~again), ("real, vectors again", again)):
-        for bins in (BINS, 0):
-            treated = Treated(elements[chosen], bins, 0)
-            for codec in (each for each in native.codec_implementations() if each.name.lower() in OURS):
-                bits = Slices(treated, codec).bits + treated.scale_bits
-                report.row(data=data, treatment=_name(bins), codec=codec.name.lower(), bits=bits, ratio=16 / bits)
 
 
 def _ratios(report: Report, found: dict[tuple[str, int], _Subjects]) -> None:

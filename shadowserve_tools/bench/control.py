@@ -19,18 +19,16 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, Final
 
-import numpy as np
-
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.lookup import RecordKeys
 from host_control.waiting import WaitingQueue
 from shadowserve import native, record
-from shadowserve.chunk import ChunkLayout, DType, Quantizer
+from shadowserve.chunk import Quantizer
 from shadowserve.errors import ShadowServeError
-from shadowserve.keys import DEFAULT_CHUNK_TOKENS, KVNamespace, prefix_chain, record_keys
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.options import benchmark, whole
-from shadowserve_tools.bench.parts.workload import MODEL, Workload, client, llama_8b, put
+from shadowserve_tools.bench.parts.workload import MODEL, Workload, client, keys_of, llama_8b, named_layout, put
 from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Report
 
@@ -83,17 +81,8 @@ def control(report: Report, programs: Programs, requests: int, prompt_chunks: in
 
 def _small(workload: Workload, kind: str) -> Workload:
     """Return records of another group of the same prompt, as small as possible: a lookup does not read them."""
-    layout = KVNamespace(model=MODEL, group=f"{kind} of three", layers=(0, 1), heads=(0, 1)).name(
-        ChunkLayout(
-            dtype=DType.BFLOAT16,
-            layers=1,
-            kinds=1,
-            vector_length=1,
-            tokens=DEFAULT_CHUNK_TOKENS,
-            quantizer=Quantizer.PASSTHROUGH,
-        )
-    )
-    keys = record_keys(layout.namespace, prefix_chain(MODEL.digest(), np.asarray(workload.tokens)))
+    layout = named_layout(1, 1, f"{kind} of three", kinds=1, vector_length=1, quantizer=Quantizer.PASSTHROUGH)
+    keys = keys_of(layout, workload.tokens)
     records = [record.encode(key, native.Codec.NONE, layout, bytes(layout.raw_bytes)) for key in keys]
     return dataclasses.replace(workload, layout=layout, codec=native.Codec.NONE, keys=keys, records=records, crcs=[])
 

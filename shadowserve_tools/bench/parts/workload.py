@@ -11,9 +11,9 @@ their symbols are smaller: 3.83 bits, 2.4 % less in 8 classes.
 import dataclasses
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -86,26 +86,28 @@ def llama_8b(
     bins, value_bins = (host[name].default for name in ("bins", "value_bins"))
     binned = {"bins": bins, "value_bins": value_bins} if quantizer is Quantizer.BINNED else {}
     chosen = native.Codec[(codec or default_codec()).upper()]
-    layout = KVNamespace(model=MODEL, layers=(0, layers), heads=(0, 8)).name(
-        ChunkLayout(
-            dtype=DType.BFLOAT16,
-            layers=layers,
-            kinds=2,
-            vector_length=8 * 128,
-            tokens=DEFAULT_CHUNK_TOKENS,
-            quantizer=quantizer,
-            **binned,
-        )
-    )
+    layout = named_layout(layers, 8, kinds=2, vector_length=8 * 128, quantizer=quantizer, **binned)
     generator = np.random.default_rng(int.from_bytes(os.urandom(4)))
     tokens = generator.integers(0, 128_000, chunks * DEFAULT_CHUNK_TOKENS)
-    keys = record_keys(layout.namespace, prefix_chain(MODEL.digest(), tokens))
+    keys = keys_of(layout, tokens)
     records, crcs = [], []
     for key, kv in zip(keys, tracked(_values(generator, layout, chunks), "making KV", chunks), strict=True):
         encoded = record.encode(key, chosen, layout, kv)
         records.append(encoded)
         crcs.append(native.crc32(record.decode(encoded, key, layout)))
     return Workload(layout, chosen, tokens.tolist(), keys, records, crcs)
+
+
+def named_layout(layers: int, heads: int, group: str = "", **shape: Any) -> ChunkLayout:
+    """Return the layout of chunks of MODEL, by default in bfloat16 and of the usual number of tokens."""
+    namespace = KVNamespace(model=MODEL, layers=(0, layers), heads=(0, heads), **({"group": group} if group else {}))
+    defaults = {"dtype": DType.BFLOAT16, "tokens": DEFAULT_CHUNK_TOKENS}
+    return namespace.name(ChunkLayout(**(defaults | {"layers": layers} | shape)))
+
+
+def keys_of(layout: ChunkLayout, tokens: Sequence[int] | npt.NDArray[np.int64]) -> list[bytes]:
+    """Return the key of each chunk of a prompt."""
+    return record_keys(layout.namespace, prefix_chain(MODEL.digest(), np.asarray(tokens)))
 
 
 def default_codec() -> str:
@@ -149,7 +151,7 @@ def uncompressed(workload: Workload, chunks: Iterable[bytes]) -> Workload:
     layout = dataclasses.replace(
         workload.layout, namespace=secrets.token_bytes(KEY_BYTES), quantizer=Quantizer.PASSTHROUGH, bins=0
     )
-    keys = record_keys(layout.namespace, prefix_chain(MODEL.digest(), np.asarray(workload.tokens)))
+    keys = keys_of(layout, workload.tokens)
     kept = list(chunks)
     records = [record.encode(key, native.Codec.NONE, layout, kv) for key, kv in zip(keys, kept, strict=True)]
     return Workload(layout, native.Codec.NONE, workload.tokens, keys, records, [native.crc32(kv) for kv in kept])

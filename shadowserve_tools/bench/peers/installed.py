@@ -6,7 +6,7 @@ import functools
 import json
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -89,23 +89,27 @@ def does_not_run(error: Exception) -> str:
 
 
 @contextlib.contextmanager
+def _server(bed: Bed, name: str, command: Sequence[str], ready: str) -> Iterator[Child]:
+    """Run a peer's server at the stores' end of the network."""
+    environment = ENVIRONMENT | {"LMCACHE_LOG_LEVEL": "INFO"}
+    starting = started(
+        name, command, bed.logs, ready=re.compile(ready), environment=environment, timeout_s=START_TIMEOUT_S
+    )
+    with contextlib.ExitStack() as stack:
+        with bed.network.store_side():
+            child = stack.enter_context(starting)
+        yield child
+
+
+@contextlib.contextmanager
 def lmcache(bed: Bed, name: str) -> Iterator[Contender]:
     """LMCache's engine with its own remote store, ``lm://``, raw."""
     port = str(free_port())
     command = [str(bed.python.with_name("lmcache_server")), bed.network.host, port, "cpu"]
-    with contextlib.ExitStack() as stack:
-        with bed.network.store_side():
-            server = stack.enter_context(
-                started(
-                    "lmcache-remote",
-                    command,
-                    bed.logs,
-                    ready=re.compile("Server started at"),
-                    environment=ENVIRONMENT | {"LMCACHE_LOG_LEVEL": "INFO"},
-                    timeout_s=START_TIMEOUT_S,
-                )
-            )
-        client = stack.enter_context(_started(bed, "lmcache", "--address", f"{bed.network.host}:{port}"))
+    with (
+        _server(bed, "lmcache-remote", command, "Server started at") as server,
+        _started(bed, "lmcache", "--address", f"{bed.network.host}:{port}") as client,
+    ):
         yield client.contender(name, family(server.process.pid))
 
 
@@ -204,21 +208,14 @@ def lmcache_daemon(
 def mooncake(bed: Bed, name: str) -> Iterator[Contender]:
     """Mooncake's store over TCP: its master, a process with the chunks, and a reader."""
     port = free_port()
-    master_flags = [f"--rpc_address={bed.network.host}", f"--rpc_port={port}", f"--metrics_port={free_port()}"]
-    address = f"{bed.network.host}:{port}"
-    with contextlib.ExitStack() as stack:
-        with bed.network.store_side():
-            master = stack.enter_context(
-                started(
-                    "mooncake-master",
-                    [str(bed.python), "-m", "mooncake.cli", *master_flags],
-                    bed.logs,
-                    ready=re.compile("service_ready=true"),
-                    timeout_s=START_TIMEOUT_S,
-                )
-            )
-        store = stack.enter_context(_started(bed, "mooncake-store", "--address", address))
-        client = stack.enter_context(_started(bed, "mooncake", "--address", address))
+    command = [str(bed.python), "-m", "mooncake.cli", f"--rpc_address={bed.network.host}", f"--rpc_port={port}"]
+    command.append(f"--metrics_port={free_port()}")
+    address = ("--address", f"{bed.network.host}:{port}")
+    with (
+        _server(bed, "mooncake-master", command, "service_ready=true") as master,
+        _started(bed, "mooncake-store", *address) as store,
+        _started(bed, "mooncake", *address) as client,
+    ):
         yield client.contender(name, [*family(master.process.pid), *store.processes])
 
 
