@@ -143,9 +143,6 @@ def budget(
     _report_steps(report, steps, {"": fetching.policy, "pages_": bringing.policy})
 
 
-# ---- A device --------------------------------------------------------------------------------------------------------
-
-
 def _measure_disk(report: Report, prefix: Prefix, cap: int, turns: int, folder: Path | None) -> None:
     """Measure reads alone and beside writes, in pools with strict order and without."""
     written = Prefix(max(len(prefix.names) // WRITTEN_SHARE, 1), prefix.chunk_bytes, seed=WRITTEN_SEED)
@@ -190,9 +187,6 @@ def _read(pool: OurPool, prefix: Prefix, written: Prefix) -> tuple[float, float,
     with pool.written(written) as offered:
         beside = pool.retrieve(prefix)
     return alone.device_bytes / alone.wall_s, beside.device_bytes / beside.wall_s, offered
-
-
-# ---- Decoding --------------------------------------------------------------------------------------------------------
 
 
 class _Pages:
@@ -305,9 +299,6 @@ class _Decoding:
                 self._table.observe("decoding", self._batch, pairs, duration)
         seconds += durations
         return durations
-
-
-# ---- Report ----------------------------------------------------------------------------------------------------------
 
 
 def _report_steps(report: Report, steps: _Steps, policies: dict[str, Interference]) -> None:

@@ -135,9 +135,6 @@ def _subject(treated: Treated, label: str, slices: Slices, isa: native.Isa | Non
     return _Subject(label, name, slices.bits + treated.scale_bits, sum(slices.stream_bytes), runs, {})
 
 
-# ---- Peers: libraries that the C core does not use -------------------------------------------------------------------
-
-
 def _peers(treated: Treated) -> list[_Subject]:
     """Return the installed libraries; zlib with numpy, the reference, is always there."""
     subjects = [_reference(treated)]
@@ -203,9 +200,6 @@ def _reference(treated: Treated) -> _Subject:
         "to_bf16": Run(len(treated.target), run, nothing),
     }
     return _Subject("zlib + numpy", "", slices.bits + treated.scale_bits, sum(slices.stream_bytes), runs, {})
-
-
-# ---- Measuring and reporting ----------------------------------------------------------------------------------------
 
 
 def _measured(

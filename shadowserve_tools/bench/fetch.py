@@ -128,9 +128,6 @@ def _ratios(
     report.ratio(f"{prefix}stored_over_raw", [workload.stored_bytes / workload.raw_bytes], "none; the compression")
 
 
-# ---- ShadowServe -----------------------------------------------------------------------------------------------------
-
-
 def name_of(workload: Workload) -> str:
     """Return ShadowServe's name in tables, with this workload."""
     return f"ShadowServe, {workload.label}"
@@ -192,9 +189,6 @@ def _ours(name: str, workload: Workload, storage: Child, data_plane: Child) -> I
             verify=target.verify,
             processes=[psutil.Process(storage.process.pid), psutil.Process(data_plane.process.pid)],
         )
-
-
-# ---- Peers -----------------------------------------------------------------------------------------------------------
 
 
 def _naive(server: "redis.Redis", workload: Workload, storage: Child) -> Contender:

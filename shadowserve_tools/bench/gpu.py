@@ -109,9 +109,6 @@ def gpu(report: Report, programs: Programs, cpu: bool, **options: Any) -> None:
                 _fetch(report, running, plan, delivery, *flags)
 
 
-# ---- Scattering alone ------------------------------------------------------------------------------------------------
-
-
 class _Paged:
     """An engine's paged memory, and one batch of KV to scatter into it."""
 
@@ -162,9 +159,6 @@ def _scatter(report: Report, plan: _Plan) -> None:
 def _add_transfer(report: Report, what: str, how: str, size: int, seconds: list[float], note: str) -> None:
     median = statistics.median(seconds)
     report.row(what=what, how=how, GB_per_s=size / median / 1e9, ms=median * 1e3, note=note)
-
-
-# ---- Beside a decoding engine ----------------------------------------------------------------------------------------
 
 
 class _Engine:
@@ -236,9 +230,6 @@ def _decode_beside_scattering(report: Report, plan: _Plan) -> None:
         "decompressing": ("decompression", "none; a stand-in for decompression on the GPU"),
     }
     _decode(report, plan, loads, ratios)
-
-
-# ---- At the end of a fetch -------------------------------------------------------------------------------------------
 
 
 def _fetch(report: Report, programs: Programs, plan: _Plan, delivery: str, *flags: str) -> None:

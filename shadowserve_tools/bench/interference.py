@@ -118,9 +118,6 @@ def holding(load: Load, beside: int, steps: int) -> Load:
     return replace(load, output=max(load.output, tokens - load.prompt_tokens))
 
 
-# ---- A steady batch --------------------------------------------------------------------------------------------------
-
-
 def _measure_decoding(
     results: _Results, programs: Programs, running: Stack, batch: int, rounds: tuple[int, int], steps: int
 ) -> None:
@@ -192,9 +189,6 @@ def around(phases: Sequence[Steps]) -> Iterator[tuple[Steps, Steps, Steps]]:
     yield from zip(phases[:-1:2], phases[1::2], phases[2::2], strict=True)
 
 
-# ---- Serving ---------------------------------------------------------------------------------------------------------
-
-
 def _measure_lengths(
     results: _Results, running: Stack, keeping: Engine, lengths: Sequence[int], loaded: float, load: Load, repeats: int
 ) -> None:
@@ -216,9 +210,6 @@ def _measure_lengths(
         offered = replace(load, output=length, rate=loaded * capacity, seed=repeat)
         for system in (OURS, IN_ENGINE, KEPT)[:: -1 if next(turn) % 2 else 1]:
             results.lengths[length, offered.rate, system].append(serve(system))
-
-
-# ---- Report ----------------------------------------------------------------------------------------------------------
 
 
 def _report_decoding(report: Report, results: _Results) -> None:
