@@ -58,7 +58,7 @@ class Bed:
         buffers = dict.fromkeys(("fetch_buffer_bytes", "store_buffer_bytes"), host.document_bytes)
         transfer = host.plugin(plane, **buffers, **keys)
         room: dict[str, Any] = (
-            {"kv_cache_bytes": model.kv_bytes * (load.tokens_max + _ROUNDING_TOKENS)} if one_request else {}
+            {"kv_cache_memory_bytes": model.kv_bytes * (load.tokens_max + _ROUNDING_TOKENS)} if one_request else {}
         )
         # A prompt is computed in one step, as in engines that only compute prompts.
         self.engine = host.start_engine("engine", transfer, max_num_batched_tokens=load.prompt_tokens, **room)
