@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -373,7 +373,7 @@ class Host:
         chosen = cores or self.partition.data_plane
         flags = ("--listen", f"unix:{folder}/dpu.sock", "--cores", json.dumps(chosen), *flags)
         environment = {"SHADOWSERVE_DPU_STORAGE_PASSWORD": self.password} if self.password else {}
-        with (side or self.network.client_side)(), on_cores(chosen):
+        with (side or self.network.client_side)(), on_cores(cores) if cores else nullcontext():
             return (stack or self.stack).enter_context(
                 start_data_plane(folder, storage, *flags, environment=environment)
             )
