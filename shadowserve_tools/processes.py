@@ -1,8 +1,10 @@
 """Child processes of the demo and the benchmarks: started, awaited, and always stopped."""
 
 import contextlib
+import json
 import os
 import re
+import select
 import shutil
 import signal
 import socket
@@ -13,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from rich.progress import Progress
 
@@ -98,14 +100,63 @@ def _await(
         time.sleep(0.02)
 
 
+class JsonProcess:
+    """A program that answers each line of JSON on its standard input with one on its standard output.
+
+    Attributes:
+        process: The running program; its standard error is in the log.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        self._name, self._log = name, log
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+                env={**os.environ, **environment}, process_group=0,
+            )  # fmt: skip
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # receiving reports the end, with the log
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
+
+    def receive(self, timeout_s: float) -> dict[str, Any]:
+        """Return the next answer.
+
+        Raises:
+            ShadowServeError: The program ended, gave no answer in time, or answered with an ``error``.
+        """
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
+        line = self.process.stdout.readline() if ready else ""
+        missing = {"error": "ended" if ready else "gave no answer"}
+        answer: dict[str, Any] = json.loads(line) if line else missing
+        if "error" in answer:
+            end = self._log.read_text(errors="replace")[-3000:]
+            raise ShadowServeError(f"{self._name}: {answer['error']}. The end of {self._log}:\n{end}")
+        return answer
+
+    def stop(self) -> None:
+        """End the process, by force if it does not end in time."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        _kill(self.process)
+        self.process.stdout.close()
+
+
 def _stop(process: "subprocess.Popen[bytes]") -> None:
     """Stop the program with SIGTERM, and kill the rest of its process group."""
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
-    try:
+    _kill(process)
+
+
+def _kill(process: "subprocess.Popen[Any]") -> None:
+    """Wait for the end of the program, and kill the rest of its process group."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        pass
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

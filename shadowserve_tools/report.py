@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -33,6 +33,7 @@ from shadowserve.errors import ShadowServeError
 from shadowserve_tools.charts import Chart, draw, require_matplotlib, three_digits
 
 Item = TypeVar("Item")
+Name = TypeVar("Name")
 INTERVAL_VALUES_MIN: Final = 6
 """Number of values from which on :func:`half_width` is defined."""
 _FILE_WIDTH: Final = 200
@@ -119,19 +120,41 @@ def cpu_s(process: psutil.Process) -> float:
         raise ShadowServeError(f"process {process.pid} has ended while it was measured; its log says why") from error
 
 
-def repeat(count: int, *runs: Callable[[], Cost], description: str = "measuring") -> list[list[Cost]]:
-    """Interleave runs: all of them ``count`` times, after one turn of warm-up, every second turn in reverse order.
+def repeat(count: int, *runs: Callable[[], Item], description: str = "measuring", warm_up: int = 1) -> list[list[Item]]:
+    """Interleave runs: all of them ``count`` times, after turns of warm-up, every second turn in reverse order.
 
-    Pairs of the same turn see the same state of the machine, and no run always follows the same other one. Return a
-    list of costs for each run.
+    Pairs of the same turn see the same state of the machine, and no run always follows the same other one. Return the
+    results of each run, without those of the warm-up.
     """
-    costs: list[list[Cost]] = [[] for _ in runs]
-    for turn in tracked(range(1 + count), description):
-        for run, own in list(zip(runs, costs, strict=True))[:: -1 if turn % 2 else 1]:
-            cost = run()
-            if turn:
-                own.append(cost)
-    return costs
+    results: list[list[Item]] = [[] for _ in runs]
+    for turn in tracked(range(warm_up + count), description):
+        for run, own in list(zip(runs, results, strict=True))[:: -1 if turn % 2 else 1]:
+            result = run()
+            if turn >= warm_up:
+                own.append(result)
+    return results
+
+
+def in_turns(
+    count: int, runs: Mapping[Name, Callable[[], Item]], description: str = "measuring", warm_up: int = 1
+) -> dict[Name, list[Item]]:
+    """Interleave runs that have names, as :func:`repeat` does."""
+    return dict(zip(runs, repeat(count, *runs.values(), description=description, warm_up=warm_up), strict=True))
+
+
+def over(own: Iterable[float], others: Iterable[float]) -> list[float]:
+    """Return the quotients of pairs."""
+    return [mine / its for mine, its in zip(own, others, strict=True)]
+
+
+def walls(costs: Iterable[Cost]) -> list[float]:
+    """Return the elapsed time of each run."""
+    return [cost.wall_s for cost in costs]
+
+
+def cpus(costs: Iterable[Cost]) -> list[float]:
+    """Return the CPU time of each run."""
+    return [cost.cpu_s for cost in costs]
 
 
 def tracked(items: Iterable[Item], description: str, total: int | None = None) -> Iterable[Item]:

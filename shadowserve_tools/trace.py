@@ -16,7 +16,7 @@ from shadowserve import __version__
 from shadowserve.errors import ShadowServeError
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.tls import Credentials
-from shadowserve_tools.bench.fetch import Target
+from shadowserve_tools.bench.parts.target import Target
 from shadowserve_tools.bench.parts.workload import llama_8b, put
 from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import machine

@@ -301,7 +301,8 @@ static void check_late_layer(struct two_groups *bench, unsigned mask) {
     uint32_t progress = 0;
     bench->batch->progress = &progress;
     bench->batch->layers_end = layers_of[0];
-    struct stalled stalled = {.bench = bench, .slices = slices_through(bench) + (uint64_t)is_half, .layers = piece->layer};
+    struct stalled stalled = {
+        .bench = bench, .slices = slices_through(bench) + (uint64_t)is_half, .layers = piece->layer};
     for (uint32_t i = 0; i < PIECES; i++) {
         comes[i] = i < late || bench->batch->pieces[i].memory != NULL;
         stalled.slices += comes[i] ? LAYER_SLICES : 0;

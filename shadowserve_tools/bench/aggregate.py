@@ -11,6 +11,7 @@ So one request is 4 times as fast with chunks of 16 tokens, and equally fast wit
 tokens, 1 to 3 times at 256.
 """
 
+import functools
 import itertools
 import json
 import statistics
@@ -18,7 +19,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -27,16 +27,16 @@ import psutil
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.resp import encode_bulk_header, encode_command
-from shadowserve_tools.bench.parts.layered import LeanSocket, answer_lengths, plain_record
-from shadowserve_tools.bench.parts.options import numbers_option
+from shadowserve_tools.bench.parts.lean import LeanSocket, answer_lengths, plain_record
+from shadowserve_tools.bench.parts.options import benchmark, numbers_option, repeats_option, whole
 from shadowserve_tools.bench.parts.workload import client as redis_client
 from shadowserve_tools.bench.peers.buckets import CREDENTIALS, MISSING, ceph_gateway
-from shadowserve_tools.processes import start_storage, until
-from shadowserve_tools.report import Cost, Output, Report, cpu_s, measure, output_options, repeat
+from shadowserve_tools.processes import Programs, start_storage, until
+from shadowserve_tools.report import Cost, Report, cpu_s, cpus, in_turns, measure, over, walls
 
 TOKEN_LAYER_BYTES: Final = 2694
 """Stored bytes of a token and layer: Llama-8B's 4,096 in bfloat16, compressed lossless by 1.52 (``bench codecs``)."""
-WAYS: Final = ("KV.LAYERS", "GETRANGE, 64 ahead", "GETRANGE, one by one")
+WHOLE, AHEAD, SINGLE = "KV.LAYERS", "GETRANGE, 64 ahead", "GETRANGE, one by one"
 _AHEAD: Final = 64
 """Requests in flight: enough to keep the connection busy."""
 MEMORY, CEPH = "memory", "ceph"
@@ -52,7 +52,6 @@ class Prefix:
     """A stored prefix with ``chunk_tokens`` tokens in each chunk.
 
     Attributes:
-        keys: Keys of its records, in order.
         body: Offset of the layers in a record.
         piece: Bytes of a layer of a chunk.
     """
@@ -68,15 +67,13 @@ class Prefix:
         return self.layers * len(self.keys) * self.piece
 
     def ranges(self) -> list[bytes]:
-        """Return a GETRANGE command for each chunk of each layer."""
         return [
             encode_command("GETRANGE", key, begin, begin + self.piece - 1)
             for begin in range(self.body, self.body + self.layers * self.piece, self.piece)
             for key in self.keys
         ]
 
-    def whole(self) -> bytes:
-        """Return the KV.LAYERS command."""
+    def at_once(self) -> bytes:
         return encode_command("KV.LAYERS", f"0-{self.layers - 1}", 0, 0, *self.keys)
 
 
@@ -90,12 +87,7 @@ class _Fetched(NamedTuple):
 
 
 class _Bed:
-    """A storage node with a prefix in memory, or only in Ceph's gateway behind it.
-
-    Attributes:
-        client: Connection to the node.
-        moved_bytes: Bytes of a prefix.
-    """
+    """A storage node with a prefix in memory, or only in Ceph's gateway behind it."""
 
     def __init__(self, stack: ExitStack, below: str, size: int, tokens: int, layers: int) -> None:
         """Start the node and store a prefix, or, over Ceph, as many prefixes as evict each other."""
@@ -128,11 +120,6 @@ class _Bed:
         return next(self._turns)
 
     def fetch(self, way: Callable[["_Bed"], object]) -> _Fetched:
-        """Fetch a prefix and return the cost.
-
-        Raises:
-            ShadowServeError: The prefix was not in the tier that is measured.
-        """
         requests, bucket, before_s = self._requests(), self._bucket(), cpu_s(self._process)
         cost = measure(lambda: way(self))
         spent_s = cpu_s(self._process) - before_s
@@ -153,21 +140,14 @@ class _Bed:
         return self._operator.info("s3") if self._in_ceph else {}
 
 
-@dataclass
-class _Findings:
-    """Data of the report."""
-
-    report: Report
-    repeats: int
-
-    requests: list[int]
-
-
-@click.command()
+@benchmark(
+    "below", "chunk_tokens", "way", "requests", "s3_requests", "ms", "GB_per_s", "server_cpu_s_per_GB",
+    "client_cpu_s_per_GB", bars=["ms", "server_cpu_s_per_GB"],
+)  # fmt: skip
 @numbers_option("--chunks sizes", "16,64,256", "Tokens of a chunk, with commas between.")
-@click.option("--tokens", default=2048, show_default=True, type=click.IntRange(256), help="Tokens of the prefix.")
-@click.option("--layers", default=32, show_default=True, type=click.IntRange(1, 256), help="Layers of the model.")
-@click.option("--repeats", default=7, show_default=True, type=click.IntRange(1), help="Number of turns.")
+@whole("--tokens", 2048, "Tokens of the prefix.", 256)
+@whole("--layers", 32, "Layers of the model.", most=256)
+@repeats_option(7, "Number of turns.")
 @click.option(
     "--below",
     type=click.Choice([MEMORY, CEPH]),
@@ -176,59 +156,46 @@ class _Findings:
     show_default="both where Ceph is installed",
     help="Tier of the records: the node's memory, or a Ceph bucket behind it; repeatable.",
 )
-@output_options
-def aggregate(sizes: list[int], tokens: int, layers: int, repeats: int, below: Sequence[str], output: Output) -> None:
+def aggregate(
+    report: Report, programs: Programs, sizes: list[int], tokens: int, layers: int, repeats: int, below: Sequence[str]
+) -> None:
     """Compare one request for a prefix with one for each chunk and layer."""
-    report = Report(
-        "aggregate",
-        ["below", "chunk_tokens", "way", "requests", "s3_requests", "ms", "GB_per_s", "server_cpu_s_per_GB",
-         "client_cpu_s_per_GB"], bars=["ms", "server_cpu_s_per_GB"])  # fmt: skip
-    found = _Findings(report, repeats, [])
-    for where in below:
-        for size in sizes:
-            with ExitStack() as stack:
-                bed = _Bed(stack, where, size, tokens, layers)
-                _check(bed)
-                _compare(found, bed, where, size)
-    ratio = max(found.requests) / min(found.requests)
+    requests = []
+    for where, size in itertools.product(below, sizes):
+        with ExitStack() as stack:
+            bed = _Bed(stack, where, size, tokens, layers)
+            _check(bed)
+            requests.append(_compare(report, bed, repeats, where, size))
+    ratio = max(requests) / min(requests)
     report.ratio("requests_most_over_fewest", [ratio], "exactly 1 request a prefix of any number of chunks")
-    report.finish(output)
 
 
-def _compare(found: _Findings, bed: _Bed, where: str, size: int) -> None:
-    """Measure in turns, and add the rows and ratios of one chunk size."""
-    repeats, report = found.repeats, found.report
-    ways: list[Callable[[_Bed], None]] = [_aggregated, partial(_ranged, ahead=_AHEAD), partial(_ranged, ahead=1)]
-    fetched: list[list[_Fetched]] = [[] for _ in ways]
-
-    def timed(number: int) -> Callable[[], Cost]:
-        def run() -> Cost:
-            fetched[number].append(bed.fetch(ways[number]))
-            return fetched[number][-1].cost
-
-        return run
-
-    costs = repeat(repeats, *map(timed, range(len(ways))), description=f"chunks of {size}, {where}")
+def _compare(report: Report, bed: _Bed, repeats: int, where: str, size: int) -> int:
+    ways: dict[str, Callable[[_Bed], None]] = {
+        WHOLE: _aggregated,
+        AHEAD: functools.partial(_ranged, ahead=_AHEAD),
+        SINGLE: functools.partial(_ranged, ahead=1),
+    }
+    runs = {name: functools.partial(bed.fetch, way) for name, way in ways.items()}
+    fetched = in_turns(repeats, runs, f"chunks of {size}, {where}")
+    costs = {name: [each.cost for each in own] for name, own in fetched.items()}
     gigabytes = bed.moved_bytes / 1e9
-    spent = [[each.server_cpu_s / gigabytes for each in some[-repeats:]] for some in fetched]
-    for number, way in enumerate(WAYS):
-        wall_s = statistics.median(cost.wall_s for cost in costs[number])
-        cpu = statistics.median(spent[number])
+    spent = {name: [each.server_cpu_s / gigabytes for each in own] for name, own in fetched.items()}
+    for name, own in costs.items():
+        wall_s = statistics.median(walls(own))
         report.row(
-            below=where, chunk_tokens=size, way=way, requests=fetched[number][-1].requests,
-            s3_requests=fetched[number][-1].ranges,
-            ms=1e3 * wall_s, GB_per_s=gigabytes / wall_s, server_cpu_s_per_GB=cpu,
-            client_cpu_s_per_GB=statistics.median(cost.cpu_s for cost in costs[number]) / gigabytes,
+            below=where, chunk_tokens=size, way=name, requests=fetched[name][-1].requests,
+            s3_requests=fetched[name][-1].ranges, ms=1e3 * wall_s, GB_per_s=gigabytes / wall_s,
+            server_cpu_s_per_GB=statistics.median(spent[name]),
+            client_cpu_s_per_GB=statistics.median(cpus(own)) / gigabytes,
         )  # fmt: skip
-
-    found.requests.append(fetched[0][-1].requests)
-    walls = [[cost.wall_s for cost in some] for some in costs]
     suffix = str(size) if where == MEMORY else f"{size}_ceph"
     goal = "at least 3" if size == 16 else "reported"
-    report.ratio(f"aggregate_over_single_{suffix}", [s / a for a, s in zip(walls[0], walls[2], strict=True)], goal)
-    report.ratio(f"aggregate_over_ahead_{suffix}", [s / a for a, s in zip(walls[0], walls[1], strict=True)], "reported")
+    report.ratio(f"aggregate_over_single_{suffix}", over(walls(costs[SINGLE]), walls(costs[WHOLE])), goal)
+    report.ratio(f"aggregate_over_ahead_{suffix}", over(walls(costs[AHEAD]), walls(costs[WHOLE])), "reported")
     goal = "at most 1" if size == 256 else "reported"
-    report.ratio(f"cpu_over_getrange_{suffix}", [a / s for a, s in zip(spent[0], spent[1], strict=True)], goal)
+    report.ratio(f"cpu_over_getrange_{suffix}", over(spent[WHOLE], spent[AHEAD]), goal)
+    return fetched[WHOLE][-1].requests
 
 
 def _stored(client: LeanSocket, size: int, tokens: int, layers: int, number: int) -> Prefix:
@@ -237,7 +204,7 @@ def _stored(client: LeanSocket, size: int, tokens: int, layers: int, number: int
     for chunk in range(tokens // size):
         name = (number << 64 | size << 32 | chunk).to_bytes(32, "big")
         key, value = plain_record(name, layers=layers, tokens=size, token_bytes=TOKEN_LAYER_BYTES)
-        client.store([(key, value)])
+        client.call("SET", key, value)
         keys.append(key)
     piece = size * TOKEN_LAYER_BYTES
     return Prefix(size, layers, keys, len(value) - layers * piece, piece)
@@ -248,7 +215,7 @@ def _check(bed: _Bed) -> None:
     client, prefix = bed.client, bed.next()
     client.socket.sendall(prefix.ranges()[-1])
     by_range = bytes(client.receive(len(encode_bulk_header(prefix.piece)) + prefix.piece + 2))[-prefix.piece - 2 :]
-    client.socket.sendall(prefix.whole())
+    client.socket.sendall(prefix.at_once())
     lengths = answer_lengths(prefix.layers, [prefix.piece] * len(prefix.keys))
     client.receive(sum(lengths) - len(by_range))
     if bytes(client.receive(len(by_range))) != by_range:
@@ -257,7 +224,7 @@ def _check(bed: _Bed) -> None:
 
 def _aggregated(bed: _Bed) -> None:
     prefix = bed.next()
-    bed.client.socket.sendall(prefix.whole())
+    bed.client.socket.sendall(prefix.at_once())
     bed.client.receive(sum(answer_lengths(prefix.layers, [prefix.piece] * len(prefix.keys))))
 
 

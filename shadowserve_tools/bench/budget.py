@@ -13,6 +13,7 @@ Prediction: strict order costs reads 1 to 3 %. A GB/s of fetches costs a step 4 
 0.2 to 0.3 GB/s, with a slowdown of 0.01 to 0.015; unbounded, 0.1 at 2 GB/s. Pages: 0.005 to 0.015 within the budget.
 """
 
+import functools
 import json
 import statistics
 from collections import defaultdict
@@ -27,7 +28,6 @@ import click
 from host_control.interference.slowdown import Interference
 from host_control.interference.table import ComputeTable, attention_pairs
 from shadowserve.chunk import Quantizer
-from shadowserve_tools.bench.fetch import Target
 from shadowserve_tools.bench.interference import (
     DECODED_TOKENS,
     HALF_WIDTH_MAX,
@@ -38,14 +38,14 @@ from shadowserve_tools.bench.interference import (
 from shadowserve_tools.bench.parts.disks import Disks, working_folder
 from shadowserve_tools.bench.parts.engine import SETTLING_STEPS
 from shadowserve_tools.bench.parts.loads import FetchLoop
-from shadowserve_tools.bench.parts.options import folder_option
+from shadowserve_tools.bench.parts.options import benchmark, folder_option, whole
 from shadowserve_tools.bench.parts.paged import CHUNK_BLOCKS, MANY, PagedKv, PagedMemory
 from shadowserve_tools.bench.parts.retrieval import Offered, OurPool, Prefix
-from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, Stack, model_options_with
-from shadowserve_tools.bench.parts.steady import BUDGET, SteadySteps
+from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, Stack, model_options
+from shadowserve_tools.bench.parts.target import BUDGET, SteadySteps, Target
 from shadowserve_tools.bench.parts.workload import llama_8b, put
 from shadowserve_tools.processes import Programs
-from shadowserve_tools.report import Output, Report, half_width, output_options
+from shadowserve_tools.report import Report, half_width, in_turns, over, tracked
 
 STRICT: Final = "strict order"
 MIXED: Final = "any order"
@@ -80,15 +80,6 @@ MIXED_MIN: Final = 0.95
 
 
 @dataclass
-class _Disk:
-    """Read rates alone and beside writes, and what was written, by the order of both."""
-
-    alone: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    beside: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    offered: dict[str, list[Offered]] = field(default_factory=lambda: defaultdict(list))
-
-
-@dataclass
 class _Steps:
     """Measurements of decode steps.
 
@@ -103,131 +94,109 @@ class _Steps:
     rates: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
-@click.command()
-@model_options_with(layers=4)  # short steps, for more samples
-@click.option("--read-chunks", default=96, show_default=True, type=click.IntRange(8), help="Chunks to read in a turn.")
-@click.option("--chunk-kib", default=7424, show_default=True, type=click.IntRange(64, 1 << 20), help="KiB of a chunk.")
-@click.option("--cap", default=200, show_default=True, type=click.IntRange(1), help="MB/s that the device reads.")
-@click.option("--turns", default=3, show_default=True, type=click.IntRange(1), help="Turns of reading.")
-@click.option("--batch", default=2, show_default=True, type=click.IntRange(1), help="Requests that decode steadily.")
-@click.option(
-    "--learning",
-    default=8,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Rounds in which the policy learns; they do not count.",
-)
-@click.option("--rounds", default=24, show_default=True, type=click.IntRange(6), help="Least rounds that count.")
-@click.option(
-    "--rounds-max",
-    default=60,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Most rounds, if intervals are too wide.",
-)
-@click.option("--phase-steps", default=4, show_default=True, type=click.IntRange(1, 64), help="Steps of a phase.")
+@benchmark(
+    "what", "read_GB_per_s", "written_GB_per_s", "dropped", "step_ms", "fetch_GB_per_s",
+    bars=["step_ms", "read_GB_per_s"],
+)  # fmt: skip
+@model_options(layers=4)  # short steps, for more samples
+@whole("--read-chunks", 96, "Chunks to read in a turn.", 8)
+@whole("--chunk-kib", 7424, "KiB of a chunk.", 64, 1 << 20)
+@whole("--cap", 200, "MB/s that the device reads.")
+@whole("--turns", 3, "Turns of reading.")
+@whole("--batch", 2, "Requests that decode steadily.")
+@whole("--learning", 8, "Rounds in which the policy learns; they do not count.")
+@whole("--rounds", 24, "Least rounds that count.", 6)
+@whole("--rounds-max", 60, "Most rounds, if intervals are too wide.")
+@whole("--phase-steps", 4, "Steps of a phase.", most=64)
 @folder_option("Folder of the device's file. [default: memory, if it has space]")
-@output_options
 def budget(
-    output: Output, model: Model, load: Load, requests_max: int, read_chunks: int, chunk_kib: int, cap: int, turns: int,
-    batch: int, learning: int, rounds: int, rounds_max: int, phase_steps: int, folder: Path | None,
+    report: Report, programs: Programs, model: Model, load: Load, requests_max: int, read_chunks: int, chunk_kib: int,
+    cap: int, turns: int, batch: int, learning: int, rounds: int, rounds_max: int, phase_steps: int,
+    folder: Path | None,
 ) -> None:  # fmt: skip
     """Measure reads beside writes, and decoding beside transfers within the budget."""
-    prefix = Prefix(read_chunks, chunk_kib << 10, seed=READ_SEED)
-    disk, steps = _Disk(), _Steps()
-    with Programs() as programs:
-        progress = programs.progress(turns + learning + rounds, "reading")
-        capped = _measure_disk(disk, prefix, cap * MEGA, turns, folder, progress)
-        load = holding(load, 2 * OFTEN, phase_steps)
-        load = holding(load, PAGES_OFTEN + 1, PAGES_LONGER * phase_steps)
-        running = programs.enter_context(Stack(Partition.halves(), model, load, requests_max))
-        workload = llama_8b(FETCH_CHUNKS, layers=1, quantizer=Quantizer.BINNED)
-        put(workload, running.storage.address)
-        target = programs.enter_context(Target.opened(running.data_plane.address, workload))
-        paged = _paged(programs, running)
-        fetching, bringing = (
-            _Moving(each, chunk_bytes, chunks, Interference(BUDGET))
-            for each, chunk_bytes, chunks in (
-                (target, workload.layout.raw_bytes, FETCH_CHUNKS),
-                (paged, paged.chunk_bytes, MANY // CHUNK_BLOCKS),
-            )
-        )
-        decoding = _Decoding(running.engine, batch)
-        decoding.add((WITHIN, FREE), fetching, phase_steps, statistics.median)
-        decoding.add((PAGES_WITHIN, PAGES_FREE), bringing, PAGES_LONGER * phase_steps, _mean)
-        for _ in range(learning):
-            decoding.round([WITHIN] * 2 * OFTEN, _Steps())
-            decoding.round([PAGES_WITHIN] * PAGES_OFTEN, _Steps())
-            rates = [f"{each.policy.rate / 1e9:.2f}" for each in (fetching, bringing)]
-            progress(f"learning: {' and '.join(rates)} GB/s")
-        for number in rounds_until_narrow(rounds, rounds_max, [steps.over[name] for name in (WITHIN, PAGES_WITHIN)]):
-            order = slice(None, None, -1 if number % 2 else 1)
-            decoding.round(([WITHIN, FREE] * OFTEN)[order], steps)
-            decoding.round([*[PAGES_WITHIN] * PAGES_OFTEN, PAGES_FREE][order], steps)
-            progress("decoding")
-        for moving in (fetching, bringing):
-            moving.verify()
-    _report(disk, steps, {"": fetching.policy, "pages_": bringing.policy}, capped).finish(output)
+    _measure_disk(report, Prefix(read_chunks, chunk_kib << 10, seed=READ_SEED), cap * MEGA, turns, folder)
+    steps = _Steps()
+    load = holding(load, 2 * OFTEN, phase_steps)
+    load = holding(load, PAGES_OFTEN + 1, PAGES_LONGER * phase_steps)
+    running = programs.enter_context(Stack(Partition.halves(), model, load, requests_max))
+    workload = llama_8b(FETCH_CHUNKS, layers=1, quantizer=Quantizer.BINNED)
+    put(workload, running.storage.address)
+    target = programs.enter_context(Target.opened(running.data_plane.address, workload))
+    paged = _paged(programs, running)
+    size, longer = workload.layout.raw_bytes, PAGES_LONGER * phase_steps
+    fetching = _Moving(target, size, FETCH_CHUNKS, FETCH_S, phase_steps, statistics.median, Interference(BUDGET))
+    chunks = MANY // CHUNK_BLOCKS
+    bringing = _Moving(paged, paged.chunk_bytes, chunks, PAGES_S, longer, _mean, Interference(BUDGET))
+    kinds = {WITHIN: (fetching, True), FREE: (fetching, False)}
+    kinds |= {PAGES_WITHIN: (bringing, True), PAGES_FREE: (bringing, False)}
+    decoding = _Decoding(running.engine, batch, kinds)
+    for _ in tracked(range(learning), "learning"):
+        decoding.round([WITHIN] * 2 * OFTEN, _Steps())
+        decoding.round([PAGES_WITHIN] * PAGES_OFTEN, _Steps())
+    for number in rounds_until_narrow(rounds, rounds_max, [steps.over[name] for name in (WITHIN, PAGES_WITHIN)]):
+        order = slice(None, None, -1 if number % 2 else 1)
+        decoding.round(([WITHIN, FREE] * OFTEN)[order], steps)
+        decoding.round([*[PAGES_WITHIN] * PAGES_OFTEN, PAGES_FREE][order], steps)
+    for moving in (fetching, bringing):
+        moving.verify()
+    _report_steps(report, steps, {"": fetching.policy, "pages_": bringing.policy})
 
 
-# ---- A device --------------------------------------------------------------------------------------------------------
-
-
-def _measure_disk(
-    disk: _Disk, prefix: Prefix, cap: int, turns: int, folder: Path | None, progress: Callable[[str], None]
-) -> bool:
-    """Measure reads and writes; return whether the device was capped."""
+def _measure_disk(report: Report, prefix: Prefix, cap: int, turns: int, folder: Path | None) -> None:
+    """Measure reads alone and beside writes, in pools with strict order and without."""
     written = Prefix(max(len(prefix.names) // WRITTEN_SHARE, 1), prefix.chunk_bytes, seed=WRITTEN_SEED)
     size = (prefix.size + written.size) * 9 // 8 + SPARE_BYTES
     with ExitStack() as stack:
         disks = stack.enter_context(Disks(stack.enter_context(working_folder(2 * size, folder))))
         if disks.why_not:
             click.echo(f"the device is a file, as fast as it is: {disks.why_not}", err=True)
-        pools = {}
+        runs = {}
         for name, strict in ((STRICT, True), (MIXED, False)):
             device = disks.make("strict" if strict else "mixed", size, cap)
-            pool = OurPool([device], [1 << 50], 1, ARENA_BYTES, size, strict=strict)
-            pools[name] = stack.enter_context(closing(pool))
+            pool = stack.enter_context(closing(OurPool([device], [1 << 50], 1, ARENA_BYTES, size, strict=strict)))
             pool.put(prefix)
             pool.cool()
             pool.retrieve(prefix, check=True)
+            runs[name] = functools.partial(_read, pool, prefix, written)
         with disks.capped():
-            for turn in range(turns):
-                for name in (STRICT, MIXED)[:: -1 if turn % 2 else 1]:
-                    _read(disk, pools[name], prefix, written, name)
-                progress("reading")
-        return not disks.why_not
+            found = in_turns(turns, runs, "reading", warm_up=0)
+        report.more["capped"] = not disks.why_not
+    for (name, own), ratio, goal in zip(
+        found.items(),
+        ("mixed_over_reads_alone", "mixed_over_reads_alone_any_order"),
+        (f"at least {MIXED_MIN:g}", "none; without strict order"),
+        strict=True,
+    ):
+        alone, beside, offered = zip(*own, strict=True)
+        report.row(what=f"reads alone, {name}", read_GB_per_s=statistics.median(alone) / 1e9)
+        report.row(
+            what=f"reads beside writes, {name}",
+            read_GB_per_s=statistics.median(beside) / 1e9,
+            written_GB_per_s=statistics.median(each.written / each.seconds for each in offered) / 1e9,
+            dropped=statistics.median(each.dropped / (each.taken + each.dropped) for each in offered),
+        )
+        report.ratio(ratio, over(beside, alone), goal)
 
 
-def _read(disk: _Disk, pool: OurPool, prefix: Prefix, written: Prefix, name: str) -> None:
-    """Read the prefix alone and beside writes."""
+def _read(pool: OurPool, prefix: Prefix, written: Prefix) -> tuple[float, float, Offered]:
+    """Read the prefix alone and beside writes; return both rates, and what was written."""
     pool.cool()
     alone = pool.retrieve(prefix)
     pool.cool()
     with pool.written(written) as offered:
         beside = pool.retrieve(prefix)
-    disk.alone[name].append(alone.device_bytes / alone.wall_s)
-    disk.beside[name].append(beside.device_bytes / beside.wall_s)
-    disk.offered[name].append(offered)
-
-
-# ---- Decoding --------------------------------------------------------------------------------------------------------
+    return alone.device_bytes / alone.wall_s, beside.device_bytes / beside.wall_s, offered
 
 
 class _Pages:
-    """Paged memory that receives a device's pages, as in the plugin: in turns of the data plane.
+    """Paged memory that receives a device's pages, as in the plugin; ``rate`` in bytes per second, 0 for no bound."""
 
-    Attributes:
-        rate: Bytes per second; 0 for no bound.
-        chunk_bytes: Bytes of a chunk.
-    """
-
-    def __init__(self, paged: PagedMemory, chunk_bytes: int) -> None:
+    def __init__(self, paged: PagedMemory, kv: PagedKv) -> None:
         self._paged, self._steps = paged, SteadySteps(paged.plane.client)
-        self.rate, self.chunk_bytes = 0, chunk_bytes
+        self.rate, self.chunk_bytes = 0, kv.paged.raw_bytes
 
     def fetch(self, count: int | None = None) -> None:
-        """Load the leading chunks, by default all."""
         self._steps.report(self.rate)
         self._paged.retrieve((MANY // CHUNK_BLOCKS if count is None else count) * CHUNK_BLOCKS)
 
@@ -235,7 +204,6 @@ class _Pages:
         self._paged.clear()
 
     def verify(self) -> None:
-        """Compare all pages with what was stored."""
         self._paged.verify(MANY)
 
 
@@ -243,8 +211,7 @@ def _paged(stack: ExitStack, running: Stack) -> _Pages:
     """Start a data plane whose device has pages, on the cores of the other one."""
     kv = PagedKv(PAGES_LAYERS, PAGES_HEADS)
     cores = json.dumps(running.partition.data_plane)
-    paged = PagedMemory(stack, running.folder, running.folder / "pages", kv, "--cores", cores)
-    return _Pages(paged, kv.paged.raw_bytes)
+    return _Pages(PagedMemory(stack, running.folder, running.folder / "pages", kv, "--cores", cores), kv)
 
 
 @dataclass(frozen=True)
@@ -252,24 +219,24 @@ class _Moving:
     """A load beside decoding, and the policy that sets its rate.
 
     Attributes:
-        target: Target of the transfer.
-        chunk_bytes: Bytes of a chunk.
-        chunks: Number of chunks.
-        policy: Policy that sets the rate within the budget.
+        part_s: Duration of a transfer within the budget.
+        steps: Decode steps of a phase with this load.
+        middle: Statistic of a phase's steps.
     """
 
     target: Target | _Pages
     chunk_bytes: int
     chunks: int
+    part_s: float
+    steps: int
+    middle: Callable[[Sequence[float]], float]
     policy: Interference
 
-    def loop(self, rate: int) -> FetchLoop:
-        """Return a loop that transfers at a rate, in short parts; 0: everything at once, without a bound."""
+    def loop(self, *, within: bool) -> FetchLoop:
+        """Return a loop that transfers in short parts at the policy's rate, or everything at once without a bound."""
+        rate = self.policy.rate if within else 0
         self.target.rate = rate
-        if not rate:
-            wanted = self.chunks
-        else:
-            wanted = int(rate * (PAGES_S if isinstance(self.target, _Pages) else FETCH_S) / self.chunk_bytes)
+        wanted = int(rate * self.part_s / self.chunk_bytes) if rate else self.chunks
         count = min(max(wanted, 1), self.chunks)
         return FetchLoop(self.target, count * self.chunk_bytes, count)
 
@@ -281,23 +248,6 @@ class _Moving:
         self.target.verify()
 
 
-@dataclass(frozen=True)
-class _Phase:
-    """A kind of decoding phase.
-
-    Attributes:
-        moving: Load of the phase.
-        within: True if the budget holds.
-        steps: Number of steps.
-        middle: Statistic of a phase's steps.
-    """
-
-    moving: _Moving
-    within: bool
-    steps: int
-    middle: Callable[[Sequence[float]], float]
-
-
 def _mean(steps: Sequence[float]) -> float:
     """Return the mean, with each step capped at twice the median: a longer one waited for something else."""
     most = 2 * statistics.median(steps)
@@ -305,42 +255,31 @@ def _mean(steps: Sequence[float]) -> float:
 
 
 class _Decoding:
-    """A steady batch, and a load at the rate that a policy sets."""
+    """A steady batch beside loads; ``kinds`` has for each name the load, and whether it keeps the budget."""
 
-    def __init__(self, engine: Engine, batch: int) -> None:
-        self._engine, self._batch = engine, batch
+    def __init__(self, engine: Engine, batch: int, kinds: dict[str, tuple[_Moving, bool]]) -> None:
+        self._engine, self._batch, self._kinds = engine, batch, kinds
+        self._policies = list({id(moving): moving.policy for moving, _ in kinds.values()}.values())
         self._table = ComputeTable()
-        self._phases: dict[str, _Phase] = {}
         self._decoded = 0
-
-    def add(
-        self, names: tuple[str, str], moving: _Moving, steps: int, middle: Callable[[Sequence[float]], float]
-    ) -> None:
-        """Add two kinds of phases: within the budget, and without a bound."""
-        for name, within in zip(names, (True, False), strict=True):
-            self._phases[name] = _Phase(moving, within, steps, middle)
 
     def round(self, beside: list[str], steps: _Steps) -> None:
         """Decode a phase with each load, all of one length, and an unloaded one before and after each."""
-        length = self._phases[beside[0]].steps
+        length = self._kinds[beside[0]][0].steps
         self._engine.call("decode_start", batch=self._batch, tokens=DECODED_TOKENS, beside=len(beside), steps=length)
         self._decoded = 0
-        before = self._note(steps.seconds[NOTHING], self._durations(length), 0.0, self._policies())
+        before = self._note(steps.seconds[NOTHING], self._durations(length), 0.0, self._policies)
         for name in beside:
-            phase = self._phases[name]
-            policy = phase.moving.policy
-            loop = phase.moving.loop(policy.rate if phase.within else 0)
+            moving, within = self._kinds[name]
+            loop = moving.loop(within=within)
             with loop.running():
                 durations = self._durations(length)
-            own = self._note(steps.seconds[name], durations, loop.rate, [policy] if phase.within else [])
+            own = self._note(steps.seconds[name], durations, loop.rate, [moving.policy] if within else [])
             steps.rates[name].append(loop.rate)
-            after = self._note(steps.seconds[NOTHING], self._durations(length), 0.0, self._policies())
-            steps.over[name].append(phase.middle(own) / ((phase.middle(before) + phase.middle(after)) / 2))
+            after = self._note(steps.seconds[NOTHING], self._durations(length), 0.0, self._policies)
+            steps.over[name].append(moving.middle(own) / ((moving.middle(before) + moving.middle(after)) / 2))
             before = after
         self._engine.call("decode_stop")
-
-    def _policies(self) -> list[Interference]:
-        return list({id(phase.moving.policy): phase.moving.policy for phase in self._phases.values()}.values())
 
     def _durations(self, steps: int) -> list[float]:
         self._decoded += SETTLING_STEPS
@@ -362,46 +301,22 @@ class _Decoding:
         return durations
 
 
-# ---- Report ----------------------------------------------------------------------------------------------------------
-
-
-def _report(disk: _Disk, steps: _Steps, policies: dict[str, Interference], capped: bool) -> Report:
-    report = Report(
-        "budget",
-        ["what", "read_GB_per_s", "written_GB_per_s", "dropped", "step_ms", "fetch_GB_per_s"],
-        bars=["step_ms", "read_GB_per_s"],
-    )
-    for name, offered in disk.offered.items():
-        report.row(what=f"reads alone, {name}", read_GB_per_s=statistics.median(disk.alone[name]) / 1e9)
-        report.row(
-            what=f"reads beside writes, {name}",
-            read_GB_per_s=statistics.median(disk.beside[name]) / 1e9,
-            written_GB_per_s=statistics.median(each.written / each.seconds for each in offered) / 1e9,
-            dropped=statistics.median(each.dropped / (each.taken + each.dropped) for each in offered),
-        )
+def _report_steps(report: Report, steps: _Steps, policies: dict[str, Interference]) -> None:
     for name, seconds in steps.seconds.items():
         row: dict[str, Any] = {"what": name, "step_ms": statistics.median(seconds) * 1e3}
         if rates := steps.rates.get(name, []):
             row["fetch_GB_per_s"] = statistics.median(rates) / 1e9
         report.row(**row)
-    for name, ratio, goal in (
-        (STRICT, "mixed_over_reads_alone", f"at least {MIXED_MIN:g}"),
-        (MIXED, "mixed_over_reads_alone_any_order", "none; without strict order"),
-    ):
-        pairs = zip(disk.beside[name], disk.alone[name], strict=True)
-        report.ratio(ratio, [beside / alone for beside, alone in pairs], goal)
     for moved, within, free in (("", WITHIN, FREE), ("pages_", PAGES_WITHIN, PAGES_FREE)):
         for name, suffix in ((within, ""), (free, "_off")):
             width = half_width(steps.over[name])
             goal = f"at most {SLOWDOWN_MAX:g}" if width <= HALF_WIDTH_MAX else f"no result: ± {width:.2g} is too wide"
             ratio = f"{moved}decode_step_slowdown{suffix}"
-            report.ratio(ratio, [over - 1 for over in steps.over[name]], "none" if suffix else goal)
+            report.ratio(ratio, [each - 1 for each in steps.over[name]], "none" if suffix else goal)
             width_goal = "none" if suffix else f"at most {HALF_WIDTH_MAX:g}; 95 % confidence"
             report.ratio(f"{ratio}_half_width", [width], width_goal)
-        left, unbound = (steps.rates[name] for name in (within, free))
-        report.ratio(f"{moved}rate_left_GB_per_s", [rate / 1e9 for rate in left], "none")
-        report.ratio(f"{moved}rate_left_GB_per_s_half_width", [half_width(left) / 1e9], "none")
-        report.ratio(f"{moved}rate_off_GB_per_s", [rate / 1e9 for rate in unbound], "none")
+        left, unbound = ([rate / 1e9 for rate in steps.rates[name]] for name in (within, free))
+        report.ratio(f"{moved}rate_left_GB_per_s", left, "none")
+        report.ratio(f"{moved}rate_left_GB_per_s_half_width", [half_width(left)], "none")
+        report.ratio(f"{moved}rate_off_GB_per_s", unbound, "none")
         report.ratio(f"{moved}cost_for_each_GB_per_s", [policies[moved].cost], "none; as the policy has learned it")
-    report.more["capped"] = capped
-    return report

@@ -14,28 +14,28 @@ Prediction: kvrans decodes 8.5 GB/s of symbols; with dequantization in registers
 fast.
 """
 
-import ctypes
-import ctypes.util
 import dataclasses
 import functools
 import importlib
+import statistics
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import click
 import numpy as np
 import numpy.typing as npt
 
 from shadowserve import native, record
-from shadowserve.chunk import ChunkLayout, DType, Quantizer
+from shadowserve.chunk import DType
 from shadowserve.errors import ShadowServeError
-from shadowserve_tools.bench.parts.kernels import Run, Slices, Treated, in_turns, memcpy, nothing
-from shadowserve_tools.bench.parts.workload import kv_patterns
+from shadowserve_tools.bench.parts.kernels import Run, Slices, Treated, memcpy, nothing, speeds_in_turns
+from shadowserve_tools.bench.parts.options import benchmark, repeats_option, whole
+from shadowserve_tools.bench.parts.workload import made_up_slices
 from shadowserve_tools.charts import Chart
-from shadowserve_tools.report import Output, Report, output_options
+from shadowserve_tools.processes import Programs
+from shadowserve_tools.report import Report, over
 
 REAL_KV: Final = Path(__file__).parents[2] / "tests" / "assets" / "kv.bin"
 BINS: Final = 32
@@ -47,36 +47,36 @@ COMPARED_MORE: Final = 5
 """Turns of the codecs in ratios, for each turn of all."""
 LLAMA, SMALL, REAL = "llama-8b", "synthetic, vectors of 128", "real"
 TITLES: Final = {LLAMA: "Llama-8B's shape", REAL: "Real KV, own model"}
+RAW: Final = -zlib.MAX_WBITS
+"""Deflate without a header."""
 Patterns = npt.NDArray[np.uint16]
 
 
-@click.command()
-@click.option("--layers", default=4, show_default=True, type=click.IntRange(1, 32), help="Layers of Llama-8B's shape.")
-@click.option("--mebibytes", default=64, show_default=True, type=click.IntRange(1, 1024), help="Elements in a run.")
-@click.option("--repeats", default=9, show_default=True, type=click.IntRange(1, 100), help="Number of turns.")
-@output_options
-def codecs(layers: int, mebibytes: int, repeats: int, output: Output) -> None:
+@benchmark(
+    "data", "treatment", "codec", "isa", "bits", "ratio", "encode_MB_per_s", "decode_GB_per_s", "to_bf16_GB_per_s"
+)
+@whole("--layers", 4, "Layers of Llama-8B's shape.", most=32)
+@whole("--mebibytes", 64, "Elements in a run.", most=1024)
+@repeats_option(9, "Number of turns.", 100)
+def codecs(report: Report, programs: Programs, layers: int, mebibytes: int, repeats: int) -> None:
     """Measure size and speed of every codec and instruction set, on one core."""
-    columns = ["data", "treatment", "codec", "isa", "bits", "ratio", "encode_MB_per_s", "decode_GB_per_s"]
-    report = Report("codecs", [*columns, "to_bf16_GB_per_s"])
-    everything = {}
-    small, real = _made_up(layers, 128), _real_kv()
-    for data, elements in ((LLAMA, _made_up(layers, 1024)), (SMALL, small), (REAL, real)):
+    found: dict[tuple[str, int], _Subjects] = {}
+    llama, small, real = made_up_slices(layers, 1024), made_up_slices(layers, 128), _real_kv()
+    for data, elements in ((LLAMA, llama), (SMALL, small), (REAL, real)):
         for bins in (BINS, 0) if data == SMALL else (BINS, *OTHER_BINS, 0):
             treated = Treated(elements, bins, mebibytes << 20)
             full, isas = bins == BINS and data != SMALL, bins in (BINS, 0) and data != SMALL
             subjects = _subjects(treated, full=full, isas=isas)
-            treatment = f"{bins} bins" if bins else "lossless"
             compared = COMPARED_MORE * repeats if data == LLAMA and isas else 0
-            everything[data, bins] = _measured(report, data, treatment, treated, subjects, repeats, compared)
-    _other_dtypes(report, _made_up(layers, 1024), mebibytes << 20, repeats)
-    _sizes_by_repeats(report, real)
-    _real_ratio(report, everything[REAL, BINS], everything[SMALL, BINS])
-    _ratios(report, everything[LLAMA, BINS], everything[REAL, BINS])
-    _lossless_ratios(report, everything[LLAMA, 0])
+            found[data, bins] = _measured(report, data, _name(bins), treated, subjects, repeats, compared)
+    _other_dtypes(report, llama, mebibytes << 20, repeats)
+    _ratios(report, found)
     for data, bins in ((LLAMA, BINS), (REAL, BINS), (LLAMA, 0)):
-        report.charts.append(_chart(data, bins, everything[data, bins]))
-    report.finish(output)
+        report.charts.append(_chart(f"{TITLES[data]}, {_name(bins)}", found[data, bins]))
+
+
+def _name(bins: int) -> str:
+    return f"{bins} bins" if bins else "lossless"
 
 
 @dataclass
@@ -98,22 +98,11 @@ class _Subject:
         return f"{self.label} {self.isa}".rstrip()
 
 
-def _made_up(layers: int, vector_length: int) -> Patterns:
-    layout = ChunkLayout(
-        namespace=bytes(32),
-        dtype=DType.BFLOAT16,
-        layers=layers,
-        kinds=2,
-        vector_length=vector_length,
-        tokens=256,
-        quantizer=Quantizer.LOSSLESS,
-        bins=0,
-    )
-    return kv_patterns(np.random.default_rng(8), layout).reshape(-1, layout.tokens, layout.vector_length)
+_Subjects = dict[str, _Subject]
+"""Measured subjects by their names, kvrans in the best instruction set first among its kind."""
 
 
 def _real_kv() -> Patterns:
-    """Return the recorded slices of the project's own model."""
     if not REAL_KV.exists():
         raise ShadowServeError(f"{REAL_KV} is not there: 'bench codecs' runs from the project's repository")
     data, chunks = REAL_KV.read_bytes(), []
@@ -127,25 +116,16 @@ def _real_kv() -> Patterns:
 
 def _subjects(treated: Treated, full: bool, isas: bool) -> list[_Subject]:
     """Return the codecs to measure: all, or those of OURS; kvrans in every instruction set, or in the best."""
+    available = [isa for isa in reversed(native.Isa) if native.isa_available(isa)]
     subjects = []
     for codec in native.codec_implementations():
         name = codec.name.lower()
-        if not full and name not in OURS:
-            continue
-        slices = Slices(treated, codec)
-        for isa in _isas(name, isas):
-            subjects.append(_subject(treated, name if name != "none" else "stored", slices, isa))
-    if full:
-        subjects += _peers(treated)
-    return subjects
-
-
-def _isas(codec: str, every: bool) -> list[native.Isa | None]:
-    """Return the instruction sets to show, the best first. Libraries choose theirs."""
-    if codec != "kvrans":
-        return [None]
-    available = [isa for isa in reversed(native.Isa) if native.isa_available(isa)]
-    return [*available] if every else [native.isa_active()]
+        if full or name in OURS:
+            slices = Slices(treated, codec)
+            # Libraries choose their instruction set.
+            chosen = (available if isas else [native.isa_active()]) if name == "kvrans" else [None]
+            subjects += [_subject(treated, name if name != "none" else "stored", slices, isa) for isa in chosen]
+    return subjects + (_peers(treated) if full else [])
 
 
 def _subject(treated: Treated, label: str, slices: Slices, isa: native.Isa | None) -> _Subject:
@@ -155,36 +135,24 @@ def _subject(treated: Treated, label: str, slices: Slices, isa: native.Isa | Non
     return _Subject(label, name, slices.bits + treated.scale_bits, sum(slices.stream_bytes), runs, {})
 
 
-# ---- Peers: libraries that the C core does not use -------------------------------------------------------------------
-
-
 def _peers(treated: Treated) -> list[_Subject]:
     """Return the installed libraries; zlib with numpy, the reference, is always there."""
     subjects = [_reference(treated)]
-    raw = -zlib.MAX_WBITS
-    for label, module, level in (
-        ("zlib 6", "zlib", 6),
-        ("zlib-ng 6", "zlib_ng.zlib_ng", 6),
-        ("isa-l 1", "isal.isal_zlib", 1),
-    ):
+    for label, module in (("zlib 6", "zlib"), ("zlib-ng 6", "zlib_ng.zlib_ng")):
         try:
             library: Any = importlib.import_module(module)
         except ImportError:
             continue
 
-        def compress(symbols: bytes, library: Any = library, level: int = level) -> bytes:
-            encoder = library.compressobj(level, zlib.DEFLATED, raw)
+        def compress(symbols: bytes, library: Any = library) -> bytes:
+            encoder = library.compressobj(6, zlib.DEFLATED, RAW)
             return bytes(encoder.compress(symbols) + encoder.flush())
 
         slices = Slices(treated, native.Codec.DEFLATE, compress)
         subject = _subject(treated, label, slices, None)
         subject.runs["encode"] = _in_python(treated, compress)
-        subject.runs["decode"] = _inflate(treated, slices, functools.partial(library.decompress, wbits=raw))
+        subject.runs["decode"] = _inflate(treated, slices, functools.partial(library.decompress, wbits=RAW))
         del subject.runs["to_bf16"]  # the C core decodes such streams with the library of its Deflate
-        subjects.append(subject)
-    if compress_3 := _zstd_compressor(3):
-        subject = _subject(treated, "zstd 3", Slices(treated, native.Codec.ZSTD, compress_3), None)
-        subject.runs["encode"] = _in_python(treated, compress_3)
         subjects.append(subject)
     return subjects
 
@@ -220,7 +188,7 @@ def _reference(treated: Treated) -> _Subject:
 
     def run() -> None:
         for stream, scales, target in zip(streams, treated.scales, targets, strict=True):
-            symbols = zlib.decompress(stream, -zlib.MAX_WBITS, treated.symbol_bytes)
+            symbols = zlib.decompress(stream, RAW, treated.symbol_bytes)
             vectors = np.frombuffer(symbols, np.int8).reshape(target.shape)
             bits = (vectors.astype(np.float32) * scales[:, None]).view(np.uint32)
             target[:] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -228,37 +196,10 @@ def _reference(treated: Treated) -> _Subject:
     run()
     treated.verify("zlib with numpy")
     runs = {
-        "decode": _inflate(treated, slices, functools.partial(zlib.decompress, wbits=-zlib.MAX_WBITS)),
+        "decode": _inflate(treated, slices, functools.partial(zlib.decompress, wbits=RAW)),
         "to_bf16": Run(len(treated.target), run, nothing),
     }
     return _Subject("zlib + numpy", "", slices.bits + treated.scale_bits, sum(slices.stream_bytes), runs, {})
-
-
-def _zstd_compressor(level: int) -> Callable[[bytes], bytes] | None:
-    """Return libzstd's encoder at a level that the C core does not use; None if the library is missing."""
-    path = ctypes.util.find_library("zstd")
-    if path is None:
-        return None
-    library = ctypes.CDLL(path)
-    size, pointer = ctypes.c_size_t, ctypes.c_void_p
-    library.ZSTD_compressBound.restype = library.ZSTD_compressCCtx.restype = size
-    library.ZSTD_compressBound.argtypes = [size]
-    library.ZSTD_createCCtx.restype = pointer
-    library.ZSTD_compressCCtx.argtypes = [pointer, pointer, size, ctypes.c_char_p, size, ctypes.c_int]
-    context = library.ZSTD_createCCtx()
-
-    def compress(symbols: bytes) -> bytes:
-        bound = library.ZSTD_compressBound(len(symbols))
-        target = ctypes.create_string_buffer(bound)
-        written = library.ZSTD_compressCCtx(context, target, bound, symbols, len(symbols), level)
-        if written > bound:
-            raise ShadowServeError("libzstd could not compress")
-        return target.raw[:written]
-
-    return compress
-
-
-# ---- Measuring and reporting ----------------------------------------------------------------------------------------
 
 
 def _measured(
@@ -270,7 +211,7 @@ def _measured(
     repeats: int,
     compared: int,
     **more: Run,
-) -> dict[str, _Subject]:
+) -> _Subjects:
     """Measure all subjects in turns with memcpy, dequantization and ``more``; add their rows; return them by name.
 
     A turn of all takes many seconds, in which a shared machine changes. So the codecs in ratios then take ``compared``
@@ -281,7 +222,7 @@ def _measured(
     beside |= {"dequantize": Slices(treated, native.Codec.NONE).dequantize(), **more}
     keys = [(subject, what) for subject in subjects for what in subject.runs]
     runs = [*beside.values(), *(subject.runs[what] for subject, what in keys)]
-    speeds = in_turns(runs, repeats, f"{data}, {treatment}")
+    speeds = speeds_in_turns(runs, repeats, f"{data}, {treatment}")
     found = {
         name: _Subject(f"({name})", "", raw_bits, 0, {}, {"to_bf16": own})
         for name, own in zip(beside, speeds, strict=False)
@@ -291,13 +232,13 @@ def _measured(
     found |= {subject.name: subject for subject in subjects}
     if compared:
         close = {name: beside.get(name) or found[name].runs["to_bf16"] for name in _compared(found)}
-        again = in_turns([*close.values()], compared, f"{data}, {treatment}, ratios")
+        again = speeds_in_turns([*close.values()], compared, f"{data}, {treatment}, ratios")
         for name, own in zip(close, again, strict=True):
             found[name].speeds["compared"] = own
     for subject in subjects:
         subject.runs.clear()  # releases their memory
     for subject in found.values():
-        median = {what: float(np.median(own)) for what, own in subject.speeds.items()}
+        median = {what: statistics.median(own) for what, own in subject.speeds.items()}
         report.row(
             data=data,
             treatment=treatment,
@@ -312,7 +253,7 @@ def _measured(
     return found
 
 
-def _compared(found: dict[str, _Subject]) -> list[str]:
+def _compared(found: _Subjects) -> list[str]:
     """Return the names of the subjects in ratios, which have similar speeds."""
     names = ("memcpy", "dequantize", "bfloat16", "zstd", _best(found) or "", "kvrans avx2")
     return [name for name in dict.fromkeys(names) if name in found]
@@ -327,11 +268,12 @@ def _other_dtypes(report: Report, elements: Patterns, size: int, repeats: int) -
         subjects = _subjects(treated, full=False, isas=True)
         treatment, compared = f"lossless {name}", COMPARED_MORE * repeats
         found = _measured(report, LLAMA, treatment, treated, subjects, repeats, compared, bfloat16=beside)
-        if best := _best(found):
-            report.ratio(f"lossless_{name}_over_memcpy", _pairs(found, best, "memcpy"), "none")
-            report.ratio(f"lossless_{name}_over_bfloat16", _pairs(found, best, "bfloat16"), "none; bytes out a second")
-            if "zstd" in found:
-                report.ratio(f"lossless_{name}_over_zstd", _pairs(found, best, "zstd"), "none")
+        _compare(
+            report,
+            found,
+            f"lossless_{name}",
+            {"memcpy": "none", "bfloat16": "none; bytes out a second", "zstd": "none"},
+        )
 
 
 def _float32(elements: Patterns) -> npt.NDArray[np.uint32]:
@@ -352,86 +294,53 @@ def _float8(elements: Patterns) -> npt.NDArray[np.uint8]:
     return np.where(found < 0, nearest | 0x80, nearest).astype(np.uint8)
 
 
-def _sizes_by_repeats(report: Report, elements: Patterns) -> None:
-    """Add the sizes of slices with repeated vectors and of slices without."""
-    again = np.array([len(np.unique(slice_, axis=0)) < len(slice_) for slice_ in elements])
-    for data, chosen in (("real, no vector twice", ~again), ("real, vectors again", again)):
-        for bins in (BINS, 0):
-            treated = Treated(elements[chosen], bins, 0)
-            for codec in (each for each in native.codec_implementations() if each.name.lower() in OURS):
-                bits = Slices(treated, codec).bits + treated.scale_bits
-                treatment = f"{bins} bins" if bins else "lossless"
-                report.row(data=data, treatment=treatment, codec=codec.name.lower(), isa="", bits=bits, ratio=16 / bits)
-
-
-def _real_ratio(report: Report, real: dict[str, _Subject], small: dict[str, _Subject]) -> None:
-    names = [name for name in real if name in small and name.startswith("kvrans")]
-    if names:
-        medians = [float(np.median(found[names[0]].speeds["to_bf16"])) for found in (real, small)]
-        report.ratio("kvrans_real_over_made_up", [medians[0] / medians[1]], "none; both of vectors of 128")
-
-
-def _ratios(report: Report, llama: dict[str, _Subject], real: dict[str, _Subject]) -> None:
-    """Add the ratios of 32 bins: speeds with Llama-8B's shape, bytes with real KV."""
-
-    def pairs(one: str, other: str) -> list[float]:
-        return _pairs(llama, one, other)
-
-    best = _best(llama)
-    if best:
-        if "zstd" in llama:
-            report.ratio("kvrans_over_zstd", pairs(best, "zstd"), "at least 3")
-            if "kvrans avx2" in llama:
-                report.ratio("kvrans_avx2_over_zstd", pairs("kvrans avx2", "zstd"), "at least 1.5")
-        report.ratio("kvrans_over_memcpy", pairs(best, "memcpy"), "at least 0.5")
+def _ratios(report: Report, found: dict[tuple[str, int], _Subjects]) -> None:
+    """Add ratios of 32 bins and lossless: speeds with Llama-8B's shape, bytes with real KV."""
+    llama, real, small, lossless = (found[each] for each in ((LLAMA, BINS), (REAL, BINS), (SMALL, BINS), (LLAMA, 0)))
+    if best := _best(llama):
+        medians = [statistics.median(each[_best(small) or ""].speeds["to_bf16"]) for each in (real, small)]
+        report.ratio("kvrans_real_over_made_up", over(medians[:1], medians[1:]), "none; both of vectors of 128")
+        _compare(report, llama, "kvrans", {"zstd": "at least 3", "memcpy": "at least 0.5"}, "at least 1.5")
         fewer = real[best].stream_bytes / real["deflate"].stream_bytes
         report.ratio("kvrans_bytes_over_deflate", [fewer], "at most 0.95, on real KV, scales not counted")
         report.ratio("kvrans_encode_GB_per_s", llama[best].speeds["encode"], "at least 1")
-    report.ratio("deflate_over_zlib_numpy", pairs("deflate", "zlib + numpy"), "at least 4")
+    report.ratio("deflate_over_zlib_numpy", _pairs(llama, "deflate", "zlib + numpy"), "at least 4")
     report.ratio("deflate_encode_GB_per_s", llama["deflate"].speeds["encode"], "at least 0.3")
-    report.ratio("dequantize_over_memcpy", pairs("dequantize", "memcpy"), "at least 0.9")
+    report.ratio("dequantize_over_memcpy", _pairs(llama, "dequantize", "memcpy"), "at least 0.9")
+    if best := _best(lossless):
+        _compare(report, lossless, "lossless", {"memcpy": "at least 0.8", "zstd": "at least 4"}, "at least 1.8")
+        report.ratio("lossless_encode_GB_per_s", lossless[best].speeds["encode"], "at least 2")
 
 
-def _best(subjects: dict[str, _Subject]) -> str | None:
+def _compare(report: Report, found: _Subjects, name: str, goals: dict[str, str], avx2: str = "") -> None:
+    """Compare kvrans in the best instruction set with others, and in AVX2 with zstd."""
+    best = _best(found)
+    for other, goal in goals.items():
+        if best and other in found:
+            report.ratio(f"{name}_over_{other}", _pairs(found, best, other), goal)
+    if avx2 and {"kvrans avx2", "zstd"} <= found.keys():
+        report.ratio(f"{name}_avx2_over_zstd", _pairs(found, "kvrans avx2", "zstd"), avx2)
+
+
+def _best(subjects: _Subjects) -> str | None:
     """Return the name of kvrans in the best instruction set; None if it is missing."""
     return next((name for name in subjects if name.startswith("kvrans")), None)
 
 
-def _pairs(subjects: dict[str, _Subject], one: str, other: str) -> list[float]:
+def _pairs(subjects: _Subjects, one: str, other: str) -> list[float]:
     """Return the speed of ``one`` over that of ``other``, to bfloat16, turn by turn."""
     both = (subjects[one].speeds, subjects[other].speeds)
     what = "compared" if all("compared" in each for each in both) else "to_bf16"
-    speeds = (each[what] for each in both)
-    return [a / b for a, b in zip(*speeds, strict=True)]
+    return over(*(each[what] for each in both))
 
 
-def _lossless_ratios(report: Report, llama: dict[str, _Subject]) -> None:
-    """Add the ratios of lossless codecs with Llama-8B's shape, where symbols and elements have as many bytes."""
-    best = _best(llama)
-    if best is None:
-        return
-    report.ratio("lossless_over_memcpy", _pairs(llama, best, "memcpy"), "at least 0.8")
-    if "zstd" in llama:
-        report.ratio("lossless_over_zstd", _pairs(llama, best, "zstd"), "at least 4")
-        if "kvrans avx2" in llama:
-            report.ratio("lossless_avx2_over_zstd", _pairs(llama, "kvrans avx2", "zstd"), "at least 1.8")
-    report.ratio("lossless_encode_GB_per_s", llama[best].speeds["encode"], "at least 2")
-
-
-def _chart(data: str, bins: int, subjects: dict[str, _Subject]) -> Chart:
-    limit = float(np.median(subjects["memcpy"].speeds["to_bf16"]))
-    ordered = sorted(subjects.values(), key=lambda subject: subject.label not in OURS)
+def _chart(title: str, subjects: _Subjects) -> Chart:
+    rank = {label: position for position, label in enumerate(OURS)}
     points = {
-        subject.name: [(subject.bits, float(np.median(subject.speeds["to_bf16"])))]
-        for subject in sorted(ordered, key=lambda subject: subject.label != OURS[0])
+        subject.name: [(subject.bits, statistics.median(subject.speeds["to_bf16"]))]
+        for subject in sorted(subjects.values(), key=lambda subject: rank.get(subject.label, len(rank)))
         if subject.stream_bytes and "to_bf16" in subject.speeds
     }
-    return Chart(
-        f"{TITLES[data]}, {f'{bins} bins' if bins else 'lossless'}",
-        x="stored bits for each element",
-        y="decoded to bfloat16, GB/s of one core",
-        series=points,
-        limits={"memcpy": limit},
-        kind="points",
-        y_log=True,
-    )
+    limits = {"memcpy": statistics.median(subjects["memcpy"].speeds["to_bf16"])}
+    x, y = "stored bits for each element", "decoded to bfloat16, GB/s of one core"
+    return Chart(title, x=x, y=y, series=points, limits=limits, kind="points", y_log=True)

@@ -12,26 +12,25 @@ Prediction: 0.04 ms for an iteration, 0.02 ms more with three groups; 12 ms for 
 import dataclasses
 import logging
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, Final
 
-import click
-import numpy as np
-
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.lookup import RecordKeys
 from host_control.waiting import WaitingQueue
 from shadowserve import native, record
-from shadowserve.chunk import ChunkLayout, DType, Quantizer
+from shadowserve.chunk import Quantizer
 from shadowserve.errors import ShadowServeError
-from shadowserve.keys import DEFAULT_CHUNK_TOKENS, KVNamespace, prefix_chain, record_keys
-from shadowserve_tools.bench.parts.workload import MODEL, Workload, client, llama_8b, put
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS
+from shadowserve_tools.bench.parts.options import benchmark, whole
+from shadowserve_tools.bench.parts.workload import MODEL, Workload, client, keys_of, llama_8b, named_layout, put
 from shadowserve_tools.processes import Programs
-from shadowserve_tools.report import Output, Report, output_options
+from shadowserve_tools.report import Report
 
 BLOCK_TOKENS: Final = 16
 _WAITING: Final = 256
@@ -43,58 +42,47 @@ STEPS: Final = 1024
 """Four times a chunk's tokens: each request completes four chunks, so that their cost is included."""
 
 
-@click.command()
-@click.option("--requests", default=256, show_default=True, type=click.IntRange(1, 4096), help="Running requests.")
-@click.option("--prompt-chunks", default=512, show_default=True, type=click.IntRange(1), help="Chunks of the lookup.")
-@output_options
-def control(requests: int, prompt_chunks: int, output: Output) -> None:
+@benchmark("what", "median_ms", "worst_ms", "runs", bars=["median_ms"])
+@whole("--requests", 256, "Running requests.", most=4096)
+@whole("--prompt-chunks", 512, "Chunks of the lookup.")
+def control(report: Report, programs: Programs, requests: int, prompt_chunks: int) -> None:
     """Measure the connector's part of a scheduler iteration, and a long lookup."""
-    report = Report("control", ["what", "median_ms", "worst_ms", "runs"], bars=["median_ms"])
-    whole = llama_8b(prompt_chunks, layers=1)
-    kept = {"": [whole], " of three groups": [_small(whole, kind) for kind in ("full", "window", "state")]}
-    steps, lookups, commands = {}, {}, {}
-    with Programs() as programs:
-        storage = programs.storage()
-        data_plane = programs.data_plane(storage.address)
-        for what, workloads in kept.items():
-            for workload in workloads:
-                put(workload, storage.address)
-            side = _scheduler_side(workloads, data_plane.address)
-            programs.callback(side.close)
-            steps[what] = _steps(side, requests, len(workloads))
-            lookups[what], commands[what] = _lookups(side, whole, storage.address)
-        tiered = programs.data_plane(storage.address, "--tiers", _TIERS)
-        queue_ms, told_ms = _queue_steps(programs, tiered.address)
-    for name, found in ((f"iteration{{}}, {requests} running requests", steps), ("lookup{}", lookups)):
-        for what, samples in found.items():
-            row = {"median_ms": float(np.median(samples)), "worst_ms": max(samples), "runs": len(samples)}
-            report.row(what=name.format(what), **row)
-    for what, samples in (("iteration's share of the queue", queue_ms), ("message of what has changed", told_ms)):
-        row = {"median_ms": float(np.median(samples)), "worst_ms": max(samples), "runs": len(samples)}
-        report.row(what=f"{what}, {_WAITING} of {_WAITING_BLOCKS} blocks wait", **row)
+    whole_prompt = llama_8b(prompt_chunks, layers=1)
+    three = [_small(whole_prompt, kind) for kind in ("full", "window", "state")]
+    storage = programs.storage()
+    data_plane = programs.data_plane(storage.address)
+
+    def add(what: str, samples: list[float]) -> None:
+        report.row(what=what, median_ms=statistics.median(samples), worst_ms=max(samples), runs=len(samples))
+
+    for of, workloads, most_ms in (("", [whole_prompt], 0.2), (" of three groups", three, 0.4)):
+        for workload in workloads:
+            put(workload, storage.address)
+        side = _scheduler_side(workloads, data_plane.address)
+        programs.callback(side.close)
+        steps = _steps(side, requests, len(workloads))
+        lookups, commands = _lookups(side, whole_prompt, storage.address)
+        add(f"iteration{of}, {requests} running requests", steps)
+        add(f"lookup{of}", lookups)
+        named = of.replace(" ", "_")
+        report.ratio(f"iteration{named}_over_{most_ms}_ms", [each / most_ms for each in steps], "at most 1")
+        report.ratio(f"lookup{named}_over_20_ms", [each / 20 for each in lookups], "at most 1")
+        if len(workloads) == 1:
+            report.ratio("lookup_round_trips", commands, "exactly 1")
+        else:
+            report.ratio(f"lookup{named}_commands", commands, "none")
+    tiered = programs.data_plane(storage.address, "--tiers", _TIERS)
+    queue_ms, told_ms = _queue_steps(programs, tiered.address)
+    waiting = f"{_WAITING} of {_WAITING_BLOCKS} blocks wait"
+    add(f"iteration's share of the queue, {waiting}", queue_ms)
+    add(f"message of what has changed, {waiting}", told_ms)
     report.ratio("queue_step_ms", queue_ms, "at most 0.1; on the engine's thread")
-    for what, most_ms in (("", 0.2), (" of three groups", 0.4)):
-        named = what.replace(" ", "_")
-        report.ratio(f"iteration{named}_over_{most_ms}_ms", [each / most_ms for each in steps[what]], "at most 1")
-        report.ratio(f"lookup{named}_over_20_ms", [each / 20 for each in lookups[what]], "at most 1")
-    report.ratio("lookup_round_trips", commands[""], "exactly 1")
-    report.ratio("lookup_of_three_groups_commands", commands[" of three groups"], "none")
-    report.finish(output)
 
 
 def _small(workload: Workload, kind: str) -> Workload:
     """Return records of another group of the same prompt, as small as possible: a lookup does not read them."""
-    layout = KVNamespace(model=MODEL, group=f"{kind} of three", layers=(0, 1), heads=(0, 1)).name(
-        ChunkLayout(
-            dtype=DType.BFLOAT16,
-            layers=1,
-            kinds=1,
-            vector_length=1,
-            tokens=DEFAULT_CHUNK_TOKENS,
-            quantizer=Quantizer.PASSTHROUGH,
-        )
-    )
-    keys = record_keys(layout.namespace, prefix_chain(MODEL.digest(), np.asarray(workload.tokens)))
+    layout = named_layout(1, 1, f"{kind} of three", kinds=1, vector_length=1, quantizer=Quantizer.PASSTHROUGH)
+    keys = keys_of(layout, workload.tokens)
     records = [record.encode(key, native.Codec.NONE, layout, bytes(layout.raw_bytes)) for key in keys]
     return dataclasses.replace(workload, layout=layout, codec=native.Codec.NONE, keys=keys, records=records, crcs=[])
 
@@ -246,23 +234,23 @@ def _lookups(side: Any, workload: Workload, storage: str) -> tuple[list[float], 
     The data plane sends them together, one for 512 keys.
     """
     samples, commands = [], []
+
+    def executed() -> int:
+        return int(server.info("stats")["total_commands_processed"])
+
     with client(storage) as server:
         for index in range(20):
             request = _request(f"lookup-{index}", [*workload.tokens, 0])
-            before = _commands(server)
+            before = executed()
             begin = time.perf_counter()
             side.on_new_request(request)
             _await_lookup(side, request)
             samples.append((time.perf_counter() - begin) * 1e3)
-            commands.append(float(_commands(server) - before - 1))
+            commands.append(float(executed() - before - 1))
             if side.matched_tokens(request, 0) != len(workload.tokens):
                 raise ShadowServeError("the lookup did not find what is stored; please report this")
             side.finished(request)
     return samples[2:], commands[2:]
-
-
-def _commands(server: Any) -> int:
-    return int(server.info("stats")["total_commands_processed"])
 
 
 def _await_lookup(side: Any, request: Any) -> None:

@@ -13,29 +13,31 @@ after 150 prompts: exploring may cost a fiftieth of the time.
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import click
 
-from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
-from shadowserve_tools.bench.layers import Bed
-from shadowserve_tools.bench.parts.engine import prompt
-from shadowserve_tools.bench.parts.serving import VOCABULARY, Model, shape_options
-from shadowserve_tools.bench.peers.network import Link, linked
+from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option
+from shadowserve_tools.bench.parts.reading import Bed, held_tokens
+from shadowserve_tools.bench.parts.serving import Model, check_answer, check_cached, made_up, shape_options
 from shadowserve_tools.processes import Programs
-from shadowserve_tools.report import INTERVAL_VALUES_MIN, Output, Report, half_width, output_options
+from shadowserve_tools.report import INTERVAL_VALUES_MIN, Report, half_width, over, tracked
 
 _WAYS: Final = {"no cache": "compute", "always fetch": "fetch", "policy": "decide"}
 _OFF, _ALWAYS, _DECIDING = _WAYS
-_FREE_GBIT_PER_S: Final = 100.0
 _HEALED: Final = 3
 """Number of fetched prompts in a row that show that the policy knows the link's new rate."""
 _REQUESTS_MAX: Final = 400
 
-Progress = Callable[[str], None]
+_SYSTEMS: Final = (
+    (_DECIDING, "worst_over_better_of_both", "at most 1.05"),
+    (_ALWAYS, "always_fetch_worst_over_better", "none; without the policy"),
+    (_OFF, "no_cache_worst_over_better", "none; without a cache"),
+)
+"""Name of the ratio of each system's worst cell, and its goal."""
 
 
 @dataclass
@@ -49,12 +51,11 @@ class _Cell:
 
     @property
     def better(self) -> str:
-        """Name of the better system without a policy."""
         return min((_OFF, _ALWAYS), key=lambda name: statistics.median(self.ttft_s[name]))
 
     def over_better(self, name: str) -> list[float]:
         """Return a system's times over those of the better one, by pairs."""
-        return [mine / its for mine, its in zip(self.ttft_s[name], self.ttft_s[self.better], strict=True)]
+        return over(self.ttft_s[name], self.ttft_s[self.better])
 
 
 @dataclass
@@ -66,162 +67,103 @@ class _Results:
     answers: dict[int, list[int]] = field(default_factory=dict)
 
 
-@click.command()
+@benchmark(
+    "tokens", "link_Gbit_per_s", "stored_MB", "no_cache_ms", "always_fetch_ms", "deciding_ms", "loaded", "over_better",
+    "half_width", bars=["no_cache_ms", "always_fetch_ms", "deciding_ms"],
+)  # fmt: skip
 @shape_options(layers=12, hidden=256, heads=4, head_size=64)
 @click.option(
     "--prompt", "prompts", default=(512, 2048, 4096), show_default=True, multiple=True, metavar="TOKENS",
     type=click.IntRange(DEFAULT_CHUNK_TOKENS), help="Tokens of a stored prompt; repeatable.",
 )  # fmt: skip
-@click.option(
-    "--link", "links", default=(4.0, 1.0, 0.25, 0.05), show_default=True, multiple=True, metavar="GBIT",
-    type=click.FloatRange(0.001, 100), help="Rate of the link in Gbit/s, in this order; repeatable.",
-)  # fmt: skip
+@real("--link links", (4.0, 1.0, 0.25, 0.05), "Rate of the link in Gbit/s, in this order; repeatable.", 0.001, 100)
 @click.option(
     "--layer-order", is_flag=True, help="Also load layer by layer, where the policy predicts that it is faster."
 )
-@click.option(
-    "--repeats", default=5, show_default=True, type=click.IntRange(1, 50),
-    help="Pairs of the longest prompt; shorter prompts have proportionally more.",
-)  # fmt: skip
-@output_options
+@repeats_option(5, "Pairs of the longest prompt; shorter prompts have proportionally more.")
 def decide(
-    model: Model,
-    prompts: tuple[int, ...],
-    links: tuple[float, ...],
-    layer_order: bool,
-    repeats: int,
-    output: Output,
-) -> None:
+    report: Report, programs: Programs, model: Model, prompts: tuple[int, ...], links: tuple[float, ...],
+    layer_order: bool, repeats: int,
+) -> None:  # fmt: skip
     """Compare the fetch-or-recompute policy with always fetching and with no cache."""
     results = _Results()
-    with Programs() as programs:
-        network = programs.enter_context(linked())
-        network.limit(_FREE_GBIT_PER_S)
-        progress = programs.progress(1 + len(links) * (repeats + 1) + 1)
-        bed = Bed(
-            programs, programs.logs, network, model, max(prompts), 2, fetch_or_recompute=True, layer_order=layer_order
-        )  # fmt: skip
-        progress("storing")
-        _store(bed, prompts, results)
-        for rate in links:
-            _measure(bed, network, prompts, rate, repeats, results, progress)
-        progress("healing")
-        network.limit(links[0])
-        _heal(bed, min(prompts), results)
-    _report(results, links).finish(output)
-
-
-def _prompt(tokens: int) -> list[int]:
-    return prompt(tokens, tokens, VOCABULARY)
+    bed = Bed(programs, model, max(prompts), fetch_or_recompute=True, layer_order=layer_order)
+    _store(bed, prompts, results)
+    for rate in links:
+        bed.network.limit(rate)
+        _measure(bed, prompts, rate, repeats, results)
+    bed.network.limit(links[0])
+    _heal(bed, min(prompts), results)
+    _report(report, results, links)
 
 
 def _store(bed: Bed, prompts: Sequence[int], results: _Results) -> None:
-    """Compute each prompt twice and store it, then fetch it once.
-
-    Raises:
-        ShadowServeError: The answer does not depend on the stored part, or differs with a cache.
-    """
+    """Compute each prompt and store it, then fetch it once."""
     bed.engine.call("hits", way=_WAYS[_DECIDING])
-    bed.engine.call("reading", only=True)
     for tokens in prompts:
-        results.answers[tokens] = bed.serve(_prompt(tokens), 0)["answer"]
-        if (
-            bed.serve([*prompt(tokens + 1, tokens - 1, VOCABULARY), _prompt(tokens)[-1]], 0)["answer"]
-            == (results.answers[tokens])
-        ):
-            raise ShadowServeError("the answer does not depend on the prompt: equal answers would show nothing")
-        bed.store(_prompt(tokens))
+        results.answers[tokens] = bed.serve_computed(made_up(tokens), tokens - 1)
+        bed.store(made_up(tokens))
     bed.engine.call("hits", way=_WAYS[_ALWAYS])
     for tokens in prompts:
         before = bed.plane.statistics().fetched_bytes
-        result = bed.serve(_prompt(tokens), _stored(tokens))
+        check_answer(bed.serve(made_up(tokens), held_tokens(tokens)), results.answers[tokens])
         results.stored_bytes[tokens] = bed.plane.statistics().fetched_bytes - before
-        if result["answer"] != results.answers[tokens]:
-            raise ShadowServeError(f"{result['answer']} with a cache, {results.answers[tokens]} without")
 
 
-def _stored(tokens: int) -> int:
-    return min(tokens // DEFAULT_CHUNK_TOKENS * DEFAULT_CHUNK_TOKENS, tokens - 1)
-
-
-def _measure(
-    bed: Bed, network: Link, prompts: Sequence[int], rate: float, repeats: int, results: _Results, progress: Progress
-) -> None:
+def _measure(bed: Bed, prompts: Sequence[int], rate: float, repeats: int, results: _Results) -> None:
     """Serve each prompt with each system over one link, in turns."""
-    network.limit(rate)
-    progress(f"learning {rate:g} Gbit/s")
     bed.engine.call("hits", way=_WAYS[_DECIDING])
     for tokens in prompts:
-        results.learning_s.append((tokens, rate, bed.ask(_prompt(tokens))["ttft_s"]))
+        results.learning_s.append((tokens, rate, bed.serve(made_up(tokens))["ttft_s"]))
     cells = [_Cell(tokens, rate) for tokens in prompts]
     results.cells += cells
+
     number = itertools.count()
-    for _ in range(repeats):
-        progress(f"asking over {rate:g} Gbit/s")
+    for _ in tracked(range(repeats), f"asking over {rate:g} Gbit/s"):
         for cell in cells:
             # Short prompts are noisier, and take less time.
             for _ in range(round(max(prompts) / cell.tokens)):
                 for name in _WAYS if next(number) % 2 == 0 else reversed(_WAYS):
-                    bed.engine.call("hits", way=_WAYS[name])
                     _ask(bed, cell, name, results.answers[cell.tokens])
 
 
 def _ask(bed: Bed, cell: _Cell, name: str, answer: list[int]) -> None:
-    result, stored = bed.ask(_prompt(cell.tokens)), _stored(cell.tokens)
+    bed.engine.call("hits", way=_WAYS[name])
+    result, held = bed.serve(made_up(cell.tokens)), held_tokens(cell.tokens)
     cell.ttft_s[name].append(result["ttft_s"])
     if name == _DECIDING:
-        cell.loaded.append(result["cached"] / stored)
-    elif result["cached"] != (0 if name == _OFF else stored):
-        raise ShadowServeError(f"{name}: {result['cached']} tokens of {cell.tokens} were not computed")
+        cell.loaded.append(result["cached"] / held)
+    else:
+        check_cached(result, 0 if name == _OFF else held, name)
     # Answers after a partial hit may differ by rounding.
-    if result["cached"] in (0, stored) and result["answer"] != answer:
-        raise ShadowServeError(f"{name} gives {result['answer']} instead of {answer}")
+    if result["cached"] in (0, held):
+        check_answer(result, answer)
 
 
 def _heal(bed: Bed, tokens: int, results: _Results) -> None:
     bed.engine.call("hits", way=_WAYS[_DECIDING])
     row = 0
     while row < _HEALED and len(results.healing_s) < _REQUESTS_MAX:
-        result = bed.ask(_prompt(tokens))
+        result = bed.serve(made_up(tokens))
         results.healing_s.append(result["ttft_s"])
-        row = row + 1 if result["cached"] == _stored(tokens) else 0
+        row = row + 1 if result["cached"] == held_tokens(tokens) else 0
 
 
-def _report(results: _Results, links: Sequence[float]) -> Report:
-    report = Report(
-        "decide",
-        [
-            "tokens",
-            "link_Gbit_per_s",
-            "stored_MB",
-            "no_cache_ms",
-            "always_fetch_ms",
-            "deciding_ms",
-            "loaded",
-            "over_better",
-            "half_width",
-        ],
-        bars=["no_cache_ms", "always_fetch_ms", "deciding_ms"],
-    )
+def _report(report: Report, results: _Results, links: Sequence[float]) -> None:
     for cell in results.cells:
         medians = {name: statistics.median(times) * 1e3 for name, times in cell.ttft_s.items()}
-        over = cell.over_better(_DECIDING)
+        ratios = cell.over_better(_DECIDING)
         report.row(
             tokens=cell.tokens, link_Gbit_per_s=cell.gbit_per_s, stored_MB=results.stored_bytes[cell.tokens] / 1e6,
             no_cache_ms=medians[_OFF], always_fetch_ms=medians[_ALWAYS], deciding_ms=medians[_DECIDING],
-            loaded=statistics.fmean(cell.loaded), over_better=statistics.median(over),
-            half_width=half_width(over) if len(over) >= INTERVAL_VALUES_MIN else "",
+            loaded=statistics.fmean(cell.loaded), over_better=statistics.median(ratios),
+            half_width=half_width(ratios) if len(ratios) >= INTERVAL_VALUES_MIN else "",
         )  # fmt: skip
-    for name, ratio, goal in (
-        (_DECIDING, "worst_over_better_of_both", "at most 1.05"),
-        (_ALWAYS, "always_fetch_worst_over_better", "none; without the policy"),
-        (_OFF, "no_cache_worst_over_better", "none; without a cache"),
-    ):
+    for name, ratio, goal in _SYSTEMS:
         report.ratio(ratio, max((cell.over_better(name) for cell in results.cells), key=statistics.median), goal)
     report.ratio("all_over_better", [_whole(results)], "none; all prompts together, those that it learnt from too")
     healed = len(results.healing_s) - _HEALED + 1
     report.ratio("healed_with_prompt", [healed], f"none; from {links[-1]:g} to {links[0]:g} Gbit/s")
-    return report
 
 
 def _whole(results: _Results) -> float:

@@ -18,8 +18,8 @@ times its throughput. Binned: 0.22 CPU s/GB, 1.7 times the throughput. 16 times 
 import functools
 import secrets
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,24 +27,23 @@ import click
 import numpy as np
 import psutil
 
-from host_control.client import DataPlaneClient, FetchPart
-from host_control.registered_memory import RegisteredMemory
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, Quantizer
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import storage_key
-from shadowserve_tools.bench.parts.steady import SteadySteps
+from shadowserve_tools.bench.parts.options import benchmark, repeats_option, whole
+from shadowserve_tools.bench.parts.target import Target
 from shadowserve_tools.bench.parts.workload import Workload, client, default_codec, llama_8b, put, uncompressed
-from shadowserve_tools.bench.peers.contender import Contender
+from shadowserve_tools.bench.peers.contender import Contender, Costs, Field
 from shadowserve_tools.bench.peers.driver import CLEARED, Values
 from shadowserve_tools.bench.peers.installed import (
     DEFAULT_PYTHON,
     Bed,
-    Start,
+    Starts,
+    add_installed,
     lmcache,
     lmcache_server,
     mooncake,
-    start_installed,
 )
 from shadowserve_tools.bench.peers.sockets import (
     Memory,
@@ -55,12 +54,11 @@ from shadowserve_tools.bench.peers.sockets import (
     redis_reader,
 )
 from shadowserve_tools.processes import Child, Programs, start_data_plane, start_storage
-from shadowserve_tools.report import Cost, Output, Report, output_options, repeat
+from shadowserve_tools.report import Report, cpus, over, walls
 
 if TYPE_CHECKING:
     import redis
 
-CALL_TIMEOUT_S: Final = 60.0
 NAIVE: Final = "redis-py + zlib + numpy (lossy)"
 UNCOMPRESSED: Final = "ShadowServe, uncompressed"
 LIMIT: Final = "plain sockets"
@@ -81,59 +79,56 @@ peers_option: Final = click.option(
 )
 
 
-@click.command()
-@click.option("--chunks", default=16, show_default=True, type=click.IntRange(1, 256), help="Chunks of 256 tokens.")
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Number of pairs.")
+@benchmark("system", "GB_per_s", "cpu_s_per_GB", "wall_s", "runs", "note", bars=["GB_per_s", "cpu_s_per_GB"])
+@whole("--chunks", 16, "Chunks of 256 tokens.", most=256)
+@repeats_option(5)
 @codec_option
 @peers_option
-@output_options
-def fetch(chunks: int, repeats: int, codec: str, peers_python: Path, output: Output) -> None:
+def fetch(report: Report, programs: Programs, chunks: int, repeats: int, codec: str, peers_python: Path) -> None:
     """Compare a fetch with those of other stores and clients."""
-    report = Report(
-        "fetch", ["system", "GB_per_s", "cpu_s_per_GB", "wall_s", "runs", "note"], bars=["GB_per_s", "cpu_s_per_GB"]
-    )
     lossless = llama_8b(chunks, codec=codec)
     binned = llama_8b(chunks, quantizer=Quantizer.BINNED, codec=codec)
-    with Programs() as programs:
-        bed = Bed(peers_python, programs.logs, raw_values(programs.logs, lossless), chunks)
-        contenders = _ours_and_naive(programs, bed, lossless, binned)
-        others, absent = _others(programs, bed)
-        contenders += others
-        costs = dict(zip(contenders, repeat(repeats, *(_run(each, chunks) for each in contenders)), strict=True))
-    raw_bytes = lossless.raw_bytes
-    for each, own in costs.items():
-        add_row(report, raw_bytes, own, system=each.name, note=each.note)
-    for name, reason in absent.items():
-        report.row(system=name, note=reason)
-    for prefix, workload in (("lossless_", lossless), ("", binned)):
-        _ratios(report, costs, workload, prefix)
-    _naive_ratios(report, costs, binned)
-    report.finish(output)
-
-
-def _run(contender: Contender, chunks: int) -> Callable[[], Cost]:
-    return lambda: contender.run(chunks)
-
-
-def _ours_and_naive(stack: ExitStack, bed: Bed, lossless: Workload, binned: Workload) -> list[Contender]:
-    storage = stack.enter_context(start_storage(bed.logs))
-    data_plane = stack.enter_context(start_data_plane(bed.logs, storage.address))
-    deflated = llama_8b(bed.chunks, quantizer=Quantizer.BINNED, codec="deflate")
-    workloads = {
-        ours_name(lossless): lossless,
-        ours_name(binned): binned,
-        f"{ours_name(deflated)}, deflate": deflated,
-        UNCOMPRESSED: uncompressed_like(lossless, Values(bed.values_file)),
+    deflated = llama_8b(chunks, quantizer=Quantizer.BINNED, codec="deflate")
+    bed = Bed(peers_python, programs.logs, raw_values(programs.logs, lossless), chunks)
+    field = Field()
+    stored = {name_of(lossless): lossless, name_of(binned): binned, f"{name_of(deflated)}, deflate": deflated}
+    add_ours(field, programs, bed, stored, deflated)
+    redis = add_raw(field, programs, bed, [(tuned, pieces) for tuned in (False, True) for pieces in (False, True)])
+    starts: Starts = {
+        "LMCache, lm://": ("lmcache", lmcache),
+        "LMCache server, Redis tuned": ("lmcache", functools.partial(lmcache_server, redis=redis)),
+        "Mooncake store, TCP": ("mooncake", mooncake),
     }
-    contenders = []
-    for name, workload in workloads.items():
-        put(workload, storage.address)
-        contenders.append(stack.enter_context(ours(name, workload, storage, data_plane)))
-    server = stack.enter_context(client(storage.address))
-    return [*contenders, naive(server, deflated, storage)]
+    add_installed(field, programs, bed, starts)
+    costs = field.measure(repeats, chunks)
+    field.add_rows(report, costs, lossless.raw_bytes)
+    for prefix, workload, goals in (
+        ("lossless_", lossless, ("at most 0.95", "at least 1.3")),
+        ("", binned, ("at most 0.45", "at least 2.5")),
+    ):
+        _ratios(report, field, costs, workload, prefix, goals)
+    own, simple = costs[name_of(binned)], costs[NAIVE]
+    report.ratio("gb_per_cpu_s_over_naive", over(cpus(simple), cpus(own)), "at least 25")
+    report.ratio("fetch_over_naive", over(walls(simple), walls(own)), "at least 6")
+    report.ratio("cpu_over_naive", over(cpus(own), cpus(simple)), "at most 0.25")
 
 
-def ours_name(workload: Workload) -> str:
+def _ratios(
+    report: Report, field: Field, costs: Costs, workload: Workload, prefix: str, goals: tuple[str, str]
+) -> None:
+    """Compare a workload with the best raw peer and with uncompressed records."""
+    own, raw = costs[name_of(workload)], costs[UNCOMPRESSED]
+    frugal, quick = field.best(costs, "raw", cpus), field.best(costs, "raw", walls)
+    least_s, alone = cpus(costs[frugal]), "none; compression alone"
+    report.ratio(f"{prefix}cpu_over_best_raw_peer", over(cpus(own), least_s), f"{goals[0]}; of {frugal}")
+    gains = over(walls(costs[quick]), walls(own))
+    report.ratio(f"{prefix}throughput_over_best_raw_peer", gains, f"{goals[1]}; of {quick}")
+    report.ratio(f"{prefix}cpu_over_uncompressed", over(cpus(own), cpus(raw)), alone)
+    report.ratio(f"{prefix}throughput_over_uncompressed", over(walls(raw), walls(own)), alone)
+    report.ratio(f"{prefix}stored_over_raw", [workload.stored_bytes / workload.raw_bytes], "none; the compression")
+
+
+def name_of(workload: Workload) -> str:
     """Return ShadowServe's name in tables, with this workload."""
     return f"ShadowServe, {workload.label}"
 
@@ -141,110 +136,50 @@ def ours_name(workload: Workload) -> str:
 def raw_values(folder: Path, workload: Workload) -> Path:
     """Return a file with one chunk's KV in the engine's format, which uncompressed peers move."""
     file = folder / "values"
-    if not file.exists():
-        file.write_bytes(record.decode(workload.records[0], workload.keys[0], workload.layout))
+    file.write_bytes(record.decode(workload.records[0], workload.keys[0], workload.layout))
     return file
 
 
-def uncompressed_like(workload: Workload, values: Values) -> Workload:
-    """Return chunks of a workload's shape without compression, with the values of uncompressed peers."""
-
-    def chunks() -> Iterator[bytes]:
-        row = np.empty(values.chunk_bytes, np.uint8)
-        for index in range(len(workload.keys)):
-            values.write(index, row)
-            yield row.tobytes()
-
-    return uncompressed(workload, chunks())
+def _chunks(values: Values, count: int) -> Iterator[bytes]:
+    row = np.empty(values.chunk_bytes, np.uint8)
+    for index in range(count):
+        values.write(index, row)
+        yield row.tobytes()
 
 
-def _others(stack: ExitStack, bed: Bed) -> tuple[list[Contender], dict[str, str]]:
-    """Start the peers; return the running ones, and the reason of each absent one by name."""
-    values = Values(bed.values_file)
-    memory = Memory(values, bed.chunks)
-    server = stack.enter_context(plain_sockets(bed.logs, bed.values_file, bed.chunks))
-    contenders = [fastest(stack, LIMIT, server, memory, lambda count: plain_reader(server.address, count, memory))]
-    for tuned in (False, True):
-        store = stack.enter_context(filled_redis(bed.logs, values, bed.chunks, tuned=tuned))
-        for pieces in (False, True):
-            name = f"Redis{' tuned' * tuned}, {'GETRANGE 2 MiB' if pieces else 'GET 32 MiB'}"
-            reader = functools.partial(redis_reader, store.address, memory=memory, pieces=pieces)
-            contenders.append(fastest(stack, name, store, memory, reader, kind="raw"))
-    starts: dict[str, tuple[str, Start]] = {
-        "LMCache, lm://": ("lmcache", lmcache),
-        "LMCache server, Redis tuned": ("lmcache", functools.partial(lmcache_server, redis=store)),
-        "Mooncake store, TCP": ("mooncake", mooncake),
-    }
-    running, absent = start_installed(stack, bed, starts)
-    return contenders + running, absent
+def add_ours(field: Field, stack: ExitStack, bed: Bed, stored: dict[str, Workload], simple: Workload) -> None:
+    """Start a storage node and a data plane; add each stored workload, an uncompressed one, and the naive client.
 
-
-def add_row(report: Report, raw_bytes: int, costs: list[Cost], **columns: Any) -> None:
-    """Add a system's row, with the medians of its runs."""
-    wall = float(np.median([cost.wall_s for cost in costs]))
-    cpu = float(np.median([cost.cpu_s for cost in costs]))
-    report.row(
-        GB_per_s=raw_bytes / wall / 1e9,
-        cpu_s_per_GB=cpu / raw_bytes * 1e9,
-        wall_s=wall,
-        runs=len(costs),
-        **columns,
-    )
-
-
-def gigabytes_per_s(raw_bytes: int, costs: list[Cost]) -> float:
-    """Return the median throughput."""
-    return raw_bytes / float(np.median([cost.wall_s for cost in costs])) / 1e9
-
-
-def best(
-    costs: dict[Contender, list[Cost]], kind: str, figure: Callable[[Cost], float]
-) -> tuple[Contender, list[Cost]]:
-    """Return the contender of a kind with the lowest median of a figure, and its runs."""
-    candidates = {each: own for each, own in costs.items() if each.kind == kind}
-    winner = min(candidates, key=lambda each: float(np.median([figure(cost) for cost in candidates[each]])))
-    return winner, candidates[winner]
-
-
-def _ratios(report: Report, costs: dict[Contender, list[Cost]], workload: Workload, prefix: str) -> None:
-    """Compare a workload with the best raw peer and with uncompressed records."""
-    own, raw = runs_of(costs, ours_name(workload)), runs_of(costs, UNCOMPRESSED)
-    goals = {"lossless_": ("at most 0.95", "at least 1.3"), "": ("at most 0.45", "at least 2.5")}[prefix]
-    frugal, frugal_runs = best(costs, "raw", lambda cost: cost.cpu_s)
-    quick, quick_runs = best(costs, "raw", lambda cost: cost.wall_s)
-    report.ratio(f"{prefix}cpu_over_best_raw_peer", _cpu_ratios(own, frugal_runs), f"{goals[0]}; of {frugal.name}")
-    report.ratio(f"{prefix}throughput_over_best_raw_peer", wall_gains(own, quick_runs), f"{goals[1]}; of {quick.name}")
-    report.ratio(f"{prefix}cpu_over_uncompressed", _cpu_ratios(own, raw), "none; compression alone")
-    report.ratio(f"{prefix}throughput_over_uncompressed", wall_gains(own, raw), "none; compression alone")
-    report.ratio(f"{prefix}stored_over_raw", [workload.stored_bytes / workload.raw_bytes], "none; the compression")
-
-
-def _naive_ratios(report: Report, costs: dict[Contender, list[Cost]], workload: Workload) -> None:
-    own, simple = runs_of(costs, ours_name(workload)), runs_of(costs, NAIVE)
-    cpus = _cpu_ratios(own, simple)
-    report.ratio("gb_per_cpu_s_over_naive", [1 / ratio for ratio in cpus], "at least 25")
-    report.ratio("fetch_over_naive", wall_gains(own, simple), "at least 6")
-    report.ratio("cpu_over_naive", cpus, "at most 0.25")
-
-
-def runs_of(costs: dict[Contender, list[Cost]], name: str) -> list[Cost]:
-    """Return the runs of the contender with this name."""
-    (found,) = (runs for each, runs in costs.items() if each.name == name)
-    return found
-
-
-def wall_gains(own: list[Cost], others: list[Cost]) -> list[float]:
-    """Return the speed of each run over that of the other's run."""
-    return [theirs.wall_s / mine.wall_s for mine, theirs in zip(own, others, strict=True)]
-
-
-def _cpu_ratios(own: list[Cost], others: list[Cost]) -> list[float]:
-    return [mine.cpu_s / theirs.cpu_s for mine, theirs in zip(own, others, strict=True)]
+    Args:
+        stored: Workloads by the names of the systems.
+        simple: Binned records of codec ``deflate``, which the naive client reads.
+    """
+    network, password = bed.network, secrets.token_hex(16)  # required beyond loopback
+    with network.store_side():
+        environment = {"SHADOWSERVE_STORAGE_PASSWORD": password}
+        storage = stack.enter_context(start_storage(bed.logs, "--host", network.host, environment=environment))
+        # Stores are filled without the link.
+        first = next(iter(stored.values()))
+        stored = stored | {UNCOMPRESSED: uncompressed(first, _chunks(Values(bed.values_file), bed.chunks))}
+        for workload in {id(each): each for each in (*stored.values(), simple)}.values():
+            put(workload, storage.address, password)
+    with network.client_side():
+        # Clients in another namespace reach the data plane through a Unix socket.
+        plane = stack.enter_context(
+            start_data_plane(
+                bed.logs, storage.address, "--listen", f"unix:{bed.logs}/dpu.sock",
+                environment={"SHADOWSERVE_DPU_STORAGE_PASSWORD": password},
+            )
+        )  # fmt: skip
+        server = stack.enter_context(client(storage.address, password))
+        server.ping()
+    for name, workload in stored.items():
+        field.contenders.append(stack.enter_context(_ours(name, workload, storage, plane)))
+    field.contenders.append(_naive(server, simple, storage))
 
 
 @contextmanager
-def ours(name: str, workload: Workload, storage: Child, data_plane: Child) -> Iterator[Contender]:
-    """ShadowServe with a workload that its storage node has."""
+def _ours(name: str, workload: Workload, storage: Child, data_plane: Child) -> Iterator[Contender]:
     with Target.opened(data_plane.address, workload) as target:
         yield Contender(
             name=name,
@@ -256,10 +191,9 @@ def ours(name: str, workload: Workload, storage: Child, data_plane: Child) -> It
         )
 
 
-def naive(server: "redis.Redis", workload: Workload, storage: Child) -> Contender:
-    """A straightforward client, on binned records of codec ``deflate``."""
-    chunks = len(workload.keys)
-    memory = np.empty((chunks, workload.layout.raw_bytes // 2), np.uint16)
+def _naive(server: "redis.Redis", workload: Workload, storage: Child) -> Contender:
+    """A straightforward client."""
+    memory = np.empty((len(workload.keys), workload.layout.raw_bytes // 2), np.uint16)
 
     def fetch(count: int) -> None:
         for row, key in zip(memory[:count], workload.keys, strict=False):
@@ -280,78 +214,6 @@ def naive(server: "redis.Redis", workload: Workload, storage: Child) -> Contende
     )
 
 
-class Target:
-    """Memory that a data plane fetches a workload into, through an engine's client and registered memory.
-
-    Attributes:
-        rate: Bytes per second that the data plane keeps from the next fetch on, as beside decoding; 0 for no bound.
-    """
-
-    def __init__(self, client: DataPlaneClient, registration: RegisteredMemory, workload: Workload) -> None:
-        self._client = client
-        self._registration = registration
-        self._workload = workload
-        self._memory = registration.acquire(CALL_TIMEOUT_S).memory
-        self.rate = 0
-        self._steps = SteadySteps(client)
-
-    @classmethod
-    @contextmanager
-    def opened(cls, address: str, workload: Workload, size: int | None = None) -> Iterator["Target"]:
-        """Register shared memory of ``size`` bytes (by default for all chunks) with the data plane at ``address``."""
-        shape = workload.layout
-        with closing(DataPlaneClient(address, connect_timeout_s=CALL_TIMEOUT_S)) as plane:
-            registration = RegisteredMemory(
-                plane, [shape], size or workload.raw_bytes, connect_timeout_s=CALL_TIMEOUT_S
-            )
-            with closing(registration):
-                yield cls(plane, registration, workload)
-
-    def fetch(self, count: int | None = None) -> None:
-        """Fetch the leading chunks, by default all, in as many batches as necessary."""
-        self._steps.report(self.rate)
-        done, last = 0, len(self._workload.keys) if count is None else count
-        while done < last:
-            done += self._round(done, done * self._workload.layout.raw_bytes, last)
-
-    def touch(self, index: int, places: int | None = None) -> None:
-        """Fetch one chunk to every place, or to the first ``places``, so that all memory has been used."""
-        for place in range(len(self._workload.keys) if places is None else places):
-            self._round(index, place * self._workload.layout.raw_bytes, index + 1)
-
-    def fetch_through(self) -> None:
-        """Fetch the whole workload through smaller memory; each batch is verified and then overwritten."""
-        done = 0
-        while done < len(self._workload.keys):
-            count = self._round(done, 0, len(self._workload.keys))
-            self._verify(done, count)
-            done += count
-
-    def _round(self, first: int, offset: int, last: int) -> int:
-        """Fetch the chunks from ``first`` up to ``last`` that fit after ``offset``; return their number."""
-        keys, room = self._workload.keys[first:last], len(self._memory) - offset
-        part = FetchPart.whole(self._workload.layout, self._registration.memory_id, keys, offset, room)
-        answer = self._client.start_fetch(secrets.token_hex(8), [part], CALL_TIMEOUT_S).result()
-        (chunks,) = answer.chunks
-        if not chunks or answer.reason not in ("complete", "batch_full"):
-            raise ShadowServeError(f"fetching stopped at chunk {first + chunks}: {answer.reason}: {answer.detail}")
-        return chunks
-
-    def clear(self) -> None:
-        """Overwrite the memory, so that an earlier run's bytes cannot pass the comparison."""
-        np.frombuffer(self._memory, np.uint8).fill(CLEARED)
-
-    def verify(self, count: int | None = None) -> None:
-        """Compare the leading chunks in memory, by default all, with what was stored."""
-        self._verify(0, len(self._workload.keys) if count is None else count)
-
-    def _verify(self, first: int, count: int) -> None:
-        size = self._workload.layout.raw_bytes
-        for index, crc in enumerate(self._workload.crcs[first : first + count]):
-            if native.crc32(self._memory[index * size : (index + 1) * size]) != crc:
-                raise ShadowServeError(f"chunk {first + index} in memory is not what was stored; please report this")
-
-
 def _naive_fetch(server: "redis.Redis", layout: ChunkLayout, key: bytes, target: "np.ndarray[Any, Any]") -> None:
     """Fetch a chunk with GET, zlib, and numpy for symbols times scales, rounded to bfloat16."""
     value: bytes = server.get(storage_key(key))
@@ -366,3 +228,20 @@ def _naive_fetch(server: "redis.Redis", layout: ChunkLayout, key: bytes, target:
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         target[position : position + len(rounded)] = rounded
         position += len(rounded)
+
+
+def add_raw(field: Field, stack: ExitStack, bed: Bed, redis: list[tuple[bool, bool]]) -> Child:
+    """Add plain sockets, and Redis, tuned or not, read in pieces or not; return the last Redis server."""
+    network, values = bed.network, Values(bed.values_file)
+    memory = Memory(values, bed.chunks)
+    server = stack.enter_context(plain_sockets(bed.logs, bed.values_file, bed.chunks, network))
+    field.contenders.append(fastest(stack, LIMIT, server, memory, plain_reader, network))
+    stores = {
+        tuned: stack.enter_context(filled_redis(bed.logs, values, bed.chunks, tuned=tuned, network=network))
+        for tuned in sorted({tuned for tuned, _ in redis})
+    }
+    for tuned, pieces in redis:
+        store = stores[tuned]
+        name = f"Redis{' tuned' * tuned}, {'GETRANGE 2 MiB' if pieces else 'GET 32 MiB'}"
+        field.contenders.append(fastest(stack, name, store, memory, redis_reader, network, kind="raw", pieces=pieces))
+    return store

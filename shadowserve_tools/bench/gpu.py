@@ -11,6 +11,8 @@ Prediction: scattering reaches 0.7 of the copy's speed. A decode step is at most
 GPU's memory bandwidth.
 """
 
+import functools
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,9 +33,11 @@ from host_control.registered_memory import RegisteredMemory
 from shadowserve import native
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.parts.gpu_kernels import HAS_TRITON, decompress, table
+from shadowserve_tools.bench.parts.loads import background
+from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option, whole
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 from shadowserve_tools.processes import Programs
-from shadowserve_tools.report import Output, Report, output_options, tracked
+from shadowserve_tools.report import Report, in_turns, over
 
 HEADS: Final = 8
 HEAD_SIZE: Final = 128
@@ -49,8 +53,6 @@ TIMEOUT_S: Final = 120.0
 
 @dataclass(frozen=True)
 class _Plan:
-    """The options of :func:`gpu`."""
-
     device: Any
     layers: int
     chunks: int
@@ -68,30 +70,28 @@ class _Plan:
     def chunk_bytes(self) -> int:
         return self.layers * 2 * CHUNK_TOKENS * HEADS * HEAD_SIZE * 2
 
+    @property
+    def batch_bytes(self) -> int:
+        return self.chunks * self.chunk_bytes
 
-@click.command()
-@click.option(
-    "--layers",
-    default=32,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Layers of the model, Llama-3.1-8B's by default.",
-)
-@click.option("--chunks", default=8, show_default=True, type=click.IntRange(1), help="Chunks of 256 tokens in a batch.")
-@click.option("--batch", default=32, show_default=True, type=click.IntRange(1), help="Sequences in a decode step.")
-@click.option("--hidden", default=4096, show_default=True, type=click.IntRange(64), help="Size of a decode step.")
-@click.option(
-    "--kv-rate", default=11.0, show_default=True, type=click.FloatRange(min=0, min_open=True),
-    help="GB of KV that arrive in a second beside decode steps: 20 Gbit/s, times 4.4 for the compression.",
+
+Load = tuple[Callable[[], object], int]
+"""Work beside decode steps, and the bytes of KV that it handles."""
+
+
+@benchmark("what", "how", "GB_per_s", "ms", "note", bars=["GB_per_s", "ms"])
+@whole("--layers", 32, "Layers of the model, Llama-3.1-8B's by default.")
+@whole("--chunks", 8, "Chunks of 256 tokens in a batch.")
+@whole("--batch", 32, "Sequences in a decode step.")
+@whole("--hidden", 4096, "Size of a decode step.", 64)
+@real(
+    "--kv-rate", 11.0,
+    "GB of KV that arrive in a second beside decode steps: 20 Gbit/s, times 4.4 for the compression.", 1e-6, 1e6,
 )  # fmt: skip
-@click.option("--steps", default=200, show_default=True, type=click.IntRange(1), help="Decode steps in a window.")
-@click.option("--repeats", default=7, show_default=True, type=click.IntRange(1, 100), help="Turns that count.")
+@whole("--steps", 200, "Decode steps in a window.")
+@repeats_option(7, "Turns that count.", 100)
 @click.option("--cpu", is_flag=True, help="Run it on the CPU: that shows that it works; no figure means a thing.")
-@output_options
-def gpu(
-    layers: int, chunks: int, batch: int, hidden: int, kv_rate: float, steps: int, repeats: int, cpu: bool,
-    output: Output,
-) -> None:  # fmt: skip
+def gpu(report: Report, programs: Programs, cpu: bool, **options: Any) -> None:
     """Scatter fetched KV into a GPU's paged memory, alone and beside decode steps."""
     if not cpu and not torch.cuda.is_available():
         raise ShadowServeError(
@@ -99,16 +99,14 @@ def gpu(
             "build of torch, NVIDIA's driver), or add --cpu to see that it works, on figures that mean nothing"
         )
     device = torch.device("cpu") if cpu else torch.device("cuda", torch.cuda.current_device())
-    plan = _Plan(device, layers, chunks, batch, hidden, kv_rate, steps, repeats)
-    report = Report("gpu", ["what", "how", "GB_per_s", "ms", "note"], bars=["GB_per_s", "ms"])
+    plan = _Plan(device, **options)
     with torch.inference_mode():
         _scatter(report, plan)
-        _decode(report, plan)
-        _fetch(report, plan)
-    report.finish(output)
-
-
-# ---- Scattering alone ------------------------------------------------------------------------------------------------
+        _decode_beside_scattering(report, plan)
+        ways = {"shared_memory": ()} if cpu else {"pinned": (), "cuda_ipc": ("--fused", "false")}
+        for delivery, flags in ways.items():
+            with Programs() as running:
+                _fetch(report, running, plan, delivery, *flags)
 
 
 class _Paged:
@@ -123,12 +121,11 @@ class _Paged:
         self.blocks = np.random.default_rng(1).permutation(blocks).tolist()
 
     def scatter(self, chunks: Any) -> None:
-        """Scatter a batch on the current stream."""
         count = len(chunks) // self.layout.chunk_bytes(CHUNK_TOKENS) * CHUNK_BLOCKS
         self.layout.scatter(chunks, self.blocks[:count], CHUNK_BLOCKS)
 
 
-def _seconds(plan: _Plan, run: Callable[[], None]) -> float:
+def _seconds(plan: _Plan, run: Callable[[], object]) -> float:
     """Return the duration of a run: by events on a GPU, by the clock on a CPU."""
     if plan.device.type == "cpu":
         begin = time.perf_counter()
@@ -143,33 +140,25 @@ def _seconds(plan: _Plan, run: Callable[[], None]) -> float:
 
 
 def _scatter(report: Report, plan: _Plan) -> None:
-    round_bytes = plan.chunks * plan.chunk_bytes
-    source = torch.randint(0, 255, (round_bytes,), dtype=torch.uint8, device=plan.device)
-    target = torch.empty_like(source)
-    movers = dict.fromkeys((plan.mover, "torch"))
-    runs: dict[tuple[str, str], Callable[[], None]] = {("device copy", ""): lambda: target.copy_(source)}
+    source = torch.randint(0, 255, (plan.batch_bytes,), dtype=torch.uint8, device=plan.device)
+    copy, ours = ("device copy", ""), ("scatter", f"NHD, {plan.mover}")
+    works: dict[tuple[str, str], Callable[[], object]] = {
+        copy: functools.partial(torch.empty_like(source).copy_, source)
+    }
     for name, order in ORDERS.items():
-        for mover in movers:
+        for mover in dict.fromkeys((plan.mover, "torch")):
             paged = _Paged(plan, order, mover, plan.chunks)
-            runs["scatter", f"{name}, {mover}"] = lambda paged=paged: paged.scatter(source)  # type: ignore[misc]
-    taken: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-    for turn in tracked(range(plan.repeats + 1), "scattering"):
-        for key, run in runs.items():
-            seconds = _seconds(plan, run)
-            if turn:  # the first one compiles
-                taken[key].append(seconds)
+            works["scatter", f"{name}, {mover}"] = functools.partial(paged.scatter, source)
+    runs = {key: functools.partial(_seconds, plan, work) for key, work in works.items()}
+    taken = in_turns(plan.repeats, runs, "scattering")  # the first turn compiles
     for (what, how), own in taken.items():
-        median = float(np.median(own))
-        report.row(
-            what=what, how=how, GB_per_s=round_bytes / median / 1e9, ms=median * 1e3, note=f"{round_bytes >> 20} MiB"
-        )
-    copies, ours = taken["device copy", ""], taken["scatter", f"NHD, {plan.mover}"]
-    report.ratio(
-        "scatter_over_device_copy", [copy / own for copy, own in zip(copies, ours, strict=True)], "at least 0.7"
-    )
+        _add_transfer(report, what, how, plan.batch_bytes, own, f"{plan.batch_bytes >> 20} MiB")
+    report.ratio("scatter_over_device_copy", over(taken[copy], taken[ours]), "at least 0.7")
 
 
-# ---- Beside a decoding engine ----------------------------------------------------------------------------------------
+def _add_transfer(report: Report, what: str, how: str, size: int, seconds: list[float], note: str) -> None:
+    median = statistics.median(seconds)
+    report.row(what=what, how=how, GB_per_s=size / median / 1e9, ms=median * 1e3, note=note)
 
 
 class _Engine:
@@ -197,104 +186,63 @@ class _Engine:
         return time.perf_counter() - begin
 
 
-@contextmanager
-def _beside(plan: _Plan, work: Callable[[], object] | None, each_bytes: int) -> Iterator[None]:
-    """Run ``work``, which handles ``each_bytes`` of KV, at the planned rate in its own thread and stream."""
-    if work is None:
-        yield
-        return
-    ending, failures = threading.Event(), list[BaseException]()
-    stream = SideStream(plan.device, None)
-
-    def loop() -> None:
-        due = time.perf_counter()
-        try:
-            with torch.inference_mode():
-                while not ending.is_set():
-                    with stream:
-                        work()
-                    due += each_bytes / (plan.kv_rate * 1e9)
-                    ending.wait(max(0.0, due - time.perf_counter()))
-        except BaseException as error:  # the main thread raises it
-            failures.append(error)
-
-    thread = threading.Thread(target=loop, name="beside")
-    thread.start()
-    try:
-        yield
-    finally:
-        ending.set()
-        thread.join()
-    if failures:
-        raise failures[0]
+def _keep_moving(plan: _Plan, work: Callable[[], object], each_bytes: int, ending: threading.Event) -> None:
+    """Run ``work``, which handles ``each_bytes`` of KV, at the planned rate in this thread and its own stream."""
+    stream, due = SideStream(plan.device, None), time.perf_counter()
+    with torch.inference_mode():
+        while not ending.is_set():
+            with stream:
+                work()
+            due += each_bytes / (plan.kv_rate * 1e9)
+            ending.wait(max(0.0, due - time.perf_counter()))
 
 
-def _decode(report: Report, plan: _Plan) -> None:
-    round_bytes = plan.chunks * plan.chunk_bytes
-    source = torch.randint(0, 255, (round_bytes,), dtype=torch.uint8, device=plan.device)
+def _decode(report: Report, plan: _Plan, loads: dict[str, Load | None], ratios: dict[str, tuple[str, str]]) -> None:
+    """Measure decode steps beside nothing and each load; ``ratios`` has the name and goal of each load."""
+    engine = _Engine(plan)
+
+    def window(load: Load | None) -> float:
+        with background(functools.partial(_keep_moving, plan, *load)) if load else nullcontext():
+            return statistics.median(engine.step() for _ in range(plan.steps))
+
+    runs = {name: functools.partial(window, load) for name, load in ({"nothing": None} | loads).items()}
+    medians = in_turns(plan.repeats, runs, "decoding")
+    for name, own in medians.items():
+        note = f"batch {plan.batch}"
+        report.row(what="decode step", how=f"beside {name}", ms=statistics.median(own) * 1e3, note=note)
+    for name, (ratio, goal) in ratios.items():
+        slowdowns = [each - 1 for each in over(medians[name], medians["nothing"])]
+        report.ratio(f"decode_step_slowdown_by_{ratio}", slowdowns, goal)
+
+
+def _decode_beside_scattering(report: Report, plan: _Plan) -> None:
+    source = torch.randint(0, 255, (plan.batch_bytes,), dtype=torch.uint8, device=plan.device)
     paged = _Paged(plan, ORDERS["NHD"], plan.mover, plan.chunks)
     symbols = torch.randint(0, 255, (plan.chunk_bytes // 2 // LANES or 1, LANES), dtype=torch.uint8, device=plan.device)
     elements = torch.empty(symbols.shape, dtype=torch.bfloat16, device=plan.device)
-    states, engine = table(plan.device), _Engine(plan)
-    loads: dict[str, tuple[Callable[[], None] | None, int]] = {
-        "nothing": (None, 0),
-        "scattering": (lambda: paged.scatter(source), round_bytes),
+    states = table(plan.device)
+    loads: dict[str, Load | None] = {
+        "scattering": (lambda: paged.scatter(source), plan.batch_bytes),
         "decompressing": (lambda: decompress(symbols, states, elements), plan.chunk_bytes),
     }
-    medians: dict[str, list[float]] = {name: [] for name in loads}
-    for turn in tracked(range(plan.repeats + 1), "decoding"):
-        for name, (work, each_bytes) in loads.items():
-            with _beside(plan, work, each_bytes):
-                steps = [engine.step() for _ in range(plan.steps)]
-            if turn:
-                medians[name].append(float(np.median(steps)))
-    for name, own in medians.items():
-        report.row(what="decode step", how=f"beside {name}", ms=float(np.median(own)) * 1e3, note=f"batch {plan.batch}")
-    for name, ratio, goal in (
-        ("scattering", "decode_step_slowdown_by_scatter", "at most 0.02"),
-        ("decompressing", "decode_step_slowdown_by_decompression", "none; a stand-in for decompression on the GPU"),
-    ):
-        pairs = zip(medians[name], medians["nothing"], strict=True)
-        report.ratio(ratio, [beside / alone - 1 for beside, alone in pairs], goal)
+    ratios = {
+        "scattering": ("scatter", "at most 0.02"),
+        "decompressing": ("decompression", "none; a stand-in for decompression on the GPU"),
+    }
+    _decode(report, plan, loads, ratios)
 
 
-# ---- At the end of a fetch -------------------------------------------------------------------------------------------
-
-
-def _fetch(report: Report, plan: _Plan) -> None:
+def _fetch(report: Report, programs: Programs, plan: _Plan, delivery: str, *flags: str) -> None:
     workload = llama_8b(2 * plan.chunks, layers=plan.layers)
-    ways = {"shared_memory": ()} if plan.device.type == "cpu" else {"pinned": (), "cuda_ipc": ("--fused", "false")}
-    for delivery, flags in ways.items():
-        with Programs() as programs:
-            storage = programs.storage()
-            put(workload, storage.address)
-            address = programs.data_plane(storage.address, *flags).address
-            target = programs.enter_context(_Target.opened(plan, address, delivery, workload))
-            seconds = [target.fetch() for _ in range(plan.repeats + 1)][1:]
-            _decode_beside_fetches(report, plan, delivery, target, workload.raw_bytes)
-            target.verify()
-        median = float(np.median(seconds))
-        speed = workload.raw_bytes / median / 1e9
-        report.row(
-            what="fetch", how=delivery, GB_per_s=speed, ms=median * 1e3, note=f"{workload.raw_bytes >> 20} MiB of KV"
-        )
-
-
-def _decode_beside_fetches(report: Report, plan: _Plan, delivery: str, target: "_Target", fetch_bytes: int) -> None:
-    engine = _Engine(plan)
-    works: dict[str, Callable[[], object] | None] = {"nothing": None, "fetches": target.fetch}
-    medians: dict[str, list[float]] = {name: [] for name in works}
-    for turn in tracked(range(plan.repeats + 1), f"decoding beside {delivery}"):
-        for name in sorted(works, reverse=turn % 2 == 0):  # both orders
-            with _beside(plan, works[name], fetch_bytes):
-                steps = [engine.step() for _ in range(plan.steps)]
-            if turn:
-                medians[name].append(float(np.median(steps)))
-    step = float(np.median(medians["fetches"]))
-    report.row(what="decode step", how=f"beside fetches, {delivery}", ms=step * 1e3, note=f"batch {plan.batch}")
-    pairs = zip(medians["fetches"], medians["nothing"], strict=True)
-    slowdowns = [beside / alone - 1 for beside, alone in pairs]
-    report.ratio(f"decode_step_slowdown_by_{delivery}_fetches", slowdowns, "at most 0.02")
+    storage = programs.storage()
+    put(workload, storage.address)
+    address = programs.data_plane(storage.address, *flags).address
+    target = programs.enter_context(_Target.opened(plan, address, delivery, workload))
+    seconds = [target.fetch() for _ in range(plan.repeats + 1)][1:]
+    what = f"fetches, {delivery}"
+    _decode(report, plan, {what: (target.fetch, workload.raw_bytes)}, {what: (f"{delivery}_fetches", "at most 0.02")})
+    target.verify()
+    _add_transfer(report, "fetch", delivery, workload.raw_bytes, seconds, f"{workload.raw_bytes >> 20} MiB of KV")
 
 
 class _Target:
@@ -330,7 +278,6 @@ class _Target:
                 yield cls(plan, manager, paged, workload)
 
     def fetch(self) -> float:
-        """Fetch everything and return the duration."""
         self._count += 1
         job = FetchJob(request_id=str(self._count), keys=(tuple(self._workload.keys),))
         begin = time.perf_counter()
@@ -343,11 +290,6 @@ class _Target:
         return seconds
 
     def verify(self) -> None:
-        """Gather what was scattered and compare.
-
-        Raises:
-            ShadowServeError: a chunk is not what was stored.
-        """
         chunk = torch.empty(self._workload.layout.raw_bytes, dtype=torch.uint8)
         for index, crc in enumerate(self._workload.crcs):
             blocks = self._paged.blocks[index * CHUNK_BLOCKS : (index + 1) * CHUNK_BLOCKS]

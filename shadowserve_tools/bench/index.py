@@ -10,20 +10,24 @@ Prediction: 97.9 bytes for each object (88 for the entry, 6.7 for the table, 2 f
 A lookup in C is two cache misses, 0.2 to 0.3 us; from Python 1.8 us. Recovery 1 s for a million. A step 35 us.
 """
 
+import functools
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Final
 
-import click
 import numpy as np
 import psutil
 from numpy.typing import NDArray
 
 from shadowserve import native
+from shadowserve.errors import ShadowServeError
 from shadowserve.pool.next_use import NextUse
 from shadowserve.pool.prefetch_policy import Hop, PrefetchPolicy, Waiting
-from shadowserve_tools.report import Output, Report, output_options, tracked
+from shadowserve_tools.bench.parts.options import benchmark, repeats_option, whole
+from shadowserve_tools.processes import Programs
+from shadowserve_tools.report import Report, tracked
 
 _PART: Final = 250_000
 """Records that are made at a time: 32 MB."""
@@ -43,65 +47,54 @@ _STEPS: Final = 200
 Records = NDArray[np.void]
 
 
-@click.command()
-@click.option(
-    "--objects", default=10_000_000, show_default=True, type=click.IntRange(1000, 1 << 28), help="Number of objects."
-)
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Repeats of a measurement.")
-@output_options
-def index(objects: int, repeats: int, output: Output) -> None:
+@benchmark("operation", "objects", "us_each", bars=["us_each"])
+@whole("--objects", 10_000_000, "Number of objects.", 1000, 1 << 28)
+@repeats_option(5, "Repeats of a measurement.")
+def index(report: Report, programs: Programs, objects: int, repeats: int) -> None:
     """Measure memory and times of the index of stored objects."""
-    report = Report("index", ["operation", "objects", "us_each"], bars=["us_each"])
-    keys = _Keys(objects)
     before = _resident()
     table = native.Index(objects, native.IndexPolicy.LRU, seed=1)
-    fill_s = _timed(lambda: _fill(table, keys, objects))
+    fill_s = _timed(lambda: _fill(table, objects))
     report.row(operation="replay in C, with making the records", objects=objects, us_each=fill_s / objects * 1e6)
     _evict_and_put(report, table, min(_SAMPLE, objects // 2))
     resident = _resident() - before
     if len(table) != objects:
-        raise click.ClickException(f"{len(table)} objects of {objects} are in the index; please report this")
+        raise ShadowServeError(f"{len(table)} objects of {objects} are in the index; please report this")
     report.ratio("resident_bytes_each", [resident / objects], "at most 100")
     report.ratio("counted_bytes_each", [table.memory_bytes() / objects], "at most 100")
-    _find(report, table, keys, min(_SAMPLE, objects), repeats)
+    _find(report, table, objects, min(_SAMPLE, objects), repeats)
     table.close()
     _recover(report, min(objects, 1_000_000), repeats)
     _step(report, repeats)
-    report.finish(output)
 
 
-class _Keys:
-    """Keys computed from their numbers."""
+def _keys(numbers: "NDArray[np.uint64]") -> "NDArray[np.uint8]":
+    """Return 32 bytes for each number, as good as random (the finalizer of SplitMix64)."""
+    words = np.empty((len(numbers), 4), np.uint64)
+    for word in range(4):
+        value = numbers * np.uint64(4) + np.uint64(word + 1)
+        value = value * np.uint64(0x9E3779B97F4A7C15)
+        value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        words[:, word] = value ^ (value >> np.uint64(31))
+    return words.view(np.uint8)
 
-    def __init__(self, count: int) -> None:
-        self.count = count
 
-    def of(self, numbers: "NDArray[np.uint64]") -> "NDArray[np.uint8]":
-        """Return 32 bytes for each number, as good as random (the finalizer of SplitMix64)."""
-        words = np.empty((len(numbers), 4), np.uint64)
-        for word in range(4):
-            value = numbers * np.uint64(4) + np.uint64(word + 1)
-            value = value * np.uint64(0x9E3779B97F4A7C15)
-            value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            words[:, word] = value ^ (value >> np.uint64(31))
-        return words.view(np.uint8)
-
-    def records(self, begin: int, end: int) -> Records:
-        """Return the snapshot records of the objects from ``begin`` to before ``end``."""
-        numbers = np.arange(begin, end, dtype=np.uint64)
-        records = np.zeros(end - begin, native.INDEX_RECORD_DTYPE)
-        records["kind"] = native.IndexRecordKind.PUT
-        records["flags"] = native.IndexFlag.RECORD
-        records["tenant"] = numbers // _CHAIN % _TENANTS
-        records["extent"] = numbers * native.blocks_of(_LENGTH) % (_DISK_BLOCKS - native.blocks_of(_LENGTH))
-        records["length"] = _LENGTH
-        records["accessed_s"] = _NOW_S - (numbers * 7919 % 1_000_003).astype(np.uint32)
-        records["expires_at_ms"] = np.where(numbers % 10 == 0, (_NOW_S + numbers % 86_400 + 1) * 1000, 0)
-        records["key"] = self.of(numbers)
-        first = numbers % _CHAIN == 0
-        records["parent"][~first] = self.of(numbers[~first] - np.uint64(1))
-        return records
+def _records(begin: int, end: int) -> Records:
+    """Return the snapshot records of the objects from ``begin`` to before ``end``."""
+    numbers = np.arange(begin, end, dtype=np.uint64)
+    records = np.zeros(end - begin, native.INDEX_RECORD_DTYPE)
+    records["kind"] = native.IndexRecordKind.PUT
+    records["flags"] = native.IndexFlag.RECORD
+    records["tenant"] = numbers // _CHAIN % _TENANTS
+    records["extent"] = numbers * native.blocks_of(_LENGTH) % (_DISK_BLOCKS - native.blocks_of(_LENGTH))
+    records["length"] = _LENGTH
+    records["accessed_s"] = _NOW_S - (numbers * 7919 % 1_000_003).astype(np.uint32)
+    records["expires_at_ms"] = np.where(numbers % 10 == 0, (_NOW_S + numbers % 86_400 + 1) * 1000, 0)
+    records["key"] = _keys(numbers)
+    first = numbers % _CHAIN == 0
+    records["parent"][~first] = _keys(numbers[~first] - np.uint64(1))
+    return records
 
 
 def _resident() -> int:
@@ -115,14 +108,9 @@ def _timed(run: Callable[[], object]) -> float:
     return time.thread_time() - begin
 
 
-def _parts(objects: int) -> Iterator[tuple[int, int]]:
+def _fill(table: native.Index, objects: int) -> None:
     for begin in tracked(range(0, objects, _PART), "putting objects in"):
-        yield begin, min(begin + _PART, objects)
-
-
-def _fill(table: native.Index, keys: _Keys, objects: int) -> None:
-    for begin, end in _parts(objects):
-        records = keys.records(begin, end)
+        records = _records(begin, min(begin + _PART, objects))
         for device in range(_DEVICES):
             table.replay(device, _DISK_BLOCKS, np.ascontiguousarray(records[device::_DEVICES]))
     table.replayed()
@@ -156,42 +144,38 @@ def _evict_and_put(report: Report, table: native.Index, count: int) -> None:
     report.row(operation="insert from Python", objects=count, us_each=_timed(put) / count * 1e6)
 
 
-def _find(report: Report, table: native.Index, keys: _Keys, count: int, repeats: int) -> None:
+def _find(report: Report, table: native.Index, objects: int, count: int, repeats: int) -> None:
     random = np.random.default_rng(1)
-    in_c: list[float] = []
-    absent: list[float] = []
-    from_python: list[float] = []
-    with_read: list[float] = []
+    times: dict[str, list[float]] = defaultdict(list)
     for _ in tracked(range(repeats), "finding"):
         # Keys of one tenant, because a call is for one; other keys each time.
-        chains = random.choice(keys.count // _CHAIN // _TENANTS or 1, max(count // _CHAIN, 1)) * _TENANTS
+        chains = random.choice(objects // _CHAIN // _TENANTS or 1, max(count // _CHAIN, 1)) * _TENANTS
         numbers = (chains[:, None] * _CHAIN + np.arange(_CHAIN)).ravel().astype(np.uint64)
-        numbers = random.permutation(numbers[numbers < keys.count])
-        wanted = np.ascontiguousarray(keys.of(numbers))
-        others = np.ascontiguousarray(keys.of(numbers + np.uint64(1 << 40)))
+        numbers = random.permutation(numbers[numbers < objects])
+        wanted = np.ascontiguousarray(_keys(numbers))
+        others = np.ascontiguousarray(_keys(numbers + np.uint64(1 << 40)))
         single = [bytes(key) for key in wanted]
-        in_c.append(_timed(lambda: table.find_many(0, wanted)) / len(numbers) * 1e6)  # noqa: B023
-        absent.append(_timed(lambda: table.find_many(0, others)) / len(numbers) * 1e6)  # noqa: B023
+        runs: dict[str, Callable[[], object]] = {
+            "find in C": functools.partial(table.find_many, 0, wanted),
+            "find in C, absent": functools.partial(table.find_many, 0, others),
+            "find from Python": lambda: [table.find(0, key) for key in single],  # noqa: B023
+            "find and read from Python": lambda: [table.get(0, key) for key in single],  # noqa: B023
+        }
+        for operation, run in runs.items():
+            times[operation].append(_timed(run) / len(numbers) * 1e6)
         if not table.find_many(0, wanted).all() or table.find_many(0, others).any():
-            raise click.ClickException("the index did not find what is in it, or found what is not; please report this")
-        from_python.append(_timed(lambda: [table.find(0, key) for key in single]) / len(numbers) * 1e6)  # noqa: B023
-        with_read.append(_timed(lambda: [table.get(0, key) for key in single]) / len(numbers) * 1e6)  # noqa: B023
-    for operation, times in (
-        ("find in C", in_c),
-        ("find in C, absent", absent),
-        ("find from Python", from_python),
-        ("find and read from Python", with_read),
-    ):
-        report.row(operation=operation, objects=keys.count, us_each=float(np.median(times)))
-    report.ratio("find_us_in_c", in_c, "at most 1")
-    report.ratio("find_us_from_python", with_read, "at most 5, with reading the entry")
+            raise ShadowServeError("the index did not find what is in it, or found what is not; please report this")
+    for operation, own in times.items():
+        report.row(operation=operation, objects=objects, us_each=float(np.median(own)))
+    report.ratio("find_us_in_c", times["find in C"], "at most 1")
+    report.ratio("find_us_from_python", times["find and read from Python"], "at most 5, with reading the entry")
 
 
 def _recover(report: Report, objects: int, repeats: int) -> None:
     """Replay, order and reserve in C alone, in a random order, which is the worst one of a snapshot."""
     blocks = objects * native.blocks_of(_LENGTH)
     # A million objects of this length need 0.5 TB.
-    records = _Keys(objects).records(0, objects)
+    records = _records(0, objects)
     np.random.default_rng(2).shuffle(records)
     times = []
     for _ in tracked(range(repeats), "recovering"):
@@ -202,7 +186,7 @@ def _recover(report: Report, objects: int, repeats: int) -> None:
             table.replay(0, blocks, records)
             table.replayed()
             if table.reserve(0, extents):
-                raise click.ClickException("objects overlap that do not; please report this")
+                raise ShadowServeError("objects overlap that do not; please report this")
 
         times.append(_timed(recover))
         table.close()
@@ -214,7 +198,7 @@ def _recover(report: Report, objects: int, repeats: int) -> None:
 
 def _step(report: Report, repeats: int) -> None:
     """Measure ordering waiting requests and planning their prefetches, as in each step of an engine."""
-    keys = [bytes(key) for key in _Keys(_WAITING**2).of(np.arange(_WAITING**2, dtype=np.uint64))]
+    keys = [bytes(key) for key in _keys(np.arange(_WAITING**2, dtype=np.uint64))]
     table = native.Index(len(keys))
     for key in keys:
         table.insert(0, key, device=0, length=_LENGTH, now_s=_NOW_S)

@@ -19,22 +19,20 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-import click
-
 from shadowserve.chunk import Quantizer
-from shadowserve_tools.bench.fetch import Target
 from shadowserve_tools.bench.parts.engine import decoded_tokens
 from shadowserve_tools.bench.parts.loads import Control, FetchLoop
-from shadowserve_tools.bench.parts.options import numbers_option
+from shadowserve_tools.bench.parts.options import benchmark, numbers_option, real, repeats_option, whole
 from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, Served, Stack, model_options, p95
+from shadowserve_tools.bench.parts.target import Target
 from shadowserve_tools.bench.parts.workload import llama_8b, put
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Programs
-from shadowserve_tools.report import Output, Report, half_width, output_options
+from shadowserve_tools.report import Report, half_width, over, tracked
 
 OURS: Final = "shadowserve"
 IN_ENGINE: Final = "in-engine decompression"
@@ -61,22 +59,7 @@ HALF_WIDTH_MAX: Final = 0.01
 RATE_MIN: Final = 4e9
 """Lowest KV rate for which the goal holds, in bytes per second."""
 
-Progress = Callable[[str], None]
 Beside = Callable[[], AbstractContextManager[None]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """Options of :func:`interference`; ``loaded`` is a part of ShadowServe's highest throughput."""
-
-    lengths: list[int]
-    loaded: float
-    requests: int
-    repeats: int
-    batch: int
-    rounds: int
-    rounds_max: int
-    phase_steps: int
 
 
 @dataclass
@@ -89,7 +72,6 @@ class _Results:
         over_alone: Each phase's median step over that of the unloaded phases before and after it.
         cpu_over_alone: The same for a step's CPU time. It leaves out what other programs take from the core, but
             has waiting for memory.
-        fetched: Loops of fetches, by load.
     """
 
     lengths: dict[tuple[int, float, str], list[Served]] = field(default_factory=lambda: defaultdict(list))
@@ -99,43 +81,35 @@ class _Results:
     fetched: dict[str, FetchLoop] = field(default_factory=dict)
 
 
-_COUNT = click.IntRange(1)
-
-
-@click.command()
-@model_options
+@benchmark(
+    "system", "output_tokens", "offered_req_per_s", "req_per_s", "ttft_ms", "ttft_p95_ms", "tpot_ms", "tpot_p95_ms",
+    "over_alone", "half_width", "cpu_over_alone", "fetch_GB_per_s", bars=["over_alone"],
+)  # fmt: skip
+@model_options()
 @numbers_option("--lengths", "4,8,16,32", "Output tokens, with commas between.", least=2)
-@click.option("--loaded", default=0.8, show_default=True, help="Offered rate, relative to the highest throughput.")
-@click.option("--requests", default=8, show_default=True, type=_COUNT, help="Requests of a run.")
-@click.option("--repeats", default=3, show_default=True, type=_COUNT, help="Number of pairs for each length.")
-@click.option("--batch", default=2, show_default=True, type=_COUNT, help="Requests that decode steadily.")
-@click.option(
-    "--rounds", default=20, show_default=True, type=click.IntRange(3), help="Least rounds of steady decoding."
-)
-@click.option(
-    "--rounds-max",
-    default=120,
-    show_default=True,
-    type=_COUNT,
-    help="Most rounds, if intervals are too wide after fewer.",
-)
-@click.option("--phase-steps", default=10, show_default=True, type=click.IntRange(1, 16), help="Steps of a phase.")
-@output_options
-def interference(output: Output, model: Model, load: Load, requests_max: int, **options: Any) -> None:
+@real("--loaded", 0.8, "Offered rate, relative to the highest throughput.", 0.01, 10)
+@whole("--requests", 8, "Requests of a run.")
+@repeats_option(3, "Number of pairs for each length.")
+@whole("--batch", 2, "Requests that decode steadily.")
+@whole("--rounds", 20, "Least rounds of steady decoding.", 3)
+@whole("--rounds-max", 120, "Most rounds, if intervals are too wide after fewer.")
+@whole("--phase-steps", 10, "Steps of a phase.", most=16)
+def interference(
+    report: Report, programs: Programs, model: Model, load: Load, requests_max: int, lengths: list[int], loaded: float,
+    requests: int, repeats: int, batch: int, rounds: int, rounds_max: int, phase_steps: int,
+) -> None:  # fmt: skip
     """Measure decode steps and requests of an engine while KV is fetched."""
-    plan = _Plan(**options)
-    load = replace(load, output=max(plan.lengths))
+    load = replace(load, output=max(lengths), requests=requests)
     results = _Results()
-    with Programs() as programs:
-        progress = programs.progress(2 + plan.rounds + plan.repeats * len(plan.lengths), "starting the engine")
-        decoding = holding(load, 3 * OFTEN + 1, plan.phase_steps)
-        running = programs.enter_context(Stack(Partition.halves(), model, decoding, requests_max))
-        progress("decoding")
-        _measure_decoding(results, running, plan, progress)
-        progress("starting an engine that keeps prefixes")
-        keeping = programs.enter_context(running.engine_that_keeps())
-        _measure_lengths(results, running, keeping, plan, load, progress)
-    _report(results).finish(output)
+    decoding = holding(load, 3 * OFTEN + 1, phase_steps)
+    running = programs.enter_context(Stack(Partition.halves(), model, decoding, requests_max))
+    _measure_decoding(results, programs, running, batch, (rounds, rounds_max), phase_steps)
+    _measure_lengths(results, running, running.start_keeping(), lengths, loaded, load, repeats)
+    _report_decoding(report, results)
+    for (length, rate, system), runs in results.lengths.items():
+        report.row(system=system, output_tokens=length, offered_req_per_s=rate, **Served.of(runs).columns())
+    _report_ratios(report, results)
+    _draw(report)
 
 
 def holding(load: Load, beside: int, steps: int) -> Load:
@@ -144,120 +118,98 @@ def holding(load: Load, beside: int, steps: int) -> Load:
     return replace(load, output=max(load.output, tokens - load.prompt_tokens))
 
 
-# ---- A steady batch --------------------------------------------------------------------------------------------------
+def _measure_decoding(
+    results: _Results, programs: Programs, running: Stack, batch: int, rounds: tuple[int, int], steps: int
+) -> None:
+    targets = []
+    for name, quantizer in ((LOSSLESS, Quantizer.LOSSLESS), (BINNED, Quantizer.BINNED)):
+        workload = llama_8b(FETCH_CHUNKS, layers=FETCH_LAYERS, quantizer=quantizer)
+        put(workload, running.storage.address)
+        targets.append(programs.enter_context(Target.opened(running.data_plane.address, workload)))
+        results.fetched[name] = FetchLoop(targets[-1], workload.raw_bytes)
+    in_engine = results.fetched[DECODING_IN_ENGINE] = FetchLoop(targets[-1], workload.raw_bytes)
+    alone = FetchLoop(targets[-1], workload.raw_bytes)
+    with alone.running():
+        time.sleep(FETCH_ALONE_S)
+    spin, copy, write = (Control(programs, kind, alone.rate) for kind in ("spin", "copy", "write"))
 
+    @contextmanager
+    def decoding_in_engine() -> Iterator[None]:
+        with running.decoding_in_engine(), in_engine.running():
+            yield
 
-def _measure_decoding(results: _Results, running: Stack, plan: _Plan, progress: Progress) -> None:
-    """Measure the decode phases."""
-    with ExitStack() as stack:
-        targets = []
-        for name, quantizer in ((LOSSLESS, Quantizer.LOSSLESS), (BINNED, Quantizer.BINNED)):
-            workload = llama_8b(FETCH_CHUNKS, layers=FETCH_LAYERS, quantizer=quantizer)
-            put(workload, running.storage.address)
-            targets.append(stack.enter_context(Target.opened(running.data_plane.address, workload)))
-            results.fetched[name] = FetchLoop(targets[-1], workload.raw_bytes)
-        in_engine = results.fetched[DECODING_IN_ENGINE] = FetchLoop(targets[-1], workload.raw_bytes)
-        alone = FetchLoop(targets[-1], workload.raw_bytes)
-        with alone.running():
-            time.sleep(FETCH_ALONE_S)
-        spin = stack.enter_context(Control("spin"))
-        copy, write = (stack.enter_context(Control(kind, alone.rate)) for kind in ("copy", "write"))
-
-        @contextmanager
-        def decoding_in_engine() -> Iterator[None]:
-            with running.decoding_in_engine(), in_engine.running():
-                yield
-
-        often: list[tuple[str, Beside]] = [(name, results.fetched[name].running) for name in (LOSSLESS, BINNED)]
-        often.append((WRITING, write.running))
-        controls: list[tuple[str, Beside]] = [
-            (DECODING_IN_ENGINE, decoding_in_engine),
-            (SPINNING, spin.running),
-            (COPYING, copy.running),
-        ]
-        wanted = [results.over_alone[name] for name in (LOSSLESS, BINNED)]
-        for number in rounds_until_narrow(plan.rounds, plan.rounds_max, wanted):
-            beside = [*often * OFTEN, controls[number % len(controls)]]
-            _decode_round(results, running, plan, beside[:: -1 if number % 2 else 1])
-            progress("decoding")
-        for target in targets:
-            target.clear()
-            target.fetch()
-            target.verify()
+    loads: dict[str, Beside] = {name: results.fetched[name].running for name in (LOSSLESS, BINNED)}
+    loads |= {WRITING: write.running, DECODING_IN_ENGINE: decoding_in_engine}
+    loads |= {SPINNING: spin.running, COPYING: copy.running}
+    controls = (DECODING_IN_ENGINE, SPINNING, COPYING)
+    wanted = [results.over_alone[name] for name in (LOSSLESS, BINNED)]
+    for number in rounds_until_narrow(*rounds, wanted):
+        beside = [*(LOSSLESS, BINNED, WRITING) * OFTEN, controls[number % len(controls)]][:: -1 if number % 2 else 1]
+        phases = decoded_phases(running.engine, batch, steps, [(name, loads[name]) for name in beside])
+        results.steps[NOTHING] += [wall for phase in phases[::2] for wall, _ in phase]
+        for name, (before, during, after) in zip(beside, around(phases), strict=True):
+            results.steps[name] += [wall for wall, _ in during]
+            for found, figure in ((results.over_alone, 0), (results.cpu_over_alone, 1)):
+                one, median, other = (
+                    statistics.median(step[figure] for step in each) for each in (before, during, after)
+                )
+                found[name].append(median / ((one + other) / 2))
+    for target in targets:
+        target.clear()
+        target.fetch()
+        target.verify()
 
 
 def rounds_until_narrow(at_least: int, at_most: int, wanted: Sequence[Sequence[float]]) -> Iterator[int]:
     """Count rounds until the medians of ``wanted`` are known to ± ``HALF_WIDTH_MAX``."""
-    for number in range(max(at_least, at_most)):
+    for number in tracked(range(max(at_least, at_most)), "decoding"):
         if number >= at_least and all(half_width(values) <= HALF_WIDTH_MAX for values in wanted):
             return
         yield number
 
 
-def _decode_round(results: _Results, running: Stack, plan: _Plan, beside: Sequence[tuple[str, Beside]]) -> None:
-    """Decode a phase beside each load, and an unloaded one before and after each."""
-    engine = running.engine
-    engine.call("decode_start", batch=plan.batch, tokens=DECODED_TOKENS, beside=len(beside), steps=plan.phase_steps)
+Steps = list[tuple[float, float]]
+"""Elapsed time and CPU time of the decode steps of a phase."""
 
-    def phase(name: str) -> tuple[float, float]:
-        durations = engine.call("decode_steps", steps=plan.phase_steps)
-        results.steps[name] += [wall for wall, _ in durations]
-        return statistics.median(wall for wall, _ in durations), statistics.median(cpu for _, cpu in durations)
 
-    before = phase(NOTHING)
-    for name, context in beside:
+def decoded_phases(engine: Engine, batch: int, steps: int, beside: Sequence[tuple[str, Beside]]) -> list[Steps]:
+    """Decode a phase beside each load, and an unloaded one before and after each: loads are at odd positions."""
+    engine.call("decode_start", batch=batch, tokens=DECODED_TOKENS, beside=len(beside), steps=steps)
+    phases: list[Steps] = [engine.call("decode_steps", steps=steps)]
+    for _, context in beside:
         with context():
-            medians = phase(name)
-        after = phase(NOTHING)
-        for found, one, other, median in zip(
-            (results.over_alone, results.cpu_over_alone), before, after, medians, strict=True
-        ):
-            found[name].append(median / ((one + other) / 2))
-        before = after
+            phases.append(engine.call("decode_steps", steps=steps))
+        phases.append(engine.call("decode_steps", steps=steps))
     engine.call("decode_stop")
+    return phases
 
 
-# ---- Serving ---------------------------------------------------------------------------------------------------------
+def around(phases: Sequence[Steps]) -> Iterator[tuple[Steps, Steps, Steps]]:
+    """Yield each loaded phase with the unloaded ones before and after it."""
+    yield from zip(phases[:-1:2], phases[1::2], phases[2::2], strict=True)
 
 
 def _measure_lengths(
-    results: _Results, running: Stack, keeping: Engine, plan: _Plan, load: Load, progress: Progress
+    results: _Results, running: Stack, keeping: Engine, lengths: Sequence[int], loaded: float, load: Load, repeats: int
 ) -> None:
     """Serve outputs of each length at the loaded rate, decoding on the data plane's cores and in the engine, in
     turns.
 
     The same requests also go to ``keeping``, an engine that has every document.
     """
+
+    def serve(system: str) -> Served:
+        with running.decoding_in_engine() if system == IN_ENGINE else nullcontext():
+            return (keeping if system == KEPT else running.engine).serve(offered, fetched=True)
+
     turn = itertools.count()
-    for length in plan.lengths:
-        load = replace(load, output=length, requests=plan.requests)
-        capacity = running.engine.serve(replace(load, rate=0.0), fetched=True).throughput  # all at once
-        load = replace(load, rate=plan.loaded * capacity)
-        for repeat in range(plan.repeats):
-            offered = replace(load, seed=repeat)
-            for system in (OURS, IN_ENGINE, KEPT)[:: -1 if next(turn) % 2 else 1]:
-                with running.decoding_in_engine() if system == IN_ENGINE else nullcontext():
-                    served = (keeping if system == KEPT else running.engine).serve(offered, fetched=True)
-                results.lengths[length, load.rate, system].append(served)
-            progress(f"{length} tokens at {load.rate:.2g}/s")
-
-
-# ---- Report ----------------------------------------------------------------------------------------------------------
-
-
-def _report(results: _Results) -> Report:
-    report = Report(
-        "interference",
-        ["system", "output_tokens", "offered_req_per_s", "req_per_s", "ttft_ms", "ttft_p95_ms", "tpot_ms",
-         "tpot_p95_ms", "over_alone", "half_width", "cpu_over_alone", "fetch_GB_per_s"],
-        bars=["over_alone"],
-    )  # fmt: skip
-    _report_decoding(report, results)
-    for (length, rate, system), runs in results.lengths.items():
-        report.row(system=system, output_tokens=length, offered_req_per_s=rate, **Served.of(runs).columns())
-    _report_ratios(report, results)
-    _draw(report, results)
-    return report
+    for length, repeat in tracked(list(itertools.product(lengths, range(repeats))), "serving"):
+        if not repeat:
+            burst = replace(load, output=length, rate=0.0)
+            capacity = running.engine.serve(burst, fetched=True).throughput  # all at once
+        offered = replace(load, output=length, rate=loaded * capacity, seed=repeat)
+        for system in (OURS, IN_ENGINE, KEPT)[:: -1 if next(turn) % 2 else 1]:
+            results.lengths[length, offered.rate, system].append(serve(system))
 
 
 def _report_decoding(report: Report, results: _Results) -> None:
@@ -302,26 +254,17 @@ def _report_ratios(report: Report, results: _Results) -> None:
         ("decode_step_slowdown_by_writing", WRITING, "none; unavoidable for any delivery of KV"),
     ):
         report.ratio(name, [over - 1 for over in results.over_alone[beside]], goal)
-    ours, theirs, kept = (
-        [run for (_, _, its), runs in results.lengths.items() if its == system for run in runs]
-        for system in (OURS, IN_ENGINE, KEPT)
-    )
+    runs = {system: [run for (_, _, its), own in results.lengths.items() if its == system for run in own]
+            for system in (OURS, IN_ENGINE, KEPT)}  # fmt: skip
     for figure, goal in (("tpot", "at least 1.3"), ("ttft", "none")):
-        gains, limits = (
-            [getattr(other, figure) / getattr(own, figure) for own, other in zip(runs, theirs, strict=True)]
-            for runs in (ours, kept)
-        )
-        report.ratio(f"{figure}_gain_over_in_engine", gains, goal, limits)
+        ours, theirs, kept = ([getattr(run, figure) for run in own] for own in runs.values())
+        report.ratio(f"{figure}_gain_over_in_engine", over(theirs, ours), goal, over(theirs, kept))
 
 
-def _draw(report: Report, results: _Results) -> None:
-    for what, title in (("ttft", "Loaded TTFT"), ("tpot", "Loaded TPOT")):
+def _draw(report: Report) -> None:
+    for column, title in (("ttft_ms", "Loaded TTFT"), ("tpot_ms", "Loaded TPOT")):
         series = {
-            system: [
-                (float(length), getattr(Served.of(runs), what) * 1e3)
-                for (length, _, name), runs in results.lengths.items()
-                if name == system
-            ]
+            system: [(float(row["output_tokens"]), row[column]) for row in report.rows if row["system"] == system]
             for system in (OURS, IN_ENGINE, KEPT)
         }
         report.charts.append(Chart(title, x="output tokens", y="ms", series=series, x_log=True))

@@ -8,92 +8,57 @@ Prediction: the buffers plus 80 MiB for Python with gRPC and numpy, independent 
 plus 200 MiB.
 """
 
+import functools
 import threading
 from contextlib import closing
 from pathlib import Path
-from types import TracebackType
-from typing import Self
-
-import click
+from typing import Final
 
 from host_control.client import DataPlaneClient
-from shadowserve_tools.bench.fetch import Target
+from shadowserve_tools.bench.parts.loads import background
+from shadowserve_tools.bench.parts.options import benchmark
+from shadowserve_tools.bench.parts.target import Target
 from shadowserve_tools.bench.parts.workload import llama_8b, put
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Programs
-from shadowserve_tools.report import Output, Report, output_options
+from shadowserve_tools.report import Report
 
-ALLOWANCE_BYTES = 200 << 20
-SEGMENT_BYTES = 64 << 20
+ALLOWANCE_BYTES: Final = 200 << 20
+SEGMENT_BYTES: Final = 64 << 20
 
 
-@click.command()
-@output_options
-def memory(output: Output) -> None:
+@benchmark("prompt_tokens", "batches", "resident_MiB", "buffers_MiB")
+def memory(report: Report, programs: Programs) -> None:
     """Fetch prompts of 4K, 32K and 128K tokens and measure the data plane's resident size."""
-    report = Report("memory", ["prompt_tokens", "batches", "resident_MiB", "buffers_MiB"])
-    over = []
-    with Programs() as programs:
-        storage = programs.storage()
-        data_plane = programs.data_plane(storage.address)
-        plane = programs.enter_context(closing(DataPlaneClient(data_plane.address, connect_timeout_s=10)))
-        for chunks in (16, 128, 512):
-            workload = llama_8b(chunks, layers=2)
-            put(workload, storage.address)
-            with (
-                Target.opened(data_plane.address, workload, SEGMENT_BYTES) as target,
-                _Watch(data_plane.process.pid) as watch,
-            ):
-                target.fetch_through()
-            statistics = plane.statistics()
-            resident = watch.peak_bytes
-            report.row(
-                prompt_tokens=chunks * workload.layout.tokens,
-                batches=statistics.batches,
-                resident_MiB=resident >> 20,
-                buffers_MiB=statistics.buffer_bytes >> 20,
-            )
-            over.append(resident / (statistics.buffer_bytes + ALLOWANCE_BYTES))
-    report.ratio("resident_over_allowed", over, "at most 1 for every prompt")
-    report.charts.append(
-        Chart(
-            "The data plane's memory over the prompt's length",
-            x="prompt tokens",
-            y="MiB",
-            series={"resident": [(float(row["prompt_tokens"]), float(row["resident_MiB"])) for row in report.rows]},
-            limits={
-                "buffers": float(report.rows[-1]["buffers_MiB"]),
-                "allowed": float(report.rows[-1]["buffers_MiB"] + (ALLOWANCE_BYTES >> 20)),
-            },
-            x_log=True,
+    ratios, points, buffers = [], [], 0
+    storage = programs.storage()
+    data_plane = programs.data_plane(storage.address)
+    plane = programs.enter_context(closing(DataPlaneClient(data_plane.address, connect_timeout_s=10)))
+    for chunks in (16, 128, 512):
+        workload = llama_8b(chunks, layers=2)
+        put(workload, storage.address)
+        sizes = [0]
+        sample = functools.partial(_sample, data_plane.process.pid, sizes)
+        with Target.opened(data_plane.address, workload, SEGMENT_BYTES) as target, background(sample):
+            target.fetch_through()
+        tokens, resident = chunks * workload.layout.tokens, max(sizes)
+        statistics = plane.statistics()
+        buffers = statistics.buffer_bytes
+        report.row(
+            prompt_tokens=tokens, batches=statistics.batches, resident_MiB=resident >> 20, buffers_MiB=buffers >> 20
         )
+        ratios.append(resident / (buffers + ALLOWANCE_BYTES))
+        points.append((float(tokens), float(resident >> 20)))
+    report.ratio("resident_over_allowed", ratios, "at most 1 for every prompt")
+    limits = {"buffers": float(buffers >> 20), "allowed": float(buffers + ALLOWANCE_BYTES >> 20)}
+    title = "The data plane's memory over the prompt's length"
+    report.charts.append(
+        Chart(title, x="prompt tokens", y="MiB", series={"resident": points}, limits=limits, x_log=True)
     )
-    report.finish(output)
 
 
-class _Watch:
-    """Samples the largest resident size of a process, without shared memory."""
-
-    def __init__(self, pid: int) -> None:
-        self.peak_bytes = 0
-        self._status = Path(f"/proc/{pid}/status")
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            fields = dict(line.split(":", 1) for line in self._status.read_text().splitlines())
-            resident = sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssFile"))
-            self.peak_bytes = max(self.peak_bytes, resident)
-            if self._stop.wait(0.01):
-                return
+def _sample(pid: int, sizes: list[int], stop: threading.Event) -> None:
+    """Append resident sizes of a process, without shared memory."""
+    while not stop.wait(0.01):
+        fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        sizes.append(sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssFile")))

@@ -15,30 +15,19 @@ import itertools
 import json
 import statistics
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import click
 import numpy as np
 
-from shadowserve.cores import on_cores
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.engine import BLOCK_TOKENS
-from shadowserve_tools.bench.parts.serving import (
-    Engine,
-    Load,
-    Model,
-    Partition,
-    plugin,
-    shape_options,
-    started_engine,
-    write_model,
-)
-from shadowserve_tools.processes import Programs, start_data_plane
-from shadowserve_tools.report import Output, Report, output_options
+from shadowserve_tools.bench.parts.options import benchmark, repeats_option, whole
+from shadowserve_tools.bench.parts.serving import Engine, Host, Load, Model, shape_options, write_model
+from shadowserve_tools.processes import Programs
+from shadowserve_tools.report import Report, over
 
 _OFF, _TIER = "recompute", "tier"
 _TIMEOUT_S: Final = 600.0
@@ -54,10 +43,8 @@ class _Cell:
 
     Attributes:
         demand: KV of all requests at their end, over what the engine holds.
-        requests: Number of requests at once.
         seconds: Time until the last answer is complete.
         preemptions, computed: Numbers of preempted requests, and of computed tokens.
-        limits: See :func:`limit`.
     """
 
     system: str
@@ -70,7 +57,6 @@ class _Cell:
 
     @property
     def rates(self) -> list[float]:
-        """Requests per second of each turn."""
         return [self.requests / seconds for seconds in self.seconds]
 
 
@@ -94,84 +80,58 @@ class _Requests:
         return [{"seed": seed, "tokens": self.prompt, "output": self.output, "at": 0.0} for seed in seeds]
 
 
-@click.command()
+@benchmark("demand", "system", "requests", "req_per_s", "preemptions", "computed_tokens", bars=["req_per_s"])
 @shape_options(layers=4, hidden=768, heads=2, head_size=64)
-@click.option("--prompt-tokens", default=100, show_default=True, type=click.IntRange(1), help="Tokens of a prompt.")
-@click.option("--output-tokens", default=300, show_default=True, type=click.IntRange(2), help="Tokens of an answer.")
-@click.option(
-    "--fit", default=16, show_default=True, type=click.IntRange(1), help="Requests that fit into the engine's memory."
-)
+@whole("--prompt-tokens", 100, "Tokens of a prompt.")
+@whole("--output-tokens", 300, "Tokens of an answer.", 2)
+@whole("--fit", 16, "Requests that fit into the engine's memory.")
 @click.option(
     "--demand", "demands", default=(1, 3, 5), show_default=True, multiple=True, type=click.IntRange(1, 9),
     help="Requests at once, in requests that fit; repeatable.",
 )  # fmt: skip
-@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1, 50), help="Number of turns.")
-@output_options
+@repeats_option(3, "Number of turns.")
 def oversubscription(
-    model: Model,
-    prompt_tokens: int,
-    output_tokens: int,
-    fit: int,
-    demands: tuple[int, ...],
-    repeats: int,
-    output: Output,
-) -> None:
+    report: Report, programs: Programs, model: Model, prompt_tokens: int, output_tokens: int, fit: int,
+    demands: tuple[int, ...], repeats: int,
+) -> None:  # fmt: skip
     """Serve more requests than memory holds, with tiers for preempted KV and without."""
     requests = _Requests(prompt_tokens, output_tokens, fit)
     cells = [_Cell(system, demand, demand * fit) for demand in demands for system in (_OFF, _TIER)]
+    alone = [cell for cell in cells if cell.demand == 1]
     equal: list[float] = []
-    with Programs() as programs:
-        more = (_ALONE - 1) * sum(cell.demand == 1 for cell in cells)
-        progress = programs.progress(repeats * (len(cells) + more))
-        engines = _engines(programs, programs.logs, model, requests, max(demands))
-        for engine in engines.values():  # open connections, and touch memory for the first time
-            _serve(engine, requests.orders(1, _ALONE * repeats))
-
-        for turn in range(repeats):
-            answers: dict[tuple[str, int], list[list[int]]] = {}
-            for cell in cells if turn % 2 == 0 else reversed(cells):
-                progress(f"{cell.system}, {cell.demand} times")
-                answers[cell.system, cell.demand] = _measure(engines[cell.system], cell, requests, turn)
-            for demand in demands:
-                pairs = list(zip(answers[_OFF, demand], answers[_TIER, demand], strict=True))
-                equal.append(sum(mine == its for mine, its in pairs) / len(pairs))
-        alone = [cell for cell in cells if cell.demand == 1]
-        for turn in range(repeats, _ALONE * repeats):
-            for cell in alone if turn % 2 == 0 else reversed(alone):
-                progress(f"{cell.system}, {cell.demand} times")
-                _measure(engines[cell.system], cell, requests, turn)
-    _report(cells, equal).finish(output)
+    progress = programs.progress(repeats * (len(cells) + (_ALONE - 1) * len(alone)))
+    engines = _engines(programs, model, requests, max(demands))
+    for engine in engines.values():  # open connections, and touch memory for the first time
+        _serve(engine, requests.orders(1, _ALONE * repeats))
+    for turn in range(_ALONE * repeats):
+        answers: dict[tuple[str, int], list[list[int]]] = {}
+        for cell in (cells if turn < repeats else alone)[:: -1 if turn % 2 else 1]:
+            progress(f"{cell.system}, {cell.demand} times")
+            answers[cell.system, cell.demand] = _measure(engines[cell.system], cell, requests, turn)
+        for demand in demands if turn < repeats else ():
+            pairs = list(zip(answers[_OFF, demand], answers[_TIER, demand], strict=True))
+            equal.append(sum(mine == its for mine, its in pairs) / len(pairs))
+    _report(report, cells, equal)
 
 
-def _engines(stack: ExitStack, folder: Path, model: Model, requests: _Requests, demand_max: int) -> dict[str, Engine]:
-    partition = Partition.halves()
-    stack.enter_context(on_cores(partition.data_plane))  # keep the benchmark's own threads off the engines' cores
+def _engines(programs: Programs, model: Model, requests: _Requests, demand_max: int) -> dict[str, Engine]:
     tokens = requests.prompt + requests.output
     load = Load(chunks=-(-tokens // DEFAULT_CHUNK_TOKENS), documents=1)
-    write_model(folder, model, load)
+    host = Host(programs, programs.logs, model, load)
+    write_model(host.folder, model, load)
     # Space for all requests of a turn, and for the rest of the turn before.
     budget = 2 * demand_max * requests.fit * load.prompt_tokens * model.kv_bytes * _KV_SCALE + (64 << 20)
-    address = f"unix:{folder}/dpu.sock"
-    flags = ("--listen", address, "--cores", json.dumps(partition.data_plane))
-    tiers = json.dumps({"memory_budget_bytes": budget})
-    stack.enter_context(start_data_plane(folder, "", *flags, "--tiers", tiers))
-    transfers = {_OFF: None, _TIER: plugin({"data_plane": address, "identity_cache": str(folder / "content.json")})}
+    plane = host.start_plane("", "--tiers", json.dumps({"memory_budget_bytes": budget}))
     return {
-        name: stack.enter_context(
-            started_engine(
-                name,
-                folder,
-                partition.engine,
-                model,
-                load,
-                demand_max * requests.fit,
-                transfer,
-                kv_cache_bytes=requests.blocks * BLOCK_TOKENS * model.kv_bytes * _KV_SCALE,
-                dtype="float32",
-                prefix_caching=True,
-            )
+        name: host.start_engine(
+            name,
+            transfer,
+            demand_max * requests.fit,
+            kv_cache_memory_bytes=requests.blocks * BLOCK_TOKENS * model.kv_bytes * _KV_SCALE,
+            dtype="float32",
+            enable_prefix_caching=True,
         )
-        for name, transfer in transfers.items()
+        for name, transfer in {_OFF: None, _TIER: host.plugin(plane)}.items()
     }
 
 
@@ -181,11 +141,6 @@ def _serve(engine: Engine, orders: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def _measure(engine: Engine, cell: _Cell, requests: _Requests, turn: int) -> list[list[int]]:
-    """Serve everything at once; return the answers.
-
-    Raises:
-        ShadowServeError: Answers do not depend on prompts, or the number of preemptions is not as intended.
-    """
     results = _serve(engine, requests.orders(cell.demand, turn))
     pressure = engine.call("pressure")
     answers = [result["answer"] for result in results]
@@ -219,12 +174,7 @@ def limit(steps: Sequence[tuple[float, int, int, int]]) -> float:
     return total / (total - float(each * again.sum()))
 
 
-def _report(cells: Sequence[_Cell], equal: Sequence[float]) -> Report:
-    report = Report(
-        "oversubscription",
-        ["demand", "system", "requests", "req_per_s", "preemptions", "computed_tokens"],
-        bars=["req_per_s"],
-    )
+def _report(report: Report, cells: Sequence[_Cell], equal: Sequence[float]) -> None:
     of = {(cell.system, cell.demand): cell for cell in cells}
     for cell in cells:
         report.row(
@@ -232,16 +182,14 @@ def _report(cells: Sequence[_Cell], equal: Sequence[float]) -> Report:
             preemptions=statistics.median(cell.preemptions), computed_tokens=statistics.median(cell.computed),
         )  # fmt: skip
     goals = {(5, "1x"): "at least 0.9", (3, "recompute"): "at least 1.5"}
+    one = of.get((_TIER, 1))
     for demand in sorted({cell.demand for cell in cells} - {1}, reverse=True):
-        tier, one, off = of[_TIER, demand], of.get((_TIER, 1)), of[_OFF, demand]
-        if one is not None:
-            pairs = [mine / its for mine, its in zip(tier.rates, one.rates, strict=False)]  # pairs of the same turn
+        tier, off = of[_TIER, demand], of[_OFF, demand]
+        if one is not None:  # pairs of the same turn
+            pairs = over(tier.rates, one.rates[: len(tier.rates)])
             report.ratio(f"throughput_{demand}x_over_1x", pairs, goals.get((demand, "1x"), "none"))
-        pairs = [mine / its for mine, its in zip(tier.rates, off.rates, strict=True)]
         goal = goals.get((demand, "recompute"), "none")
-        report.ratio(f"throughput_{demand}x_over_recompute", pairs, goal, off.limits)
-    if (one := of.get((_TIER, 1))) is not None:
-        pairs = [mine / its for mine, its in zip(one.rates, of[_OFF, 1].rates, strict=True)]
-        report.ratio("throughput_1x_over_off", pairs, "at least 0.99")
+        report.ratio(f"throughput_{demand}x_over_recompute", over(tier.rates, off.rates), goal, off.limits)
+    if one is not None:
+        report.ratio("throughput_1x_over_off", over(one.rates, of[_OFF, 1].rates), "at least 0.99")
     report.ratio("equal_answers", equal, "exactly 1")
-    return report

@@ -19,9 +19,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import click
 import numpy as np
 
 from host_control.client import FetchPart
@@ -30,8 +29,8 @@ from host_control.registered_memory import RegisteredMemory
 from shadowserve import native
 from shadowserve.block import Operation, OperationKind, Pages, Priority
 from shadowserve.errors import ShadowServeError
-from shadowserve.pool.volume.device import wait_for_operations
-from shadowserve_tools.bench.parts.options import folder_option
+from shadowserve_tools.bench.parts.disks import run_operations
+from shadowserve_tools.bench.parts.options import benchmark, folder_option, repeats_option, whole
 from shadowserve_tools.bench.parts.paged import (
     BLOCK_TOKENS,
     CHUNK_BLOCKS,
@@ -43,7 +42,7 @@ from shadowserve_tools.bench.parts.paged import (
 )
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Programs
-from shadowserve_tools.report import Cost, Output, Report, measure, output_options, repeat
+from shadowserve_tools.report import Cost, Report, cpus, in_turns, measure, over, repeat, walls
 
 FEW: Final = CHUNK_BLOCKS
 """Blocks of the smaller retrieval: one chunk."""
@@ -58,66 +57,51 @@ BANDWIDTHS: Final = (1, 2, 4, 8, 16, 32)
 CORES: Final = (1, 2, 4, 8)
 
 
-@click.command()
-@click.option("--layers", default=32, show_default=True, type=click.IntRange(1, 128), help="Layers of the model.")
-@click.option(
-    "--heads", default=2, show_default=True, type=click.IntRange(2, 8), help="KV heads of one rank; Llama has 8."
-)
-@click.option("--repeats", default=7, show_default=True, type=click.IntRange(1, 50), help="Number of pairs.")
+@benchmark("what", "blocks", "wall_ms", "GB_per_s", "cpu_s_per_GB", "control_ms", "requests")
+@whole("--layers", 32, "Layers of the model.", most=128)
+@whole("--heads", 2, "KV heads of one rank; Llama has 8.", 2, 8)
+@repeats_option(7)
 @folder_option("Folder on the device to measure. [default: folder of temporary files]")
-@output_options
-def pages(layers: int, heads: int, repeats: int, folder: Path | None, output: Output) -> None:
+def pages(report: Report, programs: Programs, layers: int, heads: int, repeats: int, folder: Path | None) -> None:
     """Compare an engine's pages from an SSD with compressed records."""
-    report = Report("pages", ["what", "blocks", "wall_ms", "GB_per_s", "cpu_s_per_GB", "control_ms", "requests"])
-    with Programs() as programs:
-        disk = programs.disk(folder)
-        kv = PagedKv(layers, heads)
-        paged = PagedMemory(programs, programs.logs, disk / PAGES, kv)
-        compressed = _Compressed(programs, programs.logs, disk / COMPRESSED, kv)
-        requests: dict[int, list[float]] = {FEW: [], MANY: []}
-        costs = repeat(
-            repeats,
-            lambda: _measured(paged, FEW, requests),
-            lambda: _measured(paged, MANY, requests),
-            compressed.measured,
-            description="pages",
-        )
-        slot_s = SLOT * max(each.wall_s for each in costs[1])
-        slots = (functools.partial(_control, paged, count, slot_s) for count in (0, FEW, MANY))
-        idle, few, many = repeat(repeats * ASKED, *slots, description="control")
-        by = _by_pages(disk / "alone", kv, repeats)
-    raw = {count: count * kv.page_bytes * layers for count in (FEW, MANY)}
+    disk = programs.disk(folder)
+    kv = PagedKv(layers, heads)
+    paged = PagedMemory(programs, programs.logs, disk / PAGES, kv)
+    compressed = _Compressed(programs, programs.logs, disk / COMPRESSED, kv)
+    requests: dict[int, list[float]] = {FEW: [], MANY: []}
+    runs = [functools.partial(_measured, paged, count, requests) for count in (FEW, MANY)]
+    few_pages, plain, coded = repeat(repeats, *runs, compressed.measured, description="pages")
+    slot_s = SLOT * max(walls(plain))
+    slots = (functools.partial(_control, paged, count, slot_s) for count in (0, FEW, MANY))
+    idle, few, many = repeat(repeats * ASKED, *slots, description="control")
+    by = _by_pages(disk / "alone", kv, repeats)
+    block_bytes = kv.page_bytes * layers
     control = {FEW: _control_ms(few, idle), MANY: _control_ms(many, idle)}
-    for what, count, own in ((PAGES, FEW, costs[0]), (PAGES, MANY, costs[1]), (COMPRESSED, MANY, costs[2])):
-        wall_s, cpu_s = statistics.median(each.wall_s for each in own), statistics.median(each.cpu_s for each in own)
-        more: dict[str, Any] = {}
-        if what == PAGES:
-            more = {"control_ms": statistics.median(control[count]), "requests": statistics.median(requests[count])}
+    for what, count, own in ((PAGES, FEW, few_pages), (PAGES, MANY, plain), (COMPRESSED, MANY, coded)):
+        wall_s, cpu_s, raw = statistics.median(walls(own)), statistics.median(cpus(own)), count * block_bytes
         report.row(
-            what=what, blocks=count, wall_ms=1e3 * wall_s, GB_per_s=raw[count] / wall_s / 1e9,
-            cpu_s_per_GB=cpu_s / raw[count] * 1e9, **more,
+            what=what, blocks=count, wall_ms=1e3 * wall_s, GB_per_s=raw / wall_s / 1e9, cpu_s_per_GB=cpu_s / raw * 1e9,
+            control_ms=statistics.median(control[count]) if what == PAGES else "",
+            requests=statistics.median(requests[count]) if what == PAGES else "",
         )  # fmt: skip
-    for what, runs in by.items():
+    for what, own in by.items():
+        wall_s = statistics.median(walls(own))
         report.row(
-            what=what, blocks=MANY, wall_ms=1e3 * statistics.median(each.wall_s for each in runs),
-            GB_per_s=raw[MANY] / statistics.median(each.wall_s for each in runs) / 1e9,
-            control_ms=1e3 * statistics.median(each.cpu_s for each in runs),
+            what=what, blocks=MANY, wall_ms=1e3 * wall_s, GB_per_s=MANY * block_bytes / wall_s / 1e9,
+            control_ms=1e3 * statistics.median(cpus(own)),
         )  # fmt: skip
-    growth = [after / before for before, after in zip(requests[FEW], requests[MANY], strict=True)]
-    report.ratio("control_growth", growth, "exactly 1")
-    growth = [after / before for before, after in zip(control[FEW], control[MANY], strict=True)]
-    report.ratio("control_cpu_growth", growth, "at most 1.05; 512 blocks over 16")
-    idle_ms = [1e3 * cost.cpu_s / cost.wall_s for cost in idle]
+    report.ratio("control_growth", over(requests[MANY], requests[FEW]), "exactly 1")
+    report.ratio("control_cpu_growth", over(control[MANY], control[FEW]), "at most 1.05; 512 blocks over 16")
+    idle_ms = [1e3 * ratio for ratio in over(cpus(idle), walls(idle))]
     report.more["idle_ms_per_s"] = {"median": statistics.median(idle_ms), "from": min(idle_ms), "to": max(idle_ms)}
-    pairs = list(zip(by[VECTORED], by[PAGE_BY_PAGE], by[ONE_BY_ONE], strict=True))
+    vectored, page_by_page, one_by_one = by.values()
     goal = "at least 3; CPU time of the thread that asks"
-    report.ratio("vectored_over_page_by_page", [other.cpu_s / own.cpu_s for own, other, _ in pairs], goal)
-    report.ratio("vectored_over_page_by_page_time", [other.wall_s / own.wall_s for own, other, _ in pairs], "none")
-    report.ratio("vectored_over_one_by_one_time", [other.wall_s / own.wall_s for own, _, other in pairs], "none")
-    report.ratio("pages_over_compressed", [b.wall_s / a.wall_s for a, b in zip(*costs[1:], strict=True)], "none")
-    report.ratio("pages_cpu_over_compressed", [a.cpu_s / b.cpu_s for a, b in zip(*costs[1:], strict=True)], "none")
-    _what_wins(report, costs[1], costs[2], raw[MANY], compressed.stored_share)
-    report.finish(output)
+    report.ratio("vectored_over_page_by_page", over(cpus(page_by_page), cpus(vectored)), goal)
+    report.ratio("vectored_over_page_by_page_time", over(walls(page_by_page), walls(vectored)), "none")
+    report.ratio("vectored_over_one_by_one_time", over(walls(one_by_one), walls(vectored)), "none")
+    report.ratio("pages_over_compressed", over(walls(coded), walls(plain)), "none")
+    report.ratio("pages_cpu_over_compressed", over(cpus(plain), cpus(coded)), "none")
+    _what_wins(report, plain, coded, MANY * block_bytes, compressed.stored_share)
 
 
 def _control_ms(own: Sequence[Cost], idle: Sequence[Cost]) -> list[float]:
@@ -128,22 +112,16 @@ def _control_ms(own: Sequence[Cost], idle: Sequence[Cost]) -> list[float]:
 
 def _what_wins(report: Report, plain: Sequence[Cost], coded: Sequence[Cost], raw: int, stored: float) -> None:
     """Add a chart of the device rate from which pages are faster, by number of cores: device or cores are the limit."""
-    plain_s, coded_s = (statistics.median(each.cpu_s for each in own) / raw * 1e9 for own in (plain, coded))
+    plain_s, coded_s = (statistics.median(cpus(own)) / raw * 1e9 for own in (plain, coded))
     report.more["model"] = {"stored_share": stored, "pages_cpu_s_per_GB": plain_s, "compressed_cpu_s_per_GB": coded_s}
-    series: dict[str, list[tuple[float, float]]] = {}
-    for cores in CORES:
-        gains = [max(stored / rate, coded_s / cores) / max(1 / rate, plain_s / cores) for rate in BANDWIDTHS]
-        series[f"{cores} cores"] = list(zip(map(float, BANDWIDTHS), gains, strict=True))
-    report.charts.append(
-        Chart(
-            "pages over compressed, by what binds",
-            x="GB/s of devices",
-            y="times as fast",
-            series=series,
-            limits={"as fast": 1},
-            x_log=True,
-        )
-    )
+    series: dict[str, list[tuple[float, float]]] = {
+        f"{cores} cores": [
+            (rate, max(stored / rate, coded_s / cores) / max(1 / rate, plain_s / cores)) for rate in BANDWIDTHS
+        ]
+        for cores in CORES
+    }
+    title, limits = "pages over compressed, by what binds", {"as fast": 1.0}
+    report.charts.append(Chart(title, x="GB/s of devices", y="times as fast", series=series, limits=limits, x_log=True))
 
 
 def _measured(paged: PagedMemory, count: int, requests: dict[int, list[float]]) -> Cost:
@@ -203,10 +181,8 @@ class _Compressed:
 
             cost = measure(retrieve, [self._plane.process])
             for index in range(len(keys)):
-                if (
-                    bytes(memory[index * shape.raw_bytes : (index + 1) * shape.raw_bytes])
-                    != self._kv.chunk(index).tobytes()
-                ):
+                held = memory[index * shape.raw_bytes : (index + 1) * shape.raw_bytes]
+                if bytes(held) != self._kv.chunk(index).tobytes():
                     raise ShadowServeError(f"chunk {index} in memory is not what was stored; please report this")
         return cost
 
@@ -225,7 +201,7 @@ def _by_pages(file: Path, kv: PagedKv, repeats: int) -> dict[str, list[Cost]]:
         address = view.ctypes.data
         for layer in range(kv.layers):
             view[:] = np.resize(kv.chunk(layer), row)
-            _ended(device, [_operation(OperationKind.WRITE, layer * row, row, address)])
+            run_operations(device, [_operation(OperationKind.WRITE, layer * row, row, address)])
         blocks = np.random.default_rng(5).permutation(MANY).astype(np.uint32)
         extents = np.arange(0, row, CHUNK_BLOCKS * kv.page_bytes, dtype=np.uint64)
 
@@ -238,45 +214,32 @@ def _by_pages(file: Path, kv: PagedKv, repeats: int) -> dict[str, list[Cost]]:
             )  # fmt: skip
             operation = _operation(OperationKind.READ, layer * row, CHUNK_BLOCKS * kv.page_bytes, address)
             operation.pages = table
-            _ended(device, [operation])
+            run_operations(device, [operation])
 
         def read(index: int, layer: int) -> Operation:
             place = address + int(blocks[index]) * kv.page_bytes
             return _operation(OperationKind.READ, layer * row + index * kv.page_bytes, kv.page_bytes, place)
 
         def page_by_page(layer: int) -> None:
-            _ended(device, [read(index, layer) for index in range(MANY)])
+            run_operations(device, [read(index, layer) for index in range(MANY)])
 
         def one_by_one(layer: int) -> None:
             for index in range(MANY):
-                _ended(device, [read(index, layer)])
+                run_operations(device, [read(index, layer)])
 
         runs = {VECTORED: vectored, PAGE_BY_PAGE: page_by_page, ONE_BY_ONE: one_by_one}
-        costs = repeat(repeats, *(_timed(run, kv.layers) for run in runs.values()), description="a device alone")
+        timed = {name: functools.partial(_timed, run, kv.layers) for name, run in runs.items()}
+        costs = in_turns(repeats, timed, "a device alone")
         del view
-    return dict(zip(runs, costs, strict=True))
+    return costs
 
 
 def _operation(kind: OperationKind, offset: int, length: int, address: int) -> Operation:
     return Operation(kind, offset, length, address, Priority.FOREGROUND, lambda operation: None)
 
 
-def _timed(run: Callable[[int], None], layers: int) -> Callable[[], Cost]:
-    def all_layers() -> Cost:
-        begin_s, before_s = time.perf_counter(), time.thread_time()
-        for layer in range(layers):
-            run(layer)
-        return Cost(time.perf_counter() - begin_s, time.thread_time() - before_s)
-
-    return all_layers
-
-
-def _ended(device: native.BlockDevice, operations: list[Operation]) -> None:
-    """Submit operations and wait until all have ended."""
-    device.submit(operations)
-    left = len(operations)
-    while left:
-        for operation in wait_for_operations(device, TIMEOUT_S):
-            if operation.error is not None:
-                raise ShadowServeError(f"reading failed: {operation.error}")
-            left -= 1
+def _timed(run: Callable[[int], None], layers: int) -> Cost:
+    begin_s, before_s = time.perf_counter(), time.thread_time()
+    for layer in range(layers):
+        run(layer)
+    return Cost(time.perf_counter() - begin_s, time.thread_time() - before_s)

@@ -11,14 +11,14 @@ Prediction: one chunk 1.15 of the ideal, 16 chunks 1.02; separate stages 1.2 and
 0.995, since nothing in a batch depends on the number of its chunks but two tables.
 """
 
+import functools
 import itertools
 import os
 import socket
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Final
 
 import click
@@ -27,10 +27,11 @@ import psutil
 from shadowserve import native
 from shadowserve.cores import usable_cores
 from shadowserve_tools.bench.parts.batches import Batches, StagesAlone, connected
+from shadowserve_tools.bench.parts.options import benchmark, repeats_option, whole
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Programs
-from shadowserve_tools.report import Cost, Output, Report, cpu_s, measure, output_options, repeat, tracked
+from shadowserve_tools.report import Cost, Report, cpu_s, cpus, measure, over, repeat, tracked, walls
 
 DISTINCT: Final = 16
 """Stored chunks. Longer batches fetch them again to the same places, so that less memory is necessary."""
@@ -52,39 +53,28 @@ GOAL_ONE: Final = "at most 1.2"
 GOAL_MANY: Final = "at most 1.08"
 
 
-@click.command()
-@click.option("--chunks", default=64, show_default=True, type=click.IntRange(1, 256), help="1, 2, 4 .. up to these.")
-@click.option("--layers", default=32, show_default=True, type=click.IntRange(1, 32), help="Layers of a chunk.")
-@click.option("--long", default=512, show_default=True, type=click.IntRange(1, 2048), help="Chunks of a long prompt.")
-@click.option("--long-layers", default=16, show_default=True, type=click.IntRange(1, 32), help="Layers of its chunks.")
-@click.option(
-    "--connections", default=2, show_default=True, type=click.IntRange(1, 16), help="Connections to the storage node."
-)
+@benchmark("chunks", "stages", "wall_s", "cpu_s", "GB_per_s", "ideal_s", "over_ideal", "stolen")
+@whole("--chunks", 64, "1, 2, 4 .. up to these.", most=256)
+@whole("--layers", 32, "Layers of a chunk.", most=32)
+@whole("--long", 512, "Chunks of a long prompt.", most=2048)
+@whole("--long-layers", 16, "Layers of its chunks.", most=32)
+@whole("--connections", 2, "Connections to the storage node.", most=16)
 @click.option("--codec", help="Codec of the chunks. [default: that of a data plane]")
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Number of turns.")
-@output_options
+@repeats_option(5, "Number of turns.")
 def pipeline(
-    chunks: int,
-    layers: int,
-    long: int,
-    long_layers: int,
-    connections: int,
-    codec: str | None,
-    repeats: int,
-    output: Output,
-) -> None:
+    report: Report, programs: Programs, chunks: int, layers: int, long: int, long_layers: int, connections: int,
+    codec: str | None, repeats: int,
+) -> None:  # fmt: skip
     """Compare batches through the pipeline with the ideal of its stages."""
     if codec and codec.upper() not in native.Codec.__members__:
         raise click.BadParameter(f"{codec} is none of {', '.join(map(str.lower, native.Codec.__members__))}")
-    report = Report("pipeline", ["chunks", "stages", "wall_s", "cpu_s", "GB_per_s", "ideal_s", "over_ideal", "stolen"])
     counts = [1 << power for power in range(chunks.bit_length())]
-    modes: dict[str, _Mode] = {}
+    found: dict[tuple[str, int], _Comparison] = {}
     with _served(llama_8b(min(chunks, DISTINCT), layers=layers, codec=codec), connections) as served:
         alone = StagesAlone(served.workload, served.connections, counts[-1])
         with ExitStack() as stack:
             pipelines = {}
             for name in (FUSED, SEPARATE, APART)[: 2 if len(usable_cores()) == 1 else 3]:
-                modes[name] = _Mode()
                 with served.placed(apart=name == APART):
                     batches = stack.enter_context(closing(served.batches(counts[-1], name != SEPARATE)))
                     batches.verified(counts[-1], [served.server])  # touches every buffer
@@ -92,23 +82,23 @@ def pipeline(
             for count, (name, batches) in itertools.product(counts, pipelines.items()):
                 with served.placed(apart=name == APART):
                     turns = repeats * min(SHORT_TURNS, counts[-1] // count)
-                    _compare(served, batches, alone, modes[name], name, count, turns)
+                    found[name, count] = _compared(report, served, batches, alone, name, count, turns)
     with _served(llama_8b(min(long, DISTINCT), layers=long_layers, codec=codec), connections) as served:
         growth = _growth(served, long, repeats)
-    for name, mode in modes.items():
-        mode.add_rows(report, name)
+
+    def add(ratio: str, name: str, parts: list[int], goal: str) -> None:
+        """Add the ratio of the number of chunks with the largest median."""
+        if parts and name in pipelines:
+            worst = max((found[name, count].over_ideal for count in parts), key=statistics.median)
+            report.ratio(f"over_ideal_{ratio}", worst, f"{goal}, for each of {parts[0]} to {parts[-1]} chunks")
+
     few = [count for count in counts if count <= FEW]
-    many = counts[len(few) :]
     for name, suffix in ((FUSED, ""), (APART, "_apart")):
-        for which, parts, goal in (("one", few, GOAL_ONE), ("many", many, GOAL_MANY)):
-            if name in modes and parts:
-                wanted = f"{goal}, for each of {parts[0]} to {parts[-1]} chunks"
-                report.ratio(f"over_ideal_{which}{suffix}", modes[name].worst(parts), wanted)
-    wanted = f"{GOAL_MANY}, for each of 1 to {counts[-1]} chunks"
-    report.ratio("over_ideal_separate", modes[SEPARATE].worst(counts), wanted)
+        add(f"one{suffix}", name, few, GOAL_ONE)
+        add(f"many{suffix}", name, counts[len(few) :], GOAL_MANY)
+    add("separate", SEPARATE, counts, GOAL_MANY)
     report.ratio("linear_growth", growth, f"at most 1.05: a chunk's time, {long} of them over {min(long, DISTINCT)}")
-    report.charts += _charts(modes)
-    report.finish(output)
+    _charts(report, found, counts[-1])
 
 
 @dataclass
@@ -149,12 +139,10 @@ class _Served:
         for thread in self.server.threads():
             os.sched_setaffinity(thread.id, self.server_cores or self.cores)
 
-    def ideal(self, cost: Cost, server_s: float, alone_s: list[float]) -> float:
+    def ideal(self, cost: Cost, server_s: float, alone_s: Iterable[float]) -> float:
         """Return the ideal time of a batch.
 
         Args:
-            cost: Cost of the batch, all CPU time included.
-            server_s: CPU time of the server.
             alone_s: Time of each stage alone. It is no bound with the server apart, where receiving in Python is
                 slower.
         """
@@ -169,69 +157,28 @@ def _served(workload: Workload, connections: int) -> Iterator[_Served]:
         # With a single thread, the server would leave a core idle at the start of a batch.
         storage = programs.storage("--io-threads", str(connections))
         put(workload, storage.address)
-        sockets = [
-            programs.enter_context(closing(connection)) for connection in connected(storage.address, connections)
-        ]
+        sockets = list(map(programs.enter_context, connected(storage.address, connections)))
         yield _Served(workload, psutil.Process(storage.process.pid), sockets, usable_cores())
 
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Batches of one number of chunks, and their ideal times.
+    """Batches of one number of chunks.
 
     Attributes:
-        chunks: Chunks of a batch.
-        raw_bytes: Bytes that a batch delivers.
-        whole: Costs of the batches.
-        ideals: Ideal seconds of each.
+        over_ideal: Time of each batch over its ideal.
         alone: Output of each stage alone, GB/s of a core.
         together: The same while all stages run.
-        stolen: Part of the CPUs' busy time that the host of this virtual machine gave to others.
     """
 
-    chunks: int
-    raw_bytes: int
-    whole: list[Cost]
-    ideals: list[float]
+    over_ideal: list[float]
     alone: dict[str, float]
     together: dict[str, float]
-    stolen: float
-
-    @property
-    def over_ideal(self) -> list[float]:
-        return [cost.wall_s / ideal for cost, ideal in zip(self.whole, self.ideals, strict=True)]
 
 
-@dataclass
-class _Mode:
-    """Comparisons of one pipeline."""
-
-    comparisons: list[_Comparison] = field(default_factory=list)
-
-    def worst(self, counts: list[int]) -> list[float]:
-        """Return the ratios to the ideal of the number of chunks with the largest median."""
-        compared = (comparison.over_ideal for comparison in self.comparisons if comparison.chunks in counts)
-        return max(compared, key=statistics.median)
-
-    def add_rows(self, report: Report, name: str) -> None:
-        for comparison in self.comparisons:
-            wall = statistics.median(cost.wall_s for cost in comparison.whole)
-            report.row(
-                chunks=comparison.chunks,
-                stages=name,
-                wall_s=wall,
-                cpu_s=statistics.median(cost.cpu_s for cost in comparison.whole),
-                GB_per_s=comparison.raw_bytes / wall / 1e9,
-                ideal_s=statistics.median(comparison.ideals),
-                over_ideal=statistics.median(comparison.over_ideal),
-                stolen=comparison.stolen,
-            )
-
-
-def _compare(
-    served: _Served, batches: Batches, alone: StagesAlone, mode: _Mode, name: str, chunks: int, repeats: int
-) -> None:
-    """Run batches and stages in turns, and add the comparison."""
+def _compared(
+    report: Report, served: _Served, batches: Batches, alone: StagesAlone, name: str, chunks: int, repeats: int
+) -> _Comparison:
     stages = alone.runs(name != SEPARATE)
     server_s: list[float] = []
 
@@ -242,35 +189,33 @@ def _compare(
         return cost
 
     before, began = batches.statistics(), psutil.cpu_times()
-    whole, *costs = repeat(
-        repeats,
-        batch,
-        *(partial(measure, partial(run, chunks)) for run in stages.values()),
-        description=f"{name}, {chunks} chunks",
-    )
+    runs = [functools.partial(measure, functools.partial(run, chunks)) for run in stages.values()]
+    batch_costs, *costs = repeat(repeats, batch, *runs, description=f"{name}, {chunks} chunks")
     after, stolen = batches.statistics(), _stolen(began)
     # The compute stages ran on one thread; a pipeline has one for each core. The network stage has its own threads.
-    walls = [
-        [cost.wall_s if stage == "net" else cost.wall_s / len(served.cores) for cost in own]
-        for stage, own in zip(stages, costs, strict=True)
-    ]
-    ideals = [
-        served.ideal(cost, server, list(alone_s))
-        for cost, server, *alone_s in zip(whole, server_s[1:], *walls, strict=True)  # without the warm-up
-    ]
+    shares = [1 if stage == "net" else len(served.cores) for stage in stages]
+    alone_s = zip(
+        *([wall / share for wall in walls(own)] for own, share in zip(costs, shares, strict=True)), strict=True
+    )
+    ideals = list(map(served.ideal, batch_costs, server_s[1:], alone_s))  # without the warm-up
+    spent = {stage: after[stage].busy_ns - before[stage].busy_ns for stage in STAGES}
     together = {
-        STAGES[stage]: (after[stage].output_bytes - before[stage].output_bytes)
-        / (after[stage].busy_ns - before[stage].busy_ns)
-        for stage in STAGES
-        if after[stage].busy_ns > before[stage].busy_ns
+        label: (after[stage].output_bytes - before[stage].output_bytes) / spent[stage]
+        for stage, label in STAGES.items()
+        if spent[stage]
     }
-    raw = chunks * served.workload.layout.raw_bytes
     sizes = alone.output_bytes(chunks)
     speeds = {
-        stage: sizes[stage] / statistics.median(cost.cpu_s for cost in own) / 1e9
-        for stage, own in zip(stages, costs, strict=True)
+        stage: sizes[stage] / statistics.median(cpus(own)) / 1e9 for stage, own in zip(stages, costs, strict=True)
     }
-    mode.comparisons.append(_Comparison(chunks, raw, whole, ideals, speeds, together, stolen))
+    comparison = _Comparison(over(walls(batch_costs), ideals), speeds, together)
+    wall = statistics.median(walls(batch_costs))
+    report.row(
+        chunks=chunks, stages=name, wall_s=wall, cpu_s=statistics.median(cpus(batch_costs)),
+        GB_per_s=chunks * served.workload.layout.raw_bytes / wall / 1e9, ideal_s=statistics.median(ideals),
+        over_ideal=statistics.median(comparison.over_ideal), stolen=stolen,
+    )  # fmt: skip
+    return comparison
 
 
 def _stolen(began: Any) -> float:
@@ -293,30 +238,15 @@ def _growth(served: _Served, long: int, repeats: int) -> list[float]:
     return pairs
 
 
-def _charts(modes: dict[str, _Mode]) -> list[Chart]:
-    last = {name: mode.comparisons[-1] for name, mode in modes.items()}
-    bars = {
-        "alone": list(last[SEPARATE].alone.items()),
-        "together, fused": [(stage, speed) for stage, speed in last[FUSED].together.items()],
-        "together, separate": [(stage, speed) for stage, speed in last[SEPARATE].together.items()],
-    }
-    return [
-        Chart(
-            f"Each stage alone, and while all run ({last['fused'].chunks} chunks)",
-            x="",
-            y="out of the stage, GB/s of one core",
-            series=bars,
-            kind="bars",
-        ),
-        Chart(
-            "A batch over its ideal",
-            x="chunks in a batch",
-            y="ratio",
-            series={
-                name: [(c.chunks, statistics.median(c.over_ideal)) for c in mode.comparisons]
-                for name, mode in modes.items()
-            },
-            limits={"ideal": 1.0, "goal for four and more": 1.08},
-            x_log=True,
-        ),
-    ]
+def _charts(report: Report, found: dict[tuple[str, int], _Comparison], most: int) -> None:
+    fused, separate = found[FUSED, most], found[SEPARATE, most]
+    bars = {"alone": separate.alone, "together, fused": fused.together, "together, separate": separate.together}
+    title = f"Each stage alone, and while all run ({most} chunks)"
+    series = {name: list(speeds.items()) for name, speeds in bars.items()}
+    report.charts.append(Chart(title, x="", y="out of the stage, GB/s of one core", series=series, kind="bars"))
+    ratios: dict[str, list[tuple[float, float]]] = {}
+    for (name, count), comparison in found.items():
+        ratios.setdefault(name, []).append((count, statistics.median(comparison.over_ideal)))
+    limits = {"ideal": 1.0, "goal for four and more": 1.08}
+    title = "A batch over its ideal"
+    report.charts.append(Chart(title, x="chunks in a batch", y="ratio", series=ratios, limits=limits, x_log=True))

@@ -9,25 +9,20 @@ Prediction: 50 ms *resident*, 1.02 times that *prefetched*; *fetched* over the l
 is 0.8 of *fetched*.
 """
 
+import functools
 import json
 import statistics
-import time
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import click
-
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
-from shadowserve_tools.bench.layers import Bed
-from shadowserve_tools.bench.parts.engine import prompt
-from shadowserve_tools.bench.parts.options import folder_option
-from shadowserve_tools.bench.parts.serving import VOCABULARY, Model, shape_options
-from shadowserve_tools.bench.peers.network import linked
-from shadowserve_tools.processes import Programs
-from shadowserve_tools.report import Output, Report, output_options
+from shadowserve_tools.bench.parts.options import benchmark, folder_option, real, repeats_option, whole
+from shadowserve_tools.bench.parts.reading import Bed, held_tokens
+from shadowserve_tools.bench.parts.serving import Model, check_answer, check_cached, made_up, shape_options
+from shadowserve_tools.processes import Programs, until
+from shadowserve_tools.report import Report, in_turns, over
 
 
 class _System(NamedTuple):
@@ -53,164 +48,102 @@ _SPARE: Final = 4 * _WAITING
 _FIRST, _WARM = 900, 901
 """Seeds of the prompt that is computed first, and of the one that shows that everything is connected."""
 _RECONNECT_TIMEOUT_S: Final = 60.0
-_RECONNECT_POLL_S: Final = 0.1
 _FIRST_TOKENS: Final = 512
 _FIRST_OUTPUT: Final = 128
 """Output of the first request. It holds the blocks, and the others are admitted between its steps."""
 _BEHIND_S: Final = 0.1
 """Time after which the first request has been looked up."""
+_RATIOS: Final = (
+    ("prefetched_over_resident", _PREFETCHED, _RESIDENT, "at most 1.1"),
+    ("prefetched_over_fetched", _PREFETCHED, _FETCHED, "none; what prefetch gains, over the link"),
+    ("ssd_prefetched_over_resident", _SSD_PREFETCHED, _RESIDENT, "at most 1.1"),
+    ("ssd_prefetched_over_fetched", _SSD_PREFETCHED, _SSD_FETCHED, "none; what prefetch gains, from the SSD"),
+)
 
 
-@click.command()
+@benchmark("system", "link_Gbit_per_s", "next_ms", "after_it_ms", "ttft_ms", bars=["next_ms"])
 @shape_options(layers=12, hidden=256, heads=4, head_size=64)
-@click.option(
-    "--prompt", "tokens", default=4096, show_default=True, type=click.IntRange(DEFAULT_CHUNK_TOKENS),
-    help="Tokens of each prompt.",
-)  # fmt: skip
-@click.option("--output-tokens", default=8, show_default=True, type=click.IntRange(1), help="Tokens of an answer.")
-@click.option(
-    "--link", "gbit_per_s", default=1.0, show_default=True, type=click.FloatRange(0.001, 100),
-    help="Rate of the link to the store, Gbit/s.",
-)  # fmt: skip
+@whole("--prompt tokens", 4096, "Tokens of each prompt.", DEFAULT_CHUNK_TOKENS)
+@whole("--output-tokens", 8, "Tokens of an answer.")
+@real("--link gbit_per_s", 1.0, "Rate of the link to the store, Gbit/s.", 0.001, 100)
 @folder_option("Folder on the SSD. [default: folder of temporary files]")
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Number of pairs.")
-@output_options
+@repeats_option(5)
 def queue(
-    model: Model,
-    tokens: int,
-    output_tokens: int,
-    gbit_per_s: float,
-    folder: Path | None,
-    repeats: int,
-    output: Output,
-) -> None:
+    report: Report, programs: Programs, model: Model, tokens: int, output_tokens: int, gbit_per_s: float,
+    folder: Path | None, repeats: int,
+) -> None:  # fmt: skip
     """Measure prefetching for requests that wait behind another one."""
-    with Programs() as programs:
-        network = programs.enter_context(linked())
-        network.limit(gbit_per_s)
-        disk = programs.disk(folder)
-        progress = programs.progress(len(_SYSTEMS) * repeats + 1)
-        case = _Case(
-            Bed(programs, programs.logs, network, model, tokens, 2, one_request=True),
-            disk,
-            model,
-            tokens,
-            output_tokens,
-        )
-        case.prepare()
-        for number in range(repeats):
-            for name in _SYSTEMS if number % 2 == 0 else reversed(_SYSTEMS):
-                progress(name)
-                case.run(name)
-    case.report(gbit_per_s).finish(output)
+    bed = Bed(programs, model, tokens, one_request=True)
+    bed.network.limit(gbit_per_s)
+    case = _Case(bed, programs.disk(folder), model, tokens, output_tokens)
+    case.prepare()
+    runs = {name: functools.partial(case.run, system) for name, system in _SYSTEMS.items()}
+    found = in_turns(repeats, runs, warm_up=0)
+    turns = {
+        name: [[each["retrieval_s"] + each["last_s"] for each in run] for run in own] for name, own in found.items()
+    }
+    for name, system in _SYSTEMS.items():
+        next_s, after_it_s = (statistics.median(times) for times in zip(*turns[name], strict=True))
+        ttfts = [statistics.fmean(each["ttft_s"] for each in run) for run in found[name]]
+        report.row(
+            system=name, link_Gbit_per_s="" if system.on_ssd or system.resident else gbit_per_s, next_ms=next_s * 1e3,
+            after_it_ms=after_it_s * 1e3, ttft_ms=statistics.median(ttfts) * 1e3,
+        )  # fmt: skip
+    for ratio, own, other, goal in _RATIOS:
+        report.ratio(ratio, over(map(sum, turns[own]), map(sum, turns[other])), goal)
 
 
 class _Case:
-    """The prompts and their results."""
+    """The prompts that wait, and their answers."""
 
     def __init__(self, bed: Bed, disk: Path, model: Model, tokens: int, output_tokens: int) -> None:
-        self._bed = bed
-        self._output = output_tokens
-        self._tokens = tokens
-        self._prompts = [prompt(seed, tokens, VOCABULARY) for seed in range(_WAITING)]
-        self._first = prompt(_FIRST, _FIRST_TOKENS, VOCABULARY)
-        self._warm = prompt(_WARM, DEFAULT_CHUNK_TOKENS + 1, VOCABULARY)
-        self._stored = min(tokens // DEFAULT_CHUNK_TOKENS * DEFAULT_CHUNK_TOKENS, tokens - 1)
+        self._bed, self._tokens, self._output = bed, tokens, output_tokens
+        self._prompts = [made_up(tokens, seed) for seed in range(_WAITING)]
+        self._first = made_up(_FIRST_TOKENS, _FIRST)
+        self._warm = made_up(DEFAULT_CHUNK_TOKENS + 1, _WARM)
         self._answers: list[list[int]] = []
-        prompt_bytes = (tokens + DEFAULT_CHUNK_TOKENS) * model.kv_bytes
-        self._memory = {"memory_budget_bytes": _SPARE * prompt_bytes + (64 << 20), "scrub_bytes_per_s": 0}
-        self._device = {"path": str(disk / "tier"), "size": _SPARE * prompt_bytes + (64 << 20)}
-        self._turn_s: dict[str, list[list[float]]] = defaultdict(list)  # by run and prompt
-        self._ttft_s: dict[str, list[float]] = defaultdict(list)
+        room = _SPARE * (tokens + DEFAULT_CHUNK_TOKENS) * model.kv_bytes + (64 << 20)
+        self._memory = {"memory_budget_bytes": room, "scrub_bytes_per_s": 0}
+        self._device = {"path": str(disk / "tier"), "size": room}
 
     def prepare(self) -> None:
-        """Compute and store the prompts, and fill the device.
-
-        Raises:
-            ShadowServeError: The answer does not depend on the stored part.
-        """
-        self._bed.engine.call("reading", only=True)
+        held = held_tokens(self._tokens)
         for seed, tokens in enumerate(self._prompts):
-            answer = self._ask([tokens])[0]["answer"]
-            other = [*prompt(seed + _FIRST + _WARM, self._stored, VOCABULARY), *tokens[self._stored :]]
-            if self._ask([other])[0]["answer"] == answer:
-                raise ShadowServeError("the answer does not depend on the prompt: equal answers would show nothing")
-            self._answers.append(answer)
+            self._answers.append(self._bed.serve_computed(tokens, held, self._output, seed + _FIRST + _WARM))
         for tokens in (*self._prompts, self._warm):
             self._bed.store(tokens)
         self._begin(_SYSTEMS[_SSD_FETCHED])
         self._fetch_all()
 
-    def _ask(self, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-        """Serve prompts, all others just after the first, and return their results."""
-        orders = [
-            {
-                "prompt": list(tokens),
-                "tokens": len(tokens),
-                "output": _FIRST_OUTPUT if tokens is self._first else self._output,
-                "at": _BEHIND_S * (place > 0),
-            }
-            for place, tokens in enumerate(prompts)
-        ]
-        results: list[dict[str, Any]] = self._bed.engine.call("serve", requests=orders)
-        return results
-
     def _fetch_all(self) -> None:
         for tokens, answer in zip(self._prompts, self._answers, strict=True):
-            self._check(self._ask([tokens])[0], answer)
+            self._check(self._bed.engine.ask(tokens, self._output), answer)
 
-    def _check(self, result: dict[str, Any], answer: list[int]) -> None:
-        if result["cached"] != self._stored:
-            raise ShadowServeError(f"{result['cached']} tokens were not computed, instead of {self._stored}")
-        if result["answer"] != answer:
-            raise ShadowServeError(f"{result['answer']} with a cache, {answer} without")
+    def _check(self, result: dict[str, Any], answer: Sequence[int]) -> None:
+        check_cached(result, held_tokens(self._tokens))
+        check_answer(result, list(answer))
 
     def _begin(self, system: _System) -> None:
-        """Restart the data plane, and wait until the engine uses it."""
+        """Restart the data plane, and wait until the engine uses it: the plugin's circuit breaker may be open."""
         tiers: dict[str, Any] = self._memory | {"ahead_requests": None if system.prefetches else 0}
         if system.on_ssd:
             tiers["devices"] = [self._device]
         self._bed.restart_plane("--tiers", json.dumps(tiers), "--shutdown-timeout-s", "60")
-        ends_s = time.monotonic() + _RECONNECT_TIMEOUT_S
-        while self._ask([self._warm])[0]["cached"] != DEFAULT_CHUNK_TOKENS:
-            if time.monotonic() > ends_s:
-                raise ShadowServeError(
-                    f"the engine fetched nothing from the restarted data plane within {_RECONNECT_TIMEOUT_S:g} s"
-                )
-            time.sleep(_RECONNECT_POLL_S)  # the plugin's circuit breaker may be open
+        until(
+            lambda: self._bed.engine.ask(self._warm, self._output)["cached"] == DEFAULT_CHUNK_TOKENS,
+            "the engine fetched nothing from the restarted data plane", _RECONNECT_TIMEOUT_S,
+        )  # fmt: skip
 
-    def run(self, name: str) -> None:
-        """Let the prompts wait behind one that is computed, and record their times."""
-        system = _SYSTEMS[name]
+    def run(self, system: _System) -> list[dict[str, Any]]:
+        """Let the prompts wait behind one that is computed, and return their results."""
         self._begin(system)
         if system.resident:
             self._fetch_all()
-        first, *waiting = self._ask([self._first, *self._prompts])
+        orders = [{"prompt": self._first, "output": _FIRST_OUTPUT, "at": 0.0}]
+        orders += [{"prompt": tokens, "output": self._output, "at": _BEHIND_S} for tokens in self._prompts]
+        first, *waiting = self._bed.engine.call("serve", requests=orders)
         if first["cached"]:
             raise ShadowServeError("the first prompt was to be computed")
         for result, answer in zip(waiting, self._answers, strict=True):
             self._check(result, answer)
-        self._turn_s[name].append([result["retrieval_s"] + result["last_s"] for result in waiting])
-        self._ttft_s[name].append(statistics.fmean(result["ttft_s"] for result in waiting))
-
-    def report(self, gbit_per_s: float) -> Report:
-        """Return the report."""
-        report = Report("queue", ["system", "link_Gbit_per_s", "next_ms", "after_it_ms", "ttft_ms"], bars=["next_ms"])
-        for name, system in _SYSTEMS.items():
-            following = [statistics.median(times) * 1e3 for times in zip(*self._turn_s[name], strict=True)]
-            report.row(
-                system=name,
-                link_Gbit_per_s="" if system.on_ssd or system.resident else gbit_per_s,
-                next_ms=following[0],
-                after_it_ms=following[1],
-                ttft_ms=statistics.median(self._ttft_s[name]) * 1e3,
-            )
-        for ratio, name, other, goal in (
-            ("prefetched_over_resident", _PREFETCHED, _RESIDENT, "at most 1.1"),
-            ("prefetched_over_fetched", _PREFETCHED, _FETCHED, "none; what prefetch gains, over the link"),
-            ("ssd_prefetched_over_resident", _SSD_PREFETCHED, _RESIDENT, "at most 1.1"),
-            ("ssd_prefetched_over_fetched", _SSD_PREFETCHED, _SSD_FETCHED, "none; what prefetch gains, from the SSD"),
-        ):
-            pairs = zip(self._turn_s[name], self._turn_s[other], strict=True)
-            report.ratio(ratio, [sum(mine) / sum(its) for mine, its in pairs], goal)
-        return report
+        return list(waiting)

@@ -9,18 +9,23 @@ Prediction: 145 MB of metadata take 0.1 s to read and 0.1 s to check; inserting 
 again: 1 s for a million records, 1.5 s for named keys.
 """
 
+import itertools
+import statistics
 import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-import click
 import numpy as np
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.native import INDEX_RECORD_DTYPE, BlockDevice, Index, IndexFlag, IndexRecordKind
-from shadowserve_tools.report import Output, Report, output_options, tracked
+from shadowserve.pool.volume.format import RecordKind, pack_record
+from shadowserve.pool.volume.volume import Volume
+from shadowserve_tools.bench.parts.options import benchmark, folder_option, whole
+from shadowserve_tools.processes import Programs
+from shadowserve_tools.report import Report, tracked
 
 _OBJECT_BYTES: Final = 4096
 _LOGGED_SHARE: Final = 0.1
@@ -29,28 +34,19 @@ _NAMED: Final = "named"
 _KINDS: Final = {"records": "seconds_per_million_objects", _NAMED: "seconds_per_million_named_objects"}
 
 
-@click.command()
-@click.option(
-    "--objects", type=click.IntRange(1), default=1_000_000, show_default=True, help="Objects of the largest volume."
-)
-@click.option("--pairs", type=click.IntRange(1), default=3, show_default=True, help="Restarts of each volume.")
-@click.option(
-    "--directory", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of the volume's file."
-)
-@output_options
-def recovery(objects: int, pairs: int, directory: Path | None, output: Output) -> None:
+@benchmark("keys", "objects", "log_records", "metadata_MB", "seconds", "us_per_object", bars=["seconds"])
+@whole("--objects", 1_000_000, "Objects of the largest volume.")
+@whole("--pairs", 3, "Restarts of each volume.")
+@folder_option("Folder of the volume's file.", "--directory")
+def recovery(report: Report, programs: Programs, objects: int, pairs: int, directory: Path | None) -> None:
     """Open volumes as at a server's start: read the snapshot, replay the log, be ready."""
-    report = Report(
-        "recovery", ["keys", "objects", "log_records", "metadata_MB", "seconds", "us_per_object"], bars=["seconds"]
-    )
-
     for kind, ratio in _KINDS.items():
         for count in sorted({max(objects // 4, 1), max(objects // 2, 1), objects}):
             with tempfile.TemporaryDirectory(dir=directory) as folder:
                 path = Path(folder, "volume")
-                build(path, count, named=kind == _NAMED)
-                taken = [_open(path, count) for _ in tracked(range(pairs), f"recovering {count:,} {kind}")]
-            middle = sorted(each.seconds for each in taken)[pairs // 2]
+                _build(path, count, named=kind == _NAMED)
+                taken = [_recovered(path, count) for _ in tracked(range(pairs), f"recovering {count:,} {kind}")]
+            middle = statistics.median(each.seconds for each in taken)
             report.row(
                 keys=kind,
                 objects=count,
@@ -59,42 +55,38 @@ def recovery(objects: int, pairs: int, directory: Path | None, output: Output) -
                 seconds=middle,
                 us_per_object=middle / count * 1e6,
             )
-
         report.ratio(ratio, [each.seconds / objects * 1e6 for each in taken], "at most 2")
-    report.finish(output)
 
 
-class _Opened:
-    def __init__(self, seconds: float, snapshot_records: int, log_records: int) -> None:
-        self.seconds = seconds
-        self.snapshot_records = snapshot_records
-        self.log_records = log_records
+class _Recovered(NamedTuple):
+    seconds: float
+    snapshot_records: int
+    log_records: int
 
 
-def _open(path: Path, objects: int) -> _Opened:
-    """Recover a volume as a storage node does, and return the time."""
-    from shadowserve.pool.volume.volume import Volume
+def _opened(device: BlockDevice, index: Index) -> Volume:
+    volume = Volume.open(device, index, 0)
+    index.replayed()
+    volume.ready()
+    return volume
 
+
+def _recovered(path: Path, objects: int) -> _Recovered:
     with closing(BlockDevice(path)) as device:
         index = Index(2 * objects + 1024)
         begin = time.perf_counter()
-        volume = Volume.open(device, index, 0)
-        index.replayed()
-        volume.ready()
+        volume = _opened(device, index)
         seconds = time.perf_counter() - begin
         found = volume.report
         volume.close()
         index.close()
     if found.objects != objects or found.notes:
         raise ShadowServeError(f"recovery found {found.objects} of {objects} objects: {found.notes}; this is a bug")
-    return _Opened(seconds, found.snapshot_records, found.log_records)
+    return _Recovered(seconds, found.snapshot_records, found.log_records)
 
 
-def build(path: Path, objects: int, *, named: bool = False) -> None:
+def _build(path: Path, objects: int, *, named: bool = False) -> None:
     """Make a volume with the metadata of ``objects`` objects, without their bytes, in a sparse file."""
-    from shadowserve.pool.volume.format import RecordKind, pack_record
-    from shadowserve.pool.volume.volume import Volume
-
     log_records = int(objects * _LOGGED_SHARE)
     with path.open("wb") as file:
         file.truncate((16 << 20) + objects * (_OBJECT_BYTES * 2 + 1024))
@@ -102,23 +94,23 @@ def build(path: Path, objects: int, *, named: bool = False) -> None:
         log_bytes = max(4 * log_records // 31 * 4096, 2 << 20)
         superblock = Volume.format(device, pool_id=_POOL, objects_max=objects, log_bytes=log_bytes)
         index = Index(2 * objects + 1024)
-        volume = Volume.open(device, index, 0)
-        index.replayed()
-        volume.ready()
+        volume = _opened(device, index)
         keys = _fill(index, objects, superblock.layout.data_first, named=named)
         volume.snapshot()
-        for step in range(10**9):
-            for call in volume.step():
-                call()
-            if step and volume.idle:
-                break
+        _settle(volume)
         for number in range(log_records):
             volume.log(pack_record(RecordKind.EXPIRE, 0, keys[32 * number : 32 * number + 32], expires_at_ms=1 << 62))
-        while not volume.idle:
-            for call in volume.step():
-                call()
+        _settle(volume)
         volume.close()
         index.close()
+
+
+def _settle(volume: Volume) -> None:
+    for step in itertools.count():
+        for call in volume.step():
+            call()
+        if step and volume.idle:
+            return
 
 
 def _fill(index: Index, objects: int, first: int, *, named: bool) -> bytes:

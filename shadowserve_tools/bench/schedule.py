@@ -12,21 +12,23 @@ on, ``equal`` adds 1.42, 1.37 and 1.40 times what ``shortest_remaining`` (the de
 """
 
 import contextlib
+import functools
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from queue import SimpleQueue
 from typing import Final
 
 import click
 
 from shadowserve.resp import encode_command
-from shadowserve_tools.bench.parts.layered import LeanSocket, answer_lengths, plain_record
-from shadowserve_tools.processes import start_storage
-from shadowserve_tools.report import Output, Report, output_options, tracked
+from shadowserve_tools.bench.parts.lean import LeanSocket, answer_lengths, plain_record
+from shadowserve_tools.bench.parts.options import benchmark, listed, one_of, real, repeats_option
+from shadowserve_tools.processes import Programs
+from shadowserve_tools.report import Report, in_turns, over
 from shadowserve_tools.simulate.objectcache import (
     LAYERS,
     TOKEN_LAYER_BYTES,
@@ -61,6 +63,7 @@ RATIOS: Final = (
     ("calibrated_handed_on", "equal", "calibrated_stall_opt", "none; rates are handed on"),
 )
 """Name of each ratio, its two policies, and its goal."""
+_GATE_S: Final = 60.0
 _BEGUN_S: Final = 0.03
 """Time after which all requests have come."""
 
@@ -70,7 +73,6 @@ class Scaled:
     """A request of a mix, scaled down.
 
     Attributes:
-        keys: Keys of its records.
         piece: Bytes of a layer of a chunk.
         window_s: Time of computing a layer.
     """
@@ -83,78 +85,49 @@ class Scaled:
         return encode_command("KV.LAYERS", f"0-{LAYERS - 1}", 0, round(1e6 * self.window_s), *self.keys)
 
 
-def _read_mixes(_context: click.Context, _parameter: click.Parameter, text: str) -> list[str]:
-    mixes = text.split(",")
-    if unknown := [mix for mix in mixes if mix not in MIXES]:
-        raise click.BadParameter(f"{unknown[0]!r} is none of the paper's workloads: {', '.join(MIXES)}")
-    return mixes
-
-
-@click.command()
-@click.option(
-    "--rate", default=1.0, show_default=True, type=click.FloatRange(0.01, 100), metavar="GBIT/S",
-    help="Rate of the link that represents the paper's 80 Gbps.",
-)  # fmt: skip
-@click.option(
-    "--time",
-    "time_share",
-    default=0.5,
-    show_default=True,
-    type=click.FloatRange(0.001, 1),
-    help="Scale of the paper's times.",
-)
-@click.option(
-    "--mixes",
-    default="A,B,C",
-    show_default=True,
-    callback=_read_mixes,
-    help="Workloads of the paper, with commas between.",
-)
+@benchmark("mix", "policy", "link_Gbit_per_s", "ttft_ms", "added_ms", "model_ms", bars=["added_ms"])
+@real("--rate", 1.0, "Rate of the link that represents the paper's 80 Gbps.", 0.01, 100, "GBIT/S")
+@real("--time time_share", 0.5, "Scale of the paper's times.", 0.001, 1)
+@listed("--mixes", "A,B,C", "Workloads of the paper, with commas between.", one_of(list(MIXES)))
 @click.option(
     "--policies",
     default=",".join(POLICIES),
     show_default=True,
     help="Policies to measure besides those in ratios, with commas between.",
 )
-@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Number of turns.")
-@output_options
-def schedule(rate: float, time_share: float, mixes: list[str], policies: str, repeats: int, output: Output) -> None:
+@repeats_option(3, "Number of turns.")
+def schedule(
+    report: Report, programs: Programs, rate: float, time_share: float, mixes: list[str], policies: str, repeats: int
+) -> None:
     """Serve the paper's mixes of requests layer by layer over a link that requests share."""
     chosen = [*(policy for policy in POLICIES if policy in {*policies.split(","), "equal", *COMPARED}), *HELD]
-    report = Report(
-        "schedule", ["mix", "policy", "link_Gbit_per_s", "ttft_ms", "added_ms", "model_ms"], bars=["added_ms"]
-    )
-
-    with tempfile.TemporaryDirectory() as folder:
-        flags = ["--io-threads", "1", "--memory-budget-bytes", "4 GiB"]
-        with start_storage(Path(folder), *flags) as server, LeanSocket(server.address) as operator:
-            for mix in mixes:
-                requests, cap_gbps = MIXES[mix]
-                link = 1e9 * rate * cap_gbps / 80
-                scaled = [
-                    _stored(operator, mix, number, request, rate / 80 * time_share, time_share)
-                    for number, request in enumerate(requests)
-                ]
-                found = _rounds(server.address, operator, scaled, chosen, link, MARGIN_GBPS / cap_gbps, repeats, mix)
-                free_s = found.pop(_FREE)
-                added = {
-                    policy: [sum(ttfts) - sum(alone) for ttfts, alone in zip(rounds, free_s, strict=True)]
-                    for policy, rounds in found.items()
-                }
-                for policy in chosen:
-                    model_s = _model_s(requests, cap_gbps, policy)
-                    added_ms = 1e3 * statistics.median(added[policy])
-                    report.row(
-                        mix=mix, policy=policy, link_Gbit_per_s=link / 1e9,
-                        ttft_ms=1e3 * statistics.median(map(sum, found[policy])), added_ms=added_ms,
-                        model_ms=1e3 * model_s * time_share,
-                    )  # fmt: skip
-
-                for name, equal, compared, goal in RATIOS:
-                    pairs = zip(added[equal], added[compared], strict=True)
-                    report.ratio(f"equal_over_{name}_{mix}", [e / c for e, c in pairs], goal)
-                report.more.setdefault("requests", {})[mix] = _by_request(requests, found)
-    report.finish(output)
+    server = programs.storage("--io-threads", "1", "--memory-budget-bytes", "4 GiB")
+    operator = programs.enter_context(LeanSocket(server.address))
+    for mix in mixes:
+        requests, cap_gbps = MIXES[mix]
+        link = 1e9 * rate * cap_gbps / 80
+        scaled = [
+            _stored(operator, mix, number, request, rate / 80 * time_share, time_share)
+            for number, request in enumerate(requests)
+        ]
+        operator.call("CONFIG", "SET", "egress_margin", str(MARGIN_GBPS / cap_gbps))
+        runs = {
+            each: functools.partial(_run, server.address, operator, scaled, link, each) for each in (_FREE, *chosen)
+        }
+        found = in_turns(repeats, runs, f"mix {mix}")
+        alone = found.pop(_FREE)
+        added = {
+            policy: [sum(ttfts) - sum(free) for ttfts, free in zip(turns, alone, strict=True)]
+            for policy, turns in found.items()
+        }
+        for policy, turns in found.items():
+            report.row(
+                mix=mix, policy=policy, link_Gbit_per_s=link / 1e9, ttft_ms=1e3 * statistics.median(map(sum, turns)),
+                added_ms=1e3 * statistics.median(added[policy]),
+                model_ms=1e3 * _model_s(requests, cap_gbps, policy) * time_share,
+            )  # fmt: skip
+        for name, equal, compared, goal in RATIOS:
+            report.ratio(f"equal_over_{name}_{mix}", over(added[equal], added[compared]), goal)
 
 
 def _model_s(requests: Sequence[Request], cap_gbps: float, policy: str) -> float:
@@ -162,56 +135,32 @@ def _model_s(requests: Sequence[Request], cap_gbps: float, policy: str) -> float
     return sum((held if policy in HELD else handed_on)(requests, cap_gbps, MARGIN_GBPS, name))
 
 
-def _by_request(
-    requests: Sequence[Request], found: dict[str, list[list[float]]]
-) -> dict[str, list[dict[str, str | float]]]:
-    """Return the median TTFT of each request by policy."""
-    return {
-        policy: [
-            {**request._asdict(), "ttft_ms": 1e3 * statistics.median(ttfts[number] for ttfts in rounds)}
-            for number, request in enumerate(requests)
-        ]
-        for policy, rounds in found.items()
-    }
-
-
 def _stored(
     client: LeanSocket, mix: str, number: int, request: Request, bytes_share: float, time_share: float
 ) -> Scaled:
-    """Store a request's records, and return it."""
     demand = request.demand()
     token_bytes = max(2, 2 * round(demand.layer_bytes * bytes_share / CHUNKS / _RECORD_TOKENS / 2))
     keys = []
     for chunk in range(CHUNKS):
         name = f"{mix}-{number}-{chunk}".encode().rjust(32, b"-")
         key, value = plain_record(name, layers=LAYERS, tokens=_RECORD_TOKENS, token_bytes=token_bytes)
-        client.store([(key, value)])
+        client.call("SET", key, value)
         keys.append(key)
     assert demand.layer_bytes / TOKEN_LAYER_BYTES > CHUNKS
     return Scaled(keys, token_bytes * _RECORD_TOKENS, demand.window_s * time_share)
 
 
-def _rounds(
-    address: str, operator: LeanSocket, mix: Sequence[Scaled], policies: Sequence[str], link: float, margin: float,
-    repeats: int, name: str,
-) -> dict[str, list[list[float]]]:  # fmt: skip
-    """Return each round's times to the first token in seconds, by policy and for _FREE, in the order of the mix."""
-    found: dict[str, list[list[float]]] = {policy: [] for policy in (_FREE, *policies)}
-    operator.call("CONFIG", "SET", "egress_margin", str(margin))
-    for turn in tracked(range(1 + repeats), f"mix {name}"):
-        for policy in [_FREE, *policies][:: -1 if turn % 2 else 1]:
-            operator.call("CONFIG", "SET", "egress_bits_per_s", "0" if policy == _FREE else str(link))
-            if policy == _FREE:
-                ttfts = [_together(address, [request])[0] for request in mix]
-            else:
-                operator.call("CONFIG", "SET", "egress_policy", policy.removesuffix(_HELD))
-                if policy in HELD:
-                    operator.call("CONFIG", "SET", "egress_epoch_s", _BEGINNING_EPOCH_S)
-                ttfts = _together(address, mix, (lambda: _hold(operator)) if policy in HELD else None)
-                operator.call("CONFIG", "SET", "egress_epoch_s", _EPOCH_S)
-            if turn:  # the first warms up
-                found[policy].append(ttfts)
-    return found
+def _run(address: str, operator: LeanSocket, mix: Sequence[Scaled], link: float, policy: str) -> list[float]:
+    """Return the times to the first token in seconds under a policy, in the order of the mix."""
+    operator.call("CONFIG", "SET", "egress_bits_per_s", "0" if policy == _FREE else str(link))
+    if policy == _FREE:
+        return [_together(address, [request])[0] for request in mix]
+    operator.call("CONFIG", "SET", "egress_policy", policy.removesuffix(_HELD))
+    if policy in HELD:
+        operator.call("CONFIG", "SET", "egress_epoch_s", _BEGINNING_EPOCH_S)
+    ttfts = _together(address, mix, (lambda: _hold(operator)) if policy in HELD else None)
+    operator.call("CONFIG", "SET", "egress_epoch_s", _EPOCH_S)
+    return ttfts
 
 
 def _hold(operator: LeanSocket) -> None:
@@ -223,63 +172,40 @@ def _hold(operator: LeanSocket) -> None:
 
 def _together(address: str, mix: Sequence[Scaled], between: Callable[[], None] | None = None) -> list[float]:
     """Start all requests at once, call ``between``, and return each request's time until its last layer is computed."""
-    ttfts = [0.0] * len(mix)
-    errors: list[Exception] = []
-    gate = threading.Barrier(len(mix) + (between is not None))
-
-    def ask(number: int, client: LeanSocket) -> None:
-        try:
-            ttfts[number] = _ask(client, mix[number], gate)
-        except Exception as error:
-            gate.abort()
-            errors.append(error)
-
-    clients = [LeanSocket(address) for _ in mix]
-    threads = [threading.Thread(target=ask, args=pair) for pair in enumerate(clients)]
-    for thread in threads:
-        thread.start()
-    if between:
-        with contextlib.suppress(threading.BrokenBarrierError):
+    gate = threading.Barrier(len(mix) + (between is not None), timeout=_GATE_S)
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(mix)) as pool:
+        clients = [stack.enter_context(LeanSocket(address)) for _ in mix]
+        asked = [pool.submit(_ask, client, request, gate) for client, request in zip(clients, mix, strict=True)]
+        if between:
             gate.wait()
             between()
-    for thread in threads:
-        thread.join()
-    for client in clients:
-        client.socket.close()
-    if errors:
-        raise errors[0]
-    return ttfts
+        return [each.result() for each in asked]
 
 
 def _ask(client: LeanSocket, request: Scaled, gate: threading.Barrier) -> float:
     """Receive layers in one thread and compute in this one, which sleeps for a window with each layer."""
     head, *layers = answer_lengths(LAYERS, [request.piece] * len(request.keys))
-    arrived = [threading.Event() for _ in layers]
-    failures: list[Exception] = []
+    arrived = SimpleQueue[float]()
 
     def receive() -> None:
         try:
             client.receive(head)
-            for size, event in zip(layers, arrived, strict=True):
+            for size in layers:
                 client.receive(size)
-                event.set()
-        except Exception as error:
-            failures.append(error)
-            for event in arrived:
-                event.set()
+                arrived.put(time.perf_counter())
+        finally:  # after an error, the other thread does not wait
+            for _ in layers:
+                arrived.put(0.0)
 
-    receiver = threading.Thread(target=receive)
-    gate.wait()
-    began_s = time.perf_counter()
-    client.socket.sendall(request.command())
-    receiver.start()
-    done_s = began_s
-    for event in arrived:
-        event.wait()
-        # Computing starts when the layer has arrived, not when this thread wakes.
-        done_s = max(done_s, time.perf_counter() if not failures else 0.0) + request.window_s
-        time.sleep(max(0.0, done_s - time.perf_counter()))
-    receiver.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(1) as pool:
+        gate.wait()
+        began_s = time.perf_counter()
+        client.socket.sendall(request.command())
+        received = pool.submit(receive)
+        done_s = began_s
+        for _ in layers:
+            # Computing starts when the layer has arrived, not when this thread wakes.
+            done_s = max(done_s, arrived.get()) + request.window_s
+            time.sleep(max(0.0, done_s - time.perf_counter()))
+        received.result()
     return done_s - began_s

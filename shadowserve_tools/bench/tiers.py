@@ -14,25 +14,25 @@ Prediction: memory 5 to 7 GB/s on two cores, 6 to 12 times LMCache at a fifth of
 import functools
 import json
 import os
-import select
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Final
 
-import click
 import psutil
 
 from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.native import BlockDevice
-from shadowserve_tools.bench.fetch import Target, add_row, peers_option, raw_values, runs_of, wall_gains
+from shadowserve_tools.bench.fetch import peers_option, raw_values
+from shadowserve_tools.bench.parts.disks import run_operations
 from shadowserve_tools.bench.parts.kernels import memory
-from shadowserve_tools.bench.parts.options import folder_option
+from shadowserve_tools.bench.parts.options import benchmark, folder_option, repeats_option, whole
+from shadowserve_tools.bench.parts.target import Target
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
-from shadowserve_tools.bench.peers.contender import Contender
-from shadowserve_tools.bench.peers.installed import Bed, Start, lmcache_server, start_installed
+from shadowserve_tools.bench.peers.contender import Contender, Costs, Field, add_row
+from shadowserve_tools.bench.peers.installed import Bed, Starts, add_installed, lmcache_server
 from shadowserve_tools.processes import Child, Programs, start_data_plane, start_storage, until
-from shadowserve_tools.report import Cost, Output, Report, measure, output_options, repeat
+from shadowserve_tools.report import Cost, Report, cpus, measure, over, walls
 
 MEMORY, SSD, REMOTE, MIXED = "memory", "SSD", "storage node", "memory + SSD + storage node"
 PARTS: Final = (MEMORY, SSD, REMOTE)
@@ -42,7 +42,6 @@ BOUND: Final = "what the three parts allow"
 IN_FLIGHT: Final = 32
 """Requests in flight at the device alone."""
 PIECE_BYTES: Final = 1 << 20
-POLL_MS: Final = 100
 LINE_TIMEOUT_S: Final = 60.0
 MORE: Final = 2
 """Additional chunks: one to touch memory with, and one that only the storage node has."""
@@ -50,56 +49,48 @@ SPARE: Final = 5
 """Records that fit in the tiers' memory, in all records: a quarter of it receives reads of devices."""
 
 
-@click.command()
-@click.option("--chunks", default=24, show_default=True, type=click.IntRange(3, 96), help="Chunks of 256 tokens.")
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Number of pairs.")
+@benchmark("system", "GB_per_s", "cpu_s_per_GB", "wall_s", "runs", "note", bars=["GB_per_s"])
+@whole("--chunks", 24, "Chunks of 256 tokens.", 3, 96)
+@repeats_option(5)
 @folder_option("Folder on the device to measure. [default: folder of temporary files]")
 @peers_option
-@output_options
-def tiers(chunks: int, repeats: int, folder: Path | None, peers_python: Path, output: Output) -> None:
+def tiers(
+    report: Report, programs: Programs, chunks: int, repeats: int, folder: Path | None, peers_python: Path
+) -> None:
     """Fetch from memory, from an SSD, from a storage node, and from all at once."""
     chunks -= chunks % 3
-    report = Report("tiers", ["system", "GB_per_s", "cpu_s_per_GB", "wall_s", "runs", "note"], bars=["GB_per_s"])
     workload = llama_8b(chunks + MORE)
-    with Programs() as programs:
-        disk = programs.disk(folder)
-        contenders = _ours(programs, programs.logs, disk, workload)
-        bed = Bed(peers_python, programs.logs, raw_values(programs.logs, workload), chunks)
-        files = disk / "lmcache"
-        files.mkdir()
-        starts: dict[str, tuple[str, Start]] = {
-            PEER_MEMORY: ("lmcache", lmcache_server),
-            PEER_DISK: ("lmcache", functools.partial(lmcache_server, folder=files)),
-        }
-        peers, absent = start_installed(programs, bed, starts)
-        contenders += peers
-        stored = workload.stored_bytes * chunks // len(workload.keys)
-        device = functools.partial(measure, _Device(disk / "alone", stored).read)
-        runs = [functools.partial(each.run, chunks) for each in contenders]
-        shares = [functools.partial(each.run, chunks // 3) for each in contenders if each.name in PARTS]
-        *costs, limits = repeat(repeats, *runs, *shares, device, description="tiers")
-    found = dict(zip(contenders, costs, strict=False))
+    disk = programs.disk(folder)
+    field = Field(_ours(programs, programs.logs, disk, workload))
+    thirds = {_third(each.name): functools.partial(each.run, chunks // 3) for each in field.contenders[: len(PARTS)]}
+    bed = Bed(peers_python, programs.logs, raw_values(programs.logs, workload), chunks)
+    files = disk / "lmcache"
+    files.mkdir()
+    starts: Starts = {
+        PEER_MEMORY: ("lmcache", lmcache_server),
+        PEER_DISK: ("lmcache", functools.partial(lmcache_server, folder=files)),
+    }
+    peers = add_installed(field, programs, bed, starts)
+    stored = workload.stored_bytes * chunks // len(workload.keys)
+    device = functools.partial(measure, _Device(disk / "alone", stored).read)
+    costs = field.measure(repeats, chunks, "tiers", **thirds, **{DEVICE: device})
     raw_bytes = chunks * workload.layout.raw_bytes
-    for each, own in found.items():
-        add_row(report, raw_bytes, own, system=each.name, note=each.note)
-    parts = [runs_of(found, name) for name in PARTS]
-    bounds = _bounds(parts, costs[len(contenders) :])
+    field.add_rows(report, costs, raw_bytes)
+    bounds = _bounds(costs, [costs[_third(name)] for name in PARTS])
     add_row(report, raw_bytes, bounds, system=BOUND, note="the slowest third, or all CPU time over the cores")
-    add_row(report, stored, limits, system=DEVICE, note="of stored bytes")
-    for name, reason in absent.items():
-        report.row(system=name, note=reason)
-    _ratios(report, found, limits, bounds, {each.name for each in peers})
-    report.finish(output)
+    add_row(report, stored, costs[DEVICE], system=DEVICE, note="of stored bytes")
+    _ratios(report, costs, bounds, peers)
+
+
+def _third(name: str) -> str:
+    return f"a third of {name}"
 
 
 class _Plane:
     """A data plane with tiers that is restarted before each run.
 
     Args:
-        logs: Folder of its logs.
-        storage: Its storage node.
         workload: Chunks to fetch, with MORE at the end.
-        tiers: Configuration of its tiers; None for none.
         alone: True to run without the storage node.
         prime: Leading chunks that are fetched after each start, after one chunk was fetched to every place.
         connects: True to fetch the last chunk once, too, which opens the connections to the storage node.
@@ -209,7 +200,6 @@ class _Device:
         self._memory = memory(pieces * PIECE_BYTES)
 
     def read(self) -> None:
-        """Read the whole file."""
         address = self._memory.ctypes.data
         reads = [
             Operation(
@@ -219,59 +209,41 @@ class _Device:
             for offset in range(0, len(self._memory), PIECE_BYTES)
         ]  # fmt: skip
         with closing(BlockDevice(self._file, queue_depth=IN_FLIGHT)) as device:
-            waiting = select.poll()
-            waiting.register(device.fileno(), select.POLLIN)
-            device.submit(reads)
-            left = len(reads)
-            while left:
-                waiting.poll(POLL_MS)
-                for ended in device.completed():
-                    if ended.error is not None:
-                        raise ended.error
-                    left -= 1
+            run_operations(device, reads)
 
 
-def _bounds(parts: Sequence[list[Cost]], thirds: Sequence[list[Cost]]) -> list[Cost]:
+def _bounds(costs: Costs, thirds: Sequence[list[Cost]]) -> list[Cost]:
     """Return the least cost of a call with a third from each part.
 
     Such a call takes no less than the slowest third alone, nor than a third of all parts' CPU time over the cores.
-
-    Args:
-        parts: Costs of calls with everything from one part.
-        thirds: Costs of calls with a third from one part. They begin and end like a whole call.
     """
     cores = len(psutil.Process().cpu_affinity() or [0])
     bounds = []
-    for whole, third in zip(zip(*parts, strict=True), zip(*thirds, strict=True), strict=True):
-        cpu_s = sum(cost.cpu_s for cost in whole) / len(whole)
-        bounds.append(Cost(max(cpu_s / cores, *(cost.wall_s for cost in third)), cpu_s))
+    for *parts, first, second, last in zip(*(costs[name] for name in PARTS), *thirds, strict=True):
+        cpu_s = sum(cpus(parts)) / len(parts)
+        bounds.append(Cost(max(cpu_s / cores, *walls((first, second, last))), cpu_s))
     return bounds
 
 
-def _ratios(
-    report: Report, costs: dict[Contender, list[Cost]], limits: list[Cost], bounds: list[Cost], peers: set[str]
-) -> None:
-    resident, ssd, mixed = (runs_of(costs, name) for name in (MEMORY, SSD, MIXED))
+def _ratios(report: Report, costs: Costs, bounds: list[Cost], peers: set[str]) -> None:
+    resident, ssd, mixed, limits = (costs[name] for name in (MEMORY, SSD, MIXED, DEVICE))
     if PEER_MEMORY in peers:
-        theirs = runs_of(costs, PEER_MEMORY)
-        report.ratio("memory_over_best_peer", wall_gains(resident, theirs), f"at least 1.5; of {PEER_MEMORY}")
-        cpus = [own.cpu_s / other.cpu_s for own, other in zip(resident, theirs, strict=True)]
-        report.ratio("memory_cpu_over_best_peer", cpus, f"at most 1; CPU seconds, of {PEER_MEMORY}")
+        theirs = costs[PEER_MEMORY]
+        report.ratio("memory_over_best_peer", over(walls(theirs), walls(resident)), f"at least 1.5; of {PEER_MEMORY}")
+        words = f"at most 1; CPU seconds, of {PEER_MEMORY}"
+        report.ratio("memory_cpu_over_best_peer", over(cpus(resident), cpus(theirs)), words)
     if PEER_DISK in peers:
-        theirs = runs_of(costs, PEER_DISK)
-        report.ratio("ssd_over_lmcache_disk", wall_gains(ssd, theirs), "at least 4", wall_gains(limits, theirs))
-    walls = [
-        max(device.wall_s, decoded.wall_s) / own.wall_s
-        for own, decoded, device in zip(ssd, resident, limits, strict=True)
-    ]
-    report.ratio("ssd_over_limit", walls, "at least 0.9; the device's, or decoding's")
-    goal = "at least 0.9; its slowest third alone, or the CPU time of all over the cores"
+        gains, most = (over(walls(costs[PEER_DISK]), walls(own)) for own in (ssd, limits))
+        report.ratio("ssd_over_lmcache_disk", gains, "at least 4", most)
+    slower = map(max, walls(limits), walls(resident))
+    report.ratio("ssd_over_limit", over(slower, walls(ssd)), "at least 0.9; the device's, or decoding's")
     cores = len(psutil.Process().cpu_affinity() or [0])
-    busy = {name: [cost.cpu_s / cores / cost.wall_s for cost in runs_of(costs, name)] for name in (MEMORY, MIXED)}
+    busy = {name: [cost.cpu_s / cores / cost.wall_s for cost in costs[name]] for name in (MEMORY, MIXED)}
     # The limit is a call with everything in memory: it does not keep its cores busy all the time, either.
-    report.ratio("mixed_over_sum", wall_gains(mixed, bounds), goal, busy[MEMORY])
-    parts = (resident, ssd, runs_of(costs, REMOTE))
-    divided = _bounds(parts, [[Cost(own.wall_s / 3, own.cpu_s / 3) for own in each] for each in parts])
-    report.ratio("mixed_over_divided", wall_gains(mixed, divided), "none; a third of the time of its slowest part")
+    goal = "at least 0.9; its slowest third alone, or the CPU time of all over the cores"
+    report.ratio("mixed_over_sum", over(walls(bounds), walls(mixed)), goal, busy[MEMORY])
+    divided = _bounds(costs, [[Cost(own.wall_s / 3, own.cpu_s / 3) for own in costs[name]] for name in PARTS])
+    goal = "none; a third of the time of its slowest part"
+    report.ratio("mixed_over_divided", over(walls(divided), walls(mixed)), goal)
     for name, label in ((MEMORY, "memory"), (MIXED, "mixed")):
         report.ratio(f"{label}_busy", busy[name], "none; its CPU time over the cores, of its time")

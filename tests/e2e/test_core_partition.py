@@ -15,9 +15,9 @@ import pytest
 from machine import wait_for
 
 from shadowserve.cores import on_cores
-from shadowserve_tools.bench.fetch import Target
 from shadowserve_tools.bench.parts.loads import FetchLoop
 from shadowserve_tools.bench.parts.serving import Load, Model, Partition, Stack
+from shadowserve_tools.bench.parts.target import Target
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

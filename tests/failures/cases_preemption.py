@@ -51,9 +51,9 @@ def _engine(context: Context, data_plane: str) -> contextlib.AbstractContextMana
         Load(chunks=1, documents=1),
         _REQUESTS,
         plugin(host),
-        step_tokens=96,
-        max_tokens=_PROMPT + _OUTPUT + BLOCK_TOKENS,
-        kv_cache_bytes=(_FIT * -(-(_PROMPT + _OUTPUT) // BLOCK_TOKENS) + 1) * BLOCK_TOKENS * _KV_BYTES,
+        max_num_batched_tokens=96,
+        max_model_len=_PROMPT + _OUTPUT + BLOCK_TOKENS,
+        kv_cache_memory_bytes=(_FIT * -(-(_PROMPT + _OUTPUT) // BLOCK_TOKENS) + 1) * BLOCK_TOKENS * _KV_BYTES,
         dtype="float32",
     )
 

@@ -15,7 +15,7 @@ from machine import NEVER_S
 
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.peers import installed
-from shadowserve_tools.bench.peers.contender import Contender
+from shadowserve_tools.bench.peers.contender import Contender, Field
 from shadowserve_tools.bench.peers.driver import Values
 from shadowserve_tools.bench.peers.network import Link, linked
 from shadowserve_tools.bench.peers.sockets import Memory, filled_redis, plain_reader, plain_sockets, redis_reader
@@ -152,10 +152,10 @@ def test_an_environment_without_peers_has_none(python: str) -> None:
 def test_an_absent_peer_has_a_reason(tmp_path: Path, values_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "installed", lambda _: {"lmcache": "0"})
     bed = installed.Bed(Path(sys.executable), tmp_path, values_file, 1)
+    field = Field()
     with contextlib.ExitStack() as stack:
-        running, absent = installed.start_installed(
-            stack, bed, {"A": ("lmcache", installed.lmcache), "B": ("mooncake", installed.mooncake)}
-        )
-    assert running == []
-    assert "does not run here" in absent["A"]
-    assert absent["B"] == "not installed (scripts/setup-peers)"
+        starts = {"A": ("lmcache", installed.lmcache), "B": ("mooncake", installed.mooncake)}
+        assert installed.add_installed(field, stack, bed, starts) == set()
+    assert field.contenders == []
+    assert "does not run here" in field.absent["A"]
+    assert field.absent["B"] == "not installed (scripts/setup-peers)"

@@ -1,9 +1,10 @@
 """Batches through a pipeline in this process, and the same work stage by stage."""
 
+import itertools
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
@@ -18,7 +19,9 @@ from shadowserve.chunk import ChunkLayout, Quantizer
 from shadowserve.cores import usable_cores
 from shadowserve.errors import ShadowServeError
 from shadowserve.native._library import check, ffi, lib
+from shadowserve.resp import encode_bulk_header, encode_command
 from shadowserve_tools.bench.parts.kernels import memory, together
+from shadowserve_tools.bench.parts.lean import connect, receive
 from shadowserve_tools.bench.parts.workload import Workload
 from shadowserve_tools.report import Cost, measure
 
@@ -29,11 +32,7 @@ ROOM_BYTES: Final = 4096
 
 def connected(address: str, count: int) -> list[socket.socket]:
     """Return connections to the storage node at ``host:port``."""
-    host, _, port = address.rpartition(":")
-    connections = [socket.create_connection((host, int(port))) for _ in range(count)]
-    for connection in connections:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connections
+    return [connect(address) for _ in range(count)]
 
 
 def _stored_bytes(workload: Workload, chunks: int) -> int:
@@ -75,9 +74,7 @@ class Batches:
     Args:
         workload: Stored chunks. Longer batches fetch them again, to the same places.
         connections: Connections to the storage node, one for each network thread.
-        chunks_max: Chunks of the largest batch.
         cores: Threads of each stage.
-        fused: True to decode in one stage.
     """
 
     def __init__(
@@ -239,44 +236,35 @@ class StagesAlone:
 
     def net(self, chunks: int) -> None:
         """Receive the bodies of ``chunks`` chunks, with a thread and an equal share for each connection."""
-        threads = [threading.Thread(target=self._receive, args=(index, chunks)) for index in range(len(self._sockets))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(self._sockets)) as pool:
+            list(pool.map(self._receive, range(len(self._sockets)), itertools.repeat(chunks)))
 
     def _receive(self, index: int, chunks: int) -> None:
         connection, share = self._sockets[index], len(self._sockets)
         connection.setblocking(True)
-        connection.settimeout(30)
         view, distinct = memoryview(self._received), len(self._workload.keys)
         for position, chunk in enumerate(self._plan.pieces[:chunks]):
             place = int(self._plan.pieces[position % distinct]["decompression_offset"])
             length = int(chunk["body_length"])
             begin, end = length * index // share, length * (index + 1) // share
-            first, last = str(int(chunk["record_offset"]) + begin), str(int(chunk["record_offset"]) + end - 1)
-            parts = [b"GETRANGE", bytes(chunk["key"])[: int(chunk["key_length"])], first.encode(), last.encode()]
-            connection.sendall(b"*4\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts))
-            left = len(f"${end - begin}\r\n") + end - begin + 2
-            while left:
-                # The few bytes around the body are stored next to it, which does not matter here.
-                received = connection.recv_into(view[place + begin : place + begin + left], 0, socket.MSG_WAITALL)
-                if received == 0:
-                    raise ShadowServeError("storage closed the connection")
-                left -= received
+            key = bytes(chunk["key"])[: int(chunk["key_length"])]
+            offset, size = int(chunk["record_offset"]), end - begin
+            connection.sendall(encode_command("GETRANGE", key, offset + begin, offset + end - 1))
+            # The few bytes around the body are stored next to it, which does not matter here.
+            receive(connection, view[place + begin :][: len(encode_bulk_header(size)) + size + 2])
 
     def output_bytes(self, chunks: int) -> dict[str, int]:
-        """Return the output bytes of each stage."""
         raw = chunks * self._workload.layout.raw_bytes
         decoded = _decoded_bytes(self._workload.layout, raw)
         received = int(self._plan.pieces[:chunks]["body_length"].sum())
         return {"net": received, "decompress": decoded, "dequantize": raw, "deliver": raw}
 
     def runs(self, fused: bool) -> dict[str, Callable[[int], None]]:
-        """Return the stages of a pipeline by name."""
         stages: dict[str, Callable[[int], None]] = {
             "net": self.net,
             "decompress": self.decompress,
             "dequantize": self.dequantize,
         }
-        return stages if fused else {**stages, "deliver": self.deliver}
+        if not fused:
+            stages["deliver"] = self.deliver
+        return stages

@@ -9,14 +9,17 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from shadowserve.block import Operation
 from shadowserve.errors import ShadowServeError
+from shadowserve.native import BlockDevice
 from shadowserve.pool.buffers import allocate
+from shadowserve.pool.volume.device import wait_for_operations
 
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108
 _BLKIO: Final = Path("/sys/fs/cgroup/blkio")
@@ -25,6 +28,7 @@ _PIECE_BYTES: Final = 256 << 10
 _READ_AHEAD_KB: Final = 256
 """The same limit for reads through the page cache."""
 _LET_GO_S: Final = 10.0
+_ENDED_S: Final = 60.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ def _meminfo() -> dict[str, str]:
     return {name: rest.split()[0] for name, _, rest in (line.partition(":") for line in lines)}
 
 
-class Disks:
+class Disks(ExitStack):
     """Makes devices in a folder and removes them at the end of the context.
 
     Attributes:
@@ -78,28 +82,25 @@ class Disks:
     """
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self._folder = folder
-        self._stack = ExitStack()
         self._group: Path | None = None
         self._made: list[Disk] = []
         self.why_not = ""
 
     def __enter__(self) -> "Disks":
         try:
-            self._group = self._stack.enter_context(_own_group())
+            self._group = self.enter_context(_own_group())
             probe = self._folder / "probe"
             probe.write_bytes(bytes(1 << 20))
             with _loop(probe):
                 pass
             probe.unlink()
         except (OSError, ShadowServeError) as error:
-            self._stack.close()
+            self.close()
             self._group = None
             self.why_not = str(error)
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def make(self, name: str, size: int, cap: int) -> Disk:
         """Make a device, or name a file, of ``size`` bytes."""
@@ -108,7 +109,7 @@ class Disks:
             return Disk(image, "", cap)
         with image.open("wb") as file:
             file.truncate(size)
-        path = self._stack.enter_context(_loop(image))
+        path = self.enter_context(_loop(image))
         queue = Path("/sys/block", path.name)
         (queue / "queue" / "read_ahead_kb").write_text(str(_READ_AHEAD_KB))
         disk = Disk(path, (queue / "dev").read_text().strip(), cap)
@@ -123,12 +124,11 @@ class Disks:
         if disk.number:
             _run("mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=0,lazy_journal_init=0", str(disk.path))
             _run("mount", "-o", "noatime", str(disk.path), str(folder))
-            self._stack.callback(_unmount, folder)
+            self.callback(_run, "umount", str(folder))
         return folder, disk
 
     @contextmanager
     def capped(self) -> Iterator[None]:
-        """Cap the reads of this process from the devices while the context lasts."""
         self._throttle(on=True)
         try:
             yield
@@ -181,10 +181,6 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
-def _unmount(folder: Path) -> None:
-    _run("umount", str(folder))
-
-
 def _retried(function: Callable[[], None]) -> None:
     """Call a function until the kernel has released what it needs."""
     until = time.monotonic() + _LET_GO_S
@@ -224,3 +220,14 @@ def drop_cached(folder: Path) -> None:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(descriptor)
+
+
+def run_operations(device: BlockDevice, operations: Sequence[Operation]) -> None:
+    """Submit operations and wait until all have ended."""
+    device.submit(operations)
+    left = len(operations)
+    while left:
+        for operation in wait_for_operations(device, _ENDED_S):
+            if operation.error is not None:
+                raise ShadowServeError(f"reading failed: {operation.error}")
+            left -= 1

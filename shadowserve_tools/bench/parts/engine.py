@@ -15,7 +15,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -104,8 +104,6 @@ def prompt(seed: int, tokens: int, vocabulary: int) -> list[int]:
 
 
 class _Engine:
-    """vLLM and its orders."""
-
     def __init__(self, settings: dict[str, Any]) -> None:
         from vllm import LLM, SamplingParams
 
@@ -115,32 +113,26 @@ class _Engine:
         self._layerwise_chunks: int | None = None
         self._policy_runner: Any = None
         self._timing: Any = None
-        options: dict[str, Any] = {}
-        if settings["transfer"]:
-            options["kv_transfer_config"] = settings["transfer"] | {
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
-            }
-        if settings["step_tokens"]:
-            options["max_num_batched_tokens"] = settings["step_tokens"]
         self._llm = LLM(
-            model=settings["model"],
-            load_format=settings["load_format"],
-            dtype=settings["dtype"],
             skip_tokenizer_init=True,
-            max_model_len=settings["max_tokens"],
-            max_num_seqs=settings["max_requests"],
             enforce_eager=True,
-            enable_prefix_caching=settings["prefix_caching"],
             seed=0,
             disable_log_stats=False,
             gpu_memory_utilization=0.1,
-            kv_cache_memory_bytes=settings["kv_cache_bytes"],
             block_size=BLOCK_TOKENS,
-            **options,
+            **settings["options"],
         )
         self._core: Any = self._llm.llm_engine
-        self._watch = Watch(self._core.engine_core.engine_core.scheduler)
+        self._watch = Watch(self._scheduler)
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._core.engine_core.engine_core.scheduler
+
+    @property
+    def _side(self) -> Any:
+        """The scheduler's half of the connector."""
+        return self._scheduler.connector._scheduler
 
     def _add(self, tokens: list[int], output: int) -> str:
         self._number += 1
@@ -213,8 +205,7 @@ class _Engine:
         return durations[SETTLING_STEPS:]
 
     def decode_stop(self) -> int:
-        """Abort every request."""
-        names = list(self._core.engine_core.engine_core.scheduler.requests)
+        names = list(self._scheduler.requests)
         self._core.abort_request(names, internal=True)
         while self._core.has_unfinished_requests():
             self._core.step()
@@ -222,33 +213,22 @@ class _Engine:
 
     def store(self, seeds: Iterable[int], tokens: int) -> int:
         """Compute prompts, wait until their KV is stored, and return the number of stored chunks."""
-        before = self._counter("stored_chunks")
+        before = self.counters().get("stored_chunks", 0)
         for seed in seeds:  # one after the other: the store buffer does not hold all of them
             self.serve([{"seed": seed, "tokens": tokens, "output": 1, "at": 0.0}])
             self.settle()
         self.serve([{"seed": 0, "tokens": 2, "output": 2, "at": 0.0}])  # counters are updated with a step
-        return self._counter("stored_chunks") - before
-
-    @property
-    def _worker(self) -> Any:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        return get_kv_transfer_group()._worker
-
-    def _counter(self, name: str) -> int:
-        found = [metric for metric in self._llm.get_metrics() if metric.name == f"vllm:shadowserve_{name}"]
-        return int(sum(metric.value for metric in found))
+        return self.counters()["stored_chunks"] - before
 
     def switch(self, asynchronous: bool) -> bool:
         """Switch asynchronous fetching on or off. No request may be running."""
         if self._core.has_unfinished_requests():
             raise RuntimeError("requests are still running")
-        self._core.engine_core.engine_core.scheduler.connector._scheduler.ways.in_step = not asynchronous
+        self._side.ways.in_step = not asynchronous
         return asynchronous
 
     def layerwise(self, on: bool) -> bool:
-        """Switch loading layer by layer on or off."""
-        ways = self._core.engine_core.engine_core.scheduler.connector._scheduler.ways
+        ways = self._side.ways
         if self._layerwise_chunks is None:
             self._layerwise_chunks = ways.layerwise_chunks
         ways.layerwise_chunks = self._layerwise_chunks if on else 0
@@ -256,9 +236,9 @@ class _Engine:
 
     def hits(self, way: str) -> str:
         """Set what the plugin does with stored prompts: "compute", "fetch", or "decide" (and learn from it)."""
-        side = self._core.engine_core.engine_core.scheduler.connector._scheduler
         from host_control.vllm.timing import Timing
 
+        side = self._side
         self._policy_runner, self._timing = self._policy_runner or side._policy_runner, self._timing or side._timing
         side._engine = replace(side._engine, fetch=way != "compute")
         side._policy_runner, side._timing = self._policy_runner, self._timing
@@ -268,7 +248,7 @@ class _Engine:
 
     def reading(self, only: bool) -> bool:
         """Switch storing off (``only``) or on."""
-        side = self._core.engine_core.engine_core.scheduler.connector._scheduler
+        side = self._side
         side._engine = replace(side._engine, store=not only)
         return only
 
@@ -287,7 +267,9 @@ class _Engine:
 
     def settle(self) -> None:
         """Wait until the plugin has stored everything that it has gathered."""
-        if not self._worker._stores.queue.flush(STORE_TIMEOUT_S):
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        if not get_kv_transfer_group()._worker._stores.queue.flush(STORE_TIMEOUT_S):
             raise RuntimeError("storing did not end")
 
     def threads(self) -> dict[str, int]:
@@ -428,22 +410,16 @@ def main() -> None:
     if settings["packages"]:
         sys.path += settings["packages"]
         _hide_llvmlite()
-    model = Path(settings["model"])
+    model = Path(settings["options"]["model"])
     if not model.exists():
         model.mkdir(parents=True)
         (model / "config.json").write_text(json.dumps(settings["config"]))
     engine = _Engine(settings)
-    operations: dict[str, Callable[..., Any]] = {
-        name: getattr(engine, name)
-        for name in (
-            *("serve", "store", "decode_start", "decode_steps", "decode_stop", "settle", "switch", "threads"),
-            *("counters", "hits", "layerwise", "pressure", "reading"),
-        )
-    }
     answers.write(json.dumps({"result": "ready"}) + "\n")
     for line in sys.stdin:
         order = json.loads(line)
-        answers.write(json.dumps({"result": operations[order.pop("order")](**order)}) + "\n")
+        operation = getattr(engine, order.pop("order"))
+        answers.write(json.dumps({"result": operation(**order)}) + "\n")
     engine.close()
 
 

@@ -5,6 +5,7 @@ with the same calls that are given nothing to do, and taken off. Time is the thr
 that no cache holds, as a fetch does: streams come from memory, elements go to memory.
 """
 
+import functools
 import mmap
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from shadowserve import native
 from shadowserve.chunk import DType, Quantizer
 from shadowserve.errors import ShadowServeError
 from shadowserve.native._library import check, ffi, lib
-from shadowserve_tools.report import tracked
+from shadowserve_tools.report import repeat
 
 TOGETHER_MAX: Final = 3
 """Streams that codecs/literal_inflate.c decodes together (SS_LITERAL_INFLATE_LANES)."""
@@ -34,7 +35,6 @@ class Run:
 
     Attributes:
         size: Bytes of one call of ``work``, for the speed.
-        work: Executes the operation on this thread.
         idle: Makes the same calls without data; its cost is subtracted.
         isa: Instruction set of the kernels; None for the active one.
         keeps: Owner of the memory that the calls point to.
@@ -56,34 +56,25 @@ def nothing() -> None:
     """The idle half of a run whose calls are few and long."""
 
 
-def in_turns(runs: Sequence[Run], repeats: int, description: str = "measuring") -> list[list[float]]:
+def speeds_in_turns(runs: Sequence[Run], repeats: int, description: str = "measuring") -> list[list[float]]:
     """Measure all runs in turns, ``repeats`` times after a warm-up; return the GB/s of each, one list for each run.
 
-    Every second turn goes in reverse order. Short runs are repeated within their turn, so that clock and scheduler do
-    not matter.
+    Short runs are repeated within their turn, so that clock and scheduler do not matter.
     """
-    speeds: list[list[float]] = [[] for _ in runs]
-    active = native.isa_active()
-    order = range(len(runs))
-    turns = [(turn, index) for turn in range(repeats + 1) for index in (reversed(order) if turn % 2 else order)]
-    for turn, index in tracked(turns, description):
-        run = runs[index]
-        native.isa_force(run.isa if run.isa is not None else active)
-        try:
-            speed = _speed(run)
-        finally:
-            native.isa_force(active)
-        if turn:
-            speeds[index].append(speed)
-    return speeds
+    return repeat(repeats, *(functools.partial(_speed, run) for run in runs), description=description)
 
 
 def _speed(run: Run) -> float:
-    elapsed, count = 0.0, 0
-    while elapsed < PASS_S:
-        elapsed += _cpu_s(run.work)
-        count += 1
-    idle = min(_cpu_s(run.idle) for _ in range(3)) if run.idle is not nothing else 0.0
+    active = native.isa_active()
+    native.isa_force(run.isa if run.isa is not None else active)
+    try:
+        elapsed, count = 0.0, 0
+        while elapsed < PASS_S:
+            elapsed += _cpu_s(run.work)
+            count += 1
+        idle = min(_cpu_s(run.idle) for _ in range(3)) if run.idle is not nothing else 0.0
+    finally:
+        native.isa_force(active)
     return run.size * count / max(elapsed - idle * count, 1e-9) / 1e9
 
 
@@ -130,11 +121,9 @@ class Treated:
         elements: Bit patterns (slices, vectors, vector length).
         bins: Bins of ``BINNED``; 0 for ``LOSSLESS``.
         output_bytes: Bytes of elements in one run; at least one slice.
-        dtype: Dtype of the elements.
 
     Attributes:
         distinct: Distinct slices; the others repeat them in memory of their own.
-        count: Slices of a run.
         symbols: Bytes of all slices, concatenated.
         scales: Scales (slices, vectors); empty if lossless.
         symbol_bytes: Symbol bytes of one slice.
@@ -173,7 +162,6 @@ class Treated:
 
     @property
     def scale_bits(self) -> float:
-        """Bits of scales for each element."""
         return float(8 * self.scales[0].nbytes / self.elements_each)
 
     def verify(self, what: str) -> None:
@@ -196,8 +184,6 @@ class Slices:
     """Streams of one codec, with prepared calls for all operations on them.
 
     Args:
-        treated: Data of the streams.
-        codec: Codec that decodes them.
         compress: Encoder of the streams; None for the C core's.
     """
 
@@ -256,9 +242,13 @@ class Slices:
         count = self.treated.count
         return [(first, min(step, count - first)) for first in range(0, count, step)]
 
-    def _check(self, jobs: Any) -> None:
+    def _verified(self, size: int, run: Callable[[int], None], jobs: Any, verify: Callable[[str], None]) -> Run:
+        """Run all calls once and check their results; return calls with a share of 1 and, idle, of 0."""
+        run(1)
         for job in jobs:
             check(job.result, f"decoding a slice with {self.codec.name}")
+        verify(self.codec.name)
+        return Run(size, lambda: run(1), lambda: run(0), keeps=self)
 
     def decompress(self) -> Run:
         """Return decoding alone, some slices together as in the pipeline; the speed counts symbol bytes."""
@@ -268,46 +258,34 @@ class Slices:
         groups = [(jobs + first, count) for first, count in self._group_spans(together(self.codec))]
         many, codec = lib.ss_decompress_many, int(self.codec)
 
-        def run() -> None:
+        def run(share: int) -> None:
             for group, count in groups:
-                many(codec, group, count)
+                many(codec, group, count * share)
 
-        def idle() -> None:
-            for group, _ in groups:
-                many(codec, group, 0)
+        def verify(what: str) -> None:
+            if not np.array_equal(treated.decoded, treated.symbols):
+                raise ShadowServeError(f"{what} did not decode what was encoded; please report this")
 
         treated.decoded.fill(0xA5)
-        run()
-        self._check(jobs)
-        if not np.array_equal(treated.decoded, treated.symbols):
-            raise ShadowServeError(f"{self.codec.name} did not decode what was encoded; please report this")
-        return Run(len(treated.symbols), run, idle, keeps=self)
-
-    def _dequantize_calls(self, symbols: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Return for each slice the arguments of a call, but for the number of vectors."""
-        treated = self.treated
-        target, scales = self._pointer(treated.target), self._pointer(treated.scales)
-        quantizer, dtype = int(treated.quantizer), int(treated.dtype)
-        step = treated.scales[0].nbytes
-        return [
-            (quantizer, dtype, place, scales + index * step, target + index * treated.raw_bytes)
-            for index, place in enumerate(symbols)
-        ]
+        return self._verified(len(treated.symbols), run, jobs, verify)
 
     def dequantize(self) -> Run:
         """Return dequantization alone, from symbols in memory; speed counts bytes of elements."""
         treated = self.treated
-        base = self._pointer(treated.symbols)
-        calls = self._dequantize_calls([base + index * treated.symbol_bytes for index in range(treated.count)])
-        dequantize, length = lib.ss_dequantize, treated.vector_length
+        symbols, target, scales = map(self._pointer, (treated.symbols, treated.target, treated.scales))
+        step = treated.scales[0].nbytes
+        calls = [
+            (symbols + index * treated.symbol_bytes, scales + index * step, target + index * treated.raw_bytes)
+            for index in range(treated.count)
+        ]
+        dequantize, length, vectors = lib.ss_dequantize, treated.vector_length, treated.vectors
+        quantizer, dtype = int(treated.quantizer), int(treated.dtype)
 
-        def run(vectors: int) -> None:
-            for quantizer, dtype, symbols, scales, target in calls:
-                dequantize(quantizer, dtype, symbols, scales, vectors, length, target)
+        def run(share: int) -> None:
+            for place, scale, to in calls:
+                dequantize(quantizer, dtype, place, scale, vectors * share, length, to)
 
-        run(treated.vectors)
-        treated.verify("dequantization")
-        return Run(len(treated.target), lambda: run(treated.vectors), lambda: run(0), keeps=self)
+        return self._verified(len(treated.target), run, (), treated.verify)
 
     def decode(self) -> Run:
         """Return decoding to elements as a fused pipeline does it; speed counts bytes of elements."""
@@ -323,10 +301,7 @@ class Slices:
             for group, wanted, count in groups:
                 many(codec, group, wanted, count * share)
 
-        run(1)
-        self._check(jobs)
-        treated.verify(self.codec.name)
-        return Run(len(treated.target), lambda: run(1), lambda: run(0), keeps=self)
+        return self._verified(len(treated.target), run, jobs, treated.verify)
 
     def encode(self) -> Run:
         """Return encoding of one slice after the other; speed counts bytes of symbols."""

@@ -9,21 +9,36 @@ of them, as a process.
 
 import contextlib
 import ctypes
+import re
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Protocol
 
 import numpy as np
+
+from shadowserve_tools.processes import Programs, started
 
 COPY_BYTES: Final = 32 << 20
 """Twice this size fills the last-level cache of most machines: a copy goes through memory."""
 SLICE_BYTES: Final = 1 << 20
 """Bytes between two readings of the clock."""
-STOP_TIMEOUT_S: Final = 60.0
+
+
+@contextlib.contextmanager
+def background(loop: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run a loop in a thread. At the context's end its event is set, and its error raised."""
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(loop, stop)
+        try:
+            yield
+        finally:
+            stop.set()
+        running.result()
 
 
 class Fetcher(Protocol):
@@ -35,14 +50,8 @@ class Fetcher(Protocol):
 class FetchLoop:
     """Fetches a workload repeatedly while the context lasts, from a thread that only waits for the data plane.
 
-    Args:
-        target: Target of the fetches.
-        fetch_bytes: Bytes of one fetch.
-        count: Number of leading chunks to fetch; None for all.
-
     Attributes:
         bytes: Bytes of the fetches that ended while the loop ran.
-        seconds: Their duration.
     """
 
     def __init__(self, target: Fetcher, fetch_bytes: int, count: int | None = None) -> None:
@@ -54,62 +63,41 @@ class FetchLoop:
 
     @property
     def rate(self) -> float:
-        """Bytes per second."""
         return self.bytes / self.seconds
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Start and end with a complete fetch. An error of a fetch is raised at the end."""
-        stop, errors = threading.Event(), []
+        """Start and end with a complete fetch."""
 
-        def loop() -> None:
-            try:
-                while True:
-                    begin = time.perf_counter()
-                    self._target.fetch(self._count)
-                    self.seconds += time.perf_counter() - begin
-                    self.bytes += self._fetch_bytes
-                    if stop.is_set():
-                        return
-            except Exception as error:  # raised below, in the caller's thread
-                errors.append(error)
+        def loop(stop: threading.Event) -> None:
+            while True:
+                begin = time.perf_counter()
+                self._target.fetch(self._count)
+                self.seconds += time.perf_counter() - begin
+                self.bytes += self._fetch_bytes
+                if stop.is_set():
+                    return
 
         self._target.fetch(self._count)
-        thread = threading.Thread(target=loop)
-        thread.start()
-        try:
+        with background(loop):
             yield
-        finally:
-            stop.set()
-            thread.join(STOP_TIMEOUT_S)
-        if errors:
-            raise errors[0]
 
 
 class Control:
-    """A process that keeps one core busy while :meth:`running`, and is stopped otherwise: ``with Control(...)``.
+    """A process that keeps one core busy while :meth:`running`, and is stopped otherwise.
 
     Args:
         kind: ``"spin"``, ``"copy"`` or ``"write"``.
         rate: Bytes per second to copy or write.
     """
 
-    def __init__(self, kind: str, rate: float = 0.0) -> None:
-        self._arguments = [kind, str(rate)]
-
-    def __enter__(self) -> "Control":
-        command = [sys.executable, "-m", "shadowserve_tools.bench.parts.loads", *self._arguments]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
-        assert self._process.stdout is not None
-        self._process.stdout.readline()  # then its memory is touched
+    def __init__(self, programs: Programs, kind: str, rate: float = 0.0) -> None:
+        command = [sys.executable, "-m", __name__, kind, str(rate)]
+        # It is ready when its memory has been touched.
+        child = started(f"control-{kind}", command, programs.logs, ready=re.compile("ready"))
+        self._process = programs.enter_context(child).process
         self._process.send_signal(signal.SIGSTOP)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        programs.callback(self._process.send_signal, signal.SIGCONT)  # otherwise it would not take SIGTERM
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ import time
 import urllib.request
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +18,11 @@ from host_control.pages import PageDelivery, SharedPages
 from host_control.registered_memory import RegisteredMemory
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import ShadowServeError
-from shadowserve.keys import DEFAULT_CHUNK_TOKENS, KVNamespace, prefix_chain, record_keys
-from shadowserve_tools.bench.parts.workload import MODEL, kv_patterns
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS
+from shadowserve_tools.bench.parts.workload import keys_of, kv_patterns, named_layout
 from shadowserve_tools.bench.tiers import await_line
 from shadowserve_tools.processes import Child, free_port, start_data_plane, until
+from shadowserve_tools.report import cpu_s
 
 BLOCK_TOKENS: Final = 16
 CHUNK_BLOCKS: Final = DEFAULT_CHUNK_TOKENS // BLOCK_TOKENS
@@ -29,8 +30,6 @@ MANY: Final = 512
 """Stored blocks: 8,192 tokens."""
 TIMEOUT_S: Final = 60.0
 WRITTEN_S: Final = 60.0
-CPU_CLOCK: Final = 2
-"""Clock of another process: its number is made of this and the process id (``clock_getcpuclockid``)."""
 
 
 class PagedKv:
@@ -41,21 +40,12 @@ class PagedKv:
         self.page_bytes = BLOCK_TOKENS * heads * 128 * 2 * 2
         chunks = MANY // CHUNK_BLOCKS
         tokens = np.random.default_rng(7).integers(0, 128_000, chunks * DEFAULT_CHUNK_TOKENS)
-        links = prefix_chain(MODEL.digest(), tokens)
-        common: dict[str, Any] = {"layers": layers}
-        self.paged = KVNamespace(model=MODEL, group="full in pages", layers=(0, layers), heads=(0, heads)).name(
-            ChunkLayout(
-                dtype=DType.UINT8, kinds=1, vector_length=self.page_bytes, tokens=CHUNK_BLOCKS,
-                quantizer=Quantizer.PASSTHROUGH, **common,
-            )
+        self.paged = named_layout(
+            layers, heads, "full in pages", dtype=DType.UINT8, kinds=1, vector_length=self.page_bytes,
+            tokens=CHUNK_BLOCKS, quantizer=Quantizer.PASSTHROUGH,
         )  # fmt: skip
-        self.compressed = KVNamespace(model=MODEL, layers=(0, layers), heads=(0, heads)).name(
-            ChunkLayout(
-                dtype=DType.BFLOAT16, kinds=2, vector_length=heads * 128, tokens=DEFAULT_CHUNK_TOKENS,
-                quantizer=Quantizer.LOSSLESS, **common,
-            )
-        )  # fmt: skip
-        self.keys = {each.namespace: record_keys(each.namespace, links) for each in (self.paged, self.compressed)}
+        self.compressed = named_layout(layers, heads, kinds=2, vector_length=heads * 128, quantizer=Quantizer.LOSSLESS)
+        self.keys = {each.namespace: keys_of(each, tokens) for each in (self.paged, self.compressed)}
         self._patterns = kv_patterns(np.random.default_rng(11), self.compressed)
 
     def chunk(self, index: int) -> npt.NDArray[np.uint8]:
@@ -69,12 +59,6 @@ class DevicePlane:
     def __init__(
         self, stack: ExitStack, logs: Path, disk: Path, shape: ChunkLayout, kv: PagedKv, *flags: str, plain: bool
     ) -> None:
-        """Start the data plane and store the chunks.
-
-        Args:
-            flags: Flags of ``shadowserve dpu``.
-            plain: True to store pages as they are.
-        """
         disk.mkdir()
         self._logs, self._shape, self._kv = logs, shape, kv
         size = len(kv.keys[shape.namespace]) * shape.raw_bytes
@@ -110,7 +94,6 @@ class DevicePlane:
                     raise ShadowServeError(f"storing chunk {index} ended with {stored.reason}: {stored.detail}")
 
     def count(self, name: str) -> float:
-        """Return a counter or a gauge of the data plane."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics") as answer:
             lines = answer.read().decode().splitlines()
         return sum(float(line.split()[1]) for line in lines if line.startswith(f"shadowserve_{name} "))
@@ -122,7 +105,7 @@ class DevicePlane:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
                 if (task / "comm").read_text().startswith("ss-block"):
                     devices += int((task / "schedstat").read_text().split()[0])
-        return time.clock_gettime(~self.process.pid << 3 | CPU_CLOCK) - devices / 1e9
+        return cpu_s(self.process) - devices / 1e9
 
 
 class PagedMemory:
@@ -144,7 +127,6 @@ class PagedMemory:
         self._await_written()
 
     def _await_written(self) -> None:
-        """Wait until the device has all chunks."""
         until(lambda: self._retrieve(MANY) == MANY // CHUNK_BLOCKS, "the device has not written all chunks", WRITTEN_S)
 
     def _retrieve(self, count: int) -> int:
@@ -155,11 +137,7 @@ class PagedMemory:
         return 0 if answer is None else answer.chunks[0]
 
     def retrieve(self, count: int) -> None:
-        """Retrieve ``count`` blocks, a multiple of a chunk's blocks.
-
-        Raises:
-            ShadowServeError: Some chunks did not arrive.
-        """
+        """Retrieve ``count`` blocks, a multiple of a chunk's blocks."""
         if (chunks := self._retrieve(count)) != count // CHUNK_BLOCKS:
             raise ShadowServeError(f"{chunks} chunks of {count // CHUNK_BLOCKS} came from the device")
 

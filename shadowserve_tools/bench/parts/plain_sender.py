@@ -1,4 +1,4 @@
-"""A program that only sends: the limit of the kernel's sockets, for ``shadowserve bench storage``.
+"""A program that only sends: the limit of the kernel's sockets.
 
 ``python -m shadowserve_tools.bench.parts.plain_sender MIB WAY`` listens on a port of loopback and prints ``ready
 HOST:PORT``. A client sends a size in 16 characters, and receives that many bytes of a ring of MIB mebibytes. WAY is
@@ -12,8 +12,15 @@ import sys
 import threading
 
 from shadowserve.pool.buffers import allocate
+from shadowserve_tools.processes import Child, Programs, started
 
 REQUEST_BYTES = 16
+
+
+def start_sender(programs: Programs, mebibytes: int, way: str = "blocking") -> Child:
+    """Run this program."""
+    command = [sys.executable, "-m", __name__, str(mebibytes), way]
+    return programs.enter_context(started(f"plain_sender-{way}", command, programs.logs))
 
 
 def _send_polled(sock: socket.socket, data: memoryview) -> None:
@@ -39,8 +46,7 @@ def _serve(sock: socket.socket, values: memoryview, way: str) -> None:
             position += size
 
 
-def main() -> None:
-    """Serve each connection in its own thread until the process is ended."""
+def _main() -> None:
     values = allocate(int(sys.argv[1]) << 20)
     for begin in range(0, len(values), 1 << 20):
         values[begin : begin + (1 << 20)] = bytes([begin >> 20 & 0xFF]) * (1 << 20)
@@ -52,4 +58,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

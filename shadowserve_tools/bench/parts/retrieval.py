@@ -8,7 +8,6 @@ import os
 import select
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,14 +22,14 @@ from shadowserve import native
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import storage_key
 from shadowserve.pool.buffers import allocate
-from shadowserve.pool.config import DeviceConfig
 from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.interleaver import Interleaver
 from shadowserve.pool.statistics import Statistics
 from shadowserve.pool.types import Address, Item, Lease
 from shadowserve.pool.volume.tickets import BusyError
 from shadowserve_tools.bench.parts.disks import Disk, drop_cached
-from shadowserve_tools.report import measure
+from shadowserve_tools.bench.parts.loads import background
+from shadowserve_tools.report import Cost, measure
 from storage_kv.config import StorageConfig
 
 _POLL_MS: Final = 100
@@ -46,7 +45,6 @@ class Prefix:
     """The chunks of one prompt: keys, and incompressible bytes.
 
     Attributes:
-        chunk_bytes: Bytes of each chunk.
         names: 32 bytes for each chunk, in order.
     """
 
@@ -69,7 +67,6 @@ class Prefix:
         return _TENANT, storage_key(self.names[number])
 
     def parent(self, number: int) -> bytes:
-        """Return the name of the previous chunk; empty for the first."""
         return self.names[number - 1] if number else b""
 
     def fill(self, number: int, memory: memoryview) -> None:
@@ -86,21 +83,17 @@ class Prefix:
 
 
 @dataclass(frozen=True)
-class Retrieval:
+class Retrieval(Cost):
     """Cost of reading a prefix back.
 
     Attributes:
         size: Bytes of the prefix.
-        wall_s: Time from the first request to the last chunk.
-        cpu_s: CPU time of this process, user and system, all threads.
         device_bytes: Bytes that came from devices; the rest was in memory.
         orchestration_s: CPU time of looking up, planning and finding memory, as the pool counts it.
         control_s: The same with submitting and completing reads.
     """
 
     size: int
-    wall_s: float
-    cpu_s: float
     device_bytes: int
     orchestration_s: float = 0.0
     control_s: float = 0.0
@@ -111,35 +104,13 @@ class Offered:
     """Outcome of chunks that were offered for writing.
 
     Attributes:
-        taken, dropped: Numbers of chunks.
         written: Bytes of the taken ones that were written by the end.
-        seconds: Duration.
     """
 
     taken: int = 0
     dropped: int = 0
     written: int = 0
     seconds: float = 0.0
-
-
-class Store(ABC):
-    """A place that a prefix is stored in."""
-
-    @abstractmethod
-    def put(self, prefix: Prefix) -> None:
-        """Store all of a prefix durably."""
-
-    @abstractmethod
-    def cool(self) -> None:
-        """Drop from memory what devices hold."""
-
-    @abstractmethod
-    def retrieve(self, prefix: Prefix, *, check: bool = False) -> Retrieval:
-        """Read all of a prefix back; ``check`` compares its bytes."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release everything."""
 
 
 class _CoolingPool(DevicePool):
@@ -149,14 +120,13 @@ class _CoolingPool(DevicePool):
             pass
 
 
-class OurPool(Store):
+class OurPool:
     """ShadowServe's pool on some devices.
 
     Args:
         disks: Devices to use. Their contents are lost.
         bandwidths: Bandwidths of the devices in bytes per second; None lets the pool measure them.
         memory_bandwidth: Bandwidth of memory for the placement.
-        memory_bytes: Bytes of the arenas.
         size: Size of a device that is a file.
         strict: True if devices never read and write at the same time.
     """
@@ -171,20 +141,17 @@ class OurPool(Store):
         *,
         strict: bool = False,
     ) -> None:
-        devices = [
-            DeviceConfig.model_validate(
-                # A whole device has no configured size.
-                {
-                    "path": disk.path,
-                    "bytes_max" if Path(disk.path).is_block_device() else "size": size,
-                    "bandwidth": bandwidths[number] if bandwidths else None,
-                }
-            )
-            for number, disk in enumerate(disks)
-        ]
         config = StorageConfig.model_validate(
             {
-                "devices": devices,
+                "devices": [
+                    {
+                        "path": disk.path,
+                        # A whole device has no configured size.
+                        "bytes_max" if Path(disk.path).is_block_device() else "size": size,
+                        "bandwidth": bandwidths[number] if bandwidths else None,
+                    }
+                    for number, disk in enumerate(disks)
+                ],
                 "memory_budget_bytes": memory_bytes,
                 "memory_homes": True,
                 "memory_bandwidth": memory_bandwidth,
@@ -193,9 +160,8 @@ class OurPool(Store):
             }
         )
         self._lock = threading.Lock()
-        self._pool = _CoolingPool(
-            config, ticks=time.thread_time_ns
-        )  # CPU time of this thread, since others use the machine, too
+        # CPU time of this thread, since others use the machine, too.
+        self._pool = _CoolingPool(config, ticks=time.thread_time_ns)
         self._pool.start(self._lock)
         self._poll = select.poll()
         for descriptor in self._pool.descriptors():
@@ -217,7 +183,6 @@ class OurPool(Store):
         for number in range(len(prefix.names)):
             memory = self._memory(prefix.chunk_bytes)
             prefix.fill(number, memory)
-            ticket = None
             while True:
                 try:
                     with self._lock:
@@ -239,9 +204,9 @@ class OurPool(Store):
 
         A chunk without space is dropped, as in tiers. The caller has to drive the pool meanwhile by reading.
         """
-        offered, stop = Offered(), threading.Event()
+        offered = Offered()
 
-        def run() -> None:
+        def loop(stop: threading.Event) -> None:
             for number in itertools.cycle(range(len(prefix.names))):
                 if stop.is_set():
                     return
@@ -260,17 +225,12 @@ class OurPool(Store):
                 offered.dropped += 1
                 stop.wait(_DROPPED_PAUSE_S)
 
-        thread = threading.Thread(target=run)
-        before = self.statistics()
-        began = time.perf_counter()
-        thread.start()
-        try:
+        before, began = self.statistics(), time.perf_counter()
+        with background(loop):
             yield offered
-        finally:
-            stop.set()
-            thread.join(_STALLED_S)
-            offered.seconds = time.perf_counter() - began
-            offered.written = _written(self.statistics()) - _written(before)
+        offered.seconds = time.perf_counter() - began
+        pairs = zip(self.statistics().devices, before.devices, strict=True)
+        offered.written = sum(after.written_bytes - old.written_bytes for after, old in pairs)
 
     def _memory(self, size: int) -> memoryview:
         while True:
@@ -320,14 +280,14 @@ class OurPool(Store):
         before = self.statistics()
         cost = measure(run)
         after = self.statistics()
-        _check_all(missing)
+        if missing:
+            raise ShadowServeError(f"{len(missing)} chunks of the prefix were not there; please report this")
         orchestration_s = (after.orchestration_ns - before.orchestration_ns) / 1e9
         read = sum(device.read_bytes for device in after.devices) - sum(device.read_bytes for device in before.devices)
         control_s = orchestration_s + (after.submission_ns - before.submission_ns) / 1e9
-        return Retrieval(prefix.size, cost.wall_s, cost.cpu_s, read, orchestration_s, control_s)
+        return Retrieval(cost.wall_s, cost.cpu_s, prefix.size, read, orchestration_s, control_s)
 
     def _wait(self, condition: Callable[[], bool]) -> None:
-        """Drive the pool until the condition holds."""
         until = time.monotonic() + _STALLED_S
         while not condition():
             self._step()
@@ -342,7 +302,7 @@ class OurPool(Store):
         self._pool.close()
 
 
-class Files(Store):
+class Files:
     """A file for each chunk in some folders; with shares, placed as by the pool, memory first.
 
     With several folders this is the pool's placement over the kernel's file system; with one, the file system alone.
@@ -394,7 +354,7 @@ class Files(Store):
                 f"of {wanted} bytes {after - before} came from the devices, the others from the page cache: it could "
                 "not be emptied"
             )
-        return Retrieval(prefix.size, cost.wall_s, cost.cpu_s, wanted)
+        return Retrieval(cost.wall_s, cost.cpu_s, prefix.size, wanted)
 
     def _read_bytes(self) -> int | None:
         counts = [disk.read_bytes for disk in self._disks]
@@ -404,10 +364,4 @@ class Files(Store):
         self._readers.shutdown()
 
 
-def _written(statistics: Statistics) -> int:
-    return sum(device.written_bytes for device in statistics.devices)
-
-
-def _check_all(missing: Sequence[int]) -> None:
-    if missing:
-        raise ShadowServeError(f"{len(missing)} chunks of the prefix were not there; please report this")
+Store = OurPool | Files

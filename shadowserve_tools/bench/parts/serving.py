@@ -1,8 +1,8 @@
-"""A real engine, a data plane and a storage node, each on its own cores.
+"""Real engines, their data planes and a storage node, each on its own cores.
 
-The engine has one set of cores; data plane and storage node have another. Each program is confined from its start.
-:meth:`Stack.decoding_in_engine` moves the decoding threads of a running data plane, so that systems that differ in
-nothing else take turns within seconds.
+Engines have one half of the cores; data planes and the storage node have the other. Each program is confined from its
+start. :meth:`Stack.decoding_in_engine` moves the decoding threads of a running data plane, so that systems that differ
+in nothing else take turns within seconds.
 """
 
 import contextlib
@@ -10,25 +10,24 @@ import functools
 import json
 import os
 import random
-import select
-import signal
+import secrets
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
-
-import click
 
 from shadowserve.cores import on_cores, usable_cores
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
-from shadowserve_tools.bench.parts.engine import model_config, write_weights
-from shadowserve_tools.processes import Child, start_data_plane, start_storage
+from shadowserve_tools.bench.parts.engine import model_config, prompt, write_weights
+from shadowserve_tools.bench.parts.options import Decorator, whole
+from shadowserve_tools.bench.peers.network import LOOPBACK, Network
+from shadowserve_tools.processes import Child, JsonProcess, start_data_plane, start_storage
 
 DECODING_THREADS: Final = ("ss-decomp", "ss-dequant", "ss-dma")
 """Names of the data plane's threads between receiving and the engine's memory."""
@@ -37,7 +36,8 @@ TAIL_TOKENS: Final = 16
 """Tokens after a prompt's chunks: the user's question about a document. They are always computed."""
 START_TIMEOUT_S: Final = 300.0
 ANSWER_TIMEOUT_S: Final = 300.0
-STOP_TIMEOUT_S: Final = 20.0
+LATE: Final = dict.fromkeys(("lookup_timeout_s", "fetch_timeout_s", "store_timeout_s"), 60)
+"""Keys of the plugin's configuration: a late transfer is measured as late, and not computed instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,6 @@ class Model:
 
     @property
     def kv_bytes(self) -> int:
-        """KV bytes of a token, in bfloat16."""
         return self.layers * 2 * self.heads * self.head_size * 2
 
     def config(self, tokens: int) -> dict[str, Any]:
@@ -68,11 +67,6 @@ class Partition:
 
     @classmethod
     def halves(cls) -> "Partition":
-        """Divide the cores of this process into two halves.
-
-        Raises:
-            ShadowServeError: There is only one core.
-        """
         cores = usable_cores()
         if len(cores) < 2:
             raise ShadowServeError("this takes two cores, one for the engine and one for the data plane; there is one")
@@ -86,11 +80,7 @@ class Load:
 
     Attributes:
         chunks: Chunks of 256 tokens in each document.
-        documents: Number of documents.
-        output: Tokens of each answer.
-        requests: Number of requests.
         rate: Requests per second, Poisson; 0 sends all at once.
-        seed: Seed of the arrivals.
     """
 
     chunks: int
@@ -104,8 +94,12 @@ class Load:
     def prompt_tokens(self) -> int:
         return self.chunks * DEFAULT_CHUNK_TOKENS + TAIL_TOKENS
 
+    @property
+    def tokens_max(self) -> int:
+        """Tokens that an engine has to hold of a request, with some to spare."""
+        return self.prompt_tokens + self.output + DEFAULT_CHUNK_TOKENS
+
     def orders(self) -> list[dict[str, Any]]:
-        """Return the requests in the engine's format."""
         times = arrivals(self.requests, self.rate, self.seed)
         return [
             {"seed": index % self.documents, "tokens": self.prompt_tokens, "output": self.output, "at": at}
@@ -125,43 +119,27 @@ def arrivals(count: int, rate: float, seed: int) -> list[float]:
 
 @dataclass
 class Served:
-    """Times of served requests.
+    """Times of served requests: to the first token, and of each further token; ``seconds`` until the last one ended."""
 
-    Attributes:
-        ttft_s: Time to the first token of each request.
-        tpot_s: Time of each further token, by request.
-        requests: Number of requests.
-        seconds: Time until the last one ended.
-    """
-
-    ttft_s: list[float] = field(default_factory=list)
-    tpot_s: list[float] = field(default_factory=list)
-    requests: int = 0
-    seconds: float = 0.0
+    ttft_s: list[float]
+    tpot_s: list[float]
+    seconds: float
 
     @classmethod
     def of(cls, runs: Sequence["Served"]) -> "Served":
-        """Return several runs as one."""
-        return cls(
-            [ttft for run in runs for ttft in run.ttft_s],
-            [tpot for run in runs for tpot in run.tpot_s],
-            sum(run.requests for run in runs),
-            sum(run.seconds for run in runs),
-        )
+        ttfts, tpots = ([each for run in runs for each in getattr(run, name)] for name in ("ttft_s", "tpot_s"))
+        return cls(ttfts, tpots, sum(run.seconds for run in runs))
 
     @property
     def throughput(self) -> float:
-        """Requests per second."""
-        return self.requests / self.seconds
+        return len(self.ttft_s) / self.seconds
 
     @property
     def ttft(self) -> float:
-        """Mean time to the first token."""
         return statistics.fmean(self.ttft_s)
 
     @property
     def tpot(self) -> float:
-        """Mean time of a further token."""
         return statistics.fmean(self.tpot_s)
 
     def columns(self) -> dict[str, float]:
@@ -180,77 +158,58 @@ def p95(values: Sequence[float]) -> float:
     return ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
 
 
-class Engine:
-    """Client of an engine process; :mod:`shadowserve_tools.bench.parts.engine` has its orders."""
-
-    def __init__(self, process: "subprocess.Popen[str]", log: Path) -> None:
-        self.process = process
-        self._log = log
+class Engine(JsonProcess):
+    """An engine process; :mod:`shadowserve_tools.bench.parts.engine` has its orders."""
 
     def call(self, order: str, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any) -> Any:
-        """Send an order and return its answer.
+        """Send an order and return its answer."""
+        self.send({"order": order, **arguments})
+        return self.receive(timeout_s)["result"]
 
-        Raises:
-            ShadowServeError: The engine ended, or did not answer within ``timeout_s``.
-        """
-        return self.exchange({"order": order, **arguments}, timeout_s)
-
-    def exchange(self, message: dict[str, Any], timeout_s: float) -> Any:
-        """Send one line and return the result in the next one."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        try:
-            self.process.stdin.write(json.dumps(message) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the message below has the log
-        ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
-        line = self.process.stdout.readline() if ready else ""
-        if not line:
-            raise ShadowServeError(
-                f"the engine {'ended' if ready else 'gave no answer'}. The end of {self._log}:\n"
-                f"{self._log.read_text(errors='replace')[-3000:]}"
-            )
-        return json.loads(line)["result"]
+    def ask(self, tokens: Sequence[int], output: int = 1, cached: int | None = None, **more: Any) -> dict[str, Any]:
+        """Serve a prompt and return its result, which must have fetched ``cached`` tokens."""
+        request = {"prompt": list(tokens), "output": output, "at": 0.0}
+        (result,) = self.call("serve", requests=[request], **more)
+        found: dict[str, Any] = result
+        if cached is not None:
+            check_cached(found, cached)
+        return found
 
     def serve(self, load: Load, *, fetched: bool) -> Served:
-        """Serve a load and check where its KV came from.
-
-        Args:
-            load: The requests.
-            fetched: True if every chunk must be fetched, False if none may be.
-
-        Raises:
-            ShadowServeError: The KV of a prompt did not come from there.
-        """
+        """Serve a load, of which every chunk must be fetched, or none."""
         results = self.call("serve", requests=load.orders())
-        wanted = load.chunks * DEFAULT_CHUNK_TOKENS if fetched else 0
         for result in results:
-            if result["cached"] != wanted:
-                raise ShadowServeError(f"{result['cached']} tokens of a prompt were not computed, instead of {wanted}")
-        return Served(
-            ttft_s=[result["ttft_s"] for result in results],
-            tpot_s=[result["tpot_s"] for result in results],
-            requests=len(results),
-            seconds=max(result["end_s"] for result in results),
-        )
+            check_cached(result, load.chunks * DEFAULT_CHUNK_TOKENS if fetched else 0)
+        ttfts, tpots = ([result[name] for result in results] for name in ("ttft_s", "tpot_s"))
+        return Served(ttfts, tpots, max(result["end_s"] for result in results))
 
-    def stop(self) -> None:
-        """End the process, by force if it does not end in time."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(STOP_TIMEOUT_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+
+def check_cached(result: dict[str, Any], cached: int, what: str = "a prompt") -> None:
+    """Check where a request's KV came from."""
+    if result["cached"] != cached:
+        raise ShadowServeError(f"{what}: {result['cached']} tokens were not computed, instead of {cached}")
+
+
+def check_answer(result: dict[str, Any], answer: list[int]) -> None:
+    """Compare an answer with the one of an engine without a cache."""
+    if result["answer"] != answer:
+        raise ShadowServeError(f"{result['answer']} with a cache, {answer} without")
+
+
+def check_depends(answer: list[int], other: list[int]) -> None:
+    """Check that another prompt has another answer."""
+    if answer == other:
+        raise ShadowServeError("the answer does not depend on the prompt: equal answers would show nothing")
+
+
+def made_up(tokens: int, seed: int | None = None) -> list[int]:
+    """Return a prompt; each length has its own, so that nothing of it is stored yet."""
+    return prompt(tokens if seed is None else seed, tokens, VOCABULARY)
 
 
 def write_model(folder: Path, model: Model, load: Load) -> None:
     """Write the model that the engines of ``folder`` share, with weights for which answers depend on prompts."""
-    config = model.config(load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS)
+    config = model.config(load.tokens_max)
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(config))
     write_weights(folder / "model", config)
@@ -277,7 +236,6 @@ def started_engine(
     requests_max: int,
     transfer: dict[str, Any] | None = None,
     *,
-    step_tokens: int = 0,
     packages: Sequence[Path] = (),
     **more: Any,
 ) -> Iterator[Engine]:
@@ -287,46 +245,36 @@ def started_engine(
         name: Name of its log.
         folder: Folder of the log and of the model, which all engines of a folder share. Without a model, weights
             are random.
-        cores: Cores of all its threads.
-        model: Shape of the model.
         load: Largest load that the engine has to hold.
         requests_max: Number of requests that run at one time.
         transfer: Configuration of the KV connector; None for plain vLLM.
-        step_tokens: Most tokens of one step; 0 for vLLM's default.
-        packages: Additional folders of Python modules.
-        more: ``kv_cache_bytes``, ``dtype`` or ``prefix_caching``, where they do not follow from the load.
+        more: Options of ``vllm.LLM`` that do not follow from the load.
     """
-    tokens = load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS
-    settings = {
+    options: dict[str, Any] = {
         "model": str(folder / "model"),
-        "config": model.config(tokens),
         "load_format": "auto" if (folder / "model" / "model.safetensors").exists() else "dummy",
-        "vocabulary": VOCABULARY,
-        "max_tokens": tokens,
-        "max_requests": requests_max,
-        "kv_cache_bytes": model.kv_bytes * tokens * (requests_max + 1),
+        "max_model_len": load.tokens_max,
+        "max_num_seqs": requests_max,
+        "kv_cache_memory_bytes": model.kv_bytes * load.tokens_max * (requests_max + 1),
         "dtype": "bfloat16",
         # Every request must be fetched or computed, not served from an earlier one's blocks.
-        "prefix_caching": False,
-        "step_tokens": step_tokens,
-        "packages": list(map(str, packages)),
-        "transfer": transfer,
-        **more,
+        "enable_prefix_caching": False,
     }
-    log = folder / f"{name}.log"
-    with log.open("w") as errors, on_cores(cores):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "shadowserve_tools.bench.parts.engine"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(len(cores))},
-            process_group=0,
-        )
-    engine = Engine(process, log)
+    if transfer:
+        options["kv_transfer_config"] = transfer | {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    settings = {
+        "config": model.config(load.tokens_max),
+        "vocabulary": VOCABULARY,
+        "packages": list(map(str, packages)),
+        "options": options | more,
+    }
+    command = [sys.executable, "-m", "shadowserve_tools.bench.parts.engine"]
+    environment = ENVIRONMENT | {"OMP_NUM_THREADS": str(len(cores))}
+    with on_cores(cores):
+        engine = Engine("the engine", command, folder / f"{name}.log", environment)
     try:
-        engine.exchange(settings, START_TIMEOUT_S)
+        engine.send(settings)
+        engine.receive(START_TIMEOUT_S)
         yield engine
     finally:
         engine.stop()
@@ -344,171 +292,165 @@ def plugin(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_Command = Callable[..., None]
-_Decorator = Callable[[_Command], _Command]
+def grouped(name: str, kind: Callable[..., Any], options: Mapping[str, Decorator]) -> Decorator:
+    """Add options that become one argument, ``name``: a ``kind`` with an attribute for each option."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def with_group(*arguments: Any, **values: Any) -> None:
+            attributes = {each: values.pop(each) for each in options}
+            command(*arguments, **{name: kind(**attributes)}, **values)
+
+        decorated: Callable[..., None] = with_group
+        for option in reversed(list(options.values())):
+            decorated = option(decorated)
+        return decorated
+
+    return decorate
 
 
-def shape_options(layers: int, hidden: int, heads: int, head_size: int) -> _Decorator:
+def shape_options(layers: int, hidden: int, heads: int, head_size: int) -> Decorator:
     """Add options for the shape of the engine's model to a command; its argument is ``model``."""
-    count, width = click.IntRange(1), click.IntRange(32)
-    options = (
-        click.option("--layers", default=layers, show_default=True, type=count, help="Layers of the engine's model."),
-        click.option("--hidden", default=hidden, show_default=True, type=width, help="Hidden size of the model."),
-        click.option("--heads", default=heads, show_default=True, type=count, help="Heads, and KV heads."),
-        click.option("--head-size", default=head_size, show_default=True, type=width, help="Size of a head."),
-    )
-
-    def decorate(command: _Command) -> _Command:
-        @functools.wraps(command)
-        def with_shape(layers: int, hidden: int, heads: int, head_size: int, **options: Any) -> None:
-            command(model=Model(layers=layers, hidden=hidden, heads=heads, head_size=head_size), **options)
-
-        for option in reversed(options):
-            with_shape = option(with_shape)
-        return with_shape
-
-    return decorate
+    options = {
+        "layers": whole("--layers", layers, "Layers of the engine's model."),
+        "hidden": whole("--hidden", hidden, "Hidden size of the model.", 32),
+        "heads": whole("--heads", heads, "Heads, and KV heads."),
+        "head_size": whole("--head-size", head_size, "Size of a head.", 32),
+    }
+    return grouped("model", Model, options)
 
 
-def model_options_with(*, layers: int = 8, chunks: int = 6, requests_max: int = 8) -> _Decorator:
+def model_options(*, layers: int = 8, chunks: int = 6, requests_max: int = 8) -> Decorator:
     """Add options for model and prompts to a command; its arguments are ``model``, ``load`` and ``requests_max``."""
-    count = click.IntRange(1)
-    options = (
-        click.option(
-            "--prompt-chunks",
-            "chunks",
-            default=chunks,
-            show_default=True,
-            type=count,
-            help="Chunks of 256 tokens in a prompt.",
-        ),
-        click.option("--documents", default=4, show_default=True, type=count, help="Number of documents."),
-        click.option(
-            "--requests-max", default=requests_max, show_default=True, type=count, help="Requests that run at one time."
-        ),
-    )
-
-    def decorate(command: _Command) -> _Command:
-        @functools.wraps(command)
-        def with_load(chunks: int, documents: int, **options: Any) -> None:
-            command(load=Load(chunks=chunks, documents=documents), **options)
-
-        for option in reversed(options):
-            with_load = option(with_load)
-        return shape_options(layers, 512, 16, 128)(with_load)
-
-    return decorate
+    options = {
+        "chunks": whole("--prompt-chunks chunks", chunks, "Chunks of 256 tokens in a prompt."),
+        "documents": whole("--documents", 4, "Number of documents."),
+    }
+    most = whole("--requests-max", requests_max, "Requests that run at one time.")
+    return lambda command: shape_options(layers, 512, 16, 128)(grouped("load", Load, options)(most(command)))
 
 
-model_options: Final = model_options_with()
+class Host:
+    """The programs around engines of one model.
 
-
-class Stack:
-    """Storage node, data plane and engine, each on its cores: ``with Stack(...) as stack``.
-
-    Attributes:
-        partition: Cores of the programs.
-        engine: Engine with the plugin. Everything that the load needs is stored.
-        data_plane: The running data plane.
+    Args:
+        load: Largest load of an engine.
     """
 
     def __init__(
-        self,
-        partition: Partition,
-        model: Model,
-        load: Load,
-        requests_max: int,
-        *,
-        backend: str = "software",
-        **host: Any,
-    ) -> None:
-        """Prepare programs for ``load``, the largest that the engine has to hold, with ``requests_max`` requests at
-        a time.
+        self, stack: ExitStack, folder: Path, model: Model, load: Load, network: Network = LOOPBACK,
+        partition: Partition | None = None,
+    ) -> None:  # fmt: skip
+        self.stack, self.folder, self.model, self.load, self.network = stack, folder, model, load, network
+        self.partition = partition or Partition.halves()
+        self.password = "" if network is LOOPBACK else secrets.token_hex(16)  # required beyond loopback
+        # Keep the benchmark's own threads off the engine's cores.
+        stack.enter_context(on_cores(self.partition.data_plane))
 
-        Args:
-            backend: Backend of the data plane.
-            host: Further keys of the plugin's configuration.
-        """
-        self.partition = partition
-        self._backend = backend
-        self._host = host
-        self._model = model
-        self._load = load
-        self._requests_max = requests_max
-        self._exit = contextlib.ExitStack()
-        self._plane = contextlib.ExitStack()
-        self.folder = Path()
+    @property
+    def document_bytes(self) -> int:
+        return self.load.chunks * DEFAULT_CHUNK_TOKENS * self.model.kv_bytes
+
+    def start_storage(self, *flags: str, **environment: str) -> Child:
+        flags = ("--host", self.network.host, "--cores", json.dumps(self.partition.data_plane), *flags)
+        if self.password:
+            environment["SHADOWSERVE_STORAGE_PASSWORD"] = self.password
+        with self.network.store_side():
+            return self.stack.enter_context(start_storage(self.folder, *flags, environment=environment))
+
+    def start_plane(
+        self,
+        storage: str,
+        *flags: str,
+        stack: ExitStack | None = None,
+        place: str = "",
+        side: Callable[[], AbstractContextManager[None]] | None = None,
+        cores: Sequence[int] = (),
+    ) -> Child:
+        """Start a data plane that listens on ``dpu.sock`` in folder ``place``, at the clients' end by default."""
+        folder = self.folder / place
+        folder.mkdir(exist_ok=True)
+        chosen = cores or self.partition.data_plane
+        flags = ("--listen", f"unix:{folder}/dpu.sock", "--cores", json.dumps(chosen), *flags)
+        environment = {"SHADOWSERVE_DPU_STORAGE_PASSWORD": self.password} if self.password else {}
+        with (side or self.network.client_side)(), on_cores(cores) if cores else nullcontext():
+            return (stack or self.stack).enter_context(
+                start_data_plane(folder, storage, *flags, environment=environment)
+            )
+
+    def plugin(self, plane: Child, **keys: Any) -> dict[str, Any]:
+        """Return the configuration of the connector to a data plane."""
+        shared: dict[str, Any] = {"data_plane": plane.address, "identity_cache": str(self.folder / "content.json")}
+        return plugin(shared | LATE | keys)
+
+    def start_engine(
+        self, name: str, transfer: dict[str, Any] | None = None, requests_max: int = 1,
+        stack: ExitStack | None = None, **more: Any,
+    ) -> Engine:  # fmt: skip
+        """Start an engine, see :func:`started_engine`; it ends with ``stack``, by default with everything else."""
+        starting = started_engine(
+            name, self.folder, self.partition.engine, self.model, self.load, requests_max, transfer, **more
+        )
+        return (stack or self.stack).enter_context(starting)
+
+
+class Stack(Host):
+    """Storage node, data plane and engine, each on its cores: ``with Stack(...) as stack``.
+
+    Args:
+        load: Largest load that the engine has to hold, with ``requests_max`` requests at a time.
+
+    Attributes:
+        engine: Engine with the plugin. Everything that the load needs is stored.
+    """
+
+    def __init__(self, partition: Partition, model: Model, load: Load, requests_max: int) -> None:
+        with ExitStack() as starting:
+            folder = Path(starting.enter_context(tempfile.TemporaryDirectory()))
+            super().__init__(starting, folder, model, load, partition=partition)
+            self._requests_max = requests_max
+            self.storage = self.start_storage()
+            self._plane = starting.enter_context(ExitStack())
+            self._start()
+            keys: dict[str, Any] = {
+                "store_buffer_bytes": self.document_bytes,
+                "breaker_backoff_max_s": 0.25,
+                # Fetches run at full speed: their effect on the engine is measured.
+                "interference_budget": 0,
+            }
+            transfer = self.plugin(self.data_plane, **keys)
+            self.engine = self.start_engine("engine", transfer, requests_max)
+            starting.callback(self._plane.close)
+            stored = self.engine.call("store", seeds=list(range(load.documents)), tokens=load.prompt_tokens)
+            if stored != load.documents * load.chunks:
+                raise ShadowServeError(f"{stored} chunks were stored of {load.documents * load.chunks}")
+            self.stack = starting.pop_all()
 
     def __enter__(self) -> "Stack":
-        try:
-            self._start()
-        except BaseException:
-            self._exit.close()
-            raise
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._exit.close()
+        self.stack.close()
 
-    def _start(self) -> None:
-        # Keep the benchmark's own threads off the engine's cores.
-        self._exit.enter_context(on_cores(self.partition.data_plane))
-        self.folder = Path(self._exit.enter_context(tempfile.TemporaryDirectory()))
-        cores = json.dumps(self.partition.data_plane)
-        self.storage = self._exit.enter_context(start_storage(self.folder, "--cores", cores))
-        self._exit.enter_context(self._plane)
-        self.data_plane = self._start_data_plane("127.0.0.1:0")
-        connector = {
-            "data_plane": self.data_plane.address,
-            "store_buffer_bytes": self._load.chunks * DEFAULT_CHUNK_TOKENS * self._model.kv_bytes,
-            # A late transfer must be measured as late, not computed instead.
-            "lookup_timeout_s": 60,
-            "fetch_timeout_s": 60,
-            "breaker_backoff_max_s": 0.25,
-            # Fetches run at full speed: their effect on the engine is measured.
-            "interference_budget": 0,
-            **self._host,
-        }
-        self.engine = self._exit.enter_context(self.engine_with("engine", connector))
-        self._exit.callback(self._plane.close)
-        stored = self.engine.call("store", seeds=list(range(self._load.documents)), tokens=self._load.prompt_tokens)
-        wanted = self._load.documents * self._load.chunks
-        if stored != wanted:
-            raise ShadowServeError(f"{stored} chunks were stored of {wanted}")
+    def _start(self, *flags: str) -> None:
+        self.data_plane = self.start_plane(self.storage.address, *flags, stack=self._plane)
 
-    def engine_with(self, name: str, plugin_config: Any = None) -> contextlib.AbstractContextManager[Engine]:
-        """Run one more engine on the engine's cores; without a plugin configuration, plain vLLM."""
-        transfer = plugin(plugin_config) if plugin_config else None
-        return started_engine(
-            name, self.folder, self.partition.engine, self._model, self._load, self._requests_max, transfer
-        )
-
-    @contextlib.contextmanager
-    def engine_that_keeps(self) -> Iterator[Engine]:
-        """Run plain vLLM on the engine's cores, with every document in its prefix cache."""
-        documents = self._load.documents
-        tokens = self._load.prompt_tokens + self._load.output + DEFAULT_CHUNK_TOKENS
-        room = self._model.kv_bytes * tokens * (documents + self._requests_max + 1)
-        with started_engine(
-            "keeping", self.folder, self.partition.engine, self._model, self._load, self._requests_max,
-            prefix_caching=True, kv_cache_bytes=room,
-        ) as engine:  # fmt: skip
-            first = replace(self._load, requests=documents, output=1, rate=0.0)
-            engine.call("serve", requests=first.orders())
-            yield engine
-
-    def _start_data_plane(self, listen: str, *flags: str, environment: dict[str, str] | None = None) -> Child:
-        cores = json.dumps(self.partition.data_plane)
-        arguments = ("--listen", listen, "--cores", cores, "--backend", self._backend, *flags)
-        starting = start_data_plane(self.folder, self.storage.address, *arguments, environment=environment)
-        return self._plane.enter_context(starting)
-
-    def restart_data_plane(self, *flags: str, environment: dict[str, str] | None = None) -> None:
+    def restart_data_plane(self, *flags: str) -> None:
         """Restart the data plane with other flags at its old address; the engine registers again."""
         self._plane.close()
-        self.data_plane = self._start_data_plane(self.data_plane.address, *flags, environment=environment)
+        self._start(*flags)
         time.sleep(2 * 0.25)  # the plugin's circuit breaker may have opened
-        self.engine.call("serve", requests=[{"seed": 0, "tokens": self._load.prompt_tokens, "output": 1, "at": 0.0}])
+        self.engine.call("serve", requests=[{"seed": 0, "tokens": self.load.prompt_tokens, "output": 1, "at": 0.0}])
+
+    def start_keeping(self) -> Engine:
+        """Start plain vLLM with every document in its prefix cache."""
+        room = self.model.kv_bytes * self.load.tokens_max * (self.load.documents + self._requests_max + 1)
+        engine = self.start_engine(
+            "keeping", None, self._requests_max, enable_prefix_caching=True, kv_cache_memory_bytes=room
+        )
+        first = replace(self.load, requests=self.load.documents, output=1, rate=0.0)
+        engine.call("serve", requests=first.orders())
+        return engine
 
     @contextlib.contextmanager
     def decoding_in_engine(self) -> Iterator[None]:

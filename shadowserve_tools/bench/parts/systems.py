@@ -6,23 +6,22 @@ Stores are at one end of a link. Engines are at the same end, and reach the stor
 
 import contextlib
 import json
-import secrets
 import urllib.request
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import psutil
 
 from shadowserve.errors import ShadowServeError
-from shadowserve_tools.bench.parts.serving import Engine, Partition, plugin
+from shadowserve_tools.bench.parts.serving import Engine, Host, check_cached
 from shadowserve_tools.bench.parts.workload import client
 from shadowserve_tools.bench.peers.contender import family
-from shadowserve_tools.bench.peers.installed import installed, lmcache_daemon
-from shadowserve_tools.bench.peers.network import LOOPBACK, Network
-from shadowserve_tools.processes import Child, start_data_plane, start_redis, start_storage, until
+from shadowserve_tools.bench.peers.installed import NOT_INSTALLED, does_not_run, installed, lmcache_daemon
+from shadowserve_tools.bench.peers.network import LOOPBACK
+from shadowserve_tools.processes import Child, start_redis, until
 
 OFF: Final = "no cache"
 OURS: Final = "ShadowServe, lossless"
@@ -33,30 +32,13 @@ LOCAL_SHM: Final = "LMCache, CPU tier, shared memory"
 REDIS_SHM: Final = "LMCache, Redis tuned, shared memory"
 STORED_TIMEOUT_S: Final = 60.0
 
+Side = Callable[[], AbstractContextManager[None]]
 
-@dataclass(frozen=True)
-class Site:
-    """Placement of systems.
 
-    Attributes:
-        folder: Folder of logs.
-        partition: Cores of the programs.
-        network: Network with the stores at one end.
-        peers_python: Python of the environment of scripts/setup-peers.
-        size: Bytes of all KV.
-    """
-
-    folder: Path
-    partition: Partition
-    network: Network
-    peers_python: Path
-    size: int
-
-    @property
-    def sides(self) -> dict[bool, Callable[[], AbstractContextManager[None]]]:
-        """Context of the engines' end of the network, for loopback (False) and for the link (True)."""
-        sides = {False: self.network.store_side}
-        return sides if self.network is LOOPBACK else sides | {True: self.network.client_side}
+def sides(host: Host) -> dict[bool, Side]:
+    """Return the context of the engines' end of the network, for loopback (False) and for the link (True)."""
+    found: dict[bool, Side] = {False: host.network.store_side}
+    return found if host.network is LOOPBACK else found | {True: host.network.client_side}
 
 
 def _nothing(*_arguments: Any) -> None:
@@ -68,18 +50,12 @@ class System:
     """A running cache of an engine; by default none.
 
     Attributes:
-        name: Name in tables.
-        linked: True if a link is between engine and store.
         brief: True if one request for each of half of the documents is enough.
         fills: False if it reads what another system has stored.
         often: True if it computes more documents than prompts are about, for a ratio of one per cent.
-        side: Context of the engine's end of the network.
-        transfer: Configuration of the engine's connector.
         processes: Processes of the system, the engine excluded.
         stored: Returns when the given number of chunks is stored.
         forget: Empties the caches between the engine and the store.
-        packages: Additional Python packages of the engine.
-        data_plane: Address of ShadowServe's data plane.
     """
 
     name: str = OFF
@@ -92,7 +68,7 @@ class System:
     processes: Sequence[psutil.Process] = ()
     stored: Callable[[Engine, int], None] = _nothing
     forget: Callable[[], None] = _nothing
-    packages: Sequence[Path] = field(default=())
+    packages: Sequence[Path] = ()
     data_plane: str = ""
 
 
@@ -103,132 +79,88 @@ class Answers:
         self._first: dict[tuple[int, int], tuple[str, list[int]]] = {}
 
     def check(self, system: str, document: int, question: int, result: dict[str, Any], cached: int) -> None:
-        """Check a request's answer, and where its KV came from.
-
-        Args:
-            system: Name of the system.
-            document: Number of the document.
-            question: Number of the question.
-            result: The engine's result.
-            cached: Expected number of tokens that are not computed.
-
-        Raises:
-            ShadowServeError: The answer differs from the first system's, or :func:`check_cached` raises.
-        """
+        """Check a request's answer, and how many of its tokens were not computed."""
         other, first = self._first.setdefault((document, question), (system, result["answer"]))
+        about = f"{system}, question {question} about document {document}"
         if result["answer"] != first:
-            about = f"{system}, question {question} about document {document}"
             raise ShadowServeError(f"{about}: the answer is {result['answer']}; of {other} it was {first}")
-        check_cached(system, document, result, cached)
+        check_cached(result, cached, about)
 
 
-def check_cached(system: str, document: int, result: dict[str, Any], cached: int) -> None:
-    """Check where a request's KV came from.
-
-    Raises:
-        ShadowServeError: It was computed instead of fetched, or fetched instead of computed.
-    """
-    if result["cached"] != cached:
-        about = f"{system}, a question about document {document}"
-        raise ShadowServeError(f"{about}: {result['cached']} tokens were not computed, instead of {cached}")
-
-
-def ours(stack: ExitStack, site: Site) -> list[System]:
+def ours(host: Host) -> list[System]:
     """Start a storage node, and a data plane at each end, with their defaults.
 
     For each engine with the defaults there is one with ``layer_order``, on the same data plane.
     """
-    network, cores = site.network, json.dumps(site.partition.data_plane)
-    password = secrets.token_hex(16)  # required beyond loopback
-    with network.store_side():
-        storage = stack.enter_context(
-            start_storage(
-                site.folder, "--host", network.host, "--cores", cores,
-                environment={"SHADOWSERVE_STORAGE_PASSWORD": password},
-            )
-        )  # fmt: skip
+    storage = host.start_storage()
     systems = []
-    for linked, side in site.sides.items():
-        folder = site.folder / ("far" if linked else "near")
-        folder.mkdir()
-        address = f"unix:{folder}/dpu.sock"
-        with side():
-            plane = stack.enter_context(
-                start_data_plane(
-                    folder, storage.address, "--listen", address, "--cores", cores,
-                    environment={"SHADOWSERVE_DPU_STORAGE_PASSWORD": password},
-                )
-            )  # fmt: skip
-        # A late transfer must be measured as late, not computed instead.
-        late = {"lookup_timeout_s": 60, "fetch_timeout_s": 60}
-        config = {"data_plane": address, "identity_cache": str(site.folder / "content.json"), **late}
-        processes = [psutil.Process(child.process.pid) for child in (storage, plane)]
+    for linked, side in sides(host).items():
+        plane = host.start_plane(storage.address, place="far" if linked else "near", side=side)
         default = System(
             name=OURS,
             linked=linked,
             often=True,
             side=side,
-            transfer=plugin(config),
-            processes=processes,
+            transfer=host.plugin(plane),
+            processes=[psutil.Process(child.process.pid) for child in (storage, plane)],
             stored=lambda engine, _chunks: engine.call("settle"),
-            data_plane=address,
+            data_plane=plane.address,
         )
-        layers = plugin(config | {"layer_order": True})
+        layers = host.plugin(plane, layer_order=True)
         systems += [default, replace(default, name=OURS_LAYERS, fills=False, transfer=layers)]
     return systems
 
 
-def peers(stack: ExitStack, site: Site) -> tuple[list[System], dict[str, str]]:
+def peers(host: Host, python: Path, size: int) -> tuple[list[System], dict[str, str]]:
     """Start LMCache's servers, with their own memory and with Redis, with defaults and in their strongest mode.
+
+    Args:
+        size: Bytes of all KV.
 
     Returns:
         The running systems, and the reason of each absent one by name.
     """
     absent: dict[str, str] = {}
     systems: list[System] = []
-    there = "lmcache" in installed(site.peers_python)
-    for strongest, local, redis in ((False, LOCAL, REDIS), (True, LOCAL_SHM, REDIS_SHM)):
-        for name, start in ((local, _local), (redis, _redis)):
-            if not there:
-                absent[name] = "not installed (scripts/setup-peers)"
-                continue
-            try:
-                systems += start(stack, site, name, strongest)
-            except (ShadowServeError, OSError) as error:
-                absent[name] = f"does not run here: {str(error).partition(chr(10))[0]}"
+    there = "lmcache" in installed(python)
+    for name, in_redis, strongest in (
+        (LOCAL, False, False), (REDIS, True, False), (LOCAL_SHM, False, True), (REDIS_SHM, True, True),
+    ):  # fmt: skip
+        if not there:
+            absent[name] = NOT_INSTALLED
+            continue
+        try:
+            redis = None
+            if in_redis:
+                with host.network.store_side():
+                    redis = host.stack.enter_context(start_redis(host.folder, host=host.network.host, tuned=strongest))
+            for linked, side in sides(host).items():
+                if in_redis or not linked:
+                    systems.append(_lmcache(host, python, size, name, strongest, redis, linked, side))
+        except (ShadowServeError, OSError) as error:
+            absent[name] = does_not_run(error)
     return systems, absent
 
 
-def _local(stack: ExitStack, site: Site, name: str, strongest: bool) -> list[System]:
-    with site.network.store_side():
-        return [_lmcache(stack, site, name, strongest)]
-
-
-def _redis(stack: ExitStack, site: Site, name: str, strongest: bool) -> list[System]:
-    with site.network.store_side():
-        store = stack.enter_context(start_redis(site.folder, host=site.network.host, tuned=strongest))
-    systems = []
-    for linked, side in site.sides.items():
-        with side():
-            systems.append(_lmcache(stack, site, name, strongest, store, linked=linked))
-    return systems
-
-
 def _lmcache(
-    stack: ExitStack, site: Site, name: str, strongest: bool, redis: Child | None = None, *, linked: bool = False
+    host: Host, python: Path, size: int, name: str, strongest: bool, redis: Child | None, linked: bool, side: Side
 ) -> System:
-    """Start LMCache's server at this end of the network."""
-    side = site.sides[linked]
     log = f"{name.replace(', ', '-').replace(' ', '-').lower()}-{'far' if linked else 'near'}"
-    starting = lmcache_daemon(log, site.peers_python, site.folder, site.size, redis, strongest=strongest)
-    daemon = stack.enter_context(starting)
-    host, _, port = daemon.address.rpartition(":")
+    with side():
+        daemon = host.stack.enter_context(lmcache_daemon(log, python, host.folder, size, redis, strongest=strongest))
+    address, _, port = daemon.address.rpartition(":")
+
+    def in_memory(chunks: int) -> bool:
+        found = json.loads(_request(f"{daemon.http}/status"))["storage_manager"]
+        controller = found["store_controller"]
+        moving = controller["pending_keys_count"] + controller["in_flight_task_count"]
+        return bool(found["l1_manager"]["total_object_count"] >= chunks and not moving)
 
     def stored(_engine: Engine, chunks: int) -> None:
         with side():
-            _await_chunks(f"{daemon.http}/status", chunks)
+            until(lambda: in_memory(chunks), "LMCache's server has not stored everything", STORED_TIMEOUT_S)
         if redis is not None:
-            with site.network.store_side(), contextlib.closing(client(redis.address)) as server:
+            with host.network.store_side(), contextlib.closing(client(redis.address)) as server:
                 stored_all = lambda: sum(b"@" in key for key in server.scan_iter(count=1000)) >= chunks  # noqa: E731
                 until(stored_all, "Redis lacks chunks", STORED_TIMEOUT_S)
 
@@ -243,23 +175,13 @@ def _lmcache(
         side=side,
         transfer={
             "kv_connector": "LMCacheMPConnector",
-            "kv_connector_extra_config": {"lmcache.mp.host": f"tcp://{host}", "lmcache.mp.port": int(port)},
+            "kv_connector_extra_config": {"lmcache.mp.host": f"tcp://{address}", "lmcache.mp.port": int(port)},
         },
         processes=[each for child in (daemon.child, redis) if child for each in family(child.process.pid)],
         stored=stored,
         forget=forget if redis else _nothing,
-        packages=list(site.peers_python.parents[1].glob("lib/python*/site-packages")),
+        packages=list(python.parents[1].glob("lib/python*/site-packages")),
     )
-
-
-def _await_chunks(url: str, chunks: int) -> None:
-    def there() -> bool:
-        found = json.loads(_request(url))["storage_manager"]
-        controller = found["store_controller"]
-        moving = controller["pending_keys_count"] + controller["in_flight_task_count"]
-        return bool(found["l1_manager"]["total_object_count"] >= chunks and not moving)
-
-    until(there, "LMCache's server has not stored everything", STORED_TIMEOUT_S)
 
 
 def _request(url: str, body: bytes | None = None) -> bytes:

@@ -11,9 +11,9 @@ their symbols are smaller: 3.83 bits, 2.4 % less in 8 classes.
 import dataclasses
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -47,11 +47,6 @@ class Workload:
     """Chunks of one prompt, as records.
 
     Attributes:
-        layout: Layout of every chunk.
-        codec: Codec of every slice.
-        tokens: Tokens of the prompt.
-        keys: Key of each chunk.
-        records: Record of each chunk.
         crcs: CRC-32 of each chunk's KV as it must be delivered.
     """
 
@@ -64,14 +59,12 @@ class Workload:
 
     @property
     def label(self) -> str:
-        """Name of the quantizer in tables."""
         if self.layout.quantizer is not Quantizer.BINNED:
             return self.layout.quantizer.label
         return f"binned {self.layout.bins}/{self.layout.value_bins} (lossy)"
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of all chunks in the engine's dtype."""
         return len(self.keys) * self.layout.raw_bytes
 
     @property
@@ -85,7 +78,6 @@ def llama_8b(
     """Return chunks of Llama-3.1-8B's shape: 8 KV heads of 128, bfloat16; 32 MiB each with all layers.
 
     Args:
-        chunks: Number of chunks of 256 tokens.
         layers: Number of layers; fewer make a chunk smaller, and its slices keep their size.
         quantizer: Lossless, the default of users, or binned with the default bins (lossy).
         codec: Name of the codec; None for the default of a data plane.
@@ -94,26 +86,28 @@ def llama_8b(
     bins, value_bins = (host[name].default for name in ("bins", "value_bins"))
     binned = {"bins": bins, "value_bins": value_bins} if quantizer is Quantizer.BINNED else {}
     chosen = native.Codec[(codec or default_codec()).upper()]
-    layout = KVNamespace(model=MODEL, layers=(0, layers), heads=(0, 8)).name(
-        ChunkLayout(
-            dtype=DType.BFLOAT16,
-            layers=layers,
-            kinds=2,
-            vector_length=8 * 128,
-            tokens=DEFAULT_CHUNK_TOKENS,
-            quantizer=quantizer,
-            **binned,
-        )
-    )
+    layout = named_layout(layers, 8, kinds=2, vector_length=8 * 128, quantizer=quantizer, **binned)
     generator = np.random.default_rng(int.from_bytes(os.urandom(4)))
     tokens = generator.integers(0, 128_000, chunks * DEFAULT_CHUNK_TOKENS)
-    keys = record_keys(layout.namespace, prefix_chain(MODEL.digest(), tokens))
+    keys = keys_of(layout, tokens)
     records, crcs = [], []
     for key, kv in zip(keys, tracked(_values(generator, layout, chunks), "making KV", chunks), strict=True):
         encoded = record.encode(key, chosen, layout, kv)
         records.append(encoded)
         crcs.append(native.crc32(record.decode(encoded, key, layout)))
     return Workload(layout, chosen, tokens.tolist(), keys, records, crcs)
+
+
+def named_layout(layers: int, heads: int, group: str = "", **shape: Any) -> ChunkLayout:
+    """Return the layout of chunks of MODEL, by default in bfloat16 and of the usual number of tokens."""
+    namespace = KVNamespace(model=MODEL, layers=(0, layers), heads=(0, heads), **({"group": group} if group else {}))
+    defaults = {"dtype": DType.BFLOAT16, "tokens": DEFAULT_CHUNK_TOKENS}
+    return namespace.name(ChunkLayout(**(defaults | {"layers": layers} | shape)))
+
+
+def keys_of(layout: ChunkLayout, tokens: Sequence[int] | npt.NDArray[np.int64]) -> list[bytes]:
+    """Return the key of each chunk of a prompt."""
+    return record_keys(layout.namespace, prefix_chain(MODEL.digest(), np.asarray(tokens)))
 
 
 def default_codec() -> str:
@@ -136,6 +130,15 @@ def kv_patterns(generator: np.random.Generator, layout: ChunkLayout) -> npt.NDAr
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
+def made_up_slices(layers: int, vector_length: int, tokens: int = DEFAULT_CHUNK_TOKENS) -> npt.NDArray[np.uint16]:
+    """Return slices of KV, always the same ones, as bfloat16 bit patterns: slice, token, element."""
+    layout = ChunkLayout(
+        namespace=bytes(KEY_BYTES), dtype=DType.BFLOAT16, layers=layers, kinds=2, vector_length=vector_length,
+        tokens=tokens, quantizer=Quantizer.LOSSLESS,
+    )  # fmt: skip
+    return kv_patterns(np.random.default_rng(8), layout).reshape(-1, tokens, vector_length)
+
+
 def _values(generator: np.random.Generator, layout: ChunkLayout, chunks: int) -> Iterator[memoryview]:
     """Yield the chunks' KV: one set of values, shifted for each chunk."""
     patterns = kv_patterns(generator, layout)
@@ -148,7 +151,7 @@ def uncompressed(workload: Workload, chunks: Iterable[bytes]) -> Workload:
     layout = dataclasses.replace(
         workload.layout, namespace=secrets.token_bytes(KEY_BYTES), quantizer=Quantizer.PASSTHROUGH, bins=0
     )
-    keys = record_keys(layout.namespace, prefix_chain(MODEL.digest(), np.asarray(workload.tokens)))
+    keys = keys_of(layout, workload.tokens)
     kept = list(chunks)
     records = [record.encode(key, native.Codec.NONE, layout, kv) for key, kv in zip(keys, kept, strict=True)]
     return Workload(layout, native.Codec.NONE, workload.tokens, keys, records, [native.crc32(kv) for kv in kept])

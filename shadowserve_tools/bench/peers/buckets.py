@@ -33,11 +33,7 @@ MISSING: Final = (
 
 @contextlib.contextmanager
 def ceph_gateway(bucket: str) -> Iterator[str]:
-    """Yield the endpoint of a gateway with an empty bucket.
-
-    Raises:
-        ShadowServeError: It is not installed, or does not start.
-    """
+    """Yield the endpoint of a gateway with an empty bucket."""
     if MISSING:
         raise ShadowServeError(f"{MISSING}: apt-get install --no-install-recommends ceph-mon ceph-osd radosgw")
     folder = Path(tempfile.mkdtemp(prefix="ceph-")) / "node"  # paths of sockets are short
@@ -69,11 +65,7 @@ def _create(endpoint: str, bucket: str) -> None:
 
 @contextlib.contextmanager
 def bucket_server(logs: Path) -> Iterator[tuple[str, str]]:
-    """Yield the endpoint of BUCKET, on loopback of this thread's network namespace, and the server's name.
-
-    Raises:
-        ShadowServeError: Neither Ceph nor a checkout is there.
-    """
+    """Yield the endpoint of BUCKET, on loopback of this thread's network namespace, and the server's name."""
     own = _REPOSITORY / "tests" / "faulty_s3.py"
     if not MISSING:
         with ceph_gateway(BUCKET) as endpoint:

@@ -48,11 +48,7 @@ mantissa.
 
 
 class Values:
-    """The chunks: one chunk's bytes, rotated by another number of bytes for each.
-
-    Args:
-        file: File with one chunk.
-    """
+    """The chunks: one chunk's bytes, rotated by another number of bytes for each."""
 
     def __init__(self, file: str | Path) -> None:
         self._first: Bytes = np.fromfile(file, np.uint8)
@@ -85,14 +81,9 @@ class Values:
 class Client(Protocol):
     """A peer's client; the module describes its methods."""
 
-    def fetch(self, count: int) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
-
-    def matches(self, index: int) -> bool:
-        pass
+    def fetch(self, count: int) -> None: ...
+    def clear(self) -> None: ...
+    def matches(self, index: int) -> bool: ...
 
 
 class LMCacheRemote:
@@ -214,7 +205,6 @@ class LMCacheServer:
             time.sleep(0.1)
 
     def _stored(self, store: str) -> int:
-        """Return the number of chunks in the store."""
         if os.path.isdir(store):
             sizes = [path.stat().st_size for path in Path(store).rglob("*") if path.is_file()]
             return sum(size >= self._values.chunk_bytes for size in sizes)
@@ -301,7 +291,20 @@ def _installed() -> dict[str, str]:
     return found
 
 
-def _serve(client: Client, answer: Callable[[dict[str, Any]], None]) -> None:
+def _run(arguments: argparse.Namespace, answer: Callable[[dict[str, Any]], None]) -> None:
+    if arguments.role == "installed":
+        answer(_installed())
+        return
+    common = Values(arguments.values), arguments.chunks, arguments.address
+    client: Client
+    match arguments.role:
+        case "lmcache":
+            client = LMCacheRemote(*common)
+        case "lmcache-server":
+            client = LMCacheServer(*common, arguments.http, arguments.store, lossy=arguments.lossy)
+        case "mooncake" | "mooncake-store":
+            client = Mooncake(*common, holds=arguments.role == "mooncake-store")
+    answer({"ready": True})
     for line in sys.stdin:
         request = json.loads(line)
         match request["do"]:
@@ -316,27 +319,6 @@ def _serve(client: Client, answer: Callable[[dict[str, Any]], None]) -> None:
             case other:
                 raise RuntimeError(f"unknown command '{other}'")
         answer({})
-
-
-def _run(arguments: argparse.Namespace, answer: Callable[[dict[str, Any]], None]) -> None:
-    if arguments.role == "installed":
-        answer(_installed())
-        return
-    values, chunks = Values(arguments.values), arguments.chunks
-    client: Client
-    match arguments.role:
-        case "lmcache":
-            client = LMCacheRemote(values, chunks, arguments.address)
-        case "lmcache-server":
-            client = LMCacheServer(
-                values, chunks, arguments.address, arguments.http, arguments.store, lossy=arguments.lossy
-            )
-        case "mooncake":
-            client = Mooncake(values, chunks, arguments.address)
-        case "mooncake-store":
-            client = Mooncake(values, chunks, arguments.address, holds=True)
-    answer({"ready": True})
-    _serve(client, answer)
 
 
 def _main() -> None:

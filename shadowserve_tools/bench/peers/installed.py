@@ -2,13 +2,11 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
-import os
 import re
-import select
-import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -17,13 +15,14 @@ import psutil
 
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.peers import driver
-from shadowserve_tools.bench.peers.contender import Contender, family
+from shadowserve_tools.bench.peers.contender import Contender, Field, family
 from shadowserve_tools.bench.peers.network import LOOPBACK, Network
-from shadowserve_tools.processes import Child, free_port, started
+from shadowserve_tools.processes import Child, JsonProcess, free_port, started
 
 DEFAULT_PYTHON: Final = Path(__file__).resolve().parents[3] / ".venv-peers" / "bin" / "python"
 START_TIMEOUT_S: Final = 180.0
 CALL_TIMEOUT_S: Final = 120.0
+NOT_INSTALLED: Final = "not installed (scripts/setup-peers)"
 ENVIRONMENT: Final = {
     "LMCACHE_DISABLE_BANNER": "1",
     "LMCACHE_LOG_LEVEL": "WARNING",
@@ -37,11 +36,7 @@ class Bed:
     """Parameters of every peer.
 
     Attributes:
-        python: Python of the peers' environment.
-        logs: Folder of the processes' logs.
         values_file: One chunk; see :class:`~shadowserve_tools.bench.peers.driver.Values`.
-        chunks: Number of chunks in each store.
-        network: Network between stores and clients.
     """
 
     python: Path
@@ -66,34 +61,44 @@ def installed(python: Path) -> dict[str, str]:
 
 Start = Callable[[Bed, str], contextlib.AbstractContextManager[Contender]]
 """Starts a peer with a name."""
+Starts = Mapping[str, tuple[str, Start]]
+"""For each name, the peer's package (as in :func:`installed`) and the function that starts it."""
 
 
-def start_installed(
-    stack: contextlib.ExitStack, bed: Bed, starts: Mapping[str, tuple[str, Start]]
-) -> tuple[list[Contender], dict[str, str]]:
-    """Start the installed peers.
-
-    Args:
-        stack: Ends them.
-        bed: Parameters of all.
-        starts: For each name, its package (as in :func:`installed`) and the function that starts it.
-
-    Returns:
-        The running peers, and the reason of each absent one by name.
-    """
+def add_installed(field: Field, stack: contextlib.ExitStack, bed: Bed, starts: Starts) -> set[str]:
+    """Start the installed peers, and return their names; ``field`` gets them, and the reason of each absent one."""
     versions = installed(bed.python)
-    running, absent = [], {}
+    running = set()
     for name, (peer, start) in starts.items():
         if peer not in versions:
-            absent[name] = "not installed (scripts/setup-peers)"
+            field.absent[name] = NOT_INSTALLED
             continue
         try:
             contender = stack.enter_context(start(bed, name))
         except (ShadowServeError, OSError) as error:  # OSError: the package has no program
-            absent[name] = f"does not run here: {str(error).partition(chr(10))[0]}"
+            field.absent[name] = does_not_run(error)
             continue
-        running.append(dataclasses.replace(contender, note=versions[peer]))
-    return running, absent
+        field.contenders.append(dataclasses.replace(contender, note=versions[peer]))
+        running.add(name)
+    return running
+
+
+def does_not_run(error: Exception) -> str:
+    """Return the reason of a peer that did not start, in a line."""
+    return f"does not run here: {str(error).partition(chr(10))[0]}"
+
+
+@contextlib.contextmanager
+def _server(bed: Bed, name: str, command: Sequence[str], ready: str) -> Iterator[Child]:
+    """Run a peer's server at the stores' end of the network."""
+    environment = ENVIRONMENT | {"LMCACHE_LOG_LEVEL": "INFO"}
+    starting = started(
+        name, command, bed.logs, ready=re.compile(ready), environment=environment, timeout_s=START_TIMEOUT_S
+    )
+    with contextlib.ExitStack() as stack:
+        with bed.network.store_side():
+            child = stack.enter_context(starting)
+        yield child
 
 
 @contextlib.contextmanager
@@ -101,19 +106,10 @@ def lmcache(bed: Bed, name: str) -> Iterator[Contender]:
     """LMCache's engine with its own remote store, ``lm://``, raw."""
     port = str(free_port())
     command = [str(bed.python.with_name("lmcache_server")), bed.network.host, port, "cpu"]
-    with contextlib.ExitStack() as stack:
-        with bed.network.store_side():
-            server = stack.enter_context(
-                started(
-                    "lmcache-remote",
-                    command,
-                    bed.logs,
-                    ready=re.compile("Server started at"),
-                    environment=ENVIRONMENT | {"LMCACHE_LOG_LEVEL": "INFO"},
-                    timeout_s=START_TIMEOUT_S,
-                )
-            )
-        client = stack.enter_context(_started(bed, "lmcache", "--address", f"{bed.network.host}:{port}"))
+    with (
+        _server(bed, "lmcache-remote", command, "Server started at") as server,
+        _started(bed, "lmcache", "--address", f"{bed.network.host}:{port}") as client,
+    ):
         yield client.contender(name, family(server.process.pid))
 
 
@@ -124,8 +120,6 @@ def lmcache_server(
     """LMCache's multiprocess mode: a server with shared memory to the worker, and a store behind it.
 
     Args:
-        bed: Parameters.
-        name: Name in tables.
         redis: Running Redis that is its L2.
         folder: Folder of its L2, read past the page cache. With neither, fetches come from its memory.
         fp8: True to let LMCache compress: half of the bytes, and values that differ by a few per cent.
@@ -149,7 +143,6 @@ class LMCacheDaemon:
     """A running server of LMCache's multiprocess mode.
 
     Attributes:
-        child: Its process.
         address: ``host:port`` of workers' connections.
         http: URL of its status.
     """
@@ -174,13 +167,9 @@ def lmcache_daemon(
     """Run a server of LMCache's multiprocess mode, one for a host.
 
     Args:
-        name: Name of its log.
-        python: Python of the peers' environment.
-        logs: Folder of its log.
         size: Bytes that it has to hold; it gets half as much again.
         redis: Running Redis that is its L2.
         folder: Folder of its L2. With neither, it has its own memory alone.
-        fp8: True to compress for L2.
         strongest: True for its fastest known configuration, with shared memory to the workers; otherwise that of
             its documentation for a host without a GPU, with the flags that it requires.
     """
@@ -219,104 +208,46 @@ def lmcache_daemon(
 def mooncake(bed: Bed, name: str) -> Iterator[Contender]:
     """Mooncake's store over TCP: its master, a process with the chunks, and a reader."""
     port = free_port()
-    master_flags = [f"--rpc_address={bed.network.host}", f"--rpc_port={port}", f"--metrics_port={free_port()}"]
-    address = f"{bed.network.host}:{port}"
-    with contextlib.ExitStack() as stack:
-        with bed.network.store_side():
-            master = stack.enter_context(
-                started(
-                    "mooncake-master",
-                    [str(bed.python), "-m", "mooncake.cli", *master_flags],
-                    bed.logs,
-                    ready=re.compile("service_ready=true"),
-                    timeout_s=START_TIMEOUT_S,
-                )
-            )
-        store = stack.enter_context(_started(bed, "mooncake-store", "--address", address))
-        client = stack.enter_context(_started(bed, "mooncake", "--address", address))
+    command = [str(bed.python), "-m", "mooncake.cli", f"--rpc_address={bed.network.host}", f"--rpc_port={port}"]
+    command.append(f"--metrics_port={free_port()}")
+    address = ("--address", f"{bed.network.host}:{port}")
+    with (
+        _server(bed, "mooncake-master", command, "service_ready=true") as master,
+        _started(bed, "mooncake-store", *address) as store,
+        _started(bed, "mooncake", *address) as client,
+    ):
         yield client.contender(name, [*family(master.process.pid), *store.processes])
 
 
 @contextlib.contextmanager
 def _started(bed: Bed, role: str, *flags: str) -> Iterator["_Driver"]:
-    side = bed.network.client_side
-    if role == "mooncake-store":
-        side = bed.network.store_side
+    side = bed.network.store_side if role == "mooncake-store" else bed.network.client_side
     command = [str(bed.python), driver.__file__, role, "--values", str(bed.values_file), "--chunks", str(bed.chunks)]
-    log = bed.logs / f"{role}-driver.log"
-    with log.open("wb") as errors, side():
-        process = subprocess.Popen(
-            [*command, *flags],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env={**os.environ, **ENVIRONMENT},
-            process_group=0,
-        )
-    client = _Driver(role, process, log)
+    with side():
+        client = _Driver(f"the peer '{role}'", [*command, *flags], bed.logs / f"{role}-driver.log", ENVIRONMENT)
     try:
-        client.answer(START_TIMEOUT_S)
+        client.receive(START_TIMEOUT_S)
         yield client
     finally:
-        client.close()
+        client.stop()
 
 
-class _Driver:
-    """A process of :mod:`~shadowserve_tools.bench.peers.driver`."""
-
-    def __init__(self, role: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
-        self._role = role
-        self._process = process
-        self._log = log
-
+class _Driver(JsonProcess):
     @property
     def processes(self) -> list[psutil.Process]:
-        return family(self._process.pid)
+        return family(self.process.pid)
 
     def contender(self, name: str, servers: list[psutil.Process]) -> Contender:
         """Return the driver with its servers as a contender."""
         return Contender(
             name=name,
             kind="raw",
-            fetch=lambda count: self._call("fetch", count),
-            clear=lambda: self._call("clear"),
-            verify=lambda count: self._call("verify", count),
+            fetch=functools.partial(self._call, "fetch"),
+            clear=functools.partial(self._call, "clear"),
+            verify=functools.partial(self._call, "verify"),
             processes=[*self.processes, *servers],
         )
 
     def _call(self, what: Literal["fetch", "clear", "verify"], count: int = 0) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps({"do": what, "count": count}).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the answer has the reason
-        self.answer(CALL_TIMEOUT_S)
-
-    def answer(self, timeout_s: float) -> None:
-        """Wait for an answer.
-
-        Raises:
-            ShadowServeError: It is an error, or none came.
-        """
-        assert self._process.stdout is not None
-        line = b""
-        if select.select([self._process.stdout], [], [], timeout_s)[0]:
-            line = self._process.stdout.readline()
-        found: dict[str, Any] = json.loads(line) if line else {"error": "no answer"}
-        if "error" in found:
-            end = self._log.read_text(errors="replace")[-2000:]
-            raise ShadowServeError(f"the peer '{self._role}': {found['error']}. The end of its log:\n{end}")
-
-    def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            pass
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._process.stdout.close()
+        self.send({"do": what, "count": count})
+        self.receive(CALL_TIMEOUT_S)

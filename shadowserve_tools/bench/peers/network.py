@@ -14,6 +14,8 @@ from typing import Final
 
 from shadowserve.errors import ShadowServeError
 
+TCP_SHARE: Final = 0.957
+"""Part of a link's rate that TCP carries."""
 _CLONE_NEWNET: Final = 0x40000000
 _STORE_ADDRESS: Final = "10.213.{}.1"
 _CLIENT_ADDRESS: Final = "10.213.{}.2"
@@ -52,7 +54,7 @@ class Link(Network):
     hosts: Sequence[str] = ()
 
     def limit(self, gbit_per_s: float) -> None:
-        """Set the rate of each link, of Ethernet frames. TCP carries 95.7 % of it."""
+        """Set the rate of each link, of Ethernet frames. TCP carries ``TCP_SHARE`` of it."""
         # The burst is the largest that does not let a short transfer exceed the limit. The queue holds 20 ms, like that
         # of a switch port.
         rate, burst = f"{round(gbit_per_s * 1000)}mbit", "256kb"
@@ -64,11 +66,7 @@ class Link(Network):
 
 @contextlib.contextmanager
 def linked(links: int = 1) -> Iterator[Link]:
-    """Make two namespaces and links between them while the context lasts.
-
-    Raises:
-        ShadowServeError: Rights, iproute2 or kernel modules are missing.
-    """
+    """Make two namespaces and links between them while the context lasts."""
     with contextlib.closing(Namespace()) as store, contextlib.closing(Namespace()) as client:
         hosts = [_STORE_ADDRESS.format(number) for number in range(links)]
         for number, host in enumerate(hosts):
@@ -77,11 +75,7 @@ def linked(links: int = 1) -> Iterator[Link]:
 
 
 def join(*ends: "tuple[Namespace, str, str]") -> None:
-    """Make a link between two namespaces: for each end the namespace, the device's name and its address (/24).
-
-    Raises:
-        ShadowServeError: Rights, iproute2 or kernel modules are missing.
-    """
+    """Make a link between two namespaces: for each end the namespace, the device's name and its address (/24)."""
     (near, near_device, _), (far, far_device, _) = ends
     with near.entered():
         run("ip", "link", "add", near_device, "type", "veth", "peer", "name", far_device, "netns", far.path)
@@ -93,11 +87,7 @@ def join(*ends: "tuple[Namespace, str, str]") -> None:
 
 
 def run(*command: str) -> None:
-    """Run a program of iproute2 in this thread's namespace.
-
-    Raises:
-        ShadowServeError: It is not installed, or failed.
-    """
+    """Run a program of iproute2 in this thread's namespace."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except FileNotFoundError as error:
@@ -108,11 +98,7 @@ def run(*command: str) -> None:
 
 
 class Namespace:
-    """A network namespace that lives as long as this object, or a process or socket in it.
-
-    Raises:
-        ShadowServeError: This process has no right to make one.
-    """
+    """A network namespace that lives as long as this object, or a process or socket in it."""
 
     def __init__(self) -> None:
         try:

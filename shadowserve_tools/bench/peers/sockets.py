@@ -5,7 +5,6 @@ a thread each. ``python -m shadowserve_tools.bench.peers.sockets`` is the plain 
 memory and sends the requested bytes.
 """
 
-import argparse
 import contextlib
 import socket
 import struct
@@ -21,6 +20,7 @@ import numpy as np
 import psutil
 
 from shadowserve.errors import ShadowServeError
+from shadowserve_tools.bench.parts.lean import connect, receive
 from shadowserve_tools.bench.peers.contender import Contender
 from shadowserve_tools.bench.peers.driver import CLEARED, Bytes, Values
 from shadowserve_tools.bench.peers.network import LOOPBACK, Network
@@ -35,12 +35,7 @@ _TIMEOUT_S: Final = 60.0
 
 
 class Memory:
-    """Receive memory for raw values.
-
-    Args:
-        values: The chunks.
-        chunks: Number of chunks that fit.
-    """
+    """Receive memory for raw values."""
 
     def __init__(self, values: Values, chunks: int) -> None:
         self._values = values
@@ -59,9 +54,6 @@ class Reader:
     """Receives chunks over several connections at once, piece by piece, each to its place.
 
     Args:
-        address: ``host:port`` of the server.
-        connections: Number of connections and threads.
-        memory: Receive memory.
         piece_bytes: Bytes of one request.
         ask: Returns the request for ``length`` bytes from ``first`` of chunk ``index``, the expected start of the
             answer, and the length of its trailer.
@@ -77,40 +69,31 @@ class Reader:
         ask: Callable[[int, int, int], tuple[bytes, bytes, int]],
         ahead: int = 1,
     ) -> None:
-        self._memory = memory
-        self._ahead = ahead
-        self._piece_bytes = piece_bytes
-        self._ask = ask
-        host, _, port = address.rpartition(":")
-        self._sockets = [socket.create_connection((host, int(port)), _TIMEOUT_S) for _ in range(connections)]
-        for connection in self._sockets:
-            # Python's timeouts make sockets non-blocking, which costs a poll() for each call.
-            connection.settimeout(None)
-            seconds = struct.pack("ll", int(_TIMEOUT_S), 0)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._threads = ThreadPoolExecutor(connections) if connections > 1 else None
+        self._memory, self._ahead, self._piece_bytes, self._ask = memory, ahead, piece_bytes, ask
+        self._sockets = [connect(address) for _ in range(connections)]
+        self._threads = ThreadPoolExecutor(connections)
 
     def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown()
+        self._threads.shutdown()
         for connection in self._sockets:
             connection.close()
 
     def fetch(self, count: int) -> None:
-        """Receive the first ``count`` chunks."""
         size = self._memory.rows.shape[1]
         pieces = deque((index, first) for index in range(count) for first in range(0, size, self._piece_bytes))
-        if self._threads is None:
-            self._drain(self._sockets[0], pieces)
-        else:
-            list(self._threads.map(lambda connection: self._drain(connection, pieces), self._sockets))
+        others = [self._threads.submit(self._drain, connection, pieces) for connection in self._sockets[1:]]
+        self._drain(self._sockets[0], pieces)
+        for other in others:
+            other.result()
 
     def _drain(self, connection: socket.socket, pieces: "deque[tuple[int, int]]") -> None:
         pending: deque[tuple[memoryview, bytes, int]] = deque()
         while True:
-            while len(pending) < self._ahead and (piece := _next(pieces)):
-                index, first = piece
+            while len(pending) < self._ahead:
+                try:
+                    index, first = pieces.popleft()
+                except IndexError:  # another thread took the last one
+                    break
                 into = memoryview(self._memory.rows[index])[first : first + self._piece_bytes]
                 request, head, tail_length = self._ask(index, first, len(into))
                 connection.sendall(request)
@@ -120,26 +103,16 @@ class Reader:
             into, head, tail_length = pending.popleft()
             if head and (found := _line(connection, len(head))) != head:
                 raise ShadowServeError(f"the server answered {found!r} instead of {head!r}")
-            if connection.recv_into(into, len(into), socket.MSG_WAITALL) != len(into):
-                raise ShadowServeError("the server closed the connection")
+            receive(connection, into)
             if tail_length:
                 connection.recv(tail_length, socket.MSG_WAITALL)
 
 
 def _line(connection: socket.socket, length: int) -> bytes:
-    """Receive a line of up to ``length`` bytes."""
     line = b""
     while len(line) < length and not line.endswith(b"\n") and (more := connection.recv(length - len(line))):
         line += more
     return line
-
-
-def _next(pieces: "deque[tuple[int, int]]") -> tuple[int, int] | None:
-    """Take the next piece; None if another thread took the last one."""
-    try:
-        return pieces.popleft()
-    except IndexError:
-        return None
 
 
 def redis_reader(address: str, connections: int, memory: Memory, *, pieces: bool) -> Reader:
@@ -205,14 +178,17 @@ def fastest(
     name: str,
     server: Child,
     memory: Memory,
-    open_reader: Callable[[int], Reader],
+    open_reader: Callable[..., Reader],
+    network: Network = LOOPBACK,
     *,
     kind: Literal["raw", "limit"] = "limit",
+    **options: bool,
 ) -> Contender:
     """Return a contender with the number of connections that was the fastest of two runs each."""
-    walls: dict[float, Contender] = {}
+    found: dict[float, Contender] = {}
     for count in CONNECTIONS:
-        reader = open_reader(count)
+        with network.client_side():
+            reader = open_reader(server.address, count, memory, **options)
         stack.callback(reader.close)
         contender = Contender(
             name=name,
@@ -223,8 +199,8 @@ def fastest(
             processes=[psutil.Process(server.process.pid)],
             note="1 connection" if count == 1 else f"{count} connections",
         )
-        walls[min(contender.run(min(len(memory.rows), TRIAL_CHUNKS)).wall_s for _ in range(2))] = contender
-    return walls[min(walls)]
+        found[min(contender.run(min(len(memory.rows), TRIAL_CHUNKS)).wall_s for _ in range(2))] = contender
+    return found[min(found)]
 
 
 def _send(connection: socket.socket, rows: Bytes) -> None:
@@ -234,22 +210,16 @@ def _send(connection: socket.socket, rows: Bytes) -> None:
         connection.sendall(memoryview(rows[index])[first : first + length])
 
 
-def _serve() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("host")
-    parser.add_argument("values")
-    parser.add_argument("chunks", type=int)
-    arguments = parser.parse_args()
-    values = Values(arguments.values)
-    rows: Bytes = np.empty((arguments.chunks, values.chunk_bytes), np.uint8)
+def _serve(host: str, values_file: str, chunks: int) -> None:
+    values = Values(values_file)
+    rows: Bytes = np.empty((chunks, values.chunk_bytes), np.uint8)
     for index, row in enumerate(rows):
         values.write(index, row)
-    with socket.create_server((arguments.host, 0)) as listener:
-        host, port = listener.getsockname()
-        print(f"ready {host}:{port}", flush=True)
+    with socket.create_server((host, 0)) as listener:
+        print(f"ready {host}:{listener.getsockname()[1]}", flush=True)
         while True:
             threading.Thread(target=_send, args=(listener.accept()[0], rows), daemon=True).start()
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,111 @@
+"""An engine that reads stored prompts, its data plane, and a store behind a link."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from typing import Any, Final
+
+from host_control.client import DataPlaneClient
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS
+from shadowserve_tools.bench.parts.serving import Host, Load, Model, check_depends, made_up, write_model
+from shadowserve_tools.bench.parts.workload import client
+from shadowserve_tools.bench.peers.buckets import CREDENTIALS, ceph_gateway
+from shadowserve_tools.bench.peers.network import Link, linked
+from shadowserve_tools.processes import Child, Programs, until
+
+FREE_GBIT_PER_S: Final = 100.0
+"""Rate of a link without a limit: more than the cores move."""
+_TIMEOUT_S: Final = 120
+_BUCKET: Final = "kv-bench"
+_FILL_BYTES: Final = 4 << 20
+"""Size of a value that is no record, and so is stored in memory only."""
+_ROUNDING_TOKENS: Final = 128
+"""Tokens of a last block that is not full, and of vLLM's null block."""
+
+
+class Bed:
+    """The running programs.
+
+    Args:
+        over_s3: True for a bucket behind the store.
+        one_request: True for an engine that has blocks for a single request; others wait.
+    """
+
+    def __init__(
+        self, programs: Programs, model: Model, tokens_max: int, connections: int = 2, over_s3: bool = False,
+        one_request: bool = False, **keys: Any,
+    ) -> None:  # fmt: skip
+        self.network: Link = programs.enter_context(linked())
+        self.network.limit(FREE_GBIT_PER_S)
+        load = Load(chunks=-(-tokens_max // DEFAULT_CHUNK_TOKENS), documents=1)
+        self._host = host = Host(programs, programs.logs, model, load, self.network)
+        write_model(host.folder, model, load)
+        self._store_bytes = 4 * host.document_bytes + (64 << 20)
+        flags, environment = ["--memory-budget-bytes", str(self._store_bytes)], dict[str, str]()
+        with self.network.store_side():
+            if over_s3:
+                endpoint = programs.enter_context(ceph_gateway(_BUCKET))
+                below = {"bucket": _BUCKET, "endpoint": endpoint, "gather_s": 0.2, "timeout_s": _TIMEOUT_S / 2}
+                flags, environment = [*flags, "--s3", json.dumps(below)], CREDENTIALS
+            self._storage = host.start_storage(*flags, **environment)
+            self._operator = programs.enter_context(client(self._storage.address, host.password))
+        self._filled = itertools.count()
+        self._chunks_stored = 0
+        self._connections = str(connections)
+        self._plane = programs.enter_context(ExitStack())
+        plane = self.restart_plane()
+        buffers = dict.fromkeys(("fetch_buffer_bytes", "store_buffer_bytes"), host.document_bytes)
+        transfer = host.plugin(plane, **buffers, **keys)
+        room: dict[str, Any] = (
+            {"kv_cache_memory_bytes": model.kv_bytes * (load.tokens_max + _ROUNDING_TOKENS)} if one_request else {}
+        )
+        # A prompt is computed in one step, as in engines that only compute prompts.
+        self.engine = host.start_engine("engine", transfer, max_num_batched_tokens=load.prompt_tokens, **room)
+        self.plane = programs.enter_context(closing(DataPlaneClient(plane.address)))
+
+    def restart_plane(self, *flags: str) -> Child:
+        self._plane.close()
+        flags = ("--connections", self._connections, *flags)
+        return self._host.start_plane(self._storage.address, *flags, stack=self._plane)
+
+    def serve(self, tokens: Sequence[int], cached: int | None = None) -> dict[str, Any]:
+        """Serve a prompt of which ``cached`` tokens are stored, and return its result."""
+        return self.engine.ask(tokens, cached=cached, timeout_s=_TIMEOUT_S)
+
+    def serve_computed(
+        self, tokens: list[int], stored: int, output: int = 1, other_seed: int | None = None
+    ) -> list[int]:
+        """Compute a prompt of which ``stored`` tokens are to be stored, and return its answer."""
+        self.engine.call("reading", only=True)
+        seed = len(tokens) + 1 if other_seed is None else other_seed
+        other = [*made_up(stored, seed), *tokens[stored:]]
+        answer, others = (self.engine.ask(each, output, 0, timeout_s=_TIMEOUT_S)["answer"] for each in (tokens, other))
+        check_depends(answer, others)
+        return list(answer)
+
+    def bucket(self) -> dict[str, int]:
+        """Return the store's INFO about its bucket."""
+        with self.network.store_side():
+            found: dict[str, int] = self._operator.info("s3")
+        return found
+
+    def chill(self) -> None:
+        """Evict everything from the store's memory once it is in the bucket."""
+        until(lambda: self.bucket()["records"] >= self._chunks_stored, "records are not in the bucket", _TIMEOUT_S)
+        with self.network.store_side():
+            value = bytes(_FILL_BYTES)
+            for _ in range(self._store_bytes // _FILL_BYTES + 2):
+                self._operator.set(f"fill:{next(self._filled)}", value)
+
+    def store(self, tokens: Sequence[int]) -> None:
+        self.engine.call("reading", only=False)
+        self.serve(tokens, 0)
+        self.engine.call("settle")
+        self.engine.call("reading", only=True)
+        self._chunks_stored += len(tokens) // DEFAULT_CHUNK_TOKENS
+
+
+def held_tokens(tokens: int) -> int:
+    """Return the tokens of a stored prompt that are fetched: whole chunks, without its last token."""
+    return min(tokens // DEFAULT_CHUNK_TOKENS * DEFAULT_CHUNK_TOKENS, tokens - 1)
