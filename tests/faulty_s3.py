@@ -222,7 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _error(self, status: int, code: str, headers: dict[str, str] | None = None) -> None:
-        text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>as told</Message></Error>"
+        text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>as configured</Message></Error>"
         self._send(status, headers or {}, text.encode())
 
     # ---- Correct answers

@@ -136,7 +136,7 @@ static void test_a_device_that_went_away_is_told(void) {
 /* The block of a device that never answers is never freed: this pointer keeps it reachable for leak checkers. */
 static struct ss_block *stuck;
 
-static void test_a_device_that_does_not_answer_holds_up_nobody(void) {
+static void test_a_device_that_does_not_answer_delays_no_other(void) {
     struct ss_block_completion completions[4];
     struct ss_block_operation operations[2] = {
         {.kind = SS_BLOCK_READ, .length = PAGE, .memory = memory, .tag = 1},
@@ -173,7 +173,7 @@ int main(void) {
     test_interruptions_are_tried_again_but_not_for_ever();
     test_a_discard_that_is_not_taken_is_no_error();
     test_a_device_that_went_away_is_told();
-    test_a_device_that_does_not_answer_holds_up_nobody();
+    test_a_device_that_does_not_answer_delays_no_other();
     CHECK(unlink(path) == 0, "unlink");
     return 0;
 }

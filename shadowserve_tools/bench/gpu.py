@@ -198,7 +198,7 @@ def _keep_moving(plan: _Plan, work: Callable[[], object], each_bytes: int, endin
 
 
 def _decode(report: Report, plan: _Plan, loads: dict[str, Load | None], ratios: dict[str, tuple[str, str]]) -> None:
-    """Measure decode steps beside nothing and each load; ``ratios`` has the name and goal of each load."""
+    """Measure decode steps alone and beside each load; ``ratios`` has the name and goal of each load."""
     engine = _Engine(plan)
 
     def window(load: Load | None) -> float:

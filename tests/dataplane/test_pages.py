@@ -85,7 +85,7 @@ class Paged:
         return Fetched(chunks, delivered, answer.outcome, answer.detail, answer.fetched_bytes, answer.delivered_bytes)
 
     @property
-    def told(self) -> int:
+    def reported_layers(self) -> int:
         """Return the number of leading layers in place, from the word."""
         return int(self.memory[WORD : WORD + 4].view(np.uint32)[0])
 
@@ -183,7 +183,7 @@ async def test_pages_are_loaded_exactly_and_layers_are_reported(tmp_path: Path) 
     async with stored(tmp_path) as (daemon, client, paged):
         for count in (1, 4, CHUNKS):
             answer = await paged.fetch(KEYS[:count])
-            assert answer.outcome == pb.OUTCOME_COMPLETE and paged.told == LAYERS
+            assert answer.outcome == pb.OUTCOME_COMPLETE and paged.reported_layers == LAYERS
             assert answer.delivered_bytes == count * SHAPE.raw_bytes
             paged.assert_right(answer, count)
         assert daemon.metrics.totals["page_bytes"] == (1 + 4 + CHUNKS) * SHAPE.raw_bytes
@@ -235,7 +235,7 @@ async def test_pages_of_several_devices_are_one_prefix(tmp_path: Path) -> None:
         await written(daemon)
         answer = await paged.fetch()
         assert daemon.metrics.totals["page_requests"] == 2, "chunks alternate between the devices; one request each"
-        assert paged.told == LAYERS
+        assert paged.reported_layers == LAYERS
         paged.assert_right(answer)
 
 
@@ -245,7 +245,7 @@ async def test_a_corrupt_page_costs_its_chunk_and_the_later_ones(tmp_path: Path)
         answer = await paged.fetch()
         assert (answer.chunks, answer.outcome) == (2, pb.OUTCOME_CORRUPT)
         assert not answer.delivered[1, 2] and answer.delivered.sum() == LAYERS * CHUNKS - 1
-        assert paged.told == 1, "the second layer must not be in place"
+        assert paged.reported_layers == 1, "the second layer must not be in place"
         assert [paged.chunk(index) for index in (0, 1)] == [kv(SHAPE, index) for index in (0, 1)]
         await store_plain(client)
         await written(daemon)

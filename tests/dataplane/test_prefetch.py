@@ -47,7 +47,7 @@ class Queue:
         self.number = 0
 
     async def say(
-        self, told: dict[int, list[bytes]] | None = None, order: Sequence[int] = (), **changes: Any
+        self, keys_by_name: dict[int, list[bytes]] | None = None, order: Sequence[int] = (), **changes: Any
     ) -> pb.ExpectResponse:
         """Send the changes of the queue; by default the whole queue."""
         self.number += 1
@@ -56,13 +56,13 @@ class Queue:
             "queue": self._name,
             "number": self.number,
             "whole": self.number == 1,
-            "order": order or list(told or {}),
+            "order": order or list(keys_by_name or {}),
             "lasts_ms": LASTS_MS,
         }
-        if told is not None:
+        if keys_by_name is not None:
             fields["arrivals"] = [
                 pb.Arrival(request=name, chains=[pb.KeyChain(keys=keys, namespace=namespace)])
-                for name, keys in told.items()
+                for name, keys in keys_by_name.items()
             ]
         answer: pb.ExpectResponse = await self._client.stub.Expect(pb.ExpectRequest(**(fields | changes)))
         return answer
@@ -244,19 +244,24 @@ async def test_a_waiting_request_that_never_fetches_leaves_no_record_held(
         assert not any(resident(daemon, CHAINS[0]))
 
 
-class Told:
+class Reports:
     """The queues of a daemon, and the order in which the requests wait."""
 
     def __init__(self, hosts_max: int) -> None:
         self._queues = Queues(hosts_max, lambda: 0.0)
 
-    def say(
-        self, number: int, told: dict[int, list[bytes]] | None = None, *, owner: str = "a host", name: bytes = b"q",
+    def report(
+        self,
+        number: int,
+        keys_by_name: dict[int, list[bytes]] | None = None,
+        *,
+        owner: str = "a host",
+        name: bytes = b"q",
         **fields: Any,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Report changes of a queue; return False if messages before it are missing."""
         request = pb.ExpectRequest(queue=name, number=number, lasts_ms=LASTS_MS, **fields)
-        return self._queues.update(owner, request, [(key, [(b"", keys)]) for key, keys in (told or {}).items()])
+        return self._queues.update(owner, request, [(key, [(b"", keys)]) for key, keys in (keys_by_name or {}).items()])
 
     @property
     def waiting(self) -> list[Any]:
@@ -264,29 +269,29 @@ class Told:
 
 
 def test_late_messages_are_ignored_and_missing_ones_requested() -> None:
-    told = Told(hosts_max=2)
+    queues = Reports(hosts_max=2)
     one, two, three, four = CHAINS
-    assert not told.say(7, {1: one}), "the daemon must request the whole queue"
-    assert told.say(8, {1: one, 2: two}, order=[2, 1], whole=True) and told.waiting == [2, 1]
-    assert told.say(8, gone=[2]) and told.waiting == [2, 1], "an old one"
-    assert told.say(3, {5: three}, whole=True) and told.waiting == [2, 1]
-    assert not told.say(20, gone=[2]) and told.waiting == [2, 1], "some are missing"
-    assert told.say(9, {3: three}, order=[9, 3, 3, 1, 77], gone=[2, 123])
-    assert told.waiting == [3, 1], "unknown names must be skipped"
-    assert told.say(1, {1: four}, name=b"another engine", whole=True, gone=[3])
-    assert sorted(told.waiting) == [1, 1, 3], "an engine's report must affect only its own queue"
-    assert not told.say(10, owner="another host"), "another host's queue of the same name must be separate"
-    assert told.say(1, owner="another host", whole=True) and len(told.waiting) == 3
+    assert not queues.report(7, {1: one}), "the daemon must request the whole queue"
+    assert queues.report(8, {1: one, 2: two}, order=[2, 1], whole=True) and queues.waiting == [2, 1]
+    assert queues.report(8, gone=[2]) and queues.waiting == [2, 1], "an old one"
+    assert queues.report(3, {5: three}, whole=True) and queues.waiting == [2, 1]
+    assert not queues.report(20, gone=[2]) and queues.waiting == [2, 1], "some are missing"
+    assert queues.report(9, {3: three}, order=[9, 3, 3, 1, 77], gone=[2, 123])
+    assert queues.waiting == [3, 1], "unknown names must be skipped"
+    assert queues.report(1, {1: four}, name=b"another engine", whole=True, gone=[3])
+    assert sorted(queues.waiting) == [1, 1, 3], "an engine's report must affect only its own queue"
+    assert not queues.report(10, owner="another host"), "another host's queue of the same name must be separate"
+    assert queues.report(1, owner="another host", whole=True) and len(queues.waiting) == 3
 
 
 def test_a_host_has_its_share_of_waiting_requests() -> None:
-    told = Told(hosts_max=4)
-    assert told.say(1, {name: [] for name in range(REQUESTS_MAX // 4 + 9)}, whole=True)
-    assert len(told.waiting) == REQUESTS_MAX // 4
+    queues = Reports(hosts_max=4)
+    assert queues.report(1, {name: [] for name in range(REQUESTS_MAX // 4 + 9)}, whole=True)
+    assert len(queues.waiting) == REQUESTS_MAX // 4
     many = [index.to_bytes(32, "little") for index in range(60_000)]
-    assert told.say(2, {name: many for name in range(3)}, whole=True)
-    assert told.waiting == [0], "this host's share is a quarter of all keys"
-    assert told.say(3, {1: many[:5000]}, order=[1], begins_in_ms=[(1 << 32) - 1]) and len(told.waiting) == 2
+    assert queues.report(2, {name: many for name in range(3)}, whole=True)
+    assert queues.waiting == [0], "this host's share is a quarter of all keys"
+    assert queues.report(3, {1: many[:5000]}, order=[1], begins_in_ms=[(1 << 32) - 1]) and len(queues.waiting) == 2
 
 
 async def test_a_data_plane_without_tiers_answers_that_it_does_not_prefetch(storage: Server) -> None:

@@ -101,7 +101,7 @@ def test_without_a_file_the_doctor_reads_that_of_the_installed_service(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("available", "built", "state", "told"),
+    ("available", "built", "state", "text"),
     [
         (True, True, "ok", "io_uring"),
         (False, True, "warning", "io_uring_disabled"),
@@ -109,12 +109,12 @@ def test_without_a_file_the_doctor_reads_that_of_the_installed_service(tmp_path:
     ],
 )
 def test_how_devices_are_accessed_is_told(
-    available: bool, built: bool, state: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    available: bool, built: bool, state: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "block_access_available", lambda _: available)
     monkeypatch.setattr(native, "block_access_built", lambda _: built)
     found = finding(tmp_path, "device access", "--role", "storage")
-    assert found[0] == state and told in found[1] + found[2]
+    assert found[0] == state and text in found[1] + found[2]
 
 
 def test_nvme_namespaces_are_there_with_the_rights_to_use_them(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def throwaway(folder: Path) -> Iterator[Throwaway]:
     for name in ("layer", "root"):
         (folder / name).mkdir()
     options = f"lowerdir=/,upperdir={layer / 'changes'},workdir={layer / 'scratch'}"
-    # In memory: an installation writes ten thousand files, and nobody needs them on a disk.
+    # In memory: an installation writes ten thousand files, which need no disk.
     mount = f"""
         mount -t tmpfs -o size=2g tmpfs {layer} && mkdir {layer / "changes"} {layer / "scratch"} &&
         mount -t overlay overlay -o {options} {folder / "root"} &&

@@ -46,12 +46,12 @@ class Proxy(ABC):
 
     Attributes:
         url: URL of the proxy.
-        told: Last ``kv_transfer_params`` of the prefill engine.
+        params: Last ``kv_transfer_params`` of the prefill engine.
     """
 
     def __init__(self, prefill: str, decode: str) -> None:
         self.prefill, self.decode = prefill, decode
-        self.told: Any = None
+        self.params: Any = None
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -97,7 +97,7 @@ class SharedStorage(Proxy):
     """Works like llm-d's sidecar with ``--kv-connector=shared-storage``."""
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        self.told = self.first(path, body, max_completion_tokens=1, cache_hit_threshold=0).get("kv_transfer_params")
+        self.params = self.first(path, body, max_completion_tokens=1, cache_hit_threshold=0).get("kv_transfer_params")
         return post(self.decode + path, body)
 
 
@@ -113,8 +113,8 @@ class CarriesParams(Proxy):
             "remote_host": None,
             "remote_port": None,
         }
-        self.told = self.first(path, body, kv_transfer_params=params).get("kv_transfer_params")
-        return post(self.decode + path, body | ({"kv_transfer_params": self.told} if self.told else {}))
+        self.params = self.first(path, body, kv_transfer_params=params).get("kv_transfer_params")
+        return post(self.decode + path, body | ({"kv_transfer_params": self.params} if self.params else {}))
 
 
 class Setup(NamedTuple):
@@ -160,8 +160,8 @@ class Pools:
             self.processes = [*planes, storage]
         self.engines = []
         for place, plane, size in zip(("prefill", "decode"), planes, sizes, strict=True):
-            told = {"pd_role": place} if kind is SharedStorage else {}
-            transfer = {"data_plane": plane.address, "pd_timeout_s": WAIT_MAX_S, **patient, **told}
+            role = {"pd_role": place} if kind is SharedStorage else {}
+            transfer = {"data_plane": plane.address, "pd_timeout_s": WAIT_MAX_S, **patient, **role}
             options = ("--tensor-parallel-size", str(size))
             self.engines.append(Server(model, transfer, folder / f"{place}.log", *options, popen=Preloaded))
         self.prefill, self.decode = self.engines
@@ -235,9 +235,9 @@ def test_the_decode_engine_loads_whole_blocks_of_the_prompt(
         assert after["loaded"] - before["loaded"] == held, pools.said()
         assert after["failed"] == before["failed"]
         if kind is CarriesParams:
-            assert pools.proxy.told["shadowserve"]["tokens"] == held
+            assert pools.proxy.params["shadowserve"]["tokens"] == held
         else:
-            assert pools.proxy.told is None
+            assert pools.proxy.params is None
 
 
 of_one_setup = pytest.mark.parametrize("setup", ["llm-d"], indirect=True)

@@ -167,12 +167,16 @@ def test_the_policy_selects_layer_order_or_computing_if_it_is_fastest(
     plane.decisions.clear()
     assert serve(engine, 1000) == 768 and plane.layerwise_calls == 1
     wait_for(lambda: plane.decisions)
-    (told,) = plane.decisions
-    assert (told.kind, told.loaded_tokens, told.stored_bytes) == ("layers", 768, 300_000)
-    assert told.predicted["layers"] == pytest.approx(0.232 + 0.2 / engine.layers, rel=0.1), (
+    (decision,) = plane.decisions
+    assert (decision.kind, decision.loaded_tokens, decision.stored_bytes) == ("layers", 768, 300_000)
+    assert decision.predicted["layers"] == pytest.approx(0.232 + 0.2 / engine.layers, rel=0.1), (
         "computing hides the load except for one layer"
     )
-    assert told.predicted["layers"] == told.predicted_seconds < min(told.predicted["fetch"], told.predicted["compute"])
+    assert (
+        decision.predicted["layers"]
+        == decision.predicted_seconds
+        < min(decision.predicted["fetch"], decision.predicted["compute"])
+    )
     counted = engine.counted_since()
     assert counted["decisions/layers"] == 1 and counted["loaded_tokens"] == 768
     assert policy._queued == {}, "no load is queued"

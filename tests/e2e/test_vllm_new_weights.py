@@ -235,9 +235,9 @@ def test_kv_after_the_engines_own_old_kv_is_not_stored(serving: Serving, plane: 
         serving.engine.flush()
 
 
-@pytest.mark.parametrize("told", ["prefix cache emptied", "nothing"])
+@pytest.mark.parametrize("call", ["prefix cache emptied", "nothing"])
 def test_weights_that_are_changed_in_place_are_detected(
-    told: str, serving: Serving, plane: Any, prompt: Any, expected: Any
+    call: str, serving: Serving, plane: Any, prompt: Any, expected: Any
 ) -> None:
     """At most the engine's prefix cache is emptied afterwards."""
     engine, stored = serving.engine, dict(plane.records)
@@ -247,10 +247,10 @@ def test_weights_that_are_changed_in_place_are_detected(
     serving.step()
     old = naming(serving, "names")
     serving.finish()
-    if told == "nothing":  # then the engine's own prefix cache has no effect
+    if call == "nothing":  # then the engine's own prefix cache has no effect
         engine.forget()
     engine.llm.apply_model(flip_signs)
-    if told != "nothing":
+    if call != "nothing":
         engine.forget()
     prompts = [prompt(*STORED), prompt(*FRESH)]
     assert engine.outputs(prompts) == [expected["flipped", STORED], expected["flipped", FRESH]]

@@ -72,12 +72,12 @@ def test_prompts_come_from_devices_into_pages(
     engine: Any, plane: Plane, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layer by layer, because no other request runs; the data plane reports each layer."""
-    pages, told = engine.worker._loads.managers[0]._pages, list[int]()
+    pages, reported = engine.worker._loads.managers[0]._pages, list[int]()
     tell = pages.tell
-    monkeypatch.setattr(pages, "tell", lambda fetch, layers: (told.append(layers), tell(fetch, layers)))
+    monkeypatch.setattr(pages, "tell", lambda fetch, layers: (reported.append(layers), tell(fetch, layers)))
     for length in LENGTHS:
         assert loads(engine, plane, prompt(length), length // 256 * 256) == reference([prompt(length)])[0]
-    assert told, "layers were reported during the load"
+    assert reported, "layers were reported during the load"
 
 
 def test_beside_others_they_come_chunk_by_chunk(engine: Any, plane: Plane, reference: Any, prompt: Any) -> None:
@@ -94,11 +94,11 @@ def test_a_data_plane_that_stands_still_in_the_middle_has_the_memory_replaced(
 ) -> None:
     """Late writes are possible, so they must hit memory that the engine has released."""
     client, before = engine.worker._client, engine.worker._pages.segment
-    start, told = client.start_fetch_pages, []
+    start, calls = client.start_fetch_pages, []
 
     def stand_still(*arguments: Any) -> Any:
         plane.process.freeze(True)
-        told.append(arguments)
+        calls.append(arguments)
         return start(*arguments)
 
     engine.forget()
@@ -106,7 +106,7 @@ def test_a_data_plane_that_stands_still_in_the_middle_has_the_memory_replaced(
     with monkeypatch.context() as patch, engine.impatient():
         patch.setattr(client, "start_fetch_pages", stand_still)
         serve(engine, 700)
-    assert told and engine.worker._pages.segment is not before
+    assert calls and engine.worker._pages.segment is not before
     plane.process.freeze(False)
     for length in LENGTHS:
         serve(engine, length)

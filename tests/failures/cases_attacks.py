@@ -358,7 +358,7 @@ def hung_accelerator(context: Context) -> None:
 
 @case("attack: a device that is shorter than it says, or that is another's", POOL, repetitions=1, short=POOL)
 def wrong_devices(context: Context) -> None:
-    """Cut off at its end; with somebody's data in the middle, at the end; with both superblocks gone."""
+    """Cut off at its end; with foreign data in the middle or at the end; with both superblocks gone."""
     storage = context.storage(devices=1, filled=KEYS)
     assert storage.stop()
     (path,) = storage.paths

@@ -32,7 +32,7 @@ _WORDS = {
     "slow_down": "503 SlowDown",
     "broken": "500 for each read",
     "moved": "301 to nowhere",
-    "redirected": "307 to where nobody is",
+    "redirected": "307 to an unused address",
     "truncated": "each body ends after 1,000 bytes",
     "wrong_range": "another range than was asked for",
     "no_range": "200 and the whole object for a range",

@@ -346,7 +346,7 @@ def prefetching_told_lies(context: Context) -> None:
             for number in range(200):
                 prompts = chance.sample(work.prompts, 3)
                 namespace = chance.choice([SHAPE.namespace, chance.randbytes(32)])
-                told = pb.ExpectRequest(
+                request = pb.ExpectRequest(
                     queue=b"%d" % chance.randrange(3),
                     number=chance.choice([number, chance.randrange(1, 2**40)]),
                     whole=chance.random() < 0.5,
@@ -361,7 +361,7 @@ def prefetching_told_lies(context: Context) -> None:
                         for prompt in prompts
                     ],
                 )
-                answer = client.expect(told)
+                answer = client.expect(request)
                 assert answer is not None
                 with contextlib.suppress(grpc.RpcError):  # the data plane refuses invalid queues
                     answer.result(timeout=60)

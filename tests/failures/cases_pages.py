@@ -313,6 +313,6 @@ def pages_of_two_models(context: Context) -> None:
     other.stores.store_whole(theirs)
     other.load(theirs[:4])
     for mine, its in zip(served.prompts[:2], theirs, strict=False):
-        asked = _SHAPE.prompt("of nobody")
+        asked = _SHAPE.prompt("of no owner")
         asked.keys, asked.parents = its.keys, mine.parents
         served.engine.load([asked], losable="it is of another model")

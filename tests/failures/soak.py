@@ -131,8 +131,8 @@ _INSTEAD_OF_TLS: Final = ("begins TLS and leaves", "begins TLS and dies", "says 
 def _visit(sock: socket.socket, what: str, number: int) -> None:
     end, texts = _VISITS[what]
     for text in texts:
-        told = text.format(n=number, half="0" * (number % 500_000), most=2000 + number % 100)
-        sock.sendall(told.encode("latin-1") + b"\r\n" * (end == "answered"))
+        request = text.format(n=number, half="0" * (number % 500_000), most=2000 + number % 100)
+        sock.sendall(request.encode("latin-1") + b"\r\n" * (end == "answered"))
         if end == "answered":
             sock.recv(4096)
     if end == "reset":

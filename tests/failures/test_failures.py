@@ -98,8 +98,8 @@ def test_errors_that_pass_while_it_starts_delete_nothing(error: int, one_in: int
         assert storage.stop()
         storage.faults.set(read_error=error, one_in=one_in)
         if not storage.try_start():
-            told = storage.log.read_text()
-            assert re.search(r"cannot be read|cannot read|opened", told) and "Traceback" not in told, told[-2000:]
+            log = storage.log.read_text()
+            assert re.search(r"cannot be read|cannot read|opened", log) and "Traceback" not in log, log[-2000:]
         assert storage.faults.met and storage.stop()
         storage.faults.clear()
         storage.start()

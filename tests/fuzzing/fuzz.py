@@ -104,8 +104,8 @@ def fuzz(name: str, target: Target, seconds: float, seed: int, folder: Path) -> 
         folder.mkdir(parents=True, exist_ok=True)
         kept = folder / f"{name}-{sha256(data).hexdigest()[:16]}"
         kept.write_bytes(data)
-        told = "".join(traceback.format_exception(error))[-4000:]
-        return Outcome(name, inputs, time.monotonic() - began, str(kept), told)
+        text = "".join(traceback.format_exception(error))[-4000:]
+        return Outcome(name, inputs, time.monotonic() - began, str(kept), text)
     finally:
         signal.alarm(0)
     return Outcome(name, inputs, time.monotonic() - began)
@@ -188,7 +188,7 @@ def _run_all(jobs: dict[str, Callable[[float], Outcome]], seconds: float) -> lis
     began = time.monotonic()
     outcomes: list[Outcome] = []
 
-    def told() -> str:
+    def progress() -> str:
         inputs = sum(outcome.inputs for outcome in outcomes)
         passed = time.monotonic() - began
         return f"{len(outcomes)} of {len(jobs)} fuzzers, {inputs:,} inputs, {passed:.0f} of about {seconds:.0f} s"
@@ -198,7 +198,7 @@ def _run_all(jobs: dict[str, Callable[[float], Outcome]], seconds: float) -> lis
         outcomes.append(outcome)
         _print(outcome)
 
-    with _telling(told), ThreadPoolExecutor(at_once) as pool:
+    with _telling(progress), ThreadPoolExecutor(at_once) as pool:
         list(pool.map(run, jobs.values()))
     return sorted(outcomes, key=lambda outcome: outcome.name)
 

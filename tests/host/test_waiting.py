@@ -121,7 +121,7 @@ def test_the_records_of_a_waiting_request_can_be_replaced(
     other = [b"k" * 32, b"l" * 32]
     queue.wants("a", {client: [(NAMESPACE, other)]})
     wait_for(lambda: [list(each.chains[0].keys) for each in plane.expected[-1].arrivals] == [other])
-    queue.wants("nobody", {client: [(NAMESPACE, other)]})
+    queue.wants("unknown", {client: [(NAMESPACE, other)]})
 
 
 def test_a_step_in_which_nothing_changes_says_nothing(
@@ -273,7 +273,7 @@ def test_after_any_history_the_data_plane_knows_the_waiting_requests(
     running: list[str] = []
     names = (f"r{number}" for number in itertools.count())
     told = Told(plane)
-    queue.begun("nobody")
+    queue.begun("unknown")
     for turn in range(300):
         kind = chance.choice(["arrive", "arrive", "begin", "back", "end"])
         if kind == "arrive":

@@ -170,7 +170,7 @@ def test_doctor_looks_at_users_protection_and_certificates(users: Path, tmp_path
 SECRET = "sesame-open"
 
 
-class Somebody:
+class LoggedClient:
     address = "10.0.0.1:1234"
     user_name = b"ali\xffce"
 
@@ -238,7 +238,7 @@ def test_the_audit_log_is_rotated_by_size(tmp_path: Path) -> None:
     path = tmp_path / "audit.log"
     log = AuditLog(str(path), 4096)
     for number in range(100):
-        log.write("command", Somebody(), outcome="ok", each=True, command="x" * 500, number=number)
+        log.write("command", LoggedClient(), outcome="ok", each=True, command="x" * 500, number=number)
     log.close()
     assert log.written == 100 and log.lost == 0
     assert path.stat().st_size <= 4096 and (tmp_path / "audit.log.1").stat().st_size <= 4096
@@ -253,15 +253,15 @@ def test_the_audit_log_recovers_from_a_full_disk(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(audit, "_RETRY_S", 0.0)
     folder = tmp_path / "mounted"
     log = AuditLog(str(folder / "audit.log"))
-    log.write("command", Somebody(), outcome="ok")
+    log.write("command", LoggedClient(), outcome="ok")
     wait_for(lambda: log.lost == 1)
     folder.mkdir()
-    log.write("command", Somebody(), outcome="ok")
+    log.write("command", LoggedClient(), outcome="ok")
     wait_for(lambda: log.written == 1)
     log.close()
     assert len(entries_of(folder / "audit.log")) == 1
     full = AuditLog("/dev/full")
-    full.write("command", Somebody(), outcome="ok")
+    full.write("command", LoggedClient(), outcome="ok")
     wait_for(lambda: full.lost == 1)
     full.close()
 
@@ -273,7 +273,7 @@ def test_lines_beyond_the_disks_speed_are_dropped(monkeypatch: pytest.MonkeyPatc
     log = AuditLog(str(tmp_path / "audit.log"))
     monkeypatch.setattr(log, "_append", lambda line: still.wait(TIMEOUT_S))
     for _ in range(6000):
-        log.write("command", Somebody(), outcome="ok", each=True)
+        log.write("command", LoggedClient(), outcome="ok", each=True)
     assert 1900 <= log.lost <= 1904
     still.set()
     log.close()

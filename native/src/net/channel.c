@@ -42,8 +42,8 @@ void ss_socket_prepare(int socket) {
 
 /* Not shutdown(), after which received bytes can still be read: this drops them, and sends a reset to the server. */
 void ss_socket_disconnect(int socket) {
-    struct sockaddr nobody = {.sa_family = AF_UNSPEC};
-    if (connect(socket, &nobody, sizeof nobody) != 0) {
+    struct sockaddr no_address = {.sa_family = AF_UNSPEC};
+    if (connect(socket, &no_address, sizeof no_address) != 0) {
         (void)shutdown(socket, SHUT_RDWR); /* not TCP */
     }
 }

@@ -71,31 +71,31 @@ async def test_a_server_that_closes_each_connection_is_logged_once(
 
 async def test_each_cause_is_logged_once_in_each_outage(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    known = Outage(logging.getLogger("dpu_dataplane.sources.resp.server"), "nobody asks", lambda: now[0])
+    known = Outage(logging.getLogger("dpu_dataplane.sources.resp.server"), "no cause", lambda: now[0])
     first, second = StorageUnavailableError("away"), StorageUnavailableError("of another authority")
 
-    def told() -> list[str]:
+    def logged() -> list[str]:
         texts = [entry.getMessage().partition(" (trying again")[0] for entry in caplog.records]
         caplog.clear()
         return texts
 
     for error in (first, first, second, first):
         known.fail(error)
-    assert told() == ["away", "of another authority"]
+    assert logged() == ["away", "of another authority"]
     known.recover()
     now[0] += STABLE_S / 2
     assert not known.disconnect()
     known.fail(first)
-    assert told() == [], "the connection did not last: the same outage"
+    assert logged() == [], "the connection did not last: the same outage"
     known.recover()
     known.check()
     now[0] += STABLE_S
     assert known.disconnect()
     known.fail(first)
-    assert told() == ["away"]
+    assert logged() == ["away"]
     for number in range(2 * CAUSES_LOGGED_MAX):
         known.fail(StorageUnavailableError(f"cause {number}"))
-    assert len(told()) == CAUSES_LOGGED_MAX - 1
+    assert len(logged()) == CAUSES_LOGGED_MAX - 1
     with pytest.raises(StorageUnavailableError, match=f"cause {2 * CAUSES_LOGGED_MAX - 1}"):
         known.check()
 
@@ -108,7 +108,7 @@ def is_pause(seconds: float, number: int) -> bool:
 
 def test_delays_grow_to_a_bound_and_restart_after_a_stable_connection() -> None:
     now = [0.0]
-    known = Outage(logging.getLogger(), "nobody asks", lambda: now[0])
+    known = Outage(logging.getLogger(), "no cause", lambda: now[0])
     assert all(is_pause(known.next_delay_s(), number) for number in range(20))
     known.recover()
     assert not known.disconnect()
