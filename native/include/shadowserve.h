@@ -77,8 +77,9 @@ SS_API uint32_t ss_crc32(uint32_t crc, const void *data, size_t size);
 /* ---- Codecs -------------------------------------------------------------------------------------------------- */
 
 /*
- * ss_codec_implementation() names the library and version that decodes 'codec', such as "isa-l 2.30.0" (for kvrans:
- * the kernels in use now, such as "own, avx512"), in a static string; NULL if the codec was not built in.
+ * ss_codec_implementation() names the library and version that decodes 'codec', such as "isa-l 2.30.0", in a
+ * static string (for Deflate: the library for streams that ss_compress() did not write; for kvrans: the kernels in use
+ * now, such as "own, avx512"); NULL if the codec was not built in.
  * SS_CODEC_NONE, SS_CODEC_DEFLATE and SS_CODEC_KVRANS are always built in.
  */
 SS_API const char *ss_codec_implementation(enum ss_codec codec);

@@ -209,7 +209,8 @@ class Batch:
     def ask_by_layers(self, request: bytes, layers: int, keys: int) -> None:
         """Request all pieces with one command (``struct ss_layers``), over the single socket of the fetch.
 
-        ``request`` is KV.LAYERS in its wire format; the batch has a row of pieces, one for each key, for each layer.
+        ``request`` is KV.LAYERS in its wire format, for ``layers`` layers and ``keys`` keys. The batch has one row of
+        pieces for each layer. A row has one piece for each key, in the same order.
         """
         self._layers = ffi.new("struct ss_layers *")
         self._layers.request = self._hold(request)

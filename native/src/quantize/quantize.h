@@ -3,7 +3,7 @@
  * quantize.h - the kernels behind ss_quantize() and ss_dequantize(), one table of them for each ISA
  *
  * Also the scalar arithmetic, as inline functions: it defines the result that every variant must reach bit for bit,
- * and finishes the elements at the end of a vector where a variant has no masked loads.
+ * and finishes the elements at the end of a vector, except where AVX-512 dequantizes with masks.
  */
 #ifndef SS_QUANTIZE_H
 #define SS_QUANTIZE_H

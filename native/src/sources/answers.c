@@ -55,7 +55,7 @@ static int answer_head(const struct ss_feed *feed, struct ss_connection *connect
     return 1;
 }
 
-/* It counts as work of its piece, so that no piece is done before its last CR LF. */
+/* The end of an answer counts as work of its piece, so that no piece is done before its last CR LF. */
 static void answer_end(const struct ss_feed *feed, struct ss_connection *connection) {
     const struct ss_request_sent *request = ss_request_oldest(connection);
     if (!request->asking) {
