@@ -149,9 +149,9 @@ class StorageServer:
         await self._loop.run_in_executor(None, self.operations.recover)
         self.node.apply_quotas()
         self._store_thread = PoolThread(self.node.store)
-        self._streams = LayerStreams(self.node)
-        self._streams.start()
-        self.node.streams = self._streams
+        streams = LayerStreams(self.node)
+        streams.start()
+        self._streams = self.node.streams = streams
         self.operations.watch("store thread", self._store_thread.hand)
         self._start_io_threads(threads_for(config.io_threads))
         for listener in self._listeners:

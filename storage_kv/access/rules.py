@@ -62,6 +62,7 @@ httl waitaof
 
 _REDIS_SUBCOMMANDS: Final = {
     "client": "caching getredir pause tracking trackinginfo unblock unpause capa import-source no-touch",
+    "command": "getkeysandflags",
     "cluster": (
         "addslots addslotsrange bumpepoch count-failure-reports countkeysinslot delslots delslotsrange "
         "failover flushslots forget getkeysinslot help info keyslot links meet myid nodes replicas replicate "

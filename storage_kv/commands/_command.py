@@ -94,7 +94,7 @@ class Command:
 
     def access_of(self, arguments: Sequence[Argument]) -> str:
         """Return the access with these arguments: SET reads only with the option GET."""
-        if self.name == "set" and not any(bytes(option[:4]).upper() == b"GET" for option in arguments[3:]):
+        if self.full_name == "set" and not any(bytes(option[:4]).upper() == b"GET" for option in arguments[3:]):
             return "W"
         return self.access
 

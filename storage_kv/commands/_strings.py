@@ -234,8 +234,7 @@ def _verify(key: bytes, value: Argument) -> "_RecordInfo | str":
     return _RecordInfo(header.header_length, header.parent)
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
+class _Write(NamedTuple):
     """A value to be stored, and the replies if its condition is met or not; ``returns_old`` prefers the old value."""
 
     key: bytes

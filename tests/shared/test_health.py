@@ -218,3 +218,16 @@ def test_nobody_else_s_watchdog_is_fed(monkeypatch: pytest.MonkeyPatch, name: st
     monkeypatch.setenv(name, value)
     assert systemd.watchdog_interval_s() is None
     Watchdog(list).close()
+
+
+def test_a_request_has_a_size_and_a_deadline(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        socket.create_connection(("127.0.0.1", endpoint.port), WAIT_MAX_S) as large,
+        contextlib.suppress(ConnectionError),
+    ):
+        large.sendall(b"GET /healthz HTTP/1.1\r\nX: " + b"x" * (17 << 10))
+        assert large.recv(1) == b""
+    monkeypatch.setattr("shadowserve.http_front._REQUEST_TIMEOUT_S", 0.1)
+    with socket.create_connection(("127.0.0.1", endpoint.port), WAIT_MAX_S) as slow:
+        slow.sendall(b"GET")
+        assert slow.recv(1) == b""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from faulty_s3 import BUCKET
-from machine import WAIT_MAX_S, free_port, wait_for
+from machine import NEVER_S, WAIT_MAX_S, free_port, wait_for
 from preloaded import Preloaded
 
 from shadowserve import native, record
@@ -262,3 +262,17 @@ def make_record(name: bytes, *, body_bytes: int = 4096, fill: int = 0) -> tuple[
         quantizer=Quantizer.PASSTHROUGH,
     )
     return storage_key(name), record.encode(name, native.Codec.NONE, layout, bytes([fill]) * layout.raw_bytes)
+
+
+def make_certificates(folder: Path, *arguments: str) -> None:
+    subprocess.run(
+        [sys.executable, str(REPOSITORY / "scripts" / "make-certificates"), str(folder), *arguments],
+        check=True,
+        timeout=NEVER_S,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def tls_flags(folder: Path, *, mutual: bool = False) -> list[str]:
+    flags = ["--tls-cert", f"{folder}/server.crt", "--tls-key", f"{folder}/server.key"]
+    return [*flags, "--tls-client-ca", f"{folder}/ca.crt"] if mutual else flags

@@ -9,8 +9,7 @@ import pytest
 import redis
 from click.testing import CliRunner
 from machine import NEVER_S, wait_for
-from storage_support import TIMEOUT_S, Child, Start
-from test_tls import make_certificates, tls_flags
+from storage_support import TIMEOUT_S, Child, Start, make_certificates, tls_flags
 
 from shadowserve.resp import ErrorReply, encode_command
 from shadowserve_tools import main
@@ -278,3 +277,13 @@ def test_lines_beyond_the_disks_speed_are_dropped(monkeypatch: pytest.MonkeyPatc
     still.set()
     log.close()
     assert log.written + log.lost == 6000
+
+
+def test_lost_audit_lines_are_counted_and_serving_continues(start: Start, tmp_path: Path) -> None:
+    child = start("--audit-log", str(tmp_path / "nowhere" / "audit.log"))
+    with child.client() as client:
+        for _ in range(20):
+            assert client.call("CONFIG", "GET", "save") != b""
+        wait_for(lambda: int(client.info()["audit_lines_lost"]) == 20)
+        assert client.call("SET", "a", "1") == b"OK"
+    assert child.stop() == 0 and sum("audit_log_failed" in line for line in child.log) == 1

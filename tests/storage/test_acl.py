@@ -283,7 +283,7 @@ def test_acl_save_and_load_need_a_users_file(shared_server: Child) -> None:
 def test_a_users_file_with_unknown_redis_commands_is_accepted_and_logged_once(start: Start, tmp_path: Path) -> None:
     file = tmp_path / "users.acl"
     file.write_text(
-        "user default on nopass ~* &* +@all -eval -script|load\n"
+        "user default on nopass ~* &* +@all -eval -script|load +command|getkeysandflags\n"
         "user alice on >pw ~a:* -@all +get +lpush +xgroup|create -@list +HSET\n"
         "user bob on >pw ~b:* +@read -keys +lpush\n"
     )

@@ -40,7 +40,7 @@ def test_commands_on_many_keys_release_the_lock(served: Served) -> None:
             assert metered("EXISTS", *names, "none", "k1") == count + 1
             assert metered("TOUCH", *names, "none") == count
             for pattern in ("k*", "*"):
-                assert sorted(client.call("KEYS", pattern)) == sorted(map(str.encode, names))  # type: ignore[arg-type]
+                assert sorted(metered("KEYS", pattern)) == sorted(map(str.encode, names))  # type: ignore[arg-type]
             assert len(metered("SCAN", 0, "COUNT", 10**9)[1]) <= KEYS_AT_A_TIME
             assert metered("UNLINK", *names[:10], *names[:10], "none") == 10
             assert metered("DEL", *names) == count - 10
@@ -55,12 +55,12 @@ def test_commands_about_commands_release_the_lock(served: Served) -> None:
     questions = {"DOCS": ["client"], "INFO": ["client"], "GETKEYS": ["MSET"]}
     with served.client() as client:
         for name, words in questions.items():
-            for count in (1000, 6_000):
+            for count in (1000, 12_000):  # with 6,000, even one hold stays within the limit
                 asked = words * count if words != ["MSET"] else ["MSET", *pairs(count // 2)]
                 meter.begin()
                 reply = client.call("COMMAND", name, *asked)
                 assert meter.end() < WORK_MAX, (name, count)
-                assert isinstance(reply, ErrorReply) == (count == 6_000 and words != ["MSET"]), name
+                assert isinstance(reply, ErrorReply) == (count == 12_000 and words != ["MSET"]), name
                 assert words != ["MSET"] or (isinstance(reply, list) and len(reply) == count // 2)
 
 

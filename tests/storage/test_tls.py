@@ -5,14 +5,13 @@ import json
 import socket
 import ssl
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
 from machine import NEVER_S, wait_for
-from storage_support import REPOSITORY, TIMEOUT_S, Child, Client, Start, make_record
+from storage_support import TIMEOUT_S, Child, Client, Start, make_certificates, make_record, tls_flags
 
 from shadowserve.errors import ConfigurationError
 from shadowserve.resp import encode_command
@@ -20,15 +19,6 @@ from storage_kv.clients.transport import Certificates
 from storage_kv.config import StorageConfig
 
 MIB = 1 << 20
-
-
-def make_certificates(folder: Path, *arguments: str) -> None:
-    subprocess.run(
-        [sys.executable, str(REPOSITORY / "scripts" / "make-certificates"), str(folder), *arguments],
-        check=True,
-        timeout=NEVER_S,
-        stdout=subprocess.DEVNULL,
-    )
 
 
 @pytest.fixture(scope="session")
@@ -45,11 +35,6 @@ def other_authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("other_authority")
     make_certificates(folder, "--user", "alice")
     return folder
-
-
-def tls_flags(folder: Path, *, mutual: bool = False) -> list[str]:
-    flags = ["--tls-cert", f"{folder}/server.crt", "--tls-key", f"{folder}/server.key"]
-    return [*flags, "--tls-client-ca", f"{folder}/ca.crt"] if mutual else flags
 
 
 def context_of(folder: Path, user: str = "", certificates_of: Path | None = None) -> ssl.SSLContext:
