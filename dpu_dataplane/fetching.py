@@ -32,9 +32,10 @@ from shadowserve.pieces import pack
 from shadowserve.proto import dataplane_pb2 as pb
 
 _STALE_HINTS: Final = (Result.CHECKSUM, Result.BAD_DATA, Result.NOT_FOUND, Result.PROTOCOL, Result.NOT_SUPPORTED)
+# The retries: each happens once.
 _FRESH: Final = "read headers again"
 _AUTHORITATIVE: Final = "read from masters"
-_RECOVERED: Final = "update the map of nodes"  # the retries; each happens once
+_RECOVERED: Final = "update the map of nodes"
 
 _WAIT_S: Final = 0.01
 """The thread's longest wait: it delays the next fetch's first layers by as much after a fetch that ended early."""

@@ -15,8 +15,8 @@ from typing import Final
 RATE_MIN: Final = 16 << 20  # lowest rate of an engine in bytes per second: below it, one chunk takes seconds
 ENGINES_MAX: Final = 64  # most reports of a host, including those of dead engines that have not expired yet
 _LOWER_SHARE: Final = 8  # one byte in eight goes to movers of lower precedence
-_PAUSE_MAX_S: Final = 2.0
-_PAUSE_EVERY: Final = 10  # longest pause, and the time to the next pause as a multiple of its length
+_PAUSE_MAX_S: Final = 2.0  # longest pause
+_PAUSE_EVERY: Final = 10  # time to the next pause as a multiple of the length of a pause
 
 
 class Mover(Enum):

@@ -62,20 +62,20 @@ async def find_by_ranges(
     ``ask`` sends commands, each for its name, and returns their answers: errors are values. ``where`` names the node of
     a name for messages.
     """
-    size = HEADER_GUESS
-    while indexes:
-        commands = [command for index in indexes for command in header_commands(names[index], size)]
-        answers = await ask(commands, [names[index] for index in indexes for _ in (0, 1)])
-        for position, index in enumerate(indexes):
+    sizes = dict.fromkeys(indexes, HEADER_GUESS)
+    for _ in range(2):
+        if not sizes:
+            return
+        commands = [command for index, size in sizes.items() for command in header_commands(names[index], size)]
+        answers = await ask(commands, [names[index] for index in sizes for _ in (0, 1)])
+        for position, index in enumerate(sizes):
             found[index] = _found(where(names[index]), *answers[2 * position : 2 * position + 2])
-        longer = {
-            index: each.header_bytes
-            for index in indexes
-            if isinstance(each := found[index], Stored) and each.header_bytes > len(each.header)
+        entries = [(index, found[index]) for index in sizes]
+        sizes = {
+            index: entry.header_bytes
+            for index, entry in entries
+            if isinstance(entry, Stored) and entry.header_bytes > len(entry.header)
         }
-        if size > HEADER_GUESS:
-            break
-        indexes, size = list(longer), max(longer.values(), default=0)
 
 
 def _found(node: object, length: Answer, header: Answer) -> Found:

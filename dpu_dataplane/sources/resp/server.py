@@ -210,9 +210,13 @@ class OneServer(RespSource):
         where = f"storage {self.name}"
 
         async def ask(commands: Sequence[Sequence[bytes]], _: Sequence[bytes]) -> Sequence[Any]:
-            return await control.ask([list(command) for command in commands])
+            answers = await control.ask([list(command) for command in commands])
+            for answer in answers:
+                if not (isinstance(answer, resp.ErrorReply) and answer.code == "WRONGTYPE"):
+                    refuse_error("STRLEN or GETRANGE", answer)
+            return answers
 
-        await find_by_ranges(names, range(len(names)), found, ask, lambda _: where)
+        await find_by_ranges(names, range(len(names)), found, ask, lambda _: "the server")
         for each in found:
             if isinstance(each, Unanswered):
                 raise each.error(where)

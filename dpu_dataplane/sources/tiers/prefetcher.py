@@ -40,8 +40,8 @@ _LINGER_S: Final = 10.0
 """Seconds from a request's leaving its queue to its fetch: as long as hosts wait for a load by default."""
 _PART_BYTES: Final = 1 << 20
 """Size of one part of a record. A fetch may have to wait for one part: 8 ms at 1 Gbit/s."""
-_READS: Final = 4
-_RECEIVED: Final = 2  # concurrent reads of devices, and receives from below: enough to hide the latency
+_READS: Final = 4  # concurrent reads of devices: enough to hide the latency
+_RECEIVED: Final = 2  # concurrent receives from below: enough to hide the latency
 _PROTECTED_PER_TURN: Final = 64
 """Requests whose records are protected from eviction in one turn; that takes some milliseconds."""
 _COLD_ASSUMED: Final = Hop(1e8)

@@ -118,8 +118,7 @@ class TieredSource(Source):
         return None if self._below is None else await self._below.published(keys)
 
     async def prefetch(self, keys: Sequence[bytes]) -> None:
-        absent = [key for key in keys if not self._tiers.has(key)]
-        if absent and self._below is not None:
+        if self._below is not None and (absent := [key for key in keys if not self._tiers.has(key)]):
             await self._below.prefetch(absent)
 
     def expect(self, requests: Sequence[WaitingRequest]) -> None:

@@ -1,11 +1,14 @@
 """The fast path for KV.META gives the results of the general parser, for any split of the bytes."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpu_dataplane.sources.found import Cold, Stored
-from dpu_dataplane.sources.resp.answers import AnswerReader, MetaAnswer
+from dpu_dataplane.sources.found import Cold, Found, Stored
+from dpu_dataplane.sources.resp.answers import HEADER_GUESS, AnswerReader, MetaAnswer, find_by_ranges
 from shadowserve import resp
 from shadowserve.errors import ProtocolError
 
@@ -78,3 +81,21 @@ def test_answers_of_meta_take_the_short_cut() -> None:
 def test_protocol_errors_are_refused(wire: bytes) -> None:
     with pytest.raises(ProtocolError):
         read_all(AnswerReader(), wire, [])
+
+
+async def test_a_server_without_kv_meta_that_lies_about_lengths_gets_two_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each longer header is read with its own length, once."""
+    claimed = {b"x" * 200: 3000, b"y" * 200: 9000, b"z" * 50: 50}
+    monkeypatch.setattr("dpu_dataplane.sources.found.header_length", lambda header: claimed[header])
+    headers = dict(zip([b"a", b"b", b"c"], claimed, strict=True))
+    requests: list[list[bytes]] = []
+
+    async def ask(commands: Sequence[Sequence[bytes]], names: Sequence[bytes]) -> list[Any]:
+        requests.append([command[-1] for command in commands if command[0] == b"GETRANGE"])
+        return [10_000 if command[0] == b"STRLEN" else headers[command[1]] for command in commands]
+
+    found: list[Found] = [None] * 3
+    await find_by_ranges(list(headers), range(3), found, ask, lambda _: "a node")
+    assert requests == [[b"%d" % (HEADER_GUESS - 1)] * 3, [b"2999", b"8999"]]
