@@ -292,6 +292,8 @@ class _IpcMemory(Memory):
 class _ExportedGpuMemory(_IpcMemory):
     """A GPU buffer exported to a DPU: as a DMA-BUF, or by address, which needs nvidia-peermem.
 
+    Only the allocation is that of :class:`_IpcMemory`.
+
     Raises:
         NativeError: Neither works.
     """

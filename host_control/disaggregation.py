@@ -9,6 +9,7 @@ Where two engines share a prompt, the whole blocks behind its last chunk, its *t
 chunk's record, padded with zeros. The key tells its length.
 """
 
+import abc
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -87,7 +88,7 @@ class _Published:
     renewed_at: float
 
 
-class Background:
+class Background(abc.ABC):
     """A thread that begins with its first work: most engines never need it."""
 
     def __init__(self, name: str) -> None:
@@ -103,8 +104,9 @@ class Background:
             self._thread.start()
         self._condition.notify_all()
 
+    @abc.abstractmethod
     def _run(self) -> None:
-        raise NotImplementedError
+        """Work until :meth:`close`."""
 
     def close(self) -> None:
         """End the thread; waits get no further call."""

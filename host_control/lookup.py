@@ -57,7 +57,7 @@ class LookupAnswer:
 
     Attributes:
         tokens: Leading tokens of the prompt that can be loaded, by the engine's rule, for every rank.
-        reason: ``complete``, or why the data plane did not answer; see :class:`~host_control.transfer.Reason`.
+        reason: ``complete``, or why not more can be loaded; see :class:`~host_control.transfer.Reason`.
         shard_layout: Shard layout of the records; 0 is this engine's own.
         present: Flags of each group: chunks that are stored.
         tail: The prompt's tail is stored, too.

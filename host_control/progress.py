@@ -33,7 +33,7 @@ def follow(
 ) -> Iterator[int]:
     """Yield the count of a call each time it has grown, until the call ends or all ``most`` are in place.
 
-    ``cancel`` is called each ``interval_s`` seconds; True stops the loop.
+    ``cancel`` is called after each growth, and at least every ``interval_s`` seconds; True stops the loop.
     """
     seen = 0
     while seen < most and not call.done() and not cancel():

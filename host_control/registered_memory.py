@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from host_control.client import DataPlaneClient, FetchAnswer, StoreAnswer
+from host_control.client import DataPlaneClient, FetchAnswer, MemoryMessage, StoreAnswer
 from host_control.segment import Memory, Segment
 from host_control.transfer import Reason
 from shadowserve.chunk import ChunkLayout
@@ -93,12 +93,12 @@ class RegisteredMemory:
                 Reason.BREAKER_OPEN,
             )
         try:
-            memory = self._made(timeout)
+            memory, message = self._made(timeout)
         except DataPlaneError:
             breaker.report(success=False)
             raise
         try:
-            memory_id = self._client.register(self.shapes, memory.message())
+            memory_id = self._client.register(self.shapes, message)
         except DataPlaneError:
             memory.close()  # safe even if it was registered: only a Fetch call with its ID would write into it
             raise
@@ -107,16 +107,21 @@ class RegisteredMemory:
             self._memory, self._memory_id = memory, memory_id
         return memory
 
-    def _made(self, timeout: float) -> Memory:
+    def _made(self, timeout: float) -> tuple[Memory, MemoryMessage]:
         # Connect first: allocating all pages is slow.
         self._client.connect(min(timeout, self._connect_timeout), self.shapes[0])
-        if not self._release_pending():
-            raise DataPlaneError(
-                f"the data plane at {self._client.address} does not answer the release of old memory",
-                Reason.UNREACHABLE,
-            )
         try:
-            return self._make(self._made_bytes)
+            if not self._release_pending():
+                raise DataPlaneError(
+                    f"the data plane at {self._client.address} does not answer the release of old memory",
+                    Reason.UNREACHABLE,
+                )
+            memory = self._make(self._made_bytes)
+            try:
+                return memory, memory.message()
+            except ConfigurationError:
+                memory.close()
+                raise
         except ConfigurationError as error:
             raise DataPlaneError(str(error), Reason.NO_MEMORY) from error
 

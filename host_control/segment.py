@@ -5,6 +5,7 @@ that no file is left behind when the processes end. If a process is killed befor
 of its owner; the next process that creates a segment removes it.
 """
 
+import abc
 import ctypes
 import fcntl
 import mmap
@@ -32,7 +33,7 @@ _POPULATE_BYTES: Final = 16 << 20
 """Bytes per call: during a call no other thread of the process can map memory."""
 
 
-class Memory:
+class Memory(abc.ABC):
     """Memory that can be registered with the data plane.
 
     Attributes:
@@ -46,11 +47,11 @@ class Memory:
     memory: Any
     peer_keeps_mapping = False
 
+    @abc.abstractmethod
     def message(self) -> MemoryMessage:
         """Return the description for the Register call."""
-        raise NotImplementedError
 
-    def on_registered(self) -> None:
+    def on_registered(self) -> None:  # noqa: B027  # most memory has nothing to do
         """Called when the data plane has registered the memory."""
 
     def view(self, offset: int, length: int) -> Any:
@@ -61,7 +62,7 @@ class Memory:
         """
         return self.memory[offset : offset + length]
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027  # most memory has nothing to do
         """Make delivered bytes visible to readers of :attr:`memory`.
 
         Called on the scattering thread while a Fetch call runs; :meth:`view` includes it.
@@ -71,9 +72,9 @@ class Memory:
         """Return False if another process has truncated the memory. Bytes that were read before are then invalid."""
         return True
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Release the memory. It is freed with the last view of it."""
-        raise NotImplementedError
 
 
 class _Mapping(mmap.mmap):

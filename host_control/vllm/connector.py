@@ -1,9 +1,10 @@
 """``ShadowServeConnector``: vLLM's calls, forwarded to the scheduler side or the worker side.
 
 Loads are asynchronous: a request waits for its KV outside the running batch. :mod:`host_control.vllm.loads` has the
-other ways. Every KV cache group is stored that vLLM's own prefix cache has: without ``SupportsHMA`` vLLM would give
-each model a single group, whose windows keep the whole context, or not start at all. Wherever ``support.py`` finds a
-reason, both sides are off: nothing is hashed, looked up or sent, so that the engine is as without the plugin.
+other ways. Every KV cache group is stored that vLLM's own prefix cache has. Without ``SupportsHMA`` vLLM would give
+each model a single group, whose windows keep the whole context, or not start where that is impossible. Wherever
+``support.py`` finds a reason, both sides are off: nothing is hashed, looked up or sent, so that the engine is as
+without the plugin.
 """
 
 from typing import Any

@@ -163,7 +163,8 @@ class Stores:
             present = None if found is None else found[number]
             rows = group.rows(tables[number], first, end)
             ready = (rows != NULL_BLOCK).all(axis=1)
-            if present is not None and not state.refused:  # else they are stored again, since they could not be loaded
+            # Refused: they could not be loaded, so they are stored again. None: not known what is stored.
+            if present is not None and not state.refused:
                 ready[: max(len(present) - first, 0)] &= ~present[first:end]
             index = 0
             while index < len(ready):

@@ -268,8 +268,7 @@ class RowStores:
                 self._timeout,
                 purpose=pb.PURPOSE_OFFLOADING_TIER,
             )
-            if answer.reason == "unknown_memory" or not answer.quiet:
-                self._memory.retire(release=not answer.quiet)
+            self._memory.settle(answer)
             if answer.reason != "unknown_memory":
                 break
         return answer

@@ -19,7 +19,8 @@ class Workers:
     """The handshakes of all ranks, combined.
 
     Attributes:
-        shake: What holds for all of them: the fewest chunks layer by layer, the most layers and bytes of any rank.
+        shake: Rank 0's handshake with the engine's values: the fewest chunks layer by layer, the most layers and bytes
+            of any rank, the number of machines, and ``plain`` if any rank's records are. Its namespaces are rank 0's.
         clients: Clients of the data planes. One that serves several ranks is asked once for all of them.
         records: Records of each shard layout that all ranks can read (0: their own): of each group, clients and
             namespaces.

@@ -18,7 +18,8 @@ from machine import wait_for
 from scripted import ScriptedDataPlane
 
 from host_control import segment as module
-from host_control.client import DataPlaneClient
+from host_control.client import DataPlaneClient, MemoryMessage
+from host_control.cuda import CudaError
 from host_control.registered_memory import RegisteredMemory
 from host_control.segment import Segment
 from shadowserve.chunk import ChunkLayout
@@ -115,6 +116,21 @@ def test_memory_without_a_mapping_is_kept_until_its_release_is_answered(
     memory.close()
     assert not third.closed, "until the process ends"
     third.close()
+
+
+class Undescribed(Segment):
+    """Memory that its driver cannot describe to another process."""
+
+    def message(self) -> MemoryMessage:
+        raise CudaError("cuIpcGetMemHandle failed: not supported")
+
+
+def test_memory_that_its_driver_cannot_describe_is_no_memory(client: DataPlaneClient, shape: ChunkLayout) -> None:
+    """Otherwise the error ends the thread that fetches or stores."""
+    memory = RegisteredMemory(client, [shape], 8 * shape.raw_bytes, make=Undescribed.create)
+    with pytest.raises(DataPlaneError, match="cuIpcGetMemHandle") as error:
+        memory.acquire(5)
+    assert error.value.outcome == "no_memory" and memory.current is None
 
 
 def test_without_a_data_plane_no_segment_is_created(shape: object, leftovers: Leftovers) -> None:
