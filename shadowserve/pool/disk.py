@@ -128,7 +128,7 @@ class Disk:
         wake: Callable[[], None],
         on_gone: Callable[[], None],
     ) -> None:
-        """Take an open volume into use; None for no limits besides its own.
+        """Take an open volume into use. ``bytes_max`` and ``objects_max``: None for no limit besides the volume's own.
 
         ``wake`` makes the pool call step() soon; ``on_gone`` is called once, when the device is given up.
         """

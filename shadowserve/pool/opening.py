@@ -223,7 +223,7 @@ def open_parts(
     waker, begin_session = Waker(), partial(_begin_session, clock_ms, disks)
     recover = partial(_recover, found, waker.wake, begin_session, clock_ms, entropy)
     try:
-        objects_max = _prepare(found, config, clock_ms, entropy)
+        objects_max = _prepare(found, clock_ms, entropy)
         in_memory = memory_bytes // BLOCK_BYTES if found else config.objects_max or memory_bytes // ENTRY_OVERHEAD_BYTES
         objects_max = min(objects_max + max(in_memory, _OBJECTS_MIN), _INDEX_OBJECTS_MAX)
         policy = IndexPolicy[config.eviction.upper()]
@@ -271,7 +271,7 @@ def open_parts(
     return opened
 
 
-def _prepare(found: Found, config: PoolConfig, clock_ms: Callable[[], int], entropy: Callable[[int], bytes]) -> int:
+def _prepare(found: Found, clock_ms: Callable[[], int], entropy: Callable[[int], bytes]) -> int:
     """Format empty devices, if no device holds foreign data; return the most objects that all devices may hold."""
     superblocks = [read_superblocks(BlockReader(device), device)[0] for _, device in found]
     pool_id = next((superblock.pool_id for superblock in superblocks if superblock is not None), None)

@@ -84,7 +84,7 @@ class Space:
 
     def begin_hold(self) -> None:
         """Allow as many evictions as one hold of the lock may do."""
-        self.evictions_left = ENTRIES_PER_HOLD  # evictions until the lock must be released; begin_hold() resets it
+        self.evictions_left = ENTRIES_PER_HOLD  # evictions until the lock must be released
         self._cleared_looks = ENTRIES_PER_HOLD
 
     # ---- Quotas and budgets

@@ -115,7 +115,7 @@ class Statistics:
             pool may hold; with devices also ``device``, a device is full or at its limit, and ``memory``, for objects
             of memory alone.
         memory_share: Memory's share of the objects, by ``memory_bandwidth_bytes_per_s``.
-        orchestration_ns: Time to look up, place and group, without I/O: the sum of the next three.
+        orchestration_ns: Time to look up, place and group, without I/O: lookup_ns + placement_ns + grouping_ns.
         submission_ns: Time to pass reads to devices and back: calls into the kernel, which count as I/O.
     """
 
@@ -135,7 +135,7 @@ class Statistics:
     lost_keys: int = 0  # entries that were dropped because their bytes could not be read, or were wrong
     failed_writes: int = 0  # values that could not be made durable; their writers got an error
     evictions: Mapping[str, int] = field(compare=False, default_factory=dict)
-    lost: Mapping[str, int] = field(compare=False, default_factory=dict)  # these by reason; of a whole pool only
+    lost: Mapping[str, int] = field(compare=False, default_factory=dict)  # lost_keys by reason; of a whole pool only
     devices: tuple[DeviceStatistics, ...] = field(compare=False, default=())
     cold: ColdStatistics | None = field(compare=False, default=None)  # statistics of the bucket, if there is one
     memory_bytes: int = field(compare=False, default=0)  # bytes of all arenas

@@ -64,9 +64,12 @@ def test_the_tenant_furthest_beyond_its_share_is_the_same_on_each_node() -> None
 # ---- The bucket
 
 
-def test_a_sweep_deletes_objects_of_the_tenant_beyond_its_share(bucket: FaultyS3, open_node: Opens) -> None:
+@pytest.mark.parametrize("quotas", [{}, {"greedy": (8 * MIB, None)}], ids=["equal parts", "a quota"])
+def test_a_sweep_deletes_objects_of_the_tenant_beyond_its_share(
+    quotas: dict[str, tuple[int, None]], bucket: FaultyS3, open_node: Opens
+) -> None:
     """Symptom: 100 MiB of another tenant with a quota of 8 MiB left a tenant 0 of 12 records."""
-    settings = {"memory_budget_bytes": 256 * MIB, "bytes_max": 64 * MIB, "quotas": {"greedy": (8 * MIB, None)}}
+    settings = {"memory_budget_bytes": 256 * MIB, "bytes_max": 64 * MIB, "quotas": quotas}
     node = open_node(**settings)
     second = open_node(**settings)
     node.store_chain(MINE, tenant(node, "modest"))

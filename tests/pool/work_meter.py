@@ -15,13 +15,12 @@ class WorkMeter:
 
     def __init__(self) -> None:
         self.longest = 0  # steps of the longest hold
-        self.holds = 0
         self._lock = threading.Lock()
         self._counts = False
         self._steps = 0
 
     def begin(self) -> None:
-        self.longest = self.holds = 0
+        self.longest = 0
         self._counts = True
 
     def end(self) -> int:
@@ -42,7 +41,6 @@ class WorkMeter:
             sys.settrace(None)
             self._trace_callers(None)
             self.longest = max(self.longest, self._steps)
-            self.holds += 1
         self._lock.release()
 
     def __enter__(self) -> bool:

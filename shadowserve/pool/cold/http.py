@@ -50,8 +50,12 @@ class _Timed(socket.socket):
         return super().recv_into(*arguments)
 
     def sendall(self, *arguments: Any) -> None:
-        self.set_timeout()  # it covers the whole call
+        self.set_timeout()  # without TLS it covers the whole call; with TLS, sendall() calls send() for each part
         super().sendall(*arguments)
+
+    def send(self, *arguments: Any) -> int:
+        self.set_timeout()
+        return super().send(*arguments)
 
 
 class _TimedTls(_Timed, ssl.SSLSocket):

@@ -136,7 +136,7 @@ class BucketLister:
             return
         with self._shares_lock:
             shares = dict(self._shares.among(used))
-        swept: list[str] = []  # objects that were deleted because of ``bytes_max``
+        swept: list[str] = []
         while total > bytes_max * _SWEPT_SHARE:
             tenant = most_beyond(used, shares)
             oldest = found[tenant].pop()
@@ -146,7 +146,7 @@ class BucketLister:
                 del used[tenant]
             swept.append(oldest.name)
             self._catalog.mark_object(oldest.name)
-        self.swept += self._deletions.delete_some(swept)
+        self.swept += self._deletions.delete_some(swept)  # objects that were deleted because of bytes_max
 
     def _learn_all(self, wanted: Sequence[Listed]) -> bool:
         """Add objects to the catalog by their footers, for at most ``list_timeout_s``; return whether that is done."""

@@ -56,7 +56,6 @@ class Log:
         self.durable = durable  # last block that is known to be durable
         self.first = first  # oldest block that is still needed
         self.records = 0  # appended records since it was opened
-        self.groups = 0  # written groups
         self.written_bytes = 0  # bytes of both copies
         self._superblock = superblock
         self._submit = submit
@@ -170,7 +169,6 @@ class Log:
             if count
         ]
         self.sequence += blocks
-        self.groups += 1
         self.written_bytes += len(self._layout.log_firsts) * blocks * BLOCK_BYTES
         self._writes = len(operations)
         self._submit(operations)

@@ -48,7 +48,8 @@ class RecoveryReport:
     """Results of opening a volume.
 
     Attributes:
-        lost: Dropped objects by reason (the three fields above) and tenant; 0 for tenants without a name.
+        lost: Dropped objects by reason (``unproven``, ``unnamed``, ``overlapping``) and tenant; 0 for tenants without a
+            name.
     """
 
     objects: int = 0  # present objects
