@@ -33,7 +33,10 @@ def pack(flags: Flags) -> bytes:
 
 
 def unpack(data: bytes, *shape: int) -> Flags:
-    """Return the set of the given shape from bytes on the wire; no bytes are the empty set. ValueError: misfit."""
+    """Return the set of the given shape from bytes on the wire; no bytes are the empty set.
+
+    Raise ValueError if they do not fit the shape.
+    """
     count = int(np.prod(shape))
     if not data:
         return np.zeros(shape, np.bool_)

@@ -209,7 +209,8 @@ def _decode(report: Report, plan: _Plan, loads: dict[str, Load | None], ratios: 
     medians = in_turns(plan.repeats, runs, "decoding")
     for name, own in medians.items():
         note = f"batch {plan.batch}"
-        report.row(what="decode step", how=f"beside {name}", ms=statistics.median(own) * 1e3, note=note)
+        how = f"alone, in turns with {', '.join(loads)}" if name == "nothing" else f"beside {name}"
+        report.row(what="decode step", how=how, ms=statistics.median(own) * 1e3, note=note)
     for name, (ratio, goal) in ratios.items():
         slowdowns = [each - 1 for each in over(medians[name], medians["nothing"])]
         report.ratio(f"decode_step_slowdown_by_{ratio}", slowdowns, goal)

@@ -144,7 +144,7 @@ def _serve(bed: Bed, case: _Case, system: _System) -> float:
     result = bed.serve(case.prompt, case.stored)
     read = bed.bucket().get("read_records", 0) - before.get("read_records", 0)
     if read != (case.chunks if system.cold else 0):
-        raise ShadowServeError(f"{read} of {case.chunks} records came from the bucket")
+        raise ShadowServeError(f"{system}: {read} of {case.chunks} records came from the bucket")
     check_answer(result, case.answer)
     ttft_s: float = result["ttft_s"]
     return ttft_s

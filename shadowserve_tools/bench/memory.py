@@ -59,6 +59,8 @@ def memory(report: Report, programs: Programs) -> None:
 
 def _sample(pid: int, sizes: list[int], stop: threading.Event) -> None:
     """Append resident sizes of a process, without shared memory."""
-    while not stop.wait(0.01):
+    while True:
         fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         sizes.append(sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssFile")))
+        if stop.wait(0.01):
+            return

@@ -131,7 +131,10 @@ def _engines(programs: Programs, model: Model, requests: _Requests, demand_max: 
             dtype="float32",
             enable_prefix_caching=True,
         )
-        for name, transfer in {_OFF: None, _TIER: host.plugin(plane)}.items()
+        for name, transfer in {
+            _OFF: None,
+            _TIER: host.plugin(plane, lookup_timeout_s=0.5, fetch_timeout_s=10, store_timeout_s=10),
+        }.items()
     }
 
 

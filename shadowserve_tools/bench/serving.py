@@ -231,7 +231,9 @@ class _Bench:
     def _ask(self, engine: Engine, document: int, question: int) -> dict[str, Any]:
         return engine.ask(self._order(document, question)["prompt"], self._load.output)
 
-    def _measured(self, system: System, engine: Engine, document: int, question: int, cached: int) -> dict[str, Any]:
+    def _measured(
+        self, system: System, engine: Engine, document: int, question: int, cached: int, stored: int = 0
+    ) -> dict[str, Any]:
         """Return the result of a question, after a short prompt that does not count.
 
         After another engine's turn all of its data comes from memory, as never in operation.
@@ -240,6 +242,8 @@ class _Bench:
         begin = _cpu(engine, system)
         with _idle(engine) if system.name == IDLE else nullcontext():
             result = self._ask(engine, document, question)
+        if stored:
+            system.stored(engine, stored)
         result["cpu_s"] = _cpu(engine, system) - begin
         self._answers.check(system.name, document, question, result, cached)
         return result
@@ -266,8 +270,7 @@ class _Bench:
                 for system, engine in engines if document % 2 else reversed(engines):
                     # More documents for a ratio of one per cent.
                     if document in (range(fills) if system.often else self._documents(system)):
-                        result = self._measured(system, engine, document, 0, 0)
-                        system.stored(engine, (document + 2) * self._load.chunks)
+                        result = self._measured(system, engine, document, 0, 0, (document + 2) * self._load.chunks)
                         self._results.requests[FILLING, 0.0, system.name].append(result)
 
     def measure(self, links: Sequence[float]) -> None:

@@ -160,7 +160,11 @@ class LeanClient:
             place = memory[number % places * size :][:size]
             for part, wake_bytes in ((place[: -self._wake_bytes], self._wake_bytes), (place[-self._wake_bytes :], 1)):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
-                receive(sock, part)
+                try:
+                    receive(sock, part)
+                except ShadowServeError as error:
+                    log = self._system.child.log.read_text(errors="replace")[-2000:]
+                    raise ShadowServeError(f"{self._system.name}: {error}; its log: {log}") from error
 
     def verify(self) -> None:
         """Compare the bytes of the first place with the stored ones."""

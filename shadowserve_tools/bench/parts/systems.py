@@ -131,12 +131,14 @@ def peers(host: Host, python: Path, size: int) -> tuple[list[System], dict[str, 
             continue
         try:
             redis = None
+            own: list[System] = []  # of near and far, both or none
             if in_redis:
                 with host.network.store_side():
                     redis = host.stack.enter_context(start_redis(host.folder, host=host.network.host, tuned=strongest))
             for linked, side in sides(host).items():
                 if in_redis or not linked:
-                    systems.append(_lmcache(host, python, size, name, strongest, redis, linked, side))
+                    own.append(_lmcache(host, python, size, name, strongest, redis, linked, side))
+            systems += own
         except (ShadowServeError, OSError) as error:
             absent[name] = does_not_run(error)
     return systems, absent
