@@ -216,7 +216,9 @@ def _cut_pieces(
     table["codec"] = [header.codec for header in headers.values()]
     slices = np.zeros(len(manifest), native.SLICE_DTYPE)
     slices["offset"] = manifest["offset"]  # from the record's first byte, until the beginning of the piece is known
-    chunk_offsets = (chunks - np.arange(len(chunks))) * layout.raw_bytes
+    # Slices outside the window get offsets too, which nothing uses.
+    chunk_offsets = chunks * part.chunk_bytes - np.arange(len(chunks)) * layout.raw_bytes
+    chunk_offsets -= part.window.start * part.piece_bytes
     slices["memory_offset"] = _raw_offsets(manifest["tokens"], layout) + chunk_offsets[chunk_of_slice]
     slices["decoded_length"] = manifest["tokens"] * layout.token_decoded_bytes
     slices["vectors"] = manifest["tokens"]

@@ -26,6 +26,7 @@ class FetchPart:
     Args:
         length: Bytes from ``offset`` on that may be written.
         wanted: Wanted pieces as on the wire; empty for all. ValueError if it is of other layers or chunks.
+        window: Layers of each chunk that the region holds; by default all.
 
     Attributes:
         wanted, delivered, remaining: Pieces by layer and chunk; those that this call may still deliver remain.
@@ -41,12 +42,16 @@ class FetchPart:
         length: int,
         keys: Sequence[bytes],
         wanted: bytes,
+        window: range | None = None,
     ) -> None:
         self.registration, self.offset, self.length = registration, offset, length
         self.layout = layout
         self.keys = keys
+        self.window = window or range(layout.layers)
         self._wanted = wanted
-        unpack(wanted, layout.layers, len(keys))
+        pieces = unpack(wanted, layout.layers, len(keys))
+        if pieces[: self.window.start].any() or pieces[self.window.stop :].any():
+            raise ValueError(f"pieces of other layers than {self.window.start} to {self.window.stop - 1}")
         self.wanted = self.delivered = self.remaining = np.zeros((0, 0), np.bool_)
         self.truncated = False
         self.found: Mapping[int, Found] = {}
@@ -57,10 +62,12 @@ class FetchPart:
         Called in the fetch's turn: fetches in the queue take no memory for their sets.
         """
         shape = self.layout.layers, len(self.keys)
-        self.wanted = unpack(self._wanted, *shape) if self._wanted else np.ones(shape, np.bool_)
+        self.wanted = unpack(self._wanted, *shape)
+        if not self._wanted:
+            self.wanted[self.window.start : self.window.stop] = True
         self.delivered = np.zeros(shape, np.bool_)
         self.remaining = self.wanted.copy()
-        self.drop_from(self.length // self.layout.raw_bytes)
+        self.drop_from(self.length // self.chunk_bytes)
         wanted = np.flatnonzero(self.wanted.any(axis=0))
         if len(wanted) > chunks_max:
             self.drop_from(int(wanted[chunks_max]))
@@ -73,6 +80,11 @@ class FetchPart:
     def piece_bytes(self) -> int:
         """Bytes of one layer of a chunk in the registered memory."""
         return self.layout.raw_bytes // self.layout.layers
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk in the registered memory: of the window's layers."""
+        return len(self.window) * self.piece_bytes
 
     def drop_from(self, chunk: int) -> None:
         self.remaining[:, chunk:] = False

@@ -90,17 +90,18 @@ class Validator:
             self.layout_of(registration, part.layout)
             for registration, part in zip(registrations, request.parts, strict=True)
         ]
+        windows = [_window(index, *each) for index, each in enumerate(zip(request.parts, layouts, strict=True))]
         pieces = sum(layout.layers * len(mine) for layout, mine in zip(layouts, keys, strict=True))
         if pieces > _PIECES_MAX:
             raise InvalidCall(f"parts name {pieces} layers of chunks; at most {_PIECES_MAX} fit one call")
         parts = []
         for index, part in enumerate(request.parts):
-            layout = layouts[index]
+            layout, window = layouts[index], windows[index]
             self.offset(layout, part.offset)
-            if part.length < layout.raw_bytes:
-                raise InvalidCall(f"parts[{index}].length is {part.length}; a chunk takes {layout.raw_bytes} bytes")
+            if part.length < (chunk_bytes := layout.raw_bytes // layout.layers * len(window)):
+                raise InvalidCall(f"parts[{index}].length is {part.length}; a chunk takes {chunk_bytes} bytes")
             try:
-                args = (registrations[index], layout, part.offset, part.length, keys[index], part.wanted)
+                args = (registrations[index], layout, part.offset, part.length, keys[index], part.wanted, window)
                 parts.append(FetchPart(*args))
             except ValueError as error:
                 raise InvalidCall(f"parts[{index}].wanted: {error}") from error
@@ -250,6 +251,15 @@ def _count(name: str, count: int, least: int, most: int, unit: str = "entries") 
     if not least <= count <= most:
         bounds = f"{least} to {most}" if least else f"at most {most}"
         raise InvalidCall(f"{name} has {count} {unit}; it has {bounds}")
+
+
+def _window(index: int, part: pb.FetchPart, layout: ChunkLayout) -> range:
+    if part.first_layer + part.layers > layout.layers or (part.first_layer and not part.layers):
+        raise InvalidCall(
+            f"parts[{index}] has a window of {part.layers} layers from {part.first_layer} on; chunks have "
+            f"{layout.layers} layers"
+        )
+    return range(part.first_layer, part.first_layer + (part.layers or layout.layers))
 
 
 def _check_progress(request: pb.FetchRequest, parts: Sequence[FetchPart], *, streamed: bool) -> None:

@@ -74,6 +74,7 @@ class FetchPart:
         keys: Record keys of the chunks.
         wanted: Wanted pieces, [layer, chunk].
         layout: Index of the chunk layout among those that the memory was registered with.
+        window: Half-open range of the layers that the region holds of each chunk; None: all.
     """
 
     memory_id: int
@@ -82,6 +83,7 @@ class FetchPart:
     keys: Sequence[bytes]
     wanted: Flags
     layout: int = 0
+    window: tuple[int, int] | None = None
 
     @classmethod
     def whole(
@@ -103,6 +105,7 @@ class FetchPart:
     @property
     def message(self) -> pb.FetchPart:
         """The wire's message."""
+        first, end = self.window or (0, 0)
         return pb.FetchPart(
             memory_id=self.memory_id,
             offset=self.offset,
@@ -110,6 +113,8 @@ class FetchPart:
             keys=self.keys,
             wanted=b"" if self.wanted.all() else pack(self.wanted),
             layout=self.layout,
+            first_layer=first,
+            layers=end - first,
         )
 
 

@@ -1,18 +1,23 @@
 """Fetches layer by layer: each layer is scattered as it arrives, while later layers are still on their way.
 
-The data plane tells how many leading layers are in place (:mod:`host_control.progress`), so a layer costs no call.
-Layers that were reported stay valid, whatever the answer is; the answer reports the rest. Where the data plane's
-buffers hold less than the fetch, another call fetches the missing pieces into the same places.
+The registered memory is a ring of two halves. A *window* is the pieces that one half holds: some layers of all chunks,
+or, of a prompt whose layers are larger, a run of chunks of one layer. Two windows are in flight, in the order in which
+the engine computes. A half is used again once its window is scattered, so the memory bounds how many layers are ahead,
+not the length of the prompt. A prompt that fits the memory is one window.
 
-Chunks are useful as a prefix only. At the end of a fetch that fails, the layers that lack some chunks are scattered for
-the leading chunks that are complete.
+The data plane tells how many leading layers of a window are in place (:mod:`host_control.progress`), so a layer costs
+no call. Layers that were reported stay valid, whatever the answer is; the answer reports the rest. Where the data
+plane's buffers hold less than a window, another call fetches what is left of it.
+
+Chunks are useful as a prefix only. After a failure, the later windows have the chunks before it only.
 """
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -23,11 +28,27 @@ from host_control.progress import Progress, WordProgress, cancel_if, follow
 from host_control.registered_memory import PROGRESS_BYTES, Memory, RegisteredMemory
 from host_control.transfer import Reason
 from shadowserve.errors import DataPlaneError
-from shadowserve.pieces import Flags, leading_chunks, leading_layers
+from shadowserve.pieces import Flags, leading, leading_chunks, leading_layers
 
 _logger = logging.getLogger(__name__)
 _LOOK_INTERVAL_S: Final = 0.02
 """Between two looks at the call's end and at cancellation, while no layer arrives."""
+
+
+class LayerWindow(NamedTuple):
+    """Pieces that one region holds, chunk after chunk: half-open ranges of layers and chunks."""
+
+    layer: int
+    layers_end: int
+    chunk: int
+    chunks_end: int
+
+
+ScatterLayers = Callable[[FetchJob, Any, LayerWindow, tuple[int, int]], None]
+"""Moves some layers of the leading chunks of a window from registered memory into paged memory.
+
+Arguments: the job, the chunks' bytes, the window, and the half-open range of layers to move.
+"""
 
 
 @dataclass
@@ -35,15 +56,15 @@ class LayerMover:
     """Fetches all chunks of one fetch layer by layer.
 
     Args:
-        registration: Registered memory that holds all chunks of a fetch.
-        scatter: Moves layers, from one up to another, of a job's leading chunks.
+        registration: Registered memory, the ring.
+        scatter: Moves layers of chunks into paged memory.
         batches: Mover that ends fetches, and whose chunks are scattered first.
         tell: Receives the number of leading layers of a fetch that are in place.
     """
 
     client: DataPlaneClient
     registration: RegisteredMemory
-    scatter: Callable[[FetchJob, Any, tuple[int, int]], None]
+    scatter: ScatterLayers
     batches: BatchMover
     tell: Callable[[Fetch, int], None]
 
@@ -69,106 +90,215 @@ class _Ended(Exception):
         self.reason, self.detail = reason, detail
 
 
+class _Forgotten(Exception):
+    """The data plane has restarted and does not know the memory."""
+
+
+class _Slot(NamedTuple):
+    """A half of the ring, and the offset of its progress word."""
+
+    offset: int
+    word: int | None
+
+
+@dataclass
+class _Call:
+    window: LayerWindow
+    slot: _Slot
+    memory: Memory
+    job_id: str
+    call: FetchCall
+    progress: Progress
+    reported: int = 0  # end of the window's leading layers that the data plane has reported
+    scattered: int = 0  # end of its layers that are scattered, for all its chunks
+
+
 class _LayerFetch:
     def __init__(self, mover: LayerMover, fetch: Fetch) -> None:
         self._mover, self._fetch = mover, fetch
         self._client, self._registration = mover.client, mover.registration
-        self._keys, self._shape = fetch.job.keys[0], mover.registration.shapes[0]
-        self._memory: Memory | None = None
-        self._placed = 0  # layers that are scattered
-        self._delivered: Flags = np.zeros((self._shape.layers, len(self._keys)), np.bool_)
-        self._wanted: Flags = np.ones_like(self._delivered)
+        shape, self._keys = mover.registration.shapes[0], fetch.job.keys[0]
+        self._layers, self._piece_bytes = shape.layers, shape.raw_bytes // shape.layers
+        self._placed: Flags = np.zeros((shape.layers, len(self._keys)), np.bool_)
+        self._chunks = len(self._keys)  # leading chunks that can still be complete
+        self._reason, self._detail = str(Reason.COMPLETE), ""
+        self._retried = False
+        words = self._registration.progress_offsets or (None, None)
+        size, half = self._registration.size, self._registration.size // 2
+        fits = len(self._keys) * shape.raw_bytes <= size
+        self._free = deque([_Slot(0, words[0])] if fits else [_Slot(0, words[0]), _Slot(half, words[1])])
+        self._windows = deque(self._split(size if fits else half))
+
+    def _split(self, room: int) -> Iterator[LayerWindow]:
+        """Yield the windows of at most ``room`` bytes, in the order in which the engine computes."""
+        count, pieces = len(self._keys), room // self._piece_bytes
+        layers, chunks = max(pieces // count, 1), min(pieces, count)
+        for layer in range(0, self._layers, layers):
+            for chunk in range(0, count, chunks):
+                yield LayerWindow(layer, min(layer + layers, self._layers), chunk, min(chunk + chunks, count))
 
     def run(self) -> tuple[int, str, str]:
         """Return how many leading chunks are in place with all layers, a reason, and a detail of it."""
+        calls: deque[_Call] = deque()
         try:
-            try:
-                while True:
-                    self._call()
-            except _Ended as end:
-                chunks = leading_chunks(self._delivered, self._wanted)
-                self._place(self._shape.layers, chunks)
-                return chunks, end.reason, end.detail
-        except _Ended as end:  # the delivered layers cannot be used
-            return 0, end.reason, end.detail
+            while calls or self._windows:
+                while self._free and self._windows:
+                    window = self._windows.popleft()
+                    window = window._replace(chunks_end=min(window.chunks_end, self._chunks))
+                    if window.chunk < window.chunks_end:
+                        calls.append(self._start(window, self._free[0]))
+                        self._free.popleft()
+                if not calls:
+                    break
+                try:
+                    self._finish(calls[0])
+                except _Forgotten:
+                    self._begin_again(calls)
+                else:
+                    self._free.append(calls.popleft().slot)
+        except _Ended as end:
+            self._fall_short(0, end.reason, end.detail)
+        finally:
+            for call in calls:
+                self._stop(call)
+        return leading_chunks(self._placed, np.ones_like(self._placed)), self._reason, self._detail
 
-    def _call(self) -> None:
-        """Fetch the missing pieces, and place layers as they arrive; raise :class:`_Ended` where no call follows."""
-        before, memory = self._memory, self._acquire()
-        if before is not None and memory is not before and self._delivered.any():
-            # The first layers of every chunk are in the memory that was given up.
-            raise _Ended(Reason.UNKNOWN_MEMORY, "the memory that holds the first layers was given up")
-        self._memory = memory
-        job_id = f"layers-{secrets.token_hex(8)}"
-        missing = self._wanted & ~self._delivered
-        length = len(self._keys) * self._shape.raw_bytes
-        part = FetchPart(self._registration.memory_id, 0, length, self._keys, missing)
-        try:
-            call, progress = self._start(job_id, part, memory)
-        except DataPlaneError as error:
-            raise _Ended(error.outcome, str(error)) from error
-        answer = self._follow(call, progress, job_id, missing)
-        self._fetch.count_moved(answer)
-        self._delivered |= answer.delivered[0]
-        self._place(leading_layers(self._delivered, self._wanted), len(self._keys))
-        if answer.reason == Reason.UNKNOWN_MEMORY and before is None:
-            return  # the data plane has restarted: register again, once
-        if answer.reason != Reason.BATCH_FULL:
-            raise _Ended(answer.reason, answer.detail)
+    def _begin_again(self, calls: deque[_Call]) -> None:
+        """Give up the calls, and fetch the rest of their windows again, into new memory."""
+        self._retried = True
+        for call in reversed(calls):
+            self._stop(call)
+            self._windows.extendleft(reversed(self._rest(call.window)))
+            self._free.appendleft(call.slot)
+        calls.clear()
 
-    def _acquire(self) -> Memory:
+    def _rest(self, window: LayerWindow) -> list[LayerWindow]:
+        """Return windows of the pieces of a window that are not in place and can still be used."""
+        window = window._replace(chunks_end=min(window.chunks_end, self._chunks))
+        if window.chunk >= window.chunks_end:
+            return []
+        placed = self._placed[window.layer : window.layers_end, window.chunk : window.chunks_end]
+        layer = window.layer + leading_layers(placed, np.ones_like(placed))
+        if layer == window.layers_end:
+            return []
+        if not (count := leading(self._placed[layer, window.chunk : window.chunks_end])):
+            return [window._replace(layer=layer)]
+        row = LayerWindow(layer, layer + 1, window.chunk + count, window.chunks_end)
+        return [row, *([window._replace(layer=layer + 1)] if layer + 1 < window.layers_end else [])]
+
+    def _fall_short(self, chunks: int, reason: str, detail: str) -> None:
+        self._chunks = min(self._chunks, chunks)
+        if self._reason == Reason.COMPLETE:
+            self._reason, self._detail = reason, detail
+
+    # ---- Calls
+
+    def _start(self, window: LayerWindow, slot: _Slot) -> _Call:
         if self._fetch.cancelled or self._fetch.left_s <= 0:
             raise _Ended(Reason.CANCELLED if self._fetch.cancelled else Reason.DEADLINE)
+        job_id, left = f"layers-{secrets.token_hex(8)}", max(self._fetch.left_s, 0.001)
+        keys = self._keys[window.chunk : window.chunks_end]
+        wanted: Flags = np.zeros((self._layers, len(keys)), np.bool_)
+        wanted[window.layer : window.layers_end] = True
+        length = len(keys) * self._chunk_bytes(window)
+        layers, window_s = (window.layer, window.layers_end), self._fetch.job.window_s
+        progress: Progress
         try:
-            return self._registration.acquire(self._fetch.left_s)
+            memory = self._registration.acquire(left)
+            part = FetchPart(self._registration.memory_id, slot.offset, length, keys, wanted, window=layers)
+            if slot.word is None:
+                progress = call = self._client.start_fetch_layers(job_id, part, left, window_s)
+            else:
+                # Before the call writes there.
+                progress = WordProgress(memory.memory[slot.word : slot.word + PROGRESS_BYTES])
+                call = self._client.start_fetch(
+                    job_id, [part], left, layerwise=True, progress=slot.word, window_s=window_s
+                )
         except DataPlaneError as error:
             raise _Ended(error.outcome, str(error)) from error
+        return _Call(window, slot, memory, job_id, call, progress, window.layer, window.layer)
 
-    def _start(self, job_id: str, part: FetchPart, memory: Memory) -> tuple[FetchCall, Progress]:
-        left, begin = max(self._fetch.left_s, 0.001), self._registration.progress_offset
-        window_s = self._fetch.job.window_s
-        if begin is None:
-            call = self._client.start_fetch_layers(job_id, part, left, window_s)
-            return call, call
-        word = WordProgress(memory.memory[begin : begin + PROGRESS_BYTES])  # before the call writes there
-        call = self._client.start_fetch(job_id, [part], left, layerwise=True, progress=begin, window_s=window_s)
-        return call, word
+    def _finish(self, call: _Call) -> None:
+        """Scatter the layers of a call as they arrive, and what its answer adds to them."""
+        window, answer = call.window, self._follow(call)
+        self._fetch.count_moved(answer)
+        delivered = answer.delivered[0][window.layer : window.layers_end]
+        delivered[: call.reported - window.layer] = True
+        self._place(call, window.layer + leading_layers(delivered, np.ones_like(delivered)))
+        if answer.reason == Reason.UNKNOWN_MEMORY and not self._retried:
+            raise _Forgotten
+        if answer.reason == Reason.BATCH_FULL:
+            if call.scattered < window.layers_end:
+                self._place_row(call, leading(delivered[call.scattered - window.layer]))
+            if not self._placed[window.layer, window.chunk]:
+                text = "the data plane's buffers are full, and the first chunk did not come"
+                raise _Ended(Reason.INVALID_ANSWER, text)
+            self._windows.extendleft(reversed(self._rest(window)))
+        elif answer.reason != Reason.COMPLETE:
+            chunks = leading_chunks(delivered, np.ones_like(delivered))
+            self._fall_short(window.chunk + chunks, answer.reason, answer.detail)
+            self._place(call, window.layers_end)
+            if not answer.quiet:
+                raise _Ended(answer.reason, answer.detail)
 
-    def _follow(self, call: FetchCall, progress: Progress, job_id: str, missing: Flags) -> FetchAnswer:
+    def _follow(self, call: _Call) -> FetchAnswer:
         """Place layers as they arrive; return the call's answer."""
-        layers, most = 0, len(missing)
+        most = call.window.layers_end
         try:
-            cancels = cancel_if(self._client, job_id, lambda: self._fetch.cancelled)
-            for layers in follow(call, progress, most, _LOOK_INTERVAL_S, cancels):
-                self._arrived(layers, missing)
-            if (last := min(progress.wait(layers, 0.0), most)) > layers:
-                self._arrived(last, missing)
+            cancels = cancel_if(self._client, call.job_id, lambda: self._fetch.cancelled)
+            for layers in follow(call.call, call.progress, most, _LOOK_INTERVAL_S, cancels):
+                self._arrived(call, layers)
+            self._arrived(call, min(call.progress.wait(call.reported, 0.0), most))
         except _Ended:
-            self._client.cancel(job_id)
+            self._client.cancel(call.job_id)
             raise
         finally:
-            answer = call.result()
+            answer = self._settle(call)
+        return answer
+
+    def _arrived(self, call: _Call, layers: int) -> None:
+        call.reported = max(call.reported, layers)
+        self._place(call, call.reported)
+
+    def _settle(self, call: _Call) -> FetchAnswer:
+        answer = call.call.result()
+        if self._registration.current is call.memory:  # else it was given up already
             self._registration.settle(answer)
         return answer
 
-    def _arrived(self, layers: int, missing: Flags) -> None:
-        self._delivered[:layers] |= missing[:layers]
-        self._place(leading_layers(self._delivered, self._wanted), len(self._keys))
+    def _stop(self, call: _Call) -> None:
+        """End a call whose layers are not used; then nothing writes into the memory for it."""
+        self._client.cancel(call.job_id)
+        self._settle(call)
 
-    def _place(self, layers: int, chunks: int) -> None:
-        """Scatter the layers of the leading chunks that are not scattered yet."""
-        if layers <= self._placed or not chunks:
-            return
-        assert self._memory is not None
+    # ---- Scattering
+
+    def _chunk_bytes(self, window: LayerWindow) -> int:
+        return (window.layers_end - window.layer) * self._piece_bytes
+
+    def _place(self, call: _Call, layers: int) -> None:
+        """Scatter a call's layers that are not scattered yet, of the chunks that can still be complete."""
+        chunks = min(call.window.chunks_end, self._chunks)
+        if layers > call.scattered and chunks > call.window.chunk:
+            self._scatter(call, (call.scattered, layers), chunks)
+            call.scattered = layers
+            self._mover.tell(self._fetch, leading_layers(self._placed, np.ones_like(self._placed)))
+
+    def _place_row(self, call: _Call, chunks: int) -> None:
+        """Scatter the leading chunks of the layer that a call has delivered in part."""
+        if chunks := min(chunks, self._chunks - call.window.chunk):
+            self._scatter(call, (call.scattered, call.scattered + 1), call.window.chunk + chunks)
+
+    def _scatter(self, call: _Call, layers: tuple[int, int], chunks_end: int) -> None:
+        window, memory = call.window, call.memory
+        length = (chunks_end - window.chunk) * self._chunk_bytes(window)
         try:
-            self._memory.flush()
-            data = self._memory.memory[: chunks * self._shape.raw_bytes]
-            self._mover.scatter(self._fetch.job, data, (self._placed, layers))
+            memory.flush()
+            data = memory.memory[call.slot.offset : call.slot.offset + length]
+            self._mover.scatter(self._fetch.job, data, window, layers)
         except Exception as error:
             _logger.exception("scattering layers failed")
             raise _Ended(Reason.SCATTER_FAILED, f"{type(error).__name__}: {error}") from error
-        if lost := self._registration.check(self._memory):
+        if lost := self._registration.check(memory):
             raise _Ended(Reason.SCATTER_FAILED, lost)
-        if chunks == len(self._keys):
-            self._placed = layers
-            self._mover.tell(self._fetch, layers)
+        self._placed[slice(*layers), window.chunk : chunks_end] = True

@@ -127,6 +127,7 @@ class PagedLayout:
         blocks: Sequence[int],
         chunk_blocks: int | None = None,
         layers: tuple[int, int] | None = None,
+        held: tuple[int, int] | None = None,
     ) -> None:
         """Copy consecutive chunks into paged memory. On a GPU: on the current stream, in one launch with Triton.
 
@@ -135,11 +136,14 @@ class PagedLayout:
             blocks: Target block for each ``block_tokens`` tokens of all chunks, or :data:`NOWHERE`.
             chunk_blocks: Blocks per chunk; by default there is one chunk.
             layers: Half-open range of the caches to fill; by default all. The bytes of other layers are not read.
+            held: Half-open range of the caches whose layers the chunks hold; by default all layers of a record.
         """
         if any(block != NOWHERE for block in blocks):
-            view = self._chunk_view(chunks, len(blocks), chunk_blocks)
-            first, end = (self.kinds * layer for layer in layers) if layers else (0, len(view[0]))
-            self._mover.scatter(view[:, first:end], list(blocks), first)
+            view = self._chunk_view(chunks, len(blocks), chunk_blocks, held)
+            before = held[0] if held else 0
+            first, end = layers or (before, before + len(view[0]) // self.kinds)
+            shown = view[:, self.kinds * (first - before) : self.kinds * (end - before)]
+            self._mover.scatter(shown, list(blocks), self.kinds * first)
 
     def gather(self, chunk: Any, blocks: Sequence[int], rows: int | None = None) -> None:
         """Copy paged memory into one chunk. On a GPU: on the current stream, without waiting for its end.
@@ -151,15 +155,19 @@ class PagedLayout:
         """
         self._mover.gather(self._chunk_view(chunk, len(blocks), None), list(blocks), rows)
 
-    def _chunk_view(self, chunks: Any, blocks: int, chunk_blocks: int | None) -> Any:
+    def _chunk_view(
+        self, chunks: Any, blocks: int, chunk_blocks: int | None, held: tuple[int, int] | None = None
+    ) -> Any:
         """Return a view [chunk, layer x kind, block, token, head, dimension] of the moved bytes of chunks."""
         tensor = chunks if isinstance(chunks, torch.Tensor) else torch.frombuffer(chunks, dtype=torch.uint8)
         each = chunk_blocks or blocks
-        shape = (blocks // each, self.layers * self.kinds, each, self.block_tokens, self.heads, self.head_size)
+        layers = held[1] - held[0] if held else self.layers
+        shape = (blocks // each, layers * self.kinds, each, self.block_tokens, self.heads, self.head_size)
         moved, heads = self._moved
-        first = self._region.first_layer * self.kinds
         whole = tensor.view(self.dtype).view(shape)
-        return whole.narrow(1, first, moved).narrow(4, self._region.first_head, heads)
+        if not held:
+            whole = whole.narrow(1, self._region.first_layer * self.kinds, moved)
+        return whole.narrow(4, self._region.first_head, heads)
 
 
 class _NativeMover:

@@ -10,7 +10,7 @@ exactly one outcome, by its deadline: how many leading chunks of each shard are 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from host_control.fetch import (
     first_in_first_out,
     shortest_job_first,
 )
-from host_control.layer_fetch import LayerMover
+from host_control.layer_fetch import LayerMover, ScatterLayers
 from host_control.movers import BatchMover, PageMover
 from host_control.registered_memory import RegisteredMemory
 from host_control.transfer import Event, Reason, State
@@ -56,7 +56,7 @@ class KVCacheManager:
     Args:
         registration: Memory that chunks arrive in, at least two of the largest. The manager owns it from now on.
         scatter: Moves chunks into paged memory; called in the manager's thread.
-        scatter_layers: Moves layers, from one up to another, of a job's leading chunks; for layerwise jobs.
+        scatter_layers: Moves layers of a job's chunks into paged memory; for layerwise jobs.
         layers: Wanted layers of each shard's chunks; by default all.
         placer: Places chunks without registered memory, for jobs of one shard of which all chunks are available.
         fetch_timeout_s: Seconds from hand-over to outcome.
@@ -69,7 +69,7 @@ class KVCacheManager:
         registration: RegisteredMemory,
         scatter: Scatter,
         *,
-        scatter_layers: Callable[[FetchJob, Any, tuple[int, int]], None] | None = None,
+        scatter_layers: ScatterLayers | None = None,
         layers: Sequence[slice] | None = None,
         order: FetchOrder = first_in_first_out,
         placer: Placer | None = None,

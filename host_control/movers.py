@@ -104,7 +104,7 @@ class BatchMover:
 
     def move(self, fetch: Fetch) -> bool:
         """Fetch one batch, and scatter the one before it meanwhile; return True if other moves may follow."""
-        told_at = self._registration.progress_offset
+        told_at = next(iter(self._registration.progress_offsets), None)
         if not (runs := self._plan(fetch, halving=told_at is None)):
             if fetch.available is not None and not fetch.all_delivered:
                 self.end(fetch, fetch.available.ended, "chunks that it waited for have not come")

@@ -35,10 +35,10 @@ class RegisteredMemory:
         size: Size in bytes.
         connect_timeout_s: Seconds that :meth:`acquire` waits for a connection.
         make: Allocates memory of a given size.
-        progress: Append a progress word to the memory. Needs shared memory.
+        progress: Append two progress words to the memory, for two calls at a time. Needs shared memory.
 
     Attributes:
-        progress_offset: Offset of the progress word; ``None`` without one.
+        progress_offsets: Offsets of the progress words, of which there may be none.
         retired: Number of times that the memory was given up.
     """
 
@@ -54,8 +54,9 @@ class RegisteredMemory:
     ) -> None:
         self.shapes = tuple(shapes)
         self.size = size
-        self.progress_offset = -(-size // PROGRESS_BYTES) * PROGRESS_BYTES if progress else None
-        self._made_bytes = size if self.progress_offset is None else self.progress_offset + PROGRESS_BYTES
+        aligned = -(-size // PROGRESS_BYTES) * PROGRESS_BYTES
+        self.progress_offsets = (aligned, aligned + PROGRESS_BYTES) if progress else ()
+        self._made_bytes = aligned + 2 * PROGRESS_BYTES if progress else size
         self._client = client
         self._make = make
         self._connect_timeout = connect_timeout_s

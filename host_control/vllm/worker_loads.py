@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -12,6 +12,7 @@ import torch
 from host_control.config import HostConfig
 from host_control.delivery import SideStream
 from host_control.interference.table import LayerTimes
+from host_control.layer_fetch import LayerWindow
 from host_control.layouts import NOWHERE
 from host_control.manager import FetchJob, FetchResult, KVCacheManager
 from host_control.pages import SharedPages
@@ -20,7 +21,7 @@ from host_control.transfer import Reason
 from host_control.vllm.groups import Groups
 from host_control.vllm.metadata import LoadOperation, ShadowServeMetadata, WorkerReport
 from host_control.vllm.metrics import Counts, FailureLog
-from host_control.vllm.shards import WorkerShards, manager_key
+from host_control.vllm.shards import Shard, WorkerShards, manager_key
 from host_control.vllm.weights_watch import WeightsWatch
 from shadowserve.keys import record_keys
 
@@ -304,22 +305,46 @@ class WorkerLoads:
 
     # ------------------------------------------------------------------ in a manager's thread
 
-    def scatter(self, job: FetchJob, part: int, first: int, chunks: Any, layers: tuple[int, int] | None = None) -> None:
+    def scatter(self, job: FetchJob, part: int, first: int, chunks: Any) -> None:
         """Move chunks from registered memory into the engine's blocks."""
         load: LoadOperation = job.target
         number = part - self._shards.first_of(load.shard_layout)
         made = self._shards.parts[load.shard_layout][number]
-        chunk_bytes = self._shards.shapes[load.shard_layout][number].raw_bytes
-        each = made.group.record_blocks
-        count = len(chunks) // chunk_bytes
-        blocks = load.groups[made.group.index].blocks[first * each : (first + count) * each]
-        writing = self.pages.writing if self.pages is not None else contextlib.nullcontext()
-        with writing, torch.inference_mode(), self.stream:
-            made.layout.scatter(chunks, made.kernel_blocks(blocks), made.record_blocks, layers)
-            if layers is not None and layers[1] < made.layout.layers:
-                return  # weights are checked once for all layers
+        count = len(chunks) // self._shards.shapes[load.shard_layout][number].raw_bytes
+        with self._writing():
+            made.layout.scatter(chunks, self._blocks(load, made, first, count), made.record_blocks)
             sample = self._watch.sample()
         self._watch.check(load.epoch, sample)
+
+    def scatter_layers(self, job: FetchJob, chunks: Any, window: LayerWindow, layers: tuple[int, int]) -> None:
+        """Move some layers of a window from registered memory into the engine's blocks."""
+        load: LoadOperation = job.target
+        made, shape = self._shards.parts[0][0], self._shards.shapes[0][0]
+        held = (window.layer, window.layers_end)
+        count = len(chunks) // (shape.raw_bytes // shape.layers * (held[1] - held[0]))
+        with self._writing():
+            blocks = self._blocks(load, made, window.chunk, count)
+            made.layout.scatter(chunks, blocks, made.record_blocks, layers, held)
+            if layers[1] < made.layout.layers:
+                return  # weights are checked with the last layer
+            sample = self._watch.sample()
+        self._watch.check(load.epoch, sample)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """While the context lasts, this thread may write into the engine's blocks."""
+        with (
+            self.pages.writing if self.pages is not None else contextlib.nullcontext(),
+            torch.inference_mode(),
+            self.stream,
+        ):
+            yield
+
+    @staticmethod
+    def _blocks(load: LoadOperation, made: Shard, first: int, count: int) -> list[int]:
+        """Return the kernel blocks of some chunks of a load."""
+        each = made.group.record_blocks
+        return made.kernel_blocks(load.groups[made.group.index].blocks[first * each : (first + count) * each])
 
 
 def _is_synchronous(result: FetchResult) -> bool:

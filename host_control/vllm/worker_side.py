@@ -198,7 +198,7 @@ class WorkerSide:
             self._client,
             self._registration(self._client, layouts, size, self._delivery.fetch),
             loads.scatter,
-            scatter_layers=lambda job, chunks, layers: loads.scatter(job, 0, 0, chunks, layers),
+            scatter_layers=loads.scatter_layers,
             layers=[part.wanted for layout in layouts for part in shards.parts[layout]],
             order=ORDERS[config.order],
             placer=self._make_placer(self._client) if key == 0 else None,

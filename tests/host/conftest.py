@@ -148,8 +148,8 @@ def make_kit(client: DataPlaneClient, plane: ScriptedDataPlane, shape: ChunkLayo
     """Return a function that makes a manager, with room for ``chunks`` chunks of each shape."""
     kits = []
 
-    def make(*shapes: ChunkLayout, chunks: int = 8, **options: Any) -> Kit:
-        room = chunks * sum(each.raw_bytes for each in shapes or [shape])
+    def make(*shapes: ChunkLayout, chunks: float = 8, **options: Any) -> Kit:
+        room = int(chunks * sum(each.raw_bytes for each in shapes or [shape]))
         kits.append(Kit(client, plane, shapes or [shape], room, **options))
         return kits[-1]
 

@@ -388,10 +388,10 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self.windows_us.append(request.window_us)
         there = np.zeros((memory.layers, len(part.keys)), np.bool_)
         wanted = unpack(part.wanted, *there.shape) if part.wanted else ~there
-        size = memory.chunk_bytes // memory.layers
+        size, window = memory.chunk_bytes // memory.layers, part.layers or memory.layers
         ends = time.monotonic() + request.timeout_ms / 1000
         answer = pb.FetchResponse(outcome=pb.OUTCOME_COMPLETE)
-        for layer in range(memory.layers):
+        for layer in range(part.first_layer, part.first_layer + window):
             time.sleep(self.script.layer_delay)
             if self.script.before_layer is not None:
                 self.script.before_layer(layer)
@@ -406,7 +406,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
                     answer.outcome = pb.OUTCOME_ABSENT
                     wanted[:, chunk:] = False
                     break
-                begin = part.offset + chunk * memory.chunk_bytes + layer * size
+                begin = part.offset + (chunk * window + layer - part.first_layer) * size
                 if chunk == self.script.fail_fetch_at and layer == self.script.fail_layer:
                     memory.mapping[begin : begin + size] = b"\x7f" * size
                     answer.outcome = self.script.fail_outcome

@@ -21,6 +21,7 @@ from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.cuda import CudaError
 from host_control.delivery import Delivery, Gpu, SideStream, choose, on_gpu
+from host_control.layer_fetch import LayerWindow
 from host_control.layouts import PagedLayout
 from host_control.manager import FetchJob, FetchResult, KVCacheManager
 from host_control.registered_memory import RegisteredMemory
@@ -177,10 +178,13 @@ class Engine:
         with self._side:
             self.layout.scatter(chunks, blocks, CHUNK_BLOCKS)
 
-    def _scatter_layers(self, job: FetchJob, chunks: Any, layers: tuple[int, int]) -> None:
+    def _scatter_layers(self, job: FetchJob, chunks: Any, window: LayerWindow, layers: tuple[int, int]) -> None:
         self.layers.append(layers)
+        held = (window.layer, window.layers_end)
+        size = self.layout.chunk_bytes(CHUNK_TOKENS) // LAYERS * (held[1] - held[0])
+        blocks = job.target[window.chunk * CHUNK_BLOCKS :][: len(chunks) // size * CHUNK_BLOCKS]
         with self._side:
-            self.layout.scatter(chunks, job.target, CHUNK_BLOCKS, layers)
+            self.layout.scatter(chunks, blocks, CHUNK_BLOCKS, layers, held)
 
     def store(self) -> None:
         """Fill the paged memory with numbers, and store all of it."""
@@ -294,7 +298,10 @@ def test_kv_that_one_engine_stored_is_delivered_to_another(way: str, start: Any,
     assert_fetched(writer, layerwise, layerwise=True)
     assert [first for first, _ in layerwise.layers] == [0, *(end for _, end in layerwise.layers[:-1])]
     assert layerwise.layers[-1][1] == LAYERS
-    assert (layerwise.fetched.progress_offset is not None) == (way == "pinned")
+    assert bool(layerwise.fetched.progress_offsets) == (way == "pinned")
+    ring = make(address, delivery(gpu), 3)
+    assert_fetched(writer, ring, layerwise=True)
+    assert ring.layers == [(0, 1), (0, 1), (1, 2), (1, 2)], "half the memory holds less than a layer of all chunks"
 
 
 def test_memory_is_registered_again_after_an_idle_time(start: Any, make: Make, fake_driver: Path) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -10,6 +11,7 @@ from machine import WAIT_MAX_S
 from manager_support import MakeKit
 from scripted import ScriptedDataPlane
 
+from host_control.layer_fetch import LayerWindow
 from host_control.manager import FetchJob, FetchResult
 from shadowserve.chunk import ChunkLayout
 
@@ -19,24 +21,24 @@ CHUNKS = 3
 class Layered:
     """A kit whose jobs go layer by layer: the layers of each scatter, and the bytes of each layer of a chunk."""
 
-    def __init__(self, make_kit: MakeKit, shape: ChunkLayout, *, streamed: bool) -> None:
+    def __init__(self, make_kit: MakeKit, shape: ChunkLayout, *, streamed: bool, **options: Any) -> None:
         self.layers: list[tuple[int, int]] = []
         self.bytes: dict[tuple[int, int], bytes] = {}
         self.each = shape.raw_bytes // shape.layers
-        self.kit = make_kit(progress=not streamed, scatter_layers=self._scatter)
+        self.kit = make_kit(shape, progress=not streamed, scatter_layers=self._scatter, **options)
         self.registration, self.manager = self.kit.registration, self.kit.manager
         self.call = "FetchLayers" if streamed else "Fetch"
 
-    def _scatter(self, job: FetchJob, chunks: Any, layers: tuple[int, int]) -> None:
+    def _scatter(self, job: FetchJob, chunks: Any, window: LayerWindow, layers: tuple[int, int]) -> None:
         self.layers.append(layers)
-        (size,) = self.kit.paged.chunk_bytes
+        size = (window.layers_end - window.layer) * self.each
         for chunk in range(len(chunks) // size):
             for layer in range(*layers):
-                begin = chunk * size + layer * self.each
-                self.bytes[layer, chunk] = bytes(chunks[begin : begin + self.each])
+                begin = chunk * size + (layer - window.layer) * self.each
+                self.bytes[layer, window.chunk + chunk] = bytes(chunks[begin : begin + self.each])
 
-    def begin(self, name: str) -> FetchJob:
-        job = self.kit.job(name, CHUNKS, layerwise=True)
+    def begin(self, name: str, chunks: int = CHUNKS) -> FetchJob:
+        job = self.kit.job(name, chunks, layerwise=True)
         assert self.manager.exchange([job]) == []
         return job
 
@@ -53,6 +55,12 @@ class Layered:
 @pytest.fixture(params=["word", "stream"])
 def layered(make_kit: MakeKit, shape: ChunkLayout, request: pytest.FixtureRequest) -> Layered:
     return Layered(make_kit, shape, streamed=request.param == "stream")
+
+
+@pytest.fixture(params=["word", "stream"])
+def ring(make_kit: MakeKit, shape: ChunkLayout, request: pytest.FixtureRequest) -> Layered:
+    """Return a kit for chunks of six layers, of which each half of the memory holds six pieces."""
+    return Layered(make_kit, replace(shape, layers=6), streamed=request.param == "stream", chunks=2)
 
 
 @pytest.fixture
@@ -155,3 +163,84 @@ def test_a_refused_stream_is_quiet(streamed: Layered, plane: ScriptedDataPlane) 
     plane.script.abort["FetchLayers"] = grpc.StatusCode.RESOURCE_EXHAUSTED
     result = streamed.ended(streamed.begin("a"))
     assert (result.reason, result.chunks) == ("refused", (0,)) and streamed.registration.retired == 0
+
+
+# ---- The ring
+
+LONG = 8  # chunks of which half the memory does not hold one layer
+
+
+@pytest.mark.parametrize(("chunks", "windows"), [(CHUNKS, 3), (LONG, 12)], ids=["two layers", "part of a layer"])
+def test_a_prompt_of_any_length_goes_through_the_ring(
+    ring: Layered, plane: ScriptedDataPlane, chunks: int, windows: int
+) -> None:
+    result = ring.ended(ring.begin("a", chunks))
+    assert (result.reason, result.chunks) == ("complete", (chunks,)) and len(ring.bytes) == 6 * chunks
+    assert plane.calls.count(ring.call) == windows
+    assert [first for first, _ in ring.layers] == sorted(first for first, _ in ring.layers), "in the engine's order"
+
+
+def test_nothing_is_requested_that_has_no_place(ring: Layered, plane: ScriptedDataPlane) -> None:
+    """While the first window is not scattered, only the second one is on its way."""
+    gate, place = threading.Event(), ring._scatter
+    ring.manager._layers.scatter = lambda *given: (gate.wait(WAIT_MAX_S), place(*given))[1]
+    job = ring.begin("a", LONG)
+    plane.wait_for_call(ring.call, 2)
+    assert plane.calls.count(ring.call) == 2
+    gate.set()
+    assert ring.ended(job).complete
+
+
+@pytest.mark.parametrize("chunks", [CHUNKS, LONG])
+@pytest.mark.parametrize("layer", [0, 2, 5])
+def test_chunks_before_a_damaged_one_are_complete_in_each_lap(
+    ring: Layered, plane: ScriptedDataPlane, layer: int, chunks: int
+) -> None:
+    plane.script.fail_layer, plane.script.fail_fetch_at = layer, 1
+    result = ring.ended(ring.begin("a", chunks))
+    assert (result.reason, result.chunks) == ("corrupt", (1,))
+
+
+@pytest.mark.parametrize("layer", [0, 2, 5])
+def test_a_cancelled_load_ends_in_each_lap(ring: Layered, plane: ScriptedDataPlane, layer: int) -> None:
+    reached, gone = threading.Event(), threading.Event()
+
+    def before(now: int) -> None:
+        if now == layer:
+            reached.set()
+            gone.wait(WAIT_MAX_S)
+
+    plane.script.before_layer = before
+    job = ring.begin("a")
+    assert reached.wait(WAIT_MAX_S)
+    ring.manager.exchange([], ["a"])
+    plane.wait_for_call("Cancel")
+    gone.set()
+    result = ring.ended(job)
+    assert (result.reason, result.chunks) == ("cancelled", (0,)) and ring.registration.retired == 0
+
+
+@pytest.mark.parametrize("layers", [1, 5])
+def test_buffers_that_hold_less_than_a_window_cost_calls_only(
+    ring: Layered, plane: ScriptedDataPlane, layers: int
+) -> None:
+    plane.script.batch_layers = layers
+    assert ring.ended(ring.begin("a")).complete
+    assert plane.calls.count(ring.call) == (6 if layers == 1 else 3)
+
+
+@pytest.mark.parametrize("layer", [0, 2, 5])
+def test_a_data_plane_that_restarts_costs_the_windows_in_flight(
+    ring: Layered, plane: ScriptedDataPlane, layer: int
+) -> None:
+    """The layers that were scattered before stay in place."""
+    restarts = [layer]
+
+    def before(now: int) -> None:
+        if now in restarts:
+            restarts.clear()
+            plane.forget_registrations()
+
+    plane.script.before_layer = before
+    result = ring.ended(ring.begin("a", LONG))
+    assert result.complete and ring.registration.retired == 1
