@@ -47,7 +47,6 @@ class Hit:
         cold_seconds: Estimated time of storage to read the cold chunks.
         delivery_seconds: Time per chunk at the current rate limit; 0: no limit.
         layers: Layers of the model if the load may go layer by layer; else 0.
-        layerwise_chunks: Most chunks of a load that goes layer by layer.
     """
 
     tokens: int
@@ -58,7 +57,6 @@ class Hit:
     cold_seconds: float = 0.0
     delivery_seconds: float = 0.0
     layers: int = 0
-    layerwise_chunks: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +163,7 @@ class FetchOrRecompute:
         return replace(decision, tier_bytes=tiers, cold_seconds=hit.cold_seconds, queued_seconds=self._waiting(now))
 
     def _whole(self, hit: Hit) -> Decision:
-        return self._load(hit, "layers" if self._layerwise(hit, hit.end_tokens) else "fetch", hit.end_tokens)
+        return self._load(hit, "layers" if hit.layers else "fetch", hit.end_tokens)
 
     def _decided(self, hit: Hit, now: float) -> Decision:
         whole = self._whole(hit)
@@ -209,7 +207,7 @@ class FetchOrRecompute:
         ends = {end for end in shorter if self._least_end(hit) <= end < hit.end_tokens}
         for end in [hit.end_tokens, *sorted(ends, reverse=True)]:
             yield self._option(hit, "fetch", end, now)
-            if self._layerwise(hit, end):
+            if hit.layers:
                 yield self._option(hit, "layers", end, now)
 
     def _option(self, hit: Hit, way: Way, end: int, now: float) -> Decision | None:
@@ -251,7 +249,7 @@ class FetchOrRecompute:
             computed = -(-max(tokens // REACH, self._chunk_tokens) // self._chunk_tokens) * self._chunk_tokens
             end = -(-hit.end_tokens // self._chunk_tokens) * self._chunk_tokens - computed
             if end >= self._least_end(hit):
-                way: Way = "layers" if self._layerwise(hit, end) else "fetch"
+                way: Way = "layers" if hit.layers else "fetch"
                 return replace(self._load(hit, way, end), kind="explore")
         return replace(whole, kind="unknown")
 
@@ -276,9 +274,6 @@ class FetchOrRecompute:
 
     def _chunks(self, hit: Hit, end: int) -> int:
         return -(-end // self._chunk_tokens) - hit.local_tokens // self._chunk_tokens
-
-    def _layerwise(self, hit: Hit, end: int) -> bool:
-        return hit.layers > 0 and self._chunks(hit, end) <= hit.layerwise_chunks
 
     def _compute_seconds(self, computed: int, tokens: int) -> float | None:
         new = tokens - computed

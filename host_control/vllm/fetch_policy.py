@@ -70,7 +70,7 @@ class PolicyRunner:
         self._always = config.fetch_or_recompute
         self._rate = rate
         self._chunk_tokens = chunk_tokens
-        self._layers = self._layerwise_chunks = self._delivered_chunk_bytes = 0
+        self._layers = self._delivered_chunk_bytes = 0
         self._counts = counts
         self._report = report
         self._clock = clock
@@ -80,13 +80,13 @@ class PolicyRunner:
         self._chunk_bytes = 0.0  # of the last lookup that told it
         self._nearest = Tier.STORAGE  # nearest tier of any chunk so far
 
-    def start(self, layers: int, layerwise_chunks: int, chunk_bytes: int) -> None:
+    def start(self, layers: int, chunk_bytes: int) -> None:
         """Set what the workers report.
 
         Args:
             layers: Layers that can be loaded one by one; 0 where none can.
         """
-        self._layers, self._layerwise_chunks, self._delivered_chunk_bytes = layers, layerwise_chunks, chunk_bytes
+        self._layers, self._delivered_chunk_bytes = layers, chunk_bytes
 
     # ------------------------------------------------------------------ decisions
 
@@ -147,7 +147,6 @@ class PolicyRunner:
             end_tokens=end,
             delivery_seconds=self._delivered_chunk_bytes / rate if rate else 0.0,
             layers=self._layers if layerwise else 0,
-            layerwise_chunks=self._layerwise_chunks,
         )
 
     def decide(self, hit: Hit) -> Decision:

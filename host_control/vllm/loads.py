@@ -23,8 +23,6 @@ _DETAILS: Final = {
     "load falls short; such requests wait for their loads outside the running batch",
     "sampling_state": "a thinking token budget or a custom logits processor keeps state, which vLLM does not reset "
     "when a load falls short; such requests wait for their loads outside the running batch",
-    "beyond_fetch_buffer": "layer_order is configured, and a load has more chunks than fetch_buffer_bytes holds; it "
-    "goes chunk by chunk. Raise fetch_buffer_bytes, or chunk_tokens where it holds 128 chunks already",
     "other_requests": "layer_order is configured, and other requests run or load; such loads go chunk by chunk, so "
     "that the others do not wait for them",
     "shard_layout": "layer_order is configured, and the records are of an engine with another number of tensor-parallel"
@@ -101,7 +99,7 @@ class LoadWays:
 
     Attributes:
         in_step: ``asynchronous_fetch: false`` is configured: steps that compute on loads wait for them.
-        layerwise_chunks: Chunks of the longest load that can go layer by layer; 0 where none can.
+        by_layers: Loads can go layer by layer.
     """
 
     def __init__(
@@ -111,14 +109,14 @@ class LoadWays:
         self._several_groups = groups is not None and not groups.one
         self._slower = slower
         self._sampling_state = sampling_state
-        self.layerwise_chunks = 0
+        self.by_layers = False
 
     def goes_in_step(self, request: Any) -> bool:
         """Tell if the step that computes on a load waits for all of it first."""
         return self.in_step and not self._why_not_in_step(request)
 
     def not_by_layers(self, request: Any, *, pending: bool, other_records: str, alone: bool) -> str:
-        """Return the reason why a load cannot go layer by layer, whatever its length; empty if it can.
+        """Return the reason why a load cannot go layer by layer; empty if it can.
 
         Args:
             other_records: Reason where its records are not the ones that this engine stores for others, or empty.
@@ -139,7 +137,7 @@ class LoadWays:
     def count_load(self, request: Any, not_layerwise: str) -> None:
         """Count a load that takes a slower way than configured."""
         reason = self._why_not_in_step(request) if self.in_step else ""
-        if not reason and self.layerwise_chunks:
+        if not reason and self.by_layers:
             reason = not_layerwise
         if reason:
             self._slower.add(reason, _DETAILS[reason])

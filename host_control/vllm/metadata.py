@@ -114,7 +114,6 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
         model: Digest of the ``ModelIdentity``, with which chunk keys begin; empty where transfers are off.
         namespaces: Shard layout, group and namespace of the records that this rank makes or can read.
         problem: Why transfers are off, or empty.
-        layerwise_chunks: Most chunks of a load that goes layer by layer; 0 where none does.
         layers: Layers that this rank can load one by one.
         plain: Its records are pages as they are, which stay in its data plane's tiers.
         chunk_bytes: Bytes that this rank is delivered for a chunk, of all groups together.
@@ -123,7 +122,6 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     model: bytes
     namespaces: tuple[tuple[int, int, bytes], ...]
     problem: str
-    layerwise_chunks: int = 0
     layers: int = 0
     machine: str = ""
     plain: bool = False

@@ -138,9 +138,9 @@ class SchedulerSide:
             self._logger.error("ShadowServe is off, every prompt is computed: %s", error)
             return
         shake, self._clients, self.epochs.ranks = workers.shake, workers.clients, len(handshakes)
-        self.ways.layerwise_chunks = shake.layerwise_chunks
+        self.ways.by_layers = shake.layers > 0
         if self._policy_runner is not None:
-            self._policy_runner.start(shake.layers, shake.layerwise_chunks, shake.chunk_bytes)
+            self._policy_runner.start(shake.layers, shake.chunk_bytes)
         self._timing.begin(shake.model, shake.machine, shake.layers, self._logger, self._clients)
         lookup = self._lookup = self._make_lookup(workers, groups)
         if self._engine.fetch:
@@ -304,24 +304,20 @@ class SchedulerSide:
 
     def _choose_load(self, state: RequestState, answer: LookupAnswer) -> int:
         """Return how many tokens to load, 0 where that is not worth it; set the way of the load."""
-        load, local = state.load, state.load.local_tokens
+        load = state.load
         worth = max(min(self._engine.config.load_tokens_min, self._groups.chunk_tokens - 1), 1)
         usable = usable_tokens(state, answer, self._groups)
         if usable < worth:
             return 0
         load.not_layerwise = self._why_not_layerwise(state, answer.shard_layout)
-        may_go_layerwise = not load.not_layerwise
-        chunks = self._chunks(local + usable) - local // self._groups.chunk_tokens
-        if may_go_layerwise and chunks > self.ways.layerwise_chunks:
-            load.not_layerwise = "beyond_fetch_buffer"
         load.layerwise = not load.not_layerwise
         # A prompt that another engine computes for this one is loaded, whatever the policy predicts.
         if self._policy_runner is not None and not state.disaggregation.waits:
-            usable = self._policy_runner.usable(state, answer, self._groups, usable, layerwise=may_go_layerwise)
+            usable = self._policy_runner.usable(state, answer, self._groups, usable, layerwise=load.layerwise)
         return usable if usable >= worth else 0
 
     def _why_not_layerwise(self, state: RequestState, shard_layout: int = 0) -> str:
-        if not self.ways.layerwise_chunks:
+        if not self.ways.by_layers:
             return "off"
         running = any(other.request.status == RequestStatus.RUNNING for other in self._requests.values())
         loading = any(not load.in_step or load.state is State.ALLOCATED for load in self._loads.values())

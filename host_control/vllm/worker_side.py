@@ -259,13 +259,11 @@ class WorkerSide:
             for layout, parts in shards.parts.items()
             for part, shape in zip(parts, shards.shapes[layout], strict=True)
         )
-        layers = len(self._loads.layers.numbers)
         return WorkerHandshake(
             self._model,
             namespaces,
             self.problem,
-            layerwise_chunks=shards.buffer_chunks(0, self._engine.config.fetch_buffer_bytes) if layers else 0,
-            layers=layers,
+            layers=len(self._loads.layers.numbers),
             machine=machine_name(self._device),
             plain=self._pages is not None,
             chunk_bytes=shards.chunk_bytes(),

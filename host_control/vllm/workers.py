@@ -50,7 +50,6 @@ def agreed(handshakes: Mapping[int, WorkerHandshake], groups: Sequence[Group], c
         shakes[0],
         machine=f"{len(shakes)} x {shakes[0].machine}",
         layers=max(shake.layers for shake in shakes),
-        layerwise_chunks=min(shake.layerwise_chunks for shake in shakes),
         chunk_bytes=max(shake.chunk_bytes for shake in shakes),
         plain=any(shake.plain for shake in shakes),
     )

@@ -54,7 +54,7 @@ class Engine:
 
     def hit(self, tokens: int, **changes: Any) -> Hit:
         given = {"tokens": tokens, "local_tokens": 0, "end_tokens": tokens - 1, "chunk_bytes": self.chunk_bytes}
-        return Hit(**{**given, "layers": self.layers, "layerwise_chunks": 128, **changes})
+        return Hit(**{**given, "layers": self.layers, **changes})
 
     def fetch_seconds(self, load_bytes: float) -> float:
         return min(LOAD_S + load_bytes / self.rate, self.timeout)
@@ -205,8 +205,6 @@ def test_layers_are_fetched_as_far_as_computing_hides_them() -> None:
     assert decision.way == "layers"
     assert decision.seconds == pytest.approx(max(rest, load) + min(rest, load) / 24, rel=0.05)
     assert decision.seconds < min(decision.predicted["fetch"], decision.predicted["compute"])
-    few = engine.policy.decide(engine.hit(4096, end_tokens=3072, layerwise_chunks=2), engine.now)
-    assert few.way != "layers" or few.end_tokens <= 2 * CHUNK
 
 
 def test_earlier_loads_in_the_queue_count() -> None:

@@ -244,3 +244,9 @@ def test_a_data_plane_that_restarts_costs_the_windows_in_flight(
     plane.script.before_layer = before
     result = ring.ended(ring.begin("a", LONG))
     assert result.complete and ring.registration.retired == 1
+
+
+def test_a_data_plane_that_restarts_again_and_again_ends_the_load(ring: Layered, plane: ScriptedDataPlane) -> None:
+    plane.script.before_layer = lambda now: plane.forget_registrations()
+    result = ring.ended(ring.begin("a"))
+    assert (result.reason, result.chunks) == ("unknown_memory", (0,))

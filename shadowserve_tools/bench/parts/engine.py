@@ -110,7 +110,6 @@ class _Engine:
         self._sampling = SamplingParams
         self._vocabulary: int = settings["vocabulary"]
         self._number = 0
-        self._layerwise_chunks: int | None = None
         self._policy_runner: Any = None
         self._timing: Any = None
         self._llm = LLM(
@@ -228,10 +227,7 @@ class _Engine:
         return asynchronous
 
     def layerwise(self, on: bool) -> bool:
-        ways = self._side.ways
-        if self._layerwise_chunks is None:
-            self._layerwise_chunks = ways.layerwise_chunks
-        ways.layerwise_chunks = self._layerwise_chunks if on else 0
+        self._side.ways.by_layers = on
         return on
 
     def hits(self, way: str) -> str:

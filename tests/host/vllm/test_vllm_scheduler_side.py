@@ -283,7 +283,7 @@ def test_pages_are_renewed_before_vllm_learns_of_a_layerwise_load_that_ended_wit
     from host_control.vllm.metadata import ShadowServeMetadata
 
     scene, worker = make_scene(layer_order=True), worker_of(groups_of(full()), layer_order=True)
-    scene.side.ways.layerwise_chunks = 8
+    scene.side.ways.by_layers = True
     scene.arrive(stored=4, status=None)
     operation = scene.load()
     assert operation.layerwise
@@ -312,7 +312,7 @@ def test_no_step_computes_on_a_load_whose_request_has_state_that_vllm_does_not_s
     make_scene: Callable[..., Scene], caplog: Any, asked: str, sampling: Any, own: bool, reason: str
 ) -> None:
     scene = make_scene(**{asked: asked == "layer_order"})
-    scene.side.ways.layerwise_chunks = 8 if asked == "layer_order" else 0
+    scene.side.ways.by_layers = asked == "layer_order"
     scene.side.ways._sampling_state = own
     for name in ("r", "s"):
         request = scene.arrive(stored=4, name=name, sampling_params=sampling, status=None)
@@ -326,16 +326,14 @@ def test_no_step_computes_on_a_load_whose_request_has_state_that_vllm_does_not_s
 
 
 def test_each_load_that_layer_order_leaves_out_is_counted_with_its_reason(make_scene: Callable[..., Scene]) -> None:
+    from vllm.v1.request import RequestStatus
+
     scene = make_scene(layer_order=True)
-    scene.side.ways.layerwise_chunks = 3
-    scene.arrive(stored=3, name="short", status=None)
+    scene.side.ways.by_layers = True
+    scene.arrive(stored=4, name="alone", status=None)
     assert scene.load().layerwise and scene.counted("slower_paths") == {}
-    scene.report({"short": 3})
-    scene.finish()
-    scene.plane.records.clear()
-    scene.arrive(stored=4, name="long", status=None)
-    assert not scene.load().layerwise
-    assert scene.counted("slower_paths") == {"slower_paths/beyond_fetch_buffer": 1}
+    scene.report({"alone": 4})
+    scene.arrive([2, *TOKENS], name="running", status=RequestStatus.RUNNING)
     scene.arrive([1, *TOKENS], stored=3, name="beside", status=None)
     assert not scene.load().layerwise
     assert scene.counted("slower_paths") == {"slower_paths/other_requests": 1}
