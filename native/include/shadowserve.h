@@ -267,16 +267,17 @@ struct ss_group {
 };
 
 /*
- * All pieces of a batch in one request, KV.LAYERS, which our storage server answers layer after layer: 'layers' times
- * the same 'keys' chunks of one group, one layer of each, in the order of the batch's pieces.
+ * All pieces of a batch that are at the server, in one request, KV.LAYERS, which our storage server answers layer after
+ * layer: 'layers' times the same 'keys' chunks of one group, one layer of each, in the order of the batch's pieces.
  */
 struct ss_layers {
     const uint8_t *request; /* in wire format */
     uint64_t request_size;  /* bytes */
     uint32_t layers;
-    uint32_t keys;    /* at most 8192 */
-    uint32_t refused; /* out: the server answered an error, and the pieces were fetched by GETRANGE instead */
-    char error[256];  /* out: its text, truncated, zero-terminated */
+    uint32_t keys;          /* at most 8192 */
+    const uint32_t *pieces; /* indexes of these pieces in the batch, row by row, ascending */
+    uint32_t refused;       /* out: the server answered an error, and the pieces were fetched by GETRANGE instead */
+    char error[256];        /* out: its text, truncated, zero-terminated */
 };
 
 /*
@@ -305,7 +306,7 @@ struct ss_batch {
     uint32_t layers_end;      /* with 'progress': layers in place after it, at most 4096 more: the batch has all missing
                                  pieces of the layers from 'layers_first' on */
     uint64_t rate;            /* fetch: most delivered bytes per second; 0: no limit */
-    struct ss_layers *layers; /* fetch over one socket: the single request for all pieces, for a server that may
+    struct ss_layers *layers; /* fetch over one socket: the single request for all pieces at the server, which may
                                  support KV.LAYERS; NULL: GETRANGE for each piece */
 };
 

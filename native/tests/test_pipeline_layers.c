@@ -21,6 +21,7 @@ struct answer {
 
 static struct answer answer;
 static struct ss_layers layers;
+static uint32_t places[PIECES];
 static int out_of_sync; /* the connection cannot be used again */
 
 static struct ss_batch *batch_begin(struct bench *bench) {
@@ -30,10 +31,14 @@ static struct ss_batch *batch_begin(struct bench *bench) {
     CHECK(batch->pieces != NULL);
     batch->piece_count = PIECES;
     for (uint32_t i = 0; i < PIECES; i++) {
+        places[i] = i;
         batch->pieces[i] = fixture_piece(bench->fixture, batch->slices, i % CHUNKS, i / CHUNKS, 1, LAYER_SLICES);
     }
-    layers = (struct ss_layers){
-        .request = (const uint8_t *)request, .request_size = sizeof request - 1, .layers = LAYERS, .keys = CHUNKS};
+    layers = (struct ss_layers){.request = (const uint8_t *)request,
+                                .request_size = sizeof request - 1,
+                                .layers = LAYERS,
+                                .keys = CHUNKS,
+                                .pieces = places};
     batch->layers = &layers;
     return batch;
 }
@@ -304,7 +309,7 @@ LAYERS_TEST(test_a_batch_that_ends_early_is_quiet_and_its_connection_gone) {
 }
 
 LAYERS_TEST(test_a_batch_that_is_no_such_request_is_refused) {
-    for (int wrong = 0; wrong < 8; wrong++) {
+    for (int wrong = 0; wrong < 9; wrong++) {
         struct ss_batch *batch = batch_begin(bench);
         batch->layers->keys += wrong == 0;
         batch->layers->layers -= wrong == 1;
@@ -319,6 +324,7 @@ LAYERS_TEST(test_a_batch_that_is_no_such_request_is_refused) {
         for (uint32_t i = 0; i < PIECES && wrong == 7; i++) {
             batch->pieces[i].chunk = CHUNKS - batch->pieces[i].chunk;
         }
+        places[3] += wrong == 8;
         CHECK_EQUAL(fetch(bench), SS_BAD_ARGUMENT);
     }
     batch_begin(bench);

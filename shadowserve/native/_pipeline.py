@@ -207,12 +207,14 @@ class Batch:
         self._batch.layers_end = min(progress.end, progress.first + LAYERS_MAX)
 
     def ask_by_layers(self, request: bytes, layers: int, keys: int) -> None:
-        """Request all pieces with one command (``struct ss_layers``), over the single socket of the fetch.
+        """Request all pieces at the server with one command (``struct ss_layers``), over the fetch's single socket.
 
         ``request`` is KV.LAYERS in its wire format, for ``layers`` layers and ``keys`` keys. The batch has one row of
         pieces for each layer. A row has one piece for each key, in the same order.
         """
         self._layers = ffi.new("struct ss_layers *")
+        pieces = np.flatnonzero(self.pieces["origin"] == Origin.SERVER).astype(np.uint32)
+        self._layers.pieces = ffi.cast("uint32_t *", self._hold(pieces))
         self._layers.request = self._hold(request)
         self._layers.request_size = len(request)
         self._layers.layers, self._layers.keys = layers, keys

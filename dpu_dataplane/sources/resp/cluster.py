@@ -80,7 +80,6 @@ class ServerCluster(RespSource):
     """The nodes of a cluster, with a control connection to each, and the map of slots."""
 
     clustered = True
-    no_layers_reason = "cluster"
 
     def __init__(self, config: DataPlaneConfig, metrics: Metrics) -> None:
         super().__init__(f"cluster {','.join(config.storage_cluster)}", config, metrics)

@@ -33,8 +33,7 @@ _TRANSIENT: Final = ("CLUSTERDOWN", "LOADING", "MASTERDOWN", "TRYAGAIN")
 """Errors of a cluster's node that a retry, on this node or another one, may not meet."""
 _RANGE_REASONS: Final = {
     "cluster": "a Redis or Valkey cluster does not know KV.LAYERS; a node's egress_policy does not apply to this fetch",
-    "several_nodes": "there are several storage nodes",
-    "near_chunks": "local tiers hold some of the chunks",
+    "several_nodes": "storage nodes that were away hold some of the chunks, and other nodes the rest",
     "no_layer_requests": "storage does not know KV.LAYERS; use a storage node of ShadowServe of this release",
 }
 """Why a fetch in layer order uses range requests. docs/reference/combinations.md lists the same reasons."""
@@ -55,7 +54,6 @@ class Router(ABC):
     name: str  # name for messages
     dialer: Dialer  # makes data connections
     clustered: bool  # keys are spread over nodes. Otherwise there is one node, and no other one to try
-    no_layers_reason: str  # why no fetch in layer order is one request; empty if it may be
 
     @abstractmethod
     def check(self) -> None:
@@ -270,25 +268,24 @@ class PieceReader:
         """Return the one request for all pieces in layer order; None for range requests."""
         if not plan.layerwise or not links:
             return None
-        if self._threshold is None and not self._router.clustered:  # the pipeline fetches one piece at a time
-            return None
-        if reason := self._no_layers_reason(plan, piece_ids, links):
+        if reason := self._no_layers_reason(links):
             detail = f"a fetch in the order of layers uses range requests: {_RANGE_REASONS[reason]}"
             self._metrics.add_slower_path(reason, detail)
             return None
-        assert self._threshold is not None, "a cluster is read by ranges only"
+        assert self._threshold is not None
         [node_links] = links.values()
         bytes_min = self._threshold.bytes_min(min(link.latency_s for link in node_links))
-        if plan.pieces["body_length"][list(piece_ids)].sum() < bytes_min:
+        far = [piece for piece in piece_ids if plan.pieces["origin"][piece] == Origin.SERVER]
+        if plan.pieces["body_length"][far].sum() < bytes_min:
             return None
-        return layer_request(plan, piece_ids)
+        return layer_request(plan, far)
 
-    def _no_layers_reason(self, plan: FetchPlan, piece_ids: Sequence[int], links: dict[Node, list[Link]]) -> str:
-        """Return why the pieces cannot be one request; empty if they can."""
-        if self._router.no_layers_reason:
-            return self._router.no_layers_reason
-        if (plan.pieces["origin"][list(piece_ids)] != Origin.SERVER).any():  # the server would send those, too
-            return "near_chunks"
+    def _no_layers_reason(self, links: dict[Node, list[Link]]) -> str:
+        """Return why the pieces at the server cannot be one request; empty if they can."""
+        if self._threshold is None:
+            return "cluster"
+        if len(links) > 1:
+            return "several_nodes"
         [node_links] = links.values()
         return "" if node_links[0].takes_layers else "no_layer_requests"
 

@@ -40,7 +40,6 @@ class OneServer(RespSource):
     """One storage server, by default ``storage`` of the configuration; ``meanwhile`` is for the log of an outage."""
 
     clustered = False
-    no_layers_reason = ""
 
     def __init__(
         self, config: DataPlaneConfig, metrics: Metrics, address: str = "", meanwhile: str = "every call is a miss"

@@ -34,7 +34,6 @@ class SeveralServers(RespSource):
     """Several servers, each with its share of the prefixes."""
 
     clustered = True
-    no_layers_reason = "several_nodes"
 
     def __init__(self, config: DataPlaneConfig, metrics: Metrics) -> None:
         super().__init__(",".join(config.storage_nodes), config, metrics)

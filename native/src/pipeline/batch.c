@@ -233,27 +233,33 @@ static int sockets_are_valid(const struct ss_pipeline *pipeline, const struct ss
     return 1;
 }
 
-/* Returns whether the pieces are rows of the same chunks, in the order of the KV.LAYERS request. */
+/* Returns whether the pieces at the server are rows of the same chunks, in the order of the KV.LAYERS request. */
 static int layers_are_valid(const struct ss_batch *batch, uint32_t socket_count) {
     const struct ss_layers *layers = batch->layers;
+    uint32_t count = 0;
     if (layers == NULL) {
         return 1;
     }
     if (socket_count != 1 || layers->request == NULL || layers->request_size == 0 || layers->keys == 0 ||
-        layers->keys > SS_LAYERS_KEYS_MAX || (uint64_t)layers->layers * layers->keys != batch->piece_count ||
-        layers->layers == 0) {
+        layers->keys > SS_LAYERS_KEYS_MAX || (uint64_t)layers->layers * layers->keys > batch->piece_count ||
+        layers->layers == 0 || layers->pieces == NULL) {
         return 0;
     }
     for (uint32_t i = 0; i < batch->piece_count; i++) {
         const struct ss_piece *piece = &batch->pieces[i];
-        uint32_t key = i % layers->keys;
-        if (ss_piece_origin(piece) != SS_ORIGIN_SERVER || piece->asking || piece->group != batch->pieces[0].group ||
-            piece->body_length > UINT32_MAX || piece->chunk != batch->pieces[key].chunk ||
-            (key > 0 && piece->chunk <= batch->pieces[key - 1].chunk)) {
+        if (ss_piece_origin(piece) != SS_ORIGIN_SERVER) {
+            continue;
+        }
+        uint32_t key = count % layers->keys;
+        if (count == layers->layers * layers->keys || layers->pieces[count] != i || piece->asking ||
+            piece->body_length > UINT32_MAX || piece->group != batch->pieces[layers->pieces[0]].group ||
+            piece->chunk != batch->pieces[layers->pieces[key]].chunk ||
+            (key > 0 && piece->chunk <= batch->pieces[layers->pieces[key - 1]].chunk)) {
             return 0;
         }
+        count++;
     }
-    return 1;
+    return count == layers->layers * layers->keys;
 }
 
 enum ss_result ss_fetch_check(struct ss_pipeline *pipeline, const struct ss_batch *batch, const int32_t *sockets,

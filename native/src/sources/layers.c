@@ -22,14 +22,20 @@ void ss_layers_begin(struct ss_layers_reader *reader, const struct ss_feed *feed
     ss_resp_head_start(&reader->head);
 }
 
+static uint32_t index_of(const struct ss_layers_reader *reader, uint32_t layer, uint32_t key) {
+    return reader->layers->pieces[layer * reader->layers->keys + key];
+}
+
 uint32_t ss_layers_position(const struct ss_layers_reader *reader) {
+    const struct ss_layers *layers = reader->layers;
     uint32_t key = reader->phase == SS_LAYERS_PIECES ? reader->key : 0;
-    key = reader->phase == SS_LAYERS_TAIL ? reader->layers->keys : key;
-    return reader->layer * reader->layers->keys + key;
+    key = reader->phase == SS_LAYERS_TAIL ? layers->keys : key;
+    uint32_t place = reader->layer * layers->keys + key;
+    return place < layers->layers * layers->keys ? layers->pieces[place] : reader->feed->batch->piece_count;
 }
 
 static const struct ss_piece *piece_of(const struct ss_layers_reader *reader, uint32_t key) {
-    return &reader->feed->batch->pieces[reader->layer * reader->layers->keys + key];
+    return &reader->feed->batch->pieces[index_of(reader, reader->layer, key)];
 }
 
 static uint32_t length_of(const struct ss_layers_reader *reader, uint32_t key) {
@@ -53,7 +59,7 @@ static void layer_end(struct ss_layers_reader *reader) {
 
 /* Fails a piece that is still useful: the record does not exist, or is not the expected one. */
 static void piece_is_gone(const struct ss_layers_reader *reader, uint32_t key) {
-    uint32_t index = reader->layer * reader->layers->keys + key;
+    uint32_t index = index_of(reader, reader->layer, key);
     if (ss_feed_useful(reader->feed, index)) {
         ss_feed_fail(reader->feed, index, SS_NOT_FOUND, 0);
     }
@@ -65,7 +71,7 @@ static enum ss_layers_status total_take(struct ss_layers_reader *reader) {
         return SS_LAYERS_INVALID;
     }
     for (uint32_t layer = 0; layer < reader->layers->layers; layer++) {
-        expected += reader->feed->batch->pieces[layer * reader->layers->keys + reader->key].body_length;
+        expected += reader->feed->batch->pieces[index_of(reader, layer, reader->key)].body_length;
     }
     if (reader->head.kind == SS_RESP_NULL || reader->head.length != expected) {
         piece_is_gone(reader, reader->key);
@@ -162,10 +168,10 @@ static enum ss_layers_status table_end(struct ss_layers_reader *reader) {
 /* Returns the target of a piece, NULL if it is useless. The first decision is final: part of it may be in place. */
 static uint8_t *place_of(struct ss_layers_reader *reader, uint32_t key) {
     for (; reader->decided <= key; reader->decided++) {
-        uint32_t index = reader->layer * reader->layers->keys + reader->decided;
+        uint32_t index = index_of(reader, reader->layer, reader->decided);
         reader->taken[reader->decided] = length_of(reader, reader->decided) > 0 && ss_feed_useful(reader->feed, index);
     }
-    return reader->taken[key] ? ss_feed_place(reader->feed, reader->layer * reader->layers->keys + key) : NULL;
+    return reader->taken[key] ? ss_feed_place(reader->feed, index_of(reader, reader->layer, key)) : NULL;
 }
 
 size_t ss_layers_parts(struct ss_layers_reader *reader, struct iovec *parts, size_t count_max, size_t bytes_max,

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * layers.h - the answer to KV.LAYERS, read: a batch's pieces in one stream, layer after layer (storage_kv/README.md)
+ * layers.h - the answer to KV.LAYERS, read: a batch's pieces at the server in one stream, layer after layer
+ * (storage_kv/README.md)
  *
  * The caller receives bytes into ss_layers_parts(), and then calls ss_layers_placed(); or into any memory, and then
  * calls ss_layers_take(). No byte of a piece is placed before the lengths of its layer are checked against the batch. A
@@ -73,7 +74,7 @@ enum ss_layers_status ss_layers_placed(struct ss_layers_reader *reader, uint64_t
 /* ss_layers_take() processes bytes that were received into other memory. */
 enum ss_layers_status ss_layers_take(struct ss_layers_reader *reader, const uint8_t *data, size_t size);
 
-/* ss_layers_position() returns the first piece of the batch that is not whole. */
+/* ss_layers_position() returns the first piece at the server that is not whole; the number of pieces at the end. */
 uint32_t ss_layers_position(const struct ss_layers_reader *reader);
 
 #endif /* SS_LAYERS_H */

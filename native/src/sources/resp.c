@@ -7,8 +7,8 @@
  * its run of the slices of every piece of the node, several requests ahead, and reads the answers, which arrive in
  * order. A body is received into the decompression buffer: one system call receives the rest of the body in place and
  * at most SS_HEAD_BYTES behind it, the end of this answer and the head of the next, into a small buffer. Only the few
- * bytes of the next body in this buffer are copied. Alternatively, one request on one connection asks for the whole
- * batch (layers.c); if the server does not support it, the pieces are requested by ranges.
+ * bytes of the next body in this buffer are copied. Alternatively, one request on one connection asks for all of the
+ * batch's pieces at the server (layers.c); if the server does not support it, the pieces are requested by ranges.
  *
  * Failure. A failure concerns the piece of the oldest outstanding answer; all earlier pieces have their bytes from this
  * connection. After a well-formed refusal the connection is still in step, so the outstanding answers are read and
@@ -226,7 +226,8 @@ static int connection_is_finished(const struct ss_feed *feed, struct ss_connecti
         return 1;
     }
     if (connection->reader != NULL) {
-        return !ss_feed_useful(feed, 0); /* the first chunk: if it is useless, all later ones are, too */
+        /* The first chunk at the server: if it is useless, all later ones are, too. */
+        return !ss_feed_useful(feed, feed->batch->layers->pieces[0]);
     }
     if (connection->count > 0 && !ss_feed_broken(feed)) {
         return 0;
