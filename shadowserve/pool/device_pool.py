@@ -78,7 +78,9 @@ class DevicePool(Pool):
             return None
         return entry
 
-    def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
+    def read(
+        self, item: Item, start: int, end: int, done: Callable[[Lease | None], None], *, in_parts: bool = False
+    ) -> None:
         if item.value is not None or item.is_cold:
             super().read(item, start, end, done)
             return
@@ -88,7 +90,7 @@ class DevicePool(Pool):
             buffer.users += 1
             done(Lease(buffer.value(start, end), self._release, buffer))
             return
-        self._reader.read(item.entry, start, end, done)
+        self._reader.read(item.entry, start, end, done, in_parts=in_parts)
 
     def release(self, item: Item) -> None:
         assert isinstance(item, PoolItem) and item.buffer is not None

@@ -301,9 +301,12 @@ class Pool(ABC):
     def peek(self, address: Address) -> Item | None:
         """Return the item of ``address`` without counting a use."""
 
-    def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
+    def read(
+        self, item: Item, start: int, end: int, done: Callable[[Lease | None], None], *, in_parts: bool = False
+    ) -> None:
         """Read the bytes ``[start, end)`` of an item, 0 <= start < end <= length.
 
+        ``in_parts``: the caller reads the item part by part, so a device reads no more than these bytes.
         ``done`` gets the item's bytes, whatever happens to the entry in the meantime; or None after a device error or a
         failed check, which the pool has counted and for which it has dropped the entry. Never wrong bytes. The read is
         never refused: it may wait for others.

@@ -29,7 +29,8 @@ from shadowserve.pool.types import ENTRIES_PER_HOLD, Lease
 _WHOLE_BYTES: Final = 256 << 10
 """Objects up to this size are read whole: on any SSD the time is the same."""
 _WHOLE_SHARE: Final = 8
-"""A request for an eighth of an object or more reads it whole: requests for the rest usually follow."""
+"""A request for an eighth of an object or more reads it whole, unless the caller reads it in parts: requests for the
+rest usually follow."""
 _GROUP: Final = 8
 """Waiting reads that begin together, since beginning several in a row costs least..."""
 _BUSY_READS: Final = 16
@@ -82,14 +83,14 @@ class Reader:
         """Reads that wait for memory, or for their device to accept more."""
         return len(self._waiting)
 
-    def read(self, entry: Entry, start: int, end: int, done: Done) -> None:
+    def read(self, entry: Entry, start: int, end: int, done: Done, *, in_parts: bool) -> None:
         began = self._core.ticks()
         under_way = self._whole.get(entry.slot)
         if under_way is not None and under_way.entry.generation == entry.generation:
             under_way.waiters.append((start, end, done))
             self._core.counters.shared_reads += 1
             return
-        read = self._plan(entry, start, end)
+        read = self._plan(entry, start, end, in_parts=in_parts)
         read.waiters.append((start, end, done))
         read.disk.use(entry.extent)
         self.under_way += 1
@@ -117,11 +118,12 @@ class Reader:
             self._core.waker.wake()
         self._core.counters.grouping_ns += self._core.ticks() - began
 
-    def _plan(self, entry: Entry, start: int, end: int) -> _Read:
+    def _plan(self, entry: Entry, start: int, end: int, *, in_parts: bool) -> _Read:
         disk = self._core.disks[entry.device]
         unit = object_unit(entry.length)
         units = -(-entry.length // unit)
-        if entry.length <= _WHOLE_BYTES or (end - start) * _WHOLE_SHARE >= entry.length:
+        share = 1 if in_parts else _WHOLE_SHARE
+        if entry.length <= _WHOLE_BYTES or (end - start) * share >= entry.length:
             return _Read(entry, disk, True, 0, units, [(0, entry.size)], entry.size)
         self._core.counters.partial_reads += 1
         first = start // unit

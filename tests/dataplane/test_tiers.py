@@ -311,6 +311,41 @@ async def test_a_stalled_device_costs_its_read_timeout_or_the_deadline(
             assert_right(client, await client.fetch(KEYS))
 
 
+async def test_in_layer_order_the_first_layers_arrive_before_the_rest_is_read(tmp_path: Path) -> None:
+    shape = layout(layers=4, vector_length=32768)
+    keys, extra = keys_of(shape, 3), 64
+    buffers = dict.fromkeys(["decompression_buffer_bytes", "store_buffer_bytes"], "64MiB")
+    async with running("", tiers=tiers_of(tmp_path), **buffers) as (daemon, client):
+        await client.register(shape, 3, extra)
+        assert await store(client, range(3), shape, keys) == [True] * 3
+        await cool(daemon)
+        tiers, size = tiers_in(daemon), 3 * shape.raw_bytes
+        client.segment.memory[:] = 0
+        pool_read, later = tiers.pool.read, list[tuple[Any, ...]]()
+        begun = 0
+
+        def read(item: Any, start: int, end: int, done: Any, *, in_parts: bool = False) -> None:
+            nonlocal begun
+            assert in_parts, "a part of a record brings no other part"
+            begun += 1
+            if begun > len(keys):
+                later.append((item, start, end, done))
+            else:
+                pool_read(item, start, end, done, in_parts=True)
+
+        tiers.pool.read = read  # type: ignore[method-assign]
+        request = client.fetch_request(keys, length=size, progress=size, order=pb.ORDER_LAYERS)
+        fetching = asyncio.ensure_future(client.stub.Fetch(request))
+        await until(lambda: client.segment.memory[size] >= 1)
+        assert not fetching.done() and later, "other parts are still to be read"
+        with tiers.lock:
+            tiers.pool.read = pool_read  # type: ignore[method-assign]
+            for given in later:
+                pool_read(*given, in_parts=True)
+        assert (await fetching).outcome == pb.OUTCOME_COMPLETE
+        assert client.chunks(3) == [kv(shape, index) for index in range(3)]
+
+
 async def test_records_that_devices_cannot_take_are_dropped_and_counted(storage: Server, tmp_path: Path) -> None:
     storage.fill(SHAPE, KEYS)
     bound = {"write_bytes_under_way_max": "1MiB"}

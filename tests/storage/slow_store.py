@@ -56,7 +56,9 @@ class SlowStore(MemoryPool):
         found = super().peek(address)
         return Away(found) if found is not None and self.away else found
 
-    def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
+    def read(
+        self, item: Item, start: int, end: int, done: Callable[[Lease | None], None], *, in_parts: bool = False
+    ) -> None:
         assert isinstance(item, Away) and 0 <= start < end <= item.length
         self.reads.append((item, start, end, done))
 

@@ -1,15 +1,16 @@
 """The pool in a plan: local hits, supplied to its batches, and the fill with records that another source delivers.
 
-Records in memory are held and read in place. Records on devices are read once each, all at the same time; each one goes
-into the batch when it comes. All records stay in place until the plan is done.
+Records in memory are held and read in place. Records on devices are read all at the same time, each at once, or in
+layer order in parts of some layers: the first layers of all records come first. Each part goes into the batch when it
+comes. All records stay in place until the plan is done.
 """
 
 import asyncio
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,18 +25,29 @@ from shadowserve.native import Origin, Result
 from shadowserve.pieces import Flags
 from shadowserve.pool.types import Item, Lease
 
+_READ_BYTES: Final = 1 << 20
+"""Bytes of a record that one read in layer order brings at least: a device reads larger parts no faster."""
+
 
 @dataclass(eq=False)
 class _Record:
     key: bytes
     item: Item
     length: int
-    piece_ids: list[int] = field(default_factory=list)  # its pieces in the plan
+    piece_ids: list[int]  # its pieces in the plan
     is_held: bool = False  # the item is held in memory
+
+
+@dataclass(eq=False)
+class _Part:
+    """Consecutive pieces of a record that come together."""
+
+    record: _Record
+    piece_ids: list[int]
     begin: int = 0  # offset of ``view`` in the record
     view: memoryview | None = None  # its bytes, once they are there
     lease: Lease | None = None
-    is_read: bool = False  # nothing more comes: without a view, the record could not be read
+    is_read: bool = False  # nothing more comes: without a view, it could not be read
 
 
 class LocalHits:
@@ -45,7 +57,8 @@ class LocalHits:
         self._tiers = tiers
         self._metrics = metrics
         self._records: list[_Record] = []
-        self._lock = threading.Lock()  # guards the next three and each record's state: devices' threads report reads
+        self._parts: list[_Part] = []  # of all records
+        self._lock = threading.Lock()  # guards the next three and each part's state: devices' threads report reads
         self._batch: native.Batch | None = None
         self._rows: dict[int, int] = {}  # row in the batch of each piece
         self._closed = False
@@ -74,25 +87,45 @@ class LocalHits:
         for piece, key in enumerate(self.plan.keys):
             pieces.setdefault(key, []).append(piece)
         keys = list(pieces)
-        for part in ranges_of(len(keys)):
+        for some in ranges_of(len(keys)):
             with lock:
-                for key in keys[part.start : part.stop]:
+                for key in keys[some.start : some.stop]:
                     item = pool.get(address_of(key))
                     if item is not None and item.header_bytes:
-                        record = _Record(key, item, item.length, pieces[key])
+                        record = _Record(key, item, item.length, pieces[key], is_held=item.value is not None)
                         self._records.append(record)
-                        if item.value is not None:
+                        if record.is_held:
                             pool.hold(item)
-                            record.is_held, record.view, record.is_read = True, memoryview(item.value), True
         self._limit()
         self.plan.pieces["origin"] = np.where(self.local, Origin.AWAITED, Origin.SERVER)
-        waiting = [record for record in self._records if not record.is_read and record.piece_ids]
-        for part in ranges_of(len(waiting)):
+        for record in self._records:
+            if record.is_held and record.piece_ids:
+                value = memoryview(record.item.value)  # type: ignore[arg-type]
+                self._parts.append(_Part(record, record.piece_ids, view=value, is_read=True))
+        waiting = self._parts_to_read()
+        self._parts += waiting
+        for some in ranges_of(len(waiting)):
             with lock:
-                for record in waiting[part.start : part.stop]:
-                    self._read(record)
+                for part in waiting[some.start : some.stop]:
+                    self._read(part)
         self._metrics.tier_records["memory"] += len(self.resident)
-        self._metrics.tier_records["device"] += len(waiting)
+        self._metrics.tier_records["device"] += len({id(part.record) for part in waiting})
+
+    def _parts_to_read(self) -> list[_Part]:
+        """Return the parts of records on devices, in the order in which they are wanted."""
+        sizes, parts = self.plan.pieces["body_length"], []
+        for record in self._records:
+            if record.is_held or not record.piece_ids:
+                continue
+            some: list[int] = []
+            for piece in record.piece_ids:
+                some.append(piece)
+                if self.plan.layerwise and int(sizes[some].sum()) >= _READ_BYTES:
+                    parts.append(_Part(record, some))
+                    some = []
+            if some:
+                parts.append(_Part(record, some))
+        return sorted(parts, key=lambda part: part.piece_ids[0])
 
     def _limit(self) -> None:
         """Drop records of another length, and limit a plan that waits for devices to ``batch_bytes_max``.
@@ -101,15 +134,15 @@ class LocalHits:
         """
         table = self.plan.pieces
         ends = (table["record_offset"] + table["body_length"]).astype(np.int64)
-        held = np.zeros(len(table), np.int64)  # bytes of the record that begins with this piece
+        held = np.zeros(len(table), np.int64)  # bytes of local pieces
         for record in self._records:
             if int(ends[record.piece_ids].max()) > record.length:
                 record.piece_ids = []  # the record was replaced since it was found
                 continue
             self.local[record.piece_ids] = True
-            held[record.piece_ids[0]] = record.length
+            held[record.piece_ids] = table["body_length"][record.piece_ids]
         count = len(table)
-        if not all(record.is_read for record in self._records):
+        if not all(record.is_held for record in self._records):
             least = int((held > 0).argmax()) + 1
             count = max(least, int(np.searchsorted(np.cumsum(held), self._tiers.batch_bytes_max, "right")))
         if count < len(table):
@@ -118,31 +151,32 @@ class LocalHits:
             for record in self._records:
                 record.piece_ids = [piece for piece in record.piece_ids if piece < count]
 
-    def _read(self, record: _Record) -> None:
-        """Start to read a record's pieces from a device, with the pool's lock held."""
+    def _read(self, part: _Part) -> None:
+        """Start to read a part from a device, with the pool's lock held."""
         table, pool = self.plan.pieces, self._tiers.pool
-        item = pool.peek(address_of(record.key))
-        if item is None or item.length != record.length:
-            record.is_read = True
+        item = pool.peek(address_of(part.record.key))
+        if item is None or item.length != part.record.length:
+            part.is_read = True
             return
-        first, last = min(record.piece_ids), max(record.piece_ids)
-        record.begin = int(table[first]["record_offset"])
+        first, last = part.piece_ids[0], part.piece_ids[-1]
+        part.begin = int(table[first]["record_offset"])
         end = int(table[last]["record_offset"]) + int(table[last]["body_length"])
-        pool.read(item, record.begin, end, lambda lease: self._finish_read(record, lease))
+        in_parts = self.plan.layerwise and 2 * (end - part.begin) < item.length
+        pool.read(item, part.begin, end, lambda lease: self._finish_read(part, lease), in_parts=in_parts)
 
-    def _finish_read(self, record: _Record, lease: Lease | None) -> None:
+    def _finish_read(self, part: _Part, lease: Lease | None) -> None:
         """Supply what a device has read; from any thread."""
         with self._lock:
-            if not (self._closed or record.is_read):
-                record.is_read = True
-                record.lease = lease
-                record.view = None if lease is None else lease.view
-                self._supply(record)
+            if not (self._closed or part.is_read):
+                part.is_read = True
+                part.lease = lease
+                part.view = None if lease is None else lease.view
+                self._supply(part)
                 return
         self._tiers.later(self._tiers.release, [lease])
 
     def _missing(self) -> int:
-        return sum(not record.is_read for record in self._records if record.piece_ids)
+        return sum(not part.is_read for part in self._parts)
 
     def _watch(self, missing: int) -> None:
         if missing:
@@ -154,26 +188,26 @@ class LocalHits:
         with self._lock:
             missing = self._missing()
             if missing == missing_before:
-                for record in self._records:
-                    if record.piece_ids and not record.is_read:
-                        record.is_read = True
-                        self._supply(record)
+                for part in self._parts:
+                    if not part.is_read:
+                        part.is_read = True
+                        self._supply(part)
                 return
         self._watch(missing)
 
-    def _supply(self, record: _Record) -> None:
-        """Pass a record's pieces to the batch, with our lock held."""
+    def _supply(self, part: _Part) -> None:
+        """Pass a part's pieces to the batch, with our lock held."""
         if self._batch is None:
             return
         table = self.plan.pieces
-        for piece in record.piece_ids:
+        for piece in part.piece_ids:
             row = self._rows.get(piece)
             if row is None:
                 continue
             body: memoryview | None = None
-            if record.view is not None:
-                begin = int(table[piece]["record_offset"]) - record.begin
-                body = record.view[begin : begin + int(table[piece]["body_length"])]
+            if part.view is not None:
+                begin = int(table[piece]["record_offset"]) - part.begin
+                body = part.view[begin : begin + int(table[piece]["body_length"])]
             self._batch.supply(row, body)
 
     def attach(self, batch: native.Batch, piece_ids: Sequence[int]) -> None:
@@ -181,9 +215,9 @@ class LocalHits:
         with self._lock:
             self._rows = {piece: row for row, piece in enumerate(piece_ids)}
             self._batch = batch
-            for record in self._records:
-                if record.is_read:
-                    self._supply(record)
+            for part in self._parts:
+                if part.is_read:
+                    self._supply(part)
 
     @property
     def resident(self) -> list[bytes]:
@@ -211,15 +245,15 @@ class LocalHits:
             self._timer.cancel()
         with self._lock:
             self._closed, self._batch = True, None
-            leases = [record.lease for record in self._records]
+            leases = [part.lease for part in self._parts]
         held: Sequence[_Record] = [record for record in self._records if record.is_held]
         self._tiers.release(leases)
-        for part in ranges_of(len(held)):
+        for some in ranges_of(len(held)):
             with self._tiers.lock:
-                for record in held[part.start : part.stop]:
+                for record in held[some.start : some.stop]:
                     self._tiers.pool.release(record.item)
-        for record in self._records:
-            record.view = record.lease = None
+        for part in self._parts:
+            part.view = part.lease = None
 
 
 @dataclass(frozen=True)
