@@ -154,6 +154,17 @@ class FetchOrRecompute:
         """Return the best option for a prompt. The result may change with time."""
         return self._with_hit(self._decided(hit, now), hit, now)
 
+    def keeps_up(self, hit: Hit, budget: float, now: float) -> bool:
+        """Tell if a load that goes layer by layer, and can begin now, keeps ahead of the step that computes on it.
+
+        ``budget``: largest share of the step's time for which it may wait. False if times are unknown.
+        """
+        computing, load = self._compute_seconds(hit.end_tokens, hit.tokens), self._load(hit, "layers", hit.end_tokens)
+        if not (computing and load.load_seconds and hit.layers) or self._waiting(now):
+            return False
+        waiting = max(load.load_seconds - computing, 0.0) + load.load_seconds / hit.layers
+        return waiting <= budget * computing
+
     def configured(self, hit: Hit, now: float) -> Decision:
         """Return the decision to fetch everything, for engines without the policy."""
         return self._with_hit(replace(self._whole(hit), kind="configured"), hit, now)

@@ -98,13 +98,7 @@ class PolicyRunner:
         """
         load, local = state.load, state.load.local_tokens
         end = local + usable
-        hit = replace(
-            self._hit(state, end, layerwise=layerwise),
-            chunk_bytes=answer.chunk_bytes,
-            tiers=answer.tiers[local // self._chunk_tokens : -(-end // self._chunk_tokens)],
-            cold_seconds=answer.cold_seconds,
-        )
-        decision = load.decision = self.decide(hit)
+        decision = load.decision = self.decide(self._hit_of(state, answer, usable, layerwise=layerwise))
         if decision.kind == "configured":
             return usable
         if decision.way == "compute":
@@ -113,6 +107,10 @@ class PolicyRunner:
         if decision.end_tokens == end or not answer.present:
             return usable
         return groups.hit_tokens(answer.present, decision.end_tokens + 1) - local
+
+    def keeps_up(self, state: RequestState, answer: LookupAnswer, usable: int, budget: float) -> bool:
+        """Tell if a hit's layers are predicted to come in time for a step that other requests wait for, too."""
+        return self._policy.keeps_up(self._hit_of(state, answer, usable, layerwise=True), budget, self._clock())
 
     def computes_anyway(self, state: RequestState, *, layerwise: Callable[[], bool], stores: bool) -> bool:
         """Tell if computing a prompt is best even if all of it is stored; then the lookup is not waited for.
@@ -138,6 +136,16 @@ class PolicyRunner:
 
     def note_tiers(self, tiers: bytes) -> None:
         self._nearest = Tier(min(filter(None, (*tiers, self._nearest))))
+
+    def _hit_of(self, state: RequestState, answer: LookupAnswer, usable: int, *, layerwise: bool) -> Hit:
+        local = state.load.local_tokens
+        end = local + usable
+        return replace(
+            self._hit(state, end, layerwise=layerwise),
+            chunk_bytes=answer.chunk_bytes or self._chunk_bytes,
+            tiers=answer.tiers[local // self._chunk_tokens : -(-end // self._chunk_tokens)],
+            cold_seconds=answer.cold_seconds,
+        )
 
     def _hit(self, state: RequestState, end: int, *, layerwise: bool) -> Hit:
         rate = self._rate()

@@ -23,8 +23,9 @@ _DETAILS: Final = {
     "load falls short; such requests wait for their loads outside the running batch",
     "sampling_state": "a thinking token budget or a custom logits processor keeps state, which vLLM does not reset "
     "when a load falls short; such requests wait for their loads outside the running batch",
-    "other_requests": "layer_order is configured, and other requests run or load; such loads go chunk by chunk, so "
-    "that the others do not wait for them",
+    "other_requests": "layer_order is configured, and other requests load, or they run and its layers are not "
+    "predicted to come within interference_budget of the step; such loads go chunk by chunk, so that the others do not "
+    "wait for them",
     "shard_layout": "layer_order is configured, and the records are of an engine with another number of tensor-parallel"
     " ranks or pipeline stages; they go chunk by chunk",
     "preempted": "layer_order is configured, and a load brings back the KV of a preempted request, which is stored "

@@ -233,7 +233,8 @@ class WorkerLoads:
             result = _without_chunks(result, Reason.WEIGHTS_CHANGED, "the engine computes with other weights")
         complete = result.complete and bool(load.groups)
         chunks = self._usable_chunks(result, complete=complete)
-        if self._config.fetch_or_recompute and (complete or result.reason == Reason.DEADLINE):
+        predicts = self._config.fetch_or_recompute or self._config.layer_order
+        if predicts and (complete or result.reason == Reason.DEADLINE):
             self._report.seconds[load.request_id] = result.seconds - result.waited
         self._counts.add("load_seconds", result.seconds)
         self._counts.add("fetched_bytes", result.fetched_bytes)

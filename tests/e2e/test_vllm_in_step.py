@@ -249,13 +249,16 @@ def test_a_load_fails_if_the_engine_does_not_wait_for_every_layer(
 
 
 @only_layers
-def test_beside_other_requests_loads_go_chunk_by_chunk(
-    engine: Any, plane: Any, reference: Any, prompt: Any, serve: Any
+@pytest.mark.parametrize("keeps_up", [False, True])
+def test_beside_other_requests_only_loads_that_keep_up_go_layer_by_layer(
+    engine: Any, plane: Any, reference: Any, prompt: Any, serve: Any, monkeypatch: pytest.MonkeyPatch, keeps_up: bool
 ) -> None:
+    monkeypatch.setattr(engine.connector._scheduler, "_keeps_up", lambda *given: keeps_up)
     prompts = [prompt(200), prompt(700), prompt(600, 1)]
     with engine.awaiting_lookups():
         assert engine.outputs(prompts) == reference(prompts)
-    assert plane.layerwise_calls == 0 and plane.calls.count("Fetch") == 1
+    assert plane.calls.count("Fetch") == 1 and plane.layerwise_calls == (1 if keeps_up else 0)
+    plane.layerwise_calls = 0
     engine.forget()
     serve(engine, 700)
     assert plane.layerwise_calls == 1
