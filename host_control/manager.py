@@ -157,10 +157,11 @@ class KVCacheManager:
         """There is neither a job nor an outcome that was not taken."""
         return not (self._outstanding or self._completion)
 
-    def wait(self, request_ids: Iterable[str], layer: int | None = None) -> None:
+    def wait(self, request_ids: Iterable[str], layer: int | None = None) -> int:
         """Block until a layer (None: all) is in place of all that these requests load, or their job has ended.
 
-        Each job ends by its deadline. Its outcome comes with the next :meth:`exchange`.
+        Each job ends by its deadline. Its outcome comes with the next :meth:`exchange`. Return the number of layers
+        beyond this one that are in place of all running jobs; 0 without any.
         """
         waiting = set(request_ids)
         with self._condition:
@@ -169,6 +170,8 @@ class KVCacheManager:
             ):
                 self._condition.wait(_SWEEP_INTERVAL_S)
                 self._sweep(time.monotonic())
+            running = [self._outstanding[name].layers for name in waiting & self._outstanding.keys()]
+            return min(running) - (layer or 0) - 1 if running else 0
 
     def wait_any(self, timeout: float) -> None:
         """Block until there are outcomes, or a job waits for more available chunks, at most ``timeout`` seconds."""

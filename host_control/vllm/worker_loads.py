@@ -163,10 +163,14 @@ class WorkerLoads:
         """Wait until a layer of this step's layerwise loads is in place, or they have ended."""
         if (layer := self.layers.numbers.get(name)) is not None and self.managers:
             began_s = time.monotonic()
-            self.managers[0].wait(self.layers.requests, layer)
+            ahead = self.managers[0].wait(self.layers.requests, layer)
+            ended_s = time.monotonic()
             self.layers.awaited.add(layer)
             if measure:
-                self.layers.times.waited(began_s, time.monotonic())
+                self.layers.times.waited(began_s, ended_s)
+            self._counts.add("layer_waits")
+            self._counts.add("layer_wait_seconds", ended_s - began_s)
+            self._counts.add("layers_ahead", ahead)
 
     def _end_layerwise(self) -> None:
         """Take the outcomes of this step's layerwise loads.
@@ -237,6 +241,7 @@ class WorkerLoads:
         if predicts and (complete or result.reason == Reason.DEADLINE):
             self._report.seconds[load.request_id] = result.seconds - result.waited
         self._counts.add("load_seconds", result.seconds)
+        self._counts.add("layerwise_loads", load.layerwise)
         self._counts.add("fetched_bytes", result.fetched_bytes)
         self._counts.add("delivered_bytes", result.delivered_bytes)
         self._counts.add("loaded_tokens", self._loaded_tokens(load, chunks))

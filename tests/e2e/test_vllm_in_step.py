@@ -60,6 +60,8 @@ def test_outputs_are_the_same(engine: Any, plane: Any, reference: Any, prompt: A
     assert not any(name.startswith("load_failures") for name in counted)
     assert "Store" not in plane.calls, "stored chunks were stored again"
     assert plane.layerwise_calls == (sum(length >= 256 for length in LENGTHS) if engine.layers else 0)
+    assert counted.get("layerwise_loads", 0) == plane.layerwise_calls
+    assert counted.get("layer_waits", 0) == plane.layerwise_calls * engine.layers
     if engine.layers:
         assert all(plane.windows_us[-plane.layerwise_calls + 3 :]), "the time per layer is predicted after three loads"
     engine.forget()

@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any, Final
 
 from host_control.client import DataPlaneClient
@@ -56,7 +57,7 @@ class Bed:
         self._plane = programs.enter_context(ExitStack())
         plane = self.restart_plane()
         buffers = dict.fromkeys(("fetch_buffer_bytes", "store_buffer_bytes"), host.document_bytes)
-        transfer = host.plugin(plane, **buffers, **keys)
+        transfer = host.plugin(plane, **(buffers | keys))
         room: dict[str, Any] = (
             {"kv_cache_memory_bytes": model.kv_bytes * (load.tokens_max + _ROUNDING_TOKENS)} if one_request else {}
         )
@@ -67,7 +68,19 @@ class Bed:
     def restart_plane(self, *flags: str) -> Child:
         self._plane.close()
         flags = ("--connections", self._connections, *flags)
-        return self._host.start_plane(self._storage.address, *flags, stack=self._plane)
+        self._daemon = self._host.start_plane(self._storage.address, *flags, stack=self._plane)
+        return self._daemon
+
+    def staging_bytes(self) -> int:
+        """Return the resident bytes of registered memory in the data plane."""
+        size, ours = 0, False
+        for line in Path(f"/proc/{self._daemon.process.pid}/smaps").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if "-" in name.split(" ")[0]:
+                ours = "/shadowserve-" in line
+            elif ours and name == "Rss":
+                size += int(value.split()[0]) << 10
+        return size
 
     def serve(self, tokens: Sequence[int], cached: int | None = None) -> dict[str, Any]:
         """Serve a prompt of which ``cached`` tokens are stored, and return its result."""
