@@ -51,7 +51,7 @@ class HostConfig(Section):
     docs/reference/combinations.md lists requests that are fetched asynchronously nevertheless."""
     layer_order: bool = False
     """Fetch layer by layer, and start to compute when the first layer arrives, for requests that arrive while no other
-    runs. Needs one KV cache group of full attention and one step at a time: no pipeline stages,
+    runs, or whose layers are predicted to come within ``interference_budget`` of the step. Needs one KV cache group of full attention and one step at a time: no pipeline stages,
     ``--no-async-scheduling``, ``VLLM_USE_V2_MODEL_RUNNER=0``. Other engines refuse it. docs/reference/combinations.md
     lists requests that are fetched chunk by chunk nevertheless."""
     pages: bool = False
