@@ -345,7 +345,10 @@ async def test_redirections_outside_the_cluster_are_not_followed() -> None:
     assert not visitors
 
 
-async def test_an_unreachable_node_affects_only_groups_with_chunks_on_it(tmp_path: Path) -> None:
+async def test_an_unreachable_node_affects_only_groups_with_chunks_on_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Symptom: a lookup was complete and named no reason while a node of the cluster was away."""
     cluster = Cluster(tmp_path, replicas=0)
     try:
         cluster.start()
@@ -354,7 +357,7 @@ async def test_an_unreachable_node_affects_only_groups_with_chunks_on_it(tmp_pat
             cluster.put(key, record)
         victim = cluster.master_of(KEYS[0])
         away, here = ([i for i, key in enumerate(KEYS) if (cluster.master_of(key) is victim) == is_] for is_ in (1, 0))
-        async with serving(cluster) as (_, client):
+        async with serving(cluster) as (daemon, client):
             await client.lookup(KEYS)
             parts, begin = [], 0
             for chosen in (away, here):
@@ -370,6 +373,10 @@ async def test_an_unreachable_node_affects_only_groups_with_chunks_on_it(tmp_pat
             assert not there[0].any() and there[1].all()
             for place, index in enumerate(here, len(away)):
                 assert client.chunk(place) == expected(SHAPE, KEYS[index], RECORDS[index])
+            [flags] = (await client.lookup(KEYS)).present
+            assert [index for index, stored in enumerate(flags) if stored] == here
+            assert daemon.metrics.lookups == {"complete": 1, "storage_unavailable": 1}
+            assert f"{len(away)} keys count as not stored: " in caplog.text and str(victim.port) in caplog.text
     finally:
         cluster.kill()
 
