@@ -503,7 +503,7 @@ def test_an_object_damaged_in_transit_is_known_after_a_good_read(bucket: FaultyS
     assert other.read_chain(CHAIN) == CHAIN.values
 
 
-def test_a_new_node_knows_the_bucket_at_once(bucket: FaultyS3, open_node: Opens) -> None:
+def test_a_new_node_lists_the_bucket_at_once(bucket: FaultyS3, open_node: Opens) -> None:
     """Symptom: a restarted node answered before it had listed the bucket, and reported no records."""
     filled(open_node)
     assert open_node(index_ttl_s=3600.0).read_chain(CHAIN) == CHAIN.values

@@ -331,7 +331,7 @@ def problem(section: type[Section], **flags: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("section", "flags", "told"),
+    ("section", "flags", "message"),
     [
         (StorageConfig, {"devices": [{"pth": "/a"}]}, "devices[0].pth: there is no such key; did you mean 'devices[0]"
          ".path'? Known: access, "),
@@ -353,8 +353,8 @@ def problem(section: type[Section], **flags: Any) -> str:
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )  # fmt: skip
-def test_a_message_names_the_key_and_what_to_write(section: type[Section], flags: dict[str, Any], told: str) -> None:
-    assert told in problem(section, **flags)
+def test_a_message_names_the_key_and_what_to_write(section: type[Section], flags: dict[str, Any], message: str) -> None:
+    assert message in problem(section, **flags)
 
 
 def test_a_misspelt_key_is_one_problem_and_not_a_missing_key_as_well() -> None:
