@@ -1,8 +1,6 @@
 """Prefetch: records of waiting requests are in memory before the requests run."""
 
 import asyncio
-import random
-import signal
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ import pytest
 from budget_support import delayed, moved, report
 from dataplane_support import (
     Client,
-    DaemonProcess,
     Fetched,
     Server,
     keys_of,
@@ -375,32 +372,6 @@ async def test_prefetched_records_under_pressure_leave_room_for_fetches(storage:
             assert own._prefetched_bytes <= tiers.batch_bytes_max
         for chain in CHAINS:
             assert_right(client, await client.fetch(chain))
-
-
-async def test_a_daemon_killed_during_prefetching_recovers(storage: Server, tmp_path: Path) -> None:
-    chance = random.Random(7)
-    for chain in CHAINS:
-        storage.fill(SHAPE, chain)
-    for turn in range(3):
-        process = DaemonProcess(storage, tmp_path, tiers=tiers_of(tmp_path))
-        client = Client(process.address)
-        try:
-            await client.register(SHAPE, 6)
-            queue = Queue(client)
-            queue.number = turn
-            assert (await queue.say(dict(enumerate(CHAINS)))).again == (turn > 0), (
-                "a restarted daemon must request the whole queue"
-            )
-            await queue.say(dict(enumerate(CHAINS)), whole=True)
-            await asyncio.sleep(chance.uniform(0.0, 0.15))
-            if turn < 2:
-                process.process.send_signal(signal.SIGKILL)
-                continue
-            for chain in CHAINS:
-                assert_right(client, await client.fetch(chain))
-        finally:
-            await client.close()
-            process.close()
 
 
 # ---- Prefetch during decoding

@@ -190,19 +190,6 @@ async def test_a_tier_smaller_than_a_prompt_serves_it_correctly(storage: Server,
         assert daemon.metrics.tier_records["device"] > 0
 
 
-async def test_a_full_tier_keeps_the_last_used_records_and_never_returns_wrong_bytes(tmp_path: Path) -> None:
-    async with serving(SHAPE, 6, "", tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (_, client):
-        chains = [keys_of(SHAPE, 6, seed=seed) for seed in range(20, 26)]
-        for chain in chains:
-            assert await store(client, keys=chain) == [True] * 6
-        answer = await client.fetch(chains[-1])
-        assert answer.chunks > 0
-        for chain in chains:
-            found = (await client.fetch(chain)).chunks
-            assert client.chunks(found) == CHUNKS[:found]
-        assert (await client.lookup(chains[0])).hits == [0]
-
-
 def rot(daemon: Daemon, folder: Path, index: int) -> None:
     """Damage a record on the device."""
     tiers, key, file = tiers_in(daemon), KEYS[index], folder / "tier"

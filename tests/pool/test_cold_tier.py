@@ -147,15 +147,6 @@ def test_written_records_survive_a_crash(bucket: FaultyS3, open_node: Opens) -> 
     assert other.read_chain(CHAIN) == CHAIN.values
 
 
-def test_an_orderly_stop_writes_waiting_records(bucket: FaultyS3, open_node: Opens) -> None:
-    node = open_node(gather_s=600.0)
-    node.store_chain(CHAIN)
-    assert not bucket.objects
-    node.stop()
-    other = open_node()
-    other.await_known(12)
-
-
 def test_write_never_writes_nothing(bucket: FaultyS3, open_node: Opens) -> None:
     node = open_node(write="never")
     node.store_chain(CHAIN)
