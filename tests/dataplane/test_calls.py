@@ -20,6 +20,7 @@ from dataplane_support import (
     layout,
     make_record,
     refused,
+    repeat,
     running,
     serving,
 )
@@ -69,17 +70,16 @@ async def test_unknown_memory_is_an_outcome(client: Client) -> None:
 
 
 async def test_an_idle_registration_is_removed(storage: Server) -> None:
-    async with running(storage, registration_idle_s=0.2) as (daemon, client), asyncio.timeout(WAIT_MAX_S):
-        while True:
-            try:
-                await client.hello()  # the new session replaces the host
-                await client.register(SHAPE, 1)
-                await until(lambda: daemon.metrics.gauges["registrations"][1]() == 0)
-                await client.hello()
-                answer = await client.fetch(KEYS)
-                break
-            except grpc.aio.AioRpcError as forgotten:  # repeat it, because the machine paused
-                assert forgotten.code() is FAILED
+    async with running(storage, registration_idle_s=0.2) as (daemon, client):
+
+        async def fetch_after_idleness() -> Any:
+            await client.hello()  # the new session replaces the host
+            await client.register(SHAPE, 1)
+            await until(lambda: daemon.metrics.gauges["registrations"][1]() == 0)
+            await client.hello()
+            return await client.fetch(KEYS)
+
+        answer = await repeat(fetch_after_idleness, passing=FAILED)  # if the machine paused
         assert answer.outcome == pb.OUTCOME_UNKNOWN_MEMORY
 
 

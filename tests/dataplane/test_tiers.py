@@ -26,8 +26,9 @@ from dataplane_support import (
     make_record,
     running,
     serving,
+    until_ends_with,
 )
-from machine import NEVER_MS, WAIT_MAX_S, until
+from machine import NEVER_MS, until
 from prometheus_client import generate_latest
 
 from dpu_dataplane.server import Daemon
@@ -78,9 +79,7 @@ def assert_right(client: Client, answer: Fetched, count: int = 6) -> None:
 
 async def storage_away(client: Client, keys: Sequence[bytes]) -> None:
     """Wait until the daemon detects that storage is down. Its tiers have none of ``keys``."""
-    async with asyncio.timeout(WAIT_MAX_S):
-        while (await client.lookup(list(keys), timeout_ms=1000)).outcome != pb.OUTCOME_STORAGE_UNAVAILABLE:
-            await asyncio.sleep(0.02)
+    await until_ends_with(pb.OUTCOME_STORAGE_UNAVAILABLE, lambda: client.lookup(list(keys), timeout_ms=1000))
 
 
 async def store(

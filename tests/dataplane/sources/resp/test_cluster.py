@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from cluster_support import PASSWORD, Cluster, ClusterNode, cluster_config, slot_of
-from dataplane_support import Client, expected, keys_of, kv, layout, listening, make_record, started
-from machine import WAIT_MAX_S, until, wait_for
+from dataplane_support import Client, expected, keys_of, kv, layout, listening, make_record, repeat, started
+from machine import until, wait_for
 from redis.crc import key_slot
 
 from dpu_dataplane import catalog
@@ -302,13 +302,7 @@ async def test_a_dead_node_costs_its_chunks_until_the_failover(tmp_path: Path) -
                 assert_delivered(client, first)
                 assert str(victim.port) in answer.detail
                 assert daemon._source.connected  # to the other nodes
-
-            async def whole() -> bool:
-                return (await client.fetch(KEYS)).chunks == len(KEYS)
-
-            async with asyncio.timeout(WAIT_MAX_S):
-                while not await whole():
-                    await asyncio.sleep(0.1)
+            await repeat(lambda: client.fetch(KEYS), lambda answer: answer.chunks == len(KEYS))
             assert_delivered(client, len(KEYS))
             more = keys_of(SHAPE, 12, seed=5)
             stored = await client.store(more)
