@@ -52,6 +52,8 @@ class ChainLookup:
     tiers: npt.NDArray[np.uint8]  # the :class:`Tier` of each stored chunk with a sound header; 0 for other chunks
     stored_bytes: int = 0  # stored bytes of these chunks
     cold_ms: int = 0  # milliseconds until storage expects to have the cold chunks at hand; 0 without any
+    unanswered: Unanswered | None = None  # why storage has not answered for some chunks, which count as not stored
+    unanswered_chunks: int = 0
 
     @property
     def present(self) -> Flags:
@@ -117,7 +119,8 @@ class Catalog:
             elif stored is None:
                 self._cache.drop(key)
             elif isinstance(stored, Unanswered):
-                logger.debug("lookup of %s: %s", key.hex(), stored.reason)
+                result.unanswered = stored
+                result.unanswered_chunks += 1
         return cold
 
     async def prefetch(self, chains: Sequence[Chain]) -> None:

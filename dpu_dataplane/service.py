@@ -267,7 +267,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         with self._metrics.lookup_seconds.time():
             answer, outcome, detail = await self._ending("Lookup", job.within(lookup, "asking storage for headers"))
         found, pending = answer or ([], None)
-        self._metrics.lookups[outcome_name(outcome)] += 1
+        self._metrics.lookups[outcome_name(self._log_unanswered(found) or outcome)] += 1
         response = pb.LookupResponse(
             present=[pack(each.present) for each in found],
             published=[pack(each & ~chain.present) for each, chain in zip(pending or (), found, strict=bool(pending))],
@@ -279,6 +279,16 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         )
         self._log_outcome(response)
         return response
+
+    def _log_unanswered(self, found: Sequence[ChainLookup]) -> pb.Outcome | None:
+        """Log that storage has not answered for some keys of a lookup, and return their outcome; None if it has."""
+        keys = sum(each.unanswered_chunks for each in found)
+        unanswered = next((each.unanswered for each in found if each.unanswered), None)
+        if unanswered is None:
+            return None
+        outcome, detail = ending_of(unanswered.error(f"{keys} keys count as not stored"))
+        self._log.log(logging.WARNING, f"Lookup: {outcome_name(outcome)}", "", f"Lookup: {detail}")
+        return outcome
 
     async def _look_up(
         self, chains: Sequence[Chain], *, published: bool, prefetch: bool

@@ -89,7 +89,6 @@ class Counters:
     placement_ns: int = 0
     grouping_ns: int = 0
     submission_ns: int = 0
-    verify_ns: int = 0
     shared_reads: int = 0
     partial_reads: int = 0
     lost: dict[str, int] = field(default_factory=dict)  # entries that were dropped because of their bytes, by reason

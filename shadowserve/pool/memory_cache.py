@@ -36,8 +36,6 @@ class MemoryCache:
         self._probation_bytes = 0
         self._main_bytes = 0
         self.kept_bytes = 0
-        self.hits = 0
-        self.misses = 0
         self.promotions = 0  # copies that moved to the main queue
         self.dropped = 0  # copies that were dropped for room
 
@@ -55,18 +53,14 @@ class MemoryCache:
         buffer = self._main.get(slot)
         if buffer is not None:
             self._main.move_to_end(slot)
-            self.hits += 1
             return buffer
         buffer = self._kept.get(slot)
         if buffer is not None:
             buffer.hits += 1
-            self.hits += 1
             return buffer
         buffer = self._probation.get(slot)
         if buffer is None:
-            self.misses += 1
             return None
-        self.hits += 1
         buffer.hits += 1
         if buffer.hits >= _PROMOTING_HITS:
             del self._probation[slot]

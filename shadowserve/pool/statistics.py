@@ -114,7 +114,7 @@ class Statistics:
         evictions: Evictions by cause: ``quota``, the tenant has more than its quota; ``budget``, all have more than the
             pool may hold; with devices also ``device``, a device is full or at its limit, and ``memory``, for objects
             of memory alone.
-        memory_share: Memory's share of the objects, by ``memory_bandwidth_bytes_per_s``.
+        memory_share: Memory's share of the objects, by its measured bandwidth.
         orchestration_ns: Time to look up, place and group, without I/O: lookup_ns + placement_ns + grouping_ns.
         submission_ns: Time to pass reads to devices and back: calls into the kernel, which count as I/O.
     """
@@ -142,10 +142,7 @@ class Statistics:
     memory_used_bytes: int = field(compare=False, default=0)  # used bytes of the arenas
     memory_held_bytes: int = field(compare=False, default=0)  # bytes of removed values that are still being sent
     memory_share: float = field(compare=False, default=1.0)
-    memory_bandwidth_bytes_per_s: float = field(compare=False, default=0.0)
     memory_objects: int = field(compare=False, default=0)  # entries in memory
-    memory_hits: int = field(compare=False, default=0)  # look-ups of objects in memory
-    memory_misses: int = field(compare=False, default=0)  # look-ups of other objects
     promotions: int = field(compare=False, default=0)  # copies that moved to the main queue
     copies_dropped: int = field(compare=False, default=0)  # copies that were dropped for room
     waiting_reads: int = field(compare=False, default=0)  # reads that wait for memory or their device
@@ -156,7 +153,6 @@ class Statistics:
     placement_ns: int = field(compare=False, default=0)  # time to choose devices, and to evict for that
     grouping_ns: int = field(compare=False, default=0)  # time to plan reads, find memory for them, and take them back
     submission_ns: int = field(compare=False, default=0)
-    verify_ns: int = field(compare=False, default=0)  # time to check what no device has checked, without the lock
     lookups: int = field(compare=False, default=0)  # looked-up keys
     shared_reads: int = field(compare=False, default=0)  # requests that were served by another request's read
     partial_reads: int = field(compare=False, default=0)  # reads of a part of an object
@@ -238,10 +234,7 @@ def pool_statistics(opened: Opened, reader: Reader, writer: Writer, keys: int, p
         memory_used_bytes=arenas.used_bytes,
         memory_held_bytes=arenas.held_bytes,
         memory_share=placement.bandwidth_shares.shares[0],
-        memory_bandwidth_bytes_per_s=placement.bandwidth_shares.meters[0].bytes_per_s,
         memory_objects=len(copies),
-        memory_hits=copies.hits,
-        memory_misses=copies.misses,
         promotions=copies.promotions,
         copies_dropped=copies.dropped,
         waiting_reads=reader.waiting,
@@ -253,7 +246,6 @@ def pool_statistics(opened: Opened, reader: Reader, writer: Writer, keys: int, p
         placement_ns=counters.placement_ns,
         grouping_ns=counters.grouping_ns,
         submission_ns=counters.submission_ns,
-        verify_ns=counters.verify_ns,
         lookups=counters.lookups,
         shared_reads=counters.shared_reads,
         partial_reads=counters.partial_reads,

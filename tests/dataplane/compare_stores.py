@@ -1,4 +1,4 @@
-"""Lookup and fetch of a prompt from each kind of store, on this machine: the numbers of docs/guides/stores.md.
+"""Lookup and fetch of a prompt from each kind of store, on this machine (docs/guides/stores.md).
 
     python tests/dataplane/compare_stores.py [--chunks 24] [--repeats 5]
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 import numpy as np
@@ -33,6 +33,7 @@ from shadowserve.proto import PROTOCOL_VERSION, SESSION_KEY, dataplane_pb2_grpc
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import layout_message
 
+T = TypeVar("T")
 TOKENS = 16
 BACKEND = os.environ.get("SHADOWSERVE_DPU_BACKEND", "software")
 """Backend of the tests' daemons, including daemons in separate processes."""
@@ -464,10 +465,25 @@ async def cancel(client: "Client", job_id: str) -> bool:
     return bool((await client.stub.Cancel(pb.CancelRequest(job_id=job_id))).found)
 
 
-async def until_true(condition: Callable[[], Awaitable[bool]]) -> None:
+async def repeat(
+    call: Callable[[], Awaitable[T]],
+    right: Callable[[T], Any] = lambda answer: True,
+    passing: grpc.StatusCode | None = None,
+) -> T:
+    """Repeat a call until its answer is right, and return the answer; meanwhile it may fail with one status."""
     async with asyncio.timeout(WAIT_MAX_S):
-        while not await condition():
+        while True:
+            try:
+                if right(answer := await call()):
+                    return answer
+            except grpc.aio.AioRpcError as error:
+                assert error.code() is passing, error
             await asyncio.sleep(0.02)
+
+
+async def until_ends_with(outcome: int, call: Callable[[], Awaitable[T]]) -> T:
+    """Repeat a call until it ends with this outcome, and return its answer."""
+    return await repeat(call, lambda answer: answer.outcome == outcome)  # type: ignore[attr-defined]
 
 
 @contextlib.asynccontextmanager

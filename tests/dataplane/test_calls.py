@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 import pytest
 from dataplane_support import (
-    EXHAUSTED,
     FAILED,
     Client,
     Server,
@@ -21,6 +20,7 @@ from dataplane_support import (
     layout,
     make_record,
     refused,
+    repeat,
     running,
     serving,
 )
@@ -70,17 +70,16 @@ async def test_unknown_memory_is_an_outcome(client: Client) -> None:
 
 
 async def test_an_idle_registration_is_removed(storage: Server) -> None:
-    async with running(storage, registration_idle_s=0.2) as (daemon, client), asyncio.timeout(WAIT_MAX_S):
-        while True:
-            try:
-                await client.hello()  # the new session replaces the host
-                await client.register(SHAPE, 1)
-                await until(lambda: daemon.metrics.gauges["registrations"][1]() == 0)
-                await client.hello()
-                answer = await client.fetch(KEYS)
-                break
-            except grpc.aio.AioRpcError as forgotten:  # repeat it, because the machine paused
-                assert forgotten.code() is FAILED
+    async with running(storage, registration_idle_s=0.2) as (daemon, client):
+
+        async def fetch_after_idleness() -> Any:
+            await client.hello()  # the new session replaces the host
+            await client.register(SHAPE, 1)
+            await until(lambda: daemon.metrics.gauges["registrations"][1]() == 0)
+            await client.hello()
+            return await client.fetch(KEYS)
+
+        answer = await repeat(fetch_after_idleness, passing=FAILED)  # if the machine paused
         assert answer.outcome == pb.OUTCOME_UNKNOWN_MEMORY
 
 
@@ -153,22 +152,6 @@ async def test_two_jobs_cannot_share_bytes_that_one_of_them_writes(frozen: tuple
     )
     await cancel(client, "one")
     await fetch
-
-
-async def test_a_full_queue_refuses(mortal_storage: Server) -> None:
-    async with serving(SHAPE, 4, mortal_storage, fetch_queue=1, command_timeout_s=NEVER_S) as (daemon, client):
-        await client.lookup(KEYS)
-        mortal_storage.freeze()
-        regions = [{"offset": index * SHAPE.raw_bytes, "length": SHAPE.raw_bytes} for index in range(3)]
-        first = asyncio.ensure_future(client.fetch(KEYS, job_id="a", timeout_ms=NEVER_MS, **regions[0]))
-        await until(mortal_storage.asked)
-        second = asyncio.ensure_future(client.fetch(KEYS, job_id="b", timeout_ms=NEVER_MS, **regions[1]))
-        await until(lambda: daemon.metrics.gauges["fetch_queue_jobs"][1]() == 1)
-        await refused(client.stub.Fetch(client.fetch_request(KEYS, **regions[2])), EXHAUSTED, "fetch_queue")
-        for job_id in "ab":
-            await cancel(client, job_id)
-        assert {(await first).outcome, (await second).outcome} == {pb.OUTCOME_CANCELLED}
-        mortal_storage.thaw()
 
 
 async def test_fetches_and_stores_side_by_side(storage: Server) -> None:

@@ -9,7 +9,6 @@ from dataplane_support import (
     Client,
     Server,
     expected,
-    found,
     keys_of,
     kv,
     kvs,
@@ -19,7 +18,6 @@ from dataplane_support import (
     serving,
     way_name,
 )
-from machine import WAIT_MAX_MS
 from scripted_source import ScriptedSource
 
 from shadowserve import native
@@ -112,21 +110,6 @@ async def test_a_lookup_reports_chunks_after_a_gap(client: Client, storage: Serv
     assert (answer.hits, answer.outcome) == ([2], pb.OUTCOME_COMPLETE)
     again = await client.lookup(keys)  # after the quarantine of one
     assert again.present == answer.present
-
-
-async def test_lookup_answers_all_chains_in_order(client: Client, storage: Server) -> None:
-    one, other = layout(), layout("binned")
-    chains = [keys_of(one, 3), keys_of(other, 3), keys_of(one, 2, seed=5), []]
-    for key in chains[0]:
-        storage.put(key, make_record(one, key, 0))
-    storage.put(chains[1][0], make_record(other, chains[1][0], 0))
-    spaces = [one.namespace, other.namespace, one.namespace, one.namespace]
-    request = pb.LookupRequest(
-        chains=[pb.KeyChain(keys=keys, namespace=space) for keys, space in zip(chains, spaces, strict=True)],
-        timeout_ms=WAIT_MAX_MS,
-    )
-    answer = found(await client.stub.Lookup(request), *map(len, chains))
-    assert (answer.hits, answer.outcome) == ([3, 1, 0, 0], pb.OUTCOME_COMPLETE)
 
 
 async def test_statistics_add_up(client: Client, storage: Server) -> None:

@@ -5,10 +5,10 @@ import mmap
 import sys
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 from dataplane_support import (
+    FAILED,
     WAYS,
     Client,
     Server,
@@ -17,8 +17,8 @@ from dataplane_support import (
     kvs,
     layout,
     make_record,
+    repeat,
     running,
-    until_true,
     way_name,
 )
 from machine import NEVER_MS, WAIT_MAX_S, until
@@ -279,15 +279,8 @@ async def test_a_disconnecting_caller_releases_its_memory_and_its_turn(gated: tu
         assert (await call.read()).layers == 1
     call.cancel()
     gate.open(1000)
-
-    async def fetched() -> bool:
-        try:
-            return bool((await client.fetch(KEYS, length=SIZE)).outcome == pb.OUTCOME_COMPLETE)
-        except grpc.aio.AioRpcError as error:
-            assert error.code() is grpc.StatusCode.FAILED_PRECONDITION, "the other call holds the region until its end"
-            return False
-
-    await until_true(fetched)
+    answer = await repeat(lambda: client.fetch(KEYS, length=SIZE), passing=FAILED)  # while the call holds the region
+    assert answer.outcome == pb.OUTCOME_COMPLETE
 
 
 async def test_a_cancelled_stream_ends_with_an_answer(gated: tuple[Gate, Client]) -> None:

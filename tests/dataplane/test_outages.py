@@ -8,10 +8,8 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from dataplane_support import (
     Client,
-    Fetched,
     Found,
     Server,
-    Stored,
     found,
     keys_of,
     kv,
@@ -21,6 +19,7 @@ from dataplane_support import (
     make_record,
     running,
     serving,
+    until_ends_with,
 )
 from machine import NEVER_MS, WAIT_MAX_MS, WAIT_MAX_S, until
 
@@ -32,19 +31,6 @@ from shadowserve.proto import dataplane_pb2 as pb
 SHAPE = layout(vector_length=2048)  # 512 KiB a chunk
 KEYS = keys_of(SHAPE, 6)
 RECORDS = [make_record(SHAPE, key, index) for index, key in enumerate(KEYS)]
-
-
-async def fetch_until(client: Client, outcome: int) -> Fetched:
-    async with asyncio.timeout(WAIT_MAX_S):
-        while (answer := await client.fetch(KEYS)).outcome != outcome:
-            await asyncio.sleep(0.02)
-    return answer
-
-
-async def lookup_until(client: Client, outcome: int) -> None:
-    async with asyncio.timeout(WAIT_MAX_S):
-        while (await client.lookup(KEYS, timeout_ms=1000)).outcome != outcome:
-            await asyncio.sleep(0.02)
 
 
 async def assert_calls_fail_at_once(client: Client) -> None:
@@ -69,7 +55,7 @@ async def test_storage_absent_at_start_then_started(tmp_path, caplog: pytest.Log
         server.start()
         try:
             server.fill(SHAPE, KEYS)
-            await fetch_until(client, pb.OUTCOME_COMPLETE)
+            await until_ends_with(pb.OUTCOME_COMPLETE, lambda: client.fetch(KEYS))
         finally:
             server.kill()
 
@@ -84,7 +70,7 @@ async def test_storage_is_restarted_with_and_without_its_records(mortal_storage:
         await client.fetches(KEYS, 0, pb.OUTCOME_STORAGE_UNAVAILABLE)
         mortal_storage.start()
         # The headers are still cached, but the records are lost: a hint alone is never an answer.
-        await fetch_until(client, pb.OUTCOME_ABSENT)
+        await until_ends_with(pb.OUTCOME_ABSENT, lambda: client.fetch(KEYS))
         mortal_storage.fill(SHAPE, KEYS)
         await client.fetches(KEYS, 6)
         before = connections["storage_connections"]
@@ -115,24 +101,18 @@ async def test_storage_killed_in_the_middle_of_a_fetch(mortal_storage: Server) -
 async def test_a_stalled_server_costs_a_call_at_most_its_deadline(mortal_storage: Server, phase: str) -> None:
     mortal_storage.fill(SHAPE, KEYS)
     async with serving(SHAPE, 6, mortal_storage, command_timeout_s=1.0, connect_timeout_s=0.5) as (daemon, client):
-        await lookup_until(client, pb.OUTCOME_COMPLETE)
+        await until_ends_with(pb.OUTCOME_COMPLETE, lambda: client.lookup(KEYS, timeout_ms=1000))
         mortal_storage.freeze()
         begin = time.monotonic()
-        answer: Found | Fetched | Stored
-        if phase == "lookup":
-            answer = await client.lookup(KEYS, timeout_ms=300)
-        elif phase == "fetch":
-            answer = await client.fetch(KEYS, timeout_ms=300)
-        else:
-            answer = await client.store(KEYS, timeout_ms=300)
+        answer = await getattr(client, phase)(KEYS, timeout_ms=300)
         assert answer.outcome == pb.OUTCOME_DEADLINE, answer
         assert time.monotonic() - begin > 0.29
         # After the daemon detects the stall, calls end at once.
         await until(lambda: daemon.metrics.gauges["storage_up"][1]() == 0 or _ask(client))
-        await lookup_until(client, pb.OUTCOME_STORAGE_UNAVAILABLE)
+        await until_ends_with(pb.OUTCOME_STORAGE_UNAVAILABLE, lambda: client.lookup(KEYS, timeout_ms=1000))
         await assert_calls_fail_at_once(client)
         mortal_storage.thaw()
-        await fetch_until(client, pb.OUTCOME_COMPLETE)
+        await until_ends_with(pb.OUTCOME_COMPLETE, lambda: client.fetch(KEYS))
         assert client.chunk(5) == kv(SHAPE, 5)
 
 
@@ -248,7 +228,7 @@ async def test_wrong_answers_of_a_server_are_misses(liar: Liar, lie: str) -> Non
         assert (answer.outcome, answer.chunks) == (outcome, 0), answer
         assert answer.detail
         liar.lie = lambda command: None
-        await fetch_until(client, pb.OUTCOME_COMPLETE)
+        await until_ends_with(pb.OUTCOME_COMPLETE, lambda: client.fetch(KEYS))
         assert client.chunks(6) == kvs(SHAPE, 6)
 
 

@@ -20,7 +20,7 @@ from dataplane_support import (
     running,
     way_name,
 )
-from machine import NEVER_MS, WAIT_MAX_S, until
+from machine import WAIT_MAX_S
 
 from host_control.client import DataPlaneClient, FetchPart
 from host_control.registered_memory import RegisteredMemory
@@ -244,26 +244,6 @@ async def test_a_damaged_layer_does_not_affect_its_neighbours(redis: Server, ord
         again = await fetch(client, [victim.part(wanted)], order)
         assert again.outcome == pb.OUTCOME_COMPLETE, "the chunk's other layers must be sound"
         assert (victim.pieces(again.delivered[0]) == wanted).all()
-
-
-@pytest.mark.parametrize("order", ORDERS)
-async def test_cancelled_fetches_are_quiet_and_reported_pieces_are_in_place(mortal_storage: Server, order: int) -> None:
-    async with running(mortal_storage) as (_, client):
-        groups = await groups_of(client, mortal_storage)
-        parts = [group.part() for group in groups]
-        assert (await fetch(client, parts, order)).outcome == pb.OUTCOME_COMPLETE
-        for group in groups:
-            group.segment.memory[:] = 0xEE
-        mortal_storage.freeze()
-        fetching = asyncio.ensure_future(fetch(client, parts, order, job_id="job", timeout_ms=NEVER_MS))
-        await until(mortal_storage.asked)
-        assert (await client.stub.Cancel(pb.CancelRequest(job_id="job"))).found
-        answer = await fetching
-        assert answer.outcome == pb.OUTCOME_CANCELLED
-        there = [group.pieces(data) for group, data in zip(groups, answer.delivered, strict=True)]
-        mortal_storage.thaw()
-        assert (await fetch(client, [group.part() for group in reversed(groups)], order)).outcome == pb.OUTCOME_COMPLETE
-        assert not any(each.any() for each in there), "storage had not answered"
 
 
 async def test_one_unknown_memory_ends_the_call_before_a_byte_moves(client: Client, storage: Server) -> None:

@@ -1,8 +1,6 @@
 """Prefetch: records of waiting requests are in memory before the requests run."""
 
 import asyncio
-import random
-import signal
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ import pytest
 from budget_support import delayed, moved, report
 from dataplane_support import (
     Client,
-    DaemonProcess,
     Fetched,
     Server,
     keys_of,
@@ -81,6 +78,15 @@ def prefetching_in(daemon: Daemon) -> prefetcher.Prefetcher:
     return found
 
 
+def storage_of(daemon: Daemon) -> Any:
+    """Return the source below the tiers."""
+    return prefetching_in(daemon)._below
+
+
+def record_bytes(chain: Sequence[bytes]) -> int:
+    return sum(len(make_record(SHAPE, key, index)) for index, key in enumerate(chain))
+
+
 def prefetched_bytes(daemon: Daemon) -> dict[str, int]:
     return {hop: size for hop, size in daemon.metrics.prefetch_bytes.items() if size}
 
@@ -103,8 +109,7 @@ async def test_records_of_a_waiting_request_are_prefetched_into_memory(
         mortal_storage.kill()
         await storage_away(client, keys_of(SHAPE, 1, seed=9))
         assert_right(client, await client.fetch(CHAINS[0]))
-        sizes = sum(len(make_record(SHAPE, key, index)) for index, key in enumerate(CHAINS[0]))
-        assert prefetched_bytes(daemon) == {"storage": sizes}
+        assert prefetched_bytes(daemon) == {"storage": record_bytes(CHAINS[0])}
         await queue.say(gone=[1])
         await until(lambda: not prefetching_in(daemon)._prefetched)
         assert daemon.metrics.totals["prefetch_wasted_bytes"] == 0
@@ -142,10 +147,7 @@ async def test_cold_records_are_prefetched_earlier(storage: Server) -> None:
     for chain in CHAINS[:2]:
         storage.fill(SHAPE, chain)
     async with serving(SHAPE, 6, storage, tiers=tiers_of() | {"ahead_requests": 1}) as (daemon, client):
-        own = prefetching_in(daemon)
-        source = own._below
-        assert source is not None
-
+        source = storage_of(daemon)
         find = source.find
 
         async def cold(keys: Sequence[bytes]) -> Any:
@@ -155,12 +157,11 @@ async def test_cold_records_are_prefetched_earlier(storage: Server) -> None:
                 for key, each in zip(keys, found, strict=True)
             ]
 
-        source.find = cold  # type: ignore[method-assign]
+        source.find = cold
         queue = Queue(client)
         await queue.say({1: CHAINS[0], 2: CHAINS[1]}, begins_in_ms=[600_000, 600_000])
         await until(lambda: all(resident(daemon, CHAINS[0] + CHAINS[1])))
-        sizes = [sum(len(make_record(SHAPE, key, index)) for index, key in enumerate(chain)) for chain in CHAINS[:2]]
-        assert prefetched_bytes(daemon) == {"storage": sizes[0], "cold": sizes[1]}
+        assert prefetched_bytes(daemon) == {"storage": record_bytes(CHAINS[0]), "cold": record_bytes(CHAINS[1])}
 
 
 async def test_prefetches_pause_for_a_fetch_and_no_record_is_read_twice(mortal_storage: Server) -> None:
@@ -168,9 +169,7 @@ async def test_prefetches_pause_for_a_fetch_and_no_record_is_read_twice(mortal_s
         mortal_storage.fill(SHAPE, chain)
     async with serving(SHAPE, 6, mortal_storage, tiers=tiers_of()) as (daemon, client):
         assert (await client.lookup(CHAINS[0])).hits == [6] and (await client.lookup(CHAINS[1])).hits == [6]
-        own = prefetching_in(daemon)
-        source = own._below
-        assert source is not None
+        source = storage_of(daemon)
         receive, begun = source.receive, asyncio.Event()
 
         async def standing(job: Any, key: bytes, first: int, memory: memoryview) -> Any:
@@ -179,23 +178,19 @@ async def test_prefetches_pause_for_a_fetch_and_no_record_is_read_twice(mortal_s
                 mortal_storage.freeze()
             return await receive(job, key, first, memory)
 
-        source.receive = standing  # type: ignore[method-assign]
+        source.receive = standing
         try:
             await Queue(client).say({1: CHAINS[0], 2: CHAINS[1]})
             await begun.wait()
             fetching = asyncio.create_task(client.fetch(CHAINS[0]))
-            await until(lambda: own._gate.fetches)
+            await until(lambda: prefetching_in(daemon)._gate.fetches)
         finally:
             mortal_storage.thaw()
         assert_right(client, await fetching)
         await until(lambda: all(resident(daemon, CHAINS[1])))
-        received = (
-            sum(prefetched_bytes(daemon).values())
-            + daemon.metrics.totals["fetched_bytes"]
-            - daemon.metrics.totals["tier_bytes"]
-        )
-        both = sum(len(make_record(SHAPE, key, index)) for chain in CHAINS[:2] for index, key in enumerate(chain))
-        assert received <= both, "something came twice"
+        totals = daemon.metrics.totals
+        received = sum(prefetched_bytes(daemon).values()) + totals["fetched_bytes"] - totals["tier_bytes"]
+        assert received <= sum(map(record_bytes, CHAINS[:2])), "something came twice"
 
 
 async def test_records_of_the_last_requests_are_evicted_first(storage: Server) -> None:
@@ -303,21 +298,19 @@ async def test_a_storage_failure_during_a_fetch_costs_only_missing_pieces(mortal
     mortal_storage.fill(SHAPE, CHAINS[0])
     async with serving(SHAPE, 6, mortal_storage, tiers=tiers_of()) as (daemon, client):
         assert (await client.fetch(CHAINS[0][:2])).chunks == 2
-        own = prefetching_in(daemon)
-        source = own._below
-        assert source is not None
+        source = storage_of(daemon)
         receive = source.receive
 
         async def dying(*arguments: Any) -> Any:
             mortal_storage.kill()
             return await receive(*arguments)
 
-        source.receive = dying  # type: ignore[method-assign]
+        source.receive = dying
         await Queue(client).say({1: CHAINS[0]})
         await storage_away(client, keys_of(SHAPE, 1, seed=9))
         await client.fetches(CHAINS[0], 2, pb.OUTCOME_STORAGE_UNAVAILABLE)
-        await until(lambda: not own._moving)
-        source.receive = receive  # type: ignore[method-assign]
+        await until(lambda: not prefetching_in(daemon)._moving)
+        source.receive = receive
         mortal_storage.start()
         mortal_storage.fill(SHAPE, CHAINS[0])
         await until(lambda: all(resident(daemon, CHAINS[0])))
@@ -375,32 +368,6 @@ async def test_prefetched_records_under_pressure_leave_room_for_fetches(storage:
             assert own._prefetched_bytes <= tiers.batch_bytes_max
         for chain in CHAINS:
             assert_right(client, await client.fetch(chain))
-
-
-async def test_a_daemon_killed_during_prefetching_recovers(storage: Server, tmp_path: Path) -> None:
-    chance = random.Random(7)
-    for chain in CHAINS:
-        storage.fill(SHAPE, chain)
-    for turn in range(3):
-        process = DaemonProcess(storage, tmp_path, tiers=tiers_of(tmp_path))
-        client = Client(process.address)
-        try:
-            await client.register(SHAPE, 6)
-            queue = Queue(client)
-            queue.number = turn
-            assert (await queue.say(dict(enumerate(CHAINS)))).again == (turn > 0), (
-                "a restarted daemon must request the whole queue"
-            )
-            await queue.say(dict(enumerate(CHAINS)), whole=True)
-            await asyncio.sleep(chance.uniform(0.0, 0.15))
-            if turn < 2:
-                process.process.send_signal(signal.SIGKILL)
-                continue
-            for chain in CHAINS:
-                assert_right(client, await client.fetch(chain))
-        finally:
-            await client.close()
-            process.close()
 
 
 # ---- Prefetch during decoding

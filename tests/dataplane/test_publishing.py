@@ -1,16 +1,15 @@
 """Published keys: what other engines and data planes see, shares of hosts, withdrawals, and tiers without storage."""
 
 import asyncio
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 from dataplane_support import (
+    FAILED,
     Client,
     DaemonProcess,
     Server,
@@ -18,9 +17,10 @@ from dataplane_support import (
     keys_of,
     kv,
     layout,
+    repeat,
     running,
     serving,
-    until_true,
+    until_ends_with,
 )
 from machine import NEVER_S, WAIT_MAX_MS, WAIT_MAX_S, wait_for
 
@@ -92,27 +92,16 @@ async def test_another_data_plane_sees_published_keys_and_then_stored_ones(serve
             assert await look(decode, KEYS, published=False) == (present[:1], None)
             assert (await publish(prefill, KEYS[2:3], 0)).outcome == pb.OUTCOME_COMPLETE
             assert await pending(decode) == [False, True, False, False], "a withdrawn key must not be pending"
-
-        async def gone() -> bool:
-            return await pending(decode) == [False] * 4
-
-        await until_true(gone)  # with their data plane
+        await repeat(lambda: pending(decode), lambda found: found == [False] * 4)  # gone with their data plane
 
 
 async def test_publications_are_read_again_after_a_restart_of_storage(server: Server) -> None:
     async with running(server) as (_, client):
         assert (await publish(client, KEYS)).outcome == pb.OUTCOME_COMPLETE
-
-        async def ends(outcome: int) -> None:
-            async def has() -> bool:
-                return (await publish(client, KEYS[:1])).outcome == outcome
-
-            await until_true(has)
-
         server.kill()
-        await ends(pb.OUTCOME_STORAGE_UNAVAILABLE)
+        await until_ends_with(pb.OUTCOME_STORAGE_UNAVAILABLE, lambda: publish(client, KEYS[:1]))
         server.start()
-        await ends(pb.OUTCOME_COMPLETE)
+        await until_ends_with(pb.OUTCOME_COMPLETE, lambda: publish(client, KEYS[:1]))
         assert await look(client, KEYS) == ([[False] * 4], [[True, False, False, False]])
 
 
@@ -164,11 +153,7 @@ async def test_local_tiers_report_pending_keys_until_stored_or_withdrawn() -> No
         await publish(client, KEYS[1:2], 0)
         assert await pending(client) == [False, False, True, True]
         await publish(client, KEYS[2:], 1)
-
-        async def over() -> bool:
-            return await pending(client) == [False] * 4
-
-        await until_true(over)
+        await repeat(lambda: pending(client), lambda found: found == [False] * 4)
         assert (await publish(client, KEYS, 60_001)).outcome == pb.OUTCOME_STORAGE_REFUSED
 
 
@@ -179,14 +164,8 @@ async def test_publications_of_a_removed_host_are_withdrawn() -> None:
     ):
         await publish(theirs, KEYS)
         assert await pending(ours) == [True] * 4
-
-        async def withdrawn() -> bool:
-            seen = None
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                seen = await pending(ours)
-            return daemon.metrics.gauges["hosts"][1]() == 1 and seen == [False] * 4
-
-        await until_true(withdrawn)
+        hosts = daemon.metrics.gauges["hosts"][1]
+        await repeat(lambda: pending(ours), lambda found: hosts() == 1 and found == [False] * 4, FAILED)
 
 
 async def test_plain_records_are_pending_on_their_own_data_plane_only(server: Server, tmp_path: Path) -> None:

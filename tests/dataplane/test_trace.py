@@ -1,13 +1,12 @@
 """Traces of fetches."""
 
-import asyncio
 from collections import Counter
 from typing import Any
 
 import grpc
 import pytest
-from dataplane_support import FAILED, WAYS, Client, Server, keys_of, kv, layout, refused, running, way_name
-from machine import NEVER_MS, WAIT_MAX_S
+from dataplane_support import FAILED, WAYS, Client, Server, keys_of, kv, layout, refused, repeat, running, way_name
+from machine import NEVER_MS
 from redis import Redis
 
 from shadowserve.proto import dataplane_pb2 as pb
@@ -106,13 +105,7 @@ async def test_one_recording_at_a_time_and_a_cancelled_one_makes_room(client: Cl
     second = client.stub.Trace(pb.TraceRequest(timeout_ms=NEVER_MS, fetches=1)).read()
     await refused(second, FAILED, "another recording")
     first.cancel()
-    async with asyncio.timeout(WAIT_MAX_S):
-        while True:
-            try:
-                assert await recorded(client, keys)
-                return
-            except grpc.aio.AioRpcError:  # the daemon has not yet processed the end of the first one
-                await asyncio.sleep(0.01)
+    assert await repeat(lambda: recorded(client, keys), passing=FAILED)  # until the end of the first one is processed
 
 
 async def test_without_room_for_events_there_is_no_recording(storage: Server) -> None:

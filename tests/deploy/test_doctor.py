@@ -71,7 +71,7 @@ def test_a_bare_machine_is_a_host_whose_data_plane_is_emulated(tmp_path: Path) -
     assert not {"GPU", "DOCA", "card's mode", "XLIO"} & set(report["findings"])
 
 
-def test_a_bluefield_knows_its_role_and_another_can_be_told(tmp_path: Path) -> None:
+def test_the_role_of_a_bluefield_is_detected_and_can_be_configured(tmp_path: Path) -> None:
     card = bluefield(tmp_path / "card")
     assert doctor(card)["role"] == "bluefield"
     assert {"XLIO", "image"} & set(doctor(card, "--role", "storage")["findings"]) == set()
@@ -108,7 +108,7 @@ def test_without_a_file_the_doctor_reads_that_of_the_installed_service(tmp_path:
         (False, False, "warning", "liburing-dev"),
     ],
 )
-def test_how_devices_are_accessed_is_told(
+def test_how_devices_are_accessed_is_reported(
     available: bool, built: bool, state: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "block_access_available", lambda _: available)
@@ -125,7 +125,7 @@ def test_nvme_namespaces_are_there_with_the_rights_to_use_them(tmp_path: Path) -
     assert state == "warning" and "nvme0n2" in remedy
 
 
-def test_devices_and_memory_that_a_server_could_not_have_are_told(tmp_path: Path) -> None:
+def test_devices_and_memory_that_a_server_could_not_have_are_reported(tmp_path: Path) -> None:
     write(tmp_path, "proc/meminfo", "MemTotal:  8388608 kB\nMemAvailable:  2097152 kB")
     write(tmp_path, "dev/nvme1n1", "")
     (tmp_path / "var").mkdir()
@@ -199,7 +199,7 @@ HOST_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", HOST_FAULTS)
-def test_a_host_that_lacks_something_is_told_what_to_do(tmp_path: Path, fault: str) -> None:
+def test_the_doctor_says_what_to_do_about_a_host_that_lacks_something(tmp_path: Path, fault: str) -> None:
     change, what, state, remedy = HOST_FAULTS[fault]
     change(host_with_card(tmp_path))
     found = finding(tmp_path, what)
@@ -338,7 +338,7 @@ CARD_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", CARD_FAULTS)
-def test_a_card_that_lacks_something_is_told_what_to_do(tmp_path: Path, config: Path, fault: str) -> None:
+def test_the_doctor_says_what_to_do_about_a_card_that_lacks_something(tmp_path: Path, config: Path, fault: str) -> None:
     change, what, state, remedy = CARD_FAULTS[fault]
     change(deployed(tmp_path))
     found = finding(tmp_path, what, "--config", str(config))
@@ -402,7 +402,7 @@ def test_certificates_that_are_as_they_should_be(secured: tuple[Path, Path]) -> 
     assert re.search(r"for another 36\d days$", findings["tls_cert"]["found"]) and "tls_key" not in findings
 
 
-def test_a_certificate_that_ends_soon_and_a_key_that_everyone_can_read_are_told_of(secured: tuple[Path, Path]) -> None:
+def test_a_certificate_that_ends_soon_and_a_key_that_everyone_can_read_are_reported(secured: tuple[Path, Path]) -> None:
     root, config = secured
     for days, state in ((29, "warning"), (-1, "failed")):
         make_certificates(root / "etc/tls", f"--days={days}")
@@ -420,7 +420,7 @@ def test_a_certificate_that_ends_soon_and_a_key_that_everyone_can_read_are_told_
         ("server.crt", "client.crt", "tls_cert", "is not the key of"),
     ],
 )
-def test_certificates_that_are_missing_or_mixed_up_are_told_of(
+def test_certificates_that_are_missing_or_mixed_up_are_reported(
     secured: tuple[Path, Path], name: str, content: str | None, what: str, message: str
 ) -> None:
     root, config = secured

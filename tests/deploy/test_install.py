@@ -74,7 +74,7 @@ def test_a_command_line_that_cannot_be_used_ends_with_2(arguments: list[str]) ->
     assert done.returncode == 2 and done.stderr.startswith("install: ")
 
 
-def test_without_a_card_nothing_is_changed_and_one_is_told_why(system: Throwaway, wheels: Path) -> None:
+def test_without_a_card_nothing_is_changed_and_the_reason_is_printed(system: Throwaway, wheels: Path) -> None:
     if has_card(system):
         pytest.fail("this test must come before those with a card")
     before = system.files()

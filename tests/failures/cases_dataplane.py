@@ -337,7 +337,7 @@ def tier_silent(context: Context) -> None:
 
 
 @case("publications that lie", MEMORY, short=MEMORY)
-def prefetching_told_lies(context: Context) -> None:
+def wrong_prefetch_hints(context: Context) -> None:
     """Of requests that never come, out of order, twice, for keys of another engine's model, while hosts work."""
     work, chance = _Tiered(context), context.chance
     with contextlib.closing(DataPlaneClient(work.plane.address)) as client:

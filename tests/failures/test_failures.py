@@ -31,7 +31,7 @@ def test_the_summary_names_every_fault_and_reports_nothing_wrong() -> None:
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
     assert {row[0] for row in rows} == {case.fault for case in CASES}
     assert len({case.name for case in CASES}) == len(CASES)
-    assert all(row[-2:] == ["0", "0"] for row in rows)
+    assert ", 0 wrong, 0 hang." in text
 
 
 def test_other_bytes_and_lost_writes_are_wrong() -> None:

@@ -33,7 +33,7 @@ def _connect(storage: Storage) -> "redis.Redis":
     return redis.Redis(port=storage.port, socket_timeout=WAIT_MAX_S)
 
 
-def test_redis_py_finds_after_a_kill_what_it_was_told_is_stored(storage: Storage) -> None:
+def test_redis_py_finds_after_a_kill_what_was_acknowledged(storage: Storage) -> None:
     with _connect(storage) as client:
         values = {f"key {number}": bytes([number]) * (1 + number * 5_000) for number in range(40)}
         for key, value in values.items():

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(("grows", "passes"), [(0.0, True), (4 * MIB, True), (40 * MIB, False)])
-def test_growth_is_told_from_noise(grows: float, passes: bool) -> None:
+def test_growth_is_distinguished_from_noise(grows: float, passes: bool) -> None:
     noise = [0, 3 * MIB, -2 * MIB, MIB, 900 * MIB]  # one outlier
     samples = [(float(i), 100 * MIB + grows * i / 300 + noise[4 if i % 50 == 7 else i % 4]) for i in range(400)]
     assert soak.verdict(samples, 16 * MIB)["passed"] is passes
@@ -109,7 +109,7 @@ def test_however_short_the_time_real_seeds_are_run(
     ],
     ids=["fails", "ends", "hangs"],
 )
-def test_a_seed_that_fails_is_told_with_the_command_that_shows_it_again(
+def test_a_seed_that_fails_is_printed_with_the_command_that_repeats_it(
     program: str,
     expected: str,
     seeds: ModuleType,

@@ -44,13 +44,13 @@ def test_inputs_are_the_same_for_the_same_seed_and_no_larger_than_they_may_be() 
     assert len(set(made)) > 300 and max(map(len, made)) <= target.size_max
 
 
-def test_what_a_parser_fails_with_is_kept_and_told(tmp_path: Path) -> None:
+def test_input_that_a_parser_fails_with_is_kept_and_reported(tmp_path: Path) -> None:
     outcome = fuzz("planted", Target(refusing, lambda: [b"abc"], (b"\xff\xff",)), 60, 1, tmp_path)
     assert outcome.finding is not None and "IndexError: behind the end" in outcome.output
     assert b"\xff\xff" in Path(outcome.finding).read_bytes() and Path(outcome.finding).parent == tmp_path
 
 
-def test_a_program_that_finds_something_is_told_with_where_its_input_lies(tmp_path: Path) -> None:
+def test_a_finding_is_reported_with_the_path_of_its_input(tmp_path: Path) -> None:
     done = "echo 'stat::number_of_executed_units: 4711' >&2"
     sound = run_program(program(tmp_path, "fuzz_sound", done), 1, tmp_path, tmp_path)
     assert sound.inputs == 4711 and sound.finding is None
@@ -68,11 +68,11 @@ def test_the_command_counts_all_and_fails_where_something_was_found(
 ) -> None:
     report = tmp_path / "report.json"
     assert main(["--python-only", "--seconds", "2", "--seed", "5", "--json", str(report), "users", "record"]) == 0
-    told = json.loads(report.read_text())
-    assert {each["name"] for each in told["fuzzers"]} == {"users", "record"}
-    assert told["inputs"] == sum(each["inputs"] for each in told["fuzzers"]) > 100
+    found = json.loads(report.read_text())
+    assert {each["name"] for each in found["fuzzers"]} == {"users", "record"}
+    assert found["inputs"] == sum(each["inputs"] for each in found["fuzzers"]) > 100
     shown = capsys.readouterr().out
-    assert re.search(rf"^all +{told['inputs']:,} inputs; 0 findings", shown, re.M)
+    assert re.search(rf"^all +{found['inputs']:,} inputs; 0 findings", shown, re.M)
     monkeypatch.setattr(
         "fuzz._run_target", lambda name, *_: fuzz(name, Target(refusing, lambda: [b"\xff\xff"]), 1, 1, tmp_path)
     )

@@ -245,8 +245,8 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
             pack(np.array([key in (self.published or {}) and key not in self.records for key in chain.keys], np.bool_))
             for chain in request.chains
         ]
-        told = coming if request.published and self.published is not None else []
-        answer = pb.LookupResponse(present=sets, published=told, outcome=pb.OUTCOME_COMPLETE)
+        published = coming if request.published and self.published is not None else []
+        answer = pb.LookupResponse(present=sets, published=published, outcome=pb.OUTCOME_COMPLETE)
         answer.stored_bytes.extend(int(flags.sum()) * self.script.record_bytes for flags in present)
         for chain, packed in zip(request.chains, sets, strict=False):
             flags = np.unpackbits(np.frombuffer(packed, np.uint8), count=len(chain.keys), bitorder="little")

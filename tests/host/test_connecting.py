@@ -109,7 +109,7 @@ def test_a_refused_hello_has_the_data_planes_reason(
         assert set(plane.calls) == {"Hello"}
 
 
-def test_a_data_plane_that_knows_no_hello_is_of_an_older_release(plane: ScriptedDataPlane) -> None:
+def test_a_data_plane_without_hello_is_of_an_older_release(plane: ScriptedDataPlane) -> None:
     plane.script.abort["Hello"] = grpc.StatusCode.UNIMPLEMENTED
     with (
         closing(DataPlaneClient(plane.address)) as client,
@@ -257,7 +257,7 @@ def test_the_configuration_makes_the_client(certificates: Path) -> None:
 # ---- A data plane for each rank --------------------------------------------------------------------------------------
 
 
-def test_a_lookup_asks_each_rank_s_data_plane_and_the_fewest_hits_count(
+def test_a_lookup_goes_to_each_rank_s_data_plane_and_the_fewest_hits_count(
     client: DataPlaneClient, plane: ScriptedDataPlane
 ) -> None:
     second = ScriptedDataPlane()

@@ -170,11 +170,11 @@ def test_without_publications_the_tokens_named_by_the_proxy_are_waited_for(
 ) -> None:
     plane.published = None
     store(plane, *LINKS[:1])
-    told = Disaggregation(waits=WAIT_MAX_S, expected_tokens=2 * CHUNK)
+    parameters = Disaggregation(waits=WAIT_MAX_S, expected_tokens=2 * CHUNK)
     assert asked(lookup, "cold", [9, *TOKENS[1:]], disaggregation=Disaggregation(waits=WAIT_MAX_S)) == LookupAnswer(
         0, "complete"
     )
-    lookup.submit("r", TOKENS, disaggregation=told)
+    lookup.submit("r", TOKENS, disaggregation=parameters)
     polls(plane)
     assert lookup.poll("r") is None
     store(plane, LINKS[1])
@@ -248,7 +248,7 @@ def test_a_tail_is_a_hit_behind_the_last_chunk_alone(lookup: PrefixLookup, plane
     assert asked(lookup, "short", TOKENS[:3], disaggregation=disaggregation) == LookupAnswer(0, "complete", tail=True)
 
 
-def test_a_load_may_begin_with_the_first_chunk_and_hears_of_the_others_as_they_arrive(
+def test_a_load_may_begin_with_the_first_chunk_and_the_others_are_reported_as_they_arrive(
     early: PrefixLookup, plane: ScriptedDataPlane
 ) -> None:
     publish(plane, *LINKS, TAIL)
@@ -282,7 +282,7 @@ def test_a_load_may_begin_with_the_first_chunk_and_hears_of_the_others_as_they_a
     ],
     ids=["dropped", "late", "nobody answers"],
 )
-def test_a_load_that_has_begun_hears_why_no_more_arrives(
+def test_a_load_that_has_begun_ends_with_the_reason_why_no_more_arrives(
     early: PrefixLookup,
     plane: ScriptedDataPlane,
     happen: Callable[[ScriptedDataPlane], Any],

@@ -35,7 +35,7 @@ class Engine:
     chunk_bytes: float = CHUNK_BYTES
     timeout: float = 10.0
     now: float = 1000.0
-    told: list[Decision] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.table = ComputeTable()
@@ -74,7 +74,7 @@ class Engine:
     def serve(self, tokens: int) -> float:
         """Return the seconds until the first token of a stored prompt."""
         decision = self.policy.decide(self.hit(tokens), self.now)
-        self.told.append(decision)
+        self.decisions.append(decision)
         self.policy.begin("r", decision, self.now)
         if decision.way == "compute":
             return self.compute(0, tokens)
@@ -90,7 +90,7 @@ class Engine:
         return min(compute_seconds(0, tokens), fetched)
 
     def kinds(self) -> list[str]:
-        return [decision.kind for decision in self.told]
+        return [decision.kind for decision in self.decisions]
 
 
 def experienced(**options: Any) -> Engine:
@@ -99,7 +99,7 @@ def experienced(**options: Any) -> Engine:
     for tokens in (512, 1024, 4096):
         engine.compute(0, tokens)
         engine.serve(tokens)
-    engine.told.clear()
+    engine.decisions.clear()
     return engine
 
 
@@ -127,7 +127,7 @@ def test_the_faster_way_is_selected(mbit: int, tokens: int) -> None:
     engine = experienced(rate=mbit * MBIT)
     taken = engine.serve(tokens)
     assert taken <= 1.02 * engine.better(tokens)
-    (decision,) = engine.told
+    (decision,) = engine.decisions
     assert {"compute", "fetch"} <= decision.predicted.keys() <= {"compute", "fetch", "prefix"}
     assert decision.seconds == pytest.approx(taken, rel=0.1)
 

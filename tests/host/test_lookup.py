@@ -54,10 +54,10 @@ def test_all_groups_are_looked_up_in_one_round_trip_and_passed_to_the_rule(
 ) -> None:
     """A group's chunk is stored if all parts of all ranks are. The rule selects the hit."""
     parts = [bytes([65 + number]) * 32 for number in range(5)]
-    told: list[Any] = []
+    results: list[Any] = []
 
     def rule(present: Sequence[Flags], tokens: int, tail_tokens: int = 0) -> int:
-        told.append(([flags.tolist() for flags in present], tokens))
+        results.append(([flags.tolist() for flags in present], tokens))
         return 7
 
     lookup = make_lookup(parts[:2], parts[2:3], parts[3:], rule=rule)
@@ -65,7 +65,7 @@ def test_all_groups_are_looked_up_in_one_round_trip_and_passed_to_the_rule(
         store(plane, name, chunks)
     assert asked(lookup, "r", TOKENS[:14]) == LookupAnswer(7, "complete")
     present = [[False, True, False], [True, False, True], [False, False, True]]
-    assert told == [(present, 14)]
+    assert results == [(present, 14)]
     assert present_of(lookup) == present
     assert plane.calls.count("Lookup") == 1 and len(plane.asked_keys) == len(parts)
 

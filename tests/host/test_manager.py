@@ -256,7 +256,7 @@ def test_more_parts_than_a_fetch_may_name_come_with_several(
     assert named == [64, 6]
 
 
-def test_a_job_that_wants_nothing_is_complete_without_a_fetch(parts: Kit, plane: ScriptedDataPlane) -> None:
+def test_a_job_without_chunks_is_complete_without_a_fetch(parts: Kit, plane: ScriptedDataPlane) -> None:
     result = parts.fetched(parts.job("a", 0, 0))
     assert (result.chunks, result.reason, result.complete) == ((0, 0), "complete", True)
     assert "Fetch" not in plane.calls

@@ -26,7 +26,7 @@ def keys_of(name: str) -> list[bytes]:
     return [f"{name} {index}".encode().ljust(32, b".") for index in range(3)]
 
 
-class Told:
+class Received:
     """A data plane's state after the messages; wrong numbers fail the test."""
 
     def __init__(self, plane: ScriptedDataPlane) -> None:
@@ -91,26 +91,26 @@ def queue(make_queue: MakeQueue, known: dict[str, bool], clock: Clock) -> Waitin
 
 def test_priorities_come_before_the_order_of_arrival(make_queue: MakeQueue, plane: ScriptedDataPlane) -> None:
     queue = make_queue(by_priority=True)
-    told = Told(plane)
+    received = Received(plane)
     for name, priority in (("a", 2), ("b", 1), ("c", 2), ("d", 0)):
         queue.enqueue(name, priority)
-    wait_for(lambda: told.read() == ["d", "b", "a", "c"])
+    wait_for(lambda: received.read() == ["d", "b", "a", "c"])
     queue.begun("a")
-    wait_for(lambda: told.read() == ["d", "b", "c"])
+    wait_for(lambda: received.read() == ["d", "b", "c"])
     queue.sent_back("a")
-    wait_for(lambda: told.read() == ["d", "b", "a", "c"])
+    wait_for(lambda: received.read() == ["d", "b", "a", "c"])
 
 
 def test_requests_are_sent_once_they_are_looked_up(
     queue: WaitingQueue, known: dict[str, bool], plane: ScriptedDataPlane
 ) -> None:
-    told = Told(plane)
+    received = Received(plane)
     known["a"] = False
     queue.enqueue("a")
     queue.enqueue("b")
-    wait_for(lambda: told.read() == ["b"])
+    wait_for(lambda: received.read() == ["b"])
     known["a"] = True
-    wait_for(lambda: told.read() == ["a", "b"])
+    wait_for(lambda: received.read() == ["a", "b"])
 
 
 def test_the_records_of_a_waiting_request_can_be_replaced(
@@ -152,19 +152,19 @@ def test_events_during_a_message_go_into_the_next_one(queue: WaitingQueue, plane
     assert time.monotonic() - begin < WAIT_MAX_S / 10, "the engine's thread does not wait"
     plane.script.stall.clear()
     plane.script.unstall.set()
-    told = Told(plane)
-    wait_for(lambda: told.read() == ["a", "b"])
-    assert told.messages == 2
+    received = Received(plane)
+    wait_for(lambda: received.read() == ["a", "b"])
+    assert received.messages == 2
 
 
 def test_a_data_plane_that_lacks_messages_is_sent_everything(queue: WaitingQueue, plane: ScriptedDataPlane) -> None:
     plane.script.expect_answer = lambda request: pb.ExpectResponse(again=not request.whole)
     for name in "abc":
         queue.enqueue(name)
-    told = Told(plane)
-    wait_for(lambda: told.read() == ["a", "b", "c"])
+    received = Received(plane)
+    wait_for(lambda: received.read() == ["a", "b", "c"])
     queue.begun("a")
-    wait_for(lambda: plane.expected[-1].whole and told.read() == ["b", "c"])
+    wait_for(lambda: plane.expected[-1].whole and received.read() == ["b", "c"])
     numbers = [each.number for each in plane.expected]
     assert numbers == sorted(set(numbers)), "the number identifies later messages"
 
@@ -172,14 +172,14 @@ def test_a_data_plane_that_lacks_messages_is_sent_everything(queue: WaitingQueue
 def test_a_restarted_data_plane_is_sent_everything_after_hello(
     queue: WaitingQueue, client: DataPlaneClient, plane: ScriptedDataPlane
 ) -> None:
-    told = Told(plane)
+    received = Received(plane)
     queue.enqueue("a")
-    wait_for(lambda: told.read() == ["a"])
+    wait_for(lambda: received.read() == ["a"])
     plane.forget_hosts()
     queue.enqueue("b")
     wait_for(lambda: client.peer is None)
     client.connect(WAIT_MAX_S)
-    wait_for(lambda: told.read() == ["a", "b"])
+    wait_for(lambda: received.read() == ["a", "b"])
     assert plane.expected[-1].whole
 
 
@@ -211,8 +211,8 @@ def test_a_data_plane_that_fails_is_not_stormed(queue: WaitingQueue, plane: Scri
     assert plane.calls.count("Expect") == 1
     plane.script.abort.clear()
     clock.now += waiting._FAILED_S
-    told = Told(plane)
-    wait_for(lambda: told.read() == ["a"])
+    received = Received(plane)
+    wait_for(lambda: received.read() == ["a"])
 
 
 def test_long_queues_and_long_prompts_go_in_messages_of_bounded_size(
@@ -245,11 +245,11 @@ def test_expected_begins_are_sent_and_corrected(queue: WaitingQueue, plane: Scri
     for number in range(5):
         clock.now += 0.1
         queue.begun(f"r{number}")
-    told = Told(plane)
-    wait_for(lambda: told.read() == [f"r{number}" for number in range(5, 12)] and told.begins)
-    assert told.begins == pytest.approx(range(100, 800, 100), abs=1)
+    received = Received(plane)
+    wait_for(lambda: received.read() == [f"r{number}" for number in range(5, 12)] and received.begins)
+    assert received.begins == pytest.approx(range(100, 800, 100), abs=1)
     clock.now += 1.0  # it is overdue
-    wait_for(lambda: told.read() and told.begins == pytest.approx(range(25, 700, 100), abs=1))
+    wait_for(lambda: received.read() and received.begins == pytest.approx(range(25, 700, 100), abs=1))
 
 
 def test_an_unchanged_queue_is_rarely_sent(queue: WaitingQueue, plane: ScriptedDataPlane) -> None:
@@ -265,14 +265,14 @@ def test_an_unchanged_queue_is_rarely_sent(queue: WaitingQueue, plane: ScriptedD
     assert time.monotonic() - began > 3 * waiting._CORRECTS_S
 
 
-def test_after_any_history_the_data_plane_knows_the_waiting_requests(
+def test_after_any_history_the_data_plane_has_the_waiting_requests(
     queue: WaitingQueue, plane: ScriptedDataPlane
 ) -> None:
     chance = random.Random(3)
     order: list[str] = []
     running: list[str] = []
     names = (f"r{number}" for number in itertools.count())
-    told = Told(plane)
+    received = Received(plane)
     queue.begun("unknown")
     for turn in range(300):
         kind = chance.choice(["arrive", "arrive", "begin", "back", "end"])
@@ -290,4 +290,4 @@ def test_after_any_history_the_data_plane_knows_the_waiting_requests(
             queue.ended(name := some.pop(chance.randrange(len(some))))
             queue.sent_back(name)  # too late
         if turn % 50 == 49:
-            wait_for(lambda: told.read() == order)
+            wait_for(lambda: received.read() == order)

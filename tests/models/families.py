@@ -191,8 +191,8 @@ def main(arguments: Sequence[str]) -> int:
     descriptor, names, cells = arguments
     with tempfile.TemporaryDirectory(prefix="models-") as folder, _stack(Path(folder)) as stack:
         for name in names.split(","):
-            told = json.dumps(_Run(name, Path(folder, name), cells.split(",")).all(stack))
-            os.write(int(descriptor), f"{told}\n".encode())
+            result = json.dumps(_Run(name, Path(folder, name), cells.split(",")).all(stack))
+            os.write(int(descriptor), f"{result}\n".encode())
     return 0
 
 

@@ -68,8 +68,8 @@ def test_what_is_wrong_with_a_hit_is_seen(
     cold: Answer, warm: Answer, off: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine with scripted answers."""
-    told = iter([cold, warm])
-    monkeypatch.setattr(answers_module, "answers", lambda *_: [next(told)])
+    outputs = iter([cold, warm])
+    monkeypatch.setattr(answers_module, "answers", lambda *_: [next(outputs)])
     prompts = plan(32, 0, 8192, ("one chunk",))
     reference = Reference(prompts, 1e-3, {"one chunk": said(3)}, {"one chunk": said(3, cached=70)})
     engine: Any = SimpleNamespace(

@@ -152,7 +152,7 @@ def make_batch(memory: bytearray | bytes | mmap.mmap, **changes: object) -> nati
     return native.Batch(**arguments)  # type: ignore[arg-type]
 
 
-def test_a_batch_knows_whether_its_memory_is_writable() -> None:
+def test_a_batch_checks_whether_its_memory_is_writable() -> None:
     assert make_batch(bytearray(64)).writable
     assert not make_batch(bytes(64)).writable
 

@@ -55,7 +55,7 @@ def test_backends_say_what_they_are() -> None:
     assert backends["doca"].label == ("doca (emulated)" if backends["doca"].emulated else "doca")
 
 
-def test_a_device_that_is_not_there_is_told_by_name() -> None:
+def test_a_missing_device_is_named() -> None:
     with pytest.raises(NativeError, match="backend 'doca' on device 'mlx5_99'.*DOCA_ERROR_NOT_FOUND") as caught:
         make_pipeline(device="mlx5_99")
     assert caught.value.result is Result.NOT_SUPPORTED

@@ -117,7 +117,7 @@ def test_buffers_must_have_the_size_of_their_shape() -> None:
         native.dequantize(Quantizer.LOSSLESS, DType.FLOAT16, bytes(32), None, out=bytearray(33), **shape)
 
 
-def test_dequantize_writes_where_it_is_told() -> None:
+def test_dequantize_writes_at_the_given_offset() -> None:
     out = bytearray(32)
     source = np.random.default_rng(0).integers(0, 256, size=32, dtype=np.uint8)
     symbols, _ = native.quantize(Quantizer.LOSSLESS, DType.FLOAT16, source, vectors=2, vector_length=8)

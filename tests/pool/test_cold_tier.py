@@ -25,13 +25,19 @@ def filled(open_node: Opens, chain: Chain = CHAIN) -> Node:
     return node
 
 
+def reader(open_node: Opens, **keys: object) -> Node:
+    """Return another node that knows the records of :func:`filled`."""
+    filled(open_node)
+    other = open_node(**keys)
+    other.await_known(12)
+    return other
+
+
 # ---- Purpose
 
 
 def test_an_empty_node_serves_records_of_another_node(bucket: FaultyS3, open_node: Opens) -> None:
-    filled(open_node)
-    other = open_node()
-    other.await_known(12)
+    other = reader(open_node)
     asked = bucket.count("get")
     assert other.read_chain(CHAIN) == CHAIN.values
     assert bucket.count("get") - asked <= 6, "neighbouring records must share a few range requests"
@@ -145,15 +151,6 @@ def test_written_records_survive_a_crash(bucket: FaultyS3, open_node: Opens) -> 
     other = open_node()
     other.await_known(12)
     assert other.read_chain(CHAIN) == CHAIN.values
-
-
-def test_an_orderly_stop_writes_waiting_records(bucket: FaultyS3, open_node: Opens) -> None:
-    node = open_node(gather_s=600.0)
-    node.store_chain(CHAIN)
-    assert not bucket.objects
-    node.stop()
-    other = open_node()
-    other.await_known(12)
 
 
 def test_write_never_writes_nothing(bucket: FaultyS3, open_node: Opens) -> None:
@@ -333,9 +330,7 @@ def test_removal_deletes_an_object_whose_write_had_no_answer(bucket: FaultyS3, o
 
 def test_removal_deletes_an_object_that_could_not_be_read(bucket: FaultyS3, open_node: Opens) -> None:
     """Symptom: a failed read made the node forget the object, and DEL was answered without deleting it."""
-    filled(open_node)
-    other = open_node(index_ttl_s=3600.0)
-    other.await_known(12)
+    other = reader(open_node, index_ttl_s=3600.0)
     bucket.fault = LIES["truncated"]
     assert other.read_chain(CHAIN) == [None] * 12
     bucket.fault = lambda asked: None
@@ -369,9 +364,7 @@ def test_a_wrong_list_forgets_nothing_and_a_clear_then_fails(bucket: FaultyS3, o
 def test_a_failing_or_lying_bucket_causes_misses_and_no_wrong_bytes(
     bucket: FaultyS3, open_node: Opens, how: str
 ) -> None:
-    filled(open_node)
-    other = open_node(index_ttl_s=3600.0)
-    other.await_known(12)
+    other = reader(open_node, index_ttl_s=3600.0)
 
     bucket.fault = LIES[how]
     assert other.read_chain(CHAIN) == [None] * 12
@@ -380,9 +373,7 @@ def test_a_failing_or_lying_bucket_causes_misses_and_no_wrong_bytes(
 
 
 def test_an_object_that_was_swapped_for_another_is_a_miss(bucket: FaultyS3, open_node: Opens) -> None:
-    filled(open_node)
-    other = open_node(index_ttl_s=3600.0)
-    other.await_known(12)
+    other = reader(open_node, index_ttl_s=3600.0)
     writer = open_node()
     rejected = Chain("rejected", 12)
     writer.store_chain(rejected)
@@ -411,9 +402,7 @@ def test_a_flipped_bit_of_one_record_is_a_miss(bucket: FaultyS3, open_node: Open
 
 
 def test_a_silent_bucket_costs_the_deadline_and_later_nothing(bucket: FaultyS3, open_node: Opens) -> None:
-    filled(open_node)
-    other = open_node(timeout_s=0.2, index_ttl_s=3600.0)
-    other.await_known(12)
+    other = reader(open_node, timeout_s=0.2, index_ttl_s=3600.0)
     gate = threading.Event()
     bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
     try:
@@ -443,9 +432,7 @@ def test_a_bucket_that_was_away_at_the_start_is_used_later(bucket: FaultyS3, ope
 def test_an_unwritable_bucket_is_read_and_gets_waiting_records_later(
     bucket: FaultyS3, open_node: Opens, status: int, code: str
 ) -> None:
-    filled(open_node)
-    node = open_node()
-    node.await_known(12)
+    node = reader(open_node)
     bucket.fault = lambda asked: Answer(status, code) if asked.operation == "put" else None
     late = Chain("late", 4)
     node.store_chain(late)
@@ -458,18 +445,14 @@ def test_an_unwritable_bucket_is_read_and_gets_waiting_records_later(
 
 def test_a_wrong_clock_of_the_bucket_does_no_harm(bucket: FaultyS3, open_node: Opens) -> None:
     bucket.skew_s = 10 * 365 * 86_400.0
-    filled(open_node)
-    other = open_node()
-    other.await_known(12)
+    other = reader(open_node)
     bucket.skew_s = -10 * 365 * 86_400.0
     other.await_listed()
     assert other.read_chain(CHAIN) == CHAIN.values
 
 
 def test_objects_deleted_by_others_are_forgotten_with_the_next_list(bucket: FaultyS3, open_node: Opens) -> None:
-    filled(open_node)
-    other = open_node()
-    other.await_known(12)
+    other = reader(open_node)
     bucket.objects.clear()
     other.await_known(0)
     assert other.read_chain(CHAIN) == [None] * 12
@@ -503,7 +486,7 @@ def test_an_object_damaged_in_transit_is_known_after_a_good_read(bucket: FaultyS
     assert other.read_chain(CHAIN) == CHAIN.values
 
 
-def test_a_new_node_knows_the_bucket_at_once(bucket: FaultyS3, open_node: Opens) -> None:
+def test_a_new_node_lists_the_bucket_at_once(bucket: FaultyS3, open_node: Opens) -> None:
     """Symptom: a restarted node answered before it had listed the bucket, and reported no records."""
     filled(open_node)
     assert open_node(index_ttl_s=3600.0).read_chain(CHAIN) == CHAIN.values

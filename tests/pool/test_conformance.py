@@ -30,21 +30,6 @@ class TestPoolOfMemory(StoreConformance):
         config = configuration(memory_budget_bytes=DEVICE_BYTES)
         return MemoryPool(config, budget_bytes=budget_bytes, clock_ms=clock_ms, measure=False)
 
-    def test_a_held_value_stays_valid_and_counted_after_removal(self) -> None:
-        store = self.drive(10 * self.cost(b"a", 1000), Clock())
-        store.put(b"a", b"x" * 1000)
-        first, second = store.open(b"a"), store.open(b"a")
-        assert first is not None and second is not None
-        store.remove(b"a")
-        store.put(b"a", b"y" * 1000)
-        assert store.statistics().held_bytes == self.cost(b"a", 1000)
-        assert store.statistics().used_bytes == 2 * self.cost(b"a", 1000)
-        first.release()
-        assert store.statistics().held_bytes == self.cost(b"a", 1000)
-        second.release()
-        assert store.statistics().held_bytes == 0
-        assert store.statistics().used_bytes == self.cost(b"a", 1000)
-
     def test_held_values_count_against_their_own_tenants_quota_only(self) -> None:
         size = self.cost(b"a", 1000)
         store = self.drive(20 * size, Clock())

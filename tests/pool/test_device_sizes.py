@@ -74,8 +74,8 @@ def test_a_smaller_size_is_refused_with_advice(volume: Path) -> None:
     before = volume.read_bytes()
     with pytest.raises(ConfigurationError) as refused:
         start(volume, "8 MiB")
-    told = str(refused.value)
-    assert "is 8 MiB, and the volume in it has 16 MiB" in told and f"Set size to {16 * MIB}" in told
+    message = str(refused.value)
+    assert "is 8 MiB, and the volume in it has 16 MiB" in message and f"Set size to {16 * MIB}" in message
     assert volume.read_bytes() == before
 
 

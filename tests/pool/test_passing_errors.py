@@ -59,8 +59,8 @@ def test_an_unreadable_block_of_the_log_drops_nothing(which: int, error: int) ->
         )
     with pytest.raises(OSError, match=os.strerror(error)):
         Store(device)
-    told = [finding.what for finding in verify_volume(device).findings]
-    assert told and os.strerror(error) in told[-1]
+    findings = [finding.what for finding in verify_volume(device).findings]
+    assert findings and os.strerror(error) in findings[-1]
     device.faults.clear()
     check_all(device)
 
@@ -121,19 +121,19 @@ def test_a_start_without_descriptors_for_a_device_fails(tmp_path: Path) -> None:
     taken = [os.open("/dev/null", os.O_RDONLY)]
     while taken[-1] <= highest:  # so that later descriptors have higher numbers
         taken.append(os.open("/dev/null", os.O_RDONLY))
-    told, spare = "", 0
+    message, spare = "", 0
     try:
-        while str(paths[1]) not in told:
+        while str(paths[1]) not in message:
             spare += 1
             resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1 + spare, before[1]))
             with pytest.raises((ConfigurationError, OSError)) as refused:
                 DevicePool(configuration(devices=devices), measure=False).start(threading.Lock())
-            told = str(refused.value)
+            message = str(refused.value)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
         for descriptor in taken:
             os.close(descriptor)
-    assert "The device is there" in told
+    assert "The device is there" in message
     pool = Driver(file_pool(paths))
     assert pool.count() == 20
 

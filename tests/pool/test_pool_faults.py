@@ -65,17 +65,6 @@ def test_a_failed_read_is_a_miss_dropped_counted_and_quarantined(fault: str, rea
     assert pool.peek(b"a") is None and pool.value(b"b") == b"b" * 100_000  # the loss is durable
 
 
-def test_damage_in_one_part_does_not_affect_reads_of_others() -> None:
-    pool, devices = start_pool()
-    value = bytes(range(250)) * 4_000
-    pool.put(b"a", value)
-    drop_copies(pool)
-    devices[0].rot(place_of(pool, b"a")[1] + 900_000)
-    assert pool.value(b"a", 1_000, 50_000) == value[1_000:50_000]
-    assert pool.value(b"a", 899_000, 901_000) is None
-    assert pool.statistics().lost == {"rotten": 1}
-
-
 def test_a_real_device_checks_reads_and_the_pool_checks_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,20 +91,6 @@ def test_a_real_device_checks_reads_and_the_pool_checks_the_rest(
     assert pool.value(b"part", 890_000, 910_000) is None
     assert checked == [6, 13]  # parts behind the header, read in two operations
     assert pool.statistics().lost == {"rotten": 2}
-
-
-def test_a_lost_write_does_not_return_the_old_value() -> None:
-    pool, devices = start_pool()
-    pool.put(b"a", b"old" * 10_000)
-    first = place_of(pool, b"a")[1]
-    pool.remove(b"a")
-    pool.pump(lambda: not pool.store._core.disks[0].is_freeing)  # type: ignore[attr-defined]
-    data = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
-    devices[0].fail(OperationKind.WRITE, error=0, lost=True, first_block=data)
-    pool.put(b"a", b"new" * 10_000)  # the same key, length and place: only the put's number differs
-    assert place_of(pool, b"a")[1] == first
-    drop_copies(pool)
-    assert pool.value(b"a") is None and pool.statistics().lost == {"misdirected": 1}
 
 
 def test_a_pool_continues_without_a_lost_device() -> None:

@@ -131,8 +131,8 @@ def test_a_missing_path_is_refused_with_advice(tmp_path: Path) -> None:
         Path("/dev/absent"): "lsblk",
         tmp_path: "it is a folder",
     }
-    for path, told in advice.items():
-        with pytest.raises(DeviceError, match=re.escape(told)):
+    for path, message in advice.items():
+        with pytest.raises(DeviceError, match=re.escape(message)):
             BlockDevice(path)
 
 
@@ -143,9 +143,9 @@ def test_a_missing_path_is_refused_with_advice(tmp_path: Path) -> None:
 def test_verify_status_and_server_describe_a_truncated_device_alike(volume: Path, size: int) -> None:
     """Symptom: verify and pool status reported 'sound', but the server refused the volume."""
     os.truncate(volume, size)
-    told = words_of_the_server(volume)
+    message = words_of_the_server(volume)
     words = f"device {volume} has {size} bytes, was formatted with {8 * MIB}: give it back its size"
-    assert words in told
+    assert words in message
     checked, status = run("verify", volume), run("pool", "status", volume)
     assert checked.exit_code == status.exit_code == 1
     assert words in checked.output and words in status.output and ": sound" not in checked.output + status.output
@@ -244,7 +244,7 @@ def test_content_with_a_signature_is_neither_opened_nor_formatted(size: int, off
     refused(sparse(tmp_path / "device", size, (offset, b"EFI PART")), "GPT")
 
 
-def test_content_that_only_wipefs_knows_is_named(tmp_path: Path) -> None:
+def test_content_that_only_wipefs_detects_is_named(tmp_path: Path) -> None:
     if shutil.which("wipefs", path=os.environ["PATH"] + ":/usr/sbin:/sbin") is None:
         pytest.skip("wipefs is not installed")
     refused(sparse(tmp_path / "device", 16 * MIB, (1024, bytes.fromhex("e2e1f5e0"))), "what wipefs calls erofs")
@@ -269,8 +269,8 @@ def test_an_unreadable_object_is_a_finding() -> None:
     store.drain()
     device = store.simulated.restart()
     device.fail(OperationKind.READ, times=None, first_block=store.volume.superblock.layout.data_first)
-    told = {finding.what for finding in verify_volume(device).findings}
-    assert told and all(each.startswith("it cannot be read: ") for each in told)
+    findings = {finding.what for finding in verify_volume(device).findings}
+    assert findings and all(each.startswith("it cannot be read: ") for each in findings)
 
 
 def test_a_volume_without_any_superblock_is_not_taken_for_empty(volume: Path) -> None:
@@ -336,10 +336,10 @@ def test_an_old_second_superblock_does_not_endanger_a_new_file_system(
         file.seek(1080)
         file.write(b"\x53\xef")
     before = volume.read_bytes()
-    told = words_of_the_server(volume)
-    assert "ext2, ext3 or ext4" in told and "at 1 MiB" in told and "wipefs" in told
+    message = words_of_the_server(volume)
+    assert "ext2, ext3 or ext4" in message and "at 1 MiB" in message and "wipefs" in message
     assert volume.read_bytes() == before
-    assert told.removeprefix("the pool cannot be opened: ") in run("verify", volume).output
+    assert message.removeprefix("the pool cannot be opened: ") in run("verify", volume).output
     with volume.open("r+b") as file:
         file.seek(1080)
         file.write(bytes(2))  # as wipefs does

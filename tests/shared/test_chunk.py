@@ -48,7 +48,7 @@ def test_an_empty_message_is_no_description() -> None:
 
 
 @pytest.mark.parametrize("label", ["float64", "BFLOAT16", "torch.bfloat16", "", "name", "__members__", "x" * 10_000])
-def test_a_name_that_is_no_dtype_is_told_the_names_and_not_repeated_at_length(label: str) -> None:
+def test_a_name_that_is_no_dtype_is_answered_with_the_names_and_is_not_repeated_at_length(label: str) -> None:
     with pytest.raises(ValueError, match=r"dtype is .*uint8, float16, bfloat16, float32, float8_e4m3$") as refused:
         layout_from_message(pb.ChunkLayout(namespace=bytes(32), dtype=label, quantizer="lossless"))
     assert len(str(refused.value)) < 200

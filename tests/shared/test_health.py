@@ -177,7 +177,7 @@ def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.
         yield listener
 
 
-def test_systemd_is_told_where_it_asks(manager: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_systemd_is_notified_at_its_socket(manager: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     assert systemd.notify("READY=1", "STATUS=serving")
     assert manager.recv(1024) == b"READY=1\nSTATUS=serving"
     for nobody in ("", "relative", f"{os.environ['NOTIFY_SOCKET']}.gone"):

@@ -5,10 +5,10 @@ import math
 from shadowserve.incidents import CALLERS_MAX, INTERVAL_S, LINES_MAX, OTHERS, Incidents, Repeated
 
 
-def test_what_repeats_is_told_at_once_then_counted_by_the_minute() -> None:
+def test_what_repeats_is_logged_at_once_then_counted_by_the_minute() -> None:
     failed = Incidents()
-    told = [failed.note("tls", "10.0.0.1", "expired", 100.0 + number) for number in range(20)]
-    assert told == [True] + 19 * [False]
+    logged = [failed.note("tls", "10.0.0.1", "expired", 100.0 + number) for number in range(20)]
+    assert logged == [True] + 19 * [False]
     assert failed.note("tls", "10.0.0.1", "hung up", 120.0), "another reason needs a new line"
     assert failed.note("tls", "10.0.0.2", "expired", 130.0), "another caller needs a new line"
     assert failed.due(100.0 + INTERVAL_S - 1) == []
@@ -20,11 +20,11 @@ def test_what_repeats_is_told_at_once_then_counted_by_the_minute() -> None:
     assert failed.note("tls", "10.0.0.1", "expired", 400.0) and failed.due(math.inf) == []
 
 
-def test_what_is_told_has_a_bound_however_many_callers_there_are() -> None:
+def test_the_log_has_a_bound_however_many_callers_there_are() -> None:
     failed = Incidents()
     one = [failed.note("tls", "a caller", f"reason {number}", 0.0) for number in range(100)]
     assert sum(one) == LINES_MAX
     many = [failed.note("tls", f"caller {number}", "scan", 1.0) for number in range(10_000)]
     assert sum(many) == CALLERS_MAX - 1
-    told = {repeated.caller: repeated.times for repeated in failed.due(math.inf)}
-    assert told == {"a caller": 100 - LINES_MAX, OTHERS: 10_000 - (CALLERS_MAX - 1)}
+    logged = {repeated.caller: repeated.times for repeated in failed.due(math.inf)}
+    assert logged == {"a caller": 100 - LINES_MAX, OTHERS: 10_000 - (CALLERS_MAX - 1)}

@@ -66,7 +66,7 @@ def test_a_machine_that_does_not_say_has_no_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("storage", "--port", "0", "--memory-budget-bytes", "900TiB"), "memory_budget_bytes (900 TiB)"),
         (("dpu", "--listen", "127.0.0.1:0", "--dma-source-buffer-bytes", "900TiB", "--fused", "true"), ""),
@@ -80,14 +80,16 @@ def test_a_machine_that_does_not_say_has_no_limit(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_program_does_not_start_with_more_memory_than_the_machine_has(arguments: tuple[str, ...], told: str) -> None:
+def test_a_program_does_not_start_with_more_memory_than_the_machine_has(
+    arguments: tuple[str, ...], message: str
+) -> None:
     """Symptom: a budget of 200 GiB started silently on a machine of 24 GiB."""
     command = [sys.executable, "-m", "shadowserve_tools", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
-        if not told:  # a buffer that is not used takes no memory
+        if not message:  # a buffer that is not used takes no memory
             assert process.stdout.readline().startswith("ready ")
             process.terminate()
             return
         _, errors = process.communicate(timeout=NEVER_S)
-    assert process.returncode == 2 and told in errors and "is more memory than" in errors
+    assert process.returncode == 2 and message in errors and "is more memory than" in errors

@@ -338,7 +338,7 @@ def test_every_range_of_layers_is_one_range_of_bytes() -> None:
     assert list(itertools.pairwise(bounds)) == ranges
 
 
-def test_layers_of_a_head_that_has_changed_are_not_told() -> None:
+def test_layers_of_a_changed_header_are_not_returned() -> None:
     record = make_record(make_layout())
     layer_bounds(record)
     for position in (8, 40, FIXED_HEADER_BYTES, FIXED_HEADER_BYTES + 9):

@@ -187,7 +187,7 @@ def test_a_record_that_differs_in_anything_is_a_mismatch_that_names_it(name: str
 
 
 @pytest.mark.parametrize("codec", [5, 255])
-def test_a_codec_that_no_build_knows_is_a_mismatch_and_not_damage(codec: int) -> None:
+def test_an_unknown_codec_is_a_mismatch_and_not_damage(codec: int) -> None:
     record = forge(make_record(), codec=codec)
     assert verify(record, KEY).codec == codec
     with pytest.raises(MismatchError, match=f"codec {codec}"):
@@ -246,7 +246,7 @@ def test_a_header_that_contradicts_itself_is_corrupt(header: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("length", [0, FIXED_HEADER_BYTES, FIXED_HEADER_BYTES + 4 * 40 - 1, 1 << 63])
-def test_an_impossible_length_of_a_record_is_corrupt_to_who_sees_only_the_head(length: int) -> None:
+def test_an_impossible_length_of_a_record_is_corrupt_if_only_the_header_is_read(length: int) -> None:
     """Symptom: slices_of() raised OverflowError for 2 ** 63, and a fetch ended as an internal error."""
     with pytest.raises(CorruptRecordError, match="contradict"):
         peek_header(forge(make_record(), record_length=length))

@@ -29,7 +29,7 @@ def test_a_number_and_a_unit_are_a_size(text: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         *(
             (text, "a number and a unit")
@@ -41,11 +41,11 @@ def test_a_number_and_a_unit_are_a_size(text: Any, size: int) -> None:
         (-1, "2**63"), (1 << 63, "2**63"), ("9000 PiB", "2**63"), ("9" * 50, "a number and a unit"),
     ],
 )  # fmt: skip
-def test_what_is_no_size_is_refused_with_what_to_write(text: Any, told: str) -> None:
+def test_what_is_no_size_is_refused_with_what_to_write(text: Any, message: str) -> None:
     """Symptom: '8 GB of RAM' was read as 8 GB, and '8,5 GiB' as 8 bytes."""
     with pytest.raises(ValidationError) as refused:
         Model(size=text)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -196,8 +196,8 @@ def test_authentications_denials_and_changes_are_audited(start: Start, tmp_path:
         assert isinstance(info, bytes)
     assert child.stop() == 0
     entries = entries_of(log)
-    told = [(entry["event"], entry["user"], entry["outcome"], entry.get("command")) for entry in entries]
-    assert told == [
+    logged = [(entry["event"], entry["user"], entry["outcome"], entry.get("command")) for entry in entries]
+    assert logged == [
         ("authentication", "ann", "failed", None), ("authentication", "ann", "ok", None),
         ("denied", "ann", "denied", "get"), ("denied", "ann", "denied", "set"),
         ("authentication", "root", "ok", None), ("command", "root", "allowed", "acl|setuser"),
@@ -229,8 +229,8 @@ def test_repeated_denials_do_not_crowd_out_other_events(start: Start, tmp_path: 
         "flushall",
         "config|get",
     ]
-    told = [entry for entry in entries if entry["event"] == "denied"]
-    assert len(told) < 100 and sum(entry.get("times", 1) for entry in told) == 2000
+    logged = [entry for entry in entries if entry["event"] == "denied"]
+    assert len(logged) < 100 and sum(entry.get("times", 1) for entry in logged) == 2000
 
 
 def test_the_audit_log_is_rotated_by_size(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def manager(tmp_path: Path) -> Iterator[socket.socket]:
         yield listener
 
 
-def told(manager: socket.socket, what: str) -> str:
+def notified(manager: socket.socket, what: str) -> str:
     """Return the first message that contains ``what``."""
     while True:
         message = manager.recv(4096).decode()
@@ -124,13 +124,13 @@ def told(manager: socket.socket, what: str) -> str:
 def test_systemd_is_notified_of_readiness_watchdog_reloads_and_the_end(start: Start, manager: socket.socket) -> None:
     environment = {"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "100000"}
     child = start(environment=environment)
-    assert told(manager, "READY=1") == f"READY=1\nSTATUS=serving on 127.0.0.1:{child.port}"
-    told(manager, "WATCHDOG=1")
+    assert notified(manager, "READY=1") == f"READY=1\nSTATUS=serving on 127.0.0.1:{child.port}"
+    notified(manager, "WATCHDOG=1")
     child.process.send_signal(signal.SIGHUP)
-    assert "MONOTONIC_USEC=" in told(manager, "RELOADING=1")
-    told(manager, "READY=1")
+    assert "MONOTONIC_USEC=" in notified(manager, "RELOADING=1")
+    notified(manager, "READY=1")
     child.process.send_signal(signal.SIGTERM)
-    told(manager, "STOPPING=1")
+    notified(manager, "STOPPING=1")
     assert child.wait() == 0
 
 

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -291,17 +291,18 @@ class Prefetcher:
                 self._budget.shared.hasten(turn)
 
         try:
-            async with self._job() as job, self._budget.turn(Mover.PREFETCH, size, job, note_turn) as turn:
-                if first and turn.waited and request.left_at < math.inf and key not in self._gate.urgent:
-                    turn.moved_bytes = 0
-                    self._budget.drop(Mover.PREFETCH, "request_begun")
-                    raise Stop(pb.OUTCOME_CANCELLED, "its request has begun")
-                yield turn
+            with self._job() as job:
+                async with self._budget.turn(Mover.PREFETCH, size, job, note_turn) as turn:
+                    if first and turn.waited and request.left_at < math.inf and key not in self._gate.urgent:
+                        turn.moved_bytes = 0
+                        self._budget.drop(Mover.PREFETCH, "request_begun")
+                        raise Stop(pb.OUTCOME_CANCELLED, "its request has begun")
+                    yield turn
         finally:
             self._turns.pop(key, None)
 
-    @contextlib.asynccontextmanager
-    async def _job(self) -> AsyncIterator[Job]:
+    @contextlib.contextmanager
+    def _job(self) -> Iterator[Job]:
         """Make a job for one part of a record; :meth:`close` cancels it."""
         job = Job("", "", self._part_timeout_s)
         self._jobs.add(job)
@@ -563,7 +564,7 @@ class Prefetcher:
         link.begin_transfer()
         size = 0
         try:
-            async with self._job() as job:
+            with self._job() as job:
                 if await self._below.receive(job, key, first, memory) is Result.OK:
                     size = len(memory)
         finally:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from shadowserve.errors import ShadowServeError
+from shadowserve.pool.cold.breaker import Breaker
 from shadowserve.pool.cold.bucket import Bucket, BucketError
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.fair import FairQueue
 from shadowserve.pool.cold.layout import parse_name
-from shadowserve.pool.cold.outage import Outage
 from shadowserve.pool.volume.tickets import Ticket
 
 _log = logging.getLogger(__name__)
@@ -34,14 +34,14 @@ class Deletions:
     """Deletes objects. Only start(), delete_one() and delete_some() wait, and must be called without locks."""
 
     def __init__(
-        self, config: S3Config, bucket: Bucket, catalog: Catalog, outage: Outage, clock_s: Callable[[], float]
+        self, config: S3Config, bucket: Bucket, catalog: Catalog, breaker: Breaker, clock_s: Callable[[], float]
     ) -> None:
-        """While ``outage`` says that the bucket is away, deletions fail at once."""
+        """While ``breaker`` is open, deletions fail at once."""
         self._config = config
         self._clock_s = clock_s
         self._bucket = bucket
         self._catalog = catalog
-        self._outage = outage
+        self._breaker = breaker
         self._changed = threading.Condition()
         self._queue: FairQueue[_Job] = FairQueue()
         self._unread: dict[str, Ticket] = {}  # by tenant, while its marked objects of unknown contents are deleted
@@ -71,7 +71,7 @@ class Deletions:
         with self._changed:
             ticket = self._unread.get(tenant)
         if ticket is None or ticket.settled:
-            ticket = self.delete(tenant, () if self._outage.away else self._catalog.marked_unread(tenant))
+            ticket = self.delete(tenant, () if self._breaker.away else self._catalog.marked_unread(tenant))
             with self._changed:
                 self._unread[tenant] = ticket
         return ticket
@@ -81,7 +81,7 @@ class Deletions:
         return self._enqueue(tenant, _Job(names, self._clock_s() + self._config.list_timeout_s, clears=True))
 
     def _enqueue(self, tenant: str | None, job: _Job) -> Ticket:
-        error = self._outage.refusal("delete") if self._outage.away else None
+        error = self._breaker.refusal("delete") if self._breaker.away else None
         if error is not None:
             job.ticket.settle(error)  # no caller has the ticket yet
             return job.ticket
@@ -118,8 +118,8 @@ class Deletions:
             tenant, job, name = taken
             failure: ShadowServeError | None = None
             try:
-                if self._outage.away:
-                    failure = self._outage.refusal("delete")
+                if self._breaker.away:
+                    failure = self._breaker.refusal("delete")
                 elif job.clears:
                     self._find_all(tenant, job)
                 elif name is not None:
@@ -127,7 +127,7 @@ class Deletions:
             except BucketError as error:
                 # The objects stay hidden, and the next list deletes them; a restart before that finds them again.
                 failure = error
-                self._outage.failed(error.reason, error)
+                self._breaker.failed(error.reason, error)
             except Exception as error:  # a bug must not end this thread
                 _log.exception("s3_delete_failed")
                 failure = ShadowServeError(f"cannot delete: {error}")
@@ -158,7 +158,7 @@ class Deletions:
         if not self._catalog.is_marked(name):
             return
         self._bucket.delete(name)
-        self._outage.succeeded()
+        self._breaker.succeeded()
         self._catalog.note_deleted(name)
 
     def delete_some(self, names: Iterable[str]) -> int:
@@ -168,7 +168,7 @@ class Deletions:
             try:
                 self.delete_one(name)
             except BucketError as error:
-                self._outage.failed(error.reason, error)
+                self._breaker.failed(error.reason, error)
                 break
             count += 1
         return count

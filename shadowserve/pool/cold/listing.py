@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from typing import Final
 
+from shadowserve.pool.cold.breaker import Breaker
 from shadowserve.pool.cold.bucket import Bucket, BucketError, Listed
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.deletions import Deletions
 from shadowserve.pool.cold.fair import Shares, most_beyond
 from shadowserve.pool.cold.layout import ColdObjectError, parse_name
-from shadowserve.pool.cold.outage import Outage
 from shadowserve.pool.cold.writes import read_contents
 
 _log = logging.getLogger(__name__)
@@ -43,19 +43,19 @@ class BucketLister:
         bucket: Bucket,
         catalog: Catalog,
         deletions: Deletions,
-        read_outage: Outage,
+        read_breaker: Breaker,
         clock_s: Callable[[], float],
         on_complete: Callable[[], None],
     ) -> None:
         """``on_complete`` is called after each complete list: the catalog has all objects of it."""
         self.lists = self.swept = self.foreign = 0
-        self.outage = Outage("list", clock_s)  # failures of lists
+        self.breaker = Breaker("list", clock_s)  # failures of lists
         self.tried = threading.Event()  # set after the first list, also a failed one
         self._config = config
         self._bucket = bucket
         self._catalog = catalog
         self._deletions = deletions
-        self._read_outage = read_outage
+        self._read_breaker = read_breaker
         self._on_complete = on_complete
         self._shares = Shares(int((config.bytes_max or 0) * _SWEPT_SHARE))
         self._shares_lock = threading.Lock()
@@ -76,14 +76,14 @@ class BucketLister:
             pause_s = min(self._config.index_ttl_s, 1.0)
             try:
                 self._list()
-                self.outage.succeeded()
-                self._read_outage.succeeded()
+                self.breaker.succeeded()
+                self._read_breaker.succeeded()
                 if self.lists:
                     pause_s = self._config.index_ttl_s
             except BucketError as error:
-                self.outage.failed(error.reason, error)
+                self.breaker.failed(error.reason, error)
                 if error.reason != "bad_list":  # a bad list says nothing about reads of known objects
-                    self._read_outage.failed(error.reason, error)
+                    self._read_breaker.failed(error.reason, error)
             except Exception:  # a bug must not end this thread
                 _log.exception("s3_index_failed")
                 if self.lists:
@@ -160,7 +160,7 @@ class BucketLister:
 
     def _learn(self, listed: Listed, ends_s: float) -> bool:
         """Add an object to the catalog if its footer is sound; return False if the next list has to try again."""
-        if self._ended.is_set() or self._read_outage.away or time.monotonic() > ends_s:
+        if self._ended.is_set() or self._read_breaker.away or time.monotonic() > ends_s:
             return False
         try:
             contents = read_contents(self._bucket, listed.name, listed.size)
@@ -168,10 +168,10 @@ class BucketLister:
                 raise ColdObjectError("it has a record that is larger than read_bytes_under_way_max")
         except ColdObjectError as error:
             _log.warning("s3_object_refused name=%s error=%r", listed.name, str(error))
-            self._read_outage.failed("damaged", error)
+            self._read_breaker.failed("damaged", error)
             self._catalog.refuse(listed)
         except BucketError as error:
-            self._read_outage.failed(error.reason, error)
+            self._read_breaker.failed(error.reason, error)
             return error.reason in _OF_ONE_OBJECT
         else:
             self._catalog.learn(contents, listed.written_s)

@@ -7,12 +7,12 @@ from typing import Final
 
 from shadowserve import record
 from shadowserve.errors import RecordError
+from shadowserve.pool.cold.breaker import Breaker
 from shadowserve.pool.cold.bucket import Bucket, BucketError
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.fair import FairQueue
 from shadowserve.pool.cold.layout import Contents, Place
-from shadowserve.pool.cold.outage import Outage
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import Address, Item, Lease
 from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError
@@ -117,13 +117,13 @@ class ColdReader:
     """
 
     def __init__(
-        self, config: S3Config, bucket: Bucket, catalog: Catalog, outage: Outage, clock_s: Callable[[], float]
+        self, config: S3Config, bucket: Bucket, catalog: Catalog, breaker: Breaker, clock_s: Callable[[], float]
     ) -> None:
         self.requests = self.bytes = self.records = self.crowded_out = 0
         self._config = config
         self._bucket = bucket
         self._catalog = catalog
-        self._outage = outage
+        self._breaker = breaker
         self._clock_s = clock_s
         self._changed = threading.Condition()
         self._reads: dict[tuple[str, bytes], _Read] = {}
@@ -157,7 +157,7 @@ class ColdReader:
         with self._changed:
             at = item.contents.name, item.key
             read = self._reads.get(at)
-            refused = self._closed or self._outage.away
+            refused = self._closed or self._breaker.away
             if not refused and read is None and self._queue.waiting(item.address[0]) >= _WAITING_MAX:
                 refused = True
                 self.crowded_out += 1
@@ -175,7 +175,7 @@ class ColdReader:
 
     def step(self) -> None:
         """End reads whose deadline has passed, and those that wait for a bucket that is away; called often."""
-        now_s, away = self._clock_s(), self._outage.away
+        now_s, away = self._clock_s(), self._breaker.away
         ended: list[Done] = []
         late = 0
         with self._changed:
@@ -191,7 +191,7 @@ class ColdReader:
                     self._forget(at)
                     self._unqueue(read)
         if late:
-            self._outage.failed("timeout", f"{late} reads were not done within {self._config.timeout_s:g} s")
+            self._breaker.failed("timeout", f"{late} reads were not done within {self._config.timeout_s:g} s")
         for done in ended:
             done(None)
 
@@ -246,7 +246,7 @@ class ColdReader:
             with self._changed:
                 self._throughput.end(self._clock_s(), began_s, size)
         if size:
-            self._outage.succeeded()
+            self._breaker.succeeded()
             self._process(batch, data)
 
     def _next(self) -> list[_Read] | None:
@@ -286,7 +286,7 @@ class ColdReader:
     def _fail(self, batch: list[_Read], error: BucketError) -> None:
         if error.reason in ("absent", "damaged"):
             self._catalog.hide(batch[0].contents)  # the next list finds out
-        self._outage.failed(error.reason, error)
+        self._breaker.failed(error.reason, error)
         for read in batch:
             for _, _, done in self._take(read):
                 done(None)
@@ -319,7 +319,7 @@ class ColdReader:
         except RecordError as error:
             self._give_back(buffer)
             self._catalog.hide(read.contents)
-            self._outage.failed("damaged", error)
+            self._breaker.failed("damaged", error)
             for _, _, done in self._take(read):
                 done(None)
             return

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Final
 
 from shadowserve.errors import ShadowServeError
+from shadowserve.pool.cold.breaker import Breaker
 from shadowserve.pool.cold.bucket import Bucket
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.deletions import DelayedRemovals, Deletions
 from shadowserve.pool.cold.fair import Shares
 from shadowserve.pool.cold.listing import BucketLister
-from shadowserve.pool.cold.outage import Outage
 from shadowserve.pool.cold.reads import ColdItem, ColdReader
 from shadowserve.pool.cold.writes import ColdWriter
 from shadowserve.pool.entries import is_chunk_key, parse_key
@@ -37,14 +37,14 @@ class ColdTier:
         self._config = config
         self._bucket = Bucket(config)
         self._catalog = Catalog(Shares(config.chunks_max))
-        self._outage = Outage("read", clock_s)
-        self._reader = ColdReader(config, self._bucket, self._catalog, self._outage, clock_s)
-        self._write_outage = Outage("write", clock_s)
-        self._writer = ColdWriter(config, self._bucket, self._catalog, self._write_outage, clock_s)
-        self._delete_outage = Outage("delete", clock_s)
-        self._deletions = Deletions(config, self._bucket, self._catalog, self._delete_outage, clock_s)
+        self._breaker = Breaker("read", clock_s)
+        self._reader = ColdReader(config, self._bucket, self._catalog, self._breaker, clock_s)
+        self._write_breaker = Breaker("write", clock_s)
+        self._writer = ColdWriter(config, self._bucket, self._catalog, self._write_breaker, clock_s)
+        self._delete_breaker = Breaker("delete", clock_s)
+        self._deletions = Deletions(config, self._bucket, self._catalog, self._delete_breaker, clock_s)
         self._lister = BucketLister(
-            config, self._bucket, self._catalog, self._deletions, self._outage, clock_s, self._on_listed
+            config, self._bucket, self._catalog, self._deletions, self._breaker, clock_s, self._on_listed
         )
         self._is_listed = False
         self._delayed_removals = DelayedRemovals(config.timeout_s, clock_s)  # until the first list
@@ -103,7 +103,7 @@ class ColdTier:
 
     def find(self, address: Address) -> Item | None:
         """Return a record of the bucket; None if it is unknown, or the bucket is away."""
-        record = None if self._outage.away else self._record_of(address)
+        record = None if self._breaker.away else self._record_of(address)
         contents = None if record is None else self._catalog.find(*record)
         return None if record is None or contents is None else ColdItem(address, record[1], contents)
 
@@ -224,9 +224,9 @@ class ColdTier:
         while not self._ended.wait(_STEP_S):
             self._reader.step()
             self._deletions.step()
-            list_outage = self._lister.outage
-            error = f"the bucket was not listed since the start and may have the key: {list_outage.last_error}"
-            self._delayed_removals.expire(ShadowServeError(error), all_of_them=list_outage.away)
+            list_breaker = self._lister.breaker
+            error = f"the bucket was not listed since the start and may have the key: {list_breaker.last_error}"
+            self._delayed_removals.expire(ShadowServeError(error), all_of_them=list_breaker.away)
 
     def _on_listed(self) -> None:
         if not self._is_listed:
@@ -239,12 +239,12 @@ class ColdTier:
 
     def statistics(self) -> ColdStatistics:
         reader, writer, lister = self._reader, self._writer, self._lister
-        outages = self._outage, lister.outage, self._write_outage, self._delete_outage
-        away = self._outage.away or lister.outage.away
+        breakers = self._breaker, lister.breaker, self._write_breaker, self._delete_breaker
+        away = self._breaker.away or lister.breaker.away
         return ColdStatistics(
             state="away" if away else "ok" if lister.lists else "unknown",
-            failing_s=max(each.failing_s for each in outages),
-            last_error=next((each.last_error for each in outages if each.failing_s), ""),
+            failing_s=max(each.failing_s for each in breakers),
+            last_error=next((each.last_error for each in breakers if each.failing_s), ""),
             lists=lister.lists,
             objects=self._catalog.objects,
             records=self._catalog.chunks,
@@ -253,11 +253,11 @@ class ColdTier:
             read_records=reader.records,
             read_bytes=reader.bytes,
             reading=reader.under_way,
-            failed_reads=dict(self._outage.failures | lister.outage.failures),
+            failed_reads=dict(self._breaker.failures | lister.breaker.failures),
             written_objects=writer.objects,
             written_bytes=writer.bytes,
             present_objects=writer.present,
-            failed_writes=dict(self._write_outage.failures + self._delete_outage.failures),
+            failed_writes=dict(self._write_breaker.failures + self._delete_breaker.failures),
             waiting_records=writer.gathering.waiting,
             held_back=writer.held_back,
             missed_records=writer.missed + writer.gathering.dropped,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final
 
+from shadowserve.pool.cold.breaker import Breaker
 from shadowserve.pool.cold.bucket import Bucket, BucketError
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
@@ -20,7 +21,6 @@ from shadowserve.pool.cold.layout import (
     footer_bytes,
     parse_footer,
 )
-from shadowserve.pool.cold.outage import Outage
 from shadowserve.pool.entries import parse_key
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import Address, Lease
@@ -81,14 +81,14 @@ class ColdWriter:
     """
 
     def __init__(
-        self, config: S3Config, bucket: Bucket, catalog: Catalog, outage: Outage, clock_s: Callable[[], float]
+        self, config: S3Config, bucket: Bucket, catalog: Catalog, breaker: Breaker, clock_s: Callable[[], float]
     ) -> None:
         self.objects = self.bytes = self.present = self.missed = self.held_back = 0
         self.gathering = Gathering(int(config.object_bytes), config.gather_s, RECORDS_MAX)
         self._config = config
         self._bucket = bucket
         self._catalog = catalog
-        self._outage = outage
+        self._breaker = breaker
         self._clock_s = clock_s
         self._changed = threading.Condition()
         self._packing: list[_Packing] = []
@@ -125,7 +125,7 @@ class ColdWriter:
             waits = self.gathering.prioritize(tenant, key) or any(address in each.addresses for each in self._packing)
             if not waits:
                 self._pressure.since_s = None
-            if not waits or self._closed or self._outage.away:
+            if not waits or self._closed or self._breaker.away:
                 return False
             now_s = self._clock_s()
             self._pressure.since_s = now_s if self._pressure.since_s is None else self._pressure.since_s
@@ -163,7 +163,7 @@ class ColdWriter:
     @property
     def idle(self) -> bool:
         """True if nothing waits to be written, or the bucket is away."""
-        return self._outage.away or not (self.gathering.waiting or self._packing) or not self.threads
+        return self._breaker.away or not (self.gathering.waiting or self._packing) or not self.threads
 
     def close(self) -> None:
         with self._changed:
@@ -176,7 +176,7 @@ class ColdWriter:
         now_s = self._clock_s()
         evicting = self._config.write == "evicted"
         pressed = now_s - self._pressure.last_s < _PRESSING_S or self.gathering.waiting > BACKLOG_MAX // 2
-        if self._outage.away or (evicting and not (pressed or self._hurry)):
+        if self._breaker.away or (evicting and not (pressed or self._hurry)):
             return None
         return self.gathering.take(now_s, hurry=self._hurry or evicting)
 
@@ -192,7 +192,7 @@ class ColdWriter:
             try:
                 self._write(batch, packing)
             except BucketError as error:
-                self._outage.failed(error.reason, error)
+                self._breaker.failed(error.reason, error)
                 if packing.contents is not None and not packing.removal_tickets:
                     self._catalog.hide(packing.contents)  # the write may have succeeded
                 with self._changed:
@@ -217,7 +217,7 @@ class ColdWriter:
                 contents = read_contents(self._bucket, contents.name, len(body))
             except ColdObjectError:
                 return  # of another size, or unsound: the next list handles it
-        self._outage.succeeded()
+        self._breaker.succeeded()
         self._pressure.since_s = None
         if not packing.removal_tickets:
             self._catalog.add(contents)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster_support import Cluster, cluster_config
-from dataplane_support import Server, config, expected, keys_of, kv, layout, make_record, part_of
+from dataplane_support import Server, config, expected, keys_of, kv, layout, make_record, part_of, repeat
 from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, until, wait_for
 from scripted_source import ScriptedSource
 
@@ -450,10 +450,7 @@ async def test_records_with_an_end_expire(bench: Bench) -> None:
     stays, lasts, ends = keys_of(SHAPE, 3, seed=10)
     for key, lasts_ms in ((stays, 0), (lasts, NEVER_MS), (ends, 300)):
         assert await bench.store(key, 7, lasts_ms) is Result.OK
-
-    async with asyncio.timeout(WAIT_MAX_S):
-        while await bench.source.find([ends]) != [None]:
-            await asyncio.sleep(0.02)
+    await repeat(lambda: bench.source.find([ends]), lambda found: found == [None])
     done, chunks = await bench.deliver([stays, lasts])
     assert (end_of(done), chunks) == ((2, Result.OK), [kv(SHAPE, 7)] * 2)
 

@@ -95,19 +95,6 @@ def test_an_unformatted_device_is_refused_and_the_message_says_how_to_format() -
         Store(SimulatedDevice(SMALL))
 
 
-@pytest.mark.parametrize(("offset", "content", "name"), [(1080, b"\x53\xef", "ext4"), (77_777, b"x", "something")])
-def test_foreign_content_is_neither_opened_nor_formatted(offset: int, content: bytes, name: str) -> None:
-    device = SimulatedDevice(SMALL)
-    device.poke(offset, content)
-    with pytest.raises(FormatError, match=name):
-        Store(device)
-    with pytest.raises(FormatError, match=name):
-        Volume.format(device, pool_id=POOL, objects_max=100)
-    assert all(kind is OperationKind.READ for kind, _, _ in device.trace)
-    Volume.format(device, pool_id=POOL, objects_max=100, force=True)
-    Store(device)
-
-
 def test_a_volume_is_not_formatted_over_unless_forced(golden: SimulatedDevice) -> None:
     with pytest.raises(FormatError, match="a volume of ShadowServe"):
         Volume.format(golden, pool_id=POOL, objects_max=100)

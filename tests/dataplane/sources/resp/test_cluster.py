@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from cluster_support import PASSWORD, Cluster, ClusterNode, cluster_config, slot_of
-from dataplane_support import Client, expected, keys_of, kv, layout, listening, make_record, started
-from machine import WAIT_MAX_S, until, wait_for
+from dataplane_support import Client, expected, keys_of, kv, layout, listening, make_record, repeat, started
+from machine import until, wait_for
 from redis.crc import key_slot
 
 from dpu_dataplane import catalog
@@ -302,13 +302,7 @@ async def test_a_dead_node_costs_its_chunks_until_the_failover(tmp_path: Path) -
                 assert_delivered(client, first)
                 assert str(victim.port) in answer.detail
                 assert daemon._source.connected  # to the other nodes
-
-            async def whole() -> bool:
-                return (await client.fetch(KEYS)).chunks == len(KEYS)
-
-            async with asyncio.timeout(WAIT_MAX_S):
-                while not await whole():
-                    await asyncio.sleep(0.1)
+            await repeat(lambda: client.fetch(KEYS), lambda answer: answer.chunks == len(KEYS))
             assert_delivered(client, len(KEYS))
             more = keys_of(SHAPE, 12, seed=5)
             stored = await client.store(more)
@@ -345,7 +339,10 @@ async def test_redirections_outside_the_cluster_are_not_followed() -> None:
     assert not visitors
 
 
-async def test_an_unreachable_node_affects_only_groups_with_chunks_on_it(tmp_path: Path) -> None:
+async def test_an_unreachable_node_affects_only_groups_with_chunks_on_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Symptom: a lookup was complete and named no reason while a node of the cluster was away."""
     cluster = Cluster(tmp_path, replicas=0)
     try:
         cluster.start()
@@ -354,7 +351,7 @@ async def test_an_unreachable_node_affects_only_groups_with_chunks_on_it(tmp_pat
             cluster.put(key, record)
         victim = cluster.master_of(KEYS[0])
         away, here = ([i for i, key in enumerate(KEYS) if (cluster.master_of(key) is victim) == is_] for is_ in (1, 0))
-        async with serving(cluster) as (_, client):
+        async with serving(cluster) as (daemon, client):
             await client.lookup(KEYS)
             parts, begin = [], 0
             for chosen in (away, here):
@@ -370,6 +367,10 @@ async def test_an_unreachable_node_affects_only_groups_with_chunks_on_it(tmp_pat
             assert not there[0].any() and there[1].all()
             for place, index in enumerate(here, len(away)):
                 assert client.chunk(place) == expected(SHAPE, KEYS[index], RECORDS[index])
+            [flags] = (await client.lookup(KEYS)).present
+            assert [index for index, stored in enumerate(flags) if stored] == here
+            assert daemon.metrics.lookups == {"complete": 1, "storage_unavailable": 1}
+            assert f"{len(away)} keys count as not stored: " in caplog.text and str(victim.port) in caplog.text
     finally:
         cluster.kill()
 

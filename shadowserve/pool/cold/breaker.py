@@ -1,4 +1,4 @@
-"""Stops using a bucket for a while after some failures, so that clients do not wait for it."""
+"""A circuit breaker: stops using a bucket for a while after some failures, so that clients do not wait for it."""
 
 import logging
 import threading
@@ -17,7 +17,7 @@ _OF_ONE_OBJECT: Final = frozenset({"absent", "damaged"})
 """Failures that concern an object and not the bucket."""
 
 
-class Outage:
+class Breaker:
     """Failures and successes of one kind of operation, from any thread."""
 
     def __init__(self, operation: str, clock_s: Callable[[], float]) -> None:
