@@ -51,9 +51,10 @@ class HostConfig(Section):
     docs/reference/combinations.md lists requests that are fetched asynchronously nevertheless."""
     layer_order: bool = False
     """Fetch layer by layer, and start to compute when the first layer arrives, for requests that arrive while no other
-    runs, or whose layers are predicted to come within ``interference_budget`` of the step. Needs one KV cache group of full attention and one step at a time: no pipeline stages,
-    ``--no-async-scheduling``, ``VLLM_USE_V2_MODEL_RUNNER=0``. Other engines refuse it. docs/reference/combinations.md
-    lists requests that are fetched chunk by chunk nevertheless."""
+    runs, or whose layers are predicted to come within ``interference_budget`` of the step. Needs one KV cache group of
+    full attention and one step at a time: no pipeline stages, ``--no-async-scheduling``,
+    ``VLLM_USE_V2_MODEL_RUNNER=0``. Other engines refuse it. docs/reference/combinations.md lists requests that are
+    fetched chunk by chunk nevertheless."""
     pages: bool = False
     """Store pages uncompressed in the tiers of a data plane on this machine, whose devices read them directly into
     paged memory (docs/guides/tiers.md). Paged memory becomes shared memory; ``/dev/shm`` needs room for twice its size.
