@@ -340,6 +340,10 @@ class Kind:
 _UNSHARED: Final = {"enable_prefix_caching": False}
 KINDS: Final = {
     "layers": Kind({"layer_order": True, "interference_budget": 0}),
+    "ring": Kind({"layer_order": True, "interference_budget": 1, "fetch_buffer_bytes": "4KiB"}),
+    "tiers-ring": Kind(
+        {"layer_order": True, "interference_budget": 1, "fetch_buffer_bytes": "4KiB"}, devices=1, storage=True
+    ),
     "decides": Kind({"layer_order": True, "fetch_or_recompute": True}),
     "waits": Kind({"asynchronous_fetch": False}),
     "waits-windows": Kind({"asynchronous_fetch": False}, {"num_gpu_blocks_override": 260}, "gemma3"),
