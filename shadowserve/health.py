@@ -7,8 +7,8 @@ Both answer 200 or 503, with one line per check: ``ok``, ``failed`` or ``warning
 
 No client can delay a probe, which would cause a restart: one thread reads the requests of all connections
 (http_front.py), another answers only /healthz and /readyz, and its answers fit the socket's buffer. Other threads
-answer /metrics and the page. Requests over the loopback interface must name it by IP address or as localhost, against web pages that
-use DNS rebinding.
+answer /metrics and the page. Requests over the loopback interface must name it by IP address or as localhost, against
+web pages that use DNS rebinding.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Answers "does it help?" for one program, from its metrics: sentences, what limits it now, and values to draw.
 
-One model for the terminal (``shadowserve stats``), the web page of each program, and ``shadowserve ui``. The metrics may
-come from a registry, from Prometheus text, from INFO or from the Statistics call: all have the same names.
+One model for the terminal (``shadowserve stats``), the web page of each program, and ``shadowserve ui``. The metrics
+may come from a registry, from Prometheus text, from INFO or from the Statistics call: all have the same names.
 """
 
 import math
@@ -161,8 +161,14 @@ def _first(counts: Mapping[str, float]) -> str:
     return _WORDS.get(name, name)
 
 
-def _compressed(raw: float, stored: float) -> str:
-    return f"{raw / stored:.2f} times smaller" if stored else "nothing yet"
+def _found(part: float, whole: float, what: str) -> str:
+    return f"{part:,.0f} of {whole:,.0f} {what} ({_percent(part, whole)})" if whole else f"no {what}"
+
+
+def _stored(raw: float, stored: float) -> str:
+    if not stored:
+        return "stored nothing"
+    return f"stored {human_size(raw)} as {human_size(stored)} ({raw / stored:.2f} times smaller)"
 
 
 # ---- Engine ----------------------------------------------------------------------------------------------------------
@@ -197,8 +203,7 @@ def _engine_text(window: Window) -> list[str]:
         text.append("The saved prefill time is not known yet: this engine has measured too few computed prompts.")
     fetched, delivered = window.total("fetched_bytes_total"), window.total("delivered_bytes_total")
     raw, stored = window.total("stored_raw_bytes_total"), window.total("stored_bytes_total")
-    text.append(f"Loaded {human_size(delivered)} from {human_size(fetched)} of records; stored {human_size(raw)} as "
-                f"{human_size(stored)} ({_compressed(raw, stored)}).")  # fmt: skip
+    text.append(f"Loaded {human_size(delivered)} from {human_size(fetched)} of records; {_stored(raw, stored)}.")
     budget = window.total("interference_budget_ratio")
     slower = _slowdown(Window(window.now, Samples(()), window.prefix, 0.0, True))
     if slower is None:
@@ -260,10 +265,9 @@ def _plane_text(window: Window) -> list[str]:
     missed = f", not complete: {_reasons(failed, whole)}" if failed else ""
     text = [
         f"{whole:,.0f} fetches{missed}; {sum(stores.values()):,.0f} stores.",
-        f"{hits:,.0f} of {keys:,.0f} keys were found ({_percent(hits, keys)}).",
+        f"Lookups found {_found(hits, keys, 'keys')}.",
         f"Read {human_size(fetched)} of records ({human_size(tiers)} from local tiers), delivered "
-        f"{human_size(window.total('delivered_bytes_total'))}; stored {human_size(raw)} as {human_size(stored)} "
-        f"({_compressed(raw, stored)}).",
+        f"{human_size(window.total('delivered_bytes_total'))}; {_stored(raw, stored)}.",
     ]
     waited, rate = window.total("interference_wait_seconds_total"), window.total("interference_rate_bytes_per_s")
     if engines := window.total("decoding_engines"):
@@ -318,8 +322,7 @@ def _storage_text(window: Window) -> list[str]:
     removed |= window.by("lost_objects_total", "reason") | {"expired": total("expired_keys_total")}
     causes = ", ".join(f"{name} {count:,.0f}" for name, count in list(removed.items())[:_LIST_MAX] if count)
     return [
-        f"{hits:,.0f} of {reads:,.0f} reads ({_percent(hits, reads)}) and {lookup_hits:,.0f} of {lookups:,.0f} lookups "
-        f"({_percent(lookup_hits, lookups)}) found their key.",
+        f"Keys were found by {_found(hits, reads, 'reads')} and by {_found(lookup_hits, lookups, 'lookups')}.",
         f"Sent {human_size(total('sent_bytes_total'))}, received {human_size(total('received_bytes_total'))}.",
         f"{total('records'):,.0f} records use {human_size(used)} of {human_size(budget)} ({_percent(used, budget)}).",
         f"Removed keys: {causes or 'none'}.",
@@ -426,4 +429,3 @@ class Summarizer:
             "values": [value.shown(window) for value in program.values],
             "parts": {"title": title, "counts": {_WORDS.get(name, name): count for name, count in counts.items()}},
         }
-

@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from google.protobuf.json_format import MessageToDict
+from prometheus_client.parser import text_string_to_metric_families
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
@@ -13,7 +14,9 @@ from rich.table import Column, Table
 from host_control.client import DataPlaneClient
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.sizes import human_size
+from shadowserve.summary import Samples, Summarizer
 from shadowserve.tls import Credentials
+from shadowserve_tools.summaries import rendered, summarized
 
 _COUNTERS: Final = ("batches", "fetched_bytes", "delivered_bytes", "stored_raw_bytes", "stored_bytes", "lookup_keys")
 _TIMEOUT_S: Final = 5.0
@@ -25,6 +28,7 @@ class PlaneWatcher:
 
     client: DataPlaneClient
     before: tuple[pb.StatisticsResponse, float] | None = None
+    summarizer: Summarizer = field(default_factory=Summarizer)
 
     @classmethod
     def connected(cls, address: str, credentials: Credentials | None) -> "PlaneWatcher":
@@ -34,6 +38,9 @@ class PlaneWatcher:
     def step(self) -> dict[str, Any]:
         """Return the current view. Rates are since the previous step, or since the data plane's start."""
         now, taken_s = self.client.statistics(), time.monotonic()
+        families = text_string_to_metric_families(now.metrics.decode("utf-8", "replace"))
+        summary = summarized(self.summarizer, Samples.of(families))
+        now.ClearField("metrics")
         earlier, span_s = pb.StatisticsResponse(), max(now.up_seconds, 1.0)
         period = "start"
         if self.before is not None and self.before[0].up_seconds <= now.up_seconds:  # otherwise it was restarted
@@ -48,6 +55,7 @@ class PlaneWatcher:
         numbers: dict[str, Any] = _with_numbers(view)
         return numbers | {
             "kind": "data plane",
+            "summary": summary,
             "lookup_hit_rate": (now.lookup_hits - earlier.lookup_hits) / found if found else None,
             **rates,
             "engines": [
@@ -79,7 +87,7 @@ class PlaneWatcher:
             ("registered memory", f"{view['registrations']:,} regions"),
         ):
             table.add_row(title, text)
-        return Group(head, table, _outcomes(view), *_engines(view))
+        return Group(head, *rendered(view["summary"]), table, _outcomes(view), *_engines(view))
 
     def close(self) -> None:
         self.client.close()
