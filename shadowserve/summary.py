@@ -306,7 +306,9 @@ _PLANE: Final = (
     _Value("lookup_hits_total", "Keys found", ""),
     _Value("fetches_total", "Fetches", ""),
     _Value("stage_busy_seconds_total", "Cores busy", "", lambda each: each.share("stage_busy_seconds_total")),
-    _Value("interference_wait_seconds_total", "Waiting for the budget", "seconds"),
+    _Value(
+        "waiting", "Transfers waiting for the budget", "", lambda each: each.share("interference_wait_seconds_total")
+    ),
     _Value("fetch_queue_jobs", "Waiting fetches", "", lambda each: each.total("fetch_queue_jobs")),
 )
 
@@ -322,7 +324,7 @@ def _storage_text(window: Window) -> list[str]:
     removed |= window.by("lost_objects_total", "reason") | {"expired": total("expired_keys_total")}
     causes = ", ".join(f"{name} {count:,.0f}" for name, count in list(removed.items())[:_LIST_MAX] if count)
     return [
-        f"Keys were found by {_found(hits, reads, 'reads')} and by {_found(lookup_hits, lookups, 'lookups')}.",
+        f"Reads found {_found(hits, reads, 'keys')}, lookups {_found(lookup_hits, lookups, 'keys')}.",
         f"Sent {human_size(total('sent_bytes_total'))}, received {human_size(total('received_bytes_total'))}.",
         f"{total('records'):,.0f} records use {human_size(used)} of {human_size(budget)} ({_percent(used, budget)}).",
         f"Removed keys: {causes or 'none'}.",

@@ -1,9 +1,10 @@
 """``shadowserve ui``: a web page that shows several programs together. It asks only the addresses that it was given."""
 
 import contextlib
+import signal
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import click
 from prometheus_client import CollectorRegistry
@@ -11,10 +12,10 @@ from prometheus_client import CollectorRegistry
 from shadowserve.addresses import join_address
 from shadowserve.errors import ConfigurationError, ShadowServeError
 from shadowserve.health import Endpoint
-from shadowserve.signals import STOP_SIGNALS
+from shadowserve.signals import stop_signals
 from shadowserve_tools.stats import logins, source
 
-_ERROR_CHARACTERS_MAX = 500
+_ERROR_CHARACTERS_MAX: Final = 500
 
 
 class _Poller:
@@ -57,3 +58,14 @@ def ui(addresses: Sequence[str], host: str, port: int, interval: float, **login:
     get the same login. The page changes nothing, and has no login of its own: on another address than loopback,
     everyone who reaches it sees the values.
     """
+    stopped = threading.Event()
+    for number in stop_signals():
+        signal.signal(number, lambda *_: stopped.set())
+    pollers = [_Poller(where, login, interval, stopped) for where in dict.fromkeys(addresses)]
+    try:
+        endpoint = Endpoint(host, port, CollectorRegistry(), summaries=lambda: [each.shown for each in pollers])
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen on {host} port {port}: {error}; choose another --port") from error
+    click.echo(f"http://{join_address(host, endpoint.port)}/")
+    stopped.wait()
+    endpoint.close()

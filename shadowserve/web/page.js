@@ -26,9 +26,14 @@ function brief(value, unit) {
 function chart(figure, unit, data) {
   const style = getComputedStyle(document.documentElement), colour = (name) => style.getPropertyValue(name).trim();
   const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
+  const clock = (_, ticks) => ticks.map((each) => new Date(1000 * each).toLocaleTimeString("en-GB"));
+  const incrs = unit === "bytes" ? Array.from({ length: 60 }, (_, power) => 2 ** power) : undefined;
   const options = {
     width: Math.max(120, figure.clientWidth - 18), height: 130, legend: { show: false }, cursor: { show: false },
-    axes: [{ ...axis, space: 70 }, { ...axis, size: 64, values: (_, ticks) => ticks.map((each) => brief(each, unit)) }],
+    axes: [
+      { ...axis, space: 80, size: 30, values: clock },
+      { ...axis, space: 25, size: 64, incrs, values: (_, ticks) => ticks.map((each) => brief(each, unit)) },
+    ],
     scales: { y: { range: (_, least, most) => [Math.min(0, least), most > 0 ? 1.1 * most : 1] } },
     series: [{}, { stroke: colour("--draw"), width: 2, points: { show: false } }],
   };
@@ -51,6 +56,7 @@ function section(key, where, number) {
 
 function values(made, list) {
   const rows = made.part.querySelector("details tbody");
+  made.part.querySelector("details").hidden = false;
   rows.replaceChildren();
   made.times.push(Date.now() / 1000);
   made.times.splice(0, made.times.length - POINTS);
@@ -99,7 +105,7 @@ function program({ where, summary, error }, number) {
   if (failed.textContent !== message) failed.textContent = message; // else a screen reader repeats it
   if (error && !made.at) part.querySelector("h2").textContent = name;
   if (!summary) return;
-  made.at = new Date().toLocaleTimeString();
+  made.at = new Date().toLocaleTimeString("en-GB");
   part.querySelector("h2").textContent = `${name}: ${summary.kind}`;
   part.querySelector(".text").textContent = summary.paragraph;
   const limit = part.querySelector(".limit");
@@ -123,7 +129,7 @@ async function poll() {
       const answer = await fetch("/summary.json", { signal: AbortSignal.timeout(TIMEOUT_MS), cache: "no-store" });
       if (!answer.ok) throw new Error(`HTTP status ${answer.status}`);
       (await answer.json()).programs.forEach(program);
-      updated = new Date().toLocaleTimeString();
+      updated = new Date().toLocaleTimeString("en-GB");
       failed("");
       byId("state").textContent = `live, ${updated}`;
     } catch (error) {
