@@ -30,6 +30,8 @@ _BUSY: Final = 0.7
 _WAITING: Final = 0.1
 """Share of the time that work waits for the interference budget, from which the budget counts as the limit."""
 _MOSTLY: Final = 0.5
+_DECODED_S: Final = 1.0
+"""Time of decode steps from which their slowdown is told: single steps vary much more than the budget."""
 _SAVED: Final = ("local", "loaded")
 """Values of ``prompt_tokens{reason}`` for tokens that were not computed."""
 _WORDS: Final = {
@@ -179,9 +181,9 @@ def _computed(tokens: Mapping[str, float]) -> dict[str, float]:
 
 
 def _slowdown(window: Window) -> float | None:
-    """Return the relative slowdown of decode steps beside transfers; None without such steps."""
+    """Return the relative slowdown of decode steps beside transfers; None with too few such steps to tell."""
     predicted = window.grown("decode_during_fetch_predicted_seconds_total")
-    return window.grown("decode_during_fetch_seconds_total") / predicted - 1 if predicted else None
+    return window.grown("decode_during_fetch_seconds_total") / predicted - 1 if predicted >= _DECODED_S else None
 
 
 def _engine_text(window: Window) -> list[str]:
@@ -207,7 +209,7 @@ def _engine_text(window: Window) -> list[str]:
     budget = window.total("interference_budget_ratio")
     slower = _slowdown(Window(window.now, Samples(()), window.prefix, 0.0, True))
     if slower is None:
-        text.append(f"No decode step overlapped a transfer (budget {100 * budget:g} %).")
+        text.append(f"Too few decode steps overlapped transfers to tell their slowdown (budget {100 * budget:g} %).")
     else:
         word = "slower" if slower >= 0 else "faster"
         text.append(f"Decode steps beside transfers were {abs(100 * slower):.1f} % {word} (budget {100 * budget:g} %).")
