@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from shadowserve.sizes import human_size
 
 Kind = Literal["engine", "data plane", "storage node"]
@@ -20,6 +22,9 @@ Unit = Literal["bytes", "tokens", "seconds", "ratio", ""]
 PLUGIN: Final = "vllm:shadowserve_"
 PLANE: Final = "shadowserve_"
 STORAGE: Final = "shadowserve_storage_"
+_PREFIXES: Final = (PLUGIN, PLANE, "process_start_time_seconds")
+_NAME_MAX: Final = 64
+"""Characters of a label's value that are shown."""
 _WINDOW_S: Final = 10.0
 """Rates are of about this time."""
 _SPACING_S: Final = 0.5
@@ -50,13 +55,22 @@ class Samples:
     def __init__(self, found: Iterable[tuple[str, Mapping[str, str], float]]) -> None:
         self._values: dict[str, list[tuple[Mapping[str, str], float]]] = {}
         for name, labels, value in found:
-            if name.startswith((PLUGIN, PLANE, "process_start_time_seconds")) and not name.endswith("_bucket"):
+            if name.startswith(_PREFIXES) and not name.endswith("_bucket"):
                 self._values.setdefault(name, []).append((labels, value if math.isfinite(value) else 0.0))
 
     @classmethod
     def of(cls, families: Iterable[Any]) -> "Samples":
         """Return the samples of Prometheus' metric families: of a registry, or parsed from text."""
         return cls((each.name, each.labels, each.value) for family in families for each in family.samples)
+
+    @classmethod
+    def of_text(cls, text: str) -> "Samples":
+        """Return the samples of Prometheus text; ValueError: it is malformed. Other programs' lines are not read."""
+        ours = (line for line in text.split("\n") if line.startswith(_PREFIXES))
+        try:
+            return cls.of(text_string_to_metric_families("\n".join(ours)))
+        except (ValueError, LookupError) as error:
+            raise ValueError(f"its metrics are malformed: {error}") from error
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
@@ -69,7 +83,8 @@ class Samples:
         """Return the sums of a metric by a label, the largest first."""
         sums: dict[str, float] = {}
         for labels, value in self._values.get(name, ()):
-            sums[labels.get(label, "")] = sums.get(labels.get(label, ""), 0.0) + value
+            key = labels.get(label, "")[:_NAME_MAX]
+            sums[key] = sums.get(key, 0.0) + value
         return dict(sorted(sums.items(), key=lambda each: -each[1])[:_LIST_MAX])
 
 
@@ -118,7 +133,7 @@ class _Value(NamedTuple):
     read: Callable[[Window], float] | None = None  # None: the rate of the counter ``name``
 
     def shown(self, window: Window) -> dict[str, Any]:
-        rate = self.read is None
+        rate = self.read is None or self.unit == "tokens"
         value = self.read(window) if self.read is not None else window.share(self.name)
         return {
             "name": self.name,

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from google.protobuf.json_format import MessageToDict
-from prometheus_client.parser import text_string_to_metric_families
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
@@ -38,8 +37,7 @@ class PlaneWatcher:
     def step(self) -> dict[str, Any]:
         """Return the current view. Rates are since the previous step, or since the data plane's start."""
         now, taken_s = self.client.statistics(), time.monotonic()
-        families = text_string_to_metric_families(now.metrics.decode("utf-8", "replace"))
-        summary = summarized(self.summarizer, Samples.of(families))
+        summary = summarized(self.summarizer, lambda: Samples.of_text(now.metrics.decode("utf-8", "replace")))
         now.ClearField("metrics")
         earlier, span_s = pb.StatisticsResponse(), max(now.up_seconds, 1.0)
         period = "start"

@@ -425,7 +425,7 @@ class _StorageView:
 
     def step(self) -> dict[str, Any]:
         sample = Sample.read(self._client)
-        summary = None if sample.other_server else summarized(self._summarizer, sample.samples)
+        summary = None if sample.other_server else summarized(self._summarizer, lambda: sample.samples)
         return self._watcher.step(sample) | {"summary": summary}
 
     def render(self, view: Mapping[str, Any], where: str) -> RenderableType:

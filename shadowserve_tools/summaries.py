@@ -3,11 +3,10 @@
 import contextlib
 import http.client
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from prometheus_client.parser import text_string_to_metric_families
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
@@ -17,7 +16,7 @@ from shadowserve.errors import StorageUnavailableError
 from shadowserve.summary import Samples, Summarizer
 
 TIMEOUT_S: Final = 5.0
-_BYTES_MAX: Final = 16 << 20
+_BYTES_MAX: Final = 8 << 20
 _READ_BYTES: Final = 64 << 10
 _STYLES: Final = {"good": "green", "idle": "dim", "warning": "yellow", "bad": "bold red"}
 
@@ -43,9 +42,7 @@ class MetricsWatcher:
         """
         text = self._fetched()
         try:
-            summary = self._summarizer.step(
-                Samples.of(text_string_to_metric_families(text)), time.monotonic(), time.time()
-            )
+            summary = self._summarizer.step(Samples.of_text(text), time.monotonic(), time.time())
         except ValueError as error:
             raise StorageUnavailableError(f"{self._url.netloc}: {error}") from error
         return {"kind": summary["kind"], "summary": summary}
@@ -57,14 +54,14 @@ class MetricsWatcher:
         try:
             with contextlib.closing(connect(url.hostname or "", url.port, timeout=TIMEOUT_S)) as connection:
                 connection.request("GET", url.path if url.path.strip("/") else "/metrics")
-                answer = connection.getresponse()
-                if answer.status != 200:
-                    raise ValueError(f"HTTP status {answer.status}")
-                body = bytearray()
-                while data := answer.read1(_READ_BYTES):
-                    body += data
-                    if len(body) > _BYTES_MAX or time.monotonic() > ends_s:
-                        raise ValueError(f"more than {_BYTES_MAX >> 20} MiB, or slower than {TIMEOUT_S:g} s")
+                with connection.getresponse() as answer:
+                    if answer.status != 200:
+                        raise ValueError(f"HTTP status {answer.status}")
+                    body = bytearray()
+                    while data := answer.read1(_READ_BYTES):
+                        body += data
+                        if len(body) > _BYTES_MAX or time.monotonic() > ends_s:
+                            raise ValueError(f"more than {_BYTES_MAX >> 20} MiB, or slower than {TIMEOUT_S:g} s")
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise StorageUnavailableError(f"cannot read the metrics of {url.netloc}: {error or repr(error)}") from error
         return body.decode("utf-8", "replace")
@@ -87,9 +84,9 @@ def rendered(summary: Mapping[str, Any] | None) -> list[RenderableType]:
     return [Text(summary["paragraph"]), Text(summary["limit_line"], style=_STYLES[summary["level"]])]
 
 
-def summarized(summarizer: Summarizer, samples: Samples) -> dict[str, Any] | None:
+def summarized(summarizer: Summarizer, samples: Callable[[], Samples]) -> dict[str, Any] | None:
     """Return a summary; None of a program that is not ours, or older than summaries."""
     try:
-        return summarizer.step(samples, time.monotonic(), time.time())
+        return summarizer.step(samples(), time.monotonic(), time.time())
     except ValueError:
         return None

@@ -50,7 +50,7 @@ def samples(text: str, **changes: float) -> Samples:
     for name, value in changes.items():
         text = re.sub(rf"(?m)^((?:vllm:)?shadowserve_{name}(?:{{.*}})?) .*\n", "", text)
         text += f"{'vllm:' if 'vllm:' in text else ''}shadowserve_{name} {value}\n"
-    return Samples.of(text_string_to_metric_families(text))
+    return Samples.of_text(text)
 
 
 def test_an_engine_tells_what_it_saved_and_why_tokens_were_computed() -> None:
