@@ -36,7 +36,7 @@ _WAITING: Final = 0.1
 """Share of the time that work waits for the interference budget, from which the budget counts as the limit."""
 _MOSTLY: Final = 0.5
 _DECODED_S: Final = 1.0
-"""Time of decode steps from which their slowdown is told: single steps vary much more than the budget."""
+"""Time of decode steps from which their slowdown is shown: single steps vary much more than the budget."""
 _SAVED: Final = ("local", "loaded")
 """Values of ``prompt_tokens{reason}`` for tokens that were not computed."""
 _WORDS: Final = {
@@ -249,7 +249,7 @@ def _engine_limit(window: Window) -> tuple[Level, str]:
         return "warning", f"most tokens are computed: {_first(computed)}."
     if window.share("load_seconds_total") > _BUSY:
         return "warning", "loading takes most of the time: see what limits the data plane."
-    return "good", "nothing: most tokens that can be loaded are loaded."
+    return "good", "nothing."
 
 
 _ENGINE: Final = (

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from shadowserve.summary import Samples, Summarizer
 
 Summaries = Callable[[], Sequence[dict[str, Any]]]
-"""Returns what the page shows: for each program ``where`` and either ``summary`` or ``error``."""
+"""Returns for each program ``where``, and either ``summary`` or ``error``."""
 
 _FOLDER: Final = Path(__file__).parent / "web"
 _FILES: Final = {

@@ -55,7 +55,7 @@ class PromptAccount:
             self._prompts[request_id] = _Prompt(stored_tokens, reason)
 
     def allocated(self, state: RequestState, external_tokens: int) -> None:
-        """Note that a request has blocks, and loads so many tokens."""
+        """Note that a request has blocks, and that a load brings ``external_tokens`` tokens."""
         if external_tokens:
             self._loads[state.request.request_id] = external_tokens
         else:

@@ -103,7 +103,7 @@ def test_a_programs_page_is_live_and_tells_when_the_program_ends(
     expect(page.locator("#state")).to_have_text("not live")
     page.screenshot(path=SCREENSHOTS / "ended.png", full_page=True)
     with start_storage(tmp_path, "--metrics-port", str(port)):
-        expect(page.locator("#alert")).to_be_hidden()  # it recovers by itself
+        expect(page.locator("#alert")).to_be_hidden()  # no reload is needed
         page.goto("about:blank")  # while the program runs: afterwards the browser reports that it is gone
 
 

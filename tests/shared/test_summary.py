@@ -72,7 +72,7 @@ def test_an_engine_tells_what_it_saved_and_why_tokens_were_computed() -> None:
 @pytest.mark.parametrize(
     ("text", "changes", "level", "limit"),
     [
-        (ENGINE, {}, "good", "nothing: most tokens"),
+        (ENGINE, {}, "good", "nothing."),
         (ENGINE, {"off_requests_total": 1}, "bad", "the plugin is off"),
         (ENGINE, {"load_failures_total{reason=\"deadline\"}": 2}, "warning", "loads fall short: deadline"),
         (ENGINE, {"decode_during_fetch_seconds_total": 2}, "warning", "slow decoding by 100.0 %"),
