@@ -124,7 +124,8 @@ def assert_every_hook_does_nothing(scheduler: Any, worker: Any) -> None:
     assert worker.get_kv_connector_stats() is None is worker.build_connector_worker_meta()
     worker.clear_connector_metadata()
     scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=None, finished_recving=None))
-    assert scheduler.get_kv_connector_stats().data == {"off_requests": 1}
+    counted = scheduler.get_kv_connector_stats().data
+    assert counted == {"off_requests": 1, "prompts": 1, "prompt_tokens/off": 600}
     assert scheduler.get_kv_connector_stats() is None is scheduler.get_finished_count()
     assert scheduler.requires_kv_delivery is False is scheduler.has_pending_push_work()
     assert scheduler.request_finished_all_groups(request, ([0, 1], [2], [3])) == (False, None)
