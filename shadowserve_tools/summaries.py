@@ -2,8 +2,10 @@
 
 import contextlib
 import http.client
+import socket
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -49,19 +51,21 @@ class MetricsWatcher:
 
     def _fetched(self) -> str:
         """Return the text of the metrics. Redirections and proxies are not followed."""
-        url, ends_s = self._url, time.monotonic() + TIMEOUT_S
+        url = self._url
         connect = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         try:
             with contextlib.closing(connect(url.hostname or "", url.port, timeout=TIMEOUT_S)) as connection:
-                connection.request("GET", url.path if url.path.strip("/") else "/metrics")
-                with connection.getresponse() as answer:
-                    if answer.status != 200:
-                        raise ValueError(f"HTTP status {answer.status}")
-                    body = bytearray()
-                    while data := answer.read1(_READ_BYTES):
-                        body += data
-                        if len(body) > _BYTES_MAX or time.monotonic() > ends_s:
-                            raise ValueError(f"more than {_BYTES_MAX >> 20} MiB, or slower than {TIMEOUT_S:g} s")
+                connection.connect()
+                with _deadline(connection.sock):
+                    connection.request("GET", url.path if url.path.strip("/") else "/metrics")
+                    with connection.getresponse() as answer:
+                        if answer.status != 200:
+                            raise ValueError(f"HTTP status {answer.status}")
+                        body = bytearray()
+                        while data := answer.read1(_READ_BYTES):
+                            body += data
+                            if len(body) > _BYTES_MAX:
+                                raise ValueError(f"more than {_BYTES_MAX >> 20} MiB")
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise StorageUnavailableError(f"cannot read the metrics of {url.netloc}: {error or repr(error)}") from error
         return body.decode("utf-8", "replace")
@@ -75,6 +79,26 @@ class MetricsWatcher:
 
     def close(self) -> None:
         """Do nothing: each step has a connection of its own."""
+
+
+@contextlib.contextmanager
+def _deadline(sock: socket.socket) -> Iterator[None]:
+    """Shut a socket down after TIMEOUT_S; TimeoutError if that happened. A socket's own timeout is for each part."""
+    late = threading.Event()
+
+    def shut() -> None:
+        late.set()
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(TIMEOUT_S, shut)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if late.is_set():
+            raise TimeoutError(f"no whole answer within {TIMEOUT_S:g} s")
 
 
 def rendered(summary: Mapping[str, Any] | None) -> list[RenderableType]:

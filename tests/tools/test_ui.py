@@ -24,7 +24,7 @@ ENGINE = "vllm:shadowserve_prompts_total 3\nvllm:shadowserve_prompt_tokens_total
 @pytest.fixture
 def answers() -> Iterator[tuple[str, dict[str, Any]]]:
     """A server of metrics: its URL, and what it answers (``status``, ``body``); it lists the requested paths."""
-    given: dict[str, Any] = {"status": 200, "body": ENGINE, "asked": []}
+    given: dict[str, Any] = {"status": 200, "body": ENGINE, "asked": [], "next": threading.Event()}
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -32,7 +32,9 @@ def answers() -> Iterator[tuple[str, dict[str, Any]]]:
             self.send_response(given["status"])
             self.send_header("Location", "/elsewhere")
             self.end_headers()
-            self.wfile.write(given["body"].encode())
+            for part in given["body"].split("|"):
+                self.wfile.write(part.encode())
+                given["next"].wait(given.get("pause_s", 0.0))
 
         def log_message(self, format: str, *args: Any) -> None: ...
 
@@ -40,6 +42,7 @@ def answers() -> Iterator[tuple[str, dict[str, Any]]]:
         thread = threading.Thread(target=web.serve_forever)
         thread.start()
         yield f"127.0.0.1:{web.server_port}", given
+        given["next"].set()
         web.shutdown()
         thread.join()
 
@@ -61,12 +64,14 @@ def test_stats_of_an_engine_begin_with_the_paragraph(answers: tuple[str, dict[st
         ({"body": "up 1\n"}, "no metrics of ShadowServe"),
         ({"body": "shadowserve_x{"}, "malformed"),
         ({"body": "# " + "x" * 3000}, "more than 0 MiB"),
+        ({"body": "#|" * 1000, "pause_s": 0.1}, "no whole answer within 0.5 s"),  # each part comes in time
     ],
 )
 def test_an_endpoint_that_answers_something_else_is_one_line(
     answers: tuple[str, dict[str, Any]], given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(summaries, "_BYTES_MAX", 2000)
+    monkeypatch.setattr(summaries, "TIMEOUT_S", 0.5 if "pause_s" in given else 60.0)
     where, server = answers
     server.update(given)
     done = CliRunner().invoke(main, ["stats", f"http://{where}"])
