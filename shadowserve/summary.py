@@ -40,6 +40,7 @@ _DECODED_S: Final = 1.0
 _SAVED: Final = ("local", "loaded")
 """Values of ``prompt_tokens{reason}`` for tokens that were not computed."""
 _WORDS: Final = {
+    "local": "engine's own cache",
     "absent": "not stored",
     "short": "less than a chunk",
     "not_worth_it": "computing is faster, or too few tokens",
@@ -130,7 +131,7 @@ class _Value(NamedTuple):
     name: str
     title: str
     unit: Unit
-    read: Callable[[Window], float] | None = None  # None: the rate of the counter ``name``
+    read: Callable[[Window], float | None] | None = None  # None: the rate of the counter ``name``
 
     def shown(self, window: Window) -> dict[str, Any]:
         rate = self.read is None or self.unit == "tokens"
@@ -141,7 +142,7 @@ class _Value(NamedTuple):
             "unit": self.unit,
             "rate": rate,
             "value": value,
-            "text": text_of(value, self.unit) + ("/s" if rate else ""),
+            "text": "-" if value is None else text_of(value, self.unit) + ("/s" if rate else ""),
         }
 
 
@@ -153,7 +154,7 @@ def text_of(value: float, unit: Unit) -> str:
         return f"{100 * value:.1f} %"
     if unit == "seconds":
         return _duration(value)
-    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
+    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.2g}"
 
 
 def _duration(seconds: float) -> str:
@@ -260,7 +261,7 @@ _ENGINE: Final = (
     _Value("saved_prefill_seconds_total", "Prefill saved", "seconds"),
     _Value("delivered_bytes_total", "Bytes loaded", "bytes"),
     _Value("stored_bytes_total", "Bytes stored", "bytes"),
-    _Value("slowdown", "Slowdown of decoding", "ratio", lambda each: _slowdown(each) or 0.0),
+    _Value("slowdown", "Slowdown of decoding", "ratio", _slowdown),
 )
 
 
