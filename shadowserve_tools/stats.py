@@ -438,7 +438,7 @@ class _StorageView:
 def source(where: str, login: Mapping[str, Any], *, watches: bool) -> Source:
     """Return the source of a program's statistics: the protocol tells which program it is."""
     if is_url(where):
-        return MetricsWatcher(where)
+        return MetricsWatcher(where, Login(host="", port=0, **login).context())
     credentials = None
     if login["tls_ca"]:
         files = {"certificate": login["tls_cert"], "key": login["tls_key"]}

@@ -1,8 +1,10 @@
 """Summaries of programs for ``stats`` and ``ui``: from any metrics endpoint, and as text for the terminal."""
 
 import contextlib
+import functools
 import http.client
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,9 +33,10 @@ def is_url(address: str) -> bool:
 class MetricsWatcher:
     """Successive summaries of the program behind a URL of metrics: a vLLM engine, or any program's ``metrics_port``."""
 
-    def __init__(self, url: str) -> None:
-        """Use ``http(s)://host:port``; without a path, /metrics."""
+    def __init__(self, url: str, context: ssl.SSLContext | None = None) -> None:
+        """Use ``http(s)://host:port``; without a path, /metrics. ``context``: of https; None for the system's."""
         self._url = urlsplit(url)
+        self._context = context
         self._summarizer = Summarizer()
 
     def step(self) -> dict[str, Any]:
@@ -52,7 +55,9 @@ class MetricsWatcher:
     def _fetched(self) -> str:
         """Return the text of the metrics. Redirections and proxies are not followed."""
         url = self._url
-        connect = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        connect: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
+        if url.scheme == "https":
+            connect = functools.partial(http.client.HTTPSConnection, context=self._context)
         try:
             with contextlib.closing(connect(url.hostname or "", url.port, timeout=TIMEOUT_S)) as connection:
                 connection.connect()

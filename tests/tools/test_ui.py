@@ -39,7 +39,7 @@ def answers() -> Iterator[tuple[str, dict[str, Any]]]:
         def log_message(self, format: str, *args: Any) -> None: ...
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as web:
-        thread = threading.Thread(target=web.serve_forever)
+        thread = threading.Thread(target=web.serve_forever, args=[0.01])
         thread.start()
         yield f"127.0.0.1:{web.server_port}", given
         given["next"].set()
