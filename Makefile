@@ -3,6 +3,7 @@
 # make test                        all tests, side by side: in one process more than there are cores
 # make test ARGS="tests/storage -x"  some of them, with pytest's arguments; WORKERS=0 for one process, as --pdb needs it
 # make test-dpu                    the data plane as on a BlueField, over the DOCA emulator, and with sanitizers
+# make test-browser                the web pages in headless Chromium; screenshots in build/browser/
 # make failure-matrix              faults of all kinds, every answer judged; results in build/failure-matrix/
 # make models                      models of every family, with the plugin and without; results in build/models/
 # make models ARGS="llama gemma3"  some of them: their rows are changed; ARGS=--list says which there are
@@ -29,7 +30,8 @@ export VENV PYTHON
 built_sources := $(shell find native proto CMakeLists.txt -type f)
 ready := $(VENV)/.ready
 
-.PHONY: demo test test-dpu failure-matrix models combinations soak fuzz mutants bench lint format setup clean
+.PHONY: demo test test-dpu test-browser failure-matrix models combinations soak fuzz mutants bench lint format setup
+.PHONY: clean
 
 demo: $(ready)
 	$(VENV)/bin/shadowserve demo $(ARGS)
@@ -40,6 +42,9 @@ test: $(ready)
 
 test-dpu: $(ready)
 	scripts/test-dpu $(ARGS)
+
+test-browser: $(ready)
+	scripts/test-browser $(ARGS)
 
 failure-matrix: $(ready)
 	$(VENV)/bin/python scripts/failure-matrix --output build/failure-matrix \

@@ -141,7 +141,7 @@ class Daemon:
         await self._serve(service)
 
     def _add_gauges(self, fetcher: Fetcher, storer: Storer, registrations: Registrations, hosts: HostTable) -> None:
-        emulated = float(native.backends()[self.config.backend].emulated)
+        emulated, started_s = float(native.backends()[self.config.backend].emulated), time.monotonic()
         self.metrics.gauges |= {
             "hosts": ("Connected hosts", lambda: len(hosts)),
             "storage_up": ("1 if storage is connected", lambda: float(fetcher.source.connected)),
@@ -153,6 +153,7 @@ class Daemon:
             "backend_emulated": ("1 if the backend is an emulator of a DPU", lambda: emulated),
             "buffer_bytes": ("Bytes of the pipeline's buffers", lambda: fetcher.buffers.total),
             "resident_bytes": ("Resident memory of the daemon, without clients' segments", resident_bytes),
+            "up_seconds": ("Time since the start", lambda: time.monotonic() - started_s),
         }
 
     def _serve_metrics(self, port: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from typing import Any, Final, NamedTuple, TypeVar
 
 import grpc
-from prometheus_client import Histogram
+from prometheus_client import Histogram, generate_latest
 
 from dpu_dataplane.batches import encoded_bound
 from dpu_dataplane.catalog import ChainLookup
@@ -227,6 +227,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             storage=storage,
             storage_connected=connected,
             up_seconds=time.monotonic() - self._started_s,
+            metrics=await asyncio.to_thread(generate_latest, metrics.registry),
             **{name: metrics.totals[name] for name in _STATISTICS},
         )
 

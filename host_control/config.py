@@ -130,8 +130,16 @@ class HostConfig(Section):
     computing_cache: str = ""
     """File that keeps measured computing times, loading times and slowdown by model and machine. Empty:
     ``shadowserve/computing.json`` in the user's cache folder; ``none``: measured again after each start."""
+    metrics_port: int | None = Field(None, ge=0, le=65535)
+    """Port on the loopback interface for the page of the plugin's metrics; 0 for a free one, none for no port. vLLM's
+    own /metrics has them, too."""
     close_timeout_s: float = Field(5.0, ge=0, le=60)
     """Time limit at shutdown for waiting stores and running loads."""
+
+    @field_validator("metrics_port", mode="before")
+    @classmethod
+    def _read_port(cls, value: Any) -> Any:
+        return None if value == "none" else value
 
     @field_validator("data_plane")
     @classmethod

@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 from host_control.interference.estimate import REACH
 from host_control.interference.loading import LoadTable
-from host_control.interference.table import ComputeTable, attention_pairs
+from host_control.interference.table import ComputeTable
 from shadowserve.tier import Tier
 
 Way = Literal["compute", "fetch", "layers"]
@@ -287,9 +287,7 @@ class FetchOrRecompute:
         return -(-end // self._chunk_tokens) - hit.local_tokens // self._chunk_tokens
 
     def _compute_seconds(self, computed: int, tokens: int) -> float | None:
-        new = tokens - computed
-        steps = max(-(-new // self._step_tokens), 1)
-        return self._table.predict("prompts", new, attention_pairs(computed, new), steps)
+        return self._table.prefill(computed, tokens, self._step_tokens)
 
     def _tier_bytes(self, hit: Hit, end: int) -> dict[Tier, float]:
         count = self._chunks(hit, end)

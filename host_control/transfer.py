@@ -121,7 +121,7 @@ class Reason(enum.StrEnum):
     BREAKER_OPEN = "breaker_open"
     # A lookup's.
     SHORT = "short"
-    """The prompt has no whole chunk."""
+    """The prompt, or the rest of it, has no whole chunk."""
     DISABLED = "disabled"
     UNKNOWN = "unknown"
     """The request was never looked up."""
@@ -145,6 +145,8 @@ class Reason(enum.StrEnum):
     """The stored chunks are not exactly the KV that the preempted request had."""
     NOT_WORTH_IT = "not_worth_it"
     """Too few tokens, or computing is faster."""
+    FELL_SHORT = "fell_short"
+    """A load brought less than it was to. Its own reason says why."""
     NO_MEMORY = "no_memory"
     SCATTER_FAILED = "scatter_failed"
     CLOSED = "closed"

@@ -1,4 +1,4 @@
-"""HTTP endpoint for operators: /metrics, /healthz and /readyz.
+"""HTTP endpoint for operators: /metrics, /healthz and /readyz, and the page / for people (web_page.py).
 
 - ``/healthz``: the process works: its loops and threads answer in time. If it fails, restart the process.
 - ``/readyz``: the process can take work: recovered, listening, not draining, storage healthy. If it fails, wait.
@@ -7,8 +7,8 @@ Both answer 200 or 503, with one line per check: ``ok``, ``failed`` or ``warning
 
 No client can delay a probe, which would cause a restart: one thread reads the requests of all connections
 (http_front.py), another answers only /healthz and /readyz, and its answers fit the socket's buffer. Other threads
-answer /metrics. Requests over the loopback interface must name it by IP address or as localhost, against web pages that
-use DNS rebinding.
+answer /metrics and the page. Requests over the loopback interface must name it by IP address or as localhost, against
+web pages that use DNS rebinding.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ from prometheus_client.exposition import choose_encoder
 from shadowserve import systemd
 from shadowserve.addresses import is_loopback
 from shadowserve.http_front import Front, Request
+from shadowserve.web_page import HEADERS, Page, Summaries, own_summaries
 
 _log = logging.getLogger(__name__)
 
@@ -89,9 +90,22 @@ def answers(name: str, ask: Callable[[Callable[[], None]], Any], timeout_s: floa
 class Endpoint:
     """HTTP server on its own threads."""
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry, *, health: Checks, ready: Checks) -> None:
-        """Start the server; port 0 selects a free port. OSError: it cannot listen on the address."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        registry: CollectorRegistry,
+        *,
+        health: Checks = tuple,
+        ready: Checks = tuple,
+        summaries: Summaries | None = None,
+    ) -> None:
+        """Start the server; port 0 selects a free port. OSError: it cannot listen on the address.
+
+        ``summaries``: what the page shows; None: the program that has the registry.
+        """
         self._registry = registry
+        self._page = Page(summaries or own_summaries(registry))
         self._checks = dict(zip(_PROBES, (health, ready), strict=True))
         self._probes: queue.Queue[Request | None] = queue.Queue(_PROBES_MAX)
         self._others: queue.Queue[Request | None] = queue.Queue(_OTHERS_MAX)
@@ -137,19 +151,23 @@ class Endpoint:
                     _log.exception("checks_failed")
                     found = [Check("checks", False, f"failed with an error: {error}")]
                 for request in asked:
-                    _send(request, _answer(request, functools.partial(list, found), self._registry))
+                    _send(request, self._answer(request, functools.partial(list, found)))
             if None in requests:
                 return
 
     def _answer_others(self) -> None:
         while (request := self._others.get()) is not None:
             try:
-                answer = _answer(request, list, self._registry)
+                answer = self._answer(request, list)
             except Exception:
                 _log.exception("http_failed")
                 request.close()
                 continue
             _send(request, answer, _ANSWER_TIMEOUT_S)
+
+    def _answer(self, request: Request, checks: Checks) -> bytes:
+        """Return the HTTP answer to a complete request."""
+        return _Handler(request, checks, self._registry, self._page).wfile.getvalue()
 
 
 class Watchdog:
@@ -187,12 +205,6 @@ def _send(request: Request, answer: bytes, timeout_s: float = 0.0) -> None:
     request.close()
 
 
-def _answer(request: Request, checks: Checks, registry: CollectorRegistry) -> bytes:
-    """Return the HTTP answer to a complete request."""
-    handler = _Handler(request, checks, registry)
-    return handler.wfile.getvalue()
-
-
 def _names_loopback(host: str) -> bool:
     """Return True if a Host header is an IP address or a name of localhost."""
     name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
@@ -210,8 +222,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     sys_version = ""
     wfile: io.BytesIO
 
-    def __init__(self, request: Request, checks: Checks, registry: CollectorRegistry) -> None:
-        self._checks, self._registry = checks, registry
+    def __init__(self, request: Request, checks: Checks, registry: CollectorRegistry, page: Page) -> None:
+        self._checks, self._registry, self._page = checks, registry, page
         self._is_loopback = False
         with contextlib.suppress(OSError):
             self._is_loopback = is_loopback(str(request.socket.getsockname()[0]))
@@ -242,12 +254,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 return
             self._reply(200, content_type, body)
         elif path in _PROBES:
-            found = list(self._checks())
-            failed = any(each.failed for each in found)
-            body = "".join(f"{line}\n" for line in (*found, "failed" if failed else "ok"))
+            checked = list(self._checks())
+            failed = any(each.failed for each in checked)
+            body = "".join(f"{line}\n" for line in (*checked, "failed" if failed else "ok"))
             self._reply(503 if failed else 200, _CONTENT_TYPE, body.encode())
+        elif (found := self._page.answer(path)) is not None:
+            self._reply(200, *found)
         else:
-            self._reply(404, _CONTENT_TYPE, b"known paths: /metrics, /healthz and /readyz\n")
+            self._reply(404, _CONTENT_TYPE, b"known paths: /, /metrics, /healthz and /readyz\n")
 
     do_HEAD = do_GET
 
@@ -257,6 +271,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)

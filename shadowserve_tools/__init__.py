@@ -21,6 +21,7 @@ COMMANDS: Final = {
     "pool": "shadowserve_tools.pool:pool",
     "verify": "shadowserve_tools.verify:verify",
     "stats": "shadowserve_tools.stats:stats",
+    "ui": "shadowserve_tools.ui:ui",
     "config": "shadowserve_tools.configuration:config",
     "doctor": "shadowserve_tools.doctor:doctor",
 }
@@ -65,7 +66,8 @@ def main() -> None:
     In the serving process:      vllm serve MODEL --kv-transfer-config '{"kv_connector": "ShadowServeConnector", ...}'
     Model of a BlueField:        shadowserve simulate bluefield
     Timeline of a fetch:         shadowserve trace -o fetch.json
-    Statistics of a program:     shadowserve stats --watch
+    Statistics of programs:      shadowserve stats --watch
+    A web page of them:          shadowserve ui 127.0.0.1:6380 127.0.0.1:50151 127.0.0.1:8000
     Configuration with all keys: shadowserve config storage.yaml > storage.yaml
     Diagnosis:                   shadowserve doctor
     """

@@ -50,7 +50,7 @@ def identify(address: str, *, encrypted: bool = False) -> Listener:
     if encrypted:
         return _behind_tls(address)
     with _connected(address) as plain:
-        plain.sendall(b"PING\r\n")
+        plain.sendall(b"PING\r\n\r\n")  # the empty line ends an HTTP request; RESP ignores it
         first = _first_bytes(plain)
     if first.startswith((b"+", b"-")):
         return Listener("resp", encrypted=b"speaks TLS" in first)

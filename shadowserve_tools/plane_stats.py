@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from google.protobuf.json_format import MessageToDict
@@ -13,7 +13,9 @@ from rich.table import Column, Table
 from host_control.client import DataPlaneClient
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.sizes import human_size
+from shadowserve.summary import Samples, Summarizer
 from shadowserve.tls import Credentials
+from shadowserve_tools.summaries import rendered, summarized
 
 _COUNTERS: Final = ("batches", "fetched_bytes", "delivered_bytes", "stored_raw_bytes", "stored_bytes", "lookup_keys")
 _TIMEOUT_S: Final = 5.0
@@ -25,6 +27,7 @@ class PlaneWatcher:
 
     client: DataPlaneClient
     before: tuple[pb.StatisticsResponse, float] | None = None
+    summarizer: Summarizer = field(default_factory=Summarizer)
 
     @classmethod
     def connected(cls, address: str, credentials: Credentials | None) -> "PlaneWatcher":
@@ -34,6 +37,8 @@ class PlaneWatcher:
     def step(self) -> dict[str, Any]:
         """Return the current view. Rates are since the previous step, or since the data plane's start."""
         now, taken_s = self.client.statistics(), time.monotonic()
+        summary = summarized(self.summarizer, lambda: Samples.of_text(now.metrics.decode("utf-8", "replace")))
+        now.ClearField("metrics")
         earlier, span_s = pb.StatisticsResponse(), max(now.up_seconds, 1.0)
         period = "start"
         if self.before is not None and self.before[0].up_seconds <= now.up_seconds:  # otherwise it was restarted
@@ -48,6 +53,7 @@ class PlaneWatcher:
         numbers: dict[str, Any] = _with_numbers(view)
         return numbers | {
             "kind": "data plane",
+            "summary": summary,
             "lookup_hit_rate": (now.lookup_hits - earlier.lookup_hits) / found if found else None,
             **rates,
             "engines": [
@@ -79,7 +85,7 @@ class PlaneWatcher:
             ("registered memory", f"{view['registrations']:,} regions"),
         ):
             table.add_row(title, text)
-        return Group(head, table, _outcomes(view), *_engines(view))
+        return Group(head, *rendered(view["summary"]), table, _outcomes(view), *_engines(view))
 
     def close(self) -> None:
         self.client.close()

@@ -1,13 +1,13 @@
-"""``shadowserve stats``: statistics of a running storage node or data plane, in the terminal or as JSON."""
+"""``shadowserve stats``: statistics of running programs, in the terminal or as JSON."""
 
 import contextlib
 import itertools
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from urllib.parse import unquote
 
 import click
@@ -15,13 +15,16 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from shadowserve.errors import StorageRefusedError
+from shadowserve.addresses import join_address, split_address
+from shadowserve.errors import ConfigurationError, StorageRefusedError
 from shadowserve.sizes import human_size
+from shadowserve.summary import STORAGE, Samples, Summarizer
 from shadowserve.tls import Credentials
 from shadowserve_tools.listener import identify
 from shadowserve_tools.plane_stats import PlaneWatcher, percent, since, table_of
 from shadowserve_tools.storage_client import Login, StorageClient
-from storage_kv.metric_table import info_name
+from shadowserve_tools.summaries import MetricsWatcher, is_url, rendered, summarized
+from storage_kv.metric_table import BUCKET, NODE, STORE, info_name
 
 _SECTIONS: Final = ("server", "clients", "memory", "stats", "shadowserve", "commandstats", "devices", "tenants")
 _BARS: Final = "▁▂▃▄▅▆▇█"
@@ -67,6 +70,18 @@ def _number(text: str) -> Any:
         except ValueError:
             continue
     return text
+
+
+class Source(Protocol):
+    """Successive views of one program."""
+
+    def step(self) -> dict[str, Any]:
+        """Return the view now, with its ``summary``; a ShadowServeError says why there is none."""
+
+    def render(self, view: Mapping[str, Any], where: str) -> RenderableType:
+        """Return a view for the terminal."""
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +146,23 @@ class Sample:
                     each[f"used_{counter}_per_s"] = max(0, each[counter] - past.get(counter, 0)) / span_s
             each["name"] = unquote(str(each.get("name", "")))
         return sorted(found, key=lambda each: (-each.get("used_bytes", 0), each["name"]))
+
+    @property
+    def samples(self) -> Samples:
+        """The same metrics as the program's metrics endpoint has, as far as INFO shows them."""
+        rows = [(row.name + "_total" * (row.kind == "counter"), row.info_name) for row in (*NODE, *STORE)]
+        rows += [("up_seconds", "uptime_in_seconds"), ("clients", "connected_clients")]
+        found: list[tuple[str, Mapping[str, str], float]]
+        found = [(STORAGE + name, {}, self.number(shown)) for name, shown in rows if shown in self.fields]
+        found += [(STORAGE + row.name, {}, float(self.bucket.get(str(row.source), 0) or 0))
+                  for row in BUCKET if row.source == "up" and row.source in self.bucket]  # fmt: skip
+        for name, label, counts in (
+            ("evictions_total", "cause", _pairs(self.fields.get("evictions", ""))),
+            ("lost_objects_total", "reason", _pairs(self.fields.get("lost_objects", ""))),
+            ("device_healthy", "device", {each["name"]: each.get("healthy", 1) for each in self.groups("device")}),
+        ):
+            found += [(STORAGE + name, {label: str(value)}, float(count)) for value, count in counts.items()]
+        return Samples(found)
 
     def _bucket(self) -> dict[str, Any] | None:
         if "failed_reads" not in self.bucket:
@@ -229,7 +261,9 @@ def _rendered(view: Mapping[str, Any], where: str, watcher: Watcher) -> Renderab
     ):
         if not view["other_server"] or title not in _OWN_ROWS:
             table.add_row(title, text, *([watcher.line(line)] if watched else []))
-    return Group(head, table, *_devices(view), *_bucket(view), *_tenants(view), *_commands(view))
+    return Group(
+        head, *rendered(view["summary"]), table, *_devices(view), *_bucket(view), *_tenants(view), *_commands(view)
+    )
 
 
 def _gone(view: Mapping[str, Any]) -> str:
@@ -327,19 +361,28 @@ def _commands(view: Mapping[str, Any]) -> list[RenderableType]:
     return [title, table]
 
 
+def logins(command: Any) -> Any:
+    """Add the options of credentials to a command."""
+    for flag, help_text in (
+        ("--tls-key", "File of the client certificate's private key."),
+        ("--tls-cert", "File of the client's certificate, if the server requires one."),
+        ("--tls-ca", "Use TLS, with this file of authorities, or 'system'."),
+        ("--password", "Password; better in the environment."),
+        ("--user", "User name at a storage node. [default: the default user]"),
+    ):
+        variable = "SHADOWSERVE_STORAGE_PASSWORD" if flag == "--password" else None
+        command = click.option(flag, default="", envvar=variable, help=help_text)(command)
+    return command
+
+
 @click.command()
+@click.argument("addresses", metavar="[ADDRESS]...", nargs=-1)
 @click.option(
     "--host", default="127.0.0.1", show_default=True,
-    help="Name or address of the storage node or data plane, or a data plane's unix:/path.",
+    help="Name or address of a program, or a data plane's unix:/path; without ADDRESS.",
 )  # fmt: skip
 @click.option("--port", default=6380, show_default=True, type=click.IntRange(1, 65535), help="TCP port.")
-@click.option("--user", default="", help="User name at a storage node. [default: the default user]")
-@click.option(
-    "--password", default="", envvar="SHADOWSERVE_STORAGE_PASSWORD", help="Password; better in the environment."
-)
-@click.option("--tls-ca", default="", help="Use TLS, with this file of authorities, or 'system'.")
-@click.option("--tls-cert", default="", help="File of the client's certificate, if the server requires one.")
-@click.option("--tls-key", default="", help="File of the client certificate's private key.")
+@logins
 @click.option("--watch", is_flag=True, help="Repeat until stopped (Ctrl-C).")
 @click.option(
     "--interval", default=1.0, show_default=True, type=click.FloatRange(0.05), help="Interval of --watch, in seconds."
@@ -350,19 +393,26 @@ def _commands(view: Mapping[str, Any]) -> list[RenderableType]:
     type=click.IntRange(0),
     help="With --watch, stop after this number of samples; 0: never.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each sample.")
-def stats(watch: bool, interval: float, count: int, as_json: bool, **login: Any) -> None:
-    """Show statistics of a running storage node or data plane. The program is recognized by its protocol.
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each sample of each program.")
+def stats(addresses: tuple[str, ...], watch: bool, interval: float, count: int, as_json: bool, **login: Any) -> None:
+    """Show what running programs do: does ShadowServe help, and what limits it?
 
-    A storage node has hits, bandwidth, memory, devices, tenants and slowest commands; a data plane has fetches, stores,
-    outcomes of calls and connected engines.
+    An ADDRESS is host:port, unix:/path or http(s)://host:port of a storage node, a data plane, a vLLM engine, or the
+    metrics_port of any. The program is recognized by its protocol.
+
+    The first paragraph is a summary since the start. Below, a storage node has hits, bandwidth, memory, devices,
+    tenants and slowest commands; a data plane has fetches, stores, outcomes of calls and connected engines.
 
     Without --watch, rates are means since the server's start; with it, of each interval but the first. Each table names
     the values that count from the start. Tenants' rates are counted if they are limited.
     """
-    where, take = _source(login, watches=watch)
-    with contextlib.closing(take):
-        _run(where, take, interval_s=interval, count=count if watch else 1, as_json=as_json, live=watch)
+    host, port = login.pop("host"), login.pop("port")
+    where = addresses or (host if host.startswith("unix:") or is_url(host) else join_address(host, port),)
+    with contextlib.ExitStack() as opened:
+        sources = [
+            (each, opened.enter_context(contextlib.closing(source(each, login, watches=watch)))) for each in where
+        ]
+        _run(sources, interval_s=interval, count=count if watch else 1, as_json=as_json, live=watch)
 
 
 class _StorageView:
@@ -371,9 +421,12 @@ class _StorageView:
     def __init__(self, login: Login, *, watches: bool) -> None:
         self._client = StorageClient(login)
         self._watcher = Watcher(watches=watches)
+        self._summarizer = Summarizer()
 
     def step(self) -> dict[str, Any]:
-        return self._watcher.step(Sample.read(self._client))
+        sample = Sample.read(self._client)
+        summary = None if sample.other_server else summarized(self._summarizer, lambda: sample.samples)
+        return self._watcher.step(sample) | {"summary": summary}
 
     def render(self, view: Mapping[str, Any], where: str) -> RenderableType:
         return _rendered(view, where, self._watcher)
@@ -382,38 +435,41 @@ class _StorageView:
         self._client.close()
 
 
-def _source(login: dict[str, Any], *, watches: bool) -> tuple[str, _StorageView | PlaneWatcher]:
-    """Return the address as text, and the source of the statistics: the protocol tells which program it is."""
-    host = str(login["host"])
-    where = host if host.startswith("unix:") else f"{host}:{login['port']}"
+def source(where: str, login: Mapping[str, Any], *, watches: bool) -> Source:
+    """Return the source of a program's statistics: the protocol tells which program it is."""
+    if is_url(where):
+        return MetricsWatcher(where, Login(host="", port=0, **login).context())
     credentials = None
     if login["tls_ca"]:
         files = {"certificate": login["tls_cert"], "key": login["tls_key"]}
         credentials = Credentials(authorities=login["tls_ca"], **files, server_name="")
+    protocol = "http2" if where.startswith("unix:") else "resp"
     try:
-        is_plane = host.startswith("unix:") or identify(where, encrypted=credentials is not None).protocol == "http2"
-    except (OSError, ValueError):  # the client reports the reason
-        is_plane = False
-    if is_plane:
-        return where, PlaneWatcher.connected(where, credentials)
-    return where, _StorageView(Login(**login), watches=watches)
+        host, port = ("", 0) if where.startswith("unix:") else split_address(where)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    with contextlib.suppress(OSError, ValueError):  # the client reports the reason
+        protocol = identify(where, encrypted=credentials is not None).protocol
+    if protocol == "http2":
+        return PlaneWatcher.connected(where, credentials)
+    if protocol == "http1":
+        return MetricsWatcher(f"http://{where}")
+    return _StorageView(Login(host=host, port=port, **login), watches=watches)
 
 
-def _run(
-    where: str, source: _StorageView | PlaneWatcher, *, interval_s: float, count: int, as_json: bool, live: bool
-) -> None:
-    """Show ``count`` views, 0 for no end, each in place of the previous one if ``live``."""
+def _run(sources: Sequence[tuple[str, Source]], *, interval_s: float, count: int, as_json: bool, live: bool) -> None:
+    """Show ``count`` views of each program, 0 for no end, each in place of the previous one if ``live``."""
     console = Console()
     screen = Live(console=console, auto_refresh=False, screen=console.is_terminal and not as_json)
     with screen if live else contextlib.nullcontext():
         for number in itertools.count(1):
-            view = source.step()
+            views = [(where, each, each.step()) for where, each in sources]
             if as_json:
-                click.echo(json.dumps(view))
-            elif live:
-                screen.update(source.render(view, where), refresh=True)
+                for where, _, view in views:
+                    click.echo(json.dumps({"where": where} | view))
             else:
-                console.print(source.render(view, where))
+                shown = Group(*(each.render(view, where) for where, each, view in views))
+                screen.update(shown, refresh=True) if live else console.print(shown)
             if number == count:
                 return
             try:

@@ -45,6 +45,11 @@ class ComputeTable:
         """
         return self._rows[row].predict((tokens, pairs, steps), steps)
 
+    def prefill(self, computed: int, tokens: int, step_tokens: int) -> float | None:
+        """Return the predicted seconds to compute a prompt of ``tokens`` tokens of which ``computed`` are there."""
+        new = tokens - computed
+        return self.predict("prompts", new, attention_pairs(computed, new), max(-(-new // step_tokens), 1))
+
     def pack(self) -> dict[str, Any]:
         return {row: estimate.pack() for row, estimate in self._rows.items()}
 

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from host_control.config import HostConfig
+from host_control.transfer import Reason
 from host_control.vllm.epochs import counted_calls
 from host_control.vllm.groups import Groups
 from host_control.vllm.identity.adapters import Adapters
@@ -152,6 +153,8 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def on_new_request(self, request: Any) -> None:
         if self._scheduler.problem:
             self._scheduler.counts.add("off_requests")
+            self._scheduler.counts.add("prompts")
+            self._scheduler.counts.add("prompt_tokens", request.num_prompt_tokens, reason=Reason.OFF)
         self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

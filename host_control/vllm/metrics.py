@@ -1,14 +1,21 @@
 """Metrics of the connector. vLLM collects them after each step, sums them over workers and exports ``/metrics``."""
 
 import logging
+import os
 import threading
 import time
 from typing import Any, Final
 
+from prometheus_client import REGISTRY, CollectorRegistry, multiprocess
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from host_control.config import HostConfig
+from shadowserve.health import Endpoint
 
 _COUNTERS: Final = {
     "off_requests": "Requests served without the cache because the plugin is off. The engine's log says why.",
+    "prompts": "Prompts that got blocks, each once.",
+    "saved_prefill_seconds": "Predicted seconds to compute the loaded tokens, by the engine's own steps.",
     "lookup_requests": "Requests looked up in the store.",
     "lookup_tokens": "Looked-up prompt tokens, in complete chunks.",
     "hit_tokens": "Looked-up tokens that are stored.",
@@ -31,6 +38,7 @@ _COUNTERS: Final = {
     "stored_bytes": "Bytes of stored chunks as records.",
 }
 _BY_REASON: Final = {
+    "prompt_tokens": "Prompt tokens: loaded, local (the engine's own prefix cache), or the reason they were computed.",
     "tier_hit_tokens": "Tokens of hits by tier: memory, device, storage, cold.",
     "lookup_failures": "Requests whose lookup had no answer, by reason.",
     "load_failures": "Loads that ended before their last chunk, by reason.",
@@ -42,6 +50,8 @@ _BY_REASON: Final = {
     "slower_paths": "Requests that took a slower path than configured, by reason (docs/reference/combinations.md).",
 }
 _SEPARATOR: Final = "/"
+
+_logger = logging.getLogger("vllm.shadowserve")
 
 
 class ShadowServeStats(KVConnectorStats):  # type: ignore[misc]
@@ -148,9 +158,19 @@ class ShadowServePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
             for name, text in _BY_REASON.items()
         }
+        config = HostConfig.from_engine(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        budget = self._gauge_cls(
+            name="vllm:shadowserve_interference_budget_ratio",
+            documentation="Configured interference budget: by how much transfers may slow down decode steps.",
+            labelnames=labelnames,
+            multiprocess_mode="mostrecent",
+        )
+        for values in per_engine_labelvalues.values():
+            budget.labels(*values).set(config.interference_budget)
         for counter in self._plain.values():
             for values in per_engine_labelvalues.values():
                 counter.labels(*values)  # export 0 from the start
+        self._page = _page(config.metrics_port)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add the counts of one step."""
@@ -161,3 +181,20 @@ class ShadowServePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 self._reasoned[name].labels(*values, reason).inc(count)
             elif name in self._plain:
                 self._plain[name].labels(*values).inc(count)
+
+
+def _page(port: int | None) -> Endpoint | None:
+    """Serve the page of this engine's metrics, if a port is configured. A server process of vLLM's serves it."""
+    if port is None:
+        return None
+    registry = REGISTRY
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # several server processes share their metrics by files
+        registry = CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry)
+    try:
+        endpoint = Endpoint("127.0.0.1", port, registry)
+    except OSError as error:  # another server process of this engine, or another program
+        _logger.warning("ShadowServe: metrics_port: cannot listen on %d: %s", port, error)
+        return None
+    _logger.info("ShadowServe: page and metrics: http://127.0.0.1:%d/", endpoint.port)
+    return endpoint

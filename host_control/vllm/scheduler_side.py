@@ -18,6 +18,7 @@ from host_control.disaggregation import Available, Disaggregation
 from host_control.fetch_policy import Decision
 from host_control.lookup import SAVED, LookupAnswer, PrefixLookup
 from host_control.transfer import Event, Reason, State
+from host_control.vllm.accounting import PromptAccount
 from host_control.vllm.disaggregation import (
     ENDS_WITH_CHUNK,
     TAILLESS,
@@ -113,6 +114,8 @@ class SchedulerSide:
         # Loads in flight. A load may outlive its request: vLLM keeps the blocks until the workers report it as ended.
         self._loads: dict[str, Load] = {}
         self._timing = Timing(config, counts=self.counts)
+        chunk_tokens = groups.chunk_tokens if groups is not None else 1
+        self._account = PromptAccount(self.counts, self._timing.table, chunk_tokens, step_tokens)
         self._policy_runner: PolicyRunner | None = None
         if fetch and groups is not None:
             self._policy_runner = PolicyRunner(
@@ -186,6 +189,7 @@ class SchedulerSide:
             self._failures.warn("a request is served without the cache", problem, "")
         elif named:
             self._start_lookup(state)
+        self._account.arrived(state, named=named)
         if self.waiting is not None:  # after the lookup began: before, the queue would read "no lookup" as "no hit"
             self.waiting.enqueue(request.request_id, request.priority)
 
@@ -298,6 +302,8 @@ class SchedulerSide:
 
     def _note_answer(self, state: RequestState, answer: LookupAnswer) -> None:
         self._count_lookup(state, answer)
+        stored = state.tail_end if answer.tail else self._chunks(answer.tokens) * self._groups.chunk_tokens
+        self._account.answered(state.request.request_id, stored, answer.reason)
         if answer.shard_layout != SAVED:
             state.stored_chunks = max(state.stored_chunks, self._chunks(answer.tokens))
         state.tail_stored |= answer.tail
@@ -372,6 +378,7 @@ class SchedulerSide:
             self.waiting.begun(request.request_id)
         if (state := self._served(request.request_id)) is None:
             return
+        self._account.allocated(state, external_tokens)
         decision, state.load.decision = state.load.decision, None
         follows = decision is not None and bool(external_tokens) == (decision.way != "compute")
         if external_tokens:
@@ -486,6 +493,7 @@ class SchedulerSide:
             load.on(Event.FALL_SHORT)
         else:
             load.on(Event.COMPLETE, Reason.COMPLETE)
+        self._account.ended(self._requests.get(load.request_id), load)
         if self._policy_runner is not None:
             self._policy_runner.load_ended(load)
 
@@ -520,6 +528,7 @@ class SchedulerSide:
         """Forget a request that has ended or was aborted, perhaps during its load; return the reply to its proxy."""
         request_id = request.request_id
         state = self._requests.pop(request_id, None)
+        self._account.forget(request_id)
         if self.waiting is not None:
             self.waiting.ended(request_id)
         if self._policy_runner is not None:

@@ -60,7 +60,7 @@ def test_metrics_come_in_the_format_that_was_asked_for(endpoint: Endpoint) -> No
 
 
 def test_other_paths_and_methods_are_refused(endpoint: Endpoint) -> None:
-    assert request(endpoint.port, "/")[0] == 404
+    assert request(endpoint.port, "/../health.py")[0] == 404
     assert request(endpoint.port, "/metrics", method="POST")[0] == 501
 
 

@@ -1,11 +1,16 @@
 """``ShadowServeConnector`` and its two halves: every hook that vLLM calls, with one or both halves off."""
 
+import functools
+import json
 import logging
+import urllib.request
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from machine import WAIT_MAX_S, free_port
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from scheduler_support import Request, full, window
 from scripted import ScriptedDataPlane
 
@@ -124,7 +129,8 @@ def assert_every_hook_does_nothing(scheduler: Any, worker: Any) -> None:
     assert worker.get_kv_connector_stats() is None is worker.build_connector_worker_meta()
     worker.clear_connector_metadata()
     scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=None, finished_recving=None))
-    assert scheduler.get_kv_connector_stats().data == {"off_requests": 1}
+    counted = scheduler.get_kv_connector_stats().data
+    assert counted == {"off_requests": 1, "prompts": 1, "prompt_tokens/off": 600}
     assert scheduler.get_kv_connector_stats() is None is scheduler.get_finished_count()
     assert scheduler.requires_kv_delivery is False is scheduler.has_pending_push_work()
     assert scheduler.request_finished_all_groups(request, ([0, 1], [2], [3])) == (False, None)
@@ -248,3 +254,22 @@ def test_each_failure_reason_is_logged_once_in_a_while(caplog: Any) -> None:
         "ShadowServe: loads: corrupt: slice 3",
         "ShadowServe: loads: deadline",
     ]
+
+
+def test_an_engine_serves_its_page_on_the_configured_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    from host_control.vllm import metrics
+
+    registry, port = CollectorRegistry(), free_port()
+    kinds: dict[Any, Any] = {kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    monkeypatch.setattr(metrics, "REGISTRY", registry)
+    extra = {"metrics_port": port, "interference_budget": 0.05}
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+    exported = metrics.ShadowServePromMetrics(config, kinds, ["engine"], {0: ["0"]})
+    exported.observe({"prompts": 2, "prompt_tokens/loaded": 768, "prompt_tokens/short": 256})
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/summary.json", timeout=WAIT_MAX_S) as answer:
+        [program] = json.load(answer)["programs"]
+    assert "2 prompts with 1,024 tokens. 768 tokens (75.0 %) were loaded" in program["summary"]["paragraph"]
+    assert "budget 5 %" in program["summary"]["paragraph"]
+    taken = metrics._page(port)
+    assert taken is None, "a second server process of the engine goes on without the page"
+    exported._page.close()

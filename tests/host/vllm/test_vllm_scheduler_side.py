@@ -460,3 +460,42 @@ def test_the_load_of_an_aborted_request_without_a_name_is_cancelled(
     scene.side.reset()
     scene.finish()
     assert scene.side.step(step()).cancels == ["r"]
+
+
+# ---- Accounts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stored", "local", "placed", "expected"),
+    [
+        (5, 0, 5, {"loaded": 5 * CHUNK, "short": 10}),
+        (3, CHUNK, 2, {"local": CHUNK, "loaded": 2 * CHUNK, "absent": 2 * CHUNK, "short": 10}),
+        (3, 0, 1, {"loaded": CHUNK, "fell_short": 2 * CHUNK, "absent": 2 * CHUNK, "short": 10}),
+        (0, 0, 0, {"absent": 5 * CHUNK, "short": 10}),
+    ],
+)
+def test_tokens_are_counted_by_where_their_kv_came_from(
+    scene: Scene, stored: int, local: int, placed: int, expected: dict[str, int]
+) -> None:
+    for _ in range(3):
+        scene.side._timing.table.observe("prompts", 1000, 500_000.0, 2.0)
+    scene.arrive(stored=stored)
+    if stored:
+        chunks = len(scene.load(local=local).groups[0].chunk_keys)
+        scene.report({scene.name: placed} if placed < chunks else {}, finished=[scene.name])
+    scene.side.allocated(scene.request, [], scene.matched(local) if not stored else 0)
+    scene.side.allocated(scene.request, [], 0)  # again, after a preemption
+    counted = scene.counted()
+    tokens = {name.partition("/")[2]: count for name, count in counted.items() if name.startswith("prompt_tokens/")}
+    assert counted["prompts"] == 1 and tokens == expected
+    assert counted.get("saved_prefill_seconds", 0.0) == pytest.approx(expected.get("loaded", 0) * 0.002)
+
+
+def test_a_load_is_priced_once_the_engine_knows_its_speed(scene: Scene) -> None:
+    for name in ("first", "second"):
+        scene.arrive(stored=5, name=name)
+        scene.load()
+        scene.report(finished=[name])
+        assert ("saved_prefill_seconds" in scene.counted()) == (name == "second")
+        for _ in range(3):
+            scene.side._timing.table.observe("prompts", 1000, 500_000.0, 2.0)
