@@ -147,9 +147,6 @@ resources: {{- toYaml .part.resources | nindent 2 }}
     {{- $_ := set $config "storage" (first $nodes) -}}
   {{- end -}}
 {{- end -}}
-{{- if not $config.listen -}}
-  {{- $_ := set $config "listen" "unix:/run/shadowserve/dpu.sock" -}}
-{{- end -}}
 {{- if .Values.auth.enabled -}}
   {{- with .Values.auth.username }}{{ $_ := set $config "storage_username" . }}{{ end -}}
 {{- end -}}
@@ -177,7 +174,17 @@ resources: {{- toYaml .part.resources | nindent 2 }}
 {{- $part := .Values.dataPlane -}}
 name: data-plane
 command: [shadowserve, dpu]
-args: [--config, /etc/shadowserve/config/dpu.yaml, --metrics-host, {{ .Values.listenAddress | quote }}, --metrics-port, "9151"]
+args:
+  - --config
+  - /etc/shadowserve/config/dpu.yaml
+  - --listen
+  - {{ default "unix:/run/shadowserve/dpu.sock" $part.config.listen }}
+  - --metrics-host
+  - {{ .Values.listenAddress | quote }}
+  - --metrics-port
+  - "9151"
+  - --log-format
+  - {{ default "json" $part.config.log_format }}
 env:
   {{- include "shadowserve.passwordEnv" (dict "root" . "variable" "SHADOWSERVE_DPU_STORAGE_PASSWORD") | nindent 2 }}
   {{- with $part.env }}{{ toYaml . | nindent 2 }}{{ end }}
