@@ -43,7 +43,7 @@ imagePullPolicy: {{ $shared.pullPolicy }}
 labels:
   {{- include "shadowserve.labels" . | nindent 2 }}
   {{- if or (eq .name "data-plane") .sidecar }}
-  shadowserve/data-plane: "true"
+  shadowserve/data-plane: {{ .root.Release.Name | quote }}
   {{- end }}
   {{- with .part.podLabels }}{{ toYaml . | nindent 2 }}{{ end }}
 annotations:
