@@ -8,6 +8,8 @@ import functools
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -55,15 +57,13 @@ def documents(text: str) -> list[Document]:
     return [document for document in yaml.safe_load_all(text) if document]
 
 
-def pod_specs(found: list[Document]) -> Iterator[Document]:
-    for document in found:
-        if "template" in document.get("spec", {}):
-            yield document["spec"]["template"]["spec"]
+def pods(found: list[Document]) -> list[Document]:
+    return [document["spec"]["template"] for document in found if "template" in document.get("spec", {})]
 
 
 def containers(found: list[Document]) -> Iterator[Document]:
-    for spec in pod_specs(found):
-        yield from spec.get("initContainers", []) + spec["containers"]
+    for pod in pods(found):
+        yield from pod["spec"].get("initContainers", []) + pod["spec"]["containers"]
 
 
 def test_there_are_five_value_files_and_the_linter_takes_all() -> None:
@@ -114,12 +114,8 @@ def test_monitors_select_a_service_that_has_the_port_and_the_job_that_alerts_nam
         (endpoint,) = monitor["spec"]["endpoints"]
         (port,) = (port for port in service["spec"]["ports"] if port["name"] == endpoint["port"])
         selector = service["spec"]["selector"].items()
-        pods = [
-            document["spec"]["template"]
-            for document in found
-            if selector <= document["spec"].get("template", {}).get("metadata", {}).get("labels", {}).items()
-        ]
-        ports = [each for pod in pods for container in pod["spec"]["containers"] for each in container["ports"]]
+        chosen = [pod["spec"] for pod in pods(found) if selector <= pod["metadata"]["labels"].items()]
+        ports = [each for spec in chosen for container in spec["containers"] for each in container["ports"]]
         assert any(port["targetPort"] in (each["name"], each["containerPort"]) for each in ports)
         jobs.add(endpoint["relabelings"][0]["replacement"])
     assert set(re.findall(r'job="([^"]+)"', alerts)) | {"vllm"} == jobs
@@ -187,6 +183,12 @@ def read(command: click.Command, section: type[Section], container: Document, ar
     return section.load(options.pop("config"), options, environment)
 
 
+def transfer_configuration(arguments: list[str]) -> HostConfig:
+    given = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    assert given["kv_connector"] == "ShadowServeConnector" and given["kv_load_failure_policy"] == "recompute"
+    return HostConfig.from_engine(given["kv_connector_extra_config"])
+
+
 def memory_limit(container: Document) -> int:
     limit: str = container["resources"]["limits"]["memory"]
     return ByteSize.read(f"{limit}B")
@@ -213,8 +215,7 @@ def test_the_programs_take_what_is_rendered_and_their_memory_suffices(values: Pa
                 assert container["resources"]["limits"] == container["resources"]["requests"]  # for cores of its own
                 assert config.listen.startswith("unix:/run/shadowserve/") or config.tls_client_ca
             case ["vllm", "serve"]:
-                text = container["args"][container["args"].index("--kv-transfer-config") + 1]
-                host = HostConfig.from_engine(json.loads(text)["kv_connector_extra_config"])
+                host = transfer_configuration(container["args"])
                 assert host.data_plane == "unix:/run/shadowserve/dpu.sock"
                 budget = int(host.fetch_buffer_bytes) + int(host.store_buffer_bytes)
             case other:
@@ -227,7 +228,8 @@ def test_the_programs_take_what_is_rendered_and_their_memory_suffices(values: Pa
 
 @each_values_file
 def test_a_pod_hides_service_links_and_shares_no_namespace_with_its_host(values: Path) -> None:
-    for spec in pod_specs(documents(rendered(values))):
+    for pod in pods(documents(rendered(values))):
+        spec = pod["spec"]
         assert spec["enableServiceLinks"] is False and spec["automountServiceAccountToken"] is False
         assert not spec.get("hostIPC") and not spec.get("hostPID")
         if "sidecar" in values.stem:
@@ -289,6 +291,84 @@ def test_rendered_programs_talk_over_tls_and_their_probes_and_metrics_answer(tmp
         for ports, known in ((server_ports, "shadowserve_storage_recovered 1"), (plane_ports, "storage_up 1")):
             assert known in answer(max(ports.items())[1], "/metrics")[1]
     assert (tmp_path / "disk-0" / "pool").stat().st_size == 64 << 20
+
+
+LLM_D = """
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: guide-ROLE}
+spec:
+  selector: {matchLabels: {llm-d.ai/role: ROLE}}
+  template:
+    metadata: {labels: {llm-d.ai/role: ROLE}}
+    spec:
+      initContainers:
+        - {name: routing-proxy, image: sidecar, args: [--kv-connector=nixlv2], restartPolicy: Always}
+      containers:
+        - name: modelserver
+          image: docker.io/vllm/vllm-openai:v0
+          volumeMounts: [{name: shm, mountPath: /dev/shm}]
+      volumes: [{name: shm, emptyDir: {medium: Memory, sizeLimit: 20Gi}}]
+"""
+"""What the overlay changes of llm-d's 'base' (guides/pd-disaggregation, August 2026)."""
+
+
+def check_strictly(document: Document, path: Path) -> None:
+    path.write_text(json.dumps(document))
+    for release in RELEASES:
+        done = run("kubernetes-validate", "--strict", "-k", release, path)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_overlay_for_llm_d_attaches_both_engines_to_the_daemonset(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES / "llm-d", tmp_path / "shadowserve")
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "kustomization.yaml").write_text("resources: [prefill.yaml, decode.yaml]\n")
+    for role in ("prefill", "decode"):
+        (tmp_path / "base" / f"{role}.yaml").write_text(LLM_D.replace("ROLE", role))
+    done = run("kubectl", "kustomize", tmp_path / "shadowserve")
+    assert done.returncode == 0, done.stderr
+    (of_chart,) = (
+        each for each in pods(documents(rendered(SMALLEST))) if each["spec"]["containers"][0]["name"][0] == "d"
+    )
+    folders = {each["hostPath"]["path"] for each in of_chart["spec"]["volumes"] if "hostPath" in each}
+    roles = []
+    for document in documents(done.stdout):
+        check_strictly(document, tmp_path / "deployment.json")
+        spec = document["spec"]["template"]["spec"]
+        (engine,) = spec["containers"]
+        config = transfer_configuration(engine["args"])
+        assert config.data_plane == "unix:/run/shadowserve/dpu.sock" and "shadowserve-engine" in engine["image"]
+        assert {each["mountPath"] for each in engine["volumeMounts"]} == {"/run/shadowserve", "/dev/shm"}  # noqa: S108
+        assert {each["hostPath"]["path"] for each in spec["volumes"] if "emptyDir" not in each} == folders
+        assert spec["securityContext"]["runAsUser"] == of_chart["spec"]["securityContext"]["runAsUser"]
+        roles.append(config.pd_role)
+        if config.pd_role == "decode":
+            assert {"--kv-connector=shared-storage", "--vllm-port=8200"} <= {*spec["initContainers"][0]["args"]}
+            assert "--port=8200" in engine["args"]
+    assert sorted(roles) == ["decode", "prefill"]
+
+
+def test_the_example_for_kserve_runs_the_charts_configuration_in_a_sidecar(tmp_path: Path) -> None:
+    options = ("--set", "dataPlane.mode=sidecar,fullnameOverride=shadowserve,auth.existingSecret=shadowserve-auth")
+    chart = documents(rendered(SMALLEST, *options))
+    (service,) = documents((EXAMPLES / "kserve" / "llminferenceservice.yaml").read_text())
+    spec = service["spec"]["template"]
+    check_strictly({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": spec}, tmp_path / "pod.json")
+    (plane,), (engine,) = spec["initContainers"], spec["containers"]
+    names = {document["metadata"]["name"] for document in chart if document["kind"] == "ConfigMap"}
+    assert {each["configMap"]["name"] for each in spec["volumes"] if "configMap" in each} <= names
+    config = read(dpu, DataPlaneConfig, plane, arguments_of(plane, files_of(chart), tmp_path))
+    assert plane["startupProbe"]["httpGet"]["path"] == "/healthz" and config.metrics_port == 9151
+    (extra,) = (each["value"] for each in engine["env"] if each["name"] == "VLLM_ADDITIONAL_ARGS")
+    host = transfer_configuration(shlex.split(extra))
+    assert host.data_plane == config.listen
+    (shm,) = (each["emptyDir"]["sizeLimit"] for each in spec["volumes"] if each["name"] == "dshm")
+    assert ByteSize.read(f"{shm}B") > int(host.fetch_buffer_bytes) + int(host.store_buffer_bytes)
+    label = {"shadowserve/data-plane": "ss"}  # the release
+    assert service["spec"]["labels"].keys() == label.keys()
+    admitted = [each for each in chart if each["kind"] == "NetworkPolicy" and "ingress" in each["spec"]]
+    assert any({"podSelector": {"matchLabels": label}} in each["spec"]["ingress"][0]["from"] for each in admitted)
 
 
 EXCUSED = {
