@@ -7,6 +7,7 @@
 # make models                      models of every family, with the plugin and without; results in build/models/
 # make models ARGS="llama gemma3"  some of them: their rows are changed; ARGS=--list says which there are
 # make combinations                every two abilities together; docs/reference/combinations.md has what is expected
+# make test-chart                  the Helm chart and deploy/examples: schemas, refused values, the real programs
 # make soak SOAK_HOURS=1           leaks, a crash loop, the simulation, engines under stress; writes soak.json
 # make fuzz FUZZ_SECONDS=60        every fuzzer, in C and in Python, for its share of the time; counts inputs, exits 1
 #                                  with the path of the input where one is found; ARGS="--json out.json", ARGS=--help
@@ -29,7 +30,7 @@ export VENV PYTHON
 built_sources := $(shell find native proto CMakeLists.txt -type f)
 ready := $(VENV)/.ready
 
-.PHONY: demo test test-dpu failure-matrix models combinations soak fuzz mutants bench lint format setup clean
+.PHONY: demo test test-dpu test-chart failure-matrix models combinations soak fuzz mutants bench lint format setup clean
 
 demo: $(ready)
 	$(VENV)/bin/shadowserve demo $(ARGS)
@@ -40,6 +41,9 @@ test: $(ready)
 
 test-dpu: $(ready)
 	scripts/test-dpu $(ARGS)
+
+test-chart: $(ready)
+	scripts/test-chart $(ARGS)
 
 failure-matrix: $(ready)
 	$(VENV)/bin/python scripts/failure-matrix --output build/failure-matrix \

@@ -310,7 +310,7 @@ spec:
           volumeMounts: [{name: shm, mountPath: /dev/shm}]
       volumes: [{name: shm, emptyDir: {medium: Memory, sizeLimit: 20Gi}}]
 """
-"""What the overlay changes of llm-d's 'base' (guides/pd-disaggregation, August 2026)."""
+"""The parts of llm-d's 'base' (guides/pd-disaggregation, August 2026) that the overlay changes."""
 
 
 def check_strictly(document: Document, path: Path) -> None:
