@@ -344,7 +344,8 @@ def test_the_overlay_for_llm_d_attaches_both_engines_to_the_daemonset(tmp_path: 
         assert spec["securityContext"]["runAsUser"] == of_chart["spec"]["securityContext"]["runAsUser"]
         roles.append(config.pd_role)
         if config.pd_role == "decode":
-            assert {"--kv-connector=shared-storage", "--vllm-port=8200"} <= {*spec["initContainers"][0]["args"]}
+            (proxy,) = (each for each in spec["initContainers"] if each["name"] == "routing-proxy")
+            assert {"--kv-connector=shared-storage", "--vllm-port=8200"} <= {*proxy["args"]}
             assert "--port=8200" in engine["args"]
     assert sorted(roles) == ["decode", "prefill"]
 

@@ -238,6 +238,41 @@ volumeMounts:
 {{- end }}
 {{- end }}
 
+{{/*
+Gives the hostPath folders, which the kubelet creates as root's, to the user of a pod. Engines' pods have it, too, since
+they may start first. Parameters: context, part, resources, whether it has a disk.
+*/}}
+{{- define "shadowserve.ownFolders" -}}
+{{- $root := first . -}}
+{{- $disk := last . -}}
+{{- $user := include "shadowserve.override" (list $root.Values.podSecurityContext (index . 1).podSecurityContext) -}}
+name: own-folders
+{{ include "shadowserve.image" (dict "root" $root "part" $root.Values.dataPlane) }}
+command: [chown]
+{{- with fromYaml $user }}
+args:
+  - "{{ int64 .runAsUser }}:{{ int64 .runAsGroup }}"
+  - /run/shadowserve
+  - /dev/shm
+  {{- if $disk }}
+  - /var/lib/shadowserve
+  {{- end }}
+{{- end }}
+securityContext:
+  runAsNonRoot: false
+  runAsUser: 0
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities: {drop: [ALL], add: [CHOWN]}
+resources: {{- toYaml (index . 2) | nindent 2 }}
+volumeMounts:
+  - {name: run, mountPath: /run/shadowserve}
+  - {name: shm, mountPath: /dev/shm}
+  {{- if $disk }}
+  - {name: disk, mountPath: /var/lib/shadowserve}
+  {{- end }}
+{{- end }}
+
 {{/* Values that do not work together. */}}
 {{- define "shadowserve.validate" -}}
 {{- $v := .Values -}}
