@@ -203,7 +203,7 @@ def test_the_programs_take_what_is_rendered_and_their_memory_suffices(values: Pa
             case ["shadowserve", "storage"]:
                 arguments = arguments_of(container, files_of(found), tmp_path)
                 config = read(storage, StorageConfig, container, arguments)
-                budget = int(config.memory_budget_bytes) + (1 << 30)
+                budget = int(config.memory_budget_bytes) + config.clients_memory_bytes + (1 << 30)
                 assert (config.host, config.metrics_port) == ("0.0.0.0", 9150)  # noqa: S104
                 mounts = {each["mountPath"] for each in container["volumeMounts"]}
                 devices = {each["devicePath"] for each in container.get("volumeDevices", [])}
