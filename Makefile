@@ -8,6 +8,7 @@
 # make models                      models of every family, with the plugin and without; results in build/models/
 # make models ARGS="llama gemma3"  some of them: their rows are changed; ARGS=--list says which there are
 # make combinations                every two abilities together; docs/reference/combinations.md has what is expected
+# make test-chart                  the Helm chart and deploy/examples: schemas, refused values, the real programs
 # make soak SOAK_HOURS=1           leaks, a crash loop, the simulation, engines under stress; writes soak.json
 # make fuzz FUZZ_SECONDS=60        every fuzzer, in C and in Python, for its share of the time; counts inputs, exits 1
 #                                  with the path of the input where one is found; ARGS="--json out.json", ARGS=--help
@@ -30,8 +31,8 @@ export VENV PYTHON
 built_sources := $(shell find native proto CMakeLists.txt -type f)
 ready := $(VENV)/.ready
 
-.PHONY: demo test test-dpu test-browser failure-matrix models combinations soak fuzz mutants bench lint format setup
-.PHONY: clean
+.PHONY: demo test test-dpu test-browser failure-matrix models combinations soak fuzz mutants bench lint
+.PHONY: format setup clean test-chart
 
 demo: $(ready)
 	$(VENV)/bin/shadowserve demo $(ARGS)
@@ -45,6 +46,9 @@ test-dpu: $(ready)
 
 test-browser: $(ready)
 	scripts/test-browser $(ARGS)
+
+test-chart: $(ready)
+	scripts/test-chart $(ARGS)
 
 failure-matrix: $(ready)
 	$(VENV)/bin/python scripts/failure-matrix --output build/failure-matrix \

@@ -50,7 +50,7 @@ class DataPlaneConfig(Section):
     section: ClassVar[str] = "dpu"
     headings: ClassVar[Mapping[str, str]] = {
         "listen": "Address and access",
-        "metrics_port": "Metrics and logs",
+        "metrics_host": "Metrics and logs",
         "storage": "Storage",
         "backend": "What decodes",
         "cores": "Cores",
@@ -72,9 +72,10 @@ class DataPlaneConfig(Section):
     hosts_max: int = Field(1, ge=1, le=1024)
     """Most hosts at the same time; all processes of a serving machine are one host. Further hosts are refused. Hosts
     have no access to each other's memory and jobs."""
+    metrics_host: str = "127.0.0.1"
+    """Address of the HTTP endpoint with /metrics, /healthz and /readyz."""
     metrics_port: int | None = Field(None, ge=0, le=65535)
-    """Port on the loopback interface for Prometheus (/metrics) and probes (/healthz, /readyz); 0 for a free one, none
-    for no port."""
+    """Port of the HTTP endpoint; none for no endpoint, 0 takes a free port."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level of log lines."""
     log_format: LogFormat = "text"

@@ -137,7 +137,7 @@ class Daemon:
         self._add_gauges(fetcher, storer, registrations, hosts)
         self._exit.push_async_callback(_stop_task, asyncio.create_task(_expire(hosts, self._log, config)))
         if config.metrics_port is not None:
-            self._serve_metrics(config.metrics_port)
+            self._serve_metrics(config.metrics_host, config.metrics_port)
         await self._serve(service)
 
     def _add_gauges(self, fetcher: Fetcher, storer: Storer, registrations: Registrations, hosts: HostTable) -> None:
@@ -156,14 +156,15 @@ class Daemon:
             "up_seconds": ("Time since the start", lambda: time.monotonic() - started_s),
         }
 
-    def _serve_metrics(self, port: int) -> None:
+    def _serve_metrics(self, host: str, port: int) -> None:
         try:
-            endpoint = Endpoint("127.0.0.1", port, self.metrics.registry, health=self.health, ready=self.readiness)
+            endpoint = Endpoint(host, port, self.metrics.registry, health=self.health, ready=self.readiness)
         except OSError as error:
-            raise ConfigurationError(f"metrics_port: cannot listen on {port}: {error}") from error
+            where = join_address(host, port)
+            raise ConfigurationError(f"metrics_host, metrics_port: cannot listen on {where}: {error}") from error
         self._exit.callback(endpoint.close)
         self.metrics_port = endpoint.port
-        logger.info("metrics and probes: http://127.0.0.1:%d/metrics", endpoint.port)
+        logger.info("metrics and probes: http://%s/metrics", join_address(host, endpoint.port))
 
     @property
     def storage_name(self) -> str:

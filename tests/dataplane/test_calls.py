@@ -223,11 +223,11 @@ async def test_metrics_and_probes_are_served_on_a_free_port(storage: Server, cap
     """Symptom: with ``metrics_port: 0`` the port that was taken could not be found out."""
     caplog.set_level("INFO", "dpu_dataplane")
     storage.fill(SHAPE, KEYS[:1])
-    async with serving(SHAPE, 4, storage, metrics_port=0) as (daemon, client):
+    async with serving(SHAPE, 4, storage, metrics_host="0.0.0.0", metrics_port=0) as (daemon, client):  # noqa: S104
         await client.lookup(KEYS)
         answer = await client.fetch(KEYS)
         port = daemon.metrics_port
-        assert port and f"http://127.0.0.1:{port}/metrics" in caplog.text
+        assert port and f"http://0.0.0.0:{port}/metrics" in caplog.text
         (_, text), health, ready = [
             await asyncio.to_thread(probe, port, path) for path in ("/metrics", "/healthz", "/readyz")
         ]

@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # pytest imports by path, so tha
 
 from throwaway import Throwaway, make_wheels, throwaway
 
+collect_ignore = [] if "CHART_TOOLS" in os.environ else ["test_chart.py"]  # scripts/test-chart sets it
+
 
 @pytest.fixture(autouse=True)
 def no_configuration_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
