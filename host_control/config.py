@@ -17,6 +17,7 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.sizes import ByteSize
+from shadowserve.spans import OtlpEndpoint
 from shadowserve.tls import Credentials, check_pair
 
 _DOTTED: Final = "shadowserve."
@@ -131,6 +132,10 @@ class HostConfig(Section):
     ``shadowserve/computing.json`` in the user's cache folder; ``none``: measured again after each start."""
     close_timeout_s: float = Field(5.0, ge=0, le=60)
     """Time limit at shutdown for waiting stores and running loads."""
+
+    otlp_endpoint: OtlpEndpoint = ""
+    """OpenTelemetry collector for one trace per request, ``http://host:4318``; empty for none (docs/guides/trace.md).
+    """
 
     @field_validator("data_plane")
     @classmethod

@@ -39,6 +39,7 @@ from host_control.vllm.metadata import (
     WorkerReport,
 )
 from host_control.vllm.metrics import Counts, FailureLog, SlowerPaths
+from host_control.vllm.outcomes import Outcomes
 from host_control.vllm.preemption import Preemption
 from host_control.vllm.requests import NEVER, Held, Load, RequestState
 from host_control.vllm.stores import Stores
@@ -98,6 +99,7 @@ class SchedulerSide:
         self.problem = problem
         self._logger = logger
         self._failures = FailureLog(logger)
+        self._outcomes = Outcomes(logger)
         self._inputs = inputs or RequestInputs()
         self.epochs = Epochs()
         self.counts = Counts()
@@ -173,6 +175,7 @@ class SchedulerSide:
             loads_wait=self._engine.loads_wait,
             load_timeout=config.fetch_timeout_s,
             plain=workers.shake.plain,
+            context=self._outcomes.context,
         )
 
     # ------------------------------------------------------------------ arrival and lookup
@@ -181,11 +184,15 @@ class SchedulerSide:
         if self._lookup is None:
             return
         state = self._requests[request.request_id] = RequestState(request)
+        self._outcomes.begin(request)
         named = self._name(state)  # of all requests, in their order: an adapter's number may be reused
         if (problem := request_problem(request)) is not None:
             self._failures.warn("a request is served without the cache", problem, "")
+            self._outcomes.tell(request.request_id, Reason.OFF, problem)
         elif named:
             self._start_lookup(state)
+        else:
+            self._outcomes.tell(request.request_id, Reason.UNNAMED)
         if self.waiting is not None:  # after the lookup began: before, the queue would read "no lookup" as "no hit"
             self.waiting.enqueue(request.request_id, request.priority)
 
@@ -233,6 +240,7 @@ class SchedulerSide:
             return None  # its prefix may be KV that this step waits for; the next step knows if that KV is valid
         if (state := self._served(request.request_id)) is None:
             return 0
+        self._outcomes.begin(request)
         load = state.probe(local_tokens)
         self._look_up_again(state)
         if (reason := self._why_no_load(state)) is not Reason.NONE:
@@ -368,6 +376,9 @@ class SchedulerSide:
         follows = decision is not None and bool(external_tokens) == (decision.way != "compute")
         if external_tokens:
             self._allocate_load(state, tables, external_tokens)
+        else:
+            answer = self._lookup.poll(request.request_id) if self._lookup is not None else None
+            self._outcomes.missed(request.request_id, state.load, answer)
         if follows and decision is not None and self._policy_runner is not None:
             self._policy_runner.follow(state, decision)
 
@@ -379,6 +390,7 @@ class SchedulerSide:
             self.counts.add("restored_tokens", external_tokens)
         end_tokens = load.local_tokens + external_tokens
         self._lookup.begin_load(request.request_id, self._chunks(end_tokens))
+        self._outcomes.loads(request.request_id, self._lookup.poll(request.request_id), external_tokens)
         load.in_step = not self.waits(request)
         load.first_chunk = load.local_tokens // chunk_tokens
         load.chunks = load.placed_chunks = self._chunks(end_tokens) - load.first_chunk
@@ -390,6 +402,7 @@ class SchedulerSide:
             layerwise=load.layerwise,
             in_step=load.in_step and not load.layerwise,
             available=self._available(state),
+            context=self._outcomes.context(request.request_id),
         )
         self.ways.count_load(request, "" if load.layerwise else load.not_layerwise)
         try:
@@ -446,6 +459,8 @@ class SchedulerSide:
         for request_id, seconds in report.seconds.items():
             if (load := self._loads.get(request_id)) is not None:
                 load.seconds = max(load.seconds, seconds)
+        for request_id, reason in report.reasons.items():
+            self._outcomes.short(request_id, reason)
         for request_id, chunks in report.loaded.items():
             if (load := self._loads.get(request_id)) is not None:
                 self._placed(load, chunks)
@@ -478,6 +493,7 @@ class SchedulerSide:
             load.on(Event.FALL_SHORT)
         else:
             load.on(Event.COMPLETE, Reason.COMPLETE)
+        self._outcomes.ended(load, self._groups.chunk_tokens)
         if self._policy_runner is not None:
             self._policy_runner.load_ended(load)
 
@@ -518,6 +534,8 @@ class SchedulerSide:
             self._policy_runner.forget(request_id)
         if (load := self._loads.get(request_id)) is not None and not load.in_step:
             load.abort_due = True
+        else:
+            self._outcomes.tell(request_id, Reason.CANCELLED)
         if state is None or not state.served or self._lookup is None:
             return None
         if state.foreseen and (answer := self._lookup.poll(request_id)) is not None:

@@ -1,0 +1,99 @@
+"""Why a prompt's KV was loaded, or not: for each request one debug line in the engine's log, and one span."""
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from host_control.lookup import LookupAnswer
+from host_control.transfer import Reason, State
+from host_control.vllm.requests import Load
+from shadowserve import spans
+from shadowserve.tier import Tier
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request that waits for its KV. ``why``: reason of a load that fell short."""
+
+    span: spans.Span
+    began_s: float
+    prompt_tokens: int
+    tokens: int = 0
+    why: str = ""
+    answer: LookupAnswer | None = None
+
+
+class Outcomes:
+    """Follows requests from their arrival to the first step that computes on them, and again after a preemption."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._asked: dict[str, _Asked] = {}
+
+    def begin(self, request: Any) -> None:
+        """Follow a request, which has arrived or waits again; nothing changes if it is followed already."""
+        if request.request_id in self._asked or not (spans.recording() or self._logger.isEnabledFor(logging.DEBUG)):
+            return
+        parent = str((request.trace_headers or {}).get(spans.HEADER, ""))
+        span = spans.begin("request", parent, root=True, request=request.request_id)
+        self._asked[request.request_id] = _Asked(span, time.monotonic(), request.num_prompt_tokens)
+
+    def context(self, request_id: str) -> str:
+        """Return the context of a request's span; empty for none."""
+        asked = self._asked.get(request_id)
+        return "" if asked is None else asked.span.context
+
+    def loads(self, request_id: str, answer: LookupAnswer | None, tokens: int) -> None:
+        """Note that a load of some tokens begins."""
+        if (asked := self._asked.get(request_id)) is not None:
+            asked.answer, asked.tokens = answer, tokens
+
+    def short(self, request_id: str, why: str) -> None:
+        """Note why a load fell short."""
+        if (asked := self._asked.get(request_id)) is not None:
+            asked.why = asked.why or why
+
+    def missed(self, request_id: str, load: Load, answer: LookupAnswer | None) -> None:
+        """Tell that nothing is loaded for a request."""
+        reason, detail = str(load.reason), ""
+        if answer is not None and reason in (Reason.NONE, Reason.NOT_WORTH_IT):
+            if answer.reason != Reason.COMPLETE:
+                reason, detail = answer.reason, answer.detail
+            elif answer.tokens <= load.local_tokens:
+                reason = Reason.ABSENT
+        self.tell(request_id, reason, detail, local_tokens=load.local_tokens)
+
+    def ended(self, load: Load, chunk_tokens: int) -> None:
+        """Tell how a load ended."""
+        if (asked := self._asked.get(load.request_id)) is None:
+            return
+        tokens = asked.tokens
+        if load.state is not State.PLACED:
+            placed = (load.first_chunk + load.placed_chunks) * chunk_tokens - load.local_tokens
+            tokens = 0 if load.state is State.CANCELLED else min(tokens, max(placed, 0))
+        self.tell(load.request_id, str(load.reason) or asked.why, tokens=tokens, local_tokens=load.local_tokens)
+
+    def tell(self, request_id: str, reason: str, detail: str = "", *, tokens: int = 0, local_tokens: int = 0) -> None:
+        """Write the line and end the span of a request; nothing happens if it has ended."""
+        if (asked := self._asked.pop(request_id, None)) is None:
+            return
+        waited_s = time.monotonic() - asked.began_s
+        found = Counter(asked.answer.tiers if asked.answer is not None else b"")
+        tiers = ", ".join(f"{count} {Tier(tier).label}" for tier, count in sorted(found.items()) if tier != Tier.NONE)
+        asked.span.end(
+            reason=reason,
+            detail=detail,
+            prompt_tokens=asked.prompt_tokens,
+            loaded_tokens=tokens,
+            local_tokens=local_tokens,
+            tiers=tiers,
+            waited_s=waited_s,
+        )
+        self._logger.debug(
+            "ShadowServe: request %s: %d of %d prompt tokens loaded, %d in vLLM's own cache; reason: %s%s; chunks: %s; "
+            "waited %.3f s",
+            *(request_id, tokens, asked.prompt_tokens, local_tokens, reason, detail and f" ({detail})"),
+            *(tiers or "none", waited_s),
+        )
