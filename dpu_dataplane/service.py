@@ -67,7 +67,7 @@ class _CallCounts(NamedTuple):
 
 
 def _facts(response: Any) -> dict[str, Any]:
-    """Return what a span tells of an answer: outcome, bytes, and for a lookup the chunks found by tier."""
+    """Return a span's attributes for an answer: outcome, bytes, and for a lookup the chunks found by tier."""
     facts = {name: getattr(response, name) for name in ("fetched_bytes", "delivered_bytes") if hasattr(response, name)}
     if hasattr(response, "outcome"):
         facts |= {"outcome": outcome_name(response.outcome), "detail": response.detail}

@@ -1,4 +1,4 @@
-"""Spans of the commands that KV.TRACE announces: one from a command to the end of all replies, not one for each."""
+"""Spans of the commands that follow KV.TRACE: one from a command to the end of all replies, not one for each."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from storage_kv.reply import Reply
 
 
 class CommandSpans:
-    """The announced commands of one connection. Used by its thread.
+    """The commands of one connection that belong to a span of the client. Used by its thread.
 
     Args:
         context: Context of the span that they belong to.

@@ -96,7 +96,7 @@ class Session:
         executing: Commands that EXEC has yet to execute, before any other command of the client.
         executing_bytes: Size of the commands at EXEC.
         slot_tenant: Tenant whose connection slot it uses; None for none.
-        spans: Commands that KV.TRACE announced; None for none.
+        spans: Commands that belong to the span of KV.TRACE; None for none.
     """
 
     id: int

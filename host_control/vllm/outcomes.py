@@ -57,6 +57,7 @@ class Outcomes:
 
     def missed(self, request_id: str, load: Load, answer: LookupAnswer | None) -> None:
         """Tell that nothing is loaded for a request."""
+        self.loads(request_id, answer, 0)
         reason, detail = str(load.reason), ""
         if answer is not None and reason in (Reason.NONE, Reason.NOT_WORTH_IT):
             if answer.reason != Reason.COMPLETE:

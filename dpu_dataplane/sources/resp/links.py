@@ -56,7 +56,7 @@ class Link:
         self.takes_layers = True  # the server knows KV.LAYERS, as far as is known
         self.session: native.TlsSession | None = None
         self.traces = False  # the server knows KV.TRACE, and records spans, as far as is known
-        self.context = ""  # of the span that the server was told
+        self.context = ""  # of the last span that KV.TRACE named
 
     def fileno(self) -> int:
         return self.sock.fileno()
