@@ -2,6 +2,7 @@
 # make demo ARGS="--json out.json" the same, and its table as data
 # make test                        all tests, side by side: in one process more than there are cores
 # make test ARGS="tests/storage -x"  some of them, with pytest's arguments; WORKERS=0 for one process, as --pdb needs it
+# make test-vllm-next              the tests with real engines on vLLM 0.33
 # make test-dpu                    the data plane as on a BlueField, over the DOCA emulator, and with sanitizers
 # make failure-matrix              faults of all kinds, every answer judged; results in build/failure-matrix/
 # make models                      models of every family, with the plugin and without; results in build/models/
@@ -29,7 +30,7 @@ export VENV PYTHON
 built_sources := $(shell find native proto CMakeLists.txt -type f)
 ready := $(VENV)/.ready
 
-.PHONY: demo test test-dpu failure-matrix models combinations soak fuzz mutants bench lint format setup clean
+.PHONY: demo test test-dpu test-vllm-next failure-matrix models combinations soak fuzz mutants bench lint format setup clean
 
 demo: $(ready)
 	$(VENV)/bin/shadowserve demo $(ARGS)
@@ -40,6 +41,9 @@ test: $(ready)
 
 test-dpu: $(ready)
 	scripts/test-dpu $(ARGS)
+
+test-vllm-next: $(ready)
+	scripts/test-vllm-next $(ARGS)
 
 failure-matrix: $(ready)
 	$(VENV)/bin/python scripts/failure-matrix --output build/failure-matrix \
