@@ -7,6 +7,7 @@ Spans wait in a bounded queue for a thread that sends them. Without room they ar
 
 import contextlib
 import importlib.util
+import logging
 import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -25,6 +26,7 @@ _QUEUE_MAX: Final = 1024
 _TEXT_MAX: Final = 256
 _SEND_TIMEOUT_S: Final = 2.0
 _SEND_INTERVAL_MS: Final = 1000
+_LOG_INTERVAL_S: Final = 60.0
 
 _tracer: Any = None
 _stop: Callable[[], None]
@@ -35,8 +37,8 @@ def _check_endpoint(value: str) -> str:
     if not value:
         return value
     url = urlsplit(value)
-    if url.scheme not in ("http", "https") or not url.hostname:
-        raise ValueError(f"'{value}' is no address of a collector's OTLP/HTTP port: use http://HOST:4318")
+    if url.scheme not in ("http", "https") or not url.hostname or url.username is not None:
+        raise ValueError("use the address of a collector's OTLP/HTTP port, http://HOST:4318, without a user's name")
     try:
         installed = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     except ModuleNotFoundError:
@@ -48,6 +50,19 @@ def _check_endpoint(value: str) -> str:
 
 OtlpEndpoint = Annotated[str, AfterValidator(_check_endpoint)]
 """Configuration value: address of a collector, or empty for no spans."""
+
+
+class _Limiter:
+    """Allows a log line a minute."""
+
+    def __init__(self) -> None:
+        self._next_s = 0.0
+
+    def allow(self, record: logging.LogRecord) -> bool:
+        if record.created < self._next_s:
+            return False
+        self._next_s = record.created + _LOG_INTERVAL_S
+        return True
 
 
 class Span:
@@ -95,6 +110,7 @@ def start(endpoint: str, service: str) -> None:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     path = "" if urlsplit(endpoint).path.strip("/") else "/v1/traces"
+    logging.getLogger(OTLPSpanExporter.__module__).addFilter(_Limiter().allow)  # a lost collector
     exporter = OTLPSpanExporter(endpoint.rstrip("/") + path, timeout=_SEND_TIMEOUT_S)
     provider = TracerProvider(
         resource=Resource.create({"service.name": service, "service.version": __version__}),

@@ -24,6 +24,14 @@ class _Asked:
     why: str = ""
     answer: LookupAnswer | None = None
 
+    def why_not_more(self, tokens: int, chunk_tokens: int) -> tuple[str, str]:
+        """Return why no more than these leading tokens come from a cache, and the detail."""
+        if self.answer is None or tokens < self.answer.tokens:
+            return Reason.NOT_WORTH_IT, ""
+        if self.answer.reason == Reason.COMPLETE and tokens < (self.prompt_tokens - 1) // chunk_tokens * chunk_tokens:
+            return Reason.ABSENT, ""
+        return self.answer.reason, self.answer.detail
+
 
 class Outcomes:
     """Follows requests from their arrival to the first step that computes on them, and again after a preemption."""
@@ -55,26 +63,26 @@ class Outcomes:
         if (asked := self._asked.get(request_id)) is not None:
             asked.why = asked.why or why
 
-    def missed(self, request_id: str, load: Load, answer: LookupAnswer | None) -> None:
+    def missed(self, request_id: str, load: Load, answer: LookupAnswer | None, chunk_tokens: int) -> None:
         """Tell that nothing is loaded for a request."""
         self.loads(request_id, answer, 0)
         reason, detail = str(load.reason), ""
-        if answer is not None and reason in (Reason.NONE, Reason.NOT_WORTH_IT):
-            if answer.reason != Reason.COMPLETE:
-                reason, detail = answer.reason, answer.detail
-            elif answer.tokens <= load.local_tokens:
-                reason = Reason.ABSENT
+        if (asked := self._asked.get(request_id)) is not None and reason in (Reason.NONE, Reason.NOT_WORTH_IT):
+            reason, detail = asked.why_not_more(load.local_tokens, chunk_tokens)
         self.tell(request_id, reason, detail, local_tokens=load.local_tokens)
 
     def ended(self, load: Load, chunk_tokens: int) -> None:
         """Tell how a load ended."""
         if (asked := self._asked.get(load.request_id)) is None:
             return
-        tokens = asked.tokens
-        if load.state is not State.PLACED:
-            placed = (load.first_chunk + load.placed_chunks) * chunk_tokens - load.local_tokens
+        tokens, local = asked.tokens, load.local_tokens
+        if load.state is State.PLACED:
+            reason, detail = asked.why_not_more(local + tokens, chunk_tokens)
+        else:
+            reason, detail = str(load.reason) or asked.why, ""
+            placed = (load.first_chunk + load.placed_chunks) * chunk_tokens - local
             tokens = 0 if load.state is State.CANCELLED else min(tokens, max(placed, 0))
-        self.tell(load.request_id, str(load.reason) or asked.why, tokens=tokens, local_tokens=load.local_tokens)
+        self.tell(load.request_id, reason, detail, tokens=tokens, local_tokens=local)
 
     def tell(self, request_id: str, reason: str, detail: str = "", *, tokens: int = 0, local_tokens: int = 0) -> None:
         """Write the line and end the span of a request; nothing happens if it has ended."""

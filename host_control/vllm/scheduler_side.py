@@ -378,7 +378,7 @@ class SchedulerSide:
             self._allocate_load(state, tables, external_tokens)
         else:
             answer = self._lookup.poll(request.request_id) if self._lookup is not None else None
-            self._outcomes.missed(request.request_id, state.load, answer)
+            self._outcomes.missed(request.request_id, state.load, answer, self._groups.chunk_tokens)
         if follows and decision is not None and self._policy_runner is not None:
             self._policy_runner.follow(state, decision)
 

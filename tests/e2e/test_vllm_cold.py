@@ -98,34 +98,6 @@ def engine(
     second.close()
 
 
-def test_a_load_is_one_trace_from_the_request_to_the_bucket(
-    engine: Any, bucket: FaultyS3, spans: Collector, prompt: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    caller, trace, core = "c" * 16, "7" * 32, engine.llm.llm_engine
-    with caplog.at_level(logging.DEBUG, "vllm.shadowserve"):
-        headers = {"traceparent": f"00-{trace}-{caller}-01"}
-        core.add_request("traced", {"prompt_token_ids": prompt(600, 3)}, greedy(), trace_headers=headers)
-        add(engine, "unknown", prompt(513, 77))
-        wait_for(lambda: core.step() is not None and not core.has_unfinished_requests())
-    (line,) = (line for line in caplog.messages if "request traced" in line)
-    assert "512 of 600 prompt tokens loaded, 0 in vLLM's own cache; reason: complete; chunks: 2 cold" in line
-    (line,) = (line for line in caplog.messages if "request unknown" in line)
-    assert "0 of 513 prompt tokens loaded" in line and "reason: absent" in line
-    path = ["request", "transfer", "dpu.fetch", "dpu.batch", "storage.getrange"]
-    found = spans.trace(trace, *path, "lookup", "dpu.lookup", "storage.kv.meta", "storage.kv.prefetch", "s3.read")
-    by_id = {span.id: span for span in found}
-    tree = {(by_id[span.parent].name if span.parent != caller else "", span.name) for span in found}
-    assert {("", "request"), *zip(path, path[1:], strict=False)} <= tree
-    assert {("request", "lookup"), ("lookup", "dpu.lookup"), ("dpu.lookup", "storage.kv.meta")} <= tree
-    assert ("storage.kv.prefetch", "s3.read") in tree
-    (request,) = (span for span in found if span.name == "request")
-    assert request.service == "shadowserve-engine" and request.attributes["loaded_tokens"] == 512
-    assert (request.attributes["reason"], request.attributes["tiers"]) == ("complete", "2 cold")
-    assert 0 < request.attributes["waited_s"] <= request.seconds + 0.1
-    others = [span for span in spans.spans if span.name == "request" and span.trace != trace]
-    assert all(not span.parent for span in others), "a request without a caller's context begins a trace"
-
-
 def test_a_cold_prompt_is_loaded_while_others_run(
     engine: Any, bucket: FaultyS3, storage: Process, prompt: Any, reference: Any
 ) -> None:
@@ -183,3 +155,44 @@ def test_a_cold_prompt_is_computed_after_its_deadline(
     counted = engine.counted_since()
     assert counted.get("load_failures/cold_late", 0) + counted.get("load_failures/deadline", 0) == 1, counted
     assert engine.client.statistics().stored_raw_bytes == before.stored_raw_bytes, "chunks were stored again"
+
+
+def test_a_load_is_one_trace_from_the_request_to_the_bucket(
+    engine: Any,
+    bucket: FaultyS3,
+    spans: Collector,
+    prompt: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caller, trace, core = "c" * 16, "7" * 32, engine.llm.llm_engine
+    bucket.fault, bucket.bytes_per_s = lambda asked: None, 0.0
+    # It knows the bucket as slow.
+    monkeypatch.setattr(engine.connector._scheduler, "_policy_runner", None)
+    with caplog.at_level(logging.DEBUG, "vllm.shadowserve"):
+        headers = {"traceparent": f"00-{trace}-{caller}-01"}
+        core.add_request("traced", {"prompt_token_ids": prompt(600, 3)}, greedy(), trace_headers=headers)
+        add(engine, "unknown", prompt(513, 77))
+        wait_for(lambda: core.step() is not None and not core.has_unfinished_requests())
+        add(engine, "partial", prompt(256, 3) + prompt(400, 77))
+        engine.forget()
+        wait_for(lambda: core.step() is not None and not core.has_unfinished_requests())
+    (line,) = (line for line in caplog.messages if "request traced" in line)
+    assert "512 of 600 prompt tokens loaded, 0 in vLLM's own cache; reason: complete; chunks: 2 cold" in line
+    (line,) = (line for line in caplog.messages if "request unknown" in line)
+    assert "0 of 513 prompt tokens loaded" in line and "reason: absent" in line
+    (line,) = (line for line in caplog.messages if "request partial" in line)
+    assert "256 of 656 prompt tokens loaded" in line and "reason: absent; chunks: 1 storage" in line
+    path = ["request", "transfer", "dpu.fetch", "dpu.batch", "storage.getrange"]
+    found = spans.trace(trace, *path, "lookup", "dpu.lookup", "storage.kv.meta", "storage.kv.prefetch", "s3.read")
+    by_id = {span.id: span for span in found}
+    tree = {(by_id[span.parent].name if span.parent != caller else "", span.name) for span in found}
+    assert {("", "request"), *zip(path, path[1:], strict=False)} <= tree
+    assert {("request", "lookup"), ("lookup", "dpu.lookup"), ("dpu.lookup", "storage.kv.meta")} <= tree
+    assert ("storage.kv.prefetch", "s3.read") in tree
+    (request,) = (span for span in found if span.name == "request")
+    assert request.service == "shadowserve-engine" and request.attributes["loaded_tokens"] == 512
+    assert (request.attributes["reason"], request.attributes["tiers"]) == ("complete", "2 cold")
+    assert 0 < request.attributes["waited_s"] <= request.seconds + 0.1
+    others = [span for span in spans.spans if span.name == "request" and span.trace != trace]
+    assert all(not span.parent for span in others), "a request without a caller's context begins a trace"

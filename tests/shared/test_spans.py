@@ -10,10 +10,11 @@ from host_control.config import HostConfig
 from shadowserve.errors import ConfigurationError
 
 
-@pytest.mark.parametrize("endpoint", ["collector:4318", "ftp://collector", "http://"])
+@pytest.mark.parametrize("endpoint", ["collector:4318", "ftp://collector", "http://", "http://user:secret@collector"])
 def test_another_address_than_a_collectors_is_refused(endpoint: str) -> None:
-    with pytest.raises(ConfigurationError, match="otlp_endpoint"):
+    with pytest.raises(ConfigurationError, match="otlp_endpoint.*http://HOST:4318") as raised:
         HostConfig.from_engine({"otlp_endpoint": endpoint})
+    assert "secret" not in str(raised.value)
 
 
 def test_without_the_packages_a_configured_endpoint_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
