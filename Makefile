@@ -30,7 +30,8 @@ export VENV PYTHON
 built_sources := $(shell find native proto CMakeLists.txt -type f)
 ready := $(VENV)/.ready
 
-.PHONY: demo test test-dpu test-vllm-next failure-matrix models combinations soak fuzz mutants bench lint format setup clean
+.PHONY: demo test test-dpu test-vllm-next failure-matrix models combinations soak fuzz mutants bench lint format \
+	setup clean
 
 demo: $(ready)
 	$(VENV)/bin/shadowserve demo $(ARGS)

@@ -81,7 +81,7 @@ class DataPlaneConfig(Section):
     log_format: LogFormat = "text"
     """Log lines as text, or as one JSON object per line."""
     otlp_endpoint: OtlpEndpoint = ""
-    """Collector for spans of traced requests, ``http://host:4318``; empty for none (docs/guides/trace.md)."""
+    """OpenTelemetry collector for spans (docs/guides/trace.md); empty for none."""
 
     storage: str = "127.0.0.1:6380"
     """Storage node, host:port; empty for none, which is the default with ``tiers``. Not used with ``storage_nodes`` or

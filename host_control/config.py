@@ -134,8 +134,7 @@ class HostConfig(Section):
     """Time limit at shutdown for waiting stores and running loads."""
 
     otlp_endpoint: OtlpEndpoint = ""
-    """OpenTelemetry collector for one trace per request, ``http://host:4318``; empty for none (docs/guides/trace.md).
-    """
+    """OpenTelemetry collector for one trace per request (docs/guides/trace.md); empty for none."""
 
     @field_validator("data_plane")
     @classmethod

@@ -197,7 +197,7 @@ class StorageConfig(PoolConfig, AccessConfig):
     log_format: LogFormat = "text"
     """Log lines as text, or as one JSON object per line, with the same events and fields."""
     otlp_endpoint: OtlpEndpoint = ""
-    """Collector for spans of traced requests, ``http://host:4318``; empty for none (docs/guides/trace.md)."""
+    """OpenTelemetry collector for spans (docs/guides/trace.md); empty for none."""
 
     @field_validator("metrics_port", mode="before")
     @classmethod
