@@ -39,10 +39,15 @@ class Collector:
                 plain = {key.removeprefix("shadowserve."): value for key, value in attributes.items()}
                 self.spans.append(Span(service, span.name.removeprefix("shadowserve."), *ids, seconds, plain))
 
-    def trace(self, trace: str, *names: str) -> list[Span]:
-        """Wait until a trace has spans of these names; return all of its spans."""
-        wait_for(lambda: set(names) <= {span.name for span in self.spans if span.trace == trace})
-        return [span for span in self.spans if span.trace == trace]
+    def trace(self, trace: str, caller: str, *names: str) -> list[Span]:
+        """Return a trace once it has spans of these names, and every span's parent is one of them or the caller."""
+
+        def found() -> list[Span]:
+            spans = [span for span in self.spans if span.trace == trace]
+            connected = {span.parent for span in spans} <= {caller, *(span.id for span in spans)}
+            return spans if connected and set(names) <= {span.name for span in spans} else []
+
+        return list(wait_for(found))
 
 
 @contextmanager

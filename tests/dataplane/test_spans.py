@@ -42,12 +42,12 @@ async def test_a_trace_continues_through_data_plane_and_storage_node(spans: Coll
             await caused_by(client, f"00-{'3' * 32}-{PARENT}-01").fetches(KEYS, len(KEYS))
             for trace in "13":
                 names = ["dpu.fetch", "dpu.batch", "storage.getrange"]
-                await asyncio.to_thread(spans.trace, trace * 32, *names)
+                await asyncio.to_thread(spans.trace, trace * 32, PARENT, *names)
     finally:
         daemon.close()
         storage.kill()
     assert {span.trace[0] for span in spans.spans} == {"1", "3"}, "an invalid or unsampled context began a trace"
-    found = await asyncio.to_thread(spans.trace, "1" * 32, "dpu.lookup", "storage.kv.meta")
+    found = await asyncio.to_thread(spans.trace, "1" * 32, PARENT, "dpu.lookup", "storage.kv.meta")
     by_id = {span.id: span for span in found}
     parents = {(span.name, by_id[span.parent].name if span.parent != PARENT else "") for span in found}
     assert {("dpu.lookup", ""), ("dpu.fetch", ""), ("storage.kv.meta", "dpu.lookup")} <= parents

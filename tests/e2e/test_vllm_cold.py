@@ -184,7 +184,9 @@ def test_a_load_is_one_trace_from_the_request_to_the_bucket(
     (line,) = (line for line in caplog.messages if "request partial" in line)
     assert "256 of 656 prompt tokens loaded" in line and "reason: absent; chunks: 1 storage" in line
     path = ["request", "transfer", "dpu.fetch", "dpu.batch", "storage.getrange"]
-    found = spans.trace(trace, *path, "lookup", "dpu.lookup", "storage.kv.meta", "storage.kv.prefetch", "s3.read")
+    found = spans.trace(
+        trace, caller, *path, "lookup", "dpu.lookup", "storage.kv.meta", "storage.kv.prefetch", "s3.read"
+    )
     by_id = {span.id: span for span in found}
     tree = {(by_id[span.parent].name if span.parent != caller else "", span.name) for span in found}
     assert {("", "request"), *zip(path, path[1:], strict=False)} <= tree
