@@ -298,7 +298,10 @@ class Connection:
             is_broken = True
         if sent_bytes or sent_slices:  # a slice may be empty
             self._count_sent(sent_bytes, replies.layer_bytes - layer_bytes, sent_slices)
-        if self.session.spans is not None and not (self._executor.has_unsent_replies or self._executor.has_input):
+        executor = self._executor
+        if self.session.spans is not None and not (
+            executor.has_unsent_replies or executor.has_input or executor.working
+        ):
             self.session.spans.end()
         if is_broken:  # at last: it clears what counting sets
             self.abort()
