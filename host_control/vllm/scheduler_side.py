@@ -99,7 +99,7 @@ class SchedulerSide:
         self.problem = problem
         self._logger = logger
         self._failures = FailureLog(logger)
-        self._outcomes = Outcomes(logger)
+        self._outcomes = Outcomes(logger, groups)
         self._inputs = inputs or RequestInputs()
         self.epochs = Epochs()
         self.counts = Counts()
@@ -144,7 +144,7 @@ class SchedulerSide:
         if self._policy_runner is not None:
             self._policy_runner.start(shake.layers, shake.layerwise_chunks, shake.chunk_bytes)
         self._timing.begin(shake.model, shake.machine, shake.layers, self._logger, self._clients)
-        lookup = self._lookup = self._make_lookup(workers, groups)
+        lookup = self._lookup = self._outcomes.lookup = self._make_lookup(workers, groups)
         if self._engine.fetch:
             self.waiting = WaitingQueue(lookup.chains, self._clients, by_priority=self._engine.by_priority)
         self._stores = Stores(shake.model, groups, lookup, self.slower, enabled=self._engine.store)
@@ -188,11 +188,9 @@ class SchedulerSide:
         named = self._name(state)  # of all requests, in their order: an adapter's number may be reused
         if (problem := request_problem(request)) is not None:
             self._failures.warn("a request is served without the cache", problem, "")
-            self._outcomes.tell(request.request_id, Reason.OFF, problem)
         elif named:
             self._start_lookup(state)
-        else:
-            self._outcomes.tell(request.request_id, Reason.UNNAMED)
+        self._outcomes.arrived(state, problem or "")
         if self.waiting is not None:  # after the lookup began: before, the queue would read "no lookup" as "no hit"
             self.waiting.enqueue(request.request_id, request.priority)
 
@@ -376,9 +374,7 @@ class SchedulerSide:
         follows = decision is not None and bool(external_tokens) == (decision.way != "compute")
         if external_tokens:
             self._allocate_load(state, tables, external_tokens)
-        else:
-            answer = self._lookup.poll(request.request_id) if self._lookup is not None else None
-            self._outcomes.missed(request.request_id, state.load, answer, self._groups.chunk_tokens)
+        self._outcomes.allocated(state.load, external_tokens)
         if follows and decision is not None and self._policy_runner is not None:
             self._policy_runner.follow(state, decision)
 
@@ -390,7 +386,6 @@ class SchedulerSide:
             self.counts.add("restored_tokens", external_tokens)
         end_tokens = load.local_tokens + external_tokens
         self._lookup.begin_load(request.request_id, self._chunks(end_tokens))
-        self._outcomes.loads(request.request_id, self._lookup.poll(request.request_id), external_tokens)
         load.in_step = not self.waits(request)
         load.first_chunk = load.local_tokens // chunk_tokens
         load.chunks = load.placed_chunks = self._chunks(end_tokens) - load.first_chunk
@@ -402,7 +397,6 @@ class SchedulerSide:
             layerwise=load.layerwise,
             in_step=load.in_step and not load.layerwise,
             available=self._available(state),
-            context=self._outcomes.context(request.request_id),
         )
         self.ways.count_load(request, "" if load.layerwise else load.not_layerwise)
         try:
@@ -459,8 +453,7 @@ class SchedulerSide:
         for request_id, seconds in report.seconds.items():
             if (load := self._loads.get(request_id)) is not None:
                 load.seconds = max(load.seconds, seconds)
-        for request_id, reason in report.reasons.items():
-            self._outcomes.short(request_id, reason)
+        self._outcomes.short(report.reasons)
         for request_id, chunks in report.loaded.items():
             if (load := self._loads.get(request_id)) is not None:
                 self._placed(load, chunks)
@@ -493,7 +486,7 @@ class SchedulerSide:
             load.on(Event.FALL_SHORT)
         else:
             load.on(Event.COMPLETE, Reason.COMPLETE)
-        self._outcomes.ended(load, self._groups.chunk_tokens)
+        self._outcomes.ended(load)
         if self._policy_runner is not None:
             self._policy_runner.load_ended(load)
 
@@ -532,10 +525,9 @@ class SchedulerSide:
             self.waiting.ended(request_id)
         if self._policy_runner is not None:
             self._policy_runner.forget(request_id)
+        self._outcomes.finished(request_id, self._loads.get(request_id))
         if (load := self._loads.get(request_id)) is not None and not load.in_step:
             load.abort_due = True
-        else:
-            self._outcomes.tell(request_id, Reason.CANCELLED)
         if state is None or not state.served or self._lookup is None:
             return None
         if state.foreseen and (answer := self._lookup.poll(request_id)) is not None:
