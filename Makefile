@@ -2,6 +2,7 @@
 # make demo ARGS="--json out.json" the same, and its table as data
 # make test                        all tests, side by side: in one process more than there are cores
 # make test ARGS="tests/storage -x"  some of them, with pytest's arguments; WORKERS=0 for one process, as --pdb needs it
+# make test-vllm-next              the tests with real engines on vLLM 0.33
 # make test-dpu                    the data plane as on a BlueField, over the DOCA emulator, and with sanitizers
 # make test-browser                the web pages in headless Chromium; screenshots in build/browser/
 # make failure-matrix              faults of all kinds, every answer judged; results in build/failure-matrix/
@@ -31,8 +32,8 @@ export VENV PYTHON
 built_sources := $(shell find native proto CMakeLists.txt -type f)
 ready := $(VENV)/.ready
 
-.PHONY: demo test test-dpu test-browser failure-matrix models combinations soak fuzz mutants bench lint
-.PHONY: format setup clean test-chart
+.PHONY: demo test test-dpu test-vllm-next test-browser test-chart failure-matrix models combinations
+.PHONY: soak fuzz mutants bench lint format setup clean
 
 demo: $(ready)
 	$(VENV)/bin/shadowserve demo $(ARGS)
@@ -49,6 +50,9 @@ test-browser: $(ready)
 
 test-chart: $(ready)
 	scripts/test-chart $(ARGS)
+
+test-vllm-next: $(ready)
+	scripts/test-vllm-next $(ARGS)
 
 failure-matrix: $(ready)
 	$(VENV)/bin/python scripts/failure-matrix --output build/failure-matrix \

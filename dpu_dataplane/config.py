@@ -12,6 +12,7 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.logs import LogFormat
 from shadowserve.pool.config import PoolConfig
 from shadowserve.sizes import ByteSize
+from shadowserve.spans import OtlpEndpoint
 from shadowserve.tls import check_pair, check_served
 
 CORE_ANY: Final = -1
@@ -80,6 +81,8 @@ class DataPlaneConfig(Section):
     """Least severe level of log lines."""
     log_format: LogFormat = "text"
     """Log lines as text, or as one JSON object per line."""
+    otlp_endpoint: OtlpEndpoint = ""
+    """OpenTelemetry collector for spans (docs/guides/trace.md); empty for none."""
 
     storage: str = "127.0.0.1:6380"
     """Storage node, host:port; empty for none, which is the default with ``tiers``. Not used with ``storage_nodes`` or

@@ -25,7 +25,7 @@ from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.found import Cold, Fault, Found, Stored
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Failure, Resources, Source
 from dpu_dataplane.tracing import Tracer
-from shadowserve import native
+from shadowserve import native, spans
 from shadowserve.errors import StorageError, StorageRefusedError
 from shadowserve.native import Result
 from shadowserve.pieces import pack
@@ -211,7 +211,7 @@ class Fetcher:
 
     async def _wait_for_cold(self, job: Job, fetch: Fetch) -> None:
         """Wait, without a turn, until object storage has brought the cold records that it can bring."""
-        with self.queue.aside(job), contextlib.suppress(StorageError):
+        with self.queue.aside(job), contextlib.suppress(StorageError), spans.span("dpu.cold", count=len(fetch.cold)):
             await job.within(self.catalog.find(fetch.cold, fresh=False), "waiting for object storage")
         fetch.waited, fetch.cold = True, []
 

@@ -30,7 +30,7 @@ from dpu_dataplane.sources.selection import nodes_max, source_of
 from dpu_dataplane.sources.source import Resources, Source
 from dpu_dataplane.storing import Storer
 from dpu_dataplane.tracing import Tracer
-from shadowserve import native
+from shadowserve import native, spans
 from shadowserve.addresses import join_address, split_address
 from shadowserve.cores import confine
 from shadowserve.errors import ConfigurationError, NativeError
@@ -435,4 +435,5 @@ def run(config: DataPlaneConfig) -> None:
     # First: threads inherit their cores, and buffers are allocated on the memory node of these cores.
     confine(config.process_cores())
     configure_logging(config.log_level, config.log_format)
+    spans.start(config.otlp_endpoint, "shadowserve-dpu")
     asyncio.run(_main(config))

@@ -28,11 +28,12 @@ from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.source import Chain, PageRequest
 from dpu_dataplane.storing import Store, Storer
 from dpu_dataplane.validation import InvalidCall, Validator
-from shadowserve import __version__, native
+from shadowserve import __version__, native, spans
 from shadowserve.chunk import ChunkLayout
 from shadowserve.pieces import Flags, pack
 from shadowserve.proto import PROTOCOL_VERSION, dataplane_pb2_grpc
 from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.tier import Tier
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -63,6 +64,17 @@ class _CallCounts(NamedTuple):
     response: Any
     outcomes: Counter[str]
     seconds: Histogram
+
+
+def _facts(response: Any) -> dict[str, Any]:
+    """Return a span's attributes for an answer: outcome, bytes, and for a lookup the chunks found by tier."""
+    facts = {name: getattr(response, name) for name in ("fetched_bytes", "delivered_bytes") if hasattr(response, name)}
+    if hasattr(response, "outcome"):
+        facts |= {"outcome": outcome_name(response.outcome), "detail": response.detail}
+    if isinstance(response, pb.LookupResponse):
+        found = Counter(b"".join(response.tiers))
+        facts |= {f"chunks.{Tier(tier).label}": count for tier, count in found.items() if tier != Tier.NONE}
+    return facts
 
 
 def _call(
@@ -113,7 +125,14 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         """Run a handler for the calling host; convert errors in the call to a gRPC status."""
         try:
             with self.hosts.call(context) as caller:
-                return await handle(request, caller)
+                if not spans.recording():
+                    return await handle(request, caller)
+                parent = str(dict(context.invocation_metadata() or ()).get(spans.HEADER, ""))
+                name = type(request).__name__.removesuffix("Request").lower()
+                with spans.span(f"dpu.{name}", parent, kind="server") as span:
+                    response = await handle(request, caller)
+                    span.set(**_facts(response))
+                    return response
         except CallError as error:
             await context.abort(error.code, str(error), error.metadata)
         raise AssertionError("abort() always raises")

@@ -1,6 +1,6 @@
 """Traces of fetches: the spans of the C core's threads, and the steps of the calls around them.
 
-One recording at a time. Without one, a step costs the check of a flag.
+One recording at a time. Without one, a step costs the check of a flag. The steps of a traced request are spans, too.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from typing import Final
 import grpc
 
 from dpu_dataplane.jobs import CallError
-from shadowserve import native
+from shadowserve import native, spans
 from shadowserve.errors import NativeError
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -80,15 +80,18 @@ class Tracer:
     def step(self, owner: str, name: str, count: int = 0) -> Iterator[None]:
         """Record a step of a host's Fetch call while in this context; ``count`` is its number of chunks or pieces."""
         recording = self._of(owner)
-        if recording is None:
+        traced = bool(spans.current()) and name != "fetch"  # the call has a span already
+        if recording is None and not traced:
             yield
             return
         begin = time.monotonic_ns()
         try:
-            yield
+            with spans.span(f"dpu.{name}", count=count) if traced else contextlib.nullcontext():
+                yield
         finally:
-            end = time.monotonic_ns()
-            self._note(recording, pb.TraceSpan(step=name, begin_ns=begin, end_ns=end, piece=count))
+            if recording is not None:
+                end = time.monotonic_ns()
+                self._note(recording, pb.TraceSpan(step=name, begin_ns=begin, end_ns=end, piece=count))
 
     def _of(self, owner: str) -> _Recording | None:
         recording = self._recording

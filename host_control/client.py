@@ -28,6 +28,7 @@ from host_control.answers import (
 from host_control.connection import Connection, Peer, explain
 from host_control.fetch_policy import Decision
 from host_control.transfer import Reason
+from shadowserve import spans
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
 from shadowserve.pieces import Flags, unpack
@@ -556,7 +557,9 @@ class DataPlaneClient:
 
     def _within(self, timeout: float) -> dict[str, Any]:
         """Return gRPC's arguments of a call of this session."""
-        return {"timeout": timeout, "metadata": self._connection.metadata()}
+        context = spans.current()
+        traced = ((spans.HEADER, context),) if context else ()
+        return {"timeout": timeout, "metadata": self._connection.metadata() + traced}
 
     def _keep_alive(self, call: Any) -> None:
         # gRPC ends a call without references.

@@ -17,6 +17,7 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.sizes import ByteSize
+from shadowserve.spans import OtlpEndpoint
 from shadowserve.tls import Credentials, check_pair
 
 _DOTTED: Final = "shadowserve."
@@ -135,6 +136,9 @@ class HostConfig(Section):
     own /metrics has them, too."""
     close_timeout_s: float = Field(5.0, ge=0, le=60)
     """Time limit at shutdown for waiting stores and running loads."""
+
+    otlp_endpoint: OtlpEndpoint = ""
+    """OpenTelemetry collector for one trace per request (docs/guides/trace.md); empty for none."""
 
     @field_validator("metrics_port", mode="before")
     @classmethod

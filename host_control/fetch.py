@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from host_control.answers import FetchAnswer
 from host_control.disaggregation import Available
 from host_control.transfer import Transfer
+from shadowserve.spans import Span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class FetchJob:
             storage brings it. :meth:`KVCacheManager.exchange` updates it; until then the job waits and others run.
         layerwise: Fetch layer by layer: one shard with all its layers, which fits the registered memory.
         window_s: Seconds that the engine will compute with each layer; 0 if unknown.
+        context: Context of the request's span; empty for none.
     """
 
     request_id: str
@@ -33,6 +35,7 @@ class FetchJob:
     available: Available | None = None
     layerwise: bool = False
     window_s: float = 0.0
+    context: str = ""
 
     @property
     def chunks(self) -> int:
@@ -83,6 +86,7 @@ class Fetch(Transfer):
     """
 
     job: FetchJob = field(default_factory=lambda: FetchJob(request_id="", keys=()))
+    span: Span = field(default_factory=Span)
     enqueued_at: float = 0.0
     deadline: float = 0.0
     available: Available | None = None

@@ -22,6 +22,7 @@ from host_control.cold import ColdLoads
 from host_control.disaggregation import Available, Disaggregation, Publications
 from host_control.probe import Probe, Prober, Records
 from host_control.transfer import Reason
+from shadowserve import spans
 from shadowserve.errors import DataPlaneError
 from shadowserve.keys import Extra, prefix_chain, record_keys, tail_chunk_key
 from shadowserve.pieces import Flags, leading
@@ -146,6 +147,7 @@ class PrefixLookup:
         loads_wait: A load may start while some of its chunks are pending or cold.
         load_timeout: Seconds that a load may take, and that a lookup waits for cold chunks.
         plain: This engine stores records uncompressed, for devices of its data plane.
+        context: Returns the context of a request's span.
 
     Attributes:
         reach: Engines that learn of published chunks, a ``Reach`` of the wire, as a data plane told last.
@@ -167,6 +169,7 @@ class PrefixLookup:
         loads_wait: bool = False,
         load_timeout: float = 10.0,
         plain: bool = False,
+        context: Callable[[str], str] = lambda request_id: "",
     ) -> None:
         self._model = model
         self._prober = Prober({0: groups, **(others or {})}, (SAVED, saved or groups), every or [True] * len(groups))
@@ -178,6 +181,7 @@ class PrefixLookup:
         self._loads_wait = loads_wait
         self._load_timeout = load_timeout
         self._plain = plain
+        self._context = context
         self.reach = 0
         self._lock = threading.Lock()
         self._lookups: dict[str, _Lookup] = {}
@@ -342,7 +346,10 @@ class PrefixLookup:
 
     def _guarded(self, lookup: _Lookup, step: Callable[[_Lookup], None]) -> None:
         try:
-            step(lookup)
+            with spans.span("lookup", self._context(lookup.request_id)) as span:
+                step(lookup)
+                answer = lookup.answer or lookup.best_answer
+                span.set(chunks=len(lookup.wanted), found_tokens=answer.tokens, reason=answer.reason)
         except Exception as error:  # a bug must not leave the request waiting for its deadline
             self._resolve(lookup, LookupAnswer(0, Reason.INTERNAL, f"{type(error).__name__}: {error}"))
 
@@ -507,7 +514,8 @@ class PrefixLookup:
 
         def ask(first: int, end: int) -> tuple[Flags, Flags]:
             rest, counts = lookup.wanted[first:end], {best.shard_layout: end - first}
-            (probe,) = self._prober.ask(counts, rest, self._timeout, published=waits, prefetch=True)
+            with spans.use(self._context(lookup.request_id)):
+                (probe,) = self._prober.ask(counts, rest, self._timeout, published=waits, prefetch=True)
             cold = probe.farthest(needed, first) == Tier.COLD
             return probe.stored & ~cold, cold if probe.pending is None else cold | probe.pending
 

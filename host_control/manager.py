@@ -31,6 +31,7 @@ from host_control.layer_fetch import LayerMover, ScatterLayers
 from host_control.movers import BatchMover, PageMover
 from host_control.registered_memory import RegisteredMemory
 from host_control.transfer import Event, Reason, State
+from shadowserve import spans
 from shadowserve.errors import DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -144,6 +145,7 @@ class KVCacheManager:
         fetch = self._outstanding[job.request_id] = Fetch(
             state=State.QUEUED,
             job=job,
+            span=spans.begin("transfer", job.context, chunks=job.chunks),
             enqueued_at=now,
             deadline=now + self._fetch_timeout,
             available=job.available,
@@ -205,8 +207,9 @@ class KVCacheManager:
             try:
                 if self._pages is not None:
                     self._pages.prepare(fetch)
-                while self._advance(fetch):
-                    pass
+                with spans.use(fetch.span.context):
+                    while self._advance(fetch):
+                        pass
             except Exception as error:  # the thread must survive any bug; the job is recomputed
                 _logger.exception("fetching for request %s failed", fetch.job.request_id)
                 self._batches.end(fetch, Reason.INTERNAL, f"{type(error).__name__}: {error}")
@@ -294,6 +297,13 @@ class KVCacheManager:
             waited=(fetch.started_at or now) - fetch.enqueued_at,
         )
         fetch.on(Event.CANCEL if fetch.cancelled else Event.COMPLETE if result.complete else Event.FALL_SHORT)
+        fetch.span.end(
+            reason=reason,
+            detail=detail,
+            fetched_bytes=result.fetched_bytes,
+            queued_s=result.waited,
+            chunks=sum(result.chunks),
+        )
         with self._condition:
             self._completion.append(result)  # first: :attr:`idle` takes no lock
             del self._outstanding[fetch.job.request_id]

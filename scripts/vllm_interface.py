@@ -5,6 +5,7 @@
     scripts/vllm_interface.py --record          write tests/assets/vllm/VERSION.json again from it, and the document
     scripts/vllm_interface.py --record --fetch  the same of the release that has no CPU build, from PyPI: 150 MB of /tmp
     scripts/vllm_interface.py --source FOLDER   from sources in a folder that contains vllm/
+    scripts/vllm_interface.py --fetch --keep FOLDER   compare, and copy the fetched package into FOLDER
 
 The script parses sources and never runs them, so it reads releases that cannot be installed here. It finds our imports
 from vLLM in our own sources. All public members of our base classes count. ``OBJECTS`` names the objects that vLLM
@@ -18,6 +19,7 @@ import functools
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -72,7 +74,7 @@ OBJECTS = {
     "vllm.v1.kv_cache_interface.ChunkedLocalAttentionSpec": _SPEC,
     "vllm.v1.request.Request": "request_id prompt_token_ids prompt_embeds all_token_ids num_tokens num_prompt_tokens "
     "num_computed_tokens num_preemptions lora_request mm_features cache_salt pooling_params skip_reading_prefix_cache "
-    "resumable",
+    "resumable trace_headers",
     "vllm.lora.request.LoRARequest": "lora_int_id lora_path load_inplace is_3d_lora_weight",
     "vllm.multimodal.inputs.MultiModalFeatureSpec": "data modality identifier mm_position",
     "vllm.multimodal.inputs.PlaceholderRange": "offset length is_embed",
@@ -324,6 +326,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="write what is found")
     parser.add_argument("--fetch", action="store_true", help="of the release that is pinned in this file, from PyPI")
     parser.add_argument("--source", type=Path, help="of the sources in this folder")
+    parser.add_argument("--keep", type=Path, help="copy the package into this folder")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if arguments.fetch or arguments.source:
@@ -332,6 +335,8 @@ def main() -> None:
         else:
             root, version = installed()
         text = json.dumps(described(Sources(root), Ours()), indent=1, sort_keys=True) + "\n"
+        if arguments.keep:
+            shutil.copytree(root / "vllm", arguments.keep / "vllm")
     file = RECORDED / f"{version}.json"
     if arguments.record:
         file.write_text(text)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, Self
 
+from shadowserve import spans
 from shadowserve.errors import ProtocolError, StorageRefusedError, StorageUnavailableError
 from shadowserve.resp import NEED_DATA, ErrorReply, Limits, NeedData, ReplyReader, encode_command
 
@@ -49,6 +50,7 @@ class RespClient(asyncio.Protocol):
 
     Attributes:
         closed: Resolves with the reason when the connection is closed.
+        traces: The server knows KV.TRACE, and records spans, as far as is known.
     """
 
     def __init__(self, name: str, silence_max_s: float, answers: Answers | None = None) -> None:
@@ -64,6 +66,7 @@ class RespClient(asyncio.Protocol):
         self._watch: asyncio.TimerHandle | None = None
         self._reason = f"storage {name} closed the connection"
         self.closed: asyncio.Future[str] = self._loop.create_future()
+        self.traces = False
 
     async def open(
         self,
@@ -139,6 +142,14 @@ class RespClient(asyncio.Protocol):
             raise StorageUnavailableError(self._reason)
         if not commands:
             return []  # no reply would end the wait
+        if self.traces and (context := spans.current()):
+            traced, *answers = await self._exchange([["KV.TRACE", context, str(len(commands))], *commands])
+            self.traces = traced == 1
+            return answers
+        return await self._exchange(commands)
+
+    async def _exchange(self, commands: Sequence[Sequence[str | bytes]]) -> list[Any]:
+        assert self._transport is not None
         now = self._loop.time()
         request = _Request(self._loop.create_future(), len(commands), [], now)
         self._requests.append(request)

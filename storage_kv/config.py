@@ -12,6 +12,7 @@ from shadowserve.logs import LogFormat
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.config import PoolConfig
 from shadowserve.sizes import ByteSize
+from shadowserve.spans import OtlpEndpoint
 from shadowserve.tls import check_served
 from storage_kv.egress import Policy
 
@@ -195,6 +196,8 @@ class StorageConfig(PoolConfig, AccessConfig):
     """Lowest level of log lines to write."""
     log_format: LogFormat = "text"
     """Log lines as text, or as one JSON object per line, with the same events and fields."""
+    otlp_endpoint: OtlpEndpoint = ""
+    """OpenTelemetry collector for spans (docs/guides/trace.md); empty for none."""
 
     @field_validator("metrics_port", mode="before")
     @classmethod

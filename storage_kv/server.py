@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from shadowserve import spans
 from shadowserve.addresses import is_loopback, join_address
 from shadowserve.clock import wall_clock_ms
 from shadowserve.cores import chosen_cores, confine
@@ -463,6 +464,7 @@ def run(config: StorageConfig, load: Callable[[], StorageConfig] | None = None) 
     check_memory({"memory_budget_bytes": int(config.memory_budget_bytes)})
     confine(chosen_cores("cores", config.cores))
     configure_logging(config.log_level, config.log_format)
+    spans.start(config.otlp_endpoint, "shadowserve-storage")
     # There may be millions of items, none in a reference cycle: collect rarely.
     gc.set_threshold(50_000, 20, 100)
     asyncio.run(_serve(config, load))

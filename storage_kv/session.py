@@ -10,6 +10,7 @@ from shadowserve.pool.types import DEFAULT_TENANT, Address
 from storage_kv.access.limits import RateLimiter
 from storage_kv.access.memory import UNAUTHENTICATED, Account
 from storage_kv.access.rules import User
+from storage_kv.command_spans import CommandSpans
 
 Argument: TypeAlias = bytes | memoryview
 """An argument of a command: a memoryview for a value that was received in place, otherwise bytes."""
@@ -95,6 +96,7 @@ class Session:
         executing: Commands that EXEC has yet to execute, before any other command of the client.
         executing_bytes: Size of the commands at EXEC.
         slot_tenant: Tenant whose connection slot it uses; None for none.
+        spans: Commands that belong to the span of KV.TRACE; None for none.
     """
 
     id: int
@@ -117,6 +119,7 @@ class Session:
     executing_bytes: int = 0
     watch: Watch = field(default_factory=Watch)
     slot_tenant: str | None = None
+    spans: CommandSpans | None = None
 
     def __post_init__(self) -> None:
         self.user = _UNRESTRICTED if self.authenticated else _FORBIDDEN
@@ -147,6 +150,7 @@ class Session:
         self.tenant = DEFAULT_TENANT
         self.transaction = None
         self.watch = Watch()
+        self.spans = None
 
     def qualify(self, argument: Argument) -> Address:
         """Return the address in the store of a key as the client names it."""

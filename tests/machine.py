@@ -26,6 +26,12 @@ PATIENT: Final = ("--command-timeout-s", str(WAIT_MAX_S), "--connect-timeout-s",
 """Flags of a data plane with a slow storage server that must not count as down."""
 
 
+def python_path() -> str:
+    """Return PYTHONPATH for a program to start: this checkout, behind what the tests themselves have there."""
+    before = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([*([before] if before else []), str(Path(__file__).parents[1])])
+
+
 def wait_for(condition: Callable[[], Any], timeout: float = WAIT_MAX_S) -> Any:
     """Return the first true value of ``condition()``."""
     ends = time.monotonic() + timeout

@@ -35,6 +35,7 @@ from host_control.vllm.shards import Rank
 from host_control.vllm.start_check import connector_settings, needs_one_group
 from host_control.vllm.support import UncacheableError, uncacheable
 from host_control.vllm.worker_side import WorkerSide
+from shadowserve import spans
 from shadowserve.errors import ConfigurationError
 
 # Under vLLM's own logger, so that its format and level apply.
@@ -48,6 +49,7 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         config = connector_settings(transfer.kv_connector_extra_config, vllm_config)
+        spans.start(config.otlp_endpoint, "shadowserve-engine")
         groups, problem = _groups(vllm_config, kv_cache_config, config)
         fetch = config.fetch and transfer.is_kv_consumer
         if groups is not None and not groups.one:
@@ -282,6 +284,7 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def shutdown(self) -> None:
         """End threads and release shared memory, within a bounded time."""
         (self._scheduler if self._schedules else self._worker).close()
+        spans.stop()
 
 
 def _groups(vllm_config: Any, kv_cache_config: Any, config: HostConfig) -> tuple[Groups | None, str]:

@@ -39,6 +39,7 @@ class LoadOperation:
         layerwise: Layer by layer, in the step that computes on it.
         in_step: All of it before the step that computes on it begins.
         available: Chunks that can be fetched by now, where other engines still store the rest; None: all.
+        context: Context of the request's span; empty for none.
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class LoadOperation:
     layerwise: bool = False
     in_step: bool = False
     available: Available | None = None
+    context: str = ""
 
 
 @dataclass
@@ -139,6 +141,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         layer_seconds: Time that the step computed with each layer, if it waited for layers; the longest of any rank.
         saved: Number of ranks that have stored or dropped all of a request's save.
         settled: Number of ranks that have found their epoch's weights after a doubt, by doubt.
+        reasons: Why loads fell short, as some rank tells.
     """
 
     loaded: dict[str, int] = field(default_factory=dict)
@@ -147,6 +150,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     layer_seconds: float = 0.0
     saved: dict[str, int] = field(default_factory=dict)
     settled: dict[int, int] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         assert isinstance(other, WorkerReport)
@@ -157,6 +161,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             max(self.layer_seconds, other.layer_seconds),
             _merged(operator.add, self.saved, other.saved),
             _merged(operator.add, self.settled, other.settled),
+            other.reasons | self.reasons,
         )
 
 

@@ -40,6 +40,7 @@ from host_control.vllm.metadata import (
     WorkerReport,
 )
 from host_control.vllm.metrics import Counts, FailureLog, SlowerPaths
+from host_control.vllm.outcomes import Outcomes
 from host_control.vllm.preemption import Preemption
 from host_control.vllm.requests import NEVER, Held, Load, RequestState
 from host_control.vllm.stores import Stores
@@ -99,6 +100,7 @@ class SchedulerSide:
         self.problem = problem
         self._logger = logger
         self._failures = FailureLog(logger)
+        self._outcomes = Outcomes(logger, groups)
         self._inputs = inputs or RequestInputs()
         self.epochs = Epochs()
         self.counts = Counts()
@@ -145,7 +147,7 @@ class SchedulerSide:
         if self._policy_runner is not None:
             self._policy_runner.start(shake.layers, shake.chunk_bytes)
         self._timing.begin(shake.model, shake.machine, shake.layers, self._logger, self._clients)
-        lookup = self._lookup = self._make_lookup(workers, groups)
+        lookup = self._lookup = self._outcomes.lookup = self._make_lookup(workers, groups)
         if self._engine.fetch:
             self.waiting = WaitingQueue(lookup.chains, self._clients, by_priority=self._engine.by_priority)
         self._stores = Stores(shake.model, groups, lookup, self.slower, enabled=self._engine.store)
@@ -176,6 +178,7 @@ class SchedulerSide:
             loads_wait=self._engine.loads_wait,
             load_timeout=config.fetch_timeout_s,
             plain=workers.shake.plain,
+            context=self._outcomes.context,
         )
 
     # ------------------------------------------------------------------ arrival and lookup
@@ -184,12 +187,14 @@ class SchedulerSide:
         if self._lookup is None:
             return
         state = self._requests[request.request_id] = RequestState(request)
+        self._outcomes.begin(request)
         named = self._name(state)  # of all requests, in their order: an adapter's number may be reused
         if (problem := request_problem(request)) is not None:
             self._failures.warn("a request is served without the cache", problem, "")
         elif named:
             self._start_lookup(state)
         self._account.arrived(state, named=named)
+        self._outcomes.arrived(state, problem or "")
         if self.waiting is not None:  # after the lookup began: before, the queue would read "no lookup" as "no hit"
             self.waiting.enqueue(request.request_id, request.priority)
 
@@ -237,6 +242,7 @@ class SchedulerSide:
             return None  # its prefix may be KV that this step waits for; the next step knows if that KV is valid
         if (state := self._served(request.request_id)) is None:
             return 0
+        self._outcomes.begin(request)
         load = state.probe(local_tokens)
         self._look_up_again(state)
         if (reason := self._why_no_load(state)) is not Reason.NONE:
@@ -383,6 +389,7 @@ class SchedulerSide:
         follows = decision is not None and bool(external_tokens) == (decision.way != "compute")
         if external_tokens:
             self._allocate_load(state, tables, external_tokens)
+        self._outcomes.allocated(state.load, external_tokens)
         if follows and decision is not None and self._policy_runner is not None:
             self._policy_runner.follow(state, decision)
 
@@ -461,6 +468,7 @@ class SchedulerSide:
         for request_id, seconds in report.seconds.items():
             if (load := self._loads.get(request_id)) is not None:
                 load.seconds = max(load.seconds, seconds)
+        self._outcomes.short(report.reasons)
         for request_id, chunks in report.loaded.items():
             if (load := self._loads.get(request_id)) is not None:
                 self._placed(load, chunks)
@@ -494,6 +502,7 @@ class SchedulerSide:
         else:
             load.on(Event.COMPLETE, Reason.COMPLETE)
         self._account.ended(self._requests.get(load.request_id), load)
+        self._outcomes.ended(load)
         if self._policy_runner is not None:
             self._policy_runner.load_ended(load)
 
@@ -533,6 +542,7 @@ class SchedulerSide:
             self.waiting.ended(request_id)
         if self._policy_runner is not None:
             self._policy_runner.forget(request_id)
+        self._outcomes.finished(request_id, self._loads.get(request_id))
         if (load := self._loads.get(request_id)) is not None and not load.in_step:
             load.abort_due = True
         if state is None or not state.served or self._lookup is None:

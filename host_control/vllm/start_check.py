@@ -23,7 +23,7 @@ _TIER_OPTIONS: Final = ("type", "module_path", "locality", "enable_kv_events", "
 """Keys of an entry of ``secondary_tiers`` that are not keys of section ``host``."""
 _TIER_UNUSED: Final = (
     *("asynchronous_fetch", "layer_order", "pages", "fetch_or_recompute", "pd_role", "pd_timeout_s"),
-    *("computing_cache", "device", "delivery", "reshaping_buffer_bytes", "lookup_threads"),
+    *("computing_cache", "device", "delivery", "reshaping_buffer_bytes", "lookup_threads", "otlp_endpoint"),
     *("chunk_tokens", "load_tokens_min", "bins", "value_bins", "scale_tokens"),
 )
 

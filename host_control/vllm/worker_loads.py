@@ -145,6 +145,7 @@ class WorkerLoads:
             available=load.available,
             layerwise=load.layerwise,
             window_s=self._window_s,
+            context=load.context,
         )
 
     def _failed_load(self, load: LoadOperation, reason: str, detail: str = "") -> FetchResult:
@@ -256,6 +257,7 @@ class WorkerLoads:
             return  # aborted: vLLM does not use these blocks
         self._failures.warn("a prompt was not loaded in full, the rest is computed", result.reason, result.detail)
         self._report.loaded[load.request_id] = chunks
+        self._report.reasons[load.request_id] = result.reason
         self._fail_blocks(load, chunks)
 
     def _usable_chunks(self, result: FetchResult, *, complete: bool) -> int:

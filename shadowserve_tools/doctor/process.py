@@ -13,7 +13,7 @@ from typing import Final
 from shadowserve.errors import NotInstalledError
 from shadowserve_tools.doctor.finding import Finding
 
-TESTED_VLLM: Final = "0.32.0"
+TESTED_VLLM: Final = ("0.32.0", "0.33.0")
 
 
 def interpreter() -> Iterator[Finding]:
@@ -92,8 +92,8 @@ def engine() -> Iterator[Finding]:
         remedy = "required in the serving process only: 'make setup' installs it"
         yield Finding("vLLM", "warning", "not installed", remedy)
         return
-    tested = version.split("+")[0] == TESTED_VLLM
-    remedy = f"tested with {TESTED_VLLM}; run the tests with this version first"
+    tested = version.split("+")[0] in TESTED_VLLM
+    remedy = f"tested with {' and '.join(TESTED_VLLM)}; run the tests with this version first"
     yield Finding.of("vLLM", tested, version, remedy)
     plugins = {entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")}
     found = f"vllm.general_plugins: {sorted(plugins)}"

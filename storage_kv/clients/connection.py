@@ -298,6 +298,11 @@ class Connection:
             is_broken = True
         if sent_bytes or sent_slices:  # a slice may be empty
             self._count_sent(sent_bytes, replies.layer_bytes - layer_bytes, sent_slices)
+        executor = self._executor
+        if self.session.spans is not None and not (
+            executor.has_unsent_replies or executor.has_input or executor.working
+        ):
+            self.session.spans.end()
         if is_broken:  # at last: it clears what counting sets
             self.abort()
 
@@ -415,6 +420,8 @@ class Connection:
         self._transport.socket.close()
         self._reply_signal.disconnect()
         self._room_signal.disconnect()
+        if self.session.spans is not None:
+            self.session.spans.end()
         with self._node.lock:
             self._node.leave(self.session)
             self._executor.close()

@@ -32,6 +32,7 @@ from storage_kv.access.limits import RateLimiter
 from storage_kv.access.memory import Client
 from storage_kv.clients.replies import Replies
 from storage_kv.clients.request_body import UNCOUNTED_BYTES, Event, MemoryAccounts, RequestBody, limits_of
+from storage_kv.command_spans import CommandSpans
 from storage_kv.commands import execute, find
 from storage_kv.node import Node
 from storage_kv.reply import Continuation, DeferredReply, Part, Reply
@@ -215,7 +216,10 @@ class CommandExecutor:
                 self._block(None)
                 return None
             node.store.client = session.id
-            reply = step() if step is not None else execute(node, session, command)  # type: ignore[arg-type]
+            if session.spans is None:
+                reply = step() if step is not None else execute(node, session, command)  # type: ignore[arg-type]
+            else:
+                reply = self._execute_traced(session.spans, step, command)
             if isinstance(reply, Continuation) and isinstance(command, list):
                 self._set_kept_bytes(command)
         except (ProtocolError, MemoryError) as error:
@@ -229,6 +233,11 @@ class CommandExecutor:
         if session.authenticated is not was_authenticated:
             self.reader.limits = limits_of(node, session)
         return reply
+
+    def _execute_traced(self, traced: CommandSpans, step: Callable[[], Reply] | None, command: Event | None) -> Reply:
+        known = find(self._command_name)
+        run = step or partial(execute, self._node, self._session, command)  # type: ignore[arg-type]
+        return traced.run(known.name if known else "unknown", run, begins=step is None)
 
     def _refused(self) -> bytes:
         self._node.counters.command_errors += 1

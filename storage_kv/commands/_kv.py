@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from math import inf
 from typing import Final
 
+from shadowserve import spans
 from shadowserve.pool.types import Address, Item, PinShareError
 from shadowserve.resp import Map, Value, encode, encode_array_header, encode_null
+from storage_kv.command_spans import CommandSpans
 from storage_kv.commands._arguments import (
     KEYS_AT_A_TIME,
     as_integer,
@@ -174,6 +176,21 @@ def pin(node: Node, session: Session, arguments: list[Argument]) -> Reply:
         return when_durable(node, node.store.barrier() if count else None, "KV.PIN", b":%d\r\n" % count)
 
     return count_in_steps(arguments[2:], pin_some, finish)
+
+
+def trace(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """KV.TRACE traceparent [count]: a span of the caller that the next commands of the connection belong to.
+
+    They are ``count``, or all until the next KV.TRACE. Returns 1 if the node records spans, else 0. An invalid context
+    is ignored.
+    """
+    if len(arguments) > 3:
+        syntax_error()
+    count = as_integer(arguments[2]) if len(arguments) == 3 else -1
+    session.spans = None
+    if spans.recording() and len(arguments[1]) == spans.CONTEXT_LENGTH:
+        session.spans = CommandSpans(bytes(arguments[1]).decode("ascii", "replace"), count)
+    return b":%d\r\n" % spans.recording()
 
 
 def unpin(node: Node, session: Session, arguments: list[Argument]) -> Reply:

@@ -165,6 +165,8 @@ _add(
     _row("echo", 2, "loading stale fast", _connection.echo, "1.0.0", "Returns the given string."),
     _row("hello", -1, _BEFORE_LOGIN, _connection.hello, "6.0.0",
          "Chooses the protocol, authenticates, and names the connection."),
+    _row("kv.trace", -2, _ANY_TIME, _kv.trace, "0.2.0",
+         "Names the caller's span that the next commands belong to."),
     _row("ping", -1, "fast", _connection.ping, "1.0.0", "Returns PONG, or the given string."),
     _row("quit", -1, _BEFORE_LOGIN, _connection.quit_, "1.0.0", "Closes the connection."),
     _row("reset", 1, _BEFORE_LOGIN, _connection.reset, "6.2.0", "Resets the connection."),

@@ -12,7 +12,7 @@ sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / na
 
 from engine import PATIENT, Engine  # noqa: E402
 from family_fixture import family  # noqa: E402, F401
-from machine import free_port  # noqa: E402
+from machine import free_port, python_path  # noqa: E402
 from scripted import ScriptedDataPlane  # noqa: E402
 from stack import Process  # noqa: E402
 from stack import data_plane as start_daemon  # noqa: E402
@@ -125,11 +125,11 @@ def seeded() -> dict[str, Any]:
 
 
 @pytest.fixture
-def several_workers(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork the workers of engines with several ranks from a process that has imported vLLM, which saves 11 s each."""
     import vllm.v1.executor.multiproc_executor as executor
 
-    monkeypatch.setenv("PYTHONPATH", str(request.config.rootpath))
+    monkeypatch.setenv("PYTHONPATH", python_path())
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         [

@@ -124,6 +124,7 @@ class Request(SimpleNamespace):
             priority=0,
             num_computed_tokens=0,
             max_tokens=16,
+            trace_headers=None,
         )
         super().__init__(**{**given, **attributes})
 

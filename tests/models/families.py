@@ -22,6 +22,7 @@ sys.path[:0] = [str(_HERE.parents[1]), str(_HERE.parent), str(_HERE)]
 from answers import TOLERANCES, answer  # noqa: E402
 from cells import Cell, Reference, Served, Stack, plan, refer  # noqa: E402
 from engine import Engine  # noqa: E402
+from machine import python_path  # noqa: E402
 from published import capacity, chunk_tokens, groups, needed_bytes  # noqa: E402
 from stack import Process  # noqa: E402
 from tiny_models import FAMILIES, write_model  # noqa: E402
@@ -120,7 +121,7 @@ class _Run:
     def other_size(self, reference: Reference, stack: Stack) -> Cell:
         """Run two ranks over what one has stored, then over what they have."""
         name = "another TP size"
-        os.environ["PYTHONPATH"] = str(_HERE.parents[1])
+        os.environ["PYTHONPATH"] = python_path()
         options = {"tensor_parallel_size": 2}
         if self.dtype != "float32":  # each rank rounds its own sums
             with self.engine(None, **options) as engine:

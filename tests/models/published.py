@@ -238,7 +238,10 @@ def _vllm_config() -> Any:
 
 
 def kv_cache_config(model: str) -> Any:
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    try:
+        from vllm.v1.core.kv_cache_planning import get_kv_cache_groups  # 0.33
+    except ImportError:
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
     return SimpleNamespace(kv_cache_groups=get_kv_cache_groups(_vllm_config(), PUBLISHED[model][0]()))
 

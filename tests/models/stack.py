@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import machine
-from machine import PATIENT, WAIT_MAX_S, free_port, wait_for
+from machine import PATIENT, WAIT_MAX_S, free_port, python_path, wait_for
 
 ROOT: Final = Path(__file__).parents[2]
 
@@ -108,7 +108,7 @@ class Server:
             "kv_connector_extra_config": transfer,
         }
         self._environment = {
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": python_path(),
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_LOGGING_LEVEL": "INFO",

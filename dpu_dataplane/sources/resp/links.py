@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.resp.answers import AnswerReader, MetaAnswer
-from shadowserve import native, resp, tls
+from shadowserve import native, resp, spans, tls
 from shadowserve.addresses import join_address
 from shadowserve.errors import (
     ConfigurationError,
@@ -29,6 +29,8 @@ from shadowserve.resp_client import RespClient, refuse_error
 from shadowserve.tls import Renewed, read_authorities, read_key_pair
 
 _RECEIVE_BYTES: Final = 4096
+_KNOWS_TRACE: Final = (b"COMMAND", b"INFO", b"KV.TRACE")
+"""Asks for a command that only storage nodes of ShadowServe have; other servers answer nil."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,8 @@ class Link:
         self.latency_s = 0.0  # seconds that the last command of the greeting took
         self.takes_layers = True  # the server knows KV.LAYERS, as far as is known
         self.session: native.TlsSession | None = None
+        self.traces = False  # the server knows KV.TRACE, and records spans, as far as is known
+        self.context = ""  # of the last span that KV.TRACE named
 
     def fileno(self) -> int:
         return self.sock.fileno()
@@ -108,6 +112,15 @@ class Link:
                 raise StorageUnavailableError(f"storage {self.node} closed the connection on greeting")
             reader.feed(data)
         return answers
+
+    async def trace(self, context: str) -> None:
+        """Tell the server which span the next commands belong to; empty for none."""
+        try:
+            [answer] = await self.exchange([[b"KV.TRACE", context.encode()]])
+        except BaseException:
+            self.close()
+            raise
+        self.traces, self.context = answer == 1, context
 
     async def _send(self, data: bytes) -> None:
         if self.session is None:
@@ -197,6 +210,12 @@ def _unusable(error: ConfigurationError) -> None:
     logger.error("the TLS files for storage have changed and cannot be used; the old ones stay in use: %s", error)
 
 
+def _knows(answers: "Sequence[resp.Value | MetaAnswer]") -> bool:
+    """Return whether a server knows the one command that COMMAND INFO asked for."""
+    [answer] = answers
+    return isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], list)
+
+
 def explain_tls_error(reason: str, name: str) -> str:
     """Return why TLS with storage failed by OpenSSL's reason, and what to do; ``name`` must be in the certificate."""
     text = reason.lower()
@@ -226,7 +245,9 @@ class Dialer:
             context, name = self.tls.contexts()[0], self.tls.name_of(node.host)
         client = RespClient(str(node), self.command_timeout_s, AnswerReader())
         async with self.deadline("connect", str(node)):
-            return await client.open(node.host, node.port, self.greeting(replica=node.replica), context, name)
+            await client.open(node.host, node.port, self.greeting(replica=node.replica), context, name)
+            client.traces = spans.recording() and _knows(await client.ask([_KNOWS_TRACE]))
+        return client
 
     async def open(self, node: Node) -> Link:
         """Open a link, ready for the C core."""
@@ -240,6 +261,7 @@ class Dialer:
                     [answer] = await link.exchange([command])
                     link.latency_s = time.monotonic() - began_s
                     refuse_error(command[0].decode(), answer)
+                link.traces = spans.recording() and _knows(await link.exchange([_KNOWS_TRACE]))
             except BaseException:
                 link.close()
                 raise
@@ -333,6 +355,10 @@ class DataLinks:
         while len(links) < self._count:
             links.append(await self._dialer.open(node))
             self._metrics.totals["data_connections"] += 1
+        for link in links:
+            if link.traces and link.context != spans.current():
+                async with self._dialer.deadline("KV.TRACE", str(node)):
+                    await link.trace(spans.current())
         return list(links)
 
     async def open_all(self, nodes: Sequence[Node]) -> list[list[Link] | StorageError]:

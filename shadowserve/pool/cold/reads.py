@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from shadowserve import record
+from shadowserve import record, spans
 from shadowserve.errors import RecordError
 from shadowserve.pool.cold.breaker import Breaker
 from shadowserve.pool.cold.bucket import Bucket, BucketError
@@ -93,10 +93,11 @@ class ColdItem(Item):
 class _Read:
     """One record that is being read, and its waiting clients."""
 
-    __slots__ = ("address", "begun", "client", "contents", "deadline_s", "key", "place", "waiting")
+    __slots__ = ("address", "begun", "client", "context", "contents", "deadline_s", "key", "place", "waiting")
 
     def __init__(self, item: ColdItem, client: int, deadline_s: float) -> None:
         self.client = client
+        self.context = spans.current()
         self.address = item.address
         self.key = item.key
         self.contents = item.contents
@@ -238,7 +239,9 @@ class ColdReader:
             self._throughput.begin(began_s)
         size = 0
         try:
-            data = self._bucket.read(batch[0].contents.name, start, end)
+            context = next((read.context for read in batch if read.context), "")
+            with spans.span("s3.read", context, kind="client", bytes=end - start, records=len(batch)):
+                data = self._bucket.read(batch[0].contents.name, start, end)
             size = end - start
         except BucketError as error:
             self._fail(batch, error)

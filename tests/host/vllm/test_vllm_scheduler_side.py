@@ -36,6 +36,38 @@ from host_control.layouts import NOWHERE
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
+# ---- The log ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_debug_log_says_for_each_request_what_was_loaded_and_why_not_more(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    scene.arrive(stored=3, name="short")
+    scene.load()
+    scene.report({"short": 1}, reasons={"short": "corrupt"}, finished=["short"])
+    scene.arrive(stored=3, name="cached")
+    scene.side.allocated(scene.request, (), scene.matched(local=3 * CHUNK))
+    scene.arrive(name="aborted")
+    scene.finish()
+    scene.arrive(name="aborted load")
+    scene.load()
+    scene.finish()
+    scene.report(finished=[scene.name])
+    scene.arrive(range(CHUNK - 1), name="small")
+    scene.side.allocated(scene.request, (), scene.matched())
+    lines = [line.split("; waited")[0] for line in caplog.messages if "prompt tokens loaded" in line]
+    of = f"of {len(TOKENS)} prompt tokens loaded"
+    assert lines == [
+        f"ShadowServe: request short: {CHUNK} {of}, 0 in vLLM's own cache; reason: corrupt; chunks: 3 storage",
+        f"ShadowServe: request cached: 0 {of}, {3 * CHUNK} in vLLM's own cache; reason: absent; chunks: 3 storage",
+        f"ShadowServe: request aborted: 0 {of}, 0 in vLLM's own cache; reason: cancelled; chunks: none",
+        f"ShadowServe: request aborted load: 0 {of}, 0 in vLLM's own cache; reason: cancelled; chunks: 3 storage",
+        f"ShadowServe: request small: 0 of {CHUNK - 1} prompt tokens loaded, 0 in vLLM's own cache; reason: short; "
+        "chunks: none",
+    ]
+
+
 # ---- Arrival and lookup ----------------------------------------------------------------------------------------------
 
 

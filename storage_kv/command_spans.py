@@ -1,0 +1,40 @@
+"""Spans of the commands that follow KV.TRACE: one from a command to the end of all replies, not one for each."""
+
+from collections.abc import Callable
+
+from shadowserve import spans
+from storage_kv.reply import Reply
+
+
+class CommandSpans:
+    """The commands of one connection that belong to a span of the client. Used by its thread.
+
+    Args:
+        context: Context of the span that they belong to.
+        count: Number of commands; negative for all until the next KV.TRACE.
+    """
+
+    __slots__ = ("_commands", "_context", "_left", "_span")
+
+    def __init__(self, context: str, count: int) -> None:
+        self._context, self._left = context, count
+        self._span: spans.Span | None = None
+        self._commands = 0
+
+    def run(self, name: str, step: Callable[[], Reply], *, begins: bool) -> Reply:
+        """Run a command, or continue it, within the span."""
+        if begins:
+            if not self._left or name == "kv.trace":
+                self.end()
+                return step()
+            self._left -= 1
+            self._commands += 1
+        if self._span is None:
+            self._span = spans.begin(f"storage.{name}", self._context, kind="server")
+        with spans.use(self._span.context):
+            return step()
+
+    def end(self) -> None:
+        if self._span is not None:
+            self._span.end(commands=self._commands)
+            self._span, self._commands = None, 0
