@@ -20,6 +20,7 @@ COMMANDS: Final = {
     "trace": "shadowserve_tools.trace:trace",
     "pool": "shadowserve_tools.pool:pool",
     "verify": "shadowserve_tools.verify:verify",
+    "size": "shadowserve_tools.size:size",
     "stats": "shadowserve_tools.stats:stats",
     "config": "shadowserve_tools.configuration:config",
     "doctor": "shadowserve_tools.doctor:doctor",
@@ -67,5 +68,6 @@ def main() -> None:
     Timeline of a fetch:         shadowserve trace -o fetch.json
     Statistics of a program:     shadowserve stats --watch
     Configuration with all keys: shadowserve config storage.yaml > storage.yaml
+    Sizes of a model:            shadowserve size --model config.json --link 10Gbps
     Diagnosis:                   shadowserve doctor
     """
