@@ -18,7 +18,7 @@ from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.simulate.objectcache import STORED_SHARE
 
 _TEXT_PARTS: Final = ("text_config", "language_config", "llm_config")
-"""Where the configuration of a model with images or audio has that of its language model."""
+"""Keys of the language model's configuration, in that of a model with images or audio."""
 _DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 _KINDS: Final = {
     **dict.fromkeys(("full_attention", "attention", "indexed_attention", "global_attention"), "full"),
@@ -64,7 +64,7 @@ class Layers:
         return min(chunks, last) * self.stored_bytes(chunk_tokens)
 
     def held_bytes(self, tokens: int) -> int:
-        """Return what an engine holds for a request."""
+        """Return the bytes that an engine holds for a request."""
         return self.token_bytes * min(tokens, self.window or tokens) + self.state_bytes
 
 
@@ -296,7 +296,7 @@ def sizes(
     prefill_tokens_per_s: float | None,
     tflops: float,
 ) -> dict[str, Any]:
-    """Return what the command prints, as its JSON has it. ``link`` is in bits per second."""
+    """Return the numbers that the command prints, as its JSON has them. ``link`` is in bits per second."""
     read = _Model(model)
     dtype = read.dtype if kv_dtype == "auto" else kv_dtype
     layers = read.layers(_DTYPE_BYTES.get(dtype, 2))

@@ -48,7 +48,7 @@ COMMANDS: tuple[tuple[str | bytes, ...], ...] = (
     ("KV.UNPIN",),
     ("DEL", RECORD_KEY),
 )
-"""What a data plane or an operator sends; arguments that end with .bin are golden records."""
+"""Commands of a data plane or an operator; arguments that end with .bin are golden records."""
 
 
 def messages() -> list[tuple[str, Any]]:

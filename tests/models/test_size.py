@@ -35,7 +35,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-"""What these models' config.json have of what counts; transformers' defaults are theirs."""
+"""The keys of these models' config.json that count; transformers' defaults are theirs."""
 
 
 def size(folder: Path, config: dict[str, Any], *flags: str) -> Any:
