@@ -32,6 +32,7 @@ _BLOCK_TOKENS, _LATENT_BLOCK_TOKENS = 16, 64
 _INDEX_SCALE_BYTES: Final = 4
 _FP8_STORED_SHARE: Final = 0.8
 """As ``STORED_SHARE``, of fp8: docs/guides/quality.md."""
+_SPECIAL: Final = re.compile("sliding|attention_chunk|mamba|linear|conv|ssm|state|compress|hybrid|pattern")
 _LINK: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(bps|bit/s|b/s|Bps|B/s)")
 _POWERS: Final = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
@@ -80,12 +81,20 @@ class _Model:
             raise ConfigurationError(f"--model: cannot read {file}: {error}; give a model's config.json") from error
         part: dict[str, Any] = next((whole[name] for name in _TEXT_PARTS if isinstance(whole.get(name), dict)), whole)
         self.type = str(part.get("model_type") or whole.get("model_type", "unknown"))
-        self.values = {**_defaults(self.type, part), **part}
-        types = _defaults(self.type, part).get("layer_types") or part.get("layer_types")
-        self.layer_types: list[str] = types or part.get("layers_block_type") or self._types()
+        defaults = _defaults(self.type, part)
+        self.values = {**defaults, **part}
+        types = defaults.get("layer_types") or part.get("layer_types")
+        self.layer_types: list[str] = types or self._types(known=bool(defaults))
         self.dtype = next((str(c[k]) for c in (part, whole) for k in ("dtype", "torch_dtype") if c.get(k)), "bfloat16")
 
-    def _types(self) -> list[str]:
+    def _types(self, *, known: bool) -> list[str]:
+        """Return equal layers; refuses a type that transformers does not know where keys tell of others."""
+        hints = [key for key in self.values if self.has(key) and _SPECIAL.search(key)]
+        if hints and not known:
+            raise ConfigurationError(
+                f"--model: the configuration of model type '{self.type}' has {', '.join(hints)}, but no 'layer_types'; "
+                "run this where a transformers that knows this type is installed"
+            )
         sliding = self.values.get("sliding_window") and self.values.get("use_sliding_window", True)
         return ["sliding_attention" if sliding else "full_attention"] * self.number("num_hidden_layers")
 
@@ -213,7 +222,8 @@ def _defaults(model_type: str, part: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     try:
         made = CONFIG_MAPPING[model_type].from_dict(dict(part))
-        return {**made.to_dict(), "layer_types": getattr(made, "layer_types", None)}
+        aliases = {name: getattr(made, name, None) for name in ("layer_types", *made.attribute_map)}
+        return {**made.to_dict(), **aliases}
     except Exception as error:  # transformers' checks raise many types
         message = f"--model: transformers refuses this configuration of '{model_type}': {error}"
         raise ConfigurationError(message) from error

@@ -77,10 +77,15 @@ def test_a_window_bounds_what_is_loaded_and_held_but_not_what_is_stored(tmp_path
     [
         ({"model_type": "new", "num_hidden_layers": 1, "head_dim": 64}, (), "no number 'num_key_value_heads'.*default"),
         ({"model_type": "new", "layer_types": ["full_atention"]}, (), "did you mean 'full_attention'"),
+        (
+            {"model_type": "new", "num_hidden_layers": 1, "sliding_window": 8},
+            (),
+            "has sliding_window, but no 'layer_types'",
+        ),
         ({"model_type": "llama"}, ("--link", "10"), "write it like 10Gbps"),
         ({"model_type": "llama"}, ("--model", "/nowhere"), "give a model's config.json"),
     ],
-    ids=["key", "layer type", "rate", "file"],
+    ids=["key", "layer type", "no layer types", "rate", "file"],
 )
 def test_what_cannot_be_computed_exits_with_2_and_says_what_to_do(
     config: dict[str, Any], flags: tuple[str, ...], message: str, tmp_path: Path
