@@ -55,7 +55,8 @@ def test_second_engine_fetches_and_agrees(tmp_path: Path) -> None:
     content = json.loads(file.read_text())
     cold, warm = content["phases"]
     assert content["outputs_agree"] is True
-    assert [each["ttft_warm_s"] > 0 and f"{each['document']}: " in done.stdout for each in content["asked"]] == [True] * 4
+    assert len(content["asked"]) == 4
+    assert all(each["ttft_warm_s"] > 0 and f"{each['document']}: " in done.stdout for each in content["asked"])
     assert (tmp_path / "ttft.svg").read_text().count(QUESTIONS[1]) == DOCUMENTS
     assert KEYS <= set(cold) == set(warm)
     assert (cold["name"], warm["name"], cold["requests"], warm["requests"]) == ("cold", "warm", 4, 4)
