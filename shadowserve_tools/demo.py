@@ -60,7 +60,7 @@ CHAT: Final[tuple[str, str, None]] = (
 CHAT is SmolLM2's own form. Each of its prompts has one question: such a small model would repeat its last answer.
 """
 CHAT_TOKENS_MAX: Final = 8192
-BAR_WIDTH: Final = 24
+BAR_WIDTH: Final = 18
 _SERVING: Final = re.compile(r"Application startup complete")
 
 
@@ -323,7 +323,7 @@ def _picture(phases: list[Phase], *, answers: bool) -> Table:
     rows = zip(phases[1].asked, *(phase.ttft_s for phase in phases), strict=True)
     for (name, question, answer, loaded), *times in rows:
         bars = Text("\n").join(
-            Text(f"{'█' * max(1, round(BAR_WIDTH * time / longest))} {time:.3f} s", style)
+            Text(f"{'█' * max(1, round(BAR_WIDTH * time / longest))} {time:.2f} s", style)
             for time, style in zip(times, ("yellow", "green"), strict=True)
         )
         said = Text(f"\n{answer}", "italic") if answers else Text()
