@@ -1,4 +1,4 @@
-# make demo                        the main job, end to end, on this machine
+# make demo                        the main job, end to end, on this machine, with SmolLM2-135M (95 MB more)
 # make demo ARGS="--json out.json" the same, and its table as data
 # make test                        all tests, side by side: in one process more than there are cores
 # make test ARGS="tests/storage -x"  some of them, with pytest's arguments; WORKERS=0 for one process, as --pdb needs it
@@ -36,7 +36,8 @@ ready := $(VENV)/.ready
 .PHONY: soak fuzz mutants bench lint format setup clean
 
 demo: $(ready)
-	$(VENV)/bin/shadowserve demo $(ARGS)
+	-scripts/setup-demo-model
+	PYTHONPATH=$(abspath $(VENV))/demo-model $(VENV)/bin/shadowserve demo $(ARGS)
 
 test: $(ready)
 	-scripts/setup-triton

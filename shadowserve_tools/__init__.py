@@ -20,6 +20,7 @@ COMMANDS: Final = {
     "trace": "shadowserve_tools.trace:trace",
     "pool": "shadowserve_tools.pool:pool",
     "verify": "shadowserve_tools.verify:verify",
+    "size": "shadowserve_tools.size:size",
     "stats": "shadowserve_tools.stats:stats",
     "ui": "shadowserve_tools.ui:ui",
     "config": "shadowserve_tools.configuration:config",
@@ -69,5 +70,6 @@ def main() -> None:
     Statistics of programs:      shadowserve stats --watch
     A web page of them:          shadowserve ui 127.0.0.1:6380 127.0.0.1:50151 127.0.0.1:8000
     Configuration with all keys: shadowserve config storage.yaml > storage.yaml
+    Sizes of a model:            shadowserve size --model config.json --link 10Gbps
     Diagnosis:                   shadowserve doctor
     """

@@ -1,7 +1,7 @@
 """``shadowserve demo``: the main job, end to end, with real parts as separate processes.
 
-A storage server, a data plane and a vLLM server with the plugin; long documents with several turns of questions over
-each; then a second vLLM server that has never seen them, which fetches what the first one computed.
+A storage server, a data plane and a vLLM server with the plugin; questions about long documents; then a second vLLM
+server that has never seen them, which fetches what the first one computed.
 """
 
 import contextlib
@@ -28,24 +28,43 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 
 from host_control.client import DataPlaneClient
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve.native import BACKENDS
+from shadowserve_tools.charts import Chart, draw, require_matplotlib
+from shadowserve_tools.demo_model import OWN_MODEL, default_model
 from shadowserve_tools.processes import Child, free_port, start_data_plane, start_storage, started
 
-OWN_MODEL: Final = Path(__file__).parents[1] / "tests" / "assets" / "model"
 SERVED_NAME: Final = "demo"
 QUIET_S: Final = 3.0
 """Without a change in what is stored: then all of it is. A busy machine can pause longer than a store takes."""
 QUESTIONS: Final = (
-    "Question: what is this text about?\nAnswer:",
-    "Question: which names does it define?\nAnswer:",
-    "Question: give an example of its use.\nAnswer:",
-    "Question: what should one take care of?\nAnswer:",
+    "What is this text about?",
+    "Which title fits this text?",
+    "Give an example of its use.",
+    "What should one take care of?",
 )
+FIRST: Final = ("debugger", "strings", "import", "try", "comparisons", "function", "async", "naming")
+"""The first documents: pages of the Python reference that are prose."""
+PLAIN: Final = ("{document}", "\n\nQuestion: {question}\nAnswer:", "")
+CHAT: Final[tuple[str, str, None]] = (
+    "<|im_start|>system\nYou answer questions about a text.<|im_end|>\n<|im_start|>user\nText:\n{document}",
+    "\n\nQuestion: {question}\nAnswer in one short sentence.<|im_end|>\n<|im_start|>assistant\n",
+    None,
+)
+"""Parts of a prompt: its beginning, each question, and the text between an answer and the next question.
+
+CHAT is SmolLM2's own form. Each of its prompts has one question: such a small model would repeat its last answer.
+"""
+CHAT_TOKENS_MAX: Final = 8192
+BAR_WIDTH: Final = 18
 _SERVING: Final = re.compile(r"Application startup complete")
+
+
+_LISTS: Final = ("name", "ttft_s", "outputs", "asked")
 
 
 @dataclass
@@ -55,6 +74,7 @@ class Phase:
     Attributes:
         ttft_s: Time to the first token of each request, as the client measures it.
         outputs: Output token ids of each request.
+        asked: Document, question, answer and loaded tokens of each request.
         tokens_cacheable: Prompt tokens in complete chunks that the engine's own prefix cache does not have.
         tokens_fetched: Tokens whose KV came from the storage node through the data plane.
         bytes_raw: KV bytes in the engine's dtype that the data plane moved in either direction.
@@ -64,6 +84,7 @@ class Phase:
     name: str
     ttft_s: list[float] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
+    asked: list[tuple[str, str, str, int]] = field(default_factory=list)
     tokens_prompt: int = 0
     tokens_cacheable: int = 0
     tokens_computed: int = 0
@@ -74,7 +95,7 @@ class Phase:
 
     def summary(self) -> dict[str, Any]:
         """Return the phase as the demo's JSON has it."""
-        values = {key: value for key, value in asdict(self).items() if key not in ("name", "ttft_s", "outputs")}
+        values = {key: value for key, value in asdict(self).items() if key not in _LISTS}
         ordered = sorted(self.ttft_s)
         return {
             "name": self.name,
@@ -88,14 +109,12 @@ class Phase:
 @click.command(context_settings={"show_default": True})
 @click.option(
     "--model",
-    default=str(OWN_MODEL),
-    show_default=False,
-    help="Model that vLLM loads.  [default: the project's own small Llama]",
+    help="Model that vLLM loads.  [default: SmolLM2-135M-Instruct if installed, else the project's own small Llama]",
 )
-@click.option("--documents", default=8, type=click.IntRange(1, 64), help="Number of documents.")
-@click.option("--document-bytes", default=12288, type=click.IntRange(1024), help="Bytes of a document.")
-@click.option("--turns", default=3, type=click.IntRange(1, len(QUESTIONS)), help="Questions about each document.")
-@click.option("--output-tokens", default=24, type=click.IntRange(1), help="Tokens of an answer.")
+@click.option("--documents", default=4, type=click.IntRange(1, 64), help="Number of documents.")
+@click.option("--document-bytes", default=6000, type=click.IntRange(1024), help="Bytes of a document.")
+@click.option("--turns", default=2, type=click.IntRange(1, len(QUESTIONS)), help="Questions about each document.")
+@click.option("--output-tokens", default=32, type=click.IntRange(1), help="Most tokens of an answer.")
 @click.option("--dtype", default="float32", help="Dtype of the engine; single precision makes outputs comparable.")
 @click.option("--quantizer", default="lossless", type=click.Choice(["lossless", "binned"]))
 @click.option("--bins", default=64, type=click.Choice([16, 32, 64]), help="Bins of keys, for binned.")
@@ -104,19 +123,24 @@ class Phase:
     help="Backend of the data plane. Without a DPU, doca is an emulator.",
 )  # fmt: skip
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True), help="Write the table as JSON.")
+@click.option("--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="Draw TTFT, as PNG or SVG.")
 @click.option("--keep-logs", type=click.Path(file_okay=False), help="Folder for the logs of all processes.")
-def demo(json_file: str | None, keep_logs: str | None, **options: Any) -> None:
+def demo(json_file: str | None, plot_file: Path | None, keep_logs: str | None, **options: Any) -> None:
     """Store KV with one engine, load it with another one, and show the difference. All parts are real.
 
-    Starts a storage node, a data plane and vLLM with the plugin, and serves long documents with several questions about
-    each. Then it starts a second vLLM and serves the same again. The exit code is 1 if the second engine's outputs
+    Starts a storage node, a data plane and vLLM with the plugin, and asks questions about pages of the Python
+    reference. Then it starts a second vLLM and asks the same again. The exit code is 1 if the second engine's outputs
     differ (with a lossless quantizer) or if it computed stored tokens.
     """
     if not shutil.which("vllm", path=_path()):
         raise ShadowServeError("the demo needs vLLM, and there is no 'vllm' command: run 'make setup' in a checkout")
-    if options["model"] == str(OWN_MODEL) and not OWN_MODEL.is_dir():
-        raise ShadowServeError("the project's own small model is in a checkout alone: give --model, or run 'make demo'")
+    if plot_file:
+        require_matplotlib()
     console = Console()
+    options["chat"] = False
+    if options["model"] is None:
+        options["model"] = str(default_model(console))
+        options["chat"] = options["model"] != str(OWN_MODEL)
     with contextlib.ExitStack() as stack:
         logs = Path(keep_logs) if keep_logs else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         logs.mkdir(parents=True, exist_ok=True)
@@ -140,6 +164,8 @@ def demo(json_file: str | None, keep_logs: str | None, **options: Any) -> None:
                 phase.bytes_stored = stages.stored_bytes - before.stored_bytes
                 phase.bytes_fetched = stages.fetched_bytes - before.fetched_bytes
             phases.append(phase)
+    if plot_file:
+        _plot(phases, plot_file)
     _report(console, phases, stages, options, json_file)
 
 
@@ -165,6 +191,7 @@ def _engine(name: str, data_plane: Child, logs: Path, options: dict[str, Any]) -
         },
     }
     length = options["document_bytes"] + options["turns"] * (options["output_tokens"] * 3 + 128)
+    length = min(length, CHAT_TOKENS_MAX) if options["chat"] else length
     command = ["vllm", "serve", options["model"], "--served-model-name", SERVED_NAME, "--host", "127.0.0.1"]
     command += ["--port", str(port), "--dtype", options["dtype"], "--max-model-len", str(length), "--seed", "0"]
     command += ["--kv-transfer-config", json.dumps(transfer)]
@@ -177,31 +204,36 @@ def _engine(name: str, data_plane: Child, logs: Path, options: dict[str, Any]) -
         yield f"http://127.0.0.1:{port}"
 
 
-def _documents(options: dict[str, Any]) -> list[str]:
-    """Cut long documents from a text that every Python installation has."""
+def _documents(options: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return pages of the reference that every Python installation has: name and text."""
     size = options["document_bytes"]
-    text = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "ignore").decode()
-    if len(text) < options["documents"] * size:
-        raise ShadowServeError(f"Python's topics have {len(text)} bytes; use fewer or shorter --documents")
-    return [text[index * size : (index + 1) * size] for index in range(options["documents"])]
+    names = [*FIRST, *sorted(set(topics) - set(FIRST))]
+    pages = [(name, topics[name].encode("ascii", "ignore").decode()[:size]) for name in names if name in topics]
+    long = [page for page in pages if len(page[1]) > size // 2]
+    if len(long) < options["documents"]:
+        raise ShadowServeError(f"Python's reference has {len(long)} pages of that length; use fewer --documents")
+    return long[: options["documents"]]
 
 
 def _serve(url: str, phase: Phase, options: dict[str, Any]) -> Iterator[None]:
     """Serve the conversations, one request at a time, and fill in the phase; yields after each request."""
-    for document in _documents(options):
-        text = document
+    begin, ask, answered = CHAT if options["chat"] else PLAIN
+    for name, document in _documents(options):
+        text = begin.format(document=document)
         for question in QUESTIONS[: options["turns"]]:
-            text = f"{text}\n\n{question}"
+            prompt = text + ask.format(question=question)
             before = _prompt_tokens(url)
-            answer = _complete(url, phase, text, options["output_tokens"])
+            answer = _complete(url, phase, prompt, options)
             sources = {key: value - before.get(key, 0) for key, value in _prompt_tokens(url).items()}
             count = sum(sources.values())
             chunked = min(count // DEFAULT_CHUNK_TOKENS * DEFAULT_CHUNK_TOKENS, count - 1)
+            loaded = sources.get("external_kv_transfer", 0)
             phase.tokens_prompt += count
             phase.tokens_cacheable += max(0, chunked - sources.get("local_cache_hit", 0))
             phase.tokens_computed += sources.get("local_compute", 0)
-            phase.tokens_fetched += sources.get("external_kv_transfer", 0)
-            text += answer
+            phase.tokens_fetched += loaded
+            phase.asked.append((name, question, answer.strip(), loaded))
+            text = text if answered is None else prompt + answer + answered
             yield
 
 
@@ -222,13 +254,13 @@ def _request(url: str, body: dict[str, Any] | None = None) -> Iterator[http.clie
         ) from error
 
 
-def _complete(url: str, phase: Phase, prompt: str, output_tokens: int) -> str:
+def _complete(url: str, phase: Phase, prompt: str, options: dict[str, Any]) -> str:
     body = {
         "model": SERVED_NAME,
         "prompt": prompt,
-        "max_tokens": output_tokens,
+        "max_tokens": options["output_tokens"],
         "temperature": 0,
-        "ignore_eos": True,
+        "ignore_eos": not options["chat"],
         "stream": True,
         "return_token_ids": True,
     }
@@ -245,8 +277,8 @@ def _complete(url: str, phase: Phase, prompt: str, output_tokens: int) -> str:
                 first = first or time.monotonic()
                 text += choice["text"]
                 tokens += choice.get("token_ids") or []
-    if first is None or len(tokens) != output_tokens:
-        raise ShadowServeError(f"vLLM answered {len(tokens)} tokens of {output_tokens}")
+    if first is None or not tokens:
+        raise ShadowServeError("vLLM answered without a token")
     phase.ttft_s.append(first - begin)
     phase.outputs.append(tokens)
     return text
@@ -276,6 +308,29 @@ def _settle(plane: DataPlaneClient) -> Any:
     return last
 
 
+def _plot(phases: list[Phase], file: Path) -> None:
+    labels = [f"{name}: {question}" for name, question, _, _ in phases[0].asked]
+    named = zip(("computed", "loaded"), phases, strict=True)
+    times = {name: list(zip(labels, phase.ttft_s, strict=True)) for name, phase in named}
+    chart = Chart("Time to first token of each question", x="", y="seconds", series=times, kind="bars")
+    draw("shadowserve demo", [chart], file)
+
+
+def _picture(phases: list[Phase], *, answers: bool) -> Table:
+    """Return each question with its answer, and its two times as bars."""
+    table = Table("Python reference", "time to first token: computed, loaded", "tokens loaded", show_lines=True)
+    longest = max(time for phase in phases for time in phase.ttft_s)
+    rows = zip(phases[1].asked, *(phase.ttft_s for phase in phases), strict=True)
+    for (name, question, answer, loaded), *times in rows:
+        bars = Text("\n").join(
+            Text(f"{'█' * max(1, round(BAR_WIDTH * time / longest))} {time:.2f} s", style)
+            for time, style in zip(times, ("yellow", "green"), strict=True)
+        )
+        said = Text(f"\n{answer}", "italic") if answers else Text()
+        table.add_row(Text.assemble((f"{name}: ", "bold"), question, said), bars, f"{loaded:,d}")
+    return table
+
+
 def _report(console: Console, phases: list[Phase], stages: Any, options: dict[str, Any], json_file: str | None) -> None:
     cold, warm = (phase.summary() for phase in phases)
     table = Table("", *(phase.name for phase in phases), title="Two engines, the same conversations")
@@ -293,15 +348,23 @@ def _report(console: Console, phases: list[Phase], stages: Any, options: dict[st
     ):
         values = (phase[key] if unit == 1 else phase[key] / unit for phase in (cold, warm))
         table.add_row(label, *map(form.format, values))
+    console.print(_picture(phases, answers=options["model"] != str(OWN_MODEL)))
     console.print(table)
     console.print(_stage_table(stages))
     agree = phases[0].outputs == phases[1].outputs
     ratio = cold["ttft_mean_s"] / warm["ttft_mean_s"]
     share = warm["tokens_fetched"] / max(1, warm["tokens_cacheable"])
-    console.print(f"TTFT: {ratio:.1f} times lower; {share:.1%} of the cacheable prompt tokens fetched.")
+    saved = f"{warm['tokens_fetched']:,d} tokens loaded instead of computed ({share:.1%} of those in chunks)"
+    console.print(f"TTFT: {ratio:.1f} times lower; {saved}.", soft_wrap=True)
     console.print(f"Outputs {'agree, token by token' if agree else 'DIFFER'}.")
     if json_file:
-        table_data = {"backend": stages.backend, "phases": [cold, warm], "outputs_agree": agree}
+        asked = [
+            dict(zip(("document", "question", "answer", "loaded_tokens"), each, strict=True))
+            | {"ttft_cold_s": before, "ttft_warm_s": after}
+            for each, before, after in zip(phases[1].asked, phases[0].ttft_s, phases[1].ttft_s, strict=True)
+        ]
+        table_data = {"backend": stages.backend, "phases": [cold, warm], "asked": asked, "outputs_agree": agree}
+        table_data["model"] = options["model"]
         Path(json_file).write_text(json.dumps(table_data, indent=2) + "\n")
     if options["quantizer"] == "lossless" and not agree:
         raise ShadowServeError("the outputs differ although the KV is lossless; please report it with the logs")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_models import with_another_first_chunk
 
-from shadowserve_tools.demo import OWN_MODEL, QUESTIONS, _documents
+from shadowserve_tools.demo import OWN_MODEL, PLAIN, QUESTIONS, _documents
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 
@@ -32,7 +32,8 @@ KEYS = {
 
 def test_another_prefix_changes_the_demos_outputs(make_engine: Callable[..., Any]) -> None:
     documents = _documents({"documents": DOCUMENTS, "document_bytes": DOCUMENT_BYTES})
-    prompts = [list(f"{document}\n\n{QUESTIONS[0]}".encode()) for document in documents]
+    question = PLAIN[1].format(question=QUESTIONS[0])
+    prompts = [list(f"{text}{question}".encode()) for _, text in documents]
     engine = make_engine(None, model=OWN_MODEL, max_model_len=4096)
     try:
         outputs = engine.outputs(prompts, OUTPUT)
@@ -46,13 +47,17 @@ def test_second_engine_fetches_and_agrees(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     command = [sys.executable, "-m", "shadowserve_tools", "demo", "--documents", f"{DOCUMENTS}", "--turns", "2"]
     command += ["--document-bytes", f"{DOCUMENT_BYTES}", "--output-tokens", f"{OUTPUT}"]
-    command += ["--json", str(file), "--keep-logs", str(tmp_path)]
+    command += ["--model", str(OWN_MODEL), "--json", str(file), "--plot", str(tmp_path / "ttft.svg")]
+    command += ["--keep-logs", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=840)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Outputs agree, token by token." in done.stdout
     content = json.loads(file.read_text())
     cold, warm = content["phases"]
     assert content["outputs_agree"] is True
+    assert len(content["asked"]) == 4
+    assert all(each["ttft_warm_s"] > 0 and f"{each['document']}: " in done.stdout for each in content["asked"])
+    assert (tmp_path / "ttft.svg").read_text().count(QUESTIONS[1]) == DOCUMENTS
     assert KEYS <= set(cold) == set(warm)
     assert (cold["name"], warm["name"], cold["requests"], warm["requests"]) == ("cold", "warm", 4, 4)
     assert cold["tokens_fetched"] == 0 < cold["bytes_stored"]
