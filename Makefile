@@ -16,6 +16,7 @@
 # make mutants                     the mutation score of each package, in some hours: changes that its tests detect
 # make bench                       every benchmark; data and plots go to bench-results/
 # make bench BENCH="codecs fetch"  some of them
+# make wheels                      the wheels for x86-64 and aarch64 and the source distribution, in dist/
 # make lint                        formatting, linting, types
 # Everything lives in .venv; the first run takes some minutes and about 3 GB. Tests take 1 GB more, for Triton: where it
 # cannot be installed, its kernels' tests are left out.
@@ -33,7 +34,7 @@ built_sources := $(shell find native proto CMakeLists.txt -type f)
 ready := $(VENV)/.ready
 
 .PHONY: demo test test-dpu test-vllm-next test-browser test-chart failure-matrix models combinations
-.PHONY: soak fuzz mutants bench lint format setup clean
+.PHONY: soak fuzz mutants bench wheels lint format setup clean
 
 demo: $(ready)
 	-scripts/setup-demo-model
@@ -81,6 +82,9 @@ mutants: $(ready)
 
 bench: $(ready)
 	scripts/bench $(BENCH)
+
+wheels: $(ready)
+	scripts/build-wheels
 
 lint: $(ready)
 	scripts/lint

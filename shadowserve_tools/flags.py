@@ -103,7 +103,7 @@ def _size(count: int) -> str:
     return str(count)
 
 
-class Size(click.ParamType[int]):
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
     """A number of bytes with a unit, of at most ``most`` bytes; see ``sizes``."""
 
     name = "SIZE"

@@ -41,7 +41,7 @@ LINES: Final = (
 APART: Final = ("native/test_build",)
 LONGEST: Final = (
     "failures/test_failures pool/test_conformance storage/test_client_memory "
-    "simulation/test_seeds storage/test_many_keys native/test_wheel host/test_delivery "
+    "simulation/test_seeds storage/test_many_keys host/test_delivery "
     "pool/volume/test_volume_crash failures/test_crash_loop storage/test_object_storage storage/test_lifecycle "
     "storage/test_tls dataplane/sources/test_conformance e2e/test_disaggregation_faults"
 ).split()

@@ -1,41 +1,60 @@
-"""The wheel for 64-bit Arm, cross-compiled: its tag, its contents, and the Arm code of its C core."""
+"""The files that ``make wheels`` writes: their contents, and the libraries and CPU that the C core is for.
 
+``scripts/test-nightly`` makes them and names their folder in WHEELS.
+"""
+
+import os
 import re
 import subprocess
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
-from machine import NEVER_S
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = ("shadowserve", "host_control", "dpu_dataplane", "storage_kv", "shadowserve_tools")
-ELF_64_LITTLE_ENDIAN = b"\x7fELF\x02\x01"
-MACHINE_AARCH64 = 183
+C_LIBRARY = r"(ld-linux-.*|lib(c|m|dl|pthread|rt))\.so\.\d"
 
+if "WHEELS" in os.environ:
+    WHEELS = Path(os.environ["WHEELS"])
 
-@pytest.mark.timeout(600)
-def test_the_wheel_for_arm_is_one(arm_tools: None, tmp_path: Path) -> None:
-    command = [str(REPOSITORY / "scripts/build-wheel-aarch64"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=NEVER_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = tmp_path.glob("*.whl")
-    assert done.stdout.split() == [str(path)]
-    assert path.name.endswith("-py3-none-linux_aarch64.whl")
-    with zipfile.ZipFile(path) as wheel:
-        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-        (about,) = (name for name in wheel.namelist() if name.endswith(".dist-info/WHEEL"))
-        assert "Tag: py3-none-linux_aarch64" in wheel.read(about).decode().splitlines()
-        core = wheel.read("shadowserve/libshadowserve.so")
-        bindings = wheel.read("shadowserve/_cffi.py")
-    # The same contents as any other wheel: all sources, and the two files of the C core (tests/test_layout.py).
-    sources = {path for package in PACKAGES for path in (REPOSITORY / package).rglob("*") if path.is_file()}
-    kept = {str(path.relative_to(REPOSITORY)) for path in sources if "__pycache__" not in path.parts}
-    kept |= {f"shadowserve_tools/{path.relative_to(REPOSITORY)}" for path in (REPOSITORY / "configs").rglob("*.*")}
-    assert names == kept | {"shadowserve/libshadowserve.so", "shadowserve/_cffi.py"}
-    assert b"ss_isa_force" in bindings
-    assert core.startswith(ELF_64_LITTLE_ENDIAN)
-    assert int.from_bytes(core[18:20], "little") == MACHINE_AARCH64
-    # Ubuntu 22.04, the system of DPUs, has 2.35.
-    needed = {tuple(map(int, version)) for version in re.findall(rb"\0GLIBC_(\d+)\.(\d+)", core)}
-    assert max(needed) <= (2, 34), f"needs a newer C library than scripts/build-wheel-aarch64 states: {max(needed)}"
+    @pytest.mark.parametrize(("architecture", "machine"), [("x86_64", "X86-64"), ("aarch64", "AArch64")])
+    def test_a_wheel_has_all_that_its_c_core_needs(architecture: str, machine: str, tmp_path: Path) -> None:
+        (path,) = WHEELS.glob(f"shadowserve-*_{architecture}.whl")
+        glibc = re.search(r"-py3-none-manylinux_2_(\d+)_", path.name)
+        assert glibc and int(glibc[1]) <= 34, f"{path.name}: not for Ubuntu 22.04 or RHEL 9"
+        with zipfile.ZipFile(path) as wheel:
+            wheel.extractall(tmp_path)
+        names = {str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*") if each.is_file()}
+        libraries = {name for name in names if name.startswith("shadowserve.libs/")}
+        sources = {each for package in PACKAGES for each in (REPOSITORY / package).rglob("*") if each.is_file()}
+        kept = {str(each.relative_to(REPOSITORY)) for each in sources if "__pycache__" not in each.parts}
+        kept |= {f"shadowserve_tools/{each.relative_to(REPOSITORY)}" for each in (REPOSITORY / "configs").rglob("*.*")}
+        built = {"shadowserve/libshadowserve.so", "shadowserve/_cffi.py"}
+        assert {name for name in names - libraries if ".dist-info/" not in name} == kept | built
+        assert "ss_isa_force" in (tmp_path / "shadowserve/_cffi.py").read_text()
+
+        bundled = {Path(name).name for name in libraries}
+        for library in ("isal", "lz4", "zstd", "uring", "ssl", "crypto"):
+            assert [name for name in bundled if name.startswith(f"lib{library}-")]
+        for name in (*libraries, "shadowserve/libshadowserve.so"):
+            command = ["readelf", "-hd", tmp_path / name]
+            shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", shown))
+            assert machine in shown
+            assert {each for each in needed - bundled if not re.fullmatch(C_LIBRARY, each)} == set()
+        licenses = {Path(name).stem for name in names if "/licenses/" in name}
+        assert licenses == {"LICENSE", "libisal2", "libdeflate0", "liblz4-1", "libzstd1", "liburing2", "libssl3"}
+
+    def test_the_source_distribution_has_what_a_build_needs_and_nothing_else() -> None:
+        """The wheels are built from it, so that nothing is missing."""
+        (path,) = WHEELS.glob("shadowserve-*.tar.gz")
+        with tarfile.open(path) as archive:
+            names = {name.partition("/")[2] for name in archive.getnames()}
+        top = {name.partition("/")[0] for name in names}
+        files = {"CHANGELOG.md", "CMakeLists.txt", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml", ".gitignore"}
+        assert top == {*PACKAGES, *files, "configs", "native", "proto", "scripts"}
+        assert {name for name in names if name.startswith("scripts/")} == {"scripts/gen-proto"}
+        assert not [name for name in names if re.match("native/(tests|fuzz|bench)/", name)]
+        assert path.stat().st_size < 2 << 20
