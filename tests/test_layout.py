@@ -103,7 +103,7 @@ def test_the_data_plane_knows_its_sources_by_their_seam_alone() -> None:
     assert inside and not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("folder", ["proto", "native", "configs", "scripts", "tests", "docs"])
+@pytest.mark.parametrize("folder", ["proto", "native", "configs", "deploy", "scripts", "tests", "docs"])
 def test_a_folder_without_code_of_ours_is_no_package(folder: str) -> None:
     # A proto/__init__.py would hide proto-plus, and a tests/__init__.py any other package called tests.
     assert not list((REPOSITORY / folder).rglob("__init__.py"))
