@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from machine import NEVER_S, WAIT_MAX_S, free_port, wait_for
+from machine import NEVER_S, WAIT_MAX_S, wait_for
 from throwaway import OWN, Throwaway
 
 import shadowserve
