@@ -1,18 +1,15 @@
-"""The storage node as a service: its unit, its installer (into a temporary system), its container file."""
+"""The storage node as a service: its unit and its installer (into a temporary system)."""
 
 import configparser
-import json
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
-from machine import NEVER_S, WAIT_MAX_S, free_port, wait_for
+from machine import NEVER_S, WAIT_MAX_S, wait_for
 from throwaway import OWN, Throwaway
 
 import shadowserve
@@ -51,61 +48,6 @@ def test_the_unit_waits_for_readiness_is_watched_and_may_lock_memory() -> None:
     assert service["User"] == "shadowserve" and service["NoNewPrivileges"] == "yes"
 
 
-# ---- The container file ----------------------------------------------------------------------------------------------
-
-
-def instructions() -> list[tuple[str, str]]:
-    """Return each instruction of the container file, with its continuation lines."""
-    text = re.sub(r"\\\n", " ", (FOLDER / "Containerfile").read_text())
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in lines]
-
-
-def of(kind: str) -> list[str]:
-    return [text for name, text in instructions() if name == kind]
-
-
-def test_the_image_is_built_of_what_is_there_and_of_all_that_a_wheel_needs() -> None:
-    copied = [text.split() for text in of("COPY") if not text.startswith("--from")]
-    sources = {name for parts in copied for name in parts[:-1]}
-    assert all((REPOSITORY / name).exists() for name in sources)
-    ignored = (FOLDER / "Containerfile.dockerignore").read_text().splitlines()
-    assert {line[1:] for line in ignored if line.startswith("!")} == sources
-    wheel = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["scikit-build"]["wheel"]
-    assert {*wheel["packages"], *wheel["force-include"]} < sources
-
-
-def test_the_container_runs_without_rights_and_ends_in_order() -> None:
-    user = of("USER")[-1].split(":")[0]
-    assert user.isdigit() and user != "0"
-    assert of("STOPSIGNAL") == ["SIGTERM"] and json.loads(of("ENTRYPOINT")[0]) == ["shadowserve", "storage"]
-
-
-def test_what_the_container_runs_works_and_its_health_check_tells(tmp_path: Path) -> None:
-    settings = dict(re.findall(r"(SHADOWSERVE_STORAGE_\w+)=(\S+)", of("ENV")[0]))
-    port = str(free_port())
-    settings |= {"SHADOWSERVE_STORAGE_METRICS_PORT": port, "SHADOWSERVE_STORAGE_PORT": "0"}
-    settings |= {"SHADOWSERVE_STORAGE_HOST": "127.0.0.1", "SHADOWSERVE_STORAGE_METRICS_HOST": "127.0.0.1"}
-    check = json.loads(of("HEALTHCHECK")[0].partition("CMD ")[2])
-    program, *arguments = json.loads(of("ENTRYPOINT")[0])
-    command = [sys.executable, "-m", "shadowserve_tools", *arguments]
-    assert program == "shadowserve"
-
-    def healthy() -> int:
-        done = subprocess.run(
-            [sys.executable, *check[1:]], env=os.environ | settings, capture_output=True, timeout=NEVER_S, check=False
-        )
-        return done.returncode
-
-    with started("storage", command, tmp_path, environment=settings, timeout_s=WAIT_MAX_S) as child:
-        assert healthy() == 0
-        child.process.send_signal(signal.SIGTERM)
-        assert child.process.wait(WAIT_MAX_S) == 0
-    assert healthy() != 0
-    lines = (tmp_path / "storage.log").read_text().splitlines()
-    assert {"ready", "stopped"} <= {json.loads(line)["event"] for line in lines if line.startswith("{")}
-
-
 # ---- Packages --------------------------------------------------------------------------------------------------------
 
 PACKAGE = re.compile(r"(?:lib|zlib)[a-z0-9.-]+")
@@ -120,8 +62,9 @@ def test_all_ways_to_install_know_the_same_libraries() -> None:
     assert wanted is not None and built is not None and run is not None
     headers = set(PACKAGE.findall(wanted[1])) - {"libc6-dev"}
     assert set(PACKAGE.findall(built[1])) == headers
-    image = [set(PACKAGE.findall(text)) for text in of("RUN") if "apt-get install" in text]
-    assert image == [headers, set(PACKAGE.findall(run[1]))]
+    image = (REPOSITORY / "deploy" / "images" / "Containerfile.bluefield").read_text().replace("\\\n", "")
+    lists = re.findall(r"apt-get install .*?&&", image)
+    assert [set(PACKAGE.findall(packages)) for packages in lists] == [headers, set(PACKAGE.findall(run[1]))]
 
 
 @pytest.mark.skipif(shutil.which("dpkg-query") is None, reason="dpkg-query is not installed: not a Debian system")
