@@ -28,6 +28,8 @@ _DETAILS: Final = {
     "wait for them",
     "shard_layout": "layer_order is configured, and the records are of an engine with another number of tensor-parallel"
     " ranks or pipeline stages; they go chunk by chunk",
+    "partial_block": "layer_order is configured, and a load ends within a block, as of a preempted request; it goes "
+    "chunk by chunk, because vLLM writes into that block before it waits for the layer",
     "preempted": "layer_order is configured, and a load brings back the KV of a preempted request, which is stored "
     "apart from the records that requests share; it goes chunk by chunk",
     "pending_chunks": "layer_order is configured, and a load waits for chunks that another engine is still storing, "
@@ -116,11 +118,16 @@ class LoadWays:
         """Tell if the step that computes on a load waits for all of it first."""
         return self.in_step and not self._why_not_in_step(request)
 
-    def not_by_layers(self, request: Any, *, pending: bool, other_records: str, alone: bool) -> str:
+    def not_by_layers(
+        self, request: Any, *, pending: bool, other_records: str, partial_block: bool, alone: bool
+    ) -> str:
         """Return the reason why a load cannot go layer by layer; empty if it can.
 
         Args:
             other_records: Reason where its records are not the ones that this engine stores for others, or empty.
+            partial_block: It ends within a block. vLLM writes the KV of the next tokens into that block before it waits
+                for the layer, so the load would overwrite them.
+            alone: No other request loads, and none runs for which the layers would come too late.
         """
         if reason := self._why_not_in_step(request):
             return reason
@@ -128,6 +135,8 @@ class LoadWays:
             return "pending_chunks"
         if other_records:
             return other_records
+        if partial_block:
+            return "partial_block"
         return "" if alone else "other_requests"
 
     def count_lookup(self, answer: LookupAnswer) -> None:

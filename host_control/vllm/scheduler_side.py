@@ -6,7 +6,7 @@ which no request completes a chunk costs one comparison for each running request
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -321,9 +321,7 @@ class SchedulerSide:
         usable = usable_tokens(state, answer, self._groups)
         if usable < worth:
             return 0
-        load.not_layerwise = self._why_not_layerwise(
-            state, answer.shard_layout, keeps_up=lambda: self._keeps_up(state, answer, usable)
-        )
+        load.not_layerwise = self._why_not_layerwise(state, answer, usable)
         load.layerwise = not load.not_layerwise
         # A prompt that another engine computes for this one is loaded, whatever the policy predicts.
         if self._policy_runner is not None and not state.disaggregation.waits:
@@ -334,22 +332,20 @@ class SchedulerSide:
         budget = self._engine.config.interference_budget
         return self._policy_runner is not None and self._policy_runner.keeps_up(state, answer, usable, budget)
 
-    def _why_not_layerwise(
-        self, state: RequestState, shard_layout: int = 0, keeps_up: Callable[[], bool] = lambda: False
-    ) -> str:
-        """Return the reason why a request's load cannot go layer by layer; empty if it can.
-
-        ``keeps_up`` tells if its layers are predicted to come in time for a step that other requests wait for, too.
-        """
+    def _why_not_layerwise(self, state: RequestState, answer: LookupAnswer | None = None, usable: int = 0) -> str:
+        """Return the reason why a load of ``usable`` tokens cannot go layer by layer; empty if it can."""
         if not self.ways.by_layers:
             return "off"
+        layout = answer.shard_layout if answer else 0
         running = any(other.request.status == RequestStatus.RUNNING for other in self._requests.values())
         loading = any(not load.in_step or load.state is State.ALLOCATED for load in self._loads.values())
+        in_time = not running or (answer is not None and self._keeps_up(state, answer, usable))
         return self.ways.not_by_layers(
             state.request,
             pending=self._available(state) is not None,
-            other_records="" if shard_layout == 0 else "preempted" if shard_layout == SAVED else "shard_layout",
-            alone=not loading and (not running or keeps_up()),
+            other_records="" if layout == 0 else "preempted" if layout == SAVED else "shard_layout",
+            partial_block=bool((state.load.local_tokens + usable) % self._groups.groups[0].block_tokens),
+            alone=not loading and in_time,
         )
 
     def _count_lookup(self, state: RequestState, answer: LookupAnswer) -> None:

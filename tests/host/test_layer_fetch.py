@@ -246,7 +246,9 @@ def test_a_data_plane_that_restarts_costs_the_windows_in_flight(
     assert result.complete and ring.registration.retired == 1
 
 
-def test_a_data_plane_that_restarts_again_and_again_ends_the_load(ring: Layered, plane: ScriptedDataPlane) -> None:
-    plane.script.before_layer = lambda now: plane.forget_registrations()
+def test_a_data_plane_that_never_knows_the_memory_ends_the_load(
+    ring: Layered, plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plane, "_memory", lambda part: None)
     result = ring.ended(ring.begin("a"))
     assert (result.reason, result.chunks) == ("unknown_memory", (0,))

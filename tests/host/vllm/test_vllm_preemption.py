@@ -137,6 +137,19 @@ def test_saved_chunks_are_looked_up_and_offered(scene: Scene) -> None:
     assert load.available is None and load.groups[0].chunk_keys == names
 
 
+def test_a_load_that_ends_within_a_block_does_not_go_layer_by_layer(make_scene: Callable[..., Scene]) -> None:
+    """Symptom: wrong tokens after a preemption. vLLM writes the KV of the next token before it waits for the layer."""
+    scene = make_scene(layer_order=True)
+    scene.side.ways.by_layers = True
+    running(scene, status=None)
+    put(scene.plane, names_of(scene.preempt()))
+    scene.report(saved={"r": 1})
+    scene.look_up()
+    assert scene.ask() == END and END % BLOCK
+    assert not scene.load([range(200, 240)]).layerwise
+    assert scene.counted("slower_paths") == {"slower_paths/partial_block": 1}
+
+
 def test_dropped_chunks_of_a_save_are_not_offered(scene: Scene) -> None:
     running(scene)
     scene.preempt()

@@ -372,20 +372,20 @@ def test_each_load_that_layer_order_leaves_out_is_counted_with_its_reason(make_s
 
 
 @pytest.mark.parametrize(
-    ("pending", "other_records", "alone", "reason"),
+    ("given", "reason"),
     [
-        (True, "shard_layout", False, "pending_chunks"),
-        (False, "shard_layout", False, "shard_layout"),
-        (False, "preempted", True, "preempted"),
-        (False, "", False, "other_requests"),
-        (False, "", True, ""),
+        ({"pending": True, "other_records": "shard_layout"}, "pending_chunks"),
+        ({"other_records": "shard_layout", "partial_block": True}, "shard_layout"),
+        ({"other_records": "preempted"}, "preempted"),
+        ({"partial_block": True, "alone": False}, "partial_block"),
+        ({"alone": False}, "other_requests"),
+        ({}, ""),
     ],
 )
-def test_why_a_load_may_not_go_by_layers(
-    make_side: Any, pending: bool, other_records: str, alone: bool, reason: str
-) -> None:
+def test_why_a_load_may_not_go_by_layers(make_side: Any, given: dict[str, Any], reason: str) -> None:
     ways, request = make_side(layer_order=True).ways, Request("r", TOKENS)
-    assert ways.not_by_layers(request, pending=pending, other_records=other_records, alone=alone) == reason
+    given = {"pending": False, "other_records": "", "partial_block": False, "alone": True} | given
+    assert ways.not_by_layers(request, **given) == reason
 
 
 def test_each_reason_has_a_row_in_the_document() -> None:
