@@ -155,11 +155,12 @@ class FetchOrRecompute:
         return self._with_hit(self._decided(hit, now), hit, now)
 
     def keeps_up(self, hit: Hit, budget: float, now: float) -> bool:
-        """Tell if a load that goes layer by layer, and can begin now, keeps ahead of the step that computes on it.
+        """Tell if a load that goes layer by layer, and can begin now, keeps ahead of the first step with it.
 
         ``budget``: largest share of the step's time for which it may wait. False if times are unknown.
         """
-        computing, load = self._compute_seconds(hit.end_tokens, hit.tokens), self._load(hit, "layers", hit.end_tokens)
+        first_step = min(hit.tokens, hit.end_tokens + self._step_tokens)  # it waits for all layers
+        computing, load = self._compute_seconds(hit.end_tokens, first_step), self._load(hit, "layers", hit.end_tokens)
         if not (computing and load.load_seconds and hit.layers) or self._waiting(now):
             return False
         waiting = max(load.load_seconds - computing, 0.0) + load.load_seconds / hit.layers

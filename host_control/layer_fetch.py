@@ -109,6 +109,7 @@ class _Call:
     job_id: str
     call: FetchCall
     progress: Progress
+    is_second: bool = False  # it was started while another call was in flight
     reported: int = 0  # end of the window's leading layers that the data plane has reported
     scattered: int = 0  # end of its layers that are scattered, for all its chunks
 
@@ -123,6 +124,7 @@ class _LayerFetch:
         self._chunks = len(self._keys)  # leading chunks that can still be complete
         self._reason, self._detail = str(Reason.COMPLETE), ""
         self._retried = False
+        self._ahead = True  # two windows are in flight, until a call does not bring all of its window
         words = self._registration.progress_offsets or (None, None)
         size, half = self._registration.size, self._registration.size // 2
         fits = len(self._keys) * shape.raw_bytes <= size
@@ -142,11 +144,11 @@ class _LayerFetch:
         calls: deque[_Call] = deque()
         try:
             while calls or self._windows:
-                while self._free and self._windows:
+                while self._free and self._windows and (self._ahead or not calls):
                     window = self._windows.popleft()
                     window = window._replace(chunks_end=min(window.chunks_end, self._chunks))
                     if window.chunk < window.chunks_end:
-                        calls.append(self._start(window, self._free[0]))
+                        calls.append(self._start(window, self._free[0], is_second=bool(calls)))
                         self._free.popleft()
                 if not calls:
                     break
@@ -193,7 +195,7 @@ class _LayerFetch:
 
     # ---- Calls
 
-    def _start(self, window: LayerWindow, slot: _Slot) -> _Call:
+    def _start(self, window: LayerWindow, slot: _Slot, *, is_second: bool) -> _Call:
         if self._fetch.cancelled or self._fetch.left_s <= 0:
             raise _Ended(Reason.CANCELLED if self._fetch.cancelled else Reason.DEADLINE)
         job_id, left = f"layers-{secrets.token_hex(8)}", max(self._fetch.left_s, 0.001)
@@ -216,7 +218,7 @@ class _LayerFetch:
                 )
         except DataPlaneError as error:
             raise _Ended(error.outcome, str(error)) from error
-        return _Call(window, slot, memory, job_id, call, progress, window.layer, window.layer)
+        return _Call(window, slot, memory, job_id, call, progress, is_second, window.layer, window.layer)
 
     def _finish(self, call: _Call) -> None:
         """Scatter the layers of a call as they arrive, and what its answer adds to them."""
@@ -227,7 +229,13 @@ class _LayerFetch:
         self._place(call, window.layer + leading_layers(delivered, np.ones_like(delivered)))
         if answer.reason == Reason.UNKNOWN_MEMORY and not self._retried:
             raise _Forgotten
-        if answer.reason == Reason.BATCH_FULL:
+        if window.chunk >= self._chunks:
+            return  # nothing of it can be used any more
+        if answer.reason == Reason.REFUSED and call.is_second:  # the queue of calls is full
+            self._ahead = False
+            self._windows.extendleft(reversed(self._rest(window)))
+        elif answer.reason == Reason.BATCH_FULL:
+            self._ahead = False
             if call.scattered < window.layers_end:
                 self._place_row(call, leading(delivered[call.scattered - window.layer]))
             if not self._placed[window.layer, window.chunk]:
@@ -245,7 +253,7 @@ class _LayerFetch:
         """Place layers as they arrive; return the call's answer."""
         most = call.window.layers_end
         try:
-            cancels = cancel_if(self._client, call.job_id, lambda: self._fetch.cancelled)
+            cancels = cancel_if(self._client, call.job_id, lambda: self._is_useless(call))
             for layers in follow(call.call, call.progress, most, _LOOK_INTERVAL_S, cancels):
                 self._arrived(call, layers)
             self._arrived(call, min(call.progress.wait(call.reported, 0.0), most))
@@ -255,6 +263,9 @@ class _LayerFetch:
         finally:
             answer = self._settle(call)
         return answer
+
+    def _is_useless(self, call: _Call) -> bool:
+        return self._fetch.cancelled or call.window.chunk >= self._chunks
 
     def _arrived(self, call: _Call, layers: int) -> None:
         call.reported = max(call.reported, layers)
@@ -268,7 +279,9 @@ class _LayerFetch:
 
     def _stop(self, call: _Call) -> None:
         """End a call whose layers are not used; then nothing writes into the memory for it."""
-        self._client.cancel(call.job_id)
+        while not call.call.done():  # a Cancel may overtake the call that it is for
+            self._client.cancel(call.job_id)
+            call.progress.wait(call.reported, _LOOK_INTERVAL_S)
         self._settle(call)
 
     # ---- Scattering
@@ -286,7 +299,7 @@ class _LayerFetch:
 
     def _place_row(self, call: _Call, chunks: int) -> None:
         """Scatter the leading chunks of the layer that a call has delivered in part."""
-        if chunks := min(chunks, self._chunks - call.window.chunk):
+        if (chunks := min(chunks, self._chunks - call.window.chunk)) > 0:
             self._scatter(call, (call.scattered, call.scattered + 1), call.window.chunk + chunks)
 
     def _scatter(self, call: _Call, layers: tuple[int, int], chunks_end: int) -> None:

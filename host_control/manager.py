@@ -302,7 +302,7 @@ class KVCacheManager:
             detail=detail,
             fetched_bytes=result.fetched_bytes,
             queued_s=result.waited,
-            chunks=sum(result.chunks),
+            placed_chunks=min(result.chunks, default=0),
         )
         with self._condition:
             self._completion.append(result)  # first: :attr:`idle` takes no lock

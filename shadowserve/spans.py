@@ -116,7 +116,12 @@ def start(endpoint: str, service: str) -> None:
         resource=Resource.create({"service.name": service, "service.version": __version__}),
         span_limits=SpanLimits(max_span_attribute_length=_TEXT_MAX),
     )
-    sender = BatchSpanProcessor(exporter, max_queue_size=_QUEUE_MAX, schedule_delay_millis=_SEND_INTERVAL_MS)
+    sender = BatchSpanProcessor(
+        exporter,
+        max_queue_size=_QUEUE_MAX,
+        max_export_batch_size=_QUEUE_MAX // 2,
+        schedule_delay_millis=_SEND_INTERVAL_MS,
+    )
     provider.add_span_processor(sender)
     _tracer = provider.get_tracer("shadowserve", __version__)
     _stop = provider.shutdown
@@ -150,7 +155,7 @@ def begin(name: str, parent: str, *, root: bool = False, kind: str = "internal",
         kind: ``internal``, ``server`` or ``client``.
         attributes: Attributes, without the project's prefix.
     """
-    if _tracer is None:
+    if (tracer := _tracer) is None:  # stop() may be called meanwhile
         return _NOT_RECORDED
     from opentelemetry import trace
     from opentelemetry.context import Context
@@ -162,7 +167,7 @@ def begin(name: str, parent: str, *, root: bool = False, kind: str = "internal",
         context = trace.set_span_in_context(trace.NonRecordingSpan(ids), context)
     elif not root:
         return _NOT_RECORDED
-    recorded = _tracer.start_span(f"shadowserve.{name}", context, trace.SpanKind[kind.upper()])
+    recorded = tracer.start_span(f"shadowserve.{name}", context, trace.SpanKind[kind.upper()])
     if not recorded.is_recording():  # not sampled
         return _NOT_RECORDED
     span = Span(recorded)

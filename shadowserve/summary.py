@@ -23,6 +23,8 @@ PLUGIN: Final = "vllm:shadowserve_"
 PLANE: Final = "shadowserve_"
 STORAGE: Final = "shadowserve_storage_"
 _PREFIXES: Final = (PLUGIN, PLANE, "process_start_time_seconds")
+_VALUE_MAX: Final = 1e30
+"""Larger values are not shown: their sums may not be finite."""
 _NAME_MAX: Final = 64
 """Characters of a label's value that are shown."""
 _WINDOW_S: Final = 10.0
@@ -45,7 +47,7 @@ _WORDS: Final = {
     "short": "less than a chunk",
     "not_worth_it": "computing is faster, or too few tokens",
     "fell_short": "load incomplete",
-    "off": "the plugin is off",
+    "off": "not looked up",
 }
 """Words for reasons that the page explains; others are shown by name (docs/reference/failures.md)."""
 
@@ -57,7 +59,8 @@ class Samples:
         self._values: dict[str, list[tuple[Mapping[str, str], float]]] = {}
         for name, labels, value in found:
             if name.startswith(_PREFIXES) and not name.endswith("_bucket"):
-                self._values.setdefault(name, []).append((labels, value if math.isfinite(value) else 0.0))
+                sound = math.isfinite(value) and abs(value) < _VALUE_MAX
+                self._values.setdefault(name, []).append((labels, value if sound else 0.0))
 
     @classmethod
     def of(cls, families: Iterable[Any]) -> "Samples":
@@ -202,6 +205,11 @@ def _slowdown(window: Window) -> float | None:
     return window.grown("decode_during_fetch_seconds_total") / predicted - 1 if predicted >= _DECODED_S else None
 
 
+def _budget(window: Window) -> float:
+    """Return the interference budget; engines of one program have the same."""
+    return max(window.by("interference_budget_ratio", "engine").values(), default=0.0)
+
+
 def _engine_text(window: Window) -> list[str]:
     tokens = window.by("prompt_tokens_total")
     whole, loaded, local = sum(tokens.values()), tokens.get("loaded", 0.0), tokens.get("local", 0.0)
@@ -216,13 +224,13 @@ def _engine_text(window: Window) -> list[str]:
         text.append(f"{_percent(sum(computed.values()), whole)} were computed: {_reasons(computed, whole)}.")
     if saved:
         text.append(f"That saved {_duration(saved)} of prefill at this engine's measured speed; loads took "
-                    f"{_duration(seconds)}.")  # fmt: skip
+                    f"{_duration(seconds)}, summed over ranks.")  # fmt: skip
     elif loaded:
         text.append("The saved prefill time is not known yet: this engine has measured too few computed prompts.")
     fetched, delivered = window.total("fetched_bytes_total"), window.total("delivered_bytes_total")
     raw, stored = window.total("stored_raw_bytes_total"), window.total("stored_bytes_total")
     text.append(f"Loaded {human_size(delivered)} from {human_size(fetched)} of records; {_stored(raw, stored)}.")
-    budget = window.total("interference_budget_ratio")
+    budget = _budget(window)
     slower = _slowdown(Window(window.now, Samples(()), window.prefix, 0.0, True))
     if slower is None:
         text.append(f"Too few decode steps overlapped transfers to tell their slowdown (budget {100 * budget:g} %).")
@@ -234,21 +242,27 @@ def _engine_text(window: Window) -> list[str]:
 
 def _engine_limit(window: Window) -> tuple[Level, str]:
     tokens, failed = window.grown_by("prompt_tokens_total"), window.grown_by("lookup_failures_total")
-    whole, budget = sum(tokens.values()), window.total("interference_budget_ratio")
+    whole, budget = sum(tokens.values()), _budget(window)
     slower, computed = _slowdown(window), _computed(tokens)
     if window.grown("off_requests_total"):
         return "bad", "the plugin is off: every prompt is computed. The engine's log says why."
     if failed:
-        return "bad", f"lookups get no answer: {_first(failed)} (docs/reference/failures.md)."
+        mostly = sum(failed.values()) > _MOSTLY * window.grown("lookup_requests_total")
+        level: Level = "bad" if mostly else "warning"
+        return (
+            level,
+            f"{'' if mostly else 'some '}lookups get no answer: {_first(failed)} (docs/reference/failures.md).",
+        )
     if short := window.grown_by("load_failures_total"):
         return "warning", f"loads fall short: {_first(short)} (docs/reference/failures.md)."
     if slower is not None and budget and slower > 2 * budget and window.grown("prompts_total"):
         return "warning", f"transfers slow decoding by {100 * slower:.1f} %, above the budget of {100 * budget:g} %."
     if not whole:
         return "idle", "no prompts."
-    if sum(computed.values()) > _MOSTLY * whole and next(iter(computed)) != "short":
+    if sum(computed.values()) > _MOSTLY * whole and next(iter(computed)) not in ("short", "off"):
         return "warning", f"most tokens are computed: {_first(computed)}."
-    if window.share("load_seconds_total") > _BUSY:
+    ranks = max(1.0, window.grown("loaded_tokens_total") / max(tokens.get("loaded", 0.0), 1.0))
+    if window.share("load_seconds_total") > _BUSY * ranks:
         return "warning", "loading takes most of the time: see what limits the data plane."
     return "good", "nothing."
 
@@ -426,8 +440,8 @@ class Summarizer:
         if not up_s and "process_start_time_seconds" in samples:
             up_s = max(0.0, wall_s - samples.total("process_start_time_seconds"))
         with self._lock:
-            while self._history and (up_s < self._history[-1][1] or now_s - self._history[0][0] > 2 * _WINDOW_S):
-                self._history.popleft()  # of the time before a restart, or old
+            while self._history and up_s < self._history[-1][1]:
+                self._history.popleft()  # of the time before a restart
             while len(self._history) > 1 and now_s - self._history[1][0] >= _WINDOW_S:
                 self._history.popleft()
             before_s, _, before = self._history[0] if self._history else (now_s - up_s, 0.0, Samples(()))

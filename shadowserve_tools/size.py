@@ -229,7 +229,7 @@ def _defaults(model_type: str, part: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigurationError(message) from error
 
 
-class _Link(click.ParamType[float]):
+class _Link(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
     """A link's rate, in bits per second."""
 
     name = "RATE"

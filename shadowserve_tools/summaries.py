@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from shadowserve.errors import StorageUnavailableError
+from shadowserve.errors import ConfigurationError, StorageUnavailableError
 from shadowserve.summary import Samples, Summarizer
 
 TIMEOUT_S: Final = 5.0
@@ -35,7 +35,10 @@ class MetricsWatcher:
 
     def __init__(self, url: str, context: ssl.SSLContext | None = None) -> None:
         """Use ``http(s)://host:port``; without a path, /metrics. ``context``: of https; None for the system's."""
-        self._url = urlsplit(url)
+        try:
+            self._url = urlsplit(url)
+        except ValueError as error:
+            raise ConfigurationError(f"{url!r} is no address: {error}") from error
         self._context = context
         self._summarizer = Summarizer()
 

@@ -10,7 +10,7 @@ import click
 from prometheus_client import CollectorRegistry
 
 from shadowserve.addresses import join_address
-from shadowserve.errors import ConfigurationError, ShadowServeError
+from shadowserve.errors import ConfigurationError
 from shadowserve.health import Endpoint
 from shadowserve.signals import stop_signals
 from shadowserve_tools.stats import logins, source
@@ -38,8 +38,8 @@ class _Poller:
                             raise ConfigurationError(f"{where} is not a program of ShadowServe, or an older one")
                         self.shown = {"where": where, "summary": summary}
                         stopped.wait(interval_s)
-            except ShadowServeError as error:
-                self.shown = {"where": where, "error": str(error)[:_ERROR_CHARACTERS_MAX]}
+            except Exception as error:  # of a program that answers nonsense, too: the thread goes on
+                self.shown = {"where": where, "error": (str(error) or repr(error))[:_ERROR_CHARACTERS_MAX]}
             stopped.wait(interval_s)
 
 

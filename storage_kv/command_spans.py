@@ -14,21 +14,25 @@ class CommandSpans:
         count: Number of commands; negative for all until the next KV.TRACE.
     """
 
-    __slots__ = ("_commands", "_context", "_left", "_span")
+    __slots__ = ("_commands", "_context", "_counts", "_left", "_span")
 
     def __init__(self, context: str, count: int) -> None:
         self._context, self._left = context, count
         self._span: spans.Span | None = None
         self._commands = 0
+        self._counts = False  # the command that runs, with all its steps, belongs to the span
 
     def run(self, name: str, step: Callable[[], Reply], *, begins: bool) -> Reply:
         """Run a command, or continue it, within the span."""
         if begins:
-            if not self._left or name == "kv.trace":
+            self._counts = bool(self._left) and name != "kv.trace"
+            if not self._counts:
                 self.end()
                 return step()
             self._left -= 1
             self._commands += 1
+        elif not self._counts:
+            return step()
         if self._span is None:
             self._span = spans.begin(f"storage.{name}", self._context, kind="server")
         with spans.use(self._span.context):

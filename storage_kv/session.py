@@ -150,6 +150,8 @@ class Session:
         self.tenant = DEFAULT_TENANT
         self.transaction = None
         self.watch = Watch()
+        if self.spans is not None:
+            self.spans.end()
         self.spans = None
 
     def qualify(self, argument: Argument) -> Address:

@@ -13,6 +13,8 @@ from host_control.transfer import Reason, State
 from host_control.vllm.metrics import Counts
 from host_control.vllm.requests import Load, RequestState
 
+_PRICED_AT_ONCE: Final = 4
+"""Loads whose price is looked up when a load ends, on the engine's thread."""
 _UNPRICED_MAX: Final = 256
 """Loads that wait for their price. It is known once the engine has computed some prompts."""
 
@@ -59,7 +61,7 @@ class PromptAccount:
         if external_tokens:
             self._loads[state.request.request_id] = external_tokens
         else:
-            self._count(state, 0)
+            self._count(state, state.load, 0)
 
     def ended(self, state: RequestState | None, load: Load) -> None:
         """Note the end of a load; without a state, its request ended first."""
@@ -69,7 +71,7 @@ class PromptAccount:
         if load.state is not State.PLACED:
             end_tokens = (load.first_chunk + load.placed_chunks) * self._chunk_tokens
             tokens = min(tokens, max(end_tokens - load.local_tokens, 0))
-        self._count(state, tokens)
+        self._count(state, load, tokens)
         if tokens:
             self._unpriced.append((load.local_tokens, tokens, state.request.num_tokens))
             self._price()
@@ -77,10 +79,10 @@ class PromptAccount:
     def forget(self, request_id: str) -> None:
         self._prompts.pop(request_id, None)
 
-    def _count(self, state: RequestState, loaded: int) -> None:
+    def _count(self, state: RequestState, load: Load, loaded: int) -> None:
         if (prompt := self._prompts.pop(state.request.request_id, None)) is None:
             return
-        load, tokens = state.load, state.request.num_prompt_tokens
+        tokens = state.request.num_prompt_tokens
         local = min(load.local_tokens, tokens)
         loaded = min(loaded, tokens - local)
         whole, have = tokens // self._chunk_tokens * self._chunk_tokens, local + loaded
@@ -106,10 +108,11 @@ class PromptAccount:
             self._counts.add("prompt_tokens", count, reason=reason)
 
     def _price(self) -> None:
-        """Count the saved time of loads whose price is known: that of all tokens without that of the rest."""
-        for local, loaded, tokens in [self._unpriced.popleft() for _ in range(len(self._unpriced))]:
+        """Count the saved time of some loads whose price is known: that of all tokens without that of the rest."""
+        for _ in range(min(len(self._unpriced), _PRICED_AT_ONCE)):
+            local, loaded, tokens = self._unpriced.popleft()
             without = self._table.prefill(local, tokens, self._step_tokens)
-            rest = self._table.prefill(local + loaded, tokens, self._step_tokens)
+            rest = None if without is None else self._table.prefill(local + loaded, tokens, self._step_tokens)
             if without is None or rest is None:
                 self._unpriced.append((local, loaded, tokens))
             else:

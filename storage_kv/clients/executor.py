@@ -97,6 +97,7 @@ class CommandExecutor:
         self.blocked_since_s = 0.0
         self.received_bytes = self.moved_bytes = 0
         self._command_name: Argument = b""  # of the command in progress, or the last one
+        self._begun = False  # that command has a place in a client's span
         self._retry: Callable[[], Reply] | None = None  # executes the command again that found no room
         self._continuation: Callable[[], Reply] | None = None  # makes the next part of a reply that has begun
         self._is_reply_begun = False  # a part of that reply is queued
@@ -210,7 +211,7 @@ class CommandExecutor:
                     return None
                 if self.body.refusal:
                     return self._refused()
-                self.blocked_since_s, self._command_name = 0.0, command[0]
+                self.blocked_since_s, self._command_name, self._begun = 0.0, command[0], False
             if node.lent.is_tight and not self._may_lend():
                 self._keep(step, command)
                 self._block(None)
@@ -237,7 +238,8 @@ class CommandExecutor:
     def _execute_traced(self, traced: CommandSpans, step: Callable[[], Reply] | None, command: Event | None) -> Reply:
         known = find(self._command_name)
         run = step or partial(execute, self._node, self._session, command)  # type: ignore[arg-type]
-        return traced.run(known.name if known else "unknown", run, begins=step is None)
+        begins, self._begun = not self._begun, True
+        return traced.run(known.name if known else "unknown", run, begins=begins)
 
     def _refused(self) -> bytes:
         self._node.counters.command_errors += 1

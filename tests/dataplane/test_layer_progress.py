@@ -124,6 +124,34 @@ async def test_layers_without_wanted_pieces_count_as_in_place(client: Client, st
     assert (answer.outcome, word.get()) == (pb.OUTCOME_COMPLETE, SHAPE.layers)
 
 
+@pytest.mark.parametrize("way", WAYS, ids=way_name)
+@pytest.mark.parametrize("stream", [False, True], ids=["word", "stream"])
+async def test_a_window_of_layers_is_delivered_and_nothing_beside_it(
+    storage: Server, way: dict[str, Any], stream: bool
+) -> None:
+    """The region holds layers 2 and 3 of chunks 1 to 4, without gaps."""
+    async with running(storage, **way) as (_, client):
+        word = await prepared(client, storage)
+        whole, keys, piece = kvs(SHAPE, CHUNKS), KEYS[1:], SHAPE.raw_bytes // SHAPE.layers
+        begin, size = SHAPE.raw_bytes, 2 * piece * len(keys)
+        memory = client.segment.memory[:SIZE]
+        memory[:] = 0xEE
+        part = client.part(keys, offset=begin, length=size, first_layer=2, layers=2)
+        if stream:
+            layers, answer = await streamed(client, parts=[part])
+            assert layers[-1] == SHAPE.layers, "layers outside the window count as in place"
+        else:
+            answer = await fetch(client, parts=[part])
+            assert word.get() == SHAPE.layers
+        assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
+        there = unpack(answer.delivered[0], SHAPE.layers, len(keys))
+        assert there[2:4].all() and there.sum() == 2 * len(keys)
+        expected = b"".join(whole[chunk][2 * piece : 4 * piece] for chunk in range(1, CHUNKS))
+        assert bytes(memory[begin : begin + size]) == expected
+        assert (memory[:begin] == 0xEE).all() and (memory[begin + size :] == 0xEE).all()
+        del memory
+
+
 async def test_pieces_beyond_the_buffers_are_not_reported(storage: Server) -> None:
     shape = layout(layers=6, vector_length=2048)
     async with running(storage, decompression_buffer_bytes="1MiB", dma_source_buffer_bytes="1MiB") as (_, client):

@@ -152,6 +152,14 @@ def test_monitors_select_a_service_that_has_the_port_and_the_job_that_alerts_nam
         ("tls.enabled=true", "tls.existingSecret"),
         ("tls.requireClientCertificate=true", "tls.clientExistingSecret"),
         ("tls.usersFromCertificates=true", "tls.requireClientCertificate"),
+        ("auth.passwordKey=,auth.usersKey=users.acl", "auth.passwordKey"),
+        (
+            "tls.enabled=true,tls.existingSecret=a,tls.clientExistingSecret=b,tls.requireClientCertificate=true,"
+            "tls.usersFromCertificates=true",
+            "auth.usersKey",
+        ),
+        ("dataPlane.hostNetwork=true", "networkPolicy.clients"),
+        ("dataPlane.config.tiers.devices[0].path=/var/lib/shadowserve/t", "dataPlane.hostPath.disk"),
         ("storage.enabled=false", "neither storage nor tiers"),
         ("dataPlane.enabled=false,engine.enabled=true", "engine.config.data_plane"),
         ("metrics.serviceMonitor.enabled=true", "networkPolicy.monitoring"),

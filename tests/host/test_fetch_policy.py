@@ -215,6 +215,9 @@ def test_a_stream_keeps_up_if_its_layers_come_within_the_budget_of_the_step(mbit
     assert (max(load - computing, 0) + load / 24 <= 0.02 * computing) == expected
     assert engine.policy.keeps_up(hit, 0.02, engine.now) == expected
     assert not engine.policy.keeps_up(hit, 0.0, engine.now)
+    engine.policy._step_tokens = 64
+    assert not engine.policy.keeps_up(hit, 0.02, engine.now), "the first of many steps waits for all layers"
+    engine.policy._step_tokens = 8192
     engine.policy.begin("first", engine.policy.decide(hit, engine.now), engine.now)
     assert not engine.policy.keeps_up(hit, 0.02, engine.now), "it would begin later"
 

@@ -14,6 +14,7 @@ from scripted import ScriptedDataPlane
 from host_control.layer_fetch import LayerWindow
 from host_control.manager import FetchJob, FetchResult
 from shadowserve.chunk import ChunkLayout
+from shadowserve.proto import dataplane_pb2 as pb
 
 CHUNKS = 3
 
@@ -252,3 +253,34 @@ def test_a_data_plane_that_never_knows_the_memory_ends_the_load(
     monkeypatch.setattr(plane, "_memory", lambda part: None)
     result = ring.ended(ring.begin("a"))
     assert (result.reason, result.chunks) == ("unknown_memory", (0,))
+
+
+def test_a_refused_second_call_is_made_again_alone(
+    ring: Layered, plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The data plane's queue has room for one call of this host."""
+    enter = plane._enter
+
+    def refuse_the_second(method: str, context: Any) -> None:
+        enter(method, context)
+        if method == ring.call and plane.calls.count(method) == 2:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
+
+    monkeypatch.setattr(plane, "_enter", refuse_the_second)
+    assert ring.ended(ring.begin("a")).complete
+    assert plane.calls.count(ring.call) == 4
+
+
+def test_buffers_smaller_than_a_window_behind_a_damaged_chunk_cost_nothing_more(
+    make_kit: MakeKit, shape: ChunkLayout, plane: ScriptedDataPlane
+) -> None:
+    """Half the memory holds six chunks of a layer. The window of the others is in flight when chunk 1 fails."""
+    ring = Layered(make_kit, replace(shape, layers=6), streamed=False, chunks=2)
+    plane.script.fail_layer, plane.script.fail_fetch_at = 0, 1
+    plane.script.fetch_answer = lambda answer, request: (
+        pb.FetchResponse(outcome=pb.OUTCOME_BATCH_FULL, delivered=answer.delivered)
+        if len(request.parts[0].keys) == LONG - 6
+        else answer
+    )
+    result = ring.ended(ring.begin("a", LONG))
+    assert (result.reason, result.chunks) == ("corrupt", (1,))

@@ -246,7 +246,11 @@ class Dialer:
         client = RespClient(str(node), self.command_timeout_s, AnswerReader())
         async with self.deadline("connect", str(node)):
             await client.open(node.host, node.port, self.greeting(replica=node.replica), context, name)
-            client.traces = spans.recording() and _knows(await client.ask([_KNOWS_TRACE]))
+            try:
+                client.traces = spans.recording() and _knows(await client.ask([_KNOWS_TRACE]))
+            except BaseException:
+                client.abort("connecting failed")
+                raise
         return client
 
     async def open(self, node: Node) -> Link:
@@ -355,10 +359,9 @@ class DataLinks:
         while len(links) < self._count:
             links.append(await self._dialer.open(node))
             self._metrics.totals["data_connections"] += 1
-        for link in links:
-            if link.traces and link.context != spans.current():
-                async with self._dialer.deadline("KV.TRACE", str(node)):
-                    await link.trace(spans.current())
+        if stale := [link for link in links if link.traces and link.context != spans.current()]:
+            async with self._dialer.deadline("KV.TRACE", str(node)):
+                await asyncio.gather(*(link.trace(spans.current()) for link in stale))
         return list(links)
 
     async def open_all(self, nodes: Sequence[Node]) -> list[list[Link] | StorageError]:

@@ -113,16 +113,18 @@ class LocalHits:
 
     def _parts_to_read(self) -> list[_Part]:
         """Return the parts of records on devices, in the order in which they are wanted."""
-        sizes, parts = self.plan.pieces["body_length"], []
+        sizes, parts = self.plan.pieces["body_length"].tolist(), []
         for record in self._records:
             if record.is_held or not record.piece_ids:
                 continue
             some: list[int] = []
+            total = 0
             for piece in record.piece_ids:
                 some.append(piece)
-                if self.plan.layerwise and int(sizes[some].sum()) >= _READ_BYTES:
+                total += sizes[piece]
+                if self.plan.layerwise and total >= _READ_BYTES:
                     parts.append(_Part(record, some))
-                    some = []
+                    some, total = [], 0
             if some:
                 parts.append(_Part(record, some))
         return sorted(parts, key=lambda part: part.piece_ids[0])
@@ -134,13 +136,16 @@ class LocalHits:
         """
         table = self.plan.pieces
         ends = (table["record_offset"] + table["body_length"]).astype(np.int64)
-        held = np.zeros(len(table), np.int64)  # bytes of local pieces
+        held = np.zeros(len(table), np.int64)  # bytes that reads hold: of pieces, or of the record with its first piece
         for record in self._records:
             if int(ends[record.piece_ids].max()) > record.length:
                 record.piece_ids = []  # the record was replaced since it was found
                 continue
             self.local[record.piece_ids] = True
-            held[record.piece_ids] = table["body_length"][record.piece_ids]
+            if self.plan.layerwise and record.length > _READ_BYTES:
+                held[record.piece_ids] = table["body_length"][record.piece_ids]
+            else:
+                held[record.piece_ids[0]] = record.length
         count = len(table)
         if not all(record.is_held for record in self._records):
             least = int((held > 0).argmax()) + 1

@@ -251,7 +251,7 @@ name: own-folders
 command: [chown]
 {{- with fromYaml $user }}
 args:
-  - "{{ int64 .runAsUser }}:{{ int64 .runAsGroup }}"
+  - "{{ required "podSecurityContext.runAsUser is needed: engines and data planes share memory" .runAsUser | int64 }}:{{ required "podSecurityContext.runAsGroup is needed: engines and data planes share memory" .runAsGroup | int64 }}"
   - /run/shadowserve
   - /dev/shm
   {{- if $disk }}
@@ -282,8 +282,14 @@ volumeMounts:
 {{- if and $v.auth.enabled $keys (or $v.storage.enabled $given) (not $v.auth.existingSecret) -}}
   {{- fail "auth.existingSecret is empty: create a secret (kubectl create secret generic shadowserve-auth --from-literal=password=$(openssl rand -hex 24)) and name it, or set auth.enabled: false" -}}
 {{- end -}}
-{{- if and $v.auth.enabled (not $keys) (not $v.tls.usersFromCertificates) -}}
+{{- if and $v.auth.enabled (not $v.auth.passwordKey) (not $v.tls.usersFromCertificates) -}}
   {{- fail "auth.passwordKey is empty: name the password's key, or let certificates name users (tls.usersFromCertificates)" -}}
+{{- end -}}
+{{- if and $v.dataPlane.hostNetwork $v.storage.enabled $v.networkPolicy.enabled (not $v.networkPolicy.clients) -}}
+  {{- fail "dataPlane.hostNetwork needs networkPolicy.clients with the nodes' addresses ({ipBlock: {cidr: ...}}): policies do not know such pods by label" -}}
+{{- end -}}
+{{- if and $v.dataPlane.enabled (eq $v.dataPlane.mode "daemonset") (($config.tiers).devices) (not $v.dataPlane.hostPath.disk) (not $v.dataPlane.extraVolumeMounts) -}}
+  {{- fail "dataPlane.config.tiers.devices needs dataPlane.hostPath.disk or dataPlane.extraVolumeMounts: a container's own file is lost with it" -}}
 {{- end -}}
 {{- if and $v.auth.username (not $v.auth.usersKey) $v.storage.enabled -}}
   {{- fail "auth.username needs auth.usersKey: the storage node knows users only from a users file" -}}
@@ -299,6 +305,9 @@ volumeMounts:
 {{- end -}}
 {{- if and $v.tls.usersFromCertificates (not $v.tls.requireClientCertificate) -}}
   {{- fail "tls.usersFromCertificates needs tls.requireClientCertificate" -}}
+{{- end -}}
+{{- if and $v.tls.usersFromCertificates $v.storage.enabled (not (and $v.auth.enabled $v.auth.usersKey)) -}}
+  {{- fail "tls.usersFromCertificates needs auth.enabled and auth.usersKey: without a users file every certificate is the default user" -}}
 {{- end -}}
 {{- if and $v.dataPlane.enabled (not $v.storage.enabled) (not (or $given $config.tiers)) -}}
   {{- fail "dataPlane.config names neither storage nor tiers, and storage.enabled is false: nothing could be stored" -}}
