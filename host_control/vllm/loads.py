@@ -125,8 +125,8 @@ class LoadWays:
 
         Args:
             other_records: Reason where its records are not the ones that this engine stores for others, or empty.
-            partial_block: It ends within a block. vLLM writes the KV of the next tokens into that block before it waits
-                for the layer, so the load would overwrite them.
+            partial_block: It ends with a tail, within a block. vLLM writes the KV of the next tokens into that block
+                before it waits for the layer, so the tail, which has no KV of them, would overwrite them.
             alone: No other request loads, and none runs for which the layers would come too late.
         """
         if reason := self._why_not_in_step(request):

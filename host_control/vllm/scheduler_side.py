@@ -344,7 +344,9 @@ class SchedulerSide:
             state.request,
             pending=self._available(state) is not None,
             other_records="" if layout == 0 else "preempted" if layout == SAVED else "shard_layout",
-            partial_block=bool((state.load.local_tokens + usable) % self._groups.groups[0].block_tokens),
+            partial_block=answer is not None
+            and answer.tail
+            and (state.load.local_tokens + usable) % self._groups.groups[0].block_tokens != 0,
             alone=not loading and in_time,
         )
 

@@ -24,6 +24,7 @@ _TIER_OPTIONS: Final = ("type", "module_path", "locality", "enable_kv_events", "
 _TIER_UNUSED: Final = (
     *("asynchronous_fetch", "layer_order", "pages", "fetch_or_recompute", "pd_role", "pd_timeout_s"),
     *("computing_cache", "device", "delivery", "reshaping_buffer_bytes", "lookup_threads", "otlp_endpoint"),
+    "metrics_port",
     *("chunk_tokens", "load_tokens_min", "bins", "value_bins", "scale_tokens"),
 )
 

@@ -338,7 +338,7 @@ async def test_records_of_a_failed_device_are_read_from_storage(storage: Server,
         tiers, own = tiers_in(daemon), prefetching_in(daemon)
         read, failed = tiers.pool.read, []
 
-        def fail(item: Any, start: int, end: int, done: Any) -> None:
+        def fail(item: Any, start: int, end: int, done: Any, **options: Any) -> None:
             if len(failed) < 3:
                 failed.append(item)
                 done(None)

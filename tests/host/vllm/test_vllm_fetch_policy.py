@@ -428,7 +428,7 @@ def test_the_rate_that_decoding_leaves_is_in_the_prediction(slow: Scene, monkeyp
     for chunks in (2, 8, 32):
         policy.fetched(loaded(chunks * RECORD_BYTES, Tier.MEMORY), 1e-3)
     slow.plane.script.tiers = dict.fromkeys(keys(0, TOKENS), Tier.MEMORY)
-    slow.side._policy_runner.start(0, 0, 10 * RECORD_BYTES)
+    slow.side._policy_runner.start(0, 10 * RECORD_BYTES)
     slow.arrive(TOKENS, stored=40, name="free")
     assert slow.matched() == 40 * CHUNK
     monkeypatch.setattr(type(slow.side._timing), "rate", 10 * RECORD_BYTES)  # one chunk per second
