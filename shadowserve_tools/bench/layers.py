@@ -81,7 +81,7 @@ class _Case:
 @benchmark("tokens", "stored", "system", "link_Gbit_per_s", "stored_MB", "ttft_ms", bars=["ttft_ms"])
 @shape_options(layers=24, hidden=256, heads=4, head_size=64)
 @click.option(
-    "--prompt", "prompts", default=("8192:16", "16384:32"), show_default=True, multiple=True, metavar="TOKENS:CHUNKS",
+    "--prompt", "prompts", default=("4096:8", "8192:16"), show_default=True, multiple=True, metavar="TOKENS:CHUNKS",
     help="Tokens of a prompt, and its stored chunks of 256 tokens; repeatable.",
 )  # fmt: skip
 @real(
