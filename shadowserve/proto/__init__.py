@@ -2,7 +2,7 @@
 
 from typing import Final
 
-PROTOCOL_VERSION: Final = 7
+PROTOCOL_VERSION: Final = 8
 """Sent in HelloRequest. Raised when a message or its meaning changes incompatibly."""
 
 SESSION_KEY: Final = "shadowserve-session-bin"
