@@ -134,12 +134,11 @@ async def test_a_window_of_layers_is_delivered_and_nothing_beside_it(
         word = await prepared(client, storage)
         whole, keys, piece = kvs(SHAPE, CHUNKS), KEYS[1:], SHAPE.raw_bytes // SHAPE.layers
         begin, size = SHAPE.raw_bytes, 2 * piece * len(keys)
-        memory = client.segment.memory[:SIZE]
-        memory[:] = 0xEE
+        client.segment.memory[:SIZE] = 0xEE
         part = client.part(keys, offset=begin, length=size, first_layer=2, layers=2)
         if stream:
             layers, answer = await streamed(client, parts=[part])
-            assert layers[-1] == SHAPE.layers, "layers outside the window count as in place"
+            assert all(count > 2 for count in layers), "layers outside the window count as in place"
         else:
             answer = await fetch(client, parts=[part])
             assert word.get() == SHAPE.layers
@@ -147,9 +146,9 @@ async def test_a_window_of_layers_is_delivered_and_nothing_beside_it(
         there = unpack(answer.delivered[0], SHAPE.layers, len(keys))
         assert there[2:4].all() and there.sum() == 2 * len(keys)
         expected = b"".join(whole[chunk][2 * piece : 4 * piece] for chunk in range(1, CHUNKS))
-        assert bytes(memory[begin : begin + size]) == expected
-        assert (memory[:begin] == 0xEE).all() and (memory[begin + size :] == 0xEE).all()
-        del memory
+        found = bytes(client.segment.memory[:SIZE])
+        assert found[begin : begin + size] == expected
+        assert set(found[:begin] + found[begin + size :]) == {0xEE}
 
 
 async def test_pieces_beyond_the_buffers_are_not_reported(storage: Server) -> None:
