@@ -108,11 +108,12 @@ def test_a_data_plane_that_dies_between_two_layers_costs_the_load_and_its_memory
     )
 
 
-def test_a_load_that_is_cancelled_between_two_layers_ends(layered: Layered, plane: ScriptedDataPlane) -> None:
+def cancelled_at(layer: int, layered: Layered, plane: ScriptedDataPlane) -> FetchResult:
+    """Cancel a load before the data plane sends a layer; return its outcome."""
     reached, gone = threading.Event(), threading.Event()
 
-    def before(layer: int) -> None:
-        if layer:
+    def before(now: int) -> None:
+        if now == layer:
             reached.set()
             gone.wait(WAIT_MAX_S)
 
@@ -122,7 +123,11 @@ def test_a_load_that_is_cancelled_between_two_layers_ends(layered: Layered, plan
     layered.manager.exchange([], ["a"])
     plane.wait_for_call("Cancel")
     gone.set()
-    result = layered.ended(job)
+    return layered.ended(job)
+
+
+def test_a_load_that_is_cancelled_between_two_layers_ends(layered: Layered, plane: ScriptedDataPlane) -> None:
+    result = cancelled_at(1, layered, plane)
     assert (result.reason, result.chunks) == ("cancelled", (0,))
     assert layered.registration.retired == 0, "the answer confirms that writing has ended"
 
@@ -204,20 +209,7 @@ def test_chunks_before_a_damaged_one_are_complete_in_each_lap(
 
 @pytest.mark.parametrize("layer", [0, 2, 5])
 def test_a_cancelled_load_ends_in_each_lap(ring: Layered, plane: ScriptedDataPlane, layer: int) -> None:
-    reached, gone = threading.Event(), threading.Event()
-
-    def before(now: int) -> None:
-        if now == layer:
-            reached.set()
-            gone.wait(WAIT_MAX_S)
-
-    plane.script.before_layer = before
-    job = ring.begin("a")
-    assert reached.wait(WAIT_MAX_S)
-    ring.manager.exchange([], ["a"])
-    plane.wait_for_call("Cancel")
-    gone.set()
-    result = ring.ended(job)
+    result = cancelled_at(layer, ring, plane)
     assert result.reason == "cancelled" and ring.registration.retired == 0
 
 
@@ -247,7 +239,7 @@ def test_a_data_plane_that_restarts_costs_the_windows_in_flight(
     assert result.complete and ring.registration.retired == 1
 
 
-def test_a_data_plane_that_never_knows_the_memory_ends_the_load(
+def test_a_data_plane_that_never_has_the_memory_ends_the_load(
     ring: Layered, plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plane, "_memory", lambda part: None)

@@ -80,9 +80,9 @@ def test_an_endpoint_that_answers_something_else_is_one_line(
 
 
 def test_ui_asks_the_given_programs_and_shows_errors_beside_values(tmp_path: Path) -> None:
-    nobody = f"127.0.0.1:{free_port()}"
+    closed = f"127.0.0.1:{free_port()}"
     with start_storage(tmp_path) as storage:
-        command = [sys.executable, "-m", "shadowserve_tools", "ui", storage.address, nobody, "--port", "0"]
+        command = [sys.executable, "-m", "shadowserve_tools", "ui", storage.address, closed, "--port", "0"]
         ready = re.compile(r"http://(?P<address>127\.0\.0\.1:\d+)/")
         with started("ui", [*command, "--interval", "0.2"], tmp_path, ready=ready) as ui:
 
@@ -93,7 +93,7 @@ def test_ui_asks_the_given_programs_and_shows_errors_beside_values(tmp_path: Pat
                 return found
 
             wait_for(lambda: "summary" in shown()[0] and "refused" in shown()[1]["error"])
-            assert [each["where"] for each in shown(f"?where={nobody}")] == [storage.address, nobody]
+            assert [each["where"] for each in shown(f"?where={closed}")] == [storage.address, closed]
             storage.process.kill()
             wait_for(lambda: "error" in shown()[0])
     done = CliRunner().invoke(main, ["ui"])

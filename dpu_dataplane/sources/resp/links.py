@@ -114,7 +114,7 @@ class Link:
         return answers
 
     async def trace(self, context: str) -> None:
-        """Tell the server which span the next commands belong to; empty for none."""
+        """Send the context of the span that the next commands belong to; empty for none."""
         try:
             [answer] = await self.exchange([[b"KV.TRACE", context.encode()]])
         except BaseException:
@@ -211,7 +211,7 @@ def _unusable(error: ConfigurationError) -> None:
 
 
 def _knows(answers: "Sequence[resp.Value | MetaAnswer]") -> bool:
-    """Return whether a server knows the one command that COMMAND INFO asked for."""
+    """Return True if the answer to COMMAND INFO of one command says that the server has it."""
     [answer] = answers
     return isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], list)
 

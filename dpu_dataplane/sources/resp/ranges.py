@@ -275,10 +275,11 @@ class PieceReader:
         assert self._threshold is not None
         [node_links] = links.values()
         bytes_min = self._threshold.bytes_min(min(link.latency_s for link in node_links))
-        far = [piece for piece in piece_ids if plan.pieces["origin"][piece] == Origin.SERVER]
+        ids = np.array(piece_ids)
+        far = ids[plan.pieces["origin"][ids] == Origin.SERVER]
         if plan.pieces["body_length"][far].sum() < bytes_min:
             return None
-        return layer_request(plan, far)
+        return layer_request(plan, far.tolist())
 
     def _no_layers_reason(self, links: dict[Node, list[Link]]) -> str:
         """Return why the pieces at the server cannot be one request; empty if they can."""

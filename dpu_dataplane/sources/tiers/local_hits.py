@@ -142,7 +142,7 @@ class LocalHits:
                 record.piece_ids = []  # the record was replaced since it was found
                 continue
             self.local[record.piece_ids] = True
-            if self.plan.layerwise and record.length > _READ_BYTES:
+            if self.plan.layerwise and record.length > 2 * _READ_BYTES:  # smaller ones may be read whole
                 held[record.piece_ids] = table["body_length"][record.piece_ids]
             else:
                 held[record.piece_ids[0]] = record.length
