@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,7 +77,10 @@ class StorageClient:
             if isinstance(error, ssl.SSLError) or context is not None and not isinstance(error, ConnectionRefusedError):
                 raise StorageUnavailableError(f"no TLS with the storage node at {self._where}: {error}") from error
             number = getattr(error, "errno", None)
-            reason = os.strerror(number) if number else str(error) or f"no answer for {timeout_s:g} s"
+            if isinstance(error, socket.gaierror):  # its numbers are not the system's
+                reason = str(error.strerror)
+            else:
+                reason = os.strerror(number) if number else str(error) or f"no answer for {timeout_s:g} s"
             raise StorageUnavailableError(
                 f"cannot reach the storage node at {self._where}: {reason}; is it running there?"
             ) from error

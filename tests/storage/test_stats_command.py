@@ -135,6 +135,11 @@ def test_a_refused_connection_is_an_error() -> None:
     assert done.exit_code == 1 and "cannot reach the storage node at 127.0.0.1:" in done.output
 
 
+def test_a_host_that_has_no_address_is_an_error_of_the_resolver() -> None:
+    done = stats("host.invalid:6380")
+    assert done.exit_code == 1 and "name" in done.output and "Unknown error" not in done.output
+
+
 def test_certificates_that_cannot_be_used_are_refused() -> None:
     assert stats("--tls-ca", "/nonexistent.crt").exit_code == 2
     assert stats("--tls-cert", "/nonexistent.crt").exit_code == 2
