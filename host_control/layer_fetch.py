@@ -114,9 +114,10 @@ class _Stream:
         is_aside: It brought nothing while others waited, and goes on after them.
     """
 
-    def __init__(self, fetch: Fetch, layers: int) -> None:
-        self.fetch, self.keys = fetch, fetch.job.keys[0]
-        self.placed: Flags = np.zeros((layers, len(self.keys)), np.bool_)
+    def __init__(self, fetch: Fetch, registration: RegisteredMemory) -> None:
+        shape, self.fetch, self.keys = registration.shapes[0], fetch, fetch.job.keys[0]
+        self.piece_bytes = shape.raw_bytes // shape.layers
+        self.placed: Flags = np.zeros((shape.layers, len(self.keys)), np.bool_)
         self.chunks = len(self.keys)
         self.reason, self.detail = str(Reason.COMPLETE), ""
         self.retried = self.is_aside = False
@@ -125,6 +126,9 @@ class _Stream:
     def layers(self) -> int:
         """Leading layers that are in place."""
         return leading_layers(self.placed, np.ones_like(self.placed))
+
+    def chunk_bytes(self, window: LayerWindow) -> int:
+        return (window.layers_end - window.layer) * self.piece_bytes
 
     def usable(self, window: LayerWindow) -> LayerWindow:
         """Return the part of a window whose chunks can still be complete; there may be none."""
@@ -169,30 +173,26 @@ class _Call:
 class _Ring:
     def __init__(self, mover: LayerMover, fetches: Sequence[Fetch]) -> None:
         self._mover, self._client, self._registration = mover, mover.client, mover.registration
-        shape, size = mover.registration.shapes[0], mover.registration.size
-        self._layers, self._piece_bytes = shape.layers, shape.raw_bytes // shape.layers
-        self._streams = [_Stream(fetch, shape.layers) for fetch in fetches]
+        self._streams = [_Stream(fetch, mover.registration) for fetch in fetches]
         self._all_chunks = sum(len(stream.keys) for stream in self._streams)
         self._ahead = True  # two windows are in flight, until a call does not bring all of its window
-        words, half = mover.registration.progress_offsets or (None, None), size // 2
-        several = len(fetches) > 1
-        room = min(half, _WINDOW_BYTES_MAX) if several else half
-        if not several and self._all_chunks * shape.raw_bytes <= size:
-            room = size
-        self._free = deque([_Slot(0, words[0])] if room == size else [_Slot(0, words[0]), _Slot(half, words[1])])
-        self._windows = deque(self._split(max(room, self._piece_bytes)))
+        words, size = mover.registration.progress_offsets or (None, None), mover.registration.size
+        first, several = self._streams[0], len(fetches) > 1
+        fits = not several and first.placed.size * first.piece_bytes <= size
+        self._free = deque([_Slot(0, words[0])] if fits else [_Slot(0, words[0]), _Slot(size // 2, words[1])])
+        self._windows = deque(self._split(size if fits else size // 2, _WINDOW_BYTES_MAX if several else size))
         self._calls: deque[_Call] = deque()
 
-    def _split(self, room: int) -> Iterator[tuple[_Stream, LayerWindow]]:
-        """Yield the windows of at most ``room`` bytes, in the order in which the engine computes."""
-        pieces = room // self._piece_bytes
-        layers = max(pieces // max(len(stream.keys) for stream in self._streams), 1)
-        for layer in range(0, self._layers, layers):
+    def _split(self, room: int, aim: int) -> Iterator[tuple[_Stream, LayerWindow]]:
+        """Yield the windows in the order in which the engine computes: ``aim`` bytes, at most ``room``."""
+        largest = max(len(stream.keys) * stream.piece_bytes for stream in self._streams)
+        layers, end = max(min(room, aim) // largest, 1), len(self._streams[0].placed)
+        for layer in range(0, end, layers):
             for stream in self._streams:
                 count = len(stream.keys)
-                for chunk in range(0, count, min(pieces, count)):
-                    end = min(chunk + min(pieces, count), count)
-                    yield stream, LayerWindow(layer, min(layer + layers, self._layers), chunk, end)
+                chunks = min(room // stream.piece_bytes, count)
+                for chunk in range(0, count, chunks):
+                    yield stream, LayerWindow(layer, min(layer + layers, end), chunk, min(chunk + chunks, count))
 
     def run(self) -> None:
         """Fetch all windows; end each stream's fetch as soon as nothing of it is left."""
@@ -239,9 +239,9 @@ class _Ring:
             raise _Ended(Reason.CANCELLED if fetch.cancelled else Reason.DEADLINE)
         job_id, left = f"layers-{secrets.token_hex(8)}", max(fetch.left_s, 0.001)
         keys = stream.keys[window.chunk : window.chunks_end]
-        wanted: Flags = np.zeros((self._layers, len(keys)), np.bool_)
+        wanted: Flags = np.zeros((len(stream.placed), len(keys)), np.bool_)
         wanted[window.layer : window.layers_end] = True
-        length = len(keys) * self._chunk_bytes(window)
+        length = len(keys) * stream.chunk_bytes(window)
         layers = (window.layer, window.layers_end)
         # The engine computes a layer of all chunks of all streams in that time.
         window_s = fetch.job.window_s * len(keys) / self._all_chunks
@@ -365,9 +365,6 @@ class _Ring:
 
     # ---- Scattering
 
-    def _chunk_bytes(self, window: LayerWindow) -> int:
-        return (window.layers_end - window.layer) * self._piece_bytes
-
     def _place(self, call: _Call, layers: int) -> None:
         """Scatter a call's layers that are not scattered yet, of the chunks that can still be complete."""
         stream = call.stream
@@ -384,7 +381,7 @@ class _Ring:
 
     def _scatter(self, call: _Call, layers: tuple[int, int], chunks_end: int) -> None:
         stream, window, memory = call.stream, call.window, call.memory
-        length = (chunks_end - window.chunk) * self._chunk_bytes(window)
+        length = (chunks_end - window.chunk) * stream.chunk_bytes(window)
         try:
             memory.flush()
             data = memory.memory[call.slot.offset : call.slot.offset + length]
