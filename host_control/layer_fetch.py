@@ -18,6 +18,7 @@ Chunks are useful as a prefix only. After a failure, the later windows have the 
 
 import logging
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,8 @@ from shadowserve.pieces import Flags, leading, leading_chunks, leading_layers
 _logger = logging.getLogger(__name__)
 _LOOK_INTERVAL_S: Final = 0.02
 """Between two looks at the call's end and at cancellation, while no layer arrives."""
+_PATIENCE: Final = 1.0
+"""A stream is put aside once it has brought nothing for its share of the time that is left, multiplied by this."""
 _WINDOW_BYTES_MAX: Final = 32 << 20
 """Largest window of several streams: the first layers of each come behind a window of every other."""
 
@@ -323,6 +326,10 @@ class _Ring:
             for layers in follow(call.call, call.progress, most, _LOOK_INTERVAL_S, cancels):
                 self._arrived(call, layers)
             self._arrived(call, min(call.progress.wait(call.reported, 0.0), most))
+            ended = threading.Event()
+            call.call.on_done(ended.set)
+            while not ended.wait(_LOOK_INTERVAL_S):
+                cancels()
         except _Ended:
             self._client.cancel(call.job_id)
             raise
@@ -336,8 +343,8 @@ class _Ring:
         if stream.fetch.cancelled or call.window.chunk >= stream.chunks:
             return True
         others = sum(not other.is_aside for other in self._streams if other is not stream)
-        # Each of the others gets as much of the time that is left.
-        stalls = (time.monotonic() - call.grown_s) * (others + 2) > stream.fetch.left_s
+        # As much of the time that is left remains for each of the others, and for the rest of this one.
+        stalls = time.monotonic() - call.grown_s > _PATIENCE * stream.fetch.left_s / (others + 2)
         if others and stalls and not stream.is_aside:
             _logger.warning("shadowserve: the load of request %s stalls: others go first", stream.fetch.job.request_id)
             stream.is_aside = True
