@@ -18,6 +18,7 @@ from typing import Final, Literal
 from host_control.interference.estimate import REACH
 from host_control.interference.loading import LoadTable
 from host_control.interference.table import ComputeTable
+from host_control.streams import Stream
 from shadowserve.tier import Tier
 
 Way = Literal["compute", "fetch", "layers"]
@@ -154,17 +155,14 @@ class FetchOrRecompute:
         """Return the best option for a prompt. The result may change with time."""
         return self._with_hit(self._decided(hit, now), hit, now)
 
-    def keeps_up(self, hit: Hit, budget: float, now: float) -> bool:
-        """Tell if a load that goes layer by layer, and can begin now, keeps ahead of the first step with it.
+    def stream(self, hit: Hit) -> Stream:
+        """Return a hit's load as it would go layer by layer within the first step that computes the request."""
+        return self.stream_of(self._load(hit, "layers", hit.end_tokens), hit.tokens)
 
-        ``budget``: largest share of the step's time for which it may wait. False if times are unknown.
-        """
-        first_step = min(hit.tokens, hit.end_tokens + self._step_tokens)  # it waits for all layers
-        computing, load = self._compute_seconds(hit.end_tokens, first_step), self._load(hit, "layers", hit.end_tokens)
-        if not (computing and load.load_seconds and hit.layers) or self._waiting(now):
-            return False
-        waiting = max(load.load_seconds - computing, 0.0) + load.load_seconds / hit.layers
-        return waiting <= budget * computing
+    def stream_of(self, decision: Decision, tokens: int) -> Stream:
+        """Return the load of a decision for a prompt in the same way."""
+        end = decision.end_tokens
+        return Stream(decision.load_seconds, end, min(tokens - end, self._step_tokens))
 
     def configured(self, hit: Hit, now: float) -> Decision:
         """Return the decision to fetch everything, for engines without the policy."""
@@ -172,7 +170,7 @@ class FetchOrRecompute:
 
     def _with_hit(self, decision: Decision, hit: Hit, now: float) -> Decision:
         tiers = self._tier_bytes(hit, hit.end_tokens)
-        return replace(decision, tier_bytes=tiers, cold_seconds=hit.cold_seconds, queued_seconds=self._waiting(now))
+        return replace(decision, tier_bytes=tiers, cold_seconds=hit.cold_seconds, queued_seconds=self.waiting(now))
 
     def _whole(self, hit: Hit) -> Decision:
         return self._load(hit, "layers" if hit.layers else "fetch", hit.end_tokens)
@@ -185,7 +183,7 @@ class FetchOrRecompute:
         predicted: dict[str, float] = {}
         for option in options:
             predicted[option.kind] = min(option.seconds, predicted.get(option.kind, option.seconds))
-        in_time = self._load_seconds_max - self._waiting(now)
+        in_time = self._load_seconds_max - self.waiting(now)
         allowed = [option for option in options if option.way == "compute" or option.load_seconds <= in_time]
         best = min(allowed, key=lambda option: (option.seconds, option.way == "compute"))
         if (other := self._exploration(hit, best, now)) is not None:
@@ -230,7 +228,7 @@ class FetchOrRecompute:
         if way == "compute":
             return Decision(way=way, end_tokens=end, kind=way, seconds=rest)
         load = self._load(hit, way, end)
-        waiting = self._waiting(now)
+        waiting = self.waiting(now)
         if not load.load_seconds:
             return None
         if way == "layers":  # a pipeline of two stages, loading and computing, over all layers
@@ -296,7 +294,7 @@ class FetchOrRecompute:
         tiers[Tier.STORAGE] += count - tiers.total() + tiers.pop(Tier.NONE, 0)
         return {Tier(tier): chunks * hit.chunk_bytes for tier, chunks in tiers.items() if chunks and hit.chunk_bytes}
 
-    def _waiting(self, now: float) -> float:
+    def waiting(self, now: float) -> float:
         """Return the seconds until a load that is queued now can begin."""
         if not self._queued:
             return 0.0

@@ -6,15 +6,19 @@ All other prompts are fetched, and their times are learned from.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
+
+from vllm.v1.request import RequestStatus
 
 from host_control.config import HostConfig
 from host_control.fetch_policy import Decision, FetchOrRecompute, Hit
 from host_control.interference.loading import LoadTable
 from host_control.interference.table import ComputeTable
 from host_control.lookup import LookupAnswer
+from host_control.streams import OTHER_REQUESTS, Streams
+from host_control.transfer import State
 from host_control.vllm.groups import Groups
 from host_control.vllm.metrics import Counts
 from host_control.vllm.requests import Load, RequestState
@@ -67,6 +71,7 @@ class PolicyRunner:
             load_tokens_min=config.load_tokens_min,
             fetch_timeout_s=config.fetch_timeout_s,
         )
+        self._streams = Streams(table, config.interference_budget)
         self._always = config.fetch_or_recompute
         self._rate = rate
         self._chunk_tokens = chunk_tokens
@@ -108,9 +113,29 @@ class PolicyRunner:
             return usable
         return groups.hit_tokens(answer.present, decision.end_tokens + 1) - local
 
-    def keeps_up(self, state: RequestState, answer: LookupAnswer, usable: int, budget: float) -> bool:
-        """Tell if a hit's layers are predicted to come in time for a step that other requests wait for, too."""
-        return self._policy.keeps_up(self._hit_of(state, answer, usable, layerwise=True), budget, self._clock())
+    def why_not_stream(
+        self,
+        state: RequestState,
+        answer: LookupAnswer | None,
+        usable: int,
+        requests: Mapping[str, RequestState],
+        loads: Mapping[str, Load],
+    ) -> str:
+        """Return why a hit's load does not go layer by layer beside other requests and loads; empty if it does."""
+        begin = {name for name, load in loads.items() if load.state is State.ALLOCATED}
+        streams = {name for name in begin if loads[name].layerwise}
+        loading = begin != streams or any(not load.in_step for load in loads.values())
+        running = any(
+            other.request.status == RequestStatus.RUNNING for name, other in requests.items() if name not in streams
+        )
+        if not (streams or loading or running):
+            return ""
+        if answer is None:
+            return OTHER_REQUESTS
+        hit = self._hit_of(state, answer, usable, layerwise=True)
+        queued_s = max(self._policy.waiting(self._clock()) - self._streams.load_s, 0.0)
+        stream = self._policy.stream(hit)
+        return self._streams.why_not(stream, hit.layers, queued_s=queued_s, busy=loading or running)
 
     def computes_anyway(self, state: RequestState, *, layerwise: Callable[[], bool], stores: bool) -> bool:
         """Tell if computing a prompt is best even if all of it is stored; then the lookup is not waited for.
@@ -170,6 +195,8 @@ class PolicyRunner:
         """Record that a request has blocks and continues as decided."""
         request, now = state.request, self._clock()
         self._policy.begin(request.request_id, decision, now)
+        if decision.way == "layers":
+            self._streams.join(self._policy.stream_of(decision, request.num_tokens))
         if decision.way != "compute":
             state.load.decision, state.load.began_s = decision, now
         if decision.kind == "configured":
@@ -195,6 +222,7 @@ class PolicyRunner:
 
     def step(self, output: Any) -> None:
         """Record which requests a scheduled step brings their first token."""
+        self._streams.clear()
         first: list[_FirstToken] = []
         self._first_tokens.append(first)
         for request_id, computed, new in scheduled_requests(output) if self._waiting else ():

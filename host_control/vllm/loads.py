@@ -23,9 +23,9 @@ _DETAILS: Final = {
     "load falls short; such requests wait for their loads outside the running batch",
     "sampling_state": "a thinking token budget or a custom logits processor keeps state, which vLLM does not reset "
     "when a load falls short; such requests wait for their loads outside the running batch",
-    "other_requests": "layer_order is configured, and other requests load, or they run and its layers are not "
-    "predicted to come within interference_budget of the step; such loads go chunk by chunk, so that the others do not "
-    "wait for them",
+    "other_requests": "layer_order is configured, and other requests run or load, and its layers are not predicted to "
+    "come within interference_budget of the step, or the first tokens would come later; such loads go chunk by chunk, "
+    "so that the others do not wait for them",
     "shard_layout": "layer_order is configured, and the records are of an engine with another number of tensor-parallel"
     " ranks or pipeline stages; they go chunk by chunk",
     "partial_block": "layer_order is configured, and a load ends within a block, as of a preempted request; it goes "
@@ -119,7 +119,7 @@ class LoadWays:
         return self.in_step and not self._why_not_in_step(request)
 
     def not_by_layers(
-        self, request: Any, *, pending: bool, other_records: str, partial_block: bool, alone: bool
+        self, request: Any, *, pending: bool, other_records: str, partial_block: bool, others: str
     ) -> str:
         """Return the reason why a load cannot go layer by layer; empty if it can.
 
@@ -127,7 +127,7 @@ class LoadWays:
             other_records: Reason where its records are not the ones that this engine stores for others, or empty.
             partial_block: It ends with a tail, within a block. vLLM writes the KV of the next tokens into that block
                 before it waits for the layer, so the tail, which has no KV of them, would overwrite them.
-            alone: No other request loads, and none runs for which the layers would come too late.
+            others: Reason why it cannot go beside other requests and loads, or empty.
         """
         if reason := self._why_not_in_step(request):
             return reason
@@ -137,7 +137,7 @@ class LoadWays:
             return other_records
         if partial_block:
             return "partial_block"
-        return "" if alone else "other_requests"
+        return others
 
     def count_lookup(self, answer: LookupAnswer) -> None:
         """Count a lookup that could not wait for chunks that another engine is storing."""

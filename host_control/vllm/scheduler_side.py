@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm.v1.request import RequestStatus
-
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.disaggregation import Available, Disaggregation
 from host_control.fetch_policy import Decision
 from host_control.lookup import SAVED, LookupAnswer, PrefixLookup
+from host_control.streams import NEXT_STEP
 from host_control.transfer import Event, Reason, State
 from host_control.vllm.accounting import PromptAccount
 from host_control.vllm.disaggregation import (
@@ -254,6 +253,8 @@ class SchedulerSide:
         if not (usable := self._choose_load(state, answer)):
             load.on(Event.MISSED, Reason.NOT_WORTH_IT)
             return 0
+        if load.not_layerwise == NEXT_STEP:
+            return None
         assert self._lookup is not None
         note_chunk_keys(state, answer, self._lookup, usable, self._groups.chunk_tokens)
         load.epoch, load.shard_layout = self.epochs.current, answer.shard_layout
@@ -328,18 +329,11 @@ class SchedulerSide:
             usable = self._policy_runner.usable(state, answer, self._groups, usable, layerwise=load.layerwise)
         return usable if usable >= worth else 0
 
-    def _keeps_up(self, state: RequestState, answer: LookupAnswer, usable: int) -> bool:
-        budget = self._engine.config.interference_budget
-        return self._policy_runner is not None and self._policy_runner.keeps_up(state, answer, usable, budget)
-
     def _why_not_layerwise(self, state: RequestState, answer: LookupAnswer | None = None, usable: int = 0) -> str:
         """Return the reason why a load of ``usable`` tokens cannot go layer by layer; empty if it can."""
-        if not self.ways.by_layers:
+        if not self.ways.by_layers or self._policy_runner is None:
             return "off"
         layout = answer.shard_layout if answer else 0
-        running = any(other.request.status == RequestStatus.RUNNING for other in self._requests.values())
-        loading = any(not load.in_step or load.state is State.ALLOCATED for load in self._loads.values())
-        in_time = not running or (answer is not None and self._keeps_up(state, answer, usable))
         return self.ways.not_by_layers(
             state.request,
             pending=self._available(state) is not None,
@@ -347,7 +341,7 @@ class SchedulerSide:
             partial_block=answer is not None
             and answer.tail
             and (state.load.local_tokens + usable) % self._groups.groups[0].block_tokens != 0,
-            alone=not loading and in_time,
+            others=self._policy_runner.why_not_stream(state, answer, usable, self._requests, self._loads),
         )
 
     def _count_lookup(self, state: RequestState, answer: LookupAnswer) -> None:

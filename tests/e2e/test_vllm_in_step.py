@@ -40,7 +40,7 @@ def running(request: Any, plane: Any, make_engine: Callable[..., Any], reference
 @pytest.fixture
 def engine(running: Any, plane: Any, prompt: Any) -> Any:
     """The same engine without the policy, after all chunks were stored and paged memory was overwritten."""
-    running.connector._scheduler._policy_runner = None
+    running.policy_runner._always = False
     running.reset(plane, records=True)
     running.outputs([prompt(1000)])
     running.flush()
@@ -163,7 +163,7 @@ def test_the_policy_selects_layer_order_or_computing_if_it_is_fastest(
         table.observe("prompts", tokens, tokens * tokens / 2, tokens / 1000)
         policy.computed()
         policy.fetched(Decision(way="fetch", end_tokens=0, kind="fetch", load_tiers={Tier.STORAGE: 3e5}), 0.2)
-    side._policy_runner = runner
+    monkeypatch.setattr(runner, "_always", True)
     monkeypatch.setattr(side._timing, "table", table)
     plane.script.record_bytes = 100_000
     plane.decisions.clear()
@@ -255,7 +255,7 @@ def test_a_load_fails_if_the_engine_does_not_wait_for_every_layer(
 def test_beside_other_requests_only_loads_that_keep_up_go_layer_by_layer(
     engine: Any, plane: Any, reference: Any, prompt: Any, serve: Any, monkeypatch: pytest.MonkeyPatch, keeps_up: bool
 ) -> None:
-    monkeypatch.setattr(engine.connector._scheduler, "_keeps_up", lambda *given: keeps_up)
+    monkeypatch.setattr(engine.policy_runner._streams, "_keeps_up", lambda *given: keeps_up)
     prompts = [prompt(200), prompt(700), prompt(600, 1)]
     with engine.awaiting_lookups():
         assert engine.outputs(prompts) == reference(prompts)

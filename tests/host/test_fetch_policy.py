@@ -207,21 +207,6 @@ def test_layers_are_fetched_as_far_as_computing_hides_them() -> None:
     assert decision.seconds < min(decision.predicted["fetch"], decision.predicted["compute"])
 
 
-@pytest.mark.parametrize(("mbit", "expected"), [(100, False), (4000, True)])
-def test_a_stream_keeps_up_if_its_layers_come_within_the_budget_of_the_step(mbit: int, expected: bool) -> None:
-    engine = experienced(rate=mbit * MBIT, layers=24)
-    hit = engine.hit(4096, end_tokens=2048)
-    computing, load = compute_seconds(2048, 4096), engine.fetch_seconds(8 * CHUNK_BYTES)
-    assert (max(load - computing, 0) + load / 24 <= 0.02 * computing) == expected
-    assert engine.policy.keeps_up(hit, 0.02, engine.now) == expected
-    assert not engine.policy.keeps_up(hit, 0.0, engine.now)
-    engine.policy._step_tokens = 64
-    assert not engine.policy.keeps_up(hit, 0.02, engine.now), "the first of many steps waits for all layers"
-    engine.policy._step_tokens = 8192
-    engine.policy.begin("first", engine.policy.decide(hit, engine.now), engine.now)
-    assert not engine.policy.keeps_up(hit, 0.02, engine.now), "it would begin later"
-
-
 def test_earlier_loads_in_the_queue_count() -> None:
     engine = experienced(rate=1000 * MBIT)
     hit = engine.hit(4096)

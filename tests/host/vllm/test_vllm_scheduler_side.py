@@ -377,14 +377,14 @@ def test_each_load_that_layer_order_leaves_out_is_counted_with_its_reason(make_s
         ({"pending": True, "other_records": "shard_layout"}, "pending_chunks"),
         ({"other_records": "shard_layout", "partial_block": True}, "shard_layout"),
         ({"other_records": "preempted"}, "preempted"),
-        ({"partial_block": True, "alone": False}, "partial_block"),
-        ({"alone": False}, "other_requests"),
+        ({"partial_block": True, "others": "other_requests"}, "partial_block"),
+        ({"others": "other_requests"}, "other_requests"),
         ({}, ""),
     ],
 )
 def test_why_a_load_may_not_go_by_layers(make_side: Any, given: dict[str, Any], reason: str) -> None:
     ways, request = make_side(layer_order=True).ways, Request("r", TOKENS)
-    given = {"pending": False, "other_records": "", "partial_block": False, "alone": True} | given
+    given = {"pending": False, "other_records": "", "partial_block": False, "others": ""} | given
     assert ways.not_by_layers(request, **given) == reason
 
 
