@@ -5,6 +5,9 @@ or, of a prompt whose layers are larger, a run of chunks of one layer. Two windo
 the engine computes. A half is used again once its window is scattered, so the memory bounds how many layers are ahead,
 not the length of the prompt. A prompt that fits the memory is one window.
 
+The records may be of another shard layout. A window then has a part for each shard that holds its layers, and it ends
+where a pipeline stage of those records ends, so all parts of a window have the same layers.
+
 The data plane tells how many leading layers of a window are in place (:mod:`host_control.progress`), so a layer costs
 no call. Layers that were reported stay valid, whatever the answer is; the answer reports the rest. Where the data
 plane's buffers hold less than a window, another call fetches what is left of it.
@@ -12,10 +15,11 @@ plane's buffers hold less than a window, another call fetches what is left of it
 Chunks are useful as a prefix only. After a failure, the later windows have the chunks before it only.
 """
 
+import itertools
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -36,7 +40,7 @@ _LOOK_INTERVAL_S: Final = 0.02
 
 
 class LayerWindow(NamedTuple):
-    """Pieces that one region holds, chunk after chunk: half-open ranges of layers and chunks."""
+    """Pieces that are fetched together: half-open ranges of the engine's layers and of chunks."""
 
     layer: int
     layers_end: int
@@ -44,10 +48,10 @@ class LayerWindow(NamedTuple):
     chunks_end: int
 
 
-ScatterLayers = Callable[[FetchJob, Any, LayerWindow, tuple[int, int]], None]
+ScatterLayers = Callable[[FetchJob, int, Any, LayerWindow, tuple[int, int]], None]
 """Moves some layers of the leading chunks of a window from registered memory into paged memory.
 
-Arguments: the job, the chunks' bytes, the window, and the half-open range of layers to move.
+Arguments: the job, the shard, the chunks' bytes, the window, and the half-open range of layers to move.
 """
 
 
@@ -77,7 +81,8 @@ class LayerMover:
         if fetch.all_delivered:
             self.batches.end(fetch, Reason.COMPLETE)
         else:
-            fetch.placed[0], reason, detail = _LayerFetch(self, fetch).run()
+            chunks, reason, detail = _LayerFetch(self, fetch).run()
+            fetch.placed = [chunks if keys else 0 for keys in fetch.job.keys]
             self.batches.end(fetch, reason, detail)
         return False
 
@@ -101,12 +106,26 @@ class _Slot(NamedTuple):
     word: int | None
 
 
+class _Shard(NamedTuple):
+    """A shard of the records: its number, the engine's layers that it holds, and where a record has them."""
+
+    number: int
+    keys: Sequence[bytes]
+    first: int
+    end: int
+    before: int  # layers of a record before number 0 of the engine; may be negative
+    record_layers: int
+    piece_bytes: int
+
+
 @dataclass
 class _Call:
     window: LayerWindow
     slot: _Slot
     memory: Memory
     job_id: str
+    parts: Sequence[FetchPart]
+    before: int  # layers of a record before number 0 of the engine
     call: FetchCall
     progress: Progress
     is_second: bool = False  # it was started while another call was in flight
@@ -118,26 +137,45 @@ class _LayerFetch:
     def __init__(self, mover: LayerMover, fetch: Fetch) -> None:
         self._mover, self._fetch = mover, fetch
         self._client, self._registration = mover.client, mover.registration
-        shape, self._keys = mover.registration.shapes[0], fetch.job.keys[0]
-        self._layers, self._piece_bytes = shape.layers, shape.raw_bytes // shape.layers
-        self._placed: Flags = np.zeros((shape.layers, len(self._keys)), np.bool_)
-        self._chunks = len(self._keys)  # leading chunks that can still be complete
+        self._shards = list(self._find_shards())
+        self._count = len(self._shards[0].keys)
+        self._placed: Flags = np.zeros((max(shard.end for shard in self._shards), self._count), np.bool_)
+        self._chunks = self._count  # leading chunks that can still be complete
         self._reason, self._detail = str(Reason.COMPLETE), ""
         self._retried = False
         self._ahead = True  # two windows are in flight, until a call does not bring all of its window
         words = self._registration.progress_offsets or (None, None)
         size, half = self._registration.size, self._registration.size // 2
-        fits = len(self._keys) * shape.raw_bytes <= size
+        edges = sorted({edge for shard in self._shards for edge in (shard.first, shard.end)})
+        fits = len(edges) == 2 and self._count * self._row_bytes(0) * edges[1] <= size
         self._free = deque([_Slot(0, words[0])] if fits else [_Slot(0, words[0]), _Slot(half, words[1])])
-        self._windows = deque(self._split(size if fits else half))
+        self._windows = deque(self._split(edges, size if fits else half))
 
-    def _split(self, room: int) -> Iterator[LayerWindow]:
-        """Yield the windows of at most ``room`` bytes, in the order in which the engine computes."""
-        count, pieces = len(self._keys), room // self._piece_bytes
-        layers, chunks = max(pieces // count, 1), min(pieces, count)
-        for layer in range(0, self._layers, layers):
-            for chunk in range(0, count, chunks):
-                yield LayerWindow(layer, min(layer + layers, self._layers), chunk, min(chunk + chunks, count))
+    def _find_shards(self) -> Iterator[_Shard]:
+        job = self._fetch.job
+        for number, (shape, keys) in enumerate(zip(self._registration.shapes, job.keys, strict=True)):
+            if keys:
+                begin, end, _ = self._mover.batches.layers[number].indices(shape.layers)
+                first = job.first_layers[number] if job.first_layers else 0
+                piece_bytes = shape.raw_bytes // shape.layers
+                yield _Shard(number, keys, first, first + end - begin, begin - first, shape.layers, piece_bytes)
+
+    def _held(self, layer: int) -> list[_Shard]:
+        """Return the shards that hold a layer."""
+        return [shard for shard in self._shards if shard.first <= layer < shard.end]
+
+    def _row_bytes(self, layer: int) -> int:
+        """Return the bytes of a layer of one chunk, of all shards."""
+        return sum(shard.piece_bytes for shard in self._held(layer))
+
+    def _split(self, edges: Sequence[int], room: int) -> Iterator[LayerWindow]:
+        """Yield the windows of at most ``room`` bytes, in the engine's order of layers. None crosses an edge."""
+        for begin, end in itertools.pairwise(edges):
+            count, rows = self._count, room // self._row_bytes(begin)
+            layers, chunks = max(rows // count, 1), min(rows, count)
+            for layer in range(begin, end, layers):
+                for chunk in range(0, count, chunks):
+                    yield LayerWindow(layer, min(layer + layers, end), chunk, min(chunk + chunks, count))
 
     def run(self) -> tuple[int, str, str]:
         """Return how many leading chunks are in place with all layers, a reason, and a detail of it."""
@@ -199,32 +237,40 @@ class _LayerFetch:
         if self._fetch.cancelled or self._fetch.left_s <= 0:
             raise _Ended(Reason.CANCELLED if self._fetch.cancelled else Reason.DEADLINE)
         job_id, left = f"layers-{secrets.token_hex(8)}", max(self._fetch.left_s, 0.001)
-        keys = self._keys[window.chunk : window.chunks_end]
-        wanted: Flags = np.zeros((self._layers, len(keys)), np.bool_)
-        wanted[window.layer : window.layers_end] = True
-        length = len(keys) * self._chunk_bytes(window)
-        layers, window_s = (window.layer, window.layers_end), self._fetch.job.window_s
+        window_s, (before,) = self._fetch.job.window_s, {shard.before for shard in self._held(window.layer)}
         progress: Progress
         try:
             memory = self._registration.acquire(left)
-            part = FetchPart(self._registration.memory_id, slot.offset, length, keys, wanted, window=layers)
+            parts = list(self._parts(window, slot.offset))
             if slot.word is None:
-                progress = call = self._client.start_fetch_layers(job_id, part, left, window_s)
+                progress = call = self._client.start_fetch_layers(job_id, parts, left, window_s)
             else:
                 # Before the call writes there.
                 progress = WordProgress(memory.memory[slot.word : slot.word + PROGRESS_BYTES])
                 call = self._client.start_fetch(
-                    job_id, [part], left, layerwise=True, progress=slot.word, window_s=window_s
+                    job_id, parts, left, layerwise=True, progress=slot.word, window_s=window_s
                 )
         except DataPlaneError as error:
             raise _Ended(error.outcome, str(error)) from error
-        return _Call(window, slot, memory, job_id, call, progress, is_second, window.layer, window.layer)
+        return _Call(window, slot, memory, job_id, parts, before, call, progress, is_second, window.layer, window.layer)
+
+    def _parts(self, window: LayerWindow, offset: int) -> Iterator[FetchPart]:
+        """Yield the part of each shard that a window has, in regions from ``offset`` on."""
+        for shard in self._held(window.layer):
+            keys = shard.keys[window.chunk : window.chunks_end]
+            layers = (window.layer + shard.before, window.layers_end + shard.before)
+            wanted: Flags = np.zeros((shard.record_layers, len(keys)), np.bool_)
+            wanted[slice(*layers)] = True
+            length = len(keys) * (layers[1] - layers[0]) * shard.piece_bytes
+            yield FetchPart(self._registration.memory_id, offset, length, keys, wanted, shard.number, layers)
+            offset += length
 
     def _finish(self, call: _Call) -> None:
         """Scatter the layers of a call as they arrive, and what its answer adds to them."""
         window, answer = call.window, self._follow(call)
         self._fetch.count_moved(answer)
-        delivered = answer.delivered[0][window.layer : window.layers_end]
+        held = slice(window.layer + call.before, window.layers_end + call.before)
+        delivered: Flags = np.logical_and.reduce([each[held] for each in answer.delivered])
         delivered[: call.reported - window.layer] = True
         self._place(call, window.layer + leading_layers(delivered, np.ones_like(delivered)))
         if answer.reason == Reason.UNKNOWN_MEMORY and not self._retried:
@@ -251,12 +297,12 @@ class _LayerFetch:
 
     def _follow(self, call: _Call) -> FetchAnswer:
         """Place layers as they arrive; return the call's answer."""
-        most = call.window.layers_end
+        most = call.window.layers_end + call.before
         try:
             cancels = cancel_if(self._client, call.job_id, lambda: self._is_useless(call))
             for layers in follow(call.call, call.progress, most, _LOOK_INTERVAL_S, cancels):
-                self._arrived(call, layers)
-            self._arrived(call, min(call.progress.wait(call.reported, 0.0), most))
+                self._arrived(call, layers - call.before)
+            self._arrived(call, min(call.progress.wait(call.reported + call.before, 0.0), most) - call.before)
         except _Ended:
             self._client.cancel(call.job_id)
             raise
@@ -281,13 +327,10 @@ class _LayerFetch:
         """End a call whose layers are not used; then nothing writes into the memory for it."""
         while not call.call.done():  # a Cancel may overtake the call that it is for
             self._client.cancel(call.job_id)
-            call.progress.wait(call.reported, _LOOK_INTERVAL_S)
+            call.progress.wait(call.reported + call.before, _LOOK_INTERVAL_S)
         self._settle(call)
 
     # ---- Scattering
-
-    def _chunk_bytes(self, window: LayerWindow) -> int:
-        return (window.layers_end - window.layer) * self._piece_bytes
 
     def _place(self, call: _Call, layers: int) -> None:
         """Scatter a call's layers that are not scattered yet, of the chunks that can still be complete."""
@@ -304,11 +347,12 @@ class _LayerFetch:
 
     def _scatter(self, call: _Call, layers: tuple[int, int], chunks_end: int) -> None:
         window, memory = call.window, call.memory
-        length = (chunks_end - window.chunk) * self._chunk_bytes(window)
         try:
             memory.flush()
-            data = memory.memory[call.slot.offset : call.slot.offset + length]
-            self._mover.scatter(self._fetch.job, data, window, layers)
+            for part in call.parts:
+                length = part.length // len(part.keys) * (chunks_end - window.chunk)
+                data = memory.memory[part.offset : part.offset + length]
+                self._mover.scatter(self._fetch.job, part.layout, data, window, layers)
         except Exception as error:
             _logger.exception("scattering layers failed")
             raise _Ended(Reason.SCATTER_FAILED, f"{type(error).__name__}: {error}") from error

@@ -336,14 +336,12 @@ class SchedulerSide:
         """Return the reason why a load of ``usable`` tokens cannot go layer by layer; empty if it can."""
         if not self.ways.by_layers:
             return "off"
-        layout = answer.shard_layout if answer else 0
         running = any(other.request.status == RequestStatus.RUNNING for other in self._requests.values())
         loading = any(not load.in_step or load.state is State.ALLOCATED for load in self._loads.values())
         in_time = not running or (answer is not None and self._keeps_up(state, answer, usable))
         return self.ways.not_by_layers(
             state.request,
             pending=self._available(state) is not None,
-            other_records="" if layout == 0 else "preempted" if layout == SAVED else "shard_layout",
             partial_block=answer is not None
             and answer.tail
             and (state.load.local_tokens + usable) % self._groups.groups[0].block_tokens != 0,
