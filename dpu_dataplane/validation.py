@@ -264,14 +264,14 @@ def _window(index: int, part: pb.FetchPart, layout: ChunkLayout) -> range:
 
 def _check_progress(request: pb.FetchRequest, parts: Sequence[FetchPart], *, streamed: bool) -> None:
     layerwise, has_word = request.order == pb.ORDER_LAYERS, request.HasField("progress")
-    if streamed and (not layerwise or len(parts) > 1):
-        raise InvalidCall("a stream reports the layers of one part, in the order of layers")
+    if streamed and not layerwise:
+        raise InvalidCall("a stream reports layers, in the order of layers")
     if streamed and has_word:
         raise InvalidCall("progress: this call reports its layers in its stream, not in a word")
+    if layerwise and (has_word or streamed) and any(part.window != parts[0].window for part in parts):
+        raise InvalidCall("progress: in the order of layers it is for parts with the same window of layers")
     if not has_word:
         return
-    if layerwise and len(parts) > 1:
-        raise InvalidCall("progress: in the order of layers it is for one part")
     word, registration = request.progress, parts[0].registration
     if not registration.shared:
         raise InvalidCall("progress: it needs shared memory")

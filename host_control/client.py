@@ -378,7 +378,7 @@ class DataPlaneClient:
             parts: Wanted pieces of each shard; the regions do not overlap.
             layerwise: Fetch layer by layer, not chunk by chunk.
             progress: Offset, in the memory of the first part, of the word where the data plane counts the leading
-                chunks of every part that are in place; layer by layer, the leading layers of the only part.
+                chunks of every part that are in place; layer by layer, the leading layers of parts of one window.
             window_s: Seconds that the engine will compute with each layer; 0 if unknown.
 
         Raises:
@@ -395,8 +395,10 @@ class DataPlaneClient:
         )
         return self._start(self._connection.stub.Fetch.future, request, timeout, [part.wanted for part in parts])
 
-    def start_fetch_layers(self, job_id: str, part: FetchPart, timeout: float, window_s: float = 0.0) -> FetchCall:
-        """Start one batch of a part layer by layer, whose progress :meth:`FetchCall.wait` tells.
+    def start_fetch_layers(
+        self, job_id: str, parts: Sequence[FetchPart], timeout: float, window_s: float = 0.0
+    ) -> FetchCall:
+        """Start one batch layer by layer, whose progress :meth:`FetchCall.wait` tells.
 
         For memory that the data plane does not share. Arguments and errors as in :meth:`start_fetch`.
         """
@@ -406,13 +408,13 @@ class DataPlaneClient:
 
         request = pb.FetchRequest(
             job_id=job_id,
-            parts=[part.message],
+            parts=[part.message for part in parts],
             order=pb.ORDER_LAYERS,
             timeout_ms=_milliseconds(timeout),
             window_us=_microseconds(window_s),
             purpose=pb.PURPOSE_REQUEST,
         )
-        return self._start(stream, request, timeout, [part.wanted])
+        return self._start(stream, request, timeout, [part.wanted for part in parts])
 
     def start_fetch_pages(
         self,

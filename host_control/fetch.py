@@ -23,7 +23,9 @@ class FetchJob:
         target: Data for ``scatter`` that the manager does not read.
         available: Leading chunks that can be fetched by now, where another engine still stores the rest or object
             storage brings it. :meth:`KVCacheManager.exchange` updates it; until then the job waits and others run.
-        layerwise: Fetch layer by layer: one shard with all its layers. Such jobs of one exchange go side by side.
+        layerwise: Fetch layer by layer: shards that want the same number of chunks. Such jobs of one exchange go side
+            by side.
+        first_layers: Number in the engine of each shard's first wanted layer, where it is layerwise; empty: all 0.
         window_s: Seconds that the engine will compute with each layer; 0 if unknown.
         context: Context of the request's span; empty for none.
     """
@@ -34,6 +36,7 @@ class FetchJob:
     target: Any = None
     available: Available | None = None
     layerwise: bool = False
+    first_layers: tuple[int, ...] = ()
     window_s: float = 0.0
     context: str = ""
 

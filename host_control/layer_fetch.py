@@ -9,6 +9,9 @@ Several fetches that one step waits for share the ring as *streams*: some layers
 second, and so on. Each has an outcome of its own. A stream that brings nothing while others wait is put aside: its
 calls are cancelled, and it goes on after the others.
 
+The records may be of another shard layout. A window then has a part for each shard that holds its layers, and it ends
+where a pipeline stage of those records ends, so all parts of a window have the same layers.
+
 The data plane tells how many leading layers of a window are in place (:mod:`host_control.progress`), so a layer costs
 no call. Layers that were reported stay valid, whatever the answer is; the answer reports the rest. Where the data
 plane's buffers hold less than a window, another call fetches what is left of it.
@@ -16,6 +19,7 @@ plane's buffers hold less than a window, another call fetches what is left of it
 Chunks are useful as a prefix only. After a failure, the later windows have the chunks before it only.
 """
 
+import itertools
 import logging
 import secrets
 import threading
@@ -47,7 +51,7 @@ _WINDOW_BYTES_MAX: Final = 32 << 20
 
 
 class LayerWindow(NamedTuple):
-    """Pieces that one region holds, chunk after chunk: half-open ranges of layers and chunks."""
+    """Pieces that are fetched together: half-open ranges of the engine's layers and of chunks."""
 
     layer: int
     layers_end: int
@@ -55,10 +59,10 @@ class LayerWindow(NamedTuple):
     chunks_end: int
 
 
-ScatterLayers = Callable[[FetchJob, Any, LayerWindow, tuple[int, int]], None]
+ScatterLayers = Callable[[FetchJob, int, Any, LayerWindow, tuple[int, int]], None]
 """Moves some layers of the leading chunks of a window from registered memory into paged memory.
 
-Arguments: the job, the chunks' bytes, the window, and the half-open range of layers to move.
+Arguments: the job, the shard, the chunks' bytes, the window, and the half-open range of layers to move.
 """
 
 
@@ -107,31 +111,76 @@ class _Slot(NamedTuple):
     word: int | None
 
 
+class _Shard(NamedTuple):
+    """A shard of the records: its number, the engine's layers that it holds, and where a record has them."""
+
+    number: int
+    keys: Sequence[bytes]
+    first: int
+    end: int
+    before: int  # layers of a record before number 0 of the engine; may be negative
+    record_layers: int
+    piece_bytes: int
+
+
 class _Stream:
     """A fetch in the ring.
 
     Attributes:
+        edges: Layers at which a shard of its records begins or ends.
+        count: Number of its chunks.
         placed: Pieces that are scattered, by layer and chunk.
         chunks: Leading chunks that can still be complete.
         retried: The memory was registered again for it, after a restart of the data plane.
         is_aside: It brought nothing while others waited, and goes on after them.
     """
 
-    def __init__(self, fetch: Fetch, registration: RegisteredMemory) -> None:
-        shape, self.fetch, self.keys = registration.shapes[0], fetch, fetch.job.keys[0]
-        self.piece_bytes = shape.raw_bytes // shape.layers
-        self.placed: Flags = np.zeros((shape.layers, len(self.keys)), np.bool_)
-        self.chunks = len(self.keys)
+    def __init__(self, fetch: Fetch, mover: LayerMover) -> None:
+        self.fetch = fetch
+        self._shards = list(self._find_shards(mover))
+        self.edges = {edge for shard in self._shards for edge in (shard.first, shard.end)}
+        self.count = self.chunks = len(self._shards[0].keys)
+        self.placed: Flags = np.zeros((max(self.edges), self.count), np.bool_)
         self.reason, self.detail = str(Reason.COMPLETE), ""
         self.retried = self.is_aside = False
+
+    def _find_shards(self, mover: LayerMover) -> Iterator[_Shard]:
+        job = self.fetch.job
+        for number, (shape, keys) in enumerate(zip(mover.registration.shapes, job.keys, strict=True)):
+            if keys:
+                begin, end, _ = mover.batches.layers[number].indices(shape.layers)
+                first = job.first_layers[number] if job.first_layers else 0
+                piece_bytes = shape.raw_bytes // shape.layers
+                yield _Shard(number, keys, first, first + end - begin, begin - first, shape.layers, piece_bytes)
+
+    def _held(self, layer: int) -> list[_Shard]:
+        """Return the shards that hold a layer."""
+        return [shard for shard in self._shards if shard.first <= layer < shard.end]
+
+    def row_bytes(self, layer: int) -> int:
+        """Return the bytes of a layer of one chunk, of all shards."""
+        return sum(shard.piece_bytes for shard in self._held(layer))
+
+    def before(self, window: LayerWindow) -> int:
+        """Return the layers of a record before number 0 of the engine, the same in all shards of a window."""
+        (before,) = {shard.before for shard in self._held(window.layer)}
+        return before
+
+    def parts(self, window: LayerWindow, memory_id: int, offset: int) -> Iterator[FetchPart]:
+        """Yield the part of each shard that a window has, in regions from ``offset`` on."""
+        for shard in self._held(window.layer):
+            keys = shard.keys[window.chunk : window.chunks_end]
+            layers = (window.layer + shard.before, window.layers_end + shard.before)
+            wanted: Flags = np.zeros((shard.record_layers, len(keys)), np.bool_)
+            wanted[slice(*layers)] = True
+            length = len(keys) * (layers[1] - layers[0]) * shard.piece_bytes
+            yield FetchPart(memory_id, offset, length, keys, wanted, shard.number, layers)
+            offset += length
 
     @property
     def layers(self) -> int:
         """Leading layers that are in place."""
         return leading_layers(self.placed, np.ones_like(self.placed))
-
-    def chunk_bytes(self, window: LayerWindow) -> int:
-        return (window.layers_end - window.layer) * self.piece_bytes
 
     def usable(self, window: LayerWindow) -> LayerWindow:
         """Return the part of a window whose chunks can still be complete; there may be none."""
@@ -164,6 +213,8 @@ class _Call:
     slot: _Slot
     memory: Memory
     job_id: str
+    parts: Sequence[FetchPart]
+    before: int  # layers of a record before number 0 of the engine
     call: FetchCall
     progress: Progress
     is_second: bool = False  # it was started while another call was in flight
@@ -176,26 +227,31 @@ class _Call:
 class _Ring:
     def __init__(self, mover: LayerMover, fetches: Sequence[Fetch]) -> None:
         self._mover, self._client, self._registration = mover, mover.client, mover.registration
-        self._streams = [_Stream(fetch, mover.registration) for fetch in fetches]
-        self._all_chunks = sum(len(stream.keys) for stream in self._streams)
+        self._streams = [_Stream(fetch, mover) for fetch in fetches]
+        self._all_chunks = sum(stream.count for stream in self._streams)
         self._ahead = True  # two windows are in flight, until a call does not bring all of its window
         words, size = mover.registration.progress_offsets or (None, None), mover.registration.size
-        first, several = self._streams[0], len(fetches) > 1
-        fits = not several and first.placed.size * first.piece_bytes <= size
+        edges, first = sorted({edge for stream in self._streams for edge in stream.edges}), self._streams[0]
+        several = len(fetches) > 1
+        fits = not several and len(edges) == 2 and first.placed.size * first.row_bytes(0) <= size
         self._free = deque([_Slot(0, words[0])] if fits else [_Slot(0, words[0]), _Slot(size // 2, words[1])])
-        self._windows = deque(self._split(size if fits else size // 2, _WINDOW_BYTES_MAX if several else size))
+        self._windows = deque(self._split(edges, size if fits else size // 2, _WINDOW_BYTES_MAX if several else size))
         self._calls: deque[_Call] = deque()
 
-    def _split(self, room: int, aim: int) -> Iterator[tuple[_Stream, LayerWindow]]:
-        """Yield the windows in the order in which the engine computes: ``aim`` bytes, at most ``room``."""
-        largest = max(len(stream.keys) * stream.piece_bytes for stream in self._streams)
-        layers, end = max(min(room, aim) // largest, 1), len(self._streams[0].placed)
-        for layer in range(0, end, layers):
-            for stream in self._streams:
-                count = len(stream.keys)
-                chunks = min(room // stream.piece_bytes, count)
-                for chunk in range(0, count, chunks):
-                    yield stream, LayerWindow(layer, min(layer + layers, end), chunk, min(chunk + chunks, count))
+    def _split(self, edges: Sequence[int], room: int, aim: int) -> Iterator[tuple[_Stream, LayerWindow]]:
+        """Yield the windows in the order in which the engine computes: ``aim`` bytes, at most ``room``.
+
+        None crosses an edge.
+        """
+        for begin, end in itertools.pairwise(edges):
+            largest = max(stream.count * stream.row_bytes(begin) for stream in self._streams)
+            layers = max(min(room, aim) // largest, 1)
+            for layer in range(begin, end, layers):
+                for stream in self._streams:
+                    count, chunks = stream.count, min(room // stream.row_bytes(begin), stream.count)
+                    for chunk in range(0, count, chunks):
+                        window = LayerWindow(layer, min(layer + layers, end), chunk, min(chunk + chunks, count))
+                        yield stream, window
 
     def run(self) -> None:
         """Fetch all windows; end each stream's fetch as soon as nothing of it is left."""
@@ -214,8 +270,8 @@ class _Ring:
         left = {call.stream for call in self._calls} | {stream for stream, window in self._windows if stream.chunks}
         for stream in [stream for stream in self._streams if stream not in left]:
             self._streams.remove(stream)
-            fetch = stream.fetch
-            fetch.placed[0] = leading_chunks(stream.placed, np.ones_like(stream.placed))
+            fetch, chunks = stream.fetch, leading_chunks(stream.placed, np.ones_like(stream.placed))
+            fetch.placed = [chunks if keys else 0 for keys in fetch.job.keys]
             self._mover.batches.end(fetch, stream.reason, stream.detail)
 
     def _put_back(self, windows: Sequence[tuple[_Stream, LayerWindow]]) -> None:
@@ -241,29 +297,38 @@ class _Ring:
         if fetch.cancelled or fetch.left_s <= 0:
             raise _Ended(Reason.CANCELLED if fetch.cancelled else Reason.DEADLINE)
         job_id, left = f"layers-{secrets.token_hex(8)}", max(fetch.left_s, 0.001)
-        keys = stream.keys[window.chunk : window.chunks_end]
-        wanted: Flags = np.zeros((len(stream.placed), len(keys)), np.bool_)
-        wanted[window.layer : window.layers_end] = True
-        length = len(keys) * stream.chunk_bytes(window)
-        layers = (window.layer, window.layers_end)
         # The engine computes a layer of all chunks of all streams in that time.
-        window_s = fetch.job.window_s * len(keys) / self._all_chunks
+        window_s = fetch.job.window_s * (window.chunks_end - window.chunk) / self._all_chunks
+        before = stream.before(window)
         progress: Progress
         try:
             memory = self._registration.acquire(left)
-            part = FetchPart(self._registration.memory_id, slot.offset, length, keys, wanted, window=layers)
+            parts = list(stream.parts(window, self._registration.memory_id, slot.offset))
             if slot.word is None:
-                progress = call = self._client.start_fetch_layers(job_id, part, left, window_s)
+                progress = call = self._client.start_fetch_layers(job_id, parts, left, window_s)
             else:
                 # Before the call writes there.
                 progress = WordProgress(memory.memory[slot.word : slot.word + PROGRESS_BYTES])
                 call = self._client.start_fetch(
-                    job_id, [part], left, layerwise=True, progress=slot.word, window_s=window_s
+                    job_id, parts, left, layerwise=True, progress=slot.word, window_s=window_s
                 )
         except DataPlaneError as error:
             raise _Ended(error.outcome, str(error)) from error
         first = window.layer
-        return _Call(stream, window, slot, memory, job_id, call, progress, is_second, reported=first, scattered=first)
+        return _Call(
+            stream,
+            window,
+            slot,
+            memory,
+            job_id,
+            parts,
+            before,
+            call,
+            progress,
+            is_second,
+            reported=first,
+            scattered=first,
+        )
 
     def _finish_first(self) -> None:
         """Follow the first call to its end. Start the other ones again if the memory was given up."""
@@ -289,7 +354,8 @@ class _Ring:
         """Scatter what an answer adds to the layers that were reported; return True if another call follows."""
         stream, window = call.stream, call.window
         stream.fetch.count_moved(answer)
-        delivered = answer.delivered[0][window.layer : window.layers_end]
+        held = slice(window.layer + call.before, window.layers_end + call.before)
+        delivered: Flags = np.logical_and.reduce([each[held] for each in answer.delivered])
         delivered[: call.reported - window.layer] = True
         self._place(call, window.layer + leading_layers(delivered, np.ones_like(delivered)))
         if answer.reason == Reason.UNKNOWN_MEMORY and not stream.retried:
@@ -320,12 +386,12 @@ class _Ring:
 
     def _follow(self, call: _Call) -> FetchAnswer:
         """Place layers as they arrive; return the call's answer."""
-        most = call.window.layers_end
+        most = call.window.layers_end + call.before
         try:
             cancels = cancel_if(self._client, call.job_id, lambda: self._is_useless(call))
             for layers in follow(call.call, call.progress, most, _LOOK_INTERVAL_S, cancels):
-                self._arrived(call, layers)
-            self._arrived(call, min(call.progress.wait(call.reported, 0.0), most))
+                self._arrived(call, layers - call.before)
+            self._arrived(call, min(call.progress.wait(call.reported + call.before, 0.0), most) - call.before)
             ended = threading.Event()
             call.call.on_done(ended.set)
             while not ended.wait(_LOOK_INTERVAL_S):
@@ -367,7 +433,7 @@ class _Ring:
         """End a call whose layers are not used; then nothing writes into the memory for it."""
         while not call.call.done():  # a Cancel may overtake the call that it is for
             self._client.cancel(call.job_id)
-            call.progress.wait(call.reported, _LOOK_INTERVAL_S)
+            call.progress.wait(call.reported + call.before, _LOOK_INTERVAL_S)
         self._settle(call)
 
     # ---- Scattering
@@ -388,11 +454,12 @@ class _Ring:
 
     def _scatter(self, call: _Call, layers: tuple[int, int], chunks_end: int) -> None:
         stream, window, memory = call.stream, call.window, call.memory
-        length = (chunks_end - window.chunk) * stream.chunk_bytes(window)
         try:
             memory.flush()
-            data = memory.memory[call.slot.offset : call.slot.offset + length]
-            self._mover.scatter(stream.fetch.job, data, window, layers)
+            for part in call.parts:
+                length = part.length // len(part.keys) * (chunks_end - window.chunk)
+                data = memory.memory[part.offset : part.offset + length]
+                self._mover.scatter(stream.fetch.job, part.layout, data, window, layers)
         except Exception as error:
             _logger.exception("scattering layers failed")
             raise _Ended(Reason.SCATTER_FAILED, f"{type(error).__name__}: {error}") from error

@@ -83,7 +83,7 @@ class BatchMover:
         self._scatter = scatter
         self._condition = condition
         self._complete = complete
-        self._layers = layers or [slice(None)] * len(registration.shapes)
+        self.layers = layers or [slice(None)] * len(registration.shapes)
         self._batch_bytes_min, self._scatter_bytes_min = batch_bytes_min, scatter_bytes_min
         self._purpose = purpose
         self._chunk_bytes = [shape.raw_bytes for shape in registration.shapes]
@@ -170,7 +170,7 @@ class BatchMover:
                 memory_id,
                 keys[run.shard][run.first : run.first + run.count],
                 run.offset,
-                layers=self._layers[run.shard],
+                layers=self.layers[run.shard],
                 layout=run.shard,
             )
             for run in runs

@@ -26,14 +26,10 @@ _DETAILS: Final = {
     "other_requests": "layer_order is configured, and other requests run or load, and its layers are not predicted to "
     "come within interference_budget of the step, or the first tokens would come later; such loads go chunk by chunk, "
     "so that the others do not wait for them",
-    "shard_layout": "layer_order is configured, and the records are of an engine with another number of tensor-parallel"
-    " ranks or pipeline stages; they go chunk by chunk",
     "partial_block": "layer_order is configured, and a load ends within a block, as of a preempted request; it goes "
     "chunk by chunk, because vLLM writes into that block before it waits for the layer",
-    "preempted": "layer_order is configured, and a load brings back the KV of a preempted request, which is stored "
-    "apart from the records that requests share; it goes chunk by chunk",
-    "pending_chunks": "layer_order is configured, and a load waits for chunks that another engine is still storing, "
-    "or that are in object storage alone; it goes chunk by chunk",
+    "pending_chunks": "layer_order is configured, and a load waits for chunks that another engine is still storing; it "
+    "goes chunk by chunk",
     "no_publishing": "a request is to wait for chunks that another engine is storing, and storage publishes no chunks "
     "(Redis, Valkey and clusters of them do not); it loads the chunks that are stored by then. Use a storage node "
     "of ShadowServe, or a proxy that carries kv_transfer_params (docs/guides/disaggregation.md)",
@@ -118,13 +114,10 @@ class LoadWays:
         """Tell if the step that computes on a load waits for all of it first."""
         return self.in_step and not self._why_not_in_step(request)
 
-    def not_by_layers(
-        self, request: Any, *, pending: bool, other_records: str, partial_block: bool, others: str
-    ) -> str:
+    def not_by_layers(self, request: Any, *, pending: bool, partial_block: bool, others: str) -> str:
         """Return the reason why a load cannot go layer by layer; empty if it can.
 
         Args:
-            other_records: Reason where its records are not the ones that this engine stores for others, or empty.
             partial_block: It ends with a tail, within a block. vLLM writes the KV of the next tokens into that block
                 before it waits for the layer, so the tail, which has no KV of them, would overwrite them.
             others: Reason why it cannot go beside other requests and loads, or empty.
@@ -133,8 +126,6 @@ class LoadWays:
             return reason
         if pending:
             return "pending_chunks"
-        if other_records:
-            return other_records
         if partial_block:
             return "partial_block"
         return others

@@ -333,11 +333,11 @@ class SchedulerSide:
         """Return the reason why a load of ``usable`` tokens cannot go layer by layer; empty if it can."""
         if not self.ways.by_layers or self._policy_runner is None:
             return "off"
-        layout = answer.shard_layout if answer else 0
+        save = state.current_save
+        counts_pending = self._lookup is not None and self._lookup.counts_pending(state.request.request_id)
         return self.ways.not_by_layers(
             state.request,
-            pending=self._available(state) is not None,
-            other_records="" if layout == 0 else "preempted" if layout == SAVED else "shard_layout",
+            pending=bool(save.pending) if save is not None else counts_pending,
             partial_block=answer is not None
             and answer.tail
             and (state.load.local_tokens + usable) % self._groups.groups[0].block_tokens != 0,
@@ -392,7 +392,8 @@ class SchedulerSide:
         if request.num_preemptions:
             self.counts.add("restored_tokens", external_tokens)
         end_tokens = load.local_tokens + external_tokens
-        self._lookup.begin_load(request.request_id, self._chunks(end_tokens))
+        if not load.layerwise:  # else the fetch itself names the cold chunks, layer by layer
+            self._lookup.begin_load(request.request_id, self._chunks(end_tokens))
         load.in_step = not self.waits(request)
         load.first_chunk = load.local_tokens // chunk_tokens
         load.chunks = load.placed_chunks = self._chunks(end_tokens) - load.first_chunk
@@ -403,7 +404,7 @@ class SchedulerSide:
             {},
             layerwise=load.layerwise,
             in_step=load.in_step and not load.layerwise,
-            available=self._available(state),
+            available=None if load.layerwise else self._available(state),
         )
         self.ways.count_load(request, "" if load.layerwise else load.not_layerwise)
         try:

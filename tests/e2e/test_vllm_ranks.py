@@ -207,7 +207,7 @@ def test_engines_with_other_numbers_of_ranks_and_stages_share_records(
     with over.engine():
         over.store(OF_ONE, 2)
     with over.engine(**TWO_RANKS):
-        over.find(OF_ONE)
+        over.find(OF_ONE, layerwise=3 * 2)
         over.store(OF_RANKS, 4)
         over.find(OF_RANKS, layerwise=2)
         over.lose(OF_RANKS, layers=2)
@@ -219,5 +219,7 @@ def test_engines_with_other_numbers_of_ranks_and_stages_share_records(
         over.find(OF_STAGES)
         over.lose(OF_STAGES, layers=1)
     with over.engine():
-        over.find(OF_RANKS)
-        over.find(OF_STAGES)
+        over.find(OF_RANKS, layerwise=1)  # one call for the records of both ranks
+        over.find(OF_STAGES, layerwise=2)
+        over.lose(OF_RANKS, layers=1)
+        over.lose(OF_STAGES, layers=1)

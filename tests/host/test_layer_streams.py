@@ -76,7 +76,7 @@ class Streams:
         return jobs
 
     def ended(self, jobs: int = 2) -> dict[str, FetchResult]:
-        """Return the outcomes by request. Everything that they report is in place and right, and nothing comes later."""
+        """Return the outcomes by request. All that they report is in place and right, and nothing comes later."""
         ends = time.monotonic() + WAIT_MAX_S
         while len(self.results) < jobs:
             for result in self.kit.manager.exchange():
@@ -145,7 +145,9 @@ def test_a_fault_of_one_stream_costs_the_other_nothing(
     elif fault == "restarted":
         assert bad.complete
     else:
-        assert bad.reason == {"aborted": "cancelled", "vanished": "unreachable"}.get(fault, fault) and not any(bad.chunks)
+        assert bad.reason == {"aborted": "cancelled", "vanished": "unreachable"}.get(fault, fault) and not any(
+            bad.chunks
+        )
 
 
 @pytest.mark.parametrize("layer", [0, 2, 5])

@@ -1,6 +1,6 @@
 """Batches as one request, ``KV.LAYERS`` of our storage server, instead of one range request for each piece.
 
-In layer order, a batch is rows of the same chunks, one layer in each row. One request for all rows is answered as one
+In layer order, a batch is rows of the same records, one layer in each row. One request for all rows is answered as one
 stream: each layer gets all bandwidth of the link, and the server knows how long the engine computes with it. That pays
 above the link's bandwidth-delay product (ObjectCache, equation 2); below it, many range requests are in flight.
 """
@@ -32,16 +32,17 @@ class LayerRequest(NamedTuple):
 
 
 def layer_request(plan: FetchPlan, piece_ids: Sequence[int]) -> LayerRequest | None:
-    """Return the request for some pieces of a plan in layer order; None if they are no rows of the same chunks."""
+    """Return the request for some pieces of a plan in layer order; None if they are no rows of the same records."""
     pieces = plan.pieces[list(piece_ids)]
-    group, chunk, layer = (pieces[name].astype(np.int64) for name in ("group", "chunk", "layer"))
+    record = pieces["chunk"].astype(np.int64) << 32 | pieces["group"]
+    layer = pieces["layer"].astype(np.int64)
     keys = leading(layer == layer[0])
     layers = len(pieces) // keys
-    if layers * keys < len(pieces) or keys > KEYS_MAX or layers > LAYERS_MAX or (group != group[0]).any():
+    if layers * keys < len(pieces) or keys > KEYS_MAX or layers > LAYERS_MAX:
         return None
-    chunk, layer = chunk.reshape(layers, keys), layer.reshape(layers, keys)
-    rows = (chunk == chunk[0]).all() and (layer == layer[:, :1]).all()
-    if not rows or (np.diff(chunk[0]) <= 0).any() or (np.diff(layer[:, 0]) <= 0).any():
+    record, layer = record.reshape(layers, keys), layer.reshape(layers, keys)
+    rows = (record == record[0]).all() and (layer == layer[:, :1]).all()
+    if not rows or (np.diff(record[0]) <= 0).any() or (np.diff(layer[:, 0]) <= 0).any():
         return None
     names = [storage_key(plan.keys[piece]) for piece in piece_ids[:keys]]
     window_us = int(1e6 * min(plan.window_s, _WINDOW_S_MAX))

@@ -378,6 +378,17 @@ def test_by_default_a_cold_prompt_is_waited_for_and_others_go_on(scene: Scene) -
     assert scene.go_on(len(TOKENS), 1, tables=cold_tables) == []
 
 
+def test_in_layer_order_a_cold_prompt_streams(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(layer_order=True)
+    scene.side.ways.by_layers, scene.side._policy_runner._layers = True, 4
+    scene.plane.script.cold.update(keys(0, TOKENS)[10:])
+    cold = scene.arrive(TOKENS, stored=40, status=None)
+    operation = scene.load()
+    assert operation.layerwise and operation.available is None and not scene.side.waits(cold)
+    assert scene.plane.prefetches == 0, "the fetch itself names the cold chunks"
+    assert scene.counted("slower_paths") == {}
+
+
 def test_by_default_a_cold_prompt_is_computed_where_that_is_sooner_and_not_stored_again(scene: Scene) -> None:
     script = scene.plane.script
     script.cold.update(keys(0, TOKENS)[10:])

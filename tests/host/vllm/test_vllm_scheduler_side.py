@@ -288,7 +288,7 @@ def worker_of(groups: Any, **config: Any) -> Any:
 
     how: dict[str, Any] = {"fetch": True, "store": True, "problem": "", "logger": logging.getLogger("test")}
     worker = WorkerSide(HostConfig(**config), None, None, groups, Rank(0, 1), **how)
-    worker._shards.parts = {0: [SimpleNamespace(group=group) for group in groups.groups]}
+    worker._shards.parts = {0: [SimpleNamespace(group=group, first_layer=0) for group in groups.groups]}
     worker._shards.shapes = {0: [SimpleNamespace(namespace=bytes(32)) for _ in groups.groups]}
     return worker
 
@@ -374,9 +374,7 @@ def test_each_load_that_layer_order_leaves_out_is_counted_with_its_reason(make_s
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"pending": True, "other_records": "shard_layout"}, "pending_chunks"),
-        ({"other_records": "shard_layout", "partial_block": True}, "shard_layout"),
-        ({"other_records": "preempted"}, "preempted"),
+        ({"pending": True, "partial_block": True}, "pending_chunks"),
         ({"partial_block": True, "others": "other_requests"}, "partial_block"),
         ({"others": "other_requests"}, "other_requests"),
         ({}, ""),
@@ -384,7 +382,7 @@ def test_each_load_that_layer_order_leaves_out_is_counted_with_its_reason(make_s
 )
 def test_why_a_load_may_not_go_by_layers(make_side: Any, given: dict[str, Any], reason: str) -> None:
     ways, request = make_side(layer_order=True).ways, Request("r", TOKENS)
-    given = {"pending": False, "other_records": "", "partial_block": False, "others": ""} | given
+    given = {"pending": False, "partial_block": False, "others": ""} | given
     assert ways.not_by_layers(request, **given) == reason
 
 

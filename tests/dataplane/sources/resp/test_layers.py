@@ -158,7 +158,7 @@ def test_the_request_names_layers_window_and_keys(layers: list[int], text: str) 
     assert words(layer_request(order([0], [0], window_s=1e9), [0]))[3] == "3600000000"
 
 
-def test_pieces_that_are_no_rows_of_the_same_chunks_are_no_layer_request() -> None:
+def test_pieces_that_are_no_rows_of_the_same_records_are_no_layer_request() -> None:
     asked = order([0, 1, 2], [0, 1, 2])
     everything = list(range(9))
     assert layer_request(asked, everything[:6]) is not None
