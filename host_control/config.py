@@ -50,12 +50,11 @@ class HostConfig(Section):
     """Fetch while the engine runs other requests. False blocks the engine during each fetch; it exists to measure the
     difference (ShadowServe section 6.4, "No AF"). Engines that run several steps at once refuse it.
     docs/reference/combinations.md lists requests that are fetched asynchronously nevertheless."""
-    layer_order: bool = False
-    """Fetch layer by layer, and start to compute when the first layer arrives, for requests that arrive while no other
-    runs, or whose layers are predicted to come within ``interference_budget`` of the step. Needs one KV cache group of
-    full attention and one step at a time: no pipeline stages, ``--no-async-scheduling``,
-    ``VLLM_USE_V2_MODEL_RUNNER=0``. Other engines refuse it. docs/reference/combinations.md lists requests that are
-    fetched chunk by chunk nevertheless."""
+    layer_order: bool | Literal["auto"] = "auto"
+    """Fetch layer by layer, and start to compute when the first layer arrives (docs/guides/layer-order.md). ``auto``:
+    each load that is predicted to be faster so, in engines that can do it as they are configured. ``true``: each load
+    that can; engines that cannot refuse it. They need one KV cache group of full attention and one step at a time: no
+    pipeline stages, ``--no-async-scheduling``, ``VLLM_USE_V2_MODEL_RUNNER=0``."""
     pages: bool = False
     """Store pages uncompressed in the tiers of a data plane on this machine, whose devices read them directly into
     paged memory (docs/guides/tiers.md). Paged memory becomes shared memory; ``/dev/shm`` needs room for twice its size.

@@ -11,7 +11,7 @@ import torch
 
 from host_control.config import HostConfig
 from host_control.delivery import SideStream
-from host_control.interference.table import LayerTimes
+from host_control.interference.table import LayerTimes, LayerWait
 from host_control.layer_fetch import LayerWindow
 from host_control.layouts import NOWHERE
 from host_control.manager import FetchJob, FetchResult, KVCacheManager
@@ -40,6 +40,7 @@ class _LayerLoads:
     numbers: dict[str, int] = field(default_factory=dict)
     requests: set[str] = field(default_factory=set)
     awaited: set[int] = field(default_factory=set)
+    waits: list[LayerWait] = field(default_factory=list)
     times: LayerTimes = field(default_factory=LayerTimes)
 
 
@@ -167,6 +168,7 @@ class WorkerLoads:
             ahead = self.managers[0].wait(self.layers.requests, layer)
             ended_s = time.monotonic()
             self.layers.awaited.add(layer)
+            self.layers.waits.append(LayerWait(began_s, ended_s - began_s, ahead))
             if measure:
                 self.layers.times.waited(began_s, ended_s)
             self._counts.add("layer_waits")
@@ -183,6 +185,8 @@ class WorkerLoads:
             return
         self.managers[0].wait(requests)
         self._report.layer_seconds = self.layers.times.take()
+        waits, self.layers.waits = self.layers.waits, []
+        self._report.layer_waits |= dict.fromkeys(requests, waits)
         self._results += self.managers[0].exchange()
         awaited, layers = len(self.layers.awaited), len(self.layers.numbers)
         if awaited < layers:
