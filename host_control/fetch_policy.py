@@ -38,6 +38,9 @@ _RATIOS_MIN: Final = 3
 """Ratios that are needed for a correction."""
 _FORGET_AFTER: Final = 64
 """Requests of one kind without the other way, after which the other way is tried once."""
+_TRY: Final = 1.25
+"""A whole load is tried if it is predicted to take up to this multiple of a streamed one: streamed loads teach how long
+loads take, and may take longer than whole ones."""
 _ALIKE_MAX: Final = 4
 """Loads that differ from computing by more than this power of two are alike."""
 _EXPLORATION: Final = 1 / 50
@@ -92,7 +95,6 @@ class Decision:
         delivery_seconds: Seconds of the load at the rate limit; 0: no limit.
         tier_bytes: Bytes by tier of the longest possible load.
         queued_seconds: Seconds until earlier loads have ended.
-        step_seconds: Seconds of the first step that computes behind the load.
         alike: Kind of the load, where it could go both whole and layer by layer; else None.
         correction: Factor of ``seconds`` that was learnt from loads that are alike.
     """
@@ -110,7 +112,6 @@ class Decision:
     tier_bytes: Mapping[Tier, float] = field(default_factory=dict)
     cold_seconds: float = 0.0
     queued_seconds: float = 0.0
-    step_seconds: float = 0.0
     alike: Alike | None = None
     correction: float = 1.0
 
@@ -160,14 +161,14 @@ class _Corrections:
         self._ratios.setdefault(own, deque(maxlen=_RATIOS_MAX)).append(ratio)
         self._since[own] = 0
         self._since[other] += 1
-        if self._since[other] >= _FORGET_AFTER:
-            self._since[other] = 0
+        if self._since[other] == _FORGET_AFTER:
             while len(self._ratios.get(other, ())) >= _RATIOS_MIN:
                 self._ratios[other].popleft()
 
     def of_layers(self, alike: Alike) -> float:
         """Return the factor for the time of a streamed load, relative to a whole one."""
-        return self._ratio("layers", alike) / self._ratio("fetch", alike)
+        tried = _TRY if self._since["fetch", alike] >= _FORGET_AFTER else 1.0
+        return tried * self._ratio("layers", alike) / self._ratio("fetch", alike)
 
     def _ratio(self, way: Way, alike: Alike) -> float:
         ratios = self._ratios.get((way, alike), ())
@@ -216,12 +217,9 @@ class FetchOrRecompute:
     def fetched(self, decision: Decision, seconds: float) -> None:
         """Learn the duration, without queueing, of a load that was complete or reached its deadline.
 
-        Loads that were limited by the rate are ignored: they show nothing about the tiers. So are streamed loads that
-        took longer than predicted while computing hid them: the cores were busy.
+        Loads that were limited by the rate are ignored: they show nothing about the tiers.
         """
         if not decision.load_bytes or seconds <= _AS_FAST * decision.delivery_seconds:
-            return
-        if decision.way == "layers" and 0 < decision.load_seconds <= seconds <= decision.step_seconds:
             return
         self._loads.observe(decision.load_tiers, decision.load_cold_seconds, seconds)
         if seconds > decision.load_seconds / 2:  # a much faster load may be chance: explore again
@@ -313,6 +311,8 @@ class FetchOrRecompute:
         shorter = [chunk * self._chunk_tokens for chunk in range(first + stride, whole + 1, stride)]
         changes = [index for index in range(1, len(hit.tiers)) if hit.tiers[index] != hit.tiers[index - 1]]
         shorter += [(first + index) * self._chunk_tokens for index in changes[:_ENDS_MAX]]
+        if hit.layers:  # all of the rest computes in one step, while the layers arrive
+            shorter.append(-(-(hit.tokens - self._step_tokens) // self._chunk_tokens) * self._chunk_tokens)
         ends = {end for end in shorter if self._least_end(hit) <= end < hit.end_tokens}
         for end in [hit.end_tokens, *sorted(ends, reverse=True)]:
             yield self._option(hit, "fetch", end, now)
@@ -336,7 +336,7 @@ class FetchOrRecompute:
         if hit.tokens > end + self._step_tokens:  # only the first of several steps computes while layers arrive
             first = min(self._compute_seconds(end, end + self._step_tokens) or rest, rest)
         alike = _alike(load.tier_seconds, load.load_seconds, first)
-        load = replace(load, step_seconds=first, alike=alike)
+        load = replace(load, alike=alike)
         if way == "fetch":
             return replace(load, seconds=waiting + load.load_seconds + rest)
         # A pipeline of two stages, loading and computing, over all layers.
