@@ -32,6 +32,7 @@ _SECONDS_MAX = 1e6
 _NAME_MAX = 32
 _WAYS_MAX = 8
 _TIERS_MAX = 4
+_LAYER_WAITS_MAX = 4096
 _PARTS_MAX = 64  # limit of the C core
 _LAYOUTS_MAX = 256  # of a registration: a worker needs one for each KV cache group and each shard layout
 _QUEUE_NAME_MAX = 32
@@ -152,6 +153,9 @@ class Validator:
         _count("kind", len(decision.kind), 0, _NAME_MAX, "characters")
         seconds = [decision.predicted_seconds, decision.seconds, *decision.predicted.values()]
         seconds += [decision.cold_seconds, decision.queued_seconds]
+        _count("layer_waits", len(decision.layer_waits), 0, _LAYER_WAITS_MAX, "entries")
+        _count("not_layerwise", len(decision.not_layerwise), 0, _NAME_MAX, "characters")
+        seconds += [each for wait in decision.layer_waits for each in (wait.begin_s, wait.seconds)]
         if not all(0 <= each <= _SECONDS_MAX for each in seconds):  # nor NaN
             raise InvalidCall(f"a decision has times of {seconds} s; they are 0 to {_SECONDS_MAX:.0f} s")
 

@@ -26,7 +26,7 @@ from host_control.answers import (
     reason_of,
 )
 from host_control.connection import Connection, Peer, explain
-from host_control.fetch_policy import Decision
+from host_control.fetch_policy import Decided
 from host_control.transfer import Reason
 from shadowserve import spans
 from shadowserve.chunk import ChunkLayout
@@ -290,14 +290,20 @@ class DataPlaneClient:
         """Handle a failed call of :meth:`expect` or :meth:`report_steps`: Hello may be due."""
         self._connection.lost(error)
 
-    def decided(self, decision: Decision, tokens: int, seconds: float) -> None:
+    def decided(self, result: Decided) -> None:
         """Report the decision for a prompt and its result, for recordings. A hint, which is not waited for."""
+        decision = result.decision
         loaded = decision.end_tokens if decision.way != "compute" else 0
         message = pb.Decision(
-            kind=decision.kind, tokens=tokens, loaded_tokens=loaded, predicted=dict(decision.predicted),
-            predicted_seconds=decision.seconds, seconds=seconds, stored_bytes=int(decision.stored_bytes),
+            kind=decision.kind, tokens=result.tokens, loaded_tokens=loaded, predicted=dict(decision.predicted),
+            predicted_seconds=decision.seconds, seconds=result.seconds, stored_bytes=int(decision.stored_bytes),
             cold_seconds=decision.cold_seconds, queued_seconds=decision.queued_seconds,
             tier_bytes={tier.label: int(size) for tier, size in decision.tier_bytes.items()},
+            layer_waits=[
+                pb.LayerWait(begin_s=max(wait.begin_s - result.since, 0.0), seconds=wait.seconds, ahead=wait.ahead)
+                for wait in result.layer_waits
+            ],
+            not_layerwise=result.not_layerwise,
         )  # fmt: skip
         self._send_hint(self._connection.stub.Decided, message)
 

@@ -16,6 +16,9 @@ from host_control.vllm.metadata import GroupLoad
 from host_control.vllm.metrics import SlowerPaths
 from host_control.vllm.requests import Load, RequestState
 
+NO_LAYERS: Final = "off"
+WHOLE_IS_FASTER: Final = "whole_is_faster"
+TIME_UNKNOWN: Final = "time_unknown"
 _DETAILS: Final = {
     "several_groups": "asynchronous_fetch: false is configured, and this engine has several KV cache groups, windows, "
     "recurrent state or draft layers; its requests wait for their loads outside the running batch",
@@ -105,6 +108,7 @@ class LoadWays:
         self, config: HostConfig, groups: Groups | None, slower: SlowerPaths, *, sampling_state: bool = False
     ) -> None:
         self.in_step = not config.asynchronous_fetch
+        self._layers_first = config.layer_order is True
         self._several_groups = groups is not None and not groups.one
         self._slower = slower
         self._sampling_state = sampling_state
@@ -136,10 +140,15 @@ class LoadWays:
             self._slower.add("no_publishing", _DETAILS["no_publishing"])
 
     def count_load(self, request: Any, not_layerwise: str) -> None:
-        """Count a load that takes a slower way than configured."""
+        """Count a load that takes a slower way than configured.
+
+        ``layer_order: auto`` configures no way of a load, so a whole one is not slower than configured.
+        """
         reason = self._why_not_in_step(request) if self.in_step else ""
-        if not reason and self.by_layers:
-            reason = not_layerwise
+        if not_layerwise and self.by_layers:
+            self._slower.counts.add("whole_loads", reason=not_layerwise)
+            if self._layers_first and not_layerwise not in (WHOLE_IS_FASTER, TIME_UNKNOWN):
+                reason = reason or not_layerwise
         if reason:
             self._slower.add(reason, _DETAILS[reason])
 

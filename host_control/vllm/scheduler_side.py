@@ -13,7 +13,7 @@ from typing import Any
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.disaggregation import Available, Disaggregation
-from host_control.fetch_policy import Decision
+from host_control.fetch_policy import Decided
 from host_control.lookup import SAVED, LookupAnswer, PrefixLookup
 from host_control.streams import NEXT_STEP
 from host_control.transfer import Event, Reason, State
@@ -30,7 +30,7 @@ from host_control.vllm.epochs import WEIGHTS_CHANGED, Epochs
 from host_control.vllm.fetch_policy import PolicyRunner
 from host_control.vllm.groups import Groups
 from host_control.vllm.identity.requests import RequestInputs
-from host_control.vllm.loads import LoadWays, group_loads, note_chunk_keys, usable_tokens
+from host_control.vllm.loads import NO_LAYERS, LoadWays, group_loads, note_chunk_keys, usable_tokens
 from host_control.vllm.metadata import (
     LoadOperation,
     ShadowServeMetadata,
@@ -323,16 +323,15 @@ class SchedulerSide:
         if usable < worth:
             return 0
         load.not_layerwise = self._why_not_layerwise(state, answer, usable)
-        load.layerwise = not load.not_layerwise
-        # A prompt that another engine computes for this one is loaded, whatever the policy predicts.
-        if self._policy_runner is not None and not state.disaggregation.waits:
-            usable = self._policy_runner.usable(state, answer, self._groups, usable, layerwise=load.layerwise)
+        load.layerwise = not load.not_layerwise and self._engine.config.layer_order is True
+        if self._policy_runner is not None:
+            usable = self._policy_runner.usable(state, answer, self._groups, usable)
         return usable if usable >= worth else 0
 
     def _why_not_layerwise(self, state: RequestState, answer: LookupAnswer | None = None, usable: int = 0) -> str:
         """Return the reason why a load of ``usable`` tokens cannot go layer by layer; empty if it can."""
         if not self.ways.by_layers or self._policy_runner is None:
-            return "off"
+            return NO_LAYERS
         save = state.current_save
         counts_pending = self._lookup is not None and self._lookup.counts_pending(state.request.request_id)
         return self.ways.not_by_layers(
@@ -451,16 +450,17 @@ class SchedulerSide:
                 load.operation.available = available
                 yield request_id, available
 
-    def _report_decision(self, decision: Decision, tokens: int, seconds: float) -> None:
+    def _report_decision(self, result: Decided) -> None:
         if self._clients:
-            self._clients[0].decided(decision, tokens, seconds)
+            self._clients[0].decided(result)
 
     def worker_output(self, finished: set[str] | None, report: WorkerReport) -> None:
         """Follow the workers' reports."""
         self._timing.loaded(report)
-        for request_id, seconds in report.seconds.items():
+        for request_id in report.seconds.keys() | report.layer_waits.keys():
             if (load := self._loads.get(request_id)) is not None:
-                load.seconds = max(load.seconds, seconds)
+                load.seconds = max(load.seconds, report.seconds.get(request_id, 0.0))
+                load.layer_waits = report.layer_waits.get(request_id, load.layer_waits)
         self._outcomes.short(report.reasons)
         for request_id, chunks in report.loaded.items():
             if (load := self._loads.get(request_id)) is not None:

@@ -11,7 +11,7 @@ import torch
 
 from host_control.config import HostConfig
 from host_control.delivery import SideStream
-from host_control.interference.table import LayerTimes
+from host_control.interference.table import LayerTimes, LayerWait
 from host_control.layer_fetch import LayerWindow
 from host_control.layouts import NOWHERE
 from host_control.manager import FetchJob, FetchResult, KVCacheManager
@@ -42,6 +42,7 @@ class _LayerLoads:
     requests: set[str] = field(default_factory=set)
     keys: set[int] = field(default_factory=set)
     awaited: set[int] = field(default_factory=set)
+    waits: list[LayerWait] = field(default_factory=list)
     times: LayerTimes = field(default_factory=LayerTimes)
 
 
@@ -173,6 +174,7 @@ class WorkerLoads:
             ahead = min(self.managers[key].wait(self.layers.requests, layer) for key in self.layers.keys)
             ended_s = time.monotonic()
             self.layers.awaited.add(layer)
+            self.layers.waits.append(LayerWait(began_s, ended_s - began_s, ahead))
             if measure:
                 self.layers.times.waited(began_s, ended_s)
             self._counts.add("layer_waits")
@@ -191,6 +193,8 @@ class WorkerLoads:
             self.managers[key].wait(requests)
             self._results += self.managers[key].exchange()
         self._report.layer_seconds = self.layers.times.take()
+        waits, self.layers.waits = self.layers.waits, []
+        self._report.layer_waits |= dict.fromkeys(requests, waits)
         awaited, layers = len(self.layers.awaited), len(self.layers.numbers)
         if awaited < layers:
             detail = f"the engine waited for {awaited} of {layers} layers"

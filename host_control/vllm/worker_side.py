@@ -230,6 +230,12 @@ class WorkerSide:
         """Return the number of each layer that can be loaded alone."""
         if not (self._engine.config.layer_order and self._engine.fetch):
             return {}
+        if len(self._shards.parts[0]) > 1 and self._engine.config.layer_order == "auto":
+            if self._engine.rank.number == 0:
+                self._logger.info(
+                    "ShadowServe: layer_order: auto is off, prompts are loaded as a whole: the layers' KV caches differ"
+                )
+            return {}
         if len(self._shards.parts[0]) > 1:
             raise ConfigurationError(
                 "layer_order: true needs layers whose KV caches are alike; this engine has others; remove layer_order"

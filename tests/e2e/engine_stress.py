@@ -344,6 +344,7 @@ KINDS: Final = {
     "tiers-ring": Kind(
         {"layer_order": True, "interference_budget": 1, "fetch_buffer_bytes": "4KiB"}, devices=1, storage=True
     ),
+    "auto": Kind({"layer_order": "auto", "interference_budget": 1, "fetch_buffer_bytes": "4KiB"}),
     "decides": Kind({"layer_order": True, "fetch_or_recompute": True}),
     "waits": Kind({"asynchronous_fetch": False}),
     "waits-windows": Kind({"asynchronous_fetch": False}, {"num_gpu_blocks_override": 260}, "gemma3"),
@@ -403,7 +404,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plain.close()
         total: dict[str, int] = {}
         with _behind(kind, folder) as (address, faults):
-            engine = Engine(model, address, extra={"computing_cache": "none", **_DEADLINES, **kind.extra}, **settings)
+            extra = {"computing_cache": "none", "layer_order": False, **_DEADLINES, **kind.extra}
+            engine = Engine(model, address, extra=extra, **settings)
             seed, ends = options.seed, time.monotonic() + options.seconds
             while seed == options.seed or time.monotonic() < ends:
                 stress = Stress(engine, expected, faults, seed, priorities="scheduling_policy" in settings)

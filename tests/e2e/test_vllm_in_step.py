@@ -171,6 +171,8 @@ def test_the_policy_selects_layer_order_or_computing_if_it_is_fastest(
     wait_for(lambda: plane.decisions)
     (decision,) = plane.decisions
     assert (decision.kind, decision.loaded_tokens, decision.stored_bytes) == ("layers", 768, 300_000)
+    waits = decision.layer_waits
+    assert len(waits) == engine.layers and max(wait.begin_s + wait.seconds for wait in waits) <= decision.seconds
     assert decision.predicted["layers"] == pytest.approx(0.232 + 0.2 / engine.layers, rel=0.1), (
         "computing hides the load except for one layer"
     )
