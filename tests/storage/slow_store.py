@@ -57,7 +57,8 @@ class SlowStore(MemoryPool):
         return Away(found) if found is not None and self.away else found
 
     def read(
-        self, item: Item, start: int, end: int, done: Callable[[Lease | None], None], *, in_parts: bool = False
+        self, item: Item, start: int, end: int, done: Callable[[Lease | None], None], *, in_parts: bool = False,
+        ahead: bool = False,
     ) -> None:
         assert isinstance(item, Away) and 0 <= start < end <= item.length
         self.reads.append((item, start, end, done))
