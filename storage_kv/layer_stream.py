@@ -16,7 +16,7 @@ from shadowserve import record
 from shadowserve.errors import ShadowServeError
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import ENTRIES_PER_HOLD, Item, Lease
-from shadowserve.resp import encode_array_header, encode_bulk_header
+from shadowserve.resp import encode_array_header, encode_bulk_header, encode_error
 from storage_kv.access.memory import Account
 from storage_kv.egress import Demand
 from storage_kv.layer_ranges import FarRecords

@@ -59,7 +59,7 @@ class SlowStore(MemoryPool):
     def read(
         self, item: Item, start: int, end: int, done: Callable[[Lease | None], None], *, in_parts: bool = False,
         ahead: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         assert isinstance(item, Away) and 0 <= start < end <= item.length
         self.reads.append((item, start, end, done))
 
