@@ -3,10 +3,11 @@
 import logging
 import threading
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from shadowserve import record, spans
 from shadowserve.errors import RecordError
+from shadowserve.pool.buffers import allocate
 from shadowserve.pool.cold.breaker import Breaker
 from shadowserve.pool.cold.bucket import Bucket, BucketError
 from shadowserve.pool.cold.catalog import Catalog
@@ -21,6 +22,10 @@ _log = logging.getLogger(__name__)
 
 _RANGE_BYTES: Final = 8 << 20
 """Most bytes of neighbours that are read together: S3 is fastest with ranges of 8 to 16 MiB, several at a time."""
+
+PART_BYTES: Final = 1 << 20
+"""Least bytes of a part of a record that is read in order. ``PARTS_MAX``: most parts, as each costs a request."""
+PARTS_MAX: Final = 8
 
 _WAITING_MAX: Final = 16_384
 """Most records of one tenant that wait to be read: some 10 MB. Further reads of this tenant are misses."""
@@ -90,21 +95,84 @@ class ColdItem(Item):
         self.contents = contents
 
 
+class _Waiter(NamedTuple):
+    """A client; ``checks``: it checks its bytes itself, so it gets them before the rest of the record is here."""
+
+    start: int
+    end: int
+    done: Done
+    checks: bool
+
+
 class _Read:
-    """One record that is being read, and its waiting clients."""
+    """One record, or a range of one, that is being read in one part or more, and its waiting clients.
 
-    __slots__ = ("address", "begun", "client", "context", "contents", "deadline_s", "key", "place", "waiting")
+    Attributes:
+        begin, size: The range in the record.
+        start, end: The part to read next, in the object; it is queued while ``is_queued``.
+        arrived: Bytes of each part that has arrived, by its first byte in the record.
+        memory: The record, where it has several parts; those in ``arrived`` are in it.
+    """
 
-    def __init__(self, item: ColdItem, client: int, deadline_s: float) -> None:
+    __slots__ = ("address", "arrived", "begin", "client", "context", "contents", "deadline_s", "end",
+                 "is_queued", "key", "memory", "place", "size", "start", "step", "waiting")  # fmt: skip
+
+    def __init__(self, item: ColdItem, begin: int, size: int, client: int, *, ahead: bool) -> None:
         self.client = client
         self.context = spans.current()
         self.address = item.address
         self.key = item.key
         self.contents = item.contents
         self.place: Place = item.contents.places[item.key]
-        self.deadline_s = deadline_s
-        self.begun = False
-        self.waiting: list[tuple[int, int, Done]] = []
+        self.begin, self.size = begin, size
+        self.step = max(PART_BYTES, -(-size // PARTS_MAX)) if ahead else size
+        self.start = self.end = self.place.offset + begin
+        self.advance()
+        self.deadline_s = 0.0
+        self.is_queued = False
+        self.arrived: dict[int, int] = {}
+        self.memory: memoryview | None = None
+        self.waiting: list[_Waiter] = []
+
+    @property
+    def at(self) -> tuple[str, bytes, int, int]:
+        return self.contents.name, self.key, self.begin, self.size
+
+    @property
+    def is_record(self) -> bool:
+        return self.size == self.place.length
+
+    def advance(self) -> bool:
+        """Go to the next part; return False if there is none."""
+        self.start, last = self.end, self.place.offset + self.begin + self.size
+        self.end = min(self.start + self.step, last)
+        return self.start < last
+
+    def arrives(self, start: int, data: memoryview) -> memoryview | None:
+        """Take a part that begins at ``start`` in the object; return all bytes once they are here."""
+        if len(data) == self.size:
+            return data
+        if self.memory is None:
+            self.memory = allocate(self.size)
+        at = start - self.place.offset - self.begin
+        self.memory[at : at + len(data)] = data
+        self.arrived[at] = len(data)
+        return self.memory if sum(self.arrived.values()) == self.size else None
+
+    def take_answered(self) -> list[tuple[Done, Lease]]:
+        """Return the waiting clients that get their bytes now, with these."""
+        if self.memory is None:
+            return []
+        answered = [each for each in self.waiting if each.checks and self._has(each.start, each.end)]
+        self.waiting = [each for each in self.waiting if each not in answered]
+        return [(each.done, Lease(self.memory[each.start : each.end])) for each in answered]
+
+    def _has(self, start: int, end: int) -> bool:
+        return all(at in self.arrived for at in range(start - start % self.step, end, self.step))
+
+
+_Part = tuple[_Read, int, int]
+"""A part of a read: its first byte in the object, and its end."""
 
 
 class ColdReader:
@@ -127,7 +195,7 @@ class ColdReader:
         self._breaker = breaker
         self._clock_s = clock_s
         self._changed = threading.Condition()
-        self._reads: dict[tuple[str, bytes], _Read] = {}
+        self._reads: dict[tuple[str, bytes, int, int], _Read] = {}
         self._queue: FairQueue[_Read] = FairQueue()
         self._by_object: dict[str, dict[int, _Read]] = {}  # queued reads by object and offset
         self._bytes_under_way = self._bytes_wanted = 0  # in requests, and of all waiting records
@@ -146,33 +214,37 @@ class ColdReader:
 
     @property
     def under_way(self) -> int:
-        """Number of records that clients wait for."""
+        """Number of records, or ranges of one, that clients wait for."""
         return len(self._reads)
 
     def expected_s(self, size: int) -> float:
         """Return the expected time to read records of ``size`` bytes in total now."""
         return self._throughput.expected_s(self._bytes_wanted + size)
 
-    def read(self, item: ColdItem, start: int, end: int, done: Done) -> None:
+    def read(self, item: ColdItem, start: int, end: int, done: Done, *, in_parts: bool, ahead: bool) -> None:
         """Read bytes of an item, as :meth:`Pool.read`; with the pool's lock held."""
+        begin, size = (start, end - start) if in_parts else (0, item.length)
         with self._changed:
-            at = item.contents.name, item.key
-            read = self._reads.get(at)
+            read = self._reads.get((item.contents.name, item.key, 0, item.length))
+            read = read or self._reads.get((item.contents.name, item.key, begin, size))
             refused = self._closed or self._breaker.away
             if not refused and read is None and self._queue.waiting(item.address[0]) >= _WAITING_MAX:
                 refused = True
                 self.crowded_out += 1
             if not refused:
                 if read is None:
-                    client = self._pool.client
-                    read = self._reads[at] = _Read(item, client, self._clock_s() + self._config.timeout_s)
-                    self._bytes_wanted += read.place.length
-                    self._queue.push(item.address[0], client, read)
-                    self._by_object.setdefault(item.contents.name, {})[read.place.offset] = read
+                    read = _Read(item, begin, size, self._pool.client, ahead=ahead)
+                    self._reads[read.at] = read
+                    self._bytes_wanted += read.size
+                    self._enqueue(read)
                     self._changed.notify()
-                read.waiting.append((start, end, done))
+                read.waiting.append(_Waiter(start - read.begin, end - read.begin, done, ahead or in_parts))
+                answered = read.take_answered()
         if refused:
             done(None)
+            return
+        for client, lease in answered:
+            client(lease)
 
     def step(self) -> None:
         """End reads whose deadline has passed, and those that wait for a bucket that is away; called often."""
@@ -180,39 +252,48 @@ class ColdReader:
         ended: list[Done] = []
         late = 0
         with self._changed:
-            for at, read in list(self._reads.items()):
-                if read.deadline_s > now_s and not (away and not read.begun):
+            for read in list(self._reads.values()):
+                if read.deadline_s > now_s and not (away and read.is_queued):
                     continue
                 if not away:  # a read that was only queued says nothing about the bucket
-                    late += bool(read.waiting) and read.begun
-                    self.crowded_out += bool(read.waiting) and not read.begun
-                ended += [done for _, _, done in read.waiting]
+                    late += bool(read.waiting) and not read.is_queued
+                    self.crowded_out += bool(read.waiting) and read.is_queued
+                ended += [each.done for each in read.waiting]
                 read.waiting.clear()
-                if not read.begun:
-                    self._forget(at)
-                    self._unqueue(read)
+                if read.is_queued:
+                    self._forget(read)
         if late:
             self._breaker.failed("timeout", f"{late} reads were not done within {self._config.timeout_s:g} s")
         for done in ended:
             done(None)
 
-    def _forget(self, at: tuple[str, bytes]) -> None:
-        read = self._reads.pop(at, None)
-        if read is not None:
-            self._bytes_wanted -= read.place.length
+    def _forget(self, read: _Read) -> None:
+        if self._reads.get(read.at) is read:
+            del self._reads[read.at]
+            self._bytes_wanted -= read.size
+            if read.is_queued:
+                self._unqueue(read)
+
+    def _enqueue(self, read: _Read) -> None:
+        """Let a read wait for its next part, behind the next parts of its client's other reads."""
+        read.is_queued, read.deadline_s = True, self._clock_s() + self._config.timeout_s
+        self._queue.push(read.address[0], read.client, read)
+        self._by_object.setdefault(read.contents.name, {}).setdefault(read.start, read)
 
     def _unqueue(self, read: _Read) -> None:
+        read.is_queued = False
         self._queue.discard(read.address[0], read.client, read)
-        of_object = self._by_object[read.contents.name]
-        del of_object[read.place.offset]
-        if not of_object:
-            del self._by_object[read.contents.name]
+        of_object = self._by_object.get(read.contents.name, {})
+        if of_object.get(read.start) is read:
+            del of_object[read.start]
+            if not of_object:
+                del self._by_object[read.contents.name]
 
     def close(self) -> None:
         """End: waiting clients get nothing. The threads end after their requests."""
         with self._changed:
             self._closed = True
-            ended = [done for read in self._reads.values() for _, _, done in read.waiting]
+            ended = [each.done for read in self._reads.values() for each in read.waiting]
             self._reads.clear()
             self._queue, self._by_object = FairQueue(), {}
             self._bytes_wanted = 0
@@ -224,7 +305,7 @@ class ColdReader:
 
     def _run(self) -> None:
         while (batch := self._next()) is not None:
-            start, end = batch[0].place.offset, batch[-1].place.offset + batch[-1].place.length
+            start, end = batch[0][1], batch[-1][2]
             try:
                 self._read_range(batch, start, end)
             except Exception:  # a bug must not end this thread
@@ -233,15 +314,16 @@ class ColdReader:
                 self._bytes_under_way -= end - start
                 self._changed.notify_all()
 
-    def _read_range(self, batch: list[_Read], start: int, end: int) -> None:
+    def _read_range(self, batch: list[_Part], start: int, end: int) -> None:
         began_s = self._clock_s()
         with self._changed:
             self._throughput.begin(began_s)
         size = 0
+        first = batch[0][0]
         try:
-            context = next((read.context for read in batch if read.context), "")
+            context = next((read.context for read, _, _ in batch if read.context), "")
             with spans.span("s3.read", context, kind="client", bytes=end - start, records=len(batch)):
-                data = self._bucket.read(batch[0].contents.name, start, end)
+                data = self._bucket.read(first.contents.name, start, end)
             size = end - start
         except BucketError as error:
             self._fail(batch, error)
@@ -252,24 +334,29 @@ class ColdReader:
             self._breaker.succeeded()
             self._process(batch, data)
 
-    def _next(self) -> list[_Read] | None:
+    def _next(self) -> list[_Part] | None:
         """Return neighbours to read together when there is room for them; None at the end."""
         with self._changed:
             while not self._closed:
                 batch = self._next_batch()
-                size = sum(read.place.length for read in batch)
+                size = sum(read.end - read.start for read in batch)
                 fits = self._bytes_under_way + size <= self._config.read_bytes_under_way_max
                 if batch and (fits or not self._bytes_under_way):
                     self._bytes_under_way += size
                     self._queue.charge(batch[0].address[0], batch[0].client, size + _COST_BYTES)
-                    for read in batch:
-                        read.begun = True
-                        self._unqueue(read)
-                    if self._queue:
-                        self._changed.notify()
-                    return batch
+                    return [self._begin(read) for read in batch]
                 self._changed.wait(1.0)
         return None
+
+    def _begin(self, read: _Read) -> _Part:
+        """Begin a part; the read waits for its next one behind others of its client, so records come side by side."""
+        self._unqueue(read)
+        part = read, read.start, read.end
+        if read.advance():
+            self._enqueue(read)
+        if self._queue:
+            self._changed.notify()
+        return part
 
     def _next_batch(self) -> list[_Read]:
         """Return the next read, and the reads that follow it in the same object."""
@@ -278,35 +365,45 @@ class ColdReader:
             return []
         _, _, first = found
         of_object = self._by_object[first.contents.name]
-        batch, size = [first], first.place.length
-        while (read := of_object.get(batch[-1].place.offset + batch[-1].place.length)) is not None:
-            size += read.place.length
+        batch, size = [first], first.end - first.start
+        while (read := of_object.get(batch[-1].end)) is not None:
+            size += read.end - read.start
             if size > _RANGE_BYTES:
                 break
             batch.append(read)
         return batch
 
-    def _fail(self, batch: list[_Read], error: BucketError) -> None:
+    def _fail(self, batch: list[_Part], error: BucketError) -> None:
         if error.reason in ("absent", "damaged"):
-            self._catalog.hide(batch[0].contents)  # the next list finds out
+            self._catalog.hide(batch[0][0].contents)  # the next list finds out
         self._breaker.failed(error.reason, error)
-        for read in batch:
-            for _, _, done in self._take(read):
-                done(None)
+        for read, _, _ in batch:
+            for each in self._take(read):
+                each.done(None)
 
-    def _take(self, read: _Read) -> list[tuple[int, int, Done]]:
+    def _take(self, read: _Read) -> list[_Waiter]:
         with self._changed:
-            self._forget((read.contents.name, read.key))
+            self._forget(read)
             waiting, read.waiting = read.waiting, []
             return waiting
 
-    def _process(self, batch: list[_Read], data: memoryview) -> None:
+    def _process(self, batch: list[_Part], data: memoryview) -> None:
         self.requests += 1
         self.bytes += len(data)
-        first = batch[0].place.offset
-        for read in batch:
-            begin = read.place.offset - first
-            self._complete(read, data[begin : begin + read.place.length])
+        first = batch[0][1]
+        for read, start, end in batch:
+            answered: list[tuple[Done, Lease]] = []
+            with self._changed:
+                whole = read.arrives(start, data[start - first : end - first])
+                if whole is None and read.at in self._reads:
+                    read.deadline_s = self._clock_s() + self._config.timeout_s
+                    answered = read.take_answered()
+            if whole is not None and read.is_record:
+                self._complete(read, whole)
+            elif whole is not None:
+                answered = [(each.done, Lease(whole[each.start : each.end])) for each in self._take(read)]
+            for done, lease in answered:
+                done(lease)
 
     def _complete(self, read: _Read, data: memoryview) -> None:
         """Check a record, put it into the pool, and answer the waiting clients."""
@@ -323,14 +420,14 @@ class ColdReader:
             self._give_back(buffer)
             self._catalog.hide(read.contents)
             self._breaker.failed("damaged", error)
-            for _, _, done in self._take(read):
-                done(None)
+            for each in self._take(read):
+                each.done(None)
             return
         self.records += 1
         leases: list[tuple[Done, Lease]] = []
         with self._lock:
             item = None if self._closed else self._keep_in_pool(read, buffer, head)
-            for start, end, done in self._take(read):
+            for start, end, done, _ in self._take(read):
                 if item is None:
                     leases.append((done, Lease(data[start:end])))
                 else:

@@ -107,9 +107,11 @@ class ColdTier:
         contents = None if record is None else self._catalog.find(*record)
         return None if record is None or contents is None else ColdItem(address, record[1], contents)
 
-    def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
+    def read(
+        self, item: Item, start: int, end: int, done: Callable[[Lease | None], None], *, in_parts: bool, ahead: bool
+    ) -> None:
         assert isinstance(item, ColdItem)
-        self._reader.read(item, start, end, done)
+        self._reader.read(item, start, end, done, in_parts=in_parts, ahead=ahead)
 
     def expected_s(self, size: int) -> float:
         return self._reader.expected_s(size)

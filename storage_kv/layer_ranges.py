@@ -1,0 +1,330 @@
+"""Large records of a KV.LAYERS request that are not in memory: layers are sent while later ones are read.
+
+First their headers are read, which say where the layers are. Then the layers are read in groups of some MiB per record.
+Where the tenant has room for all records, the store reads each one whole, from its beginning on, and keeps it.
+Otherwise only ranges are read, some groups ahead of what the connection has sent, and nothing is kept.
+
+Each range is checked against the header's checksums. A record that cannot be read, was replaced, or is damaged has no
+bytes in the layers from then on.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from shadowserve import native, record
+from shadowserve.errors import CorruptRecordError
+from shadowserve.pool.entries import parse_key
+from shadowserve.pool.types import ENTRIES_PER_HOLD, Address, Item, Lease
+from storage_kv.node import Node
+
+FAR_BYTES_MIN: Final = 2 << 20
+"""Smaller records are read whole before the first layer: requests to a device or a bucket have a cost."""
+_PART_BYTES: Final = 1 << 20
+_PARTS_MAX: Final = 8
+"""A group has about ``_PART_BYTES`` of each record, or an eighth of it."""
+_PART_BYTES_MIN: Final = 128 << 10
+_GROUPS_AHEAD: Final = 4
+"""Without room for all records: groups for which there is room. They are as small as that takes, to a limit."""
+_COPY_COST: Final = 8
+"""A range that has to be copied counts as so many others in one hold of the lock."""
+
+Bytes = bytes | memoryview
+Table = npt.NDArray[np.uint32]
+
+
+class _Far:
+    """One record."""
+
+    __slots__ = ("address", "header_bytes", "is_lost", "length", "lease", "manifest", "offsets")
+
+    def __init__(self, address: Address, item: Item) -> None:
+        self.address, self.length, self.header_bytes = address, item.length, item.header_bytes
+        self.lease: Lease | None = None  # of the header
+        self.is_lost = False
+
+    def find_layers(self) -> npt.NDArray[np.int64]:
+        """Return the bounds of the layers; ShadowServeError if the header is not the one of this record."""
+        if self.lease is None:
+            raise CorruptRecordError("the header could not be read")
+        header = record.parse_header(self.lease.view)
+        header.expect(parse_key(self.address)[1])
+        if (header.header_length, header.record_length) != (self.header_bytes, self.length):
+            raise CorruptRecordError("the header has other lengths than the store says")
+        self.manifest = header.slices
+        self.offsets = self.manifest["offset"].astype(np.int64)
+        return record.layer_bounds(self.lease.view)
+
+    def is_sound(self, begin: int, data: Bytes) -> bool:
+        """Return whether bytes that begin at a slice are those of the slices of this record."""
+        view, end = memoryview(data), begin + len(data)
+        first, last = self.offsets.searchsorted([begin, end]).tolist()
+        bounds = [*self.offsets[first:last].tolist(), end]
+        return bounds[0] == begin and all(
+            native.crc32(view[at - begin : behind - begin]) == checksum
+            for at, behind, checksum in zip(bounds[:-1], bounds[1:], self.manifest["checksum"][first:last], strict=True)
+        )
+
+
+class _Group:
+    """Consecutive layers ``[first, last)`` of the request, in which each record has one range.
+
+    Attributes:
+        ranges: First byte and end in each record.
+        asked: Number of records whose range is being read or was read.
+        waiting: Number of records whose range has not come.
+        sources: Bytes of all records of the request: of near ones the whole, of the others their ranges.
+    """
+
+    __slots__ = ("asked", "first", "held", "last", "lost", "ranges", "size", "sources", "waiting")
+
+    def __init__(self, first: int, last: int, ranges: list[tuple[int, int]]) -> None:
+        self.first, self.last, self.ranges = first, last, ranges
+        self.size = sum(end - begin for begin, end in ranges)
+        self.asked, self.waiting = 0, len(ranges)
+        self.sources: list[Bytes | None] = []
+        self.held: list[Item | Lease] = []
+        self.lost: list[int] = []
+
+
+class FarRecords:
+    """The far records of one request. Used by the thread of all streams; callbacks of reads come in any thread.
+
+    Attributes:
+        needed_bytes: Size of the far records so far.
+        least_bytes: Bytes of reads that must have room.
+        reads: Number of running reads of the whole stream.
+    """
+
+    def __init__(self, node: Node, client: int, layers: Sequence[int], wake: Callable[[], None]) -> None:
+        self._node, self._client, self._wake = node, client, wake
+        self._layers = layers
+        self._count = self._header_bytes = self.needed_bytes = 0
+        self._keeps = True
+        self._records: dict[int, _Far] = {}
+        self._indices: list[int] = []
+        self._groups: list[_Group] = []
+        self._part_bytes = self._room = self._ahead_bytes = 0
+        self._asked = self._sending = self._released = 0  # groups
+        self._lock = threading.Lock()
+        self.reads = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    @staticmethod
+    def has(address: Address, item: Item) -> bool:
+        """Return whether a record is one of these."""
+        is_large = item.header_bytes > 0 and item.length >= FAR_BYTES_MIN
+        return item.value is None and is_large and parse_key(address)[2] is None
+
+    # ---- Room
+
+    def add_up(self, item: Item) -> None:
+        self._count += 1
+        self._header_bytes += item.header_bytes
+        self.needed_bytes += item.length
+
+    @property
+    def least_bytes(self) -> int:
+        return min(self.needed_bytes, self._header_bytes + self._count * _GROUPS_AHEAD * self._part())
+
+    def _part(self) -> int:
+        return max(_PART_BYTES, self.needed_bytes // max(1, self._count) // _PARTS_MAX)
+
+    @property
+    def possible_bytes(self) -> int:
+        """Return the fewest bytes with which the records can be sent."""
+        return min(self.needed_bytes, self._header_bytes + self._count * _GROUPS_AHEAD * _PART_BYTES_MIN)
+
+    def reserve(self, size: int) -> None:
+        """Choose how to read, with room for ``size`` bytes."""
+        self._keeps, self._part_bytes = size >= self.needed_bytes, self._part()
+        if not self._keeps:
+            room = (size - self._header_bytes) // (self._count * _GROUPS_AHEAD)
+            self._part_bytes = max(1, min(self._part_bytes, room))
+
+    # ---- Headers
+
+    def kept_bytes(self, item: Item) -> int:
+        return item.length if self._keeps else item.header_bytes
+
+    def read_header(self, index: int, address: Address, item: Item) -> None:
+        """Begin to read a record of the request. Needs the node's lock."""
+        far = self._records[index] = _Far(address, item)
+
+        def done(lease: Lease | None) -> None:
+            far.lease = lease
+            self.ended()
+
+        self.begun()
+        self._node.store.read(item, 0, item.header_bytes, done, in_parts=not self._keeps, ahead=self._keeps)
+
+    def begun(self) -> None:
+        with self._lock:
+            self.reads += 1
+
+    def ended(self) -> None:
+        with self._lock:
+            self.reads -= 1
+            wakes = not self.reads
+        if wakes:
+            self._wake()
+
+    def find_layers(self, index: int) -> tuple[memoryview, npt.NDArray[np.int64]] | None:
+        """Return the header of a far record, and the bounds of its layers; None for another record.
+
+        Raises:
+            ShadowServeError: The header is unsound or could not be read: the record is lost.
+        """
+        far = self._records.get(index)
+        if far is None:
+            return None
+        far.is_lost = True
+        bounds = far.find_layers()
+        far.is_lost = False
+        assert far.lease is not None
+        return far.lease.view, bounds
+
+    @property
+    def lost_headers(self) -> int:
+        """Number of records whose header was unsound or could not be read; before the first range is read."""
+        return sum(far.is_lost for far in self._records.values())
+
+    # ---- Groups
+
+    def plan(self, begins: Table, lengths: Table, room: int) -> bool:
+        """Divide the layers into groups; return False if ``room`` bytes do not suffice.
+
+        Args:
+            begins, lengths: By layer and record of the request; ``begins`` of far records become those in their ranges.
+        """
+        self._room = room
+        self._indices = [index for index, far in self._records.items() if not far.is_lost]
+        if not self._indices:
+            return True
+        far = np.array(self._indices)
+        sizes = lengths[:, far].sum(1, dtype=np.int64).tolist()
+        first, total, target = 0, 0, self._part_bytes * len(far)
+        for layer, size in enumerate([*sizes, 0]):
+            is_last = layer == len(sizes)
+            follows = not is_last and layer > first and self._layers[layer] == self._layers[layer - 1] + 1
+            if layer > first and (not follows or total + size > target):
+                self._add_group(first, layer, begins, lengths, far)
+                first, total = layer, 0
+            total += size
+        return self._keeps or max(group.size for group in self._groups) <= room
+
+    def _add_group(self, first: int, last: int, begins: Table, lengths: Table, far: npt.NDArray[np.intp]) -> None:
+        start = begins[first, far].copy()
+        end = start + lengths[first:last, far].sum(0, dtype=np.uint32)
+        begins[first:last, far] -= start
+        self._groups.append(_Group(first, last, list(zip(start.tolist(), end.tolist(), strict=True))))
+
+    def read_more(self, records: Sequence[Bytes | None]) -> bool:
+        """Begin further reads, as far as there is room; return True if more may begin in another hold of the lock.
+
+        ``records``: the near records of the request.
+        """
+        left = ENTRIES_PER_HOLD
+        with self._node.lock:
+            self._node.store.client = self._client
+            while self._asked < len(self._groups) and left > 0:
+                group = self._groups[self._asked]
+                if not group.asked:
+                    is_next = self._asked == self._released
+                    if not (self._keeps or is_next or self._ahead_bytes + group.size <= self._room):
+                        return False
+                    self._ahead_bytes += group.size
+                    group.sources = list(records)
+                while group.asked < len(self._indices) and left > 0:
+                    left -= self._read(group, group.asked)
+                    group.asked += 1
+                self._asked += group.asked == len(self._indices)
+        return self._asked < len(self._groups)
+
+    def _read(self, group: _Group, number: int) -> int:
+        """Begin to read the range of a record; return its cost. Needs the node's lock."""
+        index, (begin, end) = self._indices[number], group.ranges[number]
+        far, store = self._records[index], self._node.store
+
+        def done(held: Item | Lease | None, data: Bytes | None) -> None:
+            is_sound = data is not None and far.is_sound(begin, data)
+            with self._lock:
+                if held is not None:
+                    group.held.append(held)
+                group.sources[index] = data if is_sound else None
+                if not is_sound:
+                    group.lost.append(index)
+                group.waiting -= 1
+                self.reads -= 1
+                wakes = not (group.waiting and self.reads)
+            if wakes:
+                self._wake()
+
+        self.begun()
+        item = None if far.is_lost or begin == end else store.peek(far.address)
+        if item is None or item.length != far.length:
+            done(None, None if begin < end else b"")
+        elif item.value is None:
+            store.read(
+                item, begin, end, lambda lease: done(lease, None if lease is None else lease.view),
+                in_parts=not self._keeps, ahead=self._keeps,
+            )  # fmt: skip
+        elif self._keeps:
+            store.hold(item)
+            done(item, memoryview(item.value)[begin:end])
+        else:  # there is no room to hold all of it
+            done(None, bytes(memoryview(item.value)[begin:end]))
+            return _COPY_COST
+        return 1
+
+    def sources(self) -> list[Bytes | None]:
+        """Return the bytes of all records for the last layer of :meth:`is_there`."""
+        return self._groups[self._sending].sources
+
+    def is_there(self, layer: int) -> bool:
+        """Return whether all ranges of a layer have come, or are lost. Layers are asked for in their order."""
+        while self._groups[self._sending].last <= layer:
+            self._sending += 1
+        return not self._groups[self._sending].waiting
+
+    def take_lost(self) -> list[int]:
+        """Return the records that were lost in the group of the last layer of :meth:`is_there`."""
+        group = self._groups[self._sending]
+        lost, group.lost = [index for index in group.lost if not self._records[index].is_lost], []
+        for index in lost:
+            self._records[index].is_lost = True
+        return lost
+
+    # ---- The end
+
+    def release_sent(self, layers: int) -> None:
+        """Release the ranges of groups of which all layers were sent. Needs the node's lock."""
+        while self._released < len(self._groups):
+            group = self._groups[self._released]
+            if group.last > layers or group.waiting:
+                return
+            self._release(group)
+            self._ahead_bytes -= group.size
+            self._released += 1
+
+    def release(self) -> None:
+        """Release everything; no read may be running. Needs the node's lock."""
+        for group in self._groups:
+            self._release(group)
+        for far in self._records.values():
+            if far.lease is not None:
+                far.lease.release()
+                far.lease = None
+
+    def _release(self, group: _Group) -> None:
+        for held in group.held:
+            if isinstance(held, Item):
+                self._node.store.release(held)
+            else:
+                held.release()
+        group.held, group.sources = [], []
