@@ -32,21 +32,24 @@ class Stream(NamedTuple):
 
 
 class Streams:
-    """The streams of the step that is being scheduled. ``budget``: largest share of a step for which it may wait."""
+    """The streams of the step that is being scheduled, in ``joined``.
+
+    ``budget``: largest share of a step for which it may wait.
+    """
 
     def __init__(self, table: ComputeTable, budget: float) -> None:
         self._table = table
         self._budget = budget
-        self._streams: list[Stream] = []
+        self.joined: list[Stream] = []
         self.load_s = 0.0
 
     def join(self, stream: Stream) -> None:
-        self._streams.append(stream)
+        self.joined.append(stream)
         self.load_s += stream.load_s
 
     def clear(self) -> None:
         """Begin with the next step."""
-        self._streams, self.load_s = [], 0.0
+        self.joined, self.load_s = [], 0.0
 
     def why_not(self, stream: Stream, layers: int, *, queued_s: float, busy: bool) -> str:
         """Return why a load does not join this step's streams; empty if it does.
@@ -55,7 +58,7 @@ class Streams:
             queued_s: Seconds of other loads before it.
             busy: Other requests run or load.
         """
-        others, joined = self._streams, [*self._streams, stream]
+        others, joined = self.joined, [*self.joined, stream]
         joins = not busy or self._keeps_up(joined, layers, queued_s)
         if not others:
             return "" if joins else OTHER_REQUESTS

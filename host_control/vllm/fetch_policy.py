@@ -232,7 +232,8 @@ class PolicyRunner:
 
     def step(self, output: Any) -> None:
         """Record which requests a scheduled step brings their first token."""
-        self._streams.clear()
+        if self._streams.joined:
+            self._streams.clear()
         first: list[Decided] = []
         self._first_tokens.append(first)
         for request_id, computed, new in scheduled_requests(output) if self._waiting else ():
