@@ -178,7 +178,9 @@ async def test_a_layer_counts_once_all_parts_of_the_window_have_it(storage: Serv
         assert not any(count > 2 for count in layers) and word.get() <= 2
 
 
-async def test_pieces_beyond_the_buffers_are_not_reported(storage: Server) -> None:
+@pytest.mark.parametrize("shards", [1, 2])
+async def test_pieces_beyond_the_buffers_are_not_reported(storage: Server, shards: int) -> None:
+    """Each call brings whole layers, or leading chunks of a layer, of all shards."""
     shape = layout(layers=6, vector_length=2048)
     async with running(storage, decompression_buffer_bytes="1MiB", dma_source_buffer_bytes="1MiB") as (_, client):
         keys = keys_of(shape, 6)
@@ -186,13 +188,20 @@ async def test_pieces_beyond_the_buffers_are_not_reported(storage: Server) -> No
         size = len(keys) * shape.raw_bytes
         await client.register(shape, len(keys), extra=64)
         word = Word(client, size)
-        there = np.zeros((shape.layers, len(keys)), np.bool_)
+        count = len(keys) // shards
+        there = np.zeros((shards, shape.layers, count), np.bool_)
         outcomes = [pb.OUTCOME_BATCH_FULL]
         while outcomes[-1] == pb.OUTCOME_BATCH_FULL:
             word.set(0)
-            answer = await fetch(client, parts=[client.part(keys, length=size, wanted=pack(~there))], progress=size)
-            there |= unpack(answer.delivered[0], *there.shape)
-            assert word.get() == leading_layers(there, np.ones_like(there))
+            before, parts = there.copy(), []
+            for shard, pieces in enumerate(there):
+                mine, length = keys[shard * count :][:count], size // shards
+                parts.append(client.part(mine, offset=shard * length, length=length, wanted=pack(~pieces)))
+            answer = await fetch(client, parts=parts, progress=size)
+            there |= np.array([unpack(each, shape.layers, count) for each in answer.delivered])
+            everywhere = np.logical_and.reduce(there)
+            assert word.get() == leading_layers(everywhere, np.ones_like(everywhere))
+            assert everywhere.sum() > np.logical_and.reduce(before).sum()
             outcomes.append(answer.outcome)
         assert outcomes[-1] == pb.OUTCOME_COMPLETE and len(outcomes) > 3
 

@@ -1,12 +1,16 @@
 """Real vLLM whose steps compute on loads: layer by layer (``layer_order: true``), or after the whole load
 (``asynchronous_fetch: false``). Failures never reach a token.
+
+With ``TEST_ASYNCHRONOUS=1`` the engines schedule asynchronously, in vLLM with docs/design/vllm-take-back-steps.patch.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import patched_vllm
 import pytest
 from kit import assert_all_free, assert_close, greedy, spoil
 from machine import WAIT_MAX_S, wait_for
@@ -27,11 +31,22 @@ only_layers = pytest.mark.parametrize("running", ["layers"], indirect=True)
 only_whole = pytest.mark.parametrize("running", ["whole"], indirect=True)
 
 
+@pytest.fixture(scope="module")
+def asynchronous(tmp_path_factory: pytest.TempPathFactory) -> Iterator[bool]:
+    with pytest.MonkeyPatch.context() as patch:
+        if asked := bool(os.environ.get("TEST_ASYNCHRONOUS")):
+            patched_vllm.schedule_asynchronously(patch, tmp_path_factory.mktemp("sources"))
+        yield asked
+
+
 @pytest.fixture(scope="module", params=MODES)
-def running(request: Any, plane: Any, make_engine: Callable[..., Any], reference: Any) -> Iterator[Any]:
+def running(
+    request: Any, plane: Any, make_engine: Callable[..., Any], reference: Any, asynchronous: bool
+) -> Iterator[Any]:
     """An engine of a mode. ``reference`` checks that another prefix changes outputs."""
     engine = make_engine(plane.address, extra=MODES[request.param])
     engine.layers = int(engine.worker._shards.parts[0][0].layout.layers) if request.param == "layers" else 0
+    assert (type(engine.scheduler).__name__ == "AsyncScheduler") == asynchronous
     engine.policy_runner = engine.connector._scheduler._policy_runner
     yield engine
     engine.close()

@@ -84,6 +84,12 @@ def test_each_rank_has_a_data_plane_of_its_own(
                     wait_for(found_again)
             finally:
                 engine.close()
+        engine = make_engine(f"unix:{tmp_path}/dpu0.sock", extra={"layer_order": True})
+        try:
+            assert cached(engine, prompts, expected) == [512], "one rank loads the records of both, layer by layer"
+            assert engine.counters()["layerwise_loads"] == 1
+        finally:
+            engine.close()
 
 
 def statistics(address: str) -> Any:

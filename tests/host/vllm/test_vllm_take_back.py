@@ -4,61 +4,20 @@ vLLM's own scheduler runs, with a scripted connector, and with a worker that kno
 samples ``GOOD`` where it has read valid KV alone, else ``BAD``. No model is needed.
 """
 
-import importlib.util
-import shutil
-import subprocess
-import sys
 from collections import deque
-from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from identity_support import engine_config, model_folder, spec
-from machine import WAIT_MAX_S
+from patched_vllm import needs_release, schedulers
 
-PATCH = Path(__file__).parents[3] / "docs" / "design" / "vllm-take-back-steps.patch"
-RELEASE = "0.32.0"
 BLOCK, WINDOW, GOOD, BAD = 16, 64, 7, 9
 PROMPT = list(range(100, 100 + 10 * BLOCK + 5))
 LOADED = 8 * BLOCK
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(
-        version("vllm").split("+")[0] != RELEASE, reason=f"the patch is for vLLM {RELEASE}, this is {version('vllm')}"
-    ),
-]
-
-
-def schedulers(folder: Path, *, patched: bool) -> tuple[Any, Any]:
-    """Return vLLM's classes for synchronous and asynchronous scheduling, from a copy of its sources."""
-    import vllm.v1.core.sched.async_scheduler as original
-
-    name = "vllm.v1.core.sched.scheduler"
-    sources = Path(original.__file__).parent
-    copies = folder / Path(*name.split(".")[:-1])
-    copies.mkdir(parents=True)
-    for file in ("scheduler.py", "async_scheduler.py"):
-        shutil.copyfile(sources / file, copies / file)
-    if patched:
-        command = ["git", "apply", "--verbose", str(PATCH)]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=WAIT_MAX_S, check=False)
-        assert done.returncode == 0, done.stderr
-    scheduler = load("copied_scheduler", copies / "scheduler.py")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, name, scheduler)
-        asynchronous = load("copied_async_scheduler", copies / "async_scheduler.py")
-    return scheduler.Scheduler, asynchronous.AsyncScheduler
-
-
-def load(name: str, path: Path) -> ModuleType:
-    found = importlib.util.spec_from_file_location(name, path)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
+pytestmark = [pytest.mark.filterwarnings("ignore"), needs_release]
 
 
 class Connector:
