@@ -67,7 +67,7 @@ _RATIOS: Final = (
 """Name, two systems, and the goal of the longest prompt and of the others."""
 _NO_CACHE: Final = "no cache"
 _STREAMED_BESIDE, _WHOLE_BESIDE = "layer by layer, beside decoding", "as a whole, beside decoding"
-_BESIDE_TRANSFER: Final = 0.4
+_BESIDE_TRANSFER: Final = 0.25
 """Like ``--transfer``, beside decoding: the step waits for its first layer, too."""
 _DECODER_TOKENS, _DECODED_TOKENS, _ARRIVAL_S = 200, 240, 0.5
 """Prompt and output of a request that decodes, and when the others arrive."""
