@@ -13,6 +13,8 @@ from host_control.interference.table import ComputeTable, attention_pairs
 
 OTHER_REQUESTS: Final = "other_requests"
 """The load goes as a whole, because of other requests."""
+_CLEARLY: Final = 1.05
+"""A load goes as a whole if the sum is lower by this factor: it takes time from the core that computes."""
 NEXT_STEP: Final = "next_step"
 """The load waits for the next step."""
 
@@ -65,13 +67,15 @@ class Streams:
         if not (computing := self._computing(joined)) or not (alone := self._computing([stream])):
             return OTHER_REQUESTS if busy else ""
         before = _seconds(self.load_s, self._computing(others) or computing, layers)
-        sums = {}
+        sums: dict[str, float] = {}
         if joins:
             sums[""] = len(joined) * _seconds(self.load_s + stream.load_s, computing, layers)
         if self._keeps_up([stream], layers, queued_s):  # by then, this step's requests run
             sums[NEXT_STEP] = len(joined) * before + _seconds(stream.load_s, alone, layers)
-        loaded = queued_s + self.load_s + stream.load_s
-        sums[OTHER_REQUESTS] = len(others) * before + max(before, loaded) + alone
+        # The loads before it are ready by then, too, and perhaps all are computed in one step.
+        loaded, together = queued_s + self.load_s + stream.load_s, 1 + queued_s / stream.load_s
+        whole = len(others) * before + max(before, loaded) + together * alone
+        sums[OTHER_REQUESTS] = _CLEARLY * whole
         return min(sums, key=sums.__getitem__)
 
     def _keeps_up(self, streams: Sequence[Stream], layers: int, queued_s: float) -> bool:

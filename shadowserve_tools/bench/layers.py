@@ -7,15 +7,19 @@ without a cache, and another prefix must give another answer. With ``--s3`` the 
 node. The registered memory is a ring for a quarter of the longest prefix. ``staging_growth`` is the resident size of
 registered memory in the data plane after the longest prompt, over that after the shortest.
 
+With ``--beside``, requests with stored prefixes arrive at once, beside as many that decode. Loads go as a whole, or
+layer by layer where the plugin predicts that the step waits within the interference budget, in turns.
+
 Prediction: with C the time of computing the rest, chunk by chunk needs 1.9 C and layer by layer 1.04 C: at most 1.83,
 1.6 to 1.75 with lookup and scattering. ``remote_over_local`` 1.04. Without a link 1.0 to 1.05. S3 adds 2 %. Staging
-memory does not grow.
+memory does not grow. ``tpot_beside_streams`` 1.0 to 1.01, ``ttft_beside_streams`` 0.85 to 0.95.
 """
 
 import functools
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Final, NamedTuple
 
 import click
@@ -24,11 +28,18 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option, whole
 from shadowserve_tools.bench.parts.reading import FREE_GBIT_PER_S, Bed
-from shadowserve_tools.bench.parts.serving import Model, check_answer, made_up, shape_options
+from shadowserve_tools.bench.parts.serving import (
+    ANSWER_TIMEOUT_S,
+    Model,
+    check_answer,
+    check_cached,
+    made_up,
+    shape_options,
+)
 from shadowserve_tools.bench.peers.buckets import MISSING
 from shadowserve_tools.bench.peers.network import TCP_SHARE
 from shadowserve_tools.processes import Programs
-from shadowserve_tools.report import Report, over, repeat
+from shadowserve_tools.report import Report, half_width, in_turns, over, repeat
 
 
 class _System(NamedTuple):
@@ -55,6 +66,12 @@ _RATIOS: Final = (
 )
 """Name, two systems, and the goal of the longest prompt and of the others."""
 _NO_CACHE: Final = "no cache"
+_STREAMED_BESIDE, _WHOLE_BESIDE = "layer by layer, beside decoding", "as a whole, beside decoding"
+_BESIDE_TRANSFER: Final = 0.25
+"""Like ``--transfer``, beside decoding: the step waits for its first layer, too."""
+_DECODER_TOKENS, _DECODED_TOKENS, _ARRIVAL_S = 200, 240, 0.5
+"""Prompt and output of a request that decodes, and when the others arrive."""
+_HALF_WIDTH_MAX: Final = 0.01
 
 
 @dataclass
@@ -94,10 +111,12 @@ class _Case:
     "--s3/--no-s3", "over_s3", default=not MISSING, show_default="where Ceph is installed",
     help="Also measure a store that reads from a Ceph bucket.",
 )  # fmt: skip
+@whole("--beside", 4, "Requests that load at once beside as many that decode; 0 leaves them out.", 0)
+@whole("--pairs", 12, "Pairs of runs beside decoding.", 6)
 @repeats_option(5)
 def layers(
     report: Report, programs: Programs, model: Model, prompts: tuple[str, ...], transfer: float, ring: float,
-    connections: int, over_s3: bool, repeats: int,
+    connections: int, over_s3: bool, beside: int, pairs: int, repeats: int,
 ) -> None:  # fmt: skip
     """Compare loading layer by layer with loading chunk by chunk.
 
@@ -107,7 +126,8 @@ def layers(
     chunk_bytes = DEFAULT_CHUNK_TOKENS * model.kv_bytes
     buffer = int(max(ring * max(case.chunks for case in cases), 2) * chunk_bytes)
     bed = Bed(
-        programs, model, cases[-1].tokens, connections, over_s3, layer_order=True, fetch_buffer_bytes=buffer
+        programs, model, cases[-1].tokens, connections, over_s3, requests_max=max(2 * beside, 1), layer_order=True,
+        fetch_buffer_bytes=buffer,
     )  # fmt: skip
     systems = [name for name, system in _SYSTEMS.items() if over_s3 or not system.cold]
     for case in cases:
@@ -118,6 +138,9 @@ def layers(
         case.staging_bytes = bed.staging_bytes()
         _add_rows(report, case)
     shortest, longest = cases[0], cases[-1]
+    if beside:
+        bed.network.limit(shortest.gbit_per_s * transfer / _BESIDE_TRANSFER)
+        _measure_beside(report, bed, shortest, beside, pairs)
     if shortest is not longest:
         report.ratio("staging_growth", [longest.staging_bytes / shortest.staging_bytes], "at most 1.05")
     for case in cases:
@@ -159,6 +182,46 @@ def _serve(bed: Bed, case: _Case, system: _System) -> float:
     check_answer(result, case.answer)
     ttft_s: float = result["ttft_s"]
     return ttft_s
+
+
+def _measure_beside(report: Report, bed: Bed, case: _Case, count: int, pairs: int) -> None:
+    """Measure loads at once beside decoding, layer by layer and as a whole."""
+    prompts = [made_up(case.tokens, seed) for seed in range(1000, 1000 + count)]
+    answers = [bed.serve_computed(prompt, case.stored) for prompt in prompts]
+    for prompt in prompts:
+        bed.store(prompt[: case.stored])
+    decoders = [
+        {"prompt": made_up(_DECODER_TOKENS, seed), "output": _DECODED_TOKENS, "at": 0.0} for seed in range(count)
+    ]
+    loaded = [{"prompt": prompt, "output": 1, "at": _ARRIVAL_S} for prompt in prompts]
+
+    def serve(layerwise: bool) -> tuple[float, float]:
+        """Return the mean time per token of those that decode, and the mean time to the first token of the others."""
+        bed.engine.call("layerwise", on=layerwise)
+        results = bed.engine.call("serve", requests=[*decoders, *loaded], timeout_s=ANSWER_TIMEOUT_S)
+        decoding, loading = results[:count], results[count:]
+        for result, answer in zip(loading, answers, strict=True):
+            check_cached(result, case.stored)
+            check_answer(result, answer)
+        if min(each["end_s"] for each in decoding) < max(each["end_s"] for each in loading):
+            raise ShadowServeError("the requests that decode ended before the others had their first token")
+        return fmean(each["tpot_s"] for each in decoding), fmean(each["ttft_s"] for each in loading)
+
+    before = bed.engine.call("counters").get("layerwise_loads", 0)
+    runs = {name: functools.partial(serve, name == _STREAMED_BESIDE) for name in (_STREAMED_BESIDE, _WHOLE_BESIDE)}
+    found = in_turns(pairs, runs, "beside decoding", warm_up=2)
+    (streamed_tpot, streamed_ttft), (whole_tpot, whole_ttft) = (zip(*own, strict=True) for own in found.values())
+    for name, times in ((_STREAMED_BESIDE, streamed_ttft), (_WHOLE_BESIDE, whole_ttft)):
+        report.row(tokens=case.tokens, stored=case.stored, system=name, ttft_ms=statistics.median(times) * 1e3)
+    report.more["loads_beside_streamed"] = bed.engine.call("counters").get("layerwise_loads", 0) - before
+    report.more["loads_beside"] = count * (pairs + 2)
+    for name, ratios, most in (
+        ("tpot_beside_streams", over(streamed_tpot, whole_tpot), 1.02),
+        ("ttft_beside_streams", over(streamed_ttft, whole_ttft), 1.0),
+    ):
+        width = half_width(ratios)
+        report.ratio(name, ratios, f"at most {most:g}, ± {_HALF_WIDTH_MAX:g}")
+        report.ratio(f"{name}_half_width", [width], f"at most {_HALF_WIDTH_MAX:g}; 95 % confidence")
 
 
 def _add_rows(report: Report, case: _Case) -> None:

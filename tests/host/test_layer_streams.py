@@ -69,8 +69,8 @@ class Streams:
             layer += 1
             yield said
 
-    def begin(self, **chunks: int) -> dict[str, FetchJob]:
-        jobs = {name: self.kit.job(name, count, layerwise=True) for name, count in chunks.items()}
+    def begin(self, window_s: float = 0.0, **chunks: int) -> dict[str, FetchJob]:
+        jobs = {name: self.kit.job(name, count, layerwise=True, window_s=window_s) for name, count in chunks.items()}
         self.right = dict(self.plane.records)
         assert self.kit.manager.exchange(jobs.values()) == []
         return jobs
@@ -168,6 +168,15 @@ def test_the_others_go_on_while_one_stream_stalls(
     assert "bad" not in streams.results
     others_ended.set()
     assert all(result.complete for result in streams.ended(3).values()), "the stalled one goes on"
+
+
+def test_each_call_names_its_share_of_the_time_in_which_the_engine_computes_a_layer(
+    make_kit: MakeKit, plane: ScriptedDataPlane, shape: ChunkLayout
+) -> None:
+    streams = Streams(make_kit, plane, shape, progress=True)
+    streams.begin(0.4, a=3, b=1)
+    assert all(result.complete for result in streams.ended().values())
+    assert sorted(plane.windows_us) == [100_000] * 3 + [300_000] * 3
 
 
 def test_a_chunkwise_load_goes_on_after_the_streams_that_interrupt_it(

@@ -46,7 +46,7 @@ def test_beside_other_requests_a_step_waits_within_the_budget_only(
     ("load_s", "token_s", "reason"),
     [
         (0.01, 0.00001, ""),  # a step takes as long with two requests as with one
-        (0.7, 0.001, NEXT_STEP),  # the first request need not wait until the second is computed, too
+        (0.5, 0.001, NEXT_STEP),  # the first request need not wait until the second is computed, too
         (9.0, 0.001, OTHER_REQUESTS),  # the link is slow: the first request need not wait for the second load
     ],
 )

@@ -31,11 +31,12 @@ class Bed:
     Args:
         over_s3: True for a bucket behind the store.
         one_request: True for an engine that has blocks for a single request; others wait.
+        requests_max: Requests that run at one time.
     """
 
     def __init__(
         self, programs: Programs, model: Model, tokens_max: int, connections: int = 2, over_s3: bool = False,
-        one_request: bool = False, **keys: Any,
+        one_request: bool = False, requests_max: int = 1, **keys: Any,
     ) -> None:  # fmt: skip
         self.network: Link = programs.enter_context(linked())
         self.network.limit(FREE_GBIT_PER_S)
@@ -62,7 +63,8 @@ class Bed:
             {"kv_cache_memory_bytes": model.kv_bytes * (load.tokens_max + _ROUNDING_TOKENS)} if one_request else {}
         )
         # A prompt is computed in one step, as in engines that only compute prompts.
-        self.engine = host.start_engine("engine", transfer, max_num_batched_tokens=load.prompt_tokens, **room)
+        room["max_num_batched_tokens"] = load.prompt_tokens
+        self.engine = host.start_engine("engine", transfer, requests_max, **room)
         self.plane = programs.enter_context(closing(DataPlaneClient(plane.address)))
 
     def restart_plane(self, *flags: str) -> Child:

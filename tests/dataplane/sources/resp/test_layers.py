@@ -1,6 +1,8 @@
 """Fetches in layer order as one request: conditions, the request, and servers without that command."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -156,6 +158,15 @@ def test_the_request_names_layers_window_and_keys(layers: list[int], text: str) 
     assert request is not None and (request.layers, request.keys) == (len(layers), 3)
     assert words(request) == ["KV.LAYERS", text, "0", "12500", *(f"kv:{KEYS[chunk].hex()}" for chunk in (1, 2, 4))]
     assert words(layer_request(order([0], [0], window_s=1e9), [0]))[3] == "3600000000"
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(0, 0), (64 << 20, 5 * (64 << 20)), (1 << 20, 10_000_000)])
+def test_beside_decoding_the_request_names_the_rate_of_stored_bytes(rate: int, expected: int) -> None:
+    """Half of the bytes that are delivered are stored. A quarter more than needed may come."""
+    part = SimpleNamespace(piece_bytes=2000)
+    asked = replace(order([0, 1], [0, 1, 2]), rate=rate, parts=[part], layers=np.array([[0, 1]] * 3 + [[1, 2]] * 3))
+    asked.pieces["body_length"] = 1000
+    assert int(words(layer_request(asked, range(6)))[2]) == expected
 
 
 def test_pieces_that_are_no_rows_of_the_same_records_are_no_layer_request() -> None:
