@@ -360,7 +360,9 @@ KINDS: Final = {
         storage=True,
         streams=True,
     ),
-    "auto": Kind({"layer_order": "auto", "interference_budget": 1, "fetch_buffer_bytes": "4KiB"}),
+    "auto": Kind(
+        {"layer_order": "auto", "interference_budget": 1, "fetch_buffer_bytes": "4KiB"}, devices=1, storage=True
+    ),
     "decides": Kind({"layer_order": True, "fetch_or_recompute": True}),
     "waits": Kind({"asynchronous_fetch": False}),
     "waits-windows": Kind({"asynchronous_fetch": False}, {"num_gpu_blocks_override": 260}, "gemma3"),
@@ -429,10 +431,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 stress.run(_REQUESTS)
                 total = {name: total.get(name, 0) + count for name, count in stress.counts.items()}
                 seed += 1
-            loaded = engine.counters().get("loaded_tokens", 0)
+            counters = engine.counters()
+            loaded, streams = counters.get("loaded_tokens", 0), counters.get("layerwise_loads", 0)
             engine.close()
-    print(json.dumps({"seeds": seed - options.seed, **total, "loaded_tokens": loaded}))
-    return int(not (loaded and all(total[name] for name in ("answers", "aborts", "resets"))))
+    print(json.dumps({"seeds": seed - options.seed, **total, "loaded_tokens": loaded, "streams": streams}))
+    streams = streams or kind.extra.get("layer_order") != "auto"
+    return int(not (loaded and streams and all(total[name] for name in ("answers", "aborts", "resets"))))
 
 
 if __name__ == "__main__":
