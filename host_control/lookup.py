@@ -99,6 +99,7 @@ class _Lookup:
         late_reason: Reason of an answer at the deadline.
         available: Chunks that can be fetched by now, where the answer counts pending or cold ones.
         bring_cold: Starts to bring a number of leading chunks nearer, where some are cold.
+        only_cold: What :attr:`available` lacks is cold, and nothing is pending.
         cold_ended: How the wait for cold chunks ended; chunks that are still cold do not count any more.
         present: Flags of each group: chunks that are stored in this engine's own records.
         asked_at: Time of the last probe that was answered.
@@ -121,6 +122,7 @@ class _Lookup:
     available: Available | None = None
     bring_cold: Callable[[int], None] | None = None
     cold_ended: str = ""
+    only_cold: bool = False
     present: Sequence[Flags] | None = None
     asked_at: float = 0.0
     future: Future[None] | None = field(default=None, repr=False)
@@ -278,10 +280,13 @@ class PrefixLookup:
             bring, lookup.bring_cold = lookup.bring_cold, None
             bring(chunks)
 
-    def available(self, request_id: str) -> Available | None:
-        """Return how many chunks can be fetched by now; None where the answer counts no pending or cold ones."""
+    def available(self, request_id: str, *, by_layers: bool = False) -> Available | None:
+        """Return how many chunks can be fetched by now; None for all: the answer counts no pending or cold ones.
+
+        ``by_layers``: for a load in layer order, which takes cold chunks out of object storage itself.
+        """
         lookup = self._lookups.get(request_id)
-        return None if lookup is None else lookup.available
+        return None if lookup is None or (by_layers and lookup.only_cold) else lookup.available
 
     def chains(self, request_id: str) -> RecordKeys | None:
         """Return the records that a load of everything found takes; None while there is no answer.
@@ -436,6 +441,7 @@ class PrefixLookup:
                 self._await_cold(lookup, hits, best)
                 return None
             self._offer_cold(lookup, hits, best)
+            lookup.only_cold = True
         return hits
 
     def _match_pending(self, lookup: _Lookup, hits: int, best: Probe) -> int | None:

@@ -32,8 +32,8 @@ _DETAILS: Final = {
     "chunk by chunk, because vLLM writes into that block before it waits for the layer",
     "preempted": "layer_order is configured, and a load brings back the KV of a preempted request, which is stored "
     "apart from the records that requests share; it goes chunk by chunk",
-    "pending_chunks": "layer_order is configured, and a load waits for chunks that another engine is still storing, "
-    "or that are in object storage alone; it goes chunk by chunk",
+    "pending_chunks": "layer_order is configured, and a load waits for chunks that another engine is still storing; it "
+    "goes chunk by chunk",
     "no_publishing": "a request is to wait for chunks that another engine is storing, and storage publishes no chunks "
     "(Redis, Valkey and clusters of them do not); it loads the chunks that are stored by then. Use a storage node "
     "of ShadowServe, or a proxy that carries kv_transfer_params (docs/guides/disaggregation.md)",

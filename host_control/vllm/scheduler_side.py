@@ -342,7 +342,7 @@ class SchedulerSide:
         in_time = not running or (answer is not None and self._keeps_up(state, answer, usable))
         return self.ways.not_by_layers(
             state.request,
-            pending=self._available(state) is not None,
+            pending=self._available(state, by_layers=True) is not None,
             other_records="" if layout == 0 else "preempted" if layout == SAVED else "shard_layout",
             partial_block=answer is not None
             and answer.tail
@@ -398,7 +398,8 @@ class SchedulerSide:
         if request.num_preemptions:
             self.counts.add("restored_tokens", external_tokens)
         end_tokens = load.local_tokens + external_tokens
-        self._lookup.begin_load(request.request_id, self._chunks(end_tokens))
+        if not load.layerwise:
+            self._lookup.begin_load(request.request_id, self._chunks(end_tokens))
         load.in_step = not self.waits(request)
         load.first_chunk = load.local_tokens // chunk_tokens
         load.chunks = load.placed_chunks = self._chunks(end_tokens) - load.first_chunk
@@ -409,7 +410,7 @@ class SchedulerSide:
             {},
             layerwise=load.layerwise,
             in_step=load.in_step and not load.layerwise,
-            available=self._available(state),
+            available=self._available(state, by_layers=load.layerwise),
         )
         self.ways.count_load(request, "" if load.layerwise else load.not_layerwise)
         try:
@@ -431,12 +432,12 @@ class SchedulerSide:
         """
         return any(load.in_step for load in self._loads.values())
 
-    def _available(self, state: RequestState) -> Available | None:
+    def _available(self, state: RequestState, *, by_layers: bool = False) -> Available | None:
         """Return how many chunks of a request's load can be fetched by now; None: all of them."""
         assert self._lookup is not None
         if (save := state.current_save) is not None:
             return Available(0, "") if save.pending else None
-        available = self._lookup.available(state.request.request_id)
+        available = self._lookup.available(state.request.request_id, by_layers=by_layers)
         first = state.load.local_tokens // self._groups.chunk_tokens
         return available and available._replace(chunks=max(available.chunks - first, 0))
 

@@ -174,6 +174,7 @@ def _case(text: str) -> _Case:
 
 def _prepare(bed: Bed, case: _Case, transfer: float) -> None:
     """Compute a prompt, store its prefix, and set the link's rate for it."""
+    bed.engine.call("hits", way="fetch")
     bed.network.limit(FREE_GBIT_PER_S)
     case.answer = bed.serve_computed(case.prompt, case.stored)
     case.ttft_s[_NO_CACHE] = [bed.serve(case.prompt, 0)["ttft_s"] for _ in range(2)]
@@ -215,6 +216,7 @@ def _measure_tiers(
     device = {"devices": [{"path": str(disk.path)} | ({} if disk.number else {"size": room})]}
     bed.network.limit(FREE_GBIT_PER_S)
     bed.store(_WARM)
+    bed.engine.call("layerwise", on=False)  # a stream reads windows of records, which are not kept
     bed.restart_tiers(_WARM, **memory, **device)
     bed.serve(case.prompt, case.stored)  # the SSD gets the records
 
@@ -222,6 +224,7 @@ def _measure_tiers(
         bed.network.limit(FREE_GBIT_PER_S)
         bed.restart_tiers(_WARM, **memory, **(device if system.on_ssd else {}))
         if near := int((system.near or 0.0) * case.chunks) * DEFAULT_CHUNK_TOKENS:
+            bed.engine.call("layerwise", on=False)
             bed.serve(case.prompt[: near + 1], near)
         before = disk.read_bytes or 0
         ttft_s = _serve(bed, case, system)
