@@ -190,7 +190,7 @@ class Fetcher:
             keys = [fetch.parts[group].keys[chunk] for group, chunk in chunks]
             fresh = _FRESH in fetch.retries
             with self.tracer.step(job.owner, "headers", len(keys)):
-                lookup = self.catalog.find(keys, fresh=fresh, waiting=fetch.waited)
+                lookup = self.catalog.find(keys, fresh=fresh, waiting=fetch.waited, headers=fetch.layerwise)
                 found = await job.within(lookup, "asking storage for headers")
             if cold := [key for key, (answer, _) in zip(keys, found, strict=True) if isinstance(answer, Cold)]:
                 fetch.cold = cold  # other fetches have their turn until these records are nearer
@@ -210,9 +210,11 @@ class Fetcher:
         return fetch.ending()
 
     async def _wait_for_cold(self, job: Job, fetch: Fetch) -> None:
-        """Wait, without a turn, until object storage has brought the cold records that it can bring."""
+        """Wait, without a turn, until object storage has brought the cold records that it can bring, or their headers
+        in layer order, which begins while the rest comes."""
         with self.queue.aside(job), contextlib.suppress(StorageError), spans.span("dpu.cold", count=len(fetch.cold)):
-            await job.within(self.catalog.find(fetch.cold, fresh=False), "waiting for object storage")
+            found = self.catalog.find(fetch.cold, fresh=False, headers=fetch.layerwise)
+            await job.within(found, "waiting for object storage")
         fetch.waited, fetch.cold = True, []
 
     async def _plan(self, fetch: Fetch, found: Mapping[tuple[int, int], Found]) -> FetchPlan:

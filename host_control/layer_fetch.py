@@ -217,7 +217,7 @@ class _Call:
     before: int  # layers of a record before number 0 of the engine
     call: FetchCall
     progress: Progress
-    is_second: bool = False  # it was started while another call was in flight
+    has_company: bool = False  # another call was in flight beside it
     is_put_aside: bool = False  # it is cancelled because its stream brings nothing
     reported: int = 0  # end of the window's leading layers that the data plane has reported
     scattered: int = 0  # end of its layers that are scattered, for all its chunks
@@ -287,12 +287,14 @@ class _Ring:
             return
         try:
             with spans.use(stream.fetch.span.context):
-                self._calls.append(self._start(stream, window, self._free[0], is_second=bool(self._calls)))
+                self._calls.append(self._start(stream, window, self._free[0]))
             self._free.popleft()
+            for call in self._calls if len(self._calls) > 1 else ():
+                call.has_company = True
         except _Ended as end:
             stream.fall_short(0, end.reason, end.detail)
 
-    def _start(self, stream: _Stream, window: LayerWindow, slot: _Slot, *, is_second: bool) -> _Call:
+    def _start(self, stream: _Stream, window: LayerWindow, slot: _Slot) -> _Call:
         fetch = stream.fetch
         if fetch.cancelled or fetch.left_s <= 0:
             raise _Ended(Reason.CANCELLED if fetch.cancelled else Reason.DEADLINE)
@@ -325,7 +327,6 @@ class _Ring:
             before,
             call,
             progress,
-            is_second,
             reported=first,
             scattered=first,
         )
@@ -365,7 +366,7 @@ class _Ring:
             return False  # nothing of it can be used any more
         if answer.reason == Reason.CANCELLED and call.is_put_aside and not stream.fetch.cancelled:
             return True
-        if answer.reason == Reason.REFUSED and call.is_second:  # the queue of calls is full
+        if answer.reason == Reason.REFUSED and call.has_company:  # the queue of calls is full
             self._ahead = False
             return True
         if answer.reason == Reason.BATCH_FULL:

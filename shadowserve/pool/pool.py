@@ -309,7 +309,7 @@ class Pool(ABC):
 
         ``in_parts``: the caller reads the item part by part, so no more than these bytes are read, and they are not
         kept. ``ahead``: the caller will read all of it, so it is read whole, from its beginning on, and these bytes are
-        answered as soon as they are there. With either, the caller checks bytes from a bucket.
+        answered as soon as they are there. The caller checks what comes from a bucket ``in_parts``.
         ``done`` gets the item's bytes, whatever happens to the entry in the meantime; or None after a device error or a
         failed check, which the pool has counted and for which it has dropped the entry. Never wrong bytes. The read is
         never refused: it may wait for others.

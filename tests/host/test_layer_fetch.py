@@ -269,12 +269,12 @@ def test_a_data_plane_that_never_has_the_memory_ends_the_load(
     assert (result.reason, result.chunks) == ("unknown_memory", (0,))
 
 
-def test_a_refused_second_call_is_made_again_alone(
+def test_a_call_that_was_refused_beside_another_is_made_again_alone(
     ring: Layered, plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The data plane's queue has room for one call of this host."""
     enter = plane._enter
-    calls = itertools.count(1)  # of this method; two threads of the server may enter at one time
+    calls = itertools.count(1)  # of this method; either of the two may come first
 
     def refuse_the_second(method: str, context: Any) -> None:
         enter(method, context)

@@ -69,7 +69,7 @@ def test_all_layers_arrive_and_records_are_kept_for_the_next_time(restarted: Res
 
 
 def test_records_that_do_not_fit_memory_pass_through_it(restarted: Restarted) -> None:
-    client, records = restarted(12, "32 MiB")  # 48 MiB, of which 16 may be lent
+    client, records = restarted(8, "20 MiB")  # 32 MiB, of which 10 may be lent
     asked = list(records)
     for layers in ("0-3", "2-3"):
         first, last = map(int, layers.split("-"))

@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from shadowserve import record, spans
-from shadowserve.errors import RecordError
+from shadowserve import native, record, spans
+from shadowserve.errors import CorruptRecordError, RecordError
 from shadowserve.pool.buffers import allocate
 from shadowserve.pool.cold.breaker import Breaker
 from shadowserve.pool.cold.bucket import Bucket, BucketError
@@ -96,12 +96,9 @@ class ColdItem(Item):
 
 
 class _Waiter(NamedTuple):
-    """A client; ``checks``: it checks its bytes itself, so it gets them before the rest of the record is here."""
-
     start: int
     end: int
     done: Done
-    checks: bool
 
 
 class _Read:
@@ -112,10 +109,12 @@ class _Read:
         start, end: The part to read next, in the object; it is queued while ``is_queued``.
         arrived: Bytes of each part that has arrived, by its first byte in the record.
         memory: The record, where it has several parts; those in ``arrived`` are in it.
+        sound: Leading bytes that were checked.
     """
 
     __slots__ = ("address", "arrived", "begin", "client", "context", "contents", "deadline_s", "end",
-                 "is_queued", "key", "memory", "place", "size", "start", "step", "waiting")  # fmt: skip
+                 "is_queued", "key", "memory", "place", "size", "slices", "sound", "start", "step",
+                 "waiting")  # fmt: skip
 
     def __init__(self, item: ColdItem, begin: int, size: int, client: int, *, ahead: bool) -> None:
         self.client = client
@@ -132,6 +131,8 @@ class _Read:
         self.is_queued = False
         self.arrived: dict[int, int] = {}
         self.memory: memoryview | None = None
+        self.sound = 0
+        self.slices: list[tuple[int, int]] | None = None  # end and checksum of those that were not checked
         self.waiting: list[_Waiter] = []
 
     @property
@@ -159,16 +160,33 @@ class _Read:
         self.arrived[at] = len(data)
         return self.memory if sum(self.arrived.values()) == self.size else None
 
-    def take_answered(self) -> list[tuple[Done, Lease]]:
-        """Return the waiting clients that get their bytes now, with these."""
-        if self.memory is None:
-            return []
-        answered = [each for each in self.waiting if each.checks and self._has(each.start, each.end)]
-        self.waiting = [each for each in self.waiting if each not in answered]
-        return [(each.done, Lease(self.memory[each.start : each.end])) for each in answered]
+    def check(self) -> None:
+        """Check the header and the slices of a record that have arrived in order; RecordError if one is unsound."""
+        assert self.memory is not None
+        there, header_bytes = 0, self.place.header_bytes
+        while there in self.arrived:
+            there += self.arrived[there]
+        if self.slices is None and there >= header_bytes:
+            header = record.parse_header(self.memory[:header_bytes])
+            header.expect(self.key)
+            if (header.header_length, header.record_length) != (header_bytes, self.size):
+                raise CorruptRecordError(f"its header has {header.header_length} bytes, its entry says {header_bytes}")
+            ends = [*header.slices["offset"][1:].tolist(), self.size]
+            self.slices = list(zip(ends, header.slices["checksum"].tolist(), strict=True))
+            self.sound = header_bytes
+        while self.slices and self.slices[0][0] <= there:
+            end, checksum = self.slices.pop(0)
+            if native.crc32(self.memory[self.sound : end]) != checksum:
+                raise CorruptRecordError(f"the slice at {self.sound} has a wrong checksum")
+            self.sound = end
 
-    def _has(self, start: int, end: int) -> bool:
-        return all(at in self.arrived for at in range(start - start % self.step, end, self.step))
+    def take_answered(self) -> list[tuple[Done, Lease]]:
+        """Return the waiting clients whose bytes are sound, with these."""
+        answered = [each for each in self.waiting if each.end <= self.sound]
+        if answered:
+            self.waiting = [each for each in self.waiting if each.end > self.sound]
+        assert self.memory is not None or not answered
+        return [(each.done, Lease(self.memory[each.start : each.end])) for each in answered if self.memory is not None]
 
 
 _Part = tuple[_Read, int, int]
@@ -238,8 +256,8 @@ class ColdReader:
                     self._bytes_wanted += read.size
                     self._enqueue(read)
                     self._changed.notify()
-                read.waiting.append(_Waiter(start - read.begin, end - read.begin, done, ahead or in_parts))
-                answered = read.take_answered()
+                read.waiting.append(_Waiter(start - read.begin, end - read.begin, done))
+                answered = read.take_answered() if ahead or in_parts else []
         if refused:
             done(None)
             return
@@ -393,17 +411,30 @@ class ColdReader:
         first = batch[0][1]
         for read, start, end in batch:
             answered: list[tuple[Done, Lease]] = []
+            damage: RecordError | None = None
             with self._changed:
                 whole = read.arrives(start, data[start - first : end - first])
-                if whole is None and read.at in self._reads:
+                if whole is None and self._reads.get(read.at) is read:
                     read.deadline_s = self._clock_s() + self._config.timeout_s
+                    try:
+                        read.check()
+                    except RecordError as error:
+                        damage = error
                     answered = read.take_answered()
-            if whole is not None and read.is_record:
+            if damage is not None:
+                self._drop_damaged(read, damage)
+            elif whole is not None and read.is_record:
                 self._complete(read, whole)
             elif whole is not None:
                 answered = [(each.done, Lease(whole[each.start : each.end])) for each in self._take(read)]
             for done, lease in answered:
                 done(lease)
+
+    def _drop_damaged(self, read: _Read, error: RecordError) -> None:
+        self._catalog.hide(read.contents)
+        self._breaker.failed("damaged", error)
+        for each in self._take(read):
+            each.done(None)
 
     def _complete(self, read: _Read, data: memoryview) -> None:
         """Check a record, put it into the pool, and answer the waiting clients."""
@@ -418,16 +449,13 @@ class ColdReader:
                 )
         except RecordError as error:
             self._give_back(buffer)
-            self._catalog.hide(read.contents)
-            self._breaker.failed("damaged", error)
-            for each in self._take(read):
-                each.done(None)
+            self._drop_damaged(read, error)
             return
         self.records += 1
         leases: list[tuple[Done, Lease]] = []
         with self._lock:
             item = None if self._closed else self._keep_in_pool(read, buffer, head)
-            for start, end, done, _ in self._take(read):
+            for start, end, done in self._take(read):
                 if item is None:
                     leases.append((done, Lease(data[start:end])))
                 else:
