@@ -54,6 +54,9 @@ _IN_TIME: Final = 0.8
 """Loads that are predicted to take a larger share of their deadline than this are not started."""
 _AS_FAST: Final = 1.25
 """A load below this multiple of its time at the rate limit was limited by the rate, not by its tiers."""
+_COLD_MAX: Final = 3.0
+"""In layer order, a step waits for object storage at most this multiple of its computing time: new requests wait, too.
+A longer load gains less than a quarter from it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,7 +321,7 @@ class FetchOrRecompute:
                 yield self._option(hit, "layers", end, now)
 
     def _option(self, hit: Hit, way: Way, end: int, now: float) -> Decision | None:
-        """Return an option with its prediction, ``None`` if its duration is unknown."""
+        """Return an option with its prediction; None if its duration is unknown, or a step would wait too long."""
         rest = self._compute_seconds(end, hit.tokens)
         if rest is None:
             return None
@@ -326,7 +329,8 @@ class FetchOrRecompute:
             return Decision(way=way, end_tokens=end, kind=way, seconds=rest)
         load = self._load(hit, way, end)
         waiting = self.waiting(now)
-        if not load.load_seconds:
+        too_long = way == "layers" and load.load_cold_seconds > _COLD_MAX * rest
+        if too_long or not load.load_seconds:
             return None
         if not hit.layers:
             return replace(load, seconds=waiting + load.load_seconds + rest)

@@ -356,6 +356,14 @@ def test_the_estimate_is_enough_without_measured_loads() -> None:
     assert [engine.policy.decide(hit, engine.now).way for hit in cold[1:]] == ["compute", "fetch"]
 
 
+@pytest.mark.parametrize(("share", "streams"), [(0.5, True), (2.5, True), (4.0, False)])
+def test_no_step_waits_much_longer_for_object_storage_than_it_computes(share: float, streams: bool) -> None:
+    engine = experienced(rate=1000 * MBIT, layers=8)
+    tiers, computing = bytes([Tier.COLD]) * (4096 // CHUNK), compute_seconds(4096, 8192)
+    hit = engine.hit(8192, end_tokens=4096, tiers=tiers, cold_seconds=share * computing)
+    assert ("layers" in engine.policy.decide(hit, engine.now).predicted) == streams
+
+
 def test_a_shorter_prefix_has_its_share_of_the_cold_time() -> None:
     engine = experienced(rate=1000 * MBIT)
     for computing in range(20):  # computing is slower than every load
