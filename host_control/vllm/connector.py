@@ -27,7 +27,7 @@ from host_control.vllm.groups import Groups
 from host_control.vllm.identity.adapters import Adapters
 from host_control.vllm.identity.content import content_hashes
 from host_control.vllm.identity.requests import RequestInputs
-from host_control.vllm.loads import has_own_logits_processors
+from host_control.vllm.loads import LAYERS_OFF, has_own_logits_processors
 from host_control.vllm.metadata import ShadowServeMetadata, WorkerHandshake, WorkerReport
 from host_control.vllm.metrics import ShadowServePromMetrics, ShadowServeStats
 from host_control.vllm.scheduler_side import SchedulerSide
@@ -58,7 +58,7 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             if why_not := why_not_layers(config, vllm_config, groups, loads=fetch):
                 config = config.model_copy(update={"layer_order": False})
                 if fetch and role == KVConnectorRole.SCHEDULER:
-                    _logger.info("ShadowServe: layer_order: auto is off, prompts are loaded as a whole: %s", why_not)
+                    _logger.info(LAYERS_OFF, why_not)
         store = config.store and transfer.is_kv_producer
         self._groups = groups
         self._scheduler: SchedulerSide  # in the scheduler's process alone

@@ -16,7 +16,9 @@ from host_control.vllm.metadata import GroupLoad
 from host_control.vllm.metrics import SlowerPaths
 from host_control.vllm.requests import Load, RequestState
 
+LAYERS_OFF: Final = "ShadowServe: layer_order: auto is off, prompts are loaded as a whole: %s"
 NO_LAYERS: Final = "off"
+"""Reason of an engine without layer order."""
 WHOLE_IS_FASTER: Final = "whole_is_faster"
 TIME_UNKNOWN: Final = "time_unknown"
 _DETAILS: Final = {
