@@ -216,6 +216,8 @@ class _Ring:
             self._streams.remove(stream)
             fetch = stream.fetch
             fetch.placed[0] = leading_chunks(stream.placed, np.ones_like(stream.placed))
+            # By bytes: calls of several streams overlap.
+            fetch.others_s = (time.monotonic() - fetch.started_at) * (1 - len(stream.keys) / self._all_chunks)
             self._mover.batches.end(fetch, stream.reason, stream.detail)
 
     def _put_back(self, windows: Sequence[tuple[_Stream, LayerWindow]]) -> None:
@@ -268,14 +270,12 @@ class _Ring:
     def _finish_first(self) -> None:
         """Follow the first call to its end. Start the other ones again if the memory was given up."""
         call, again = self._calls[0], []
-        call.grown_s = began_s = time.monotonic()
+        call.grown_s = time.monotonic()
         try:
             if self._take(call, self._follow(call)):
                 again = [(call.stream, call.window)]
         except _Ended as end:
             call.stream.fall_short(0, end.reason, end.detail)
-        for stream in self._streams:
-            stream.fetch.others_s += (stream is not call.stream) * (time.monotonic() - began_s)
         self._free.append(self._calls.popleft().slot)
         if self._calls and self._calls[0].memory is not self._registration.current:
             for other in self._calls:
