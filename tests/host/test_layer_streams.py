@@ -76,7 +76,7 @@ class Streams:
         return jobs
 
     def ended(self, jobs: int = 2) -> dict[str, FetchResult]:
-        """Return the outcomes by request. What they report is in place and right, and nothing comes later."""
+        """Return the outcomes by request; check that all bytes are right, and that none come later."""
         ends = time.monotonic() + WAIT_MAX_S
         while len(self.results) < jobs:
             for result in self.kit.manager.exchange():
