@@ -82,7 +82,7 @@ class Fetch(Transfer):
         delivered: Leading chunks of each shard that are in registered memory or in paged memory.
         started_at: Time of the first move; 0 before.
         layers: Leading layers of which all chunks are in place, where it goes layer by layer.
-        others_s: Seconds since its start in which other fetches of the same step moved.
+        others_s: Seconds since its start that other fetches of the same step took.
         ending: Reason of the outcome, set once no move follows.
         scatter_error: Why chunks could not be scattered, or empty.
         retried: The memory was registered again after a restart of the data plane; that happens once.

@@ -46,6 +46,7 @@ _LOOK_INTERVAL_S: Final = 0.02
 """Between two looks at the call's end and at cancellation, while no layer arrives."""
 _PATIENCE: Final = 1.0
 """A stream is put aside once it has brought nothing for its share of the time that is left, multiplied by this."""
+_PATIENCE_MIN_S: Final = 0.25
 _WINDOW_BYTES_MAX: Final = 32 << 20
 """Largest window of several streams: the first layers of each come behind a window of every other."""
 
@@ -132,7 +133,7 @@ class _Stream:
         placed: Pieces that are scattered, by layer and chunk.
         chunks: Leading chunks that can still be complete.
         retried: The memory was registered again for it, after a restart of the data plane.
-        is_aside: It brought nothing while others waited, and goes on after them.
+        stalls: How often it was put aside.
     """
 
     def __init__(self, fetch: Fetch, mover: LayerMover) -> None:
@@ -142,7 +143,7 @@ class _Stream:
         self.count = self.chunks = len(self._shards[0].keys)
         self.placed: Flags = np.zeros((max(self.edges), self.count), np.bool_)
         self.reason, self.detail = str(Reason.COMPLETE), ""
-        self.retried = self.is_aside = False
+        self.retried, self.stalls = False, 0
 
     def _find_shards(self, mover: LayerMover) -> Iterator[_Shard]:
         job = self.fetch.job
@@ -272,12 +273,14 @@ class _Ring:
             self._streams.remove(stream)
             fetch, chunks = stream.fetch, leading_chunks(stream.placed, np.ones_like(stream.placed))
             fetch.placed = [chunks if keys else 0 for keys in fetch.job.keys]
+            # By bytes: calls of several streams overlap.
+            fetch.others_s = (time.monotonic() - fetch.started_at) * (1 - stream.count / self._all_chunks)
             self._mover.batches.end(fetch, stream.reason, stream.detail)
 
     def _put_back(self, windows: Sequence[tuple[_Stream, LayerWindow]]) -> None:
-        """Fetch windows, or what is left of them, before all others, but those of streams that are aside last."""
+        """Fetch windows, or what is left of them, before all others, but those of streams that stalled last."""
         ordered = [(stream, left) for stream, window in windows for left in stream.rest(window)] + [*self._windows]
-        self._windows = deque(sorted(ordered, key=lambda each: each[0].is_aside))  # in their order
+        self._windows = deque(sorted(ordered, key=lambda each: each[0].stalls))  # in their order
 
     # ---- Calls
 
@@ -334,14 +337,12 @@ class _Ring:
     def _finish_first(self) -> None:
         """Follow the first call to its end. Start the other ones again if the memory was given up."""
         call, again = self._calls[0], []
-        call.grown_s = began_s = time.monotonic()
+        call.grown_s = time.monotonic()
         try:
             if self._take(call, self._follow(call)):
                 again = [(call.stream, call.window)]
         except _Ended as end:
             call.stream.fall_short(0, end.reason, end.detail)
-        for stream in self._streams:
-            stream.fetch.others_s += (stream is not call.stream) * (time.monotonic() - began_s)
         self._free.append(self._calls.popleft().slot)
         if self._calls and self._calls[0].memory is not self._registration.current:
             for other in self._calls:
@@ -409,12 +410,12 @@ class _Ring:
         stream = call.stream
         if stream.fetch.cancelled or call.window.chunk >= stream.chunks:
             return True
-        others = sum(not other.is_aside for other in self._streams if other is not stream)
+        others = len(self._streams) - 1
         # As much of the time that is left remains for each of the others, and for the rest of this one.
-        stalls = time.monotonic() - call.grown_s > _PATIENCE * stream.fetch.left_s / (others + 2)
-        if others and stalls and not stream.is_aside:
+        patience_s = _PATIENCE * max(stream.fetch.left_s / (others + 2), _PATIENCE_MIN_S)
+        if others and not call.is_put_aside and time.monotonic() - call.grown_s > patience_s:
             _logger.warning("shadowserve: the load of request %s stalls: others go first", stream.fetch.job.request_id)
-            stream.is_aside = True
+            stream.stalls += 1
             for each in self._calls:
                 each.is_put_aside |= each.stream is stream
         return call.is_put_aside

@@ -97,6 +97,8 @@ _DECODER_TOKENS, _DECODED_TOKENS, _ARRIVAL_S = 200, 240, 0.5
 _HALF_WIDTH_MAX: Final = 0.01
 _WARM: Final = made_up(DEFAULT_CHUNK_TOKENS + 1, 901)
 """Prompt that shows that a restarted data plane is connected."""
+_LEARNING: Final = 4
+"""Pairs in which the plugin learns the link's rate; they do not count."""
 
 
 @dataclass
@@ -251,12 +253,12 @@ def _measure_beside(report: Report, bed: Bed, case: _Case, count: int, pairs: in
 
     before = bed.engine.call("counters").get("layerwise_loads", 0)
     runs = {name: functools.partial(serve, name == _STREAMED_BESIDE) for name in (_STREAMED_BESIDE, _WHOLE_BESIDE)}
-    found = in_turns(pairs, runs, "beside decoding", warm_up=2)
+    found = in_turns(pairs, runs, "beside decoding", warm_up=_LEARNING)
     (streamed_tpot, streamed_ttft), (whole_tpot, whole_ttft) = (zip(*own, strict=True) for own in found.values())
     for name, times in ((_STREAMED_BESIDE, streamed_ttft), (_WHOLE_BESIDE, whole_ttft)):
         report.row(tokens=case.tokens, stored=case.stored, system=name, ttft_ms=statistics.median(times) * 1e3)
     report.more["loads_beside_streamed"] = bed.engine.call("counters").get("layerwise_loads", 0) - before
-    report.more["loads_beside"] = count * (pairs + 2)
+    report.more["loads_beside"] = count * (pairs + _LEARNING)
     for name, ratios, most in (
         ("tpot_beside_streams", over(streamed_tpot, whole_tpot), 1.02),
         ("ttft_beside_streams", over(streamed_ttft, whole_ttft), 1.0),
