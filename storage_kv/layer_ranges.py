@@ -208,7 +208,8 @@ class FarRecords:
             return True
         far = np.array(self._indices)
         sizes = lengths[:, far].sum(1, dtype=np.int64).tolist()
-        first, total, target = 0, 0, self._part_bytes * len(far)
+        first, total = 0, 0
+        target = max(1, self._part_bytes * len(far) - self._header_bytes)  # the first group and headers come together
         for layer, size in enumerate([*sizes, 0]):
             is_last = layer == len(sizes)
             follows = not is_last and layer > first and self._layers[layer] == self._layers[layer - 1] + 1

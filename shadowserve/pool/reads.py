@@ -36,6 +36,8 @@ _PARTS_MAX: Final = 8
 """Least bytes, and most number, of the parts of an object that is read in order: a device reads larger ones no
 faster."""
 _PARTS_AT_ONCE: Final = 2
+"""Parts that are read at a time of an object that is read alone. Of several, each has one, so that all first ones come
+first."""
 _GROUP: Final = 8
 """Waiting reads that begin together, since beginning several in a row costs least..."""
 _BUSY_READS: Final = 16
@@ -189,7 +191,7 @@ class Reader:
         done = partial(self._on_read_end, read, 0)
         volume = read.disk.volume
         if read.in_order:
-            for _ in range(_PARTS_AT_ONCE):
+            for _ in range(_PARTS_AT_ONCE if read.depth == 1 else 1):
                 self._begin_part(read)
         elif len(parts) == 1:
             read.left = 1

@@ -25,6 +25,8 @@ _RANGE_BYTES: Final = 8 << 20
 
 PART_BYTES: Final = 1 << 20
 """Least bytes of a part of a record that is read in order. ``PARTS_MAX``: most parts, as each costs a request."""
+_PARTS_AT_ONCE: Final = 4
+"""Parts that are read at a time before each record has only one of them: more would share the rate, and all be late."""
 PARTS_MAX: Final = 8
 
 _WAITING_MAX: Final = 16_384
@@ -143,11 +145,14 @@ class _Read:
     def is_record(self) -> bool:
         return self.size == self.place.length
 
-    def advance(self) -> bool:
-        """Go to the next part; return False if there is none."""
-        self.start, last = self.end, self.place.offset + self.begin + self.size
-        self.end = min(self.start + self.step, last)
-        return self.start < last
+    def advance(self) -> None:
+        """Go to the next part."""
+        self.start = self.end
+        self.end = min(self.start + self.step, self.place.offset + self.begin + self.size)
+
+    @property
+    def has_more(self) -> bool:
+        return self.start < self.end
 
     def arrives(self, start: int, data: memoryview) -> memoryview | None:
         """Take a part that begins at ``start`` in the object; return all bytes once they are here."""
@@ -217,6 +222,7 @@ class ColdReader:
         self._queue: FairQueue[_Read] = FairQueue()
         self._by_object: dict[str, dict[int, _Read]] = {}  # queued reads by object and offset
         self._bytes_under_way = self._bytes_wanted = 0  # in requests, and of all waiting records
+        self._parts_under_way = 0
         self._throughput = ThroughputEstimate()
         self._closed = False
         self._pool: Pool
@@ -330,6 +336,10 @@ class ColdReader:
                 _log.exception("s3_read_failed")
             with self._changed:
                 self._bytes_under_way -= end - start
+                for read, *_ in batch:
+                    self._parts_under_way -= read.step < read.size
+                    if read.has_more and not read.is_queued and self._reads.get(read.at) is read:
+                        self._enqueue(read)
                 self._changed.notify_all()
 
     def _read_range(self, batch: list[_Part], start: int, end: int) -> None:
@@ -367,10 +377,12 @@ class ColdReader:
         return None
 
     def _begin(self, read: _Read) -> _Part:
-        """Begin a part; the read waits for its next one behind others of its client, so records come side by side."""
+        """Begin a part. The next one waits behind those of other records, so that records come side by side."""
         self._unqueue(read)
         part = read, read.start, read.end
-        if read.advance():
+        read.advance()
+        self._parts_under_way += read.step < read.size
+        if read.has_more and read.arrived and self._parts_under_way < _PARTS_AT_ONCE:
             self._enqueue(read)
         if self._queue:
             self._changed.notify()
