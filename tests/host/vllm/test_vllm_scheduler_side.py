@@ -358,18 +358,6 @@ def test_no_step_computes_on_a_load_whose_request_has_state_that_vllm_does_not_s
     assert len(lines) == bool(reason) and all(f"({reason})" in line for line in lines), "once for each reason"
 
 
-def test_a_load_in_layer_order_takes_cold_chunks_out_of_object_storage_itself(
-    make_scene: Callable[..., Scene],
-) -> None:
-    scene = make_scene(layer_order=True)
-    scene.side.ways.by_layers = True
-    scene.plane.script.cold.update(keys(0, TOKENS)[1:])
-    request = scene.arrive(stored=4, name="cold", status=None)
-    operation = scene.load()
-    assert operation.layerwise and operation.available is None and not scene.side.waits(request)
-    assert scene.counted("slower_paths") == {} and scene.plane.prefetches == 0
-
-
 def test_each_load_that_layer_order_leaves_out_is_counted_with_its_reason(make_scene: Callable[..., Scene]) -> None:
     from vllm.v1.request import RequestStatus
 
