@@ -30,7 +30,7 @@ _PART_BYTES_MIN: Final = 128 << 10
 _GROUPS_AHEAD: Final = 4
 """Without room for all records: groups for which there is room. They are as small as that takes, to a limit."""
 _COPY_COST: Final = 8
-"""A range that has to be copied counts as so many others in one hold of the lock."""
+"""A range that has to be copied counts as this number of others in one hold of the lock."""
 
 Bytes = bytes | memoryview
 Table = npt.NDArray[np.uint32]

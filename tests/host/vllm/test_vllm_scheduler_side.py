@@ -362,6 +362,7 @@ def test_a_load_in_layer_order_takes_cold_chunks_out_of_object_storage_itself(
 ) -> None:
     scene = make_scene(layer_order=True)
     scene.side.ways.by_layers = True
+    scene.side._policy_runner.start(4, 0)
     scene.plane.script.cold.update(keys(0, TOKENS)[1:])
     request = scene.arrive(stored=4, name="cold", status=None)
     operation = scene.load()
