@@ -293,6 +293,11 @@ class Pool(ABC):
 
     # ---- Reading
 
+    @property
+    def memory_budget_bytes(self) -> int:
+        """The configured memory at the start."""
+        return int(self._config.memory_budget_bytes)
+
     @abstractmethod
     def get(self, address: Address) -> Item | None:
         """Return the item of ``address`` and count a use of it; None if absent."""

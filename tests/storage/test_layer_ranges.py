@@ -93,20 +93,23 @@ def first_layers(asked: list[bytes], records: dict[bytes, bytes], layers: int) -
 def test_the_first_layer_is_sent_before_a_bucket_has_answered_the_last_range(
     faulty: FaultyS3, start: Start, fate: str
 ) -> None:
-    bucket = bucket_flags(faulty.endpoint, gather_s=0.2)
+    bucket = bucket_flags(faulty.endpoint, gather_s=0.2, timeout_s=60.0)
     first = start("--memory-budget-bytes", "64 MiB", *bucket, environment=CREDENTIALS)
     records = stored(first.client(), 3, **LARGE)
-    asked, size = list(records), len(next(iter(records.values())))
+    asked = list(records)
     wait_for(lambda: first.client().info("s3")["records"] == "3")
     client = start("--memory-budget-bytes", "64 MiB", *bucket, environment=CREDENTIALS).client()
     wait_for(lambda: client.info("s3")["records"] == "3")
     read = threading.Event()
+    places = {(name, body.find(records[key])): key for name, body in faulty.objects.items() for key in asked}
 
     def slow_and_wrong(of: Asked) -> Answer | None:
-        if of.operation != "get" or of.range is None or of.range[0] % size < 2 * MIB or of.range[0] >= 3 * size:
-            return None
-        wrong = LIES[fate](of) if fate in LIES and of.range[0] // size == 1 else None
-        return replace(wrong or Answer(), after=read)
+        for (name, offset), key in places.items():
+            if of.operation == "get" and of.name == name and of.range is not None and offset >= 0:
+                if offset + 2 * MIB <= of.range[0] < offset + len(records[key]):
+                    wrong = LIES[fate](of) if fate in LIES and key == asked[1] else None
+                    return replace(wrong or Answer(), after=read)
+        return None
 
     faulty.fault = slow_and_wrong
     client.send("KV.LAYERS", "0-3", 0, 0, *asked)

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -29,6 +30,9 @@ _PARTS_AT_ONCE: Final = 4
 """Parts that are read at a time before each record has only one of them: more would share the rate, and all be late."""
 PARTS_MAX: Final = 8
 
+_KEPT_SHARE: Final = 4
+"""Part of the pool's memory budget that the records of one tenant may have which are read in parts; of all, twice that.
+It is not part of the pool."""
 _WAITING_MAX: Final = 16_384
 """Most records of one tenant that wait to be read: some 10 MB. Further reads of this tenant are misses."""
 _COST_BYTES: Final = 256 << 10
@@ -151,6 +155,11 @@ class _Read:
         self.end = min(self.start + self.step, self.place.offset + self.begin + self.size)
 
     @property
+    def kept_bytes(self) -> int:
+        """Memory that it has from the first part to the last."""
+        return self.size if self.step < self.size else 0
+
+    @property
     def has_more(self) -> bool:
         return self.start < self.end
 
@@ -223,6 +232,7 @@ class ColdReader:
         self._by_object: dict[str, dict[int, _Read]] = {}  # queued reads by object and offset
         self._bytes_under_way = self._bytes_wanted = 0  # in requests, and of all waiting records
         self._parts_under_way = 0
+        self._kept_bytes: Counter[int] = Counter()  # of reads in parts, by tenant
         self._throughput = ThroughputEstimate()
         self._closed = False
         self._pool: Pool
@@ -257,8 +267,10 @@ class ColdReader:
                 self.crowded_out += 1
             if not refused:
                 if read is None:
+                    ahead = ahead and self._has_room(item.address[0], size)
                     read = _Read(item, begin, size, self._pool.client, ahead=ahead)
                     self._reads[read.at] = read
+                    self._kept_bytes[item.address[0]] += read.kept_bytes
                     self._bytes_wanted += read.size
                     self._enqueue(read)
                     self._changed.notify()
@@ -269,6 +281,11 @@ class ColdReader:
             return
         for client, lease in answered:
             client(lease)
+
+    def _has_room(self, tenant: int, size: int) -> bool:
+        """Return whether a record may be kept until all of its parts are here; otherwise it is read at once."""
+        room = self._pool.memory_budget_bytes // _KEPT_SHARE
+        return self._kept_bytes[tenant] + size <= room and self._kept_bytes.total() + size <= 2 * room
 
     def step(self) -> None:
         """End reads whose deadline has passed, and those that wait for a bucket that is away; called often."""
@@ -295,6 +312,7 @@ class ColdReader:
         if self._reads.get(read.at) is read:
             del self._reads[read.at]
             self._bytes_wanted -= read.size
+            self._kept_bytes[read.address[0]] -= read.kept_bytes
             if read.is_queued:
                 self._unqueue(read)
 
@@ -321,6 +339,7 @@ class ColdReader:
             self._reads.clear()
             self._queue, self._by_object = FairQueue(), {}
             self._bytes_wanted = 0
+            self._kept_bytes.clear()
             self._changed.notify_all()
         for done in ended:
             done(None)
