@@ -72,6 +72,8 @@ _BESIDE_TRANSFER: Final = 0.25
 _DECODER_TOKENS, _DECODED_TOKENS, _ARRIVAL_S = 200, 240, 0.5
 """Prompt and output of a request that decodes, and when the others arrive."""
 _HALF_WIDTH_MAX: Final = 0.01
+_ANSWER_TOKENS: Final = 4
+"""Tokens by which prompts are told apart; the first is compared later, because a batch may round others differently."""
 _LEARNING: Final = 4
 """Pairs in which the plugin learns the link's rate; they do not count."""
 
@@ -189,7 +191,7 @@ def _serve(bed: Bed, case: _Case, system: _System) -> float:
 def _measure_beside(report: Report, bed: Bed, case: _Case, count: int, pairs: int) -> None:
     """Measure loads at once beside decoding, layer by layer and as a whole."""
     prompts = [made_up(case.tokens, seed) for seed in range(1000, 1000 + count)]
-    answers = [bed.serve_computed(prompt, case.stored) for prompt in prompts]
+    answers = [bed.serve_computed(prompt, case.stored, _ANSWER_TOKENS)[:1] for prompt in prompts]
     for prompt in prompts:
         bed.store(prompt[: case.stored])
     decoders = [
