@@ -73,7 +73,7 @@ _DECODER_TOKENS, _DECODED_TOKENS, _ARRIVAL_S = 200, 240, 0.5
 """Prompt and output of a request that decodes, and when the others arrive."""
 _HALF_WIDTH_MAX: Final = 0.01
 _ANSWER_TOKENS: Final = 4
-"""Tokens by which prompts are told apart; the first is compared later, because a batch may round others differently."""
+"""Tokens in which prompts differ; only the first is compared later, because a batch may round others differently."""
 _LEARNING: Final = 4
 """Pairs in which the plugin learns the link's rate; they do not count."""
 
