@@ -97,6 +97,8 @@ _DECODER_TOKENS, _DECODED_TOKENS, _ARRIVAL_S = 200, 240, 0.5
 _HALF_WIDTH_MAX: Final = 0.01
 _WARM: Final = made_up(DEFAULT_CHUNK_TOKENS + 1, 901)
 """Prompt that shows that a restarted data plane is connected."""
+_ANSWER_TOKENS: Final = 4
+"""Tokens in which prompts differ; only the first is compared later, because a batch may round others differently."""
 _LEARNING: Final = 4
 """Pairs in which the plugin learns the link's rate; they do not count."""
 
@@ -231,7 +233,7 @@ def _serve(bed: Bed, case: _Case, system: _System) -> float:
 def _measure_beside(report: Report, bed: Bed, case: _Case, count: int, pairs: int) -> None:
     """Measure loads at once beside decoding, layer by layer and as a whole."""
     prompts = [made_up(case.tokens, seed) for seed in range(1000, 1000 + count)]
-    answers = [bed.serve_computed(prompt, case.stored) for prompt in prompts]
+    answers = [bed.serve_computed(prompt, case.stored, _ANSWER_TOKENS)[:1] for prompt in prompts]
     for prompt in prompts:
         bed.store(prompt[: case.stored])
     decoders = [

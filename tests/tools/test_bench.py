@@ -75,7 +75,7 @@ SMALL = {
     ],
     "layers": [
         *("--layers", "3", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt", "600:1"),
-        *("--prompt", "700:2", "--repeats", "1", "--no-s3"),
+        *("--prompt", "700:2", "--repeats", "1", "--no-s3", "--beside", "0"),
     ],
     "auto": [
         *("--layers", "3", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt", "600"),
