@@ -4,7 +4,7 @@ First their headers are read, which say where the layers are. Then the layers ar
 Where the tenant has room for all records, the store reads each one whole, from its beginning on, and keeps it.
 Otherwise only ranges are read, some groups ahead of what the connection has sent, and nothing is kept.
 
-Each range is checked against the header's checksums. A record that cannot be read, was replaced, or is damaged has no
+Each range that is read is checked against the header's checksums. A record that cannot be read, was replaced, or is damaged has no
 bytes in the layers from then on.
 """
 
@@ -230,6 +230,8 @@ class FarRecords:
 
         ``records``: the near records of the request.
         """
+        if self._asked == len(self._groups):
+            return False
         left = ENTRIES_PER_HOLD
         with self._node.lock:
             self._node.store.client = self._client
@@ -252,8 +254,8 @@ class FarRecords:
         index, (begin, end) = self._indices[number], group.ranges[number]
         far, store = self._records[index], self._node.store
 
-        def done(held: Item | Lease | None, data: Bytes | None) -> None:
-            is_sound = data is not None and far.is_sound(begin, data)
+        def done(held: Item | Lease | None, data: Bytes | None, *, is_checked: bool = False) -> None:
+            is_sound = data is not None and (is_checked or far.is_sound(begin, data))
             with self._lock:
                 if held is not None:
                     group.held.append(held)
@@ -277,9 +279,9 @@ class FarRecords:
             )  # fmt: skip
         elif self._keeps:
             store.hold(item)
-            done(item, memoryview(item.value)[begin:end])
+            done(item, memoryview(item.value)[begin:end], is_checked=True)
         else:  # there is no room to hold all of it
-            done(None, bytes(memoryview(item.value)[begin:end]))
+            done(None, bytes(memoryview(item.value)[begin:end]), is_checked=True)
             return _COPY_COST
         return 1
 
