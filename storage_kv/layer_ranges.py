@@ -4,8 +4,8 @@ First their headers are read, which say where the layers are. Then the layers ar
 Where the tenant has room for all records, the store reads each one whole, from its beginning on, and keeps it.
 Otherwise only ranges are read, some groups ahead of what the connection has sent, and nothing is kept.
 
-Each range that is read is checked against the header's checksums. A record that cannot be read, was replaced, or is damaged has no
-bytes in the layers from then on.
+Each range that is read is checked against the header's checksums. A record that cannot be read, was replaced, or is
+damaged has no bytes in the layers from then on.
 """
 
 import threading
