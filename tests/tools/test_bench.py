@@ -43,7 +43,7 @@ SMALL = {
     "index": ["--objects", "50000", "--repeats", "1"],
     "link": ["--rate", "4", "--chunks-per-gbit", "0.25", "--repeats", "1", *NO_PEERS],
     "control": ["--requests", "4", "--prompt-chunks", "2"],
-    "memory": [],
+    "memory": ["--longest", "8192", "--repeats", "1"],
     "tiers": ["--chunks", "3", "--repeats", "1", *NO_PEERS],
     "pages": ["--layers", "2", "--repeats", "1"],
     "isolation": ["--samples", "100"],
