@@ -54,9 +54,9 @@ _IN_TIME: Final = 0.8
 """Loads that are predicted to take a larger share of their deadline than this are not started."""
 _AS_FAST: Final = 1.25
 """A load below this multiple of its time at the rate limit was limited by the rate, not by its tiers."""
-_COLD_MAX: Final = 3.0
-"""In layer order, a step waits for object storage at most this multiple of its computing time: new requests wait, too.
-A longer load gains less than a quarter from it."""
+_LOAD_MAX: Final = 3.0
+"""A step waits for layers at most this multiple of its computing time: new requests wait, too, and the gain would
+be less than a quarter. With ``layer_order: true`` this limits the time for object storage only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,8 +249,8 @@ class FetchOrRecompute:
 
     def stream_of(self, decision: Decision, tokens: int) -> Stream:
         """Return the load of a decision for a prompt in the same way."""
-        end = decision.end_tokens
-        return Stream(decision.load_seconds, end, min(tokens - end, self._step_tokens))
+        end, cold_s = decision.end_tokens, decision.tier_seconds.get(Tier.COLD, 0.0)
+        return Stream(decision.load_seconds, end, min(tokens - end, self._step_tokens), cold_s)
 
     def configured(self, hit: Hit, now: float) -> Decision:
         """Return the decision to fetch everything, for engines without the policy."""
@@ -329,14 +329,16 @@ class FetchOrRecompute:
             return Decision(way=way, end_tokens=end, kind=way, seconds=rest)
         load = self._load(hit, way, end)
         waiting = self.waiting(now)
-        too_long = way == "layers" and load.load_cold_seconds > _COLD_MAX * rest
-        if too_long or not load.load_seconds:
+        if not load.load_seconds:
             return None
         if not hit.layers:
             return replace(load, seconds=waiting + load.load_seconds + rest)
         first = rest
         if hit.tokens > end + self._step_tokens:  # only the first of several steps computes while layers arrive
             first = min(self._compute_seconds(end, end + self._step_tokens) or rest, rest)
+        limited = load.tier_seconds.get(Tier.COLD, 0.0) if self._layers_first else load.load_seconds
+        if way == "layers" and limited > _LOAD_MAX * first:
+            return None
         alike = _alike(load.tier_seconds, load.load_seconds, first)
         load = replace(load, alike=alike)
         if way == "fetch":

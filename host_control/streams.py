@@ -26,32 +26,49 @@ class Stream(NamedTuple):
         load_s: Predicted seconds of the load alone; 0 if unknown.
         computed: Tokens before those that the step computes.
         new: Tokens of the request that the step computes.
+        cold_s: Seconds of the load in which object storage is read, and other loads go on.
     """
 
     load_s: float
     computed: int
     new: int
+    cold_s: float = 0.0
 
 
 class Streams:
-    """The streams of the step that is being scheduled, in ``joined``.
+    """The streams of the step that is being scheduled.
 
-    ``budget``: largest share of a step for which it may wait.
+    Args:
+        budget: Largest share of a step for which it may wait.
+        step_tokens: Most tokens that a step computes.
+
+    Attributes:
+        joined: The streams.
+        load_s, queued_s: Seconds of their loads, and those in which no other load goes on.
+        is_closed: A load waits for the next step, so no later request joins this one.
     """
 
-    def __init__(self, table: ComputeTable, budget: float) -> None:
+    def __init__(self, table: ComputeTable, budget: float, step_tokens: int) -> None:
         self._table = table
         self._budget = budget
-        self.joined: list[Stream] = []
-        self.load_s = 0.0
+        self._step_tokens = step_tokens
+        self.clear()
 
     def join(self, stream: Stream) -> None:
-        self.joined.append(stream)
+        self.joined.append(self._cut(stream))
         self.load_s += stream.load_s
+        self.queued_s += stream.load_s - stream.cold_s
 
     def clear(self) -> None:
         """Begin with the next step."""
-        self.joined, self.load_s = [], 0.0
+        self.joined: list[Stream] = []
+        self.load_s = self.queued_s = 0.0
+        self.is_closed = False
+
+    def _cut(self, stream: Stream) -> Stream:
+        """Return a stream with the tokens that the step can still compute of it."""
+        left = self._step_tokens - sum(each.new for each in self.joined)
+        return stream._replace(new=max(min(stream.new, left), 0))
 
     def why_not(self, stream: Stream, layers: int, *, queued_s: float, busy: bool) -> str:
         """Return why a load does not join this step's streams; empty if it does.
@@ -60,7 +77,14 @@ class Streams:
             queued_s: Seconds of other loads before it.
             busy: Other requests run or load.
         """
-        others, joined = self.joined, [*self.joined, stream]
+        reason = self._why_not(stream, layers, queued_s, busy=busy)
+        self.is_closed |= reason == NEXT_STEP
+        return reason
+
+    def _why_not(self, stream: Stream, layers: int, queued_s: float, *, busy: bool) -> str:
+        others, joined = self.joined, [*self.joined, self._cut(stream)]
+        if not joined[-1].new:
+            return NEXT_STEP if self._keeps_up([stream], layers, queued_s) else OTHER_REQUESTS
         joins = not busy or self._keeps_up(joined, layers, queued_s)
         if not others:
             return "" if joins else OTHER_REQUESTS

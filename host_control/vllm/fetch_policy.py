@@ -64,7 +64,7 @@ class PolicyRunner:
             fetch_timeout_s=config.fetch_timeout_s,
             layers_first=config.layer_order is True,
         )
-        self._streams = Streams(table, config.interference_budget)
+        self._streams = Streams(table, config.interference_budget, step_tokens)
         self._always = config.fetch_or_recompute
         self._rate = rate
         self._chunk_tokens = chunk_tokens
@@ -97,10 +97,9 @@ class PolicyRunner:
         load, local = state.load, state.load.local_tokens
         end = local + usable
         hit = self._hit_of(state, answer, usable, layerwise=not load.not_layerwise)
-        # A prompt that another engine computes for this one is loaded, whatever the policy predicts, and not learnt.
+        # A prompt that another engine computes for this one is loaded, whatever the policy predicts.
         waits = state.disaggregation.waits
-        decision = self._policy.configured(hit, self._clock()) if waits else self.decide(hit)
-        load.decision = None if waits else decision
+        decision = load.decision = self._policy.configured(hit, self._clock()) if waits else self.decide(hit)
         if decision.kind == "configured" and not hit.layers:
             return usable
         if decision.way == "compute":
@@ -132,9 +131,14 @@ class PolicyRunner:
         if answer is None:
             return OTHER_REQUESTS
         hit = self._hit_of(state, answer, usable, layerwise=True)
-        queued_s = max(self._policy.waiting(self._clock()) - self._streams.load_s, 0.0)
+        queued_s = max(self._policy.waiting(self._clock()) - self._streams.queued_s, 0.0)
         stream = self._policy.stream(hit)
         return self._streams.why_not(stream, hit.layers, queued_s=queued_s, busy=loading or running)
+
+    @property
+    def step_is_closed(self) -> bool:
+        """A load waits for the next step, and requests behind it would overtake it."""
+        return self._streams.is_closed
 
     def computes_anyway(self, state: RequestState, *, layerwise: Callable[[], bool], stores: bool) -> bool:
         """Tell if computing a prompt is best even if all of it is stored; then the lookup is not waited for.
@@ -193,9 +197,11 @@ class PolicyRunner:
     def follow(self, state: RequestState, decision: Decision) -> None:
         """Record that a request has blocks and continues as decided."""
         request, now = state.request, self._clock()
-        self._policy.begin(request.request_id, decision, now)
         if decision.way == "layers":
             self._streams.join(self._policy.stream_of(decision, request.num_tokens))
+        if state.disaggregation.waits:
+            return  # its time shows how long the other engine took
+        self._policy.begin(request.request_id, decision, now)
         if decision.way != "compute":
             state.load.decision, state.load.began_s = decision, now
         if decision.kind == "configured":
@@ -217,9 +223,13 @@ class PolicyRunner:
 
     def load_ended(self, load: Load) -> None:
         """Learn from a load that has ended."""
-        for waiting in (*self._waiting.values(), *(self._first_tokens[0] if self._first_tokens else ())):
+        first = self._first_tokens[0] if self._first_tokens else []
+        for waiting in (*self._waiting.values(), *first):
             if waiting.request_id == load.request_id:
                 waiting.layer_waits = load.layer_waits
+                if load.in_step and load.state is State.SHORT and waiting in first:  # vLLM takes this step back
+                    first.remove(waiting)
+                    self._waiting[load.request_id] = waiting
         if (decision := load.decision) is None:
             return
         now, seconds = self._clock(), load.seconds

@@ -142,10 +142,11 @@ class SchedulerSide:
             self._logger.error("ShadowServe is off, every prompt is computed: %s", error)
             return
         shake, self._clients, self.epochs.ranks = workers.shake, workers.clients, len(handshakes)
-        self.ways.by_layers = shake.layers > 0
+        layers = shake.layers if config.layer_order else 0
+        self.ways.by_layers = layers > 0
         if self._policy_runner is not None:
-            self._policy_runner.start(shake.layers, shake.chunk_bytes)
-        self._timing.begin(shake.model, shake.machine, shake.layers, self._logger, self._clients)
+            self._policy_runner.start(layers, shake.chunk_bytes)
+        self._timing.begin(shake.model, shake.machine, layers, self._logger, self._clients)
         lookup = self._lookup = self._outcomes.lookup = self._make_lookup(workers, groups)
         if self._engine.fetch:
             self.waiting = WaitingQueue(lookup.chains, self._clients, by_priority=self._engine.by_priority)
@@ -241,6 +242,8 @@ class SchedulerSide:
             return None  # its prefix may be KV that this step waits for; the next step knows if that KV is valid
         if (state := self._served(request.request_id)) is None:
             return 0
+        if self._policy_runner is not None and self._policy_runner.step_is_closed:
+            return None
         self._outcomes.begin(request)
         load = state.probe(local_tokens)
         self._look_up_again(state)
@@ -330,9 +333,9 @@ class SchedulerSide:
 
     def _why_not_layerwise(self, state: RequestState, answer: LookupAnswer | None = None, usable: int = 0) -> str:
         """Return the reason why a load of ``usable`` tokens cannot go layer by layer; empty if it can."""
-        if not self.ways.by_layers or self._policy_runner is None:
+        if not self.ways.by_layers:
             return NO_LAYERS
-        save = state.current_save
+        save, runner = state.current_save, self._policy_runner
         counts_pending = self._lookup is not None and self._lookup.counts_pending(state.request.request_id)
         return self.ways.not_by_layers(
             state.request,
@@ -340,7 +343,7 @@ class SchedulerSide:
             partial_block=answer is not None
             and answer.tail
             and (state.load.local_tokens + usable) % self._groups.groups[0].block_tokens != 0,
-            others=self._policy_runner.why_not_stream(state, answer, usable, self._requests, self._loads),
+            others=runner.why_not_stream(state, answer, usable, self._requests, self._loads) if runner else "",
         )
 
     def _count_lookup(self, state: RequestState, answer: LookupAnswer) -> None:

@@ -120,6 +120,8 @@ def why_not_layers(config: HostConfig, vllm_config: Any, groups: Groups, *, load
     }.items():
         if given:
             return f"{option} is set"
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        return "engines that run data-parallel wait for each other's steps"
     if not groups.one:
         return "it needs one KV cache group of full attention without draft layers"
     if (problem := in_step_problem(vllm_config)) is not None:
