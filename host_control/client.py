@@ -300,7 +300,11 @@ class DataPlaneClient:
             cold_seconds=decision.cold_seconds, queued_seconds=decision.queued_seconds,
             tier_bytes={tier.label: int(size) for tier, size in decision.tier_bytes.items()},
             layer_waits=[
-                pb.LayerWait(begin_s=max(wait.begin_s - result.since, 0.0), seconds=wait.seconds, ahead=wait.ahead)
+                pb.LayerWait(
+                    begin_s=min(max(wait.begin_s - result.since, 0.0), result.seconds),  # clocks of two machines
+                    seconds=wait.seconds,
+                    ahead=wait.ahead,
+                )
                 for wait in result.layer_waits
             ],
             not_layerwise=result.not_layerwise,

@@ -407,11 +407,11 @@ class FetchOrRecompute:
         return {Tier(tier): chunks * hit.chunk_bytes for tier, chunks in tiers.items() if chunks and hit.chunk_bytes}
 
     def waiting(self, now: float) -> float:
-        """Return the seconds until a load that is queued now can begin."""
+        """Return the seconds until a load that is queued now can begin. A late load may be late by as much again."""
         if not self._queued:
             return 0.0
         first = next(iter(self._queued.values()))
-        return sum(self._queued.values()) - min(max(now - self._first_began, 0.0), first)
+        return sum(self._queued.values()) - first + abs(first - max(now - self._first_began, 0.0))
 
 
 def _alike(tier_seconds: Mapping[Tier, float], load_seconds: float, computing: float) -> Alike:

@@ -7,7 +7,7 @@ not the length of the prompt. A prompt that fits the memory is one window.
 
 Several fetches that one step waits for share the ring as *streams*: some layers of the first, the same layers of the
 second, and so on. Each has an outcome of its own. A stream that brings nothing while others wait is put aside: its
-calls are cancelled, and it goes on after the others.
+calls are cancelled, and it goes on after the others, as soon as the data plane has ended these calls.
 
 The records may be of another shard layout. A window then has a part for each shard that holds its layers, and it ends
 where a pipeline stage of those records ends, so all parts of a window have the same layers.
@@ -278,9 +278,9 @@ class _Ring:
             self._mover.batches.end(fetch, stream.reason, stream.detail)
 
     def _put_back(self, windows: Sequence[tuple[_Stream, LayerWindow]]) -> None:
-        """Fetch windows, or what is left of them, before all others, but those of streams that stalled last."""
+        """Fetch windows, or what is left of them, before others of the same layers; streams that stalled come last."""
         ordered = [(stream, left) for stream, window in windows for left in stream.rest(window)] + [*self._windows]
-        self._windows = deque(sorted(ordered, key=lambda each: each[0].stalls))  # in their order
+        self._windows = deque(sorted(ordered, key=lambda each: (each[0].stalls, each[1].layer)))
 
     # ---- Calls
 
@@ -366,6 +366,8 @@ class _Ring:
         if window.chunk >= stream.chunks:
             return False  # nothing of it can be used any more
         if answer.reason == Reason.CANCELLED and call.is_put_aside and not stream.fetch.cancelled:
+            if call.scattered < window.layers_end:
+                self._place_row(call, leading(delivered[call.scattered - window.layer]))
             return True
         if answer.reason == Reason.REFUSED and call.has_company:  # the queue of calls is full
             self._ahead = False
@@ -418,7 +420,7 @@ class _Ring:
             stream.stalls += 1
             for each in self._calls:
                 each.is_put_aside |= each.stream is stream
-        return call.is_put_aside
+        return call.is_put_aside and others > 0
 
     def _arrived(self, call: _Call, layers: int) -> None:
         if layers > call.reported:

@@ -268,6 +268,8 @@ def test_auto_is_as_fast_as_the_better_of_whole_and_streamed(mbit: int, end: int
         engine.serve_auto(hit)
     taken = [engine.serve_auto(hit) for _ in range(200)]
     better = min(engine.stream(hit), engine.whole(hit))
+    if engine.fetch_seconds(end // CHUNK * CHUNK_BYTES) > 3 * compute_seconds(end, 4096):
+        better = engine.whole(hit)  # new requests would wait for the step too long
     assert sum(taken) <= 1.02 * len(taken) * better
     ways = {decision.way for decision in engine.decisions[-200:]}
     gap = max(engine.stream(hit), engine.whole(hit)) / better

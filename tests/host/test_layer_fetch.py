@@ -244,6 +244,16 @@ def test_buffers_that_hold_less_than_a_window_cost_calls_only(
     assert plane.calls.count(ring.call) == (6 if layers == 1 else 3)
 
 
+def test_what_is_left_of_two_windows_comes_in_the_order_of_computing(
+    make_kit: MakeKit, shape: ChunkLayout, plane: ScriptedDataPlane
+) -> None:
+    """Half the memory holds two layers of the three chunks, the data plane's buffers one; two windows are in flight."""
+    ring = Layered(make_kit, replace(shape, layers=6), streamed=False, chunks=2)
+    plane.script.batch_layers = 1
+    assert ring.ended(ring.begin("a")).complete
+    assert [first for first, _ in ring.layers] == [0, 2, 1, 3, 4, 5]
+
+
 @pytest.mark.parametrize("layer", [0, 2])
 def test_a_data_plane_that_restarts_costs_the_windows_in_flight(
     ring: Layered, plane: ScriptedDataPlane, layer: int

@@ -45,7 +45,7 @@ def make(
         is_kv_producer=True,
         kv_load_failure_policy="recompute",
     )
-    parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1)
+    parallel = SimpleNamespace(data_parallel_size=1, tensor_parallel_size=2, pipeline_parallel_size=1)
     config = SimpleNamespace(
         kv_transfer_config=transfer,
         parallel_config=parallel,

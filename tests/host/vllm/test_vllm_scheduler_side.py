@@ -421,6 +421,25 @@ def test_auto_streams_loads_that_are_predicted_to_be_faster_and_tells_why_others
     assert seeded.not_layerwise == "seed" and not seeded.layer_waits
 
 
+def test_the_first_token_of_a_stream_that_fell_short_is_the_one_of_a_later_step(
+    make_scene: Callable[..., Scene],
+) -> None:
+    """vLLM takes back the step that computed on the load."""
+    scene = make_scene(layer_order=True)
+    scene.side.ways.by_layers = True
+    scene.side._policy_runner.start(4, 0)
+    scene.arrive(stored=4, name="r", status=None)
+    assert scene.load().layerwise
+    scene.side.stepped()
+    scene.side.step(step(new={"r": (4 * CHUNK, len(TOKENS) - 4 * CHUNK)}))
+    scene.side.worker_output(set(), report({"r": 1}))
+    scene.side.stepped()
+    assert not scene.counted().get("first_token_seconds/configured") and "r" in scene.side._policy_runner._waiting
+    scene.side.step(step(cached={"r": (CHUNK, len(TOKENS) - CHUNK)}))
+    scene.side.stepped()
+    wait_for(lambda: len(scene.plane.decisions) == 1)
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [

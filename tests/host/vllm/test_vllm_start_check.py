@@ -18,7 +18,7 @@ def engine(name: str, extra: dict[str, Any], **changes: Any) -> Any:
     transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra, is_kv_consumer=loads)
     given: dict[str, Any] = {
         "kv_transfer_config": transfer,
-        "parallel_config": SimpleNamespace(pipeline_parallel_size=1),
+        "parallel_config": SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
         "device_config": SimpleNamespace(device_type="cpu"),
         "max_concurrent_batches": 1,
         "use_v2_model_runner": False,
@@ -45,7 +45,10 @@ def accepts(name: str, extra: dict[str, Any], **changes: Any) -> bool:
 
 
 DRAFTS = SimpleNamespace(use_eagle_block_drop=lambda: True)
-STAGES = {"parallel_config": SimpleNamespace(pipeline_parallel_size=2), "max_concurrent_batches": 2}
+STAGES = {
+    "parallel_config": SimpleNamespace(pipeline_parallel_size=2, data_parallel_size=1),
+    "max_concurrent_batches": 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -96,6 +99,7 @@ FULL_GRAPHS = SimpleNamespace(cudagraph_mode=SimpleNamespace(has_full_cudagraphs
         ({}, STAGES, "pipeline stage"),
         ({}, {"use_v2_model_runner": True}, "second model runner"),
         ({}, {"compilation_config": FULL_GRAPHS}, "CUDA graphs"),
+        ({}, {"parallel_config": SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=2)}, "data-parallel"),
         ({"pages": True}, {}, "pages: true"),
         ({"asynchronous_fetch": False}, {}, "asynchronous_fetch: false"),
     ],
