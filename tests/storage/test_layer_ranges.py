@@ -125,6 +125,26 @@ def test_the_first_layer_is_sent_before_a_bucket_has_answered_the_last_range(
     assert client.info()["lost_values"] == str(len(asked) - len(there))
 
 
+def test_a_prefetch_and_a_header_of_a_record_that_is_being_read_do_not_stop_the_node(
+    faulty: FaultyS3, start: Start
+) -> None:
+    bucket = bucket_flags(faulty.endpoint, gather_s=0.2, timeout_s=60.0)
+    first = start("--memory-budget-bytes", "64 MiB", *bucket, environment=CREDENTIALS)
+    [(key, value)] = stored(first.client(), 1, **LARGE).items()
+    wait_for(lambda: first.client().info("s3")["records"] == "1")
+    client = start("--memory-budget-bytes", "64 MiB", *bucket, environment=CREDENTIALS).client()
+    wait_for(lambda: client.info("s3")["records"] == "1")
+    read = threading.Event()
+    [body] = faulty.objects.values()
+    second = body.find(value) + MIB
+    faulty.fault = lambda of: Answer(after=read) if of.range is not None and of.range[0] >= second else None
+    assert client.call("GETRANGE", key, 0, 9) == value[:10]
+    client.call("KV.PREFETCH", key)
+    assert client.call("GETRANGE", key, 0, 9) == value[:10]
+    read.set()
+    assert client.call("GET", key) == value
+
+
 def test_a_stream_reads_ahead_what_its_tenant_has_room_for_and_no_bytes_of_another_record() -> None:
     with Served(memory_budget_bytes=16 * MIB) as server:
         store, client = server.store, server.client()

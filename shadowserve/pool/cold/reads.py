@@ -265,6 +265,7 @@ class ColdReader:
             if not refused and read is None and self._queue.waiting(item.address[0]) >= _WAITING_MAX:
                 refused = True
                 self.crowded_out += 1
+            answered: Lease | None = None
             if not refused:
                 if read is None:
                     ahead = ahead and self._has_room(item.address[0], size)
@@ -274,13 +275,14 @@ class ColdReader:
                     self._bytes_wanted += read.size
                     self._enqueue(read)
                     self._changed.notify()
-                read.waiting.append(_Waiter(start - read.begin, end - read.begin, done))
-                answered = read.take_answered() if ahead or in_parts else []
-        if refused:
-            done(None)
-            return
-        for client, lease in answered:
-            client(lease)
+                waiter = _Waiter(start - read.begin, end - read.begin, done)
+                if (ahead or in_parts) and waiter.end <= read.sound:
+                    assert read.memory is not None
+                    answered = Lease(read.memory[waiter.start : waiter.end])
+                else:  # other clients' callbacks may take the pool's lock
+                    read.waiting.append(waiter)
+        if refused or answered is not None:
+            done(answered)
 
     def _has_room(self, tenant: int, size: int) -> bool:
         """Return whether a record may be kept until all of its parts are here; otherwise it is read at once."""
