@@ -349,14 +349,21 @@ class ColdReader:
     # ---- The threads that read
 
     def _run(self) -> None:
-        while (batch := self._next()) is not None:
-            start, end = batch[0][1], batch[-1][2]
+        while not self._closed:
+            batch: list[_Part] = []
             try:
-                self._read_range(batch, start, end)
-            except Exception:  # a bug must not end this thread
+                batch = self._next()
+                if batch:
+                    self._read_range(batch, batch[0][1], batch[-1][2])
+            except Exception:  # a bug, or no memory, must not end this thread or leave clients waiting
                 _log.exception("s3_read_failed")
+                for read, *_ in batch:
+                    for each in self._take(read):
+                        each.done(None)
             with self._changed:
-                self._bytes_under_way -= end - start
+                if not batch and not self._closed:
+                    self._changed.wait(1.0)
+                self._bytes_under_way -= sum(end - start for _, start, end in batch)
                 for read, *_ in batch:
                     self._parts_under_way -= read.step < read.size
                     if read.has_more and not read.is_queued and self._reads.get(read.at) is read:
@@ -383,8 +390,8 @@ class ColdReader:
             self._breaker.succeeded()
             self._process(batch, data)
 
-    def _next(self) -> list[_Part] | None:
-        """Return neighbours to read together when there is room for them; None at the end."""
+    def _next(self) -> list[_Part]:
+        """Return neighbours to read together when there is room for them; none at the end."""
         with self._changed:
             while not self._closed:
                 batch = self._next_batch()
@@ -395,7 +402,7 @@ class ColdReader:
                     self._queue.charge(batch[0].address[0], batch[0].client, size + _COST_BYTES)
                     return [self._begin(read) for read in batch]
                 self._changed.wait(1.0)
-        return None
+        return []
 
     def _begin(self, read: _Read) -> _Part:
         """Begin a part. The next one waits behind those of other records, so that records come side by side."""
@@ -415,7 +422,7 @@ class ColdReader:
         if found is None:
             return []
         _, _, first = found
-        of_object = self._by_object[first.contents.name]
+        of_object = self._by_object.get(first.contents.name, {})  # several reads may begin at the same byte
         batch, size = [first], first.end - first.start
         while (read := of_object.get(batch[-1].end)) is not None:
             size += read.end - read.start
