@@ -73,3 +73,25 @@ def test_a_record_for_which_there_is_no_memory_is_a_miss_and_is_read_later(
         reading = node.open(chain.keys[0], 0, 100, ahead=True)
         assert reading is not None and reading.wait() is None
     assert node.value(chain.keys[0]) == chain.values[0]
+
+
+def test_a_client_that_joins_a_read_in_parts_waits_no_longer_than_timeout_s(
+    bucket: FaultyS3, open_node: Opens
+) -> None:
+    chain, now_s = Chain("large", 1, 4 * MIB), [1000.0]
+    node = reader(open_node, chain, timeout_s=20.0, clock_s=lambda: now_s[0])
+    gates = [threading.Event() for _ in range(6)]
+    gates[0].set()
+    bucket.fault = lambda of: None if of.range is None else Answer(after=gates[of.range[0] // MIB])
+    header = node.open(chain.keys[0], 0, 100, ahead=True)
+    assert header is not None and header.wait() == chain.values[0][:100]
+    whole, second = node.open(chain.keys[0]), node.open(chain.keys[0], 0, MIB, ahead=True)
+    now_s[0] += 15
+    gates[1].set()
+    assert second is not None and second.wait() == chain.values[0][:MIB]  # the read itself has another 20 s
+    now_s[0] += 10
+    assert whole is not None and whole.wait() is None
+    for gate in gates:
+        gate.set()
+    assert node.value(chain.keys[0]) == chain.values[0]
+    assert not node.cold().failed_reads
