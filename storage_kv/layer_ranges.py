@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shadowserve import native, record
-from shadowserve.errors import CorruptRecordError
+from shadowserve.errors import CorruptRecordError, ShadowServeError
 from shadowserve.pool.entries import parse_key
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import ENTRIES_PER_HOLD, Address, Item, Lease
@@ -33,6 +33,8 @@ _GROUPS_AHEAD: Final = 4
 """Without room for all records: groups for which there is room. They are as small as that takes, to a limit."""
 _COPY_COST: Final = 8
 """Cost of a range that is copied, in ranges that are not copied, in one hold of the lock."""
+_READ_BYTES: Final = 64 << 10
+"""What the read of a header or a range takes besides its bytes: a device reads whole blocks."""
 _RANGES_MAX: Final = 1 << 19
 """Most ranges of one request: 64 for each of 8192 records. Layers that do not follow each other have a range each."""
 
@@ -43,10 +45,11 @@ Table = npt.NDArray[np.uint32]
 class _Far:
     """One record."""
 
-    __slots__ = ("address", "header_bytes", "is_lost", "length", "lease", "manifest", "offsets")
+    __slots__ = ("address", "cold", "header_bytes", "is_lost", "length", "lease", "manifest", "offsets")
 
     def __init__(self, address: Address, item: Item) -> None:
         self.address, self.length, self.header_bytes = address, item.length, item.header_bytes
+        self.cold = item if item.is_cold else None
         self.lease: Lease | None = None  # of the header
         self.is_lost = False
 
@@ -151,7 +154,7 @@ class FarRecords:
     def add_up(self, index: int, item: Item) -> None:
         self._added.add(index)
         self._count += 1
-        self._header_bytes += item.header_bytes
+        self._header_bytes += item.header_bytes + _READ_BYTES
         self.needed_bytes += item.length
 
     @property
@@ -176,7 +179,7 @@ class FarRecords:
     # ---- Headers
 
     def kept_bytes(self, item: Item) -> int:
-        return item.length if self._keeps else item.header_bytes
+        return item.length if self._keeps else item.header_bytes + _READ_BYTES
 
     def read_header(self, index: int, address: Address, item: Item) -> None:
         """Begin to read a record of the request. Needs the node's lock."""
@@ -213,10 +216,20 @@ class FarRecords:
         if far is None:
             return None
         far.is_lost = True
-        bounds = far.find_layers()
+        try:
+            bounds = far.find_layers()
+        except ShadowServeError:
+            if far.lease is not None:
+                self._report_damage(far)
+            raise
         far.is_lost = False
         assert far.lease is not None
         return far.lease.view, bounds
+
+    def _report_damage(self, far: _Far) -> None:
+        """Report that bytes of a record are wrong, unless the bucket's reader has checked them."""
+        if far.cold is not None and not self._keeps:
+            self._node.store.report_damage(far.cold)
 
     @property
     def lost_headers(self) -> int:
@@ -298,6 +311,8 @@ class FarRecords:
 
         def done(held: Item | Lease | None, data: Bytes | None, *, is_checked: bool = False) -> None:
             is_sound = data is not None and (is_checked or far.is_sound(begin, data))
+            if data is not None and not is_sound:
+                self._report_damage(far)
             with self._lock:
                 if held is not None:
                     group.held.append(held)

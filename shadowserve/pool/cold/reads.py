@@ -511,10 +511,13 @@ class ColdReader:
                     done(lease)
 
     def _drop_damaged(self, read: _Read, error: RecordError) -> None:
-        self._catalog.hide(read.contents)
-        self._breaker.failed("damaged", error)
+        self.report_damage(read.contents, error)
         for each in self._take(read):
             each.done(None)
+
+    def report_damage(self, contents: Contents, error: object) -> None:
+        self._catalog.hide(contents)  # the next list finds out
+        self._breaker.failed("damaged", error)
 
     def _complete(self, read: _Read, data: memoryview) -> None:
         """Check a record, put it into the pool, and answer the waiting clients."""
