@@ -34,7 +34,7 @@ _GROUPS_AHEAD: Final = 4
 _COPY_COST: Final = 8
 """Cost of a range that is copied, in ranges that are not copied, in one hold of the lock."""
 _READ_BYTES: Final = 64 << 10
-"""What the read of a header or a range takes besides its bytes: a device reads whole blocks."""
+"""Memory that the read of a header takes besides its bytes: a device reads whole blocks."""
 _RANGES_MAX: Final = 1 << 19
 """Most ranges of one request: 64 for each of 8192 records. Layers that do not follow each other have a range each."""
 

@@ -75,9 +75,7 @@ def test_a_record_for_which_there_is_no_memory_is_a_miss_and_is_read_later(
     assert node.value(chain.keys[0]) == chain.values[0]
 
 
-def test_a_client_that_joins_a_read_in_parts_waits_no_longer_than_timeout_s(
-    bucket: FaultyS3, open_node: Opens
-) -> None:
+def test_a_client_that_joins_a_read_in_parts_waits_no_longer_than_timeout_s(bucket: FaultyS3, open_node: Opens) -> None:
     chain, now_s = Chain("large", 1, 4 * MIB), [1000.0]
     node = reader(open_node, chain, timeout_s=20.0, clock_s=lambda: now_s[0])
     gates = [threading.Event() for _ in range(6)]

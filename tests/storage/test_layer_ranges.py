@@ -20,6 +20,7 @@ from shadowserve import record
 from shadowserve.keys import storage_key
 from shadowserve.pool.types import DEFAULT_TENANT
 from storage_kv import layer_ranges
+from storage_kv.layer_stream import Stream
 
 MIB = 1 << 20
 LARGE = {"layer_bytes": MIB}
@@ -180,6 +181,25 @@ def test_a_stream_reads_ahead_what_its_tenant_has_room_for_and_no_bytes_of_anoth
         for _ in range(3):
             store.finish_read()
         wait_for(lambda: lent(server.client()) == 0 and store.leases == 0)
+
+
+def test_records_that_come_to_memory_after_they_were_added_up_are_sent_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Served(memory_budget_bytes=16 * MIB) as server:
+        store, client = server.store, server.client()
+        records = stored(client, 4, **LARGE)
+        reserve = Stream.reserve
+
+        def come_to_memory(stream: Stream, size: int) -> None:
+            store.away = False
+            reserve(stream, size)
+
+        monkeypatch.setattr(Stream, "reserve", come_to_memory)
+        store.away = True
+        asked = list(records)
+        check(client.call("KV.LAYERS", "0-3", 0, 0, *asked), asked, records, range(LAYERS))
+        wait_for(lambda: lent(client) == 0)
 
 
 @pytest.mark.parametrize("memory", [8 * MIB, 64 * MIB])
