@@ -35,8 +35,10 @@ _COPY_COST: Final = 8
 """Cost of a range that is copied, in ranges that are not copied, in one hold of the lock."""
 _READ_BYTES: Final = 64 << 10
 """Memory that the read of a header takes besides its bytes: a device reads whole blocks."""
-_RANGES_MAX: Final = 1 << 19
+RANGES_MAX: Final = 1 << 19
 """Most ranges of one request: 64 for each of 8192 records. Layers that do not follow each other have a range each."""
+RANGE_BYTES: Final = 10
+"""Memory of a range before it is read: its record, first byte and end."""
 
 Bytes = bytes | memoryview
 Table = npt.NDArray[np.uint32]
@@ -258,8 +260,8 @@ class FarRecords:
             if layer > first and (not follows or total + size > target):
                 self._add_group(first, layer, begins, lengths, far)
                 first, total = layer, 0
-                if len(self._groups) * len(far) > _RANGES_MAX:
-                    return f"these layers are more than {_RANGES_MAX} ranges: request them in order, or fewer keys"
+                if len(self._groups) * len(far) > RANGES_MAX:
+                    return f"these layers are more than {RANGES_MAX} ranges: request them in order, or fewer keys"
             total += size
         if self._keeps or max(group.size for group in self._groups) <= room:
             return ""

@@ -19,7 +19,7 @@ from shadowserve.pool.types import ENTRIES_PER_HOLD, Item, Lease
 from shadowserve.resp import encode_array_header, encode_bulk_header, encode_error
 from storage_kv.access.memory import Account
 from storage_kv.egress import Demand
-from storage_kv.layer_ranges import FarRecords, Sources, release_all
+from storage_kv.layer_ranges import RANGE_BYTES, RANGES_MAX, FarRecords, Sources, release_all
 from storage_kv.node import Node
 from storage_kv.reply import REFERENCE_BYTES_MIN, DeferredReply, ValueSlice
 from storage_kv.session import Session
@@ -32,7 +32,7 @@ _AHEAD: Final = 2  # limit of the layers that the connection has and has not sen
 _STREAM_BYTES: Final = 4 << 10
 _KEY_BYTES: Final = 512  # memory of a key beside its name: its held record, reads, its number in the reply
 _LAYER_BYTES: Final = 384  # memory of a layer: its part of the reply
-_PIECE_BYTES: Final = 18  # memory of a layer of a record: start and length, and its range if it is read alone
+_PIECE_BYTES: Final = 8  # memory of a layer of a record: start and length
 
 _WINDOW_BYTES: Final = 1 << 20  # large pieces in one call of the kernel: twice what it takes
 _JOINED_BYTES: Final = 256 << 10  # small pieces that are joined at a time
@@ -42,7 +42,8 @@ def memory_of(names: Sequence[bytes], layers: int) -> int:
     """Return the memory of a request beside the records."""
     keys = len(names)
     of_keys = sum(map(len, names)) + keys * (_KEY_BYTES + _PIECE_BYTES * layers)
-    return _STREAM_BYTES + of_keys + layers * _LAYER_BYTES
+    of_ranges = RANGE_BYTES * min(keys * layers, RANGES_MAX)
+    return _STREAM_BYTES + of_keys + layers * _LAYER_BYTES + of_ranges
 
 
 class _Part(DeferredReply):

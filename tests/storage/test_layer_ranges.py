@@ -225,7 +225,7 @@ def test_a_record_in_memory_that_replaced_another_one_is_not_sent_under_its_head
 
 
 def test_layers_that_need_too_many_ranges_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_ranges, "_RANGES_MAX", 7)
+    monkeypatch.setattr(layer_ranges, "RANGES_MAX", 7)
     with Served() as server:
         store, client = server.store, server.client()
         records = stored(client, 2, **LARGE)
