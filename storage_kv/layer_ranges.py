@@ -10,14 +10,16 @@ damaged has no bytes in the layers from then on.
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from shadowserve import native, record
-from shadowserve.errors import CorruptRecordError
+from shadowserve.errors import CorruptRecordError, ShadowServeError
 from shadowserve.pool.entries import parse_key
+from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import ENTRIES_PER_HOLD, Address, Item, Lease
 from storage_kv.node import Node
 
@@ -31,6 +33,12 @@ _GROUPS_AHEAD: Final = 4
 """Without room for all records: groups for which there is room. They are as small as that takes, to a limit."""
 _COPY_COST: Final = 8
 """Cost of a range that is copied, in ranges that are not copied, in one hold of the lock."""
+_READ_BYTES: Final = 64 << 10
+"""Memory that the read of a header takes besides its bytes: a device reads whole blocks."""
+RANGES_MAX: Final = 1 << 19
+"""Most ranges of one request: 64 for each of 8192 records. Layers that do not follow each other have a range each."""
+RANGE_BYTES: Final = 10
+"""Memory of a range before it is read: its record, first byte and end."""
 
 Bytes = bytes | memoryview
 Table = npt.NDArray[np.uint32]
@@ -39,10 +47,11 @@ Table = npt.NDArray[np.uint32]
 class _Far:
     """One record."""
 
-    __slots__ = ("address", "header_bytes", "is_lost", "length", "lease", "manifest", "offsets")
+    __slots__ = ("address", "cold", "header_bytes", "is_lost", "length", "lease", "manifest", "offsets")
 
     def __init__(self, address: Address, item: Item) -> None:
         self.address, self.length, self.header_bytes = address, item.length, item.header_bytes
+        self.cold = item if item.is_cold else None
         self.lease: Lease | None = None  # of the header
         self.is_lost = False
 
@@ -58,6 +67,10 @@ class _Far:
         self.offsets = self.manifest["offset"].astype(np.int64)
         return record.layer_bounds(self.lease.view)
 
+    def is_of(self, value: memoryview) -> bool:
+        """Return whether a value of the same length begins with this record's header, which has its checksums."""
+        return self.lease is not None and bytes(value[: self.header_bytes]) == bytes(self.lease.view)
+
     def is_sound(self, begin: int, data: Bytes) -> bool:
         """Return whether bytes that begin at a slice are those of the slices of this record."""
         view, end = memoryview(data), begin + len(data)
@@ -69,23 +82,37 @@ class _Far:
         )
 
 
+class Sources(dict[int, Bytes | None]):
+    """Bytes of the records of a request for some layers: of far ones their ranges, of the others all of them."""
+
+    __slots__ = ("records",)
+
+    def __init__(self, records: Sequence[Bytes | None]) -> None:
+        self.records = records
+
+    def __missing__(self, index: int) -> Bytes | None:
+        return self.records[index]
+
+
 class _Group:
-    """Consecutive layers ``[first, last)`` of the request, in which each record has one range.
+    """Consecutive layers ``[first, last)`` of the request, in which a record has at most one range.
 
     Attributes:
-        ranges: First byte and end in each record.
+        records, begins, ends: Numbers of the far records that have a range, and its first byte and end.
         asked: Number of records whose range is being read or was read.
         waiting: Number of records whose range has not come.
-        sources: Bytes of all records of the request: of near ones the whole, of the others their ranges.
+        sources: None before the first read and after the last layer.
     """
 
-    __slots__ = ("asked", "first", "held", "last", "lost", "ranges", "size", "sources", "waiting")
+    __slots__ = ("asked", "begins", "ends", "first", "held", "last", "lost", "records", "size", "sources", "waiting")
 
-    def __init__(self, first: int, last: int, ranges: list[tuple[int, int]]) -> None:
-        self.first, self.last, self.ranges = first, last, ranges
-        self.size = sum(end - begin for begin, end in ranges)
-        self.asked, self.waiting = 0, len(ranges)
-        self.sources: list[Bytes | None] = []
+    def __init__(self, first: int, last: int, begins: Table, ends: Table) -> None:
+        found = np.flatnonzero(ends > begins)
+        self.first, self.last = first, last
+        self.records, self.begins, self.ends = found.astype(np.uint16), begins[found], ends[found]
+        self.size = int(self.ends.sum(dtype=np.int64) - self.begins.sum(dtype=np.int64))
+        self.asked, self.waiting = 0, len(found)
+        self.sources: Sources | None = None
         self.held: list[Item | Lease] = []
         self.lost: list[int] = []
 
@@ -97,6 +124,7 @@ class FarRecords:
         needed_bytes: Size of the far records so far.
         least_bytes: Bytes of reads that must have room.
         reads: Number of running reads of the whole stream.
+        sent: Number of layers that were sent.
     """
 
     def __init__(self, node: Node, client: int, layers: Sequence[int], wake: Callable[[], None]) -> None:
@@ -104,28 +132,31 @@ class FarRecords:
         self._layers = layers
         self._count = self._header_bytes = self.needed_bytes = 0
         self._keeps = True
+        self._added: set[int] = set()
         self._records: dict[int, _Far] = {}
         self._indices: list[int] = []
         self._groups: list[_Group] = []
         self._part_bytes = self._room = self._ahead_bytes = 0
         self._asked = self._sending = self._released = 0  # groups
+        self._came: list[Callable[[], None]] = []  # answers that wait for the end of a hold of the node's lock
         self._lock = threading.Lock()
-        self.reads = 0
+        self.reads = self.sent = 0
 
     def __bool__(self) -> bool:
         return bool(self._groups)
 
-    @staticmethod
-    def has(address: Address, item: Item) -> bool:
-        """Return whether a record is one of these."""
+    def has(self, index: int, address: Address, item: Item) -> bool:
+        """Return whether a record is one of these. Without room for all, it is one although it has come to memory."""
         is_large = item.header_bytes > 0 and item.length >= FAR_BYTES_MIN
-        return item.value is None and is_large and parse_key(address)[2] is None
+        is_away = item.value is None or (not self._keeps and index in self._added)
+        return is_away and is_large and parse_key(address)[2] is None
 
     # ---- Room
 
-    def add_up(self, item: Item) -> None:
+    def add_up(self, index: int, item: Item) -> None:
+        self._added.add(index)
         self._count += 1
-        self._header_bytes += item.header_bytes
+        self._header_bytes += item.header_bytes + _READ_BYTES
         self.needed_bytes += item.length
 
     @property
@@ -150,11 +181,14 @@ class FarRecords:
     # ---- Headers
 
     def kept_bytes(self, item: Item) -> int:
-        return item.length if self._keeps else item.header_bytes
+        return item.length if self._keeps else item.header_bytes + _READ_BYTES
 
     def read_header(self, index: int, address: Address, item: Item) -> None:
         """Begin to read a record of the request. Needs the node's lock."""
         far = self._records[index] = _Far(address, item)
+        if item.value is not None:
+            far.lease = Lease(memoryview(bytes(memoryview(item.value)[: item.header_bytes])))
+            return
 
         def done(lease: Lease | None) -> None:
             far.lease = lease
@@ -184,10 +218,20 @@ class FarRecords:
         if far is None:
             return None
         far.is_lost = True
-        bounds = far.find_layers()
+        try:
+            bounds = far.find_layers()
+        except ShadowServeError:
+            if far.lease is not None:
+                self._report_damage(far)
+            raise
         far.is_lost = False
         assert far.lease is not None
         return far.lease.view, bounds
+
+    def _report_damage(self, far: _Far) -> None:
+        """Report that bytes of a record are wrong, unless the bucket's reader has checked them."""
+        if far.cold is not None and not self._keeps:
+            self._node.store.report_damage(far.cold)
 
     @property
     def lost_headers(self) -> int:
@@ -196,8 +240,8 @@ class FarRecords:
 
     # ---- Groups
 
-    def plan(self, begins: Table, lengths: Table, room: int) -> bool:
-        """Divide the layers into groups; return False if ``room`` bytes do not suffice.
+    def plan(self, begins: Table, lengths: Table, room: int) -> str:
+        """Divide the layers into groups; return why that is impossible, empty if it is possible.
 
         Args:
             begins, lengths: By layer and record of the request; ``begins`` of far records become those in their ranges.
@@ -205,7 +249,7 @@ class FarRecords:
         self._room = room
         self._indices = [index for index, far in self._records.items() if not far.is_lost]
         if not self._indices:
-            return True
+            return ""
         far = np.array(self._indices)
         sizes = lengths[:, far].sum(1, dtype=np.int64).tolist()
         first, total = 0, 0
@@ -216,50 +260,65 @@ class FarRecords:
             if layer > first and (not follows or total + size > target):
                 self._add_group(first, layer, begins, lengths, far)
                 first, total = layer, 0
+                if len(self._groups) * len(far) > RANGES_MAX:
+                    return f"these layers are more than {RANGES_MAX} ranges: request them in order, or fewer keys"
             total += size
-        return self._keeps or max(group.size for group in self._groups) <= room
+        if self._keeps or max(group.size for group in self._groups) <= room:
+            return ""
+        return f"one layer of these records has more than {room} bytes: request fewer keys"
 
     def _add_group(self, first: int, last: int, begins: Table, lengths: Table, far: npt.NDArray[np.intp]) -> None:
         start = begins[first, far].copy()
         end = start + lengths[first:last, far].sum(0, dtype=np.uint32)
         begins[first:last, far] -= start
-        self._groups.append(_Group(first, last, list(zip(start.tolist(), end.tolist(), strict=True))))
+        self._groups.append(_Group(first, last, start, end))
 
-    def read_more(self, records: Sequence[Bytes | None]) -> bool:
-        """Begin further reads, as far as there is room; return True if more may begin in another hold of the lock.
+    def work(self, records: Sequence[Bytes | None]) -> bool:
+        """Release what was sent, and begin further reads as far as there is room; return True if more is to do now.
 
-        ``records``: the near records of the request.
+        ``records``: the near records of the request. Holds the node's lock for a limited time.
         """
-        if self._asked == len(self._groups):
+        if self._asked == len(self._groups) and not self._has_sent:
             return False
-        left = ENTRIES_PER_HOLD
         with self._node.lock:
-            self._node.store.client = self._client
-            while self._asked < len(self._groups) and left > 0:
-                group = self._groups[self._asked]
-                if not group.asked:
-                    is_next = self._asked == self._released
-                    if not (self._keeps or is_next or self._ahead_bytes + group.size <= self._room):
-                        return False
-                    self._ahead_bytes += group.size
-                    group.sources = list(records)
-                while group.asked < len(self._indices) and left > 0:
-                    left -= self._read(group, group.asked)
-                    group.asked += 1
-                self._asked += group.asked == len(self._indices)
+            left = self._release_sent(ENTRIES_PER_HOLD)
+            more = left <= 0 or self._read_more(records, left)
+        came, self._came = self._came, []
+        for call in came:
+            call()
+        return more
+
+    def _read_more(self, records: Sequence[Bytes | None], left: int) -> bool:
+        self._node.store.client = self._client
+        while self._asked < len(self._groups) and left > 0:
+            group = self._groups[self._asked]
+            if group.sources is None:
+                is_next = self._asked == self._released
+                if not (self._keeps or is_next or self._ahead_bytes + group.size <= self._room):
+                    return False
+                self._ahead_bytes += group.size
+                group.sources = Sources(records)
+                left -= 1
+            while group.asked < len(group.records) and left > 0:
+                left -= self._read(group, group.sources, group.asked)
+                group.asked += 1
+            self._asked += group.asked == len(group.records)
         return self._asked < len(self._groups)
 
-    def _read(self, group: _Group, number: int) -> int:
+    def _read(self, group: _Group, sources: Sources, number: int) -> int:
         """Begin to read the range of a record; return its cost. Needs the node's lock."""
-        index, (begin, end) = self._indices[number], group.ranges[number]
+        begin, end = int(group.begins[number]), int(group.ends[number])
+        index = self._indices[group.records[number]]
         far, store = self._records[index], self._node.store
 
         def done(held: Item | Lease | None, data: Bytes | None, *, is_checked: bool = False) -> None:
             is_sound = data is not None and (is_checked or far.is_sound(begin, data))
+            if data is not None and not is_sound:
+                self._report_damage(far)
             with self._lock:
                 if held is not None:
                     group.held.append(held)
-                group.sources[index] = data if is_sound else None
+                sources[index] = data if is_sound else None
                 if not is_sound:
                     group.lost.append(index)
                 group.waiting -= 1
@@ -268,15 +327,23 @@ class FarRecords:
             if wakes:
                 self._wake()
 
+        thread = threading.get_ident()
+
+        def read(lease: Lease | None) -> None:
+            call = partial(done, lease, None if lease is None else lease.view)
+            if threading.get_ident() == thread:  # within store.read(): the check must not hold the lock
+                self._came.append(call)
+            else:
+                call()
+
         self.begun()
-        item = None if far.is_lost or begin == end else store.peek(far.address)
+        item = None if far.is_lost else store.peek(far.address)
         if item is None or item.length != far.length:
-            done(None, None if begin < end else b"")
+            done(None, None)
         elif item.value is None:
-            store.read(
-                item, begin, end, lambda lease: done(lease, None if lease is None else lease.view),
-                in_parts=not self._keeps, ahead=self._keeps,
-            )  # fmt: skip
+            store.read(item, begin, end, read, in_parts=not self._keeps, ahead=self._keeps)
+        elif not far.is_of(memoryview(item.value)):  # it was replaced
+            done(None, None)
         elif self._keeps:
             store.hold(item)
             done(item, memoryview(item.value)[begin:end], is_checked=True)
@@ -285,15 +352,18 @@ class FarRecords:
             return _COPY_COST
         return 1
 
-    def sources(self) -> list[Bytes | None]:
+    def sources(self) -> Sources:
         """Return the bytes of all records for the last layer of :meth:`is_there`."""
-        return self._groups[self._sending].sources
+        sources = self._groups[self._sending].sources
+        assert sources is not None
+        return sources
 
     def is_there(self, layer: int) -> bool:
         """Return whether all ranges of a layer have come, or are lost. Layers are asked for in their order."""
         while self._groups[self._sending].last <= layer:
             self._sending += 1
-        return not self._groups[self._sending].waiting
+        group = self._groups[self._sending]
+        return group.sources is not None and not group.waiting
 
     def take_lost(self) -> list[int]:
         """Return the records that were lost in the group of the last layer of :meth:`is_there`."""
@@ -305,29 +375,52 @@ class FarRecords:
 
     # ---- The end
 
-    def release_sent(self, layers: int) -> None:
-        """Release the ranges of groups of which all layers were sent. Needs the node's lock."""
-        while self._released < len(self._groups):
-            group = self._groups[self._released]
-            if group.last > layers or group.waiting:
-                return
-            self._release(group)
-            self._ahead_bytes -= group.size
-            self._released += 1
+    @property
+    def _has_sent(self) -> bool:
+        """Return whether all layers of a group were sent that is not released."""
+        if self._released == len(self._groups):
+            return False
+        group = self._groups[self._released]
+        return group.last <= self.sent and group.sources is not None and not group.waiting
 
-    def release(self) -> None:
-        """Release everything; no read may be running. Needs the node's lock."""
-        for group in self._groups:
-            self._release(group)
-        for far in self._records.values():
+    def _release_sent(self, left: int) -> int:
+        """Release at most ``left`` ranges of groups that were sent; return how many more are allowed now."""
+        while self._has_sent and left > 0:
+            group = self._groups[self._released]
+            left -= 1 + self._release(group, left)
+            if not group.held:
+                group.sources = None
+                self._ahead_bytes -= group.size
+                self._released += 1
+        return left
+
+    def release(self, left: int) -> int:
+        """Release at most ``left`` ranges and headers; return how many more are allowed, 0 if some are left.
+
+        No read may be running. Needs the node's lock.
+        """
+        while self._groups and left > 0:
+            left -= 1 + self._release(self._groups[-1], left)
+            if not self._groups[-1].held:
+                self._groups.pop()
+        while not self._groups and self._records and left > 0:
+            _, far = self._records.popitem()
+            left -= 1
             if far.lease is not None:
                 far.lease.release()
-                far.lease = None
+        return max(0, left)
 
-    def _release(self, group: _Group) -> None:
-        for held in group.held:
-            if isinstance(held, Item):
-                self._node.store.release(held)
-            else:
-                held.release()
-        group.held, group.sources = [], []
+    def _release(self, group: _Group, count: int) -> int:
+        """Release at most ``count`` ranges of a group; return their number."""
+        held, group.held = group.held[:count], group.held[count:]
+        release_all(self._node.store, held)
+        return len(held)
+
+
+def release_all(store: Pool, held: Sequence[Item | Lease]) -> None:
+    """Release items and leases. Needs the node's lock."""
+    for each in held:
+        if isinstance(each, Item):
+            store.release(each)
+        else:
+            each.release()

@@ -19,7 +19,7 @@ from shadowserve.pool.types import ENTRIES_PER_HOLD, Item, Lease
 from shadowserve.resp import encode_array_header, encode_bulk_header, encode_error
 from storage_kv.access.memory import Account
 from storage_kv.egress import Demand
-from storage_kv.layer_ranges import FarRecords
+from storage_kv.layer_ranges import RANGE_BYTES, RANGES_MAX, FarRecords, Sources, release_all
 from storage_kv.node import Node
 from storage_kv.reply import REFERENCE_BYTES_MIN, DeferredReply, ValueSlice
 from storage_kv.session import Session
@@ -42,7 +42,8 @@ def memory_of(names: Sequence[bytes], layers: int) -> int:
     """Return the memory of a request beside the records."""
     keys = len(names)
     of_keys = sum(map(len, names)) + keys * (_KEY_BYTES + _PIECE_BYTES * layers)
-    return _STREAM_BYTES + of_keys + layers * _LAYER_BYTES
+    of_ranges = RANGE_BYTES * min(keys * layers, RANGES_MAX)
+    return _STREAM_BYTES + of_keys + layers * _LAYER_BYTES + of_ranges
 
 
 class _Part(DeferredReply):
@@ -70,7 +71,7 @@ class _Layer(ValueSlice):
         self,
         stream: "Stream",
         front: bytes,
-        sources: Sequence[bytes | memoryview | None],
+        sources: Sequence[bytes | memoryview | None] | Sources,
         indices: npt.NDArray[np.integer],
         begins: npt.NDArray[np.uint32],
         lengths: npt.NDArray[np.uint32],
@@ -216,8 +217,8 @@ class StreamRecords:
             item = self.node.store.peek(address)
             if item is not None:
                 self.sized_bytes += item.length
-                if self.far.has(address, item):
-                    self.far.add_up(item)
+                if self.far.has(index, address, item):
+                    self.far.add_up(index, item)
 
     def reserve(self, size: int) -> None:
         """Start the second pass: there is room for the records, or for ``size`` bytes of them."""
@@ -228,7 +229,7 @@ class StreamRecords:
     def _hold_or_read(self, index: int) -> None:
         store, address = self.node.store, self._address(index)
         item = store.peek(address)
-        is_far = item is not None and self.far.has(address, item)
+        is_far = item is not None and self.far.has(index, address, item)
         kept_bytes = 0 if item is None else self.far.kept_bytes(item) if is_far else item.length
         if self._kept_bytes + kept_bytes > self.reserved_bytes:
             item = None  # stored after the first pass, and there is no room for it
@@ -239,7 +240,7 @@ class StreamRecords:
         if item is None or not item.header_bytes:
             return
         self._kept_bytes += kept_bytes
-        if is_far and self.far.has(address, item):
+        if is_far and self.far.has(index, address, item):
             self.far.read_header(index, address, item)
             return
         if item.value is not None:
@@ -295,10 +296,8 @@ class StreamRecords:
         if end < self.keys:
             return
         self._count_lost(self.far.lost_headers)
-        if not self.far.plan(self._begins, self._lengths, self.reserved_bytes - self._kept_bytes):
-            self.error = encode_error(
-                f"OOM one layer of these records has more than {self.reserved_bytes} bytes: request fewer keys"
-            )
+        if why := self.far.plan(self._begins, self._lengths, self.reserved_bytes - self._kept_bytes):
+            self.error = encode_error(f"OOM {why}")
         self.bits = (8 * (self._lengths.sum(1, dtype=np.int64) + 4 * self.keys)).tolist()
 
     def is_there(self, layer: int) -> bool:
@@ -314,15 +313,15 @@ class StreamRecords:
             self.bits[layer:] = left.tolist()
         return True
 
-    def release(self) -> None:
-        for held in self._held:
-            if isinstance(held, Item):
-                self.node.store.release(held)
-            else:
-                held.release()
-        self.far.release()
-        self._held, self.records = [], []
+    def release(self) -> bool:
+        """Release some records; return True if all are released. Needs the node's lock."""
+        held, self._held = self._held[:ENTRIES_PER_HOLD], self._held[ENTRIES_PER_HOLD:]
+        release_all(self.node.store, held)
+        if not self.far.release(ENTRIES_PER_HOLD - len(held)):
+            return False
+        self.records = []
         self._begins = self._lengths = np.zeros((0, 0), np.uint32)
+        return True
 
 
 class Stream(StreamRecords):
@@ -375,7 +374,7 @@ class Stream(StreamRecords):
             self.node.counters.layers_sent += 1
             self.node.counters.layer_bytes_sent += self.bits[self.sent] // 8
         self.sent += 1
-        self.far.release_sent(self.sent)
+        self.far.sent = self.sent
         self.partly_sent_bytes = 0
         self._wake()
 
@@ -401,7 +400,7 @@ class Stream(StreamRecords):
         size = self.bits[number] // 8
         indices = np.flatnonzero(lengths)
         front = encode_bulk_header(size) + table + (b"" if len(indices) else _TAIL)
-        sources = self.far.sources() if self.far else self.records
+        sources: list[bytes | memoryview | None] | Sources = self.far.sources() if self.far else self.records
         return _Layer(self, front, sources, indices, self._begins[number][indices], lengths[indices])
 
     def resolve_next(self) -> None:
@@ -421,9 +420,11 @@ class Stream(StreamRecords):
             self.resolved += 1
             self.parts[self.resolved - 1].resolve([_Layer(self, front, (), _NONE, _NONE, _NONE)])
 
-    def release(self) -> None:
-        super().release()
-        self.account.close()
+    def release(self) -> bool:
+        is_released = super().release()
+        if is_released:
+            self.account.close()
+        return is_released
 
     def next_bits(self) -> int:
         """Return the size in bits of the next layer; 0 while it is not there, or the connection has enough, or all."""

@@ -180,8 +180,8 @@ class LayerStreams:
                 wait_s = 0.0
         with self._node.lock:
             for stream in [*new, *self._all()]:
-                if not stream.reads:  # running reads still write to the stream; the process ends soon
-                    stream.release()
+                while not stream.reads and not stream.release():  # running reads still write; the process ends soon
+                    pass
 
     def _all(self) -> list[Stream]:
         return [*self._working, *self._waiting, *self._reading, *self._active, *self._ending]
@@ -229,19 +229,19 @@ class LayerStreams:
                 self._working.add(stream.tenant, stream.session.id, stream)
             else:
                 self._finish(stream)
-        has_more = [stream for stream in self._active if self._reads_more(stream)]
+        has_more = [stream for stream in self._active if self._works_ahead(stream)]
         wait_s = self._send_layers()
         if self._working or has_more:
             return 0.0
         return min(wait_s, _CHECK_INTERVAL_S) if self.active or self._unadmitted or self._ending else inf
 
-    def _reads_more(self, stream: Stream) -> bool:
-        """Begin reads for later layers; return True if more may begin at once."""
+    def _works_ahead(self, stream: Stream) -> bool:
+        """Begin reads for later layers, and release sent ones; return True if more is to do at once."""
         more = False
 
         def begin() -> None:
             nonlocal more
-            more = stream.far.read_more(stream.records)
+            more = stream.far.work(stream.records)
 
         return self._run_step(stream, begin) and more
 
@@ -414,10 +414,12 @@ class LayerStreams:
             return
         self._ending = [stream for stream in self._ending if stream not in ended]
         for stream in ended:
-            with self._node.lock:
-                stream.release()
-                if stream.is_reserved:
-                    self._node.lent.unpin(id(stream))
+            is_released = False
+            while not is_released:
+                with self._node.lock:
+                    is_released = stream.release()
+                    if is_released and stream.is_reserved:
+                        self._node.lent.unpin(id(stream))
             if not stream.is_reserved:
                 self._unadmitted -= 1
                 continue

@@ -326,6 +326,11 @@ class Pool(ABC):
         assert item.value is not None
         done(Lease(memoryview(item.value)[start:end]))
 
+    def report_damage(self, item: Item) -> None:
+        """Treat a cold item as damaged: its caller found wrong bytes, read ``in_parts``. Needs no lock."""
+        assert self._lower_tier is not None
+        self._lower_tier.report_damage(item)
+
     def expected_s(self, size: int) -> float | None:
         """Return the expected time to read ``size`` bytes from the lower tier now; None without a lower tier."""
         return None if self._lower_tier is None else self._lower_tier.expected_s(size)

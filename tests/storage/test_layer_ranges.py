@@ -19,6 +19,8 @@ from test_layers import LAYERS, check, layer_of, lent, pieces, record_of, stored
 from shadowserve import record
 from shadowserve.keys import storage_key
 from shadowserve.pool.types import DEFAULT_TENANT
+from storage_kv import layer_ranges
+from storage_kv.layer_stream import Stream
 
 MIB = 1 << 20
 LARGE = {"layer_bytes": MIB}
@@ -125,6 +127,26 @@ def test_the_first_layer_is_sent_before_a_bucket_has_answered_the_last_range(
     assert client.info()["lost_values"] == str(len(asked) - len(there))
 
 
+def test_a_prefetch_and_a_header_of_a_record_that_is_being_read_do_not_stop_the_node(
+    faulty: FaultyS3, start: Start
+) -> None:
+    bucket = bucket_flags(faulty.endpoint, gather_s=0.2, timeout_s=60.0)
+    first = start("--memory-budget-bytes", "64 MiB", *bucket, environment=CREDENTIALS)
+    [(key, value)] = stored(first.client(), 1, **LARGE).items()
+    wait_for(lambda: first.client().info("s3")["records"] == "1")
+    client = start("--memory-budget-bytes", "64 MiB", *bucket, environment=CREDENTIALS).client()
+    wait_for(lambda: client.info("s3")["records"] == "1")
+    read = threading.Event()
+    [body] = faulty.objects.values()
+    second = body.find(value) + MIB
+    faulty.fault = lambda of: Answer(after=read) if of.range is not None and of.range[0] >= second else None
+    assert client.call("GETRANGE", key, 0, 9) == value[:10]
+    client.call("KV.PREFETCH", key)
+    assert client.call("GETRANGE", key, 0, 9) == value[:10]
+    read.set()
+    assert client.call("GET", key) == value
+
+
 def test_a_stream_reads_ahead_what_its_tenant_has_room_for_and_no_bytes_of_another_record() -> None:
     with Served(memory_budget_bytes=16 * MIB) as server:
         store, client = server.store, server.client()
@@ -159,6 +181,76 @@ def test_a_stream_reads_ahead_what_its_tenant_has_room_for_and_no_bytes_of_anoth
         for _ in range(3):
             store.finish_read()
         wait_for(lambda: lent(server.client()) == 0 and store.leases == 0)
+
+
+def test_records_that_come_to_memory_after_they_were_added_up_are_sent_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Served(memory_budget_bytes=16 * MIB) as server:
+        store, client = server.store, server.client()
+        records = stored(client, 4, **LARGE)
+        reserve = Stream.reserve
+
+        def come_to_memory(stream: Stream, size: int) -> None:
+            store.away = False
+            reserve(stream, size)
+
+        monkeypatch.setattr(Stream, "reserve", come_to_memory)
+        store.away = True
+        asked = list(records)
+        check(client.call("KV.LAYERS", "0-3", 0, 0, *asked), asked, records, range(LAYERS))
+        wait_for(lambda: lent(client) == 0)
+
+
+@pytest.mark.parametrize("memory", [8 * MIB, 64 * MIB])
+def test_a_record_in_memory_that_replaced_another_one_is_not_sent_under_its_header(memory: int) -> None:
+    with Served(memory_budget_bytes=memory) as server:
+        store, client = server.store, server.client()
+        records = stored(client, 2, **LARGE)
+        asked = list(records)
+        store.away = True
+        client.send("KV.LAYERS", "0-3", 0, 0, *asked)
+        server.wait_for_reads(2)
+        value = record_of(int(asked[1].removeprefix(b"kv:"), 16), seed=100, **LARGE)[1]
+        with server.server.node.lock:
+            store.remove((DEFAULT_TENANT, asked[1]))
+            store.put((DEFAULT_TENANT, asked[1]), value, header_bytes=record.parse_header(value).header_length)
+            store.away = False
+        for _ in asked:
+            store.finish_read()
+        answer: Any = client.receive()
+        for layer in range(LAYERS):
+            assert pieces(bytes(answer[1 + layer]), 2) == [layer_of(records[asked[0]], layer), b""]
+        wait_for(lambda: lent(client) == 0 and store.leases == 0)
+
+
+def test_layers_that_need_too_many_ranges_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_ranges, "RANGES_MAX", 7)
+    with Served() as server:
+        store, client = server.store, server.client()
+        records = stored(client, 2, **LARGE)
+        store.away = True
+        client.send("KV.LAYERS", "3,2,1,0", 0, 0, *records)
+        server.wait_for_reads(2)
+        for _ in records:
+            store.finish_read()
+        assert b"request them in order" in bytes(client.receive())
+        wait_for(lambda: lent(client) == 0 and store.leases == 0)
+
+
+def test_wrong_bytes_of_ranges_are_reported_and_their_object_is_not_used(faulty: FaultyS3, start: Start) -> None:
+    bucket = bucket_flags(faulty.endpoint, gather_s=0.2)
+    first = start("--memory-budget-bytes", "64 MiB", *bucket, environment=CREDENTIALS)
+    asked = list(stored(first.client(), 8, **LARGE))
+    wait_for(lambda: first.client().info("s3")["records"] == "8")
+    bucket += ["--metrics-port", "0"]
+    child = start("--memory-budget-bytes", "20 MiB", *bucket, environment=CREDENTIALS)
+    client = child.client()
+    wait_for(lambda: client.info("s3")["records"] == "8")
+    faulty.fault = LIES["same_length"]
+    there, *_ = client.call("KV.LAYERS", "0-3", 0, 0, *asked)
+    assert there == [None] * 8
+    assert child.samples()['shadowserve_storage_s3_failed_reads_total{reason="damaged"}'] > 0
 
 
 def test_a_layer_that_does_not_fit_a_tenants_room_is_refused() -> None:

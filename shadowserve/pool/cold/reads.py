@@ -4,6 +4,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
+from math import inf
 from typing import Final, NamedTuple
 
 from shadowserve import native, record, spans
@@ -33,6 +34,8 @@ PARTS_MAX: Final = 8
 _KEPT_SHARE: Final = 4
 """Part of the pool's memory budget that the records of one tenant may have which are read in parts; of all, twice that.
 It is not part of the pool."""
+_COPIED_BYTES: Final = 64 << 10
+"""Bytes that come before the rest of their record are copied up to this size, so that they do not keep all of it."""
 _WAITING_MAX: Final = 16_384
 """Most records of one tenant that wait to be read: some 10 MB. Further reads of this tenant are misses."""
 _COST_BYTES: Final = 256 << 10
@@ -105,6 +108,8 @@ class _Waiter(NamedTuple):
     start: int
     end: int
     done: Done
+    ends_s: float
+    """When it is a miss, although the parts of the record come."""
 
 
 class _Read:
@@ -116,11 +121,14 @@ class _Read:
         arrived: Bytes of each part that has arrived, by its first byte in the record.
         memory: The record, where it has several parts; those in ``arrived`` are in it.
         sound: Leading bytes that were checked.
+        lock: Protects ``memory``, ``arrived`` and ``slices`` of threads with parts of this read.
+        users: Leases of ``memory``.
+        is_late: Clients have waited too long, and none has come since.
     """
 
     __slots__ = ("address", "arrived", "begin", "client", "context", "contents", "deadline_s", "end",
-                 "is_queued", "key", "memory", "place", "size", "slices", "sound", "start", "step",
-                 "waiting")  # fmt: skip
+                 "is_late", "is_queued", "key", "lock", "memory", "place", "size", "slices", "sound", "start",
+                 "step", "users", "waiting")  # fmt: skip
 
     def __init__(self, item: ColdItem, begin: int, size: int, client: int, *, ahead: bool) -> None:
         self.client = client
@@ -134,7 +142,9 @@ class _Read:
         self.start = self.end = self.place.offset + begin
         self.advance()
         self.deadline_s = 0.0
-        self.is_queued = False
+        self.is_queued = self.is_late = False
+        self.lock = threading.Lock()
+        self.users = 0
         self.arrived: dict[int, int] = {}
         self.memory: memoryview | None = None
         self.sound = 0
@@ -194,13 +204,12 @@ class _Read:
                 raise CorruptRecordError(f"the slice at {self.sound} has a wrong checksum")
             self.sound = end
 
-    def take_answered(self) -> list[tuple[Done, Lease]]:
-        """Return the waiting clients whose bytes are sound, with these."""
+    def take_answered(self) -> list[_Waiter]:
+        """Return the waiting clients whose bytes are sound."""
         answered = [each for each in self.waiting if each.end <= self.sound]
         if answered:
             self.waiting = [each for each in self.waiting if each.end > self.sound]
-        assert self.memory is not None or not answered
-        return [(each.done, Lease(self.memory[each.start : each.end])) for each in answered if self.memory is not None]
+        return answered
 
 
 _Part = tuple[_Read, int, int]
@@ -265,22 +274,25 @@ class ColdReader:
             if not refused and read is None and self._queue.waiting(item.address[0]) >= _WAITING_MAX:
                 refused = True
                 self.crowded_out += 1
+            answered: Lease | None = None
             if not refused:
                 if read is None:
-                    ahead = ahead and self._has_room(item.address[0], size)
-                    read = _Read(item, begin, size, self._pool.client, ahead=ahead)
+                    in_order = ahead and self._has_room(item.address[0], size)
+                    read = _Read(item, begin, size, self._pool.client, ahead=in_order)
                     self._reads[read.at] = read
                     self._kept_bytes[item.address[0]] += read.kept_bytes
                     self._bytes_wanted += read.size
                     self._enqueue(read)
                     self._changed.notify()
-                read.waiting.append(_Waiter(start - read.begin, end - read.begin, done))
-                answered = read.take_answered() if ahead or in_parts else []
-        if refused:
-            done(None)
-            return
-        for client, lease in answered:
-            client(lease)
+                ends_s = inf if ahead else self._clock_s() + self._config.timeout_s
+                waiter = _Waiter(start - read.begin, end - read.begin, done, ends_s)
+                read.is_late = False
+                if (ahead or in_parts) and waiter.end <= read.sound:
+                    answered = self._lease(read, waiter)
+                else:  # other clients' callbacks may take the pool's lock
+                    read.waiting.append(waiter)
+        if refused or answered is not None:
+            done(answered)
 
     def _has_room(self, tenant: int, size: int) -> bool:
         """Return whether a record may be kept until all of its parts are here; otherwise it is read at once."""
@@ -295,12 +307,17 @@ class ColdReader:
         with self._changed:
             for read in list(self._reads.values()):
                 if read.deadline_s > now_s and not (away and read.is_queued):
+                    if slow := [each for each in read.waiting if each.ends_s <= now_s]:
+                        ended += [each.done for each in slow]
+                        read.waiting = [each for each in read.waiting if each.ends_s > now_s]
+                        read.is_late = not read.waiting
                     continue
                 if not away:  # a read that was only queued says nothing about the bucket
                     late += bool(read.waiting) and not read.is_queued
                     self.crowded_out += bool(read.waiting) and read.is_queued
                 ended += [each.done for each in read.waiting]
                 read.waiting.clear()
+                read.is_late = True
                 if read.is_queued:
                     self._forget(read)
         if late:
@@ -312,9 +329,28 @@ class ColdReader:
         if self._reads.get(read.at) is read:
             del self._reads[read.at]
             self._bytes_wanted -= read.size
-            self._kept_bytes[read.address[0]] -= read.kept_bytes
             if read.is_queued:
                 self._unqueue(read)
+            self._uncount(read)
+
+    def _uncount(self, read: _Read) -> None:
+        """Stop counting the memory of a read that has ended, unless clients use it."""
+        if not read.users and self._reads.get(read.at) is not read and not self._closed:
+            self._kept_bytes[read.address[0]] -= read.kept_bytes
+
+    def _lease(self, read: _Read, waiter: _Waiter) -> Lease:
+        """Return bytes that have come before the rest of their record."""
+        assert read.memory is not None
+        view = read.memory[waiter.start : waiter.end]
+        if len(view) <= _COPIED_BYTES:
+            return Lease(memoryview(bytes(view)))
+        read.users += 1
+        return Lease(view, self._release, read)
+
+    def _release(self, read: _Read) -> None:
+        with self._changed:
+            read.users -= 1
+            self._uncount(read)
 
     def _enqueue(self, read: _Read) -> None:
         """Let a read wait for its next part, behind the next parts of its client's other reads."""
@@ -347,18 +383,28 @@ class ColdReader:
     # ---- The threads that read
 
     def _run(self) -> None:
-        while (batch := self._next()) is not None:
-            start, end = batch[0][1], batch[-1][2]
+        while not self._closed:
+            batch: list[_Part] = []
             try:
-                self._read_range(batch, start, end)
-            except Exception:  # a bug must not end this thread
+                batch = self._next()
+                if batch:
+                    self._read_range(batch, batch[0][1], batch[-1][2])
+            except Exception:  # a bug, or no memory, must not end this thread or leave clients waiting
                 _log.exception("s3_read_failed")
+                for read, *_ in batch:
+                    for each in self._take(read):
+                        each.done(None)
             with self._changed:
-                self._bytes_under_way -= end - start
+                if not batch and not self._closed:
+                    self._changed.wait(1.0)
+                self._bytes_under_way -= sum(end - start for _, start, end in batch)
                 for read, *_ in batch:
                     self._parts_under_way -= read.step < read.size
                     if read.has_more and not read.is_queued and self._reads.get(read.at) is read:
-                        self._enqueue(read)
+                        if read.is_late:
+                            self._forget(read)
+                        else:
+                            self._enqueue(read)
                 self._changed.notify_all()
 
     def _read_range(self, batch: list[_Part], start: int, end: int) -> None:
@@ -381,8 +427,8 @@ class ColdReader:
             self._breaker.succeeded()
             self._process(batch, data)
 
-    def _next(self) -> list[_Part] | None:
-        """Return neighbours to read together when there is room for them; None at the end."""
+    def _next(self) -> list[_Part]:
+        """Return neighbours to read together when there is room for them; none at the end."""
         with self._changed:
             while not self._closed:
                 batch = self._next_batch()
@@ -393,7 +439,7 @@ class ColdReader:
                     self._queue.charge(batch[0].address[0], batch[0].client, size + _COST_BYTES)
                     return [self._begin(read) for read in batch]
                 self._changed.wait(1.0)
-        return None
+        return []
 
     def _begin(self, read: _Read) -> _Part:
         """Begin a part. The next one waits behind those of other records, so that records come side by side."""
@@ -413,7 +459,7 @@ class ColdReader:
         if found is None:
             return []
         _, _, first = found
-        of_object = self._by_object[first.contents.name]
+        of_object = self._by_object.get(first.contents.name, {})  # several reads may begin at the same byte
         batch, size = [first], first.end - first.start
         while (read := of_object.get(batch[-1].end)) is not None:
             size += read.end - read.start
@@ -441,31 +487,37 @@ class ColdReader:
         self.bytes += len(data)
         first = batch[0][1]
         for read, start, end in batch:
-            answered: list[tuple[Done, Lease]] = []
-            damage: RecordError | None = None
             with self._changed:
-                whole = read.arrives(start, data[start - first : end - first])
-                if whole is None and self._reads.get(read.at) is read:
-                    read.deadline_s = self._clock_s() + self._config.timeout_s
-                    try:
+                if self._reads.get(read.at) is not read:
+                    continue  # another part was damaged or failed
+                read.deadline_s = self._clock_s() + self._config.timeout_s
+            try:
+                with read.lock:
+                    whole = read.arrives(start, data[start - first : end - first])
+                    if whole is None:
                         read.check()
-                    except RecordError as error:
-                        damage = error
-                    answered = read.take_answered()
-            if damage is not None:
-                self._drop_damaged(read, damage)
-            elif whole is not None and read.is_record:
+            except RecordError as error:
+                self._drop_damaged(read, error)
+                continue
+            if whole is not None and read.is_record:
                 self._complete(read, whole)
             elif whole is not None:
-                answered = [(each.done, Lease(whole[each.start : each.end])) for each in self._take(read)]
-            for done, lease in answered:
-                done(lease)
+                for each in self._take(read):
+                    each.done(Lease(whole[each.start : each.end]))
+            else:
+                with self._changed:
+                    answered = [(each.done, self._lease(read, each)) for each in read.take_answered()]
+                for done, lease in answered:
+                    done(lease)
 
     def _drop_damaged(self, read: _Read, error: RecordError) -> None:
-        self._catalog.hide(read.contents)
-        self._breaker.failed("damaged", error)
+        self.report_damage(read.contents, error)
         for each in self._take(read):
             each.done(None)
+
+    def report_damage(self, contents: Contents, error: object) -> None:
+        self._catalog.hide(contents)  # the next list finds out
+        self._breaker.failed("damaged", error)
 
     def _complete(self, read: _Read, data: memoryview) -> None:
         """Check a record, put it into the pool, and answer the waiting clients."""
@@ -486,7 +538,7 @@ class ColdReader:
         leases: list[tuple[Done, Lease]] = []
         with self._lock:
             item = None if self._closed else self._keep_in_pool(read, buffer, head)
-            for start, end, done in self._take(read):
+            for start, end, done, _ in self._take(read):
                 if item is None:
                     leases.append((done, Lease(data[start:end])))
                 else:
