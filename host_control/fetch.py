@@ -85,6 +85,7 @@ class Fetch(Transfer):
         others_s: Seconds since its start that other fetches of the same step took.
         ending: Reason of the outcome, set once no move follows.
         scatter_error: Why chunks could not be scattered, or empty.
+        stalls: How often it gave way to layerwise jobs without a chunk.
         retried: The memory was registered again after a restart of the data plane; that happens once.
         pages_from: Chunks from this one on are to be placed by devices; None: no more chunks are.
     """
@@ -105,6 +106,7 @@ class Fetch(Transfer):
     ending: str = ""
     detail: str = ""
     scatter_error: str = ""
+    stalls: int = 0
     retried: bool = False
     pages_from: int | None = None
 

@@ -49,6 +49,8 @@ _PATIENCE: Final = 1.0
 _PATIENCE_MIN_S: Final = 0.25
 _WINDOW_BYTES_MAX: Final = 32 << 20
 """Largest window of several streams: the first layers of each come behind a window of every other."""
+_LOOKUP_KEYS: Final = 8192
+"""Records that the data plane looks up together: it delivers those of a larger window without the order of layers."""
 
 
 class LayerWindow(NamedTuple):
@@ -162,6 +164,10 @@ class _Stream:
         """Return the bytes of a layer of one chunk, of all shards."""
         return sum(shard.piece_bytes for shard in self._held(layer))
 
+    def most_chunks(self, layer: int) -> int:
+        """Return the most chunks of a window, whose records of all shards the data plane looks up together."""
+        return max(_LOOKUP_KEYS // len(self._held(layer)), 1)
+
     def before(self, window: LayerWindow) -> int:
         """Return the layers of a record before number 0 of the engine, the same in all shards of a window."""
         (before,) = {shard.before for shard in self._held(window.layer)}
@@ -246,10 +252,12 @@ class _Ring:
         """
         for begin, end in itertools.pairwise(edges):
             largest = max(stream.count * stream.row_bytes(begin) for stream in self._streams)
-            layers = max(min(room, aim) // largest, 1)
+            whole = all(stream.count <= stream.most_chunks(begin) for stream in self._streams)
+            layers = max(min(room, aim) // largest, 1) if whole else 1
             for layer in range(begin, end, layers):
                 for stream in self._streams:
-                    count, chunks = stream.count, min(room // stream.row_bytes(begin), stream.count)
+                    count, most = stream.count, min(room // stream.row_bytes(begin), stream.most_chunks(begin))
+                    chunks = min(most, count)
                     for chunk in range(0, count, chunks):
                         window = LayerWindow(layer, min(layer + layers, end), chunk, min(chunk + chunks, count))
                         yield stream, window

@@ -1,8 +1,9 @@
 """The KV cache manager: fetches the KV of prompts in the background of a serving engine (ShadowServe section 4.1).
 
 The *fetch queue* holds jobs; one background thread takes them one at a time, in a configurable order. The layerwise
-ones go together, before the next batch of any other: a step of the engine waits for them. The *completion queue* holds
-outcomes. The engine's scheduler meets both once in each step, in :meth:`KVCacheManager.exchange`.
+ones go together, before the next batch of any other, and a batch that stalls gives way to them: a step of the engine
+waits for them. The *completion queue* holds outcomes. The engine's scheduler meets both once in each step, in
+:meth:`KVCacheManager.exchange`.
 
 A job wants chunks of one or several *shards*: layers whose chunks have one shape. Movers bring them. Each job has
 exactly one outcome, by its deadline: how many leading chunks of each shard are in place, and why not all.
@@ -91,6 +92,7 @@ class KVCacheManager:
             condition=self._condition,
             complete=self._complete,
             layers=layers,
+            hurried=self._has_streams,
             purpose=purpose,
             **limits,
         )
@@ -253,6 +255,10 @@ class KVCacheManager:
                     continue
             # There is nothing else to start: scatter what the last batch delivered.
             self._batches.flush()
+
+    def _has_streams(self) -> bool:
+        with self._condition:
+            return any(each.job.layerwise for each in self._queue)
 
     def _take_streams(self) -> list[Fetch]:
         with self._condition:

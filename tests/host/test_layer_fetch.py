@@ -12,6 +12,7 @@ from machine import WAIT_MAX_S
 from manager_support import MakeKit
 from scripted import ScriptedDataPlane
 
+from host_control import layer_fetch
 from host_control.layer_fetch import LayerWindow
 from host_control.manager import FetchJob, FetchResult
 from shadowserve.chunk import ChunkLayout
@@ -343,6 +344,23 @@ def test_records_of_another_shard_layout_stream_in_the_order_of_layers(
     assert (result.reason, set(result.chunks)) == ("complete", {chunks})
     assert [first for first, _ in layered.layers] == sorted(first for first, _ in layered.layers)
     assert plane.calls.count(layered.call) > 1 and layered.kit.paged.chunks == {}
+
+
+def test_a_window_has_no_more_records_than_the_data_plane_looks_up_together(
+    resharded: Callable[[bool], Layered], plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: of records of eight ranks, chunks after the first 1,024 came after all layers of those."""
+    monkeypatch.setattr(layer_fetch, "_LOOKUP_KEYS", 2)
+    counts: list[int] = []
+
+    def count(answer: pb.FetchResponse, request: pb.FetchRequest) -> pb.FetchResponse:
+        counts.append(sum(len(part.keys) for part in request.parts))
+        return answer
+
+    plane.script.fetch_answer = count
+    layered = resharded(False)
+    assert layered.ended(layered.begin("a")).complete
+    assert max(counts) <= 2 and [first for first, _ in layered.layers] == sorted(first for first, _ in layered.layers)
 
 
 @pytest.mark.parametrize("layer", [0, 2])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from machine import WAIT_MAX_S, wait_for
 from manager_support import MakeKit
-from scripted import ScriptedDataPlane
+from scripted import ScriptedDataPlane, pieces
 
 from host_control import layer_fetch
 from host_control.manager import FetchJob, FetchResult
@@ -35,7 +35,8 @@ class Streams:
     """
 
     def __init__(self, make_kit: MakeKit, plane: ScriptedDataPlane, shape: ChunkLayout, **options: Any) -> None:
-        self.kit = make_kit(replace(shape, layers=LAYERS), chunks=2, scatter_layers=self.scatter, **options)
+        options = {"chunks": 2, "scatter_layers": self.scatter} | options
+        self.kit = make_kit(replace(shape, layers=LAYERS), **options)
         self.each = self.kit.shapes[0].raw_bytes // LAYERS
         self.plane, self._deliver = plane, plane._deliver_layers
         plane._deliver_layers = self._deliver_with_faults  # type: ignore[method-assign]
@@ -197,3 +198,30 @@ def test_a_chunkwise_load_goes_on_after_the_streams_that_interrupt_it(
     assert [each.job.request_id for each in streams.kit.collect(2)] == ["a", "b"], "before the load's next batch"
     whole = streams.kit.ended()
     assert whole.complete and plane.layerwise_calls == 6
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_streams_do_not_wait_for_a_chunkwise_batch_that_stalls(
+    make_kit: MakeKit, plane: ScriptedDataPlane, shape: ChunkLayout, progress: bool
+) -> None:
+    """Symptom: the engine's step waited until the batch of another request ended, up to its deadline."""
+    streams = Streams(make_kit, plane, shape, progress=progress, chunks=4)
+    counts: list[int] = []
+
+    def stall(answer: pb.FetchResponse, request: pb.FetchRequest) -> pb.FetchResponse:
+        if request.order != pb.ORDER_LAYERS:
+            counts.append(len(request.parts[0].keys))
+            if len(counts) == 1:
+                wait_for(lambda: request.job_id in plane.cancelled)
+                there = pieces(LAYERS, 1, counts[0])
+                return pb.FetchResponse(outcome=pb.OUTCOME_CANCELLED, delivered=[there])
+        return answer
+
+    plane.script.fetch_answer = stall
+    assert streams.kit.manager.exchange([streams.kit.job("whole", 4, stored=[1])]) == []
+    plane.wait_for_call("Fetch")
+    streams.kit.job("whole", 4)  # the other records come
+    streams.begin(a=3, b=2)
+    assert [each.job.request_id for each in streams.kit.collect(2)] == ["a", "b"]
+    assert streams.kit.ended().complete
+    assert counts[0] == 2 and sum(counts) == 5, "the chunk that had come is not fetched again"

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import redis as redis_py
+from budget_support import report
 from dataplane_support import WAYS, Client, Server, expected, keys_of, layout, make_record, running, serving, way_name
 
 from dpu_dataplane.plan import FetchPlan
@@ -72,6 +73,20 @@ async def test_after_one_unknown_layer_request_range_requests_are_used(
         assert daemon.metrics.totals["layer_batches"] == 0
         assert daemon.metrics.slower_paths == {"no_layer_requests": 2}, "all requests except the one that detected it"
         assert sum("(no_layer_requests)" in record.message for record in caplog.records) == 1
+
+
+async def test_after_a_refused_rate_layer_requests_go_on_without_a_rate(tmp_path: Path) -> None:
+    """Symptom: one refused rate switched KV.LAYERS off, and the log said that the server did not know it."""
+    server = Server("storage_kv", tmp_path, options=("--layers-bits-per-s-min", "1000000000000")).start()
+    try:
+        async with running(server, layer_request_bytes_min=0) as (daemon, client):
+            await report(client)
+            for batches in (0, 1, 2):
+                assert (await fetched(client, server)).outcome == pb.OUTCOME_COMPLETE
+                assert daemon.metrics.totals["layer_batches"] == batches
+            assert daemon.metrics.slower_paths == {}
+    finally:
+        server.kill()
 
 
 async def test_below_layer_request_bytes_min_ranges_are_used(storage: Server) -> None:
