@@ -262,7 +262,8 @@ class PieceReader:
                 self._links.close()  # a cluster's links that are out of sync are disconnected, and found to be so
         for piece, text in zip(piece_ids, pieces["error"], strict=True):
             if text:
-                state.texts[piece] = bytes(text).decode("utf-8", "replace")
+                own, _, _ = bytes(text).partition(b"\0")  # behind it may be the end of a longer, earlier error
+                state.texts[piece] = own.decode("utf-8", "replace")
         self._metrics.totals["batches"] += 1
         state.done.received_bytes += batch.received_bytes
         return result, pieces["result"]
