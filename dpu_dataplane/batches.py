@@ -95,8 +95,8 @@ _FROM_MANIFEST: Final = ("scales_length", "encoded_length", "checksum", "decoded
 def plan_fetch(parts: Sequence[FetchPart], layerwise: bool, buffers: Buffers, codecs: Collection[int]) -> FetchPlan:
     """Choose the leading remaining pieces that are stored, sound as far as their headers tell, and fit all buffers.
 
-    With ``layerwise`` each piece is one layer of a chunk, in the order of layers; groups with different numbers of
-    layers progress side by side. Otherwise a piece is a run of wanted layers, in the order of chunks.
+    With ``layerwise`` each piece is one layer of a chunk, in the order of layers, then of chunks; groups with different
+    numbers of layers progress side by side. Otherwise a piece is a run of wanted layers, in the order of chunks.
     """
     ends: dict[int, GroupEnd] = {}
     full = False
@@ -114,12 +114,14 @@ def plan_fetch(parts: Sequence[FetchPart], layerwise: bool, buffers: Buffers, co
     joined = _join(groups)
     pieces = joined.pieces
     if layerwise:
-        depths = np.array([part.layout.layers for part in parts])
-        pieces = pieces[np.lexsort((pieces["chunk"], pieces["group"], pieces["first"] / depths[pieces["group"]]))]
+        depths = np.array([part.layout.layers for part in parts])[pieces["group"]]
+        alike = bool((depths == depths[:1]).all())
+        last, before = ("group", "chunk") if alike else ("chunk", "group")
+        pieces = pieces[np.lexsort((pieces[last], pieces[before], pieces["first"] / depths))]
     elif len(groups) > 1:
         pieces = pieces[np.lexsort((pieces["first"], pieces["group"], pieces["chunk"]))]
     offsets, count = _fit(pieces, buffers)
-    if layerwise and len(groups) == 1 and count < len(pieces):  # the engine cannot use a layer that lacks chunks
+    if layerwise and alike and count < len(pieces):  # the engine cannot use a layer that lacks chunks
         count = int(np.searchsorted(pieces["first"], pieces["first"][count])) or count
     chosen, (received, decoded) = pieces[:count], offsets[:, :count]
     table, slices = _tables(_GroupPieces(chosen, joined.headers, joined.slices), received, decoded)

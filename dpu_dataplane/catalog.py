@@ -206,12 +206,15 @@ class Catalog:
         flags = await self._source.published(keys)
         return flags if flags is None or not self._source.keeps_plain else flags | self._publications.pending(keys)
 
-    async def find(self, keys: Sequence[bytes], *, fresh: bool, waiting: bool = True) -> list[tuple[Found, bool]]:
+    async def find(
+        self, keys: Sequence[bytes], *, fresh: bool, waiting: bool = True, headers: bool = False
+    ) -> list[tuple[Found, bool]]:
         """Look up to QUESTION_KEYS_MAX keys up; return each answer, and whether it came from the cache.
 
-        ``waiting`` waits until object storage has brought cold records; otherwise they are Cold.
+        ``waiting`` waits until object storage has brought cold records, or their ``headers``; otherwise they are Cold.
         """
-        known = {} if fresh else {key: entry[0] for key in keys if (entry := self._cache.get(key)) is not None}
+        entries = {} if fresh else {key: entry[0] for key in keys if (entry := self._cache.get(key)) is not None}
+        known = {key: each for key, each in entries.items() if headers or each.tier != Tier.COLD}
         unknown = [key for key in keys if key not in known]
         try:
             found = await self._source.find(unknown) if unknown else ()
@@ -221,8 +224,18 @@ class Catalog:
             found = [Unanswered.of(error)] * len(unknown)  # local tiers may have the known records
         answers = dict(zip(unknown, found, strict=True))
         if waiting and (cold := [key for key, each in answers.items() if isinstance(each, Cold)]):
-            answers |= zip(cold, await self._source.find_warm(cold), strict=True)
+            warm = await self._source.find_warm(cold, headers=headers)
+            if headers:
+                warm = [each._replace(tier=Tier.COLD) if isinstance(each, Stored) else each for each in warm]
+            answers |= zip(cold, warm, strict=True)
         return [(known[key], True) if key in known else (answers[key], False) for key in keys]
+
+    def keep(self, key: bytes, namespace: bytes, found: Found) -> None:
+        """Cache a sound header of a cold record, for the next fetches in layer order."""
+        if isinstance(found, Stored):
+            peek = inspect_header(found, key, namespace, self.codecs)
+            if not isinstance(peek, Fault):
+                self._cache.put(key, (found, peek), len(found.header))
 
     def forget(self, keys: Sequence[bytes]) -> None:
         for key in keys:

@@ -19,17 +19,18 @@ import numpy as np
 from dpu_dataplane.batches import Buffers, plan_fetch
 from dpu_dataplane.catalog import Catalog
 from dpu_dataplane.interference import TURN_S
-from dpu_dataplane.jobs import ENDINGS, Job, JobQueue, ending_of, outcome_of, storage_outcome
+from dpu_dataplane.jobs import ENDINGS, Job, JobQueue, Stop, ending_of, outcome_of, storage_outcome
 from dpu_dataplane.plan import PROGRESS_BYTES, FetchPart, FetchPlan, GroupEnd
 from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.found import Cold, Fault, Found, Stored
-from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Failure, Resources, Source
+from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Delivered, Failure, Resources, Source
 from dpu_dataplane.tracing import Tracer
 from shadowserve import native, spans
 from shadowserve.errors import StorageError, StorageRefusedError
 from shadowserve.native import Result
 from shadowserve.pieces import pack
 from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.tier import Tier
 
 _STALE_HINTS: Final = (Result.CHECKSUM, Result.BAD_DATA, Result.NOT_FOUND, Result.PROTOCOL, Result.NOT_SUPPORTED)
 # The retries: each happens once.
@@ -39,6 +40,9 @@ _RECOVERED: Final = "update the map of nodes"
 
 _WAIT_S: Final = 0.01
 """The thread's longest wait: it delays the next fetch's first layers by as much after a fetch that ended early."""
+_COLD_TURN_S: Final = 0.5
+"""Turn of a fetch of cold records while others wait for theirs: a slow bucket, or one that stalls, costs them this."""
+_LOOK_INTERVAL_S: Final = 0.05  # between two looks for others that wait, after that time
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +64,9 @@ class Fetch:
     mover: Mover = Mover.FETCH  # mover of the bytes, for the interference budget
     fetched_bytes: int = 0  # stored bytes read
     retries: frozenset[str] = frozenset()  # retries made
-    cold: Sequence[bytes] = ()
+    cold: Mapping[bytes, bytes] = field(default_factory=dict)  # cold records to wait for: namespaces by key
+    is_cold: bool = False  # its records are still on their way from object storage
+    goes_on: bool = False  # it has let others have their turn, and takes another one
     waited: bool = False  # the fetch has waited for cold records, or there were none
     cached: dict[tuple[int, int], bool] = field(default_factory=dict)
     endings: list[_Ending] = field(default_factory=list)  # endings of groups, in the order in which they happened
@@ -155,8 +161,9 @@ class Fetcher:
         try:
             with self.tracer.fetch(job.owner, sum(len(part.keys) for part in fetch.parts)):
                 outcome, detail = await self._fetch_in_turn(job, fetch)
-                while fetch.cold:
-                    await self._wait_for_cold(job, fetch)
+                while fetch.cold or fetch.goes_on:
+                    if fetch.cold:
+                        await self._wait_for_cold(job, fetch)
                     outcome, detail = await self._fetch_in_turn(job, fetch)
         except ENDINGS as error:
             outcome, detail = ending_of(error)
@@ -172,30 +179,36 @@ class Fetcher:
         )
 
     async def _fetch_in_turn(self, job: Job, fetch: Fetch) -> _Ending:
-        """Wait for the turn, and run batches until the outcome is known, or the next records are cold."""
+        """Wait for the turn, and run batches until the outcome is known, or others get their turn."""
         async with contextlib.AsyncExitStack() as stack:
             with self.tracer.step(job.owner, "turn"):
-                await stack.enter_async_context(self.queue.turn(job))
+                await stack.enter_async_context(self.queue.turn(job, again=fetch.goes_on))
             limits = fetch.limits(self.resources.budget.rate)
             if fetch.on_layers is not None:
                 follow = self.progress.follow(fetch.parts[0].layout.layers, fetch.on_layers)
                 fetch.word = await stack.enter_async_context(follow)
-            for part in fetch.parts:
+            for part in fetch.parts if not fetch.goes_on else ():
                 part.start(*limits)
+            fetch.goes_on = False
             return await self._fetch_batches(job, fetch)
 
     async def _fetch_batches(self, job: Job, fetch: Fetch) -> _Ending:
         """Look up, plan and run batches. Each iteration delivers something, ends a group, or uses up one retry."""
-        while chunks := fetch.remaining_chunks():
+        while (chunks := fetch.remaining_chunks()) and not fetch.goes_on:
             keys = [fetch.parts[group].keys[chunk] for group, chunk in chunks]
             fresh = _FRESH in fetch.retries
             with self.tracer.step(job.owner, "headers", len(keys)):
-                lookup = self.catalog.find(keys, fresh=fresh, waiting=fetch.waited)
+                lookup = self.catalog.find(keys, fresh=fresh, waiting=fetch.waited, headers=fetch.layerwise)
                 found = await job.within(lookup, "asking storage for headers")
-            if cold := [key for key, (answer, _) in zip(keys, found, strict=True) if isinstance(answer, Cold)]:
-                fetch.cold = cold  # other fetches have their turn until these records are nearer
+            if any(isinstance(answer, Cold) for answer, _ in found):
+                fetch.cold = {  # other fetches have their turn until these records are nearer
+                    key: fetch.parts[group].layout.namespace
+                    for (group, _), key, (answer, _) in zip(chunks, keys, found, strict=True)
+                    if isinstance(answer, Cold)
+                }
                 break
             fetch.waited = True
+            fetch.is_cold = any(isinstance(answer, Stored) and answer.tier == Tier.COLD for answer, _ in found)
             fetch.cached = {chunk: cached for chunk, (_, cached) in zip(chunks, found, strict=True)}
             with self.tracer.step(job.owner, "plan", len(keys)):
                 plan = await self._plan(fetch, {chunk: each for chunk, (each, _) in zip(chunks, found, strict=True)})
@@ -210,10 +223,15 @@ class Fetcher:
         return fetch.ending()
 
     async def _wait_for_cold(self, job: Job, fetch: Fetch) -> None:
-        """Wait, without a turn, until object storage has brought the cold records that it can bring."""
+        """Wait, without a turn, until object storage has brought the cold records that it can bring, or their headers
+        in layer order, which begins while the rest comes."""
         with self.queue.aside(job), contextlib.suppress(StorageError), spans.span("dpu.cold", count=len(fetch.cold)):
-            await job.within(self.catalog.find(fetch.cold, fresh=False), "waiting for object storage")
-        fetch.waited, fetch.cold = True, []
+            finding = self.catalog.find(list(fetch.cold), fresh=False, headers=fetch.layerwise)
+            found = await job.within(finding, "waiting for object storage")
+            if fetch.layerwise:
+                for (key, namespace), (answer, _) in zip(fetch.cold.items(), found, strict=True):
+                    self.catalog.keep(key, namespace, answer)
+        fetch.waited, fetch.cold = True, {}
 
     async def _plan(self, fetch: Fetch, found: Mapping[tuple[int, int], Found]) -> FetchPlan:
         of_part: list[dict[int, Found]] = [{} for _ in fetch.parts]
@@ -240,7 +258,7 @@ class Fetcher:
                     authoritative=_AUTHORITATIVE in fetch.retries,
                     window_s=fetch.window_s,
                 )
-                done = await self.source.deliver(job, plan)
+                done, interrupted = await self._deliver(job, fetch, plan)
             in_place = done.results == Result.OK
             turn.moved_bytes = int(moved[in_place].sum())
         fetch.fetched_bytes += done.received_bytes
@@ -249,6 +267,9 @@ class Fetcher:
             part.mark_delivered(plan.layers[mine], chunks[mine])
         if done.stop is not None:
             raise done.stop
+        if interrupted and not done.failures:
+            fetch.goes_on = bool(fetch.remaining_chunks())
+            return True
         assert in_place.any() or done.failures, f"{self.source.name} neither delivered anything nor failed"
         firsts: dict[int, tuple[int, Failure]] = {}  # of each group, its first chunk with a failure
         for piece, failure in done.failures.items():
@@ -258,6 +279,30 @@ class Fetcher:
         retries = [await self._handle_failure(job, fetch, group, *first) for group, first in firsts.items()]
         fetch.retries |= set(filter(None, retries))
         return any(retries)
+
+    async def _deliver(self, job: Job, fetch: Fetch, plan: FetchPlan) -> tuple[Delivered, bool]:
+        """Deliver a plan through the source; return whether it ended early, because others waited for their turn."""
+        if not fetch.is_cold:
+            return await self.source.deliver(job, plan), False
+        turn = job.part()
+        ending = asyncio.create_task(self._end_cold_turn(turn))
+        try:
+            with job.interruptible(turn.cancel):
+                done = await self.source.deliver(turn, plan)
+        except Stop as stop:
+            done = Delivered(np.full(len(plan.pieces), Result.SKIPPED, np.uint32), stop=stop)
+        finally:
+            ending.cancel()
+        if job.cancelled or not turn.cancelled:
+            return done, False
+        failures = {piece: each for piece, each in done.failures.items() if each.result is not Result.CANCELLED}
+        return replace(done, failures=failures, stop=None), True
+
+    async def _end_cold_turn(self, turn: Job) -> None:
+        await asyncio.sleep(_COLD_TURN_S)
+        while not self.queue.wanted and not self.resources.budget.wanted:
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+        turn.cancel()
 
     async def _handle_failure(self, job: Job, fetch: Fetch, group: int, chunk: int, failure: Failure) -> str:
         """Prepare a retry and return its name; without one, end the group at the chunk."""

@@ -81,6 +81,11 @@ class InterferenceBudget:
 
     # ---- Turns of movers
 
+    @property
+    def wanted(self) -> bool:
+        """True if a mover waits for its turn."""
+        return bool(self._waiting)
+
     @contextlib.asynccontextmanager
     async def turn(
         self, mover: Mover, size: int, job: Job | None = None, on_request: Callable[[Turn], None] | None = None

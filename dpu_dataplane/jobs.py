@@ -110,6 +110,12 @@ class Job:
             for interrupt in self._interrupts:
                 interrupt()
 
+    def part(self) -> "Job":
+        """Return a job with the same deadline, for a part of this one that may be cancelled alone."""
+        part = Job(self.owner, self.job_id, self.timeout)
+        part.deadline_ns = self.deadline_ns
+        return part
+
     def check(self) -> None:
         """Raise Stop if the job is cancelled or past its deadline."""
         if self.cancelled:
@@ -186,18 +192,26 @@ class JobQueue:
         self._share = max(1, waiting_max // hosts_max)
         self._waiting: Counter[str] = Counter()
         self._lock = asyncio.Lock()
+        self.wanted = 0  # jobs that wait for their turn
 
     @property
     def waiting(self) -> int:
         return self._waiting.total()
 
     @contextlib.asynccontextmanager
-    async def turn(self, job: Job) -> AsyncIterator[None]:
-        """Wait for the job's turn, and keep it while in this context; QueueFullError if too many jobs wait."""
-        if self._lock.locked() and self._is_full(job):
+    async def turn(self, job: Job, *, again: bool = False) -> AsyncIterator[None]:
+        """Wait for the job's turn, and keep it while in this context.
+
+        QueueFullError if too many jobs wait, unless it has had a turn and waits ``again``.
+        """
+        if self._lock.locked() and self._is_full(job) and not again:
             raise QueueFullError
-        with self._counted(job):
-            await job.within(self._lock.acquire(), "waiting for its turn")
+        self.wanted += 1
+        try:
+            with self._counted(job):
+                await job.within(self._lock.acquire(), "waiting for its turn")
+        finally:
+            self.wanted -= 1
         try:
             yield
         finally:

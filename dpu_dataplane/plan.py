@@ -183,9 +183,9 @@ class FetchPlan:
         return native.Progress(word=word, first=self._leading_count(before), end=self._leading_count(after))
 
     def _leading_count(self, delivered: Sequence[Flags]) -> int:
-        """Return the number of leading layers in place of the only part, or of leading chunks of every part."""
+        """Return the number of leading layers or chunks that are in place of every part."""
         if self.layerwise:
-            return leading_layers(delivered[0], self.parts[0].wanted)
+            return min(leading_layers(each, part.wanted) for each, part in zip(delivered, self.parts, strict=True))
         counts = [leading_chunks(each, part.wanted) for each, part in zip(delivered, self.parts, strict=True)]
         ends = [len(part.keys) for part in self.parts]
         return min((count for count, end in zip(counts, ends, strict=True) if count < end), default=max(ends))

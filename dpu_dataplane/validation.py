@@ -32,6 +32,7 @@ _SECONDS_MAX = 1e6
 _NAME_MAX = 32
 _WAYS_MAX = 8
 _TIERS_MAX = 4
+_LAYER_WAITS_MAX = 4096
 _PARTS_MAX = 64  # limit of the C core
 _LAYOUTS_MAX = 256  # of a registration: a worker needs one for each KV cache group and each shard layout
 _QUEUE_NAME_MAX = 32
@@ -152,6 +153,9 @@ class Validator:
         _count("kind", len(decision.kind), 0, _NAME_MAX, "characters")
         seconds = [decision.predicted_seconds, decision.seconds, *decision.predicted.values()]
         seconds += [decision.cold_seconds, decision.queued_seconds]
+        _count("layer_waits", len(decision.layer_waits), 0, _LAYER_WAITS_MAX, "entries")
+        _count("not_layerwise", len(decision.not_layerwise), 0, _NAME_MAX, "characters")
+        seconds += [each for wait in decision.layer_waits for each in (wait.begin_s, wait.seconds)]
         if not all(0 <= each <= _SECONDS_MAX for each in seconds):  # nor NaN
             raise InvalidCall(f"a decision has times of {seconds} s; they are 0 to {_SECONDS_MAX:.0f} s")
 
@@ -264,14 +268,14 @@ def _window(index: int, part: pb.FetchPart, layout: ChunkLayout) -> range:
 
 def _check_progress(request: pb.FetchRequest, parts: Sequence[FetchPart], *, streamed: bool) -> None:
     layerwise, has_word = request.order == pb.ORDER_LAYERS, request.HasField("progress")
-    if streamed and (not layerwise or len(parts) > 1):
-        raise InvalidCall("a stream reports the layers of one part, in the order of layers")
+    if streamed and not layerwise:
+        raise InvalidCall("a stream reports layers, in the order of layers")
     if streamed and has_word:
         raise InvalidCall("progress: this call reports its layers in its stream, not in a word")
+    if layerwise and (has_word or streamed) and any(part.window != parts[0].window for part in parts):
+        raise InvalidCall("progress: in the order of layers it is for parts with the same window of layers")
     if not has_word:
         return
-    if layerwise and len(parts) > 1:
-        raise InvalidCall("progress: in the order of layers it is for one part")
     word, registration = request.progress, parts[0].registration
     if not registration.shared:
         raise InvalidCall("progress: it needs shared memory")

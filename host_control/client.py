@@ -26,7 +26,7 @@ from host_control.answers import (
     reason_of,
 )
 from host_control.connection import Connection, Peer, explain
-from host_control.fetch_policy import Decision
+from host_control.fetch_policy import Decided
 from host_control.transfer import Reason
 from shadowserve import spans
 from shadowserve.chunk import ChunkLayout
@@ -290,14 +290,24 @@ class DataPlaneClient:
         """Handle a failed call of :meth:`expect` or :meth:`report_steps`: Hello may be due."""
         self._connection.lost(error)
 
-    def decided(self, decision: Decision, tokens: int, seconds: float) -> None:
+    def decided(self, result: Decided) -> None:
         """Report the decision for a prompt and its result, for recordings. A hint, which is not waited for."""
+        decision = result.decision
         loaded = decision.end_tokens if decision.way != "compute" else 0
         message = pb.Decision(
-            kind=decision.kind, tokens=tokens, loaded_tokens=loaded, predicted=dict(decision.predicted),
-            predicted_seconds=decision.seconds, seconds=seconds, stored_bytes=int(decision.stored_bytes),
+            kind=decision.kind, tokens=result.tokens, loaded_tokens=loaded, predicted=dict(decision.predicted),
+            predicted_seconds=decision.seconds, seconds=result.seconds, stored_bytes=int(decision.stored_bytes),
             cold_seconds=decision.cold_seconds, queued_seconds=decision.queued_seconds,
             tier_bytes={tier.label: int(size) for tier, size in decision.tier_bytes.items()},
+            layer_waits=[
+                pb.LayerWait(
+                    begin_s=min(max(wait.begin_s - result.since, 0.0), result.seconds),  # clocks of two machines
+                    seconds=wait.seconds,
+                    ahead=wait.ahead,
+                )
+                for wait in result.layer_waits
+            ],
+            not_layerwise=result.not_layerwise,
         )  # fmt: skip
         self._send_hint(self._connection.stub.Decided, message)
 
@@ -378,7 +388,7 @@ class DataPlaneClient:
             parts: Wanted pieces of each shard; the regions do not overlap.
             layerwise: Fetch layer by layer, not chunk by chunk.
             progress: Offset, in the memory of the first part, of the word where the data plane counts the leading
-                chunks of every part that are in place; layer by layer, the leading layers of the only part.
+                chunks of every part that are in place; layer by layer, the leading layers of parts of one window.
             window_s: Seconds that the engine will compute with each layer; 0 if unknown.
 
         Raises:
@@ -395,8 +405,10 @@ class DataPlaneClient:
         )
         return self._start(self._connection.stub.Fetch.future, request, timeout, [part.wanted for part in parts])
 
-    def start_fetch_layers(self, job_id: str, part: FetchPart, timeout: float, window_s: float = 0.0) -> FetchCall:
-        """Start one batch of a part layer by layer, whose progress :meth:`FetchCall.wait` tells.
+    def start_fetch_layers(
+        self, job_id: str, parts: Sequence[FetchPart], timeout: float, window_s: float = 0.0
+    ) -> FetchCall:
+        """Start one batch layer by layer, whose progress :meth:`FetchCall.wait` tells.
 
         For memory that the data plane does not share. Arguments and errors as in :meth:`start_fetch`.
         """
@@ -406,13 +418,13 @@ class DataPlaneClient:
 
         request = pb.FetchRequest(
             job_id=job_id,
-            parts=[part.message],
+            parts=[part.message for part in parts],
             order=pb.ORDER_LAYERS,
             timeout_ms=_milliseconds(timeout),
             window_us=_microseconds(window_s),
             purpose=pb.PURPOSE_REQUEST,
         )
-        return self._start(stream, request, timeout, [part.wanted])
+        return self._start(stream, request, timeout, [part.wanted for part in parts])
 
     def start_fetch_pages(
         self,

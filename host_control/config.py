@@ -48,22 +48,18 @@ class HostConfig(Section):
     """Look up prompts and fetch stored chunks."""
     asynchronous_fetch: bool = True
     """Fetch while the engine runs other requests. False blocks the engine during each fetch; it exists to measure the
-    difference (ShadowServe section 6.4, "No AF"). Engines that run several steps at once refuse it.
-    docs/reference/combinations.md lists requests that are fetched asynchronously nevertheless."""
-    layer_order: bool = False
-    """Fetch layer by layer, and start to compute when the first layer arrives, for requests that arrive while no other
-    runs, or whose layers are predicted to come within ``interference_budget`` of the step. Needs one KV cache group of
-    full attention and one step at a time: no pipeline stages, ``--no-async-scheduling``,
-    ``VLLM_USE_V2_MODEL_RUNNER=0``. Other engines refuse it. docs/reference/combinations.md lists requests that are
-    fetched chunk by chunk nevertheless."""
+    difference (ShadowServe section 6.4, "No AF"). Engines that run several steps at once refuse it."""
+    layer_order: bool | Literal["auto"] = "auto"
+    """Fetch layer by layer, and start to compute when the first layer arrives (docs/guides/layer-order.md). ``auto``:
+    where that is predicted to be faster, in engines that can do it as they are configured. ``true``: where possible;
+    engines that cannot refuse it."""
     pages: bool = False
     """Store pages uncompressed in the tiers of a data plane on this machine, whose devices read them directly into
     paged memory (docs/guides/tiers.md). Paged memory becomes shared memory; ``/dev/shm`` needs room for twice its size.
     Needs an engine on a CPU with one KV cache group of identical layers; other engines refuse it. Engines with and
     without this share no KV."""
     fetch_or_recompute: bool = False
-    """Compute a stored prompt, or a part of it, if the first token is predicted to come sooner than by fetching. Until
-    there are enough measurements, everything is fetched, except what is only in object storage
+    """Compute a stored prompt, or a part of it, if the first token is predicted to come sooner than by fetching
     (docs/guides/fetch-or-recompute.md)."""
     store: bool = True
     """Store the chunks that this engine computes."""

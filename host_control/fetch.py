@@ -23,7 +23,9 @@ class FetchJob:
         target: Data for ``scatter`` that the manager does not read.
         available: Leading chunks that can be fetched by now, where another engine still stores the rest or object
             storage brings it. :meth:`KVCacheManager.exchange` updates it; until then the job waits and others run.
-        layerwise: Fetch layer by layer: one shard with all its layers, which fits the registered memory.
+        layerwise: Fetch layer by layer: shards that want the same number of chunks. Such jobs of one exchange go side
+            by side.
+        first_layers: Number in the engine of each shard's first wanted layer, where it is layerwise; empty: all 0.
         window_s: Seconds that the engine will compute with each layer; 0 if unknown.
         context: Context of the request's span; empty for none.
     """
@@ -34,6 +36,7 @@ class FetchJob:
     target: Any = None
     available: Available | None = None
     layerwise: bool = False
+    first_layers: tuple[int, ...] = ()
     window_s: float = 0.0
     context: str = ""
 
@@ -51,7 +54,7 @@ class FetchResult:
         chunks: Leading chunks of each shard that are in place.
         reason: A :class:`~host_control.transfer.Reason`: ``complete``, or why there are not more.
         fetched_bytes, delivered_bytes: Bytes over the network, and into registered memory.
-        seconds, waited: Time from the hand-over to the outcome, and to the start.
+        seconds, waited: Time from the hand-over to the outcome, and the part of it in which other jobs moved.
     """
 
     job: FetchJob
@@ -79,8 +82,10 @@ class Fetch(Transfer):
         delivered: Leading chunks of each shard that are in registered memory or in paged memory.
         started_at: Time of the first move; 0 before.
         layers: Leading layers of which all chunks are in place, where it goes layer by layer.
+        others_s: Seconds since its start that other fetches of the same step took.
         ending: Reason of the outcome, set once no move follows.
         scatter_error: Why chunks could not be scattered, or empty.
+        stalls: How often it gave way to layerwise jobs without a chunk.
         retried: The memory was registered again after a restart of the data plane; that happens once.
         pages_from: Chunks from this one on are to be placed by devices; None: no more chunks are.
     """
@@ -96,10 +101,12 @@ class Fetch(Transfer):
     fetched_bytes: int = 0
     delivered_bytes: int = 0
     layers: int = 0
+    others_s: float = 0.0
     cancelled: bool = False
     ending: str = ""
     detail: str = ""
     scatter_error: str = ""
+    stalls: int = 0
     retried: bool = False
     pages_from: int | None = None
 

@@ -5,24 +5,45 @@ the last two with a shorter prefix, where the rest would arrive too late or come
 are learnt from the engine's steps, and loading times per tier from loads. While a time is not known, everything is
 fetched.
 
+Whole and streamed (layer by layer) loads are predicted from the same times. The policy learns the ratio of measured
+and predicted times to the first token by kind of load, because both kinds use cores differently. It forgets the ratio
+of the way that was not selected after some requests, so that it tries that way again.
+
 Only the selected option is measured, so a slow link could count as slow forever. Therefore the policy sometimes
 *explores*: it moves the border between fetched and computed tokens by one chunk. The predicted cost is at most 1/50 of
 the time of all requests since the other option was last measured. No clock and no I/O.
 """
 
-from collections import Counter
+import math
+import statistics
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from host_control.interference.estimate import REACH
 from host_control.interference.loading import LoadTable
-from host_control.interference.table import ComputeTable
+from host_control.interference.table import ComputeTable, LayerWait
+from host_control.streams import Stream
 from shadowserve.tier import Tier
 
 Way = Literal["compute", "fetch", "layers"]
 """Compute everything; fetch, then compute the rest; or compute the rest while layers are fetched."""
 
+Alike = tuple[Tier, int]
+"""Kind of a load: the tier that takes the most time, and the binary logarithm of the load's time over computing."""
+
+_RATIOS_MAX: Final = 5
+"""Last ratios of a kind of load; their median counts."""
+_RATIOS_MIN: Final = 3
+"""Ratios that are needed for a correction."""
+_FORGET_AFTER: Final = 64
+"""Requests of one kind without the other way, after which the other way is tried once."""
+_TRY: Final = 1.25
+"""A whole load is tried if it is predicted to take up to this multiple of a streamed one: streamed loads teach how long
+loads take, and may take longer than whole ones."""
+_ALIKE_MAX: Final = 4
+"""Loads that differ from computing by more than this power of two are alike."""
 _EXPLORATION: Final = 1 / 50
 """Share of the requests' time that exploring may cost."""
 _UNKNOWN_MAX: Final = 4
@@ -33,6 +54,9 @@ _IN_TIME: Final = 0.8
 """Loads that are predicted to take a larger share of their deadline than this are not started."""
 _AS_FAST: Final = 1.25
 """A load below this multiple of its time at the rate limit was limited by the rate, not by its tiers."""
+_LOAD_MAX: Final = 3.0
+"""A step waits for layers at most this multiple of its computing time: new requests wait, too, and the gain would
+be less than a quarter. With ``layer_order: true`` this limits the time for object storage only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +99,8 @@ class Decision:
         delivery_seconds: Seconds of the load at the rate limit; 0: no limit.
         tier_bytes: Bytes by tier of the longest possible load.
         queued_seconds: Seconds until earlier loads have ended.
+        alike: Kind of the load, where it could go both whole and layer by layer; else None.
+        correction: Factor of ``seconds`` that was learnt from loads that are alike.
     """
 
     way: Way
@@ -90,6 +116,8 @@ class Decision:
     tier_bytes: Mapping[Tier, float] = field(default_factory=dict)
     cold_seconds: float = 0.0
     queued_seconds: float = 0.0
+    alike: Alike | None = None
+    correction: float = 1.0
 
     @property
     def load_bytes(self) -> float:
@@ -100,10 +128,64 @@ class Decision:
         return sum(self.tier_bytes.values())
 
 
+@dataclass(kw_only=True)
+class Decided:
+    """A decision and its result.
+
+    Attributes:
+        tokens: Tokens of the prompt.
+        since: Time of the decision, of the monotonic clock.
+        seconds: Seconds from the decision to the first token.
+        layer_waits: How the step waited for each layer; empty if the load did not go layer by layer.
+        not_layerwise: Why it did not, or empty.
+    """
+
+    request_id: str
+    decision: Decision
+    tokens: int
+    since: float = 0.0
+    seconds: float = 0.0
+    layer_waits: list[LayerWait] = field(default_factory=list)
+    not_layerwise: str = ""
+
+
+class _Corrections:
+    """Measured over predicted times to the first token, of whole and of streamed loads."""
+
+    def __init__(self) -> None:
+        self._ratios: dict[tuple[Way, Alike], deque[float]] = {}
+        self._since: Counter[tuple[Way, Alike]] = Counter()  # requests of the other way since the last ratio
+
+    def learn(self, decision: Decision, seconds: float) -> None:
+        if decision.alike is None or not decision.seconds:
+            return
+        ratio = seconds * decision.correction / decision.seconds
+        own: tuple[Way, Alike] = (decision.way, decision.alike)
+        other: tuple[Way, Alike] = ("fetch" if decision.way == "layers" else "layers", decision.alike)
+        self._ratios.setdefault(own, deque(maxlen=_RATIOS_MAX)).append(ratio)
+        self._since[own] = 0
+        self._since[other] += 1
+        if self._since[other] == _FORGET_AFTER:
+            while len(self._ratios.get(other, ())) >= _RATIOS_MIN:
+                self._ratios[other].popleft()
+
+    def of_layers(self, alike: Alike) -> float:
+        """Return the factor for the time of a streamed load, relative to a whole one."""
+        tried = _TRY if self._since["fetch", alike] >= _FORGET_AFTER else 1.0
+        return tried * self._ratio("layers", alike) / self._ratio("fetch", alike)
+
+    def _ratio(self, way: Way, alike: Alike) -> float:
+        ratios = self._ratios.get((way, alike), ())
+        return statistics.median(ratios) if len(ratios) >= _RATIOS_MIN else 1.0
+
+
 class FetchOrRecompute:
     """Decides for the prompts of one engine; the caller updates the table of computing times.
 
-    ``step_tokens``: most tokens that the engine computes in a step.
+    Args:
+        step_tokens: Most tokens that the engine computes in a step.
+        layers_first: Loads go layer by layer where they can, unless another way is predicted to be faster; otherwise
+            only where this is predicted to be fastest.
     """
 
     def __init__(
@@ -115,8 +197,11 @@ class FetchOrRecompute:
         step_tokens: int,
         load_tokens_min: int,
         fetch_timeout_s: float,
+        layers_first: bool = True,
     ) -> None:
         self._table = table
+        self._layers_first = layers_first
+        self._corrections = _Corrections()
         self._loads = loads
         self._chunk_tokens = chunk_tokens
         self._step_tokens = step_tokens
@@ -144,6 +229,10 @@ class FetchOrRecompute:
         if seconds > decision.load_seconds / 2:  # a much faster load may be chance: explore again
             self._explore_s["fetch"] = 0.0
 
+    def came(self, decision: Decision, seconds: float) -> None:
+        """Learn the time to the first token of a request."""
+        self._corrections.learn(decision, seconds)
+
     def ended(self, name: str, now: float) -> None:
         if self._queued.pop(name, None) is not None:
             self._first_began = now
@@ -154,28 +243,35 @@ class FetchOrRecompute:
         """Return the best option for a prompt. The result may change with time."""
         return self._with_hit(self._decided(hit, now), hit, now)
 
-    def keeps_up(self, hit: Hit, budget: float, now: float) -> bool:
-        """Tell if a load that goes layer by layer, and can begin now, keeps ahead of the first step with it.
+    def stream(self, hit: Hit) -> Stream:
+        """Return a hit's load as it would go layer by layer within the first step that computes the request."""
+        return self.stream_of(self._load(hit, "layers", hit.end_tokens), hit.tokens)
 
-        ``budget``: largest share of the step's time for which it may wait. False if times are unknown.
-        """
-        first_step = min(hit.tokens, hit.end_tokens + self._step_tokens)  # it waits for all layers
-        computing, load = self._compute_seconds(hit.end_tokens, first_step), self._load(hit, "layers", hit.end_tokens)
-        if not (computing and load.load_seconds and hit.layers) or self._waiting(now):
-            return False
-        waiting = max(load.load_seconds - computing, 0.0) + load.load_seconds / hit.layers
-        return waiting <= budget * computing
+    def stream_of(self, decision: Decision, tokens: int) -> Stream:
+        """Return the load of a decision for a prompt in the same way."""
+        end, cold_s = decision.end_tokens, decision.tier_seconds.get(Tier.COLD, 0.0)
+        return Stream(decision.load_seconds, end, min(tokens - end, self._step_tokens), cold_s)
 
     def configured(self, hit: Hit, now: float) -> Decision:
         """Return the decision to fetch everything, for engines without the policy."""
-        return self._with_hit(replace(self._whole(hit), kind="configured"), hit, now)
+        chosen, predicted = self._whole(hit), dict[str, float]()
+        if hit.layers and not self._layers_first:
+            ways: tuple[Way, ...] = ("fetch", "layers")
+            options = [option for way in ways if (option := self._option(hit, way, hit.end_tokens, now)) is not None]
+            chosen = min(options, key=lambda option: option.seconds, default=chosen)
+            predicted = {option.way: option.seconds for option in options}
+        return self._with_hit(replace(chosen, kind="configured", predicted=predicted), hit, now)
 
     def _with_hit(self, decision: Decision, hit: Hit, now: float) -> Decision:
         tiers = self._tier_bytes(hit, hit.end_tokens)
-        return replace(decision, tier_bytes=tiers, cold_seconds=hit.cold_seconds, queued_seconds=self._waiting(now))
+        return replace(decision, tier_bytes=tiers, cold_seconds=hit.cold_seconds, queued_seconds=self.waiting(now))
 
     def _whole(self, hit: Hit) -> Decision:
-        return self._load(hit, "layers" if hit.layers else "fetch", hit.end_tokens)
+        return self._load(hit, self._way(hit), hit.end_tokens)
+
+    def _way(self, hit: Hit) -> Way:
+        """Return the way of a load whose time is not known."""
+        return "layers" if hit.layers and self._layers_first else "fetch"
 
     def _decided(self, hit: Hit, now: float) -> Decision:
         whole = self._whole(hit)
@@ -185,7 +281,7 @@ class FetchOrRecompute:
         predicted: dict[str, float] = {}
         for option in options:
             predicted[option.kind] = min(option.seconds, predicted.get(option.kind, option.seconds))
-        in_time = self._load_seconds_max - self._waiting(now)
+        in_time = self._load_seconds_max - self.waiting(now)
         allowed = [option for option in options if option.way == "compute" or option.load_seconds <= in_time]
         best = min(allowed, key=lambda option: (option.seconds, option.way == "compute"))
         if (other := self._exploration(hit, best, now)) is not None:
@@ -216,6 +312,8 @@ class FetchOrRecompute:
         shorter = [chunk * self._chunk_tokens for chunk in range(first + stride, whole + 1, stride)]
         changes = [index for index in range(1, len(hit.tiers)) if hit.tiers[index] != hit.tiers[index - 1]]
         shorter += [(first + index) * self._chunk_tokens for index in changes[:_ENDS_MAX]]
+        if hit.layers:  # all of the rest computes in one step, while the layers arrive
+            shorter.append(-(-(hit.tokens - self._step_tokens) // self._chunk_tokens) * self._chunk_tokens)
         ends = {end for end in shorter if self._least_end(hit) <= end < hit.end_tokens}
         for end in [hit.end_tokens, *sorted(ends, reverse=True)]:
             yield self._option(hit, "fetch", end, now)
@@ -223,20 +321,33 @@ class FetchOrRecompute:
                 yield self._option(hit, "layers", end, now)
 
     def _option(self, hit: Hit, way: Way, end: int, now: float) -> Decision | None:
-        """Return an option with its prediction, ``None`` if its duration is unknown."""
+        """Return an option with its prediction; None if its duration is unknown, or a step would wait too long."""
         rest = self._compute_seconds(end, hit.tokens)
         if rest is None:
             return None
         if way == "compute":
             return Decision(way=way, end_tokens=end, kind=way, seconds=rest)
         load = self._load(hit, way, end)
-        waiting = self._waiting(now)
+        waiting = self.waiting(now)
         if not load.load_seconds:
             return None
-        if way == "layers":  # a pipeline of two stages, loading and computing, over all layers
-            longer, shorter = max(load.load_seconds, rest), min(load.load_seconds, rest)
-            return replace(load, seconds=waiting + longer + shorter / hit.layers)
-        return replace(load, seconds=waiting + load.load_seconds + rest)
+        if not hit.layers:
+            return replace(load, seconds=waiting + load.load_seconds + rest)
+        first = rest
+        if hit.tokens > end + self._step_tokens:  # only the first of several steps computes while layers arrive
+            first = min(self._compute_seconds(end, end + self._step_tokens) or rest, rest)
+        limited = load.tier_seconds.get(Tier.COLD, 0.0) if self._layers_first else load.load_seconds
+        if way == "layers" and limited > _LOAD_MAX * first:
+            return None
+        alike = _alike(load.tier_seconds, load.load_seconds, first)
+        load = replace(load, alike=alike)
+        if way == "fetch":
+            return replace(load, seconds=waiting + load.load_seconds + rest)
+        # A pipeline of two stages, loading and computing, over all layers.
+        longer, shorter = max(load.load_seconds, first), min(load.load_seconds, first)
+        correction = self._corrections.of_layers(alike)
+        seconds = correction * (waiting + longer + shorter / hit.layers + rest - first)
+        return replace(load, seconds=seconds, correction=correction)
 
     def _load(self, hit: Hit, way: Way, end: int) -> Decision:
         tiers, all_cold = self._tier_bytes(hit, end), self._tier_bytes(hit, hit.end_tokens).get(Tier.COLD, 0.0)
@@ -261,8 +372,7 @@ class FetchOrRecompute:
             computed = -(-max(tokens // REACH, self._chunk_tokens) // self._chunk_tokens) * self._chunk_tokens
             end = -(-hit.end_tokens // self._chunk_tokens) * self._chunk_tokens - computed
             if end >= self._least_end(hit):
-                way: Way = "layers" if hit.layers else "fetch"
-                return replace(self._load(hit, way, end), kind="explore")
+                return replace(self._load(hit, self._way(hit), end), kind="explore")
         return replace(whole, kind="unknown")
 
     def _exploration(self, hit: Hit, best: Decision, now: float) -> Decision | None:
@@ -296,9 +406,16 @@ class FetchOrRecompute:
         tiers[Tier.STORAGE] += count - tiers.total() + tiers.pop(Tier.NONE, 0)
         return {Tier(tier): chunks * hit.chunk_bytes for tier, chunks in tiers.items() if chunks and hit.chunk_bytes}
 
-    def _waiting(self, now: float) -> float:
-        """Return the seconds until a load that is queued now can begin."""
+    def waiting(self, now: float) -> float:
+        """Return the seconds until a load that is queued now can begin. A late load may be late by as much again."""
         if not self._queued:
             return 0.0
         first = next(iter(self._queued.values()))
-        return sum(self._queued.values()) - min(max(now - self._first_began, 0.0), first)
+        return sum(self._queued.values()) - first + abs(first - max(now - self._first_began, 0.0))
+
+
+def _alike(tier_seconds: Mapping[Tier, float], load_seconds: float, computing: float) -> Alike:
+    """Return the kind of a load, behind which a step computes for ``computing`` seconds."""
+    power = round(math.log2(max(load_seconds, 1e-9) / max(computing, 1e-9)))
+    slowest = max(tier_seconds, key=lambda tier: tier_seconds[tier], default=Tier.NONE)
+    return slowest, min(max(power, -_ALIKE_MAX), _ALIKE_MAX)

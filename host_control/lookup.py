@@ -98,6 +98,7 @@ class _Lookup:
         waits_until: Time up to which it waits for pending or cold chunks; 0 where it does not wait.
         late_reason: Reason of an answer at the deadline.
         available: Chunks that can be fetched by now, where the answer counts pending or cold ones.
+        counts_pending: The answer counts pending ones.
         bring_cold: Starts to bring a number of leading chunks nearer, where some are cold.
         cold_ended: How the wait for cold chunks ended; chunks that are still cold do not count any more.
         present: Flags of each group: chunks that are stored in this engine's own records.
@@ -119,6 +120,7 @@ class _Lookup:
     waits_until: float = 0.0
     late_reason: str = Reason.DEADLINE
     available: Available | None = None
+    counts_pending: bool = False
     bring_cold: Callable[[int], None] | None = None
     cold_ended: str = ""
     present: Sequence[Flags] | None = None
@@ -282,6 +284,11 @@ class PrefixLookup:
         """Return how many chunks can be fetched by now; None where the answer counts no pending or cold ones."""
         lookup = self._lookups.get(request_id)
         return None if lookup is None else lookup.available
+
+    def counts_pending(self, request_id: str) -> bool:
+        """Tell if the answer counts chunks that another engine is still storing."""
+        lookup = self._lookups.get(request_id)
+        return lookup is not None and lookup.counts_pending
 
     def chains(self, request_id: str) -> RecordKeys | None:
         """Return the records that a load of everything found takes; None while there is no answer.
@@ -581,6 +588,7 @@ class PrefixLookup:
         present = [(flags | best.pending)[:whole] for flags in best.present]
         tokens = self._rule(present, lookup.length) if whole else 0
         self._start_waiting(lookup)
+        lookup.counts_pending = True
         if Tier.COLD in lookup.best_answer.tiers[: best.extent]:
             self._offer_cold(lookup, best.extent, best)
         else:

@@ -1,16 +1,19 @@
 """The KV cache manager: fetches the KV of prompts in the background of a serving engine (ShadowServe section 4.1).
 
-The *fetch queue* holds jobs; one background thread takes them one at a time, in a configurable order. The *completion
-queue* holds outcomes. The engine's scheduler meets both once in each step, in :meth:`KVCacheManager.exchange`.
+The *fetch queue* holds jobs; one background thread takes them one at a time, in a configurable order. The layerwise
+ones go together, before the next batch of any other, and a batch that stalls gives way to them: a step of the engine
+waits for them. The *completion queue* holds outcomes. The engine's scheduler meets both once in each step, in
+:meth:`KVCacheManager.exchange`.
 
 A job wants chunks of one or several *shards*: layers whose chunks have one shape. Movers bring them. Each job has
 exactly one outcome, by its deadline: how many leading chunks of each shard are in place, and why not all.
 """
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -89,6 +92,7 @@ class KVCacheManager:
             condition=self._condition,
             complete=self._complete,
             layers=layers,
+            hurried=self._has_streams,
             purpose=purpose,
             **limits,
         )
@@ -203,17 +207,30 @@ class KVCacheManager:
 
     def _run(self) -> None:
         self._connect_early()
-        while (fetch := self._next()) is not None:
-            try:
-                if self._pages is not None:
-                    self._pages.prepare(fetch)
+        while fetches := self._next():
+            with self._surviving(fetches):
+                if fetches[0].job.layerwise:
+                    self._move_layers(fetches)
+                    continue
+                (fetch,) = fetches
+                self._prepare(fetch)
                 with spans.use(fetch.span.context):
                     while self._advance(fetch):
-                        pass
-            except Exception as error:  # the thread must survive any bug; the job is recomputed
-                _logger.exception("fetching for request %s failed", fetch.job.request_id)
-                self._batches.end(fetch, Reason.INTERNAL, f"{type(error).__name__}: {error}")
-                self._registration.retire(release=True)
+                        if streams := self._take_streams():
+                            with self._surviving(streams):
+                                self._move_layers(streams)
+
+    @contextlib.contextmanager
+    def _surviving(self, fetches: Sequence[Fetch]) -> Iterator[None]:
+        """Survive any bug; the jobs are recomputed."""
+        try:
+            yield
+        except Exception as error:
+            for fetch in fetches:
+                if not fetch.ending:
+                    _logger.exception("fetching for request %s failed", fetch.job.request_id)
+                    self._batches.end(fetch, Reason.INTERNAL, f"{type(error).__name__}: {error}")
+            self._registration.retire(release=True)
 
     def _connect_early(self) -> None:
         # So that the first request does not pay for allocating and registering the memory.
@@ -222,23 +239,40 @@ class KVCacheManager:
         except DataPlaneError as error:
             _logger.warning("shadowserve: not connected yet: %s", error)
 
-    def _next(self) -> Fetch | None:
+    def _next(self) -> list[Fetch]:
+        """Wait for fetches: all layerwise ones, or one other. Return none to end the thread."""
         while True:
             with self._condition:
                 self._sweep(time.monotonic())
+                if streams := self._take_streams():
+                    return streams
                 if ready := [fetch for fetch in self._queue if not fetch.waits()]:
-                    fetch = ready[self._choose(ready)]
-                    self._queue.remove(fetch)
-                    fetch.on(Event.START)
-                    fetch.started_at = fetch.started_at or time.monotonic()
-                    return fetch
+                    return [self._take(ready[self._choose(ready)])]
                 if not self._batches.has_delivered:
                     if self._closing:
-                        return None
+                        return []
                     self._condition.wait()
                     continue
             # There is nothing else to start: scatter what the last batch delivered.
             self._batches.flush()
+
+    def _has_streams(self) -> bool:
+        with self._condition:
+            return any(each.job.layerwise for each in self._queue)
+
+    def _take_streams(self) -> list[Fetch]:
+        with self._condition:
+            return [self._take(fetch) for fetch in [each for each in self._queue if each.job.layerwise]]
+
+    def _take(self, fetch: Fetch) -> Fetch:
+        self._queue.remove(fetch)
+        fetch.on(Event.START)
+        fetch.started_at = fetch.started_at or time.monotonic()
+        return fetch
+
+    def _prepare(self, fetch: Fetch) -> None:
+        if self._pages is not None:
+            self._pages.prepare(fetch)
 
     def _choose(self, ready: Sequence[Fetch]) -> int:
         try:
@@ -250,10 +284,6 @@ class KVCacheManager:
 
     def _advance(self, fetch: Fetch) -> bool:
         """Make the next move of a fetch; return False once it has ended or waits in the queue again."""
-        if fetch.job.layerwise and fetch.pages_from != 0:
-            fetch.pages_from = None
-            assert self._layers is not None, "a layerwise job, and no function that scatters layers"
-            return self._layers.move(fetch)
         if fetch.cancelled or fetch.scatter_error or fetch.left_s <= 0:
             self._batches.end(fetch, Reason.CANCELLED if fetch.cancelled else Reason.DEADLINE)
             return False
@@ -262,6 +292,16 @@ class KVCacheManager:
         if fetch.waits():
             return self._put_back(fetch)
         return self._batches.move(fetch)
+
+    def _move_layers(self, fetches: Sequence[Fetch]) -> None:
+        """Move layerwise fetches to their end: first what devices hold from the first chunk on."""
+        assert self._layers is not None, "a layerwise job, and no function that scatters layers"
+        for fetch in fetches:
+            self._prepare(fetch)
+            if fetch.pages_from == 0:
+                self._advance(fetch)
+            fetch.pages_from = None
+        self._layers.move([fetch for fetch in fetches if not fetch.ending])
 
     def _put_back(self, fetch: Fetch) -> bool:
         """Queue a fetch again, whose next chunks are not available yet; other fetches go first."""
@@ -294,7 +334,7 @@ class KVCacheManager:
             fetched_bytes=fetch.fetched_bytes,
             delivered_bytes=fetch.delivered_bytes,
             seconds=now - fetch.enqueued_at,
-            waited=(fetch.started_at or now) - fetch.enqueued_at,
+            waited=(fetch.started_at or now) - fetch.enqueued_at + fetch.others_s,
         )
         fetch.on(Event.CANCEL if fetch.cancelled else Event.COMPLETE if result.complete else Event.FALL_SHORT)
         fetch.span.end(

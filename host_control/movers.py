@@ -8,6 +8,7 @@ import itertools
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -31,6 +32,8 @@ _SCATTER_BYTES_MIN: Final = 8 << 20
 """Fewer bytes of a batch are not worth scattering while more of it arrives."""
 _LOOK_INTERVAL_S: Final = 0.005
 """Between two looks at a call's end and at cancellation, while no chunk arrives."""
+_PATIENCE_S: Final = 0.2
+"""A batch that brings nothing for this time gives way to layerwise jobs; twice that after each time without a chunk."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class BatchMover:
         condition: Lock of the manager, which is notified of cancellations.
         complete: Called with a fetch that has ended, once everything delivered for it is scattered.
         layers: Wanted layers of each shard's chunks; by default all.
+        hurried: Tells if a layerwise job is queued.
         batch_bytes_min: A batch leaves no fewer bytes than this for the next one.
         scatter_bytes_min: Fewer bytes are not scattered before the batch is over.
     """
@@ -74,6 +78,7 @@ class BatchMover:
         condition: threading.Condition,
         complete: Callable[[Fetch], None],
         layers: Sequence[slice] | None,
+        hurried: Callable[[], bool],
         batch_bytes_min: int = _BATCH_BYTES_MIN,
         scatter_bytes_min: int = _SCATTER_BYTES_MIN,
         purpose: Any,
@@ -83,7 +88,8 @@ class BatchMover:
         self._scatter = scatter
         self._condition = condition
         self._complete = complete
-        self._layers = layers or [slice(None)] * len(registration.shapes)
+        self._hurried = hurried
+        self.layers = layers or [slice(None)] * len(registration.shapes)
         self._batch_bytes_min, self._scatter_bytes_min = batch_bytes_min, scatter_bytes_min
         self._purpose = purpose
         self._chunk_bytes = [shape.raw_bytes for shape in registration.shapes]
@@ -95,6 +101,7 @@ class BatchMover:
             )
         self._delivered: _Delivered | None = None
         self._half = 0
+        self._grown_s = 0.0  # when the batch began, or its last chunk arrived
         self._job_prefix = secrets.token_hex(8)
         self._job_numbers = itertools.count()
 
@@ -118,13 +125,16 @@ class BatchMover:
             self.end(fetch, error.outcome, str(error))
             return False
         self.flush()
-        placed = list(fetch.placed)
+        placed, self._grown_s = list(fetch.placed), time.monotonic()
         scattered = 0 if progress is None else self._scatter_arriving(call, progress, fetch, memory, runs)
-        answer = self._wait(call, job_id, fetch)
+        answer, gave_way = self._wait(call, job_id, fetch)
         if answer.reason == Reason.INVALID_ANSWER:  # then nothing is believed, not the progress either
             fetch.placed, scattered = placed, 0
         self._registration.settle(answer)
         moved = self._take(fetch, memory, runs, scattered, answer)
+        if gave_way and answer.reason == Reason.CANCELLED:
+            fetch.stalls += not moved
+            return True
         return self._goes_on(fetch, answer, moved=moved)
 
     def _goes_on(self, fetch: Fetch, answer: FetchAnswer, *, moved: bool) -> bool:
@@ -170,7 +180,7 @@ class BatchMover:
                 memory_id,
                 keys[run.shard][run.first : run.first + run.count],
                 run.offset,
-                layers=self._layers[run.shard],
+                layers=self.layers[run.shard],
                 layout=run.shard,
             )
             for run in runs
@@ -191,9 +201,10 @@ class BatchMover:
         least = -(-self._scatter_bytes_min // sum(self._chunk_bytes[run.shard] for run in runs))
 
         def stops() -> bool:
-            return fetch.cancelled or bool(fetch.scatter_error)
+            return fetch.cancelled or bool(fetch.scatter_error) or self._gives_way(fetch)
 
         for count in follow(call, progress, most, _LOOK_INTERVAL_S, stops):
+            self._grown_s = time.monotonic()
             if count == most or count - scattered >= max(least, -(-(most - scattered) // 3)):
                 self._delivered = _Delivered(fetch, memory, self._between(runs, scattered, count))
                 self.flush()
@@ -207,20 +218,29 @@ class BatchMover:
             if (count := min(run.count, end) - begin) > 0
         ]
 
-    def _wait(self, call: FetchCall, job_id: str, fetch: Fetch) -> FetchAnswer:
+    def _gives_way(self, fetch: Fetch) -> bool:
+        """Tell if a batch should end early: it stalls, and a step of the engine waits for layerwise jobs."""
+        return time.monotonic() - self._grown_s > _PATIENCE_S * 2**fetch.stalls and self._hurried()
+
+    def _wait(self, call: FetchCall, job_id: str, fetch: Fetch) -> tuple[FetchAnswer, bool]:
+        """Return a batch's answer, and whether it gave way to layerwise jobs."""
+
         def wake() -> None:
             with self._condition:
                 self._condition.notify_all()
 
         call.on_done(wake)
+        gave_way = False
         with self._condition:
             # The call has a deadline of its own, so this ends.
-            self._condition.wait_for(lambda: call.done() or fetch.cancelled)
+            while not (call.done() or fetch.cancelled or gave_way):
+                self._condition.wait(_LOOK_INTERVAL_S if self._hurried() else None)
+                gave_way = self._gives_way(fetch)
         while not call.done():
             self._client.cancel(job_id)
             with self._condition:
                 self._condition.wait_for(call.done, _CANCEL_INTERVAL_S)
-        return call.result()
+        return call.result(), gave_way
 
     def _take(self, fetch: Fetch, memory: Memory, runs: Sequence[_Run], scattered: int, answer: FetchAnswer) -> bool:
         """Record a batch's delivered chunks, of which some are scattered; return True if it moved any chunk."""

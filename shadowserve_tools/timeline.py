@@ -5,7 +5,7 @@ the steps of the Fetch call have a process of their own. Times are microseconds 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ DECISION: Final = "decision"
 """Step of a host's fetch-or-recompute decision: from the decision to the first token."""
 _CALL: Final = "Fetch call"
 _DECISIONS: Final = "decisions"
+_LAYERS: Final = "waits for layers"
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ def chrome_trace(spans: Sequence[pb.TraceSpan], about: dict[str, Any]) -> dict[s
     start = min(span.begin_ns for span in spans)
     tracks: dict[tuple[int, str, int], list[pb.TraceSpan]] = defaultdict(list)
     for span in spans:
+        if span.decision.layer_waits:
+            tracks[-1, _LAYERS, 0] += _layer_waits(span)
         call = _DECISIONS if span.step == DECISION else _CALL
         place = (span.core, span.step, span.thread) if span.step in STAGES else (-1, call, 0)
         tracks[place].append(span)
@@ -80,6 +83,14 @@ def chrome_trace(spans: Sequence[pb.TraceSpan], about: dict[str, Any]) -> dict[s
             events += _names("thread", core + 2, number, f"{name} ({index + 1})" if index else name, number)
             events += [_complete(span, core + 2, number, start) for span in lane]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def _layer_waits(span: pb.TraceSpan) -> Iterator[pb.TraceSpan]:
+    """Yield a span for each wait of an engine's step for a layer; ``slice`` is the layer, ``piece`` those ahead."""
+    for layer, wait in enumerate(span.decision.layer_waits):
+        begin = span.begin_ns + int(wait.begin_s * 1e9)
+        end = begin + int(wait.seconds * 1e9)
+        yield pb.TraceSpan(step=_LAYERS, core=-1, begin_ns=begin, end_ns=end, slice=layer, piece=wait.ahead)
 
 
 def _order(step: str) -> int:
@@ -97,7 +108,9 @@ def _names(what: str, process: int, thread: int, name: str, position: int) -> li
 def _complete(span: pb.TraceSpan, process: int, thread: int, start: int) -> dict[str, Any]:
     arguments: dict[str, int | float | str] = {}
     name = f"{span.step} {span.slice}" if span.slice >= 0 else span.step
-    if span.step == DECISION:
+    if span.step == _LAYERS:
+        name, arguments = f"layer {span.slice}", {"layers_ahead": span.piece}
+    elif span.step == DECISION:
         decision = span.decision
         name = decision.kind
         arguments = {"tokens": decision.tokens, "loaded_tokens": decision.loaded_tokens}
@@ -106,6 +119,7 @@ def _complete(span: pb.TraceSpan, process: int, thread: int, start: int) -> dict
         arguments |= {"stored_bytes": decision.stored_bytes}
         arguments |= {f"{tier}_bytes": decision.tier_bytes[tier] for tier in sorted(decision.tier_bytes)}
         arguments |= {"cold_ms": 1e3 * decision.cold_seconds, "queued_ms": 1e3 * decision.queued_seconds}
+        arguments |= {"not_layerwise": decision.not_layerwise} if decision.not_layerwise else {}
     elif span.step in STAGES:
         arguments = {"batch": span.batch, "piece": span.piece}
         if span.slice >= 0:

@@ -1,6 +1,7 @@
 """``shadowserve trace``: one fetch as a timeline, one track for each core and stage."""
 
 import json
+import statistics
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -50,9 +51,9 @@ def trace(
     """Write one fetch as a timeline: what each thread did on which core, slice by slice.
 
     Open the file in https://ui.perfetto.dev or chrome://tracing. Each core is a process with a track for each stage's
-    thread that ran on it. On top are the steps of the Fetch call, and the decisions of engines with fetch_or_recompute,
-    with predicted and measured times. A table shows how long each stage was busy, and how long its threads waited: the
-    stage that hardly waits is the bottleneck.
+    thread that ran on it. On top are the steps of the Fetch call, and the decisions of engines with fetch_or_recompute
+    or layer order, with predicted and measured times, and how steps waited for layers. A table shows how long each
+    stage was busy, and how long its threads waited: the stage that hardly waits is the bottleneck.
 
     \b
     A fetch of a synthetic prompt of Llama-8B's shape, from a storage node started for it:
@@ -147,4 +148,8 @@ def _decided(decision: pb.Decision) -> str:
     if decision.queued_seconds:
         there.append(f"behind {1e3 * decision.queued_seconds:.1f} ms of other loads")
     came = f"{1e3 * decision.seconds:.1f} ms to the first token"
-    return f"decision: {done}: {came}; {expected}; stored: {', '.join(there)}"
+    layers = f"; not layer by layer: {decision.not_layerwise}" if decision.not_layerwise else ""
+    if waits := decision.layer_waits:
+        layers = f"; {1e3 * sum(wait.seconds for wait in waits):.1f} ms of waiting for {len(waits)} layers, "
+        layers += f"{statistics.fmean(wait.ahead for wait in waits):.1f} layers ahead"
+    return f"decision: {done}: {came}; {expected}; stored: {', '.join(there)}{layers}"

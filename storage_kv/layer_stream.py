@@ -5,7 +5,6 @@ and lengths of pieces in two arrays. The buffers of a layer are made as the kern
 time.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import ClassVar, Final
@@ -17,9 +16,10 @@ from shadowserve import record
 from shadowserve.errors import ShadowServeError
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import ENTRIES_PER_HOLD, Item, Lease
-from shadowserve.resp import encode_array_header, encode_bulk_header
+from shadowserve.resp import encode_array_header, encode_bulk_header, encode_error
 from storage_kv.access.memory import Account
 from storage_kv.egress import Demand
+from storage_kv.layer_ranges import RANGE_BYTES, RANGES_MAX, FarRecords, Sources, release_all
 from storage_kv.node import Node
 from storage_kv.reply import REFERENCE_BYTES_MIN, DeferredReply, ValueSlice
 from storage_kv.session import Session
@@ -30,7 +30,7 @@ WINDOW_S_MIN: Final = 1e-4
 _AHEAD: Final = 2  # limit of the layers that the connection has and has not sent: the one being sent, and the next
 
 _STREAM_BYTES: Final = 4 << 10
-_KEY_BYTES: Final = 448  # memory of a key beside its name: its held record, a read, its number in the reply
+_KEY_BYTES: Final = 512  # memory of a key beside its name: its held record, reads, its number in the reply
 _LAYER_BYTES: Final = 384  # memory of a layer: its part of the reply
 _PIECE_BYTES: Final = 8  # memory of a layer of a record: start and length
 
@@ -42,7 +42,8 @@ def memory_of(names: Sequence[bytes], layers: int) -> int:
     """Return the memory of a request beside the records."""
     keys = len(names)
     of_keys = sum(map(len, names)) + keys * (_KEY_BYTES + _PIECE_BYTES * layers)
-    return _STREAM_BYTES + of_keys + layers * _LAYER_BYTES
+    of_ranges = RANGE_BYTES * min(keys * layers, RANGES_MAX)
+    return _STREAM_BYTES + of_keys + layers * _LAYER_BYTES + of_ranges
 
 
 class _Part(DeferredReply):
@@ -61,20 +62,22 @@ class _Part(DeferredReply):
 
 
 class _Layer(ValueSlice):
-    """A layer: some bytes of its own, then a piece of each record that has one."""
+    """A layer: some bytes of its own, then a piece of each record that has one, of its bytes in ``sources``."""
 
-    __slots__ = ("_begins", "_ends", "_front", "_indices", "_size", "_stream")
+    __slots__ = ("_begins", "_ends", "_front", "_indices", "_size", "_sources", "_stream")
     is_layer: ClassVar[bool] = True
 
     def __init__(
         self,
         stream: "Stream",
         front: bytes,
+        sources: Sequence[bytes | memoryview | None] | Sources,
         indices: npt.NDArray[np.integer],
         begins: npt.NDArray[np.uint32],
         lengths: npt.NDArray[np.uint32],
     ) -> None:
         self._stream, self._front, self._indices, self._begins = stream, front, indices, begins
+        self._sources = sources
         self._ends = len(front) + np.cumsum(lengths, dtype=np.int64)
         self._size = int(self._ends[-1]) + len(_TAIL) if len(indices) else len(front)
 
@@ -107,12 +110,11 @@ class _Layer(ValueSlice):
         joined = int(ends[last - 1]) - offset < REFERENCE_BYTES_MIN * (last - first)
         if not joined:
             last = min(int(ends.searchsorted(offset + _WINDOW_BYTES)) + 1, len(ends), first + count)
-        records = self._stream.records
         begins, behind = self._begins[first:last].tolist(), ends[first:last].tolist()
         views: list[bytes | memoryview] = []
         at = int(ends[first - 1]) if first else len(self._front)
         for index, begin, end in zip(self._indices[first:last].tolist(), begins, behind, strict=True):
-            record_bytes = records[index]
+            record_bytes = self._sources[index]
             assert record_bytes is not None
             views.append(memoryview(record_bytes)[begin + max(0, offset - at) : begin + end - at])
             at = end
@@ -150,10 +152,10 @@ class StreamRecords:
     Attributes:
         position: Index of the next key to work on.
         sized_bytes: Size of the records, of the keys added up so far.
+        far: The records that are read while others are sent.
         is_reserved: It may keep records in memory, at most ``reserved_bytes``.
-        reads: Number of running reads.
         lost: Number of failed reads.
-        records: Bytes of each record in memory; None for no record.
+        records: Bytes of each record in memory, of a far one its header; None for no record.
         bits: Size of each layer in bits, once known.
     """
 
@@ -170,7 +172,7 @@ class StreamRecords:
         self.layers = np.array(layers, np.uint16)
         self._names = b"".join(names)
         self._name_ends = np.cumsum([len(name) for name in names], dtype=np.uint32)
-        self.position = self.reads = self.lost = 0
+        self.position = self.lost = 0
         self.sized_bytes = self.reserved_bytes = self._kept_bytes = 0
         self.is_reserved = False
         self._held: list[Item | Lease] = []
@@ -178,7 +180,14 @@ class StreamRecords:
         self._begins: npt.NDArray[np.uint32] = np.zeros((0, 0), np.uint32)
         self._lengths = self._begins
         self.bits: list[int] = []
+        self.error = b""
         self._wake = wake
+        self.far = FarRecords(node, session.id, layers, wake)
+
+    @property
+    def reads(self) -> int:
+        """Number of running reads."""
+        return self.far.reads
 
     def _address(self, index: int) -> tuple[int, bytes]:
         begin = int(self._name_ends[index - 1]) if index else 0
@@ -188,7 +197,7 @@ class StreamRecords:
         """Work on some more keys; ``position`` equals ``keys`` when all are done.
 
         The first pass adds up the sizes of the records. The second one, when there is room for them, holds those in
-        memory and reads the others. The third one finds the layers in each record.
+        memory and reads the others, or their headers. The third one finds the layers in each record.
         """
         begin, end = self.position, min(self.position + ENTRIES_PER_HOLD, self.keys)
         if not len(self._name_ends):  # the third pass
@@ -204,18 +213,25 @@ class StreamRecords:
 
     def _add_up(self, begin: int, end: int) -> None:
         for index in range(begin, end):
-            item = self.node.store.peek(self._address(index))
-            self.sized_bytes += 0 if item is None else item.length
+            address = self._address(index)
+            item = self.node.store.peek(address)
+            if item is not None:
+                self.sized_bytes += item.length
+                if self.far.has(index, address, item):
+                    self.far.add_up(index, item)
 
-    def reserve(self) -> None:
-        """Start the second pass: there is room for the records."""
-        self.is_reserved, self.reserved_bytes, self.position = True, self.sized_bytes, 0
+    def reserve(self, size: int) -> None:
+        """Start the second pass: there is room for the records, or for ``size`` bytes of them."""
+        self.is_reserved, self.reserved_bytes, self.position = True, size, 0
+        self.far.reserve(size - (self.sized_bytes - self.far.needed_bytes))
         self.records = [None] * self.keys
 
     def _hold_or_read(self, index: int) -> None:
         store, address = self.node.store, self._address(index)
         item = store.peek(address)
-        if item is not None and self._kept_bytes + item.length > self.reserved_bytes:
+        is_far = item is not None and self.far.has(index, address, item)
+        kept_bytes = 0 if item is None else self.far.kept_bytes(item) if is_far else item.length
+        if self._kept_bytes + kept_bytes > self.reserved_bytes:
             item = None  # stored after the first pass, and there is no room for it
             self.node.counters.misses += 1
         else:
@@ -223,13 +239,16 @@ class StreamRecords:
             item = self.node.read(address)
         if item is None or not item.header_bytes:
             return
-        self._kept_bytes += item.length
+        self._kept_bytes += kept_bytes
+        if is_far and self.far.has(index, address, item):
+            self.far.read_header(index, address, item)
+            return
         if item.value is not None:
             store.hold(item)
             self._held.append(item)
             self.records[index] = item.value
             return
-        self.reads += 1
+        self.far.begun()
 
         def done(lease: Lease | None) -> None:
             if lease is None:
@@ -237,32 +256,36 @@ class StreamRecords:
             else:
                 self._held.append(lease)
                 self.records[index] = lease.view
-            with _reads_lock:
-                self.reads -= 1
-                ended = not self.reads
-            if ended:
-                self._wake()
+            self.far.ended()
 
         store.read(item, 0, item.length, done)
 
     def begin_layout(self) -> None:
         """Start the third pass: all records are in memory."""
         self._names, self._name_ends, self.position = b"", np.zeros(0, np.uint32), 0
-        if self.lost:
-            with self.node.lock:  # they were not hits after all
-                self.node.counters.hits -= self.lost
-                self.node.counters.misses += self.lost
-                self.node.counters.lost_values += self.lost
+        self._count_lost(self.lost)
         self._begins = np.zeros((len(self.layers), self.keys), np.uint32)
         self._lengths = np.zeros((len(self.layers), self.keys), np.uint32)
+
+    def _count_lost(self, lost: int) -> None:
+        """Count records that were no hits after all."""
+        if lost:
+            with self.node.lock:
+                self.node.counters.hits -= lost
+                self.node.counters.misses += lost
+                self.node.counters.lost_values += lost
 
     def _find_layers(self, begin: int, end: int) -> None:
         for index in range(begin, end):
             value = self.records[index]
-            if value is None:
-                continue
             try:
-                bounds = record.layer_bounds(value)
+                found = self.far.find_layers(index)
+                if found is not None:
+                    self.records[index], bounds = found
+                elif value is not None:
+                    bounds = record.layer_bounds(value)
+                else:
+                    continue
             except ShadowServeError:  # it was valid when it was stored: damage, so a miss
                 self.records[index] = None
                 continue
@@ -270,17 +293,35 @@ class StreamRecords:
             wanted = self.layers[there].astype(np.int64)
             self._begins[there, index] = bounds[wanted]
             self._lengths[there, index] = bounds[wanted + 1] - bounds[wanted]
-        if end == self.keys:
-            self.bits = (8 * (self._lengths.sum(1, dtype=np.int64) + 4 * self.keys)).tolist()
+        if end < self.keys:
+            return
+        self._count_lost(self.far.lost_headers)
+        if why := self.far.plan(self._begins, self._lengths, self.reserved_bytes - self._kept_bytes):
+            self.error = encode_error(f"OOM {why}")
+        self.bits = (8 * (self._lengths.sum(1, dtype=np.int64) + 4 * self.keys)).tolist()
 
-    def release(self) -> None:
-        for held in self._held:
-            if isinstance(held, Item):
-                self.node.store.release(held)
-            else:
-                held.release()
-        self._held, self.records = [], []
+    def is_there(self, layer: int) -> bool:
+        """Return whether the bytes of a layer are in memory. A record that was lost has none in it and behind it."""
+        if not self.far:
+            return True
+        if not self.far.is_there(layer):
+            return False
+        if lost := self.far.take_lost():
+            self._count_lost(len(lost))
+            self._lengths[layer:, lost] = 0
+            left = 8 * (self._lengths[layer:].sum(1, dtype=np.int64) + 4 * self.keys)
+            self.bits[layer:] = left.tolist()
+        return True
+
+    def release(self) -> bool:
+        """Release some records; return True if all are released. Needs the node's lock."""
+        held, self._held = self._held[:ENTRIES_PER_HOLD], self._held[ENTRIES_PER_HOLD:]
+        release_all(self.node.store, held)
+        if not self.far.release(ENTRIES_PER_HOLD - len(held)):
+            return False
+        self.records = []
         self._begins = self._lengths = np.zeros((0, 0), np.uint32)
+        return True
 
 
 class Stream(StreamRecords):
@@ -317,7 +358,6 @@ class Stream(StreamRecords):
         self.resolved = self.sent = self.partly_sent_bytes = 0
         self.abandoned = self.is_ended = self.is_active = self.has_link_share = False
         self.abort_s = 0.0
-        self.error = b""
         self._unread_s, self._unread_bits = 0.0, 0
         self.head = _Part(node, 16 * self.keys, self)
         self.parts = [_Part(node, 4 * self.keys, self) for _ in layers]
@@ -334,6 +374,7 @@ class Stream(StreamRecords):
             self.node.counters.layers_sent += 1
             self.node.counters.layer_bytes_sent += self.bits[self.sent] // 8
         self.sent += 1
+        self.far.sent = self.sent
         self.partly_sent_bytes = 0
         self._wake()
 
@@ -359,7 +400,8 @@ class Stream(StreamRecords):
         size = self.bits[number] // 8
         indices = np.flatnonzero(lengths)
         front = encode_bulk_header(size) + table + (b"" if len(indices) else _TAIL)
-        return _Layer(self, front, indices, self._begins[number][indices], lengths[indices])
+        sources: list[bytes | memoryview | None] | Sources = self.far.sources() if self.far else self.records
+        return _Layer(self, front, sources, indices, self._begins[number][indices], lengths[indices])
 
     def resolve_next(self) -> None:
         layer = self.layer(self.resolved)
@@ -376,15 +418,17 @@ class Stream(StreamRecords):
             front = b""
         while self.resolved < len(self.parts):
             self.resolved += 1
-            self.parts[self.resolved - 1].resolve([_Layer(self, front, _NONE, _NONE, _NONE)])
+            self.parts[self.resolved - 1].resolve([_Layer(self, front, (), _NONE, _NONE, _NONE)])
 
-    def release(self) -> None:
-        super().release()
-        self.account.close()
+    def release(self) -> bool:
+        is_released = super().release()
+        if is_released:
+            self.account.close()
+        return is_released
 
     def next_bits(self) -> int:
-        """Return the size in bits of the next layer; 0 while the connection has enough layers, or all."""
-        if self.resolved == len(self.parts) or self.resolved - self.sent >= _AHEAD:
+        """Return the size in bits of the next layer; 0 while it is not there, or the connection has enough, or all."""
+        if self.resolved == len(self.parts) or self.resolved - self.sent >= _AHEAD or not self.is_there(self.resolved):
             return 0
         return self.bits[self.resolved]
 
@@ -403,6 +447,3 @@ class Stream(StreamRecords):
     def is_over(self) -> bool:
         """True if no more layers are to be resolved."""
         return self.abandoned or bool(self.error) or self.resolved == len(self.parts)
-
-
-_reads_lock: Final = threading.Lock()

@@ -4,15 +4,16 @@ A request is a :class:`Stream`. Its states and the queues that hold it here::
 
     _new -> _working: add up the sizes of its records
          -> _waiting: until its tenant may keep that many bytes in memory
-         -> _working: hold records in memory, start to read the others
+         -> _working: hold records in memory, start to read the others, or the headers of large ones
          -> _reading: until all reads have ended
          -> _working: find the layers in each record
-         -> _active:  send layer after layer, when the shaper allows it
+         -> _active:  send layer after layer, when it is in memory and the shaper allows it
          -> _ending:  until the connection has sent all of it; then it is released
 
-Layer 0 needs all records, and the reply begins with their sizes, so everything is read before anything is sent. A layer
-is one part of the reply that points to the records: only small pieces are copied. It is resolved when the layer before
-the last has been sent, so a client that does not read delays only itself.
+The reply begins with the sizes of all records, so their headers come first. Small records are read whole before that,
+the layers of large ones while others are sent (layer_ranges.py). A layer is one part of the reply that points to the
+records: only small pieces are copied. It is resolved when the layer before the last has been sent, so a client that
+does not read delays only itself.
 
 Tenants take turns, then clients (fair_queue.py), for work on some keys and for room in memory. A stream that cannot be
 sent within ``layers_timeout_s`` is refused at once. One that takes longer, or whose client reads more slowly than
@@ -179,8 +180,8 @@ class LayerStreams:
                 wait_s = 0.0
         with self._node.lock:
             for stream in [*new, *self._all()]:
-                if not stream.reads:  # running reads still write to the stream; the process ends soon
-                    stream.release()
+                while not stream.reads and not stream.release():  # running reads still write; the process ends soon
+                    pass
 
     def _all(self) -> list[Stream]:
         return [*self._working, *self._waiting, *self._reading, *self._active, *self._ending]
@@ -228,10 +229,21 @@ class LayerStreams:
                 self._working.add(stream.tenant, stream.session.id, stream)
             else:
                 self._finish(stream)
+        has_more = [stream for stream in self._active if self._works_ahead(stream)]
         wait_s = self._send_layers()
-        if self._working:
+        if self._working or has_more:
             return 0.0
         return min(wait_s, _CHECK_INTERVAL_S) if self.active or self._unadmitted or self._ending else inf
+
+    def _works_ahead(self, stream: Stream) -> bool:
+        """Begin reads for later layers, and release sent ones; return True if more is to do at once."""
+        more = False
+
+        def begin() -> None:
+            nonlocal more
+            more = stream.far.work(stream.records)
+
+        return self._run_step(stream, begin) and more
 
     # ---- Beginning
 
@@ -271,20 +283,23 @@ class LayerStreams:
         tenant, lent = stream.tenant, self._node.lent
         if self._of_tenant.get(tenant, 0) >= _STREAMS_OF_TENANT_MAX:
             return False
-        size = stream.sized_bytes
+        size, far = stream.sized_bytes, stream.far
+        near = size - far.needed_bytes
         with self._node.lock:
             size_max = lent.share(stream.share)
-            if size > size_max:
+            if near + far.possible_bytes > size_max:
                 text = f"OOM these records have {size} bytes, and at most {size_max} can be sent at a time"
                 stream.error = encode_error(text + ": request fewer keys")
                 return True
+            if size > size_max or not lent.has_room(stream.share, size):
+                size = min(near + far.least_bytes, size_max)
             room = self._rooms.get(tenant)
             if room is None:
                 room = self._rooms[tenant] = _Room(lent, stream.share, self._wake)
             if not room.admits(size):
                 return False
             lent.pin(id(stream), size, stream.share)
-        stream.reserve()
+        stream.reserve(size)
         self._of_tenant[tenant] = self._of_tenant.get(tenant, 0) + 1
         self.active += 1
         self._unadmitted -= 1
@@ -399,10 +414,12 @@ class LayerStreams:
             return
         self._ending = [stream for stream in self._ending if stream not in ended]
         for stream in ended:
-            with self._node.lock:
-                stream.release()
-                if stream.is_reserved:
-                    self._node.lent.unpin(id(stream))
+            is_released = False
+            while not is_released:
+                with self._node.lock:
+                    is_released = stream.release()
+                    if is_released and stream.is_reserved:
+                        self._node.lent.unpin(id(stream))
             if not stream.is_reserved:
                 self._unadmitted -= 1
                 continue

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import formatdate
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,7 @@ class _Handler(BaseHTTPRequestHandler):
         return 200, {"Content-Type": "application/xml"}, f"<ListBucketResult>{text}</ListBucketResult>".encode()
 
 
+@lru_cache(8)
 def _etag(body: bytes) -> str:
     return f'"{hashlib.blake2b(body, digest_size=16).hexdigest()}"'
 

@@ -34,7 +34,7 @@ LINES: Final = (
         "host/vllm/test_vllm_disaggregation "
         "host/vllm/test_vllm_preemption host/vllm/test_vllm_quantized_pages host/vllm/test_vllm_scheduler_groups "
         "host/vllm/test_vllm_scheduler_side host/vllm/test_vllm_start_check host/vllm/test_vllm_support "
-        "host/vllm/test_vllm_timing host/vllm/test_vllm_weights tools/test_bench"
+        "host/vllm/test_vllm_take_back host/vllm/test_vllm_timing host/vllm/test_vllm_weights tools/test_bench"
     ).split(),
     "deploy/test_install deploy/test_storage_node".split(),
 )

@@ -182,8 +182,8 @@ class Source(ABC):
         """Look keys up before a store: a record that is found here needs no put."""
         return await self.find(keys)
 
-    async def find_warm(self, keys: Sequence[bytes]) -> Sequence[Found]:
-        """Look keys up, and wait until object storage has brought the cold records."""
+    async def find_warm(self, keys: Sequence[bytes], *, headers: bool) -> Sequence[Found]:
+        """Look keys up, and wait until object storage has brought the cold records, or only their ``headers``."""
         return await self.find(keys)
 
     async def publish(self, keys: Sequence[bytes], lasts_ms: int) -> bool:

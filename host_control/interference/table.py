@@ -6,7 +6,7 @@ one row, because they are the same.
 """
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from host_control.interference.estimate import Estimate
 
@@ -57,6 +57,19 @@ class ComputeTable:
         """Replace the state by one from :meth:`pack`; invalid data raises ValueError, TypeError or KeyError."""
         for row, estimate in self._rows.items():
             estimate.restore(packed[row])
+
+
+class LayerWait(NamedTuple):
+    """How a step waited for a layer of its loads.
+
+    Attributes:
+        begin_s: Begin of the wait, of the monotonic clock.
+        ahead: Layers in place beyond this one, after the wait.
+    """
+
+    begin_s: float
+    seconds: float
+    ahead: int
 
 
 class LayerTimes:

@@ -27,12 +27,12 @@ from host_control.vllm.groups import Groups
 from host_control.vllm.identity.adapters import Adapters
 from host_control.vllm.identity.content import content_hashes
 from host_control.vllm.identity.requests import RequestInputs
-from host_control.vllm.loads import has_own_logits_processors
+from host_control.vllm.loads import LAYERS_OFF, has_own_logits_processors
 from host_control.vllm.metadata import ShadowServeMetadata, WorkerHandshake, WorkerReport
 from host_control.vllm.metrics import ShadowServePromMetrics, ShadowServeStats
 from host_control.vllm.scheduler_side import SchedulerSide
 from host_control.vllm.shards import Rank
-from host_control.vllm.start_check import connector_settings, needs_one_group
+from host_control.vllm.start_check import connector_settings, needs_one_group, why_not_layers
 from host_control.vllm.support import UncacheableError, uncacheable
 from host_control.vllm.worker_side import WorkerSide
 from shadowserve import spans
@@ -54,6 +54,11 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         fetch = config.fetch and transfer.is_kv_consumer
         if groups is not None and not groups.one:
             needs_one_group(config, ", ".join(group.kind for group in groups.groups), loads=fetch)
+        if groups is not None and config.layer_order == "auto":
+            if why_not := why_not_layers(config, vllm_config, groups, loads=fetch):
+                config = config.model_copy(update={"layer_order": False})
+                if fetch and role == KVConnectorRole.SCHEDULER:
+                    _logger.info(LAYERS_OFF, why_not)
         store = config.store and transfer.is_kv_producer
         self._groups = groups
         self._scheduler: SchedulerSide  # in the scheduler's process alone
@@ -115,9 +120,10 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         """Tell if steps wait for layers, which a CUDA graph of the whole model would not do.
 
         An engine that cannot load layer by layer refuses to start, so none gives up such graphs for nothing.
+        ``layer_order: auto`` never changes graphs.
         """
         config = HostConfig.from_engine(extra_config)
-        return config.layer_order and config.fetch
+        return config.layer_order is True and config.fetch
 
     @property
     def requires_kv_delivery(self) -> bool:

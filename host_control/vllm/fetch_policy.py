@@ -6,16 +6,21 @@ All other prompts are fetched, and their times are learned from.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
+
+from vllm.v1.request import RequestStatus
 
 from host_control.config import HostConfig
-from host_control.fetch_policy import Decision, FetchOrRecompute, Hit
+from host_control.fetch_policy import Decided, Decision, FetchOrRecompute, Hit
 from host_control.interference.loading import LoadTable
 from host_control.interference.table import ComputeTable
 from host_control.lookup import LookupAnswer
+from host_control.streams import OTHER_REQUESTS, Streams
+from host_control.transfer import State
 from host_control.vllm.groups import Groups
+from host_control.vllm.loads import TIME_UNKNOWN, WHOLE_IS_FASTER
 from host_control.vllm.metrics import Counts
 from host_control.vllm.requests import Load, RequestState
 from host_control.vllm.timing import scheduled_requests
@@ -27,16 +32,7 @@ _STEPS_TO_STORE: Final = 2
 _STEPS_MAX: Final = 64
 """More steps than any engine overlaps; the measurements of an engine that never reports a step's end are dropped."""
 
-Report = Callable[[Decision, int, float], None]
-"""Takes a decision, the prompt's tokens, and the seconds to its first token."""
-
-
-class _FirstToken(NamedTuple):
-    """A request that waits for its first token, since a time."""
-
-    decision: Decision
-    tokens: int
-    since: float
+Report = Callable[[Decided], None]
 
 
 class PolicyRunner:
@@ -66,7 +62,9 @@ class PolicyRunner:
             step_tokens=step_tokens,
             load_tokens_min=config.load_tokens_min,
             fetch_timeout_s=config.fetch_timeout_s,
+            layers_first=config.layer_order is True,
         )
+        self._streams = Streams(table, config.interference_budget, step_tokens)
         self._always = config.fetch_or_recompute
         self._rate = rate
         self._chunk_tokens = chunk_tokens
@@ -74,9 +72,9 @@ class PolicyRunner:
         self._counts = counts
         self._report = report
         self._clock = clock
-        self._waiting: dict[str, _FirstToken] = {}
+        self._waiting: dict[str, Decided] = {}
         # The same requests, once a step computes their first token: a list for each step in flight.
-        self._first_tokens: deque[list[_FirstToken]] = deque(maxlen=_STEPS_MAX)
+        self._first_tokens: deque[list[Decided]] = deque(maxlen=_STEPS_MAX)
         self._chunk_bytes = 0.0  # of the last lookup that told it
         self._nearest = Tier.STORAGE  # nearest tier of any chunk so far
 
@@ -90,7 +88,7 @@ class PolicyRunner:
 
     # ------------------------------------------------------------------ decisions
 
-    def usable(self, state: RequestState, answer: LookupAnswer, groups: Groups, usable: int, *, layerwise: bool) -> int:
+    def usable(self, state: RequestState, answer: LookupAnswer, groups: Groups, usable: int) -> int:
         """Decide for a hit; return how many tokens to load, and set the decision and the way of the request's load.
 
         Args:
@@ -98,19 +96,49 @@ class PolicyRunner:
         """
         load, local = state.load, state.load.local_tokens
         end = local + usable
-        decision = load.decision = self.decide(self._hit_of(state, answer, usable, layerwise=layerwise))
-        if decision.kind == "configured":
+        hit = self._hit_of(state, answer, usable, layerwise=not load.not_layerwise)
+        # A prompt that another engine computes for this one is loaded, whatever the policy predicts.
+        waits = state.disaggregation.waits
+        decision = load.decision = self._policy.configured(hit, self._clock()) if waits else self.decide(hit)
+        if decision.kind == "configured" and not hit.layers:
             return usable
         if decision.way == "compute":
             return 0
         load.layerwise = decision.way == "layers"
+        if not (load.layerwise or load.not_layerwise):
+            load.not_layerwise = WHOLE_IS_FASTER if decision.seconds else TIME_UNKNOWN
         if decision.end_tokens == end or not answer.present:
             return usable
         return groups.hit_tokens(answer.present, decision.end_tokens + 1) - local
 
-    def keeps_up(self, state: RequestState, answer: LookupAnswer, usable: int, budget: float) -> bool:
-        """Tell if a hit's layers are predicted to come in time for a step that other requests wait for, too."""
-        return self._policy.keeps_up(self._hit_of(state, answer, usable, layerwise=True), budget, self._clock())
+    def why_not_stream(
+        self,
+        state: RequestState,
+        answer: LookupAnswer | None,
+        usable: int,
+        requests: Mapping[str, RequestState],
+        loads: Mapping[str, Load],
+    ) -> str:
+        """Return why a hit's load does not go layer by layer beside other requests and loads; empty if it does."""
+        begin = {name for name, load in loads.items() if load.state is State.ALLOCATED}
+        streams = {name for name in begin if loads[name].layerwise}
+        loading = begin != streams or any(not load.in_step for load in loads.values())
+        running = any(
+            other.request.status == RequestStatus.RUNNING for name, other in requests.items() if name not in streams
+        )
+        if not (streams or loading or running):
+            return ""
+        if answer is None:
+            return OTHER_REQUESTS
+        hit = self._hit_of(state, answer, usable, layerwise=True)
+        queued_s = max(self._policy.waiting(self._clock()) - self._streams.queued_s, 0.0)
+        stream = self._policy.stream(hit)
+        return self._streams.why_not(stream, hit.layers, queued_s=queued_s, busy=loading or running)
+
+    @property
+    def step_is_closed(self) -> bool:
+        """A load waits for the next step, and requests behind it would overtake it."""
+        return self._streams.is_closed
 
     def computes_anyway(self, state: RequestState, *, layerwise: Callable[[], bool], stores: bool) -> bool:
         """Tell if computing a prompt is best even if all of it is stored; then the lookup is not waited for.
@@ -169,12 +197,24 @@ class PolicyRunner:
     def follow(self, state: RequestState, decision: Decision) -> None:
         """Record that a request has blocks and continues as decided."""
         request, now = state.request, self._clock()
+        if decision.way == "layers":
+            self._streams.join(self._policy.stream_of(decision, request.num_tokens))
+        if state.disaggregation.waits:
+            return  # its time shows how long the other engine took
         self._policy.begin(request.request_id, decision, now)
         if decision.way != "compute":
             state.load.decision, state.load.began_s = decision, now
         if decision.kind == "configured":
-            return
-        self._waiting[request.request_id] = _FirstToken(decision, request.num_tokens, now)
+            if not self._layers:
+                return
+            decision = replace(decision, kind=decision.way if decision.predicted else decision.kind)
+        self._waiting[request.request_id] = Decided(
+            request_id=request.request_id,
+            decision=decision,
+            tokens=request.num_tokens,
+            since=now,
+            not_layerwise=state.load.not_layerwise if self._layers and decision.way == "fetch" else "",
+        )
         self._counts.add("decisions", reason=decision.kind)
         self._counts.add("cold_seconds", decision.cold_seconds, reason=decision.kind)
 
@@ -183,6 +223,13 @@ class PolicyRunner:
 
     def load_ended(self, load: Load) -> None:
         """Learn from a load that has ended."""
+        first = self._first_tokens[0] if self._first_tokens else []
+        for waiting in (*self._waiting.values(), *first):
+            if waiting.request_id == load.request_id:
+                waiting.layer_waits = load.layer_waits
+                if load.in_step and load.state is State.SHORT and waiting in first:  # vLLM takes this step back
+                    first.remove(waiting)
+                    self._waiting[load.request_id] = waiting
         if (decision := load.decision) is None:
             return
         now, seconds = self._clock(), load.seconds
@@ -195,7 +242,9 @@ class PolicyRunner:
 
     def step(self, output: Any) -> None:
         """Record which requests a scheduled step brings their first token."""
-        first: list[_FirstToken] = []
+        if self._streams.joined:
+            self._streams.clear()
+        first: list[Decided] = []
         self._first_tokens.append(first)
         for request_id, computed, new in scheduled_requests(output) if self._waiting else ():
             if (waiting := self._waiting.get(request_id)) is not None and computed + new >= waiting.tokens:
@@ -206,8 +255,10 @@ class PolicyRunner:
         if learnt:
             self._policy.computed()
         now = self._clock()
-        for decision, tokens, since in self._first_tokens.popleft() if self._first_tokens else ():
+        for result in self._first_tokens.popleft() if self._first_tokens else ():
+            decision, result.seconds = result.decision, now - result.since
             if decision.seconds:
                 self._counts.add("predicted_seconds", decision.seconds, reason=decision.kind)
-                self._counts.add("first_token_seconds", now - since, reason=decision.kind)
-            self._report(decision, tokens, now - since)
+                self._counts.add("first_token_seconds", result.seconds, reason=decision.kind)
+                self._policy.came(decision, result.seconds)
+            self._report(result)

@@ -16,6 +16,11 @@ from host_control.vllm.metadata import GroupLoad
 from host_control.vllm.metrics import SlowerPaths
 from host_control.vllm.requests import Load, RequestState
 
+LAYERS_OFF: Final = "ShadowServe: layer_order: auto is off, prompts are loaded as a whole: %s"
+NO_LAYERS: Final = "off"
+"""Reason of an engine without layer order."""
+WHOLE_IS_FASTER: Final = "whole_is_faster"
+TIME_UNKNOWN: Final = "time_unknown"
 _DETAILS: Final = {
     "several_groups": "asynchronous_fetch: false is configured, and this engine has several KV cache groups, windows, "
     "recurrent state or draft layers; its requests wait for their loads outside the running batch",
@@ -23,17 +28,13 @@ _DETAILS: Final = {
     "load falls short; such requests wait for their loads outside the running batch",
     "sampling_state": "a thinking token budget or a custom logits processor keeps state, which vLLM does not reset "
     "when a load falls short; such requests wait for their loads outside the running batch",
-    "other_requests": "layer_order is configured, and other requests load, or they run and its layers are not "
-    "predicted to come within interference_budget of the step; such loads go chunk by chunk, so that the others do not "
-    "wait for them",
-    "shard_layout": "layer_order is configured, and the records are of an engine with another number of tensor-parallel"
-    " ranks or pipeline stages; they go chunk by chunk",
+    "other_requests": "layer_order is configured, and other requests run or load, and its layers are not predicted to "
+    "come within interference_budget of the step, or the first tokens would come later; such loads go chunk by chunk, "
+    "so that the others do not wait for them",
     "partial_block": "layer_order is configured, and a load ends within a block, as of a preempted request; it goes "
     "chunk by chunk, because vLLM writes into that block before it waits for the layer",
-    "preempted": "layer_order is configured, and a load brings back the KV of a preempted request, which is stored "
-    "apart from the records that requests share; it goes chunk by chunk",
-    "pending_chunks": "layer_order is configured, and a load waits for chunks that another engine is still storing, "
-    "or that are in object storage alone; it goes chunk by chunk",
+    "pending_chunks": "layer_order is configured, and a load waits for chunks that another engine is still storing; it "
+    "goes chunk by chunk",
     "no_publishing": "a request is to wait for chunks that another engine is storing, and storage publishes no chunks "
     "(Redis, Valkey and clusters of them do not); it loads the chunks that are stored by then. Use a storage node "
     "of ShadowServe, or a proxy that carries kv_transfer_params (docs/guides/disaggregation.md)",
@@ -109,6 +110,7 @@ class LoadWays:
         self, config: HostConfig, groups: Groups | None, slower: SlowerPaths, *, sampling_state: bool = False
     ) -> None:
         self.in_step = not config.asynchronous_fetch
+        self._layers_first = config.layer_order is True
         self._several_groups = groups is not None and not groups.one
         self._slower = slower
         self._sampling_state = sampling_state
@@ -118,26 +120,21 @@ class LoadWays:
         """Tell if the step that computes on a load waits for all of it first."""
         return self.in_step and not self._why_not_in_step(request)
 
-    def not_by_layers(
-        self, request: Any, *, pending: bool, other_records: str, partial_block: bool, alone: bool
-    ) -> str:
+    def not_by_layers(self, request: Any, *, pending: bool, partial_block: bool, others: str) -> str:
         """Return the reason why a load cannot go layer by layer; empty if it can.
 
         Args:
-            other_records: Reason where its records are not the ones that this engine stores for others, or empty.
             partial_block: It ends with a tail, within a block. vLLM writes the KV of the next tokens into that block
                 before it waits for the layer, so the tail, which has no KV of them, would overwrite them.
-            alone: No other request loads, and none runs for which the layers would come too late.
+            others: Reason why it cannot go beside other requests and loads, or empty.
         """
         if reason := self._why_not_in_step(request):
             return reason
         if pending:
             return "pending_chunks"
-        if other_records:
-            return other_records
         if partial_block:
             return "partial_block"
-        return "" if alone else "other_requests"
+        return others
 
     def count_lookup(self, answer: LookupAnswer) -> None:
         """Count a lookup that could not wait for chunks that another engine is storing."""
@@ -145,10 +142,15 @@ class LoadWays:
             self._slower.add("no_publishing", _DETAILS["no_publishing"])
 
     def count_load(self, request: Any, not_layerwise: str) -> None:
-        """Count a load that takes a slower way than configured."""
+        """Count a load that takes a slower way than configured.
+
+        ``layer_order: auto`` configures no way of a load, so a whole one is not slower than configured.
+        """
         reason = self._why_not_in_step(request) if self.in_step else ""
-        if not reason and self.by_layers:
-            reason = not_layerwise
+        if not_layerwise and self.by_layers:
+            self._slower.counts.add("whole_loads", reason=not_layerwise)
+            if self._layers_first and not_layerwise not in (WHOLE_IS_FASTER, TIME_UNKNOWN):
+                reason = reason or not_layerwise
         if reason:
             self._slower.add(reason, _DETAILS[reason])
 

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from host_control.disaggregation import Available
+from host_control.interference.table import LayerWait
 
 
 @dataclass
@@ -142,6 +143,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         saved: Number of ranks that have stored or dropped all of a request's save.
         settled: Number of ranks that have found their epoch's weights after a doubt, by doubt.
         reasons: Why loads fell short, as some rank tells.
+        layer_waits: How the step waited for each layer, by request; of the rank that waited longest.
     """
 
     loaded: dict[str, int] = field(default_factory=dict)
@@ -151,6 +153,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     saved: dict[str, int] = field(default_factory=dict)
     settled: dict[int, int] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    layer_waits: dict[str, list[LayerWait]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         assert isinstance(other, WorkerReport)
@@ -162,7 +165,12 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             _merged(operator.add, self.saved, other.saved),
             _merged(operator.add, self.settled, other.settled),
             other.reasons | self.reasons,
+            _merged(_longer, self.layer_waits, other.layer_waits),
         )
+
+
+def _longer(one: list[LayerWait], other: list[LayerWait]) -> list[LayerWait]:
+    return max(one, other, key=lambda waits: sum(wait.seconds for wait in waits))
 
 
 def _merged(how: Callable[[Any, Any], Any], one: dict[Any, Any], other: dict[Any, Any]) -> dict[Any, Any]:

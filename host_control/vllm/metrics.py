@@ -43,10 +43,12 @@ _BY_REASON: Final = {
     "lookup_failures": "Requests whose lookup had no answer, by reason.",
     "load_failures": "Loads that ended before their last chunk, by reason.",
     "dropped_stores": "Chunks that were not stored, by reason.",
-    "decisions": "Requests by the decision of the fetch-or-recompute policy (docs/guides/fetch-or-recompute.md).",
+    "decisions": "Requests by the decision of the fetch-or-recompute policy, or of layer order (fetch, layers).",
     "cold_seconds": "Predicted seconds to read cold parts of hits from object storage, by decision.",
     "predicted_seconds": "Predicted seconds to the first token, by decision.",
     "first_token_seconds": "Measured seconds to the first token of requests with a prediction, by decision.",
+    "whole_loads": "Loads that did not go layer by layer in an engine with layer order, by reason "
+    "(docs/reference/combinations.md).",
     "slower_paths": "Requests that took a slower path than configured, by reason (docs/reference/combinations.md).",
 }
 _SEPARATOR: Final = "/"
@@ -121,7 +123,7 @@ class SlowerPaths:
     """Counts each request that takes a slower path than configured, and logs each reason once."""
 
     def __init__(self, counts: Counts, logger: logging.Logger) -> None:
-        self._counts = counts
+        self.counts = counts
         self._logger = logger
         self._logged: set[str] = set()
 
@@ -131,7 +133,7 @@ class SlowerPaths:
         Args:
             detail: The configured path, the path taken, and what to do about it.
         """
-        self._counts.add("slower_paths", reason=reason)
+        self.counts.add("slower_paths", reason=reason)
         if reason not in self._logged:
             self._logged.add(reason)
             self._logger.warning("ShadowServe: requests take a slower path than configured (%s): %s", reason, detail)

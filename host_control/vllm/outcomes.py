@@ -10,6 +10,7 @@ from typing import Any
 from host_control.lookup import LookupAnswer, PrefixLookup
 from host_control.transfer import Reason, State
 from host_control.vllm.groups import Groups
+from host_control.vllm.loads import NO_LAYERS
 from host_control.vllm.requests import Load, RequestState
 from shadowserve import spans
 from shadowserve.tier import Tier
@@ -96,20 +97,30 @@ class Outcomes:
             reason, detail = str(load.reason) or asked.why, ""
             placed = (load.first_chunk + load.placed_chunks) * self._chunk_tokens - local
             tokens = 0 if load.state is State.CANCELLED else min(tokens, max(placed, 0))
-        self.tell(load.request_id, reason, detail, tokens=tokens, local_tokens=local)
+        self.tell(load.request_id, reason, detail, tokens=tokens, local_tokens=local, load=load)
 
     def finished(self, request_id: str, load: Load | None) -> None:
         """Tell that a request has ended while it waited; one with a load in flight waits for the load's end."""
         if load is None or load.in_step:
             self.tell(request_id, Reason.CANCELLED)
 
-    def tell(self, request_id: str, reason: str, detail: str = "", *, tokens: int = 0, local_tokens: int = 0) -> None:
+    def tell(
+        self,
+        request_id: str,
+        reason: str,
+        detail: str = "",
+        *,
+        tokens: int = 0,
+        local_tokens: int = 0,
+        load: Load | None = None,
+    ) -> None:
         """Write the line and end the span of a request; nothing happens if it has ended."""
         if (asked := self._asked.pop(request_id, None)) is None:
             return
         waited_s = time.monotonic() - asked.began_s
         found = Counter(asked.answer.tiers if asked.answer is not None else b"")
         tiers = ", ".join(f"{count} {Tier(tier).label}" for tier, count in sorted(found.items()) if tier != Tier.NONE)
+        way, layer_wait_s = ("", 0.0) if load is None else _way(load)
         asked.span.end(
             reason=reason,
             detail=detail,
@@ -118,10 +129,21 @@ class Outcomes:
             local_tokens=local_tokens,
             tiers=tiers,
             waited_s=waited_s,
+            way=way,
+            layer_wait_s=layer_wait_s,
         )
         self._logger.debug(
             "ShadowServe: request %s: %d of %d prompt tokens loaded, %d in vLLM's own cache; reason: %s%s; chunks: %s; "
-            "waited %.3f s",
+            "waited %.3f s%s",
             *(request_id, tokens, asked.prompt_tokens, local_tokens, reason, detail and f" ({detail})"),
-            *(tiers or "none", waited_s),
+            *(tiers or "none", waited_s, way and f"; {way}"),
         )
+
+
+def _way(load: Load) -> tuple[str, float]:
+    """Tell how a load's layers came, and how long its step waited for them; empty in engines without layer order."""
+    if not load.layerwise:
+        return f"not layer by layer: {load.not_layerwise}" if load.not_layerwise not in ("", NO_LAYERS) else "", 0.0
+    seconds = sum(wait.seconds for wait in load.layer_waits)
+    ahead = sum(wait.ahead for wait in load.layer_waits) / max(len(load.layer_waits), 1)
+    return f"layer by layer: {seconds:.3f} s of waiting for layers, {ahead:.1f} layers ahead", seconds

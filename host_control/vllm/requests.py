@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from host_control.disaggregation import Available, Disaggregation
 from host_control.fetch_policy import Decision
+from host_control.interference.table import LayerWait
 from host_control.lookup import SAVED, LookupAnswer
 from host_control.transfer import Event, Reason, State, Transfer
 from host_control.vllm.metadata import LoadOperation
@@ -30,6 +31,7 @@ class Load(Transfer):
         shard_layout: Shard layout of the records; 0 is the engine's own.
         layerwise: The step that computes on the load waits for each layer as it needs it.
         not_layerwise: Why not (a reason of :class:`~host_control.vllm.loads.LoadWays`), or empty.
+        layer_waits: How the step waited for each layer.
         in_step: A step computes on the load at once, so the request never waits outside the running batch.
         decision: The policy's decision that the load carries out.
         seconds: Longest time that a rank reported for the load; 0 before the first report.
@@ -46,6 +48,7 @@ class Load(Transfer):
     shard_layout: int = 0
     layerwise: bool = False
     not_layerwise: str = ""
+    layer_waits: list[LayerWait] = field(default_factory=list)
     in_step: bool = False
     decision: Decision | None = None
     began_s: float = 0.0

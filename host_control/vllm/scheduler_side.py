@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm.v1.request import RequestStatus
-
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.disaggregation import Available, Disaggregation
-from host_control.fetch_policy import Decision
+from host_control.fetch_policy import Decided
 from host_control.lookup import SAVED, LookupAnswer, PrefixLookup
+from host_control.streams import NEXT_STEP
 from host_control.transfer import Event, Reason, State
 from host_control.vllm.accounting import PromptAccount
 from host_control.vllm.disaggregation import (
@@ -31,7 +30,7 @@ from host_control.vllm.epochs import WEIGHTS_CHANGED, Epochs
 from host_control.vllm.fetch_policy import PolicyRunner
 from host_control.vllm.groups import Groups
 from host_control.vllm.identity.requests import RequestInputs
-from host_control.vllm.loads import LoadWays, group_loads, note_chunk_keys, usable_tokens
+from host_control.vllm.loads import NO_LAYERS, LoadWays, group_loads, note_chunk_keys, usable_tokens
 from host_control.vllm.metadata import (
     LoadOperation,
     ShadowServeMetadata,
@@ -143,10 +142,11 @@ class SchedulerSide:
             self._logger.error("ShadowServe is off, every prompt is computed: %s", error)
             return
         shake, self._clients, self.epochs.ranks = workers.shake, workers.clients, len(handshakes)
-        self.ways.by_layers = shake.layers > 0
+        layers = shake.layers if config.layer_order else 0
+        self.ways.by_layers = layers > 0
         if self._policy_runner is not None:
-            self._policy_runner.start(shake.layers, shake.chunk_bytes)
-        self._timing.begin(shake.model, shake.machine, shake.layers, self._logger, self._clients)
+            self._policy_runner.start(layers, shake.chunk_bytes)
+        self._timing.begin(shake.model, shake.machine, layers, self._logger, self._clients)
         lookup = self._lookup = self._outcomes.lookup = self._make_lookup(workers, groups)
         if self._engine.fetch:
             self.waiting = WaitingQueue(lookup.chains, self._clients, by_priority=self._engine.by_priority)
@@ -242,6 +242,8 @@ class SchedulerSide:
             return None  # its prefix may be KV that this step waits for; the next step knows if that KV is valid
         if (state := self._served(request.request_id)) is None:
             return 0
+        if self._policy_runner is not None and self._policy_runner.step_is_closed:
+            return None
         self._outcomes.begin(request)
         load = state.probe(local_tokens)
         self._look_up_again(state)
@@ -254,6 +256,8 @@ class SchedulerSide:
         if not (usable := self._choose_load(state, answer)):
             load.on(Event.MISSED, Reason.NOT_WORTH_IT)
             return 0
+        if load.not_layerwise == NEXT_STEP:
+            return None
         assert self._lookup is not None
         note_chunk_keys(state, answer, self._lookup, usable, self._groups.chunk_tokens)
         load.epoch, load.shard_layout = self.epochs.current, answer.shard_layout
@@ -322,32 +326,24 @@ class SchedulerSide:
         if usable < worth:
             return 0
         load.not_layerwise = self._why_not_layerwise(state, answer, usable)
-        load.layerwise = not load.not_layerwise
-        # A prompt that another engine computes for this one is loaded, whatever the policy predicts.
-        if self._policy_runner is not None and not state.disaggregation.waits:
-            usable = self._policy_runner.usable(state, answer, self._groups, usable, layerwise=load.layerwise)
+        load.layerwise = not load.not_layerwise and self._engine.config.layer_order is True
+        if self._policy_runner is not None:
+            usable = self._policy_runner.usable(state, answer, self._groups, usable)
         return usable if usable >= worth else 0
-
-    def _keeps_up(self, state: RequestState, answer: LookupAnswer, usable: int) -> bool:
-        budget = self._engine.config.interference_budget
-        return self._policy_runner is not None and self._policy_runner.keeps_up(state, answer, usable, budget)
 
     def _why_not_layerwise(self, state: RequestState, answer: LookupAnswer | None = None, usable: int = 0) -> str:
         """Return the reason why a load of ``usable`` tokens cannot go layer by layer; empty if it can."""
         if not self.ways.by_layers:
-            return "off"
-        layout = answer.shard_layout if answer else 0
-        running = any(other.request.status == RequestStatus.RUNNING for other in self._requests.values())
-        loading = any(not load.in_step or load.state is State.ALLOCATED for load in self._loads.values())
-        in_time = not running or (answer is not None and self._keeps_up(state, answer, usable))
+            return NO_LAYERS
+        save, runner = state.current_save, self._policy_runner
+        counts_pending = self._lookup is not None and self._lookup.counts_pending(state.request.request_id)
         return self.ways.not_by_layers(
             state.request,
-            pending=self._available(state) is not None,
-            other_records="" if layout == 0 else "preempted" if layout == SAVED else "shard_layout",
+            pending=bool(save.pending) if save is not None else counts_pending,
             partial_block=answer is not None
             and answer.tail
             and (state.load.local_tokens + usable) % self._groups.groups[0].block_tokens != 0,
-            alone=not loading and in_time,
+            others=runner.why_not_stream(state, answer, usable, self._requests, self._loads) if runner else "",
         )
 
     def _count_lookup(self, state: RequestState, answer: LookupAnswer) -> None:
@@ -398,7 +394,8 @@ class SchedulerSide:
         if request.num_preemptions:
             self.counts.add("restored_tokens", external_tokens)
         end_tokens = load.local_tokens + external_tokens
-        self._lookup.begin_load(request.request_id, self._chunks(end_tokens))
+        if not load.layerwise:  # else the fetch itself names the cold chunks, layer by layer
+            self._lookup.begin_load(request.request_id, self._chunks(end_tokens))
         load.in_step = not self.waits(request)
         load.first_chunk = load.local_tokens // chunk_tokens
         load.chunks = load.placed_chunks = self._chunks(end_tokens) - load.first_chunk
@@ -409,7 +406,7 @@ class SchedulerSide:
             {},
             layerwise=load.layerwise,
             in_step=load.in_step and not load.layerwise,
-            available=self._available(state),
+            available=None if load.layerwise else self._available(state),
         )
         self.ways.count_load(request, "" if load.layerwise else load.not_layerwise)
         try:
@@ -456,16 +453,17 @@ class SchedulerSide:
                 load.operation.available = available
                 yield request_id, available
 
-    def _report_decision(self, decision: Decision, tokens: int, seconds: float) -> None:
+    def _report_decision(self, result: Decided) -> None:
         if self._clients:
-            self._clients[0].decided(decision, tokens, seconds)
+            self._clients[0].decided(result)
 
     def worker_output(self, finished: set[str] | None, report: WorkerReport) -> None:
         """Follow the workers' reports."""
         self._timing.loaded(report)
-        for request_id, seconds in report.seconds.items():
+        for request_id in report.seconds.keys() | report.layer_waits.keys():
             if (load := self._loads.get(request_id)) is not None:
-                load.seconds = max(load.seconds, seconds)
+                load.seconds = max(load.seconds, report.seconds.get(request_id, 0.0))
+                load.layer_waits = report.layer_waits.get(request_id, load.layer_waits)
         self._outcomes.short(report.reasons)
         for request_id, chunks in report.loaded.items():
             if (load := self._loads.get(request_id)) is not None:

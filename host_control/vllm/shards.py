@@ -41,6 +41,7 @@ class Shard:
         label: Name of the shard within a namespace.
         layers, heads: Half-open ranges of the model's layers and KV heads in a record.
         wanted: The layers of a record that this rank has.
+        first_layer: Number of the first of them among the layers of this rank.
         whole: Every rank of an engine has the same bytes.
         binnable: The elements are keys, values or latents, which the ``binned`` quantizer may round.
     """
@@ -55,6 +56,7 @@ class Shard:
     wanted: slice
     whole: bool
     binnable: bool
+    first_layer: int = 0
 
     @property
     def record_blocks(self) -> int:
@@ -308,7 +310,8 @@ class _Maker:
                 held = tensors[first - own.layers[0] : end - own.layers[0]]
                 wanted = slice(first - layers[0], end - layers[0])
                 layout = self._layout(held, kind, region)
-                yield replace(own, shard_layout=number, layout=layout, layers=layers, heads=heads, wanted=wanted)
+                made = replace(own, shard_layout=number, layout=layout, layers=layers, heads=heads, wanted=wanted)
+                yield replace(made, first_layer=first - own.layers[0])
 
     def _part(self, label: str, layout: PagedLayout, ratio: int, *, whole: bool, binnable: bool) -> Shard:
         """Return a shard whose records only engines of the same shard layout can use."""

@@ -13,7 +13,8 @@ from types import TracebackType
 from typing import Any, Final
 
 from host_control.config import HostConfig
-from host_control.vllm.support import in_step_problem
+from host_control.vllm.groups import Groups
+from host_control.vllm.support import has_full_graphs, in_step_problem
 from shadowserve.errors import ConfigurationError
 from shadowserve.tls import read_authorities, read_key_pair
 
@@ -77,9 +78,10 @@ def connector_settings(extra: Mapping[str, Any], vllm_config: Any) -> HostConfig
         raise ConfigurationError(
             f"pages: true needs an engine that computes on a CPU, and this one computes on '{device}'; remove pages"
         )
-    in_step = {"layer_order: true": config.layer_order, "asynchronous_fetch: false": not config.asynchronous_fetch}
+    by_layers = config.layer_order is True
+    in_step = {"layer_order: true": by_layers, "asynchronous_fetch: false": not config.asynchronous_fetch}
     loads = config.fetch and vllm_config.kv_transfer_config.is_kv_consumer
-    if config.layer_order and config.fetch and not loads:  # it would need piecewise CUDA graphs for no benefit
+    if by_layers and config.fetch and not loads:  # it would need piecewise CUDA graphs for no benefit
         raise ConfigurationError("layer_order: true needs an engine that loads, and this one has kv_role: kv_producer")
     named = " and ".join(option for option, enabled in in_step.items() if enabled)
     if loads and named and (problem := in_step_problem(vllm_config)) is not None:
@@ -99,13 +101,34 @@ def _other_groups(vllm_config: Any) -> str:
 
 def needs_one_group(config: HostConfig, others: str, *, loads: bool) -> None:
     """Check that no option needs a single KV cache group of full attention if the engine has ``others``."""
-    options = {"layer_order: true": config.layer_order and loads, "pages: true": config.pages}
+    options = {"layer_order: true": config.layer_order is True and loads, "pages: true": config.pages}
     named = " and ".join(option for option, enabled in options.items() if enabled)
     if others and named:
         raise ConfigurationError(
             f"{named} needs one KV cache group of full attention without draft layers, and this engine has {others}; "
             f"remove {named}"
         )
+
+
+def why_not_layers(config: HostConfig, vllm_config: Any, groups: Groups, *, loads: bool) -> str:
+    """Return the reason why ``layer_order: auto`` is off in an engine, or "" if it is on."""
+    if not loads:
+        return "this engine loads nothing"
+    for option, given in {
+        "pages: true": config.pages,
+        "asynchronous_fetch: false": not config.asynchronous_fetch,
+    }.items():
+        if given:
+            return f"{option} is set"
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        return "engines that run data-parallel wait for each other's steps"
+    if not groups.one:
+        return "it needs one KV cache group of full attention without draft layers"
+    if (problem := in_step_problem(vllm_config)) is not None:
+        return problem
+    if has_full_graphs(vllm_config):
+        return "it would replace CUDA graphs of the whole model by graphs of its pieces; layer_order: true does so"
+    return ""
 
 
 def tier_settings(given: Mapping[str, Any]) -> HostConfig:
@@ -116,7 +139,8 @@ def tier_settings(given: Mapping[str, Any]) -> HostConfig:
     """
     config = HostConfig.from_engine(given, place="secondary_tiers")
     for key in _TIER_UNUSED:
-        if getattr(config, key) != HostConfig.model_fields[key].default:
+        off = key == "layer_order" and not config.layer_order
+        if getattr(config, key) != HostConfig.model_fields[key].default and not off:
             raise ConfigurationError(
                 f"ShadowServeTier does not use {key}, and it is set to {getattr(config, key)!r}; remove it, or use "
                 "ShadowServeConnector (docs/guides/offloading-tier.md)"

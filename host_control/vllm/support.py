@@ -129,6 +129,12 @@ def in_step_problem(vllm_config: Any) -> str | None:
     return None
 
 
+def has_full_graphs(vllm_config: Any) -> bool:
+    """Tell if the engine runs CUDA graphs of the whole model, in which no step waits for a layer."""
+    mode = getattr(getattr(vllm_config, "compilation_config", None), "cudagraph_mode", None)
+    return mode is not None and bool(mode.has_full_cudagraphs())
+
+
 def offloading_problem(vllm_config: Any) -> str | None:
     """Return why changed weights of the engine could not be detected, ``None`` if they can be."""
     offload = getattr(vllm_config, "offload_config", None)

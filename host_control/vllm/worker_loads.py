@@ -11,7 +11,7 @@ import torch
 
 from host_control.config import HostConfig
 from host_control.delivery import SideStream
-from host_control.interference.table import LayerTimes
+from host_control.interference.table import LayerTimes, LayerWait
 from host_control.layer_fetch import LayerWindow
 from host_control.layouts import NOWHERE
 from host_control.manager import FetchJob, FetchResult, KVCacheManager
@@ -35,11 +35,14 @@ class _LayerLoads:
 
     Attributes:
         numbers: Number of each layer that can be loaded alone, by name; empty where none can.
+        keys: Keys of the managers that run them.
     """
 
     numbers: dict[str, int] = field(default_factory=dict)
     requests: set[str] = field(default_factory=set)
+    keys: set[int] = field(default_factory=set)
     awaited: set[int] = field(default_factory=set)
+    waits: list[LayerWait] = field(default_factory=list)
     times: LayerTimes = field(default_factory=LayerTimes)
 
 
@@ -93,6 +96,7 @@ class WorkerLoads:
         if metadata.loads:
             self.stream.follow()
         self.layers.requests = {load.request_id for load in metadata.loads if load.layerwise}
+        self.layers.keys = {manager_key(load.shard_layout) for load in metadata.loads if load.layerwise}
         self.layers.awaited = set()
         self._window_s = metadata.window_s
         if not self.managers:
@@ -132,11 +136,13 @@ class WorkerLoads:
     def _job(self, load: LoadOperation) -> FetchJob:
         keys: list[tuple[bytes, ...]] = []
         places: list[list[int]] = []
+        first_layers: list[int] = []
         for layout in self._shards.layouts_of(manager_key(load.shard_layout)):
             for part, shape in zip(self._shards.parts[layout], self._shards.shapes[layout], strict=True):
                 group = load.groups[part.group.index] if load.groups and layout == load.shard_layout else None
                 keys.append(tuple(record_keys(shape.namespace, group.chunk_keys)) if group is not None else ())
                 places.append(group.chunks if group is not None else [])
+                first_layers.append(part.first_layer)
         return FetchJob(
             request_id=load.request_id,
             keys=tuple(keys),
@@ -144,6 +150,7 @@ class WorkerLoads:
             target=load,
             available=load.available,
             layerwise=load.layerwise,
+            first_layers=tuple(first_layers),
             window_s=self._window_s,
             context=load.context,
         )
@@ -164,9 +171,10 @@ class WorkerLoads:
         """Wait until a layer of this step's layerwise loads is in place, or they have ended."""
         if (layer := self.layers.numbers.get(name)) is not None and self.managers:
             began_s = time.monotonic()
-            ahead = self.managers[0].wait(self.layers.requests, layer)
+            ahead = min(self.managers[key].wait(self.layers.requests, layer) for key in self.layers.keys)
             ended_s = time.monotonic()
             self.layers.awaited.add(layer)
+            self.layers.waits.append(LayerWait(began_s, ended_s - began_s, ahead))
             if measure:
                 self.layers.times.waited(began_s, ended_s)
             self._counts.add("layer_waits")
@@ -181,16 +189,17 @@ class WorkerLoads:
         requests, self.layers.requests = self.layers.requests, set()
         if not requests or not self.managers:
             return
-        self.managers[0].wait(requests)
+        for key in self.layers.keys:
+            self.managers[key].wait(requests)
+            self._results += self.managers[key].exchange()
         self._report.layer_seconds = self.layers.times.take()
-        self._results += self.managers[0].exchange()
+        waits, self.layers.waits = self.layers.waits, []
+        self._report.layer_waits |= dict.fromkeys(requests, waits)
         awaited, layers = len(self.layers.awaited), len(self.layers.numbers)
         if awaited < layers:
             detail = f"the engine waited for {awaited} of {layers} layers"
             self._results = [
-                replace(result, chunks=(0,), reason=Reason.NOT_AWAITED, detail=detail)
-                if result.job.request_id in requests
-                else result
+                _without_chunks(result, Reason.NOT_AWAITED, detail) if result.job.request_id in requests else result
                 for result in self._results
             ]
 
@@ -324,16 +333,20 @@ class WorkerLoads:
             sample = self._watch.sample()
         self._watch.check(load.epoch, sample)
 
-    def scatter_layers(self, job: FetchJob, chunks: Any, window: LayerWindow, layers: tuple[int, int]) -> None:
+    def scatter_layers(
+        self, job: FetchJob, part: int, chunks: Any, window: LayerWindow, layers: tuple[int, int]
+    ) -> None:
         """Move some layers of a window from registered memory into the engine's blocks."""
         load: LoadOperation = job.target
-        made, shape = self._shards.parts[0][0], self._shards.shapes[0][0]
-        held = (window.layer, window.layers_end)
-        count = len(chunks) // (shape.raw_bytes // shape.layers * (held[1] - held[0]))
+        number = part - self._shards.first_of(load.shard_layout)
+        made, shape = self._shards.parts[load.shard_layout][number], self._shards.shapes[load.shard_layout][number]
+        count = len(chunks) // (shape.raw_bytes // shape.layers * (window.layers_end - window.layer))
+        first = job.first_layers[part]
         with self._writing():
-            blocks = self._blocks(load, made, window.chunk, count)
-            made.layout.scatter(chunks, blocks, made.record_blocks, layers, held)
-            if layers[1] < made.layout.layers:
+            blocks, held = self._blocks(load, made, window.chunk, count), (window.layer, window.layers_end)
+            shown, there = ((begin - first, end - first) for begin, end in (layers, held))
+            made.layout.scatter(chunks, blocks, made.record_blocks, shown, there)
+            if layers[1] < len(self.layers.numbers):
                 return  # weights are checked with the last layer
             sample = self._watch.sample()
         self._watch.check(load.epoch, sample)

@@ -22,6 +22,7 @@ from host_control.vllm.groups import Groups
 from host_control.vllm.identity.content import content_hashes
 from host_control.vllm.identity.namespace import model_identity
 from host_control.vllm.loaded_weights import LoadedWeights
+from host_control.vllm.loads import LAYERS_OFF
 from host_control.vllm.metadata import ShadowServeMetadata, StoreOperation, WorkerHandshake, WorkerReport
 from host_control.vllm.metrics import Counts, FailureLog, SlowerPaths
 from host_control.vllm.paging import PagePlacer, share_pages
@@ -231,9 +232,14 @@ class WorkerSide:
         if not (self._engine.config.layer_order and self._engine.fetch):
             return {}
         if len(self._shards.parts[0]) > 1:
-            raise ConfigurationError(
-                "layer_order: true needs layers whose KV caches are alike; this engine has others; remove layer_order"
-            )
+            if self._engine.config.layer_order is True:
+                raise ConfigurationError(
+                    "layer_order: true needs layers whose KV caches are alike; this engine has others; remove "
+                    "layer_order"
+                )
+            if self._engine.rank.number == 0:
+                self._logger.info(LAYERS_OFF, "the KV caches of its layers differ")
+            return {}
         names = self._engine.kv_cache_config.kv_cache_groups[groups.groups[0].index].layer_names
         return {name: number for number, name in enumerate(names)}
 

@@ -79,10 +79,11 @@ class DevicePool(Pool):
         return entry
 
     def read(
-        self, item: Item, start: int, end: int, done: Callable[[Lease | None], None], *, in_parts: bool = False
-    ) -> None:
+        self, item: Item, start: int, end: int, done: Callable[[Lease | None], None], *, in_parts: bool = False,
+        ahead: bool = False,
+    ) -> None:  # fmt: skip
         if item.value is not None or item.is_cold:
-            super().read(item, start, end, done)
+            super().read(item, start, end, done, in_parts=in_parts, ahead=ahead)
             return
         assert isinstance(item, PoolItem)
         buffer = self._core.memory_cache.peek(item.entry.slot)
@@ -90,7 +91,7 @@ class DevicePool(Pool):
             buffer.users += 1
             done(Lease(buffer.value(start, end), self._release, buffer))
             return
-        self._reader.read(item.entry, start, end, done, in_parts=in_parts)
+        self._reader.read(item.entry, start, end, done, in_parts=in_parts, ahead=ahead)
 
     def release(self, item: Item) -> None:
         assert isinstance(item, PoolItem) and item.buffer is not None

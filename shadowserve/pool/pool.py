@@ -293,6 +293,11 @@ class Pool(ABC):
 
     # ---- Reading
 
+    @property
+    def memory_budget_bytes(self) -> int:
+        """The configured memory at the start."""
+        return int(self._config.memory_budget_bytes)
+
     @abstractmethod
     def get(self, address: Address) -> Item | None:
         """Return the item of ``address`` and count a use of it; None if absent."""
@@ -302,21 +307,29 @@ class Pool(ABC):
         """Return the item of ``address`` without counting a use."""
 
     def read(
-        self, item: Item, start: int, end: int, done: Callable[[Lease | None], None], *, in_parts: bool = False
-    ) -> None:
+        self, item: Item, start: int, end: int, done: Callable[[Lease | None], None], *, in_parts: bool = False,
+        ahead: bool = False,
+    ) -> None:  # fmt: skip
         """Read the bytes ``[start, end)`` of an item, 0 <= start < end <= length.
 
-        ``in_parts``: the caller reads the item part by part, so a device reads no more than these bytes.
+        ``in_parts``: the caller reads the item part by part, so no more than these bytes are read, and they are not
+        kept. ``ahead``: the caller will read all of it, so it is read whole, from its beginning on, and these bytes are
+        answered as soon as they are there. The caller checks what comes from a bucket ``in_parts``.
         ``done`` gets the item's bytes, whatever happens to the entry in the meantime; or None after a device error or a
         failed check, which the pool has counted and for which it has dropped the entry. Never wrong bytes. The read is
         never refused: it may wait for others.
         """
         if item.is_cold:
             assert self._lower_tier is not None
-            self._lower_tier.read(item, start, end, done)
+            self._lower_tier.read(item, start, end, done, in_parts=in_parts, ahead=ahead)
             return
         assert item.value is not None
         done(Lease(memoryview(item.value)[start:end]))
+
+    def report_damage(self, item: Item) -> None:
+        """Treat a cold item as damaged: its caller found wrong bytes, read ``in_parts``. Needs no lock."""
+        assert self._lower_tier is not None
+        self._lower_tier.report_damage(item)
 
     def expected_s(self, size: int) -> float | None:
         """Return the expected time to read ``size`` bytes from the lower tier now; None without a lower tier."""

@@ -1,8 +1,8 @@
 """Reading: from a device into memory that the socket sends from, after a check.
 
 Reads of a whole object become copies in the memory cache without copying bytes, and requests for an object that is
-being read share that read. A small part of a large object (a record's header) is read alone: the object's header and
-the units around the part.
+being read share that read. A client that needs its beginning first gets it read in order, in parts of its memory. A
+small part of a large object (a record's header) is read alone: the object's header and the units around the part.
 
 The check compares the object's identity, the number of the put, and the checksum of each unit. The device's own thread
 checks. The pool's thread checks without the lock what no device has checked: reads of two operations, and devices that
@@ -31,6 +31,13 @@ _WHOLE_BYTES: Final = 256 << 10
 _WHOLE_SHARE: Final = 8
 """A request for an eighth of an object or more reads it whole, unless the caller reads it in parts: requests for the
 rest usually follow."""
+_PART_BYTES: Final = 1 << 20
+_PARTS_MAX: Final = 8
+"""Least bytes, and most number, of the parts of an object that is read in order: a device reads larger ones no
+faster."""
+_PARTS_AT_ONCE: Final = 2
+"""Parts that are read at a time of an object that is read alone. Of several, each has one, so that all first ones come
+first."""
 _GROUP: Final = 8
 """Waiting reads that begin together, since beginning several in a row costs least..."""
 _BUSY_READS: Final = 16
@@ -52,16 +59,34 @@ class _Read:
     whole: bool
     first_unit: int
     units: int
-    parts: list[tuple[int, int]]  # offsets and lengths to read
+    parts: list[tuple[int, int]]  # offsets and lengths to read; several parts of a whole object are read in order
     size: int  # bytes of all parts
     waiters: list[_Waiter] = field(default_factory=list)
     buffer: Buffer | None = None
-    left: int = 0  # parts whose operation has not ended
+    left: int = 0  # parts whose operation has not ended; in order, of those that have begun
+    begun_parts: int = 0  # in order
+    ended: set[int] = field(default_factory=set)  # parts, in order
+    sound: int = 0  # leading units that were checked, in order
     depth: int = 0  # reads of the device in progress when this one began
     begun: bool = False
     verdict: Result | None = None
     failure: str | None = None
     error: OSError | None = None
+
+    @property
+    def in_order(self) -> bool:
+        return self.whole and len(self.parts) > 1
+
+    @property
+    def units_there(self) -> int:
+        """Leading units whose parts have ended."""
+        for number, (offset, _) in enumerate(self.parts):
+            if number not in self.ended:
+                return max(0, offset - FIXED_HEADER_BYTES) // object_unit(self.entry.length)
+        return self.units
+
+    def has(self, end: int) -> bool:
+        return self.in_order and -(-end // object_unit(self.entry.length)) <= self.sound
 
 
 class Reader:
@@ -72,7 +97,7 @@ class Reader:
         self._space = space
         self._whole: dict[int, _Read] = {}  # the newest read of each slot
         self._waiting: deque[_Read] = deque()
-        self._ended: deque[tuple[_Read, Operation]] = deque()
+        self._ended: deque[tuple[_Read, int, Operation]] = deque()
         self._spare_bytes = 0  # freed since the last failed search for memory
         self.unverified: list[_Read] = []  # ended reads that have failed, or that their device has not checked
         self.under_way = 0  # reads that are not completed
@@ -83,14 +108,18 @@ class Reader:
         """Reads that wait for memory, or for their device to accept more."""
         return len(self._waiting)
 
-    def read(self, entry: Entry, start: int, end: int, done: Done, *, in_parts: bool) -> None:
+    def read(self, entry: Entry, start: int, end: int, done: Done, *, in_parts: bool, ahead: bool) -> None:
         began = self._core.ticks()
         under_way = self._whole.get(entry.slot)
         if under_way is not None and under_way.entry.generation == entry.generation:
-            under_way.waiters.append((start, end, done))
             self._core.counters.shared_reads += 1
+            if under_way.has(end) and under_way.failure is None:
+                assert under_way.buffer is not None
+                done(self._lease(under_way, under_way.buffer, start, end))
+                return
+            under_way.waiters.append((start, end, done))
             return
-        read = self._plan(entry, start, end, in_parts=in_parts)
+        read = self._plan(entry, start, end, in_parts=in_parts, ahead=ahead)
         read.waiters.append((start, end, done))
         read.disk.use(entry.extent)
         self.under_way += 1
@@ -118,13 +147,15 @@ class Reader:
             self._core.waker.wake()
         self._core.counters.grouping_ns += self._core.ticks() - began
 
-    def _plan(self, entry: Entry, start: int, end: int, *, in_parts: bool) -> _Read:
+    def _plan(self, entry: Entry, start: int, end: int, *, in_parts: bool, ahead: bool) -> _Read:
         disk = self._core.disks[entry.device]
         unit = object_unit(entry.length)
         units = -(-entry.length // unit)
         share = 1 if in_parts else _WHOLE_SHARE
-        if entry.length <= _WHOLE_BYTES or (end - start) * share >= entry.length:
-            return _Read(entry, disk, True, 0, units, [(0, entry.size)], entry.size)
+        if ahead or entry.length <= _WHOLE_BYTES or (end - start) * share >= entry.length:
+            step = max(_PART_BYTES, -(-entry.blocks // _PARTS_MAX) * BLOCK_BYTES) if ahead else entry.size
+            parts = [(at, min(step, entry.size - at)) for at in range(0, entry.size, step)]
+            return _Read(entry, disk, True, 0, units, parts, entry.size)
         self._core.counters.partial_reads += 1
         first = start // unit
         units = -(-end // unit) - first
@@ -151,19 +182,23 @@ class Reader:
                 self._spare_bytes = 0
                 return False
             self._spare_bytes -= read.size
-        read.left = len(parts)
         read.disk.reading += 1
         read.begun = True
         read.depth = read.disk.reading
         address = read.buffer.address
 
         began = self._core.ticks()
-        done = partial(self._on_read_end, read)
+        done = partial(self._on_read_end, read, 0)
         volume = read.disk.volume
-        if len(parts) == 1:
+        if read.in_order:
+            for _ in range(_PARTS_AT_ONCE if read.depth == 1 else 1):
+                self._begin_part(read)
+        elif len(parts) == 1:
+            read.left = 1
             expected = entry.header
             volume.read(entry.extent, 0, parts[0][1], address, Priority.FOREGROUND, done, expected, read.units)
         else:  # a device checks single operations only
+            read.left = len(parts)
             for offset, length in parts:
                 volume.read(entry.extent, offset, length, address, Priority.FOREGROUND, done)
                 address += length
@@ -172,8 +207,21 @@ class Reader:
         self._core.counters.grouping_ns -= took  # calls into the kernel count as I/O
         return True
 
-    def _on_read_end(self, read: _Read, operation: Operation) -> None:
-        self._ended.append((read, operation))
+    def _begin_part(self, read: _Read) -> None:
+        """Pass the next part of a read in order to its device, unless all have begun or one has failed."""
+        if read.failure is not None or read.begun_parts == len(read.parts):
+            return
+        assert read.buffer is not None
+        offset, length = read.parts[read.begun_parts]
+        done = partial(self._on_read_end, read, read.begun_parts)
+        read.begun_parts += 1
+        read.left += 1
+        read.disk.volume.read(
+            read.entry.extent, offset, length, read.buffer.address + offset, Priority.FOREGROUND, done
+        )
+
+    def _on_read_end(self, read: _Read, number: int, operation: Operation) -> None:
+        self._ended.append((read, number, operation))
 
     @property
     def has_ended(self) -> bool:
@@ -185,7 +233,7 @@ class Reader:
         Adds callbacks to ``completions``, to be called without the lock.
         """
         while self._ended:
-            read, operation = self._ended.popleft()
+            read, number, operation = self._ended.popleft()
             if operation.error is not None:
                 read.failure, read.error = "io_error", operation.error
             else:
@@ -195,9 +243,12 @@ class Reader:
                 disk.meter.note(operation.length, operation.begin_ns, operation.end_ns, read.depth)
                 read.verdict = operation.verdict
             read.left -= 1
-            if read.verdict is _SOUND:
+            if read.in_order:
+                read.ended.add(number)
+                self._begin_part(read)
+            if not read.in_order and read.verdict is _SOUND:
                 self._finish(read, completions)
-            elif read.left == 0:
+            elif (read.left == 0 or read.in_order) and read not in self.unverified:
                 self.unverified.append(read)
 
     def take_unverified(self) -> list[_Read]:
@@ -213,6 +264,14 @@ class Reader:
     def _verified(read: _Read) -> str | None:
         entry, buffer = read.entry, read.buffer
         assert buffer is not None
+        if read.in_order:
+            first, end = read.sound, read.units_there
+            if first == end:
+                return None
+            data = buffer.view(FIXED_HEADER_BYTES + first * object_unit(entry.length), buffer.size)
+            failure = failure_of(entry, None, buffer.view(0, FIXED_HEADER_BYTES), first, end - first, data)
+            read.sound = first if failure else end  # last: other threads give out units that were checked
+            return failure
         data = buffer.view(
             FIXED_HEADER_BYTES if read.first_unit == 0 else BLOCK_BYTES + FIXED_HEADER_BYTES, buffer.size
         )
@@ -220,7 +279,17 @@ class Reader:
 
     def finish(self, reads: list[_Read], completions: list[Completion]) -> None:
         for read in reads:
-            self._finish(read, completions)
+            if read.left == 0:
+                self._finish(read, completions)
+            elif read.failure is None:
+                self._answer(read, completions)
+
+    def _answer(self, read: _Read, completions: list[Completion]) -> None:
+        """Answer the clients of a read in order whose bytes are there."""
+        assert read.buffer is not None
+        for each in [each for each in read.waiters if read.has(each[1])]:
+            read.waiters.remove(each)
+            completions.append((each[2], self._lease(read, read.buffer, each[0], each[1])))
 
     def _finish(self, read: _Read, completions: list[Completion]) -> None:
         core, entry, buffer, disk = self._core, read.entry, read.buffer, read.disk
@@ -243,7 +312,7 @@ class Reader:
         for start, end, done in read.waiters:
             completions.append((done, self._lease(read, buffer, start, end)))
         if read.whole and core.is_current(entry):  # otherwise it was removed or replaced during the read
-            buffer.hits += len(read.waiters)
+            buffer.hits += 1 if read.in_order else len(read.waiters)
             core.memory_cache.add(entry.slot, buffer)
         else:
             core.arenas.release(buffer)

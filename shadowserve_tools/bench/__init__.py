@@ -25,6 +25,7 @@ BENCHES: Final[dict[str, tuple[str, list[str]]]] = {
     "ablation": (ENGINE, ["vllm"]),
     "disaggregation": (ENGINE, ["vllm"]),
     "layers": (ENGINE, ["vllm"]),
+    "auto": (ENGINE, ["vllm"]),
     "decide": (ENGINE, ["vllm"]),
     "queue": (ENGINE, ["vllm"]),
     "oversubscription": (ENGINE, ["vllm"]),

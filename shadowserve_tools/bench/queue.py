@@ -10,7 +10,6 @@ is 0.8 of *fetched*.
 """
 
 import functools
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.options import benchmark, folder_option, real, repeats_option, whole
 from shadowserve_tools.bench.parts.reading import Bed, held_tokens
 from shadowserve_tools.bench.parts.serving import Model, check_answer, check_cached, made_up, shape_options
-from shadowserve_tools.processes import Programs, until
+from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Report, in_turns, over
 
 
@@ -47,7 +46,6 @@ _SPARE: Final = 4 * _WAITING
 """Prompts that fit in the tiers' memory; a quarter of it is for prefetched KV."""
 _FIRST, _WARM = 900, 901
 """Seeds of the prompt that is computed first, and of the one that shows that everything is connected."""
-_RECONNECT_TIMEOUT_S: Final = 60.0
 _FIRST_TOKENS: Final = 512
 _FIRST_OUTPUT: Final = 128
 """Output of the first request. It holds the blocks, and the others are admitted between its steps."""
@@ -103,7 +101,7 @@ class _Case:
         self._warm = made_up(DEFAULT_CHUNK_TOKENS + 1, _WARM)
         self._answers: list[list[int]] = []
         room = _SPARE * (tokens + DEFAULT_CHUNK_TOKENS) * model.kv_bytes + (64 << 20)
-        self._memory = {"memory_budget_bytes": room, "scrub_bytes_per_s": 0}
+        self._memory = {"memory_budget_bytes": room}
         self._device = {"path": str(disk / "tier"), "size": room}
 
     def prepare(self) -> None:
@@ -124,15 +122,11 @@ class _Case:
         check_answer(result, list(answer))
 
     def _begin(self, system: _System) -> None:
-        """Restart the data plane, and wait until the engine uses it: the plugin's circuit breaker may be open."""
+        """Restart the data plane, and wait until the engine uses it."""
         tiers: dict[str, Any] = self._memory | {"ahead_requests": None if system.prefetches else 0}
         if system.on_ssd:
             tiers["devices"] = [self._device]
-        self._bed.restart_plane("--tiers", json.dumps(tiers), "--shutdown-timeout-s", "60")
-        until(
-            lambda: self._bed.engine.ask(self._warm, self._output)["cached"] == DEFAULT_CHUNK_TOKENS,
-            "the engine fetched nothing from the restarted data plane", _RECONNECT_TIMEOUT_S,
-        )  # fmt: skip
+        self._bed.restart_tiers(self._warm, **tiers)
 
     def run(self, system: _System) -> list[dict[str, Any]]:
         """Let the prompts wait behind one that is computed, and return their results."""

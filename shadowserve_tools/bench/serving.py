@@ -2,18 +2,20 @@
 
 Method: vLLM runs on one half of the cores; stores and servers of all systems on the other. Every system computes
 documents of 2,048 tokens once and keeps them; then its engine is restarted and gets requests for the same documents.
-Systems: no cache; ShadowServe with defaults, and layer by layer; LMCache's multiprocess server with its CPU tier or
+Systems: no cache; ShadowServe with defaults (``layer_order: auto``, with learnt times), with whole loads only, and from
+a memory tier of the engine's host; LMCache's multiprocess server with its CPU tier or
 with Redis (its memory emptied before each question), with the flags that a host without a GPU needs, and in its
 strongest mode (shared memory, one more worker, tuned Redis). Stores are on loopback, and behind links of 1 and 4
 Gbit/s. Systems take turns document by document, in both orders. All answers must be equal, one question at a time;
 where conversations arrive at a rate, the numbers of computed tokens are compared instead. ``fill_over_off`` compares
 storing with not storing within one engine; two processes of plain vLLM differ by more than that
 (``fill_over_plain_idle``). The limit of a ratio is the link, or writing the KV to memory once, and computing the last
-tokens.
+tokens. Between ``ttft_over_recompute`` and its limit lie the lookup, the engine's steps that find and end the load,
+receiving and decompressing, and scattering: the columns of the row with whole loads.
 
 Prediction: a first token takes 145 ms, 0.053 of computing. ``ttft_over_lmcache`` 0.13, ``_local`` 0.17, ``_link``
-0.45; ``_shm`` 0.35, ``_local_shm`` 1, ``_link_shm`` 0.65. Layer by layer 0.6 to 0.7, over 1 Gbit/s 0.93.
-``fill_over_off`` 1.02.
+0.45; ``_shm`` 0.35, ``_local_shm`` 1, ``_link_shm`` 0.65. Whole loads 1.4 of the default, over 1 Gbit/s
+1.07; the memory tier 0.8. ``fill_over_off`` 1.02.
 """
 
 import statistics
@@ -53,7 +55,8 @@ from shadowserve_tools.bench.parts.systems import (
     LOCAL_SHM,
     OFF,
     OURS,
-    OURS_LAYERS,
+    OURS_TIER,
+    OURS_WHOLE,
     REDIS,
     REDIS_SHM,
     Answers,
@@ -88,11 +91,11 @@ RATIOS: Final = (
     ("ttft_over_lmcache_link_shm", ALONE, SLOWEST, OURS, REDIS_SHM, "none; its strongest mode"),
     ("ttft_over_recompute", ALONE, 0.0, OURS, OFF, "at most 0.06"),
     ("ttft_over_recompute_arriving", ARRIVING, 0.0, OURS, OFF, "none; with what waits in between"),
-    ("ttft_layers_over_default", ALONE, 0.0, OURS_LAYERS, OURS, "none; `layer_order`"),
-    ("ttft_layers_over_default_link", ALONE, SLOWEST, OURS_LAYERS, OURS, "none; `layer_order`"),
-    ("ttft_layers_over_lmcache", ALONE, 0.0, OURS_LAYERS, REDIS, "none; `layer_order`"),
-    ("ttft_layers_over_lmcache_shm", ALONE, 0.0, OURS_LAYERS, REDIS_SHM, "none; `layer_order`"),
-    ("ttft_layers_over_lmcache_local_shm", ALONE, 0.0, OURS_LAYERS, LOCAL_SHM, "none; `layer_order`"),
+    ("ttft_whole_over_default", ALONE, 0.0, OURS_WHOLE, OURS, "none; `layer_order: false`"),
+    ("ttft_whole_over_default_link", ALONE, SLOWEST, OURS_WHOLE, OURS, "none; `layer_order: false`"),
+    ("ttft_tier_over_default", ALONE, 0.0, OURS_TIER, OURS, "none; this host's memory, remote store"),
+    ("ttft_tier_over_lmcache_local_shm", ALONE, 0.0, OURS_TIER, LOCAL_SHM, "at most 0.8; both in this host's memory"),
+    ("ttft_tier_over_recompute", ALONE, 0.0, OURS_TIER, OFF, "none; this host's memory"),
     ("fill_over_off", FILLING, 0.0, OURS, IDLE, "at most 1.03; of one engine, storing and not"),
     ("fill_over_plain", FILLING, 0.0, OURS, OFF, "none; of two processes"),
     ("fill_over_plain_idle", FILLING, 0.0, IDLE, OFF, "none; how far two processes are apart of which neither stores"),
@@ -106,6 +109,9 @@ WRITES: Final = 15
 """Number of writes; their median counts."""
 AWAKENING_TOKENS: Final = 8
 """Output tokens of the warm-up request before each measured one."""
+_LEARNT_CHUNKS: Final = (1, 2, 4)
+"""Chunks of prompts that an engine computes before it is measured."""
+_LEARNT_LOADS: Final = 8
 _WARM_UP: Final = 1 << 20
 """First seed of prompts that no measured request uses."""
 _QUESTIONS: Final = 1 << 10
@@ -136,7 +142,7 @@ class _Results:
 
         These are the link, or writing the document's KV to memory, whichever takes longer, and then the last tokens.
         """
-        own, theirs = (self.requests.get((ALONE, rate, system), []) for system in (OURS, others))
+        own, theirs = (self.requests.get((ALONE, rate, system), []) for system in (OURS_WHOLE, others))
         moved = max(self.link_s.get(rate, 0.0), self.writing_s)
         return [(moved + mine["last_s"]) / its["ttft_s"] for mine, its in zip(own, theirs, strict=False)]
 
@@ -291,10 +297,24 @@ class _Bench:
                 for rate in rates if systems else ():
                     self._at(rate, turns)
 
+    def _teach(self, system: System, engine: Engine) -> None:
+        """Let an engine measure how long computing takes, and loads of this rate."""
+        engine.call("reading", only=True)
+        for chunks in _LEARNT_CHUNKS:
+            tokens = min(chunks, self._load.chunks) * DEFAULT_CHUNK_TOKENS
+            engine.ask(made_up(tokens, _WARM_UP + 1 + chunks))
+        for number in range(max(_LEARNT_LOADS, self._load.documents)):
+            system.forget()
+            self._ask(engine, number % self._load.documents, 0)
+        engine.call("reading", only=False)
+
     def _at(self, rate: float, turns: Sequence[tuple[System, Engine]]) -> None:
         if rate:
             assert isinstance(self._host.network, Link)
             self._host.network.limit(rate)
+        for system, engine in turns:
+            if system.learns:
+                self._teach(system, engine)
         for number in range(self._repeats):
             self._progress(f"asking over {rate:g} Gbit/s" if rate else "asking")
             there = [each for each in turns if number == 0 or not each[0].brief]
@@ -316,8 +336,6 @@ class _Bench:
     def _alone(self, rate: float, system: System, engine: Engine, document: int, question: int) -> None:
         system.forget()
         result = self._measured(system, engine, document, question, self._cached(system))
-        if system.name == OURS_LAYERS and "retrieval_s" in result:  # it was loaded chunk by chunk
-            raise ShadowServeError(f"{system.name} loaded document {document} chunk by chunk: see its log")
         self._results.requests[ALONE, rate, system.name].append(result)
 
     def _arriving(self, system: System, engine: Engine, number: int) -> None:
@@ -338,13 +356,13 @@ class _Bench:
 
     def _record(self, rate: float, turns: Sequence[tuple[System, Engine]]) -> None:
         """Ask about each document once more, and record how long the data plane fetches."""
-        ((system, engine),) = [each for each in turns if each[0].name == OURS]
+        ((system, engine),) = [each for each in turns if each[0].name == OURS_WHOLE]
         results, found = self._results, list[dict[str, Any]]()
 
         def ask() -> None:
             found.extend(self._ask(engine, document, 0) for document in range(self._load.documents))
 
-        seconds = 1 + 2 * sum(result["end_s"] for result in results.requests[ALONE, rate, OURS]) / self._repeats
+        seconds = 1 + 2 * sum(result["end_s"] for result in results.requests[ALONE, rate, OURS_WHOLE]) / self._repeats
         spans, _ = record(system.data_plane, seconds, _FETCHES_MAX, ask)
         fetching = sum(span.end_ns - span.begin_ns for span in spans if span.step == "fetch") / 1e9
         results.fetching[rate] = fetching / sum(result["retrieval_s"] for result in found)
@@ -373,7 +391,7 @@ def _cpu(engine: Engine, system: System) -> float:
 def _report(report: Report, results: _Results, absent: dict[str, str], slowest: float) -> None:
     for (what, rate, system), requests in results.requests.items():
         row = _row(requests)
-        if system == OURS and what == ALONE:
+        if system == OURS_WHOLE and what == ALONE:
             row["fetch_ms"] = results.fetching[rate] * row["retrieval_ms"]
             row["scatter_ms"] = row["retrieval_ms"] - row["fetch_ms"]
         link = {"link_Gbit_per_s": rate} if rate else {}
@@ -386,7 +404,7 @@ def _report(report: Report, results: _Results, absent: dict[str, str], slowest: 
         both = [results.requests.get((what, rate, system), []) for system in (own, other)]
         pairs = list(zip(*([result[figure] for result in found] for found in both), strict=False))
         if pairs:
-            limits = results.limits(rate, other) if what == ALONE and own == OURS else ()
+            limits = results.limits(rate, other) if what == ALONE and own in (OURS, OURS_TIER) else ()
             report.ratio(name, over(*zip(*pairs, strict=True)), goal.format(slowest), limits)
     for rate, ratio in results.over_link.items():
         report.ratio(f"fetch_over_link_{rate:g}", [ratio], "none; the link alone takes 1")

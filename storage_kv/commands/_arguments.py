@@ -106,7 +106,8 @@ def _read(node: Node, item: Item, begin: int, end: int, missing: bytes, prefix: 
         deferred.lost = lease is None
         deferred.resolve([missing] if lease is None else _bulk(lease, prefix))
 
-    node.store.read(item, begin, end, done)
+    # A client that reads the beginning of a record in the bucket, such as its header, need not wait for the rest.
+    node.store.read(item, begin, end, done, ahead=item.is_cold and not begin and end < item.length)
     return deferred
 
 

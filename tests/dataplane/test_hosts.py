@@ -237,16 +237,17 @@ async def test_a_host_cannot_fill_the_queue(mortal_storage: Server) -> None:
             asyncio.ensure_future(ours.fetch(KEYS[:1], offset=index * SHAPE.raw_bytes, length=SHAPE.raw_bytes))
             for index in range(8)
         ]
-        await until(lambda: sum(fetch.done() for fetch in fetches) >= 5)
-        await until(lambda: daemon.metrics.gauges["fetch_queue_jobs"][1]() == 2)
+        queued = daemon.metrics.gauges["fetch_queue_jobs"][1]
+        # One has its turn, and two wait; if it did not have its turn yet when they came, one waits.
+        await until(lambda: queued() + sum(fetch.done() for fetch in fetches) == 7)
         waits = asyncio.ensure_future(theirs.fetch(KEYS))
-        await until(lambda: daemon.metrics.gauges["fetch_queue_jobs"][1]() == 3)
+        await until(lambda: queued() + sum(fetch.done() for fetch in fetches) == 8)
         mortal_storage.thaw()
         assert (await waits).chunks == 4
         ended = await asyncio.gather(*fetches, return_exceptions=True)
         turned_away = [each for each in ended if isinstance(each, grpc.aio.AioRpcError)]
         assert {(each.code(), "fetch_queue" in str(each.details())) for each in turned_away} == {(EXHAUSTED, True)}
-        assert len(turned_away) == 5
+        assert len(turned_away) in (5, 6)
 
 
 # ---- Engines of one model

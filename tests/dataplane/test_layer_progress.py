@@ -151,7 +151,36 @@ async def test_a_window_of_layers_is_delivered_and_nothing_beside_it(
         assert set(found[:begin] + found[begin + size :]) == {0xEE}
 
 
-async def test_pieces_beyond_the_buffers_are_not_reported(storage: Server) -> None:
+@pytest.mark.parametrize("stream", [False, True], ids=["word", "stream"])
+async def test_a_layer_counts_once_all_parts_of_the_window_have_it(storage: Server, stream: bool) -> None:
+    """Two parts, as of records of two ranks, are one request to the storage node."""
+    async with running(storage, layer_request_bytes_min=0) as (daemon, client):
+        word = await prepared(client, storage)
+        size = 2 * 2 * SHAPE.raw_bytes // SHAPE.layers
+        shards = [KEYS[:2], KEYS[2:4]]
+        parts = [
+            client.part(keys, offset=rank * size, length=size, first_layer=2, layers=2)
+            for rank, keys in enumerate(shards)
+        ]
+        layers, answer = await streamed(client, parts=parts) if stream else ([], await fetch(client, parts=parts))
+        assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
+        assert daemon.metrics.totals["layer_batches"] == 1 and all(count > 2 for count in layers)
+        assert stream or word.get() == SHAPE.layers
+        piece = size // 4
+        expected = [record[2 * piece : 4 * piece] for record in kvs(SHAPE, CHUNKS)[:4]]
+        assert bytes(client.segment.memory[: 2 * size]) == b"".join(expected)
+        storage.command(b"DEL", b"kv:" + KEYS[3].hex().encode())
+        word.set(0)
+        layers, answer = await streamed(client, parts=parts) if stream else ([], await fetch(client, parts=parts))
+        assert answer.outcome == pb.OUTCOME_ABSENT
+        first, second = (unpack(each, SHAPE.layers, 2) for each in answer.delivered)
+        assert first[2:4].all() and second[2:4, 0].all() and not second[:, 1].any()
+        assert not any(count > 2 for count in layers) and word.get() <= 2
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+async def test_pieces_beyond_the_buffers_are_not_reported(storage: Server, shards: int) -> None:
+    """Each call brings whole layers, or leading chunks of a layer, of all shards."""
     shape = layout(layers=6, vector_length=2048)
     async with running(storage, decompression_buffer_bytes="1MiB", dma_source_buffer_bytes="1MiB") as (_, client):
         keys = keys_of(shape, 6)
@@ -159,13 +188,20 @@ async def test_pieces_beyond_the_buffers_are_not_reported(storage: Server) -> No
         size = len(keys) * shape.raw_bytes
         await client.register(shape, len(keys), extra=64)
         word = Word(client, size)
-        there = np.zeros((shape.layers, len(keys)), np.bool_)
+        count = len(keys) // shards
+        there = np.zeros((shards, shape.layers, count), np.bool_)
         outcomes = [pb.OUTCOME_BATCH_FULL]
         while outcomes[-1] == pb.OUTCOME_BATCH_FULL:
             word.set(0)
-            answer = await fetch(client, parts=[client.part(keys, length=size, wanted=pack(~there))], progress=size)
-            there |= unpack(answer.delivered[0], *there.shape)
-            assert word.get() == leading_layers(there, np.ones_like(there))
+            before, parts = there.copy(), []
+            for shard, pieces in enumerate(there):
+                mine, length = keys[shard * count :][:count], size // shards
+                parts.append(client.part(mine, offset=shard * length, length=length, wanted=pack(~pieces)))
+            answer = await fetch(client, parts=parts, progress=size)
+            there |= np.array([unpack(each, shape.layers, count) for each in answer.delivered])
+            everywhere = np.logical_and.reduce(there)
+            assert word.get() == leading_layers(everywhere, np.ones_like(everywhere))
+            assert everywhere.sum() > np.logical_and.reduce(before).sum()
             outcomes.append(answer.outcome)
         assert outcomes[-1] == pb.OUTCOME_COMPLETE and len(outcomes) > 3
 

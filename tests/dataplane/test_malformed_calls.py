@@ -221,8 +221,8 @@ ROWS: dict[str, list[Row]] = {
         ({"parts": [(part, {}), (other_part, {"length": SIZE})]}, ["outside"]),
         ({"parts": [(part, {"length": END}), (part, {"offset": ONE})]}, ["parts[0]", "parts[1]", "share bytes"]),
         (
-            {"parts": [(part, {}), (part, {"offset": ONE})], "order": pb.ORDER_LAYERS, "progress": END},
-            ["in the order of layers it is for one part"],
+            {"parts": [(part, {}), (part, {"offset": ONE, "layers": 1})], "order": pb.ORDER_LAYERS, "progress": END},
+            ["parts with the same window of layers"],
         ),
     ],
     "FetchLayers": [

@@ -29,6 +29,7 @@ from machine import WAIT_MAX_S, free_port, wait_for  # noqa: E402
 from scripted import ScriptedDataPlane  # noqa: E402
 from tiny_models import random_tokens, write_model  # noqa: E402
 
+from host_control.streams import NEXT_STEP, OTHER_REQUESTS  # noqa: E402
 from shadowserve.proto import dataplane_pb2 as pb  # noqa: E402
 
 GENERATED: Final = 110
@@ -122,6 +123,7 @@ class Stress:
         faults: Faults outside of the engine.
         seed: Seed of the events.
         priorities: True if requests have different priorities.
+        streams: True if several requests arrive at once, and their loads join each other's steps at random.
 
     Attributes:
         counts: Numbers of events, to detect a run without events.
@@ -135,8 +137,13 @@ class Stress:
         seed: int,
         *,
         priorities: bool = False,
+        streams: bool = False,
     ) -> None:
         self._engine = engine
+        self._at_once = 4 if streams else 1
+        if streams:
+            ways, rule = ["", "", "", NEXT_STEP, OTHER_REQUESTS], engine.connector._scheduler._policy_runner._streams
+            rule.why_not = lambda *given, **named: self._chance.choice(ways)
         self._core = engine.llm.llm_engine
         self._expected = expected
         self._faults = faults
@@ -158,9 +165,10 @@ class Stress:
         with self._preemptions():
             sent = 0
             while sent < requests:
-                if len(self._sent) < _REQUESTS_MAX and self._chance.random() < 0.5:
-                    self._send()
-                    sent += 1
+                for _ in range(self._at_once if self._chance.random() < 0.5 else 0):
+                    if len(self._sent) < _REQUESTS_MAX:
+                        self._send()
+                        sent += 1
                 self._something()
                 self._faults.turn(self._chance)
                 self._step()
@@ -328,6 +336,7 @@ class Kind:
         family: Family of the model.
         devices: Devices of the data plane's tiers; None for a scripted data plane, which has no devices.
         storage: True if there is storage below the tiers.
+        streams: True if several loads of a step go layer by layer side by side, whatever is predicted.
     """
 
     extra: dict[str, Any] = field(default_factory=dict)
@@ -335,14 +344,24 @@ class Kind:
     family: str = "llama"
     devices: int | None = None
     storage: bool = False
+    streams: bool = False
 
 
 _UNSHARED: Final = {"enable_prefix_caching": False}
+_LARGE: Final = {"num_gpu_blocks_override": 120, "max_num_batched_tokens": 640}
+"""Several prompts fit a step."""
 KINDS: Final = {
     "layers": Kind({"layer_order": True, "interference_budget": 0}),
     "ring": Kind({"layer_order": True, "interference_budget": 1, "fetch_buffer_bytes": "4KiB"}),
+    "streams": Kind({"layer_order": True, "fetch_buffer_bytes": "4KiB"}, _UNSHARED | _LARGE, streams=True),
     "tiers-ring": Kind(
-        {"layer_order": True, "interference_budget": 1, "fetch_buffer_bytes": "4KiB"}, devices=1, storage=True
+        {"layer_order": True, "interference_budget": 1, "fetch_buffer_bytes": "4KiB"},
+        devices=1,
+        storage=True,
+        streams=True,
+    ),
+    "auto": Kind(
+        {"layer_order": "auto", "interference_budget": 1, "fetch_buffer_bytes": "4KiB"}, devices=1, storage=True
     ),
     "decides": Kind({"layer_order": True, "fetch_or_recompute": True}),
     "waits": Kind({"asynchronous_fetch": False}),
@@ -403,17 +422,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plain.close()
         total: dict[str, int] = {}
         with _behind(kind, folder) as (address, faults):
-            engine = Engine(model, address, extra={"computing_cache": "none", **_DEADLINES, **kind.extra}, **settings)
+            extra = {"computing_cache": "none", "layer_order": False, **_DEADLINES, **kind.extra}
+            engine = Engine(model, address, extra=extra, **settings)
             seed, ends = options.seed, time.monotonic() + options.seconds
             while seed == options.seed or time.monotonic() < ends:
-                stress = Stress(engine, expected, faults, seed, priorities="scheduling_policy" in settings)
+                priorities = "scheduling_policy" in settings
+                stress = Stress(engine, expected, faults, seed, priorities=priorities, streams=kind.streams)
                 stress.run(_REQUESTS)
                 total = {name: total.get(name, 0) + count for name, count in stress.counts.items()}
                 seed += 1
-            loaded = engine.counters().get("loaded_tokens", 0)
+            counters = engine.counters()
+            loaded, streams = counters.get("loaded_tokens", 0), counters.get("layerwise_loads", 0)
             engine.close()
-    print(json.dumps({"seeds": seed - options.seed, **total, "loaded_tokens": loaded}))
-    return int(not (loaded and all(total[name] for name in ("answers", "aborts", "resets"))))
+    print(json.dumps({"seeds": seed - options.seed, **total, "loaded_tokens": loaded, "streams": streams}))
+    streams = streams or kind.extra.get("layer_order") != "auto"
+    return int(not (loaded and streams and all(total[name] for name in ("answers", "aborts", "resets"))))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
 """Real vLLM whose steps compute on loads: layer by layer (``layer_order: true``), or after the whole load
 (``asynchronous_fetch: false``). Failures never reach a token.
+
+With ``TEST_ASYNCHRONOUS=1`` the engines schedule asynchronously, in vLLM with docs/design/vllm-take-back-steps.patch.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import patched_vllm
 import pytest
 from kit import assert_all_free, assert_close, greedy, spoil
 from machine import WAIT_MAX_S, wait_for
@@ -27,11 +31,22 @@ only_layers = pytest.mark.parametrize("running", ["layers"], indirect=True)
 only_whole = pytest.mark.parametrize("running", ["whole"], indirect=True)
 
 
+@pytest.fixture(scope="module")
+def asynchronous(tmp_path_factory: pytest.TempPathFactory) -> Iterator[bool]:
+    with pytest.MonkeyPatch.context() as patch:
+        if asked := bool(os.environ.get("TEST_ASYNCHRONOUS")):
+            patched_vllm.schedule_asynchronously(patch, tmp_path_factory.mktemp("sources"))
+        yield asked
+
+
 @pytest.fixture(scope="module", params=MODES)
-def running(request: Any, plane: Any, make_engine: Callable[..., Any], reference: Any) -> Iterator[Any]:
+def running(
+    request: Any, plane: Any, make_engine: Callable[..., Any], reference: Any, asynchronous: bool
+) -> Iterator[Any]:
     """An engine of a mode. ``reference`` checks that another prefix changes outputs."""
     engine = make_engine(plane.address, extra=MODES[request.param])
     engine.layers = int(engine.worker._shards.parts[0][0].layout.layers) if request.param == "layers" else 0
+    assert (type(engine.scheduler).__name__ == "AsyncScheduler") == asynchronous
     engine.policy_runner = engine.connector._scheduler._policy_runner
     yield engine
     engine.close()
@@ -40,7 +55,7 @@ def running(request: Any, plane: Any, make_engine: Callable[..., Any], reference
 @pytest.fixture
 def engine(running: Any, plane: Any, prompt: Any) -> Any:
     """The same engine without the policy, after all chunks were stored and paged memory was overwritten."""
-    running.connector._scheduler._policy_runner = None
+    running.policy_runner._always = False
     running.reset(plane, records=True)
     running.outputs([prompt(1000)])
     running.flush()
@@ -163,7 +178,7 @@ def test_the_policy_selects_layer_order_or_computing_if_it_is_fastest(
         table.observe("prompts", tokens, tokens * tokens / 2, tokens / 1000)
         policy.computed()
         policy.fetched(Decision(way="fetch", end_tokens=0, kind="fetch", load_tiers={Tier.STORAGE: 3e5}), 0.2)
-    side._policy_runner = runner
+    monkeypatch.setattr(runner, "_always", True)
     monkeypatch.setattr(side._timing, "table", table)
     plane.script.record_bytes = 100_000
     plane.decisions.clear()
@@ -171,6 +186,8 @@ def test_the_policy_selects_layer_order_or_computing_if_it_is_fastest(
     wait_for(lambda: plane.decisions)
     (decision,) = plane.decisions
     assert (decision.kind, decision.loaded_tokens, decision.stored_bytes) == ("layers", 768, 300_000)
+    waits = decision.layer_waits
+    assert len(waits) == engine.layers and max(wait.begin_s + wait.seconds for wait in waits) <= decision.seconds
     assert decision.predicted["layers"] == pytest.approx(0.232 + 0.2 / engine.layers, rel=0.1), (
         "computing hides the load except for one layer"
     )
@@ -255,7 +272,7 @@ def test_a_load_fails_if_the_engine_does_not_wait_for_every_layer(
 def test_beside_other_requests_only_loads_that_keep_up_go_layer_by_layer(
     engine: Any, plane: Any, reference: Any, prompt: Any, serve: Any, monkeypatch: pytest.MonkeyPatch, keeps_up: bool
 ) -> None:
-    monkeypatch.setattr(engine.connector._scheduler, "_keeps_up", lambda *given: keeps_up)
+    monkeypatch.setattr(engine.policy_runner._streams, "_keeps_up", lambda *given: keeps_up)
     prompts = [prompt(200), prompt(700), prompt(600, 1)]
     with engine.awaiting_lookups():
         assert engine.outputs(prompts) == reference(prompts)

@@ -84,6 +84,12 @@ def test_each_rank_has_a_data_plane_of_its_own(
                     wait_for(found_again)
             finally:
                 engine.close()
+        engine = make_engine(f"unix:{tmp_path}/dpu0.sock", extra={"layer_order": True})
+        try:
+            assert cached(engine, prompts, expected) == [512], "one rank loads the records of both, layer by layer"
+            assert engine.counters()["layerwise_loads"] == 1
+        finally:
+            engine.close()
 
 
 def statistics(address: str) -> Any:
@@ -207,7 +213,7 @@ def test_engines_with_other_numbers_of_ranks_and_stages_share_records(
     with over.engine():
         over.store(OF_ONE, 2)
     with over.engine(**TWO_RANKS):
-        over.find(OF_ONE)
+        over.find(OF_ONE, layerwise=3 * 2)
         over.store(OF_RANKS, 4)
         over.find(OF_RANKS, layerwise=2)
         over.lose(OF_RANKS, layers=2)
@@ -219,5 +225,7 @@ def test_engines_with_other_numbers_of_ranks_and_stages_share_records(
         over.find(OF_STAGES)
         over.lose(OF_STAGES, layers=1)
     with over.engine():
-        over.find(OF_RANKS)
-        over.find(OF_STAGES)
+        over.find(OF_RANKS, layerwise=1)  # one call for the records of both ranks
+        over.find(OF_STAGES, layerwise=2)
+        over.lose(OF_RANKS, layers=1)
+        over.lose(OF_STAGES, layers=1)

@@ -101,7 +101,7 @@ class Script:
     """Number of chunks of a request to deliver; the next chunk gets garbage, and the answer is ``fail_outcome``."""
     fail_outcome: int = pb.OUTCOME_CORRUPT
     fail_layer: int | None = None
-    """In layer order: layer of the chunk ``fail_fetch_at`` that gets garbage; the fetch ends there."""
+    """In layer order: layer of the chunk ``fail_fetch_at`` of the last part that gets garbage; the fetch ends there."""
     before_layer: Callable[[int], Any] | None = None
     """In layer order: function that runs before each layer."""
     answers_streams: bool = True
@@ -326,7 +326,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         while time.monotonic() < ends and request.job_id not in self.cancelled:
             time.sleep(0.002)
         if request.order == pb.ORDER_LAYERS:
-            *_, answer = self._deliver_layers(request, known[0])
+            *_, answer = self._deliver_layers(request, known)
         else:
             answer = self._deliver(request, known)
         if self.script.fetch_answer is not None:
@@ -334,13 +334,14 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         return answer
 
     def FetchLayers(self, request: pb.FetchRequest, context: Any) -> Iterator[pb.FetchLayersResponse]:
-        memory = self._memory(request.parts[0])
+        memories = [self._memory(part) for part in request.parts]
         self.fetches.extend(request.parts)
         self._enter("FetchLayers", context)
-        if memory is None:
+        known = [memory for memory in memories if memory is not None]
+        if len(known) < len(memories):
             yield pb.FetchLayersResponse(answer=pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_MEMORY))
             return
-        for said in self._deliver_layers(request, memory):
+        for said in self._deliver_layers(request, known):
             if isinstance(said, int):
                 yield pb.FetchLayersResponse(layers=said)
             elif self.script.answers_streams:
@@ -381,45 +382,65 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         answer.fetched_bytes = answer.delivered_bytes // 2
         return answer
 
-    def _deliver_layers(self, request: pb.FetchRequest, memory: _Memory) -> Iterator[Any]:
-        """Yield the number of leading layers in place, and finally the answer."""
-        (part,) = request.parts
+    def _deliver_layers(self, request: pb.FetchRequest, memories: list[_Memory]) -> Iterator[Any]:
+        """Yield the number of leading layers in place of all parts, and finally the answer."""
+        parts, first_layer = request.parts, request.parts[0].first_layer
         self.layerwise_calls += 1
         self.windows_us.append(request.window_us)
-        there = np.zeros((memory.layers, len(part.keys)), np.bool_)
-        wanted = unpack(part.wanted, *there.shape) if part.wanted else ~there
-        size, window = memory.chunk_bytes // memory.layers, part.layers or memory.layers
+        there = [
+            np.zeros((memory.layers, len(part.keys)), np.bool_) for part, memory in zip(parts, memories, strict=True)
+        ]
+        wanted = [
+            unpack(part.wanted, *each.shape) if part.wanted else ~each for part, each in zip(parts, there, strict=True)
+        ]
+        window = parts[0].layers or memories[0].layers
         ends = time.monotonic() + request.timeout_ms / 1000
         answer = pb.FetchResponse(outcome=pb.OUTCOME_COMPLETE)
-        for layer in range(part.first_layer, part.first_layer + window):
+        for layer in range(first_layer, first_layer + window):
             time.sleep(self.script.layer_delay)
             if self.script.before_layer is not None:
                 self.script.before_layer(layer)
             if request.job_id in self.cancelled or time.monotonic() > ends:
                 answer.outcome = pb.OUTCOME_CANCELLED if request.job_id in self.cancelled else pb.OUTCOME_DEADLINE
                 break
-            if there.any(axis=1).sum() >= self.script.batch_layers:
+            if layer - first_layer >= self.script.batch_layers:
                 answer.outcome = pb.OUTCOME_BATCH_FULL
                 break
-            for chunk in np.flatnonzero(wanted[layer]).tolist():
-                if part.keys[chunk] not in self.records:
-                    answer.outcome = pb.OUTCOME_ABSENT
-                    wanted[:, chunk:] = False
-                    break
-                begin = part.offset + (chunk * window + layer - part.first_layer) * size
-                if chunk == self.script.fail_fetch_at and layer == self.script.fail_layer:
-                    memory.mapping[begin : begin + size] = b"\x7f" * size
-                    answer.outcome = self.script.fail_outcome
-                    wanted[:, chunk:] = False
-                    break
-                memory.mapping[begin : begin + size] = self.records[part.keys[chunk]][layer * size :][:size]
-                there[layer, chunk] = True
+            for index, (part, memory) in enumerate(zip(parts, memories, strict=True)):
+                fails = index == len(parts) - 1 and layer == self.script.fail_layer
+                self._deliver_layer(answer, part, memory, there[index], wanted[index], layer, fails=fails)
             if answer.outcome == pb.OUTCOME_COMPLETE:
                 if request.HasField("progress"):
                     memory.mapping[request.progress : request.progress + 4] = (layer + 1).to_bytes(4, "little")
                 yield layer + 1
-        answer.delivered.append(pack(there))
+        answer.delivered.extend(map(pack, there))
         yield answer
+
+    def _deliver_layer(
+        self,
+        answer: pb.FetchResponse,
+        part: pb.FetchPart,
+        memory: _Memory,
+        there: Any,
+        wanted: Any,
+        layer: int,
+        *,
+        fails: bool,
+    ) -> None:
+        size, window = memory.chunk_bytes // memory.layers, part.layers or memory.layers
+        for chunk in np.flatnonzero(wanted[layer]).tolist():
+            begin = part.offset + (chunk * window + layer - part.first_layer) * size
+            if part.keys[chunk] not in self.records:
+                answer.outcome = pb.OUTCOME_ABSENT
+            elif fails and chunk == self.script.fail_fetch_at:
+                memory.mapping[begin : begin + size] = b"\x7f" * size
+                answer.outcome = self.script.fail_outcome
+            else:
+                memory.mapping[begin : begin + size] = self.records[part.keys[chunk]][layer * size :][:size]
+                there[layer, chunk] = True
+                continue
+            wanted[:, chunk:] = False
+            break
 
     def Store(self, request: pb.StoreRequest, context: Any) -> pb.StoreResponse:
         memory = self._memory(request)

@@ -178,7 +178,9 @@ class Engine:
         with self._side:
             self.layout.scatter(chunks, blocks, CHUNK_BLOCKS)
 
-    def _scatter_layers(self, job: FetchJob, chunks: Any, window: LayerWindow, layers: tuple[int, int]) -> None:
+    def _scatter_layers(
+        self, job: FetchJob, shard: int, chunks: Any, window: LayerWindow, layers: tuple[int, int]
+    ) -> None:
         self.layers.append(layers)
         held = (window.layer, window.layers_end)
         size = self.layout.chunk_bytes(CHUNK_TOKENS) // LAYERS * (held[1] - held[0])

@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from machine import WAIT_MAX_S
 from manager_support import MakeKit
 from scripted import ScriptedDataPlane
 
+from host_control import layer_fetch
 from host_control.layer_fetch import LayerWindow
 from host_control.manager import FetchJob, FetchResult
 from shadowserve.chunk import ChunkLayout
@@ -21,36 +22,57 @@ CHUNKS = 3
 
 
 class Layered:
-    """A kit whose jobs go layer by layer: the layers of each scatter, and the bytes of each layer of a chunk."""
+    """A kit whose jobs go layer by layer: the layers of each scatter, and the bytes of each layer of a chunk.
 
-    def __init__(self, make_kit: MakeKit, shape: ChunkLayout, *, streamed: bool, **options: Any) -> None:
+    Args:
+        shape: Shape of each shard's records.
+        first: First layer of the engine that each shard has.
+        before: Leading layers of each record that the engine does not have.
+    """
+
+    def __init__(
+        self,
+        make_kit: MakeKit,
+        shape: ChunkLayout,
+        *,
+        streamed: bool,
+        first: Sequence[int] = (0,),
+        before: int = 0,
+        **options: Any,
+    ) -> None:
         self.layers: list[tuple[int, int]] = []
-        self.bytes: dict[tuple[int, int], bytes] = {}
-        self.each = shape.raw_bytes // shape.layers
-        self.kit = make_kit(shape, progress=not streamed, scatter_layers=self._scatter, **options)
+        self.bytes: dict[tuple[int, int, int], bytes] = {}
+        self.first, self.before = first, before
+        self.each, self.depth = shape.raw_bytes // shape.layers, shape.layers - before
+        wanted = [slice(before, shape.layers)] * len(first)
+        options |= {"scatter_layers": self._scatter, "layers": wanted}
+        self.kit = make_kit(*[shape] * len(first), progress=not streamed, **options)
         self.registration, self.manager = self.kit.registration, self.kit.manager
         self.call = "FetchLayers" if streamed else "Fetch"
 
-    def _scatter(self, job: FetchJob, chunks: Any, window: LayerWindow, layers: tuple[int, int]) -> None:
+    def _scatter(self, job: FetchJob, shard: int, chunks: Any, window: LayerWindow, layers: tuple[int, int]) -> None:
         self.layers.append(layers)
         size = (window.layers_end - window.layer) * self.each
         for chunk in range(len(chunks) // size):
             for layer in range(*layers):
                 begin = chunk * size + (layer - window.layer) * self.each
-                self.bytes[layer, window.chunk + chunk] = bytes(chunks[begin : begin + self.each])
+                self.bytes[shard, layer, window.chunk + chunk] = bytes(chunks[begin : begin + self.each])
 
     def begin(self, name: str, chunks: int = CHUNKS) -> FetchJob:
-        job = self.kit.job(name, chunks, layerwise=True)
+        counts = [chunks] * len(self.first)
+        job = self.kit.job(name, *counts, layerwise=True, first_layers=tuple(self.first))
         assert self.manager.exchange([job]) == []
         return job
 
     def ended(self, job: FetchJob) -> FetchResult:
         """Return the outcome; what was scattered must be right."""
         (result,) = self.kit.collect(1)
-        layers = range(self.kit.shapes[0].layers)
-        assert {(layer, chunk) for layer in layers for chunk in range(*result.chunks)} <= self.bytes.keys()
-        for (layer, chunk), there in self.bytes.items():
-            assert there == self.kit.plane.records[job.keys[0][chunk]][layer * self.each :][: self.each]
+        for shard, (first, chunks) in enumerate(zip(self.first, result.chunks, strict=True)):
+            held = itertools.product([shard], range(first, first + self.depth), range(chunks))
+            assert set(held) <= self.bytes.keys()
+        for (shard, layer, chunk), there in self.bytes.items():
+            begin = (layer - self.first[shard] + self.before) * self.each
+            assert there == self.kit.plane.records[job.keys[shard][chunk]][begin : begin + self.each]
         return result
 
 
@@ -223,6 +245,16 @@ def test_buffers_that_hold_less_than_a_window_cost_calls_only(
     assert plane.calls.count(ring.call) == (6 if layers == 1 else 3)
 
 
+def test_what_is_left_of_two_windows_comes_in_the_order_of_computing(
+    make_kit: MakeKit, shape: ChunkLayout, plane: ScriptedDataPlane
+) -> None:
+    """Half the memory holds two layers of the three chunks, the data plane's buffers one; two windows are in flight."""
+    ring = Layered(make_kit, replace(shape, layers=6), streamed=False, chunks=2)
+    plane.script.batch_layers = 1
+    assert ring.ended(ring.begin("a")).complete
+    assert [first for first, _ in ring.layers] == [0, 2, 1, 3, 4, 5]
+
+
 @pytest.mark.parametrize("layer", [0, 2])
 def test_a_data_plane_that_restarts_costs_the_windows_in_flight(
     ring: Layered, plane: ScriptedDataPlane, layer: int
@@ -248,12 +280,12 @@ def test_a_data_plane_that_never_has_the_memory_ends_the_load(
     assert (result.reason, result.chunks) == ("unknown_memory", (0,))
 
 
-def test_a_refused_second_call_is_made_again_alone(
+def test_a_call_that_was_refused_beside_another_is_made_again_alone(
     ring: Layered, plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The data plane's queue has room for one call of this host."""
     enter = plane._enter
-    calls = itertools.count(1)  # of this method; two threads of the server may enter at one time
+    calls = itertools.count(1)  # of this method; either of the two may come first
 
     def refuse_the_second(method: str, context: Any) -> None:
         enter(method, context)
@@ -278,3 +310,73 @@ def test_buffers_smaller_than_a_window_behind_a_damaged_chunk_cost_nothing_more(
     )
     result = ring.ended(ring.begin("a", LONG))
     assert (result.reason, result.chunks) == ("corrupt", (1,))
+
+
+# ---- Records of other shard layouts
+
+LAYOUTS = {
+    "two ranks": {"first": (0, 0), "layers": 6},
+    "two stages": {"first": (0, 3), "layers": 3},
+    "two ranks and two stages": {"first": (0, 3, 0, 3), "layers": 3},
+    "a stage of a longer record": {"first": (0,), "layers": 8, "before": 2},
+}
+
+
+@pytest.fixture(params=LAYOUTS)
+def resharded(make_kit: MakeKit, shape: ChunkLayout, request: pytest.FixtureRequest) -> Callable[[bool], Layered]:
+    """Return a function that makes a kit for six layers in records of another shard layout."""
+
+    def make(streamed: bool) -> Layered:
+        options = dict(LAYOUTS[request.param])
+        of_shard = replace(shape, layers=options.pop("layers"))
+        return Layered(make_kit, of_shard, streamed=streamed, chunks=2, **options)
+
+    return make
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["word", "stream"])
+@pytest.mark.parametrize("chunks", [CHUNKS, LONG])
+def test_records_of_another_shard_layout_stream_in_the_order_of_layers(
+    resharded: Callable[[bool], Layered], plane: ScriptedDataPlane, chunks: int, streamed: bool
+) -> None:
+    layered = resharded(streamed)
+    result = layered.ended(layered.begin("a", chunks))
+    assert (result.reason, set(result.chunks)) == ("complete", {chunks})
+    assert [first for first, _ in layered.layers] == sorted(first for first, _ in layered.layers)
+    assert plane.calls.count(layered.call) > 1 and layered.kit.paged.chunks == {}
+
+
+def test_a_window_has_no_more_records_than_the_data_plane_looks_up_together(
+    resharded: Callable[[bool], Layered], plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: of records of eight ranks, chunks after the first 1,024 came after all layers of those."""
+    monkeypatch.setattr(layer_fetch, "_LOOKUP_KEYS", 2)
+    counts: list[int] = []
+
+    def count(answer: pb.FetchResponse, request: pb.FetchRequest) -> pb.FetchResponse:
+        counts.append(sum(len(part.keys) for part in request.parts))
+        return answer
+
+    plane.script.fetch_answer = count
+    layered = resharded(False)
+    assert layered.ended(layered.begin("a")).complete
+    assert max(counts) <= 2 and [first for first, _ in layered.layers] == sorted(first for first, _ in layered.layers)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_damaged_shard_costs_all_shards_the_later_chunks(
+    resharded: Callable[[bool], Layered], plane: ScriptedDataPlane, layer: int
+) -> None:
+    """The scripted data plane damages the last shard of a window, in each stage."""
+    layered = resharded(False)
+    plane.script.fail_layer, plane.script.fail_fetch_at = layer + layered.before, 1
+    result = layered.ended(layered.begin("a", CHUNKS))
+    assert (result.reason, set(result.chunks)) == ("corrupt", {1})
+
+
+def test_buffers_that_hold_one_layer_bring_records_of_another_layout(
+    resharded: Callable[[bool], Layered], plane: ScriptedDataPlane
+) -> None:
+    plane.script.batch_layers = 1
+    layered = resharded(False)
+    assert layered.ended(layered.begin("a")).complete

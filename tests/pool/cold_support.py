@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -104,10 +105,11 @@ def memory_node(
     *,
     memory_budget_bytes: int = 64 * MIB,
     quotas: Mapping[str, tuple[int | None, int | None]] = MappingProxyType({}),
+    clock_s: Callable[[], float] = time.monotonic,
     **keys: Any,
 ) -> Node:
     """Return a node without devices; ``quotas``: bytes and keys of tenants."""
-    below = ColdTier(s3_config(endpoint, **keys))
+    below = ColdTier(s3_config(endpoint, **keys), clock_s)
     for tenant, quota in quotas.items():
         below.set_quota(tenant, *quota)
     return Node(MemoryPool(PoolConfig(memory_budget_bytes=memory_budget_bytes), lower_tier=below))

@@ -27,7 +27,7 @@ class Clock:
 class Reading:
     """A read of an item, from memory or from a device; the bytes stay until release()."""
 
-    def __init__(self, driver: "Driver", item: Item, start: int, end: int) -> None:
+    def __init__(self, driver: "Driver", item: Item, start: int, end: int, *, ahead: bool = False) -> None:
         self._driver = driver
         self._item: Item | None = None
         self._lease: Lease | None = None
@@ -40,7 +40,7 @@ class Reading:
         elif start == end:
             self.finished, self.view = True, memoryview(b"")
         else:
-            driver.store.read(item, start, end, self._on_done)
+            driver.store.read(item, start, end, self._on_done, ahead=ahead)
 
     def _on_done(self, lease: Lease | None) -> None:
         assert not self.finished, "a read was finished twice"
@@ -144,11 +144,14 @@ class Driver:
     def peek(self, key: bytes, tenant: int = 0) -> Item | None:
         return self.call(self.store.peek, (tenant, key))
 
-    def open(self, key: bytes, start: int = 0, end: int | None = None, tenant: int = 0) -> Reading | None:
+    def open(
+        self, key: bytes, start: int = 0, end: int | None = None, tenant: int = 0, *, ahead: bool = False
+    ) -> Reading | None:
         """Begin to read a value or a range of it; None if it is absent."""
         with self.lock:
             item = self.store.get((tenant, key))
-            return None if item is None else Reading(self, item, start, item.length if end is None else end)
+            end = item.length if item is not None and end is None else end
+            return None if item is None or end is None else Reading(self, item, start, end, ahead=ahead)
 
     def value(self, key: bytes, start: int = 0, end: int | None = None, tenant: int = 0) -> bytes | None:
         """Return a value or a range of it; None if it is absent."""

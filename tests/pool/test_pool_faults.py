@@ -65,6 +65,32 @@ def test_a_failed_read_is_a_miss_dropped_counted_and_quarantined(fault: str, rea
     assert pool.peek(b"a") is None and pool.value(b"b") == b"b" * 100_000  # the loss is durable
 
 
+@pytest.mark.parametrize("fault", ["", "rot", "eio"])
+def test_an_object_that_is_read_in_order_gives_its_beginning_before_its_end_is_read(fault: str) -> None:
+    pool, devices = start_pool()
+    value = random.Random(1).randbytes(4 * MIB)
+    pool.put(b"a", value)
+    drop_copies(pool)
+    _, offset = place_of(pool, b"a")
+    if fault == "rot":
+        devices[0].rot(offset + 2 * MIB + 77_777)
+    begin, middle, whole = (pool.open(b"a", 0, end, ahead=True) for end in (100, 3 * MIB, 4 * MIB))
+    assert begin is not None and middle is not None and whole is not None
+    assert begin.wait() == value[:100] and not whole.finished
+    if fault == "eio":
+        devices[0].fail(OperationKind.READ)
+    wanted = (None, None) if fault else (value[: 3 * MIB], value)
+    assert (middle.wait(), whole.wait()) == wanted
+    for reading in (begin, middle, whole):
+        reading.release()
+    found = pool.statistics()
+    assert found.lost == ({} if not fault else {"rotten" if fault == "rot" else "io_error": 1})
+    reads_before = found.devices[0].read_bytes
+    assert pool.value(b"a") == (None if fault else value), "it is kept"
+    assert pool.statistics().devices[0].read_bytes == reads_before
+    pool.stop()
+
+
 def test_a_real_device_checks_reads_and_the_pool_checks_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

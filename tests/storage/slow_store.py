@@ -57,8 +57,9 @@ class SlowStore(MemoryPool):
         return Away(found) if found is not None and self.away else found
 
     def read(
-        self, item: Item, start: int, end: int, done: Callable[[Lease | None], None], *, in_parts: bool = False
-    ) -> None:
+        self, item: Item, start: int, end: int, done: Callable[[Lease | None], None], *, in_parts: bool = False,
+        ahead: bool = False,
+    ) -> None:  # fmt: skip
         assert isinstance(item, Away) and 0 <= start < end <= item.length
         self.reads.append((item, start, end, done))
 

@@ -26,13 +26,15 @@ LAYERS = 4
 MIB = 1 << 20
 
 
-def record_of(number: int, *, layers: int = LAYERS, layer_bytes: int = 2048) -> tuple[bytes, bytes]:
+def record_of(
+    number: int, *, layers: int = LAYERS, layer_bytes: int = 2048, seed: int | None = None
+) -> tuple[bytes, bytes]:
     """Return key and record of a chunk whose bytes differ between layers and chunks."""
     layout = ChunkLayout(
         namespace=b"n" * 32, dtype=DType.UINT8, layers=layers, kinds=2, vector_length=64,
         tokens=layer_bytes // 128, quantizer=Quantizer.PASSTHROUGH,
     )  # fmt: skip
-    values = np.random.default_rng(number).integers(0, 256, layout.raw_bytes, np.uint8)
+    values = np.random.default_rng(number if seed is None else seed).integers(0, 256, layout.raw_bytes, np.uint8)
     name = number.to_bytes(32, "big")
     return storage_key(name), record.encode(name, native.Codec.NONE, layout, values.tobytes())
 

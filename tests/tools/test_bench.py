@@ -43,7 +43,7 @@ SMALL = {
     "index": ["--objects", "50000", "--repeats", "1"],
     "link": ["--rate", "4", "--chunks-per-gbit", "0.25", "--repeats", "1", *NO_PEERS],
     "control": ["--requests", "4", "--prompt-chunks", "2"],
-    "memory": [],
+    "memory": ["--longest", "8192", "--repeats", "1"],
     "tiers": ["--chunks", "3", "--repeats", "1", *NO_PEERS],
     "pages": ["--layers", "2", "--repeats", "1"],
     "isolation": ["--samples", "100"],
@@ -75,7 +75,11 @@ SMALL = {
     ],
     "layers": [
         *("--layers", "3", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt", "600:1"),
-        *("--prompt", "700:2", "--repeats", "1", "--no-s3"),
+        *("--prompt", "700:2", "--repeats", "1", "--no-s3", "--beside", "0"),
+    ],
+    "auto": [
+        *("--layers", "3", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt", "600"),
+        *("--link", "4", "--learning", "1", "--repeats", "1"),
     ],
     "decide": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt", "300"),
@@ -107,13 +111,13 @@ def may_link() -> bool:
 OTHERS_INSTALL = {"fetch", "link", "serving", "tiers"}
 """Benchmarks whose output lists peers that are not installed."""
 LACKING = {
-    *(() if may_link() else ("link", "layers", "nodes", "decide", "queue")),
+    *(() if may_link() else ("link", "layers", "nodes", "auto", "decide", "queue")),
     *(() if shutil.which("redis-server") and shutil.which("redis-benchmark") else ("commands",)),
 }
 
 
 BY_NIGHT = {
-    *("ablation", "decide", "disaggregation", "oversubscription", "queue", "budget"),
+    *("ablation", "auto", "decide", "disaggregation", "oversubscription", "queue", "budget"),
     *("control", "link", "memory", "tiers"),
 }
 """A quarter of a minute each, or more. 'serving', 'layers', 'interference' and 'fetch' cover most of their code."""

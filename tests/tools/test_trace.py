@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from host_control.client import DataPlaneClient
-from host_control.fetch_policy import Decision
+from host_control.fetch_policy import Decided, Decision
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.tier import Tier
 from shadowserve_tools import main
@@ -103,8 +103,9 @@ def test_a_decision_has_a_track_with_predicted_and_measured_times() -> None:
         kind="compute", tokens=600, loaded_tokens=0, predicted={"fetch": 0.25, "compute": 0.1}, predicted_seconds=0.1,
         seconds=0.125, stored_bytes=4_000_000, cold_seconds=0.05, queued_seconds=0.01,
         tier_bytes={"memory": 1_000_000, "cold": 3_000_000},
+        layer_waits=[pb.LayerWait(begin_s=3e-6 * layer, seconds=2e-6, ahead=layer) for layer in range(2)],
     )  # fmt: skip
-    decided = span("decision", 10, 20, core=-1, slice=-1)
+    decided = span("decision", 10_000, 20_000, core=-1, slice=-1)
     decided.decision.CopyFrom(decision)
     document = chrome_trace([decided, span("fetch", 0, 30, core=-1, slice=-1)], {})
     check_tracks(document)
@@ -116,7 +117,12 @@ def test_a_decision_has_a_track_with_predicted_and_measured_times() -> None:
         "cold_bytes": 3_000_000, "memory_bytes": 1_000_000, "cold_ms": 50.0, "queued_ms": 10.0,
     }  # fmt: skip
     names = {event["args"]["name"] for event in document["traceEvents"] if event["name"] == "thread_name"}
-    assert names == {"decisions", "Fetch call"}
+    assert names == {"decisions", "Fetch call", "waits for layers"}
+    waits = [event for event in document["traceEvents"] if event["name"].startswith("layer ")]
+    assert [(each["name"], each["args"], each["dur"]) for each in waits] == [
+        (f"layer {layer}", {"layers_ahead": layer}, 2.0) for layer in range(2)
+    ]
+    assert waits[1]["ts"] == pytest.approx(waits[0]["ts"] + 3)
 
 
 def test_decisions_of_a_running_data_plane_are_printed(tmp_path: Path, data_plane: tuple[str, Any]) -> None:
@@ -152,7 +158,7 @@ def data_plane(tmp_path: Path) -> Iterator[tuple[str, Any]]:
                     tier_bytes={Tier.MEMORY: 1e6, Tier.COLD: 3e6}, cold_seconds=0.05, queued_seconds=0.01,
                 )  # fmt: skip
                 while not stop.wait(0.05):
-                    client.decided(done, 600, 0.125)
+                    client.decided(Decided(request_id="r", decision=done, tokens=600, seconds=0.125))
 
             yield plane.address, lambda: (threading.Timer(2.0, stop.set).start(), decide())
 

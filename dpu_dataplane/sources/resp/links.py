@@ -54,6 +54,7 @@ class Link:
         self.sock = sock
         self.latency_s = 0.0  # seconds that the last command of the greeting took
         self.takes_layers = True  # the server knows KV.LAYERS, as far as is known
+        self.takes_rates = True  # the server accepts the rates that KV.LAYERS named, as far as is known
         self.session: native.TlsSession | None = None
         self.traces = False  # the server knows KV.TRACE, and records spans, as far as is known
         self.context = ""  # of the last span that KV.TRACE named

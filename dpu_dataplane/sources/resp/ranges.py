@@ -12,6 +12,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -31,6 +32,10 @@ REDIRECTIONS_MAX: Final = 5
 """Most redirections of one key in one plan: enough for a slot that moves twice; Redis's own clients allow 16."""
 _TRANSIENT: Final = ("CLUSTERDOWN", "LOADING", "MASTERDOWN", "TRYAGAIN")
 """Errors of a cluster's node that a retry, on this node or another one, may not meet."""
+_NO_LAYERS: Final = ("ERR unknown command", "NOPERM")
+"""Errors of servers without KV.LAYERS, and of those that allow this user no KV.LAYERS."""
+_LOW_RATE: Final = "ERR a rate of "
+"""Error of a storage node whose layers_bits_per_s_min is above the rate."""
 _RANGE_REASONS: Final = {
     "cluster": "a Redis or Valkey cluster does not know KV.LAYERS; a node's egress_policy does not apply to this fetch",
     "several_nodes": "storage nodes that were away hold some of the chunks, and other nodes the rest",
@@ -257,7 +262,8 @@ class PieceReader:
                 self._links.close()  # a cluster's links that are out of sync are disconnected, and found to be so
         for piece, text in zip(piece_ids, pieces["error"], strict=True):
             if text:
-                state.texts[piece] = bytes(text).decode("utf-8", "replace")
+                own, _, _ = bytes(text).partition(b"\0")  # behind it may be the end of a longer, earlier error
+                state.texts[piece] = own.decode("utf-8", "replace")
         self._metrics.totals["batches"] += 1
         state.done.received_bytes += batch.received_bytes
         return result, pieces["result"]
@@ -279,7 +285,7 @@ class PieceReader:
         far = ids[plan.pieces["origin"][ids] == Origin.SERVER]
         if plan.pieces["body_length"][far].sum() < bytes_min:
             return None
-        return layer_request(plan, far.tolist())
+        return layer_request(plan if node_links[0].takes_rates else replace(plan, rate=0), far.tolist())
 
     def _no_layers_reason(self, links: dict[Node, list[Link]]) -> str:
         """Return why the pieces at the server cannot be one request; empty if they can."""
@@ -293,17 +299,20 @@ class PieceReader:
     def _note_batch(
         self, batch: native.Batch, seconds: float, links: Sequence[Link], request: LayerRequest | None
     ) -> None:
-        """Update the link's rate, and whether the server knows KV.LAYERS, after a batch."""
+        """Update the link's rate, and whether the server takes KV.LAYERS and its rates, after a batch."""
         if self._threshold is not None:
             self._threshold.note(batch.received_bytes, seconds)
         if request is None:
             return
+        [link] = links
         if (refusal := batch.refusal) is None:
             self._metrics.totals["layer_batches"] += 1
-        elif not refusal.startswith(("OOM", "TIMEOUT")):  # these errors are about the size of this request
-            [link] = links
+        elif refusal.startswith(_NO_LAYERS):  # other errors are about this request
             _logger.info("storage %s does not answer KV.LAYERS (%s): using range requests", link.node, refusal)
             link.takes_layers = False
+        elif refusal.startswith(_LOW_RATE):
+            _logger.info("storage %s refuses a rate (%s): KV.LAYERS without a rate follows", link.node, refusal)
+            link.takes_rates = False
 
     def _receive(self, batch: native.Batch, links: Sequence[Link], nodes: int) -> Result:
         sessions = [link.session for link in links]

@@ -91,15 +91,18 @@ class OneServer(RespSource):
         left = await self._numbers(b"KV.PENDING", keys)
         return None if left is None else left > 0
 
-    async def find_warm(self, keys: Sequence[bytes]) -> Sequence[Found]:
+    async def find_warm(self, keys: Sequence[bytes], *, headers: bool) -> Sequence[Found]:
         """Look keys up, and wait for cold records on a connection of its own: lookups must not wait behind it."""
         found = list(await self.find(keys))
         cold = [index for index, each in enumerate(found) if isinstance(each, Cold)]
         if not cold:
             return found
         slow = await self.dialer.open_control(self._node)
+        names = [storage_key(keys[index]) for index in cold]
         try:
-            brought = await self._meta_by_ranges(slow, [storage_key(keys[index]) for index in cold])
+            if not headers:  # the last byte comes when the record is whole
+                await slow.ask([[b"GETRANGE", name, b"-1", b"-1"] for name in names])
+            brought = await self._meta_by_ranges(slow, names)
         finally:
             slow.abort("the lookup of cold records has ended")
         for index, each in zip(cold, brought, strict=True):

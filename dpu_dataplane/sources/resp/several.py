@@ -121,8 +121,8 @@ class SeveralServers(RespSource):
                 published[some] = flags
         return published
 
-    async def find_warm(self, keys: Sequence[bytes]) -> Sequence[Found]:
-        return await self._find(keys, lambda server, mine: server.find_warm(mine))
+    async def find_warm(self, keys: Sequence[bytes], *, headers: bool) -> Sequence[Found]:
+        return await self._find(keys, lambda server, mine: server.find_warm(mine, headers=headers))
 
     async def prefetch(self, keys: Sequence[bytes]) -> None:
         await self._ask(keys, lambda server, mine: server.prefetch(mine))

@@ -103,11 +103,12 @@ class TieredSource(Source):
         await self._tiers.await_headers(reads)
         return found
 
-    async def find_warm(self, keys: Sequence[bytes]) -> Sequence[Found]:
+    async def find_warm(self, keys: Sequence[bytes], *, headers: bool) -> Sequence[Found]:
         found = list(await self.find(keys))
         cold = [index for index, each in enumerate(found) if isinstance(each, Cold)]
         if self._below is not None:
-            for index, each in zip(cold, await self._below.find_warm([keys[index] for index in cold]), strict=True):
+            warm = await self._below.find_warm([keys[index] for index in cold], headers=headers)
+            for index, each in zip(cold, warm, strict=True):
                 found[index] = each
         return found
 

@@ -233,7 +233,11 @@ static int sockets_are_valid(const struct ss_pipeline *pipeline, const struct ss
     return 1;
 }
 
-/* Returns whether the pieces at the server are rows of the same chunks, in the order of the KV.LAYERS request. */
+static int follows(const struct ss_piece *piece, const struct ss_piece *before) {
+    return piece->chunk > before->chunk || (piece->chunk == before->chunk && piece->group > before->group);
+}
+
+/* Returns whether the pieces at the server are rows of the same records, in the order of the KV.LAYERS request. */
 static int layers_are_valid(const struct ss_batch *batch, uint32_t socket_count) {
     const struct ss_layers *layers = batch->layers;
     uint32_t count = 0;
@@ -252,9 +256,9 @@ static int layers_are_valid(const struct ss_batch *batch, uint32_t socket_count)
         }
         uint32_t key = count % layers->keys;
         if (count == layers->layers * layers->keys || layers->pieces[count] != i || piece->asking ||
-            piece->body_length > UINT32_MAX || piece->group != batch->pieces[layers->pieces[0]].group ||
+            piece->body_length > UINT32_MAX || piece->group != batch->pieces[layers->pieces[key]].group ||
             piece->chunk != batch->pieces[layers->pieces[key]].chunk ||
-            (key > 0 && piece->chunk <= batch->pieces[layers->pieces[key - 1]].chunk)) {
+            (key > 0 && !follows(piece, &batch->pieces[layers->pieces[key - 1]]))) {
             return 0;
         }
         count++;

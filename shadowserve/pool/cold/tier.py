@@ -29,8 +29,8 @@ _STEP_S: Final = 0.05
 
 
 class ColdTier:
-    """The records of a bucket, for one pool. Methods are called with the pool's lock held, except set_quota(), start(),
-    close() and join(); none of the others waits."""
+    """The records of a bucket, for one pool. Methods are called with the pool's lock held, except set_quota(),
+    report_damage(), start(), close() and join(); none of the others waits."""
 
     def __init__(self, config: S3Config, clock_s: Callable[[], float] = time.monotonic) -> None:
         """Prepare the tier; start() begins. ConfigurationError: credentials or certificates cannot be read."""
@@ -107,9 +107,15 @@ class ColdTier:
         contents = None if record is None else self._catalog.find(*record)
         return None if record is None or contents is None else ColdItem(address, record[1], contents)
 
-    def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
+    def read(
+        self, item: Item, start: int, end: int, done: Callable[[Lease | None], None], *, in_parts: bool, ahead: bool
+    ) -> None:
         assert isinstance(item, ColdItem)
-        self._reader.read(item, start, end, done)
+        self._reader.read(item, start, end, done, in_parts=in_parts, ahead=ahead)
+
+    def report_damage(self, item: Item) -> None:
+        assert isinstance(item, ColdItem)
+        self._reader.report_damage(item.contents, "a range has wrong bytes")
 
     def expected_s(self, size: int) -> float:
         return self._reader.expected_s(size)

@@ -4,6 +4,7 @@ The cap is blk-throttle of cgroup v1: this process moves into its own group, in 
 of bytes per second. It accounts in slices of 100 ms, so that a measurement takes a second or more.
 """
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -157,7 +158,9 @@ def _own_group() -> Iterator[Path]:
         try:
             yield group
         finally:
-            (before / "cgroup.procs").write_text(str(os.getpid()))
+            for process in (group / "cgroup.procs").read_text().split():  # programs that started since
+                with contextlib.suppress(OSError):  # it has ended
+                    (before / "cgroup.procs").write_text(process)
     finally:
         _retried(group.rmdir)
 

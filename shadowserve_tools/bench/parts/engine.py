@@ -230,6 +230,14 @@ class _Engine:
         self._side.ways.by_layers = on
         return on
 
+    def layer_order(self, value: bool | str) -> bool | str:
+        """Set ``layer_order``. The policy decides, and learns, with "auto" only."""
+        side = self._side
+        side._engine = replace(side._engine, config=side._engine.config.model_copy(update={"layer_order": value}))
+        self.hits("decide" if value == "auto" else "fetch")
+        self.layerwise(on=value is not False)
+        return value
+
     def hits(self, way: str) -> str:
         """Set what the plugin does with stored prompts: "compute", "fetch", or "decide" (and learn from it)."""
         from host_control.vllm.timing import Timing

@@ -11,14 +11,15 @@ from host_control.client import DataPlaneClient
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.serving import Host, Load, Model, check_depends, made_up, write_model
 from shadowserve_tools.bench.parts.workload import client
-from shadowserve_tools.bench.peers.buckets import CREDENTIALS, ceph_gateway
+from shadowserve_tools.bench.peers.buckets import BUCKET, CREDENTIALS, bucket_server
 from shadowserve_tools.bench.peers.network import Link, linked
 from shadowserve_tools.processes import Child, Programs, until
 
 FREE_GBIT_PER_S: Final = 100.0
 """Rate of a link without a limit: more than the cores move."""
 _TIMEOUT_S: Final = 120
-_BUCKET: Final = "kv-bench"
+_RECONNECT_TIMEOUT_S: Final = 60.0
+"""The plugin's circuit breaker may be open for a while."""
 _FILL_BYTES: Final = 4 << 20
 """Size of a value that is no record, and so is stored in memory only."""
 _ROUNDING_TOKENS: Final = 128
@@ -29,13 +30,14 @@ class Bed:
     """The running programs.
 
     Args:
-        over_s3: True for a bucket behind the store.
+        over_s3: True for a bucket behind the store, of Ceph if it is installed.
         one_request: True for an engine that has blocks for a single request; others wait.
+        requests_max: Requests that run at one time.
     """
 
     def __init__(
         self, programs: Programs, model: Model, tokens_max: int, connections: int = 2, over_s3: bool = False,
-        one_request: bool = False, **keys: Any,
+        one_request: bool = False, requests_max: int = 1, **keys: Any,
     ) -> None:  # fmt: skip
         self.network: Link = programs.enter_context(linked())
         self.network.limit(FREE_GBIT_PER_S)
@@ -44,10 +46,11 @@ class Bed:
         write_model(host.folder, model, load)
         self._store_bytes = 4 * host.document_bytes + (64 << 20)
         flags, environment = ["--memory-budget-bytes", str(self._store_bytes)], dict[str, str]()
+        self.bucket_name = ""
         with self.network.store_side():
             if over_s3:
-                endpoint = programs.enter_context(ceph_gateway(_BUCKET))
-                below = {"bucket": _BUCKET, "endpoint": endpoint, "gather_s": 0.2, "timeout_s": _TIMEOUT_S / 2}
+                endpoint, self.bucket_name = programs.enter_context(bucket_server(programs.logs))
+                below = {"bucket": BUCKET, "endpoint": endpoint, "gather_s": 0.2, "timeout_s": _TIMEOUT_S / 2}
                 flags, environment = [*flags, "--s3", json.dumps(below)], CREDENTIALS
             self._storage = host.start_storage(*flags, **environment)
             self._operator = programs.enter_context(client(self._storage.address, host.password))
@@ -62,7 +65,8 @@ class Bed:
             {"kv_cache_memory_bytes": model.kv_bytes * (load.tokens_max + _ROUNDING_TOKENS)} if one_request else {}
         )
         # A prompt is computed in one step, as in engines that only compute prompts.
-        self.engine = host.start_engine("engine", transfer, max_num_batched_tokens=load.prompt_tokens, **room)
+        room["max_num_batched_tokens"] = load.prompt_tokens
+        self.engine = host.start_engine("engine", transfer, requests_max, **room)
         self.plane = programs.enter_context(closing(DataPlaneClient(plane.address)))
 
     def restart_plane(self, *flags: str) -> Child:
@@ -70,6 +74,14 @@ class Bed:
         flags = ("--connections", self._connections, *flags)
         self._daemon = self._host.start_plane(self._storage.address, *flags, stack=self._plane)
         return self._daemon
+
+    def restart_tiers(self, warm: Sequence[int], **tiers: Any) -> None:
+        """Restart the data plane with tiers, and wait until the engine fetches the stored prompt ``warm`` from it."""
+        self.restart_plane("--tiers", json.dumps(tiers | {"scrub_bytes_per_s": 0}), "--shutdown-timeout-s", "60")
+        until(
+            lambda: self.engine.ask(list(warm), 1)["cached"] == held_tokens(len(warm)),
+            "the engine fetched nothing from the restarted data plane", _RECONNECT_TIMEOUT_S,
+        )  # fmt: skip
 
     def staging_bytes(self) -> int:
         """Return the resident bytes of registered memory in the data plane."""

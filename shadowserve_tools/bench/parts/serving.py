@@ -283,12 +283,13 @@ def started_engine(
 def plugin(config: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration of ShadowServe's connector with these keys of section ``host``.
 
-    What an engine learns is not kept from one start to the next, so that runs are independent.
+    What an engine learns is not kept from one start to the next, so that runs are independent. For the same reason,
+    measured times do not choose between chunk order and layer order.
     """
     return {
         "kv_connector": "ShadowServeConnector",
         "kv_connector_module_path": "host_control.vllm.connector",
-        "kv_connector_extra_config": {"computing_cache": "none", **config},
+        "kv_connector_extra_config": {"computing_cache": "none", "layer_order": False, **config},
     }
 
 

@@ -25,7 +25,8 @@ from shadowserve_tools.processes import Child, start_redis, until
 
 OFF: Final = "no cache"
 OURS: Final = "ShadowServe, lossless"
-OURS_LAYERS: Final = "ShadowServe, lossless, layer by layer"
+OURS_WHOLE: Final = "ShadowServe, lossless, whole loads"
+OURS_TIER: Final = "ShadowServe, lossless, memory tier"
 LOCAL: Final = "LMCache, CPU tier"
 REDIS: Final = "LMCache, Redis"
 LOCAL_SHM: Final = "LMCache, CPU tier, shared memory"
@@ -52,6 +53,7 @@ class System:
     Attributes:
         brief: True if one request for each of half of the documents is enough.
         fills: False if it reads what another system has stored.
+        learns: True if it chooses by measured times, as an engine does that has run for a while.
         often: True if it computes more documents than prompts are about, for a ratio of one per cent.
         processes: Processes of the system, the engine excluded.
         stored: Returns when the given number of chunks is stored.
@@ -62,6 +64,7 @@ class System:
     linked: bool = False
     brief: bool = False
     fills: bool = True
+    learns: bool = False
     often: bool = False
     side: Callable[[], AbstractContextManager[None]] = nullcontext
     transfer: dict[str, Any] | None = None
@@ -90,24 +93,39 @@ class Answers:
 def ours(host: Host) -> list[System]:
     """Start a storage node, and a data plane at each end, with their defaults.
 
-    For each engine with the defaults there is one with ``layer_order``, on the same data plane.
+    For each engine with the defaults there is one whose loads are whole, on the same data plane. Near the storage node
+    there is also one whose data plane has a memory tier.
     """
     storage = host.start_storage()
     systems = []
+    room = json.dumps({"memory_budget_bytes": 2 * host.load.documents * host.document_bytes + (64 << 20)})
     for linked, side in sides(host).items():
         plane = host.start_plane(storage.address, place="far" if linked else "near", side=side)
         default = System(
             name=OURS,
             linked=linked,
             often=True,
+            learns=True,
             side=side,
-            transfer=host.plugin(plane),
+            transfer=host.plugin(plane, layer_order="auto"),
             processes=[psutil.Process(child.process.pid) for child in (storage, plane)],
             stored=lambda engine, _chunks: engine.call("settle"),
             data_plane=plane.address,
         )
-        layers = host.plugin(plane, layer_order=True)
-        systems += [default, replace(default, name=OURS_LAYERS, fills=False, transfer=layers)]
+        whole = host.plugin(plane, layer_order=False)
+        systems += [default, replace(default, name=OURS_WHOLE, fills=False, learns=False, transfer=whole)]
+        if not linked:
+            near = host.start_plane(storage.address, "--tiers", room, place="tier", side=side)
+            systems.append(
+                replace(
+                    default,
+                    name=OURS_TIER,
+                    fills=False,
+                    transfer=host.plugin(near, layer_order="auto"),
+                    processes=[psutil.Process(child.process.pid) for child in (storage, near)],
+                    data_plane=near.address,
+                )
+            )
     return systems
 
 

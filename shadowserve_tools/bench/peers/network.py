@@ -55,13 +55,20 @@ class Link(Network):
 
     def limit(self, gbit_per_s: float) -> None:
         """Set the rate of each link, of Ethernet frames. TCP carries ``TCP_SHARE`` of it."""
+        self._limit(gbit_per_s, *(f"store{number}" for number in range(len(self.hosts))))
+
+    def limit_store_side(self, gbit_per_s: float) -> None:
+        """Set the rate between programs of the store's side, such as a bucket and its storage node."""
+        self._limit(gbit_per_s, "lo")
+
+    def _limit(self, gbit_per_s: float, *devices: str) -> None:
         # The burst is the largest that does not let a short transfer exceed the limit. The queue holds 20 ms, like that
         # of a switch port.
         rate, burst = f"{round(gbit_per_s * 1000)}mbit", "256kb"
         shape = "root", "tbf", "rate", rate, "burst", burst, "latency", "20ms"
         with self.store_side():
-            for number in range(len(self.hosts)):
-                run("tc", "qdisc", "replace", "dev", f"store{number}", *shape)
+            for device in devices:
+                run("tc", "qdisc", "replace", "dev", device, *shape)
 
 
 @contextlib.contextmanager

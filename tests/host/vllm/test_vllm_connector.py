@@ -45,7 +45,7 @@ def make(
         is_kv_producer=True,
         kv_load_failure_policy="recompute",
     )
-    parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1)
+    parallel = SimpleNamespace(data_parallel_size=1, tensor_parallel_size=2, pipeline_parallel_size=1)
     config = SimpleNamespace(
         kv_transfer_config=transfer,
         parallel_config=parallel,
@@ -104,7 +104,19 @@ def test_vllm_makes_piecewise_graphs_only_where_layers_are_loaded_one_by_one() -
 
     asks = ShadowServeConnector.requires_piecewise_for_cudagraph
     assert asks({"layer_order": True})
-    assert not asks({"layer_order": True, "fetch": False}) and not asks({})
+    assert not asks({"layer_order": True, "fetch": False}) and not asks({}) and not asks({"layer_order": "auto"})
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_layer_order_auto_says_once_why_it_is_off(
+    make: Callable[..., Any], caplog: pytest.LogCaptureFixture, steps: int
+) -> None:
+    with caplog.at_level(logging.INFO, "vllm.shadowserve"):
+        sides = [make(role, "", steps) for role in ("SCHEDULER", "WORKER")]
+    said = [record for record in caplog.records if "layer_order: auto is off" in record.getMessage()]
+    assert [record.levelname for record in said] == ["INFO"] * (steps - 1)
+    found = {sides[0]._scheduler._engine.config.layer_order, sides[1]._worker._engine.config.layer_order}
+    assert found == {"auto" if steps == 1 else False}
 
 
 def assert_every_hook_does_nothing(scheduler: Any, worker: Any) -> None:

@@ -196,6 +196,17 @@ def test_a_load_starts_with_available_chunks_and_the_workers_learn_of_the_rest(
     assert not patient.begin(5, END), "all chunks are stored already"
 
 
+def test_in_layer_order_a_load_that_waits_for_another_engine_goes_chunk_by_chunk(
+    make_scene: Callable[..., Scene],
+) -> None:
+    scene = make_scene(pd_timeout_s=WAIT_MAX_S, layer_order=True)
+    scene.side.ways.by_layers = True
+    publish(scene.plane, chunks=1)
+    load = asks(scene, TAKES, status=None).load([BLOCKS[: WHOLE // BLOCK + 3]])
+    assert not load.layerwise and load.available == Available(1, "")
+    assert scene.counted("slower_paths") == {"slower_paths/pending_chunks": 1}
+
+
 def test_chunks_that_a_load_waited_for_in_vain_are_computed_and_stored(patient: Scene) -> None:
     publish(patient.plane, chunks=1)
     asks(patient, TAKES).load([BLOCKS[: WHOLE // BLOCK + 3]])

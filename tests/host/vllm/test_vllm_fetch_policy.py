@@ -9,7 +9,7 @@ from machine import wait_for
 from scheduler_support import CHUNK, Clock, Request, Scene, full, keys, report, state, step
 
 from host_control.config import HostConfig
-from host_control.fetch_policy import Decision
+from host_control.fetch_policy import Decided, Decision
 from host_control.interference.loading import LoadTable
 from host_control.interference.table import ComputeTable
 from shadowserve.tier import Tier
@@ -29,6 +29,10 @@ class Policy:
         self.steps = 0
         self.loads: list[tuple[Decision, float]] = []
         self.ended_loads: list[str] = []
+        self.first_tokens: list[float] = []
+
+    def came(self, decision: Decision, seconds: float) -> None:
+        self.first_tokens.append(seconds)
 
     def computed(self) -> None:
         self.steps += 1
@@ -49,11 +53,11 @@ def parts() -> Any:
     from host_control.vllm.fetch_policy import PolicyRunner
     from host_control.vllm.metrics import Counts
 
-    told: list[tuple[Decision, int, float]] = []
+    told: list[Decided] = []
     made = SimpleNamespace(clock=Clock(), policy=Policy(), counts=Counts(), told=told)
     made.runner = PolicyRunner(
         HostConfig(), ComputeTable(), LoadTable(), chunk_tokens=CHUNK, step_tokens=4096, counts=made.counts,
-        clock=made.clock, report=lambda *arguments: told.append(arguments),
+        clock=made.clock, report=told.append,
     )  # fmt: skip
     made.runner._policy = made.policy
     return made
@@ -101,7 +105,9 @@ def test_the_result_of_a_decision_is_reported_with_the_first_token(parts: Any) -
         runner.stepped(learnt=computed > 1000)
     assert parts.policy.steps == 1
     runner.stepped(learnt=False)  # one step more than expected
-    assert parts.told == [(fetching(), 1100, pytest.approx(0.6))]
+    (result,) = parts.told
+    assert (result.decision, result.tokens, result.seconds) == (fetching(), 1100, pytest.approx(0.6))
+    assert parts.policy.first_tokens == [result.seconds]
     counted = parts.counts.take().data
     assert counted["decisions/fetch"] == 2
     assert counted["predicted_seconds/fetch"] == 0.5
@@ -376,6 +382,17 @@ def test_by_default_a_cold_prompt_is_waited_for_and_others_go_on(scene: Scene) -
     wait_for(lambda: scene.available() == (40, "complete"))
     scene.report(finished=["cold"], seconds={"cold": 0.1})
     assert scene.go_on(len(TOKENS), 1, tables=cold_tables) == []
+
+
+def test_in_layer_order_a_cold_prompt_streams(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(layer_order=True)
+    scene.side.ways.by_layers, scene.side._policy_runner._layers = True, 4
+    scene.plane.script.cold.update(keys(0, TOKENS)[10:])
+    cold = scene.arrive(TOKENS, stored=40, status=None)
+    operation = scene.load()
+    assert operation.layerwise and operation.available is None and not scene.side.waits(cold)
+    assert scene.plane.prefetches == 0, "the fetch itself names the cold chunks"
+    assert scene.counted("slower_paths") == {}
 
 
 def test_by_default_a_cold_prompt_is_computed_where_that_is_sooner_and_not_stored_again(scene: Scene) -> None:

@@ -33,6 +33,7 @@ from scripted import ScriptedDataPlane
 
 from host_control.config import HostConfig
 from host_control.layouts import NOWHERE
+from shadowserve.tier import Tier
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -288,7 +289,7 @@ def worker_of(groups: Any, **config: Any) -> Any:
 
     how: dict[str, Any] = {"fetch": True, "store": True, "problem": "", "logger": logging.getLogger("test")}
     worker = WorkerSide(HostConfig(**config), None, None, groups, Rank(0, 1), **how)
-    worker._shards.parts = {0: [SimpleNamespace(group=group) for group in groups.groups]}
+    worker._shards.parts = {0: [SimpleNamespace(group=group, first_layer=0) for group in groups.groups]}
     worker._shards.shapes = {0: [SimpleNamespace(namespace=bytes(32)) for _ in groups.groups]}
     return worker
 
@@ -371,20 +372,86 @@ def test_each_load_that_layer_order_leaves_out_is_counted_with_its_reason(make_s
     assert scene.counted("slower_paths") == {"slower_paths/other_requests": 1}
 
 
+def test_auto_streams_loads_that_are_predicted_to_be_faster_and_tells_why_others_are_whole(
+    make_scene: Callable[..., Scene], caplog: pytest.LogCaptureFixture
+) -> None:
+    from host_control.interference.table import LayerWait
+
+    caplog.set_level(logging.DEBUG, "test")
+    scene = make_scene(layer_order="auto")
+    scene.plane.script.record_bytes = 1000
+    scene.side.ways.by_layers = True
+    runner, table = scene.side._policy_runner, scene.side._timing.table
+    runner.start(4, 0)
+    loads = runner._policy._loads
+
+    def load(name: str, **attributes: Any) -> bool:
+        scene.arrive(stored=4, name=name, status=None, **attributes)
+        operation = scene.load()
+        waits = [LayerWait(runner._clock(), 0.25, 3)] * 4 if operation.layerwise else []
+        scene.side.worker_output({name}, report({name: 4}, layer_waits={name: waits}))
+        scene.side.step(step(new={name: (4 * CHUNK, len(TOKENS) - 4 * CHUNK)}))
+        for _ in range(2):
+            scene.side.stepped()
+        scene.finish()
+        return bool(operation.layerwise)
+
+    assert not load("unknown")
+    for tokens in (30, 80, 400):
+        table.observe("prompts", tokens, tokens * (4 * CHUNK + tokens / 2), 0.1)
+        loads.observe({Tier.STORAGE: 4000}, 0.0, 0.1)
+    assert load("streamed")
+    assert not load("seeded", sampling_params=SEEDED)
+    counted = scene.counted()
+    assert {name: counted[name] for name in counted if name.startswith(("whole_loads", "slower", "decisions"))} == {
+        "whole_loads/time_unknown": 1,
+        "whole_loads/seed": 1,
+        "decisions/configured": 2,
+        "decisions/layers": 1,
+    }
+    lines = {line.split()[2][:-1]: line.rpartition("; ")[2] for line in caplog.messages if "tokens loaded" in line}
+    assert lines == {
+        "unknown": "not layer by layer: time_unknown",
+        "streamed": "layer by layer: 1.000 s of waiting for layers, 3.0 layers ahead",
+        "seeded": "not layer by layer: seed",
+    }
+    wait_for(lambda: len(scene.plane.decisions) == 3)
+    streamed, seeded = scene.plane.decisions[1:]
+    assert [(wait.seconds, wait.ahead) for wait in streamed.layer_waits] == [(0.25, 3)] * 4
+    assert seeded.not_layerwise == "seed" and not seeded.layer_waits
+
+
+def test_the_first_token_of_a_stream_that_fell_short_is_the_one_of_a_later_step(
+    make_scene: Callable[..., Scene],
+) -> None:
+    """vLLM takes back the step that computed on the load."""
+    scene = make_scene(layer_order=True)
+    scene.side.ways.by_layers = True
+    scene.side._policy_runner.start(4, 0)
+    scene.arrive(stored=4, name="r", status=None)
+    assert scene.load().layerwise
+    scene.side.stepped()
+    scene.side.step(step(new={"r": (4 * CHUNK, len(TOKENS) - 4 * CHUNK)}))
+    scene.side.worker_output(set(), report({"r": 1}))
+    scene.side.stepped()
+    assert not scene.counted().get("first_token_seconds/configured") and "r" in scene.side._policy_runner._waiting
+    scene.side.step(step(cached={"r": (CHUNK, len(TOKENS) - CHUNK)}))
+    scene.side.stepped()
+    wait_for(lambda: len(scene.plane.decisions) == 1)
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"pending": True, "other_records": "shard_layout"}, "pending_chunks"),
-        ({"other_records": "shard_layout", "partial_block": True}, "shard_layout"),
-        ({"other_records": "preempted"}, "preempted"),
-        ({"partial_block": True, "alone": False}, "partial_block"),
-        ({"alone": False}, "other_requests"),
+        ({"pending": True, "partial_block": True}, "pending_chunks"),
+        ({"partial_block": True, "others": "other_requests"}, "partial_block"),
+        ({"others": "other_requests"}, "other_requests"),
         ({}, ""),
     ],
 )
 def test_why_a_load_may_not_go_by_layers(make_side: Any, given: dict[str, Any], reason: str) -> None:
     ways, request = make_side(layer_order=True).ways, Request("r", TOKENS)
-    given = {"pending": False, "other_records": "", "partial_block": False, "alone": True} | given
+    given = {"pending": False, "partial_block": False, "others": ""} | given
     assert ways.not_by_layers(request, **given) == reason
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from host_control.config import HostConfig
 from shadowserve.errors import ConfigurationError
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -17,7 +18,7 @@ def engine(name: str, extra: dict[str, Any], **changes: Any) -> Any:
     transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra, is_kv_consumer=loads)
     given: dict[str, Any] = {
         "kv_transfer_config": transfer,
-        "parallel_config": SimpleNamespace(pipeline_parallel_size=1),
+        "parallel_config": SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
         "device_config": SimpleNamespace(device_type="cpu"),
         "max_concurrent_batches": 1,
         "use_v2_model_runner": False,
@@ -44,7 +45,10 @@ def accepts(name: str, extra: dict[str, Any], **changes: Any) -> bool:
 
 
 DRAFTS = SimpleNamespace(use_eagle_block_drop=lambda: True)
-STAGES = {"parallel_config": SimpleNamespace(pipeline_parallel_size=2), "max_concurrent_batches": 2}
+STAGES = {
+    "parallel_config": SimpleNamespace(pipeline_parallel_size=2, data_parallel_size=1),
+    "max_concurrent_batches": 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -82,6 +86,35 @@ def test_supported_options_are_accepted() -> None:
     assert accepts("ShadowServeConnector", {"asynchronous_fetch": False}, loads=False, max_concurrent_batches=2)
     assert accepts("NixlConnector", {"whatever": 1})
     assert accepts("ShadowServeConnector", {}, kv_transfer_config=None)
+
+
+FULL_GRAPHS = SimpleNamespace(cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True))
+
+
+@pytest.mark.parametrize(
+    ("extra", "changes", "words"),
+    [
+        ({}, {}, ""),
+        ({}, {"max_concurrent_batches": 2}, "schedules a step before the previous one"),
+        ({}, STAGES, "pipeline stage"),
+        ({}, {"use_v2_model_runner": True}, "second model runner"),
+        ({}, {"compilation_config": FULL_GRAPHS}, "CUDA graphs"),
+        ({}, {"parallel_config": SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=2)}, "data-parallel"),
+        ({"pages": True}, {}, "pages: true"),
+        ({"asynchronous_fetch": False}, {}, "asynchronous_fetch: false"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_layer_order_auto_is_on_where_the_engine_can_stream_as_it_is(
+    extra: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
+    from host_control.vllm.start_check import connector_settings, why_not_layers
+
+    configured = engine("ShadowServeConnector", extra, **changes)
+    config = connector_settings(extra, configured)
+    why_not = why_not_layers(config, configured, SimpleNamespace(one=True), loads=True)
+    assert words in why_not and bool(words) == bool(why_not)
+    assert "one KV cache group" in why_not_layers(HostConfig(), engine("", {}), SimpleNamespace(one=False), loads=True)
 
 
 TIER = {"type": "ShadowServeTier", "module_path": "host_control.vllm.tier", "data_plane": "127.0.0.1:1"}

@@ -1,11 +1,14 @@
 """Fetches in layer order as one request: conditions, the request, and servers without that command."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import redis as redis_py
+from budget_support import report
 from dataplane_support import WAYS, Client, Server, expected, keys_of, layout, make_record, running, serving, way_name
 
 from dpu_dataplane.plan import FetchPlan
@@ -70,6 +73,20 @@ async def test_after_one_unknown_layer_request_range_requests_are_used(
         assert daemon.metrics.totals["layer_batches"] == 0
         assert daemon.metrics.slower_paths == {"no_layer_requests": 2}, "all requests except the one that detected it"
         assert sum("(no_layer_requests)" in record.message for record in caplog.records) == 1
+
+
+async def test_after_a_refused_rate_layer_requests_go_on_without_a_rate(tmp_path: Path) -> None:
+    """Symptom: one refused rate switched KV.LAYERS off, and the log said that the server did not know it."""
+    server = Server("storage_kv", tmp_path, options=("--layers-bits-per-s-min", "1000000000000")).start()
+    try:
+        async with running(server, layer_request_bytes_min=0) as (daemon, client):
+            await report(client)
+            for batches in (0, 1, 2):
+                assert (await fetched(client, server)).outcome == pb.OUTCOME_COMPLETE
+                assert daemon.metrics.totals["layer_batches"] == batches
+            assert daemon.metrics.slower_paths == {}
+    finally:
+        server.kill()
 
 
 async def test_below_layer_request_bytes_min_ranges_are_used(storage: Server) -> None:
@@ -158,7 +175,16 @@ def test_the_request_names_layers_window_and_keys(layers: list[int], text: str) 
     assert words(layer_request(order([0], [0], window_s=1e9), [0]))[3] == "3600000000"
 
 
-def test_pieces_that_are_no_rows_of_the_same_chunks_are_no_layer_request() -> None:
+@pytest.mark.parametrize(("rate", "expected"), [(0, 0), (64 << 20, 5 * (64 << 20)), (1 << 20, 10_000_000)])
+def test_beside_decoding_the_request_names_the_rate_of_stored_bytes(rate: int, expected: int) -> None:
+    """Half of the bytes that are delivered are stored. A quarter more than needed may come."""
+    part = SimpleNamespace(piece_bytes=2000)
+    asked = replace(order([0, 1], [0, 1, 2]), rate=rate, parts=[part], layers=np.array([[0, 1]] * 3 + [[1, 2]] * 3))
+    asked.pieces["body_length"] = 1000
+    assert int(words(layer_request(asked, range(6)))[2]) == expected
+
+
+def test_pieces_that_are_no_rows_of_the_same_records_are_no_layer_request() -> None:
     asked = order([0, 1, 2], [0, 1, 2])
     everything = list(range(9))
     assert layer_request(asked, everything[:6]) is not None

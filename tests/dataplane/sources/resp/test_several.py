@@ -10,8 +10,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dataplane_support import Client, Server, found, keys_of, kvs, layout, make_record, running, serving
-from faulty_s3 import BUCKET, Answer, FaultyS3, faulty_s3
+from dataplane_support import (
+    TOKENS,
+    Client,
+    Server,
+    expected,
+    found,
+    keys_of,
+    kv,
+    kvs,
+    layout,
+    make_record,
+    running,
+    serving,
+)
+from faulty_s3 import BUCKET, Answer, Asked, FaultyS3, faulty_s3
 from machine import WAIT_MAX_MS, WAIT_MAX_S, until, wait_for
 
 from dpu_dataplane.sources.resp.several import ranking
@@ -20,6 +33,7 @@ from shadowserve.proto import dataplane_pb2 as pb
 
 SHAPE = layout()
 CHUNKS = 6
+MIB = 1 << 20
 
 
 @pytest.fixture
@@ -175,6 +189,40 @@ async def test_a_lookup_reports_cold_chunks_without_waiting(nodes: list[Server],
         answer = await look(client, chain, other)
         assert found(answer, CHUNKS, CHUNKS).hits == [CHUNKS, 0] and list(answer.cold_ms) == [0, 0]
         assert list(answer.tiers) == [bytes([pb.TIER_STORAGE] * CHUNKS), bytes(CHUNKS)]
+
+
+async def test_other_fetches_have_their_turn_while_the_bucket_stalls(nodes: list[Server], bucket: FaultyS3) -> None:
+    """Symptom: a cold fetch in layer order kept the only turn, up to its deadline, while the bucket was read."""
+    large = layout("passthrough", "uint8", vector_length=MIB // 2 // TOKENS)  # layers of 1 MiB: read one by one
+    chain, [other] = keys_of(large, 2), keys_of(large, 1, seed=1)
+    records = nodes[0].fill(large, chain)
+    nodes[1].put(other, make_record(large, other, 2))
+    await until(lambda: known(nodes[1]) >= 2)
+    begins = {(name, data.find(record)) for name, data in bucket.objects.items() for record in records}
+    gate = threading.Event()
+
+    def stall(asked: Asked) -> Answer | None:
+        offsets = [begin for name, begin in begins if name == asked.name and begin >= 0]
+        late = asked.range is not None and all(asked.range[0] - begin not in range(MIB) for begin in offsets)
+        return Answer(after=gate) if asked.operation == "get" and late else None
+
+    bucket.fault = stall
+    buffers = {"decompression_buffer_bytes": "64MiB", "store_buffer_bytes": "8MiB", "layer_request_bytes_min": 0}
+    async with serving(large, 5, nodes[1], **buffers) as (_, client):
+        client.segment.memory[:] = 0
+        wanted = [expected(large, key, record) for key, record in zip(chain, records, strict=True)]
+        try:
+            fetching = [asyncio.create_task(client.fetch(chain, order=pb.ORDER_LAYERS, length=2 * large.raw_bytes))]
+            await until(lambda: client.chunk(1)[:MIB] == wanted[1][:MIB])
+            whole = {"offset": 3 * large.raw_bytes, "length": 2 * large.raw_bytes}  # its headers are cached by now
+            fetching.append(asyncio.create_task(client.fetch(chain, **whole)))
+            for _ in range(2):
+                near = await client.fetch([other], offset=2 * large.raw_bytes, length=large.raw_bytes)
+                assert near.chunks == 1 and not any(each.done() for each in fetching)
+        finally:
+            gate.set()
+        assert [(await each).chunks for each in fetching] == [2, 2]
+        assert client.chunks(5) == [*wanted, kv(large, 2), *wanted]
 
 
 async def test_a_lookup_with_prefetch_brings_cold_records_and_nothing_else_waits_for_them(

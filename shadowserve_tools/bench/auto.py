@@ -1,0 +1,139 @@
+"""Measures ``layer_order: auto`` against loads that all go as a whole, and loads that all go layer by layer.
+
+Method: real vLLM, prompts of several lengths whose first part is stored, behind links of several rates and in the data
+plane's memory. Each prompt is served whole, layer by layer, and with ``auto``, in turns of changing order. The policy
+learns from its own choices alone; some prompts of each cell come first and do not count. Answers must equal those of
+the engine without a cache. ``auto_over_better`` is the worst cell's lower end of the confidence interval, so that noise
+alone does not reach the goal; ``auto_over_better_worst`` is its median.
+
+Prediction: where the load takes as long as computing, whole loads take 1.9 times as long; elsewhere 1.0 to 1.3. With
+``auto`` the worst of twelve medians is 1.01 to 1.04, by noise.
+"""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import click
+
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS
+from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option, whole
+from shadowserve_tools.bench.parts.reading import FREE_GBIT_PER_S, Bed
+from shadowserve_tools.bench.parts.serving import Model, check_answer, made_up, shape_options
+from shadowserve_tools.processes import Programs, until
+from shadowserve_tools.report import INTERVAL_VALUES_MIN, Report, half_width, over, tracked
+
+_ORDERS: Final[dict[str, bool | str]] = {"whole": False, "layer by layer": True, "auto": "auto"}
+_WHOLE, _STREAMED, _AUTO = _ORDERS
+_MEMORY: Final = "memory"
+_RECONNECT_TIMEOUT_S: Final = 60.0
+
+
+@dataclass
+class _Cell:
+    """A prompt whose first part comes from a tier, with its times to the first token."""
+
+    tokens: int
+    stored: int
+    tier: str
+    gbit_per_s: float = FREE_GBIT_PER_S
+    ttft_s: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _ORDERS})
+    streamed: list[bool] = field(default_factory=list)  # by auto
+
+    @property
+    def better(self) -> str:
+        return min((_WHOLE, _STREAMED), key=lambda name: statistics.median(self.ttft_s[name]))
+
+    def over_better(self, name: str) -> list[float]:
+        return over(self.ttft_s[name], self.ttft_s[self.better])
+
+    def lower_end(self) -> float:
+        """Return the lower end of the confidence interval of the ratio of auto and the better of both."""
+        ratios = self.over_better(_AUTO)
+        width = half_width(ratios) if len(ratios) >= INTERVAL_VALUES_MIN else 0.0
+        return statistics.median(ratios) - width
+
+
+@benchmark(
+    "tokens", "stored", "tier", "link_Gbit_per_s", "whole_ms", "layers_ms", "auto_ms", "streamed", "over_better",
+    "half_width", bars=["whole_ms", "layers_ms", "auto_ms"],
+)  # fmt: skip
+@shape_options(layers=24, hidden=256, heads=4, head_size=64)
+@click.option(
+    "--prompt", "prompts", default=(1024, 2048, 4096), show_default=True, multiple=True, metavar="TOKENS",
+    type=click.IntRange(2 * DEFAULT_CHUNK_TOKENS), help="Tokens of a prompt; repeatable.",
+)  # fmt: skip
+@real("--stored share", 0.5, "Stored part of each prompt.", 0.01, 0.99)
+@real("--link links", (1.0, 0.25, 0.1), "Rate of the link in Gbit/s, in this order; repeatable.", 0.001, 100)
+@whole("--learning", 8, "Prompts of each cell that come first and do not count.")
+@repeats_option(7, "Turns of the three ways for each cell.")
+def auto(
+    report: Report, programs: Programs, model: Model, prompts: tuple[int, ...], share: float,
+    links: tuple[float, ...], learning: int, repeats: int,
+) -> None:  # fmt: skip
+    """Compare layer_order: auto with whole loads and with loads layer by layer."""
+    bed = Bed(programs, model, max(prompts), layer_order="auto")
+    stored = {tokens: max(int(share * tokens) // DEFAULT_CHUNK_TOKENS, 1) * DEFAULT_CHUNK_TOKENS for tokens in prompts}
+    answers = {tokens: bed.serve_computed(made_up(tokens), held) for tokens, held in stored.items()}
+    for tokens, held in stored.items():
+        bed.store(made_up(tokens)[:held])
+    cells = [_Cell(tokens, held, "storage", rate) for rate in links for tokens, held in stored.items()]
+    _measure(bed, cells, answers, learning, repeats)
+    _restart_with_memory(bed, model, stored)
+    near = [_Cell(tokens, held, _MEMORY) for tokens, held in stored.items()]
+    _measure(bed, near, answers, learning, repeats)
+    _report(report, [*cells, *near])
+
+
+def _restart_with_memory(bed: Bed, model: Model, stored: dict[int, int]) -> None:
+    """Restart the data plane with a memory tier that holds all stored prompts."""
+    bed.network.limit(FREE_GBIT_PER_S)
+    tiers = {"memory_budget_bytes": 2 * sum(stored.values()) * model.kv_bytes + (64 << 20)}
+    bed.restart_plane("--tiers", json.dumps(tiers))
+    for tokens, held in stored.items():
+        until(
+            lambda tokens=tokens, held=held: bed.serve(made_up(tokens))["cached"] == held,  # type: ignore[misc]
+            "the engine fetched nothing from the restarted data plane", _RECONNECT_TIMEOUT_S,
+        )  # fmt: skip
+
+
+def _measure(bed: Bed, cells: Sequence[_Cell], answers: dict[int, list[int]], learning: int, repeats: int) -> None:
+    for cell in tracked(cells, "asking"):
+        bed.network.limit(cell.gbit_per_s)
+        for _ in range(learning):
+            _ask(bed, cell, _AUTO, answers)
+        for turn in range(repeats):
+            names = list(_ORDERS)
+            for name in names[turn % 3 :] + names[: turn % 3]:
+                result = _ask(bed, cell, name, answers)
+                cell.ttft_s[name].append(result["ttft_s"])
+                if name == _AUTO:
+                    cell.streamed.append("retrieval_s" not in result)
+
+
+def _ask(bed: Bed, cell: _Cell, name: str, answers: dict[int, list[int]]) -> dict[str, Any]:
+    bed.engine.call("layer_order", value=_ORDERS[name])
+    result = bed.serve(made_up(cell.tokens), cell.stored)
+    check_answer(result, answers[cell.tokens])
+    return result
+
+
+def _report(report: Report, cells: Sequence[_Cell]) -> None:
+    for cell in cells:
+        medians = {name: statistics.median(times) * 1e3 for name, times in cell.ttft_s.items()}
+        ratios = cell.over_better(_AUTO)
+        report.row(
+            tokens=cell.tokens, stored=cell.stored, tier=cell.tier,
+            link_Gbit_per_s="" if cell.tier == _MEMORY else cell.gbit_per_s, whole_ms=medians[_WHOLE],
+            layers_ms=medians[_STREAMED], auto_ms=medians[_AUTO], streamed=statistics.fmean(cell.streamed),
+            over_better=statistics.median(ratios),
+            half_width=half_width(ratios) if len(ratios) >= INTERVAL_VALUES_MIN else "",
+        )  # fmt: skip
+    report.ratio("auto_over_better", [max(cell.lower_end() for cell in cells)], "at most 1.02; with the interval")
+    for name, ratio in ((_AUTO, "auto"), (_WHOLE, "whole"), (_STREAMED, "layers")):
+        worst = max((cell.over_better(name) for cell in cells), key=statistics.median)
+        report.ratio(f"{ratio}_over_better_worst", worst, "none; the worst cell")
+    gains = [statistics.median(over(cell.ttft_s[_WHOLE], cell.ttft_s[_AUTO])) for cell in cells]
+    report.ratio("whole_over_auto", [statistics.fmean(gains)], "none; the mean gain over all cells")

@@ -1,0 +1,283 @@
+"""KV.LAYERS of large records that are on a device or in a bucket: layers are sent while later ones are read."""
+
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cold_support import CREDENTIALS
+from faulty_s3 import LIES, Answer, Asked, FaultyS3
+from machine import wait_for
+from slow_store import Served
+from storage_support import Client, Start, bucket_flags
+from test_layers import LAYERS, check, layer_of, lent, pieces, record_of, stored
+
+from shadowserve import record
+from shadowserve.keys import storage_key
+from shadowserve.pool.types import DEFAULT_TENANT
+from storage_kv import layer_ranges
+from storage_kv.layer_stream import Stream
+
+MIB = 1 << 20
+LARGE = {"layer_bytes": MIB}
+"""Four layers of 1 MiB: the least part of an ordered read, so each layer is a part."""
+Restarted = Callable[..., tuple[Client, dict[bytes, bytes]]]
+
+
+@pytest.fixture(params=["device", "bucket"])
+def restarted(request: pytest.FixtureRequest, start: Start, tmp_path: Path) -> Restarted:
+    """Start a node whose records are on a device, or in a bucket; none is in memory."""
+
+    def start_node(count: int, memory: str = "64 MiB") -> tuple[Client, dict[bytes, bytes]]:
+        if request.param == "device":
+            below = ["--devices", f'[{{"path": "{tmp_path}/device", "size": "256 MiB"}}]']
+        else:
+            below = bucket_flags(request.getfixturevalue("faulty").endpoint, gather_s=0.2, object_bytes=4 * MIB)
+        child = start("--memory-budget-bytes", "128 MiB", *below, environment=CREDENTIALS)
+        client = child.client()
+        records = stored(client, count, **LARGE)
+        if request.param == "bucket":
+            wait_for(lambda: client.info("s3")["records"] == str(count))
+        assert child.stop() == 0
+        client = start("--memory-budget-bytes", memory, *below, environment=CREDENTIALS).client()
+        wait_for(lambda: request.param == "device" or client.info("s3")["records"] == str(count))
+        return client, records
+
+    return start_node
+
+
+def reads(client: Client) -> int:
+    """Return the bytes read from a device, or the number of requests to the bucket."""
+    device = re.search(r"read_bytes=(\d+)", client.info("devices").get("device0", ""))
+    return int(client.info("s3")["requests"] if device is None else device[1])
+
+
+def test_all_layers_arrive_and_records_are_kept_for_the_next_time(restarted: Restarted) -> None:
+    client, records = restarted(3)
+    small, value = record_of(9, layer_bytes=2048)
+    client.call("SET", small, value)
+    asked = [*records, small, storage_key(b"?" * 32)]
+    records[small] = value
+    check(client.call("KV.LAYERS", "0-1", 0, 0, *asked), asked, records, range(2))
+    check(client.call("KV.LAYERS", "3,1-2", 0, 0, *asked), asked, records, [3, 1, 2])
+    before = reads(client)
+    check(client.call("KV.LAYERS", "0-3", 0, 0, *asked), asked, records, range(LAYERS))
+    assert reads(client) == before > 0
+    wait_for(lambda: lent(client) == 0)
+
+
+def test_records_that_do_not_fit_memory_pass_through_it(restarted: Restarted) -> None:
+    client, records = restarted(8, "20 MiB")  # 32 MiB, of which 10 may be lent
+    asked = list(records)
+    for layers in ("0-3", "2-3"):
+        first, last = map(int, layers.split("-"))
+        check(client.call("KV.LAYERS", layers, 0, 0, *asked), asked, records, range(first, last + 1))
+    wait_for(lambda: lent(client) == 0)
+
+
+def first_layers(asked: list[bytes], records: dict[bytes, bytes], layers: int) -> bytes:
+    """Return the reply up to the end of some layers."""
+    totals = [sum(len(layer_of(records[key], layer)) for layer in range(LAYERS)) for key in asked]
+    reply = b"*%d\r\n*%d\r\n" % (1 + LAYERS, len(asked)) + b"".join(b":%d\r\n" % total for total in totals)
+    for layer in range(layers):
+        parts = [layer_of(records[key], layer) for key in asked]
+        table = np.array([len(part) for part in parts], "<u4").tobytes()
+        bulk = table + b"".join(parts)
+        reply += b"$%d\r\n" % len(bulk) + bulk + b"\r\n"
+    return reply
+
+
+@pytest.mark.parametrize("fate", ["slow", "broken", "absent", "same_length"])
+def test_the_first_layer_is_sent_before_a_bucket_has_answered_the_last_range(
+    faulty: FaultyS3, start: Start, fate: str
+) -> None:
+    bucket = bucket_flags(faulty.endpoint, gather_s=0.2, timeout_s=60.0)
+    first = start("--memory-budget-bytes", "64 MiB", *bucket, environment=CREDENTIALS)
+    records = stored(first.client(), 3, **LARGE)
+    asked = list(records)
+    wait_for(lambda: first.client().info("s3")["records"] == "3")
+    client = start("--memory-budget-bytes", "64 MiB", *bucket, environment=CREDENTIALS).client()
+    wait_for(lambda: client.info("s3")["records"] == "3")
+    read = threading.Event()
+    places = {(name, body.find(records[key])): key for name, body in faulty.objects.items() for key in asked}
+
+    def slow_and_wrong(of: Asked) -> Answer | None:
+        for (name, offset), key in places.items():
+            if of.operation == "get" and of.name == name and of.range is not None and offset >= 0:
+                if offset + 2 * MIB <= of.range[0] < offset + len(records[key]):
+                    wrong = LIES[fate](of) if fate in LIES and key == asked[1] else None
+                    return replace(wrong or Answer(), after=read)
+        return None
+
+    faulty.fault = slow_and_wrong
+    client.send("KV.LAYERS", "0-3", 0, 0, *asked)
+    begun = first_layers(asked, records, 1)
+    assert client.receive_raw(len(begun)) == begun
+    read.set()
+    rest = [client.receive() for _ in range(LAYERS - 1)]
+    there = asked if fate == "slow" else [asked[0], asked[2]]
+    for layer, bulk in enumerate(rest, 1):
+        wanted = [layer_of(records[key], layer) if key in there else b"" for key in asked]
+        assert isinstance(bulk, bytes) and pieces(bulk, len(asked)) == wanted
+    wait_for(lambda: lent(client) == 0)
+    assert client.info()["lost_values"] == str(len(asked) - len(there))
+
+
+def test_a_prefetch_and_a_header_of_a_record_that_is_being_read_do_not_stop_the_node(
+    faulty: FaultyS3, start: Start
+) -> None:
+    bucket = bucket_flags(faulty.endpoint, gather_s=0.2, timeout_s=60.0)
+    first = start("--memory-budget-bytes", "64 MiB", *bucket, environment=CREDENTIALS)
+    [(key, value)] = stored(first.client(), 1, **LARGE).items()
+    wait_for(lambda: first.client().info("s3")["records"] == "1")
+    client = start("--memory-budget-bytes", "64 MiB", *bucket, environment=CREDENTIALS).client()
+    wait_for(lambda: client.info("s3")["records"] == "1")
+    read = threading.Event()
+    [body] = faulty.objects.values()
+    second = body.find(value) + MIB
+    faulty.fault = lambda of: Answer(after=read) if of.range is not None and of.range[0] >= second else None
+    assert client.call("GETRANGE", key, 0, 9) == value[:10]
+    client.call("KV.PREFETCH", key)
+    assert client.call("GETRANGE", key, 0, 9) == value[:10]
+    read.set()
+    assert client.call("GET", key) == value
+
+
+def test_a_stream_reads_ahead_what_its_tenant_has_room_for_and_no_bytes_of_another_record() -> None:
+    with Served(memory_budget_bytes=16 * MIB) as server:
+        store, client = server.store, server.client()
+        records = stored(client, 4, **LARGE)
+        asked = list(records)
+        store.away = True
+
+        def finish_reads() -> None:
+            server.wait_for_reads(4)
+            for _ in asked:
+                store.finish_read()
+
+        client.send("KV.LAYERS", "0-3", 0, 0, *asked)
+        finish_reads()  # the headers
+        finish_reads()
+        begun = first_layers(asked, records, 1)
+        assert client.receive_raw(len(begun)) == begun
+        server.wait_for_reads(4)
+        value = record_of(int(asked[2].removeprefix(b"kv:"), 16), seed=100, **LARGE)[1]
+        with server.server.node.lock:
+            store.remove((DEFAULT_TENANT, asked[2]))
+            store.put((DEFAULT_TENANT, asked[2]), value, header_bytes=record.parse_header(value).header_length)
+        finish_reads()
+        second = [layer_of(records[key], 1) for key in asked]
+        assert pieces(bytes(client.receive()), 4) == second
+        finish_reads()  # one of them of the other record, which is not read any more after that
+        second = [layer_of(records[key], 2) for key in asked]
+        second[2] = b""
+        assert pieces(bytes(client.receive()), 4) == second
+        server.wait_for_reads(3)
+        client.close()
+        for _ in range(3):
+            store.finish_read()
+        wait_for(lambda: lent(server.client()) == 0 and store.leases == 0)
+
+
+def test_records_that_come_to_memory_after_they_were_added_up_are_sent_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Served(memory_budget_bytes=16 * MIB) as server:
+        store, client = server.store, server.client()
+        records = stored(client, 4, **LARGE)
+        reserve = Stream.reserve
+
+        def come_to_memory(stream: Stream, size: int) -> None:
+            store.away = False
+            reserve(stream, size)
+
+        monkeypatch.setattr(Stream, "reserve", come_to_memory)
+        store.away = True
+        asked = list(records)
+        check(client.call("KV.LAYERS", "0-3", 0, 0, *asked), asked, records, range(LAYERS))
+        wait_for(lambda: lent(client) == 0)
+
+
+@pytest.mark.parametrize("memory", [8 * MIB, 64 * MIB])
+def test_a_record_in_memory_that_replaced_another_one_is_not_sent_under_its_header(memory: int) -> None:
+    with Served(memory_budget_bytes=memory) as server:
+        store, client = server.store, server.client()
+        records = stored(client, 2, **LARGE)
+        asked = list(records)
+        store.away = True
+        client.send("KV.LAYERS", "0-3", 0, 0, *asked)
+        server.wait_for_reads(2)
+        value = record_of(int(asked[1].removeprefix(b"kv:"), 16), seed=100, **LARGE)[1]
+        with server.server.node.lock:
+            store.remove((DEFAULT_TENANT, asked[1]))
+            store.put((DEFAULT_TENANT, asked[1]), value, header_bytes=record.parse_header(value).header_length)
+            store.away = False
+        for _ in asked:
+            store.finish_read()
+        answer: Any = client.receive()
+        for layer in range(LAYERS):
+            assert pieces(bytes(answer[1 + layer]), 2) == [layer_of(records[asked[0]], layer), b""]
+        wait_for(lambda: lent(client) == 0 and store.leases == 0)
+
+
+def test_layers_that_need_too_many_ranges_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_ranges, "RANGES_MAX", 7)
+    with Served() as server:
+        store, client = server.store, server.client()
+        records = stored(client, 2, **LARGE)
+        store.away = True
+        client.send("KV.LAYERS", "3,2,1,0", 0, 0, *records)
+        server.wait_for_reads(2)
+        for _ in records:
+            store.finish_read()
+        assert b"request them in order" in bytes(client.receive())
+        wait_for(lambda: lent(client) == 0 and store.leases == 0)
+
+
+def test_wrong_bytes_of_ranges_are_reported_and_their_object_is_not_used(faulty: FaultyS3, start: Start) -> None:
+    bucket = bucket_flags(faulty.endpoint, gather_s=0.2)
+    first = start("--memory-budget-bytes", "64 MiB", *bucket, environment=CREDENTIALS)
+    asked = list(stored(first.client(), 8, **LARGE))
+    wait_for(lambda: first.client().info("s3")["records"] == "8")
+    bucket += ["--metrics-port", "0"]
+    child = start("--memory-budget-bytes", "20 MiB", *bucket, environment=CREDENTIALS)
+    client = child.client()
+    wait_for(lambda: client.info("s3")["records"] == "8")
+    faulty.fault = LIES["same_length"]
+    there, *_ = client.call("KV.LAYERS", "0-3", 0, 0, *asked)
+    assert there == [None] * 8
+    assert child.samples()['shadowserve_storage_s3_failed_reads_total{reason="damaged"}'] > 0
+
+
+def test_a_layer_that_does_not_fit_a_tenants_room_is_refused() -> None:
+    with Served(memory_budget_bytes=16 * MIB) as server:
+        store, client = server.store, server.client()
+        records = stored(client, 4, layers=2, layer_bytes=2 * MIB)
+        store.away = True
+        client.send("KV.LAYERS", "0-1", 0, 0, *records)
+        server.wait_for_reads(4)
+        for _ in records:
+            store.finish_read()
+        assert b"OOM one layer" in bytes(client.receive())
+        wait_for(lambda: lent(client) == 0 and store.leases == 0)
+
+
+def test_ranges_that_do_not_come_end_the_stream_at_its_deadline() -> None:
+    with Served(layers_timeout_s=1.0) as server:
+        store, client = server.store, server.client()
+        records = stored(client, 2, **LARGE)
+        store.away = True
+        client.send("KV.LAYERS", "0-3", 0, 0, *records)
+        server.wait_for_reads(2)
+        store.finish_read()
+        store.finish_read(lost=True)
+        answer: Any = client.receive()
+        assert b"TIMEOUT" in (answer[-1] if isinstance(answer, list) else answer)
+        assert len(store.reads) in (0, LAYERS)  # none if the machine was so busy that no range was asked for
+        while store.reads:
+            store.finish_read()
+        wait_for(lambda: lent(client) == 0 and store.leases == 0)
