@@ -300,7 +300,7 @@ class Fetcher:
 
     async def _end_cold_turn(self, turn: Job) -> None:
         await asyncio.sleep(_COLD_TURN_S)
-        while not self.queue.wanted and not self.resources.budget.wanted:
+        while not self.queue.others_want(turn) and not self.resources.budget.wanted:
             await asyncio.sleep(_LOOK_INTERVAL_S)
         turn.cancel()
 

@@ -192,11 +192,15 @@ class JobQueue:
         self._share = max(1, waiting_max // hosts_max)
         self._waiting: Counter[str] = Counter()
         self._lock = asyncio.Lock()
-        self.wanted = 0  # jobs that wait for their turn
+        self._wanted: Counter[str] = Counter()  # jobs that wait for their turn
 
     @property
     def waiting(self) -> int:
         return self._waiting.total()
+
+    def others_want(self, job: Job) -> bool:
+        """Return whether jobs of other hosts wait for their turn; those of one host keep their order."""
+        return self._wanted.total() > self._wanted[job.owner]
 
     @contextlib.asynccontextmanager
     async def turn(self, job: Job, *, again: bool = False) -> AsyncIterator[None]:
@@ -206,12 +210,12 @@ class JobQueue:
         """
         if self._lock.locked() and self._is_full(job) and not again:
             raise QueueFullError
-        self.wanted += 1
+        self._wanted[job.owner] += 1
         try:
             with self._counted(job):
                 await job.within(self._lock.acquire(), "waiting for its turn")
         finally:
-            self.wanted -= 1
+            self._wanted[job.owner] -= 1
         try:
             yield
         finally:
