@@ -91,8 +91,9 @@ class JobExistsError(CallError):
 class Job:
     """One Fetch or Store in progress."""
 
-    def __init__(self, owner: str, job_id: str, timeout: float) -> None:
+    def __init__(self, owner: str, job_id: str, timeout: float, session: bytes = b"") -> None:
         self.owner = owner
+        self.session = session
         self.job_id = job_id
         self.timeout = timeout
         self.deadline_ns = time.monotonic_ns() + int(timeout * 1e9)
@@ -112,7 +113,7 @@ class Job:
 
     def part(self) -> "Job":
         """Return a job with the same deadline, for a part of this one that may be cancelled alone."""
-        part = Job(self.owner, self.job_id, self.timeout)
+        part = Job(self.owner, self.job_id, self.timeout, self.session)
         part.deadline_ns = self.deadline_ns
         return part
 
@@ -167,7 +168,7 @@ class JobTable:
         """Add a job while in this context; JobExistsError if the session has one with this id."""
         if (session, job_id) in self._jobs:
             raise JobExistsError(f"job_id {job_id!r} is in use by a job in progress")
-        job = self._jobs[session, job_id] = Job(owner, job_id, timeout)
+        job = self._jobs[session, job_id] = Job(owner, job_id, timeout, session)
         try:
             yield job
         finally:
@@ -192,15 +193,15 @@ class JobQueue:
         self._share = max(1, waiting_max // hosts_max)
         self._waiting: Counter[str] = Counter()
         self._lock = asyncio.Lock()
-        self._wanted: Counter[str] = Counter()  # jobs that wait for their turn
+        self._wanted: Counter[bytes] = Counter()  # jobs that wait for their turn, by session
 
     @property
     def waiting(self) -> int:
         return self._waiting.total()
 
     def others_want(self, job: Job) -> bool:
-        """Return whether jobs of other hosts wait for their turn; those of one host keep their order."""
-        return self._wanted.total() > self._wanted[job.owner]
+        """Return whether jobs of other sessions wait for their turn; those of one session keep their order."""
+        return self._wanted.total() > self._wanted[job.session]
 
     @contextlib.asynccontextmanager
     async def turn(self, job: Job, *, again: bool = False) -> AsyncIterator[None]:
@@ -210,12 +211,13 @@ class JobQueue:
         """
         if self._lock.locked() and self._is_full(job) and not again:
             raise QueueFullError
-        self._wanted[job.owner] += 1
+        self._wanted[job.session] += 1
         try:
             with self._counted(job):
                 await job.within(self._lock.acquire(), "waiting for its turn")
         finally:
-            self._wanted[job.owner] -= 1
+            self._wanted[job.session] -= 1
+            self._wanted += Counter()  # drops the sessions without one
         try:
             yield
         finally:
