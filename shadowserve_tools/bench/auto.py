@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import click
 
+from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option, whole
 from shadowserve_tools.bench.parts.reading import FREE_GBIT_PER_S, Bed
@@ -109,8 +110,11 @@ def _measure(bed: Bed, cells: Sequence[_Cell], answers: dict[int, list[int]], le
             for name in names[turn % 3 :] + names[: turn % 3]:
                 result = _ask(bed, cell, name, answers)
                 cell.ttft_s[name].append(result["ttft_s"])
+                is_streamed = "retrieval_s" not in result
                 if name == _AUTO:
-                    cell.streamed.append("retrieval_s" not in result)
+                    cell.streamed.append(is_streamed)
+                elif is_streamed != (name == _STREAMED):
+                    raise ShadowServeError(f"a load that was to go {name} went the other way; please report this")
 
 
 def _ask(bed: Bed, cell: _Cell, name: str, answers: dict[int, list[int]]) -> dict[str, Any]:
