@@ -217,11 +217,13 @@ def _serve(bed: Bed, case: _Case, system: _System) -> float:
     if system.cold:
         bed.chill()
     bed.network.limit(case.gbit_per_s if system.over_link else FREE_GBIT_PER_S)
-    bed.network.limit_store_side(case.gbit_per_s if system.slow_bucket else FREE_GBIT_PER_S)
+    if system.slow_bucket:
+        bed.network.limit_server(case.gbit_per_s)
     bed.engine.call("layerwise", on=system.layerwise)
     before = bed.bucket()
     result = bed.serve(case.prompt, case.stored)
-    bed.network.limit_store_side(FREE_GBIT_PER_S)
+    if system.slow_bucket:
+        bed.network.limit_server(FREE_GBIT_PER_S)
     read = bed.bucket().get("read_records", 0) - before.get("read_records", 0)
     if read != (case.chunks if system.cold else 0):
         raise ShadowServeError(f"{system}: {read} of {case.chunks} records came from the bucket")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from host_control.client import DataPlaneClient
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
@@ -50,6 +51,8 @@ class Bed:
         with self.network.store_side():
             if over_s3:
                 endpoint, self.bucket_name = programs.enter_context(bucket_server(programs.logs))
+                self.network.shape_server(urlsplit(endpoint).port or 80)
+                self.network.limit_server(FREE_GBIT_PER_S)
                 below = {"bucket": BUCKET, "endpoint": endpoint, "gather_s": 0.2, "timeout_s": _TIMEOUT_S / 2}
                 flags, environment = [*flags, "--s3", json.dumps(below)], CREDENTIALS
             self._storage = host.start_storage(*flags, **environment)

@@ -55,20 +55,32 @@ class Link(Network):
 
     def limit(self, gbit_per_s: float) -> None:
         """Set the rate of each link, of Ethernet frames. TCP carries ``TCP_SHARE`` of it."""
-        self._limit(gbit_per_s, *(f"store{number}" for number in range(len(self.hosts))))
+        for number in range(len(self.hosts)):
+            self._limit(gbit_per_s, f"store{number}", "root")
 
-    def limit_store_side(self, gbit_per_s: float) -> None:
-        """Set the rate between programs of the store's side, such as a bucket and its storage node."""
-        self._limit(gbit_per_s, "lo")
+    def shape_server(self, port: int) -> None:
+        """Prepare :meth:`limit_server` for a server on loopback of the stores' side, such as a bucket."""
+        with self.store_side():
+            # Packets of 64 KiB would fill a queue of 20 ms with a few of them, and starve single connections.
+            run("ip", "link", "set", "dev", "lo", "mtu", "9000", "gso_max_segs", "1")
+            run("tc", "qdisc", "add", "dev", "lo", "root", "handle", "1:", "htb")
+            run("tc", "class", "add", "dev", "lo", "parent", "1:", "classid", "1:1", "htb", "rate", "100gbit")
+            run(
+                "tc", "filter", "add", "dev", "lo", "parent", "1:", "protocol", "ip",
+                "u32", "match", "ip", "sport", str(port), "0xffff", "flowid", "1:1",
+            )  # fmt: skip
 
-    def _limit(self, gbit_per_s: float, *devices: str) -> None:
+    def limit_server(self, gbit_per_s: float) -> None:
+        """Set the rate of what the server sends; other traffic, such as to its own disks, has no limit."""
+        self._limit(gbit_per_s, "lo", "parent", "1:1")
+
+    def _limit(self, gbit_per_s: float, device: str, *where: str) -> None:
         # The burst is the largest that does not let a short transfer exceed the limit. The queue holds 20 ms, like that
         # of a switch port.
         rate, burst = f"{round(gbit_per_s * 1000)}mbit", "256kb"
-        shape = "root", "tbf", "rate", rate, "burst", burst, "latency", "20ms"
+        shape = "tbf", "rate", rate, "burst", burst, "latency", "20ms"
         with self.store_side():
-            for device in devices:
-                run("tc", "qdisc", "replace", "dev", device, *shape)
+            run("tc", "qdisc", "replace", "dev", device, *where, *shape)
 
 
 @contextlib.contextmanager
