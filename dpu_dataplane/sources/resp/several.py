@@ -19,7 +19,7 @@ from dpu_dataplane.sources.resp.links import Node
 from dpu_dataplane.sources.resp.server import OneServer
 from dpu_dataplane.sources.resp.source import AvoidedNodes, RespSource
 from shadowserve.errors import StorageError
-from shadowserve.keys import chain_of
+from shadowserve.keys import segment_of
 from shadowserve.pieces import Flags
 
 _Answer = TypeVar("_Answer")
@@ -85,8 +85,8 @@ class SeveralServers(RespSource):
         usable = [
             address for address, node in self._nodes.items() if node not in self._avoided and not self._is_away(address)
         ]
-        best = {chain: ranking(chain, usable or self._servers)[0] for chain in {chain_of(key) for key in keys}}
-        return [best[chain_of(key)] for key in keys]
+        best = {chain: ranking(chain, usable or self._servers)[0] for chain in {segment_of(key) for key in keys}}
+        return [best[segment_of(key)] for key in keys]
 
     async def recover(self, node: Node | None) -> None:
         """Avoid a server until its control connection knows whether it is down."""

@@ -29,7 +29,7 @@ from faulty_s3 import BUCKET, Answer, Asked, FaultyS3, faulty_s3
 from machine import WAIT_MAX_MS, WAIT_MAX_S, until, wait_for
 
 from dpu_dataplane.sources.resp.several import ranking
-from shadowserve.keys import chain_of, storage_key
+from shadowserve.keys import segment_of, storage_key
 from shadowserve.proto import dataplane_pb2 as pb
 
 SHAPE = layout()
@@ -68,7 +68,7 @@ def addresses(nodes: list[Server]) -> list[str]:
 def chains_of(nodes: list[Server]) -> list[list[bytes]]:
     """Return for each node, in order, the keys of a chain whose first choice is that node."""
     chains = {
-        ranking(chain_of(keys[0]), addresses(nodes))[0]: keys
+        ranking(segment_of(keys[0]), addresses(nodes))[0]: keys
         for keys in (keys_of(SHAPE, CHUNKS, seed) for seed in range(20))
     }
     return [chains[node.address] for node in nodes]
@@ -136,7 +136,7 @@ async def test_a_dead_node_is_replaced_until_it_returns(nodes: list[Server]) -> 
         await until(lambda: daemon.metrics.gauges["storage_nodes_away"][1]() == 1)
         late = keys_of(SHAPE, CHUNKS, seed=next(
             seed for seed in range(100, 200)
-            if ranking(chain_of(keys_of(SHAPE, 1, seed)[0]), addresses(nodes))[0] == nodes[0].address
+            if ranking(segment_of(keys_of(SHAPE, 1, seed)[0]), addresses(nodes))[0] == nodes[0].address
         ))  # fmt: skip
         stored = await client.store(late)
         assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, CHUNKS), stored.detail
