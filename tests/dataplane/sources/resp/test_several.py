@@ -3,12 +3,10 @@
 import asyncio
 import json
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from dataplane_support import (
     TOKENS,
@@ -28,8 +26,8 @@ from dataplane_support import (
 from faulty_s3 import BUCKET, Answer, Asked, FaultyS3, faulty_s3
 from machine import WAIT_MAX_MS, WAIT_MAX_S, until, wait_for
 
-from dpu_dataplane.sources.resp.several import ranking
-from shadowserve.keys import segment_of, storage_key
+from shadowserve.keys import storage_key
+from shadowserve.placement import Placement, partition_of
 from shadowserve.proto import dataplane_pb2 as pb
 
 SHAPE = layout()
@@ -67,11 +65,18 @@ def addresses(nodes: list[Server]) -> list[str]:
 
 def chains_of(nodes: list[Server]) -> list[list[bytes]]:
     """Return for each node, in order, the keys of a chain whose first choice is that node."""
-    chains = {
-        ranking(segment_of(keys[0]), addresses(nodes))[0]: keys
-        for keys in (keys_of(SHAPE, CHUNKS, seed) for seed in range(20))
-    }
-    return [chains[node.address] for node in nodes]
+    return [own_chain(nodes, node) for node in nodes]
+
+
+def first_choice(nodes: list[Server], key: bytes) -> str:
+    return Placement(dict.fromkeys(addresses(nodes), 1.0)).ranking(partition_of(key))[0]
+
+
+def own_chain(nodes: list[Server], node: Server, first_seed: int = 0) -> list[bytes]:
+    """Return the keys of a chain whose first choice is a node."""
+    seeds = range(first_seed, first_seed + 1000)
+    chains = (keys_of(SHAPE, CHUNKS, seed) for seed in seeds)
+    return next(keys for keys in chains if {first_choice(nodes, key) for key in keys} == {node.address})
 
 
 def known(node: Server) -> int:
@@ -88,17 +93,6 @@ async def fetched(client: Client, keys: list[bytes]) -> list[bytes]:
     answer = await client.fetch(keys)
     assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
     return [client.chunk(index) for index in range(answer.chunks)]
-
-
-def test_prefixes_are_spread_evenly_and_a_removed_node_moves_only_its_own() -> None:
-    names = [f"10.0.0.{number}:6380" for number in range(5)]
-    chains = [np.random.default_rng(seed).bytes(8) for seed in range(2000)]
-    shares = Counter(ranking(chain, names)[0] for chain in chains)
-    assert min(shares.values()) > 300 and len(shares) == 5
-    for chain in chains:
-        first, *others = ranking(chain, names)
-        assert ranking(chain, [name for name in reversed(names) if name != first]) == others
-        assert ranking(chain, names[:-1])[0] == (first if first != names[-1] else others[0])
 
 
 async def test_a_prefix_is_on_one_node_and_prefixes_are_on_all_nodes(nodes: list[Server]) -> None:
@@ -134,10 +128,7 @@ async def test_a_dead_node_is_replaced_until_it_returns(nodes: list[Server]) -> 
         assert await fetched(client, chain) == wanted
         assert (await client.lookup(chain)).hits == [CHUNKS]
         await until(lambda: daemon.metrics.gauges["storage_nodes_away"][1]() == 1)
-        late = keys_of(SHAPE, CHUNKS, seed=next(
-            seed for seed in range(100, 200)
-            if ranking(segment_of(keys_of(SHAPE, 1, seed)[0]), addresses(nodes))[0] == nodes[0].address
-        ))  # fmt: skip
+        late = own_chain(nodes, nodes[0], 1000)
         stored = await client.store(late)
         assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, CHUNKS), stored.detail
         assert all(nodes[1].has(key) for key in late)
