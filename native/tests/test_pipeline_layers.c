@@ -40,6 +40,7 @@ static struct ss_batch *batch_begin(struct bench *bench) {
                                 .keys = CHUNKS,
                                 .pieces = places};
     batch->layers = &layers;
+    batch->layers_count = 1;
     return batch;
 }
 
