@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from dataplane_support import (
 )
 from faulty_s3 import BUCKET, Answer, Asked, FaultyS3, faulty_s3
 from machine import WAIT_MAX_MS, WAIT_MAX_S, until, wait_for
+from scripted_node import ScriptedNode, scripted_nodes
 
 from shadowserve.keys import storage_key
 from shadowserve.placement import Placement, partition_of
@@ -59,7 +60,7 @@ def nodes(bucket: FaultyS3, tmp_path: Path) -> Iterator[list[Server]]:
         server.kill()
 
 
-def addresses(nodes: list[Server]) -> list[str]:
+def addresses(nodes: Sequence[Server | ScriptedNode]) -> list[str]:
     return [node.address for node in nodes]
 
 
@@ -68,15 +69,16 @@ def chains_of(nodes: list[Server]) -> list[list[bytes]]:
     return [own_chain(nodes, node) for node in nodes]
 
 
-def first_choice(nodes: list[Server], key: bytes) -> str:
-    return Placement(dict.fromkeys(addresses(nodes), 1.0)).ranking(partition_of(key))[0]
+def choices(nodes: Sequence[Server | ScriptedNode], key: bytes) -> tuple[str, ...]:
+    return Placement(dict.fromkeys(addresses(nodes), 1.0)).ranking(partition_of(key))
 
 
-def own_chain(nodes: list[Server], node: Server, first_seed: int = 0) -> list[bytes]:
+def own_chain(
+    nodes: Sequence[Server | ScriptedNode], node: Server | ScriptedNode, first_seed: int = 0, chunks: int = CHUNKS
+) -> list[bytes]:
     """Return the keys of a chain whose first choice is a node."""
-    seeds = range(first_seed, first_seed + 1000)
-    chains = (keys_of(SHAPE, CHUNKS, seed) for seed in seeds)
-    return next(keys for keys in chains if {first_choice(nodes, key) for key in keys} == {node.address})
+    chains = (keys_of(SHAPE, chunks, seed) for seed in range(first_seed, first_seed + 1000))
+    return next(keys for keys in chains if {choices(nodes, key)[0] for key in keys} == {node.address})
 
 
 def known(node: Server) -> int:
@@ -285,3 +287,129 @@ async def test_storage_without_a_bucket_has_no_cold_records(kind: str, request: 
         for _ in range(2):
             answer = await look(client, keys, prefetch=True)
             assert found(answer, 2).present == [[True, False]] and list(answer.cold_ms) == [0]
+
+
+# ---- The choice between two nodes
+
+
+async def test_reads_move_from_a_busy_node_to_the_second_choice_and_back(caplog: pytest.LogCaptureFixture) -> None:
+    """The answer of a lookup is that of the node which is read from: here the other one has another encoding."""
+    caplog.set_level("INFO", "dpu_dataplane")
+    async with (
+        scripted_nodes(3) as nodes,
+        serving(SHAPE, 4, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (daemon, client),
+    ):
+        chain = own_chain(nodes, nodes[0], chunks=4)
+        second = next(node for node in nodes if node.address == choices(nodes, chain[0])[1])
+        wanted = kvs(SHAPE, 4)
+
+        async def read_from(load: int | None) -> list[ScriptedNode]:
+            """Look up and fetch while the first choice reports a load; return the nodes that were read from."""
+            nodes[0].load = load
+            for _ in range(2):  # the first one hears of the load
+                assert (await client.lookup(chain)).hits == [4]
+            for node in nodes:
+                node.asked.clear()
+            client.segment.memory[:] = 0
+            answer = await client.fetch(chain)
+            assert answer.outcome == pb.OUTCOME_COMPLETE and client.chunks(4) == wanted, answer.detail
+            assert not any(node.asked["KV.META"] for node in nodes), "the headers of the lookup are the right ones"
+            return [node for node in nodes if node.asked["GETRANGE"]]
+
+        nodes[0].fill(SHAPE, chain)
+        assert await read_from(1_000_000) == [nodes[0]], "the second choice lacks the records"
+        second.fill(SHAPE, chain, "lz4")
+        assert await read_from(0) == [nodes[0]]
+        assert await read_from(1_000_000) == [second]
+        second.load = 900_000
+        assert await read_from(1_000_000) == [nodes[0]], "the waits hardly differ"
+        second.load = 0
+        assert await read_from(1 << 62) == [second], "a load beyond all limits is a long one"
+        assert await read_from(-(1 << 62)) == [nodes[0]]
+        assert await read_from(None) == [nodes[0]], "a node that reports no load is not avoided"
+        assert sum("is avoided while it is busy" in record.message for record in caplog.records) == 1
+        assert daemon.metrics.storage_nodes_reads == {"first": 5 * 4, "second": 2 * 4}
+        assert not daemon.metrics.integrity_failures
+        second.records.clear()  # between the lookup and the fetch
+        nodes[0].load = 1_000_000
+        assert (await client.lookup(chain)).hits == [4] and (await client.fetch(chain)).chunks == 4
+
+
+async def test_a_second_choice_that_does_not_answer_delays_no_lookup() -> None:
+    async with (
+        scripted_nodes(2) as nodes,
+        serving(SHAPE, 4, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client),
+    ):
+        chain = own_chain(nodes, nodes[0], chunks=4)
+        for node in nodes:
+            node.fill(SHAPE, chain)
+        nodes[0].load = 1_000_000
+        nodes[1].held = ["KV.META"]
+        nodes[1].free.clear()
+        for asked in (0, 1):
+            assert (await client.lookup(chain)).hits == [4]
+            assert nodes[1].waiting == asked
+        assert (await client.fetch(chain)).chunks == 4 and not nodes[1].asked["GETRANGE"]
+        nodes[1].free.set()
+
+
+@pytest.mark.parametrize("order", [pb.ORDER_CHUNKS, pb.ORDER_LAYERS])
+async def test_a_node_that_dies_during_a_fetch_costs_its_chunks_nothing_but_time(order: Any) -> None:
+    chunks = 24
+    async with (
+        scripted_nodes(3) as nodes,
+        serving(SHAPE, chunks, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (daemon, client),
+    ):
+        chain = next(
+            keys for keys in (keys_of(SHAPE, chunks, seed) for seed in range(1000))
+            if len({choices(nodes, key)[0] for key in keys}) == 3
+        )  # fmt: skip
+        for node in nodes:
+            node.fill(SHAPE, chain)
+        assert (await client.lookup(chain)).hits == [chunks]
+        assert (await client.fetch(chain, order=order)).chunks == chunks
+        assert all(node.asked["GETRANGE"] for node in nodes), "a fetch reads from all of its nodes"
+        assert daemon.metrics.storage_nodes_reads == {"first": chunks}
+        client.segment.memory[:] = 0
+        nodes[1].cuts_at = nodes[1].asked["GETRANGE"] + 2
+        answer = await client.fetch(chain, order=order)
+        assert answer.outcome == pb.OUTCOME_COMPLETE and client.chunks(chunks) == kvs(SHAPE, chunks), answer.detail
+        assert daemon.metrics.storage_nodes_reads["away"] > 0
+
+
+async def test_a_changed_list_of_nodes_moves_reads_without_misses() -> None:
+    chunks = 32
+    async with (
+        scripted_nodes(4) as nodes,
+        serving(SHAPE, chunks, "127.0.0.1:1", storage_nodes=addresses(nodes[:3])) as (daemon, client),
+    ):
+        chain = keys_of(SHAPE, chunks)
+        client.fill(chunks)
+        assert (await client.store(chain)).chunks == chunks
+        source = daemon._source
+        assert sum(len(node.records) for node in nodes[:3]) == chunks, "one copy of each"
+        for refused in ({}, {nodes[0].address: 0.0}, {nodes[0].address: float("nan")}):
+            await source.set_members(refused)
+        assert daemon.metrics.totals["storage_nodes_refused"] == 3
+        await source.set_members(dict.fromkeys(addresses(nodes), 1.0))
+        for _ in range(2):
+            assert (await client.lookup(chain)).hits == [chunks], "the old node has what the new one lacks"
+            assert await fetched(client, chain) == kvs(SHAPE, chunks)
+        assert daemon.metrics.storage_nodes_reads["second"] > 0 and not nodes[3].asked["GETRANGE"]
+        client.fill(chunks)
+        assert (await client.store(chain)).stored_bytes > 0, "the new node receives its share"
+        assert (await client.lookup(chain)).hits == [chunks] and await fetched(client, chain) == kvs(SHAPE, chunks)
+        assert nodes[3].asked["GETRANGE"]
+        # A removed node answers what it was asked before.
+        nodes[0].held = ["KV.META"]
+        nodes[0].free.clear()
+        looking = asyncio.create_task(client.lookup(chain))
+        await until(lambda: nodes[0].waiting > 0)
+        removing = asyncio.create_task(source.set_members(dict.fromkeys(addresses(nodes[1:]), 1.0)))
+        await until(lambda: nodes[0].address not in source.name)
+        nodes[0].free.set()
+        assert (await looking).hits == [chunks]
+        await removing
+        asked = nodes[0].asked.copy()
+        await client.lookup(chain)
+        assert nodes[0].asked == asked
