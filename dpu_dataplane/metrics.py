@@ -43,6 +43,7 @@ COUNTS: Final = {
     "integrity_failures": ("Faulty records", "reason"),
     "tier_records": ("Records in local tiers: fetched, kept, dropped or lost", "what"),
     "storage_nodes_reads": ("Records read from the first choice of several storage nodes, or another one", "choice"),
+    "storage_nodes_copies": ("Hot records to copy to another storage node", "result"),
     "slower_paths": ("Fetches on a slower path than configured", "reason"),
     "prefetch_bytes": ("Stored bytes prefetched into memory, by their origin", "hop"),
     "prefetch_seconds": ("Seconds with prefetches in progress, by their origin", "hop"),
@@ -87,6 +88,7 @@ class Metrics:
     integrity_failures: Counter[str] = field(default_factory=Counter)
     tier_records: Counter[str] = field(default_factory=Counter)
     storage_nodes_reads: Counter[str] = field(default_factory=Counter)
+    storage_nodes_copies: Counter[str] = field(default_factory=Counter)
     slower_paths: Counter[str] = field(default_factory=Counter)
     prefetch_bytes: Counter[str] = field(default_factory=Counter)
     prefetch_seconds: dict[str, float] = field(default_factory=dict)

@@ -20,6 +20,7 @@ class ScriptedNode:
 
     Attributes:
         load: The answer to KV.LOAD; None for a node that does not know it.
+        lifetimes: Milliseconds to the expiry of records that have one, by name.
         asked: Number of commands by name.
         free: Event; while it is cleared, commands of ``held`` get no answer.
         cuts_at: Number of range requests after which it closes all connections; None for never.
@@ -28,6 +29,7 @@ class ScriptedNode:
     def __init__(self) -> None:
         self.address = ""
         self.records: dict[bytes, bytes] = {}
+        self.lifetimes: dict[bytes, int] = {}
         self.load: int | None = 0
         self.asked: Counter[str] = Counter()
         self.free = asyncio.Event()
@@ -78,6 +80,8 @@ class ScriptedNode:
             case b"SET", [key, value]:
                 self.records.setdefault(key, value)
                 return b"+OK\r\n"
+            case b"PTTL", [key]:
+                return b":%d\r\n" % self.lifetimes.get(key, -1 if key in self.records else -2)
             case b"DEL", [key]:
                 return b":%d\r\n" % (self.records.pop(key, None) is not None)
         return b"-ERR unknown command '%b'\r\n" % name

@@ -176,6 +176,12 @@ class OneServer(RespSource):
     async def expire(self, key: bytes, lasts_ms: int) -> None:
         await self._send_one(b"PEXPIRE", storage_key(key), b"%d" % lasts_ms)
 
+    async def is_lasting(self, key: bytes) -> bool:
+        """Return True if a record is there and has no expiry."""
+        control = await self._connected()
+        [answer] = await control.ask([[b"PTTL", storage_key(key)]])
+        return bool(answer == -1)
+
     async def _send_one(self, *command: bytes) -> None:
         control = await self._connected()
         [answer] = await control.ask([list(command)])

@@ -3,7 +3,8 @@
 :mod:`shadowserve.placement` maps segments to servers: the same map on all data planes with the same addresses and
 weights. New records and publications go to the first choice. A lookup asks the first choices of its segments, all at
 the same time. It also asks the second choice of a segment if the first one has a long queue, or if the map has changed.
-Then it decides by their answers and loads which one the fetch reads from, and returns that one's answer.
+Then it decides by their answers and loads which one the fetch reads from, and returns that one's answer. If only the
+busy one has a record, it is copied to the other one (copies.py).
 """
 
 import asyncio
@@ -21,10 +22,11 @@ from dpu_dataplane.jobs import Job
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.plan import FetchPlan
 from dpu_dataplane.sources.found import Cold, Found, Stored
+from dpu_dataplane.sources.resp.copies import HotCopies
 from dpu_dataplane.sources.resp.links import Node
 from dpu_dataplane.sources.resp.server import OneServer
 from dpu_dataplane.sources.resp.source import AvoidedNodes, RespSource
-from dpu_dataplane.sources.source import Delivered, Encoded
+from dpu_dataplane.sources.source import Delivered, Encoded, Resources
 from shadowserve.errors import StorageError
 from shadowserve.keys import segment_of
 from shadowserve.native import Origin, Result
@@ -69,13 +71,14 @@ class SeveralServers(RespSource):
         super().__init__(",".join(weights), config, metrics)
         self._placement = self._before = Placement(weights)  # the map, and the one before the last change
         self._servers = {address: self._server(address) for address in weights}
-        self._tasks: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)  # requests under way, by address
+        self._tasks: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)  # requests in progress, by address
         self._avoided = AvoidedNodes()
         self._chosen: OrderedDict[bytes, str] = OrderedDict()  # addresses by segment, or by key for exceptions
         self._busy: set[str] = set()  # servers that were avoided for their load
         self._bytes_per_us: deque[float] = deque([0.0], _RATES)
         self._record_bytes = 0.0  # mean of the last lookup
         self._started = False
+        self._copies: HotCopies
         metrics.gauges["storage_nodes_away"] = (
             "Unreachable storage servers; other servers have their segments meanwhile",
             lambda: float(sum(not server.connected for server in self._servers.values())),
@@ -86,10 +89,19 @@ class SeveralServers(RespSource):
         server.asks_load = True
         return server
 
+    def attach(self, resources: Resources) -> None:
+        super().attach(resources)
+        self._copies = HotCopies(resources, self._receive_whole, self._config.command_timeout_s)
+
     async def start(self) -> None:
         self._started = True
         for server in self._servers.values():
             await server.start()
+        self._copies.start()
+
+    async def close(self) -> None:
+        await self._copies.close()
+        await super().close()
 
     async def _disconnect(self) -> None:
         for server in self._servers.values():
@@ -204,6 +216,10 @@ class SeveralServers(RespSource):
             self._metrics.storage_nodes_reads[choice] += 1
         return await super().deliver(job, plan)
 
+    async def _receive_whole(self, job: Job, server: OneServer, key: bytes, memory: memoryview) -> Result:
+        result, _ = await self._receive_from(job, server.node, key, 0, memory)
+        return result
+
     async def put(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:
         self._writing.keep(self.nodes())
         return await super().put(job, key, record)
@@ -220,11 +236,13 @@ class SeveralServers(RespSource):
             asking.cancel()
         seconds = asking.result() if asking.done() and not asking.cancelled() else []
         found, first_of = _by_key(keys, firsts)
-        others, _ = _by_key(keys, [each for each in seconds if isinstance(each.answer, Sequence)])  # type: ignore[misc]
+        others, other_of = _by_key(keys, [each for each in seconds if isinstance(each.answer, Sequence)])  # type: ignore[misc]
         waits = self._waits({address: server.load_us for address, server in self._servers.items()})
         for segment in segments:
-            first = first_of[segment.indexes[0]]
-            self._decide(keys, segment._replace(first=first), found, others, waits)
+            index = segment.indexes[0]
+            first, second = first_of[index], other_of.get(index)
+            segment = segment._replace(first=first, second=None if second == first else second)
+            self._decide(keys, segment, found, others, waits)
         lengths = [each.length for each in found if isinstance(each, Stored | Cold)]
         self._record_bytes = sum(lengths) / len(lengths) if lengths else self._record_bytes
         return found
@@ -261,10 +279,9 @@ class SeveralServers(RespSource):
         name, indexes, first, second = segment
         here, there = [found[index] for index in indexes], [others[index] for index in indexes]
         size = sum(each.length for each in map(_better, here, there) if isinstance(each, Stored | Cold))
-        own, other = Choice(first, _cold_us(here)), None
-        if second is not None and second != first and any(map(_is_there, there)):
-            other = Choice(second, _cold_us(there))
-        chosen = waits.choose(own, other, size)
+        own = Choice(first, _cold_us(here))
+        other = None if second is None else Choice(second, _cold_us(there))
+        chosen = waits.choose(own, other if any(map(_is_there, there)) else None, size)
         if other is not None and chosen == second and first not in self._busy:
             self._busy.add(first)
             logger.info(
@@ -276,10 +293,23 @@ class SeveralServers(RespSource):
             )
         self._read_from(name, chosen, first)
         for index in indexes:
-            address = first
-            if other is not None and _is_there(others[index]) and (chosen != first or not _is_there(found[index])):
-                found[index], address = others[index], other.node
+            address, lacking = first, second
+            if second is not None and _is_there(others[index]) and (chosen == second or not _is_there(found[index])):
+                address, lacking = second, first
+            answers = {first: found[index], second: others[index]}
+            found[index] = answers[address]
             self._read_from(keys[index], address, chosen)
+            if lacking is not None and answers[lacking] is None:
+                self._copy(keys[index], found[index], address, lacking)
+
+    def _copy(self, key: bytes, found: Found, address: str, lacking: str) -> None:
+        """Copy a record to a server that lacks it, if the one that has it is busy by comparison."""
+        source, target = self._servers.get(address), self._servers.get(lacking)
+        if source is None or target is None or not isinstance(found, Stored):
+            return
+        loads = {server.name: load_us for server in (source, target) if (load_us := server.load_us) is not None}
+        if Waits(loads).prefers(Choice(lacking), Choice(address)):
+            self._copies.add(key, found.length, source, target)
 
     async def find_stored(self, keys: Sequence[bytes]) -> Sequence[Found]:
         """Ask the first choices: they are to have new records."""
@@ -355,9 +385,9 @@ class SeveralServers(RespSource):
         tasks = []
         for address, some in by_server.items():
             task = asyncio.ensure_future(question(self._servers[address], [keys[index] for index in some]))
-            under_way = self._tasks[address]
-            under_way.add(task)
-            task.add_done_callback(under_way.discard)
+            running = self._tasks[address]
+            running.add(task)
+            task.add_done_callback(running.discard)
             tasks.append(task)
         results = await asyncio.gather(*tasks, return_exceptions=True)
         return [_Answered(*each, result) for each, result in zip(by_server.items(), results, strict=True)]

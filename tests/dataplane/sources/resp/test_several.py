@@ -20,6 +20,7 @@ from dataplane_support import (
     kvs,
     layout,
     make_record,
+    repeat,
     running,
     serving,
 )
@@ -28,6 +29,7 @@ from machine import WAIT_MAX_MS, WAIT_MAX_S, until, wait_for
 from scripted_node import ScriptedNode, scripted_nodes
 
 from shadowserve.keys import storage_key
+from shadowserve.pieces import unpack
 from shadowserve.placement import Placement, partition_of
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -107,6 +109,55 @@ async def test_a_prefix_is_on_one_node_and_prefixes_are_on_all_nodes(nodes: list
             await nodes_have_no_copy(nodes[1 - number], keys)
             assert (await client.lookup(keys)).hits == [CHUNKS]
             assert await fetched(client, keys) == kvs(SHAPE, CHUNKS)
+
+
+async def test_in_layer_order_each_node_answers_one_request_for_its_chunks(nodes: list[Server]) -> None:
+    shape, chunks = layout(layers=6), 24
+    chain = keys_of(shape, chunks)
+    records = [make_record(shape, key, index) for index, key in enumerate(chain)]
+    for key, record in zip(chain, records, strict=True):
+        next(node for node in nodes if node.address == choices(nodes, key)[0]).put(key, record)
+    wanted = [expected(shape, key, record) for key, record in zip(chain, records, strict=True)]
+    options = {"storage_nodes": addresses(nodes), "layer_request_bytes_min": 0}
+    async with serving(shape, chunks, "127.0.0.1:1", **options) as (daemon, client):
+        for lost in (chunks, 17):
+            client.segment.memory[:] = 0
+            before = [calls(node) for node in nodes]
+            if lost < chunks:
+                for node in nodes:
+                    node.command(b"DEL", storage_key(chain[lost]))
+            answer = await client.fetch(chain, order=pb.ORDER_LAYERS)
+            assert answer.chunks == lost and client.chunks(lost) == wanted[:lost], answer.detail
+            for node, old in zip(nodes, before, strict=True):
+                new = calls(node)
+                assert new["kv.layers"] > old.get("kv.layers", 0) and "getrange" not in new, new
+        assert daemon.metrics.slower_paths == {} and daemon.metrics.totals["layer_batches"] >= 2
+
+
+def calls(node: Server) -> dict[str, int]:
+    """Return the number of executions of each command."""
+    from redis import Redis
+
+    with Redis(port=node.port) as client:
+        return {name.removeprefix("cmdstat_"): each["calls"] for name, each in client.info("commandstats").items()}
+
+
+async def test_keys_published_on_several_nodes_are_pending_for_all_data_planes(nodes: list[Server]) -> None:
+    chain = keys_of(SHAPE, 24)
+    assert len({choices(nodes, key)[0] for key in chain}) == 2
+    backwards = addresses(nodes)[::-1]
+    async with (
+        running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, prefill),
+        serving(SHAPE, 24, "127.0.0.1:1", storage_nodes=backwards) as (_, decode),
+    ):
+        request = pb.PublishRequest(keys=chain, lasts_ms=WAIT_MAX_MS, timeout_ms=WAIT_MAX_MS)
+        assert (await prefill.stub.Publish(request)).reach == pb.REACH_ALL
+        answer = await look(decode, chain, published=True)
+        assert found(answer, 24).hits == [0] and unpack(answer.published[0], 24).all()
+        decode.fill(24)
+        assert (await decode.store(chain)).chunks == 24
+        answer = await look(decode, chain, published=True)
+        assert found(answer, 24).hits == [24] and not unpack(answer.published[0], 24).any()
 
 
 async def nodes_have_no_copy(node: Server, keys: list[bytes]) -> None:
@@ -306,7 +357,7 @@ async def test_reads_move_from_a_busy_node_to_the_second_choice_and_back(caplog:
         async def read_from(load: int | None) -> list[ScriptedNode]:
             """Look up and fetch while the first choice reports a load; return the nodes that were read from."""
             nodes[0].load = load
-            for _ in range(2):  # the first one hears of the load
+            for _ in range(2):  # the first one receives the load
                 assert (await client.lookup(chain)).hits == [4]
             for node in nodes:
                 node.asked.clear()
@@ -333,6 +384,35 @@ async def test_reads_move_from_a_busy_node_to_the_second_choice_and_back(caplog:
         second.records.clear()  # between the lookup and the fetch
         nodes[0].load = 1_000_000
         assert (await client.lookup(chain)).hits == [4] and (await client.fetch(chain)).chunks == 4
+
+
+async def test_hot_records_are_copied_to_the_second_choice_verified_and_without_an_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dpu_dataplane.sources.resp.copies._JITTER_S", 0)
+    async with (
+        scripted_nodes(2) as nodes,
+        serving(SHAPE, 4, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (daemon, client),
+    ):
+        chain = own_chain(nodes, nodes[0], chunks=4)
+        nodes[0].fill(SHAPE, chain)
+        names = [storage_key(key) for key in chain]
+        await client.lookup(chain)
+        await client.lookup(chain)
+        assert not nodes[0].asked["PTTL"], "an idle node's records are not copied"
+        nodes[0].lifetimes[names[1]] = 1000
+        body = nodes[0].records[names[2]]
+        nodes[0].records[names[2]] = body[:-1] + bytes([body[-1] ^ 1])
+        nodes[0].load = 1_000_000
+        counts = daemon.metrics.storage_nodes_copies
+        await repeat(lambda: client.lookup(chain), lambda _: counts.total() >= 4)
+        assert {name for name in names if name in nodes[1].records} == {names[0], names[3]}
+        assert all(nodes[1].records[name] == nodes[0].records[name] for name in (names[0], names[3]))
+        assert counts["copied"] == 2 and counts["dropped"] > 0 and counts["failed"] > 0
+        assert daemon.metrics.moved_bytes["copy"] > 0
+        nodes[0].fill(SHAPE, chain)
+        assert await fetched(client, chain) == kvs(SHAPE, 4)
+        assert nodes[1].asked["GETRANGE"]
 
 
 async def test_a_second_choice_that_does_not_answer_delays_no_lookup() -> None:
