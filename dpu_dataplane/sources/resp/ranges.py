@@ -80,6 +80,10 @@ class Router(ABC):
         """Update the map of nodes after a node has failed."""
         return
 
+    def note_failure(self, node: Node) -> None:
+        """Note that a node's connection broke, or could not be made."""
+        return
+
     def note_rate(self, bytes_per_us: float) -> None:
         """Note how fast a batch has received from the node that had most of its bytes."""
         return
@@ -151,6 +155,8 @@ class PieceReader:
         """Return the failure of a piece: the node, its error, and whether a retry may help."""
         result, node = Result(int(state.done.results[piece])), state.nodes[piece]
         text, clustered = state.texts.get(piece, ""), self._router.clustered
+        if result is Result.DISCONNECTED and node is not None:
+            self._router.note_failure(node)
         reply = f"{node}: {text}" if text else ""
         if not text and clustered and result in (Result.DISCONNECTED, Result.PROTOCOL):
             reply = str(node)

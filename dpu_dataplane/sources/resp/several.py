@@ -27,6 +27,7 @@ from dpu_dataplane.sources.resp.links import Node
 from dpu_dataplane.sources.resp.server import OneServer
 from dpu_dataplane.sources.resp.source import AvoidedNodes, RespSource
 from dpu_dataplane.sources.source import Delivered, Encoded, Resources
+from shadowserve.addresses import split_address
 from shadowserve.errors import StorageError
 from shadowserve.keys import segment_of
 from shadowserve.native import Origin, Result
@@ -194,12 +195,11 @@ class SeveralServers(RespSource):
 
     async def recover(self, node: Node | None) -> None:
         if node is not None:
-            self._avoided.add(node)
+            self.note_failure(node)
 
-    def _avoid(self, address: str) -> None:
+    def note_failure(self, node: Node) -> None:
         """Avoid a server until its control connection knows whether it is down."""
-        if (server := self._servers.get(address)) is not None:
-            self._avoided.add(server.node)
+        self._avoided.add(node)
 
     def note_rate(self, bytes_per_us: float) -> None:
         self._bytes_per_us.append(bytes_per_us)
@@ -237,14 +237,16 @@ class SeveralServers(RespSource):
         seconds = asking.result() if asking.done() and not asking.cancelled() else []
         found, first_of = _by_key(keys, firsts)
         others, other_of = _by_key(keys, [each for each in seconds if isinstance(each.answer, Sequence)])  # type: ignore[misc]
+        lengths = [each.length for each in found if isinstance(each, Stored | Cold)]
+        self._record_bytes = sum(lengths) / len(lengths) if lengths else self._record_bytes
+        if not other_of and not self._chosen:
+            return found
         waits = self._waits({address: server.load_us for address, server in self._servers.items()})
         for segment in segments:
             index = segment.indexes[0]
             first, second = first_of[index], other_of.get(index)
             segment = segment._replace(first=first, second=None if second == first else second)
             self._decide(keys, segment, found, others, waits)
-        lengths = [each.length for each in found if isinstance(each, Stored | Cold)]
-        self._record_bytes = sum(lengths) / len(lengths) if lengths else self._record_bytes
         return found
 
     def _segments(self, keys: Sequence[bytes]) -> list[_Segment]:
@@ -261,7 +263,8 @@ class SeveralServers(RespSource):
 
     def _also(self, segments: Sequence[_Segment]) -> dict[str, list[int]]:
         """Return the second choices that a lookup asks too, with the indexes of keys: they may be read from."""
-        waits = self._waits({name: server.load_us or 0 for name, server in self._servers.items() if server.takes_load})
+        loads = {address: server.load_us or 0 for address, server in self._servers.items() if server.takes_load}
+        waits = self._waits(loads)
         also: dict[str, list[int]] = {}
         for each in segments:
             if each.second is None:
@@ -372,7 +375,7 @@ class SeveralServers(RespSource):
                 elif last or not isinstance(result, StorageError):
                     raise result
                 else:
-                    self._avoid(address)
+                    self.note_failure(Node(*split_address(address)))
                     left += some
             if not left:
                 break

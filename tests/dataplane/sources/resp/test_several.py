@@ -413,6 +413,8 @@ async def test_hot_records_are_copied_to_the_second_choice_verified_and_without_
         nodes[0].fill(SHAPE, chain)
         assert await fetched(client, chain) == kvs(SHAPE, 4)
         assert nodes[1].asked["GETRANGE"]
+        await daemon._source.delete(chain[0])
+        assert not any(names[0] in node.records for node in nodes), "a record is deleted wherever it may be"
 
 
 async def test_a_second_choice_that_does_not_answer_delays_no_lookup() -> None:
