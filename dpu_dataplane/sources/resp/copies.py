@@ -1,7 +1,7 @@
 """Copies of hot records on other nodes.
 
 A record that is read from a busy node, while another node has little to do and lacks it, is copied there. With a bucket
-the other node would read it from there; without one, nobody else brings it. Copies take a small share of the time, one
+the other node would read it from there; without one, it stays here. Copies take a small share of the time, one
 record at a time, at the lowest precedence. A record is verified before it is copied.
 """
 
