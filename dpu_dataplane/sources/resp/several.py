@@ -176,14 +176,17 @@ class SeveralServers(RespSource):
     def _addresses_of(self, keys: Sequence[bytes], *, first: bool) -> list[str]:
         """Return the server of each key: its first choice, or the one that its records are read from."""
         usable = self._usable()
-        best = {segment: self._choices(segment, usable)[0] for segment in set(map(segment_of, keys))}
-        if first or not self._chosen:
-            return [best[segment_of(key)] for key in keys]
-        chosen = {key: self._chosen.get(key) or self._chosen.get(segment_of(key)) for key in set(keys)}
-        return [
-            address if (address := chosen[key]) is not None and address in usable else best[segment_of(key)]
-            for key in keys
-        ]
+        by_segment: dict[bytes, str] = {}
+        by_key: dict[bytes, str] = {}
+        for key in dict.fromkeys(keys):
+            segment = segment_of(key)
+            chosen = None if first else self._chosen.get(key) or self._chosen.get(segment)
+            if chosen is None or chosen not in usable:
+                if segment not in by_segment:
+                    by_segment[segment] = self._choices(segment, usable)[0]
+                chosen = by_segment[segment]
+            by_key[key] = chosen
+        return [by_key[key] for key in keys]
 
     def _read_from(self, name: bytes, address: str, first: str) -> None:
         """Note the server that a segment, or a key of it, is read from, unless it is ``first``."""

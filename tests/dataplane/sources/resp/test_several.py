@@ -495,3 +495,25 @@ async def test_a_changed_list_of_nodes_moves_reads_without_misses() -> None:
         asked = nodes[0].asked.copy()
         await client.lookup(chain)
         assert nodes[0].asked == asked
+
+
+async def test_data_planes_with_different_lists_and_weights_miss_what_they_do_not_find() -> None:
+    chunks = 16
+    async with (
+        scripted_nodes(3) as nodes,
+        serving(SHAPE, chunks, "127.0.0.1:1", storage_nodes=addresses(nodes[:2])) as (_, one),
+        serving(SHAPE, chunks, "127.0.0.1:1", storage_nodes=addresses(nodes[1:])) as (daemon, other),
+    ):
+        await daemon._source.set_members({nodes[1].address: 1.0, nodes[2].address: 3.0})
+        chain = keys_of(SHAPE, chunks, seed=1)
+        one.fill(chunks)
+        assert (await one.store(chain)).chunks == chunks
+        [hits] = (await other.lookup(chain)).hits
+        assert hits < chunks
+        if hits:
+            assert await fetched(other, chain[:hits]) == kvs(SHAPE, hits)
+        other.fill(chunks)
+        assert (await other.store(chain)).chunks == chunks
+        for client in (one, other):
+            assert (await client.lookup(chain)).hits == [chunks]
+            assert await fetched(client, chain) == kvs(SHAPE, chunks)
