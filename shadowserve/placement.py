@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from shadowserve.keys import segment_of
 
 PARTITIONS: Final = 4096
-WAIT_FACTOR: Final = 1.5
+WAIT_FACTOR: Final = 1.25
 WAIT_MARGIN_US: Final = 10_000
 """The second choice is taken if the first one's wait exceeds its wait times the factor plus the margin: often it must
 read the segment from the bucket first, and loads that hardly differ must not move reads to and fro."""

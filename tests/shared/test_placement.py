@@ -33,7 +33,7 @@ def test_the_second_choice_is_taken_only_for_a_clearly_shorter_wait() -> None:
         (0, 0, 0, "a"),
         (9_000, 0, 0, "a"),  # within the margin
         (11_000, 0, 0, "b"),
-        (100_000, 70_000, 0, "a"),  # within the factor
+        (100_000, 80_000, 0, "a"),  # within the factor
         (100_000, 50_000, 0, "b"),
         (100_000, 0, 80_000, "a"),  # the bucket would need as long
         (100_000, None, 0, "a"),  # its load is not known
@@ -49,6 +49,6 @@ def test_a_fetch_is_balanced_by_what_it_has_planned() -> None:
     size, us_per_byte = 1 << 20, 0.1
     waits = Waits({"a": 0, "b": 0}, us_per_byte)
     taken = Counter(waits.choose(Choice("a"), Choice("b"), size) for _ in range(32))
-    assert taken["a"] <= 20
+    assert taken["a"] <= 18
     waits = Waits({"a": 0, "b": 0})
     assert {waits.choose(Choice("a"), Choice("b"), size) for _ in range(32)} == {"a"}, "without a rate, loads decide"
