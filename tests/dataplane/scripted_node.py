@@ -37,14 +37,14 @@ class ScriptedNode:
         self.held: Sequence[str] = ()
         self.waiting = 0  # commands that wait for ``free``
         self.cuts_at: int | None = None
-        self._writers: list[asyncio.StreamWriter] = []
+        self._writers: dict[asyncio.StreamWriter, set[str]] = {}  # with the commands that came over each
 
     def fill(self, shape: ChunkLayout, keys: Sequence[bytes], codec: str = "kvrans") -> None:
         self.records |= {storage_key(key): make_record(shape, key, index, codec) for index, key in enumerate(keys)}
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         commands = CommandReader(_LIMITS)
-        self._writers.append(writer)
+        came = self._writers[writer] = set[str]()
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(1 << 20):
                 commands.feed(data)
@@ -52,6 +52,7 @@ class ScriptedNode:
                     assert isinstance(command, list)
                     name, *words = (bytes(word) for word in command)
                     self.asked[name.decode()] += 1
+                    came.add(name.decode())
                     if name.decode() in self.held:
                         self.waiting += 1
                         await self.free.wait()
@@ -61,10 +62,11 @@ class ScriptedNode:
                     writer.write(self._answer(name, words))
         writer.close()
 
-    def cut(self) -> None:
-        for writer in self._writers:
+    def cut(self, command: str = "PING") -> None:
+        """Close the connections over which a command has come, by default all."""
+        for writer in [writer for writer, came in self._writers.items() if command in came]:
             writer.transport.abort()
-        self._writers.clear()
+            del self._writers[writer]
 
     def _answer(self, name: bytes, words: list[bytes]) -> bytes:
         match name, words:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -45,6 +45,7 @@ class OneServer(RespSource):
     Attributes:
         asks_load: Each lookup also asks for the server's load.
         takes_load: The server knows KV.LOAD, as far as is known.
+        on_lost: Called when the control connection is lost.
     """
 
     clustered = False
@@ -55,6 +56,7 @@ class OneServer(RespSource):
         super().__init__(address or config.storage, config, metrics)
         self.node = Node(*split_address(self.name))
         self.asks_load = False
+        self.on_lost: set[Callable[[], None]] = set()
         self._load = 0, -_LOAD_S  # microseconds, and the time of the report
         self._control: RespClient | None = None
         self._has_meta = True  # on the current connection
@@ -223,6 +225,8 @@ class OneServer(RespSource):
             reason = await asyncio.shield(control.closed)
         finally:
             self._control = None
+            for call in list(self.on_lost):
+                call()
             stable = self._outage.disconnect()
             control.abort("the data plane is stopping")
         if stable:

@@ -8,6 +8,7 @@ busy one has a record, it is copied to the other one (copies.py).
 """
 
 import asyncio
+import functools
 import logging
 import math
 from collections import OrderedDict, defaultdict, deque
@@ -18,7 +19,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from dpu_dataplane.config import NODES_MAX, DataPlaneConfig
-from dpu_dataplane.jobs import Job
+from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.plan import FetchPlan
 from dpu_dataplane.sources.found import Cold, Found, Stored
@@ -26,7 +27,7 @@ from dpu_dataplane.sources.resp.copies import HotCopies
 from dpu_dataplane.sources.resp.links import Node
 from dpu_dataplane.sources.resp.server import OneServer
 from dpu_dataplane.sources.resp.source import AvoidedNodes, RespSource
-from dpu_dataplane.sources.source import Delivered, Encoded, Resources
+from dpu_dataplane.sources.source import Delivered, Encoded, Failure, Resources
 from shadowserve.addresses import split_address
 from shadowserve.errors import StorageError
 from shadowserve.keys import segment_of
@@ -213,11 +214,53 @@ class SeveralServers(RespSource):
         far = np.flatnonzero(plan.pieces["origin"] == Origin.SERVER).tolist()
         keys = list({plan.keys[piece] for piece in far})
         usable = self._usable()
-        for key, address in zip(keys, self._addresses_of(keys, first=False), strict=True):
+        addresses = self._addresses_of(keys, first=False)
+        for key, address in zip(keys, addresses, strict=True):
             best = self._placement.ranking(partition_of(key))[0]
             choice = "first" if address == best else "second" if best in usable else "away"
             self._metrics.storage_nodes_reads[choice] += 1
-        return await super().deliver(job, plan)
+        return await self._deliver_unless_lost(job, plan, {address: self._servers[address] for address in addresses})
+
+    async def _deliver_unless_lost(self, job: Job, plan: FetchPlan, servers: Mapping[str, OneServer]) -> Delivered:
+        """Deliver a plan; fail, such that a retry may help, when a server is lost, because it may never answer."""
+        part, lost = job.part(), list[Node]()
+
+        def lose(node: Node) -> None:
+            lost.append(node)
+            self.note_failure(node)
+            part.cancel()
+
+        calls = {server: functools.partial(lose, server.node) for server in servers.values()}
+        ended = asyncio.get_running_loop().create_future()
+        for address, server in servers.items():
+            server.on_lost.add(calls[server])
+            self._tasks[address].add(ended)
+        try:
+            with job.interruptible(part.cancel):
+                done = await super().deliver(part, plan)
+        except Stop as stop:
+            if not lost or job.cancelled:
+                raise
+            done = Delivered(np.full(len(plan.pieces), Result.SKIPPED, np.uint32), stop=stop)
+        finally:
+            ended.set_result(None)
+            for address, server in servers.items():
+                server.on_lost.discard(calls[server])
+                self._tasks[address].discard(ended)
+        return done if not lost or job.cancelled else self._without_lost(done, lost)
+
+    def _without_lost(self, done: Delivered, lost: Sequence[Node]) -> Delivered:
+        """Return the result of a plan that was ended because servers were lost, as failures of a connection."""
+        failed = [piece for piece, each in done.failures.items() if each.result is Result.CANCELLED]
+        for piece in failed or np.flatnonzero(done.results != Result.OK)[:1].tolist():
+            done.results[piece] = Result.DISCONNECTED
+            done.failures[piece] = Failure(
+                Result.DISCONNECTED,
+                reply=f"{lost[0]}: the control connection was lost",
+                recover=functools.partial(self.recover, lost[0]),
+            )
+        done.stop = None
+        return done
 
     async def _receive_whole(self, job: Job, server: OneServer, key: bytes, memory: memoryview) -> Result:
         result, _ = await self._receive_from(job, server.node, key, 0, memory)

@@ -459,6 +459,26 @@ async def test_a_node_that_dies_during_a_fetch_costs_its_chunks_nothing_but_time
         assert daemon.metrics.storage_nodes_reads["away"] > 0
 
 
+async def test_a_node_that_hangs_is_left_when_its_control_connection_is_lost() -> None:
+    async with (
+        scripted_nodes(2) as nodes,
+        serving(SHAPE, 4, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client),
+    ):
+        chain = own_chain(nodes, nodes[0], chunks=4)
+        for node in nodes:
+            node.fill(SHAPE, chain)
+        assert (await client.lookup(chain)).hits == [4]
+        nodes[0].held = ["GETRANGE"]
+        nodes[0].free.clear()
+        fetching = asyncio.create_task(client.fetch(chain))
+        await until(lambda: nodes[0].waiting > 0)
+        nodes[0].cut("KV.META")
+        answer = await fetching
+        assert answer.outcome == pb.OUTCOME_COMPLETE and client.chunks(4) == kvs(SHAPE, 4), answer.detail
+        assert nodes[1].asked["GETRANGE"]
+        nodes[0].free.set()
+
+
 async def test_a_changed_list_of_nodes_moves_reads_without_misses() -> None:
     chunks = 32
     async with (
