@@ -45,7 +45,7 @@ class ScriptedNode:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         commands = CommandReader(_LIMITS)
         came = self._writers[writer] = set[str]()
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
             while data := await reader.read(1 << 20):
                 commands.feed(data)
                 while (command := commands.next_command()) is not NEED_DATA:
