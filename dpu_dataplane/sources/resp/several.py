@@ -33,7 +33,7 @@ from shadowserve.errors import StorageError
 from shadowserve.keys import segment_of
 from shadowserve.native import Origin, Result
 from shadowserve.pieces import Flags
-from shadowserve.placement import Choice, Placement, Waits, partition_of
+from shadowserve.placement import WAIT_MARGIN_US, Choice, Placement, Waits, partition_of
 
 _CHOSEN_MAX: Final = 65536
 """Segments and keys whose records are read from another server than their first choice; the oldest are forgotten."""
@@ -75,6 +75,8 @@ class SeveralServers(RespSource):
         self._servers = {address: self._server(address) for address in weights}
         self._tasks: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)  # requests in progress, by address
         self._avoided = AvoidedNodes()
+        self._usable_before: Collection[str] = ()
+        self._known_choices: dict[int, tuple[str, str | None]] = {}  # by partition, while the usable servers are these
         self._chosen: OrderedDict[bytes, str] = OrderedDict()  # addresses by segment, or by key for exceptions
         self._busy: set[str] = set()  # servers that were avoided for their load
         self._bytes_per_us: deque[float] = deque([0.0], _RATES)
@@ -124,7 +126,7 @@ class SeveralServers(RespSource):
         new = {address: self._server(address) for address in weights if address not in self._servers}
         removed = [self._servers.pop(address) for address in list(self._servers) if address not in weights]
         self._servers |= new
-        self._placement, self._before = Placement(weights), self._placement
+        self._placement, self._before, self._known_choices = Placement(weights), self._placement, {}
         self.name = ",".join(weights)
         logger.info("storage nodes: %s", ", ".join(f"{address} (weight {weights[address]:g})" for address in weights))
         if self._started:
@@ -161,7 +163,10 @@ class SeveralServers(RespSource):
             for address, server in self._servers.items()
             if not server.is_away and server.node not in self._avoided
         }
-        return usable or self._servers
+        usable = usable or set(self._servers)
+        if usable != self._usable_before:
+            self._usable_before, self._known_choices = usable, {}
+        return usable
 
     def _choices(self, segment: bytes, usable: Collection[str]) -> tuple[str, str | None]:
         """Return the first and the second choice of a segment among the usable servers.
@@ -169,10 +174,13 @@ class SeveralServers(RespSource):
         After a change of the map, the second choice is the server that was the first one before.
         """
         partition = partition_of(segment)
+        if (known := self._known_choices.get(partition)) is not None:
+            return known
         ranking, before = self._placement.ranking(partition), self._before.ranking(partition)[0]
         first, *others = islice((address for address in ranking if address in usable), 2)
         moved = before != ranking[0] and before != first and before in usable
-        return first, before if moved else others[0] if others else None
+        known = self._known_choices[partition] = first, before if moved else others[0] if others else None
+        return known
 
     def _addresses_of(self, keys: Sequence[bytes], *, first: bool) -> list[str]:
         """Return the server of each key: its first choice, or the one that its records are read from."""
@@ -276,7 +284,7 @@ class SeveralServers(RespSource):
         segments = self._segments(keys)
         asking = asyncio.ensure_future(self._ask_servers(keys, self._also(segments), _find))
         try:
-            firsts = await self._ask(keys, _find)
+            firsts = await self._ask(keys, _find, by_server=_by_first(segments))
             await asyncio.wait((asking,), timeout=_SECOND_S)
         finally:
             asking.cancel()
@@ -311,6 +319,10 @@ class SeveralServers(RespSource):
         """Return the second choices that a lookup asks too, with the indexes of keys: they may be read from."""
         loads = {address: server.load_us or 0 for address, server in self._servers.items() if server.takes_load}
         waits = self._waits(loads)
+        size_max = self._record_bytes * sum(len(each.indexes) for each in segments)
+        longest_us = max(waits.wait_us(Choice(address)) for address in self._servers) + waits.us_of(size_max)
+        if self._before is self._placement and longest_us <= WAIT_MARGIN_US:
+            return {}
         also: dict[str, list[int]] = {}
         for each in segments:
             if each.second is None:
@@ -404,18 +416,30 @@ class SeveralServers(RespSource):
                 logger.debug("record %s of storage %s: %s", key.hex(), address, error)
 
     async def _ask(
-        self, keys: Sequence[bytes], question: _Question[_Answer], *, first: bool = True
+        self,
+        keys: Sequence[bytes],
+        question: _Question[_Answer],
+        *,
+        first: bool = True,
+        by_server: Mapping[str, Sequence[int]] | None = None,
     ) -> list[_Answered[_Answer]]:
-        """Ask each key's server, the first choice or the one to read from, and the next one if it fails."""
+        """Ask each key's server, the first choice or the one to read from, and the next one if it fails.
+
+        ``by_server`` has the indexes of the keys by server, if it is known already.
+        """
         answers: list[_Answered[_Answer]] = []
         left = list(range(len(keys)))
         for last in [False] * (len(self._servers) - 1) + [True]:
-            by_server: dict[str, list[int]] = {}
-            addresses = self._addresses_of([keys[index] for index in left], first=first)
-            for index, address in zip(left, addresses, strict=True):
-                by_server.setdefault(address, []).append(index)
+            if by_server is None:
+                grouped: dict[str, list[int]] = {}
+                addresses = self._addresses_of([keys[index] for index in left], first=first)
+                for index, address in zip(left, addresses, strict=True):
+                    grouped.setdefault(address, []).append(index)
+                by_server = grouped
             left = []
-            for address, some, result in await self._ask_servers(keys, by_server, question):
+            results = await self._ask_servers(keys, by_server, question)
+            by_server = None
+            for address, some, result in results:
                 if not isinstance(result, BaseException):
                     answers.append(_Answered(address, some, result))
                 elif last or not isinstance(result, StorageError):
@@ -444,6 +468,14 @@ class SeveralServers(RespSource):
 
 async def _find(server: OneServer, keys: Sequence[bytes]) -> Sequence[Found]:
     return await server.find(keys)
+
+
+def _by_first(segments: Sequence[_Segment]) -> dict[str, list[int]]:
+    """Return the indexes of keys by the first choices of their segments."""
+    by_server: dict[str, list[int]] = {}
+    for each in segments:
+        by_server.setdefault(each.first, []).extend(each.indexes)
+    return by_server
 
 
 def _by_key(keys: Sequence[bytes], answers: Sequence[_Answered[Sequence[Found]]]) -> tuple[list[Found], dict[int, str]]:

@@ -343,8 +343,11 @@ async def test_storage_without_a_bucket_has_no_cold_records(kind: str, request: 
 # ---- The choice between two nodes
 
 
-async def test_reads_move_from_a_busy_node_to_the_second_choice_and_back(caplog: pytest.LogCaptureFixture) -> None:
+async def test_reads_move_from_a_busy_node_to_the_second_choice_and_back(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The answer of a lookup is that of the node which is read from: here the other one has another encoding."""
+    monkeypatch.setattr("dpu_dataplane.sources.resp.copies._WAITING_MAX", 0)
     caplog.set_level("INFO", "dpu_dataplane")
     async with (
         scripted_nodes(3) as nodes,
