@@ -29,6 +29,7 @@ TOTALS: Final = {
     "stored_bytes": "Bytes of stored chunks as records",
     "storage_connections": "Control connections opened to storage",
     "data_connections": "Data connections opened to storage",
+    "storage_nodes_refused": "Lists of storage nodes that cannot be used, so the old one stays",
     "storage_redirections": "Chunks redirected by a cluster's node",
     "deleted_records": "Corrupt records deleted from storage",
     "publications_refused": "Keys refused because a host exceeded its share of publications",
@@ -41,6 +42,8 @@ COUNTS: Final = {
     "lookups": ("Lookup calls", "outcome"),
     "integrity_failures": ("Faulty records", "reason"),
     "tier_records": ("Records in local tiers: fetched, kept, dropped or lost", "what"),
+    "storage_nodes_reads": ("Records read from the first choice of several storage nodes, or another one", "choice"),
+    "storage_nodes_copies": ("Hot records to copy to another storage node", "result"),
     "slower_paths": ("Fetches on a slower path than configured", "reason"),
     "prefetch_bytes": ("Stored bytes prefetched into memory, by their origin", "hop"),
     "prefetch_seconds": ("Seconds with prefetches in progress, by their origin", "hop"),
@@ -73,8 +76,9 @@ class Metrics:
     """All counters. The event loop's thread writes them; the exporter's thread reads them.
 
     ``tier_records`` has what local tiers did: records fetched from ``memory`` or from a ``device``, ``kept``,
-    ``dropped`` for lack of room, ``lost`` because of damage or a failed device. docs/reference/combinations.md has the
-    reasons of ``slower_paths``.
+    ``dropped`` for lack of room, ``lost`` because of damage or a failed device. ``storage_nodes_reads``: from the
+    ``first`` choice; from the ``second``, because of load or a changed map; or because the first one was ``away``.
+    docs/reference/combinations.md has the reasons of ``slower_paths``.
     """
 
     pipeline: native.Pipeline | None = None  # whose stages are counted
@@ -83,6 +87,8 @@ class Metrics:
     lookups: Counter[str] = field(default_factory=Counter)
     integrity_failures: Counter[str] = field(default_factory=Counter)
     tier_records: Counter[str] = field(default_factory=Counter)
+    storage_nodes_reads: Counter[str] = field(default_factory=Counter)
+    storage_nodes_copies: Counter[str] = field(default_factory=Counter)
     slower_paths: Counter[str] = field(default_factory=Counter)
     prefetch_bytes: Counter[str] = field(default_factory=Counter)
     prefetch_seconds: dict[str, float] = field(default_factory=dict)

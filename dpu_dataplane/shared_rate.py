@@ -34,6 +34,7 @@ class Mover(Enum):
     PREFETCH = ("prefetch", 3, True)
     DEVICE_WRITE = ("device_write", 4, True)
     SCRUB = ("scrub", 5, True)
+    COPY = ("copy", 5, True)
 
     def __init__(self, label: str, precedence: int, internal: bool) -> None:
         self.label = label

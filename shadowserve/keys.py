@@ -9,8 +9,8 @@ and the chunk key.
 So two records have the same key only if they hold the same shard of what the same model computed in the same way from
 the same tokens after the same prefix. Ranks, the number of ranks, and the entropy codec are not part of a key.
 
-Keys of one namespace whose prompts begin with the same chunk have the same last 8 bytes (:func:`chain_of`). A client
-that distributes records over nodes uses them to keep a prefix on one node.
+A prefix chain consists of *segments* of :data:`SEGMENT_CHUNKS` chunks. The keys of a segment's records in one namespace
+have the same last 8 bytes (:func:`segment_of`). A client that distributes records over nodes places each segment.
 
 The hash is SHA-256 (FIPS 180-4): the same in every process, and as fast as the alternatives on CPUs with SHA
 instructions.
@@ -34,13 +34,16 @@ DEFAULT_CHUNK_TOKENS: Final = 256
 """Tokens per chunk, as in ShadowServe (section 5), CacheGen and LMCache."""
 
 KEY_BYTES: Final = 32
-SCHEMA_VERSION: Final = 4
+SCHEMA_VERSION: Final = 5
 """Version of keys and namespaces; a host and a data plane of different versions refuse each other."""
 RECORD_VERSION: Final = 2
 """Version of the stored record. It is here because hosts need it without the C core that shadowserve.record loads."""
-_CHAIN_BYTES: Final = 8
-"""Trailing bytes that all keys of a chain share; the other 192 bits distinguish them."""
-_CHAIN_PREFIX: Final = b"shadowserve chain 2\0"
+SEGMENT_CHUNKS: Final = 4
+"""Chunks of a segment. Of prompts that share a prefix, at most one chunk less than a segment follows the prefix to its
+node; the next segment of each prompt has a node of its own."""
+_SEGMENT_BYTES: Final = 8
+"""Trailing bytes that all keys of a segment share; the other 192 bits distinguish them."""
+_CHAIN_PREFIX: Final = b"shadowserve chain 3\0"
 _TAIL_PREFIX: Final = b"shadowserve tail 2\0"
 _PRIVATE_PREFIX: Final = b"shadowserve private 1\0"
 _RECORD_PREFIX: Final = b"shadowserve record 4\0"
@@ -140,23 +143,23 @@ def record_keys(namespace: bytes, chunk_keys: Iterable[bytes]) -> list[bytes]:
     ``SHA-256(prefix || namespace || chunk_key[-8:])``.
     """
     before, chunk_keys = _RECORD_PREFIX + namespace, list(chunk_keys)
-    chains = {chain_of(key) for key in chunk_keys}
-    ends = {chain: hashlib.sha256(before + chain).digest()[:_CHAIN_BYTES] for chain in chains}
-    return [hashlib.sha256(before + key).digest()[:-_CHAIN_BYTES] + ends[chain_of(key)] for key in chunk_keys]
+    segments = {segment_of(key) for key in chunk_keys}
+    ends = {segment: hashlib.sha256(before + segment).digest()[:_SEGMENT_BYTES] for segment in segments}
+    return [hashlib.sha256(before + key).digest()[:-_SEGMENT_BYTES] + ends[segment_of(key)] for key in chunk_keys]
 
 
-def chain_of(key: bytes) -> bytes:
-    """Return the last 8 bytes of a key, which all keys of a chain (in one namespace, for record keys) share."""
-    return key[-_CHAIN_BYTES:]
+def segment_of(key: bytes) -> bytes:
+    """Return the last 8 bytes of a key, which all keys of a segment (in one namespace, for record keys) share."""
+    return key[-_SEGMENT_BYTES:]
 
 
 def private_chunk_keys(chunk_keys: Iterable[bytes], secret: bytes) -> list[bytes]:
     """Return other chunk keys for the same chunks, which only a process with the 32-byte ``secret`` can compute.
 
-    They share their last 8 bytes, like the keys of one chain.
+    They are one segment.
     """
-    end = hashlib.sha256(_PRIVATE_PREFIX + secret).digest()[-_CHAIN_BYTES:]
-    return [hashlib.sha256(_PRIVATE_PREFIX + secret + key).digest()[:-_CHAIN_BYTES] + end for key in chunk_keys]
+    end = hashlib.sha256(_PRIVATE_PREFIX + secret).digest()[-_SEGMENT_BYTES:]
+    return [hashlib.sha256(_PRIVATE_PREFIX + secret + key).digest()[:-_SEGMENT_BYTES] + end for key in chunk_keys]
 
 
 def prefix_chain(
@@ -170,10 +173,10 @@ def prefix_chain(
     """Return the chunk keys of a prompt's complete chunks: ``len(tokens) // chunk_tokens`` keys of 32 bytes.
 
     ``H_0 = SHA-256(prefix || model)``, ``H_i = SHA-256(H_{i-1} || tokens_i as little-endian uint32 || len(request) as
-    uint32 || request || inputs_i)``, from ``H_2`` on with the last 8 bytes of ``H_1`` in place of its own. ``inputs_i``
-    has, for each input with a token in the chunk, in order: its content, its first token counted from the chunk's first
-    as int64, its tokens as int64. So a chunk key depends on its chunk and everything before it, and on nothing after
-    it.
+    uint32 || request || inputs_i)``, with the last 8 bytes of its segment's first chunk in place of its own.
+    ``inputs_i`` has, for each input with a token in the chunk, in order: its content, its first token counted from the
+    chunk's first as int64, its tokens as int64. So a chunk key depends on its chunk and everything before it, and on
+    nothing after it.
 
     Args:
         model: Digest of the :class:`ModelIdentity`, 32 bytes.
@@ -201,7 +204,7 @@ def prefix_chain(
     tail = struct.pack("<I", len(extra.request)) + extra.request
     inputs = _inputs_of_chunks(extra.inputs, chunk_tokens, len(keys), len(keys) + count)
     previous = keys[-1] if keys else hashlib.sha256(_CHAIN_PREFIX + model).digest()
-    end = chain_of(keys[-1]) if keys else b""
+    end = segment_of(keys[-1]) if keys else b""
     step = chunk_tokens * 4
     for start in range(0, count * step, step):
         chunk_hash = hashlib.sha256(previous)
@@ -210,10 +213,10 @@ def prefix_chain(
         if (chunk_inputs := inputs.get(len(keys))) is not None:
             chunk_hash.update(chunk_inputs)
         previous = chunk_hash.digest()
-        if end:
-            previous = previous[:-_CHAIN_BYTES] + end
+        if len(keys) % SEGMENT_CHUNKS:
+            previous = previous[:-_SEGMENT_BYTES] + end
         else:
-            end = chain_of(previous)
+            end = segment_of(previous)
         keys.append(previous)
     return keys
 
@@ -230,7 +233,7 @@ def tail_chunk_key(
     """Return the key of a prompt's tail: the ``tail_tokens`` tokens after its last complete chunk.
 
     It is computed as in :func:`prefix_chain`, with another prefix: ``SHA-256(prefix || H_i || tokens || ...)``. Its
-    last 8 bytes are those of its chain. Inputs that begin after the tail do not affect it.
+    last 8 bytes are those of the chunk before it. Inputs that begin after the tail do not affect it.
 
     Args:
         model, tokens, chunk_tokens, extra: As for :func:`prefix_chain`.
@@ -251,7 +254,7 @@ def tail_chunk_key(
     tail.update(struct.pack("<I", len(extra.request)) + extra.request)
     tail.update(_inputs_of_chunks(inputs, chunk_tokens, len(after), len(after) + 1).get(len(after), b""))
     digest = tail.digest()
-    return digest[:-_CHAIN_BYTES] + chain_of(after[-1]) if after else digest
+    return digest[:-_SEGMENT_BYTES] + segment_of(after[-1]) if after else digest
 
 
 def _inputs_of_chunks(inputs: Iterable[Input], chunk_tokens: int, first: int, end: int) -> dict[int, bytes]:

@@ -91,7 +91,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static struct ss_layers_reader reader;
     uint32_t places[PIECES];
     struct ss_layers layers = {.layers = LAYERS, .keys = KEYS, .pieces = places};
-    struct ss_batch batch = {.pieces = pieces, .piece_count = PIECES, .layers = &layers};
+    struct ss_batch batch = {.pieces = pieces, .piece_count = PIECES, .layers = &layers, .layers_count = 1};
     const struct ss_feed feed = {.batch = &batch};
     if (size < 2) {
         return 0;
@@ -107,7 +107,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     memset(wanted, 0, sizeof wanted);
     memset(placed, 0, sizeof placed);
     useful_chunks = KEYS;
-    ss_layers_begin(&reader, &feed);
+    ss_layers_begin(&reader, &feed, &layers);
     enum ss_layers_status status = SS_LAYERS_MORE;
     for (size_t at = 2; at < size && status == SS_LAYERS_MORE; at += step) {
         size_t some = size - at < step ? size - at : step;

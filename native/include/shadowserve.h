@@ -267,10 +267,11 @@ struct ss_group {
 };
 
 /*
- * All pieces of a batch that are at the server, in one request, KV.LAYERS, which our storage server answers layer after
+ * All pieces of a batch that are at one node, in one request, KV.LAYERS, which our storage server answers layer after
  * layer: 'layers' times the same 'keys' chunks of one group, one layer of each, in the order of the batch's pieces.
  */
 struct ss_layers {
+    uint32_t node;          /* below the batch's 'node_count' */
     const uint8_t *request; /* in wire format */
     uint64_t request_size;  /* bytes */
     uint32_t layers;
@@ -306,8 +307,9 @@ struct ss_batch {
     uint32_t layers_end;      /* with 'progress': layers in place after it, at most 4096 more: the batch has all missing
                                  pieces of the layers from 'layers_first' on */
     uint64_t rate;            /* fetch: most delivered bytes per second; 0: no limit */
-    struct ss_layers *layers; /* fetch over one socket: the single request for all pieces at the server, which may
-                                 support KV.LAYERS; NULL: GETRANGE for each piece */
+    struct ss_layers *layers; /* fetch over one socket to each node: the single request to each of some nodes, in the
+                                 order of nodes, which may support KV.LAYERS; other nodes' pieces: GETRANGE for each */
+    uint32_t layers_count;    /* number of these requests */
 };
 
 enum ss_stage {

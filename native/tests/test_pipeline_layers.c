@@ -40,6 +40,7 @@ static struct ss_batch *batch_begin(struct bench *bench) {
                                 .keys = CHUNKS,
                                 .pieces = places};
     batch->layers = &layers;
+    batch->layers_count = 1;
     return batch;
 }
 
@@ -331,6 +332,100 @@ LAYERS_TEST(test_a_batch_that_is_no_such_request_is_refused) {
     CHECK_EQUAL(pipeline_fetch(bench->pipeline, bench->batch, bench->sockets, 2), SS_BAD_ARGUMENT);
 }
 
+/* ---- Two nodes ------------------------------------------------------------------------------------------------ */
+
+static struct ss_layers both[2];
+static uint32_t places_of[2][PIECES];
+
+/* Even chunks are at node 0, odd ones at node 1; each is asked for all of its pieces by one request. */
+static void two_begin(struct bench *bench) {
+    struct ss_batch *batch = batch_begin(bench);
+    batch->node_count = 2;
+    batch->layers = both;
+    batch->layers_count = 2;
+    for (uint32_t node = 0; node < 2; node++) {
+        uint32_t count = 0;
+        for (uint32_t i = 0; i < PIECES; i++) {
+            if (batch->pieces[i].chunk % 2 == node) {
+                batch->pieces[i].node = node;
+                places_of[node][count++] = i;
+            }
+        }
+        both[node] = layers;
+        both[node].node = node;
+        both[node].keys = count / LAYERS;
+        both[node].pieces = places_of[node];
+    }
+}
+
+/* Makes a node answer its request, and then go on, close the connection, or stall; 'size': bytes of the answer. */
+static void two_answer(struct bench *bench, uint32_t node, size_t size, enum fault then) {
+    answer.size = 0;
+    add_line("*", 1 + LAYERS);
+    add_line("*", both[node].keys);
+    for (uint32_t chunk = node; chunk < CHUNKS; chunk += 2) {
+        add_line(":", bench->fixture->chunks[chunk].body_length);
+    }
+    for (uint32_t layer = 0; layer < LAYERS; layer++) {
+        uint32_t lengths[CHUNKS];
+        uint64_t sum = 0;
+        for (uint32_t key = 0; key < both[node].keys; key++) {
+            lengths[key] = (uint32_t)bench->batch->pieces[both[node].pieces[layer * both[node].keys + key]].body_length;
+            sum += lengths[key] + sizeof lengths[key];
+        }
+        add_line("$", sum);
+        add(lengths, both[node].keys * sizeof lengths[0]);
+        for (uint32_t key = 0; key < both[node].keys; key++) {
+            const struct ss_piece *piece = &bench->batch->pieces[both[node].pieces[layer * both[node].keys + key]];
+            add(stored(bench, piece), lengths[key]);
+        }
+        add("\r\n", 2);
+    }
+    server_answer_layers(bench->servers[node], answer.bytes, size < answer.size ? size : answer.size, 1000, then);
+}
+
+static enum ss_result two_fetch(struct bench *bench) {
+    const int32_t sockets[] = {bench->sockets[0], bench->sockets[SOCKETS]};
+    enum ss_result result = pipeline_fetch(bench->pipeline, bench->batch, sockets, 2);
+    for (uint32_t i = 0; i < PIECES; i++) {
+        CHECK(bench->batch->pieces[i].result != SS_OK ||
+              fixture_piece_matches(bench->fixture, bench->batch, &bench->batch->pieces[i]));
+    }
+    return result;
+}
+
+PIPELINE_TEST(test_two_nodes_answer_side_by_side, (shape->chunks = CHUNKS, shape->slices = LAYERS * LAYER_SLICES),
+              options->nodes_max = 2) {
+    uint32_t progress = 0;
+    two_begin(bench);
+    two_answer(bench, 0, SIZE_MAX, FAULT_NONE);
+    CHECK_EQUAL(two_fetch(bench), SS_OK); /* node 1 does not know the command: its pieces come by ranges */
+    CHECK_EQUAL(both[0].refused, 0);
+    CHECK_EQUAL(both[1].refused, 1);
+    two_begin(bench);
+    bench->batch->progress = &progress;
+    bench->batch->layers_end = LAYERS;
+    two_answer(bench, 0, SIZE_MAX, FAULT_NONE);
+    two_answer(bench, 1, SIZE_MAX, FAULT_NONE);
+    CHECK_EQUAL(two_fetch(bench), SS_OK);
+    CHECK_EQUAL(progress, LAYERS);
+    CHECK_EQUAL(bench->batch->delivered_bytes, bench->fixture->size);
+    CHECK_EQUAL(bench->batch->sockets_in_sync, 1);
+    for (int wrong = 0; wrong < 3; wrong++) {
+        two_begin(bench);
+        both[1].node = wrong == 0 ? 0 : wrong == 1 ? 2 : 1;
+        bench->batch->pieces[6].node = wrong == 2 ? 0 : bench->batch->pieces[6].node;
+        CHECK_EQUAL(two_fetch(bench), SS_BAD_ARGUMENT);
+    }
+    two_begin(bench);
+    two_answer(bench, 0, SIZE_MAX, FAULT_NONE);
+    two_answer(bench, 1, answer.size / 2, FAULT_DISCONNECT);
+    CHECK_EQUAL(two_fetch(bench), SS_DISCONNECTED);
+    for (uint32_t i = 0; i < PIECES; i += CHUNKS) {
+        CHECK_EQUAL(bench->batch->pieces[i].result, SS_OK); /* chunk 0, of the other node */
+    }
+}
+
 int main(void) {
     for (int fused = 0; fused <= backend_fuses(); fused++) {
         test_a_batch_that_is_no_such_request_is_refused(fused);
@@ -343,6 +438,7 @@ int main(void) {
         test_damage_anywhere_is_never_delivered(fused);
         test_an_answer_that_is_cut_keeps_what_was_whole(fused);
         test_a_batch_that_ends_early_is_quiet_and_its_connection_gone(fused);
+        test_two_nodes_answer_side_by_side(fused);
     }
     return 0;
 }

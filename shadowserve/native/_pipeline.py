@@ -1,6 +1,6 @@
 """The pipeline executor, the tables of its batches, and the batches."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Required, Self, TypedDict, Unpack
 
@@ -206,26 +206,28 @@ class Batch:
         self._batch.layers_first = progress.first
         self._batch.layers_end = min(progress.end, progress.first + LAYERS_MAX)
 
-    def ask_by_layers(self, request: bytes, layers: int, keys: int) -> None:
-        """Request all pieces at the server with one command (``struct ss_layers``), over the fetch's single socket.
+    def ask_by_layers(self, requests: Mapping[int, tuple[bytes, int, int]]) -> None:
+        """Request all pieces at some nodes with one command each (``struct ss_layers``), over one socket to each node.
 
-        ``request`` is KV.LAYERS in its wire format, for ``layers`` layers and ``keys`` keys. The batch has one row of
-        pieces for each layer. A row has one piece for each key, in the same order.
+        For a node's index, a request is KV.LAYERS in its wire format, its number of layers, and its number of keys. The
+        node's pieces are one row for each layer. A row has one piece for each key, in the same order.
         """
-        self._layers = ffi.new("struct ss_layers *")
-        pieces = np.flatnonzero(self.pieces["origin"] == Origin.SERVER).astype(np.uint32)
-        self._layers.pieces = ffi.cast("uint32_t *", self._hold(pieces))
-        self._layers.request = self._hold(request)
-        self._layers.request_size = len(request)
-        self._layers.layers, self._layers.keys = layers, keys
-        self._batch.layers = self._layers
+        self._layers = ffi.new("struct ss_layers[]", len(requests))
+        at_node = np.where(self.pieces["origin"] == Origin.SERVER, self.pieces["node"].astype(np.int64), -1)
+        for target, (node, (request, layers, keys)) in zip(self._layers, sorted(requests.items()), strict=True):
+            target.pieces = ffi.cast("uint32_t *", self._hold(np.flatnonzero(at_node == node).astype(np.uint32)))
+            target.request = self._hold(request)
+            target.request_size = len(request)
+            target.node, target.layers, target.keys = node, layers, keys
+        self._batch.layers, self._batch.layers_count = self._layers, len(requests)
 
     @property
-    def refusal(self) -> str | None:
-        """Server's error for the KV.LAYERS request; the pieces were then requested by ranges. None: no error."""
-        if self._layers == ffi.NULL or not self._layers.refused:
-            return None
-        return bytes(ffi.string(self._layers.error)).decode("utf-8", "replace")
+    def refusals(self) -> dict[int, str]:
+        """Errors of nodes for their KV.LAYERS requests; their pieces were then requested by ranges."""
+        requests = () if self._layers == ffi.NULL else self._layers
+        return {
+            each.node: bytes(ffi.string(each.error)).decode("utf-8", "replace") for each in requests if each.refused
+        }
 
     def _hold(self, buffer: "ReadableBuffer", *, writable: bool = False) -> Any:
         memory = ffi.from_buffer("uint8_t[]", buffer, require_writable=writable)
@@ -300,7 +302,7 @@ class Batch:
         self._batch.groups = ffi.NULL
         self._batch.group_count = 0
         self._batch.progress = ffi.NULL
-        self._batch.layers = ffi.NULL
+        self._batch.layers, self._batch.layers_count = ffi.NULL, 0
         self.pieces["memory"] = 0
         while self._held:
             ffi.release(self._held.pop())

@@ -25,11 +25,10 @@ from typing import Final, NamedTuple
 
 import click
 
-from dpu_dataplane.sources.resp.several import ranking
 from host_control.client import DataPlaneClient
 from host_control.registered_memory import RegisteredMemory
 from shadowserve.errors import ShadowServeError
-from shadowserve.keys import chain_of
+from shadowserve.placement import Placement, partition_of
 from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option, whole
 from shadowserve_tools.bench.parts.target import CALL_TIMEOUT_S, Target
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
@@ -213,7 +212,7 @@ def _shared_out(addresses: Sequence[str], each: int, chunks: int, layers: int) -
     found: dict[str, list[Workload]] = {address: [] for address in addresses}
     while any(len(own) < each for own in found.values()):
         prefix = llama_8b(chunks, layers=layers)
-        own = found[ranking(chain_of(prefix.keys[0]), addresses)[0]]
+        own = found[Placement(dict.fromkeys(addresses, 1.0)).ranking(partition_of(prefix.keys[0]))[0]]
         if len(own) < each:
             own.append(prefix)
     return [prefix for turn in zip(*found.values(), strict=True) for prefix in turn]

@@ -122,7 +122,6 @@ PAIRS: Final[dict[tuple[str, str], Expected]] = {
     ("groups", "waits"): Expected("slower", "several_groups"),
     ("layers", "budget"): Expected("slower", "other_requests"),
     ("layers", "preemption"): Expected("slower", "other_requests"),
-    ("layers", "nodes"): Expected("slower", "several_nodes"),
     ("layers", "cluster"): Expected("slower", "cluster"),
     ("pages", "binned"): Expected("refused", "pages: true stores pages unchanged, which quantizer: binned"),
     ("pages", "gpu"): Expected(

@@ -21,9 +21,9 @@ from shadowserve.keys import (
     Input,
     KVNamespace,
     ModelIdentity,
-    chain_of,
     prefix_chain,
     record_keys,
+    segment_of,
     storage_key,
     tail_chunk_key,
 )
@@ -41,24 +41,24 @@ LAYOUT = ChunkLayout(
 NAMESPACE = KVNamespace(model=MODEL, layers=(0, 32), heads=(0, 8))
 
 # Every later version must find today's records. If one of these values changes, SCHEMA_VERSION must change, too.
-GOLDEN_MODEL = "9fd6431f7572974cced83228bb788375828a365903bea7558f2c4faf460b4281"
-GOLDEN_NAMESPACE = "c775a6aaf093270d74457f37d401d7271da54173bc41e7674135ab9873de295c"
+GOLDEN_MODEL = "3b86ca8d1b24b739b0cee657131abeb5a670fc2669c09536565d9ae654678468"
+GOLDEN_NAMESPACE = "b5765fd2a2126cd67d740bcdd9d4cc757de441b4d8ee4ca5980f066151943977"
 GOLDEN_LINKS = [
-    "93adfef254251bba8126b1324f234cde8f6263642ebcf5ff5633f843e6ba17a7",
-    "8ae3f37865b259f8d7a572f1822b57b2dc1076a121ffa5835633f843e6ba17a7",
-    "dcd1266cbf1342491d7b3a9f8c91b290517f4ca6953030055633f843e6ba17a7",
+    "295d258109c5d033cbdb601e474e04f30bbdbe758c68b58a0a40b0d482c09183",
+    "76383e95c0e6ab3572da01760b504aab2a78b04f3b9d06d10a40b0d482c09183",
+    "f3c7a6d5e8656823539224d23f2c035f5d9f843e401c02370a40b0d482c09183",
 ]
 GOLDEN_LINKS_SALTED = [
-    "3ac28f1d20f948e65b645bd7d4e510a2d72a1fb54ca9276ce2eb26aacdd7d276",
-    "a14dc825d80f3b2ad6a78856a788d3cb8566ee4cb33115d0e2eb26aacdd7d276",
+    "a18d00687cfeca5912eeaf700da7dbbeaefff859704d055760362c61c564f134",
+    "82e158b91fbfc835622cbaef82dd3f649bd9893c590ec2aa60362c61c564f134",
 ]
 GOLDEN_KEYS = [
-    "72287bf35353b2be9f303140e352ff4f7637ab7647a3c3596e5d4b44a888d734",
-    "9a030c75d83c30ed32d7bb1a040bc8e61e7bcbe98b08a8016e5d4b44a888d734",
-    "8d83375fb5aa43b2b3a1593eabb0cbcad8adb778bfc120056e5d4b44a888d734",
+    "3092b1150b14f29427dddae01e0acd4f60edd3346da20332e695758bc8320b58",
+    "3647fc93175bfa83148c76242e5802602fc89609dacaa182e695758bc8320b58",
+    "f9b2eed71f423c123a9da6f186534965400f8c5a7e6d64aae695758bc8320b58",
 ]
-SCHEMA_3_KEY = "bfc3ca1faa88a825b3d4c5da07e125efd83a2ec4dc61b749b0b8158d94f8cfe5"
-"""Key of the same tokens and model in schema 3."""
+SCHEMA_4_KEY = "72287bf35353b2be9f303140e352ff4f7637ab7647a3c3596e5d4b44a888d734"
+"""Key of the same tokens and model in schema 4."""
 
 # One other value for each field. A new field must be added here.
 OTHER_MODEL: dict[str, Any] = {
@@ -90,7 +90,7 @@ TOKENS = list(range(1000))
 def reference_links(model: bytes, tokens: list[int], chunk_tokens: int, extra: Extra) -> list[bytes]:
     """Return the chain by the definition in prefix_chain's docstring, one token at a time."""
     links = []
-    previous = hashlib.sha256(b"shadowserve chain 2\0" + model).digest()
+    previous = hashlib.sha256(b"shadowserve chain 3\0" + model).digest()
     for start in range(0, len(tokens) - chunk_tokens + 1, chunk_tokens):
         chunk = b"".join(struct.pack("<I", token) for token in tokens[start : start + chunk_tokens])
         before = previous + chunk + struct.pack("<I", len(extra.request)) + extra.request
@@ -101,7 +101,7 @@ def reference_links(model: bytes, tokens: list[int], chunk_tokens: int, extra: E
         ]
         inputs = [each.content + struct.pack("<qq", each.offset - start, each.length) for each in there]
         previous = hashlib.sha256(before + b"".join(inputs)).digest()
-        previous = previous[:24] + (links[0] if links else previous)[24:]
+        previous = previous[:24] + (links[-1] if len(links) % 4 else previous)[24:]
         links.append(previous)
     return links
 
@@ -126,19 +126,22 @@ def test_the_keys_of_records_are_frozen() -> None:
     before = b"shadowserve record 4\0" + named()
     end = hashlib.sha256(before + links[0][24:]).digest()[:8]
     assert record_keys(named(), links) == [hashlib.sha256(before + link).digest()[:24] + end for link in links]
-    assert SCHEMA_3_KEY not in GOLDEN_KEYS, "records of an earlier schema must be misses"
+    assert SCHEMA_4_KEY not in GOLDEN_KEYS, "records of an earlier schema must be misses"
 
 
-def test_keys_of_one_namespace_end_alike_if_their_prompts_begin_alike_and_not_otherwise() -> None:
+def test_keys_of_one_segment_end_alike_and_those_of_other_segments_do_not() -> None:
     other = named(replace(NAMESPACE, heads=(8, 16)))
-    links = prefix_chain(MODEL.digest(), TOKENS)
-    branched = prefix_chain(MODEL.digest(), [*TOKENS[:300], *TOKENS], after=links[:1])
-    ends = {chain_of(key) for key in record_keys(named(), [*links, *branched, tail_chunk_key(
-        MODEL.digest(), TOKENS, 100, after=links)])}  # fmt: skip
-    assert len(ends) == 1 and len({*links, *branched}) == len(links) + len(branched) - 1
-    elsewhere = prefix_chain(MODEL.digest(), TOKENS[1:])
-    assert len({chain_of(key) for key in record_keys(named(), [links[2], elsewhere[2]])}) == 2
-    assert not ends & {chain_of(key) for key in record_keys(other, links)}, (
+    tokens = list(range(9 * 256))
+    links = prefix_chain(MODEL.digest(), tokens)
+    assert links == prefix_chain(MODEL.digest(), tokens, after=links[:6])
+    tail = tail_chunk_key(MODEL.digest(), tokens, 100, after=links[:5])
+    keys = record_keys(named(), [*links, tail])
+    ends = [segment_of(key) for key in keys]
+    assert ends == [ends[0]] * 4 + [ends[4]] * 4 + [ends[8], ends[4]] and len(set(ends)) == 3
+    branched = prefix_chain(MODEL.digest(), [*tokens[:1024], *tokens], after=links[:4])
+    branched_ends = [segment_of(key) for key in record_keys(named(), branched)]
+    assert branched_ends[:4] == ends[:4] and not {*branched_ends[4:]} & {*ends}
+    assert not {*ends} & {segment_of(key) for key in record_keys(other, links)}, (
         "ranks and groups must have different placements"
     )
 
@@ -154,7 +157,7 @@ def test_the_digests_are_those_of_canonical_json() -> None:
     }  # fmt: skip
     part = {"model": GOLDEN_MODEL, "group": "full", "layers": [0, 32], "heads": [0, 8], "layout": layout}
     for content, digest in ((asdict(MODEL), GOLDEN_MODEL), (part, GOLDEN_NAMESPACE)):
-        text = json.dumps(content | {"schema_version": 4}, sort_keys=True, separators=(",", ":"))
+        text = json.dumps(content | {"schema_version": 5}, sort_keys=True, separators=(",", ":"))
         assert hashlib.sha256(text.encode()).hexdigest() == digest
 
 

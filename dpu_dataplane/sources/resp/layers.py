@@ -1,8 +1,9 @@
-"""Batches as one request, ``KV.LAYERS`` of our storage server, instead of one range request for each piece.
+"""Batches as one request to each node, ``KV.LAYERS`` of our storage server, instead of a range request for each piece.
 
-In layer order, a batch is rows of the same records, one layer in each row. One request for all rows is answered as one
-stream: each layer gets all bandwidth of the link, and the server knows how long the engine computes with it. That pays
-above the link's bandwidth-delay product (ObjectCache, equation 2); below it, many range requests are in flight.
+In layer order, a node's part of a batch is rows of the same records, one layer in each row. One request for all rows is
+answered as one stream: each layer gets all bandwidth of the link, and the server knows how long the engine computes
+with it. That pays above the link's bandwidth-delay product (ObjectCache, equation 2); below it, many range requests are
+in flight.
 """
 
 from collections import deque
@@ -26,11 +27,11 @@ _BATCHES: Final = 32
 
 
 class LayerRequest(NamedTuple):
-    """The pieces of a batch in one request: ``layers`` rows of ``keys`` pieces each, and the encoded command."""
+    """A node's pieces of a batch in one request: the encoded command, and ``layers`` rows of ``keys`` pieces each."""
 
+    command: bytes
     layers: int
     keys: int
-    command: bytes
 
 
 def layer_request(plan: FetchPlan, piece_ids: Sequence[int]) -> LayerRequest | None:
@@ -50,11 +51,11 @@ def layer_request(plan: FetchPlan, piece_ids: Sequence[int]) -> LayerRequest | N
     window_us = int(1e6 * min(plan.window_s, _WINDOW_S_MAX))
     rate = _bits_per_s(plan, int(pieces["body_length"].sum()))
     command = encode_command("KV.LAYERS", _ranges_text(layer[:, 0].tolist()), rate, window_us, *names)
-    return LayerRequest(layers, keys, command)
+    return LayerRequest(command, layers, keys)
 
 
 def _bits_per_s(plan: FetchPlan, stored_bytes: int) -> int:
-    """Return the rate at which stored bytes are to arrive, so that the plan is delivered at its rate; 0 for no limit.
+    """Return the rate at which a node's stored bytes are to arrive, its share of the plan's rate; 0 for no limit.
 
     The server gives what remains of the link to others. A little more than needed, because delivering keeps the rate.
     """

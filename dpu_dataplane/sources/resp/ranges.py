@@ -1,6 +1,7 @@
 """Reads of a plan's pieces from the nodes that have them: one batch, or several for a cluster.
 
-A fetch in layer order from one server may be one request that is answered as one stream (layers.py).
+A fetch in layer order from storage nodes may be one request to each, answered as one stream (layers.py). The streams
+are joined at the layer: a layer is complete when each stream has brought its part.
 
 A node that cannot be reached, or fails, costs each group the pieces from its first chunk on that node on, and nothing
 else. Redirected pieces are read again from the other node, a bounded number of times; other pieces are not read twice.
@@ -38,7 +39,6 @@ _LOW_RATE: Final = "ERR a rate of "
 """Error of a storage node whose layers_bits_per_s_min is above the rate."""
 _RANGE_REASONS: Final = {
     "cluster": "a Redis or Valkey cluster does not know KV.LAYERS; a node's egress_policy does not apply to this fetch",
-    "several_nodes": "storage nodes that were away hold some of the chunks, and other nodes the rest",
     "no_layer_requests": "storage does not know KV.LAYERS; use a storage node of ShadowServe of this release",
 }
 """Why a fetch in layer order uses range requests. docs/reference/combinations.md lists the same reasons."""
@@ -78,6 +78,14 @@ class Router(ABC):
 
     async def recover(self, node: Node | None) -> None:
         """Update the map of nodes after a node has failed."""
+        return
+
+    def note_failure(self, node: Node) -> None:
+        """Note that a node's connection broke, or could not be made."""
+        return
+
+    def note_rate(self, bytes_per_us: float) -> None:
+        """Note how fast a batch has received from the node that had most of its bytes."""
         return
 
 
@@ -147,6 +155,8 @@ class PieceReader:
         """Return the failure of a piece: the node, its error, and whether a retry may help."""
         result, node = Result(int(state.done.results[piece])), state.nodes[piece]
         text, clustered = state.texts.get(piece, ""), self._router.clustered
+        if result is Result.DISCONNECTED and node is not None:
+            self._router.note_failure(node)
         reply = f"{node}: {text}" if text else ""
         if not text and clustered and result in (Result.DISCONNECTED, Result.PROTOCOL):
             reply = str(node)
@@ -166,8 +176,8 @@ class PieceReader:
         links, piece_ids, rest = await self._connect(job, state, remaining)
         if not piece_ids:
             return state.useful(rest)
-        request = self._layer_request(state.plan, piece_ids, links)
-        result, results = await self._run_batch(job, state, piece_ids, links, request)
+        requests = self._layer_requests(state, piece_ids, links)
+        result, results = await self._run_batch(job, state, piece_ids, links, requests)
         state.done.results[piece_ids] = results
         redirected = []
         for row in np.flatnonzero(results != Result.OK).tolist():
@@ -237,7 +247,7 @@ class PieceReader:
         state: _PlanState,
         piece_ids: Sequence[int],
         links_by_node: dict[Node, list[Link]],
-        request: LayerRequest | None,
+        requests: dict[Node, LayerRequest],
     ) -> tuple[Result, npt.NDArray[np.uint32]]:
         """Run a batch through the pipeline; return its result, and the result of each piece."""
         batch = state.plan.batch(piece_ids)
@@ -245,10 +255,9 @@ class PieceReader:
         numbers: dict[Node | None, int] = {node: number for number, node in enumerate(links_by_node)}
         pieces["node"] = [0 if state.supplied[piece] else numbers[state.nodes[piece]] for piece in piece_ids]
         pieces["asking"] = [state.asking[piece] for piece in piece_ids]
-        links = [link for each in links_by_node.values() for link in each]
-        if request is not None:
-            links = links[:1]
-            batch.ask_by_layers(request.command, request.layers, request.keys)
+        links = [link for each in links_by_node.values() for link in (each[:1] if requests else each)]
+        if requests:
+            batch.ask_by_layers({numbers[node]: each for node, each in requests.items()})
         began_s = time.monotonic()
         try:
             with job.interruptible(batch.cancel):
@@ -256,7 +265,7 @@ class PieceReader:
                     self._resources.fetching, self._receive, batch, links, len(links_by_node)
                 )
         finally:
-            self._note_batch(batch, time.monotonic() - began_s, links, request)
+            self._note_batch(batch, time.monotonic() - began_s, links, len(requests))
             batch.release()
             if not batch.sockets_in_sync and not self._router.clustered:
                 self._links.close()  # a cluster's links that are out of sync are disconnected, and found to be so
@@ -268,51 +277,52 @@ class PieceReader:
         state.done.received_bytes += batch.received_bytes
         return result, pieces["result"]
 
-    def _layer_request(
-        self, plan: FetchPlan, piece_ids: Sequence[int], links: dict[Node, list[Link]]
-    ) -> LayerRequest | None:
-        """Return the one request for all pieces in layer order; None for range requests."""
+    def _layer_requests(
+        self, state: _PlanState, piece_ids: Sequence[int], links: dict[Node, list[Link]]
+    ) -> dict[Node, LayerRequest]:
+        """Return the one request to each node for its pieces in layer order; none for nodes with range requests."""
+        plan = state.plan
+        requests: dict[Node, LayerRequest] = {}
         if not plan.layerwise or not links:
-            return None
-        if reason := self._no_layers_reason(links):
-            detail = f"a fetch in the order of layers uses range requests: {_RANGE_REASONS[reason]}"
-            self._metrics.add_slower_path(reason, detail)
-            return None
-        assert self._threshold is not None
-        [node_links] = links.values()
-        bytes_min = self._threshold.bytes_min(min(link.latency_s for link in node_links))
-        ids = np.array(piece_ids)
-        far = ids[plan.pieces["origin"][ids] == Origin.SERVER]
-        if plan.pieces["body_length"][far].sum() < bytes_min:
-            return None
-        return layer_request(plan if node_links[0].takes_rates else replace(plan, rate=0), far.tolist())
-
-    def _no_layers_reason(self, links: dict[Node, list[Link]]) -> str:
-        """Return why the pieces at the server cannot be one request; empty if they can."""
+            return requests
         if self._threshold is None:
-            return "cluster"
-        if len(links) > 1:
-            return "several_nodes"
-        [node_links] = links.values()
-        return "" if node_links[0].takes_layers else "no_layer_requests"
+            self._note_ranges("cluster")
+            return requests
+        ids = np.array(piece_ids)
+        far = ids[plan.pieces["origin"][ids] == Origin.SERVER].tolist()
+        latency_s = min(link.latency_s for node_links in links.values() for link in node_links)
+        if plan.pieces["body_length"][far].sum() < self._threshold.bytes_min(latency_s):
+            return requests
+        for node, (link, *_) in links.items():
+            mine = [piece for piece in far if state.nodes[piece] == node]
+            if not link.takes_layers:
+                self._note_ranges("no_layer_requests")
+            elif request := layer_request(plan if link.takes_rates else replace(plan, rate=0), mine):
+                requests[node] = request
+        return requests
 
-    def _note_batch(
-        self, batch: native.Batch, seconds: float, links: Sequence[Link], request: LayerRequest | None
-    ) -> None:
-        """Update the link's rate, and whether the server takes KV.LAYERS and its rates, after a batch."""
+    def _note_ranges(self, reason: str) -> None:
+        detail = f"a fetch in the order of layers uses range requests: {_RANGE_REASONS[reason]}"
+        self._metrics.add_slower_path(reason, detail)
+
+    def _note_batch(self, batch: native.Batch, seconds: float, links: Sequence[Link], requests: int) -> None:
+        """Update the links' rate, and whether servers take KV.LAYERS and its rates, after a batch."""
         if self._threshold is not None:
             self._threshold.note(batch.received_bytes, seconds)
-        if request is None:
-            return
-        [link] = links
-        if (refusal := batch.refusal) is None:
-            self._metrics.totals["layer_batches"] += 1
-        elif refusal.startswith(_NO_LAYERS):  # other errors are about this request
-            _logger.info("storage %s does not answer KV.LAYERS (%s): using range requests", link.node, refusal)
-            link.takes_layers = False
-        elif refusal.startswith(_LOW_RATE):
-            _logger.info("storage %s refuses a rate (%s): KV.LAYERS without a rate follows", link.node, refusal)
-            link.takes_rates = False
+            far = batch.pieces[(batch.pieces["origin"] == Origin.SERVER) & (batch.pieces["result"] == Result.OK)]
+            if len(far):
+                most = np.bincount(far["node"], far["body_length"]).max()
+                self._router.note_rate(float(most) / max(1e6 * seconds, 1.0))
+        refusals = batch.refusals
+        self._metrics.totals["layer_batches"] += requests > len(refusals)
+        for node, refusal in refusals.items():
+            link = links[node]
+            if refusal.startswith(_NO_LAYERS):  # other errors are about this request
+                _logger.info("storage %s does not answer KV.LAYERS (%s): using range requests", link.node, refusal)
+                link.takes_layers = False
+            elif refusal.startswith(_LOW_RATE):
+                _logger.info("storage %s refuses a rate (%s): KV.LAYERS without a rate follows", link.node, refusal)
+                link.takes_rates = False
 
     def _receive(self, batch: native.Batch, links: Sequence[Link], nodes: int) -> Result:
         sessions = [link.session for link in links]

@@ -1,13 +1,14 @@
 """One storage server: a control connection that is made again after an outage (``outage.py``).
 
 Servers that do not know our commands: without ``KV.META``, a lookup is a pipeline of STRLEN and GETRANGE; without
-``KV.PUBLISH``, nothing is published; without ``KV.PREFETCH``, nothing is cold.
+``KV.PUBLISH``, nothing is published; without ``KV.PREFETCH``, nothing is cold; without ``KV.LOAD``, no load is known.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -32,12 +33,20 @@ META_KEYS_MAX: Final = 1024
 """Most keys in one command: twice a prompt of 128K tokens; the answer has some 3 MB for 32 layers."""
 _NUMBER_END: Final = 1 << 62
 """Numbers in answers are smaller: they fit C's signed 64-bit integers with room to add."""
+_LOAD_S: Final = 2.0  # seconds for which a reported load counts
+_LOAD_US_MAX: Final = 60_000_000  # a server that reports more is wrong, or lies: it has this load
 
 logger = logging.getLogger(__name__)
 
 
 class OneServer(RespSource):
-    """One storage server, by default ``storage`` of the configuration; ``meanwhile`` is for the log of an outage."""
+    """One storage server, by default ``storage`` of the configuration; ``meanwhile`` is for the log of an outage.
+
+    Attributes:
+        asks_load: Each lookup also asks for the server's load.
+        takes_load: The server knows KV.LOAD, as far as is known.
+        on_lost: Called when the control connection is lost.
+    """
 
     clustered = False
 
@@ -45,7 +54,10 @@ class OneServer(RespSource):
         self, config: DataPlaneConfig, metrics: Metrics, address: str = "", meanwhile: str = "every call is a miss"
     ) -> None:
         super().__init__(address or config.storage, config, metrics)
-        self._node = Node(*split_address(self.name))
+        self.node = Node(*split_address(self.name))
+        self.asks_load = False
+        self.on_lost: set[Callable[[], None]] = set()
+        self._load = 0, -_LOAD_S  # microseconds, and the time of the report
         self._control: RespClient | None = None
         self._has_meta = True  # on the current connection
         self._unknown: set[bytes] = set()  # commands of ours that the server does not know, likewise
@@ -68,13 +80,30 @@ class OneServer(RespSource):
     def check(self) -> None:
         self._outage.check()
 
+    @property
+    def is_away(self) -> bool:
+        return self._outage.failure is not None
+
+    @property
+    def takes_load(self) -> bool:
+        return b"KV.LOAD" not in self._unknown
+
+    @property
+    def load_us(self) -> int | None:
+        """Microseconds that the bytes queued at the server need; None if it has not reported them a moment ago."""
+        load_us, reported_at = self._load
+        return load_us if time.monotonic() - reported_at < _LOAD_S else None
+
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
         assert len(keys) <= QUESTION_KEYS_MAX
         control = await self._connected()
         names = [storage_key(key) for key in keys]
         if self._has_meta:
             parts = [names[first : first + META_KEYS_MAX] for first in range(0, len(names), META_KEYS_MAX)]
-            answers = await control.ask([[b"KV.META", *part] for part in parts])
+            also = [[b"KV.LOAD"]] if self.asks_load and self.takes_load else []
+            answers = await control.ask([*([b"KV.META", *part] for part in parts), *also])
+            if also:
+                self._note_load(answers.pop())
             if not any(_is_unknown_command(answer) for answer in answers):
                 found: list[Found] = []
                 for part, answer in zip(parts, answers, strict=True):
@@ -83,6 +112,12 @@ class OneServer(RespSource):
             logger.info("storage %s does not know KV.META; using STRLEN and GETRANGE instead", self.name)
             self._has_meta = False
         return await self._meta_by_ranges(control, names)
+
+    def _note_load(self, answer: object) -> None:
+        if type(answer) is int:
+            self._load = min(max(answer, 0), _LOAD_US_MAX), time.monotonic()
+        else:
+            self._unknown.add(b"KV.LOAD")
 
     async def publish(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
         return await self._send_for_keys([b"KV.PUBLISH", b"%d" % lasts_ms], keys) is not None
@@ -97,7 +132,7 @@ class OneServer(RespSource):
         cold = [index for index, each in enumerate(found) if isinstance(each, Cold)]
         if not cold:
             return found
-        slow = await self.dialer.open_control(self._node)
+        slow = await self.dialer.open_control(self.node)
         names = [storage_key(keys[index]) for index in cold]
         try:
             if not headers:  # the last byte comes when the record is whole
@@ -143,16 +178,22 @@ class OneServer(RespSource):
     async def expire(self, key: bytes, lasts_ms: int) -> None:
         await self._send_one(b"PEXPIRE", storage_key(key), b"%d" % lasts_ms)
 
+    async def is_lasting(self, key: bytes) -> bool:
+        """Return True if a record is there and has no expiry."""
+        control = await self._connected()
+        [answer] = await control.ask([[b"PTTL", storage_key(key)]])
+        return bool(answer == -1)
+
     async def _send_one(self, *command: bytes) -> None:
         control = await self._connected()
         [answer] = await control.ask([list(command)])
         refuse_error(command[0].decode(), answer)
 
     def nodes(self) -> Sequence[Node]:
-        return [self._node]
+        return [self.node]
 
     def route(self, keys: Sequence[bytes], *, master: bool) -> list[Node | None]:
-        return [self._node] * len(keys)
+        return [self.node] * len(keys)
 
     async def _connected(self) -> RespClient:
         """Return the connection; wait for an attempt in progress, unless one has failed since the last connection."""
@@ -165,7 +206,7 @@ class OneServer(RespSource):
     async def _keep_connected(self) -> None:
         while True:
             try:
-                control = await self.dialer.open_control(self._node)
+                control = await self.dialer.open_control(self.node)
             except StorageError as error:
                 self._outage.fail(error)
             else:
@@ -184,6 +225,8 @@ class OneServer(RespSource):
             reason = await asyncio.shield(control.closed)
         finally:
             self._control = None
+            for call in list(self.on_lost):
+                call()
             stable = self._outage.disconnect()
             control.abort("the data plane is stopping")
         if stable:

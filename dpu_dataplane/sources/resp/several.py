@@ -1,164 +1,501 @@
-"""Several storage servers over one bucket: each prefix has one server, and another one while that is unreachable.
+"""Several storage servers: each segment has one server, and others while that is unreachable or has a long queue.
 
-Rendezvous hashing (Thaler and Ravishankar, 1998) maps the chain name in a key to a server: the same map on all data
-planes with the same addresses; a server that comes or goes moves its own prefixes only. A server reads records that it
-lacks from the bucket; nothing is copied between servers.
+:mod:`shadowserve.placement` maps segments to servers: the same map on all data planes with the same addresses and
+weights. New records and publications go to the first choice. A lookup asks the first choices of its segments, all at
+the same time. It also asks the second choice of a segment if the first one has a long queue, or if the map has changed.
+Then it decides by their answers and loads which one the fetch reads from, and returns that one's answer. If only the
+busy one has a record, it is copied to the other one (copies.py).
 """
 
 import asyncio
-import hashlib
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TypeVar
+import functools
+import logging
+import math
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from itertools import islice
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from dpu_dataplane.config import DataPlaneConfig
+from dpu_dataplane.config import NODES_MAX, DataPlaneConfig
+from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.sources.found import Found
+from dpu_dataplane.plan import FetchPlan
+from dpu_dataplane.sources.found import Cold, Found, Stored
+from dpu_dataplane.sources.resp.copies import HotCopies
 from dpu_dataplane.sources.resp.links import Node
 from dpu_dataplane.sources.resp.server import OneServer
 from dpu_dataplane.sources.resp.source import AvoidedNodes, RespSource
+from dpu_dataplane.sources.source import Delivered, Encoded, Failure, Resources
+from shadowserve.addresses import split_address
 from shadowserve.errors import StorageError
-from shadowserve.keys import chain_of
+from shadowserve.keys import segment_of
+from shadowserve.native import Origin, Result
 from shadowserve.pieces import Flags
+from shadowserve.placement import WAIT_MARGIN_US, Choice, Placement, Waits, partition_of
+
+_CHOSEN_MAX: Final = 65536
+"""Segments and keys whose records are read from another server than their first choice; the oldest are forgotten."""
+_SECOND_S: Final = 0.05  # longest wait for second choices, after the first ones have answered
+_RATES: Final = 32  # batches of which the fastest gives the rate of a server's link
 
 _Answer = TypeVar("_Answer")
+_Question = Callable[[OneServer, Sequence[bytes]], Awaitable[_Answer]]
+
+logger = logging.getLogger(__name__)
 
 
-def ranking(chain: bytes, names: Iterable[str]) -> list[str]:
-    """Rank servers for a chain: the first one that is reachable has the chain."""
-    return sorted(names, key=lambda name: hashlib.blake2b(name.encode(), key=chain, digest_size=8).digest())
+class _Answered(NamedTuple, Generic[_Answer]):
+    """A server's answer for some keys, given by their indexes."""
+
+    address: str
+    indexes: Sequence[int]
+    answer: _Answer
+
+
+class _Segment(NamedTuple):
+    """Keys of one segment in a request, by their indexes, and the two servers that may have their records."""
+
+    name: bytes
+    indexes: Sequence[int]
+    first: str
+    second: str | None
 
 
 class SeveralServers(RespSource):
-    """Several servers, each with its share of the prefixes."""
+    """Several servers, each with its share of the segments."""
 
     clustered = True
 
     def __init__(self, config: DataPlaneConfig, metrics: Metrics) -> None:
-        super().__init__(",".join(config.storage_nodes), config, metrics)
-        self._servers = {
-            address: OneServer(config, metrics, address, meanwhile="other servers have its prefixes")
-            for address in config.storage_nodes
-        }
-        self._nodes = {address: node for address, server in self._servers.items() for node in server.nodes()}
+        weights = dict.fromkeys(config.storage_nodes, 1.0)
+        super().__init__(",".join(weights), config, metrics)
+        self._placement = self._before = Placement(weights)  # the map, and the one before the last change
+        self._servers = {address: self._server(address) for address in weights}
+        self._tasks: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)  # requests in progress, by address
         self._avoided = AvoidedNodes()
+        self._usable_before: Collection[str] = ()
+        self._known_choices: dict[int, tuple[str, str | None]] = {}  # by partition, while the usable servers are these
+        self._chosen: OrderedDict[bytes, str] = OrderedDict()  # addresses by segment, or by key for exceptions
+        self._busy: set[str] = set()  # servers that were avoided for their load
+        self._bytes_per_us: deque[float] = deque([0.0], _RATES)
+        self._record_bytes = 0.0  # mean of the last lookup
+        self._started = False
+        self._copies: HotCopies
         metrics.gauges["storage_nodes_away"] = (
-            "Unreachable storage servers; other servers have their prefixes meanwhile",
+            "Unreachable storage servers; other servers have their segments meanwhile",
             lambda: float(sum(not server.connected for server in self._servers.values())),
         )
 
+    def _server(self, address: str) -> OneServer:
+        server = OneServer(self._config, self._metrics, address, meanwhile="other servers have its segments")
+        server.asks_load = True
+        return server
+
+    def attach(self, resources: Resources) -> None:
+        super().attach(resources)
+        self._copies = HotCopies(resources, self._receive_whole, self._config.command_timeout_s)
+
     async def start(self) -> None:
+        self._started = True
         for server in self._servers.values():
             await server.start()
+        self._copies.start()
+
+    async def close(self) -> None:
+        await self._copies.close()
+        await super().close()
 
     async def _disconnect(self) -> None:
         for server in self._servers.values():
             await server.close()
+
+    async def set_members(self, weights: Mapping[str, float]) -> None:
+        """Replace the servers, given by their addresses and weights. Returns when removed ones are closed.
+
+        A map that cannot be used is counted, and the old one stays: an empty one, or one with a weight that is not
+        positive.
+        """
+        if not 0 < len(weights) <= NODES_MAX or not all(0 < weight < math.inf for weight in weights.values()):
+            self._metrics.totals["storage_nodes_refused"] += 1
+            logger.warning("a list of %d storage nodes cannot be used; the old one stays: %s", len(weights), self.name)
+            return
+        if weights == self._placement.weights:
+            return
+        new = {address: self._server(address) for address in weights if address not in self._servers}
+        removed = [self._servers.pop(address) for address in list(self._servers) if address not in weights]
+        self._servers |= new
+        self._placement, self._before, self._known_choices = Placement(weights), self._placement, {}
+        self.name = ",".join(weights)
+        logger.info("storage nodes: %s", ", ".join(f"{address} (weight {weights[address]:g})" for address in weights))
+        if self._started:
+            for server in new.values():
+                await server.start()
+        for server in removed:
+            if tasks := self._tasks.pop(server.name, None):
+                await asyncio.wait(tasks, timeout=self._config.command_timeout_s)
+            await server.close()
+            for link in self._idle.pop(server.node, ()):
+                link.close()
 
     @property
     def connected(self) -> bool:
         return any(server.connected for server in self._servers.values())
 
     def check(self) -> None:
-        if all(self._is_away(address) for address in self._servers):
+        if all(server.is_away for server in self._servers.values()):
             for server in self._servers.values():
                 server.check()
-
-    def _is_away(self, address: str) -> bool:
-        try:
-            self._servers[address].check()
-        except StorageError:
-            return True
-        return False
 
     # ---- Routing
 
     def nodes(self) -> Sequence[Node]:
-        return list(self._nodes.values())
+        return [server.node for server in self._servers.values()]
 
     def route(self, keys: Sequence[bytes], *, master: bool) -> list[Node | None]:
-        return [self._nodes[address] for address in self._addresses_of(keys)]
+        return [self._servers[address].node for address in self._addresses_of(keys, first=master)]
 
-    def _addresses_of(self, keys: Sequence[bytes]) -> list[str]:
-        """Return the best reachable server for each key; the best of all if none is reachable."""
-        usable = [
-            address for address, node in self._nodes.items() if node not in self._avoided and not self._is_away(address)
-        ]
-        best = {chain: ranking(chain, usable or self._servers)[0] for chain in {chain_of(key) for key in keys}}
-        return [best[chain_of(key)] for key in keys]
+    def _usable(self) -> Collection[str]:
+        """Return the servers that are reachable, as far as is known; all of them if none is."""
+        usable = {
+            address
+            for address, server in self._servers.items()
+            if not server.is_away and server.node not in self._avoided
+        }
+        usable = usable or set(self._servers)
+        if usable != self._usable_before:
+            self._usable_before, self._known_choices = usable, {}
+        return usable
+
+    def _choices(self, segment: bytes, usable: Collection[str]) -> tuple[str, str | None]:
+        """Return the first and the second choice of a segment among the usable servers.
+
+        After a change of the map, the second choice is the server that was the first one before.
+        """
+        partition = partition_of(segment)
+        if (known := self._known_choices.get(partition)) is not None:
+            return known
+        ranking, before = self._placement.ranking(partition), self._before.ranking(partition)[0]
+        first, *others = islice((address for address in ranking if address in usable), 2)
+        moved = before != ranking[0] and before != first and before in usable
+        known = self._known_choices[partition] = first, before if moved else others[0] if others else None
+        return known
+
+    def _addresses_of(self, keys: Sequence[bytes], *, first: bool) -> list[str]:
+        """Return the server of each key: its first choice, or the one that its records are read from."""
+        usable = self._usable()
+        by_segment: dict[bytes, str] = {}
+        by_key: dict[bytes, str] = {}
+        for key in dict.fromkeys(keys):
+            segment = segment_of(key)
+            chosen = None if first else self._chosen.get(key) or self._chosen.get(segment)
+            if chosen is None or chosen not in usable:
+                if segment not in by_segment:
+                    by_segment[segment] = self._choices(segment, usable)[0]
+                chosen = by_segment[segment]
+            by_key[key] = chosen
+        return [by_key[key] for key in keys]
+
+    def _read_from(self, name: bytes, address: str, first: str) -> None:
+        """Note the server that a segment, or a key of it, is read from, unless it is ``first``."""
+        self._chosen.pop(name, None)
+        if address != first:
+            self._chosen[name] = address
+            while len(self._chosen) > _CHOSEN_MAX:
+                self._chosen.popitem(last=False)
 
     async def recover(self, node: Node | None) -> None:
-        """Avoid a server until its control connection knows whether it is down."""
         if node is not None:
-            self._avoided.add(node)
+            self.note_failure(node)
+
+    def note_failure(self, node: Node) -> None:
+        """Avoid a server until its control connection knows whether it is down."""
+        self._avoided.add(node)
+
+    def note_rate(self, bytes_per_us: float) -> None:
+        self._bytes_per_us.append(bytes_per_us)
+
+    # ---- Bytes
+
+    async def deliver(self, job: Job, plan: FetchPlan) -> Delivered:
+        far = np.flatnonzero(plan.pieces["origin"] == Origin.SERVER).tolist()
+        keys = list({plan.keys[piece] for piece in far})
+        usable = self._usable()
+        addresses = self._addresses_of(keys, first=False)
+        for key, address in zip(keys, addresses, strict=True):
+            best = self._placement.ranking(partition_of(key))[0]
+            choice = "first" if address == best else "second" if best in usable else "away"
+            self._metrics.storage_nodes_reads[choice] += 1
+        return await self._deliver_unless_lost(job, plan, {address: self._servers[address] for address in addresses})
+
+    async def _deliver_unless_lost(self, job: Job, plan: FetchPlan, servers: Mapping[str, OneServer]) -> Delivered:
+        """Deliver a plan; fail, such that a retry may help, when a server is lost, because it may never answer."""
+        part, lost = job.part(), list[Node]()
+
+        def lose(node: Node) -> None:
+            lost.append(node)
+            self.note_failure(node)
+            part.cancel()
+
+        calls = {server: functools.partial(lose, server.node) for server in servers.values()}
+        ended = asyncio.get_running_loop().create_future()
+        for address, server in servers.items():
+            server.on_lost.add(calls[server])
+            self._tasks[address].add(ended)
+        try:
+            with job.interruptible(part.cancel):
+                done = await super().deliver(part, plan)
+        except Stop as stop:
+            if not lost or job.cancelled:
+                raise
+            done = Delivered(np.full(len(plan.pieces), Result.SKIPPED, np.uint32), stop=stop)
+        finally:
+            ended.set_result(None)
+            for address, server in servers.items():
+                server.on_lost.discard(calls[server])
+                self._tasks[address].discard(ended)
+        return done if not lost or job.cancelled else self._without_lost(done, lost)
+
+    def _without_lost(self, done: Delivered, lost: Sequence[Node]) -> Delivered:
+        """Return the result of a plan that was ended because servers were lost, as failures of a connection."""
+        failed = [piece for piece, each in done.failures.items() if each.result is Result.CANCELLED]
+        for piece in failed or np.flatnonzero(done.results != Result.OK)[:1].tolist():
+            done.results[piece] = Result.DISCONNECTED
+            done.failures[piece] = Failure(
+                Result.DISCONNECTED,
+                reply=f"{lost[0]}: the control connection was lost",
+                recover=functools.partial(self.recover, lost[0]),
+            )
+        done.stop = None
+        return done
+
+    async def _receive_whole(self, job: Job, server: OneServer, key: bytes, memory: memoryview) -> Result:
+        result, _ = await self._receive_from(job, server.node, key, 0, memory)
+        return result
+
+    async def put(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:
+        self._writing.keep(self.nodes())
+        return await super().put(job, key, record)
 
     # ---- Requests
 
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
-        return await self._find(keys, lambda server, mine: server.find(mine))
-
-    async def _find(
-        self, keys: Sequence[bytes], question: Callable[[OneServer, Sequence[bytes]], Awaitable[Sequence[Found]]]
-    ) -> Sequence[Found]:
-        found: list[Found] = [None] * len(keys)
-        for some, answer in await self._ask(keys, question):
-            for index, each in zip(some, answer, strict=True):
-                found[index] = each
+        segments = self._segments(keys)
+        asking = asyncio.ensure_future(self._ask_servers(keys, self._also(segments), _find))
+        try:
+            firsts = await self._ask(keys, _find, by_server=_by_first(segments))
+            await asyncio.wait((asking,), timeout=_SECOND_S)
+        finally:
+            asking.cancel()
+        seconds = asking.result() if asking.done() and not asking.cancelled() else []
+        found, first_of = _by_key(keys, firsts)
+        others, other_of = _by_key(keys, [each for each in seconds if isinstance(each.answer, Sequence)])  # type: ignore[misc]
+        lengths = [each.length for each in found if isinstance(each, Stored | Cold)]
+        self._record_bytes = sum(lengths) / len(lengths) if lengths else self._record_bytes
+        if not other_of and not self._chosen:
+            return found
+        waits = self._waits({address: server.load_us for address, server in self._servers.items()})
+        for segment in segments:
+            index = segment.indexes[0]
+            first, second = first_of[index], other_of.get(index)
+            segment = segment._replace(first=first, second=None if second == first else second)
+            self._decide(keys, segment, found, others, waits)
         return found
+
+    def _segments(self, keys: Sequence[bytes]) -> list[_Segment]:
+        usable = self._usable()
+        by_name: dict[bytes, list[int]] = {}
+        for index, key in enumerate(keys):
+            by_name.setdefault(segment_of(key), []).append(index)
+        return [_Segment(name, indexes, *self._choices(name, usable)) for name, indexes in by_name.items()]
+
+    def _waits(self, loads_us: Mapping[str, int | None]) -> Waits:
+        rate = max(self._bytes_per_us)
+        known = {address: load_us for address, load_us in loads_us.items() if load_us is not None}
+        return Waits(known, 1 / rate if rate else 0.0)
+
+    def _also(self, segments: Sequence[_Segment]) -> dict[str, list[int]]:
+        """Return the second choices that a lookup asks too, with the indexes of keys: they may be read from."""
+        loads = {address: server.load_us or 0 for address, server in self._servers.items() if server.takes_load}
+        waits = self._waits(loads)
+        size_max = self._record_bytes * sum(len(each.indexes) for each in segments)
+        longest_us = max(waits.wait_us(Choice(address)) for address in self._servers) + waits.us_of(size_max)
+        if self._before is self._placement and longest_us <= WAIT_MARGIN_US:
+            return {}
+        also: dict[str, list[int]] = {}
+        for each in segments:
+            if each.second is None:
+                continue
+            size = int(self._record_bytes * len(each.indexes))
+            is_busy = waits.choose(Choice(each.first), Choice(each.second), size) == each.second
+            if is_busy or each.second == self._before.ranking(partition_of(each.name))[0]:
+                also.setdefault(each.second, []).extend(each.indexes)
+        return also
+
+    def _decide(
+        self, keys: Sequence[bytes], segment: _Segment, found: list[Found], others: Sequence[Found], waits: Waits
+    ) -> None:
+        """Decide which server a segment is read from; ``found`` has the first choice's answers, and receives its."""
+        name, indexes, first, second = segment
+        here, there = [found[index] for index in indexes], [others[index] for index in indexes]
+        size = sum(each.length for each in map(_better, here, there) if isinstance(each, Stored | Cold))
+        own = Choice(first, _cold_us(here))
+        other = None if second is None else Choice(second, _cold_us(there))
+        chosen = waits.choose(own, other if any(map(_is_there, there)) else None, size)
+        if other is not None and chosen == second and first not in self._busy:
+            self._busy.add(first)
+            logger.info(
+                "storage node %s is avoided while it is busy (%.0f ms; %s: %.0f ms): see storage_nodes_reads_total",
+                first,
+                waits.wait_us(own) / 1e3,
+                second,
+                waits.wait_us(other) / 1e3,
+            )
+        self._read_from(name, chosen, first)
+        for index in indexes:
+            address, lacking = first, second
+            if second is not None and _is_there(others[index]) and (chosen == second or not _is_there(found[index])):
+                address, lacking = second, first
+            answers = {first: found[index], second: others[index]}
+            found[index] = answers[address]
+            self._read_from(keys[index], address, chosen)
+            if lacking is not None and answers[lacking] is None:
+                self._copy(keys[index], found[index], address, lacking)
+
+    def _copy(self, key: bytes, found: Found, address: str, lacking: str) -> None:
+        """Copy a record to a server that lacks it, if the one that has it is busy by comparison."""
+        source, target = self._servers.get(address), self._servers.get(lacking)
+        if source is None or target is None or not isinstance(found, Stored):
+            return
+        loads = {server.name: load_us for server in (source, target) if (load_us := server.load_us) is not None}
+        if Waits(loads).prefers(Choice(lacking), Choice(address)):
+            self._copies.add(key, found.length, source, target)
+
+    async def find_stored(self, keys: Sequence[bytes]) -> Sequence[Found]:
+        """Ask the first choices: they are to have new records."""
+        return _by_key(keys, await self._ask(keys, _find))[0]
 
     async def publish(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
         answers = await self._ask(keys, lambda server, mine: server.publish(mine, lasts_ms))
-        return any(taken for _, taken in answers)
+        return any(each.answer for each in answers)
 
     async def published(self, keys: Sequence[bytes]) -> Flags | None:
         answers = await self._ask(keys, lambda server, mine: server.published(mine))
-        if all(flags is None for _, flags in answers):
+        if all(each.answer is None for each in answers):
             return None
         published = np.zeros(len(keys), np.bool_)
-        for some, flags in answers:
+        for _, some, flags in answers:
             if flags is not None:
                 published[some] = flags
         return published
 
     async def find_warm(self, keys: Sequence[bytes], *, headers: bool) -> Sequence[Found]:
-        return await self._find(keys, lambda server, mine: server.find_warm(mine, headers=headers))
+        answers = await self._ask(keys, lambda server, mine: server.find_warm(mine, headers=headers), first=False)
+        return _by_key(keys, answers)[0]
 
     async def prefetch(self, keys: Sequence[bytes]) -> None:
-        await self._ask(keys, lambda server, mine: server.prefetch(mine))
+        await self._ask(keys, lambda server, mine: server.prefetch(mine), first=False)
 
     async def delete(self, key: bytes) -> None:
-        await self._ask([key], lambda server, mine: server.delete(mine[0]))
+        await self._change(key, lambda server, mine: server.delete(mine[0]))
 
     async def expire(self, key: bytes, lasts_ms: int) -> None:
-        await self._ask([key], lambda server, mine: server.expire(mine[0], lasts_ms))
+        await self._change(key, lambda server, mine: server.expire(mine[0], lasts_ms))
+
+    async def _change(self, key: bytes, question: _Question[None]) -> None:
+        """Change a record at its first choice, and at others that may have it; these may fail."""
+        [segment] = self._segments([key])
+        others = {segment.second, *self._addresses_of([key], first=False)} - {None, segment.first}
+        results = await asyncio.gather(
+            self._ask([key], question),
+            self._ask_servers([key], {address: [0] for address in others if address}, question),
+        )
+        for address, _, error in results[1]:
+            if error is not None:
+                logger.debug("record %s of storage %s: %s", key.hex(), address, error)
 
     async def _ask(
-        self, keys: Sequence[bytes], question: Callable[[OneServer, Sequence[bytes]], Awaitable[_Answer]]
-    ) -> list[tuple[list[int], _Answer]]:
-        """Ask each key's server, and the next one if it fails; return each answer with the indexes of its keys."""
-        answers: list[tuple[list[int], _Answer]] = []
+        self,
+        keys: Sequence[bytes],
+        question: _Question[_Answer],
+        *,
+        first: bool = True,
+        by_server: Mapping[str, Sequence[int]] | None = None,
+    ) -> list[_Answered[_Answer]]:
+        """Ask each key's server, the first choice or the one to read from, and the next one if it fails.
+
+        ``by_server`` has the indexes of the keys by server, if it is known already.
+        """
+        answers: list[_Answered[_Answer]] = []
         left = list(range(len(keys)))
         for last in [False] * (len(self._servers) - 1) + [True]:
-            by_server: dict[str, list[int]] = {}
-            for index, address in zip(left, self._addresses_of([keys[index] for index in left]), strict=True):
-                by_server.setdefault(address, []).append(index)
-            results = await asyncio.gather(
-                *(
-                    question(self._servers[address], [keys[index] for index in some])
-                    for address, some in by_server.items()
-                ),
-                return_exceptions=True,
-            )
+            if by_server is None:
+                grouped: dict[str, list[int]] = {}
+                addresses = self._addresses_of([keys[index] for index in left], first=first)
+                for index, address in zip(left, addresses, strict=True):
+                    grouped.setdefault(address, []).append(index)
+                by_server = grouped
             left = []
-            for (address, some), result in zip(by_server.items(), results, strict=True):
+            results = await self._ask_servers(keys, by_server, question)
+            by_server = None
+            for address, some, result in results:
                 if not isinstance(result, BaseException):
-                    answers.append((some, result))
+                    answers.append(_Answered(address, some, result))
                 elif last or not isinstance(result, StorageError):
                     raise result
                 else:
-                    await self.recover(self._nodes[address])
+                    self.note_failure(Node(*split_address(address)))
                     left += some
             if not left:
                 break
         return answers
+
+    async def _ask_servers(
+        self, keys: Sequence[bytes], by_server: Mapping[str, Sequence[int]], question: _Question[_Answer]
+    ) -> list[_Answered[_Answer | BaseException]]:
+        by_server = {address: some for address, some in by_server.items() if address in self._servers}
+        tasks = []
+        for address, some in by_server.items():
+            task = asyncio.ensure_future(question(self._servers[address], [keys[index] for index in some]))
+            running = self._tasks[address]
+            running.add(task)
+            task.add_done_callback(running.discard)
+            tasks.append(task)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        return [_Answered(*each, result) for each, result in zip(by_server.items(), results, strict=True)]
+
+
+async def _find(server: OneServer, keys: Sequence[bytes]) -> Sequence[Found]:
+    return await server.find(keys)
+
+
+def _by_first(segments: Sequence[_Segment]) -> dict[str, list[int]]:
+    """Return the indexes of keys by the first choices of their segments."""
+    by_server: dict[str, list[int]] = {}
+    for each in segments:
+        by_server.setdefault(each.first, []).extend(each.indexes)
+    return by_server
+
+
+def _by_key(keys: Sequence[bytes], answers: Sequence[_Answered[Sequence[Found]]]) -> tuple[list[Found], dict[int, str]]:
+    """Return the answer for each key, and the servers that have answered, by the indexes of keys."""
+    found: list[Found] = [None] * len(keys)
+    by: dict[int, str] = {}
+    for address, some, answer in answers:
+        for index, each in zip(some, answer, strict=True):
+            found[index], by[index] = each, address
+    return found, by
+
+
+def _is_there(found: Found) -> bool:
+    return isinstance(found, Stored | Cold)
+
+
+def _better(found: Found, other: Found) -> Found:
+    return other if _is_there(other) and not _is_there(found) else found
+
+
+def _cold_us(found: Sequence[Found]) -> float:
+    """Return the microseconds until the last cold record is expected."""
+    return max((1e3 * each.ms for each in found if isinstance(each, Cold)), default=0.0)

@@ -116,7 +116,7 @@ class RespSource(Source, Router):
                 command = resp.encode_command(b"GETRANGE", storage_key(key), b"%d" % first, b"%d" % last)
                 result, text = await asyncio.to_thread(receive_answer, link, command, memory, job.deadline_ns)
         finally:
-            if result in (Result.OK, Result.REFUSED, Result.NOT_FOUND):
+            if result in (Result.OK, Result.REFUSED, Result.NOT_FOUND) and node in self.nodes():
                 self._idle[node].append(link)
             else:
                 link.close()

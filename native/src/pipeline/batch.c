@@ -237,21 +237,17 @@ static int follows(const struct ss_piece *piece, const struct ss_piece *before) 
     return piece->chunk > before->chunk || (piece->chunk == before->chunk && piece->group > before->group);
 }
 
-/* Returns whether the pieces at the server are rows of the same records, in the order of the KV.LAYERS request. */
-static int layers_are_valid(const struct ss_batch *batch, uint32_t socket_count) {
-    const struct ss_layers *layers = batch->layers;
+/* Returns whether the pieces at a request's node are rows of the same records, in the order of the request. */
+static int layer_request_is_valid(const struct ss_batch *batch, const struct ss_layers *layers) {
     uint32_t count = 0;
-    if (layers == NULL) {
-        return 1;
-    }
-    if (socket_count != 1 || layers->request == NULL || layers->request_size == 0 || layers->keys == 0 ||
+    if (layers->request == NULL || layers->request_size == 0 || layers->keys == 0 ||
         layers->keys > SS_LAYERS_KEYS_MAX || (uint64_t)layers->layers * layers->keys > batch->piece_count ||
         layers->layers == 0 || layers->pieces == NULL) {
         return 0;
     }
     for (uint32_t i = 0; i < batch->piece_count; i++) {
         const struct ss_piece *piece = &batch->pieces[i];
-        if (ss_piece_origin(piece) != SS_ORIGIN_SERVER) {
+        if (ss_piece_origin(piece) != SS_ORIGIN_SERVER || piece->node != layers->node) {
             continue;
         }
         uint32_t key = count % layers->keys;
@@ -264,6 +260,21 @@ static int layers_are_valid(const struct ss_batch *batch, uint32_t socket_count)
         count++;
     }
     return count == layers->layers * layers->keys;
+}
+
+/* Returns whether all requests for layers are valid: at most one for each node, over its only socket. */
+static int layers_are_valid(const struct ss_batch *batch, uint32_t socket_count) {
+    if (batch->layers_count > 0 && (batch->layers == NULL || socket_count != node_count(batch, socket_count))) {
+        return 0;
+    }
+    for (uint32_t i = 0; i < batch->layers_count; i++) {
+        const struct ss_layers *layers = &batch->layers[i];
+        if (layers->node >= socket_count || (i > 0 && layers->node <= batch->layers[i - 1].node) ||
+            !layer_request_is_valid(batch, layers)) {
+            return 0;
+        }
+    }
+    return 1;
 }
 
 enum ss_result ss_fetch_check(struct ss_pipeline *pipeline, const struct ss_batch *batch, const int32_t *sockets,
@@ -365,9 +376,9 @@ void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_batch *batch, const 
                     uint32_t socket_count) {
     struct ss_fetch *fetch = &pipeline->fetch;
     fetch->batch = batch;
-    if (batch->layers != NULL) {
-        batch->layers->refused = 0;
-        batch->layers->error[0] = '\0';
+    for (uint32_t i = 0; i < batch->layers_count; i++) {
+        batch->layers[i].refused = 0;
+        batch->layers[i].error[0] = '\0';
     }
     fetch->sockets = sockets;
     fetch->node_count = node_count(batch, socket_count);

@@ -10,9 +10,9 @@
 
 #include <string.h>
 
-void ss_layers_begin(struct ss_layers_reader *reader, const struct ss_feed *feed) {
+void ss_layers_begin(struct ss_layers_reader *reader, const struct ss_feed *feed, struct ss_layers *layers) {
     reader->feed = feed;
-    reader->layers = feed->batch->layers;
+    reader->layers = layers;
     reader->phase = SS_LAYERS_HEAD;
     reader->layer = 0;
     reader->key = 0;

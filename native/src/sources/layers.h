@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * layers.h - the answer to KV.LAYERS, read: a batch's pieces at the server in one stream, layer after layer
+ * layers.h - the answer to KV.LAYERS, read: a batch's pieces at a node in one stream, layer after layer
  * (storage_kv/README.md)
  *
  * The caller receives bytes into ss_layers_parts(), and then calls ss_layers_placed(); or into any memory, and then
@@ -41,7 +41,7 @@ enum { SS_LAYERS_DROPPED_BYTES = 16 << 10 };
 
 struct ss_layers_reader {
     const struct ss_feed *feed;
-    struct ss_layers *layers; /* the batch's */
+    struct ss_layers *layers; /* the node's */
     enum ss_layers_phase phase;
     struct ss_resp_head head;
     uint32_t layer; /* position: of the request's layers */
@@ -57,8 +57,8 @@ struct ss_layers_reader {
     uint8_t dropped[SS_LAYERS_DROPPED_BYTES];
 };
 
-/* ss_layers_begin() begins to read the answer to the request of a batch that has one. */
-void ss_layers_begin(struct ss_layers_reader *reader, const struct ss_feed *feed);
+/* ss_layers_begin() begins to read the answer to one of a batch's requests. */
+void ss_layers_begin(struct ss_layers_reader *reader, const struct ss_feed *feed, struct ss_layers *layers);
 
 /*
  * ss_layers_parts() stores the targets of the next bytes, at most 'bytes_max' in at most 'count_max' parts; returns the
@@ -74,7 +74,7 @@ enum ss_layers_status ss_layers_placed(struct ss_layers_reader *reader, uint64_t
 /* ss_layers_take() processes bytes that were received into other memory. */
 enum ss_layers_status ss_layers_take(struct ss_layers_reader *reader, const uint8_t *data, size_t size);
 
-/* ss_layers_position() returns the first piece at the server that is not whole; the number of pieces at the end. */
+/* ss_layers_position() returns the node's first piece that is not whole; the number of pieces at the end. */
 uint32_t ss_layers_position(const struct ss_layers_reader *reader);
 
 #endif /* SS_LAYERS_H */

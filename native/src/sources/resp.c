@@ -7,8 +7,8 @@
  * its run of the slices of every piece of the node, several requests ahead, and reads the answers, which arrive in
  * order. A body is received into the decompression buffer: one system call receives the rest of the body in place and
  * at most SS_HEAD_BYTES behind it, the end of this answer and the head of the next, into a small buffer. Only the few
- * bytes of the next body in this buffer are copied. Alternatively, one request on one connection asks for all of the
- * batch's pieces at the server (layers.c); if the server does not support it, the pieces are requested by ranges.
+ * bytes of the next body in this buffer are copied. Alternatively, one request on one connection to a node asks for all
+ * of the batch's pieces there (layers.c); if the node does not support it, the pieces are requested by ranges.
  *
  * Failure. A failure concerns the piece of the oldest outstanding answer; all earlier pieces have their bytes from this
  * connection. After a well-formed refusal the connection is still in step, so the outstanding answers are read and
@@ -27,7 +27,7 @@ enum { NUMBERS_BYTES = 4096, PARTS_MAX = 64 };
 
 struct resp {
     const struct ss_feed *feed;
-    struct ss_layers_reader reader;
+    struct ss_layers_reader *readers; /* by node; untouched, so without memory, unless layers are requested */
     uint32_t nodes_max;
     struct ss_connection connections[];
 };
@@ -41,6 +41,7 @@ static void resp_destroy(void *state) {
     for (uint32_t i = 0; i < resp->nodes_max; i++) {
         free(resp->connections[i].requests);
     }
+    free(resp->readers);
     free(resp);
 }
 
@@ -50,6 +51,11 @@ static void *resp_create(const struct ss_source_limits *limits) {
         return NULL;
     }
     resp->nodes_max = limits->nodes_max;
+    resp->readers = calloc(limits->nodes_max, sizeof *resp->readers);
+    if (resp->readers == NULL) {
+        resp_destroy(resp);
+        return NULL;
+    }
     for (uint32_t i = 0; i < limits->nodes_max; i++) {
         struct ss_connection *connection = &resp->connections[i];
         connection->ahead_max = limits->requests_in_flight;
@@ -93,11 +99,11 @@ static void resp_begin(void *state, const struct ss_feed *feed) {
     for (uint32_t i = 0; i < feed->nodes; i++) {
         connection_start(feed, &resp->connections[i], i);
     }
-    const struct ss_layers *layers = feed->batch->layers;
-    if (layers != NULL && feed->nodes > 0) {
-        struct ss_connection *connection = &resp->connections[0];
-        ss_layers_begin(&resp->reader, feed);
-        connection->reader = &resp->reader;
+    for (uint32_t i = 0; i < feed->batch->layers_count; i++) {
+        struct ss_layers *layers = &feed->batch->layers[i];
+        struct ss_connection *connection = &resp->connections[layers->node];
+        connection->reader = &resp->readers[layers->node];
+        ss_layers_begin(connection->reader, feed, layers);
         connection->request = layers->request;
         connection->request_left = layers->request_size;
     }
@@ -171,7 +177,7 @@ static void layers_count(struct ss_connection *connection) {
     connection->body_bytes += connection->reader->body_bytes;
 }
 
-/* The answer to the batch's single request has ended, or failed. */
+/* The answer to a request for layers has ended, or failed. */
 static enum ss_step layers_end(const struct ss_feed *feed, struct ss_connection *connection,
                                enum ss_layers_status status) {
     if (status == SS_LAYERS_INVALID) {
@@ -226,8 +232,8 @@ static int connection_is_finished(const struct ss_feed *feed, struct ss_connecti
         return 1;
     }
     if (connection->reader != NULL) {
-        /* The first chunk at the server: if it is useless, all later ones are, too. */
-        return !ss_feed_useful(feed, feed->batch->layers->pieces[0]);
+        /* The first chunk at the node: if it is useless, all later ones are, too. */
+        return !ss_feed_useful(feed, connection->reader->layers->pieces[0]);
     }
     if (connection->count > 0 && !ss_feed_broken(feed)) {
         return 0;

@@ -27,7 +27,7 @@ from scheduler_support import (
 from scripted import ScriptedDataPlane
 
 from host_control.layouts import NOWHERE
-from shadowserve.keys import chain_of, record_keys
+from shadowserve.keys import segment_of, record_keys
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -420,7 +420,7 @@ def test_all_that_it_holds_is_saved_under_names_of_its_own(exact: Scene) -> None
     assert chunks.exact and tail.exact and chunks.lasts_s == tail.lasts_s > 0
     assert chunks.blocks == list(range(1000, 1008)) and tail.tail_tokens == BLOCK + 9
     assert chunks.previous is None and tail.previous == chunks.chunk_keys[-1]
-    assert len({chain_of(name) for name in names_of(saves)}) == 1, "evicted from its end, like a prompt"
+    assert len({segment_of(name) for name in names_of(saves)}) == 1, "evicted from its end, like a prompt"
     exact.plane.records.clear()
     others = exactly_saved(exact, name="other")
     assert not {*names_of(saves), *chunk_keys(EXACT)} & set(names_of(others)), (

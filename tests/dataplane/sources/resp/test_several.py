@@ -3,12 +3,10 @@
 import asyncio
 import json
 import threading
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from dataplane_support import (
     TOKENS,
@@ -22,14 +20,17 @@ from dataplane_support import (
     kvs,
     layout,
     make_record,
+    repeat,
     running,
     serving,
 )
 from faulty_s3 import BUCKET, Answer, Asked, FaultyS3, faulty_s3
 from machine import WAIT_MAX_MS, WAIT_MAX_S, until, wait_for
+from scripted_node import ScriptedNode, scripted_nodes
 
-from dpu_dataplane.sources.resp.several import ranking
-from shadowserve.keys import chain_of, storage_key
+from shadowserve.keys import storage_key
+from shadowserve.pieces import unpack
+from shadowserve.placement import Placement, partition_of
 from shadowserve.proto import dataplane_pb2 as pb
 
 SHAPE = layout()
@@ -61,17 +62,25 @@ def nodes(bucket: FaultyS3, tmp_path: Path) -> Iterator[list[Server]]:
         server.kill()
 
 
-def addresses(nodes: list[Server]) -> list[str]:
+def addresses(nodes: Sequence[Server | ScriptedNode]) -> list[str]:
     return [node.address for node in nodes]
 
 
 def chains_of(nodes: list[Server]) -> list[list[bytes]]:
     """Return for each node, in order, the keys of a chain whose first choice is that node."""
-    chains = {
-        ranking(chain_of(keys[0]), addresses(nodes))[0]: keys
-        for keys in (keys_of(SHAPE, CHUNKS, seed) for seed in range(20))
-    }
-    return [chains[node.address] for node in nodes]
+    return [own_chain(nodes, node) for node in nodes]
+
+
+def choices(nodes: Sequence[Server | ScriptedNode], key: bytes) -> tuple[str, ...]:
+    return Placement(dict.fromkeys(addresses(nodes), 1.0)).ranking(partition_of(key))
+
+
+def own_chain(
+    nodes: Sequence[Server | ScriptedNode], node: Server | ScriptedNode, first_seed: int = 0, chunks: int = CHUNKS
+) -> list[bytes]:
+    """Return the keys of a chain whose first choice is a node."""
+    chains = (keys_of(SHAPE, chunks, seed) for seed in range(first_seed, first_seed + 1000))
+    return next(keys for keys in chains if {choices(nodes, key)[0] for key in keys} == {node.address})
 
 
 def known(node: Server) -> int:
@@ -90,17 +99,6 @@ async def fetched(client: Client, keys: list[bytes]) -> list[bytes]:
     return [client.chunk(index) for index in range(answer.chunks)]
 
 
-def test_prefixes_are_spread_evenly_and_a_removed_node_moves_only_its_own() -> None:
-    names = [f"10.0.0.{number}:6380" for number in range(5)]
-    chains = [np.random.default_rng(seed).bytes(8) for seed in range(2000)]
-    shares = Counter(ranking(chain, names)[0] for chain in chains)
-    assert min(shares.values()) > 300 and len(shares) == 5
-    for chain in chains:
-        first, *others = ranking(chain, names)
-        assert ranking(chain, [name for name in reversed(names) if name != first]) == others
-        assert ranking(chain, names[:-1])[0] == (first if first != names[-1] else others[0])
-
-
 async def test_a_prefix_is_on_one_node_and_prefixes_are_on_all_nodes(nodes: list[Server]) -> None:
     async with serving(SHAPE, CHUNKS, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
         for number, keys in enumerate(chains_of(nodes)):
@@ -111,6 +109,55 @@ async def test_a_prefix_is_on_one_node_and_prefixes_are_on_all_nodes(nodes: list
             await nodes_have_no_copy(nodes[1 - number], keys)
             assert (await client.lookup(keys)).hits == [CHUNKS]
             assert await fetched(client, keys) == kvs(SHAPE, CHUNKS)
+
+
+async def test_in_layer_order_each_node_answers_one_request_for_its_chunks(nodes: list[Server]) -> None:
+    shape, chunks = layout(layers=6), 24
+    chain = keys_of(shape, chunks)
+    records = [make_record(shape, key, index) for index, key in enumerate(chain)]
+    for key, record in zip(chain, records, strict=True):
+        next(node for node in nodes if node.address == choices(nodes, key)[0]).put(key, record)
+    wanted = [expected(shape, key, record) for key, record in zip(chain, records, strict=True)]
+    options = {"storage_nodes": addresses(nodes), "layer_request_bytes_min": 0}
+    async with serving(shape, chunks, "127.0.0.1:1", **options) as (daemon, client):
+        for lost in (chunks, 17):
+            client.segment.memory[:] = 0
+            before = [calls(node) for node in nodes]
+            if lost < chunks:
+                for node in nodes:
+                    node.command(b"DEL", storage_key(chain[lost]))
+            answer = await client.fetch(chain, order=pb.ORDER_LAYERS)
+            assert answer.chunks == lost and client.chunks(lost) == wanted[:lost], answer.detail
+            for node, old in zip(nodes, before, strict=True):
+                new = calls(node)
+                assert new["kv.layers"] > old.get("kv.layers", 0) and "getrange" not in new, new
+        assert daemon.metrics.slower_paths == {} and daemon.metrics.totals["layer_batches"] >= 2
+
+
+def calls(node: Server) -> dict[str, int]:
+    """Return the number of executions of each command."""
+    from redis import Redis
+
+    with Redis(port=node.port) as client:
+        return {name.removeprefix("cmdstat_"): each["calls"] for name, each in client.info("commandstats").items()}
+
+
+async def test_keys_published_on_several_nodes_are_pending_for_all_data_planes(nodes: list[Server]) -> None:
+    chain = keys_of(SHAPE, 24)
+    assert len({choices(nodes, key)[0] for key in chain}) == 2
+    backwards = addresses(nodes)[::-1]
+    async with (
+        running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, prefill),
+        serving(SHAPE, 24, "127.0.0.1:1", storage_nodes=backwards) as (_, decode),
+    ):
+        request = pb.PublishRequest(keys=chain, lasts_ms=WAIT_MAX_MS, timeout_ms=WAIT_MAX_MS)
+        assert (await prefill.stub.Publish(request)).reach == pb.REACH_ALL
+        answer = await look(decode, chain, published=True)
+        assert found(answer, 24).hits == [0] and unpack(answer.published[0], 24).all()
+        decode.fill(24)
+        assert (await decode.store(chain)).chunks == 24
+        answer = await look(decode, chain, published=True)
+        assert found(answer, 24).hits == [24] and not unpack(answer.published[0], 24).any()
 
 
 async def nodes_have_no_copy(node: Server, keys: list[bytes]) -> None:
@@ -134,10 +181,7 @@ async def test_a_dead_node_is_replaced_until_it_returns(nodes: list[Server]) -> 
         assert await fetched(client, chain) == wanted
         assert (await client.lookup(chain)).hits == [CHUNKS]
         await until(lambda: daemon.metrics.gauges["storage_nodes_away"][1]() == 1)
-        late = keys_of(SHAPE, CHUNKS, seed=next(
-            seed for seed in range(100, 200)
-            if ranking(chain_of(keys_of(SHAPE, 1, seed)[0]), addresses(nodes))[0] == nodes[0].address
-        ))  # fmt: skip
+        late = own_chain(nodes, nodes[0], 1000)
         stored = await client.store(late)
         assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, CHUNKS), stored.detail
         assert all(nodes[1].has(key) for key in late)
@@ -294,3 +338,205 @@ async def test_storage_without_a_bucket_has_no_cold_records(kind: str, request: 
         for _ in range(2):
             answer = await look(client, keys, prefetch=True)
             assert found(answer, 2).present == [[True, False]] and list(answer.cold_ms) == [0]
+
+
+# ---- The choice between two nodes
+
+
+async def test_reads_move_from_a_busy_node_to_the_second_choice_and_back(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer of a lookup is that of the node which is read from: here the other one has another encoding."""
+    monkeypatch.setattr("dpu_dataplane.sources.resp.copies._WAITING_MAX", 0)
+    caplog.set_level("INFO", "dpu_dataplane")
+    async with (
+        scripted_nodes(3) as nodes,
+        serving(SHAPE, 4, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (daemon, client),
+    ):
+        chain = own_chain(nodes, nodes[0], chunks=4)
+        second = next(node for node in nodes if node.address == choices(nodes, chain[0])[1])
+        wanted = kvs(SHAPE, 4)
+
+        async def read_from(load: int | None) -> list[ScriptedNode]:
+            """Look up and fetch while the first choice reports a load; return the nodes that were read from."""
+            nodes[0].load = load
+            for _ in range(2):  # the first one receives the load
+                assert (await client.lookup(chain)).hits == [4]
+            for node in nodes:
+                node.asked.clear()
+            client.segment.memory[:] = 0
+            answer = await client.fetch(chain)
+            assert answer.outcome == pb.OUTCOME_COMPLETE and client.chunks(4) == wanted, answer.detail
+            assert not any(node.asked["KV.META"] for node in nodes), "the headers of the lookup are the right ones"
+            return [node for node in nodes if node.asked["GETRANGE"]]
+
+        nodes[0].fill(SHAPE, chain)
+        assert await read_from(1_000_000) == [nodes[0]], "the second choice lacks the records"
+        second.fill(SHAPE, chain, "lz4")
+        assert await read_from(0) == [nodes[0]]
+        assert await read_from(1_000_000) == [second]
+        second.load = 900_000
+        assert await read_from(1_000_000) == [nodes[0]], "the waits hardly differ"
+        second.load = 0
+        assert await read_from(1 << 62) == [second], "a load beyond all limits is a long one"
+        assert await read_from(-(1 << 62)) == [nodes[0]]
+        assert await read_from(None) == [nodes[0]], "a node that reports no load is not avoided"
+        assert sum("is avoided while it is busy" in record.message for record in caplog.records) == 1
+        assert daemon.metrics.storage_nodes_reads == {"first": 5 * 4, "second": 2 * 4}
+        assert not daemon.metrics.integrity_failures
+        second.records.clear()  # between the lookup and the fetch
+        nodes[0].load = 1_000_000
+        assert (await client.lookup(chain)).hits == [4] and (await client.fetch(chain)).chunks == 4
+
+
+async def test_hot_records_are_copied_to_the_second_choice_verified_and_without_an_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dpu_dataplane.sources.resp.copies._JITTER_S", 0)
+    async with (
+        scripted_nodes(2) as nodes,
+        serving(SHAPE, 4, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (daemon, client),
+    ):
+        chain = own_chain(nodes, nodes[0], chunks=4)
+        nodes[0].fill(SHAPE, chain)
+        names = [storage_key(key) for key in chain]
+        await client.lookup(chain)
+        await client.lookup(chain)
+        assert not nodes[0].asked["PTTL"], "an idle node's records are not copied"
+        nodes[0].lifetimes[names[1]] = 1000
+        body = nodes[0].records[names[2]]
+        nodes[0].records[names[2]] = body[:-1] + bytes([body[-1] ^ 1])
+        nodes[0].load = 1_000_000
+        counts = daemon.metrics.storage_nodes_copies
+        await repeat(lambda: client.lookup(chain), lambda _: counts.total() >= 4)
+        assert {name for name in names if name in nodes[1].records} == {names[0], names[3]}
+        assert all(nodes[1].records[name] == nodes[0].records[name] for name in (names[0], names[3]))
+        assert counts["copied"] == 2 and counts["dropped"] > 0 and counts["failed"] > 0
+        assert daemon.metrics.moved_bytes["copy"] > 0
+        nodes[0].fill(SHAPE, chain)
+        assert await fetched(client, chain) == kvs(SHAPE, 4)
+        assert nodes[1].asked["GETRANGE"]
+        await daemon._source.delete(chain[0])
+        assert not any(names[0] in node.records for node in nodes), "a record is deleted wherever it may be"
+
+
+async def test_a_second_choice_that_does_not_answer_delays_no_lookup() -> None:
+    async with (
+        scripted_nodes(2) as nodes,
+        serving(SHAPE, 4, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client),
+    ):
+        chain = own_chain(nodes, nodes[0], chunks=4)
+        for node in nodes:
+            node.fill(SHAPE, chain)
+        nodes[0].load = 1_000_000
+        nodes[1].held = ["KV.META"]
+        nodes[1].free.clear()
+        for asked in (0, 1):
+            assert (await client.lookup(chain)).hits == [4]
+            assert nodes[1].waiting == asked
+        assert (await client.fetch(chain)).chunks == 4 and not nodes[1].asked["GETRANGE"]
+        nodes[1].free.set()
+
+
+@pytest.mark.parametrize("order", [pb.ORDER_CHUNKS, pb.ORDER_LAYERS])
+async def test_a_node_that_dies_during_a_fetch_costs_its_chunks_nothing_but_time(order: Any) -> None:
+    chunks = 24
+    async with (
+        scripted_nodes(3) as nodes,
+        serving(SHAPE, chunks, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (daemon, client),
+    ):
+        chain = next(
+            keys for keys in (keys_of(SHAPE, chunks, seed) for seed in range(1000))
+            if len({choices(nodes, key)[0] for key in keys}) == 3
+        )  # fmt: skip
+        for node in nodes:
+            node.fill(SHAPE, chain)
+        assert (await client.lookup(chain)).hits == [chunks]
+        assert (await client.fetch(chain, order=order)).chunks == chunks
+        assert all(node.asked["GETRANGE"] for node in nodes), "a fetch reads from all of its nodes"
+        assert daemon.metrics.storage_nodes_reads == {"first": chunks}
+        client.segment.memory[:] = 0
+        nodes[1].cuts_at = nodes[1].asked["GETRANGE"] + 2
+        answer = await client.fetch(chain, order=order)
+        assert answer.outcome == pb.OUTCOME_COMPLETE and client.chunks(chunks) == kvs(SHAPE, chunks), answer.detail
+        assert daemon.metrics.storage_nodes_reads["away"] > 0
+
+
+async def test_a_node_that_hangs_is_left_when_its_control_connection_is_lost() -> None:
+    async with (
+        scripted_nodes(2) as nodes,
+        serving(SHAPE, 4, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client),
+    ):
+        chain = own_chain(nodes, nodes[0], chunks=4)
+        for node in nodes:
+            node.fill(SHAPE, chain)
+        assert (await client.lookup(chain)).hits == [4]
+        nodes[0].held = ["GETRANGE"]
+        nodes[0].free.clear()
+        fetching = asyncio.create_task(client.fetch(chain))
+        await until(lambda: nodes[0].waiting > 0)
+        nodes[0].cut("KV.META")
+        answer = await fetching
+        assert answer.outcome == pb.OUTCOME_COMPLETE and client.chunks(4) == kvs(SHAPE, 4), answer.detail
+        assert nodes[1].asked["GETRANGE"]
+        nodes[0].free.set()
+
+
+async def test_a_changed_list_of_nodes_moves_reads_without_misses() -> None:
+    chunks = 32
+    async with (
+        scripted_nodes(4) as nodes,
+        serving(SHAPE, chunks, "127.0.0.1:1", storage_nodes=addresses(nodes[:3])) as (daemon, client),
+    ):
+        chain = keys_of(SHAPE, chunks)
+        client.fill(chunks)
+        assert (await client.store(chain)).chunks == chunks
+        source = daemon._source
+        assert sum(len(node.records) for node in nodes[:3]) == chunks, "one copy of each"
+        for refused in ({}, {nodes[0].address: 0.0}, {nodes[0].address: float("nan")}):
+            await source.set_members(refused)
+        assert daemon.metrics.totals["storage_nodes_refused"] == 3
+        await source.set_members(dict.fromkeys(addresses(nodes), 1.0))
+        for _ in range(2):
+            assert (await client.lookup(chain)).hits == [chunks], "the old node has what the new one lacks"
+            assert await fetched(client, chain) == kvs(SHAPE, chunks)
+        assert daemon.metrics.storage_nodes_reads["second"] > 0 and not nodes[3].asked["GETRANGE"]
+        client.fill(chunks)
+        assert (await client.store(chain)).stored_bytes > 0, "the new node receives its share"
+        assert (await client.lookup(chain)).hits == [chunks] and await fetched(client, chain) == kvs(SHAPE, chunks)
+        assert nodes[3].asked["GETRANGE"]
+        # A removed node answers what it was asked before.
+        nodes[0].held = ["KV.META"]
+        nodes[0].free.clear()
+        looking = asyncio.create_task(client.lookup(chain))
+        await until(lambda: nodes[0].waiting > 0)
+        removing = asyncio.create_task(source.set_members(dict.fromkeys(addresses(nodes[1:]), 1.0)))
+        await until(lambda: nodes[0].address not in source.name)
+        nodes[0].free.set()
+        assert (await looking).hits == [chunks]
+        await removing
+        asked = nodes[0].asked.copy()
+        await client.lookup(chain)
+        assert nodes[0].asked == asked
+
+
+async def test_data_planes_with_different_lists_and_weights_miss_what_they_do_not_find() -> None:
+    chunks = 16
+    async with (
+        scripted_nodes(3) as nodes,
+        serving(SHAPE, chunks, "127.0.0.1:1", storage_nodes=addresses(nodes[:2])) as (_, one),
+        serving(SHAPE, chunks, "127.0.0.1:1", storage_nodes=addresses(nodes[1:])) as (daemon, other),
+    ):
+        await daemon._source.set_members({nodes[1].address: 1.0, nodes[2].address: 3.0})
+        chain = keys_of(SHAPE, chunks, seed=1)
+        one.fill(chunks)
+        assert (await one.store(chain)).chunks == chunks
+        [hits] = (await other.lookup(chain)).hits
+        assert hits < chunks
+        if hits:
+            assert await fetched(other, chain[:hits]) == kvs(SHAPE, hits)
+        other.fill(chunks)
+        assert (await other.store(chain)).chunks == chunks
+        for client in (one, other):
+            assert (await client.lookup(chain)).hits == [chunks]
+            assert await fetched(client, chain) == kvs(SHAPE, chunks)
