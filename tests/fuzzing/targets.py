@@ -116,7 +116,7 @@ def _cold_objects() -> list[bytes]:
     found = _files(_TESTS / "pool" / "corpus" / "cold")
     for count, tenant in enumerate(_COLD_TENANTS, 1):
         body = bytearray(b"r" * 100 * count)
-        keys = [bytes([number]) * 32 for number in range(count)]
+        keys = [bytes([number]) * 24 + bytes(8) for number in range(count)]
         places = [(key, cold_layout.Place(100 * number, 100, 50)) for number, key in enumerate(keys)]
         contents = cold_layout.finish(body, tenant, places)
         found.append(contents.name.encode() + b"\n" + body)

@@ -64,7 +64,7 @@ class Node(Driver):
 
 
 class Chain:
-    """Consecutive records."""
+    """Consecutive records of one partition."""
 
     def __init__(self, label: str, count: int, body_bytes: int = 4096) -> None:
         layout = ChunkLayout(
@@ -77,9 +77,9 @@ class Chain:
             quantizer=Quantizer.PASSTHROUGH,
         )
         self.records: list[tuple[bytes, bytes, int, bytes]] = []
-        parent = b""
+        parent, end = b"", hashlib.sha256(label.encode()).digest()[:8]
         for number in range(count):
-            name = hashlib.sha256(f"{label} {number}".encode()).digest()
+            name = hashlib.sha256(f"{label} {number}".encode()).digest()[:24] + end
             kv = bytes([number % 251]) * layout.raw_bytes
             value = record.encode(name, native.Codec.NONE, layout, kv, parent=parent)
             self.records.append((name, value, record.parse_header(value).header_length, parent))

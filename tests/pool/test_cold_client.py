@@ -18,7 +18,7 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.pool.cold.bucket import PAGE_BYTES_MAX, Bucket, BucketError
 from shadowserve.pool.cold.credentials import Credentials, signed_headers
 
-NAME = "t/" + 40 * "0" + ".kv"
+NAME = "000/t/" + 40 * "0" + ".kv"
 PREFIX = "shadowserve/"
 RSS_GROWTH_MAX = 8 * PAGE_BYTES_MAX
 """Memory of a page as bytes, as text and as objects, and of the allocator."""

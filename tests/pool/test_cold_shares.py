@@ -81,8 +81,8 @@ def test_a_sweep_deletes_objects_of_the_tenant_beyond_its_share(
     wait_for(lambda: sum(map(len, list(bucket.objects.values()))) <= 64 * MIB)
     node.await_listed()
     second.await_listed()
-    assert sum(name.startswith("shadowserve/tmodest/") for name in bucket.objects) == 1
-    assert any(name.startswith("shadowserve/tgreedy/") for name in bucket.objects), (
+    assert sum("/tmodest/" in name for name in bucket.objects) == 1
+    assert any("/tgreedy/" in name for name in bucket.objects), (
         "a tenant must get the space that others do not need"
     )
     other = open_node(**settings)
@@ -189,7 +189,7 @@ def test_a_flood_of_reads_causes_no_miss_for_another_tenant(bucket: FaultyS3, op
     def slow(asked: Asked) -> Answer | None:
         if asked.operation != "get":
             return None
-        order.append(asked.name.split("/")[1])
+        order.append(asked.name.split("/")[2])
         first.set()
         return Answer(after=gate)
 

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from shadowserve.pool.cold.bucket import Listed
 from shadowserve.pool.cold.fair import Shares, most_beyond
-from shadowserve.pool.cold.layout import Contents, parse_name
+from shadowserve.pool.cold.layout import Contents, tenant_of
 
 _REFUSED_MAX = 10_000
 _LEFT_OUT_MAX: Final = 100_000
@@ -130,7 +130,7 @@ class Catalog:
         """Forget the oldest objects of tenants beyond their shares until there is room; False if there is none."""
         while self.chunks + records > self._shares.total:
             oldest = self._oldest_beyond(tenant, records)
-            if oldest is None or (parse_name(oldest[1]) == tenant and oldest[0] >= written_s):
+            if oldest is None or (tenant_of(oldest[1]) == tenant and oldest[0] >= written_s):
                 return False
             contents = self._drop(oldest[1])
             assert contents is not None, "an object that is known was not there"
@@ -145,11 +145,11 @@ class Catalog:
         return None if victim is None else victim.oldest()
 
     def _knows(self, name: str) -> bool:
-        own = self._tenants.get(parse_name(name) or "")
+        own = self._tenants.get(tenant_of(name) or "")
         return own is not None and name in own.objects
 
     def _drop(self, name: str) -> Contents | None:
-        own = self._tenants.get(parse_name(name) or "")
+        own = self._tenants.get(tenant_of(name) or "")
         contents = None if own is None else own.objects.pop(name, None)
         if own is None or contents is None:
             return None
@@ -212,7 +212,7 @@ class Catalog:
                 self._refused[listed] = skipped, max(0, left - 1)
                 if left:
                     return False
-            tenant = parse_name(listed.name)
+            tenant = tenant_of(listed.name)
             if tenant is None or listed.name in self._marked:
                 return False
             if self._knows(listed.name):
@@ -229,7 +229,7 @@ class Catalog:
         if self.chunks + records <= self._shares.total:
             return True
         oldest = self._oldest_beyond(tenant, records)
-        return oldest is not None and (parse_name(oldest[1]) != tenant or oldest[0] < listed.written_s)
+        return oldest is not None and (tenant_of(oldest[1]) != tenant or oldest[0] < listed.written_s)
 
     def begin_list(self) -> set[str]:
         """Return the names that a list which begins now must have, if the objects still exist."""
@@ -291,7 +291,7 @@ class Catalog:
         self._left_out.pop(name, None)
         self._marked[name] = None
         if name not in self._hidden:
-            self._marked_unread.setdefault(parse_name(name) or "", {})[name] = None
+            self._marked_unread.setdefault(tenant_of(name) or "", {})[name] = None
 
     def is_marked(self, name: str) -> bool:
         return name in self._marked
@@ -301,7 +301,7 @@ class Catalog:
             self._marked.pop(name, None)
             self._unhide(name)
             self._wanted.discard(name)
-            tenant = parse_name(name) or ""
+            tenant = tenant_of(name) or ""
             unread = self._marked_unread.get(tenant)
             if unread is not None:
                 unread.pop(name, None)

@@ -146,9 +146,10 @@ class Deletions:
         return None
 
     def _find_all(self, tenant: str | None, job: _Job) -> None:
-        """Add all objects of a list of the tenant to a job."""
-        for listed in self._bucket.list(tenant):
-            if parse_name(listed.name) is not None:
+        """Add all objects of the tenant to a job: the whole bucket is listed, as names begin with partitions."""
+        for listed in self._bucket.list():
+            parts = parse_name(listed.name)
+            if parts is not None and tenant in (None, parts.tenant):
                 self._catalog.mark_object(listed.name)
                 job.names.append(listed.name)
         job.clears = False

@@ -8,8 +8,10 @@ All numbers are little-endian::
     footer       magic "SSCOLD01", entries (u32), bytes of the tenant's name (u32), bytes of the object (u64), then
                  16 bytes of BLAKE2b over the entries, the tenant's name and the footer up to here
 
-The name of an object is made from its tenant and its keys, so two nodes that pack the same records write the same name,
-and an object never changes. Readers check the records.
+All records of an object are of one partition of the key space (:mod:`shadowserve.placement`), and its name begins with
+it: a list with that prefix returns the objects of the partition. The rest of the name is made from the tenant and the
+keys, so two nodes that pack the same records write the same name, and an object never changes. Readers check the
+records.
 """
 
 import hashlib
@@ -19,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from shadowserve.errors import ShadowServeError
+from shadowserve.placement import partition_of
 
 _MAGIC: Final = b"SSCOLD01"
 _ENTRY: Final = struct.Struct("<32sQII")
@@ -30,7 +33,9 @@ RECORDS_MAX: Final = 4_096
 """Most records of one object, so that the catalog forgets it in some milliseconds; 8 KiB each still fill 32 MiB."""
 _OBJECT_BYTES_MAX: Final = 5 << 30  # S3's limit for one request
 _TENANT_BYTES_MAX: Final = 128
-_NAME: Final = re.compile(r"t(?P<tenant>(?:[A-Za-z0-9_-]|=[0-9A-F]{2})*)/(?P<digest>[0-9a-f]{40})\.kv")
+_NAME: Final = re.compile(
+    r"(?P<partition>[0-9a-f]{3})/t(?P<tenant>(?:[A-Za-z0-9_-]|=[0-9A-F]{2})*)/(?P<digest>[0-9a-f]{40})\.kv"
+)
 
 
 class ColdObjectError(ShadowServeError):
@@ -45,6 +50,14 @@ class Place(NamedTuple):
     header_bytes: int
 
 
+class ObjectName(NamedTuple):
+    """Parts of an object's name."""
+
+    partition: int
+    tenant: str
+    digest: bytes
+
+
 class Contents(NamedTuple):
     """Contents of an object."""
 
@@ -56,36 +69,48 @@ class Contents(NamedTuple):
 
 def name_of(tenant: str, keys: Iterable[bytes]) -> str:
     """Return the name of the object with a tenant's records of these keys, in this order."""
-    return f"{folder_of(tenant)}{_digest(tenant, keys)}.kv"
+    keys = list(keys)
+    return join_name(ObjectName(partition_of(keys[0]), tenant, _digest(tenant, keys)))
 
 
-def folder_of(tenant: str) -> str:
-    """Return the beginning of the names of all objects of a tenant."""
-    shown = "".join(
-        character if re.match(r"[A-Za-z0-9_-]", character) else f"={ord(character):02X}" for character in tenant
-    )
-    return f"t{shown}/"
+def join_name(parts: ObjectName) -> str:
+    """Return the name of an object."""
+    shown = re.sub(r"[^A-Za-z0-9_-]", lambda found: f"={ord(found[0]):02X}", parts.tenant)
+    return f"{folder_of(parts.partition)}t{shown}/{parts.digest.hex()}.kv"
 
 
-def _digest(tenant: str, keys: Iterable[bytes]) -> str:
+def folder_of(partition: int) -> str:
+    """Return the beginning of the names of all objects of a partition."""
+    return f"{partition:03x}/"
+
+
+def _digest(tenant: str, keys: Iterable[bytes]) -> bytes:
     digest = hashlib.blake2b(digest_size=20)
     digest.update(len(tenant).to_bytes(4, "little") + tenant.encode("ascii"))
     for key in keys:
         digest.update(key)
-    return digest.hexdigest()
+    return digest.digest()
 
 
-def parse_name(name: str) -> str | None:
-    """Return the tenant of an object's name; None for a name that name_of() does not make."""
+def parse_name(name: str) -> ObjectName | None:
+    """Return the parts of an object's name; None for a name that join_name() does not make."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
     tenant = re.sub("=(..)", lambda found: chr(int(found[1], 16)), match["tenant"])
-    return tenant if len(tenant) <= _TENANT_BYTES_MAX and all("!" <= each <= "~" for each in tenant) else None
+    if len(tenant) > _TENANT_BYTES_MAX or not all("!" <= each <= "~" for each in tenant):
+        return None
+    return ObjectName(int(match["partition"], 16), tenant, bytes.fromhex(match["digest"]))
+
+
+def tenant_of(name: str) -> str | None:
+    """Return the tenant of an object's name; None for a name that join_name() does not make."""
+    parts = parse_name(name)
+    return None if parts is None else parts.tenant
 
 
 def finish(body: bytearray, tenant: str, records: Sequence[tuple[bytes, Place]]) -> Contents:
-    """Append entries and footer to ``body``, which has the records; return the object's contents."""
+    """Append entries and footer to ``body``, which has the records, of one partition; return the object's contents."""
     keys = [key for key, _ in records]
     footer = b"".join(_ENTRY.pack(key, *place) for key, place in records) + tenant.encode("ascii")
     size = len(body) + len(footer) + FOOTER_BYTES
@@ -141,7 +166,9 @@ def parse_footer(name: str, data: bytes, size: int) -> Contents:
         places[key] = place
     if len(places) != count or position != size - needed:
         raise ColdObjectError("its entries do not cover its records, each once")
-    tenant = parse_name(name)
-    if tenant is None or raw_tenant != tenant.encode("ascii") or name_of(tenant, places) != name:
+    if len({partition_of(key) for key in places}) > 1:
+        raise ColdObjectError("its records are of several partitions")
+    parts = parse_name(name)
+    if parts is None or raw_tenant != parts.tenant.encode("ascii") or name_of(parts.tenant, places) != name:
         raise ColdObjectError("it has the contents of another object")
-    return Contents(name, tenant, size, places)
+    return Contents(name, parts.tenant, size, places)

@@ -15,7 +15,7 @@ from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.deletions import Deletions
 from shadowserve.pool.cold.fair import Shares, most_beyond
-from shadowserve.pool.cold.layout import ColdObjectError, parse_name
+from shadowserve.pool.cold.layout import ColdObjectError, tenant_of
 from shadowserve.pool.cold.writes import read_contents
 
 _log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class BucketLister:
         count = foreign = 0
         first_foreign, listed_max = "", max(self._config.chunks_max, _LISTED_MIN)
         for listed in self._bucket.list():
-            tenant = parse_name(listed.name)
+            tenant = tenant_of(listed.name)
             if tenant is None:
                 foreign, first_foreign = foreign + 1, first_foreign or listed.name
                 continue
