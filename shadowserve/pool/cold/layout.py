@@ -75,8 +75,12 @@ def name_of(tenant: str, keys: Iterable[bytes]) -> str:
 
 def join_name(parts: ObjectName) -> str:
     """Return the name of an object."""
-    shown = re.sub(r"[^A-Za-z0-9_-]", lambda found: f"={ord(found[0]):02X}", parts.tenant)
-    return f"{folder_of(parts.partition)}t{shown}/{parts.digest.hex()}.kv"
+    return f"{folder_of(parts.partition)}t{shown_tenant(parts.tenant)}/{parts.digest.hex()}.kv"
+
+
+def shown_tenant(tenant: str) -> str:
+    """Return a tenant's name as it is in names of objects."""
+    return re.sub(r"[^A-Za-z0-9_-]", lambda found: f"={ord(found[0]):02X}", tenant)
 
 
 def folder_of(partition: int) -> str:

@@ -17,6 +17,7 @@ from shadowserve.pool.cold.deletions import Deletions
 from shadowserve.pool.cold.fair import Shares, most_beyond
 from shadowserve.pool.cold.layout import ColdObjectError, tenant_of
 from shadowserve.pool.cold.writes import read_contents
+from shadowserve.placement import PARTITIONS
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class BucketLister:
     def _list(self) -> None:
         """Bring the catalog up to date: forget objects that a new list does not have, delete those that are marked or
         beyond ``bytes_max``, and read the footers of new ones."""
-        missing = self._catalog.begin_list()
+        number = self._catalog.begin_list(range(PARTITIONS))
         found: defaultdict[str, list[Listed]] = defaultdict(list)
         count = foreign = 0
         first_foreign, listed_max = "", max(self._config.chunks_max, _LISTED_MIN)
@@ -103,7 +104,6 @@ class BucketLister:
             if tenant is None:
                 foreign, first_foreign = foreign + 1, first_foreign or listed.name
                 continue
-            missing.discard(listed.name)
             found[tenant].append(listed)
             count += 1
             if self._ended.is_set():
@@ -111,12 +111,13 @@ class BucketLister:
             if count > 1.25 * listed_max:
                 count = _keep_newest(found, listed_max)
         self._note_foreign(foreign, first_foreign)
-        self._catalog.end_list(missing)
-        self._deletions.delete_some(self._catalog.marked())
         for objects in found.values():
             objects.sort(key=lambda listed: (-listed.written_s, listed.name))
+        wanted = [listed for listed in _in_turns(found) if self._catalog.wants(listed)]
+        self._catalog.end_list(number)
+        self._deletions.delete_some(self._catalog.marked())
         self._sweep(found)
-        if self._learn_all([listed for listed in _in_turns(found) if self._catalog.wants(listed)]):
+        if self._learn_all(wanted):
             self.lists += 1
             self._on_complete()
 

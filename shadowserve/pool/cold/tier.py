@@ -104,8 +104,8 @@ class ColdTier:
     def find(self, address: Address) -> Item | None:
         """Return a record of the bucket; None if it is unknown, or the bucket is away."""
         record = None if self._breaker.away else self._record_of(address)
-        contents = None if record is None else self._catalog.find(*record)
-        return None if record is None or contents is None else ColdItem(address, record[1], contents)
+        located = None if record is None else self._catalog.find(*record)
+        return None if record is None or located is None else ColdItem(address, record[1], located)
 
     def read(
         self, item: Item, start: int, end: int, done: Callable[[Lease | None], None], *, in_parts: bool, ahead: bool
@@ -115,7 +115,7 @@ class ColdTier:
 
     def report_damage(self, item: Item) -> None:
         assert isinstance(item, ColdItem)
-        self._reader.report_damage(item.contents, "a range has wrong bytes")
+        self._reader.report_damage(item.name, "a range has wrong bytes")
 
     def expected_s(self, size: int) -> float:
         return self._reader.expected_s(size)
@@ -204,9 +204,9 @@ class ColdTier:
         name = None if tenant is None else self._name_of(tenant)
         if tenant is not None and name is None:
             return
-        names = self._catalog.mark_all(name)
+        self._catalog.mark_all(name)
         self._add_to_barrier(self._writer.cleared(tenant))
-        self._add_to_barrier(self._deletions.clear(name, names))
+        self._add_to_barrier(self._deletions.clear(name))
 
     def _add_to_barrier(self, ticket: Ticket | None) -> None:
         if ticket is not None:

@@ -194,7 +194,7 @@ class ColdWriter:
             except BucketError as error:
                 self._breaker.failed(error.reason, error)
                 if packing.contents is not None and not packing.removal_tickets:
-                    self._catalog.hide(packing.contents)  # the write may have succeeded
+                    self._catalog.add_hidden(packing.contents)  # the write may have succeeded
                 with self._changed:
                     self.gathering.put_back(batch)
             except Exception:  # a bug must not end this thread
@@ -231,7 +231,7 @@ class ColdWriter:
         failure: BucketError | None = None
         if packing.contents is not None:
             name = packing.contents.name
-            self._catalog.hide(packing.contents)
+            self._catalog.add_hidden(packing.contents)
             self._catalog.mark_object(name)
             try:
                 self._bucket.delete(name)

@@ -1,0 +1,178 @@
+"""Objects of a bucket in little memory: some 110 bytes for an object, and 25 for each of its records.
+
+Python objects would take ten times as much. What does not change of an object is one ``bytes``, and the rest is in
+arrays. Records and names are found in sorted arrays of hashes, which are keyed, so that clients cannot choose equal
+ones. Keys of records are not kept: keys with equal 64-bit hashes are confused, and whoever reads the record notices.
+"""
+
+import struct
+from array import array
+from bisect import bisect_left, insort
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shadowserve.pool.cold.layout import Contents, ObjectName, Place
+
+_SHARDS_LOG2: Final = 12
+_LOW_BITS: Final = 32
+_LOW_MASK: Final = (1 << _LOW_BITS) - 1
+_HASH_MASK: Final = (1 << 64) - 1
+_FIXED: Final = struct.Struct("<20sIHII")  # digest of the name, tenant, partition, bytes, bytes of its records
+_PER_RECORD: Final = 16  # hashes (u64), then offsets (u32), then lengths of headers (u32)
+
+
+class State(IntEnum):
+    FREE = 0
+    KNOWN = 1
+    HIDDEN = 2
+
+
+class Row(NamedTuple):
+    """What does not change of an object."""
+
+    digest: bytes
+    tenant: int
+    partition: int
+    size: int
+    records_bytes: int
+
+
+def keyed_hash(salt: bytes, data: bytes) -> int:
+    """Return a 64-bit hash that only this process can compute."""
+    return hash(salt + data) & _HASH_MASK
+
+
+class _HashedNumbers:
+    """Numbers by 64-bit hashes, of which 44 bits count, in 8 bytes each."""
+
+    def __init__(self) -> None:
+        self._shards = [array("Q") for _ in range(1 << _SHARDS_LOG2)]
+
+    def add(self, hashed: int, number: int) -> None:
+        insort(self._shards[hashed >> 64 - _SHARDS_LOG2], (hashed & _LOW_MASK) << _LOW_BITS | number)
+
+    def remove(self, hashed: int, number: int) -> None:
+        shard = self._shards[hashed >> 64 - _SHARDS_LOG2]
+        del shard[bisect_left(shard, (hashed & _LOW_MASK) << _LOW_BITS | number)]
+
+    def find(self, hashed: int) -> list[int]:
+        """Return all numbers of a hash, and perhaps others; while another thread changes something, perhaps none."""
+        shard, low = self._shards[hashed >> 64 - _SHARDS_LOG2], hashed & _LOW_MASK
+        at, found = bisect_left(shard, low << _LOW_BITS), []
+        try:
+            while (entry := shard[at]) >> _LOW_BITS == low:
+                found.append(entry & _LOW_MASK)
+                at += 1
+        except IndexError:
+            pass
+        return found
+
+
+class ObjectTable:
+    """Objects by number. Only :meth:`holders` and :meth:`place` may run while another thread changes something.
+
+    Attributes:
+        states: :class:`State` of each number.
+        written_s, seen, used_h: When it was written; the last list with it; the hour in which it was used.
+    """
+
+    def __init__(self) -> None:
+        self.states = bytearray()
+        self.written_s = array("d")
+        self.seen = array("I")
+        self.used_h = array("I")
+        self._tenants = array("I")
+        self._partitions = array("H")
+        self._data: list[bytes] = []
+        self._free: list[int] = []
+        self._records = _HashedNumbers()
+        self._names = _HashedNumbers()
+
+    def insert(self, parts: ObjectName, tenant: int, contents: Contents, hashes: list[int]) -> int:
+        """Add an object, whose state is FREE until the caller sets it; return its number."""
+        places, count = contents.places.values(), len(hashes)
+        end = max(place.offset + place.length for place in places)
+        data = _FIXED.pack(parts.digest, tenant, parts.partition, contents.size, end) + struct.pack(
+            f"<{count}Q{2 * count}I", *hashes, *(each.offset for each in places), *(each.header_bytes for each in places)
+        )
+        if self._free:
+            number = self._free.pop()
+        else:
+            number = len(self._data)
+            self._data.append(b"")
+            self.states.append(State.FREE)
+            for column in (self.written_s, self.seen, self.used_h, self._tenants, self._partitions):
+                column.append(0)
+        self._data[number] = data
+        self.written_s[number] = self.seen[number] = self.used_h[number] = 0
+        self._tenants[number], self._partitions[number] = tenant, parts.partition
+        self._names.add(keyed_hash(b"", parts.digest), number)
+        for hashed in hashes:
+            self._records.add(hashed, number)
+        return number
+
+    def remove(self, number: int) -> None:
+        for hashed in self.hashes(number):
+            self._records.remove(hashed, number)
+        self._names.remove(keyed_hash(b"", self.row(number).digest), number)
+        self.states[number], self._data[number] = State.FREE, b""
+        self._free.append(number)
+
+    def row(self, number: int) -> Row:
+        return Row(*_FIXED.unpack_from(self._data[number]))
+
+    def hashes(self, number: int) -> tuple[int, ...]:
+        """Return the hashes of an object's records."""
+        data = self._data[number]
+        return struct.unpack_from(f"<{(len(data) - _FIXED.size) // _PER_RECORD}Q", data, _FIXED.size)
+
+    def number_of(self, parts: ObjectName) -> int | None:
+        """Return the number of the object whose name has this digest, which no other name has."""
+        for number in self._names.find(keyed_hash(b"", parts.digest)):
+            if self._data[number].startswith(parts.digest):
+                return number
+        return None
+
+    def holders(self, hashed: int) -> list[int]:
+        """Return the objects with a record."""
+        return [each for each in self._records.find(hashed) if _index(self._data[each], hashed) is not None]
+
+    def place(self, number: int, hashed: int) -> tuple[Row, Place] | None:
+        """Return an object, and the place of a record in it; None if the number is another object's by now."""
+        data = self._data[number]
+        index = _index(data, hashed)
+        if index is None:
+            return None
+        row, count = Row(*_FIXED.unpack_from(data)), (len(data) - _FIXED.size) // _PER_RECORD
+        at = _FIXED.size + 8 * count + 4 * index
+        offset, end = struct.unpack_from("<II", data, at)  # behind the last offset is another number
+        (header_bytes,) = struct.unpack_from("<I", data, at + 4 * count)
+        return row, Place(offset, (end if index + 1 < count else row.records_bytes) - offset, header_bytes)
+
+    def select(
+        self, *, tenant: int | None = None, partition: int | None = None, seen_before: int | None = None
+    ) -> npt.NDArray[np.int64]:
+        """Return the numbers of objects, in any state but FREE, for which all of this is true."""
+        if not self._data:
+            return np.empty(0, np.int64)
+        chosen = np.frombuffer(self.states, np.uint8) != State.FREE
+        if tenant is not None:
+            chosen &= np.frombuffer(self._tenants, np.uint32) == tenant
+        if partition is not None:
+            chosen &= np.frombuffer(self._partitions, np.uint16) == partition
+        if seen_before is not None:
+            chosen &= np.frombuffer(self.seen, np.uint32) < seen_before
+        return np.flatnonzero(chosen)
+
+
+def _index(data: bytes, hashed: int) -> int | None:
+    """Return the index of a record in an object's data."""
+    wanted, begin = hashed.to_bytes(8, "little"), _FIXED.size
+    end = begin + (len(data) - begin) // _PER_RECORD * 8
+    at = data.find(wanted, begin, end)
+    while at >= 0 and (at - begin) % 8:
+        at = data.find(wanted, at + 1, end)
+    return (at - begin) // 8 if at >= 0 else None
