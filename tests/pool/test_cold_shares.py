@@ -138,7 +138,7 @@ def test_the_catalog_counts_a_record_of_two_objects_once() -> None:
     assert (catalog.chunks, catalog.objects) == (3, 2)
     assert catalog.add(object_of("b", "x", 2), 0.0)
     found = catalog.find("a", keys[0])
-    assert catalog.chunks == 4 and found is not None and found.name == two.name and catalog.find("a", keys[1]) is None
+    assert catalog.chunks == 4 and found is not None and found.row.digest.hex() in two.name and catalog.find("a", keys[1]) is None
     listed = Listed(one.name, 500, 1.0)
     assert not catalog.wants(listed)
 

@@ -4,14 +4,14 @@ import itertools
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from math import inf
 from typing import Final, NamedTuple
 
 from shadowserve.pool.cold.bucket import Listed
 from shadowserve.pool.cold.fair import Shares, most_beyond
-from shadowserve.pool.cold.layout import Contents, ObjectName, Place, folder_of, parse_name, shown_tenant
-from shadowserve.pool.cold.objects import ObjectTable, Row, State, keyed_hash
+from shadowserve.pool.cold.layout import Contents, ObjectName, join_name, parse_name
+from shadowserve.pool.cold.objects import Found, ObjectTable, Row, State, keyed_hash
 
 _REFUSED_MAX = 10_000
 _LEFT_OUT_MAX: Final = 100_000
@@ -28,22 +28,14 @@ class Marked(NamedTuple):
     may_be_elsewhere: bool  # objects of the tenant with unknown contents, which may have it too, are being deleted
 
 
-class Located(NamedTuple):
-    """Where a record is."""
-
-    name: str  # name of the object
-    place: Place
-
-
 class _Tenant:
     """A tenant's numbers. A cleared tenant gets another one of these: its hashes find none of its objects."""
 
-    __slots__ = ("bytes", "chunks", "is_cleared", "name", "number", "objects", "oldest", "path", "salt", "stored")
+    __slots__ = ("bytes", "chunks", "is_cleared", "name", "number", "objects", "oldest", "salt", "stored")
 
     def __init__(self, name: str, number: int) -> None:
         self.name = name
         self.number = number
-        self.path = f"t{shown_tenant(name)}"
         self.salt = os.urandom(16)
         self.is_cleared = False
         self.objects = self.chunks = self.bytes = 0  # known ones
@@ -85,15 +77,9 @@ class Catalog:
         """Objects of the bucket that are unknown because ``chunks_max`` has no room for them."""
         return len(self._left_out)
 
-    def find(self, tenant: str, key: bytes) -> Located | None:
+    def find(self, tenant: str, key: bytes) -> Found | None:
         own = self._tenants.get(tenant)
-        if own is None:
-            return None
-        hashed, table = keyed_hash(own.salt, key), self._table
-        for number in table.holders(hashed):
-            if table.states[number] == State.KNOWN and (found := table.place(number, hashed)) is not None:
-                return Located(self._name(found[0]), found[1])
-        return None
+        return None if own is None else self._table.find(keyed_hash(own.salt, key))
 
     def set_share(self, tenant: str, records: int | None) -> None:
         """Limit the known records of a tenant when there is no room for all; None for no quota."""
@@ -130,33 +116,35 @@ class Catalog:
         self._table.written_s[number] = written_s
         return True
 
-    def _insert(self, parts: ObjectName, contents: Contents, state: State) -> int:
+    def _insert(self, parts: ObjectName, contents: Contents, state: int) -> int:
         own = self._tenants.get(contents.tenant)
         if own is None:
             own = _Tenant(contents.tenant, next(self._numbers))
             self._tenants[contents.tenant] = self._by_number[own.number] = own
         hashes = [keyed_hash(own.salt, key) for key in contents.places]
-        number = self._table.insert(parts, own.number, contents, hashes)
+        number, shared = self._table.insert(parts, own.number, contents, hashes)
         self._table.seen[number] = self._list
         own.stored += 1
-        self._set_state(number, state)
+        self._set_state(number, state, alone=len(hashes) - len(shared), shared=shared)
         return number
 
-    def _set_state(self, number: int, state: State) -> None:
-        """Set an object's state, and count known objects. A record of several ones is counted once."""
+    def _set_state(self, number: int, state: int, *, alone: int = 0, shared: Sequence[int] | None = None) -> None:
+        """Set an object's state, and count known objects. A record of several ones is counted once.
+
+        Of its records, ``alone`` are in no other object, and ``shared`` perhaps; by default all.
+        """
         table = self._table
         before, table.states[number] = table.states[number], state
         if State.KNOWN not in (before, state) or before == state:
             return
         row, is_new = table.row(number), state == State.KNOWN
-        own, sign, only = self._by_number[row.tenant], 1 if is_new else -1, 0
-        for hashed in table.hashes(number):
-            holders = table.holders(hashed)
-            only += len(holders) == 1 or sum(table.states[each] == State.KNOWN for each in holders) == is_new
+        own, sign = self._by_number[row.tenant], 1 if is_new else -1
+        for hashed in table.hashes(number) if shared is None else shared:
+            alone += sum(table.states[each] == State.KNOWN for each in table.holders(hashed)) == is_new
         if not own.is_cleared:
             for counted in (self, own):
                 counted.objects += sign
-                counted.chunks += sign * only
+                counted.chunks += sign * alone
                 counted.bytes += sign * row.size
 
     def _leave_out(self, name: str, records: int) -> None:
@@ -198,7 +186,7 @@ class Catalog:
         return None
 
     def _name(self, row: Row) -> str:
-        return f"{folder_of(row.partition)}{self._by_number[row.tenant].path}/{row.digest.hex()}.kv"
+        return join_name(ObjectName(row.partition, self._by_number[row.tenant].name, row.digest))
 
     def _is_cleared(self, number: int) -> bool:
         return self._by_number[self._table.row(number).tenant].is_cleared

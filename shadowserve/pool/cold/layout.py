@@ -18,6 +18,7 @@ import hashlib
 import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from shadowserve.errors import ShadowServeError
@@ -75,12 +76,7 @@ def name_of(tenant: str, keys: Iterable[bytes]) -> str:
 
 def join_name(parts: ObjectName) -> str:
     """Return the name of an object."""
-    return f"{folder_of(parts.partition)}t{shown_tenant(parts.tenant)}/{parts.digest.hex()}.kv"
-
-
-def shown_tenant(tenant: str) -> str:
-    """Return a tenant's name as it is in names of objects."""
-    return re.sub(r"[^A-Za-z0-9_-]", lambda found: f"={ord(found[0]):02X}", tenant)
+    return f"{folder_of(parts.partition)}t{_shown(parts.tenant)}/{parts.digest.hex()}.kv"
 
 
 def folder_of(partition: int) -> str:
@@ -101,10 +97,21 @@ def parse_name(name: str) -> ObjectName | None:
     match = _NAME.fullmatch(name)
     if match is None:
         return None
-    tenant = re.sub("=(..)", lambda found: chr(int(found[1], 16)), match["tenant"])
-    if len(tenant) > _TENANT_BYTES_MAX or not all("!" <= each <= "~" for each in tenant):
-        return None
-    return ObjectName(int(match["partition"], 16), tenant, bytes.fromhex(match["digest"]))
+    partition, shown, digest = match.groups()
+    tenant = _tenant(shown)
+    return None if tenant is None else ObjectName(int(partition, 16), tenant, bytes.fromhex(digest))
+
+
+@lru_cache(1024)
+def _tenant(shown: str) -> str | None:
+    tenant = re.sub("=(..)", lambda found: chr(int(found[1], 16)), shown)
+    is_sound = len(tenant) <= _TENANT_BYTES_MAX and all("!" <= each <= "~" for each in tenant)
+    return tenant if is_sound else None
+
+
+@lru_cache(1024)
+def _shown(tenant: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", lambda found: f"={ord(found[0]):02X}", tenant)
 
 
 def tenant_of(name: str) -> str | None:

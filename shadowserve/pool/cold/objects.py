@@ -8,19 +8,22 @@ ones. Keys of records are not kept: keys with equal 64-bit hashes are confused, 
 import struct
 from array import array
 from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from shadowserve.pool.cold.layout import Contents, ObjectName, Place
+from shadowserve.pool.cold.layout import Contents, ObjectName
 
 _SHARDS_LOG2: Final = 12
 _LOW_BITS: Final = 32
 _LOW_MASK: Final = (1 << _LOW_BITS) - 1
 _HASH_MASK: Final = (1 << 64) - 1
 _FIXED: Final = struct.Struct("<20sIHII")  # digest of the name, tenant, partition, bytes, bytes of its records
+_FIXED_BYTES: Final = _FIXED.size
+_PAIR: Final = struct.Struct("<II").unpack_from
 _PER_RECORD: Final = 16  # hashes (u64), then offsets (u32), then lengths of headers (u32)
 
 
@@ -28,6 +31,9 @@ class State(IntEnum):
     FREE = 0
     KNOWN = 1
     HIDDEN = 2
+
+
+_KNOWN: Final = int(State.KNOWN)  # a name of an enumeration takes longer than the comparison
 
 
 class Row(NamedTuple):
@@ -38,6 +44,20 @@ class Row(NamedTuple):
     partition: int
     size: int
     records_bytes: int
+
+
+class Found(NamedTuple):
+    """A record of a known object. The object's row is read when it is asked for: most callers only want lengths."""
+
+    number: int
+    offset: int
+    length: int
+    header_bytes: int
+    data: bytes
+
+    @property
+    def row(self) -> Row:
+        return Row(*_FIXED.unpack_from(self.data))
 
 
 def keyed_hash(salt: bytes, data: bytes) -> int:
@@ -51,12 +71,21 @@ class _HashedNumbers:
     def __init__(self) -> None:
         self._shards = [array("Q") for _ in range(1 << _SHARDS_LOG2)]
 
-    def add(self, hashed: int, number: int) -> None:
-        insort(self._shards[hashed >> 64 - _SHARDS_LOG2], (hashed & _LOW_MASK) << _LOW_BITS | number)
+    def add(self, hashes: Iterable[int], number: int) -> list[int]:
+        """Add a number for each hash; return those hashes that may have others."""
+        shards, shared = self._shards, []
+        for hashed in hashes:
+            shard, low = shards[hashed >> 64 - _SHARDS_LOG2], hashed & _LOW_MASK
+            at = bisect_left(shard, entry := low << _LOW_BITS | number)
+            if (at and shard[at - 1] >> _LOW_BITS == low) or (at < len(shard) and shard[at] >> _LOW_BITS == low):
+                shared.append(hashed)
+            shard.insert(at, entry)
+        return shared
 
-    def remove(self, hashed: int, number: int) -> None:
-        shard = self._shards[hashed >> 64 - _SHARDS_LOG2]
-        del shard[bisect_left(shard, (hashed & _LOW_MASK) << _LOW_BITS | number)]
+    def remove(self, hashes: Iterable[int], number: int) -> None:
+        for hashed in hashes:
+            shard = self._shards[hashed >> 64 - _SHARDS_LOG2]
+            del shard[bisect_left(shard, (hashed & _LOW_MASK) << _LOW_BITS | number)]
 
     def find(self, hashed: int) -> list[int]:
         """Return all numbers of a hash, and perhaps others; while another thread changes something, perhaps none."""
@@ -72,7 +101,7 @@ class _HashedNumbers:
 
 
 class ObjectTable:
-    """Objects by number. Only :meth:`holders` and :meth:`place` may run while another thread changes something.
+    """Objects by number. Only :meth:`find` may run while another thread changes something.
 
     Attributes:
         states: :class:`State` of each number.
@@ -91,8 +120,13 @@ class ObjectTable:
         self._records = _HashedNumbers()
         self._names = _HashedNumbers()
 
-    def insert(self, parts: ObjectName, tenant: int, contents: Contents, hashes: list[int]) -> int:
-        """Add an object, whose state is FREE until the caller sets it; return its number."""
+    def insert(
+        self, parts: ObjectName, tenant: int, contents: Contents, hashes: Sequence[int]
+    ) -> tuple[int, Sequence[int]]:
+        """Add an object, whose state is FREE until the caller sets it.
+
+        Return its number, and the hashes of those records that may be in other objects too.
+        """
         places, count = contents.places.values(), len(hashes)
         end = max(place.offset + place.length for place in places)
         data = _FIXED.pack(parts.digest, tenant, parts.partition, contents.size, end) + struct.pack(
@@ -109,15 +143,12 @@ class ObjectTable:
         self._data[number] = data
         self.written_s[number] = self.seen[number] = self.used_h[number] = 0
         self._tenants[number], self._partitions[number] = tenant, parts.partition
-        self._names.add(keyed_hash(b"", parts.digest), number)
-        for hashed in hashes:
-            self._records.add(hashed, number)
-        return number
+        self._names.add((keyed_hash(b"", parts.digest),), number)
+        return number, self._records.add(hashes, number)
 
     def remove(self, number: int) -> None:
-        for hashed in self.hashes(number):
-            self._records.remove(hashed, number)
-        self._names.remove(keyed_hash(b"", self.row(number).digest), number)
+        self._records.remove(self.hashes(number), number)
+        self._names.remove((keyed_hash(b"", self.row(number).digest),), number)
         self.states[number], self._data[number] = State.FREE, b""
         self._free.append(number)
 
@@ -140,17 +171,18 @@ class ObjectTable:
         """Return the objects with a record."""
         return [each for each in self._records.find(hashed) if _index(self._data[each], hashed) is not None]
 
-    def place(self, number: int, hashed: int) -> tuple[Row, Place] | None:
-        """Return an object, and the place of a record in it; None if the number is another object's by now."""
-        data = self._data[number]
-        index = _index(data, hashed)
-        if index is None:
-            return None
-        row, count = Row(*_FIXED.unpack_from(data)), (len(data) - _FIXED.size) // _PER_RECORD
-        at = _FIXED.size + 8 * count + 4 * index
-        offset, end = struct.unpack_from("<II", data, at)  # behind the last offset is another number
-        (header_bytes,) = struct.unpack_from("<I", data, at + 4 * count)
-        return row, Place(offset, (end if index + 1 < count else row.records_bytes) - offset, header_bytes)
+    def find(self, hashed: int) -> Found | None:
+        """Return a record of a known object."""
+        for number in self._records.find(hashed):
+            data = self._data[number]
+            if self.states[number] == _KNOWN and (index := _index(data, hashed)) is not None:
+                count = (len(data) - _FIXED_BYTES) // _PER_RECORD
+                at = _FIXED_BYTES + 8 * count + 4 * index
+                offset, end = _PAIR(data, at)  # behind the last offset is another number
+                if index + 1 == count:
+                    end = Row(*_FIXED.unpack_from(data)).records_bytes
+                return Found(number, offset, end - offset, _PAIR(data, at + 4 * count - 4)[1], data)
+        return None
 
     def select(
         self, *, tenant: int | None = None, partition: int | None = None, seen_before: int | None = None
@@ -170,9 +202,9 @@ class ObjectTable:
 
 def _index(data: bytes, hashed: int) -> int | None:
     """Return the index of a record in an object's data."""
-    wanted, begin = hashed.to_bytes(8, "little"), _FIXED.size
-    end = begin + (len(data) - begin) // _PER_RECORD * 8
-    at = data.find(wanted, begin, end)
-    while at >= 0 and (at - begin) % 8:
+    wanted = hashed.to_bytes(8, "little")
+    end = (len(data) + _FIXED_BYTES) // 2
+    at = data.find(wanted, _FIXED_BYTES, end)
+    while at >= 0 and (at - _FIXED_BYTES) % 8:
         at = data.find(wanted, at + 1, end)
-    return (at - begin) // 8 if at >= 0 else None
+    return (at - _FIXED_BYTES) // 8 if at >= 0 else None

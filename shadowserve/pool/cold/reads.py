@@ -12,9 +12,11 @@ from shadowserve.errors import CorruptRecordError, RecordError
 from shadowserve.pool.buffers import allocate
 from shadowserve.pool.cold.breaker import Breaker
 from shadowserve.pool.cold.bucket import Bucket, BucketError
-from shadowserve.pool.cold.catalog import Catalog, Located
+from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.fair import FairQueue
+from shadowserve.pool.cold.layout import ObjectName, Place, join_name
+from shadowserve.pool.cold.objects import Found
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import Address, Item, Lease
 from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError
@@ -88,18 +90,25 @@ class ThroughputEstimate:
 class ColdItem(Item):
     """A record that only the bucket has."""
 
-    __slots__ = ("address", "key", "name", "place")
+    __slots__ = ("address", "found", "key", "tenant")
 
     is_cold = True
 
-    def __init__(self, address: Address, key: bytes, located: Located) -> None:
-        self.name, self.place = located
-        self.length = self.place.length
-        self.header_bytes = self.place.header_bytes
+    def __init__(self, address: Address, tenant: str, key: bytes, found: Found) -> None:
+        self.length = found.length
+        self.header_bytes = found.header_bytes
         self.expires_at_ms = None
         self.value = None
         self.address = address
+        self.tenant = tenant
         self.key = key
+        self.found = found
+
+    @property
+    def name(self) -> str:
+        """Name of the object that has it."""
+        row = self.found.row
+        return join_name(ObjectName(row.partition, self.tenant, row.digest))
 
 
 class _Waiter(NamedTuple):
@@ -133,7 +142,8 @@ class _Read:
         self.context = spans.current()
         self.address = item.address
         self.key = item.key
-        self.name, self.place = item.name, item.place
+        self.name = item.name
+        self.place = Place(item.found.offset, item.length, item.header_bytes)
         self.begin, self.size = begin, size
         self.step = max(PART_BYTES, -(-size // PARTS_MAX)) if ahead else size
         self.start = self.end = self.place.offset + begin

@@ -104,8 +104,8 @@ class ColdTier:
     def find(self, address: Address) -> Item | None:
         """Return a record of the bucket; None if it is unknown, or the bucket is away."""
         record = None if self._breaker.away else self._record_of(address)
-        located = None if record is None else self._catalog.find(*record)
-        return None if record is None or located is None else ColdItem(address, record[1], located)
+        found = None if record is None else self._catalog.find(*record)
+        return None if record is None or found is None else ColdItem(address, *record, found)
 
     def read(
         self, item: Item, start: int, end: int, done: Callable[[Lease | None], None], *, in_parts: bool, ahead: bool
