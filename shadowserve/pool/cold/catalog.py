@@ -3,14 +3,17 @@
 import itertools
 import os
 import threading
-from collections import OrderedDict
+import time
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from math import inf
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from shadowserve.pool.cold.bucket import Listed
 from shadowserve.pool.cold.fair import Shares, most_beyond
-from shadowserve.pool.cold.layout import Contents, ObjectName, join_name, parse_name
+from shadowserve.pool.cold.layout import Contents, ObjectName, join_name, parse_name, partition_in
 from shadowserve.pool.cold.objects import Found, ObjectTable, Row, State, keyed_hash
 
 _REFUSED_MAX = 10_000
@@ -21,11 +24,24 @@ _OLDEST_SHARE: Final = 64
 """Part of a tenant's objects that are chosen at once as its oldest ones: choosing takes milliseconds per million."""
 
 
+SWEPT_SHARE: Final = 0.95
+"""Share of bytes_max that a sweep leaves, so that not every write is followed by a deletion."""
+
+
 class Marked(NamedTuple):
     """Objects to delete from the bucket so that a record is not found again."""
 
     names: list[str]  # objects with the record
     may_be_elsewhere: bool  # objects of the tenant with unknown contents, which may have it too, are being deleted
+
+
+class _LeftOut(NamedTuple):
+    """An object that the catalog has no room for."""
+
+    records: int
+    seen: int  # last list with it
+    size: int
+    written_s: float
 
 
 class _Tenant:
@@ -69,7 +85,7 @@ class Catalog:
         self._marked: dict[str, None] = {}
         self._marked_unread: dict[str, dict[str, None]] = {}  # marked objects of unknown contents, by tenant
         self._wanted: dict[int, set[str]] = {}  # of each partition: wants() was True in this list, and not deleted since
-        self._left_out: OrderedDict[str, tuple[int, int]] = OrderedDict()  # number of records, and last list, by name
+        self._left_out: OrderedDict[str, _LeftOut] = OrderedDict()
         self._refused: OrderedDict[Listed, tuple[int, int]] = OrderedDict()  # lists to skip, in all and left
 
     @property
@@ -88,32 +104,32 @@ class Catalog:
 
     # ---- Known objects
 
-    def add(self, contents: Contents, written_s: float = inf) -> bool:
-        """Add an object; return False if it is marked for deletion, or there is no room."""
+    def add(self, contents: Contents, written_s: float = inf, used_h: int = 0) -> bool:
+        """Add an object, used last in an hour since 1970; return False if it is marked for deletion, or has no room."""
         with self._lock:
-            return self._add(contents, written_s)
+            return self._add(contents, written_s, used_h)
 
-    def learn(self, contents: Contents, written_s: float) -> bool:
+    def learn(self, contents: Contents, written_s: float, used_h: int = 0) -> bool:
         """Add an object that wants() has returned True for; also False if it was deleted since."""
         with self._lock:
-            wanted = self._wanted.get(int(contents.name[:3], 16), ())
-            return contents.name in wanted and self._add(contents, written_s)
+            wanted = self._wanted.get(partition_in(contents.name), ())
+            return contents.name in wanted and self._add(contents, written_s, used_h)
 
-    def _add(self, contents: Contents, written_s: float) -> bool:
+    def _add(self, contents: Contents, written_s: float, used_h: int) -> bool:
         parts = _parts(contents.name)
         number = self._table.number_of(parts)
         if number is not None and self._table.states[number] == State.KNOWN:
             return not self._is_cleared(number)
         if contents.name in self._marked or (number is not None and self._is_cleared(number)):
             return False
-        if not self._make_room(contents.tenant, len(contents.places), written_s):
-            self._leave_out(contents.name, len(contents.places))
+        if not self._make_room(contents.tenant, len(contents.keys), written_s):
+            self._leave_out(contents.name, len(contents.keys), contents.size, written_s)
             return False
         self._left_out.pop(contents.name, None)
         if number is not None:
             self._remove(number)
         number = self._insert(parts, contents, State.KNOWN)
-        self._table.written_s[number] = written_s
+        self._table.written_s[number], self._table.used_h[number] = written_s, used_h
         return True
 
     def _insert(self, parts: ObjectName, contents: Contents, state: int) -> int:
@@ -121,7 +137,8 @@ class Catalog:
         if own is None:
             own = _Tenant(contents.tenant, next(self._numbers))
             self._tenants[contents.tenant] = self._by_number[own.number] = own
-        hashes = [keyed_hash(own.salt, key) for key in contents.places]
+        salt = own.salt
+        hashes = [keyed_hash(salt, key) for key in contents.keys]
         number, shared = self._table.insert(parts, own.number, contents, hashes)
         self._table.seen[number] = self._list
         own.stored += 1
@@ -145,10 +162,10 @@ class Catalog:
             for counted in (self, own):
                 counted.objects += sign
                 counted.chunks += sign * alone
-                counted.bytes += sign * row.size
+                counted.bytes += sign * table.sizes[number]
 
-    def _leave_out(self, name: str, records: int) -> None:
-        self._left_out[name] = records, self._list
+    def _leave_out(self, name: str, records: int, size: int, written_s: float) -> None:
+        self._left_out[name] = _LeftOut(records, self._list, size, written_s)
         if len(self._left_out) > _LEFT_OUT_MAX:
             self._left_out.popitem(last=False)
 
@@ -158,8 +175,10 @@ class Catalog:
             oldest = self._oldest_beyond(tenant, records)
             if oldest is None or (oldest[2].name == tenant and oldest[0] >= written_s):
                 return False
-            self._leave_out(self._name(self._table.row(oldest[1])), len(self._table.hashes(oldest[1])))
-            self._remove(oldest[1])
+            written_s, number, _ = oldest
+            records, size = len(self._table.hashes(number)), self._table.sizes[number]
+            self._leave_out(self._name(self._table.row(number)), records, size, written_s)
+            self._remove(number)
         return True
 
     def _oldest_beyond(self, tenant: str, records: int) -> tuple[float, int, _Tenant] | None:
@@ -199,6 +218,22 @@ class Catalog:
         own.stored -= 1
         if own.is_cleared and not own.stored:
             del self._by_number[own.number]
+
+    def used_h(self, name: str) -> int | None:
+        """Return the hour in which a known object was used last, 0 for never; None for another object."""
+        with self._lock:
+            number = self._table.number_of(_parts(name))
+            is_known = number is not None and self._table.states[number] == State.KNOWN and not self._is_cleared(number)
+            return self._table.used_h[number] if is_known and number is not None else None
+
+    def forget(self, partition: int) -> None:
+        """Forget the known objects of a partition that this node does not serve."""
+        with self._lock:
+            numbers = self._table.select(partition=partition).tolist()
+        for number in numbers:
+            with self._lock:
+                if self._table.states[number] == State.KNOWN and self._table.row(number).partition == partition:
+                    self._remove(number)
 
     # ---- Hidden objects
 
@@ -262,13 +297,17 @@ class Catalog:
                 self._table.written_s[number] = listed.written_s
                 return False
             if not self._has_room(parts.tenant, listed):
-                self._leave_out(listed.name, self._left_out.get(listed.name, (1, 0))[0])
+                self._leave_out(listed.name, self._records_left_out(listed.name), listed.size, listed.written_s)
                 return False
             self._wanted.setdefault(parts.partition, set()).add(listed.name)
             return True
 
+    def _records_left_out(self, name: str) -> int:
+        left_out = self._left_out.get(name)
+        return 1 if left_out is None else left_out.records
+
     def _has_room(self, tenant: str, listed: Listed) -> bool:
-        records = self._left_out.get(listed.name, (1, 0))[0]
+        records = self._records_left_out(listed.name)
         if self.chunks + records <= self._shares.total:
             return True
         oldest = self._oldest_beyond(tenant, records)
@@ -278,8 +317,8 @@ class Catalog:
         """Forget objects that list ``number`` of a partition, or of all, did not show. Marked ones stay marked."""
         with self._lock:
             missing = self._table.select(partition=partition, seen_before=number).tolist()
-            for name, (_, seen) in list(self._left_out.items()):
-                if seen < number and partition in (None, int(name[:3], 16)):
+            for name, left_out in list(self._left_out.items()):
+                if left_out.seen < number and partition in (None, partition_in(name)):
                     del self._left_out[name]
         for each in missing:
             with self._lock:
@@ -289,6 +328,47 @@ class Catalog:
                         self._remove(each)
 
     # ---- Objects to delete
+
+    def mark_excess(self, bytes_max: float, shares: Shares, partitions: Collection[int]) -> list[str]:
+        """Mark objects in partitions for deletion if they have more than ``bytes_max``; return their names.
+
+        They are the objects of the tenants furthest beyond their shares that were not used for longest.
+        """
+        with self._lock:
+            uses = self._table.uses(np.fromiter(partitions, np.int64))
+            left_out = [(*each, name) for name, each in self._left_out.items() if partition_in(name) in partitions]
+            owners = {number: own.name for number, own in self._by_number.items() if not own.is_cleared}
+        uses = uses[np.isin(uses["tenant"], list(owners))]
+        total = int(uses["size"].sum()) + sum(size for _, _, size, *_ in left_out)
+        if total <= bytes_max:
+            return []
+        sizes: dict[str, list[tuple[int, int | str]]] = defaultdict(list)  # of each tenant, the first to delete last
+        uses = uses[np.argsort(uses["used_s"], kind="stable")[::-1]]
+        for number, tenant_number, size, _ in uses.tolist():
+            sizes[owners[tenant_number]].append((size, number))
+        for *_, size, _, name in sorted(left_out, key=lambda each: -each[3]):  # they were left out as the oldest ones
+            sizes[_parts(name).tenant].append((size, name))
+        used: dict[str, float] = {tenant: sum(size for size, _ in each) for tenant, each in sizes.items()}
+        names: list[str] = []
+        while used and total > bytes_max * SWEPT_SHARE:
+            tenant = most_beyond(used, shares.among(used))
+            size, which = sizes[tenant].pop()
+            used[tenant] -= size
+            total -= size
+            if not sizes[tenant]:
+                del used[tenant]
+            with self._lock:
+                if isinstance(which, int):
+                    is_same = self._table.states[which] == State.KNOWN and self._table.sizes[which] == size
+                    which = self._name(self._table.row(which)) if is_same else ""
+                if which and _parts(which).tenant == tenant:
+                    self._mark(which)
+                    names.append(which)
+        return names
+
+    def touch(self, number: int) -> None:
+        """Note that a client reads an object now."""
+        self._table.used_h[number] = int(time.time() / 3600)
 
     def mark_for_deletion(self, tenant: str, key: bytes) -> Marked:
         """Mark the objects with a tenant's record for deletion: they are hidden until note_deleted()."""

@@ -188,7 +188,7 @@ class Deletions:
 
 
 class DelayedRemovals:
-    """Removals of records that wait for the first list of the bucket, before which its contents are unknown."""
+    """Removals of records that wait for the first list of their partition, before which its contents are unknown."""
 
     def __init__(self, timeout_s: float, clock_s: Callable[[], float]) -> None:
         self._timeout_s = timeout_s
@@ -202,11 +202,12 @@ class DelayedRemovals:
             self._waiting.append((self._clock_s() + self._timeout_s, tenant, key, ticket))
         return ticket
 
-    def begin(self, remove: Callable[[str, bytes], Ticket | None]) -> None:
-        """Begin all removals: the bucket was listed."""
+    def begin(self, remove: Callable[[str, bytes], Ticket | None], is_listed: Callable[[bytes], bool]) -> None:
+        """Begin the removals of records whose partition was listed."""
         with self._lock:
-            waiting, self._waiting = self._waiting, []
-        for _, tenant, key, ticket in waiting:
+            begun_now = [each for each in self._waiting if is_listed(each[2])]
+            self._waiting = [each for each in self._waiting if not is_listed(each[2])]
+        for _, tenant, key, ticket in begun_now:
             begun = remove(tenant, key)
             if begun is None:
                 ticket.settle()

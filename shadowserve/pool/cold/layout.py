@@ -15,10 +15,12 @@ records.
 """
 
 import hashlib
+import operator
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 from shadowserve.errors import ShadowServeError
@@ -32,7 +34,7 @@ ENTRY_BYTES: Final = _ENTRY.size
 FOOTER_BYTES: Final = _FOOTER.size + _SUM_BYTES
 RECORDS_MAX: Final = 4_096
 """Most records of one object, so that the catalog forgets it in some milliseconds; 8 KiB each still fill 32 MiB."""
-_OBJECT_BYTES_MAX: Final = 5 << 30  # S3's limit for one request
+_OBJECT_BYTES_MAX: Final = (1 << 32) - 1
 _TENANT_BYTES_MAX: Final = 128
 _NAME: Final = re.compile(
     r"(?P<partition>[0-9a-f]{3})/t(?P<tenant>(?:[A-Za-z0-9_-]|=[0-9A-F]{2})*)/(?P<digest>[0-9a-f]{40})\.kv"
@@ -60,12 +62,25 @@ class ObjectName(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """Contents of an object."""
+    """Contents of an object: of each record its key, its position, and the length of its header."""
 
     name: str  # name of the object, without the prefix
     tenant: str  # name of the tenant
     size: int  # bytes of the object
-    places: Mapping[bytes, Place]  # position of each record by key, in the order of their offsets
+    keys: tuple[bytes, ...]
+    offsets: tuple[int, ...]  # they ascend
+    lengths: tuple[int, ...]
+    header_bytes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tenant: str, size: int, places: Iterable[tuple[bytes, Place]]) -> "Contents":
+        keys, positions = zip(*places, strict=True)
+        return cls(name, tenant, size, keys, *zip(*positions, strict=True))
+
+    @property
+    def places(self) -> dict[bytes, Place]:
+        """Position of each record by key."""
+        return dict(zip(self.keys, map(Place, self.offsets, self.lengths, self.header_bytes), strict=True))
 
 
 def name_of(tenant: str, keys: Iterable[bytes]) -> str:
@@ -85,11 +100,13 @@ def folder_of(partition: int) -> str:
 
 
 def _digest(tenant: str, keys: Iterable[bytes]) -> bytes:
-    digest = hashlib.blake2b(digest_size=20)
-    digest.update(len(tenant).to_bytes(4, "little") + tenant.encode("ascii"))
-    for key in keys:
-        digest.update(key)
-    return digest.digest()
+    data = len(tenant).to_bytes(4, "little") + tenant.encode("ascii") + b"".join(keys)
+    return hashlib.blake2b(data, digest_size=20).digest()
+
+
+def partition_in(name: str) -> int:
+    """Return the partition of an object's name."""
+    return int(name[:3], 16)
 
 
 def parse_name(name: str) -> ObjectName | None:
@@ -122,13 +139,18 @@ def tenant_of(name: str) -> str | None:
 
 def finish(body: bytearray, tenant: str, records: Sequence[tuple[bytes, Place]]) -> Contents:
     """Append entries and footer to ``body``, which has the records, of one partition; return the object's contents."""
-    keys = [key for key, _ in records]
-    footer = b"".join(_ENTRY.pack(key, *place) for key, place in records) + tenant.encode("ascii")
-    size = len(body) + len(footer) + FOOTER_BYTES
-    footer += _FOOTER.pack(_MAGIC, len(records), len(tenant), size)
-    body += footer
-    body += hashlib.blake2b(footer, digest_size=_SUM_BYTES).digest()
-    return Contents(name_of(tenant, keys), tenant, size, dict(records))
+    size = len(body) + len(records) * ENTRY_BYTES + len(tenant) + FOOTER_BYTES
+    contents = Contents.of(name_of(tenant, [key for key, _ in records]), tenant, size, records)
+    body += footer_of(contents)
+    return contents
+
+
+def footer_of(contents: Contents) -> bytes:
+    """Return the entries and the footer of an object."""
+    entries = b"".join(map(_ENTRY.pack, contents.keys, contents.offsets, contents.lengths, contents.header_bytes))
+    tenant = contents.tenant.encode("ascii")
+    footer = entries + tenant + _FOOTER.pack(_MAGIC, len(contents.keys), len(tenant), contents.size)
+    return footer + hashlib.blake2b(footer, digest_size=_SUM_BYTES).digest()
 
 
 def footer_bytes(data: bytes, size: int) -> int:
@@ -161,25 +183,39 @@ def parse_footer(name: str, data: bytes, size: int) -> Contents:
     needed = footer_bytes(data, size)
     if len(data) < needed:
         raise ColdObjectError(f"of {needed} bytes at its end only {len(data)} came")
-    footer = data[len(data) - needed :]
-    _, count, tenant_bytes, _ = _FOOTER.unpack_from(footer, needed - FOOTER_BYTES)
-    if hashlib.blake2b(footer[:-_SUM_BYTES], digest_size=_SUM_BYTES).digest() != footer[-_SUM_BYTES:]:
+    contents = read_footer(data[len(data) - needed :])
+    if contents.name != name:
+        raise ColdObjectError("it has the contents of another object")
+    return contents
+
+
+def read_footer(footer: bytes, *, is_checked: bool = False) -> Contents:
+    """Return the contents of the object that has these entries and this footer. ``is_checked``: skip the checksum.
+
+    Raises:
+        ColdObjectError: They are unsound.
+    """
+    if len(footer) < FOOTER_BYTES:
+        raise ColdObjectError(f"a footer of {len(footer)} bytes is too short")
+    _, count, tenant_bytes, size = _FOOTER.unpack_from(footer, len(footer) - FOOTER_BYTES)
+    if footer_bytes(footer, size) != len(footer):
+        raise ColdObjectError(f"{count} entries do not fit a footer of {len(footer)} bytes")
+    if not is_checked and hashlib.blake2b(footer[:-_SUM_BYTES], digest_size=_SUM_BYTES).digest() != footer[-_SUM_BYTES:]:
         raise ColdObjectError("the checksum of its entries is wrong")
     begin = count * ENTRY_BYTES
-    raw_tenant = footer[begin : begin + tenant_bytes]
-    places: dict[bytes, Place] = {}
-    position = 0
-    for key, *numbers in _ENTRY.iter_unpack(footer[:begin]):
-        place = Place(*numbers)
-        if place.offset != position or not 0 < place.header_bytes <= place.length:
-            raise ColdObjectError(f"its entry {len(places)} says {place}, behind {position} bytes of records")
-        position += place.length
-        places[key] = place
-    if len(places) != count or position != size - needed:
+    keys, offsets, lengths, header_bytes = zip(*_ENTRY.iter_unpack(footer[:begin]), strict=True)
+    ends = list(accumulate(lengths))
+    if offsets != (0, *ends[:-1]) or not all(map(operator.le, header_bytes, lengths)) or 0 in header_bytes:
+        raise ColdObjectError("its entries do not say where its records begin, without gaps")
+    if len(set(keys)) != count or ends[-1] != size - len(footer):
         raise ColdObjectError("its entries do not cover its records, each once")
-    if len({partition_of(key) for key in places}) > 1:
+    if len({key[-8:] for key in keys}) > 1 and len(set(map(partition_of, keys))) > 1:
         raise ColdObjectError("its records are of several partitions")
-    parts = parse_name(name)
-    if parts is None or raw_tenant != parts.tenant.encode("ascii") or name_of(parts.tenant, places) != name:
-        raise ColdObjectError("it has the contents of another object")
-    return Contents(name, parts.tenant, size, places)
+    try:
+        tenant = footer[begin : begin + tenant_bytes].decode("ascii")
+        name = name_of(tenant, keys)
+    except UnicodeDecodeError:
+        raise ColdObjectError("the name of its tenant is not ASCII") from None
+    if _tenant(_shown(tenant)) != tenant:
+        raise ColdObjectError(f"no tenant has the name {tenant!r}")
+    return Contents(name, tenant, size, keys, offsets, lengths, header_bytes)

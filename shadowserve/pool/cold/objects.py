@@ -21,9 +21,10 @@ _SHARDS_LOG2: Final = 12
 _LOW_BITS: Final = 32
 _LOW_MASK: Final = (1 << _LOW_BITS) - 1
 _HASH_MASK: Final = (1 << 64) - 1
-_FIXED: Final = struct.Struct("<20sIHII")  # digest of the name, tenant, partition, bytes, bytes of its records
+_FIXED: Final = struct.Struct("<20sIHI")  # digest of the name, tenant, partition, bytes of its records
 _FIXED_BYTES: Final = _FIXED.size
 _PAIR: Final = struct.Struct("<II").unpack_from
+_USE: Final = np.dtype([("number", "u4"), ("tenant", "u4"), ("size", "i8"), ("used_s", "f8")])
 _PER_RECORD: Final = 16  # hashes (u64), then offsets (u32), then lengths of headers (u32)
 
 
@@ -42,7 +43,6 @@ class Row(NamedTuple):
     digest: bytes
     tenant: int
     partition: int
-    size: int
     records_bytes: int
 
 
@@ -105,7 +105,8 @@ class ObjectTable:
 
     Attributes:
         states: :class:`State` of each number.
-        written_s, seen, used_h: When it was written; the last list with it; the hour in which it was used.
+        sizes: Bytes.
+        written_s, seen, used_h: When it was written; the last list with it; the hour in which it was used last.
     """
 
     def __init__(self) -> None:
@@ -113,6 +114,7 @@ class ObjectTable:
         self.written_s = array("d")
         self.seen = array("I")
         self.used_h = array("I")
+        self.sizes = array("I")
         self._tenants = array("I")
         self._partitions = array("H")
         self._data: list[bytes] = []
@@ -127,10 +129,9 @@ class ObjectTable:
 
         Return its number, and the hashes of those records that may be in other objects too.
         """
-        places, count = contents.places.values(), len(hashes)
-        end = max(place.offset + place.length for place in places)
-        data = _FIXED.pack(parts.digest, tenant, parts.partition, contents.size, end) + struct.pack(
-            f"<{count}Q{2 * count}I", *hashes, *(each.offset for each in places), *(each.header_bytes for each in places)
+        end, count = contents.offsets[-1] + contents.lengths[-1], len(hashes)
+        data = _FIXED.pack(parts.digest, tenant, parts.partition, end) + struct.pack(
+            f"<{count}Q{2 * count}I", *hashes, *contents.offsets, *contents.header_bytes
         )
         if self._free:
             number = self._free.pop()
@@ -138,11 +139,11 @@ class ObjectTable:
             number = len(self._data)
             self._data.append(b"")
             self.states.append(State.FREE)
-            for column in (self.written_s, self.seen, self.used_h, self._tenants, self._partitions):
+            for column in (self.written_s, self.seen, self.used_h, self.sizes, self._tenants, self._partitions):
                 column.append(0)
         self._data[number] = data
         self.written_s[number] = self.seen[number] = self.used_h[number] = 0
-        self._tenants[number], self._partitions[number] = tenant, parts.partition
+        self._tenants[number], self._partitions[number], self.sizes[number] = tenant, parts.partition, contents.size
         self._names.add((keyed_hash(b"", parts.digest),), number)
         return number, self._records.add(hashes, number)
 
@@ -198,6 +199,20 @@ class ObjectTable:
         if seen_before is not None:
             chosen &= np.frombuffer(self.seen, np.uint32) < seen_before
         return np.flatnonzero(chosen)
+
+    def uses(self, partitions: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+        """Return the number, tenant, bytes and time of the last use of each known object in partitions."""
+        if not self._data:
+            return np.empty(0, _USE)
+        known = np.frombuffer(self.states, np.uint8) == State.KNOWN
+        numbers = np.flatnonzero(known & np.isin(np.frombuffer(self._partitions, np.uint16), partitions))
+        found = np.empty(len(numbers), _USE)
+        found["number"] = numbers
+        found["tenant"] = np.frombuffer(self._tenants, np.uint32)[numbers]
+        found["size"] = np.frombuffer(self.sizes, np.uint32)[numbers]
+        used_s = np.frombuffer(self.used_h, np.uint32)[numbers] * 3600.0
+        found["used_s"] = np.maximum(np.frombuffer(self.written_s, np.float64)[numbers], used_s)
+        return found
 
 
 def _index(data: bytes, hashed: int) -> int | None:

@@ -5,16 +5,18 @@ No method waits for the bucket: the tier knows its contents from lists every ``i
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from shadowserve.errors import ShadowServeError
+from shadowserve.placement import partition_of
 from shadowserve.pool.cold.breaker import Breaker
 from shadowserve.pool.cold.bucket import Bucket
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.deletions import DelayedRemovals, Deletions
 from shadowserve.pool.cold.fair import Shares
+from shadowserve.pool.cold.indexing import Indexer
 from shadowserve.pool.cold.listing import BucketLister
 from shadowserve.pool.cold.reads import ColdItem, ColdReader
 from shadowserve.pool.cold.writes import ColdWriter
@@ -32,21 +34,40 @@ class ColdTier:
     """The records of a bucket, for one pool. Methods are called with the pool's lock held, except set_quota(),
     report_damage(), start(), close() and join(); none of the others waits."""
 
-    def __init__(self, config: S3Config, clock_s: Callable[[], float] = time.monotonic) -> None:
-        """Prepare the tier; start() begins. ConfigurationError: credentials or certificates cannot be read."""
+    def __init__(
+        self,
+        config: S3Config,
+        clock_s: Callable[[], float] = time.monotonic,
+        serves: Callable[[int], bool] | None = None,
+    ) -> None:
+        """Prepare the tier; start() begins. ConfigurationError: credentials or certificates cannot be read.
+
+        ``serves`` returns whether this node is the first choice of its fleet for a partition, in any thread and at any
+        time; None: it has no fleet.
+        """
         self._config = config
         self._bucket = Bucket(config)
         self._catalog = Catalog(Shares(config.chunks_max))
         self._breaker = Breaker("read", clock_s)
         self._reader = ColdReader(config, self._bucket, self._catalog, self._breaker, clock_s)
         self._write_breaker = Breaker("write", clock_s)
-        self._writer = ColdWriter(config, self._bucket, self._catalog, self._write_breaker, clock_s)
+        indexer = Indexer(config, self._bucket, self._catalog, self._write_breaker, clock_s)
+        self._writer = ColdWriter(config, self._bucket, self._catalog, indexer, self._write_breaker, clock_s)
         self._delete_breaker = Breaker("delete", clock_s)
         self._deletions = Deletions(config, self._bucket, self._catalog, self._delete_breaker, clock_s)
         self._lister = BucketLister(
-            config, self._bucket, self._catalog, self._deletions, self._breaker, clock_s, self._on_listed
+            config,
+            self._bucket,
+            self._catalog,
+            self._deletions,
+            indexer,
+            self._breaker,
+            clock_s,
+            self._on_listed,
+            self._on_forgotten,
+            serves,
         )
-        self._is_listed = False
+        self._listed: set[int] = set()  # partitions whose objects are known
         self._delayed_removals = DelayedRemovals(config.timeout_s, clock_s)  # until the first list
         self._new: list[Ticket] = []  # removals since the last barrier
         self._in_barrier: list[Ticket] = []
@@ -104,6 +125,8 @@ class ColdTier:
     def find(self, address: Address) -> Item | None:
         """Return a record of the bucket; None if it is unknown, or the bucket is away."""
         record = None if self._breaker.away else self._record_of(address)
+        if record is not None:
+            self._lister.ask(partition_of(record[1]))
         found = None if record is None else self._catalog.find(*record)
         return None if record is None or found is None else ColdItem(address, *record, found)
 
@@ -111,6 +134,7 @@ class ColdTier:
         self, item: Item, start: int, end: int, done: Callable[[Lease | None], None], *, in_parts: bool, ahead: bool
     ) -> None:
         assert isinstance(item, ColdItem)
+        self._catalog.touch(item.found.number)
         self._reader.read(item, start, end, done, in_parts=in_parts, ahead=ahead)
 
     def report_damage(self, item: Item) -> None:
@@ -149,6 +173,7 @@ class ColdTier:
         record = self._record_of(address)
         if record is None:
             return None
+        self._lister.ask(partition_of(record[1]))
         if not header_bytes or expires:
             return self._remove(address, *record)[1]
         if self._catalog.find(*record) is None:
@@ -185,7 +210,8 @@ class ColdTier:
         """Return whether a record was known, and a ticket for its removal; None if it is removed."""
         was_there = self._catalog.find(tenant, key) is not None
         tickets = [self._writer.removed(address), self._delete(tenant, key)]
-        if not self._is_listed:
+        if partition_of(key) not in self._listed:
+            self._lister.ask(partition_of(key))
             tickets.append(self._delayed_removals.add(tenant, key))
         return was_there, joined(tickets)
 
@@ -234,12 +260,16 @@ class ColdTier:
             error = f"the bucket was not listed since the start and may have the key: {list_breaker.last_error}"
             self._delayed_removals.expire(ShadowServeError(error), all_of_them=list_breaker.away)
 
-    def _on_listed(self) -> None:
-        if not self._is_listed:
+    def _on_listed(self, partitions: Iterable[int]) -> None:
+        if not self._listed.issuperset(partitions):
             # With the lock that removals hold: none is delayed after the delayed ones were begun.
             with self._lock:
-                self._is_listed = True
-            self._delayed_removals.begin(self._delete)
+                self._listed.update(partitions)
+            self._delayed_removals.begin(self._delete, lambda key: partition_of(key) in self._listed)
+
+    def _on_forgotten(self, partition: int) -> None:
+        with self._lock:
+            self._listed.discard(partition)
 
     # ---- Statistics
 
