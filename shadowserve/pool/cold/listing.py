@@ -84,6 +84,7 @@ class BucketLister:
         self._serves = serves
         self._due_s: dict[int, float] = {}  # when to list each partition that the node knows
         self._asked_s: dict[int, float] = {}  # last question about each partition of another node
+        self._merges: dict[int, Sequence[Listed]] = {}  # index objects of partitions that have many
         self._tick_s = -inf
         self._is_complete = False
         self._shares = Shares(int((config.bytes_max or 0) * SWEPT_SHARE))
@@ -226,6 +227,8 @@ class BucketLister:
     def _write_index(self) -> None:
         due = self._indexer.due(self.own)
         list(self._partitions.map(lambda each: self._indexer.write(each, is_news=each not in self.own), due))
+        merges, self._merges = self._merges, {}
+        list(self._partitions.map(self._indexer.merge, merges.keys(), merges.values()))
 
     # ---- Lists
 
@@ -289,10 +292,9 @@ class BucketLister:
         except BucketError as error:
             self._read_breaker.failed(error.reason, error)
             return False
-        is_done = all([*self._footers.map(lambda listed: self._learn(listed, ends_s), wanted.values())])
-        if is_done and partition in self.own:
-            self._indexer.merge(partition, index)
-        return is_done
+        if partition in self.own and len(index) >= MERGED:
+            self._merges[partition] = index
+        return all([*self._footers.map(lambda listed: self._learn(listed, ends_s), wanted.values())])
 
     def _learn(self, listed: Listed, ends_s: float) -> bool:
         """Add an object to the catalog if its footer is sound; return False if the next list has to try again."""
