@@ -59,11 +59,11 @@ def store_for_tenants(node: Node, count: int, partition: int, label: str = "of")
 
 def test_a_node_learns_many_records_from_index_objects(bucket: FaultyS3, open_node: Opens) -> None:
     for partition in range(8):
-        put(bucket, chains_of(partition, 200 if partition == HOME else 20), indexed=True)
+        put(bucket, chains_of(partition, 50 if partition == HOME else 5), indexed=True)
     node = open_node(index_ttl_s=3600.0)
-    node.await_known(2 * (200 + 7 * 20))
+    node.await_known(2 * (50 + 7 * 5))
     assert bucket.count("get") == 8 and not tails(bucket), "one request for each partition"
-    last = chains_of(HOME, 200)[-1]
+    last = chains_of(HOME, 50)[-1]
     assert node.read_chain(last) == last.values
 
 
@@ -222,17 +222,38 @@ def test_a_bucket_that_throttles_lists_is_asked_more_rarely(bucket: FaultyS3, op
 
 
 def test_the_node_of_a_partition_deletes_what_was_not_used_for_longest(bucket: FaultyS3, open_node: Opens) -> None:
-    """It serves 1/64 of the partitions, and so has 32 MiB."""
+    """It serves 1/64 of the partitions, and so has 36 MiB."""
     chains = [Chain(f"large {number}", 8, MIB, partition=HOME) for number in range(4)]
     foreign = [Chain(f"foreign {number}", 8, MIB, partition=4000) for number in range(4)]
-    put(bucket, [*chains, *foreign])
-    bucket.written = {PREFIX + chain.object()[0]: float(number) for number, chain in enumerate([*foreign, *chains])}
-    settings = {"memory_budget_bytes": 256 * MIB, "serves": lambda each: each < 64, "bytes_max": 64 * 32 * MIB}
-    gate = threading.Event()
-    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "delete" else None
-    node = open_node(**settings, timeout_s=60.0)
+    put(bucket, [*foreign, *chains])
+    bucket.written = {PREFIX + chain.object()[0]: float(at) for at, chain in enumerate([*foreign, *chains])}
+    settings = {"memory_budget_bytes": 256 * MIB, "serves": lambda each: each < 64, "bytes_max": 64 * 36 * MIB}
+    node = open_node(**settings)
     node.await_known(32)
-    assert node.peek(foreign[0].keys[0]) is None
     assert node.read_chain(chains[0]) == chains[0].values
-    put(bucket, [Chain("newest", 8, MIB, partition=HOME + 1)])
-    gate.set()
+    assert node.peek(foreign[0].keys[0]) is None
+    node.await_known(64)
+    node.store_chain(Chain("newest", 8, MIB, partition=HOME))
+    wait_for(lambda: node.cold().swept_objects)
+    left = {name for name in bucket.objects if name.endswith(".kv")}
+    assert {PREFIX + chain.object()[0] for chain in [*foreign, chains[0], *chains[2:]]} < left
+    assert PREFIX + chains[1].object()[0] not in left
+
+
+def test_the_last_use_survives_a_restart_in_the_index(bucket: FaultyS3, open_node: Opens) -> None:
+    chains, day_s = chains_of(HOME, 3), [0.0]
+    put(bucket, chains, indexed=True)
+    (before,) = index_objects(bucket)
+    settings = {"serves": HOME.__eq__, "bytes_max": 64 * 4096 * MIB}
+    clock = {"clock_s": lambda: time.monotonic() + day_s[0]}
+    node = open_node(**settings, **clock)
+    node.await_known(6)
+    assert node.read_chain(chains[1]) == chains[1].values
+    day_s[0] += 2 * 86_400.0
+    wait_for(lambda: before not in index_objects(bucket))
+    wait_for(lambda: len(index_objects(bucket)) == 1)
+    ((name, body),) = index_objects(bucket).items()
+    parts = parse_index_name(name.removeprefix(PREFIX))
+    assert parts is not None
+    used = {entry.contents.name for entry in parse_index(parts, body) if entry.used_h}
+    assert used == {chains[1].object()[0]}

@@ -86,6 +86,7 @@ class Catalog:
         self._marked_unread: dict[str, dict[str, None]] = {}  # marked objects of unknown contents, by tenant
         self._wanted: dict[int, set[str]] = {}  # of each partition: wants() was True in this list, and not deleted since
         self._left_out: OrderedDict[str, _LeftOut] = OrderedDict()
+        self._touched_s: dict[int, float] = {}  # first use of each partition that its index objects do not have
         self._refused: OrderedDict[Listed, tuple[int, int]] = OrderedDict()  # lists to skip, in all and left
 
     @property
@@ -366,9 +367,17 @@ class Catalog:
                     names.append(which)
         return names
 
-    def touch(self, number: int) -> None:
-        """Note that a client reads an object now."""
-        self._table.used_h[number] = int(time.time() / 3600)
+    def touch(self, found: Found, now_s: float) -> None:
+        """Note that a record of an object is used now; ``now_s`` is monotonic."""
+        self._table.used_h[found.number] = int(time.time() / 3600)
+        self._touched_s.setdefault(found.row.partition, now_s)
+
+    def touched_s(self, partition: int) -> float:
+        """Return the time of the first use of a partition's records since forget_touches(); infinite for none."""
+        return self._touched_s.get(partition, inf)
+
+    def forget_touches(self, partition: int) -> None:
+        self._touched_s.pop(partition, None)
 
     def mark_for_deletion(self, tenant: str, key: bytes) -> Marked:
         """Mark the objects with a tenant's record for deletion: they are hidden until note_deleted()."""

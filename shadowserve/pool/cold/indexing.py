@@ -206,11 +206,12 @@ class Indexer:
         return names
 
     def merge(self, partition: int, index: Iterable[Listed]) -> None:
-        """Replace a partition's index objects by one if they are many. Their objects have just been listed."""
+        """Replace a partition's index objects by one with the last use of each object. They have just been listed."""
         small = [listed for listed in index if listed.size < _MERGED_BYTES and listed.name not in self._refused]
         now_s = self._clock_s()
-        if not self._writes or len(small) < MERGED or now_s < self._merges_again_s:
+        if not self._writes or now_s < self._merges_again_s:
             return
+        self._catalog.forget_touches(partition)
         footers: dict[str, tuple[int, bytes]] = {}
         merged = []
         try:

@@ -34,6 +34,8 @@ _OF_LISTS: Final = frozenset({"bad_list", "busy"})
 """Failures of lists that say nothing about reads of known objects."""
 _LISTED_MIN: Final = 100_000
 """New objects of a list that are examined in any case: some 30 MB."""
+_USE_S: Final = 86_400.0
+"""Time after which the last use of objects is written into a partition's index objects."""
 _OWN_TIMES: Final = 60
 """Intervals between two lists of a partition that the node serves: it learns of others' objects by their news."""
 _FORGOTTEN_TIMES: Final = 10
@@ -267,7 +269,7 @@ class BucketLister:
         jobs = [
             (each, wanted.get(each, {}), index.get(each, []), ends_s)
             for each in {**wanted, **index}
-            if each in wanted or len(index[each]) >= MERGED
+            if each in wanted or self._is_to_merge(each, index[each])
         ]
         for listed in news:
             self._take_news(listed)
@@ -292,9 +294,14 @@ class BucketLister:
         except BucketError as error:
             self._read_breaker.failed(error.reason, error)
             return False
-        if partition in self.own and len(index) >= MERGED:
+        if partition in self.own and self._is_to_merge(partition, index):
             self._merges[partition] = index
         return all([*self._footers.map(lambda listed: self._learn(listed, ends_s), wanted.values())])
+
+    def _is_to_merge(self, partition: int, index: Sequence[Listed]) -> bool:
+        """Return whether the index objects are many, or have long lacked the last use of their objects."""
+        is_used = self._config.bytes_max is not None and self._catalog.touched_s(partition) < self._clock_s() - _USE_S
+        return bool(index) and (len(index) >= MERGED or is_used)
 
     def _learn(self, listed: Listed, ends_s: float) -> bool:
         """Add an object to the catalog if its footer is sound; return False if the next list has to try again."""

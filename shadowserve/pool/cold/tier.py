@@ -46,6 +46,7 @@ class ColdTier:
         time; None: it has no fleet.
         """
         self._config = config
+        self._clock_s = clock_s
         self._bucket = Bucket(config)
         self._catalog = Catalog(Shares(config.chunks_max))
         self._breaker = Breaker("read", clock_s)
@@ -134,7 +135,7 @@ class ColdTier:
         self, item: Item, start: int, end: int, done: Callable[[Lease | None], None], *, in_parts: bool, ahead: bool
     ) -> None:
         assert isinstance(item, ColdItem)
-        self._catalog.touch(item.found.number)
+        self._catalog.touch(item.found, self._clock_s())
         self._reader.read(item, start, end, done, in_parts=in_parts, ahead=ahead)
 
     def report_damage(self, item: Item) -> None:
@@ -191,8 +192,17 @@ class ColdTier:
         return self._deletions.delete(tenant, names) if names else None
 
     def holds_back(self, address: Address) -> bool:
-        """Return whether a record may not be evicted yet, since it is being written here, for a limited time."""
-        return self._writer.holds_back(address)
+        """Return whether a record may not be evicted yet, since it is being written here, for a limited time.
+
+        A record that leaves the pool has been used: the bucket goes on with the pool's order of eviction.
+        """
+        is_held = self._writer.holds_back(address)
+        if not is_held and self._config.bytes_max is not None:
+            record = self._record_of(address)
+            found = None if record is None else self._catalog.find(*record)
+            if found is not None:
+                self._catalog.touch(found, self._clock_s())
+        return is_held
 
     def removed(self, address: Address) -> bool:
         """Make a record absent and delete the objects that have it; return whether there were any.
