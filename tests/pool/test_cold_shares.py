@@ -125,7 +125,7 @@ def test_a_full_catalog_makes_room_for_a_tenant_that_has_less_than_its_share() -
         assert catalog.add(object_of("modest", str(number)), -10.0 - number)
     assert not catalog.add(object_of("modest", "more"), -20.0), "a tenant must not exceed its share"
     assert catalog.chunks == 10 and catalog.left_out == 8
-    catalog.end_list(catalog.begin_list(range(PARTITIONS)))
+    catalog.end_list(catalog.begin_list(range(PARTITIONS)), range(PARTITIONS))
     assert catalog.objects == catalog.chunks == catalog.left_out == 0, "a list that shows nothing"
 
 

@@ -230,7 +230,7 @@ class Catalog:
     def forget(self, partition: int) -> None:
         """Forget the known objects of a partition that this node does not serve."""
         with self._lock:
-            numbers = self._table.select(partition=partition).tolist()
+            numbers = self._table.select(partitions=(partition,)).tolist()
         for number in numbers:
             with self._lock:
                 if self._table.states[number] == State.KNOWN and self._table.row(number).partition == partition:
@@ -314,12 +314,12 @@ class Catalog:
         oldest = self._oldest_beyond(tenant, records)
         return oldest is not None and (oldest[2].name != tenant or oldest[0] < listed.written_s)
 
-    def end_list(self, number: int, partition: int | None = None) -> None:
-        """Forget objects that list ``number`` of a partition, or of all, did not show. Marked ones stay marked."""
+    def end_list(self, number: int, partitions: Collection[int]) -> None:
+        """Forget objects that list ``number`` of partitions did not show. Marked ones stay marked."""
         with self._lock:
-            missing = self._table.select(partition=partition, seen_before=number).tolist()
+            missing = self._table.select(partitions=partitions, seen_before=number).tolist()
             for name, left_out in list(self._left_out.items()):
-                if left_out.seen < number and partition in (None, partition_in(name)):
+                if left_out.seen < number and partition_in(name) in partitions:
                     del self._left_out[name]
         for each in missing:
             with self._lock:
@@ -336,7 +336,7 @@ class Catalog:
         They are the objects of the tenants furthest beyond their shares that were not used for longest.
         """
         with self._lock:
-            uses = self._table.uses(np.fromiter(partitions, np.int64))
+            uses = self._table.uses(partitions)
             left_out = [(*each, name) for name, each in self._left_out.items() if partition_in(name) in partitions]
             owners = {number: own.name for number, own in self._by_number.items() if not own.is_cleared}
         uses = uses[np.isin(uses["tenant"], list(owners))]

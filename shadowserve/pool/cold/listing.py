@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 _AT_ONCE: Final = 16
 _BATCH: Final = 64
 """Partitions that are listed before those that clients have asked for in the meantime."""
+_SMALL: Final = 10_000
+"""Most objects of a bucket that a node of a fleet lists as a whole at its start, instead of each partition."""
 _OF_ONE_OBJECT: Final = frozenset({"absent", "damaged", "denied"})
 """Failures to read a footer that another try does not change."""
 _OF_LISTS: Final = frozenset({"bad_list", "busy"})
@@ -89,6 +91,7 @@ class BucketLister:
         self._merges: dict[int, Sequence[Listed]] = {}  # index objects of partitions that have many
         self._tick_s = -inf
         self._is_complete = False
+        self._is_small = True  # one list of the whole bucket takes fewer requests than one of each partition
         self._shares = Shares(int((config.bytes_max or 0) * SWEPT_SHARE))
         self._shares_lock = threading.Lock()
         self._ended = False
@@ -147,7 +150,7 @@ class BucketLister:
 
     def _list_bucket(self) -> float:
         """List the whole bucket; return the time until the next list."""
-        if self._scan(None):
+        if self._scan(range(PARTITIONS), ""):
             self.lists += 1
         self._succeed()
         self.tried.set()
@@ -168,10 +171,12 @@ class BucketLister:
             for partition, due_s in list(self._due_s.items())
             if due_s <= now_s and (partition in self.own or self._asked_s.get(partition, -inf) >= due_s - ttl_s)
         ]
-        batch = [partition for *_, partition in sorted(due)[:_BATCH]]
-        done = [*self._partitions.map(self._scan_due, batch)]
-        if all(done) and len(due) > len(batch):
-            return 0.0
+        batch = [partition for *_, partition in sorted(due)[: len(due) if self._is_small else _BATCH]]
+        if len(batch) <= _BATCH or not self._scan_due(frozenset(batch), ""):
+            self._is_small = self._is_small and len(batch) <= _BATCH
+            done = [*self._partitions.map(lambda each: self._scan_due((each,), folder_of(each)), batch[:_BATCH])]
+            if all(done) and len(due) > _BATCH:
+                return 0.0
         self._is_complete = all(self._due_s[partition] > now_s for partition in self.own)
         if self._is_complete:
             self.tried.set()
@@ -180,17 +185,18 @@ class BucketLister:
             self._tick()
         return max(0.0, self._tick_s - self._clock_s()) if self._is_complete else min(ttl_s, 1.0)
 
-    def _scan_due(self, partition: int) -> bool:
+    def _scan_due(self, partitions: Collection[int], folder: str) -> bool:
         now_s, ttl_s = self._clock_s(), self._config.index_ttl_s
         try:
-            is_done = not self.breaker.away and self._scan(partition)
+            is_done = not self.breaker.away and self._scan(partitions, folder, None if folder else _SMALL)
         except BucketError as error:
             self._fail(error)
             return False
         if is_done:
             self._succeed()
-            pause_s = ttl_s * _OWN_TIMES * random.uniform(0.75, 1.25) if partition in self.own else ttl_s
-            self._due_s[partition] = now_s + pause_s
+            for partition in partitions:
+                pause_s = ttl_s * _OWN_TIMES * random.uniform(0.75, 1.25) if partition in self.own else ttl_s
+                self._due_s[partition] = now_s + pause_s
         return is_done
 
     def _follow_members(self, now_s: float) -> None:
@@ -234,31 +240,32 @@ class BucketLister:
 
     # ---- Lists
 
-    def _scan(self, partition: int | None) -> bool:
-        """Bring the catalog up to date with a list of a partition, or of all; return False if that has to be repeated.
+    def _scan(self, partitions: Collection[int], folder: str, objects_max: int | None = None) -> bool:
+        """Bring the catalog up to date with a list of partitions; return False if that has to be repeated.
 
-        Objects that the list does not have are forgotten, and new ones are added.
+        Objects that the list does not have are forgotten, and new ones are added. A list of ``folder`` has all objects
+        of the partitions; beyond ``objects_max`` it ends without a result.
         """
-        partitions = range(PARTITIONS) if partition is None else (partition,)
         number = self._catalog.begin_list(partitions)
         found: defaultdict[str, list[Listed]] = defaultdict(list)
         index: defaultdict[int, list[Listed]] = defaultdict(list)
         news: list[Listed] = []
-        count = foreign = 0
+        count = foreign = total = 0
         first_foreign, listed_max = "", max(self._config.chunks_max, _LISTED_MIN)
-        for listed in self._bucket.list("" if partition is None else folder_of(partition)):
-            if self._ended:
+        for listed in self._bucket.list(folder):
+            total += 1
+            if self._ended or (objects_max is not None and total > objects_max):
                 return False
             if (name := parse_index_name(listed.name)) is not None:
                 (news if name.is_news else index[name.partition]).append(listed)
             elif (tenant := tenant_of(listed.name)) is None:
                 foreign, first_foreign = foreign + 1, first_foreign or listed.name
-            elif self._catalog.wants(listed):
+            elif partition_in(listed.name) in partitions and self._catalog.wants(listed):
                 found[tenant].append(listed)
                 count += 1
                 if count > 1.25 * listed_max:
                     count = _keep_newest(found, listed_max)
-        self._catalog.end_list(number, partition)
+        self._catalog.end_list(number, partitions)
         self._note_foreign(foreign, first_foreign)
         wanted: defaultdict[int, dict[str, Listed]] = defaultdict(dict)
         for objects in found.values():
@@ -269,11 +276,11 @@ class BucketLister:
         jobs = [
             (each, wanted.get(each, {}), index.get(each, []), ends_s)
             for each in {**wanted, **index}
-            if each in wanted or self._is_to_merge(each, index[each])
+            if each in wanted or (each in partitions and self._is_to_merge(each, index[each]))
         ]
         for listed in news:
             self._take_news(listed)
-        run = self._partitions.map if partition is None else map
+        run = map if folder else self._partitions.map  # one of a folder runs in such a thread itself
         if not all([*run(lambda job: self._learn_partition(*job), jobs)]):
             return False
         self._on_listed(partitions)

@@ -8,13 +8,14 @@ ones. Keys of records are not kept: keys with equal 64-bit hashes are confused, 
 import struct
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from shadowserve.placement import PARTITIONS
 from shadowserve.pool.cold.layout import Contents, ObjectName
 
 _SHARDS_LOG2: Final = 12
@@ -186,7 +187,7 @@ class ObjectTable:
         return None
 
     def select(
-        self, *, tenant: int | None = None, partition: int | None = None, seen_before: int | None = None
+        self, *, tenant: int | None = None, partitions: Collection[int] | None = None, seen_before: int | None = None
     ) -> npt.NDArray[np.int64]:
         """Return the numbers of objects, in any state but FREE, for which all of this is true."""
         if not self._data:
@@ -194,18 +195,23 @@ class ObjectTable:
         chosen = np.frombuffer(self.states, np.uint8) != State.FREE
         if tenant is not None:
             chosen &= np.frombuffer(self._tenants, np.uint32) == tenant
-        if partition is not None:
-            chosen &= np.frombuffer(self._partitions, np.uint16) == partition
+        if partitions is not None:
+            chosen &= self._are_in(partitions)
         if seen_before is not None:
             chosen &= np.frombuffer(self.seen, np.uint32) < seen_before
         return np.flatnonzero(chosen)
 
-    def uses(self, partitions: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+    def _are_in(self, partitions: Collection[int]) -> npt.NDArray[np.bool_]:
+        included = np.zeros(PARTITIONS, np.bool_)
+        included[[*partitions]] = True
+        return included[np.frombuffer(self._partitions, np.uint16)]
+
+    def uses(self, partitions: Collection[int]) -> npt.NDArray[np.void]:
         """Return the number, tenant, bytes and time of the last use of each known object in partitions."""
         if not self._data:
             return np.empty(0, _USE)
         known = np.frombuffer(self.states, np.uint8) == State.KNOWN
-        numbers = np.flatnonzero(known & np.isin(np.frombuffer(self._partitions, np.uint16), partitions))
+        numbers = np.flatnonzero(known & self._are_in(partitions))
         found = np.empty(len(numbers), _USE)
         found["number"] = numbers
         found["tenant"] = np.frombuffer(self._tenants, np.uint32)[numbers]
