@@ -38,7 +38,7 @@ class IndexName(NamedTuple):
 
 
 class IndexEntry(NamedTuple):
-    """What an index object says of an object."""
+    """Entry of an object."""
 
     contents: Contents
     used_h: int

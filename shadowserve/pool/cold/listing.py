@@ -41,7 +41,7 @@ _USE_S: Final = 86_400.0
 _OWN_TIMES: Final = 60
 """Intervals between two lists of a partition that the node serves: it learns of others' objects by their news."""
 _FORGOTTEN_TIMES: Final = 10
-"""Intervals after which a partition of another node is forgotten if nobody has asked for its records."""
+"""Intervals after which a partition of another node is forgotten if no client has asked for its records."""
 
 
 class BucketLister:
@@ -200,7 +200,7 @@ class BucketLister:
         return is_done
 
     def _follow_members(self, now_s: float) -> None:
-        """Find out which partitions the node serves, and forget those that nobody asks for."""
+        """Find out which partitions the node serves, and forget those that no client asks for."""
         assert self._serves is not None
         before, self.own = self.own, frozenset(filter(self._serves, range(PARTITIONS)))
         for partition in self.own - frozenset(before):

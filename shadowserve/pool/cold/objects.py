@@ -2,7 +2,7 @@
 
 Python objects would take ten times as much. What does not change of an object is one ``bytes``, and the rest is in
 arrays. Records and names are found in sorted arrays of hashes, which are keyed, so that clients cannot choose equal
-ones. Keys of records are not kept: keys with equal 64-bit hashes are confused, and whoever reads the record notices.
+ones. Keys of records are not kept: keys with equal 64-bit hashes are confused, and the check of the record finds that.
 """
 
 import struct
@@ -39,7 +39,7 @@ _KNOWN: Final = int(State.KNOWN)  # a name of an enumeration takes longer than t
 
 
 class Row(NamedTuple):
-    """What does not change of an object."""
+    """Parts of an object that do not change."""
 
     digest: bytes
     tenant: int
