@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from shadowserve.placement import partition_of
 from shadowserve.pool.cold.layout import (
     FOOTER_BYTES,
     ColdObjectError,
@@ -15,7 +16,6 @@ from shadowserve.pool.cold.layout import (
     parse_footer,
     tenant_of,
 )
-from shadowserve.placement import partition_of
 
 CORPUS = sorted((Path(__file__).parent / "corpus" / "cold").iterdir())
 

@@ -83,9 +83,7 @@ def test_a_sweep_deletes_objects_of_the_tenant_beyond_its_share(
     node.await_listed()
     second.await_listed()
     assert sum("/tmodest/" in name for name in bucket.objects) == 1
-    assert any("/tgreedy/" in name for name in bucket.objects), (
-        "a tenant must get the space that others do not need"
-    )
+    assert any("/tgreedy/" in name for name in bucket.objects), "a tenant must get the space that others do not need"
     other = open_node(**settings)
     wait_for(lambda: other.cold().objects == len(bucket.objects))
     assert other.read_chain(MINE, tenant(other, "modest")) == MINE.values
@@ -138,7 +136,12 @@ def test_the_catalog_counts_a_record_of_two_objects_once() -> None:
     assert (catalog.chunks, catalog.objects) == (3, 2)
     assert catalog.add(object_of("b", "x", 2), 0.0)
     found = catalog.find("a", keys[0])
-    assert catalog.chunks == 4 and found is not None and found.row.digest.hex() in two.name and catalog.find("a", keys[1]) is None
+    assert (
+        catalog.chunks == 4
+        and found is not None
+        and found.row.digest.hex() in two.name
+        and catalog.find("a", keys[1]) is None
+    )
     listed = Listed(one.name, 500, 1.0)
     assert not catalog.wants(listed)
 

@@ -542,7 +542,9 @@ def test_the_backlog_is_limited_and_dropped_records_are_counted() -> None:
     assert (gathering.waiting, gathering.dropped) == (10, 15)
     assert gathering.take(1.0) is None, "the writes must wait for further ones"
     batch = gathering.take(6.0)
-    assert batch is not None and [key for _, key in batch.records] == [key_of(b"%d" % number) for number in range(15, 25)]
+    assert batch is not None and [key for _, key in batch.records] == [
+        key_of(b"%d" % number) for number in range(15, 25)
+    ]
     gathering.put_back(batch)
     gathering.forget(1)
     assert gathering.waiting == 10
@@ -556,14 +558,19 @@ def test_a_record_stored_twice_is_gathered_once() -> None:
         gathering.add((0, b"a"), key_of(b"a"), b"", 10, 0.0)
     gathering.add((0, b"b"), key_of(b"b"), key_of(b"a"), 10, 0.0)
     batch = gathering.take(0.0, hurry=True)
-    assert batch is not None and [key for _, key in batch.records] == [key_of(b"a"), key_of(b"b")] and gathering.waiting == 0
+    assert (
+        batch is not None
+        and [key for _, key in batch.records] == [key_of(b"a"), key_of(b"b")]
+        and gathering.waiting == 0
+    )
 
 
 def test_a_prioritized_sequence_is_taken_next() -> None:
     gathering = Gathering(20, 5.0, 100)
     for key, parent in ((b"a", b""), (b"b", b"a"), (b"c", b""), (b"x", b""), (b"y", b"x")):
         gathering.add((0, key), key_of(key), key_of(parent), 10 if key != b"c" else 1, 0.0)
-    assert gathering.prioritize(0, key_of(b"c")) and gathering.prioritize(0, key_of(b"x")) and not gathering.prioritize(0, key_of(b"z"))
+    assert gathering.prioritize(0, key_of(b"c")) and gathering.prioritize(0, key_of(b"x"))
+    assert not gathering.prioritize(0, key_of(b"z"))
     taken = []
     while (batch := gathering.take(0.0)) is not None:
         taken.append([name for (_, name), _ in batch.records])

@@ -84,7 +84,7 @@ class Catalog:
         self._list = 0  # number of the last list
         self._marked: dict[str, None] = {}
         self._marked_unread: dict[str, dict[str, None]] = {}  # marked objects of unknown contents, by tenant
-        self._wanted: dict[int, set[str]] = {}  # of each partition: wants() was True in this list, and not deleted since
+        self._wanted: dict[int, set[str]] = {}  # of each partition, in this list, if not deleted since
         self._left_out: OrderedDict[str, _LeftOut] = OrderedDict()
         self._touched_s: dict[int, float] = {}  # first use of each partition that its index objects do not have
         self._refused: OrderedDict[Listed, tuple[int, int]] = OrderedDict()  # lists to skip, in all and left

@@ -51,10 +51,12 @@ def pack(entries: Iterable[tuple[int, bytes]]) -> bytes:
 
 
 def index_name(partition: int, body: bytes, *, is_news: bool = False) -> str:
+    """Return the name of an index object with these bytes."""
     return f"{NEWS_FOLDER if is_news else ''}{folder_of(partition)}{_digest(body)}.ix"
 
 
 def parse_index_name(name: str) -> IndexName | None:
+    """Return the parts of an index object's name; None for another name."""
     match = _NAME.fullmatch(name)
     return None if match is None else IndexName(int(match["partition"], 16), match["digest"], bool(match["news"]))
 

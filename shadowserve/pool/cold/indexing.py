@@ -109,7 +109,9 @@ class Indexer:
             if len(self._refused) >= _REFUSED_MAX:
                 self._refused.clear()
             self._refused[name] = None
-        _log.warning("s3_index_refused name=%s error=%r hint='its objects are learnt from their ends'", name, str(error))
+        _log.warning(
+            "s3_index_refused name=%s error=%r hint='its objects are learnt from their ends'", name, str(error)
+        )
 
     def take_news(self, listed: Listed) -> None:
         """Learn what another node has written in a partition of this node, and make it a part of the index."""
@@ -164,7 +166,11 @@ class Indexer:
                 return
             self._waiting_bytes -= waiting.bytes
         # An object whose record was removed, or of which nothing is known any more, is left out.
-        entries = [(used_h, footer) for name, footer in waiting.footers.items() if (used_h := self._catalog.used_h(name)) is not None]
+        entries = [
+            (used_h, footer)
+            for name, footer in waiting.footers.items()
+            if (used_h := self._catalog.used_h(name)) is not None
+        ]
         if not self._replace(partition, entries, (), is_news=is_news):
             with self._lock:
                 newer = self._waiting.get(partition)
@@ -193,16 +199,19 @@ class Indexer:
 
     def _create(self, partition: int, entries: Iterable[tuple[int, bytes]], *, is_news: bool = False) -> set[str]:
         """Write index objects with these entries; return their names."""
-        names, chunk, size = set(), [], 0
-        for entry in [*entries, None]:
-            if chunk and (entry is None or size + len(entry[1]) > INDEX_BYTES_MAX // 2):
-                body = pack(chunk)
-                names.add(name := index_name(partition, body, is_news=is_news))
-                self.written += self._bucket.create(name, body)
-                chunk, size = [], 0
-            if entry is not None:
-                chunk.append(entry)
-                size += len(entry[1]) + 8
+        names: set[str] = set()
+        chunks: list[list[tuple[int, bytes]]] = []
+        size = INDEX_BYTES_MAX
+        for entry in entries:
+            size += len(entry[1])
+            if size > INDEX_BYTES_MAX // 2:
+                chunks.append([])
+                size = len(entry[1])
+            chunks[-1].append(entry)
+        for chunk in chunks:
+            body = pack(chunk)
+            names.add(name := index_name(partition, body, is_news=is_news))
+            self.written += self._bucket.create(name, body)
         return names
 
     def merge(self, partition: int, index: Iterable[Listed]) -> None:

@@ -150,7 +150,11 @@ def footer_of(contents: Contents) -> bytes:
     entries = b"".join(map(_ENTRY.pack, contents.keys, contents.offsets, contents.lengths, contents.header_bytes))
     tenant = contents.tenant.encode("ascii")
     footer = entries + tenant + _FOOTER.pack(_MAGIC, len(contents.keys), len(tenant), contents.size)
-    return footer + hashlib.blake2b(footer, digest_size=_SUM_BYTES).digest()
+    return footer + _sum(footer)
+
+
+def _sum(footer: bytes) -> bytes:
+    return hashlib.blake2b(footer, digest_size=_SUM_BYTES).digest()
 
 
 def footer_bytes(data: bytes, size: int) -> int:
@@ -200,7 +204,7 @@ def read_footer(footer: bytes, *, is_checked: bool = False) -> Contents:
     _, count, tenant_bytes, size = _FOOTER.unpack_from(footer, len(footer) - FOOTER_BYTES)
     if footer_bytes(footer, size) != len(footer):
         raise ColdObjectError(f"{count} entries do not fit a footer of {len(footer)} bytes")
-    if not is_checked and hashlib.blake2b(footer[:-_SUM_BYTES], digest_size=_SUM_BYTES).digest() != footer[-_SUM_BYTES:]:
+    if not is_checked and _sum(footer[:-_SUM_BYTES]) != footer[-_SUM_BYTES:]:
         raise ColdObjectError("the checksum of its entries is wrong")
     begin = count * ENTRY_BYTES
     keys, offsets, lengths, header_bytes = zip(*_ENTRY.iter_unpack(footer[:begin]), strict=True)

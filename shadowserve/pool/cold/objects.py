@@ -7,7 +7,7 @@ ones. Keys of records are not kept: keys with equal 64-bit hashes are confused, 
 
 import struct
 from array import array
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple
@@ -30,6 +30,8 @@ _PER_RECORD: Final = 16  # hashes (u64), then offsets (u32), then lengths of hea
 
 
 class State(IntEnum):
+    """State of a number: no object has it, or a known or a hidden one."""
+
     FREE = 0
     KNOWN = 1
     HIDDEN = 2
