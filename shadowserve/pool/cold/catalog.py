@@ -269,11 +269,16 @@ class Catalog:
 
     def begin_list(self, partitions: Iterable[int]) -> int:
         """Begin a list of partitions, after which end_list() forgets what it did not show; return its number."""
+        self.forget_wanted(partitions)
+        with self._lock:
+            self._list += 1
+            return self._list
+
+    def forget_wanted(self, partitions: Iterable[int]) -> None:
+        """End a list: learn() adds nothing more of these partitions."""
         with self._lock:
             for partition in partitions:
                 self._wanted.pop(partition, None)
-            self._list += 1
-            return self._list
 
     def wants(self, listed: Listed) -> bool:
         """Return whether to read the contents of a listed object: it is not known, refused, or marked for deletion.

@@ -11,6 +11,7 @@ from shadowserve.pool.cold.bucket import Bucket, BucketError
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.fair import FairQueue
+from shadowserve.pool.cold.index_objects import parse_index_name
 from shadowserve.pool.cold.layout import parse_name
 from shadowserve.pool.volume.tickets import Ticket
 
@@ -154,6 +155,8 @@ class Deletions:
         """Mark and yield all objects of a tenant: the whole bucket is listed, as names begin with partitions."""
         for listed in self._bucket.list():
             parts = parse_name(listed.name)
+            if tenant is None and parse_index_name(listed.name) is not None:
+                self._bucket.delete(listed.name)
             if parts is not None and tenant in (None, parts.tenant):
                 self._catalog.mark_object(listed.name)
                 yield listed.name

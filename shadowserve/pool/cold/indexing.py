@@ -71,19 +71,39 @@ class Indexer:
         self._waiting_bytes = 0
         self._refused: dict[str, None] = {}  # names of unsound index objects
         self._merges_again_s = 0.0
+        self._learnt: dict[int, frozenset[str]] = {}  # index objects of each partition that were read or written here
 
     # ---- Learning
 
-    def learn(self, index: Iterable[Listed], wanted: dict[str, Listed]) -> None:
-        """Add objects that the catalog wants, and that index objects describe; remove them from ``wanted``."""
+    def learn(self, partition: int, index: Iterable[Listed], wanted: dict[str, Listed]) -> None:
+        """Add objects that the catalog wants, and that new index objects describe; remove them from ``wanted``.
+
+        ``index`` are all index objects of the partition.
+        """
+        with self._lock:
+            read = self._learnt.get(partition, frozenset()) & {listed.name for listed in index}
+            self._learnt[partition] = read
         for listed in index:
             if not wanted:
                 return
-            for contents, used_h, _ in self._read(listed):
+            if listed.name in read:
+                continue
+            entries = self._read(listed)
+            self._note_learnt(partition, listed.name)
+            for contents, used_h, _ in entries:
                 found = wanted.get(contents.name)
                 if found is not None and found.size == contents.size and self._is_readable(contents):
                     self._catalog.learn(contents, found.written_s, used_h)
                     del wanted[contents.name]
+
+    def _note_learnt(self, partition: int, name: str) -> None:
+        with self._lock:
+            self._learnt[partition] = self._learnt.get(partition, frozenset()) | {name}
+
+    def forget(self, partition: int) -> None:
+        """Forget which index objects of a partition were read."""
+        with self._lock:
+            self._learnt.pop(partition, None)
 
     def _is_readable(self, contents: Contents) -> bool:
         return max(contents.lengths) <= self._record_bytes_max
@@ -212,11 +232,16 @@ class Indexer:
             body = pack(chunk)
             names.add(name := index_name(partition, body, is_news=is_news))
             self.written += self._bucket.create(name, body)
+            self._note_learnt(partition, name)
         return names
+
+    def small(self, index: Iterable[Listed]) -> list[Listed]:
+        """Return those index objects that may be merged."""
+        return [listed for listed in index if listed.size < _MERGED_BYTES and listed.name not in self._refused]
 
     def merge(self, partition: int, index: Iterable[Listed]) -> None:
         """Replace a partition's index objects by one with the last use of each object. They have just been listed."""
-        small = [listed for listed in index if listed.size < _MERGED_BYTES and listed.name not in self._refused]
+        small = self.small(index)
         now_s = self._clock_s()
         if not self._writes or now_s < self._merges_again_s:
             return

@@ -193,7 +193,7 @@ class BucketLister:
             self._fail(error)
             return False
         if is_done:
-            self._succeed()
+            self.breaker.succeeded()
             for partition in partitions:
                 pause_s = ttl_s * _OWN_TIMES * random.uniform(0.75, 1.25) if partition in self.own else ttl_s
                 self._due_s[partition] = now_s + pause_s
@@ -208,12 +208,14 @@ class BucketLister:
             self._asked_s.pop(partition, None)
         for partition in frozenset(before) - self.own:
             self._asked_s[partition] = now_s
+            self._due_s[partition] = min(self._due_s[partition], now_s + self._config.index_ttl_s)
         for partition, asked_s in list(self._asked_s.items()):
             if now_s - asked_s > _FORGOTTEN_TIMES * self._config.index_ttl_s:
                 self._asked_s.pop(partition, None)
                 self._due_s.pop(partition, None)
                 self._on_forgotten(partition)
                 self._catalog.forget(partition)
+                self._indexer.forget(partition)
 
     def _tick(self) -> None:
         """Do what is done once in each interval, with one list for all partitions."""
@@ -221,6 +223,7 @@ class BucketLister:
         self._write_index()
         for listed in self._bucket.list(NEWS_FOLDER):
             self._take_news(listed)
+        self._succeed()
         if self._is_complete:
             self.lists += 1
             self._sweep()
@@ -247,6 +250,15 @@ class BucketLister:
         of the partitions; beyond ``objects_max`` it ends without a result.
         """
         number = self._catalog.begin_list(partitions)
+        try:
+            is_done = self._list(partitions, folder, number, objects_max)
+        finally:
+            self._catalog.forget_wanted(partitions)
+        if is_done:
+            self._on_listed(partitions)
+        return is_done
+
+    def _list(self, partitions: Collection[int], folder: str, number: int, objects_max: int | None) -> bool:
         found: defaultdict[str, list[Listed]] = defaultdict(list)
         index: defaultdict[int, list[Listed]] = defaultdict(list)
         news: list[Listed] = []
@@ -256,7 +268,7 @@ class BucketLister:
             total += 1
             if self._ended or (objects_max is not None and total > objects_max):
                 return False
-            if (name := parse_index_name(listed.name)) is not None:
+            if listed.name.endswith(".ix") and (name := parse_index_name(listed.name)) is not None:
                 (news if name.is_news else index[name.partition]).append(listed)
             elif (tenant := tenant_of(listed.name)) is None:
                 foreign, first_foreign = foreign + 1, first_foreign or listed.name
@@ -281,10 +293,7 @@ class BucketLister:
         for listed in news:
             self._take_news(listed)
         run = map if folder else self._partitions.map  # one of a folder runs in such a thread itself
-        if not all([*run(lambda job: self._learn_partition(*job), jobs)]):
-            return False
-        self._on_listed(partitions)
-        return True
+        return all([*run(lambda job: self._learn_partition(*job), jobs)])
 
     def _note_foreign(self, count: int, name: str) -> None:
         self.foreign = count  # objects under the prefix that ShadowServe has not written
@@ -297,7 +306,7 @@ class BucketLister:
     ) -> bool:
         """Add new objects of a partition: those of its index objects, then the others by their footers."""
         try:
-            self._indexer.learn(index, wanted)
+            self._indexer.learn(partition, index, wanted)
         except BucketError as error:
             self._read_breaker.failed(error.reason, error)
             return False
@@ -307,8 +316,9 @@ class BucketLister:
 
     def _is_to_merge(self, partition: int, index: Sequence[Listed]) -> bool:
         """Return whether the index objects are many, or have long lacked the last use of their objects."""
+        small = len(self._indexer.small(index)) if index else 0
         is_used = self._config.bytes_max is not None and self._catalog.touched_s(partition) < self._clock_s() - _USE_S
-        return bool(index) and (len(index) >= MERGED or is_used)
+        return small >= MERGED or (small > 0 and is_used)
 
     def _learn(self, listed: Listed, ends_s: float) -> bool:
         """Add an object to the catalog if its footer is sound; return False if the next list has to try again."""
