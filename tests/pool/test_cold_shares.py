@@ -12,7 +12,7 @@ from shadowserve.pool.cold.bucket import Listed
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.fair import FairQueue, Shares, most_beyond
 from shadowserve.pool.cold.gathering import Gathering
-from shadowserve.pool.cold.layout import Contents, Place, name_of
+from shadowserve.pool.cold.layout import Contents, Place
 
 MINE = Chain("mine", 12)
 
@@ -24,7 +24,7 @@ def tenant(node: Node, name: str) -> int:
 def object_of(tenant: str, label: str, records: int = 1) -> Contents:
     keys = [f"{label} {number}".encode().ljust(32) for number in range(records)]
     places = [(key, Place(100 * number, 100, 10)) for number, key in enumerate(keys)]
-    return Contents.of(name_of(tenant, keys), tenant, 100 * records + 200, places)
+    return Contents.of(tenant, 100 * records + 200, places)
 
 
 # ---- Definition of a share
@@ -130,8 +130,8 @@ def test_a_full_catalog_makes_room_for_a_tenant_that_has_less_than_its_share() -
 def test_the_catalog_counts_a_record_of_two_objects_once() -> None:
     catalog = Catalog(Shares(4))
     keys = [b"shared".ljust(32), *(str(number).encode().ljust(32) for number in range(3))]
-    one = Contents.of(name_of("a", keys[:2]), "a", 500, [(key, Place(0, 100, 10)) for key in keys[:2]])
-    two = Contents.of(name_of("a", keys[::2]), "a", 500, [(key, Place(0, 100, 10)) for key in keys[::2]])
+    one = Contents.of("a", 500, [(key, Place(0, 100, 10)) for key in keys[:2]])
+    two = Contents.of("a", 500, [(key, Place(0, 100, 10)) for key in keys[::2]])
     assert catalog.add(one, 1.0) and catalog.add(two, 2.0)
     assert (catalog.chunks, catalog.objects) == (3, 2)
     assert catalog.add(object_of("b", "x", 2), 0.0)

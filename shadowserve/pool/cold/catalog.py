@@ -14,7 +14,7 @@ import numpy as np
 from shadowserve.pool.cold.bucket import Listed
 from shadowserve.pool.cold.fair import Shares, most_beyond
 from shadowserve.pool.cold.layout import Contents, ObjectName, join_name, parse_name, partition_in
-from shadowserve.pool.cold.objects import Found, ObjectTable, Row, State, keyed_hash
+from shadowserve.pool.cold.objects import FREE, HIDDEN, KNOWN, Found, ObjectTable, Row, keyed_hash
 
 _REFUSED_MAX = 10_000
 _LEFT_OUT_MAX: Final = 100_000
@@ -113,13 +113,12 @@ class Catalog:
     def learn(self, contents: Contents, written_s: float, used_h: int = 0) -> bool:
         """Add an object that wants() has returned True for; also False if it was deleted since."""
         with self._lock:
-            wanted = self._wanted.get(partition_in(contents.name), ())
+            wanted = self._wanted.get(contents.parts.partition, ())
             return contents.name in wanted and self._add(contents, written_s, used_h)
 
     def _add(self, contents: Contents, written_s: float, used_h: int) -> bool:
-        parts = _parts(contents.name)
-        number = self._table.number_of(parts)
-        if number is not None and self._table.states[number] == State.KNOWN:
+        number = self._table.number_of(contents.parts)
+        if number is not None and self._table.states[number] == KNOWN:
             return not self._is_cleared(number)
         if contents.name in self._marked or (number is not None and self._is_cleared(number)):
             return False
@@ -129,22 +128,19 @@ class Catalog:
         self._left_out.pop(contents.name, None)
         if number is not None:
             self._remove(number)
-        number = self._insert(parts, contents, State.KNOWN)
-        self._table.written_s[number], self._table.used_h[number] = written_s, used_h
+        self._insert(contents, KNOWN, written_s, used_h)
         return True
 
-    def _insert(self, parts: ObjectName, contents: Contents, state: int) -> int:
+    def _insert(self, contents: Contents, state: int, written_s: float = inf, used_h: int = 0) -> None:
         own = self._tenants.get(contents.tenant)
         if own is None:
             own = _Tenant(contents.tenant, next(self._numbers))
             self._tenants[contents.tenant] = self._by_number[own.number] = own
         salt = own.salt
         hashes = [keyed_hash(salt, key) for key in contents.keys]
-        number, shared = self._table.insert(parts, own.number, contents, hashes)
-        self._table.seen[number] = self._list
+        number, shared = self._table.insert(own.number, contents, hashes, (written_s, self._list, used_h))
         own.stored += 1
         self._set_state(number, state, alone=len(hashes) - len(shared), shared=shared)
-        return number
 
     def _set_state(self, number: int, state: int, *, alone: int = 0, shared: Sequence[int] | None = None) -> None:
         """Set an object's state, and count known objects. A record of several ones is counted once.
@@ -153,12 +149,12 @@ class Catalog:
         """
         table = self._table
         before, table.states[number] = table.states[number], state
-        if State.KNOWN not in (before, state) or before == state:
+        if KNOWN not in (before, state) or before == state:
             return
-        row, is_new = table.row(number), state == State.KNOWN
+        row, is_new = table.row(number), state == KNOWN
         own, sign = self._by_number[row.tenant], 1 if is_new else -1
         for hashed in table.hashes(number) if shared is None else shared:
-            alone += sum(table.states[each] == State.KNOWN for each in table.holders(hashed)) == is_new
+            alone += sum(table.states[each] == KNOWN for each in table.holders(hashed)) == is_new
         if not own.is_cleared:
             for counted in (self, own):
                 counted.objects += sign
@@ -196,11 +192,11 @@ class Catalog:
         while own.objects:
             while own.oldest:
                 written_s, number = own.oldest[-1]
-                is_same = table.states[number] == State.KNOWN and table.row(number).tenant == own.number
+                is_same = table.states[number] == KNOWN and table.row(number).tenant == own.number
                 if is_same and table.written_s[number] == written_s:
                     return written_s, number
                 own.oldest.pop()
-            numbers = [each for each in table.select(tenant=own.number).tolist() if table.states[each] == State.KNOWN]
+            numbers = [each for each in table.select(tenant=own.number).tolist() if table.states[each] == KNOWN]
             by_age = sorted((table.written_s[each], each) for each in numbers)
             own.oldest = by_age[: len(by_age) // _OLDEST_SHARE + 1][::-1]
         return None
@@ -214,7 +210,7 @@ class Catalog:
     def _remove(self, number: int) -> None:
         """Forget an object, whether it is known or hidden."""
         own = self._by_number[self._table.row(number).tenant]
-        self._set_state(number, State.HIDDEN)
+        self._set_state(number, HIDDEN)
         self._table.remove(number)
         own.stored -= 1
         if own.is_cleared and not own.stored:
@@ -224,7 +220,7 @@ class Catalog:
         """Return the hour in which a known object was used last, 0 for never; None for another object."""
         with self._lock:
             number = self._table.number_of(_parts(name))
-            is_known = number is not None and self._table.states[number] == State.KNOWN and not self._is_cleared(number)
+            is_known = number is not None and self._table.states[number] == KNOWN and not self._is_cleared(number)
             return self._table.used_h[number] if is_known and number is not None else None
 
     def forget(self, partition: int) -> None:
@@ -233,7 +229,7 @@ class Catalog:
             numbers = self._table.select(partitions=(partition,)).tolist()
         for number in numbers:
             with self._lock:
-                if self._table.states[number] == State.KNOWN and self._table.row(number).partition == partition:
+                if self._table.states[number] == KNOWN and self._table.row(number).partition == partition:
                     self._remove(number)
 
     # ---- Hidden objects
@@ -247,14 +243,14 @@ class Catalog:
         number = self._table.number_of(_parts(name))
         if number is None:
             return False
-        self._set_state(number, State.HIDDEN)
+        self._set_state(number, HIDDEN)
         return True
 
     def add_hidden(self, contents: Contents) -> None:
         """Add an object whose write may have succeeded, as hide() does."""
         with self._lock:
             if not self._hide(contents.name):
-                self._insert(_parts(contents.name), contents, State.HIDDEN)
+                self._insert(contents, HIDDEN)
 
     def refuse(self, listed: Listed) -> None:
         """Hide an unsound object, and examine it again ever more rarely until it changes."""
@@ -299,7 +295,7 @@ class Catalog:
                     return False
             if parts is None or listed.name in self._marked:
                 return False
-            if number is not None and self._table.states[number] == State.KNOWN:
+            if number is not None and self._table.states[number] == KNOWN:
                 self._table.written_s[number] = listed.written_s
                 return False
             if not self._has_room(parts.tenant, listed):
@@ -329,7 +325,7 @@ class Catalog:
         for each in missing:
             with self._lock:
                 # It may have changed since.
-                if self._table.states[each] != State.FREE and self._table.seen[each] < number:
+                if self._table.states[each] != FREE and self._table.seen[each] < number:
                     if self._name(self._table.row(each)) not in self._marked:
                         self._remove(each)
 
@@ -365,7 +361,7 @@ class Catalog:
                 del used[tenant]
             with self._lock:
                 if isinstance(which, int):
-                    is_same = self._table.states[which] == State.KNOWN and self._table.sizes[which] == size
+                    is_same = self._table.states[which] == KNOWN and self._table.sizes[which] == size
                     which = self._name(self._table.row(which)) if is_same else ""
                 if which and _parts(which).tenant == tenant:
                     self._mark(which)
@@ -426,7 +422,7 @@ class Catalog:
         parts = _parts(name)
         number = self._table.number_of(parts)
         if number is not None:
-            self._set_state(number, State.HIDDEN)
+            self._set_state(number, HIDDEN)
         self._left_out.pop(name, None)
         self._marked[name] = None
         if number is None or self._is_cleared(number):
@@ -459,7 +455,7 @@ class Catalog:
             numbers = [each for number in cleared for each in self._table.select(tenant=number).tolist()]
         for each in numbers:
             with self._lock:
-                if self._table.states[each] != State.FREE and self._is_cleared(each):
+                if self._table.states[each] != FREE and self._is_cleared(each):
                     self._mark(self._name(self._table.row(each)))
         with self._lock:
             return list(self._marked_unread.get(tenant, ()))

@@ -65,7 +65,7 @@ class Contents(NamedTuple):
     """Contents of an object: of each record its key, its position, and the length of its header."""
 
     name: str  # name of the object, without the prefix
-    tenant: str  # name of the tenant
+    parts: ObjectName
     size: int  # bytes of the object
     keys: tuple[bytes, ...]
     offsets: tuple[int, ...]  # they ascend
@@ -73,9 +73,16 @@ class Contents(NamedTuple):
     header_bytes: tuple[int, ...]
 
     @classmethod
-    def of(cls, name: str, tenant: str, size: int, places: Iterable[tuple[bytes, Place]]) -> "Contents":
+    def of(cls, tenant: str, size: int, places: Iterable[tuple[bytes, Place]]) -> "Contents":
+        """Return the contents of a tenant's object with these records."""
         keys, positions = zip(*places, strict=True)
-        return cls(name, tenant, size, keys, *zip(*positions, strict=True))
+        parts = _parts(tenant, keys)
+        return cls(join_name(parts), parts, size, keys, *zip(*positions, strict=True))
+
+    @property
+    def tenant(self) -> str:
+        """Name of the tenant."""
+        return self.parts.tenant
 
     @property
     def places(self) -> dict[bytes, Place]:
@@ -85,8 +92,12 @@ class Contents(NamedTuple):
 
 def name_of(tenant: str, keys: Iterable[bytes]) -> str:
     """Return the name of the object with a tenant's records of these keys, in this order."""
-    keys = list(keys)
-    return join_name(ObjectName(partition_of(keys[0]), tenant, _digest(tenant, keys)))
+    return join_name(_parts(tenant, tuple(keys)))
+
+
+def _parts(tenant: str, keys: Sequence[bytes]) -> ObjectName:
+    data = len(tenant).to_bytes(4, "little") + tenant.encode("ascii") + b"".join(keys)
+    return ObjectName(partition_of(keys[0]), tenant, hashlib.blake2b(data, digest_size=20).digest())
 
 
 def join_name(parts: ObjectName) -> str:
@@ -97,11 +108,6 @@ def join_name(parts: ObjectName) -> str:
 def folder_of(partition: int) -> str:
     """Return the beginning of the names of all objects of a partition."""
     return f"{partition:03x}/"
-
-
-def _digest(tenant: str, keys: Iterable[bytes]) -> bytes:
-    data = len(tenant).to_bytes(4, "little") + tenant.encode("ascii") + b"".join(keys)
-    return hashlib.blake2b(data, digest_size=20).digest()
 
 
 def partition_in(name: str) -> int:
@@ -140,7 +146,7 @@ def tenant_of(name: str) -> str | None:
 def finish(body: bytearray, tenant: str, records: Sequence[tuple[bytes, Place]]) -> Contents:
     """Append entries and footer to ``body``, which has the records, of one partition; return the object's contents."""
     size = len(body) + len(records) * ENTRY_BYTES + len(tenant) + FOOTER_BYTES
-    contents = Contents.of(name_of(tenant, [key for key, _ in records]), tenant, size, records)
+    contents = Contents.of(tenant, size, records)
     body += footer_of(contents)
     return contents
 
@@ -217,9 +223,9 @@ def read_footer(footer: bytes, *, is_checked: bool = False) -> Contents:
         raise ColdObjectError("its records are of several partitions")
     try:
         tenant = footer[begin : begin + tenant_bytes].decode("ascii")
-        name = name_of(tenant, keys)
+        parts = _parts(tenant, keys)
     except UnicodeDecodeError:
         raise ColdObjectError("the name of its tenant is not ASCII") from None
     if _tenant(_shown(tenant)) != tenant:
         raise ColdObjectError(f"no tenant has the name {tenant!r}")
-    return Contents(name, tenant, size, keys, offsets, lengths, header_bytes)
+    return Contents(join_name(parts), parts, size, keys, offsets, lengths, header_bytes)

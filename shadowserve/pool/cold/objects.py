@@ -9,8 +9,7 @@ import struct
 from array import array
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
-from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,18 +25,9 @@ _FIXED: Final = struct.Struct("<20sIHI")  # digest of the name, tenant, partitio
 _FIXED_BYTES: Final = _FIXED.size
 _PAIR: Final = struct.Struct("<II").unpack_from
 _USE: Final = np.dtype([("number", "u4"), ("tenant", "u4"), ("size", "i8"), ("used_s", "f8")])
+FREE, KNOWN, HIDDEN = 0, 1, 2
+"""States of a number: no object has it, or a known or a hidden one."""
 _PER_RECORD: Final = 16  # hashes (u64), then offsets (u32), then lengths of headers (u32)
-
-
-class State(IntEnum):
-    """State of a number: no object has it, or a known or a hidden one."""
-
-    FREE = 0
-    KNOWN = 1
-    HIDDEN = 2
-
-
-_KNOWN: Final = int(State.KNOWN)  # a name of an enumeration takes longer than the comparison
 
 
 class Row(NamedTuple):
@@ -107,7 +97,7 @@ class ObjectTable:
     """Objects by number. Only :meth:`find` may run while another thread changes something.
 
     Attributes:
-        states: :class:`State` of each number.
+        states: ``FREE``, ``KNOWN`` or ``HIDDEN`` for each number.
         sizes: Bytes.
         written_s, seen, used_h: When it was written; the last list with it; the hour in which it was used last.
     """
@@ -126,34 +116,37 @@ class ObjectTable:
         self._names = _HashedNumbers()
 
     def insert(
-        self, parts: ObjectName, tenant: int, contents: Contents, hashes: Sequence[int]
+        self, tenant: int, contents: Contents, hashes: Sequence[int], times: tuple[float, int, int]
     ) -> tuple[int, Sequence[int]]:
-        """Add an object, whose state is FREE until the caller sets it.
+        """Add an object, whose state is FREE until the caller sets it. ``times``: written_s, seen, used_h.
 
         Return its number, and the hashes of those records that may be in other objects too.
         """
-        end, count = contents.offsets[-1] + contents.lengths[-1], len(hashes)
+        parts, count = contents.parts, len(hashes)
+        end = contents.offsets[-1] + contents.lengths[-1]
         data = _FIXED.pack(parts.digest, tenant, parts.partition, end) + struct.pack(
             f"<{count}Q{2 * count}I", *hashes, *contents.offsets, *contents.header_bytes
         )
+        values = (*times, contents.size, tenant, parts.partition)
+        columns: tuple[Any, ...] = (self.written_s, self.seen, self.used_h, self.sizes, self._tenants, self._partitions)
         if self._free:
             number = self._free.pop()
+            self._data[number] = data
+            for column, value in zip(columns, values, strict=True):
+                column[number] = value
         else:
             number = len(self._data)
-            self._data.append(b"")
-            self.states.append(State.FREE)
-            for column in (self.written_s, self.seen, self.used_h, self.sizes, self._tenants, self._partitions):
-                column.append(0)
-        self._data[number] = data
-        self.written_s[number] = self.seen[number] = self.used_h[number] = 0
-        self._tenants[number], self._partitions[number], self.sizes[number] = tenant, parts.partition, contents.size
+            self._data.append(data)
+            self.states.append(FREE)
+            for column, value in zip(columns, values, strict=True):
+                column.append(value)
         self._names.add((keyed_hash(b"", parts.digest),), number)
         return number, self._records.add(hashes, number)
 
     def remove(self, number: int) -> None:
         self._records.remove(self.hashes(number), number)
         self._names.remove((keyed_hash(b"", self.row(number).digest),), number)
-        self.states[number], self._data[number] = State.FREE, b""
+        self.states[number], self._data[number] = FREE, b""
         self._free.append(number)
 
     def row(self, number: int) -> Row:
@@ -179,7 +172,7 @@ class ObjectTable:
         """Return a record of a known object."""
         for number in self._records.find(hashed):
             data = self._data[number]
-            if self.states[number] == _KNOWN and (index := _index(data, hashed)) is not None:
+            if self.states[number] == KNOWN and (index := _index(data, hashed)) is not None:
                 count = (len(data) - _FIXED_BYTES) // _PER_RECORD
                 at = _FIXED_BYTES + 8 * count + 4 * index
                 offset, end = _PAIR(data, at)  # behind the last offset is another number
@@ -194,7 +187,7 @@ class ObjectTable:
         """Return the numbers of objects, in any state but FREE, for which all of this is true."""
         if not self._data:
             return np.empty(0, np.int64)
-        chosen = np.frombuffer(self.states, np.uint8) != State.FREE
+        chosen = np.frombuffer(self.states, np.uint8) != FREE
         if tenant is not None:
             chosen &= np.frombuffer(self._tenants, np.uint32) == tenant
         if partitions is not None:
@@ -212,7 +205,7 @@ class ObjectTable:
         """Return the number, tenant, bytes and time of the last use of each known object in partitions."""
         if not self._data:
             return np.empty(0, _USE)
-        known = np.frombuffer(self.states, np.uint8) == State.KNOWN
+        known = np.frombuffer(self.states, np.uint8) == KNOWN
         numbers = np.flatnonzero(known & self._are_in(partitions))
         found = np.empty(len(numbers), _USE)
         found["number"] = numbers
