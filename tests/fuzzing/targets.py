@@ -23,6 +23,7 @@ from dpu_dataplane.validation import Validator
 from shadowserve import record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import ConfigurationError, RecordError
+from shadowserve.pool.cold import index_objects as cold_index
 from shadowserve.pool.cold import layout as cold_layout
 from shadowserve.pool.volume.format import BLOCK_BYTES
 from shadowserve.proto import dataplane_pb2 as pb
@@ -116,11 +117,27 @@ def _cold_objects() -> list[bytes]:
     found = _files(_TESTS / "pool" / "corpus" / "cold")
     for count, tenant in enumerate(_COLD_TENANTS, 1):
         body = bytearray(b"r" * 100 * count)
-        keys = [bytes([number]) * 32 for number in range(count)]
+        keys = [bytes([number]) * 24 + bytes(8) for number in range(count)]
         places = [(key, cold_layout.Place(100 * number, 100, 50)) for number, key in enumerate(keys)]
         contents = cold_layout.finish(body, tenant, places)
         found.append(contents.name.encode() + b"\n" + body)
     return found
+
+
+def _cold_index(data: bytes) -> None:
+    """Check that the entries of an index object whose name fits its bytes are of its partition, and can be packed."""
+    name = cold_index.parse_index_name(cold_index.index_name(0, data))
+    assert name is not None
+    with contextlib.suppress(cold_layout.ColdObjectError):
+        entries = cold_index.parse_index(name, data)
+        assert all(each.contents.name.startswith("000/") and max(each.contents.lengths) > 0 for each in entries)
+        assert cold_index.pack((each.used_h, each.footer) for each in entries) == data
+
+
+def _cold_indexes() -> list[bytes]:
+    objects = (given.partition(b"\n")[2] for given in _cold_objects()[-len(_COLD_TENANTS) :])
+    footers = [body[-cold_layout.footer_bytes(body, len(body)) :] for body in objects]
+    return [cold_index.pack([(7, each) for each in footers[:count]]) for count in range(len(footers) + 1)]
 
 
 _LIMITS: Final = Limits(large_bulk_bytes=32, bulk_bytes_max=4096, items_max=64, line_bytes_max=256)
@@ -229,6 +246,7 @@ _YAML: Final = (
 _ACL: Final = (b"user ", b" on", b" off", b" >p", b" #", b" ~*", b" %R~", b" +@all", b" -get", b" (", b")", b" reset")
 
 TARGETS: Final = {
+    "cold_index": Target(_cold_index, _cold_indexes, (b"SSINDX01", b"SSCOLD01", b"\xff" * 4), 1024),
     "cold_object": Target(_cold_object, _cold_objects, (b"SSCOLD01", b"\xff" * 8, b"\0\0\0\0\1\0\0\0", b".kv\n"), 1024),
     "configuration": Target(_configuration, _configurations, (*_YAML, b"9" * 5000, b"[" * 300), 8192),
     "grpc_messages": Target(_grpc, _messages, (b"\x0a\x20", b"\xff\xff\xff\xff\x0f", b"\x80\x01", b"\x12\x00")),

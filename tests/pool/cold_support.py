@@ -17,6 +17,7 @@ from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.keys import storage_key
 from shadowserve.pool.cold.config import S3Config
+from shadowserve.pool.cold.layout import Place, finish
 from shadowserve.pool.cold.tier import ColdTier
 from shadowserve.pool.config import PoolConfig
 from shadowserve.pool.memory_pool import MemoryPool
@@ -64,9 +65,9 @@ class Node(Driver):
 
 
 class Chain:
-    """Consecutive records."""
+    """Consecutive records of one partition."""
 
-    def __init__(self, label: str, count: int, body_bytes: int = 4096) -> None:
+    def __init__(self, label: str, count: int, body_bytes: int = 4096, partition: int | None = None) -> None:
         layout = ChunkLayout(
             namespace=b"n" * 32,
             dtype=DType.UINT8,
@@ -77,13 +78,22 @@ class Chain:
             quantizer=Quantizer.PASSTHROUGH,
         )
         self.records: list[tuple[bytes, bytes, int, bytes]] = []
-        parent = b""
+        parent, end = b"", hashlib.sha256(label.encode()).digest()[:8]
+        end = end if partition is None else partition.to_bytes(2, "big") + end[2:]
         for number in range(count):
-            name = hashlib.sha256(f"{label} {number}".encode()).digest()
+            name = hashlib.sha256(f"{label} {number}".encode()).digest()[:24] + end
             kv = bytes([number % 251]) * layout.raw_bytes
             value = record.encode(name, native.Codec.NONE, layout, kv, parent=parent)
             self.records.append((name, value, record.parse_header(value).header_length, parent))
             parent = name
+
+    def object(self, tenant: str = "") -> tuple[str, bytes]:
+        """Return the name and the bytes of an object with these records."""
+        body, places = bytearray(), []
+        for key, value, header_bytes, _ in self.records:
+            places.append((key, Place(len(body), len(value), header_bytes)))
+            body += value
+        return finish(body, tenant, places).name, bytes(body)
 
     @property
     def values(self) -> list[bytes]:
@@ -106,10 +116,11 @@ def memory_node(
     memory_budget_bytes: int = 64 * MIB,
     quotas: Mapping[str, tuple[int | None, int | None]] = MappingProxyType({}),
     clock_s: Callable[[], float] = time.monotonic,
+    serves: Callable[[int], bool] | None = None,
     **keys: Any,
 ) -> Node:
-    """Return a node without devices; ``quotas``: bytes and keys of tenants."""
-    below = ColdTier(s3_config(endpoint, **keys), clock_s)
+    """Return a node without devices; ``quotas``: bytes and keys of tenants; ``serves``: its partitions in a fleet."""
+    below = ColdTier(s3_config(endpoint, **keys), clock_s, serves)
     for tenant, quota in quotas.items():
         below.set_quota(tenant, *quota)
     return Node(MemoryPool(PoolConfig(memory_budget_bytes=memory_budget_bytes), lower_tier=below))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from shadowserve.placement import partition_of
 from shadowserve.pool.cold.layout import (
     FOOTER_BYTES,
     ColdObjectError,
@@ -13,7 +14,7 @@ from shadowserve.pool.cold.layout import (
     footer_bytes,
     name_of,
     parse_footer,
-    parse_name,
+    tenant_of,
 )
 
 CORPUS = sorted((Path(__file__).parent / "corpus" / "cold").iterdir())
@@ -58,17 +59,18 @@ def test_every_changed_byte_of_a_footer_is_detected() -> None:
 @pytest.mark.parametrize("tenant", ["", "team-a", "we/..%2F=x", "!~" * 64])
 def test_a_name_contains_the_tenant_and_is_a_plain_path(tenant: str) -> None:
     name = name_of(tenant, [b"k" * 32])
-    assert parse_name(name) == tenant
-    assert name.count("/") == 1 and all(each.isalnum() or each in "_-=/." for each in name)
+    assert tenant_of(name) == tenant
+    assert name.count("/") == 2 and name.startswith(f"{partition_of(b'k' * 32):03x}/")
+    assert all(each.isalnum() or each in "_-=/." for each in name)
     assert name_of(tenant, [b"l" * 32]) != name
 
 
 @pytest.mark.parametrize(
     "name",
-    ["", "t", "t/x.kv", "../t/" + "0" * 40 + ".kv", "t=20/" + "0" * 40 + ".kv", "t" + "a" * 129 + f"/{'0' * 40}.kv"],
+    ["", "t", "000/t/x.kv", "../t/", "t/", "000/t=20/", f"000/t{'a' * 129}/", "00A/t/", "1000/t/"],
 )
 def test_other_names_have_no_tenant(name: str) -> None:
-    assert parse_name(name) is None
+    assert tenant_of(name + "0" * 40 + ".kv") is None
 
 
 def test_an_object_with_a_duplicate_key_is_refused() -> None:

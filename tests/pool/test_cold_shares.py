@@ -7,11 +7,12 @@ from cold_support import MIB, Chain, Node, Opens
 from faulty_s3 import Answer, Asked, FaultyS3
 from machine import wait_for
 
+from shadowserve.placement import PARTITIONS
 from shadowserve.pool.cold.bucket import Listed
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.fair import FairQueue, Shares, most_beyond
 from shadowserve.pool.cold.gathering import Gathering
-from shadowserve.pool.cold.layout import Contents, Place, name_of
+from shadowserve.pool.cold.layout import Contents, Place
 
 MINE = Chain("mine", 12)
 
@@ -22,8 +23,8 @@ def tenant(node: Node, name: str) -> int:
 
 def object_of(tenant: str, label: str, records: int = 1) -> Contents:
     keys = [f"{label} {number}".encode().ljust(32) for number in range(records)]
-    places = {key: Place(100 * number, 100, 10) for number, key in enumerate(keys)}
-    return Contents(name_of(tenant, keys), tenant, 100 * records + 200, places)
+    places = [(key, Place(100 * number, 100, 10)) for number, key in enumerate(keys)]
+    return Contents.of(tenant, 100 * records + 200, places)
 
 
 # ---- Definition of a share
@@ -81,10 +82,8 @@ def test_a_sweep_deletes_objects_of_the_tenant_beyond_its_share(
     wait_for(lambda: sum(map(len, list(bucket.objects.values()))) <= 64 * MIB)
     node.await_listed()
     second.await_listed()
-    assert sum(name.startswith("shadowserve/tmodest/") for name in bucket.objects) == 1
-    assert any(name.startswith("shadowserve/tgreedy/") for name in bucket.objects), (
-        "a tenant must get the space that others do not need"
-    )
+    assert sum("/tmodest/" in name for name in bucket.objects) == 1
+    assert any("/tgreedy/" in name for name in bucket.objects), "a tenant must get the space that others do not need"
     other = open_node(**settings)
     wait_for(lambda: other.cold().objects == len(bucket.objects))
     assert other.read_chain(MINE, tenant(other, "modest")) == MINE.values
@@ -124,18 +123,25 @@ def test_a_full_catalog_makes_room_for_a_tenant_that_has_less_than_its_share() -
         assert catalog.add(object_of("modest", str(number)), -10.0 - number)
     assert not catalog.add(object_of("modest", "more"), -20.0), "a tenant must not exceed its share"
     assert catalog.chunks == 10 and catalog.left_out == 8
-    assert catalog.begin_list() >= {object_of("modest", "more").name}
+    catalog.end_list(catalog.begin_list(range(PARTITIONS)), range(PARTITIONS))
+    assert catalog.objects == catalog.chunks == catalog.left_out == 0, "a list that shows nothing"
 
 
 def test_the_catalog_counts_a_record_of_two_objects_once() -> None:
     catalog = Catalog(Shares(4))
     keys = [b"shared".ljust(32), *(str(number).encode().ljust(32) for number in range(3))]
-    one = Contents(name_of("a", keys[:2]), "a", 500, {key: Place(0, 100, 10) for key in keys[:2]})
-    two = Contents(name_of("a", keys[::2]), "a", 500, {key: Place(0, 100, 10) for key in keys[::2]})
+    one = Contents.of("a", 500, [(key, Place(0, 100, 10)) for key in keys[:2]])
+    two = Contents.of("a", 500, [(key, Place(0, 100, 10)) for key in keys[::2]])
     assert catalog.add(one, 1.0) and catalog.add(two, 2.0)
     assert (catalog.chunks, catalog.objects) == (3, 2)
     assert catalog.add(object_of("b", "x", 2), 0.0)
-    assert catalog.chunks == 4 and catalog.find("a", keys[0]) == two and catalog.find("a", keys[1]) is None
+    found = catalog.find("a", keys[0])
+    assert (
+        catalog.chunks == 4
+        and found is not None
+        and found.row.digest.hex() in two.name
+        and catalog.find("a", keys[1]) is None
+    )
     listed = Listed(one.name, 500, 1.0)
     assert not catalog.wants(listed)
 
@@ -189,7 +195,7 @@ def test_a_flood_of_reads_causes_no_miss_for_another_tenant(bucket: FaultyS3, op
     def slow(asked: Asked) -> Answer | None:
         if asked.operation != "get":
             return None
-        order.append(asked.name.split("/")[1])
+        order.append(asked.name.split("/")[2])
         first.set()
         return Answer(after=gate)
 

@@ -11,6 +11,7 @@ from machine import drive, wait_for
 
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import storage_key
+from shadowserve.placement import partition_of
 from shadowserve.pool.cold.gathering import Gathering
 
 CHAIN = Chain("prefix", 12)
@@ -461,9 +462,10 @@ def test_objects_deleted_by_others_are_forgotten_with_the_next_list(bucket: Faul
 def test_foreign_objects_under_the_prefix_are_left_alone(bucket: FaultyS3, open_node: Opens) -> None:
     foreign = {
         "shadowserve/readme.txt": b"hello",
-        "shadowserve/t/" + 40 * "0" + ".kv": b"",
-        "shadowserve/t/" + 40 * "1" + ".kv": b"no object of ours" * 10,
-        "shadowserve/tx=zz/" + 40 * "2" + ".kv": b"x",
+        "shadowserve/000/t/" + 40 * "0" + ".kv": b"",
+        "shadowserve/000/t/" + 40 * "1" + ".kv": b"no object of ours" * 10,
+        "shadowserve/000/tx=zz/" + 40 * "2" + ".kv": b"x",
+        "shadowserve/t/" + 40 * "3" + ".kv": b"no partition",
     }
     bucket.objects |= foreign
     node = filled(open_node)
@@ -529,14 +531,20 @@ def test_renewed_credentials_of_a_file_are_used(
 # ---- Waiting writes
 
 
+def key_of(name: bytes, partition: int = 0) -> bytes:
+    return name.ljust(24) + partition.to_bytes(2, "big") + bytes(6)
+
+
 def test_the_backlog_is_limited_and_dropped_records_are_counted() -> None:
     gathering = Gathering(1000, 5.0, 100, backlog_max=10)
     for number in range(25):
-        gathering.add((0, b"%d" % number), b"%d" % number, b"", 10, 0.0)
+        gathering.add((0, b"%d" % number), key_of(b"%d" % number), b"", 10, 0.0)
     assert (gathering.waiting, gathering.dropped) == (10, 15)
     assert gathering.take(1.0) is None, "the writes must wait for further ones"
     batch = gathering.take(6.0)
-    assert batch is not None and [key for _, key in batch.records] == [b"%d" % number for number in range(15, 25)]
+    assert batch is not None and [key for _, key in batch.records] == [
+        key_of(b"%d" % number) for number in range(15, 25)
+    ]
     gathering.put_back(batch)
     gathering.forget(1)
     assert gathering.waiting == 10
@@ -547,19 +555,35 @@ def test_the_backlog_is_limited_and_dropped_records_are_counted() -> None:
 def test_a_record_stored_twice_is_gathered_once() -> None:
     gathering = Gathering(1000, 5.0, 100)
     for _ in range(2):
-        gathering.add((0, b"a"), b"a", b"", 10, 0.0)
-    gathering.add((0, b"b"), b"b", b"a", 10, 0.0)
+        gathering.add((0, b"a"), key_of(b"a"), b"", 10, 0.0)
+    gathering.add((0, b"b"), key_of(b"b"), key_of(b"a"), 10, 0.0)
     batch = gathering.take(0.0, hurry=True)
-    assert batch is not None and [key for _, key in batch.records] == [b"a", b"b"] and gathering.waiting == 0
+    assert (
+        batch is not None
+        and [key for _, key in batch.records] == [key_of(b"a"), key_of(b"b")]
+        and gathering.waiting == 0
+    )
 
 
 def test_a_prioritized_sequence_is_taken_next() -> None:
     gathering = Gathering(20, 5.0, 100)
     for key, parent in ((b"a", b""), (b"b", b"a"), (b"c", b""), (b"x", b""), (b"y", b"x")):
-        gathering.add((0, key), key, parent, 10 if key != b"c" else 1, 0.0)
-    assert gathering.prioritize(0, b"c") and gathering.prioritize(0, b"x") and not gathering.prioritize(0, b"z")
+        gathering.add((0, key), key_of(key), key_of(parent), 10 if key != b"c" else 1, 0.0)
+    assert gathering.prioritize(0, key_of(b"c")) and gathering.prioritize(0, key_of(b"x"))
+    assert not gathering.prioritize(0, key_of(b"z"))
     taken = []
     while (batch := gathering.take(0.0)) is not None:
-        taken.append([key for _, key in batch.records])
+        taken.append([name for (_, name), _ in batch.records])
     assert taken == [[b"x", b"y"], [b"c"], [b"a", b"b"]] and gathering.waiting == 0
-    assert not gathering.prioritize(0, b"x")
+    assert not gathering.prioritize(0, key_of(b"x"))
+
+
+def test_a_batch_has_records_of_one_partition() -> None:
+    gathering, keys = Gathering(1000, 5.0, 100), [key_of(b"%d" % number, number // 2 % 2) for number in range(12)]
+    for parent, key in zip([b"", *keys], keys, strict=False):
+        gathering.add((0, key), key, parent, 10, 0.0)
+    batches = [gathering.take(6.0), gathering.take(6.0)]
+    assert [[key for _, key in batch.records] for batch in batches if batch] == [
+        [key for key in keys if partition_of(key) == partition] for partition in (0, 1)
+    ]
+    assert gathering.take(6.0) is None and gathering.waiting == 0

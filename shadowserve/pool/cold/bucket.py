@@ -26,7 +26,6 @@ from shadowserve.pool.cold.credentials import (
     signed_headers,
 )
 from shadowserve.pool.cold.http import Answer, HttpClient, OversizeError, tls_context
-from shadowserve.pool.cold.layout import folder_of
 
 PAGE_BYTES_MAX: Final = 8 << 20
 """Most bytes of a list's page: 1,000 names of 1,024 bytes, three characters for each byte, and S3's other fields."""
@@ -96,9 +95,10 @@ class Bucket:
         """Close connections; those in use are closed after their answer."""
         self._client.close()
 
-    def list(self, tenant: str | None = None) -> Iterator[Listed]:
-        """Yield all objects under the prefix, or those of a tenant; fails after ``list_timeout_s``."""
-        prefix = f"{self._config.prefix}/" + ("" if tenant is None else folder_of(tenant))
+    def list(self, folder: str = "") -> Iterator[Listed]:
+        """Yield all objects under the prefix, or those whose names begin with ``folder``; fails after
+        ``list_timeout_s``."""
+        prefix = f"{self._config.prefix}/{folder}"
         ends_s, token = time.monotonic() + self._config.list_timeout_s, ""
         while True:
             query = {"list-type": "2", "prefix": prefix, "max-keys": str(_PAGE_KEYS), "encoding-type": "url"}

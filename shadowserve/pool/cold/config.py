@@ -32,14 +32,14 @@ class S3Config(BaseModel):
     gather_s: float = Field(2.0, ge=0.0, le=600.0)
     """Time that records wait for more of their chain."""
     bytes_max: ByteSize | None = Field(None, ge=64 << 20)
-    """Most bytes of all objects under the prefix; beyond it, the oldest objects of the tenant beyond its share are
-    deleted. None: lifecycle rules of the bucket delete objects."""
+    """Most bytes of all objects under the prefix; beyond it, objects of the tenant beyond its share are deleted, least
+    recently used first. None: lifecycle rules of the bucket delete objects."""
     index_ttl_s: float = Field(60.0, ge=0.1, le=86_400.0)
-    """Interval between lists of the bucket, which show what other nodes have written or deleted."""
+    """Interval between lists of the bucket, or of a fleet's news: of what other nodes have written."""
     list_timeout_s: float = Field(60.0, ge=0.1, le=3_600.0)
     """Longest time of a list of the whole bucket, and of FLUSHALL; each thousand objects have ``timeout_s``."""
-    chunks_max: int = Field(500_000, ge=1)
-    """Most records of the bucket that this node knows, the newest of each tenant; each takes half a KiB of memory."""
+    chunks_max: int = Field(4_000_000, ge=1)
+    """Most records of the bucket that this node knows, the newest of each tenant; each takes 40 to 150 bytes."""
     reads_at_once: int = Field(16, ge=1, le=256)
     """Most ranges that are read at a time."""
     read_bytes_under_way_max: ByteSize = Field(ByteSize(128 << 20), ge=1 << 20)

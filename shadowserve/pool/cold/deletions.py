@@ -11,6 +11,7 @@ from shadowserve.pool.cold.bucket import Bucket, BucketError
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.fair import FairQueue
+from shadowserve.pool.cold.index_objects import parse_index_name
 from shadowserve.pool.cold.layout import parse_name
 from shadowserve.pool.volume.tickets import Ticket
 
@@ -20,14 +21,16 @@ _AT_ONCE: Final = 4
 
 
 class _Job:
-    """Objects to delete, and a ticket; with ``clears``, also all objects that a list of the tenant shows."""
+    """Objects to delete, and a ticket. ``find`` returns more names, and may take long."""
 
-    def __init__(self, names: Iterable[str], deadline_s: float, *, clears: bool = False) -> None:
+    def __init__(
+        self, names: Iterable[str], deadline_s: float, find: Callable[[], Iterable[str]] | None = None
+    ) -> None:
         self.names = list(names)
         self.names.reverse()  # they are taken from the end
         self.ticket = Ticket()
         self.deadline_s = deadline_s
-        self.clears = clears
+        self.find = find
 
 
 class Deletions:
@@ -71,14 +74,16 @@ class Deletions:
         with self._changed:
             ticket = self._unread.get(tenant)
         if ticket is None or ticket.settled:
-            ticket = self.delete(tenant, () if self._breaker.away else self._catalog.marked_unread(tenant))
+            ends_s = self._clock_s() + self._config.timeout_s
+            ticket = self._enqueue(tenant, _Job((), ends_s, lambda: self._catalog.marked_unread(tenant)))
             with self._changed:
                 self._unread[tenant] = ticket
         return ticket
 
-    def clear(self, tenant: str | None, names: Iterable[str]) -> Ticket:
-        """Delete marked objects, and all others of a tenant, or of all, within ``list_timeout_s``, as delete()."""
-        return self._enqueue(tenant, _Job(names, self._clock_s() + self._config.list_timeout_s, clears=True))
+    def clear(self, tenant: str | None) -> Ticket:
+        """Delete all objects of a tenant, or of all, within ``list_timeout_s``, as delete()."""
+        ends_s = self._clock_s() + self._config.list_timeout_s
+        return self._enqueue(tenant, _Job((), ends_s, lambda: self._listed(tenant)))
 
     def _enqueue(self, tenant: str | None, job: _Job) -> Ticket:
         error = self._breaker.refusal("delete") if self._breaker.away else None
@@ -120,8 +125,9 @@ class Deletions:
             try:
                 if self._breaker.away:
                     failure = self._breaker.refusal("delete")
-                elif job.clears:
-                    self._find_all(tenant, job)
+                elif job.find is not None:
+                    job.names.extend(job.find())
+                    job.find = None
                 elif name is not None:
                     self.delete_one(name)
             except BucketError as error:
@@ -141,17 +147,19 @@ class Deletions:
                     assert tenant is None or isinstance(tenant, str)
                     self._queue.charge(tenant, client, 1.0)
                     self._queue.discard(tenant, client, job)
-                    return tenant, job, job.names.pop() if job.names and not job.clears else None
+                    return tenant, job, job.names.pop() if job.names and job.find is None else None
                 self._changed.wait()
         return None
 
-    def _find_all(self, tenant: str | None, job: _Job) -> None:
-        """Add all objects of a list of the tenant to a job."""
-        for listed in self._bucket.list(tenant):
-            if parse_name(listed.name) is not None:
+    def _listed(self, tenant: str | None) -> Iterable[str]:
+        """Mark and yield all objects of a tenant: the whole bucket is listed, as names begin with partitions."""
+        for listed in self._bucket.list():
+            parts = parse_name(listed.name)
+            if tenant is None and parse_index_name(listed.name) is not None:
+                self._bucket.delete(listed.name)
+            if parts is not None and tenant in (None, parts.tenant):
                 self._catalog.mark_object(listed.name)
-                job.names.append(listed.name)
-        job.clears = False
+                yield listed.name
 
     def delete_one(self, name: str) -> None:
         """Delete an object, if it is still marked; BucketError if that fails."""
@@ -183,7 +191,7 @@ class Deletions:
 
 
 class DelayedRemovals:
-    """Removals of records that wait for the first list of the bucket, before which its contents are unknown."""
+    """Removals of records that wait for the first list of their partition, before which its contents are unknown."""
 
     def __init__(self, timeout_s: float, clock_s: Callable[[], float]) -> None:
         self._timeout_s = timeout_s
@@ -197,11 +205,12 @@ class DelayedRemovals:
             self._waiting.append((self._clock_s() + self._timeout_s, tenant, key, ticket))
         return ticket
 
-    def begin(self, remove: Callable[[str, bytes], Ticket | None]) -> None:
-        """Begin all removals: the bucket was listed."""
+    def begin(self, remove: Callable[[str, bytes], Ticket | None], is_listed: Callable[[bytes], bool]) -> None:
+        """Begin the removals of records whose partition was listed."""
         with self._lock:
-            waiting, self._waiting = self._waiting, []
-        for _, tenant, key, ticket in waiting:
+            begun_now = [each for each in self._waiting if is_listed(each[2])]
+            self._waiting = [each for each in self._waiting if not is_listed(each[2])]
+        for _, tenant, key, ticket in begun_now:
             begun = remove(tenant, key)
             if begun is None:
                 ticket.settle()

@@ -1,14 +1,14 @@
-"""Gathers records into objects: records that follow each other in a chain go into one object.
+"""Gathers records into objects: records of a partition that follow each other in a chain go into one object.
 
 A record names the previous record of its prompt. It continues the sequence that ends with that one, whichever client
-stored it, or begins a new one. A sequence that is long enough becomes an object. Sequences that have waited long enough
-share an object with others of their tenant.
+stored it, or begins a new one, as the first record of each segment does. A sequence that is long enough becomes an
+object. Sequences that have waited long enough share an object with others of their tenant and partition.
 """
 
 from collections import OrderedDict
-from itertools import takewhile
 from typing import Final, NamedTuple
 
+from shadowserve.placement import partition_of
 from shadowserve.pool.types import Address
 
 BACKLOG_MAX: Final = 65_536
@@ -16,39 +16,64 @@ BACKLOG_MAX: Final = 65_536
 
 
 class Batch(NamedTuple):
-    """Records of one tenant for one object, in their order."""
+    """Records of one tenant and partition for one object, in their order."""
 
     tenant: int
     records: list[tuple[Address, bytes]]
 
 
 class _Sequence:
-    __slots__ = ("bytes", "is_full", "last_s", "records", "tenant")
+    __slots__ = ("bytes", "is_full", "last_s", "partition", "records", "tenant")
 
-    def __init__(self, tenant: int) -> None:
+    def __init__(self, tenant: int, partition: int) -> None:
         self.tenant = tenant
+        self.partition = partition
         self.records: list[tuple[Address, bytes]] = []
         self.bytes = 0
         self.last_s = 0.0
         self.is_full = False
 
+    @property
+    def at(self) -> bytes:
+        return self.records[-1][1]
+
 
 class _Waiting:
     """A tenant's sequences: long ones in their order, and the others by their last key, oldest first."""
 
-    __slots__ = ("count", "full", "open")
+    __slots__ = ("count", "full", "open", "partitions")
 
     def __init__(self) -> None:
         self.full: list[_Sequence] = []
         self.open: OrderedDict[bytes, _Sequence] = OrderedDict()
+        self.partitions: dict[int, dict[bytes, _Sequence]] = {}  # the same sequences, by partition
         self.count = 0
 
-    def pop(self) -> _Sequence:
-        return self.full.pop(0) if self.full else self.open.popitem(last=False)[1]
+    def add(self, sequence: _Sequence) -> None:
+        self.open[sequence.at] = self.partitions.setdefault(sequence.partition, {})[sequence.at] = sequence
 
-    def ripe(self, now_s: float, gather_s: float) -> list[tuple[bytes, _Sequence]]:
-        """Return the sequences that have waited long enough. A clock that was set back ends the waiting."""
-        return list(takewhile(lambda each: not 0 <= now_s - each[1].last_s < gather_s, self.open.items()))
+    def remove(self, sequence: _Sequence) -> None:
+        del self.open[sequence.at]
+        of_partition = self.partitions[sequence.partition]
+        del of_partition[sequence.at]
+        if not of_partition:
+            del self.partitions[sequence.partition]
+
+    def pop(self) -> _Sequence:
+        if self.full:
+            return self.full.pop(0)
+        sequence = next(iter(self.open.values()))
+        self.remove(sequence)
+        return sequence
+
+    def ripe(self, now_s: float, gather_s: float) -> list[_Sequence]:
+        """Return the sequences of a partition that have waited long enough. A clock that was set back ends the waiting.
+
+        They are those of the oldest sequence's partition, oldest first.
+        """
+        oldest = next(iter(self.open.values()), None)
+        of_partition = () if oldest is None else self.partitions[oldest.partition].values()
+        return [each for each in of_partition if not 0 <= now_s - each.last_s < gather_s]
 
 
 class Gathering:
@@ -71,7 +96,12 @@ class Gathering:
         if (tenant, key) in self._sequences:
             return  # it is waiting already; it was evicted and stored again
         own = self._tenants.setdefault(tenant, _Waiting())
-        sequence = own.open.pop(parent, None) or _Sequence(tenant)
+        partition = partition_of(key)
+        sequence = own.open.get(parent)
+        if sequence is not None and sequence.partition == partition:
+            own.remove(sequence)
+        else:
+            sequence = _Sequence(tenant, partition)
         sequence.records.append((address, key))
         sequence.bytes += length
         sequence.last_s = now_s
@@ -82,7 +112,7 @@ class Gathering:
             sequence.is_full = True
             own.full.append(sequence)
         else:
-            own.open[key] = sequence
+            own.add(sequence)
         self._bound()
 
     def _bound(self) -> None:
@@ -110,7 +140,7 @@ class Gathering:
             own.full.remove(sequence)
         else:
             sequence.is_full = True
-            del own.open[sequence.records[-1][1]]
+            own.remove(sequence)
         own.full.insert(0, sequence)
         return True
 
@@ -124,18 +154,18 @@ class Gathering:
         own = self._tenants[tenant]
         ripe = [] if own.full else own.ripe(now_s, gather_s)
         taken, size, count = ([own.full.pop(0)] if own.full else []), 0, 0
-        for at, sequence in ripe:
+        for sequence in ripe:
             fits = size + sequence.bytes <= self._object_bytes and count + len(sequence.records) <= self._records_max
             if fits or not taken:
                 taken.append(sequence)
                 size, count = size + sequence.bytes, count + len(sequence.records)
-                del own.open[at]
+                own.remove(sequence)
         for sequence in taken:
             self._leave(sequence)
         return Batch(tenant, [record for sequence in taken for record in sequence.records])
 
     def put_back(self, batch: Batch) -> None:
-        sequence = _Sequence(batch.tenant)
+        sequence = _Sequence(batch.tenant, partition_of(batch.records[0][1]))
         sequence.records, sequence.is_full = batch.records, True
         self._sequences.update(((batch.tenant, key), sequence) for _, key in batch.records)
         own = self._tenants.setdefault(batch.tenant, _Waiting())

@@ -8,17 +8,23 @@ All numbers are little-endian::
     footer       magic "SSCOLD01", entries (u32), bytes of the tenant's name (u32), bytes of the object (u64), then
                  16 bytes of BLAKE2b over the entries, the tenant's name and the footer up to here
 
-The name of an object is made from its tenant and its keys, so two nodes that pack the same records write the same name,
-and an object never changes. Readers check the records.
+All records of an object are of one partition of the key space (:mod:`shadowserve.placement`), and its name begins with
+it: a list with that prefix returns the objects of the partition. The rest of the name is made from the tenant and the
+keys, so two nodes that pack the same records write the same name, and an object never changes. Readers check the
+records.
 """
 
 import hashlib
+import operator
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 from shadowserve.errors import ShadowServeError
+from shadowserve.placement import partition_of
 
 _MAGIC: Final = b"SSCOLD01"
 _ENTRY: Final = struct.Struct("<32sQII")
@@ -28,9 +34,11 @@ ENTRY_BYTES: Final = _ENTRY.size
 FOOTER_BYTES: Final = _FOOTER.size + _SUM_BYTES
 RECORDS_MAX: Final = 4_096
 """Most records of one object, so that the catalog forgets it in some milliseconds; 8 KiB each still fill 32 MiB."""
-_OBJECT_BYTES_MAX: Final = 5 << 30  # S3's limit for one request
+_OBJECT_BYTES_MAX: Final = (1 << 32) - 1
 _TENANT_BYTES_MAX: Final = 128
-_NAME: Final = re.compile(r"t(?P<tenant>(?:[A-Za-z0-9_-]|=[0-9A-F]{2})*)/(?P<digest>[0-9a-f]{40})\.kv")
+_NAME: Final = re.compile(
+    r"(?P<partition>[0-9a-f]{3})/t(?P<tenant>(?:[A-Za-z0-9_-]|=[0-9A-F]{2})*)/(?P<digest>[0-9a-f]{40})\.kv"
+)
 
 
 class ColdObjectError(ShadowServeError):
@@ -45,54 +53,114 @@ class Place(NamedTuple):
     header_bytes: int
 
 
+class ObjectName(NamedTuple):
+    """Parts of an object's name."""
+
+    partition: int
+    tenant: str
+    digest: bytes
+
+
 class Contents(NamedTuple):
-    """Contents of an object."""
+    """Contents of an object: of each record its key, its position, and the length of its header."""
 
     name: str  # name of the object, without the prefix
-    tenant: str  # name of the tenant
+    parts: ObjectName
     size: int  # bytes of the object
-    places: Mapping[bytes, Place]  # position of each record by key, in the order of their offsets
+    keys: tuple[bytes, ...]
+    offsets: tuple[int, ...]  # they ascend
+    lengths: tuple[int, ...]
+    header_bytes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tenant: str, size: int, places: Iterable[tuple[bytes, Place]]) -> "Contents":
+        """Return the contents of a tenant's object with these records."""
+        keys, positions = zip(*places, strict=True)
+        parts = _parts(tenant, keys)
+        return cls(join_name(parts), parts, size, keys, *zip(*positions, strict=True))
+
+    @property
+    def tenant(self) -> str:
+        """Name of the tenant."""
+        return self.parts.tenant
+
+    @property
+    def places(self) -> dict[bytes, Place]:
+        """Position of each record by key."""
+        return dict(zip(self.keys, map(Place, self.offsets, self.lengths, self.header_bytes), strict=True))
 
 
 def name_of(tenant: str, keys: Iterable[bytes]) -> str:
     """Return the name of the object with a tenant's records of these keys, in this order."""
-    return f"{folder_of(tenant)}{_digest(tenant, keys)}.kv"
+    return join_name(_parts(tenant, tuple(keys)))
 
 
-def folder_of(tenant: str) -> str:
-    """Return the beginning of the names of all objects of a tenant."""
-    shown = "".join(
-        character if re.match(r"[A-Za-z0-9_-]", character) else f"={ord(character):02X}" for character in tenant
-    )
-    return f"t{shown}/"
+def _parts(tenant: str, keys: Sequence[bytes]) -> ObjectName:
+    data = len(tenant).to_bytes(4, "little") + tenant.encode("ascii") + b"".join(keys)
+    return ObjectName(partition_of(keys[0]), tenant, hashlib.blake2b(data, digest_size=20).digest())
 
 
-def _digest(tenant: str, keys: Iterable[bytes]) -> str:
-    digest = hashlib.blake2b(digest_size=20)
-    digest.update(len(tenant).to_bytes(4, "little") + tenant.encode("ascii"))
-    for key in keys:
-        digest.update(key)
-    return digest.hexdigest()
+def join_name(parts: ObjectName) -> str:
+    """Return the name of an object."""
+    return f"{folder_of(parts.partition)}t{_shown(parts.tenant)}/{parts.digest.hex()}.kv"
 
 
-def parse_name(name: str) -> str | None:
-    """Return the tenant of an object's name; None for a name that name_of() does not make."""
+def folder_of(partition: int) -> str:
+    """Return the beginning of the names of all objects of a partition."""
+    return f"{partition:03x}/"
+
+
+def partition_in(name: str) -> int:
+    """Return the partition of an object's name."""
+    return int(name[:3], 16)
+
+
+def parse_name(name: str) -> ObjectName | None:
+    """Return the parts of an object's name; None for a name that join_name() does not make."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
-    tenant = re.sub("=(..)", lambda found: chr(int(found[1], 16)), match["tenant"])
-    return tenant if len(tenant) <= _TENANT_BYTES_MAX and all("!" <= each <= "~" for each in tenant) else None
+    partition, shown, digest = match.groups()
+    tenant = _tenant(shown)
+    return None if tenant is None else ObjectName(int(partition, 16), tenant, bytes.fromhex(digest))
+
+
+@lru_cache(1024)
+def _tenant(shown: str) -> str | None:
+    tenant = re.sub("=(..)", lambda found: chr(int(found[1], 16)), shown)
+    is_sound = len(tenant) <= _TENANT_BYTES_MAX and all("!" <= each <= "~" for each in tenant)
+    return tenant if is_sound else None
+
+
+@lru_cache(1024)
+def _shown(tenant: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", lambda found: f"={ord(found[0]):02X}", tenant)
+
+
+def tenant_of(name: str) -> str | None:
+    """Return the tenant of an object's name; None for a name that join_name() does not make."""
+    parts = parse_name(name)
+    return None if parts is None else parts.tenant
 
 
 def finish(body: bytearray, tenant: str, records: Sequence[tuple[bytes, Place]]) -> Contents:
-    """Append entries and footer to ``body``, which has the records; return the object's contents."""
-    keys = [key for key, _ in records]
-    footer = b"".join(_ENTRY.pack(key, *place) for key, place in records) + tenant.encode("ascii")
-    size = len(body) + len(footer) + FOOTER_BYTES
-    footer += _FOOTER.pack(_MAGIC, len(records), len(tenant), size)
-    body += footer
-    body += hashlib.blake2b(footer, digest_size=_SUM_BYTES).digest()
-    return Contents(name_of(tenant, keys), tenant, size, dict(records))
+    """Append entries and footer to ``body``, which has the records, of one partition; return the object's contents."""
+    size = len(body) + len(records) * ENTRY_BYTES + len(tenant) + FOOTER_BYTES
+    contents = Contents.of(tenant, size, records)
+    body += footer_of(contents)
+    return contents
+
+
+def footer_of(contents: Contents) -> bytes:
+    """Return the entries and the footer of an object."""
+    entries = b"".join(map(_ENTRY.pack, contents.keys, contents.offsets, contents.lengths, contents.header_bytes))
+    tenant = contents.tenant.encode("ascii")
+    footer = entries + tenant + _FOOTER.pack(_MAGIC, len(contents.keys), len(tenant), contents.size)
+    return footer + _sum(footer)
+
+
+def _sum(footer: bytes) -> bytes:
+    return hashlib.blake2b(footer, digest_size=_SUM_BYTES).digest()
 
 
 def footer_bytes(data: bytes, size: int) -> int:
@@ -125,23 +193,39 @@ def parse_footer(name: str, data: bytes, size: int) -> Contents:
     needed = footer_bytes(data, size)
     if len(data) < needed:
         raise ColdObjectError(f"of {needed} bytes at its end only {len(data)} came")
-    footer = data[len(data) - needed :]
-    _, count, tenant_bytes, _ = _FOOTER.unpack_from(footer, needed - FOOTER_BYTES)
-    if hashlib.blake2b(footer[:-_SUM_BYTES], digest_size=_SUM_BYTES).digest() != footer[-_SUM_BYTES:]:
+    contents = read_footer(data[len(data) - needed :])
+    if contents.name != name:
+        raise ColdObjectError("it has the contents of another object")
+    return contents
+
+
+def read_footer(footer: bytes, *, is_checked: bool = False) -> Contents:
+    """Return the contents of the object that has these entries and this footer. ``is_checked``: skip the checksum.
+
+    Raises:
+        ColdObjectError: They are unsound.
+    """
+    if len(footer) < FOOTER_BYTES:
+        raise ColdObjectError(f"a footer of {len(footer)} bytes is too short")
+    _, count, tenant_bytes, size = _FOOTER.unpack_from(footer, len(footer) - FOOTER_BYTES)
+    if footer_bytes(footer, size) != len(footer):
+        raise ColdObjectError(f"{count} entries do not fit a footer of {len(footer)} bytes")
+    if not is_checked and _sum(footer[:-_SUM_BYTES]) != footer[-_SUM_BYTES:]:
         raise ColdObjectError("the checksum of its entries is wrong")
     begin = count * ENTRY_BYTES
-    raw_tenant = footer[begin : begin + tenant_bytes]
-    places: dict[bytes, Place] = {}
-    position = 0
-    for key, *numbers in _ENTRY.iter_unpack(footer[:begin]):
-        place = Place(*numbers)
-        if place.offset != position or not 0 < place.header_bytes <= place.length:
-            raise ColdObjectError(f"its entry {len(places)} says {place}, behind {position} bytes of records")
-        position += place.length
-        places[key] = place
-    if len(places) != count or position != size - needed:
+    keys, offsets, lengths, header_bytes = zip(*_ENTRY.iter_unpack(footer[:begin]), strict=True)
+    ends = list(accumulate(lengths))
+    if offsets != (0, *ends[:-1]) or not all(map(operator.le, header_bytes, lengths)) or 0 in header_bytes:
+        raise ColdObjectError("its entries do not say where its records begin, without gaps")
+    if len(set(keys)) != count or ends[-1] != size - len(footer):
         raise ColdObjectError("its entries do not cover its records, each once")
-    tenant = parse_name(name)
-    if tenant is None or raw_tenant != tenant.encode("ascii") or name_of(tenant, places) != name:
-        raise ColdObjectError("it has the contents of another object")
-    return Contents(name, tenant, size, places)
+    if len({key[-8:] for key in keys}) > 1 and len(set(map(partition_of, keys))) > 1:
+        raise ColdObjectError("its records are of several partitions")
+    try:
+        tenant = footer[begin : begin + tenant_bytes].decode("ascii")
+        parts = _parts(tenant, keys)
+    except UnicodeDecodeError:
+        raise ColdObjectError("the name of its tenant is not ASCII") from None
+    if _tenant(_shown(tenant)) != tenant:
+        raise ColdObjectError(f"no tenant has the name {tenant!r}")
+    return Contents(join_name(parts), parts, size, keys, offsets, lengths, header_bytes)

@@ -15,7 +15,8 @@ from shadowserve.pool.cold.bucket import Bucket, BucketError
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.fair import FairQueue
-from shadowserve.pool.cold.layout import Contents, Place
+from shadowserve.pool.cold.layout import ObjectName, Place, join_name
+from shadowserve.pool.cold.objects import Found
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import Address, Item, Lease
 from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError
@@ -89,19 +90,25 @@ class ThroughputEstimate:
 class ColdItem(Item):
     """A record that only the bucket has."""
 
-    __slots__ = ("address", "contents", "key")
+    __slots__ = ("address", "found", "key", "tenant")
 
     is_cold = True
 
-    def __init__(self, address: Address, key: bytes, contents: Contents) -> None:
-        place = contents.places[key]
-        self.length = place.length
-        self.header_bytes = place.header_bytes
+    def __init__(self, address: Address, tenant: str, key: bytes, found: Found) -> None:
+        self.length = found.length
+        self.header_bytes = found.header_bytes
         self.expires_at_ms = None
         self.value = None
         self.address = address
+        self.tenant = tenant
         self.key = key
-        self.contents = contents
+        self.found = found
+
+    @property
+    def name(self) -> str:
+        """Name of the object that has it."""
+        row = self.found.row
+        return join_name(ObjectName(row.partition, self.tenant, row.digest))
 
 
 class _Waiter(NamedTuple):
@@ -126,8 +133,8 @@ class _Read:
         is_late: Clients have waited too long, and none has come since.
     """
 
-    __slots__ = ("address", "arrived", "begin", "client", "context", "contents", "deadline_s", "end",
-                 "is_late", "is_queued", "key", "lock", "memory", "place", "size", "slices", "sound", "start",
+    __slots__ = ("address", "arrived", "begin", "client", "context", "deadline_s", "end", "is_late",
+                 "is_queued", "key", "lock", "memory", "name", "place", "size", "slices", "sound", "start",
                  "step", "users", "waiting")  # fmt: skip
 
     def __init__(self, item: ColdItem, begin: int, size: int, client: int, *, ahead: bool) -> None:
@@ -135,8 +142,8 @@ class _Read:
         self.context = spans.current()
         self.address = item.address
         self.key = item.key
-        self.contents = item.contents
-        self.place: Place = item.contents.places[item.key]
+        self.name = item.name
+        self.place = Place(item.found.offset, item.length, item.header_bytes)
         self.begin, self.size = begin, size
         self.step = max(PART_BYTES, -(-size // PARTS_MAX)) if ahead else size
         self.start = self.end = self.place.offset + begin
@@ -153,7 +160,7 @@ class _Read:
 
     @property
     def at(self) -> tuple[str, bytes, int, int]:
-        return self.contents.name, self.key, self.begin, self.size
+        return self.name, self.key, self.begin, self.size
 
     @property
     def is_record(self) -> bool:
@@ -268,8 +275,8 @@ class ColdReader:
         """Read bytes of an item, as :meth:`Pool.read`; with the pool's lock held."""
         begin, size = (start, end - start) if in_parts else (0, item.length)
         with self._changed:
-            read = self._reads.get((item.contents.name, item.key, 0, item.length))
-            read = read or self._reads.get((item.contents.name, item.key, begin, size))
+            read = self._reads.get((item.name, item.key, 0, item.length))
+            read = read or self._reads.get((item.name, item.key, begin, size))
             refused = self._closed or self._breaker.away
             if not refused and read is None and self._queue.waiting(item.address[0]) >= _WAITING_MAX:
                 refused = True
@@ -356,16 +363,16 @@ class ColdReader:
         """Let a read wait for its next part, behind the next parts of its client's other reads."""
         read.is_queued, read.deadline_s = True, self._clock_s() + self._config.timeout_s
         self._queue.push(read.address[0], read.client, read)
-        self._by_object.setdefault(read.contents.name, {}).setdefault(read.start, read)
+        self._by_object.setdefault(read.name, {}).setdefault(read.start, read)
 
     def _unqueue(self, read: _Read) -> None:
         read.is_queued = False
         self._queue.discard(read.address[0], read.client, read)
-        of_object = self._by_object.get(read.contents.name, {})
+        of_object = self._by_object.get(read.name, {})
         if of_object.get(read.start) is read:
             del of_object[read.start]
             if not of_object:
-                del self._by_object[read.contents.name]
+                del self._by_object[read.name]
 
     def close(self) -> None:
         """End: waiting clients get nothing. The threads end after their requests."""
@@ -416,7 +423,7 @@ class ColdReader:
         try:
             context = next((read.context for read, _, _ in batch if read.context), "")
             with spans.span("s3.read", context, kind="client", bytes=end - start, records=len(batch)):
-                data = self._bucket.read(first.contents.name, start, end)
+                data = self._bucket.read(first.name, start, end)
             size = end - start
         except BucketError as error:
             self._fail(batch, error)
@@ -459,7 +466,7 @@ class ColdReader:
         if found is None:
             return []
         _, _, first = found
-        of_object = self._by_object.get(first.contents.name, {})  # several reads may begin at the same byte
+        of_object = self._by_object.get(first.name, {})  # several reads may begin at the same byte
         batch, size = [first], first.end - first.start
         while (read := of_object.get(batch[-1].end)) is not None:
             size += read.end - read.start
@@ -470,7 +477,7 @@ class ColdReader:
 
     def _fail(self, batch: list[_Part], error: BucketError) -> None:
         if error.reason in ("absent", "damaged"):
-            self._catalog.hide(batch[0][0].contents)  # the next list finds out
+            self._catalog.hide(batch[0][0].name)  # the next list finds out
         self._breaker.failed(error.reason, error)
         for read, _, _ in batch:
             for each in self._take(read):
@@ -511,12 +518,12 @@ class ColdReader:
                     done(lease)
 
     def _drop_damaged(self, read: _Read, error: RecordError) -> None:
-        self.report_damage(read.contents, error)
+        self.report_damage(read.name, error)
         for each in self._take(read):
             each.done(None)
 
-    def report_damage(self, contents: Contents, error: object) -> None:
-        self._catalog.hide(contents)  # the next list finds out
+    def report_damage(self, name: str, error: object) -> None:
+        self._catalog.hide(name)  # the next list finds out
         self._breaker.failed("damaged", error)
 
     def _complete(self, read: _Read, data: memoryview) -> None:

@@ -5,16 +5,18 @@ No method waits for the bucket: the tier knows its contents from lists every ``i
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from shadowserve.errors import ShadowServeError
+from shadowserve.placement import partition_of
 from shadowserve.pool.cold.breaker import Breaker
 from shadowserve.pool.cold.bucket import Bucket
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.deletions import DelayedRemovals, Deletions
 from shadowserve.pool.cold.fair import Shares
+from shadowserve.pool.cold.indexing import Indexer
 from shadowserve.pool.cold.listing import BucketLister
 from shadowserve.pool.cold.reads import ColdItem, ColdReader
 from shadowserve.pool.cold.writes import ColdWriter
@@ -32,21 +34,41 @@ class ColdTier:
     """The records of a bucket, for one pool. Methods are called with the pool's lock held, except set_quota(),
     report_damage(), start(), close() and join(); none of the others waits."""
 
-    def __init__(self, config: S3Config, clock_s: Callable[[], float] = time.monotonic) -> None:
-        """Prepare the tier; start() begins. ConfigurationError: credentials or certificates cannot be read."""
+    def __init__(
+        self,
+        config: S3Config,
+        clock_s: Callable[[], float] = time.monotonic,
+        serves: Callable[[int], bool] | None = None,
+    ) -> None:
+        """Prepare the tier; start() begins. ConfigurationError: credentials or certificates cannot be read.
+
+        ``serves`` returns whether this node is the first choice of its fleet for a partition, in any thread and at any
+        time; None: it has no fleet.
+        """
         self._config = config
+        self._clock_s = clock_s
         self._bucket = Bucket(config)
         self._catalog = Catalog(Shares(config.chunks_max))
         self._breaker = Breaker("read", clock_s)
         self._reader = ColdReader(config, self._bucket, self._catalog, self._breaker, clock_s)
         self._write_breaker = Breaker("write", clock_s)
-        self._writer = ColdWriter(config, self._bucket, self._catalog, self._write_breaker, clock_s)
+        indexer = Indexer(config, self._bucket, self._catalog, self._write_breaker, clock_s)
+        self._writer = ColdWriter(config, self._bucket, self._catalog, indexer, self._write_breaker, clock_s)
         self._delete_breaker = Breaker("delete", clock_s)
         self._deletions = Deletions(config, self._bucket, self._catalog, self._delete_breaker, clock_s)
         self._lister = BucketLister(
-            config, self._bucket, self._catalog, self._deletions, self._breaker, clock_s, self._on_listed
+            config,
+            self._bucket,
+            self._catalog,
+            self._deletions,
+            indexer,
+            self._breaker,
+            clock_s,
+            self._on_listed,
+            self._on_forgotten,
+            serves,
         )
-        self._is_listed = False
+        self._listed: set[int] = set()  # partitions whose objects are known
         self._delayed_removals = DelayedRemovals(config.timeout_s, clock_s)  # until the first list
         self._new: list[Ticket] = []  # removals since the last barrier
         self._in_barrier: list[Ticket] = []
@@ -104,18 +126,21 @@ class ColdTier:
     def find(self, address: Address) -> Item | None:
         """Return a record of the bucket; None if it is unknown, or the bucket is away."""
         record = None if self._breaker.away else self._record_of(address)
-        contents = None if record is None else self._catalog.find(*record)
-        return None if record is None or contents is None else ColdItem(address, record[1], contents)
+        if record is not None:
+            self._lister.ask(partition_of(record[1]))
+        found = None if record is None else self._catalog.find(*record)
+        return None if record is None or found is None else ColdItem(address, *record, found)
 
     def read(
         self, item: Item, start: int, end: int, done: Callable[[Lease | None], None], *, in_parts: bool, ahead: bool
     ) -> None:
         assert isinstance(item, ColdItem)
+        self._catalog.touch(item.found, self._clock_s())
         self._reader.read(item, start, end, done, in_parts=in_parts, ahead=ahead)
 
     def report_damage(self, item: Item) -> None:
         assert isinstance(item, ColdItem)
-        self._reader.report_damage(item.contents, "a range has wrong bytes")
+        self._reader.report_damage(item.name, "a range has wrong bytes")
 
     def expected_s(self, size: int) -> float:
         return self._reader.expected_s(size)
@@ -149,6 +174,7 @@ class ColdTier:
         record = self._record_of(address)
         if record is None:
             return None
+        self._lister.ask(partition_of(record[1]))
         if not header_bytes or expires:
             return self._remove(address, *record)[1]
         if self._catalog.find(*record) is None:
@@ -166,8 +192,17 @@ class ColdTier:
         return self._deletions.delete(tenant, names) if names else None
 
     def holds_back(self, address: Address) -> bool:
-        """Return whether a record may not be evicted yet, since it is being written here, for a limited time."""
-        return self._writer.holds_back(address)
+        """Return whether a record may not be evicted yet, since it is being written here, for a limited time.
+
+        A record that leaves the pool has been used: the bucket goes on with the pool's order of eviction.
+        """
+        is_held = self._writer.holds_back(address)
+        if not is_held and self._config.bytes_max is not None:
+            record = self._record_of(address)
+            found = None if record is None else self._catalog.find(*record)
+            if found is not None:
+                self._catalog.touch(found, self._clock_s())
+        return is_held
 
     def removed(self, address: Address) -> bool:
         """Make a record absent and delete the objects that have it; return whether there were any.
@@ -185,7 +220,8 @@ class ColdTier:
         """Return whether a record was known, and a ticket for its removal; None if it is removed."""
         was_there = self._catalog.find(tenant, key) is not None
         tickets = [self._writer.removed(address), self._delete(tenant, key)]
-        if not self._is_listed:
+        if partition_of(key) not in self._listed:
+            self._lister.ask(partition_of(key))
             tickets.append(self._delayed_removals.add(tenant, key))
         return was_there, joined(tickets)
 
@@ -204,9 +240,9 @@ class ColdTier:
         name = None if tenant is None else self._name_of(tenant)
         if tenant is not None and name is None:
             return
-        names = self._catalog.mark_all(name)
+        self._catalog.mark_all(name)
         self._add_to_barrier(self._writer.cleared(tenant))
-        self._add_to_barrier(self._deletions.clear(name, names))
+        self._add_to_barrier(self._deletions.clear(name))
 
     def _add_to_barrier(self, ticket: Ticket | None) -> None:
         if ticket is not None:
@@ -234,12 +270,16 @@ class ColdTier:
             error = f"the bucket was not listed since the start and may have the key: {list_breaker.last_error}"
             self._delayed_removals.expire(ShadowServeError(error), all_of_them=list_breaker.away)
 
-    def _on_listed(self) -> None:
-        if not self._is_listed:
+    def _on_listed(self, partitions: Iterable[int]) -> None:
+        if not self._listed.issuperset(partitions):
             # With the lock that removals hold: none is delayed after the delayed ones were begun.
             with self._lock:
-                self._is_listed = True
-            self._delayed_removals.begin(self._delete)
+                self._listed.update(partitions)
+            self._delayed_removals.begin(self._delete, lambda key: partition_of(key) in self._listed)
+
+    def _on_forgotten(self, partition: int) -> None:
+        with self._lock:
+            self._listed.discard(partition)
 
     # ---- Statistics
 

@@ -12,6 +12,7 @@ from shadowserve.pool.cold.bucket import Bucket, BucketError
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.gathering import BACKLOG_MAX, Batch, Gathering
+from shadowserve.pool.cold.indexing import Indexer
 from shadowserve.pool.cold.layout import (
     RECORDS_MAX,
     ColdObjectError,
@@ -81,13 +82,20 @@ class ColdWriter:
     """
 
     def __init__(
-        self, config: S3Config, bucket: Bucket, catalog: Catalog, breaker: Breaker, clock_s: Callable[[], float]
+        self,
+        config: S3Config,
+        bucket: Bucket,
+        catalog: Catalog,
+        indexer: Indexer,
+        breaker: Breaker,
+        clock_s: Callable[[], float],
     ) -> None:
         self.objects = self.bytes = self.present = self.missed = self.held_back = 0
         self.gathering = Gathering(int(config.object_bytes), config.gather_s, RECORDS_MAX)
         self._config = config
         self._bucket = bucket
         self._catalog = catalog
+        self._indexer = indexer
         self._breaker = breaker
         self._clock_s = clock_s
         self._changed = threading.Condition()
@@ -194,7 +202,7 @@ class ColdWriter:
             except BucketError as error:
                 self._breaker.failed(error.reason, error)
                 if packing.contents is not None and not packing.removal_tickets:
-                    self._catalog.hide(packing.contents)  # the write may have succeeded
+                    self._catalog.add_hidden(packing.contents)  # the write may have succeeded
                 with self._changed:
                     self.gathering.put_back(batch)
             except Exception:  # a bug must not end this thread
@@ -208,7 +216,8 @@ class ColdWriter:
             return
         contents, body = packed
         packing.contents = contents
-        if self._bucket.create(contents.name, body):
+        is_new = self._bucket.create(contents.name, body)
+        if is_new:
             self.objects += 1
             self.bytes += len(body)
         else:
@@ -219,8 +228,8 @@ class ColdWriter:
                 return  # of another size, or unsound: the next list handles it
         self._breaker.succeeded()
         self._pressure.since_s = None
-        if not packing.removal_tickets:
-            self._catalog.add(contents)
+        if not packing.removal_tickets and self._catalog.add(contents) and is_new:
+            self._indexer.note(contents)
 
     def _end(self, packing: _Packing) -> None:
         """End a batch. If one of its records was removed during the write, delete the object."""
@@ -231,7 +240,7 @@ class ColdWriter:
         failure: BucketError | None = None
         if packing.contents is not None:
             name = packing.contents.name
-            self._catalog.hide(packing.contents)
+            self._catalog.add_hidden(packing.contents)
             self._catalog.mark_object(name)
             try:
                 self._bucket.delete(name)

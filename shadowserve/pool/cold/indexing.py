@@ -1,0 +1,262 @@
+"""Reads, writes and merges the index objects of the bucket (:mod:`shadowserve.pool.cold.index_objects`)."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Container, Iterable
+from typing import Final
+
+from shadowserve.pool.cold.breaker import Breaker
+from shadowserve.pool.cold.bucket import Bucket, BucketError, Listed
+from shadowserve.pool.cold.catalog import Catalog
+from shadowserve.pool.cold.config import S3Config
+from shadowserve.pool.cold.index_objects import (
+    INDEX_BYTES_MAX,
+    IndexEntry,
+    index_name,
+    pack,
+    parse_index,
+    parse_index_name,
+)
+from shadowserve.pool.cold.layout import ColdObjectError, Contents, footer_of, partition_in
+
+_log = logging.getLogger(__name__)
+
+_ENTRIES: Final = 16
+"""Objects of a partition that are enough for an index object: it costs a request, as does the end of each object."""
+_ENTRIES_BYTES: Final = 64 << 10
+_AGE_S: Final = 3_600.0
+"""Time after which fewer are enough. A node that starts reads the ends of objects that are younger."""
+_WAITING_BYTES_MAX: Final = 64 << 20
+"""Most bytes of footers that wait. Objects beyond are learnt from their ends."""
+MERGED: Final = 8
+"""Index objects of a partition that are merged into one, if each is smaller than ``_MERGED_BYTES``."""
+_MERGED_BYTES: Final = 1 << 20
+_NEWS_S: Final = 86_400.0
+"""Age at which any node deletes news: the partition's node has listed the objects since."""
+_REFUSED_MAX: Final = 10_000
+
+
+class _Waiting:
+    """Footers of a partition's objects that no index object has, by name."""
+
+    __slots__ = ("bytes", "footers", "since_s")
+
+    def __init__(self, now_s: float) -> None:
+        self.footers: dict[str, bytes] = {}
+        self.bytes = 0
+        self.since_s = now_s
+
+
+class Indexer:
+    """Index objects of all partitions. Methods may be called by any thread; note() alone does not wait.
+
+    Attributes:
+        written: Index objects that this node has written.
+    """
+
+    def __init__(
+        self, config: S3Config, bucket: Bucket, catalog: Catalog, breaker: Breaker, clock_s: Callable[[], float]
+    ) -> None:
+        """``breaker``: that of writes."""
+        self.written = 0
+        self._breaker = breaker
+        self._bucket = bucket
+        self._catalog = catalog
+        self._clock_s = clock_s
+        self._writes = config.write != "never"
+        self._record_bytes_max = config.read_bytes_under_way_max
+        self._lock = threading.Lock()
+        self._waiting: dict[int, _Waiting] = {}
+        self._waiting_bytes = 0
+        self._refused: dict[str, None] = {}  # names of unsound index objects
+        self._merges_again_s = 0.0
+        self._learnt: dict[int, frozenset[str]] = {}  # index objects of each partition that were read or written here
+
+    # ---- Learning
+
+    def learn(self, partition: int, index: Iterable[Listed], wanted: dict[str, Listed]) -> None:
+        """Add objects that the catalog wants, and that new index objects describe; remove them from ``wanted``.
+
+        ``index`` are all index objects of the partition.
+        """
+        with self._lock:
+            read = self._learnt.get(partition, frozenset()) & {listed.name for listed in index}
+            self._learnt[partition] = read
+        for listed in index:
+            if not wanted:
+                return
+            if listed.name in read:
+                continue
+            entries = self._read(listed)
+            self._note_learnt(partition, listed.name)
+            for contents, used_h, _ in entries:
+                found = wanted.get(contents.name)
+                if found is not None and found.size == contents.size and self._is_readable(contents):
+                    self._catalog.learn(contents, found.written_s, used_h)
+                    del wanted[contents.name]
+
+    def _note_learnt(self, partition: int, name: str) -> None:
+        with self._lock:
+            self._learnt[partition] = self._learnt.get(partition, frozenset()) | {name}
+
+    def forget(self, partition: int) -> None:
+        """Forget which index objects of a partition were read."""
+        with self._lock:
+            self._learnt.pop(partition, None)
+
+    def _is_readable(self, contents: Contents) -> bool:
+        return max(contents.lengths) <= self._record_bytes_max
+
+    def _read(self, listed: Listed) -> list[IndexEntry]:
+        """Return the entries of an index object; none of an unsound one, which is left alone."""
+        name = parse_index_name(listed.name)
+        if name is None or listed.name in self._refused:
+            return []
+        try:
+            if not 0 < listed.size <= INDEX_BYTES_MAX:
+                raise ColdObjectError(f"it has {listed.size} bytes")
+            return parse_index(name, bytes(self._bucket.read(listed.name, 0, listed.size)))
+        except (ColdObjectError, BucketError) as error:
+            if isinstance(error, BucketError) and error.reason not in ("absent", "damaged"):
+                raise
+            if not isinstance(error, BucketError):  # another answer may have other bytes
+                self._refuse(listed.name, error)
+            return []
+
+    def _refuse(self, name: str, error: ColdObjectError) -> None:
+        with self._lock:
+            if len(self._refused) >= _REFUSED_MAX:
+                self._refused.clear()
+            self._refused[name] = None
+        _log.warning(
+            "s3_index_refused name=%s error=%r hint='its objects are learnt from their ends'", name, str(error)
+        )
+
+    def take_news(self, listed: Listed) -> None:
+        """Learn what another node has written in a partition of this node, and make it a part of the index."""
+        name, entries = parse_index_name(listed.name), self._read(listed)
+        for contents, used_h, _ in entries:
+            if self._is_readable(contents):
+                self._catalog.add(contents, listed.written_s, used_h)
+        if name is not None and entries:
+            self._replace(name.partition, [(each.used_h, each.footer) for each in entries], [listed.name])
+
+    def drop_news(self, listed: Listed) -> None:
+        """Delete news that the partition's node has not taken for a long time."""
+        name = parse_index_name(listed.name)
+        if name is not None and time.time() - listed.written_s > _NEWS_S:
+            self._replace(name.partition, (), [listed.name])
+
+    # ---- Writing
+
+    def note(self, contents: Contents) -> None:
+        """Let the footer of an object wait for an index object."""
+        if not self._writes:
+            return
+        footer = footer_of(contents)
+        with self._lock:
+            if self._waiting_bytes + len(footer) > _WAITING_BYTES_MAX:
+                return
+            partition = partition_in(contents.name)
+            waiting = self._waiting.get(partition) or self._waiting.setdefault(partition, _Waiting(self._clock_s()))
+            if contents.name not in waiting.footers:
+                waiting.footers[contents.name] = footer
+                waiting.bytes += len(footer)
+                self._waiting_bytes += len(footer)
+
+    def due(self, own: Container[int]) -> list[int]:
+        """Return the partitions with enough footers, or old ones; of partitions of other nodes, with any."""
+        now_s = self._clock_s()
+        with self._lock:
+            return [
+                partition
+                for partition, waiting in self._waiting.items()
+                if len(waiting.footers) >= _ENTRIES
+                or waiting.bytes >= _ENTRIES_BYTES
+                or now_s - waiting.since_s >= _AGE_S
+                or partition not in own
+            ]
+
+    def write(self, partition: int, *, is_news: bool) -> None:
+        """Write the waiting footers of a partition; if that fails they wait again."""
+        with self._lock:
+            waiting = self._waiting.pop(partition, None)
+            if waiting is None:
+                return
+            self._waiting_bytes -= waiting.bytes
+        # An object whose record was removed, or of which nothing is known any more, is left out.
+        entries = [
+            (used_h, footer)
+            for name, footer in waiting.footers.items()
+            if (used_h := self._catalog.used_h(name)) is not None
+        ]
+        if not self._replace(partition, entries, (), is_news=is_news):
+            with self._lock:
+                newer = self._waiting.get(partition)
+                if newer is not None:
+                    self._waiting_bytes -= newer.bytes
+                    waiting.footers |= newer.footers
+                    waiting.bytes += newer.bytes
+                self._waiting[partition] = waiting
+                self._waiting_bytes += waiting.bytes
+
+    def _replace(
+        self, partition: int, entries: Collection[tuple[int, bytes]], old: Iterable[str], *, is_news: bool = False
+    ) -> bool:
+        """Write index objects with these entries, then delete old ones; return whether that was possible."""
+        if not self._writes or self._breaker.away:
+            return False
+        try:
+            written = self._create(partition, entries, is_news=is_news)
+            for name in set(old) - written:
+                self._bucket.delete(name)
+        except BucketError as error:
+            self._breaker.failed(error.reason, error)
+            return False
+        self._breaker.succeeded()
+        return True
+
+    def _create(self, partition: int, entries: Iterable[tuple[int, bytes]], *, is_news: bool = False) -> set[str]:
+        """Write index objects with these entries; return their names."""
+        names: set[str] = set()
+        chunks: list[list[tuple[int, bytes]]] = []
+        size = INDEX_BYTES_MAX
+        for entry in entries:
+            size += len(entry[1])
+            if size > INDEX_BYTES_MAX // 2:
+                chunks.append([])
+                size = len(entry[1])
+            chunks[-1].append(entry)
+        for chunk in chunks:
+            body = pack(chunk)
+            names.add(name := index_name(partition, body, is_news=is_news))
+            self.written += self._bucket.create(name, body)
+            self._note_learnt(partition, name)
+        return names
+
+    def small(self, index: Iterable[Listed]) -> list[Listed]:
+        """Return those index objects that may be merged."""
+        return [listed for listed in index if listed.size < _MERGED_BYTES and listed.name not in self._refused]
+
+    def merge(self, partition: int, index: Iterable[Listed]) -> None:
+        """Replace a partition's index objects by one with the last use of each object. They have just been listed."""
+        small = self.small(index)
+        now_s = self._clock_s()
+        if not self._writes or now_s < self._merges_again_s:
+            return
+        self._catalog.forget_touches(partition)
+        footers: dict[str, tuple[int, bytes]] = {}
+        merged = []
+        try:
+            for listed in small:
+                if entries := self._read(listed):
+                    merged.append(listed.name)
+                for contents, used_h, footer in entries:
+                    if (known_h := self._catalog.used_h(contents.name)) is not None:
+                        footers[contents.name] = max(used_h, known_h), footer
+        except BucketError as error:
+            self._breaker.failed(error.reason, error)
+            return
+        if not self._replace(partition, [footers[name] for name in sorted(footers)], merged):
+            self._merges_again_s = now_s + _AGE_S  # perhaps it may not delete; reading all of them has a cost

@@ -1,0 +1,258 @@
+"""Several nodes over one bucket: index objects, partitions of a fleet, and eviction by use."""
+
+import threading
+import time
+
+import pytest
+from cold_support import MIB, Chain, Node, Opens
+from faulty_s3 import Answer, Asked, FaultyS3
+from machine import drive, wait_for
+
+from shadowserve.pool.cold.index_objects import index_name, pack, parse_index, parse_index_name
+from shadowserve.pool.cold.layout import footer_bytes
+
+PREFIX = "shadowserve/"
+HOME, ELSEWHERE = 7, 8
+
+
+def put(bucket: FaultyS3, chains: list[Chain], *, indexed: bool = False) -> None:
+    """Put an object for each chain of a partition into the bucket, and one index object for all of them."""
+    entries = []
+    for chain in chains:
+        name, body = chain.object()
+        bucket.objects[PREFIX + name] = body
+        entries.append((0, body[-footer_bytes(body, len(body)) :]))
+    if indexed:
+        body = pack(entries)
+        bucket.objects[PREFIX + index_name(int(name[:3], 16), body)] = body
+
+
+def chains_of(partition: int, count: int, label: str = "chain") -> list[Chain]:
+    return [Chain(f"{label} {partition} {number}", 2, partition=partition) for number in range(count)]
+
+
+def index_objects(bucket: FaultyS3) -> dict[str, bytes]:
+    return {name: body for name, body in list(bucket.objects.items()) if name.endswith(".ix")}
+
+
+def described(name: str, body: bytes) -> set[str]:
+    parts = parse_index_name(name.removeprefix(PREFIX))
+    assert parts is not None
+    return {entry.contents.name for entry in parse_index(parts, body)}
+
+
+def tails(bucket: FaultyS3) -> int:
+    return sum(asked.operation == "get" and asked.name.endswith(".kv") for asked in list(bucket.asked))
+
+
+def store_for_tenants(node: Node, count: int, partition: int, label: str = "of") -> None:
+    """Let a node write one object for each of some tenants."""
+    before = node.cold().written_objects
+    for number in range(count):
+        chain = Chain(f"{label} {number}", 1, partition=partition)
+        node.store_chain(chain, node.call(node.store.tenant, f"tenant-{number}"))
+    node.await_written(before + count)
+
+
+# ---- Index objects
+
+
+def test_a_node_learns_many_records_from_index_objects(bucket: FaultyS3, open_node: Opens) -> None:
+    for partition in range(8):
+        put(bucket, chains_of(partition, 50 if partition == HOME else 5), indexed=True)
+    node = open_node(index_ttl_s=3600.0)
+    node.await_known(2 * (50 + 7 * 5))
+    assert bucket.count("get") == 8 and not tails(bucket), "one request for each partition"
+    last = chains_of(HOME, 50)[-1]
+    assert node.read_chain(last) == last.values
+
+
+def test_a_node_that_writes_many_objects_writes_an_index_object(bucket: FaultyS3, open_node: Opens) -> None:
+    node = open_node()
+    store_for_tenants(node, 15, HOME)
+    node.await_listed()
+    assert not index_objects(bucket), "a few tails cost less than an index object"
+    store_for_tenants(node, 1, HOME, "more")
+    wait_for(lambda: index_objects(bucket))
+    asked = tails(bucket)
+    other = open_node(write="never")
+    other.await_known(16)
+    assert tails(bucket) == asked
+
+
+@pytest.mark.parametrize("how", ["lost", "torn", "forged", "newer", "foreign footer", "oversized"])
+def test_records_are_known_without_a_sound_index_object(
+    bucket: FaultyS3, open_node: Opens, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    chains = chains_of(HOME, 3)
+    put(bucket, chains, indexed=True)
+    ((name, body),) = index_objects(bucket).items()
+    del bucket.objects[name]
+    match how:
+        case "torn":
+            bucket.objects[name] = body[:-10]
+        case "forged":
+            bucket.objects[name] = bytes([*body[:60], body[60] ^ 1, *body[61:]])
+        case "newer":
+            bucket.objects[PREFIX + index_name(HOME, b"SSINDX02" + body[8:])] = b"SSINDX02" + body[8:]
+        case "foreign footer":
+            bucket.objects[PREFIX + index_name(ELSEWHERE, body)] = body
+            put(bucket, chains_of(ELSEWHERE, 1))
+        case "oversized":
+            bucket.objects[name] = bytes(9 * MIB)
+    left = index_objects(bucket)
+    node = open_node()
+    node.await_known(8 if how == "foreign footer" else 6)
+    assert node.read_chain(chains[0]) == chains[0].values
+    put(bucket, chains_of(HOME, 1, "late"))
+    wait_for(lambda: node.cold().objects >= 4)
+    lines = [record for record in caplog.records if "s3_index_refused" in record.message]
+    assert len(lines) == len(left), "one line for each"
+    assert index_objects(bucket) == left, "it may be of a newer version, and is left alone"
+
+
+def test_two_nodes_that_claim_a_partition_merge_its_index_without_loss(bucket: FaultyS3, open_node: Opens) -> None:
+    chains = chains_of(HOME, 20)
+    for begin in range(0, 20, 2):
+        put(bucket, chains[begin : begin + 2], indexed=True)
+    stale = chains_of(HOME, 2, "deleted since")
+    put(bucket, stale, indexed=True)
+    for chain in stale:
+        del bucket.objects[PREFIX + chain.object()[0]]
+    before = index_objects(bucket).keys()
+    first = sorted(before)[0]
+    gate = threading.Event()
+
+    def one_deletes_late(asked: Asked) -> Answer | None:
+        return Answer(after=gate) if asked.operation == "delete" and asked.name == first else None
+
+    bucket.fault = one_deletes_late
+    both = [open_node(serves=HOME.__eq__), open_node(serves=HOME.__eq__)]
+    for node in both:
+        node.await_known(40)
+    gate.set()
+    wait_for(lambda: not before & index_objects(bucket).keys())
+    names = {name for name, body in index_objects(bucket).items() for name in described(name, body)}
+    assert names == {chain.object()[0] for chain in chains}, "exactly what exists"
+    asked = tails(bucket)
+    newcomer = open_node()
+    newcomer.await_known(40)
+    assert tails(bucket) == asked
+
+
+# ---- Partitions of a fleet
+
+
+def test_a_node_lists_what_it_serves_and_other_partitions_when_asked(bucket: FaultyS3, open_node: Opens) -> None:
+    now = [0.0]
+    own, foreign = chains_of(HOME, 1)[0], chains_of(ELSEWHERE, 1)[0]
+    put(bucket, [own])
+    put(bucket, [foreign])
+    node = open_node(serves=HOME.__eq__, index_ttl_s=60.0, clock_s=lambda: time.monotonic() + now[0])
+    assert node.cold().records == 2 and node.peek(own.keys[0]) is not None
+    assert node.peek(foreign.keys[0]) is None, "no question waits for the bucket"
+    wait_for(lambda: node.cold().records == 4)
+    assert node.read_chain(foreign) == foreign.values
+    lists = bucket.count("list")
+    assert all(node.peek(key) is not None for key in foreign.keys)
+    assert bucket.count("list") == lists, "it remembers the partition"
+    now[0] += 3600.0
+    assert node.peek(chains_of(ELSEWHERE + 1, 1)[0].keys[0]) is None
+    node.await_known(2)
+
+
+def test_a_removal_in_another_nodes_partition_waits_for_its_list(bucket: FaultyS3, open_node: Opens) -> None:
+    foreign = chains_of(ELSEWHERE, 1)[0]
+    put(bucket, [foreign])
+    node = open_node(serves=HOME.__eq__)
+    node.put(foreign.keys[0], b"another value")
+    assert not bucket.objects
+
+
+def test_the_node_of_a_partition_learns_what_another_wrote(bucket: FaultyS3, open_node: Opens) -> None:
+    owner = open_node(serves=HOME.__eq__, index_ttl_s=0.5)
+    writer = open_node(serves=ELSEWHERE.__eq__, index_ttl_s=0.2)
+    chain = chains_of(HOME, 1)[0]
+    writer.store_chain(chain)
+    owner.await_known(2)
+    assert owner.read_chain(chain) == chain.values
+    wait_for(lambda: [name.split("/")[1] for name in index_objects(bucket)] == ["007"])  # no news left
+    assert not any(asked.range is not None and asked.range[0] for asked in bucket.asked), "nobody needs its end"
+
+
+def test_requests_do_not_grow_with_the_number_of_nodes(bucket: FaultyS3, open_node: Opens) -> None:
+    """Symptom: each node listed the whole bucket in each interval, and read the end of each object.
+
+    This is an interval with 96 writes. Each further node adds one request: the list of news.
+    """
+    counts = {}
+    for nodes in (1, 8):
+        bucket.asked.clear()
+        bucket.objects.clear()
+        fleet = [
+            open_node(serves=lambda each, n=number, m=nodes: each < 32 and each % m == n, index_ttl_s=3600.0)
+            for number in range(nodes)
+        ]
+        for node in fleet:
+            wait_for(lambda node=node: node.cold().lists)
+        for number in range(3):
+            for partition in range(32):
+                fleet[partition % nodes].store_chain(Chain(f"{number}", 1, partition=partition))
+            for node in fleet:
+                node.await_known((number + 1) * 32 // nodes)
+        counts[nodes] = len(bucket.asked)
+    assert counts[8] <= 1.2 * counts[1], counts
+
+
+def test_a_bucket_that_throttles_lists_is_asked_more_rarely(bucket: FaultyS3, open_node: Opens) -> None:
+    chain = chains_of(HOME, 1)[0]
+    put(bucket, [chain])
+    bucket.fault = lambda asked: Answer(503, "SlowDown") if asked.operation == "list" else None
+    node = open_node(serves=lambda each: each < 128)
+    wait_for(lambda: node.cold().state == "away")
+    lists = bucket.count("list")
+    assert lists < 100, "of 128 partitions"
+    bucket.fault = lambda asked: None
+    drive(lambda: node.peek(chain.keys[0]), lambda: node.cold().records == 2)
+    assert node.read_chain(chain) == chain.values
+
+
+# ---- Eviction
+
+
+def test_the_node_of_a_partition_deletes_what_was_not_used_for_longest(bucket: FaultyS3, open_node: Opens) -> None:
+    """It serves 1/64 of the partitions, and so has 36 MiB."""
+    chains = [Chain(f"large {number}", 8, MIB, partition=HOME) for number in range(4)]
+    foreign = [Chain(f"foreign {number}", 8, MIB, partition=4000) for number in range(4)]
+    put(bucket, [*foreign, *chains])
+    bucket.written = {PREFIX + chain.object()[0]: float(at) for at, chain in enumerate([*foreign, *chains])}
+    settings = {"memory_budget_bytes": 256 * MIB, "serves": lambda each: each < 64, "bytes_max": 64 * 36 * MIB}
+    node = open_node(**settings)
+    node.await_known(32)
+    assert node.read_chain(chains[0]) == chains[0].values
+    assert node.peek(foreign[0].keys[0]) is None
+    node.await_known(64)
+    node.store_chain(Chain("newest", 8, MIB, partition=HOME))
+    wait_for(lambda: node.cold().swept_objects)
+    left = {name for name in bucket.objects if name.endswith(".kv")}
+    assert {PREFIX + chain.object()[0] for chain in [*foreign, chains[0], *chains[2:]]} < left
+    assert PREFIX + chains[1].object()[0] not in left
+
+
+def test_the_last_use_survives_a_restart_in_the_index(bucket: FaultyS3, open_node: Opens) -> None:
+    chains, day_s = chains_of(HOME, 3), [0.0]
+    put(bucket, chains, indexed=True)
+    (before,) = index_objects(bucket)
+    settings = {"serves": HOME.__eq__, "bytes_max": 64 * 4096 * MIB}
+    clock = {"clock_s": lambda: time.monotonic() + day_s[0]}
+    node = open_node(**settings, **clock)
+    node.await_known(6)
+    assert node.read_chain(chains[1]) == chains[1].values
+    day_s[0] += 2 * 86_400.0
+    wait_for(lambda: before not in index_objects(bucket))
+    wait_for(lambda: len(index_objects(bucket)) == 1)
+    ((name, body),) = index_objects(bucket).items()
+    parts = parse_index_name(name.removeprefix(PREFIX))
+    assert parts is not None
+    used = {entry.contents.name for entry in parse_index(parts, body) if entry.used_h}
+    assert used == {chains[1].object()[0]}
