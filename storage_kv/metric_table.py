@@ -133,6 +133,8 @@ NODE: Final = (
     _gauge(_streams("waiting"), "layer_streams_waiting",
            "Requests for layers that wait for their turn.", "ShadowServe"),
     _gauge(_unsent_bytes, "replies_waiting_bytes", "Bytes of replies that clients have not received yet."),
+    _gauge(lambda view: view.node.load_us / 1e6, "load_seconds",
+           "Time that the bytes waiting for clients need on the link (KV.LOAD).", "ShadowServe"),
     _gauge(lambda view: time.monotonic() - view.node.server.started_s, "up_seconds", "Time since the start."),
     _gauge("node.server.certificate_expires_s", "tls_certificate_expiry_timestamp_seconds",
            "Expiry of the TLS certificate; 0 without TLS."),

@@ -64,6 +64,8 @@ _LOOPBACK_SEND_BYTES: Final = 512 << 10
 """Kernel send buffer for clients of the same machine. By default it grows to 4 MiB and leaves the CPU's caches between
 the two copies: GET of 32 MiB then has half the speed and takes a third more CPU time. For other machines the kernel
 chooses, because the buffer must cover the round trip."""
+_UNSENT_BYTES: Final = 512 << 10
+"""Bytes that the kernel takes from one client's replies before it sends them. All others count in the node's load."""
 
 _DENIED: Final = (
     "DENIED this server is in protected mode: it has no password and accepts only clients of its own machine. To use "
@@ -330,6 +332,7 @@ class StorageServer:
             with self.node.lock:
                 for budget in (self.node.memory, self.node.lent):
                     budget.close_slow_holder(self.node.config.stall_timeout_s, _WATCH_INTERVAL_S)
+                self.node.load.measure(self.node.counters.sent_bytes, time.monotonic())
             self._log_repeated(time.monotonic())
 
     def _log_repeated(self, now_s: float) -> None:
@@ -412,6 +415,7 @@ def _tune(sock: socket.socket, *, loopback: bool) -> None:
     if loopback:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S // 3)
