@@ -25,6 +25,7 @@ from storage_kv.access.users import Denial, Users
 from storage_kv.config import StorageConfig, TenantLimits
 from storage_kv.connection_slots import ConnectionSlots
 from storage_kv.counters import Counters
+from storage_kv.fleet import Fleet
 from storage_kv.link_load import LinkLoad
 from storage_kv.pending_keys import PendingKeys
 from storage_kv.reconfiguration import Reconfiguration
@@ -75,6 +76,7 @@ class Node:
     auth_throttle: AuthenticationThrottle = field(default_factory=AuthenticationThrottle)
     watchers: dict[Address, set[Session]] = field(default_factory=dict)
     log_limiter: Incidents = field(default_factory=Incidents)
+    fleet: Fleet = field(default_factory=lambda: Fleet(None))
     slots: ConnectionSlots = field(init=False)
     memory: MemoryBudget = field(init=False)
     lent: MemoryBudget = field(init=False)

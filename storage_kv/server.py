@@ -42,6 +42,7 @@ from storage_kv.clients.transport import Certificates, PlainTransport, TlsTransp
 from storage_kv.clients.workers import Workers
 from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
+from storage_kv.fleet import Fleet
 from storage_kv.layers import LayerStreams
 from storage_kv.node import Node
 from storage_kv.operations import Operations
@@ -96,10 +97,11 @@ class StorageServer:
         """Create a server that does not listen yet. ``load`` reads the configuration again."""
         audit = AuditLog(config.audit_log, config.audit_log_bytes_max)
         users = Users(config, BY_FULL_NAME)
+        fleet = Fleet(config.fleet)
         if store is None:
             below = None if config.s3 is None else _tier_below(config, config.s3)
             store = (DevicePool if config.devices else MemoryPool)(config, lower_tier=below)
-        self.node = Node(Reconfiguration(config, load), users, store, wall_clock_ms, audit=audit)
+        self.node = Node(Reconfiguration(config, load), users, store, wall_clock_ms, audit=audit, fleet=fleet)
         self.operations = Operations(self.node)
         self.node.reconfiguration.follow("connections_max", self._follow_connections_max)
         self.workers = Workers(config.verify_threads)
@@ -148,6 +150,7 @@ class StorageServer:
                 advice = "stop what listens there (ss -ltnp), perhaps another server, or choose another port"
             raise ConfigurationError(f"cannot listen on {config.host} port {config.port}: {error}; {advice}") from error
         self.node.server.port = self.addresses[0][1]
+        await self.node.fleet.start()
         # In another thread: recovery of devices may take seconds. No client is accepted meanwhile.
         await self._loop.run_in_executor(None, self.operations.recover)
         self.node.apply_quotas()
@@ -384,6 +387,7 @@ class StorageServer:
             thread.each(Connection.abort)
         for sock in list(self._refused):
             self._close_refused(sock)
+        await self.node.fleet.stop()
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)

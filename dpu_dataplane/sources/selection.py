@@ -3,8 +3,8 @@
 from dpu_dataplane.config import NODES_MAX, DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.resp.cluster import ServerCluster
+from dpu_dataplane.sources.resp.members import FollowedServers
 from dpu_dataplane.sources.resp.server import OneServer
-from dpu_dataplane.sources.resp.several import SeveralServers
 from dpu_dataplane.sources.resp.source import RespSource
 from dpu_dataplane.sources.source import Resources, Source
 from dpu_dataplane.sources.tiers.source import TieredSource
@@ -12,7 +12,8 @@ from dpu_dataplane.sources.tiers.source import TieredSource
 
 def nodes_max(config: DataPlaneConfig) -> int:
     """Return the most nodes that one batch may read from."""
-    return NODES_MAX if config.storage_cluster else max(1, len(config.storage_nodes))
+    changes = config.storage_cluster or isinstance(config.storage_nodes, str)
+    return NODES_MAX if changes else max(1, len(config.storage_nodes))
 
 
 def source_of(config: DataPlaneConfig, resources: Resources) -> Source:
@@ -30,5 +31,5 @@ def _servers_of(config: DataPlaneConfig, metrics: Metrics) -> RespSource | None:
     if config.storage_cluster:
         return ServerCluster(config, metrics)
     if config.storage_nodes:
-        return SeveralServers(config, metrics)
+        return FollowedServers(config, metrics)
     return OneServer(config, metrics) if config.storage else None

@@ -7,7 +7,7 @@ lacks from the bucket; nothing is copied between servers.
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -36,6 +36,7 @@ class SeveralServers(RespSource):
     clustered = True
 
     def __init__(self, config: DataPlaneConfig, metrics: Metrics) -> None:
+        assert not isinstance(config.storage_nodes, str)
         super().__init__(",".join(config.storage_nodes), config, metrics)
         self._servers = {
             address: OneServer(config, metrics, address, meanwhile="other servers have its prefixes")
@@ -54,6 +55,16 @@ class SeveralServers(RespSource):
 
     async def _disconnect(self) -> None:
         for server in self._servers.values():
+            await server.close()
+
+    async def set_members(self, weights: Mapping[str, float]) -> None:
+        removed = [self._servers.pop(address) for address in list(self._servers) if address not in weights]
+        for address in weights:
+            if address not in self._servers:
+                self._servers[address] = OneServer(self._config, self._metrics, address)
+                await self._servers[address].start()
+        self._nodes = {address: node for address, server in self._servers.items() for node in server.nodes()}
+        for server in removed:
             await server.close()
 
     @property
