@@ -12,7 +12,7 @@ class LinkLoad:
     """Bytes that wait for clients, and the rate at which bytes leave. Needs the node's lock.
 
     Attributes:
-        replies_bytes: Bytes of replies that clients have not received; from devices or the bucket, as expected.
+        replies_bytes: Bytes of replies that could be sent now.
         layers_bytes: Bytes of requests for layers that are not part of replies yet.
     """
 

@@ -41,7 +41,7 @@ class Replies:
         deferred: Number of deferred parts in ``waiting``.
         lent_bytes: Bytes of stored values in both queues, in memory or expected.
         layer_bytes: Bytes of layers that were ever sent.
-        counted_bytes: Part of both queues that the node's load includes.
+        counted_bytes: Part of ``out_bytes`` that the node's load includes.
     """
 
     def __init__(self, node: Node, session: Session, notify: Callable[[], None]) -> None:
@@ -196,6 +196,6 @@ class Replies:
 
     def count_load(self, *, stalled: bool = False) -> None:
         """Add what has come to the node's load, and subtract what was sent; a client that does not read has none."""
-        size = 0 if stalled else self.out_bytes + self.waiting_bytes
+        size = 0 if stalled else self.out_bytes
         self._node.load.replies_bytes += size - self.counted_bytes
         self.counted_bytes = size
