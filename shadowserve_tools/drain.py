@@ -18,6 +18,7 @@ from shadowserve.addresses import split_address
 from shadowserve.errors import ConfigurationError, StorageError
 from shadowserve.placement import Placement, partition_of
 from shadowserve_tools.flags import Size
+from shadowserve_tools.fleet_stats import given_members, members_of
 from shadowserve_tools.stats import logins
 from shadowserve_tools.storage_client import Login, StorageClient
 
@@ -162,14 +163,14 @@ def drain(context: click.Context, address: str, remaining: str, rate: int, as_js
 
     MEMBERS is 'storage_nodes' of the data planes: addresses with commas, file:PATH or dns:NAME:PORT; ADDRESS may be one
     of them. The node serves meanwhile. Then remove it from the members, run this again for what was stored since, and
-    stop it. Only records of the user's tenant are copied: run it for each. What a member has is left out; what is in
-    the bucket is prefetched there.
+    stop it. Only records of the user's tenant are copied: run it for each. Records that a member has are left out, and
+    those in the bucket are prefetched.
     """
-    given = remaining if remaining.startswith(("file:", "dns:")) else remaining.split(",")
+    given = given_members(remaining) or [remaining]
+    weights = members_of(given)
     try:
-        weights = members.read(given)
         split_address(address)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise ConfigurationError(str(error)) from error
     weights.pop(address, None)
     if not weights:
