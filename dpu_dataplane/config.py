@@ -88,11 +88,10 @@ class DataPlaneConfig(Section):
     """Storage node, host:port; empty for none, which is the default with ``tiers``. Not used with ``storage_nodes`` or
     ``storage_cluster``."""
     storage_nodes: list[str] | str = []
-    """Several storage nodes: a list of ``host:port`` or ``host:port=weight``, ``file:PATH`` with one on each line, or
-    ``dns:NAME:PORT`` for all addresses of a headless service; the same on all data planes, empty for one node. See
-    docs/guides/object-storage.md."""
+    """Several storage nodes, the same on all data planes: a list of ``host:port`` or ``host:port=weight``,
+    ``file:PATH``, or ``dns:NAME:PORT``; empty for one node. See docs/guides/object-storage.md."""
     storage_nodes_ttl_s: Positive = 10.0
-    """Interval at which the file or the name in ``storage_nodes`` is read again."""
+    """Interval of reading the file or name in ``storage_nodes``."""
     storage_cluster: list[str] = []
     """Some nodes of a Redis Cluster or Valkey Cluster, host:port each, for the discovery of the others; empty for one
     node. See docs/guides/stores.md."""
@@ -174,9 +173,8 @@ class DataPlaneConfig(Section):
     """Most bytes of messages of calls in progress; each of ``hosts_max`` hosts has an equal share. Decoded messages
     take about five times as much memory."""
     registrations_max: int = Field(256, ge=1, le=65536)
-    """Most regions of registered memory; each of ``hosts_max`` hosts has an equal share. A worker registers one region
-    to fetch into and one to store from; one more to load records of other shard layouts; and its paged memory with
-    ``pages``."""
+    """Most regions of registered memory; each of ``hosts_max`` hosts has an equal share
+    (docs/guides/two-machines.md)."""
     registered_bytes_max: ByteSize = Field(ByteSize(64 * 1024 * MIB), ge=1)
     """Most bytes of registered memory; each of ``hosts_max`` hosts has an equal share."""
     registration_idle_s: Positive = 600.0

@@ -160,8 +160,8 @@ class StorageConfig(PoolConfig, AccessConfig):
     """A bucket below memory and devices, which several nodes may share: a mapping (docs/guides/object-storage.md)."""
 
     fleet: FleetConfig | None = None
-    """The fleet of nodes over this bucket: ``{address, members, ttl_s}``, so that the node lists and indexes only the
-    records that it serves (docs/guides/object-storage.md#several-nodes). null: all records."""
+    """The nodes over this bucket: ``{address, members, ttl_s}``; the node then lists only the records that it serves
+    (docs/guides/object-storage.md)."""
 
     connections_max: int = Field(10_000, ge=1)
     """Limit of connections; further ones get an error and are closed."""
