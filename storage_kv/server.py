@@ -75,8 +75,8 @@ _DENIED: Final = (
 )
 
 
-def _tier_below(config: StorageConfig, s3: S3Config) -> ColdTier:
-    below = ColdTier(s3)
+def _tier_below(config: StorageConfig, s3: S3Config, fleet: Fleet) -> ColdTier:
+    below = ColdTier(s3, serves=fleet.serves if config.fleet else None)
     for name, limits in config.tenants.items():
         below.set_quota(name, limits.bytes_max, limits.keys_max)  # before the first listing
     return below
@@ -99,7 +99,7 @@ class StorageServer:
         users = Users(config, BY_FULL_NAME)
         fleet = Fleet(config.fleet)
         if store is None:
-            below = None if config.s3 is None else _tier_below(config, config.s3)
+            below = None if config.s3 is None else _tier_below(config, config.s3, fleet)
             store = (DevicePool if config.devices else MemoryPool)(config, lower_tier=below)
         self.node = Node(Reconfiguration(config, load), users, store, wall_clock_ms, audit=audit, fleet=fleet)
         self.operations = Operations(self.node)

@@ -32,8 +32,17 @@ class ColdTier:
     """The records of a bucket, for one pool. Methods are called with the pool's lock held, except set_quota(),
     report_damage(), start(), close() and join(); none of the others waits."""
 
-    def __init__(self, config: S3Config, clock_s: Callable[[], float] = time.monotonic) -> None:
-        """Prepare the tier; start() begins. ConfigurationError: credentials or certificates cannot be read."""
+    def __init__(
+        self,
+        config: S3Config,
+        clock_s: Callable[[], float] = time.monotonic,
+        serves: Callable[[int], bool] | None = None,
+    ) -> None:
+        """Prepare the tier; start() begins. ConfigurationError: credentials or certificates cannot be read.
+
+        ``serves`` returns whether this node is the first choice of its fleet for a partition, in any thread and at any
+        time; None: it has no fleet.
+        """
         self._config = config
         self._bucket = Bucket(config)
         self._catalog = Catalog(Shares(config.chunks_max))
