@@ -33,7 +33,7 @@ def parse(entries: Iterable[str]) -> dict[str, float]:
     """Return the weight of each member by its address, in order; ValueError says which entry is wrong."""
     weights: dict[str, float] = {}
     for entry in entries:
-        address, equals, text = entry.partition("=")
+        address, equals, text = entry.strip().partition("=")
         if split_address(address)[1] == 0:
             raise ValueError(f"'{address}': a storage node cannot have port 0")
         if address in weights:

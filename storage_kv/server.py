@@ -65,8 +65,8 @@ _LOOPBACK_SEND_BYTES: Final = 512 << 10
 """Kernel send buffer for clients of the same machine. By default it grows to 4 MiB and leaves the CPU's caches between
 the two copies: GET of 32 MiB then has half the speed and takes a third more CPU time. For other machines the kernel
 chooses, because the buffer must cover the round trip."""
-_UNSENT_BYTES: Final = 512 << 10
-"""Bytes that the kernel takes from one client's replies before it sends them. All others count in the node's load."""
+_UNSENT_BYTES: Final = 1 << 20
+"""Bytes of one client's replies that the kernel takes before it can send them. Others count in the node's load."""
 
 _DENIED: Final = (
     "DENIED this server is in protected mode: it has no password and accepts only clients of its own machine. To use "
@@ -418,8 +418,9 @@ class StorageServer:
 def _tune(sock: socket.socket, *, loopback: bool) -> None:
     if loopback:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
+    else:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S // 3)
