@@ -18,7 +18,7 @@ class LinkLoad:
 
     def __init__(self) -> None:
         self.replies_bytes = self.layers_bytes = 0
-        self._bytes_per_s = _FIRST_BYTES_PER_S
+        self._bytes_per_s = 0.0  # not measured yet
         self._measured_s, self._sent_bytes, self._was_busy = inf, 0, False
 
     def measure(self, sent_bytes: int, now_s: float) -> None:
@@ -27,10 +27,11 @@ class LinkLoad:
         sent, elapsed_s = sent_bytes - self._sent_bytes, now_s - self._measured_s
         if busy and self._was_busy and sent > 0 and elapsed_s > 0:
             rate = sent / elapsed_s
-            self._bytes_per_s = max(rate, (1 - _SMOOTHING) * self._bytes_per_s + _SMOOTHING * rate)
+            smoothed = (1 - _SMOOTHING) * self._bytes_per_s + _SMOOTHING * rate
+            self._bytes_per_s = max(rate, smoothed)
         self._measured_s, self._sent_bytes, self._was_busy = now_s, sent_bytes, busy
 
     def microseconds(self, bits_per_s: float) -> int:
         """Return the load, at most ``LOAD_US_MAX``; ``bits_per_s``: configured capacity of the link, 0 if unknown."""
-        rate = min(self._bytes_per_s, bits_per_s / 8 or inf)
+        rate = min(self._bytes_per_s or _FIRST_BYTES_PER_S, bits_per_s / 8 or inf)
         return min(round(1e6 * (self.replies_bytes + self.layers_bytes) / rate), LOAD_US_MAX)
