@@ -173,10 +173,10 @@ def prefix_chain(
     """Return the chunk keys of a prompt's complete chunks: ``len(tokens) // chunk_tokens`` keys of 32 bytes.
 
     ``H_0 = SHA-256(prefix || model)``, ``H_i = SHA-256(H_{i-1} || tokens_i as little-endian uint32 || len(request) as
-    uint32 || request || inputs_i)``, with the last 8 bytes of its segment's first chunk in place of its own. ``inputs_i``
-    has, for each input with a token in the chunk, in order: its content, its first token counted from the chunk's first
-    as int64, its tokens as int64. So a chunk key depends on its chunk and everything before it, and on nothing after
-    it.
+    uint32 || request || inputs_i)``, with the last 8 bytes of its segment's first chunk in place of its own.
+    ``inputs_i`` has, for each input with a token in the chunk, in order: its content, its first token counted from the
+    chunk's first as int64, its tokens as int64. So a chunk key depends on its chunk and everything before it, and on
+    nothing after it.
 
     Args:
         model: Digest of the :class:`ModelIdentity`, 32 bytes.

@@ -1,8 +1,8 @@
 """The members of a fleet of storage nodes, and their weights: from a list, a file or DNS, read again while it runs.
 
-A member is ``host:port`` or ``host:port=weight``. Members are given as a list of them, as ``file:PATH`` with one on each
-line, or as ``dns:NAME:PORT``: all addresses of NAME, of a headless service. An address whose reverse name lies below
-NAME (``storage-0.NAME``) is a member under that name, so that it keeps its segments when its address changes.
+A member is ``host:port`` or ``host:port=weight``. Members are given as a list of them, as ``file:PATH`` with one on
+each line, or as ``dns:NAME:PORT``: all addresses of NAME, of a headless service. An address whose reverse name lies
+below NAME (``storage-0.NAME``) is a member under that name, so that it keeps its segments when its address changes.
 """
 
 import asyncio

@@ -43,6 +43,6 @@ class Placement:
 
 
 def _score(node: str, partition: int, weight: float) -> float:
-    """Return a node's score for a partition; the lowest one wins. It is exponentially distributed, of rate ``weight``."""
+    """Return a node's score for a partition, exponentially distributed at rate ``weight``; the lowest one wins."""
     digest = hashlib.blake2b(node.encode(), key=partition.to_bytes(2, "big"), digest_size=7).digest()
     return -math.log((int.from_bytes(digest, "big") + 1) / (1 << 56)) / weight

@@ -158,7 +158,7 @@ class _Drain:
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @logins
 @click.pass_context
-def drain(context: click.Context, address: str, remaining: str, rate: int, as_json: bool, **login: Any) -> None:
+def drain(context: click.Context, /, address: str, remaining: str, rate: int, as_json: bool, **login: Any) -> None:
     """Copy the records of the storage node ADDRESS to the MEMBERS that stay, before it is removed.
 
     MEMBERS is 'storage_nodes' of the data planes: addresses with commas, file:PATH or dns:NAME:PORT; ADDRESS may be one

@@ -5,11 +5,11 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from shadowserve import members
 from shadowserve.addresses import check_no_url, is_loopback
 from shadowserve.config import Section
 from shadowserve.cores import ProcessCores
 from shadowserve.logs import LogFormat
+from shadowserve.members import Given, check, parse
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.config import PoolConfig
 from shadowserve.sizes import ByteSize
@@ -81,12 +81,12 @@ class FleetConfig(BaseModel):
     @field_validator("address")
     @classmethod
     def _check_address(cls, value: str) -> str:
-        return next(iter(members.parse([value])))
+        return next(iter(parse([value])))
 
     @field_validator("members")
     @classmethod
-    def _check_members(cls, value: members.Given) -> members.Given:
-        return members.check(value)
+    def _check_members(cls, value: Given) -> Given:
+        return check(value)
 
 
 class AccessConfig(Section):

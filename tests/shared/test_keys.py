@@ -21,9 +21,9 @@ from shadowserve.keys import (
     Input,
     KVNamespace,
     ModelIdentity,
-    segment_of,
     prefix_chain,
     record_keys,
+    segment_of,
     storage_key,
     tail_chunk_key,
 )
