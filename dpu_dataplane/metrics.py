@@ -29,9 +29,9 @@ TOTALS: Final = {
     "stored_bytes": "Bytes of stored chunks as records",
     "storage_connections": "Control connections opened to storage",
     "data_connections": "Data connections opened to storage",
+    "storage_nodes_refused": "Lists of storage nodes that cannot be used, so the old one stays",
     "storage_redirections": "Chunks redirected by a cluster's node",
     "deleted_records": "Corrupt records deleted from storage",
-    "storage_nodes_refused": "Lists of storage nodes that could not be read or used; the old ones stayed",
     "publications_refused": "Keys refused because a host exceeded its share of publications",
 }
 """Counters without a label, with their help texts."""

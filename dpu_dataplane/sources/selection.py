@@ -12,8 +12,7 @@ from dpu_dataplane.sources.tiers.source import TieredSource
 
 def nodes_max(config: DataPlaneConfig) -> int:
     """Return the most nodes that one batch may read from."""
-    changes = config.storage_cluster or isinstance(config.storage_nodes, str)
-    return NODES_MAX if changes else max(1, len(config.storage_nodes))
+    return NODES_MAX if config.storage_cluster or config.storage_nodes else 1
 
 
 def source_of(config: DataPlaneConfig, resources: Resources) -> Source:
