@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 
+from shadowserve import members
 from shadowserve.addresses import is_loopback, split_address
 from shadowserve.config import Section
 from shadowserve.cores import ProcessCores, chosen_cores
@@ -17,8 +18,7 @@ from shadowserve.tls import check_pair, check_served
 
 CORE_ANY: Final = -1
 MIB: Final = 1 << 20
-NODES_MAX: Final = 256
-"""Most storage nodes in one batch: the C core's limit."""
+NODES_MAX: Final = members.MEMBERS_MAX
 
 CoreList = Literal["auto"] | list[Annotated[int, Field(ge=CORE_ANY, le=4095)]]
 """Core of each thread of a stage; -1 for a thread that is not pinned; ``auto`` for a choice by the machine's size."""
@@ -87,9 +87,11 @@ class DataPlaneConfig(Section):
     storage: str = "127.0.0.1:6380"
     """Storage node, host:port; empty for none, which is the default with ``tiers``. Not used with ``storage_nodes`` or
     ``storage_cluster``."""
-    storage_nodes: list[str] = Field([], max_length=NODES_MAX)
-    """Several storage nodes over one bucket, host:port each, with the same spelling on all data planes; empty for one
-    node. Each prefix has one node, and another one while that is unreachable. See docs/guides/object-storage.md."""
+    storage_nodes: list[str] | str = []
+    """Several storage nodes, the same on all data planes: a list of ``host:port`` or ``host:port=weight``,
+    ``file:PATH``, or ``dns:NAME:PORT``; empty for one node. See docs/guides/object-storage.md."""
+    storage_nodes_ttl_s: Positive = 10.0
+    """Interval of reading the file or name in ``storage_nodes``."""
     storage_cluster: list[str] = []
     """Some nodes of a Redis Cluster or Valkey Cluster, host:port each, for the discovery of the others; empty for one
     node. See docs/guides/stores.md."""
@@ -171,9 +173,8 @@ class DataPlaneConfig(Section):
     """Most bytes of messages of calls in progress; each of ``hosts_max`` hosts has an equal share. Decoded messages
     take about five times as much memory."""
     registrations_max: int = Field(256, ge=1, le=65536)
-    """Most regions of registered memory; each of ``hosts_max`` hosts has an equal share. A worker registers one region
-    to fetch into and one to store from; one more to load records of other shard layouts; and its paged memory with
-    ``pages``."""
+    """Most regions of registered memory; each of ``hosts_max`` hosts has an equal share
+    (docs/guides/two-machines.md)."""
     registered_bytes_max: ByteSize = Field(ByteSize(64 * 1024 * MIB), ge=1)
     """Most bytes of registered memory; each of ``hosts_max`` hosts has an equal share."""
     registration_idle_s: Positive = 600.0
@@ -204,13 +205,11 @@ class DataPlaneConfig(Section):
 
     @field_validator("storage_cluster", "storage_nodes")
     @classmethod
-    def _check_several(cls, value: list[str]) -> list[str]:
-        for address in value:
-            if split_address(address)[1] == 0:
-                raise ValueError(f"'{address}': a storage node cannot have port 0")
-            if value.count(address) > 1:
-                raise ValueError(f"'{address}' is given twice")
-        return value
+    def _check_several(cls, value: list[str] | str, info: ValidationInfo) -> list[str] | str:
+        if info.field_name == "storage_cluster":  # its nodes have no weights
+            for address in value:
+                split_address(address)
+        return members.check(value) if value else []
 
     @model_validator(mode="before")
     @classmethod
@@ -237,7 +236,7 @@ class DataPlaneConfig(Section):
                 "storage_server_name is one name, and a cluster has several nodes: their certificates must hold the "
                 "names or addresses of the nodes (cluster-announce-hostname, cluster-announce-ip)"
             )
-        if self.storage_server_name and self.storage_nodes:
+        if self.storage_server_name and self.storage_nodes and not members.service_of(self.storage_nodes):
             raise ValueError(
                 "storage_server_name is one name, and storage_nodes are several: their certificates must hold the "
                 "names or addresses in storage_nodes"

@@ -19,6 +19,7 @@ COMMANDS: Final = {
     "simulate": "shadowserve_tools.simulate:simulate",
     "trace": "shadowserve_tools.trace:trace",
     "pool": "shadowserve_tools.pool:pool",
+    "drain": "shadowserve_tools.drain:drain",
     "verify": "shadowserve_tools.verify:verify",
     "size": "shadowserve_tools.size:size",
     "stats": "shadowserve_tools.stats:stats",

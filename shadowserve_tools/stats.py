@@ -15,11 +15,13 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from shadowserve import members
 from shadowserve.addresses import join_address, split_address
 from shadowserve.errors import ConfigurationError, StorageRefusedError
 from shadowserve.sizes import human_size
 from shadowserve.summary import STORAGE, Samples, Summarizer
 from shadowserve.tls import Credentials
+from shadowserve_tools.fleet_stats import FleetView, given_members
 from shadowserve_tools.listener import identify
 from shadowserve_tools.plane_stats import PlaneWatcher, percent, since, table_of
 from shadowserve_tools.storage_client import Login, StorageClient
@@ -190,6 +192,7 @@ class Sample:
             "engine": self.fields.get("engine", ""),
             "uptime_s": uptime_s,
             "clients": int(self.number("connected_clients")),
+            "load_s": self.number("load_seconds"),
             "read_hit_rate": max(0.0, hits - lookup_hits) / reads if reads > 0 else None,
             "lookup_hit_rate": lookup_hits / lookups if lookups else None,
             **rates,
@@ -398,7 +401,8 @@ def stats(addresses: tuple[str, ...], watch: bool, interval: float, count: int, 
     """Show what running programs do: does ShadowServe help, and what limits it?
 
     An ADDRESS is host:port, unix:/path or http(s)://host:port of a storage node, a data plane, a vLLM engine, or the
-    metrics_port of any. The program is recognized by its protocol.
+    metrics_port of any. The program is recognized by its protocol. 'storage_nodes' of a data plane (addresses with
+    commas, file:PATH, dns:NAME:PORT) shows a fleet, one line for each node.
 
     The first paragraph is a summary since the start. Below, a storage node has hits, bandwidth, memory, devices,
     tenants and slowest commands; a data plane has fetches, stores, outcomes of calls and connected engines.
@@ -437,6 +441,9 @@ class _StorageView:
 
 def source(where: str, login: Mapping[str, Any], *, watches: bool) -> Source:
     """Return the source of a program's statistics: the protocol tells which program it is."""
+    if (given := given_members(where)) is not None:
+        name = members.service_of(given)
+        return FleetView(given, lambda node: _StorageView(_login(node, login, server_name=name), watches=watches))
     if is_url(where):
         return MetricsWatcher(where, Login(host="", port=0, **login).context())
     credentials = None
@@ -444,17 +451,23 @@ def source(where: str, login: Mapping[str, Any], *, watches: bool) -> Source:
         files = {"certificate": login["tls_cert"], "key": login["tls_key"]}
         credentials = Credentials(authorities=login["tls_ca"], **files, server_name="")
     protocol = "http2" if where.startswith("unix:") else "resp"
-    try:
-        host, port = ("", 0) if where.startswith("unix:") else split_address(where)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
+    storage = None if where.startswith("unix:") else _login(where, login)
     with contextlib.suppress(OSError, ValueError):  # the client reports the reason
         protocol = identify(where, encrypted=credentials is not None).protocol
     if protocol == "http2":
         return PlaneWatcher.connected(where, credentials)
     if protocol == "http1":
         return MetricsWatcher(f"http://{where}")
-    return _StorageView(Login(host=host, port=port, **login), watches=watches)
+    assert storage is not None
+    return _StorageView(storage, watches=watches)
+
+
+def _login(where: str, login: Mapping[str, Any], *, server_name: str = "") -> Login:
+    try:
+        host, port = split_address(where)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    return Login(host=host, port=port, server_name=server_name, **login)
 
 
 def _run(sources: Sequence[tuple[str, Source]], *, interval_s: float, count: int, as_json: bool, live: bool) -> None:

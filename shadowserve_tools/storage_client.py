@@ -20,6 +20,7 @@ class Login:
     Attributes:
         tls_ca: File of the authorities of the server's certificate, or ``system``; enables TLS.
         tls_cert, tls_key: Files of the client's certificate, if the server requires one.
+        server_name: Name in the server's certificate; empty for ``host``.
     """
 
     host: str
@@ -29,6 +30,7 @@ class Login:
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
+    server_name: str = ""
 
     def context(self) -> ssl.SSLContext | None:
         """Return the TLS context, None without TLS; ConfigurationError: a file is unusable."""
@@ -91,7 +93,8 @@ class StorageClient:
     async def _open(self, login: Login, greeting: list[list[bytes]], context: ssl.SSLContext | None) -> RespClient:
         async with asyncio.timeout(self._timeout_s):
             client = RespClient(self._where, self._timeout_s)
-            return await client.open(login.host, login.port, greeting, context, login.host if context else None)
+            name = (login.server_name or login.host) if context else None
+            return await client.open(login.host, login.port, greeting, context, name)
 
     def call(self, *arguments: str | bytes) -> Any:
         """Return the reply to a command.

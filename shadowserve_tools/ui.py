@@ -13,6 +13,7 @@ from shadowserve.addresses import join_address
 from shadowserve.errors import ConfigurationError
 from shadowserve.health import Endpoint
 from shadowserve.signals import stop_signals
+from shadowserve_tools.fleet_stats import with_members
 from shadowserve_tools.stats import logins, source
 
 _ERROR_CHARACTERS_MAX: Final = 500
@@ -54,14 +55,14 @@ class _Poller:
 def ui(addresses: Sequence[str], host: str, port: int, interval: float, **login: Any) -> None:
     """Serve a web page that shows programs together, until SIGINT or SIGTERM.
 
-    An ADDRESS is one of 'shadowserve stats': of a storage node, a data plane, a vLLM engine, or any metrics_port. All
-    get the same login. The page changes nothing, and has no login of its own: on another address than loopback,
-    everyone who reaches it sees the values.
+    An ADDRESS is one of 'shadowserve stats': of a storage node, a data plane, a vLLM engine, any metrics_port, or the
+    members of a fleet. All get the same login. The page changes nothing, and has no login of its own: on another
+    address than loopback, everyone who reaches it sees the values.
     """
     stopped = threading.Event()
     for number in stop_signals():
         signal.signal(number, lambda *_: stopped.set())
-    pollers = [_Poller(where, login, interval, stopped) for where in dict.fromkeys(addresses)]
+    pollers = [_Poller(where, login, interval, stopped) for where in dict.fromkeys(with_members(addresses))]
     try:
         endpoint = Endpoint(host, port, CollectorRegistry(), summaries=lambda: [each.shown for each in pollers])
     except OSError as error:

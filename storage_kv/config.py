@@ -9,6 +9,7 @@ from shadowserve.addresses import check_no_url, is_loopback
 from shadowserve.config import Section
 from shadowserve.cores import ProcessCores
 from shadowserve.logs import LogFormat
+from shadowserve.members import Given, check, parse
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.config import PoolConfig
 from shadowserve.sizes import ByteSize
@@ -63,6 +64,29 @@ class TenantLimits(BaseModel):
     """Limit of its connections; by default half of the node's where it has several tenants."""
     weight: float = Field(1.0, ge=0.01, le=100.0)
     """Its share relative to other tenants, of the link and of the turns of KV.LAYERS."""
+
+
+class FleetConfig(BaseModel):
+    """The fleet of nodes over one bucket that a node belongs to."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    address: str
+    """This node's ``host:port``, as ``members`` has it."""
+    members: list[str] | str
+    """The same as ``storage_nodes`` of the data planes."""
+    ttl_s: float = Field(10.0, gt=0.0, le=86_400.0)
+    """Interval at which a file or a name in ``members`` is read again."""
+
+    @field_validator("address")
+    @classmethod
+    def _check_address(cls, value: str) -> str:
+        return next(iter(parse([value])))
+
+    @field_validator("members")
+    @classmethod
+    def _check_members(cls, value: Given) -> Given:
+        return check(value)
 
 
 class AccessConfig(Section):
@@ -134,6 +158,10 @@ class StorageConfig(PoolConfig, AccessConfig):
 
     s3: S3Config | None = None
     """A bucket below memory and devices, which several nodes may share: a mapping (docs/guides/object-storage.md)."""
+
+    fleet: FleetConfig | None = None
+    """The nodes over this bucket: ``{address, members, ttl_s}``; the node then lists only the records that it serves
+    (docs/guides/object-storage.md)."""
 
     connections_max: int = Field(10_000, ge=1)
     """Limit of connections; further ones get an error and are closed."""

@@ -334,6 +334,7 @@ class Stream(StreamRecords):
         parts: Layers of the reply; those from ``resolved`` on are not resolved.
         sent: Number of layers that are sent or dropped.
         partly_sent_bytes: Sent bytes of the layer that is being sent.
+        unsent_bits: Size of the layers from ``resolved`` on, as it was known at the start.
         is_active: Its layers are being sent.
         has_link_share: Its flow is in the shaper.
         error: Error reply for all layers that are not resolved; empty for none.
@@ -355,7 +356,7 @@ class Stream(StreamRecords):
         self.share = session.share
         self.limit, self.window_s, self.ends_s = inf, WINDOW_S_MIN, inf
         self.flow: Flow | None = None
-        self.resolved = self.sent = self.partly_sent_bytes = 0
+        self.resolved = self.sent = self.partly_sent_bytes = self.unsent_bits = 0
         self.abandoned = self.is_ended = self.is_active = self.has_link_share = False
         self.abort_s = 0.0
         self._unread_s, self._unread_bits = 0.0, 0
@@ -382,7 +383,8 @@ class Stream(StreamRecords):
 
     def begin_reply(self) -> None:
         """Create the flow, and resolve the first element: the number of bytes that follow for each key."""
-        layer_bytes = sum(self.bits) / 8 / len(self.layers)
+        self.unsent_bits = sum(self.bits)
+        layer_bytes = self.unsent_bits / 8 / len(self.layers)
         demand = Demand(layer_bytes, self.window_s, len(self.layers))
         self.flow = Flow(demand, self.limit, self.tenant, self.session.weight)
         null = b"_\r\n" if self.session.protocol == 3 else b"$-1\r\n"
@@ -405,6 +407,7 @@ class Stream(StreamRecords):
 
     def resolve_next(self) -> None:
         layer = self.layer(self.resolved)
+        self.unsent_bits -= self.bits[self.resolved]
         self.resolved += 1
         self.parts[self.resolved - 1].resolve([layer])
 

@@ -94,7 +94,7 @@ class LayerStreams:
         self._active: list[Stream] = []
         self._ending: list[Stream] = []
         self._of_tenant: dict[int, int] = {}  # number of streams with records in memory
-        self.active = self._unadmitted = 0
+        self.active = self._unadmitted = self._waiting_bytes = 0
         self._checked_s = 0.0
         self._thread = threading.Thread(target=self._run, name="layers", daemon=True)
 
@@ -207,7 +207,7 @@ class LayerStreams:
     def _fail_all(self) -> None:
         streams = [stream for stream in self._all() if not stream.is_ended]
         self._fail(streams)
-        self._working, self._waiting = FairQueue(), FairQueue()
+        self._working, self._waiting, self._waiting_bytes = FairQueue(), FairQueue(), 0
         self._reading, self._active, self._lines = [], [], {}
         self._shaper.clear()
         for stream in streams:
@@ -231,6 +231,8 @@ class LayerStreams:
                 self._finish(stream)
         has_more = [stream for stream in self._active if self._works_ahead(stream)]
         wait_s = self._send_layers()
+        unsent_bits = sum(stream.unsent_bits for stream in self._active)
+        self._node.load.layers_bytes = self._waiting_bytes + unsent_bits // 8
         if self._working or has_more:
             return 0.0
         return min(wait_s, _CHECK_INTERVAL_S) if self.active or self._unadmitted or self._ending else inf
@@ -266,6 +268,7 @@ class LayerStreams:
                 self._reading.append(stream)
             else:
                 self._waiting.add(tenant, stream.session.id, stream)
+                self._waiting_bytes += stream.sized_bytes
 
     def _admit_waiting(self) -> None:
         for tenant in self._waiting.tenants():
@@ -273,6 +276,7 @@ class LayerStreams:
                 if not (stream.is_over or self._reserve(stream)):
                     break
                 self._waiting.charge(tenant, stream.sized_bytes, stream.session.weight)
+                self._waiting_bytes -= stream.sized_bytes
                 if stream.is_over:
                     self._finish(stream)
                 else:

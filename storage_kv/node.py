@@ -25,6 +25,8 @@ from storage_kv.access.users import Denial, Users
 from storage_kv.config import StorageConfig, TenantLimits
 from storage_kv.connection_slots import ConnectionSlots
 from storage_kv.counters import Counters
+from storage_kv.fleet import Fleet
+from storage_kv.link_load import LinkLoad
 from storage_kv.pending_keys import PendingKeys
 from storage_kv.reconfiguration import Reconfiguration
 from storage_kv.reply import Part, drop_parts
@@ -74,9 +76,11 @@ class Node:
     auth_throttle: AuthenticationThrottle = field(default_factory=AuthenticationThrottle)
     watchers: dict[Address, set[Session]] = field(default_factory=dict)
     log_limiter: Incidents = field(default_factory=Incidents)
+    fleet: Fleet = field(default_factory=lambda: Fleet(None))
     slots: ConnectionSlots = field(init=False)
     memory: MemoryBudget = field(init=False)
     lent: MemoryBudget = field(init=False)
+    load: LinkLoad = field(default_factory=LinkLoad)
     pending_keys: PendingKeys = field(init=False)
     prefetches: "Prefetches" = field(init=False)
     streams: Any = None
@@ -99,6 +103,11 @@ class Node:
     @property
     def config(self) -> StorageConfig:
         return self.reconfiguration.config
+
+    @property
+    def load_us(self) -> int:
+        """Time that the bytes which wait for clients need on the link, in microseconds. Needs the lock."""
+        return self.load.microseconds(self.config.egress_bits_per_s)
 
     def _follow_tenants(self, old: StorageConfig, new: StorageConfig) -> None:
         """Set the new limits of tenants; tenants without an entry have none."""

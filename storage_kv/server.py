@@ -42,6 +42,7 @@ from storage_kv.clients.transport import Certificates, PlainTransport, TlsTransp
 from storage_kv.clients.workers import Workers
 from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
+from storage_kv.fleet import Fleet
 from storage_kv.layers import LayerStreams
 from storage_kv.node import Node
 from storage_kv.operations import Operations
@@ -64,6 +65,8 @@ _LOOPBACK_SEND_BYTES: Final = 512 << 10
 """Kernel send buffer for clients of the same machine. By default it grows to 4 MiB and leaves the CPU's caches between
 the two copies: GET of 32 MiB then has half the speed and takes a third more CPU time. For other machines the kernel
 chooses, because the buffer must cover the round trip."""
+_UNSENT_BYTES: Final = 1 << 20
+"""Bytes of one client's replies that the kernel takes before it can send them. Others count in the node's load."""
 
 _DENIED: Final = (
     "DENIED this server is in protected mode: it has no password and accepts only clients of its own machine. To use "
@@ -72,8 +75,8 @@ _DENIED: Final = (
 )
 
 
-def _tier_below(config: StorageConfig, s3: S3Config) -> ColdTier:
-    below = ColdTier(s3)
+def _tier_below(config: StorageConfig, s3: S3Config, fleet: Fleet) -> ColdTier:
+    below = ColdTier(s3, serves=fleet.serves if config.fleet else None)
     for name, limits in config.tenants.items():
         below.set_quota(name, limits.bytes_max, limits.keys_max)  # before the first listing
     return below
@@ -94,10 +97,11 @@ class StorageServer:
         """Create a server that does not listen yet. ``load`` reads the configuration again."""
         audit = AuditLog(config.audit_log, config.audit_log_bytes_max)
         users = Users(config, BY_FULL_NAME)
+        fleet = Fleet(config.fleet)
         if store is None:
-            below = None if config.s3 is None else _tier_below(config, config.s3)
+            below = None if config.s3 is None else _tier_below(config, config.s3, fleet)
             store = (DevicePool if config.devices else MemoryPool)(config, lower_tier=below)
-        self.node = Node(Reconfiguration(config, load), users, store, wall_clock_ms, audit=audit)
+        self.node = Node(Reconfiguration(config, load), users, store, wall_clock_ms, audit=audit, fleet=fleet)
         self.operations = Operations(self.node)
         self.node.reconfiguration.follow("connections_max", self._follow_connections_max)
         self.workers = Workers(config.verify_threads)
@@ -146,6 +150,7 @@ class StorageServer:
                 advice = "stop what listens there (ss -ltnp), perhaps another server, or choose another port"
             raise ConfigurationError(f"cannot listen on {config.host} port {config.port}: {error}; {advice}") from error
         self.node.server.port = self.addresses[0][1]
+        await self.node.fleet.start()
         # In another thread: recovery of devices may take seconds. No client is accepted meanwhile.
         await self._loop.run_in_executor(None, self.operations.recover)
         self.node.apply_quotas()
@@ -330,6 +335,7 @@ class StorageServer:
             with self.node.lock:
                 for budget in (self.node.memory, self.node.lent):
                     budget.close_slow_holder(self.node.config.stall_timeout_s, _WATCH_INTERVAL_S)
+                self.node.load.measure(self.node.counters.sent_bytes, time.monotonic())
             self._log_repeated(time.monotonic())
 
     def _log_repeated(self, now_s: float) -> None:
@@ -381,6 +387,7 @@ class StorageServer:
             thread.each(Connection.abort)
         for sock in list(self._refused):
             self._close_refused(sock)
+        await self.node.fleet.stop()
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
@@ -411,6 +418,8 @@ class StorageServer:
 def _tune(sock: socket.socket, *, loopback: bool) -> None:
     if loopback:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
+    else:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)

@@ -18,7 +18,7 @@ import click
 
 from dpu_dataplane.config import DataPlaneConfig
 from host_control.config import HostConfig
-from shadowserve import __version__
+from shadowserve import __version__, members
 from shadowserve.addresses import join_address, split_address
 from shadowserve.config import CONFIG_FILE_VARIABLE, Section, sections_of
 from shadowserve.errors import ConfigurationError
@@ -231,7 +231,14 @@ def _mover_checks(configured: Check) -> Iterator[Check]:
 
 def _reach_storage(options: Options, plane: DataPlaneConfig) -> Iterator[Check]:
     """Yield a check of the storage node at the given address, or of each one in the data plane's configuration."""
-    addresses = [options.storage] if options.storage else [*(plane.storage_nodes or plane.storage_cluster)]
+    addresses = [options.storage] if options.storage else plane.storage_cluster
+    if plane.storage_nodes and not addresses:
+        try:
+            addresses = list(members.read(plane.storage_nodes))
+        except (OSError, ValueError) as error:
+            found = Finding("storage nodes", "failed", f"{plane.storage_nodes}: {error}", "correct 'storage_nodes'")
+            yield lambda: iter([found])
+            return
     addresses = addresses or [plane.storage]
     if addresses == [""]:
         return  # local tiers only
@@ -240,7 +247,8 @@ def _reach_storage(options: Options, plane: DataPlaneConfig) -> Iterator[Check]:
     names = plane.storage_tls_ca, plane.storage_tls_cert, plane.storage_tls_key
     authorities, certificate, key = (str(options.machine.path(name)) if name else "" for name in names)
     files = {"authorities": authorities, "certificate": certificate, "key": key}
-    credentials = Credentials(**files, server_name=plane.storage_server_name) if authorities else None
+    name = plane.storage_server_name or members.service_of(plane.storage_nodes)
+    credentials = Credentials(**files, server_name=name) if authorities else None
     for address in addresses:
         node = Node(
             what="storage server" if len(addresses) == 1 else f"storage node {address}",

@@ -36,6 +36,9 @@ _RECEIVE_BYTES: Final = 32 << 10
 _RECEIVE_FEW_BYTES: Final = 4 << 10
 """The same for a client that sends less than this at a time: freeing most of a 64 KiB buffer is slow in malloc."""
 
+_UNREAD_S: Final = 1.0
+"""Time after which a client that reads nothing does not count in the node's load: it does not use the link."""
+
 _LINGER_S: Final = 1.0
 """How long a closed connection reads and drops input, so that a reset does not destroy the last reply (RFC 1122)."""
 
@@ -318,6 +321,7 @@ class Connection:
             for part in sent_slices:
                 node.lent.unpin(part.pin_key)
                 part.release(node.store)
+            executor.replies.count_load()
             if executor.accounts.counted:
                 executor.moved_bytes += sent_bytes
                 executor.update_accounts()
@@ -449,6 +453,9 @@ class Connection:
             return
         # A client that waits for a device, or is not read for that reason, is not the one that stalls.
         if executor.replies.out or (executor.reader.in_progress and self._interest & READ):
+            if still_s > _UNREAD_S and executor.replies.counted_bytes:
+                with self._node.lock:
+                    executor.replies.count_load(stalled=True)
             if still_s > config.stall_timeout_s:
                 with self._node.lock:
                     counters.clients_stalled += 1

@@ -370,6 +370,7 @@ class CommandExecutor:
     def update_accounts(self) -> None:
         """Set the client's memory accounts to what it holds now. Needs the node's lock."""
         replies = self.replies
+        replies.count_load()
         held = self.body.bytes + self.reader.held_bytes + replies.out_bytes + replies.waiting_bytes
         held += self._session.queued_bytes + self._kept_bytes
         self.accounts.set_held(held - replies.lent_bytes, replies.lent_bytes)

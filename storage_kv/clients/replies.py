@@ -41,6 +41,7 @@ class Replies:
         deferred: Number of deferred parts in ``waiting``.
         lent_bytes: Bytes of stored values in both queues, in memory or expected.
         layer_bytes: Bytes of layers that were ever sent.
+        counted_bytes: Part of ``out_bytes`` that the node's load includes.
     """
 
     def __init__(self, node: Node, session: Session, notify: Callable[[], None]) -> None:
@@ -52,7 +53,7 @@ class Replies:
         self.out: deque[Ready] = deque()
         self.out_bytes = 0
         self.lent_bytes = 0
-        self.layer_bytes = 0
+        self.layer_bytes = self.counted_bytes = 0
         self.waiting: deque[Part] = deque()
         self.waiting_bytes = 0
         self.deferred = 0
@@ -191,3 +192,10 @@ class Replies:
             self._node.drop(queue)
             queue.clear()
         self.out_bytes = self.waiting_bytes = self.lent_bytes = self.deferred = 0
+        self.count_load()
+
+    def count_load(self, *, stalled: bool = False) -> None:
+        """Add what has come to the node's load, and subtract what was sent; a client that does not read has none."""
+        size = 0 if stalled else self.out_bytes
+        self._node.load.replies_bytes += size - self.counted_bytes
+        self.counted_bytes = size

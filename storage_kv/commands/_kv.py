@@ -72,6 +72,11 @@ def prefetch(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     return in_steps(step)
 
 
+def load(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """KV.LOAD: how many microseconds the bytes that wait for clients need on the node's link; 0 for an idle node."""
+    return b":%d\r\n" % node.load_us
+
+
 def layers(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """KV.LAYERS layers rate window key [key ...]; README.md has its arguments and reply."""
     if node.streams is None:

@@ -82,6 +82,8 @@ _add(
          "Returns for how many milliseconds more absent keys are pending.", _ALL_KEYS),
     _row("kv.layers", -5, "readonly", _kv.layers, "0.2.0",
          "Returns the records of a prefix layer by layer.", (4, -1, 1), "R"),
+    _row("kv.load", 1, "readonly fast", _kv.load, "0.1.0",
+         "Returns how many microseconds the bytes that wait for clients need on the link."),
     _row("kv.meta", -2, "readonly", _kv.meta, "0.1.0",
          "Returns the length and the header of each record; nil without one.", _ALL_KEYS, "R"),
     _row("kv.pin", -3, "write fast", _kv.pin, "0.1.0",

@@ -76,6 +76,21 @@ def test_watching_shows_rates_between_two_samples(server: Child) -> None:
     assert shown.exit_code == 0 and "read hit rate" in shown.output
 
 
+def test_a_fleet_is_a_table_with_a_line_for_each_node(server: Child, tmp_path: Path) -> None:
+    file = tmp_path / "members"
+    file.write_text(f"127.0.0.1:{server.port}=3\n127.0.0.1:1 # it does not run\n")
+    done = stats(f"file:{file}")
+    assert done.exit_code == 0, done.output
+    assert "fleet of 2 storage nodes, 1 do not answer" in done.output and "75.0 %" in done.output
+    view = json.loads(stats(f"127.0.0.1:{server.port}=3,127.0.0.1:1", "--json").output)
+    node, dead = view["nodes"]
+    assert (node["state"], node["weight"], node["records"], node["load_s"]) == ("ok", 3.0, 1, 0)
+    assert node["share"] == pytest.approx(0.75, abs=0.05) and node["share"] + dead["share"] == pytest.approx(1.0)
+    assert "cannot reach the storage node at 127.0.0.1:1" in dead["state"]
+    file.write_text("")
+    assert "no members" in stats(f"file:{file}").output
+
+
 def test_a_password_is_given_by_the_environment_or_a_flag(start: Start) -> None:
     child = start(environment={"SHADOWSERVE_STORAGE_PASSWORD": PASSWORD})
     refused = stats("--port", str(child.port))

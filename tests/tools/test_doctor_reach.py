@@ -100,6 +100,16 @@ def test_redis_instead_of_a_storage_node_is_reported(tmp_path: Path) -> None:
             assert found[0] == state and "Redis " in found[1], found
 
 
+def test_each_member_of_a_fleet_is_asked(storage: Child, tmp_path: Path) -> None:
+    file, nodes = tmp_path / "dpu.yaml", tmp_path / "members"
+    file.write_text(f"dpu: {{storage_nodes: 'file:{nodes}', listen: '127.0.0.1:1'}}")
+    found = doctor("--config", str(file))["storage nodes"]
+    assert found[0] == "failed" and "No such file" in found[1] and "storage_nodes" in found[2]
+    nodes.write_text(f"{storage.address}=2\nlocalhost:{storage.address.rpartition(':')[2]}\n")
+    states = {what: state for what, (state, *_) in doctor("--config", str(file)).items()}
+    assert states[f"storage node {storage.address}"] == "ok", states
+
+
 def test_an_http_server_and_a_silent_one_are_recognized(storage: Child) -> None:
     class Quiet(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -68,8 +68,8 @@ class SeveralServers(RespSource):
 
     clustered = True
 
-    def __init__(self, config: DataPlaneConfig, metrics: Metrics) -> None:
-        weights = dict.fromkeys(config.storage_nodes, 1.0)
+    def __init__(self, config: DataPlaneConfig, metrics: Metrics, weights: Mapping[str, float]) -> None:
+        """``weights``: the servers to begin with, by address."""
         super().__init__(",".join(weights), config, metrics)
         self._placement = self._before = Placement(weights)  # the map, and the one before the last change
         self._servers = {address: self._server(address) for address in weights}

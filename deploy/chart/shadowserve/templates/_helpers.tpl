@@ -94,6 +94,11 @@ resources: {{- toYaml .part.resources | nindent 2 }}
 {startupProbe: /healthz, livenessProbe: /healthz, readinessProbe: /readyz}
 {{- end }}
 
+{{/* Name of the headless service of storage; its certificates hold it. */}}
+{{- define "shadowserve.storageService" -}}
+{{ printf "%s-storage.%s.svc.%s" (include "shadowserve.fullname" .) .Release.Namespace .Values.clusterDomain }}
+{{- end }}
+
 {{/* Configuration of storage, as YAML. */}}
 {{- define "shadowserve.storageConfig" -}}
 {{- $config := deepCopy .Values.storage.config -}}
@@ -137,14 +142,11 @@ resources: {{- toYaml .part.resources | nindent 2 }}
 {{- $given := or $config.storage $config.storage_nodes $config.storage_cluster -}}
 {{- if and .Values.storage.enabled (not $given) -}}
   {{- $name := printf "%s-storage" (include "shadowserve.fullname" .) -}}
-  {{- $nodes := list -}}
-  {{- range $index := until (int .Values.storage.replicas) -}}
-    {{- $nodes = append $nodes (printf "%s-%d.%s.%s.svc.%s:6380" $name $index $name $.Release.Namespace $.Values.clusterDomain) -}}
-  {{- end -}}
-  {{- if gt (len $nodes) 1 -}}
-    {{- $_ := set $config "storage_nodes" $nodes -}}
+  {{- $service := include "shadowserve.storageService" . -}}
+  {{- if gt (int .Values.storage.replicas) 1 -}}
+    {{- $_ := set $config "storage_nodes" (printf "dns:%s:6380" $service) -}}
   {{- else -}}
-    {{- $_ := set $config "storage" (first $nodes) -}}
+    {{- $_ := set $config "storage" (printf "%s-0.%s:6380" $name $service) -}}
   {{- end -}}
 {{- end -}}
 {{- if .Values.auth.enabled -}}

@@ -1,0 +1,80 @@
+"""``shadowserve drain``: the records of a node are on the members that stay."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from click.testing import CliRunner
+from cold_support import CREDENTIALS, Chain
+from faulty_s3 import FaultyS3
+from machine import wait_for
+from storage_support import Child, Client, Start, bucket_flags, make_record
+
+from shadowserve.placement import Placement, partition_of
+from shadowserve_tools import main
+
+CHAIN = Chain("moved", 40)
+RECORDS = dict(make_record(hashlib.sha256(b"%d" % number).digest()) for number in range(40))
+"""Records of many segments."""
+
+
+def drained(node: Child, *others: str) -> tuple[int, dict[str, Any]]:
+    """Return the exit code of the command, and its result."""
+    done = CliRunner().invoke(main, ["drain", f"127.0.0.1:{node.port}", ",".join(others), "--json"])
+    return done.exit_code, json.loads(done.stdout)
+
+
+def store(client: Client, records: Iterable[tuple[bytes, bytes]]) -> None:
+    for key, value in records:
+        assert client.call("SET", key, value) == b"OK"
+
+
+def counts(found: dict[str, Any], *names: str) -> list[int]:
+    return [found[name] for name in names]
+
+
+def test_records_are_on_the_next_choices_and_a_second_run_copies_what_is_new(start: Start) -> None:
+    nodes = [start(), start(), start()]
+    old, *clients = [node.client() for node in nodes]
+    keys = list(RECORDS)
+    store(old, RECORDS.items())
+    assert old.call("PEXPIREAT", keys[0], 1 << 42) == 1
+    assert old.call("SET", "plain", "value") == b"OK"
+    weights = {f"127.0.0.1:{nodes[0].port}": 1.0, f"127.0.0.1:{nodes[1].port}": 2.0, f"127.0.0.1:{nodes[2].port}": 1.0}
+    given = [f"{address}={weight}" for address, weight in weights.items()]
+    code, found = drained(nodes[0], *given)
+    assert code == 0 and counts(found, "copied", "present", "failed", "other_values") == [40, 0, 0, 1]
+    placement = Placement(dict(list(weights.items())[1:]))
+    by_address = dict(zip(list(weights)[1:], clients, strict=True))
+    for number, (key, value) in enumerate(RECORDS.items()):
+        client = by_address[placement.ranking(partition_of(bytes.fromhex(key[3:].decode())))[0]]
+        assert client.call("GET", key) == value
+        assert client.call("PEXPIRETIME", key) == (1 << 42 if number == 0 else -1)
+    assert sum(int(client.info()["records"]) for client in clients) == 40, "each record is on one of them"
+    assert clients[0].call("DEL", *keys) > 0
+    code, again = drained(nodes[0], *given)
+    assert code == 0 and again["copied"] + again["present"] == 40 and 0 < again["copied"] < 40
+    nodes[2].kill()
+    code, broken = drained(nodes[0], *given)
+    assert code == 1 and broken["failed"] > 0 and broken["failed"] + broken["present"] == 40
+    assert "cannot reach the storage node" in broken["errors"][0]
+
+
+def test_what_the_bucket_has_is_prefetched_and_the_rest_is_copied(start: Start, faulty: FaultyS3) -> None:
+    flags = bucket_flags(faulty.endpoint, write="at_once")
+    old = start(*flags, environment=CREDENTIALS)
+    client = old.client()
+    store(client, zip(CHAIN.keys, CHAIN.values, strict=True))
+    wait_for(lambda: client.info("s3")["records"] == "40")
+    new = start(*flags, environment=CREDENTIALS)
+    target = new.client()
+    wait_for(lambda: target.info("s3")["records"] == "40")
+    code, found = drained(old, f"127.0.0.1:{new.port}")
+    assert code == 0 and counts(found, "copied", "in_bucket") == [0, 40]
+    wait_for(lambda: target.info()["records"] == "40")
+
+
+def test_a_drain_needs_a_member_that_stays(start: Start) -> None:
+    done = CliRunner().invoke(main, ["drain", "127.0.0.1:1", "127.0.0.1:1=2"])
+    assert done.exit_code == 2 and "no member stays" in done.output
