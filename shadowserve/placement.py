@@ -4,16 +4,23 @@ Segments (:mod:`shadowserve.keys`) are divided into :data:`PARTITIONS`. Weighted
 Ravishankar, 1998; Schindelhauer and Schomaker, 2005) ranks the nodes for each partition: the first one that is
 reachable serves it. The ranking is the same for all programs with the same nodes and weights. A node that comes or goes
 moves only its own partitions, and a weight that changes moves only partitions of that node.
+
+A reader takes a segment from its first or second choice by their loads (the power of two choices: Mitzenmacher, 2001).
 """
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 from shadowserve.keys import segment_of
 
 PARTITIONS: Final = 4096
+WAIT_FACTOR: Final = 1.5
+WAIT_MARGIN_US: Final = 10_000
+"""The second choice is taken if the first one's wait exceeds its wait times the factor plus the margin: often it must
+read the segment from the bucket first, and loads that hardly differ must not move reads to and fro."""
 
 
 def partition_of(key: bytes) -> int:
@@ -43,6 +50,45 @@ class Placement:
 
 
 def _score(node: str, partition: int, weight: float) -> float:
-    """Return a node's score for a partition; the lowest one wins. It is exponentially distributed, of rate ``weight``."""
+    """Return a node's score for a partition, exponentially distributed at rate ``weight``; the lowest one wins."""
     digest = hashlib.blake2b(node.encode(), key=partition.to_bytes(2, "big"), digest_size=7).digest()
     return -math.log((int.from_bytes(digest, "big") + 1) / (1 << 56)) / weight
+
+
+class Choice(NamedTuple):
+    """A node that has a segment, and the microseconds after which it has it at hand."""
+
+    node: str
+    extra_us: float = 0.0
+
+
+class Waits:
+    """The expected waits at nodes during one fetch, and the choice of nodes for its segments. Without clock and I/O.
+
+    Args:
+        loads_us: Load of each node: microseconds that the bytes queued for its clients need. A node without an entry
+            is never taken as the second choice.
+        us_per_byte: Microseconds of a node's link for a byte; 0 if not known.
+    """
+
+    def __init__(self, loads_us: Mapping[str, float], us_per_byte: float = 0.0) -> None:
+        self._loads_us = loads_us
+        self._us_per_byte = us_per_byte
+        self._planned_bytes: Counter[str] = Counter()
+
+    def choose(self, first: Choice, second: Choice | None, size: int) -> str:
+        """Return the node to read a segment of ``size`` bytes from, and count these bytes as planned."""
+        chosen = first
+        if (
+            second is not None
+            and second.node in self._loads_us
+            and self.wait_us(first) > WAIT_FACTOR * self.wait_us(second) + WAIT_MARGIN_US
+        ):
+            chosen = second
+        self._planned_bytes[chosen.node] += size
+        return chosen.node
+
+    def wait_us(self, choice: Choice) -> float:
+        """Return the wait until a node begins to send: what is queued, what is planned, and what is not at hand yet."""
+        planned_us = self._planned_bytes[choice.node] * self._us_per_byte
+        return self._loads_us.get(choice.node, 0.0) + planned_us + choice.extra_us
