@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from shadowserve.keys import segment_of
 
 PARTITIONS: Final = 4096
-WAIT_FACTOR: Final = 1.5
+WAIT_FACTOR: Final = 1.25
 WAIT_MARGIN_US: Final = 10_000
 """The second choice is taken if the first one's wait exceeds its wait times the factor plus the margin: often it must
 read the segment from the bucket first, and loads that hardly differ must not move reads to and fro."""
@@ -78,15 +78,14 @@ class Waits:
 
     def choose(self, first: Choice, second: Choice | None, size: int) -> str:
         """Return the node to read a segment of ``size`` bytes from, and count these bytes as planned."""
-        chosen = first
-        if (
-            second is not None
-            and second.node in self._loads_us
-            and self.wait_us(first) > WAIT_FACTOR * self.wait_us(second) + WAIT_MARGIN_US
-        ):
-            chosen = second
+        chosen = first if second is None or not self.prefers(second, first) else second
         self._planned_bytes[chosen.node] += size
         return chosen.node
+
+    def prefers(self, choice: Choice, other: Choice) -> bool:
+        """Return True if the wait at a node is known, and clearly shorter than at the other one."""
+        is_shorter = self.wait_us(other) > WAIT_FACTOR * self.wait_us(choice) + WAIT_MARGIN_US
+        return is_shorter and choice.node in self._loads_us
 
     def wait_us(self, choice: Choice) -> float:
         """Return the wait until a node begins to send: what is queued, what is planned, and what is not at hand yet."""

@@ -295,7 +295,7 @@ def replayed(load: Mapping[str, Any], fleet: Mapping[str, Any]) -> float:
     """Return the seconds that hosts take for their requests, one after the other, each host at the same time.
 
     Args:
-        load: Of the benchmark: ``prompts``, a list of partition and bytes of each segment; ``gbit_per_s`` of each link;
+        load: The benchmark's ``prompts``, a list of partition and bytes of each segment; ``gbit_per_s`` of each link;
             ``idle_s``, what a fetch takes besides its bytes; ``think_s`` between two fetches of a host.
         fleet: ``nodes``, and ``asked``: the numbers of the prompts that each host asks for.
     """

@@ -38,7 +38,7 @@ SOURCES: Final = ("engine", "memory", "device", "bucket", "miss")
 
 @dataclass
 class Counts:
-    """What happened. Bytes by source: the engine's own cache, a node's memory or devices, the bucket; a miss is
+    """Events and bytes of a run. Bytes by source: the engine's own cache, a node's memory or devices, the bucket; a miss is
     computed.
 
     Attributes:
@@ -276,7 +276,7 @@ class Fleet:
         return segments[leading:]
 
     def _waits(self, engine: _Engine, unknown_us: float | None = None) -> Waits:
-        """Return what the data plane expects by the loads of the last seconds."""
+        """Return the expected waits at all nodes, by the loads that were reported in the last seconds."""
         since_s = self.now_s - LOAD_S
         loads = {node.name: load_us for node, (load_us, at_s) in engine.loads.items() if at_s > since_s}
         if unknown_us is not None:
