@@ -11,6 +11,8 @@ from typing import Any, Final, NamedTuple
 import click
 import numpy as np
 
+from shadowserve.keys import SEGMENT_CHUNKS
+from shadowserve.placement import PARTITIONS
 from shadowserve.pool.cold.config import S3Config
 from shadowserve_tools.bench.parts.options import numbers_option, real, whole
 from shadowserve_tools.charts import Chart
@@ -31,6 +33,10 @@ _OBJECT_BYTES: Final = int(S3Config.model_fields["object_bytes"].default)
 _INDEX_TTL_S: Final[float] = S3Config.model_fields["index_ttl_s"].default
 _LISTED: Final = 1000
 """Objects in one answer of the bucket to LIST."""
+_INDEXED: Final = 16
+"""Objects that an index object describes."""
+_INTERVALS: Final = 60
+"""Intervals between two lists of a partition."""
 _TOLERANCE: Final = 0.1
 
 
@@ -146,15 +152,22 @@ def _recover_s(fleet: Fleet, detected_s: float, end_s: float) -> float:
 
 
 def bucket_rates(setting: Setting, its: Given, found: Outcome) -> dict[str, float]:
-    """Return the requests a second to the bucket, by kind, and dollars a month."""
-    puts = found.counts.stored_bytes / _OBJECT_BYTES / found.counted_s
-    stored = its.bucket_tb * 1e12 or setting.records * its.chunk_mb * 1e6
-    lists = stored / _OBJECT_BYTES / _LISTED / _INDEX_TTL_S
-    gets = found.counts.gets / found.counted_s + puts
+    """Return the requests a second to the bucket, by kind, and dollars a month.
+
+    Each node lists its own partitions once an hour and the news of others in each interval. An index object is written
+    and read for sixteen objects (shadowserve/pool/cold).
+    """
+    chunk_bytes = its.chunk_mb * 1e6
+    object_bytes = chunk_bytes * max(1, min(SEGMENT_CHUNKS, _OBJECT_BYTES // chunk_bytes))
+    stored_bytes = its.bucket_tb * 1e12 or setting.records * chunk_bytes
+    new = found.counts.stored_bytes / object_bytes / found.counted_s
+    pages = PARTITIONS + stored_bytes / object_bytes / _LISTED
+    lists = pages / (_INTERVALS * _INDEX_TTL_S) + setting.nodes / _INDEX_TTL_S
+    gets, puts = found.counts.gets / found.counted_s + new / _INDEXED, new + new / _INDEXED
     dollars = (puts + lists) * its.put_dollars + gets * its.get_dollars
     return {
         "gets_per_s": gets, "puts_per_s": puts, "lists_per_s": lists,
-        "dollars_per_month": _MONTH_S * dollars + stored / 1e9 * its.month_dollars,
+        "dollars_per_month": _MONTH_S * dollars + stored_bytes / 1e9 * its.month_dollars,
     }  # fmt: skip
 
 

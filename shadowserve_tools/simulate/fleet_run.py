@@ -38,11 +38,11 @@ SOURCES: Final = ("engine", "memory", "device", "bucket", "miss")
 
 @dataclass
 class Counts:
-    """Events and bytes of a run. Bytes by source: the engine's own cache, a node's memory or devices, the bucket; a miss is
-    computed.
+    """Events and bytes of a run.
 
     Attributes:
         asked: Bytes that nodes were asked for; each is sent, or given up with a node or a deadline.
+        by_source: Bytes from an engine's cache, a node's memory or devices, the bucket; those of a miss are computed.
         late: Requests that ran out of time and computed the rest.
     """
 
