@@ -6,7 +6,7 @@ import click
 
 from shadowserve_tools.lazy import LazyGroup
 
-SIMULATIONS: Final = ("bluefield", "objectcache", "tiers", "ssd")
+SIMULATIONS: Final = ("bluefield", "objectcache", "tiers", "ssd", "fleet")
 _MODULES: Final = {name: f"shadowserve_tools.simulate.{name}:{name}" for name in SIMULATIONS}
 
 

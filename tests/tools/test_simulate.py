@@ -233,6 +233,11 @@ def test_one_combination_is_shown_with_the_papers_two_systems(tmp_path: Path) ->
         ("tiers --seeds 0", "--seeds"),
         ("ssd --hit-rate 1.5", "--hit-rate"),
         ("ssd --context-tokens 0", "--context-tokens"),
+        ("fleet --nodes 101", "1 to 100"),
+        ("fleet --engines 0", "--engines"),
+        ("fleet --scenario war", "--scenario"),
+        ("fleet --set memory_gb=much", "NAME=VALUE"),
+        ("fleet --set speed=1", "memory_gb"),
     ],
 )
 def test_an_invalid_option_of_a_simulation_is_refused(arguments: str, word: str) -> None:

@@ -73,11 +73,13 @@ class Workload:
 
 
 def llama_8b(
-    chunks: int, *, layers: int = 32, quantizer: Quantizer = Quantizer.LOSSLESS, codec: str | None = None
-) -> Workload:
+    chunks: int, *, layers: int = 32, quantizer: Quantizer = Quantizer.LOSSLESS, codec: str | None = None,
+    after: Workload | None = None,
+) -> Workload:  # fmt: skip
     """Return chunks of Llama-3.1-8B's shape: 8 KV heads of 128, bfloat16; 32 MiB each with all layers.
 
     Args:
+        after: Chunks of the same shape that the prompt begins with, such as a system prompt.
         layers: Number of layers; fewer make a chunk smaller, and its slices keep their size.
         quantizer: Lossless, the default of users, or binned with the default bins (lossy).
         codec: Name of the codec; None for the default of a data plane.
@@ -88,14 +90,16 @@ def llama_8b(
     chosen = native.Codec[(codec or default_codec()).upper()]
     layout = named_layout(layers, 8, kinds=2, vector_length=8 * 128, quantizer=quantizer, **binned)
     generator = np.random.default_rng(int.from_bytes(os.urandom(4)))
-    tokens = generator.integers(0, 128_000, chunks * DEFAULT_CHUNK_TOKENS)
+    tokens = generator.integers(0, 128_000, chunks * DEFAULT_CHUNK_TOKENS).tolist()
+    tokens, records, crcs = (after.tokens + tokens, [*after.records], [*after.crcs]) if after else (tokens, [], [])
     keys = keys_of(layout, tokens)
-    records, crcs = [], []
-    for key, kv in zip(keys, tracked(_values(generator, layout, chunks), "making KV", chunks), strict=True):
+    for key, kv in zip(
+        keys[len(records) :], tracked(_values(generator, layout, chunks), "making KV", chunks), strict=True
+    ):
         encoded = record.encode(key, chosen, layout, kv)
         records.append(encoded)
         crcs.append(native.crc32(record.decode(encoded, key, layout)))
-    return Workload(layout, chosen, tokens.tolist(), keys, records, crcs)
+    return Workload(layout, chosen, tokens, keys, records, crcs)
 
 
 def named_layout(layers: int, heads: int, group: str = "", **shape: Any) -> ChunkLayout:

@@ -5,6 +5,7 @@ Open files keep the namespaces, never names: when this process ends, the kernel 
 
 import contextlib
 import ctypes
+import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -53,10 +54,16 @@ class Link(Network):
 
     hosts: Sequence[str] = ()
 
-    def limit(self, gbit_per_s: float) -> None:
-        """Set the rate of each link, of Ethernet frames. TCP carries ``TCP_SHARE`` of it."""
-        for number in range(len(self.hosts)):
+    def limit(self, gbit_per_s: float, *numbers: int) -> None:
+        """Set the rate of the given links, or of all, in Ethernet frames. TCP carries ``TCP_SHARE`` of it."""
+        for number in numbers or range(len(self.hosts)):
             self._limit(gbit_per_s, f"store{number}", "root")
+
+    def sent_bytes(self) -> list[int]:
+        """Return the bytes that each link has carried from the stores."""
+        with self.store_side():
+            links = {each["ifname"]: each for each in json.loads(run("ip", "-json", "-stats", "link", "show"))}
+        return [links[f"store{number}"]["stats64"]["tx"]["bytes"] for number in range(len(self.hosts))]
 
     def shape_server(self, port: int) -> None:
         """Prepare :meth:`limit_server` for a server on loopback of the stores' side, such as a bucket."""
@@ -105,8 +112,8 @@ def join(*ends: "tuple[Namespace, str, str]") -> None:
             run("ip", "link", "set", device, "up")
 
 
-def run(*command: str) -> None:
-    """Run a program of iproute2 in this thread's namespace."""
+def run(*command: str) -> str:
+    """Run a program of iproute2 in this thread's namespace; return its output."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except FileNotFoundError as error:
@@ -114,6 +121,7 @@ def run(*command: str) -> None:
     if done.returncode:
         detail = (done.stderr or done.stdout).strip()
         raise ShadowServeError(f"'{' '.join(command)}' failed ({detail}); {_HELP}")
+    return done.stdout
 
 
 class Namespace:
