@@ -349,6 +349,14 @@ async def test_storage_without_a_bucket_has_no_cold_records(kind: str, request: 
 # ---- The choice between two nodes
 
 
+@pytest.fixture
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of this machine may answer late: nothing is decided without them."""
+    monkeypatch.setattr("dpu_dataplane.sources.resp.several._SECOND_S", WAIT_MAX_S)
+    monkeypatch.setattr("dpu_dataplane.sources.resp.server._LOAD_S", WAIT_MAX_S)
+
+
+@pytest.mark.usefixtures("slow_machine")
 async def test_reads_move_from_a_busy_node_to_the_second_choice_and_back(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,6 +403,7 @@ async def test_reads_move_from_a_busy_node_to_the_second_choice_and_back(
         assert (await client.lookup(chain)).hits == [4] and (await client.fetch(chain)).chunks == 4
 
 
+@pytest.mark.usefixtures("slow_machine")
 async def test_hot_records_are_copied_to_the_second_choice_verified_and_without_an_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -485,6 +494,7 @@ async def test_a_node_that_hangs_is_left_when_its_control_connection_is_lost() -
         nodes[0].free.set()
 
 
+@pytest.mark.usefixtures("slow_machine")
 async def test_a_changed_list_of_nodes_moves_reads_without_misses() -> None:
     chunks = 32
     async with (
@@ -523,6 +533,7 @@ async def test_a_changed_list_of_nodes_moves_reads_without_misses() -> None:
         assert nodes[0].asked == asked
 
 
+@pytest.mark.usefixtures("slow_machine")
 async def test_data_planes_with_different_lists_and_weights_miss_what_they_do_not_find() -> None:
     chunks = 16
     async with (
