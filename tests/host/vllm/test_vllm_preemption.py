@@ -27,7 +27,7 @@ from scheduler_support import (
 from scripted import ScriptedDataPlane
 
 from host_control.layouts import NOWHERE
-from shadowserve.keys import segment_of, record_keys
+from shadowserve.keys import record_keys, segment_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
