@@ -37,7 +37,7 @@ from shadowserve.placement import WAIT_MARGIN_US, Choice, Placement, Waits, part
 
 _CHOSEN_MAX: Final = 65536
 """Segments and keys whose records are read from another server than their first choice; the oldest are forgotten."""
-_SECOND_S: Final = 0.05  # longest wait for second choices, after the first ones have answered
+_SECOND_S: Final = 0.1  # longest wait for second choices, after the first ones have answered
 _RATES: Final = 32  # batches of which the fastest gives the rate of a server's link
 
 _Answer = TypeVar("_Answer")

@@ -182,6 +182,9 @@ def test_beside_decoding_the_request_names_the_rate_of_stored_bytes(rate: int, e
     asked = replace(order([0, 1], [0, 1, 2]), rate=rate, parts=[part], layers=np.array([[0, 1]] * 3 + [[1, 2]] * 3))
     asked.pieces["body_length"] = 1000
     assert int(words(layer_request(asked, range(6)))[2]) == expected
+    if expected > 10_000_000:  # of two nodes, each is asked for its share
+        shares = [int(words(layer_request(asked, ids))[2]) for ids in ([0, 1, 3, 4], [2, 5])]
+        assert shares == pytest.approx([expected * 2 / 3, expected / 3])
 
 
 def test_pieces_that_are_no_rows_of_the_same_records_are_no_layer_request() -> None:

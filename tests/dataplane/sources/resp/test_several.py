@@ -28,6 +28,7 @@ from faulty_s3 import BUCKET, Answer, Asked, FaultyS3, faulty_s3
 from machine import WAIT_MAX_MS, WAIT_MAX_S, until, wait_for
 from scripted_node import ScriptedNode, scripted_nodes
 
+from shadowserve.chunk import ChunkLayout
 from shadowserve.keys import storage_key
 from shadowserve.pieces import unpack
 from shadowserve.placement import Placement, partition_of
@@ -83,6 +84,12 @@ def own_chain(
     return next(keys for keys in chains if {choices(nodes, key)[0] for key in keys} == {node.address})
 
 
+def spread_chain(nodes: Sequence[Server | ScriptedNode], chunks: int, shape: ChunkLayout = SHAPE) -> list[bytes]:
+    """Return the keys of a chain that has segments on all nodes."""
+    chains = (keys_of(shape, chunks, seed) for seed in range(1000))
+    return next(keys for keys in chains if len({choices(nodes, key)[0] for key in keys}) == len(nodes))
+
+
 def known(node: Server) -> int:
     """Return the number of the bucket's records that a node knows."""
     from redis import Redis
@@ -113,7 +120,7 @@ async def test_a_prefix_is_on_one_node_and_prefixes_are_on_all_nodes(nodes: list
 
 async def test_in_layer_order_each_node_answers_one_request_for_its_chunks(nodes: list[Server]) -> None:
     shape, chunks = layout(layers=6), 24
-    chain = keys_of(shape, chunks)
+    chain = spread_chain(nodes, chunks, shape)
     records = [make_record(shape, key, index) for index, key in enumerate(chain)]
     for key, record in zip(chain, records, strict=True):
         next(node for node in nodes if node.address == choices(nodes, key)[0]).put(key, record)
@@ -143,8 +150,7 @@ def calls(node: Server) -> dict[str, int]:
 
 
 async def test_keys_published_on_several_nodes_are_pending_for_all_data_planes(nodes: list[Server]) -> None:
-    chain = keys_of(SHAPE, 24)
-    assert len({choices(nodes, key)[0] for key in chain}) == 2
+    chain = spread_chain(nodes, 24)
     backwards = addresses(nodes)[::-1]
     async with (
         running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, prefill),
@@ -343,6 +349,14 @@ async def test_storage_without_a_bucket_has_no_cold_records(kind: str, request: 
 # ---- The choice between two nodes
 
 
+@pytest.fixture
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of this machine may answer late: nothing is decided without them."""
+    monkeypatch.setattr("dpu_dataplane.sources.resp.several._SECOND_S", WAIT_MAX_S)
+    monkeypatch.setattr("dpu_dataplane.sources.resp.server._LOAD_S", WAIT_MAX_S)
+
+
+@pytest.mark.usefixtures("slow_machine")
 async def test_reads_move_from_a_busy_node_to_the_second_choice_and_back(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -389,6 +403,7 @@ async def test_reads_move_from_a_busy_node_to_the_second_choice_and_back(
         assert (await client.lookup(chain)).hits == [4] and (await client.fetch(chain)).chunks == 4
 
 
+@pytest.mark.usefixtures("slow_machine")
 async def test_hot_records_are_copied_to_the_second_choice_verified_and_without_an_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -445,10 +460,7 @@ async def test_a_node_that_dies_during_a_fetch_costs_its_chunks_nothing_but_time
         scripted_nodes(3) as nodes,
         serving(SHAPE, chunks, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (daemon, client),
     ):
-        chain = next(
-            keys for keys in (keys_of(SHAPE, chunks, seed) for seed in range(1000))
-            if len({choices(nodes, key)[0] for key in keys}) == 3
-        )  # fmt: skip
+        chain = spread_chain(nodes, chunks)
         for node in nodes:
             node.fill(SHAPE, chain)
         assert (await client.lookup(chain)).hits == [chunks]
@@ -482,13 +494,14 @@ async def test_a_node_that_hangs_is_left_when_its_control_connection_is_lost() -
         nodes[0].free.set()
 
 
+@pytest.mark.usefixtures("slow_machine")
 async def test_a_changed_list_of_nodes_moves_reads_without_misses() -> None:
     chunks = 32
     async with (
         scripted_nodes(4) as nodes,
         serving(SHAPE, chunks, "127.0.0.1:1", storage_nodes=addresses(nodes[:3])) as (daemon, client),
     ):
-        chain = keys_of(SHAPE, chunks)
+        chain = spread_chain(nodes, chunks)
         client.fill(chunks)
         assert (await client.store(chain)).chunks == chunks
         source = daemon._source
@@ -520,6 +533,7 @@ async def test_a_changed_list_of_nodes_moves_reads_without_misses() -> None:
         assert nodes[0].asked == asked
 
 
+@pytest.mark.usefixtures("slow_machine")
 async def test_data_planes_with_different_lists_and_weights_miss_what_they_do_not_find() -> None:
     chunks = 16
     async with (
@@ -528,7 +542,7 @@ async def test_data_planes_with_different_lists_and_weights_miss_what_they_do_no
         serving(SHAPE, chunks, "127.0.0.1:1", storage_nodes=addresses(nodes[1:])) as (daemon, other),
     ):
         await daemon._source.set_members({nodes[1].address: 1.0, nodes[2].address: 3.0})
-        chain = keys_of(SHAPE, chunks, seed=1)
+        chain = spread_chain(nodes[:2], chunks)
         one.fill(chunks)
         assert (await one.store(chain)).chunks == chunks
         [hits] = (await other.lookup(chain)).hits
