@@ -25,8 +25,10 @@ from shadowserve.pool.cold.writes import read_contents
 
 _log = logging.getLogger(__name__)
 
-_AT_ONCE: Final = 16
-_BATCH: Final = 64
+_PARTITIONS_AT_ONCE: Final = 48
+"""A node that starts asks for the lists and the index objects of thousands of partitions, 20 to 50 ms each."""
+_FOOTERS_AT_ONCE: Final = 16
+_BATCH: Final = 192
 """Partitions that are listed before those that clients have asked for in the meantime."""
 _SMALL: Final = 10_000
 """Most objects of a bucket that a node of a fleet lists as a whole at its start, instead of each partition."""
@@ -121,8 +123,8 @@ class BucketLister:
 
     def _run(self) -> None:
         with (
-            ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="s3-partition") as self._partitions,
-            ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="s3-footer") as self._footers,
+            ThreadPoolExecutor(_PARTITIONS_AT_ONCE, thread_name_prefix="s3-partition") as self._partitions,
+            ThreadPoolExecutor(_FOOTERS_AT_ONCE, thread_name_prefix="s3-footer") as self._footers,
         ):
             while not self._ended:
                 pause_s = min(self._config.index_ttl_s, 1.0)
