@@ -208,10 +208,10 @@ def test_a_bucket_that_throttles_lists_is_asked_more_rarely(bucket: FaultyS3, op
     chain = chains_of(HOME, 1)[0]
     put(bucket, [chain])
     bucket.fault = lambda asked: Answer(503, "SlowDown") if asked.operation == "list" else None
-    node = open_node(serves=lambda each: each < 128)
+    node = open_node(serves=lambda each: each < 512)
     wait_for(lambda: node.cold().state == "away")
     lists = bucket.count("list")
-    assert lists < 100, "of 128 partitions"
+    assert lists < 300, "of 512 partitions"
     bucket.fault = lambda asked: None
     drive(lambda: node.peek(chain.keys[0]), lambda: node.cold().records == 2)
     assert node.read_chain(chain) == chain.values

@@ -25,7 +25,7 @@ _MAGIC: Final = b"SSINDX01"
 _ENTRY: Final = struct.Struct("<II")
 _NAME: Final = re.compile(r"(?P<news>new/)?(?P<partition>[0-9a-f]{3})/(?P<digest>[0-9a-f]{40})\.ix")
 NEWS_FOLDER: Final = "new/"
-INDEX_BYTES_MAX: Final = 8 << 20
+INDEX_BYTES_MAX: Final = 4 << 20
 """Most bytes of an index object; a larger one is not read."""
 
 

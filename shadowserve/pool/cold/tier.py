@@ -18,6 +18,7 @@ from shadowserve.pool.cold.deletions import DelayedRemovals, Deletions
 from shadowserve.pool.cold.fair import Shares
 from shadowserve.pool.cold.indexing import Indexer
 from shadowserve.pool.cold.listing import BucketLister
+from shadowserve.pool.cold.partitions import Partitions
 from shadowserve.pool.cold.reads import ColdItem, ColdReader
 from shadowserve.pool.cold.writes import ColdWriter
 from shadowserve.pool.entries import is_chunk_key, parse_key
@@ -56,17 +57,18 @@ class ColdTier:
         self._writer = ColdWriter(config, self._bucket, self._catalog, indexer, self._write_breaker, clock_s)
         self._delete_breaker = Breaker("delete", clock_s)
         self._deletions = Deletions(config, self._bucket, self._catalog, self._delete_breaker, clock_s)
+        partitions = Partitions(serves, config.index_ttl_s, clock_s)
         self._lister = BucketLister(
             config,
             self._bucket,
             self._catalog,
             self._deletions,
             indexer,
+            partitions,
             self._breaker,
             clock_s,
             self._on_listed,
             self._on_forgotten,
-            serves,
         )
         self._listed: set[int] = set()  # partitions whose objects are known
         self._delayed_removals = DelayedRemovals(config.timeout_s, clock_s)  # until the first list
@@ -127,7 +129,7 @@ class ColdTier:
         """Return a record of the bucket; None if it is unknown, or the bucket is away."""
         record = None if self._breaker.away else self._record_of(address)
         if record is not None:
-            self._lister.ask(partition_of(record[1]))
+            self._lister.partitions.ask(partition_of(record[1]))
         found = None if record is None else self._catalog.find(*record)
         return None if record is None or found is None else ColdItem(address, *record, found)
 
@@ -174,7 +176,7 @@ class ColdTier:
         record = self._record_of(address)
         if record is None:
             return None
-        self._lister.ask(partition_of(record[1]))
+        self._lister.partitions.ask(partition_of(record[1]))
         if not header_bytes or expires:
             return self._remove(address, *record)[1]
         if self._catalog.find(*record) is None:
@@ -221,7 +223,7 @@ class ColdTier:
         was_there = self._catalog.find(tenant, key) is not None
         tickets = [self._writer.removed(address), self._delete(tenant, key)]
         if partition_of(key) not in self._listed:
-            self._lister.ask(partition_of(key))
+            self._lister.partitions.ask(partition_of(key))
             tickets.append(self._delayed_removals.add(tenant, key))
         return was_there, joined(tickets)
 
@@ -309,7 +311,7 @@ class ColdTier:
             missed_records=writer.missed + writer.gathering.dropped,
             swept_objects=lister.swept,
             deleting=self._deletions.waiting,
-            foreign_objects=lister.foreign,
+            foreign_objects=lister.scanner.foreign,
             left_out_objects=self._catalog.left_out,
             crowded_out_reads=reader.crowded_out,
         )

@@ -1,0 +1,86 @@
+"""Which partitions of the bucket a node knows, and when it lists each of them."""
+
+import random
+import threading
+from collections.abc import Callable, Collection
+from math import inf
+from typing import Final
+
+from shadowserve.placement import PARTITIONS
+
+OWN_TIMES: Final = 60
+"""Intervals between two lists of a partition that the node serves: it learns of others' objects by their news."""
+_FORGOTTEN_TIMES: Final = 10
+"""Intervals after which a partition of another node is forgotten if no client has asked for its records."""
+
+
+class Partitions:
+    """Partitions that the node serves, and those of other nodes while clients ask for them.
+
+    Only :meth:`ask` may be called by any thread; the others are for one thread at a time, except :meth:`note_listed`
+    for different partitions.
+
+    Attributes:
+        own: Partitions that the node serves.
+        changed: Is set when a partition has become due.
+    """
+
+    def __init__(self, serves: Callable[[int], bool] | None, interval_s: float, clock_s: Callable[[], float]) -> None:
+        """``serves`` returns whether this node is the first choice for a partition; None: it has no fleet."""
+        self.own: Collection[int] = range(PARTITIONS) if serves is None else frozenset()
+        self.changed = threading.Event()
+        self.serves = serves
+        self._interval_s = interval_s
+        self._clock_s = clock_s
+        self._due_s: dict[int, float] = {}  # when to list each known partition
+        self._asked_s: dict[int, float] = {}  # last question about each partition of another node
+
+    def ask(self, partition: int) -> None:
+        """Keep a partition known for a while: a client asks for its records. It does not wait."""
+        if partition in self.own:
+            return
+        now_s = self._clock_s()
+        self._asked_s[partition] = now_s
+        if self._due_s.setdefault(partition, now_s) <= now_s:
+            self.changed.set()
+
+    def follow(self) -> list[int]:
+        """Find out which partitions the node serves now; return those to forget, as no client asks for them."""
+        assert self.serves is not None
+        now_s, before, forgotten = self._clock_s(), frozenset(self.own), []
+        self.own = frozenset(filter(self.serves, range(PARTITIONS)))
+        for partition in self.own - before:
+            self._due_s[partition] = min(self._due_s.get(partition, now_s), now_s)
+            self._asked_s.pop(partition, None)
+        for partition in before - self.own:
+            self._asked_s[partition] = now_s
+            self._due_s[partition] = min(self._due_s[partition], now_s + self._interval_s)
+        for partition, asked_s in list(self._asked_s.items()):
+            if now_s - asked_s > _FORGOTTEN_TIMES * self._interval_s:
+                self._asked_s.pop(partition, None)
+                self._due_s.pop(partition, None)
+                forgotten.append(partition)
+        return forgotten
+
+    def due(self) -> list[int]:
+        """Return the partitions to list now: first those of other nodes, for which a client waits."""
+        now_s = self._clock_s()
+        due = [
+            (partition in self.own, due_s, partition)
+            for partition, due_s in list(self._due_s.items())
+            if due_s <= now_s
+            and (partition in self.own or self._asked_s.get(partition, -inf) >= due_s - self._interval_s)
+        ]
+        return [partition for *_, partition in sorted(due)]
+
+    def note_listed(self, partition: int, began_s: float) -> None:
+        pause_s = self._interval_s
+        if partition in self.own:
+            pause_s *= OWN_TIMES * random.uniform(0.75, 1.25)
+        self._due_s[partition] = began_s + pause_s
+
+    @property
+    def is_complete(self) -> bool:
+        """True if no list of a partition that the node serves is due."""
+        now_s = self._clock_s()
+        return all(self._due_s[partition] > now_s for partition in self.own)

@@ -1,0 +1,202 @@
+"""Lists of the bucket and of partitions: finds new objects, and reads what describes them."""
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
+from typing import Final
+
+from shadowserve.pool.cold.breaker import Breaker
+from shadowserve.pool.cold.bucket import Bucket, BucketError, Listed
+from shadowserve.pool.cold.catalog import Catalog
+from shadowserve.pool.cold.config import S3Config
+from shadowserve.pool.cold.index_objects import parse_index_name
+from shadowserve.pool.cold.indexing import MERGED, Indexer
+from shadowserve.pool.cold.layout import ColdObjectError, partition_in, tenant_of
+from shadowserve.pool.cold.partitions import Partitions
+from shadowserve.pool.cold.writes import read_contents
+
+_log = logging.getLogger(__name__)
+
+_FOOTERS_AT_ONCE: Final = 16
+_OF_ONE_OBJECT: Final = frozenset({"absent", "damaged", "denied"})
+"""Failures to read a footer that another try does not change."""
+_LISTED_MIN: Final = 100_000
+"""New objects of a list that are examined in any case: some 30 MB."""
+_USE_S: Final = 86_400.0
+"""Time after which the last use of objects is written into a partition's index objects."""
+
+
+class Scanner:
+    """Brings the catalog up to date with lists.
+
+    Attributes:
+        foreign: Objects under the prefix that ShadowServe has not written, of the last list of the whole bucket.
+    """
+
+    def __init__(
+        self,
+        config: S3Config,
+        bucket: Bucket,
+        catalog: Catalog,
+        indexer: Indexer,
+        partitions: Partitions,
+        read_breaker: Breaker,
+        clock_s: Callable[[], float],
+    ) -> None:
+        self.foreign = 0
+        self._config = config
+        self._bucket = bucket
+        self._catalog = catalog
+        self._indexer = indexer
+        self._partitions = partitions
+        self._read_breaker = read_breaker
+        self._clock_s = clock_s
+        self._merges: dict[int, Sequence[Listed]] = {}  # index objects of partitions that have many
+        self._ended = False
+        self._warned_of_foreign = False
+        self._footers = ThreadPoolExecutor(_FOOTERS_AT_ONCE, thread_name_prefix="s3-footer")
+        self._workers: ThreadPoolExecutor
+
+    def start(self, workers: ThreadPoolExecutor) -> None:
+        """``workers`` run what concerns different partitions."""
+        self._workers = workers
+
+    def forget(self, partition: int) -> None:
+        """Forget the objects of a partition that this node does not serve."""
+        self._catalog.forget(partition)
+        self._indexer.forget(partition)
+
+    def close(self) -> None:
+        """End lists soon, without a result."""
+        self._ended = True
+        self._footers.shutdown(wait=False, cancel_futures=True)
+
+    def scan(self, partitions: Collection[int], folder: str, objects_max: int | None = None) -> bool:
+        """Bring the catalog up to date with a list of partitions; return False if that has to be repeated.
+
+        Objects that the list does not have are forgotten, and new ones are added. A list of ``folder`` has all objects
+        of the partitions; beyond ``objects_max`` it ends without a result.
+        """
+        number = self._catalog.begin_list(partitions)
+        try:
+            return self._list(partitions, folder, number, objects_max)
+        finally:
+            self._catalog.forget_wanted(partitions)
+
+    def _list(self, partitions: Collection[int], folder: str, number: int, objects_max: int | None) -> bool:
+        found: defaultdict[str, list[Listed]] = defaultdict(list)
+        index: defaultdict[int, list[Listed]] = defaultdict(list)
+        news: list[Listed] = []
+        count = foreign = total = 0
+        first_foreign, listed_max = "", max(self._config.chunks_max, _LISTED_MIN)
+        for listed in self._bucket.list(folder):
+            total += 1
+            if self._ended or (objects_max is not None and total > objects_max):
+                return False
+            if listed.name.endswith(".ix") and (name := parse_index_name(listed.name)) is not None:
+                (news if name.is_news else index[name.partition]).append(listed)
+            elif (tenant := tenant_of(listed.name)) is None:
+                foreign, first_foreign = foreign + 1, first_foreign or listed.name
+            elif partition_in(listed.name) in partitions and self._catalog.wants(listed):
+                found[tenant].append(listed)
+                count += 1
+                if count > 1.25 * listed_max:
+                    count = _keep_newest(found, listed_max)
+        self._catalog.end_list(number, partitions)
+        self._note_foreign(foreign, first_foreign)
+        wanted: defaultdict[int, dict[str, Listed]] = defaultdict(dict)
+        for objects in found.values():
+            objects.sort(key=lambda listed: (-listed.written_s, listed.name))
+        for listed in _in_turns(found):
+            wanted[partition_in(listed.name)][listed.name] = listed
+        ends_s = time.monotonic() + self._config.list_timeout_s
+        jobs = [
+            (each, wanted.get(each, {}), index.get(each, []), ends_s)
+            for each in {**wanted, **index}
+            if each in wanted or (each in partitions and self._is_to_merge(each, index[each]))
+        ]
+        for listed in news:
+            self.take_news(listed)
+        run = map if folder else self._workers.map  # one of a folder runs in such a thread itself
+        return all([*run(lambda job: self._learn_partition(*job), jobs)])
+
+    def _note_foreign(self, count: int, name: str) -> None:
+        self.foreign = count  # objects under the prefix that ShadowServe has not written
+        if count and not self._warned_of_foreign:
+            self._warned_of_foreign = True
+            _log.warning("s3_foreign_objects count=%d first=%r hint='they are left alone; move them'", count, name)
+
+    def _learn_partition(
+        self, partition: int, wanted: dict[str, Listed], index: Sequence[Listed], ends_s: float
+    ) -> bool:
+        """Add new objects of a partition: those of its index objects, then the others by their footers."""
+        try:
+            self._indexer.learn(partition, index, wanted)
+        except BucketError as error:
+            self._read_breaker.failed(error.reason, error)
+            return False
+        if partition in self._partitions.own and self._is_to_merge(partition, index):
+            self._merges[partition] = index
+        return all([*self._footers.map(lambda listed: self._learn(listed, ends_s), wanted.values())])
+
+    def _is_to_merge(self, partition: int, index: Sequence[Listed]) -> bool:
+        """Return whether the index objects are many, or have long lacked the last use of their objects."""
+        small = len(self._indexer.small(index)) if index else 0
+        is_used = self._config.bytes_max is not None and self._catalog.touched_s(partition) < self._clock_s() - _USE_S
+        return small >= MERGED or (small > 0 and is_used)
+
+    def _learn(self, listed: Listed, ends_s: float) -> bool:
+        """Add an object to the catalog if its footer is sound; return False if the next list has to try again."""
+        if self._ended or self._read_breaker.away or time.monotonic() > ends_s:
+            return False
+        try:
+            contents = read_contents(self._bucket, listed.name, listed.size)
+            if max(contents.lengths) > self._config.read_bytes_under_way_max:
+                raise ColdObjectError("it has a record that is larger than read_bytes_under_way_max")
+        except ColdObjectError as error:
+            _log.warning("s3_object_refused name=%s error=%r", listed.name, str(error))
+            self._read_breaker.failed("damaged", error)
+            self._catalog.refuse(listed)
+        except BucketError as error:
+            self._read_breaker.failed(error.reason, error)
+            return error.reason in _OF_ONE_OBJECT
+        else:
+            if self._catalog.learn(contents, listed.written_s) and partition_in(listed.name) in self._partitions.own:
+                self._indexer.note(contents)
+        return True
+
+    # ---- Index objects
+
+    def take_news(self, listed: Listed) -> None:
+        """Take news of a partition that the node serves; delete old ones of another."""
+        name = parse_index_name(listed.name)
+        if name is not None and name.partition in self._partitions.own:
+            self._indexer.take_news(listed)
+        elif name is not None:
+            self._indexer.drop_news(listed)
+
+    def write_index(self) -> None:
+        """Write index objects of what this node has written, and merge those of partitions that have many."""
+        due = self._indexer.due(self._partitions.own)
+        list(self._workers.map(lambda each: self._indexer.write(each, is_news=each not in self._partitions.own), due))
+        merges, self._merges = self._merges, {}
+        list(self._workers.map(self._indexer.merge, merges.keys(), merges.values()))
+
+
+def _keep_newest(found: Mapping[str, list[Listed]], most: int) -> int:
+    """Keep the newest objects of each tenant, at most the same number for each; return the number of all."""
+    of_each = most // len(found) + 1
+    for objects in found.values():
+        if len(objects) > of_each:
+            objects.sort(key=lambda listed: -listed.written_s)
+            del objects[of_each:]
+    return sum(map(len, found.values()))
+
+
+def _in_turns(found: Mapping[str, list[Listed]]) -> Iterable[Listed]:
+    """Yield the newest object of each tenant, then the next of each: no tenant waits for all objects of another."""
+    for objects in zip_longest(*found.values()):
+        yield from (listed for listed in objects if listed is not None)
