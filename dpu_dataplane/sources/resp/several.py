@@ -6,7 +6,6 @@ lacks from the bucket; nothing is copied between servers.
 """
 
 import asyncio
-import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -21,13 +20,14 @@ from dpu_dataplane.sources.resp.source import AvoidedNodes, RespSource
 from shadowserve.errors import StorageError
 from shadowserve.keys import segment_of
 from shadowserve.pieces import Flags
+from shadowserve.placement import Placement, partition_of
 
 _Answer = TypeVar("_Answer")
 
 
 def ranking(chain: bytes, names: Iterable[str]) -> list[str]:
     """Rank servers for a chain: the first one that is reachable has the chain."""
-    return sorted(names, key=lambda name: hashlib.blake2b(name.encode(), key=chain, digest_size=8).digest())
+    return list(Placement(dict.fromkeys(names, 1.0)).ranking(partition_of(chain)))
 
 
 class SeveralServers(RespSource):
