@@ -81,7 +81,8 @@ def test_a_fleet_is_a_table_with_a_line_for_each_node(server: Child, tmp_path: P
     file.write_text(f"127.0.0.1:{server.port}=3\n127.0.0.1:1 # it does not run\n")
     done = stats(f"file:{file}")
     assert done.exit_code == 0, done.output
-    assert "fleet of 2 storage nodes, 1 do not answer" in done.output and "75.0 %" in done.output
+    shown = " ".join(done.output.split())
+    assert "fleet of 2 storage nodes, 1 do not answer" in shown and "75.0 %" in shown
     view = json.loads(stats(f"127.0.0.1:{server.port}=3,127.0.0.1:1", "--json").output)
     node, dead = view["nodes"]
     assert (node["state"], node["weight"], node["records"], node["load_s"]) == ("ok", 3.0, 1, 0)
