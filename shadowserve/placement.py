@@ -89,5 +89,9 @@ class Waits:
 
     def wait_us(self, choice: Choice) -> float:
         """Return the wait until a node begins to send: what is queued, what is planned, and what is not at hand yet."""
-        planned_us = self._planned_bytes[choice.node] * self._us_per_byte
+        planned_us = self.us_of(self._planned_bytes[choice.node])
         return self._loads_us.get(choice.node, 0.0) + planned_us + choice.extra_us
+
+    def us_of(self, size: float) -> float:
+        """Return the time of some bytes on a node's link; 0 if it is not known."""
+        return size * self._us_per_byte
