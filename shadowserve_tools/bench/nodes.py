@@ -209,9 +209,10 @@ class _Trouble(NamedTuple):
 @real("--phase phase_s", 10.0, "Time that a throughput is measured for, beside trouble.", 0.1, 600, "SECONDS")
 @real("--settle settle_s", 10.0, "Time from the beginning of trouble until then.", 0.0, 600, "SECONDS")
 @repeats_option(5)
+@whole("--troubles", 3, "Number of times that each trouble is made.", most=50)
 def nodes(
     report: Report, programs: Programs, rate: float, hosts: int, documents: int, chunks: int, long: int, fetched: int,
-    layers: int, requests: int, phase_s: float, settle_s: float, repeats: int,
+    layers: int, requests: int, phase_s: float, settle_s: float, repeats: int, troubles: int,
 ) -> None:  # fmt: skip
     """Compare four storage nodes over one bucket with one, and take one of them away.
 
@@ -245,7 +246,7 @@ def nodes(
     alone_s = _add_alone(report, fleets, whole_prompt, fetched, rate, repeats)
     _add_lookups(report, fleets, whole_prompt)
     _add_shared(report, fleets, network, prompts, rate, requests, repeats, alone_s)
-    troubles = (
+    kinds = (
         _Trouble(
             "one of four killed", "killed_over_before", "at least 0.6", stores[3].kill,
             functools.partial(stores[3].start, records),
@@ -255,7 +256,7 @@ def nodes(
             lambda: network.limit(rate, 2),
         ),
     )  # fmt: skip
-    _add_troubles(report, fleets[4], troubles, prompts[0], phase_s, settle_s)
+    _add_troubles(report, fleets[4], kinds, troubles, prompts[0], phase_s, settle_s)
 
 
 def _fleet(
@@ -404,17 +405,23 @@ def _fetch(host: _Host, asked: Sequence[int], tally: _Tally) -> None:
 
 
 def _add_troubles(
-    report: Report, fleet: _Fleet, troubles: Sequence[_Trouble], prompt: Workload, phase_s: float, settle_s: float
-) -> None:
+    report: Report, fleet: _Fleet, kinds: Sequence[_Trouble], repeats: int, prompt: Workload, phase_s: float,
+    settle_s: float,
+) -> None:  # fmt: skip
     """Fetch from all hosts while a node is in trouble; add the throughput, and the outcomes of all requests."""
-    tallies = [_Tally() for _ in troubles]
-    for trouble, tally in zip(troubles, tallies, strict=True):
-        before, after = _in_trouble(fleet, trouble, tally, phase_s, settle_s)
+    tallies = [_Tally() for _ in kinds]
+    runs = [
+        functools.partial(_in_trouble, fleet, kind, tally, phase_s, settle_s)
+        for kind, tally in zip(kinds, tallies, strict=True)
+    ]
+    found = repeat(repeats, *runs, description="in trouble", warm_up=0)
+    for kind, tally, own in zip(kinds, tallies, found, strict=True):
+        before, after = ([each[number] for each in own] for number in (0, 1))
         report.row(
-            what=trouble.what, requests=tally.requests, GB_per_s=after * prompt.raw_bytes / 1e9, failed=tally.failed,
-            wrong=tally.wrong, longest_ms=1e3 * tally.longest_s,
+            what=kind.what, requests=tally.requests, GB_per_s=statistics.median(after) * prompt.raw_bytes / 1e9,
+            failed=tally.failed, wrong=tally.wrong, longest_ms=1e3 * tally.longest_s,
         )  # fmt: skip
-        report.ratio(trouble.ratio, [after / before], trouble.goal)
+        report.ratio(kind.ratio, over(after, before), kind.goal)
     report.ratio("failed_requests", [sum(each.failed for each in tallies)], "exactly 0")
     report.ratio("wrong_requests", [sum(each.wrong for each in tallies)], "exactly 0")
     reasons = [reason for each in tallies for reason in each.reasons]

@@ -42,7 +42,7 @@ SMALL = {
     ],
     "nodes": [
         *("--hosts", "1", "--documents", "2", "--chunks", "4", "--long", "16", "--fetched", "8", "--requests", "1"),
-        *("--repeats", "1", "--phase", "0.2", "--settle", "0.2"),
+        *("--repeats", "1", "--troubles", "1", "--phase", "0.2", "--settle", "0.2"),
     ],
     "index": ["--objects", "50000", "--repeats", "1"],
     "link": ["--rate", "4", "--chunks-per-gbit", "0.25", "--repeats", "1", *NO_PEERS],
