@@ -2,15 +2,16 @@
 
 :mod:`shadowserve.placement` maps segments to servers: the same map on all data planes with the same addresses and
 weights. New records and publications go to the first choice. A lookup asks the first choices of its segments, all at
-the same time. It also asks the second choice of a segment if the first one has a long queue, or if the map has changed.
-Then it decides by their answers and loads which one the fetch reads from, and returns that one's answer. If only the
-busy one has a record, it is copied to the other one (copies.py).
+the same time. It also asks the second choice of a segment if the first one has a long queue or was away, or if the map
+has changed. Then it decides by their answers and loads which one the fetch reads from, and returns that one's answer.
+If only the busy one has a record, it is copied to the other one (copies.py).
 """
 
 import asyncio
 import functools
 import logging
 import math
+import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from itertools import islice
@@ -38,6 +39,8 @@ from shadowserve.placement import WAIT_MARGIN_US, Choice, Placement, Waits, part
 _CHOSEN_MAX: Final = 65536
 """Segments and keys whose records are read from another server than their first choice; the oldest are forgotten."""
 _SECOND_S: Final = 0.1  # longest wait for second choices, after the first ones have answered
+_RETURNED_S: Final = 600.0
+"""Seconds for which the second choices of a server that was away are asked too: they have what was stored meanwhile."""
 _RATES: Final = 32  # batches of which the fastest gives the rate of a server's link
 
 _Answer = TypeVar("_Answer")
@@ -77,6 +80,7 @@ class SeveralServers(RespSource):
         self._avoided = AvoidedNodes()
         self._usable_before: Collection[str] = ()
         self._known_choices: dict[int, tuple[str, str | None]] = {}  # by partition, while the usable servers are these
+        self._returned: dict[str, float] = {}  # servers that were away, with the end of the time in which that matters
         self._chosen: OrderedDict[bytes, str] = OrderedDict()  # addresses by segment, or by key for exceptions
         self._busy: set[str] = set()  # servers that were avoided for their load
         self._bytes_per_us: deque[float] = deque([0.0], _RATES)
@@ -163,6 +167,10 @@ class SeveralServers(RespSource):
             for address, server in self._servers.items()
             if not server.is_away and server.node not in self._avoided
         }
+        now_s = time.monotonic()
+        self._returned = {address: end for address, end in self._returned.items() if end > now_s}
+        if len(usable) < len(self._servers):
+            self._returned |= dict.fromkeys(self._servers.keys() - usable, now_s + _RETURNED_S)
         usable = usable or set(self._servers)
         if usable != self._usable_before:
             self._usable_before, self._known_choices = usable, {}
@@ -321,7 +329,7 @@ class SeveralServers(RespSource):
         waits = self._waits(loads)
         size_max = self._record_bytes * sum(len(each.indexes) for each in segments)
         longest_us = max(waits.wait_us(Choice(address)) for address in self._servers) + waits.us_of(size_max)
-        if self._before is self._placement and longest_us <= WAIT_MARGIN_US:
+        if self._before is self._placement and not self._returned and longest_us <= WAIT_MARGIN_US:
             return {}
         also: dict[str, list[int]] = {}
         for each in segments:
@@ -329,7 +337,8 @@ class SeveralServers(RespSource):
                 continue
             size = int(self._record_bytes * len(each.indexes))
             is_busy = waits.choose(Choice(each.first), Choice(each.second), size) == each.second
-            if is_busy or each.second == self._before.ranking(partition_of(each.name))[0]:
+            has_moved = each.second == self._before.ranking(partition_of(each.name))[0] or each.first in self._returned
+            if is_busy or has_moved:
                 also.setdefault(each.second, []).extend(each.indexes)
         return also
 

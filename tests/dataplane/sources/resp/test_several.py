@@ -534,6 +534,27 @@ async def test_a_changed_list_of_nodes_moves_reads_without_misses() -> None:
 
 
 @pytest.mark.usefixtures("slow_machine")
+async def test_what_was_stored_while_a_node_was_away_is_found_after_its_return(tmp_path: Path) -> None:
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for folder in folders:
+        folder.mkdir()
+    stores = [Server("storage_kv", folder).start() for folder in folders]
+    try:
+        chain = own_chain(stores, stores[0])
+        stores[0].kill()
+        async with serving(SHAPE, CHUNKS, "127.0.0.1:1", storage_nodes=addresses(stores)) as (daemon, client):
+            client.fill(CHUNKS)
+            assert (await client.store(chain)).chunks == CHUNKS
+            stores[0].start()
+            await until(lambda: daemon.metrics.gauges["storage_nodes_away"][1]() == 0)
+            assert (await client.lookup(chain)).hits == [CHUNKS] and await fetched(client, chain) == kvs(SHAPE, CHUNKS)
+            assert daemon.metrics.storage_nodes_reads == {"second": CHUNKS}
+    finally:
+        for store in stores:
+            store.kill()
+
+
+@pytest.mark.usefixtures("slow_machine")
 async def test_data_planes_with_different_lists_and_weights_miss_what_they_do_not_find() -> None:
     chunks = 16
     async with (
