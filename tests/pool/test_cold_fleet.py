@@ -205,6 +205,14 @@ def test_requests_do_not_grow_with_the_number_of_nodes(bucket: FaultyS3, open_no
     assert counts[8] <= 1.2 * counts[1], counts
 
 
+def test_a_small_bucket_is_listed_as_a_whole(bucket: FaultyS3, open_node: Opens) -> None:
+    put(bucket, chains_of(HOME, 1))
+    put(bucket, chains_of(4000, 1))
+    node = open_node(serves=lambda each: each < 512, index_ttl_s=3600.0)
+    wait_for(lambda: node.cold().lists)
+    assert node.cold().records == 2 and bucket.count("list") == 2, "of the bucket, and of the news"
+
+
 def test_a_bucket_that_throttles_lists_is_asked_more_rarely(bucket: FaultyS3, open_node: Opens) -> None:
     chain = chains_of(HOME, 1)[0]
     put(bucket, [chain])
