@@ -104,8 +104,9 @@ def test_records_are_known_without_a_sound_index_object(
     node = open_node()
     node.await_known(8 if how == "foreign footer" else 6)
     assert node.read_chain(chains[0]) == chains[0].values
+    known = node.cold().objects
     put(bucket, chains_of(HOME, 1, "late"))
-    wait_for(lambda: node.cold().objects >= 4)
+    wait_for(lambda: node.cold().objects == known + 1)
     lines = [record for record in caplog.records if "s3_index_refused" in record.message]
     assert len(lines) == len(left), "one line for each"
     assert index_objects(bucket) == left, "it may be of a newer version, and is left alone"
@@ -202,6 +203,14 @@ def test_requests_do_not_grow_with_the_number_of_nodes(bucket: FaultyS3, open_no
                 node.await_known((number + 1) * 32 // nodes)
         counts[nodes] = len(bucket.asked)
     assert counts[8] <= 1.2 * counts[1], counts
+
+
+def test_a_small_bucket_is_listed_as_a_whole(bucket: FaultyS3, open_node: Opens) -> None:
+    put(bucket, chains_of(HOME, 1))
+    put(bucket, chains_of(4000, 1))
+    node = open_node(serves=lambda each: each < 512, index_ttl_s=3600.0)
+    wait_for(lambda: node.cold().lists)
+    assert node.cold().records == 2 and bucket.count("list") == 2, "of the bucket, and of the news"
 
 
 def test_a_bucket_that_throttles_lists_is_asked_more_rarely(bucket: FaultyS3, open_node: Opens) -> None:

@@ -27,7 +27,7 @@ _PARTITIONS_AT_ONCE: Final = 48
 _BATCH: Final = 192
 """Partitions that are listed before those that clients have asked for in the meantime."""
 _SMALL: Final = 10_000
-"""Most objects of a bucket that a node of a fleet lists as a whole at its start, instead of each partition."""
+"""Most objects of a bucket that a node of a fleet lists as a whole, instead of each partition."""
 _OF_LISTS: Final = frozenset({"bad_list", "busy"})
 """Failures of lists that say nothing about reads of known objects."""
 
@@ -165,8 +165,7 @@ class BucketLister:
             return False
         if is_done:
             self.breaker.succeeded()
-            for partition in partitions:
-                self.partitions.note_listed(partition, began_s)
+            self.partitions.note_listed(partitions, began_s)
         return is_done
 
     def _tick(self, is_complete: bool) -> None:

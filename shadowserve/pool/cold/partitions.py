@@ -2,13 +2,13 @@
 
 import random
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from math import inf
 from typing import Final
 
 from shadowserve.placement import PARTITIONS
 
-OWN_TIMES: Final = 60
+_OWN_TIMES: Final = 60
 """Intervals between two lists of a partition that the node serves: it learns of others' objects by their news."""
 _FORGOTTEN_TIMES: Final = 10
 """Intervals after which a partition of another node is forgotten if no client has asked for its records."""
@@ -73,11 +73,11 @@ class Partitions:
         ]
         return [partition for *_, partition in sorted(due)]
 
-    def note_listed(self, partition: int, began_s: float) -> None:
-        pause_s = self._interval_s
-        if partition in self.own:
-            pause_s *= OWN_TIMES * random.uniform(0.75, 1.25)
-        self._due_s[partition] = began_s + pause_s
+    def note_listed(self, partitions: Iterable[int], began_s: float) -> None:
+        """Note that one list has shown these partitions: those of the node are due together again."""
+        own_s = self._interval_s * _OWN_TIMES * random.uniform(0.75, 1.25)
+        for partition in partitions:
+            self._due_s[partition] = began_s + (own_s if partition in self.own else self._interval_s)
 
     @property
     def is_complete(self) -> bool:
