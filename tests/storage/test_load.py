@@ -50,7 +50,7 @@ def test_unread_replies_and_layers_load_a_node_until_they_are_read(start_tenants
     assert ann.receive() == b"v" * (8 * MIB)
     key, value = make_record(b"k" * 32, body_bytes=MIB // 2)
     assert ann.call("SET", key, value) == b"OK"
-    ann.send("KV.LAYERS", "0-1", 8 * MIB, 0, key)  # two layers, of a quarter of a second each
+    ann.send("KV.LAYERS", "0-1", 32 * MIB, 0, key)  # two layers, of 60 ms each
     wait_for(is_loaded)
     assert ann.receive()
     wait_for(lambda: root.call("KV.LOAD") == 0)
