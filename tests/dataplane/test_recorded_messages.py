@@ -40,6 +40,7 @@ COMMANDS: tuple[tuple[str | bytes, ...], ...] = (
     ("GET", RECORD_KEY),
     ("KV.META", RECORD_KEY, "kv:absent"),
     ("KV.LAYERS", "0", "0", "0", RECORD_KEY),
+    ("KV.LOAD",),
     ("KV.PUBLISH", "60000", storage_key(bytes(32))),
     ("KV.PUBLISH", "0", storage_key(bytes(32))),
     ("KV.PENDING", storage_key(bytes(32)), RECORD_KEY),
