@@ -282,13 +282,16 @@ class SeveralServers(RespSource):
 
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
         segments = self._segments(keys)
-        asking = asyncio.ensure_future(self._ask_servers(keys, self._also(segments), _find))
+        also = self._also(segments).items()  # one task for each: a slow one must not delay the others' answers
+        asking = [asyncio.ensure_future(self._ask_servers(keys, {address: some}, _find)) for address, some in also]
         try:
             firsts = await self._ask(keys, _find, by_server=_by_first(segments))
-            await asyncio.wait((asking,), timeout=_SECOND_S)
+            if asking:
+                await asyncio.wait(asking, timeout=_SECOND_S)
         finally:
-            asking.cancel()
-        seconds = asking.result() if asking.done() and not asking.cancelled() else []
+            for task in asking:
+                task.cancel()
+        seconds = [each for task in asking if task.done() and not task.cancelled() for each in task.result()]
         found, first_of = _by_key(keys, firsts)
         others, other_of = _by_key(keys, [each for each in seconds if isinstance(each.answer, Sequence)])  # type: ignore[misc]
         lengths = [each.length for each in found if isinstance(each, Stored | Cold)]

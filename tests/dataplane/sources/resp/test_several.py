@@ -77,11 +77,19 @@ def choices(nodes: Sequence[Server | ScriptedNode], key: bytes) -> tuple[str, ..
 
 
 def own_chain(
-    nodes: Sequence[Server | ScriptedNode], node: Server | ScriptedNode, first_seed: int = 0, chunks: int = CHUNKS
+    nodes: Sequence[Server | ScriptedNode],
+    node: Server | ScriptedNode,
+    first_seed: int = 0,
+    chunks: int = CHUNKS,
+    seconds: int = 1,
 ) -> list[bytes]:
-    """Return the keys of a chain whose first choice is a node."""
-    chains = (keys_of(SHAPE, chunks, seed) for seed in range(first_seed, first_seed + 1000))
-    return next(keys for keys in chains if {choices(nodes, key)[0] for key in keys} == {node.address})
+    """Return the keys of a chain whose first choice is a node, with at least ``seconds`` second choices."""
+    for seed in range(first_seed, first_seed + 1000):
+        keys = keys_of(SHAPE, chunks, seed)
+        firsts, others = ({choices(nodes, key)[place] for key in keys} for place in (0, 1))
+        if firsts == {node.address} and len(others) >= seconds:
+            return keys
+    raise AssertionError("no such chain")
 
 
 def spread_chain(nodes: Sequence[Server | ScriptedNode], chunks: int, shape: ChunkLayout = SHAPE) -> list[bytes]:
@@ -435,21 +443,33 @@ async def test_hot_records_are_copied_to_the_second_choice_verified_and_without_
         assert not any(names[0] in node.records for node in nodes), "a record is deleted wherever it may be"
 
 
-async def test_a_second_choice_that_does_not_answer_delays_no_lookup() -> None:
+async def test_a_second_choice_that_does_not_answer_delays_no_lookup_and_no_answer_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Symptom: while one second choice was slow, all reads stayed on the busy first choice."""
+    monkeypatch.setattr("dpu_dataplane.sources.resp.several._SECOND_S", 0.1)
+    monkeypatch.setattr("dpu_dataplane.sources.resp.copies._WAITING_MAX", 0)
     async with (
-        scripted_nodes(2) as nodes,
-        serving(SHAPE, 4, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client),
+        scripted_nodes(3) as nodes,
+        serving(SHAPE, 8, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client),
     ):
-        chain = own_chain(nodes, nodes[0], chunks=4)
+        chain = own_chain(nodes, nodes[0], chunks=8, seconds=2)
         for node in nodes:
             node.fill(SHAPE, chain)
         nodes[0].load = 1_000_000
         nodes[1].held = ["KV.META"]
         nodes[1].free.clear()
         for asked in (0, 1):
-            assert (await client.lookup(chain)).hits == [4]
+            assert (await client.lookup(chain)).hits == [8]
             assert nodes[1].waiting == asked
-        assert (await client.fetch(chain)).chunks == 4 and not nodes[1].asked["GETRANGE"]
+
+        async def read() -> int:
+            assert (await client.lookup(chain)).hits == [8]
+            assert (await client.fetch(chain)).chunks == 8
+            return nodes[2].asked["GETRANGE"]
+
+        await repeat(read, bool)
+        assert not nodes[1].asked["GETRANGE"]
         nodes[1].free.set()
 
 
