@@ -29,7 +29,7 @@ from dpu_dataplane.sources.resp.server import OneServer
 from dpu_dataplane.sources.resp.source import AvoidedNodes, RespSource
 from dpu_dataplane.sources.source import Delivered, Encoded, Failure, Resources
 from shadowserve.addresses import split_address
-from shadowserve.errors import StorageError
+from shadowserve.errors import StorageError, StorageRefusedError
 from shadowserve.keys import segment_of
 from shadowserve.native import Origin, Result
 from shadowserve.pieces import Flags
@@ -73,6 +73,7 @@ class SeveralServers(RespSource):
         super().__init__(",".join(weights), config, metrics)
         self._placement = self._before = Placement(weights)  # the map, and the one before the last change
         self._servers = {address: self._server(address) for address in weights}
+        self._leaving: set[OneServer] = set()  # removed ones that are not closed yet
         self._tasks: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)  # requests in progress, by address
         self._avoided = AvoidedNodes()
         self._usable_before: Collection[str] = ()
@@ -95,7 +96,7 @@ class SeveralServers(RespSource):
 
     def attach(self, resources: Resources) -> None:
         super().attach(resources)
-        self._copies = HotCopies(resources, self._receive_whole, self._config.command_timeout_s)
+        self._copies = HotCopies(resources, self._receive_part, self._config.command_timeout_s)
 
     async def start(self) -> None:
         self._started = True
@@ -108,7 +109,7 @@ class SeveralServers(RespSource):
         await super().close()
 
     async def _disconnect(self) -> None:
-        for server in self._servers.values():
+        for server in [*self._servers.values(), *self._leaving]:
             await server.close()
 
     async def set_members(self, weights: Mapping[str, float]) -> None:
@@ -126,6 +127,7 @@ class SeveralServers(RespSource):
         new = {address: self._server(address) for address in weights if address not in self._servers}
         removed = [self._servers.pop(address) for address in list(self._servers) if address not in weights]
         self._servers |= new
+        self._leaving.update(removed)
         self._placement, self._before, self._known_choices = Placement(weights), self._placement, {}
         self.name = ",".join(weights)
         logger.info("storage nodes: %s", ", ".join(f"{address} (weight {weights[address]:g})" for address in weights))
@@ -136,6 +138,7 @@ class SeveralServers(RespSource):
             if tasks := self._tasks.pop(server.name, None):
                 await asyncio.wait(tasks, timeout=self._config.command_timeout_s)
             await server.close()
+            self._leaving.discard(server)
             for link in self._idle.pop(server.node, ()):
                 link.close()
 
@@ -158,12 +161,9 @@ class SeveralServers(RespSource):
 
     def _usable(self) -> Collection[str]:
         """Return the servers that are reachable, as far as is known; all of them if none is."""
-        usable = {
-            address
-            for address, server in self._servers.items()
-            if not server.is_away and server.node not in self._avoided
-        }
-        usable = usable or set(self._servers)
+        here = {address for address, server in self._servers.items() if not server.is_away}
+        usable = {address for address in here if self._servers[address].node not in self._avoided}
+        usable = usable or here or set(self._servers)
         if usable != self._usable_before:
             self._usable_before, self._known_choices = usable, {}
         return usable
@@ -270,8 +270,8 @@ class SeveralServers(RespSource):
         done.stop = None
         return done
 
-    async def _receive_whole(self, job: Job, server: OneServer, key: bytes, memory: memoryview) -> Result:
-        result, _ = await self._receive_from(job, server.node, key, 0, memory)
+    async def _receive_part(self, job: Job, server: OneServer, key: bytes, first: int, memory: memoryview) -> Result:
+        result, _ = await self._receive_from(job, server.node, key, first, memory)
         return result
 
     async def put(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:
@@ -380,8 +380,20 @@ class SeveralServers(RespSource):
         return _by_key(keys, await self._ask(keys, _find))[0]
 
     async def publish(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
-        answers = await self._ask(keys, lambda server, mine: server.publish(mine, lasts_ms))
-        return any(each.answer for each in answers)
+        """Publish keys, each at its first choice; StorageRefusedError if a server refuses, and none takes them."""
+        refusals: list[StorageRefusedError] = []
+
+        async def ask(server: OneServer, mine: Sequence[bytes]) -> bool:
+            try:
+                return await server.publish(mine, lasts_ms)
+            except StorageRefusedError as error:  # another server would not be asked for these keys
+                refusals.append(error)
+                return False
+
+        taken = any([each.answer for each in await self._ask(keys, ask)])
+        if refusals and not taken:
+            raise refusals[0]
+        return taken
 
     async def published(self, keys: Sequence[bytes]) -> Flags | None:
         answers = await self._ask(keys, lambda server, mine: server.published(mine))
@@ -401,22 +413,22 @@ class SeveralServers(RespSource):
         await self._ask(keys, lambda server, mine: server.prefetch(mine), first=False)
 
     async def delete(self, key: bytes) -> None:
-        await self._change(key, lambda server, mine: server.delete(mine[0]))
+        """Delete a record at its first choice, and at others that may have it; these may fail, or be slow."""
 
-    async def expire(self, key: bytes, lasts_ms: int) -> None:
-        await self._change(key, lambda server, mine: server.expire(mine[0], lasts_ms))
+        async def ask(server: OneServer, mine: Sequence[bytes]) -> None:
+            await server.delete(mine[0])
 
-    async def _change(self, key: bytes, question: _Question[None]) -> None:
-        """Change a record at its first choice, and at others that may have it; these may fail."""
         [segment] = self._segments([key])
         others = {segment.second, *self._addresses_of([key], first=False)} - {None, segment.first}
-        results = await asyncio.gather(
-            self._ask([key], question),
-            self._ask_servers([key], {address: [0] for address in others if address}, question),
-        )
-        for address, _, error in results[1]:
-            if error is not None:
-                logger.debug("record %s of storage %s: %s", key.hex(), address, error)
+        asking = asyncio.ensure_future(self._ask_servers([key], {other: [0] for other in others if other}, ask))
+        try:
+            await self._ask([key], ask, final=StorageRefusedError)
+            await asyncio.wait((asking,), timeout=_SECOND_S)
+        finally:
+            asking.cancel()
+
+    async def expire(self, key: bytes, lasts_ms: int) -> None:
+        await self._ask([key], lambda server, mine: server.expire(mine[0], lasts_ms), final=StorageRefusedError)
 
     async def _ask(
         self,
@@ -425,10 +437,12 @@ class SeveralServers(RespSource):
         *,
         first: bool = True,
         by_server: Mapping[str, Sequence[int]] | None = None,
+        final: type[StorageError] | tuple[()] = (),
     ) -> list[_Answered[_Answer]]:
         """Ask each key's server, the first choice or the one to read from, and the next one if it fails.
 
-        ``by_server`` has the indexes of the keys by server, if it is known already.
+        ``by_server`` has the indexes of the keys by server, if it is known already. An error that is ``final`` is
+        raised, and the server counts as reachable.
         """
         answers: list[_Answered[_Answer]] = []
         left = list(range(len(keys)))
@@ -445,7 +459,7 @@ class SeveralServers(RespSource):
             for address, some, result in results:
                 if not isinstance(result, BaseException):
                     answers.append(_Answered(address, some, result))
-                elif last or not isinstance(result, StorageError):
+                elif last or not isinstance(result, StorageError) or isinstance(result, final):
                     raise result
                 else:
                     self.note_failure(Node(*split_address(address)))
