@@ -43,8 +43,7 @@ class _Copy(NamedTuple):
 
 
 class HotCopies:
-    """The queue of records to copy, and the task that copies them; ``receive`` fills memory with a part of
-    a record."""
+    """The queue of records to copy, and the task that copies them; ``receive`` fills memory with a part of one."""
 
     def __init__(self, resources: Resources, receive: _Receive, timeout_s: float) -> None:
         self._resources = resources
