@@ -22,6 +22,7 @@ class ScriptedNode:
         load: The answer to KV.LOAD; None for a node that does not know it.
         lifetimes: Milliseconds to the expiry of records that have one, by name.
         asked: Number of commands by name.
+        refused: Commands that get an error.
         free: Event; while it is cleared, commands of ``held`` get no answer.
         cuts_at: Number of range requests after which it closes all connections; None for never.
     """
@@ -32,6 +33,7 @@ class ScriptedNode:
         self.lifetimes: dict[bytes, int] = {}
         self.load: int | None = 0
         self.asked: Counter[str] = Counter()
+        self.refused: Sequence[str] = ()
         self.free = asyncio.Event()
         self.free.set()
         self.held: Sequence[str] = ()
@@ -59,14 +61,20 @@ class ScriptedNode:
                         self.waiting -= 1
                     if self.cuts_at is not None and self.asked["GETRANGE"] > self.cuts_at:
                         self.cut()
-                    writer.write(self._answer(name, words))
+                    is_refused = name.decode() in self.refused
+                    writer.write(b"-OOM too full\r\n" if is_refused else self._answer(name, words))
+        self._writers.pop(writer, None)
         writer.close()
+
+    @property
+    def connections(self) -> int:
+        return len(self._writers)
 
     def cut(self, command: str = "PING") -> None:
         """Close the connections over which a command has come, by default all."""
         for writer in [writer for writer, came in self._writers.items() if command in came]:
             writer.transport.abort()
-            del self._writers[writer]
+            self._writers.pop(writer, None)
 
     def _answer(self, name: bytes, words: list[bytes]) -> bytes:
         match name, words:

@@ -48,7 +48,7 @@ def stored_of(length: object, header: object) -> Stored | None | Literal[False]:
     """Convert the answers to :func:`header_commands`; False for answers of another type."""
     if isinstance(length, resp.ErrorReply) and length.code == "WRONGTYPE":
         return Stored(0, b"")
-    if not isinstance(length, int) or not isinstance(header, bytes):
+    if not isinstance(length, int) or length < 0 or not isinstance(header, bytes):
         return False
     size = Stored(length, header).header_bytes  # the bytes after the header are not needed
     return Stored(length, header[:size] if size else header) if length else None

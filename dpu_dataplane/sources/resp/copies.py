@@ -9,7 +9,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Final, NamedTuple
 
 from dpu_dataplane.jobs import ENDINGS, Job
@@ -20,9 +20,11 @@ from shadowserve.errors import RecordError
 from shadowserve.keys import storage_key
 from shadowserve.native import Result
 from shadowserve.record import verify
+from shadowserve.resp import encode_command
 
 _WAITING_MAX: Final = 256  # most records that wait; further ones are not copied
 _RECORD_BYTES_MAX: Final = 64 << 20  # larger records are not copied: each is in memory meanwhile
+_PART_BYTES: Final = 1 << 20  # bytes of a turn: others have theirs between two parts, also at the lowest rate
 _PAUSE: Final = 9  # a pause after each copy, as a multiple of its time: copies take a tenth of the time
 _JITTER_S: Final = 0.2
 """Longest delay before a copy: of several data planes that read a record, the first one copies it, the others find it
@@ -30,7 +32,7 @@ there."""
 
 logger = logging.getLogger(__name__)
 
-_Receive = Callable[[Job, OneServer, bytes, memoryview], Awaitable[Result]]
+_Receive = Callable[[Job, OneServer, bytes, int, memoryview], Awaitable[Result]]
 
 
 class _Copy(NamedTuple):
@@ -41,7 +43,7 @@ class _Copy(NamedTuple):
 
 
 class HotCopies:
-    """The queue of records to copy, and the task that copies them; ``receive`` fills memory with a record."""
+    """The queue of records to copy, and the task that copies them; ``receive`` fills memory with a part of one."""
 
     def __init__(self, resources: Resources, receive: _Receive, timeout_s: float) -> None:
         self._resources = resources
@@ -108,14 +110,28 @@ class HotCopies:
             return "present"
         if not await job.within(copy.source.is_lasting(copy.key), "asking for its expiry"):
             return "dropped"  # a copy would not expire with it
-        async with self._resources.budget.turn(Mover.COPY, 2 * copy.size, job):
-            data = bytearray(copy.size)
-            if await self._receive(job, copy.source, copy.key, memoryview(data)) is not Result.OK:
-                return "failed"
-            await asyncio.to_thread(verify, data, copy.key)
-            link = await job.within(copy.target.dialer.open(copy.target.node), "connecting to storage")
-            try:
-                [answer] = await job.within(link.exchange([[b"SET", storage_key(copy.key), bytes(data)]]), "copying")
-            finally:
-                link.close()
+        data, turn = bytearray(copy.size), self._resources.budget.turn
+        for first, part in _parts(data):
+            async with turn(Mover.COPY, len(part), job):
+                if await self._receive(job, copy.source, copy.key, first, part) is not Result.OK:
+                    return "failed"
+        await asyncio.to_thread(verify, data, copy.key)
+        command = encode_command(b"SET", storage_key(copy.key), data)
+        link = await job.within(copy.target.dialer.open(copy.target.node), "connecting to storage")
+        try:
+            for first, part in _parts(command):
+                async with turn(Mover.COPY, len(part), job):
+                    is_last = first + len(part) == len(command)
+                    if is_last and not await job.within(copy.source.is_lasting(copy.key), "asking for its expiry"):
+                        return "dropped"  # it has received an expiry, or was deleted meanwhile
+                    await job.within(link.send(bytes(part)), "copying")
+            [answer] = await job.within(link.answers(1), "copying")
+        finally:
+            link.close()
         return "copied" if answer == b"OK" else "failed"
+
+
+def _parts(data: bytes | bytearray) -> Iterator[tuple[int, memoryview]]:
+    """Yield parts of one turn each, with their positions."""
+    for first in range(0, len(data), _PART_BYTES):
+        yield first, memoryview(data)[first : first + _PART_BYTES]

@@ -100,10 +100,14 @@ class Link:
 
     async def exchange(self, commands: Sequence[Sequence[bytes]]) -> "list[resp.Value | MetaAnswer]":
         """Send commands and return their answers; ProtocolError if one is not RESP."""
-        await self._send(b"".join(resp.encode_command(*command) for command in commands))
+        await self.send(b"".join(resp.encode_command(*command) for command in commands))
+        return await self.answers(len(commands))
+
+    async def answers(self, count: int) -> "list[resp.Value | MetaAnswer]":
+        """Return the answers to commands that were sent; ProtocolError if one is not RESP."""
         reader = AnswerReader()
         answers: list[resp.Value | MetaAnswer] = []
-        while len(answers) < len(commands):
+        while len(answers) < count:
             answer = reader.next_value()
             if answer is not resp.NEED_DATA:
                 answers.append(answer)
@@ -123,7 +127,8 @@ class Link:
             raise
         self.traces, self.context = answer == 1, context
 
-    async def _send(self, data: bytes) -> None:
+    async def send(self, data: bytes) -> None:
+        """Send commands, or a part of one."""
         if self.session is None:
             await asyncio.get_running_loop().sock_sendall(self.sock, data)
             return
@@ -378,7 +383,7 @@ class DataLinks:
 
     def keep(self, nodes: Sequence[Node]) -> None:
         """Close the links to all other nodes."""
-        for node in [node for node in self._links if node not in nodes]:
+        for node in self._links.keys() - set(nodes):
             for link in self._links.pop(node):
                 link.close()
 

@@ -293,11 +293,13 @@ class PieceReader:
         latency_s = min(link.latency_s for node_links in links.values() for link in node_links)
         if plan.pieces["body_length"][far].sum() < self._threshold.bytes_min(latency_s):
             return requests
+        by_node: dict[Node | None, list[int]] = {}
+        for piece in far:
+            by_node.setdefault(state.nodes[piece], []).append(piece)
         for node, (link, *_) in links.items():
-            mine = [piece for piece in far if state.nodes[piece] == node]
             if not link.takes_layers:
                 self._note_ranges("no_layer_requests")
-            elif request := layer_request(plan if link.takes_rates else replace(plan, rate=0), mine):
+            elif request := layer_request(plan if link.takes_rates else replace(plan, rate=0), by_node[node]):
                 requests[node] = request
         return requests
 
@@ -309,10 +311,8 @@ class PieceReader:
         """Update the links' rate, and whether servers take KV.LAYERS and its rates, after a batch."""
         if self._threshold is not None:
             self._threshold.note(batch.received_bytes, seconds)
-            far = batch.pieces[(batch.pieces["origin"] == Origin.SERVER) & (batch.pieces["result"] == Result.OK)]
-            if len(far):
-                most = np.bincount(far["node"], far["body_length"]).max()
-                self._router.note_rate(float(most) / max(1e6 * seconds, 1.0))
+            if self._router.clustered:
+                self._note_rate(batch.pieces, seconds)
         refusals = batch.refusals
         self._metrics.totals["layer_batches"] += requests > len(refusals)
         for node, refusal in refusals.items():
@@ -323,6 +323,12 @@ class PieceReader:
             elif refusal.startswith(_LOW_RATE):
                 _logger.info("storage %s refuses a rate (%s): KV.LAYERS without a rate follows", link.node, refusal)
                 link.takes_rates = False
+
+    def _note_rate(self, pieces: npt.NDArray[np.void], seconds: float) -> None:
+        arrived = (pieces["origin"] == Origin.SERVER) & (pieces["result"] == Result.OK)
+        if arrived.any():
+            most = np.bincount(pieces["node"][arrived], pieces["body_length"][arrived]).max()
+            self._router.note_rate(float(most) / max(1e6 * seconds, 1.0))
 
     def _receive(self, batch: native.Batch, links: Sequence[Link], nodes: int) -> Result:
         sessions = [link.session for link in links]

@@ -272,7 +272,7 @@ def _stored(length: Any, header: Any) -> Stored | Cold:
     """Convert an entry of KV.META's answer: a length and a header, or a length and milliseconds."""
     if type(length) is int and type(header) is int and 0 < length < _NUMBER_END and 0 < header < _NUMBER_END:
         return Cold(length, header)
-    if type(length) is not int or not isinstance(header, bytes):
+    if type(length) is not int or not 0 <= length < _NUMBER_END or not isinstance(header, bytes):
         raise TypeError
     return Stored(length, header)
 

@@ -30,7 +30,7 @@ from dpu_dataplane.sources.resp.server import OneServer
 from dpu_dataplane.sources.resp.source import AvoidedNodes, RespSource
 from dpu_dataplane.sources.source import Delivered, Encoded, Failure, Resources
 from shadowserve.addresses import split_address
-from shadowserve.errors import StorageError
+from shadowserve.errors import StorageError, StorageRefusedError
 from shadowserve.keys import segment_of
 from shadowserve.native import Origin, Result
 from shadowserve.pieces import Flags
@@ -76,6 +76,7 @@ class SeveralServers(RespSource):
         super().__init__(",".join(weights), config, metrics)
         self._placement = self._before = Placement(weights)  # the map, and the one before the last change
         self._servers = {address: self._server(address) for address in weights}
+        self._leaving: set[OneServer] = set()  # removed ones that are not closed yet
         self._tasks: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)  # requests in progress, by address
         self._avoided = AvoidedNodes()
         self._usable_before: Collection[str] = ()
@@ -99,7 +100,7 @@ class SeveralServers(RespSource):
 
     def attach(self, resources: Resources) -> None:
         super().attach(resources)
-        self._copies = HotCopies(resources, self._receive_whole, self._config.command_timeout_s)
+        self._copies = HotCopies(resources, self._receive_part, self._config.command_timeout_s)
 
     async def start(self) -> None:
         self._started = True
@@ -112,7 +113,7 @@ class SeveralServers(RespSource):
         await super().close()
 
     async def _disconnect(self) -> None:
-        for server in self._servers.values():
+        for server in [*self._servers.values(), *self._leaving]:
             await server.close()
 
     async def set_members(self, weights: Mapping[str, float]) -> None:
@@ -130,6 +131,7 @@ class SeveralServers(RespSource):
         new = {address: self._server(address) for address in weights if address not in self._servers}
         removed = [self._servers.pop(address) for address in list(self._servers) if address not in weights]
         self._servers |= new
+        self._leaving.update(removed)
         self._placement, self._before, self._known_choices = Placement(weights), self._placement, {}
         self.name = ",".join(weights)
         logger.info("storage nodes: %s", ", ".join(f"{address} (weight {weights[address]:g})" for address in weights))
@@ -140,6 +142,7 @@ class SeveralServers(RespSource):
             if tasks := self._tasks.pop(server.name, None):
                 await asyncio.wait(tasks, timeout=self._config.command_timeout_s)
             await server.close()
+            self._leaving.discard(server)
             for link in self._idle.pop(server.node, ()):
                 link.close()
 
@@ -162,16 +165,13 @@ class SeveralServers(RespSource):
 
     def _usable(self) -> Collection[str]:
         """Return the servers that are reachable, as far as is known; all of them if none is."""
-        usable = {
-            address
-            for address, server in self._servers.items()
-            if not server.is_away and server.node not in self._avoided
-        }
+        here = {address for address, server in self._servers.items() if not server.is_away}
+        usable = {address for address in here if self._servers[address].node not in self._avoided}
         now_s = time.monotonic()
         self._returned = {address: end for address, end in self._returned.items() if end > now_s}
         if len(usable) < len(self._servers):
             self._returned |= dict.fromkeys(self._servers.keys() - usable, now_s + _RETURNED_S)
-        usable = usable or set(self._servers)
+        usable = usable or here or set(self._servers)
         if usable != self._usable_before:
             self._usable_before, self._known_choices = usable, {}
         return usable
@@ -278,8 +278,8 @@ class SeveralServers(RespSource):
         done.stop = None
         return done
 
-    async def _receive_whole(self, job: Job, server: OneServer, key: bytes, memory: memoryview) -> Result:
-        result, _ = await self._receive_from(job, server.node, key, 0, memory)
+    async def _receive_part(self, job: Job, server: OneServer, key: bytes, first: int, memory: memoryview) -> Result:
+        result, _ = await self._receive_from(job, server.node, key, first, memory)
         return result
 
     async def put(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:
@@ -290,13 +290,16 @@ class SeveralServers(RespSource):
 
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
         segments = self._segments(keys)
-        asking = asyncio.ensure_future(self._ask_servers(keys, self._also(segments), _find))
+        also = self._also(segments).items()  # one task for each: a slow one must not delay the others' answers
+        asking = [asyncio.ensure_future(self._ask_servers(keys, {address: some}, _find)) for address, some in also]
         try:
             firsts = await self._ask(keys, _find, by_server=_by_first(segments))
-            await asyncio.wait((asking,), timeout=_SECOND_S)
+            if asking:
+                await asyncio.wait(asking, timeout=_SECOND_S)
         finally:
-            asking.cancel()
-        seconds = asking.result() if asking.done() and not asking.cancelled() else []
+            for task in asking:
+                task.cancel()
+        seconds = [each for task in asking if task.done() and not task.cancelled() for each in task.result()]
         found, first_of = _by_key(keys, firsts)
         others, other_of = _by_key(keys, [each for each in seconds if isinstance(each.answer, Sequence)])  # type: ignore[misc]
         lengths = [each.length for each in found if isinstance(each, Stored | Cold)]
@@ -386,8 +389,20 @@ class SeveralServers(RespSource):
         return _by_key(keys, await self._ask(keys, _find))[0]
 
     async def publish(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
-        answers = await self._ask(keys, lambda server, mine: server.publish(mine, lasts_ms))
-        return any(each.answer for each in answers)
+        """Publish keys, each at its first choice; StorageRefusedError if a server refuses, and none takes them."""
+        refusals: list[StorageRefusedError] = []
+
+        async def ask(server: OneServer, mine: Sequence[bytes]) -> bool:
+            try:
+                return await server.publish(mine, lasts_ms)
+            except StorageRefusedError as error:  # another server would not be asked for these keys
+                refusals.append(error)
+                return False
+
+        taken = any([each.answer for each in await self._ask(keys, ask)])
+        if refusals and not taken:
+            raise refusals[0]
+        return taken
 
     async def published(self, keys: Sequence[bytes]) -> Flags | None:
         answers = await self._ask(keys, lambda server, mine: server.published(mine))
@@ -407,22 +422,22 @@ class SeveralServers(RespSource):
         await self._ask(keys, lambda server, mine: server.prefetch(mine), first=False)
 
     async def delete(self, key: bytes) -> None:
-        await self._change(key, lambda server, mine: server.delete(mine[0]))
+        """Delete a record at its first choice, and at others that may have it; these may fail, or be slow."""
 
-    async def expire(self, key: bytes, lasts_ms: int) -> None:
-        await self._change(key, lambda server, mine: server.expire(mine[0], lasts_ms))
+        async def ask(server: OneServer, mine: Sequence[bytes]) -> None:
+            await server.delete(mine[0])
 
-    async def _change(self, key: bytes, question: _Question[None]) -> None:
-        """Change a record at its first choice, and at others that may have it; these may fail."""
         [segment] = self._segments([key])
         others = {segment.second, *self._addresses_of([key], first=False)} - {None, segment.first}
-        results = await asyncio.gather(
-            self._ask([key], question),
-            self._ask_servers([key], {address: [0] for address in others if address}, question),
-        )
-        for address, _, error in results[1]:
-            if error is not None:
-                logger.debug("record %s of storage %s: %s", key.hex(), address, error)
+        asking = asyncio.ensure_future(self._ask_servers([key], {other: [0] for other in others if other}, ask))
+        try:
+            await self._ask([key], ask, final=StorageRefusedError)
+            await asyncio.wait((asking,), timeout=_SECOND_S)
+        finally:
+            asking.cancel()
+
+    async def expire(self, key: bytes, lasts_ms: int) -> None:
+        await self._ask([key], lambda server, mine: server.expire(mine[0], lasts_ms), final=StorageRefusedError)
 
     async def _ask(
         self,
@@ -431,10 +446,12 @@ class SeveralServers(RespSource):
         *,
         first: bool = True,
         by_server: Mapping[str, Sequence[int]] | None = None,
+        final: type[StorageError] | tuple[()] = (),
     ) -> list[_Answered[_Answer]]:
         """Ask each key's server, the first choice or the one to read from, and the next one if it fails.
 
-        ``by_server`` has the indexes of the keys by server, if it is known already.
+        ``by_server`` has the indexes of the keys by server, if it is known already. An error that is ``final`` is
+        raised, and the server counts as reachable.
         """
         answers: list[_Answered[_Answer]] = []
         left = list(range(len(keys)))
@@ -451,7 +468,7 @@ class SeveralServers(RespSource):
             for address, some, result in results:
                 if not isinstance(result, BaseException):
                     answers.append(_Answered(address, some, result))
-                elif last or not isinstance(result, StorageError):
+                elif last or not isinstance(result, StorageError) or isinstance(result, final):
                     raise result
                 else:
                     self.note_failure(Node(*split_address(address)))

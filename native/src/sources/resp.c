@@ -232,8 +232,13 @@ static int connection_is_finished(const struct ss_feed *feed, struct ss_connecti
         return 1;
     }
     if (connection->reader != NULL) {
-        /* The first chunk at the node: if it is useless, all later ones are, too. */
-        return !ss_feed_useful(feed, connection->reader->layers->pieces[0]);
+        /* The first layer has a piece of each chunk, and usefulness ends at a chunk of each group. */
+        const struct ss_layers *layers = connection->reader->layers;
+        uint32_t key = 0;
+        while (key < layers->keys && !ss_feed_useful(feed, layers->pieces[key])) {
+            key++;
+        }
+        return key == layers->keys;
     }
     if (connection->count > 0 && !ss_feed_broken(feed)) {
         return 0;

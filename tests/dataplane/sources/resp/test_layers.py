@@ -9,7 +9,19 @@ import numpy as np
 import pytest
 import redis as redis_py
 from budget_support import report
-from dataplane_support import WAYS, Client, Server, expected, keys_of, layout, make_record, running, serving, way_name
+from dataplane_support import (
+    TOKENS,
+    WAYS,
+    Client,
+    Server,
+    expected,
+    keys_of,
+    layout,
+    make_record,
+    running,
+    serving,
+    way_name,
+)
 
 from dpu_dataplane.plan import FetchPlan
 from dpu_dataplane.sources.resp.layers import LayerRequest, Threshold, layer_request
@@ -19,6 +31,7 @@ from shadowserve.proto import dataplane_pb2 as pb
 
 SHAPE = layout(layers=6)
 CHUNKS = 5
+MIB = 1 << 20
 KEYS = keys_of(SHAPE, CHUNKS)
 RECORDS = [make_record(SHAPE, key, index) for index, key in enumerate(KEYS)]
 
@@ -126,6 +139,25 @@ async def test_a_chunk_deleted_after_the_lookup_ends_the_prefix(storage: Server)
         there = unpack(answer.delivered[0], SHAPE.layers, CHUNKS)
         assert there[:, :3].all() and not there[:, 3].any()
         assert daemon.metrics.totals["layer_batches"] == 2
+
+
+async def test_a_chunk_that_one_part_lacks_does_not_interrupt_the_others(storage: Server) -> None:
+    """Symptom: another batch, over new connections, when the first part lacked its first chunk."""
+    large = layout("passthrough", "uint8", layers=6, vector_length=MIB // TOKENS)
+    keys = keys_of(large, 2)
+    storage.fill(large, keys)
+    buffers = {"decompression_buffer_bytes": "64MiB", "store_buffer_bytes": "32MiB", "layer_request_bytes_min": 0}
+    async with serving(large, 2, storage, **buffers) as (daemon, client):
+        parts = [client.part([key], offset=n * large.raw_bytes, length=large.raw_bytes) for n, key in enumerate(keys)]
+        totals = daemon.metrics.totals
+        assert (await client.lookup(keys)).hits == [2]  # so headers are cached
+        for there in (True, False):
+            made = totals.copy()
+            answer = await client.stub.Fetch(client.fetch_request([], parts=parts, order=pb.ORDER_LAYERS))
+            assert [unpack(each, large.layers, 1).all() for each in answer.delivered] == [there, True], answer.detail
+            storage.command(b"DEL", b"kv:" + keys[0].hex().encode())
+        assert totals["batches"] == made["batches"] + 1
+        assert totals["data_connections"] == made["data_connections"]
 
 
 async def test_below_tiers_one_layer_request_brings_the_records_that_they_lack(storage: Server) -> None:

@@ -25,18 +25,27 @@ from dataplane_support import (
     serving,
 )
 from faulty_s3 import BUCKET, Answer, Asked, FaultyS3, faulty_s3
-from machine import WAIT_MAX_MS, WAIT_MAX_S, until, wait_for
+from machine import NEVER_S, WAIT_MAX_MS, WAIT_MAX_S, until, wait_for
 from scripted_node import ScriptedNode, scripted_nodes
 
 from shadowserve.chunk import ChunkLayout
+from shadowserve.errors import StorageRefusedError
 from shadowserve.keys import storage_key
 from shadowserve.pieces import unpack
 from shadowserve.placement import Placement, partition_of
 from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.resp import ReplyReader
 
 SHAPE = layout()
 CHUNKS = 6
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of this machine may answer late: nothing is decided without them, and nothing is forgotten."""
+    for limit in ("several._SECOND_S", "server._LOAD_S", "source._AVOID_S"):
+        monkeypatch.setattr(f"dpu_dataplane.sources.resp.{limit}", WAIT_MAX_S)
 
 
 @pytest.fixture
@@ -77,17 +86,27 @@ def choices(nodes: Sequence[Server | ScriptedNode], key: bytes) -> tuple[str, ..
 
 
 def own_chain(
-    nodes: Sequence[Server | ScriptedNode], node: Server | ScriptedNode, first_seed: int = 0, chunks: int = CHUNKS
+    nodes: Sequence[Server | ScriptedNode],
+    node: Server | ScriptedNode,
+    first_seed: int = 0,
+    chunks: int = CHUNKS,
+    seconds: int = 1,
 ) -> list[bytes]:
-    """Return the keys of a chain whose first choice is a node."""
-    chains = (keys_of(SHAPE, chunks, seed) for seed in range(first_seed, first_seed + 1000))
-    return next(keys for keys in chains if {choices(nodes, key)[0] for key in keys} == {node.address})
+    """Return the keys of a chain whose first choice is a node, with at least ``seconds`` second choices."""
+    for seed in range(first_seed, first_seed + 1000):
+        keys = keys_of(SHAPE, chunks, seed)
+        firsts, others = ({choices(nodes, key)[place] for key in keys} for place in (0, 1))
+        if firsts == {node.address} and len(others) >= seconds:
+            return keys
+    raise AssertionError("no such chain")
 
 
-def spread_chain(nodes: Sequence[Server | ScriptedNode], chunks: int, shape: ChunkLayout = SHAPE) -> list[bytes]:
-    """Return the keys of a chain that has segments on all nodes."""
+def spread_chain(
+    nodes: Sequence[Server | ScriptedNode], chunks: int, shape: ChunkLayout = SHAPE, within: int | None = None
+) -> list[bytes]:
+    """Return the keys of a chain whose first ``within`` chunks, by default all, are on all nodes."""
     chains = (keys_of(shape, chunks, seed) for seed in range(1000))
-    return next(keys for keys in chains if len({choices(nodes, key)[0] for key in keys}) == len(nodes))
+    return next(keys for keys in chains if len({choices(nodes, key)[0] for key in keys[:within]}) == len(nodes))
 
 
 def known(node: Server) -> int:
@@ -119,15 +138,15 @@ async def test_a_prefix_is_on_one_node_and_prefixes_are_on_all_nodes(nodes: list
 
 
 async def test_in_layer_order_each_node_answers_one_request_for_its_chunks(nodes: list[Server]) -> None:
-    shape, chunks = layout(layers=6), 24
-    chain = spread_chain(nodes, chunks, shape)
+    shape, chunks, fewer = layout(layers=6), 24, 17
+    chain = spread_chain(nodes, chunks, shape, fewer)
     records = [make_record(shape, key, index) for index, key in enumerate(chain)]
     for key, record in zip(chain, records, strict=True):
         next(node for node in nodes if node.address == choices(nodes, key)[0]).put(key, record)
     wanted = [expected(shape, key, record) for key, record in zip(chain, records, strict=True)]
     options = {"storage_nodes": addresses(nodes), "layer_request_bytes_min": 0}
     async with serving(shape, chunks, "127.0.0.1:1", **options) as (daemon, client):
-        for lost in (chunks, 17):
+        for lost in (chunks, fewer):
             client.segment.memory[:] = 0
             before = [calls(node) for node in nodes]
             if lost < chunks:
@@ -349,14 +368,6 @@ async def test_storage_without_a_bucket_has_no_cold_records(kind: str, request: 
 # ---- The choice between two nodes
 
 
-@pytest.fixture
-def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes of this machine may answer late: nothing is decided without them."""
-    monkeypatch.setattr("dpu_dataplane.sources.resp.several._SECOND_S", WAIT_MAX_S)
-    monkeypatch.setattr("dpu_dataplane.sources.resp.server._LOAD_S", WAIT_MAX_S)
-
-
-@pytest.mark.usefixtures("slow_machine")
 async def test_reads_move_from_a_busy_node_to_the_second_choice_and_back(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,11 +414,11 @@ async def test_reads_move_from_a_busy_node_to_the_second_choice_and_back(
         assert (await client.lookup(chain)).hits == [4] and (await client.fetch(chain)).chunks == 4
 
 
-@pytest.mark.usefixtures("slow_machine")
 async def test_hot_records_are_copied_to_the_second_choice_verified_and_without_an_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("dpu_dataplane.sources.resp.copies._JITTER_S", 0)
+    monkeypatch.setattr("dpu_dataplane.sources.resp.copies._PART_BYTES", 1000)
     async with (
         scripted_nodes(2) as nodes,
         serving(SHAPE, 4, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (daemon, client),
@@ -428,6 +439,7 @@ async def test_hot_records_are_copied_to_the_second_choice_verified_and_without_
         assert all(nodes[1].records[name] == nodes[0].records[name] for name in (names[0], names[3]))
         assert counts["copied"] == 2 and counts["dropped"] > 0 and counts["failed"] > 0
         assert daemon.metrics.moved_bytes["copy"] > 0
+        assert nodes[0].asked["GETRANGE"] >= 2 * (counts["copied"] + counts["failed"]), "each takes several turns"
         nodes[0].fill(SHAPE, chain)
         assert await fetched(client, chain) == kvs(SHAPE, 4)
         assert nodes[1].asked["GETRANGE"]
@@ -435,21 +447,87 @@ async def test_hot_records_are_copied_to_the_second_choice_verified_and_without_
         assert not any(names[0] in node.records for node in nodes), "a record is deleted wherever it may be"
 
 
-async def test_a_second_choice_that_does_not_answer_delays_no_lookup() -> None:
+async def test_a_record_that_receives_an_expiry_while_it_is_copied_gets_no_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Symptom: the copy never expired."""
+    monkeypatch.setattr("dpu_dataplane.sources.resp.copies._JITTER_S", 0)
     async with (
         scripted_nodes(2) as nodes,
-        serving(SHAPE, 4, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client),
+        serving(SHAPE, 1, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (daemon, client),
+    ):
+        chain = own_chain(nodes, nodes[0], chunks=1)
+        nodes[0].fill(SHAPE, chain)
+        nodes[0].load = 1_000_000
+        nodes[0].held = ["GETRANGE"]
+        nodes[0].free.clear()
+        await repeat(lambda: client.lookup(chain), lambda _: nodes[0].waiting)
+        nodes[0].lifetimes[storage_key(chain[0])] = 1000
+        nodes[0].free.set()
+        counts = daemon.metrics.storage_nodes_copies
+        await until(counts.total)
+        assert counts == {"dropped": 1} and not nodes[1].records
+
+
+async def test_a_node_that_refuses_a_command_is_not_avoided() -> None:
+    """Symptom: after a refusal, reads and stores went to the next node."""
+    async with (
+        scripted_nodes(2) as nodes,
+        serving(SHAPE, 4, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (daemon, client),
     ):
         chain = own_chain(nodes, nodes[0], chunks=4)
+        nodes[0].fill(SHAPE, chain)
+        nodes[0].refused = ["DEL", "PEXPIRE", "KV.PUBLISH"]
+        source = daemon._source
+        for change in (source.delete(chain[0]), source.expire(chain[0], 1), source.publish(chain, 1)):
+            with pytest.raises(StorageRefusedError):
+                await change
+        assert (await client.lookup(chain)).hits == [4]
+        assert not nodes[1].asked["KV.PUBLISH"] and not nodes[1].asked["PEXPIRE"]
+
+
+@pytest.mark.parametrize("length", [-1, 1 << 62])
+async def test_a_length_out_of_range_is_no_answer(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpu_dataplane.sources.resp.links.AnswerReader", ReplyReader)  # no fast path
+    monkeypatch.setattr(ScriptedNode, "_meta", lambda *_: b"*2\r\n:%d\r\n$1\r\nx\r\n" % length)
+    async with (
+        scripted_nodes(1) as nodes,
+        serving(SHAPE, 1, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client),
+    ):
+        answer = await client.lookup(keys_of(SHAPE, 1))
+        assert answer.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE and "unknown format" in answer.detail
+
+
+async def test_a_second_choice_that_does_not_answer_delays_no_lookup_and_no_answer_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Symptom: while one second choice was slow, all reads stayed on the busy first choice."""
+    monkeypatch.setattr("dpu_dataplane.sources.resp.several._SECOND_S", 0.1)
+    monkeypatch.setattr("dpu_dataplane.sources.resp.copies._WAITING_MAX", 0)
+    async with (
+        scripted_nodes(3) as nodes,
+        serving(SHAPE, 8, "127.0.0.1:1", storage_nodes=addresses(nodes), command_timeout_s=NEVER_S) as (daemon, client),
+    ):
+        chain = own_chain(nodes, nodes[0], chunks=8, seconds=2)
         for node in nodes:
             node.fill(SHAPE, chain)
         nodes[0].load = 1_000_000
         nodes[1].held = ["KV.META"]
         nodes[1].free.clear()
         for asked in (0, 1):
-            assert (await client.lookup(chain)).hits == [4]
+            assert (await client.lookup(chain)).hits == [8]
             assert nodes[1].waiting == asked
-        assert (await client.fetch(chain)).chunks == 4 and not nodes[1].asked["GETRANGE"]
+
+        async def read() -> int:
+            assert (await client.lookup(chain)).hits == [8]
+            assert (await client.fetch(chain)).chunks == 8
+            return nodes[2].asked["GETRANGE"]
+
+        await repeat(read, bool)
+        assert not nodes[1].asked["GETRANGE"]
+        await asyncio.wait_for(daemon._source.delete(chain[0]), WAIT_MAX_S)
+        await asyncio.wait_for(daemon._source.delete(chain[4]), WAIT_MAX_S)
+        assert not {storage_key(chain[0]), storage_key(chain[4])} & set(nodes[0].records)
         nodes[1].free.set()
 
 
@@ -494,7 +572,6 @@ async def test_a_node_that_hangs_is_left_when_its_control_connection_is_lost() -
         nodes[0].free.set()
 
 
-@pytest.mark.usefixtures("slow_machine")
 async def test_a_changed_list_of_nodes_moves_reads_without_misses() -> None:
     chunks = 32
     async with (
@@ -552,6 +629,25 @@ async def test_what_was_stored_while_a_node_was_away_is_found_after_its_return(t
     finally:
         for store in stores:
             store.kill()
+
+
+async def test_a_node_that_is_being_removed_is_closed_with_the_data_plane() -> None:
+    """Symptom: its connections stayed when the end of the data plane interrupted the removal."""
+    async with scripted_nodes(2) as nodes:
+        async with serving(SHAPE, 4, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (daemon, client):
+            chain = own_chain(nodes, nodes[0], chunks=4)
+            await client.lookup(chain)
+            nodes[0].held = ["KV.META"]
+            nodes[0].free.clear()
+            looking = asyncio.create_task(client.lookup(chain))
+            await until(lambda: nodes[0].waiting > 0)
+            removing = asyncio.create_task(daemon._source.set_members({nodes[1].address: 1.0}))
+            await until(lambda: nodes[0].address not in daemon._source.name)
+            for task in (removing, looking):
+                task.cancel()
+                await asyncio.wait([task])
+        nodes[0].free.set()
+        await until(lambda: not nodes[0].connections)
 
 
 @pytest.mark.usefixtures("slow_machine")
