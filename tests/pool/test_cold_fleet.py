@@ -140,6 +140,24 @@ def test_two_nodes_that_claim_a_partition_merge_its_index_without_loss(bucket: F
     assert tails(bucket) == asked
 
 
+def test_flushall_deletes_index_objects_after_its_list(bucket: FaultyS3, open_node: Opens) -> None:
+    """Symptom: it deleted each between two pages of the list, and so exceeded the list's deadline."""
+    for partition in range(8):
+        put(bucket, chains_of(partition, 1), indexed=True)
+    node = open_node(index_ttl_s=3600.0)
+    node.await_known(16)
+    pages, is_listed = bucket.count("list"), threading.Event()
+
+    def later(asked: Asked) -> Answer | None:
+        if bucket.count("list") == 2 * pages:
+            is_listed.set()
+        return Answer(after=is_listed) if asked.operation == "delete" else None
+
+    bucket.fault = later
+    node.clear()
+    assert not bucket.objects
+
+
 # ---- Partitions of a fleet
 
 

@@ -282,6 +282,23 @@ def test_clearing_a_tenant_deletes_exactly_its_objects_even_unknown_ones(bucket:
     assert len(bucket.objects) == 1 and "ttheirs" in next(iter(bucket.objects))
 
 
+def test_the_flushes_of_a_tenant_do_not_block_the_removals_of_others(bucket: FaultyS3, open_node: Opens) -> None:
+    """Symptom: FLUSHDB on four connections, also of a tenant without objects, made each DEL of others an error."""
+    node = filled(open_node)
+    idle = node.call(node.store.tenant, "idle")
+    endless = "<ListBucketResult><IsTruncated>true</IsTruncated><NextContinuationToken>%d</NextContinuationToken>"
+    bucket.fault = lambda asked: (
+        Answer(200, body=(endless % len(bucket.asked)).encode()) if asked.operation == "list" else None
+    )
+    for _ in range(5):
+        node.call(lambda: (node.store.clear(idle), node.store.barrier()))
+    assert node.remove(CHAIN.keys[0]), "while the bucket is listed"
+    assert not bucket.objects
+    assert node.cold().deleting <= 2, "one waits for the next list, with the ticket of all further ones"
+    bucket.fault = lambda asked: None
+    wait_for(lambda: not node.cold().deleting)
+
+
 def test_values_with_an_expiry_or_without_a_header_are_not_written_and_replace_the_record(
     bucket: FaultyS3, open_node: Opens
 ) -> None:
