@@ -14,7 +14,7 @@ from shadowserve.pool.cold.layout import (
     footer_bytes,
     name_of,
     parse_footer,
-    tenant_of,
+    parse_name,
 )
 
 CORPUS = sorted((Path(__file__).parent / "corpus" / "cold").iterdir())
@@ -59,8 +59,9 @@ def test_every_changed_byte_of_a_footer_is_detected() -> None:
 @pytest.mark.parametrize("tenant", ["", "team-a", "we/..%2F=x", "!~" * 64])
 def test_a_name_contains_the_tenant_and_is_a_plain_path(tenant: str) -> None:
     name = name_of(tenant, [b"k" * 32])
-    assert tenant_of(name) == tenant
-    assert name.count("/") == 2 and name.startswith(f"{partition_of(b'k' * 32):03x}/")
+    parts = parse_name(name)
+    assert parts is not None and parts.tenant == tenant
+    assert name.count("/") == 2 and parts.partition == partition_of(b"k" * 32)
     assert all(each.isalnum() or each in "_-=/." for each in name)
     assert name_of(tenant, [b"l" * 32]) != name
 
@@ -70,7 +71,7 @@ def test_a_name_contains_the_tenant_and_is_a_plain_path(tenant: str) -> None:
     ["", "t", "000/t/x.kv", "../t/", "t/", "000/t=20/", f"000/t{'a' * 129}/", "00A/t/", "1000/t/"],
 )
 def test_other_names_have_no_tenant(name: str) -> None:
-    assert tenant_of(name + "0" * 40 + ".kv") is None
+    assert parse_name(name + "0" * 40 + ".kv") is None
 
 
 def test_an_object_with_a_duplicate_key_is_refused() -> None:

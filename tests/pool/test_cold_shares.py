@@ -143,7 +143,7 @@ def test_the_catalog_counts_a_record_of_two_objects_once() -> None:
         and catalog.find("a", keys[1]) is None
     )
     listed = Listed(one.name, 500, 1.0)
-    assert not catalog.wants(listed)
+    assert not catalog.wants(listed, one.parts)
 
 
 # ---- Turns

@@ -276,14 +276,13 @@ class Catalog:
             for partition in partitions:
                 self._wanted.pop(partition, None)
 
-    def wants(self, listed: Listed) -> bool:
+    def wants(self, listed: Listed, parts: ObjectName) -> bool:
         """Return whether to read the contents of a listed object: it is not known, refused, or marked for deletion.
 
         Called once for each object of a list.
         """
         with self._lock:
-            parts = parse_name(listed.name)
-            number = None if parts is None else self._table.number_of(parts)
+            number = self._table.number_of(parts)
             if number is not None:
                 self._table.seen[number] = self._list
                 if self._is_cleared(number):
@@ -293,7 +292,7 @@ class Catalog:
                 self._refused[listed] = skipped, max(0, left - 1)
                 if left:
                     return False
-            if parts is None or listed.name in self._marked:
+            if listed.name in self._marked:
                 return False
             if number is not None and self._table.states[number] == KNOWN:
                 self._table.written_s[number] = listed.written_s
@@ -337,6 +336,8 @@ class Catalog:
         They are the objects of the tenants furthest beyond their shares that were not used for longest.
         """
         with self._lock:
+            if self.bytes + sum(each.size for each in self._left_out.values()) <= bytes_max:
+                return []
             uses = self._table.uses(partitions)
             left_out = [(*each, name) for name, each in self._left_out.items() if partition_in(name) in partitions]
             owners = {number: own.name for number, own in self._by_number.items() if not own.is_cleared}

@@ -52,17 +52,16 @@ class Indexer:
     """Index objects of all partitions. Methods may be called by any thread; note() alone does not wait.
 
     Attributes:
-        written: Index objects that this node has written.
+        catalog: The objects that this node knows.
     """
 
     def __init__(
         self, config: S3Config, bucket: Bucket, catalog: Catalog, breaker: Breaker, clock_s: Callable[[], float]
     ) -> None:
         """``breaker``: that of writes."""
-        self.written = 0
         self._breaker = breaker
         self._bucket = bucket
-        self._catalog = catalog
+        self.catalog = catalog
         self._clock_s = clock_s
         self._writes = config.write != "never"
         self._record_bytes_max = config.read_bytes_under_way_max
@@ -93,7 +92,7 @@ class Indexer:
             for contents, used_h, _ in entries:
                 found = wanted.get(contents.name)
                 if found is not None and found.size == contents.size and self._is_readable(contents):
-                    self._catalog.learn(contents, found.written_s, used_h)
+                    self.catalog.learn(contents, found.written_s, used_h)
                     del wanted[contents.name]
 
     def _note_learnt(self, partition: int, name: str) -> None:
@@ -138,7 +137,7 @@ class Indexer:
         name, entries = parse_index_name(listed.name), self._read(listed)
         for contents, used_h, _ in entries:
             if self._is_readable(contents):
-                self._catalog.add(contents, listed.written_s, used_h)
+                self.catalog.add(contents, listed.written_s, used_h)
         if name is not None and entries:
             self._replace(name.partition, [(each.used_h, each.footer) for each in entries], [listed.name])
 
@@ -189,7 +188,7 @@ class Indexer:
         entries = [
             (used_h, footer)
             for name, footer in waiting.footers.items()
-            if (used_h := self._catalog.used_h(name)) is not None
+            if (used_h := self.catalog.used_h(name)) is not None
         ]
         if not self._replace(partition, entries, (), is_news=is_news):
             with self._lock:
@@ -231,7 +230,7 @@ class Indexer:
         for chunk in chunks:
             body = pack(chunk)
             names.add(name := index_name(partition, body, is_news=is_news))
-            self.written += self._bucket.create(name, body)
+            self._bucket.create(name, body)
             self._note_learnt(partition, name)
         return names
 
@@ -245,7 +244,7 @@ class Indexer:
         now_s = self._clock_s()
         if not self._writes or now_s < self._merges_again_s:
             return
-        self._catalog.forget_touches(partition)
+        self.catalog.forget_touches(partition)
         footers: dict[str, tuple[int, bytes]] = {}
         merged = []
         try:
@@ -253,7 +252,7 @@ class Indexer:
                 if entries := self._read(listed):
                     merged.append(listed.name)
                 for contents, used_h, footer in entries:
-                    if (known_h := self._catalog.used_h(contents.name)) is not None:
+                    if (known_h := self.catalog.used_h(contents.name)) is not None:
                         footers[contents.name] = max(used_h, known_h), footer
         except BucketError as error:
             self._breaker.failed(error.reason, error)

@@ -137,12 +137,6 @@ def _shown(tenant: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", lambda found: f"={ord(found[0]):02X}", tenant)
 
 
-def tenant_of(name: str) -> str | None:
-    """Return the tenant of an object's name; None for a name that join_name() does not make."""
-    parts = parse_name(name)
-    return None if parts is None else parts.tenant
-
-
 def finish(body: bytearray, tenant: str, records: Sequence[tuple[bytes, Place]]) -> Contents:
     """Append entries and footer to ``body``, which has the records, of one partition; return the object's contents."""
     size = len(body) + len(records) * ENTRY_BYTES + len(tenant) + FOOTER_BYTES

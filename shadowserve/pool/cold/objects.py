@@ -182,31 +182,35 @@ class ObjectTable:
         return None
 
     def select(
-        self, *, tenant: int | None = None, partitions: Collection[int] | None = None, seen_before: int | None = None
+        self, *, tenant: int = 0, partitions: Collection[int] | None = None, seen_before: int | None = None
     ) -> npt.NDArray[np.int64]:
-        """Return the numbers of objects, in any state but FREE, for which all of this is true."""
+        """Return the numbers of a tenant's objects, or of those in partitions, in any state but FREE."""
         if not self._data:
             return np.empty(0, np.int64)
-        chosen = np.frombuffer(self.states, np.uint8) != FREE
-        if tenant is not None:
-            chosen &= np.frombuffer(self._tenants, np.uint32) == tenant
         if partitions is not None:
-            chosen &= self._are_in(partitions)
+            numbers: npt.NDArray[np.int64] = self._in(partitions)
+        else:
+            numbers = np.flatnonzero(np.frombuffer(self._tenants, np.uint32) == tenant)
+        numbers = numbers[np.frombuffer(self.states, np.uint8)[numbers] != FREE]
         if seen_before is not None:
-            chosen &= np.frombuffer(self.seen, np.uint32) < seen_before
-        return np.flatnonzero(chosen)
+            numbers = numbers[np.frombuffer(self.seen, np.uint32)[numbers] < seen_before]
+        return numbers
 
-    def _are_in(self, partitions: Collection[int]) -> npt.NDArray[np.bool_]:
+    def _in(self, partitions: Collection[int]) -> npt.NDArray[np.int64]:
+        """Return the numbers in partitions, free ones too. One partition takes a millisecond for 4 million numbers."""
+        of_each = np.frombuffer(self._partitions, np.uint16)
+        if len(partitions) == 1:
+            return np.flatnonzero(of_each == next(iter(partitions)))
         included = np.zeros(PARTITIONS, np.bool_)
         included[[*partitions]] = True
-        return included[np.frombuffer(self._partitions, np.uint16)]
+        return np.flatnonzero(included[of_each])
 
     def uses(self, partitions: Collection[int]) -> npt.NDArray[np.void]:
         """Return the number, tenant, bytes and time of the last use of each known object in partitions."""
         if not self._data:
             return np.empty(0, _USE)
-        known = np.frombuffer(self.states, np.uint8) == KNOWN
-        numbers = np.flatnonzero(known & self._are_in(partitions))
+        numbers = self._in(partitions)
+        numbers = numbers[np.frombuffer(self.states, np.uint8)[numbers] == KNOWN]
         found = np.empty(len(numbers), _USE)
         found["number"] = numbers
         found["tenant"] = np.frombuffer(self._tenants, np.uint32)[numbers]

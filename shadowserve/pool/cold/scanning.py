@@ -14,7 +14,7 @@ from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.index_objects import parse_index_name
 from shadowserve.pool.cold.indexing import MERGED, Indexer
-from shadowserve.pool.cold.layout import ColdObjectError, partition_in, tenant_of
+from shadowserve.pool.cold.layout import ColdObjectError, parse_name, partition_in
 from shadowserve.pool.cold.partitions import Partitions
 from shadowserve.pool.cold.writes import read_contents
 
@@ -98,10 +98,10 @@ class Scanner:
                 return False
             if listed.name.endswith(".ix") and (name := parse_index_name(listed.name)) is not None:
                 (news if name.is_news else index[name.partition]).append(listed)
-            elif (tenant := tenant_of(listed.name)) is None:
+            elif (parts := parse_name(listed.name)) is None:
                 foreign, first_foreign = foreign + 1, first_foreign or listed.name
-            elif partition_in(listed.name) in partitions and self._catalog.wants(listed):
-                found[tenant].append(listed)
+            elif parts.partition in partitions and self._catalog.wants(listed, parts):
+                found[parts.tenant].append(listed)
                 count += 1
                 if count > 1.25 * listed_max:
                     count = _keep_newest(found, listed_max)

@@ -9,7 +9,6 @@ from typing import Final
 
 from shadowserve.pool.cold.breaker import Breaker
 from shadowserve.pool.cold.bucket import Bucket, BucketError
-from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.gathering import BACKLOG_MAX, Batch, Gathering
 from shadowserve.pool.cold.indexing import Indexer
@@ -85,7 +84,6 @@ class ColdWriter:
         self,
         config: S3Config,
         bucket: Bucket,
-        catalog: Catalog,
         indexer: Indexer,
         breaker: Breaker,
         clock_s: Callable[[], float],
@@ -94,7 +92,6 @@ class ColdWriter:
         self.gathering = Gathering(int(config.object_bytes), config.gather_s, RECORDS_MAX)
         self._config = config
         self._bucket = bucket
-        self._catalog = catalog
         self._indexer = indexer
         self._breaker = breaker
         self._clock_s = clock_s
@@ -202,7 +199,7 @@ class ColdWriter:
             except BucketError as error:
                 self._breaker.failed(error.reason, error)
                 if packing.contents is not None and not packing.removal_tickets:
-                    self._catalog.add_hidden(packing.contents)  # the write may have succeeded
+                    self._indexer.catalog.add_hidden(packing.contents)  # the write may have succeeded
                 with self._changed:
                     self.gathering.put_back(batch)
             except Exception:  # a bug must not end this thread
@@ -228,7 +225,7 @@ class ColdWriter:
                 return  # of another size, or unsound: the next list handles it
         self._breaker.succeeded()
         self._pressure.since_s = None
-        if not packing.removal_tickets and self._catalog.add(contents) and is_new:
+        if not packing.removal_tickets and self._indexer.catalog.add(contents) and is_new:
             self._indexer.note(contents)
 
     def _end(self, packing: _Packing) -> None:
@@ -240,11 +237,11 @@ class ColdWriter:
         failure: BucketError | None = None
         if packing.contents is not None:
             name = packing.contents.name
-            self._catalog.add_hidden(packing.contents)
-            self._catalog.mark_object(name)
+            self._indexer.catalog.add_hidden(packing.contents)
+            self._indexer.catalog.mark_object(name)
             try:
                 self._bucket.delete(name)
-                self._catalog.note_deleted(name)
+                self._indexer.catalog.note_deleted(name)
             except BucketError as error:
                 failure = error
         for ticket in packing.removal_tickets:
@@ -258,7 +255,7 @@ class ColdWriter:
             return None
         body, records, seen = bytearray(), [], set()
         for address, key in batch.records:
-            if key in seen or self._catalog.find(tenant, key) is not None:
+            if key in seen or self._indexer.catalog.find(tenant, key) is not None:
                 continue
             seen.add(key)
             begin = len(body)
