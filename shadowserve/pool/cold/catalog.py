@@ -105,10 +105,18 @@ class Catalog:
 
     # ---- Known objects
 
-    def add(self, contents: Contents, written_s: float = inf, used_h: int = 0) -> bool:
-        """Add an object, used last in an hour since 1970; return False if it is marked for deletion, or has no room."""
+    def add(self, contents: Contents, written_s: float = inf) -> bool:
+        """Add an object; return False if it is marked for deletion, or has no room."""
         with self._lock:
-            return self._add(contents, written_s, used_h)
+            return self._add(contents, written_s, 0)
+
+    def add_of_news(self, contents: Contents, written_s: float, used_h: int) -> bool:
+        """Add an object of another node, used last in an hour since 1970; return False if it was not added.
+
+        Hidden ones stay hidden. A list has to confirm the others: they may have been deleted since.
+        """
+        with self._lock:
+            return self._table.number_of(contents.parts) is None and self._add(contents, written_s, used_h)
 
     def learn(self, contents: Contents, written_s: float, used_h: int = 0) -> bool:
         """Add an object that wants() has returned True for; also False if it was deleted since."""

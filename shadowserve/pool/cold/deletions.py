@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Final
 
 from shadowserve.errors import ShadowServeError
@@ -139,14 +140,14 @@ class Deletions:
     def _run(self) -> None:
         while (taken := self._next()) is not None:
             tenant, job, name = taken
-            self._continue(tenant, job, self._try(self._breaker, lambda job=job, name=name: self._work(job, name)))
+            self._continue(tenant, job, self._try(self._breaker, self._work, job, name))
 
-    def _try(self, breaker: Breaker, work: Callable[[], None]) -> ShadowServeError | None:
+    def _try(self, breaker: Breaker, work: Callable[..., None], *arguments: object) -> ShadowServeError | None:
         """Work unless the bucket is away; return why that has failed."""
         if breaker.away:
             return breaker.refusal("delete")
         try:
-            work()
+            work(*arguments)
         except BucketError as error:
             # The objects stay hidden, and the next list deletes them; a restart before that finds them again.
             breaker.failed(error.reason, error)
@@ -177,7 +178,7 @@ class Deletions:
 
     def _run_clears(self) -> None:
         while jobs := self._next_clears():
-            failure = self._try(self.list_breaker, lambda jobs=jobs: self._find_all(jobs))
+            failure = self._try(self.list_breaker, self._find_all, jobs)
             for tenant, job in jobs.items():
                 if failure is not None or not job.names:
                     self._answer(job, failure)
@@ -185,7 +186,7 @@ class Deletions:
                 # A job has one thread at a time. One thread is left for other tenants.
                 parts = [_Job(job.names[part :: _AT_ONCE - 1], job.deadline_s) for part in range(_AT_ONCE - 1)]
                 tickets = [self._enqueue(tenant, part) for part in parts if part.names]
-                Ticket.of(*tickets).then(lambda error, job=job: self._answer(job, error))
+                Ticket.of(*tickets).then(partial(self._answer, job))
 
     def _next_clears(self) -> dict[str | None, _Job]:
         with self._changed:

@@ -53,9 +53,10 @@ class ColdTier:
         self._breaker = Breaker("read", clock_s)
         self._reader = ColdReader(config, self._bucket, self._catalog, self._breaker, clock_s)
         self._write_breaker = Breaker("write", clock_s)
-        indexer = Indexer(config, self._bucket, self._catalog, self._write_breaker, clock_s)
-        self._writer = ColdWriter(config, self._bucket, indexer, self._write_breaker, clock_s)
         self._delete_breaker = Breaker("delete", clock_s)
+        breakers = self._breaker, self._write_breaker, self._delete_breaker
+        indexer = Indexer(config, self._bucket, self._catalog, breakers, clock_s)
+        self._writer = ColdWriter(config, self._bucket, indexer, self._write_breaker, clock_s)
         self._deletions = Deletions(config, self._bucket, self._catalog, self._delete_breaker, clock_s)
         partitions = Partitions(serves, config.index_ttl_s, clock_s)
         self._lister = BucketLister(
