@@ -261,6 +261,17 @@ def test_slow_news_delay_no_other_list(bucket: FaultyS3, open_node: Opens) -> No
         gate.set()
 
 
+def test_a_node_that_ends_leaves_its_news(bucket: FaultyS3, open_node: Opens) -> None:
+    """Symptom: the partition's node did not find what another had written just before its end."""
+    node = open_node(serves=ELSEWHERE.__eq__, index_ttl_s=3600.0)
+    wait_for(lambda: node.cold().lists)
+    node.store_chain(chains_of(HOME, 1)[0])
+    node.await_written(1)
+    assert not index_objects(bucket)
+    node.store.drain(30.0)
+    assert [name.split("/")[1] for name in index_objects(bucket)] == ["new"]
+
+
 def test_requests_do_not_grow_with_the_number_of_nodes(bucket: FaultyS3, open_node: Opens) -> None:
     """Symptom: each node listed the whole bucket in each interval, and read the end of each object.
 
@@ -369,6 +380,7 @@ def test_the_node_of_a_partition_deletes_what_was_not_used_for_longest(bucket: F
 def test_the_last_use_survives_a_restart_in_the_index(bucket: FaultyS3, open_node: Opens) -> None:
     chains, day_s = chains_of(HOME, 3), [0.0]
     put(bucket, chains, indexed=True)
+    bucket.written = {PREFIX + chain.object()[0]: float(abs(at - 1)) for at, chain in enumerate(chains)}
     (before,) = index_objects(bucket)
     settings = {"serves": HOME.__eq__, "bytes_max": 64 * 4096 * MIB}
     clock = {"clock_s": lambda: time.monotonic() + day_s[0]}
@@ -383,3 +395,7 @@ def test_the_last_use_survives_a_restart_in_the_index(bucket: FaultyS3, open_nod
     assert parts is not None
     used = {entry.contents.name for entry in parse_index(parts, body) if entry.used_h}
     assert used == {chains[1].object()[0]}
+    node.store.close()
+    other = open_node(serves=HOME.__eq__, bytes_max=64 * MIB)  # room for one
+    wait_for(lambda: other.cold().swept_objects == 2)
+    assert [name for name in bucket.objects if name.endswith(".kv")] == [PREFIX + chains[1].object()[0]]

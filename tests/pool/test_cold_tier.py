@@ -476,6 +476,18 @@ def test_objects_deleted_by_others_are_forgotten_with_the_next_list(bucket: Faul
     assert other.read_chain(CHAIN) == [None] * 12
 
 
+def test_a_list_of_very_many_objects_is_learnt_in_rounds(
+    bucket: FaultyS3, open_node: Opens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shadowserve.pool.cold.scanning._LISTED_MAX", 2)
+    for number in range(9):
+        name, body = Chain(f"round {number}", 1).object()
+        bucket.objects[f"shadowserve/{name}"] = body
+    node = open_node()
+    node.await_known(9)
+    wait_for(lambda: node.cold().lists)
+
+
 def test_foreign_objects_under_the_prefix_are_left_alone(bucket: FaultyS3, open_node: Opens) -> None:
     foreign = {
         "shadowserve/readme.txt": b"hello",

@@ -25,6 +25,8 @@ _OF_ONE_OBJECT: Final = frozenset({"absent", "damaged", "denied"})
 """Failures to read a footer that another try does not change."""
 _LISTED_MIN: Final = 100_000
 """New objects of a list that are examined in any case: some 30 MB."""
+_LISTED_MAX: Final = 500_000
+"""Most new objects of a list; the following lists have the others. They would take some gigabytes."""
 _USE_S: Final = 86_400.0
 """Time after which the last use of objects is written into a partition's index objects."""
 
@@ -94,7 +96,8 @@ class Scanner:
         index: defaultdict[int, list[Listed]] = defaultdict(list)
         news: defaultdict[int, list[Listed]] = defaultdict(list)
         count = foreign = total = 0
-        first_foreign, listed_max = "", max(self._config.chunks_max, _LISTED_MIN)
+        first_foreign, is_cut = "", False
+        listed_max = min(max(self._config.chunks_max, _LISTED_MIN), _LISTED_MAX)
         for listed in self._bucket.list(folder):
             total += 1
             if self._ended or (objects_max is not None and total > objects_max):
@@ -108,6 +111,7 @@ class Scanner:
                 count += 1
                 if count > 1.25 * listed_max:
                     count = _keep_newest(found, listed_max)
+                    is_cut = listed_max < self._config.chunks_max
         self._catalog.end_list(number, partitions)
         self._note_foreign(foreign, first_foreign)
         wanted: defaultdict[int, dict[str, Listed]] = defaultdict(dict)
@@ -125,7 +129,7 @@ class Scanner:
         is_done = all([*run(lambda job: self._learn_partition(*job), jobs)])
         if self._partitions.serves is None:
             self.take_news(chain.from_iterable(news.values()))
-        return is_done
+        return is_done and not is_cut
 
     def _note_foreign(self, count: int, name: str) -> None:
         self.foreign = count  # objects under the prefix that ShadowServe has not written
@@ -186,10 +190,16 @@ class Scanner:
 
         list(self._workers.map(take, of_each.keys(), of_each.values()))
 
+    def write_news(self) -> None:
+        """Write what this node has written in partitions of other nodes, which would not learn of it."""
+        due = [each for each in self._indexer.due(self._partitions.own) if each not in self._partitions.own]
+        list(self._workers.map(lambda each: self._indexer.write(each, is_news=True), due))
+
     def write_index(self) -> None:
         """Write index objects of what this node has written, and merge those of partitions that have many."""
-        due = self._indexer.due(self._partitions.own)
-        list(self._workers.map(lambda each: self._indexer.write(each, is_news=each not in self._partitions.own), due))
+        own = self._partitions.own
+        due = self._indexer.due(own)
+        list(self._workers.map(lambda each: self._indexer.write(each, is_news=each not in own), due))
         merges, self._merges = self._merges, {}
         list(self._workers.map(self._indexer.merge, merges.keys(), merges.values()))
 

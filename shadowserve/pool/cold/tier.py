@@ -77,6 +77,7 @@ class ColdTier:
         self._in_barrier: list[tuple[int | None, Ticket]] = []
         self._removing: set[int | None] = set()  # tenants that have removed something since the last barrier
         self._tenants: dict[int, str] = {DEFAULT_TENANT: ""}
+        self._is_news_left = False
         self._ended = threading.Event()
         self._stepper = threading.Thread(target=self._run_steps, name="s3-step", daemon=True)
         self._pool: Pool
@@ -102,11 +103,12 @@ class ColdTier:
     def hurry(self) -> None:
         """Write everything that waits to be written: the pool is about to close."""
         self._writer.hurry()
+        self._is_news_left = True
 
     @property
     def idle(self) -> bool:
-        """True if nothing waits to be written."""
-        return self._writer.idle
+        """True if nothing waits to be written: records, and after hurry() also news, which are tried once."""
+        return self._writer.idle and not self._is_news_left
 
     def close(self) -> None:
         """End: clients that wait get nothing, and the pool is not used any more once its lock was free. Requests in
@@ -276,6 +278,9 @@ class ColdTier:
         while not self._ended.wait(_STEP_S):
             self._reader.step()
             self._deletions.step()
+            if self._is_news_left and self._writer.idle:
+                self._lister.scanner.write_news()
+                self._is_news_left = False
             list_breaker = self._lister.breaker
             error = f"the bucket was not listed since the start and may have the key: {list_breaker.last_error}"
             self._delayed_removals.expire(ShadowServeError(error), all_of_them=list_breaker.away)
