@@ -296,6 +296,14 @@ def test_requests_do_not_grow_with_the_number_of_nodes(bucket: FaultyS3, open_no
     assert counts[8] <= 1.2 * counts[1], counts
 
 
+def test_a_small_bucket_is_listed_as_a_whole(bucket: FaultyS3, open_node: Opens) -> None:
+    put(bucket, chains_of(HOME, 1))
+    put(bucket, chains_of(4000, 1))
+    node = open_node(serves=lambda each: each < 512, index_ttl_s=3600.0)
+    wait_for(lambda: node.cold().lists)
+    assert node.cold().records == 2 and bucket.count("list") == 2, "of the bucket, and of the news"
+
+
 def test_a_bucket_that_throttles_lists_is_asked_more_rarely(bucket: FaultyS3, open_node: Opens) -> None:
     chain = chains_of(HOME, 1)[0]
     put(bucket, [chain])
@@ -316,7 +324,7 @@ def test_questions_about_a_partition_that_cannot_be_listed_cause_no_flood_of_lis
     partitions.ask(ELSEWHERE)
     assert partitions.changed.is_set() and ELSEWHERE in partitions.due()
     partitions.changed.clear()
-    partitions.note_failed(ELSEWHERE)
+    partitions.note_failed([ELSEWHERE])
     partitions.ask(ELSEWHERE)
     assert not partitions.changed.is_set() and ELSEWHERE not in partitions.due()
 
@@ -329,9 +337,9 @@ def test_many_partitions_of_other_nodes_are_listed_more_rarely() -> None:
     for _ in range(8):
         for partition in range(1000, 3048):
             partitions.ask(partition)
-        for partition in set(partitions.due()) - {HOME}:
-            partitions.note_listed(partition, now_s[0])
-            lists += 1
+        due = set(partitions.due()) - {HOME}
+        partitions.note_listed(due, now_s[0])
+        lists += len(due)
         now_s[0] += 1.0
     assert lists == 2 * 2048, "the first list of each is not delayed"
 

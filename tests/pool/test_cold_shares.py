@@ -68,7 +68,7 @@ def test_objects_that_the_catalog_has_no_room_for_count_as_use(monkeypatch: pyte
     catalog = Catalog(Shares(1))
     known, *others = (object_of("a", str(number)) for number in range(4))
     assert catalog.add(known, 10.0)
-    for _ in range(2):  # lists count anew
+    for _ in range(2):  # each list counts again
         number = catalog.begin_list(range(PARTITIONS))
         assert not any(catalog.wants(Listed(each.name, each.size, 1.0), each.parts) for each in (known, *others))
         catalog.end_list(number, range(PARTITIONS))

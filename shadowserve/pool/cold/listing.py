@@ -27,7 +27,7 @@ _PARTITIONS_AT_ONCE: Final = 48
 _BATCH: Final = 192
 """Partitions that are listed before those that clients have asked for in the meantime."""
 _SMALL: Final = 10_000
-"""Most objects of a bucket that a node of a fleet lists as a whole at its start, instead of each partition."""
+"""Most objects of a bucket that a node of a fleet lists as a whole, instead of each partition."""
 _OF_LISTS: Final = frozenset({"bad_list", "busy"})
 """Failures of lists that say nothing about reads of known objects."""
 
@@ -164,14 +164,11 @@ class BucketLister:
         except BucketError as error:
             self._fail(error)
             is_done = False
-        else:
-            if is_done:
-                self.breaker.succeeded()
-        for partition in partitions:
-            if is_done:
-                self.partitions.note_listed(partition, began_s)
-            elif folder:
-                self.partitions.note_failed(partition)
+        if is_done:
+            self.breaker.succeeded()
+            self.partitions.note_listed(partitions, began_s)
+        elif folder:
+            self.partitions.note_failed(partitions)
         return is_done
 
     def _tick(self, is_complete: bool, workers: ThreadPoolExecutor) -> None:

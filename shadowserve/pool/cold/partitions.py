@@ -2,13 +2,13 @@
 
 import random
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from math import inf
 from typing import Final
 
 from shadowserve.placement import PARTITIONS
 
-OWN_TIMES: Final = 60
+_OWN_TIMES: Final = 60
 """Intervals between two lists of a partition that the node serves: it learns of others' objects by their news."""
 _FORGOTTEN_TIMES: Final = 10
 """Intervals after which a partition of another node is forgotten if no client has asked for its records."""
@@ -85,18 +85,18 @@ class Partitions:
         ]
         return [partition for *_, partition in sorted(due)]
 
-    def note_listed(self, partition: int, began_s: float) -> None:
-        pause_s = self._interval_s
-        if partition in self.own:
-            pause_s *= OWN_TIMES * random.uniform(0.75, 1.25)
-        else:
-            pause_s *= max(1.0, len(self._asked_s) / _ASKED_MAX)
-        self._due_s[partition] = began_s + pause_s
+    def note_listed(self, partitions: Iterable[int], began_s: float) -> None:
+        """Note that one list has shown these partitions: those of the node are due together again."""
+        own_s = self._interval_s * _OWN_TIMES * random.uniform(0.75, 1.25)
+        asked_s = self._interval_s * max(1.0, len(self._asked_s) / _ASKED_MAX)
+        for partition in partitions:
+            self._due_s[partition] = began_s + (own_s if partition in self.own else asked_s)
 
-    def note_failed(self, partition: int) -> None:
-        """Let questions about a partition of another node cause no list for a while."""
-        if partition not in self.own:
-            self._due_s[partition] = self._clock_s() + min(self._interval_s, 1.0)
+    def note_failed(self, partitions: Iterable[int]) -> None:
+        """Let questions about partitions of other nodes cause no list for a while."""
+        for partition in partitions:
+            if partition not in self.own:
+                self._due_s[partition] = self._clock_s() + min(self._interval_s, 1.0)
 
     @property
     def is_complete(self) -> bool:
