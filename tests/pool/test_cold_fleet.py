@@ -10,21 +10,22 @@ from machine import drive, wait_for
 
 from shadowserve.pool.cold.index_objects import index_name, pack, parse_index, parse_index_name
 from shadowserve.pool.cold.layout import footer_bytes
+from shadowserve.pool.cold.partitions import Partitions
 
 PREFIX = "shadowserve/"
 HOME, ELSEWHERE = 7, 8
 
 
-def put(bucket: FaultyS3, chains: list[Chain], *, indexed: bool = False) -> None:
-    """Put an object for each chain of a partition into the bucket, and one index object for all of them."""
+def put(bucket: FaultyS3, chains: list[Chain], *, indexed: bool = False, is_news: bool = False) -> None:
+    """Put an object for each chain of a partition into the bucket, and one index object or news for all of them."""
     entries = []
     for chain in chains:
         name, body = chain.object()
         bucket.objects[PREFIX + name] = body
         entries.append((0, body[-footer_bytes(body, len(body)) :]))
-    if indexed:
+    if indexed or is_news:
         body = pack(entries)
-        bucket.objects[PREFIX + index_name(int(name[:3], 16), body)] = body
+        bucket.objects[PREFIX + index_name(int(name[:3], 16), body, is_news=is_news)] = body
 
 
 def chains_of(partition: int, count: int, label: str = "chain") -> list[Chain]:
@@ -43,6 +44,11 @@ def described(name: str, body: bytes) -> set[str]:
 
 def tails(bucket: FaultyS3) -> int:
     return sum(asked.operation == "get" and asked.name.endswith(".kv") for asked in list(bucket.asked))
+
+
+def news(bucket: FaultyS3, operation: str = "get") -> int:
+    """Return the number of requests about news."""
+    return sum(asked.operation == operation and "/new/" in asked.name for asked in list(bucket.asked))
 
 
 def store_for_tenants(node: Node, count: int, partition: int, label: str = "of") -> None:
@@ -78,6 +84,21 @@ def test_a_node_that_writes_many_objects_writes_an_index_object(bucket: FaultyS3
     other = open_node(write="never")
     other.await_known(16)
     assert tails(bucket) == asked
+
+
+@pytest.mark.parametrize("status", [403, 500])
+def test_records_are_known_although_one_index_object_is_unreadable(
+    bucket: FaultyS3, open_node: Opens, status: int
+) -> None:
+    """Symptom: the node read no tails, and tried again forever."""
+    put(bucket, chains_of(HOME, 2), indexed=True)
+    put(bucket, chains_of(HOME, 2, "others"), indexed=True)
+    unreadable = min(index_objects(bucket))
+    bucket.fault = lambda asked: Answer(status) if asked.name == unreadable else None
+    node = open_node(serves=HOME.__eq__)
+    node.await_known(8)
+    wait_for(lambda: node.cold().lists)
+    assert tails(bucket) == 2
 
 
 @pytest.mark.parametrize("how", ["lost", "torn", "forged", "newer", "foreign footer", "oversized"])
@@ -141,6 +162,24 @@ def test_two_nodes_that_claim_a_partition_merge_its_index_without_loss(bucket: F
     assert tails(bucket) == asked
 
 
+def test_flushall_deletes_index_objects_after_its_list(bucket: FaultyS3, open_node: Opens) -> None:
+    """Symptom: it deleted each between two pages of the list, and so exceeded the list's deadline."""
+    for partition in range(8):
+        put(bucket, chains_of(partition, 1), indexed=True)
+    node = open_node(index_ttl_s=3600.0)
+    node.await_known(16)
+    pages, is_listed = bucket.count("list"), threading.Event()
+
+    def later(asked: Asked) -> Answer | None:
+        if bucket.count("list") == 2 * pages:
+            is_listed.set()
+        return Answer(after=is_listed) if asked.operation == "delete" else None
+
+    bucket.fault = later
+    node.clear()
+    assert not bucket.objects
+
+
 # ---- Partitions of a fleet
 
 
@@ -179,6 +218,58 @@ def test_the_node_of_a_partition_learns_what_another_wrote(bucket: FaultyS3, ope
     assert owner.read_chain(chain) == chain.values
     wait_for(lambda: [name.split("/")[1] for name in index_objects(bucket)] == ["007"])  # no news left
     assert not any(asked.range is not None and asked.range[0] for asked in bucket.asked), "nobody needs its end"
+
+
+def test_an_object_that_was_deleted_does_not_come_back_with_news(bucket: FaultyS3, open_node: Opens) -> None:
+    """Symptom: EXISTS and KV.META returned a record for an hour that the bucket did not have."""
+    deleted, left = chains_of(HOME, 2)
+    put(bucket, [deleted, left], is_news=True)
+    del bucket.objects[PREFIX + deleted.object()[0]]
+    node = open_node(serves=HOME.__eq__, index_ttl_s=3600.0)
+    wait_for(lambda: not any("/new/" in name for name in bucket.objects) and node.cold().records == 2)
+    assert node.read_chain(left) == left.values
+
+
+@pytest.mark.parametrize("right", ["put", "delete"])
+def test_news_that_cannot_be_replaced_are_read_once(bucket: FaultyS3, open_node: Opens, right: str) -> None:
+    """Symptom: each node read them in each interval, and refused deletions stopped writes."""
+    put(bucket, chains_of(HOME, 1), is_news=True)
+    bucket.fault = lambda asked: Answer(403, "AccessDenied") if asked.operation == right else None
+    node = open_node(serves=HOME.__eq__, write="never" if right == "put" else "at_once")
+    node.await_known(2)
+    for _ in range(3):
+        node.await_listed()
+    assert news(bucket) <= 2 and news(bucket, "delete") <= 1
+    if right == "delete":
+        node.store_chain(Chain("later", 1, partition=HOME))
+        node.await_written(1)
+        assert not node.cold().failing_s
+
+
+def test_slow_news_delay_no_other_list(bucket: FaultyS3, open_node: Opens) -> None:
+    """Symptom: after an outage a node read thousands of news first, and listed no partition in the meantime."""
+    node = open_node(serves=HOME.__eq__, timeout_s=300.0)
+    node.await_listed()
+    foreign, gate = chains_of(ELSEWHERE, 1)[0], threading.Event()
+    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" and "/new/" in asked.name else None
+    try:
+        put(bucket, chains_of(HOME, 1), is_news=True)
+        wait_for(lambda: news(bucket))
+        put(bucket, [foreign])
+        drive(lambda: node.peek(foreign.keys[0]), lambda: node.peek(foreign.keys[0]), timeout=20.0)
+    finally:
+        gate.set()
+
+
+def test_a_node_that_ends_leaves_its_news(bucket: FaultyS3, open_node: Opens) -> None:
+    """Symptom: the partition's node did not find what another had written just before its end."""
+    node = open_node(serves=ELSEWHERE.__eq__, index_ttl_s=3600.0)
+    wait_for(lambda: node.cold().lists)
+    node.store_chain(chains_of(HOME, 1)[0])
+    node.await_written(1)
+    assert not index_objects(bucket)
+    node.store.drain(30.0)
+    assert [name.split("/")[1] for name in index_objects(bucket)] == ["new"]
 
 
 def test_requests_do_not_grow_with_the_number_of_nodes(bucket: FaultyS3, open_node: Opens) -> None:
@@ -226,6 +317,52 @@ def test_a_bucket_that_throttles_lists_is_asked_more_rarely(bucket: FaultyS3, op
     assert node.read_chain(chain) == chain.values
 
 
+def test_questions_about_a_partition_that_cannot_be_listed_cause_no_flood_of_lists() -> None:
+    """Symptom: while its list failed, each question caused another one."""
+    partitions = Partitions(HOME.__eq__, 60.0, lambda: 0.0)
+    partitions.follow()
+    partitions.ask(ELSEWHERE)
+    assert partitions.changed.is_set() and ELSEWHERE in partitions.due()
+    partitions.changed.clear()
+    partitions.note_failed([ELSEWHERE])
+    partitions.ask(ELSEWHERE)
+    assert not partitions.changed.is_set() and ELSEWHERE not in partitions.due()
+
+
+def test_many_partitions_of_other_nodes_are_listed_more_rarely() -> None:
+    now_s = [0.0]
+    partitions = Partitions(HOME.__eq__, 1.0, lambda: now_s[0])
+    partitions.follow()
+    lists = 0
+    for _ in range(8):
+        for partition in range(1000, 3048):
+            partitions.ask(partition)
+        due = set(partitions.due()) - {HOME}
+        partitions.note_listed(due, now_s[0])
+        lists += len(due)
+        now_s[0] += 1.0
+    assert lists == 2 * 2048, "the first list of each is not delayed"
+
+
+def test_a_question_during_a_change_of_the_fleet_does_not_break_the_schedule() -> None:
+    """Symptom: from then on each turn of the thread that lists ended with a KeyError."""
+    now_s, served, during = [0.0], set(), []
+
+    def clock_s() -> float:
+        if during:
+            during.pop()()
+        return now_s[0]
+
+    partitions = Partitions(served.__contains__, 1.0, clock_s)
+    partitions.follow()
+    served.add(HOME)
+    during.append(partitions.follow)
+    partitions.ask(HOME)
+    now_s[0] += 100.0
+    assert not partitions.follow()
+    assert not partitions.is_complete
+
+
 # ---- Eviction
 
 
@@ -251,6 +388,7 @@ def test_the_node_of_a_partition_deletes_what_was_not_used_for_longest(bucket: F
 def test_the_last_use_survives_a_restart_in_the_index(bucket: FaultyS3, open_node: Opens) -> None:
     chains, day_s = chains_of(HOME, 3), [0.0]
     put(bucket, chains, indexed=True)
+    bucket.written = {PREFIX + chain.object()[0]: float(abs(at - 1)) for at, chain in enumerate(chains)}
     (before,) = index_objects(bucket)
     settings = {"serves": HOME.__eq__, "bytes_max": 64 * 4096 * MIB}
     clock = {"clock_s": lambda: time.monotonic() + day_s[0]}
@@ -265,3 +403,7 @@ def test_the_last_use_survives_a_restart_in_the_index(bucket: FaultyS3, open_nod
     assert parts is not None
     used = {entry.contents.name for entry in parse_index(parts, body) if entry.used_h}
     assert used == {chains[1].object()[0]}
+    node.store.close()
+    other = open_node(serves=HOME.__eq__, bytes_max=64 * MIB)  # room for one
+    wait_for(lambda: other.cold().swept_objects == 2)
+    assert [name for name in bucket.objects if name.endswith(".kv")] == [PREFIX + chains[1].object()[0]]

@@ -62,6 +62,20 @@ def test_the_tenant_furthest_beyond_its_share_is_the_same_on_each_node() -> None
     assert most_beyond({"a": 1, "b": 100}, {"a": 0, "b": 1}) == "a"
 
 
+def test_objects_that_the_catalog_has_no_room_for_count_as_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: beyond 100,000 such objects a bucket grew over bytes_max."""
+    monkeypatch.setattr("shadowserve.pool.cold.catalog._LEFT_OUT_MAX", 1)
+    catalog = Catalog(Shares(1))
+    known, *others = (object_of("a", str(number)) for number in range(4))
+    assert catalog.add(known, 10.0)
+    for _ in range(2):  # each list counts again
+        number = catalog.begin_list(range(PARTITIONS))
+        assert not any(catalog.wants(Listed(each.name, each.size, 1.0), each.parts) for each in (known, *others))
+        catalog.end_list(number, range(PARTITIONS))
+    assert not catalog.mark_excess(4 * known.size, Shares(1), range(PARTITIONS))
+    assert catalog.mark_excess(4 * known.size - 1, Shares(1), range(PARTITIONS)) == [others[0].name]
+
+
 # ---- The bucket
 
 

@@ -282,6 +282,23 @@ def test_clearing_a_tenant_deletes_exactly_its_objects_even_unknown_ones(bucket:
     assert len(bucket.objects) == 1 and "ttheirs" in next(iter(bucket.objects))
 
 
+def test_the_flushes_of_a_tenant_do_not_block_the_removals_of_others(bucket: FaultyS3, open_node: Opens) -> None:
+    """Symptom: FLUSHDB on four connections, also of a tenant without objects, made each DEL of others an error."""
+    node = filled(open_node)
+    idle = node.call(node.store.tenant, "idle")
+    endless = "<ListBucketResult><IsTruncated>true</IsTruncated><NextContinuationToken>%d</NextContinuationToken>"
+    bucket.fault = lambda asked: (
+        Answer(200, body=(endless % len(bucket.asked)).encode()) if asked.operation == "list" else None
+    )
+    for _ in range(5):
+        node.call(lambda: (node.store.clear(idle), node.store.barrier()))
+    assert node.remove(CHAIN.keys[0]), "while the bucket is listed"
+    assert not bucket.objects
+    assert node.cold().deleting <= 2, "one waits for the next list, with the ticket of all further ones"
+    bucket.fault = lambda asked: None
+    wait_for(lambda: not node.cold().deleting)
+
+
 def test_values_with_an_expiry_or_without_a_header_are_not_written_and_replace_the_record(
     bucket: FaultyS3, open_node: Opens
 ) -> None:
@@ -457,6 +474,18 @@ def test_objects_deleted_by_others_are_forgotten_with_the_next_list(bucket: Faul
     bucket.objects.clear()
     other.await_known(0)
     assert other.read_chain(CHAIN) == [None] * 12
+
+
+def test_a_list_of_very_many_objects_is_learnt_in_rounds(
+    bucket: FaultyS3, open_node: Opens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shadowserve.pool.cold.scanning._LISTED_MAX", 2)
+    for number in range(9):
+        name, body = Chain(f"round {number}", 1).object()
+        bucket.objects[f"shadowserve/{name}"] = body
+    node = open_node()
+    node.await_known(9)
+    wait_for(lambda: node.cold().lists)
 
 
 def test_foreign_objects_under_the_prefix_are_left_alone(bucket: FaultyS3, open_node: Opens) -> None:

@@ -4,7 +4,7 @@ import itertools
 import os
 import threading
 import time
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from math import inf
 from typing import Final, NamedTuple
@@ -70,11 +70,12 @@ class Catalog:
         objects: Known objects.
         chunks: Records in them.
         bytes: Bytes of the objects.
+        left_out: Objects of the bucket that are unknown because ``chunks_max`` has no room for them, 100,000 at most.
     """
 
     def __init__(self, shares: Shares) -> None:
         """``shares`` limits the number of known records, and divides it among tenants; further objects are left out."""
-        self.objects = self.chunks = self.bytes = 0
+        self.objects = self.chunks = self.bytes = self.left_out = 0
         self._shares = shares
         self._lock = threading.Lock()
         self._table = ObjectTable()
@@ -85,14 +86,10 @@ class Catalog:
         self._marked: dict[str, None] = {}
         self._marked_unread: dict[str, dict[str, None]] = {}  # marked objects of unknown contents, by tenant
         self._wanted: dict[int, set[str]] = {}  # of each partition, in this list, if not deleted since
-        self._left_out: OrderedDict[str, _LeftOut] = OrderedDict()
+        self._left_out: dict[int, dict[str, _LeftOut]] = {}  # by partition and name
+        self._uncounted: dict[int, Counter[str]] = {}  # bytes of further ones in the last list, by partition and tenant
         self._touched_s: dict[int, float] = {}  # first use of each partition that its index objects do not have
         self._refused: OrderedDict[Listed, tuple[int, int]] = OrderedDict()  # lists to skip, in all and left
-
-    @property
-    def left_out(self) -> int:
-        """Objects of the bucket that are unknown because ``chunks_max`` has no room for them."""
-        return len(self._left_out)
 
     def find(self, tenant: str, key: bytes) -> Found | None:
         own = self._tenants.get(tenant)
@@ -105,10 +102,18 @@ class Catalog:
 
     # ---- Known objects
 
-    def add(self, contents: Contents, written_s: float = inf, used_h: int = 0) -> bool:
-        """Add an object, used last in an hour since 1970; return False if it is marked for deletion, or has no room."""
+    def add(self, contents: Contents, written_s: float = inf) -> bool:
+        """Add an object; return False if it is marked for deletion, or has no room."""
         with self._lock:
-            return self._add(contents, written_s, used_h)
+            return self._add(contents, written_s, 0)
+
+    def add_of_news(self, contents: Contents, written_s: float, used_h: int) -> bool:
+        """Add an object of another node, used last in an hour since 1970; return False if it was not added.
+
+        Hidden ones stay hidden. A list has to confirm the others: they may have been deleted since.
+        """
+        with self._lock:
+            return self._table.number_of(contents.parts) is None and self._add(contents, written_s, used_h)
 
     def learn(self, contents: Contents, written_s: float, used_h: int = 0) -> bool:
         """Add an object that wants() has returned True for; also False if it was deleted since."""
@@ -125,7 +130,7 @@ class Catalog:
         if not self._make_room(contents.tenant, len(contents.keys), written_s):
             self._leave_out(contents.name, len(contents.keys), contents.size, written_s)
             return False
-        self._left_out.pop(contents.name, None)
+        self._let_in(contents.name)
         if number is not None:
             self._remove(number)
         self._insert(contents, KNOWN, written_s, used_h)
@@ -162,9 +167,17 @@ class Catalog:
                 counted.bytes += sign * table.sizes[number]
 
     def _leave_out(self, name: str, records: int, size: int, written_s: float) -> None:
-        self._left_out[name] = _LeftOut(records, self._list, size, written_s)
-        if len(self._left_out) > _LEFT_OUT_MAX:
-            self._left_out.popitem(last=False)
+        partition = partition_in(name)
+        left_out = self._left_out.setdefault(partition, {})
+        if name not in left_out:
+            if self.left_out >= _LEFT_OUT_MAX:
+                self._uncounted.setdefault(partition, Counter())[_parts(name).tenant] += size
+                return
+            self.left_out += 1
+        left_out[name] = _LeftOut(records, self._list, size, written_s)
+
+    def _let_in(self, name: str) -> None:
+        self.left_out -= self._left_out.get(partition_in(name), {}).pop(name, None) is not None
 
     def _make_room(self, tenant: str, records: int, written_s: float) -> bool:
         """Forget the oldest objects of tenants beyond their shares until there is room; False if there is none."""
@@ -226,6 +239,8 @@ class Catalog:
     def forget(self, partition: int) -> None:
         """Forget the known objects of a partition that this node does not serve."""
         with self._lock:
+            self.left_out -= len(self._left_out.pop(partition, ()))
+            self._uncounted.pop(partition, None)
             numbers = self._table.select(partitions=(partition,)).tolist()
         for number in numbers:
             with self._lock:
@@ -267,6 +282,8 @@ class Catalog:
         """Begin a list of partitions, after which end_list() forgets what it did not show; return its number."""
         self.forget_wanted(partitions)
         with self._lock:
+            for partition in partitions:
+                self._uncounted.pop(partition, None)
             self._list += 1
             return self._list
 
@@ -304,7 +321,7 @@ class Catalog:
             return True
 
     def _records_left_out(self, name: str) -> int:
-        left_out = self._left_out.get(name)
+        left_out = self._left_out.get(partition_in(name), {}).get(name)
         return 1 if left_out is None else left_out.records
 
     def _has_room(self, tenant: str, listed: Listed) -> bool:
@@ -318,9 +335,10 @@ class Catalog:
         """Forget objects that list ``number`` of partitions did not show. Marked ones stay marked."""
         with self._lock:
             missing = self._table.select(partitions=partitions, seen_before=number).tolist()
-            for name, left_out in list(self._left_out.items()):
-                if left_out.seen < number and partition_in(name) in partitions:
-                    del self._left_out[name]
+            for partition in partitions:
+                gone = [name for name, each in self._left_out.get(partition, {}).items() if each.seen < number]
+                for name in gone:
+                    self._let_in(name)
         for each in missing:
             with self._lock:
                 # It may have changed since.
@@ -336,13 +354,15 @@ class Catalog:
         They are the objects of the tenants furthest beyond their shares that were not used for longest.
         """
         with self._lock:
-            if self.bytes + sum(each.size for each in self._left_out.values()) <= bytes_max:
+            left_out = [(*each, name) for at in partitions for name, each in self._left_out.get(at, {}).items()]
+            uncounted = sum((self._uncounted[at] for at in partitions if at in self._uncounted), Counter())
+            unknown = sum(size for _, _, size, *_ in left_out) + uncounted.total()
+            if self.bytes + unknown <= bytes_max:
                 return []
             uses = self._table.uses(partitions)
-            left_out = [(*each, name) for name, each in self._left_out.items() if partition_in(name) in partitions]
             owners = {number: own.name for number, own in self._by_number.items() if not own.is_cleared}
         uses = uses[np.isin(uses["tenant"], list(owners))]
-        total = int(uses["size"].sum()) + sum(size for _, _, size, *_ in left_out)
+        total = int(uses["size"].sum()) + unknown
         if total <= bytes_max:
             return []
         sizes: dict[str, list[tuple[int, int | str]]] = defaultdict(list)  # of each tenant, the first to delete last
@@ -351,7 +371,9 @@ class Catalog:
             sizes[owners[tenant_number]].append((size, number))
         for *_, size, _, name in sorted(left_out, key=lambda each: -each[3]):  # they were left out as the oldest ones
             sizes[_parts(name).tenant].append((size, name))
-        used: dict[str, float] = {tenant: sum(size for size, _ in each) for tenant, each in sizes.items()}
+        used: dict[str, float] = {
+            tenant: sum(size for size, _ in each) + uncounted[tenant] for tenant, each in sizes.items()
+        }
         names: list[str] = []
         while used and total > bytes_max * SWEPT_SHARE:
             tenant = most_beyond(used, shares.among(used))
@@ -424,7 +446,7 @@ class Catalog:
         number = self._table.number_of(parts)
         if number is not None:
             self._set_state(number, HIDDEN)
-        self._left_out.pop(name, None)
+        self._let_in(name)
         self._marked[name] = None
         if number is None or self._is_cleared(number):
             self._marked_unread.setdefault(parts.tenant, {})[name] = None

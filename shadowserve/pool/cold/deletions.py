@@ -2,7 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Final
 
 from shadowserve.errors import ShadowServeError
@@ -40,6 +41,7 @@ class Deletions:
         self, config: S3Config, bucket: Bucket, catalog: Catalog, breaker: Breaker, clock_s: Callable[[], float]
     ) -> None:
         """While ``breaker`` is open, deletions fail at once."""
+        self.list_breaker = Breaker("clear", clock_s)  # lists of what to delete; they must not stop other deletions
         self._config = config
         self._clock_s = clock_s
         self._bucket = bucket
@@ -48,13 +50,15 @@ class Deletions:
         self._changed = threading.Condition()
         self._queue: FairQueue[_Job] = FairQueue()
         self._unread: dict[str, Ticket] = {}  # by tenant, while its marked objects of unknown contents are deleted
+        self._clears: dict[str | None, _Job] = {}  # by tenant, which wait for the next list of the bucket
         self._closed = False
         self._waited_for: dict[_Job, None] = {}
         self.threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        for number in range(_AT_ONCE):
-            thread = threading.Thread(target=self._run, name=f"s3-delete-{number}", daemon=True)
+        for number in range(_AT_ONCE + 1):
+            run = self._run if number else self._run_clears
+            thread = threading.Thread(target=run, name=f"s3-delete-{number}", daemon=True)
             thread.start()
             self.threads.append(thread)
 
@@ -81,19 +85,34 @@ class Deletions:
         return ticket
 
     def clear(self, tenant: str | None) -> Ticket:
-        """Delete all objects of a tenant, or of all, within ``list_timeout_s``, as delete()."""
-        ends_s = self._clock_s() + self._config.list_timeout_s
-        return self._enqueue(tenant, _Job((), ends_s, lambda: self._listed(tenant)))
+        """Delete all objects of a tenant, or of all, within ``list_timeout_s``, as delete().
 
-    def _enqueue(self, tenant: str | None, job: _Job) -> Ticket:
-        error = self._breaker.refusal("delete") if self._breaker.away else None
-        if error is not None:
-            job.ticket.settle(error)  # no caller has the ticket yet
+        One list of the bucket, as names begin with partitions, finds those of all tenants that wait for it.
+        """
+        job = _Job((), self._clock_s() + self._config.list_timeout_s)
+        if self._refuse(job):
             return job.ticket
         with self._changed:
-            self._queue.push(tenant, 0, job)
+            waiting = self._clears.get(tenant)
+            if waiting is not None and waiting in self._waited_for:
+                return waiting.ticket
+            self._clears[tenant] = job
             self._waited_for[job] = None
-            self._changed.notify()
+            self._changed.notify_all()
+        return job.ticket
+
+    def _refuse(self, job: _Job) -> bool:
+        """Settle a job, which no caller knows yet, with an error if the bucket is away; return whether it is."""
+        if is_away := self._breaker.away:
+            job.ticket.settle(self._breaker.refusal("delete"))
+        return is_away
+
+    def _enqueue(self, tenant: str | None, job: _Job) -> Ticket:
+        if not self._refuse(job):
+            with self._changed:
+                self._queue.push(tenant, 0, job)
+                self._waited_for[job] = None
+                self._changed.notify_all()
         return job.ticket
 
     def step(self) -> None:
@@ -104,7 +123,7 @@ class Deletions:
         for job in late:
             self._answer(job, ShadowServeError("cannot delete all of it in time; the deletion continues"))
 
-    def _answer(self, job: _Job, failure: ShadowServeError | None) -> None:
+    def _answer(self, job: _Job, failure: Exception | None) -> None:
         with self._changed:
             if job not in self._waited_for:
                 return  # its deadline has passed
@@ -121,23 +140,29 @@ class Deletions:
     def _run(self) -> None:
         while (taken := self._next()) is not None:
             tenant, job, name = taken
-            failure: ShadowServeError | None = None
-            try:
-                if self._breaker.away:
-                    failure = self._breaker.refusal("delete")
-                elif job.find is not None:
-                    job.names.extend(job.find())
-                    job.find = None
-                elif name is not None:
-                    self.delete_one(name)
-            except BucketError as error:
-                # The objects stay hidden, and the next list deletes them; a restart before that finds them again.
-                failure = error
-                self._breaker.failed(error.reason, error)
-            except Exception as error:  # a bug must not end this thread
-                _log.exception("s3_delete_failed")
-                failure = ShadowServeError(f"cannot delete: {error}")
-            self._continue(tenant, job, failure)
+            self._continue(tenant, job, self._try(self._breaker, self._work, job, name))
+
+    def _try(self, breaker: Breaker, work: Callable[..., None], *arguments: object) -> ShadowServeError | None:
+        """Work unless the bucket is away; return why that has failed."""
+        if breaker.away:
+            return breaker.refusal("delete")
+        try:
+            work(*arguments)
+        except BucketError as error:
+            # The objects stay hidden, and the next list deletes them; a restart before that finds them again.
+            breaker.failed(error.reason, error)
+            return error
+        except Exception as error:  # a bug must not end this thread
+            _log.exception("s3_delete_failed")
+            return ShadowServeError(f"cannot delete: {error}")
+        return None
+
+    def _work(self, job: _Job, name: str | None) -> None:
+        if job.find is not None:
+            job.names.extend(job.find())
+            job.find = None
+        elif name is not None:
+            self.delete_one(name)
 
     def _next(self) -> tuple[str | None, _Job, str | None] | None:
         with self._changed:
@@ -151,23 +176,47 @@ class Deletions:
                 self._changed.wait()
         return None
 
-    def _listed(self, tenant: str | None) -> Iterable[str]:
-        """Mark and yield all objects of a tenant: the whole bucket is listed, as names begin with partitions."""
+    def _run_clears(self) -> None:
+        while jobs := self._next_clears():
+            failure = self._try(self.list_breaker, self._find_all, jobs)
+            for tenant, job in jobs.items():
+                if failure is not None or not job.names:
+                    self._answer(job, failure)
+                    continue
+                # A job has one thread at a time. One thread is left for other tenants.
+                parts = [_Job(job.names[part :: _AT_ONCE - 1], job.deadline_s) for part in range(_AT_ONCE - 1)]
+                tickets = [self._enqueue(tenant, part) for part in parts if part.names]
+                Ticket.of(*tickets).then(partial(self._answer, job))
+
+    def _next_clears(self) -> dict[str | None, _Job]:
+        with self._changed:
+            while not self._clears and not self._closed:
+                self._changed.wait()
+            taken, self._clears = self._clears, {}
+            return {} if self._closed else taken
+
+    def _find_all(self, jobs: Mapping[str | None, _Job]) -> None:
+        """List the bucket; mark the objects of the jobs' tenants, and let the jobs have them."""
         for listed in self._bucket.list():
-            parts = parse_name(listed.name)
-            if tenant is None and parse_index_name(listed.name) is not None:
-                self._bucket.delete(listed.name)
-            if parts is not None and tenant in (None, parts.tenant):
-                self._catalog.mark_object(listed.name)
-                yield listed.name
+            if (parts := parse_name(listed.name)) is not None:
+                wanted = [jobs[tenant] for tenant in (None, parts.tenant) if tenant in jobs]
+                if wanted:
+                    self._catalog.mark_object(listed.name)
+            else:
+                wanted = [jobs[None]] if None in jobs and parse_index_name(listed.name) is not None else []
+            for job in wanted:
+                job.names.append(listed.name)
+        self.list_breaker.succeeded()
 
     def delete_one(self, name: str) -> None:
-        """Delete an object, if it is still marked; BucketError if that fails."""
-        if not self._catalog.is_marked(name):
+        """Delete an index object, or an object if it is still marked; BucketError if that fails."""
+        is_index = parse_index_name(name) is not None
+        if not is_index and not self._catalog.is_marked(name):
             return
         self._bucket.delete(name)
         self._breaker.succeeded()
-        self._catalog.note_deleted(name)
+        if not is_index:
+            self._catalog.note_deleted(name)
 
     def delete_some(self, names: Iterable[str]) -> int:
         """Delete objects until one deletion fails; return how many were deleted."""
@@ -185,7 +234,7 @@ class Deletions:
         if failure is None and job.names:
             with self._changed:
                 self._queue.push(tenant, 0, job)
-                self._changed.notify()
+                self._changed.notify_all()
             return
         self._answer(job, failure)
 

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Container, Iterable
+from math import inf
 from typing import Final
 
 from shadowserve.pool.cold.breaker import Breaker
@@ -34,6 +35,9 @@ MERGED: Final = 8
 _MERGED_BYTES: Final = 1 << 20
 _NEWS_S: Final = 86_400.0
 """Age at which any node deletes news: the partition's node has listed the objects since."""
+_NEWS_BYTES_MAX: Final = 8 << 20
+"""Most bytes of a partition's news that become one part of the index."""
+_TAKEN_MAX: Final = 100_000
 _REFUSED_MAX: Final = 10_000
 
 
@@ -56,10 +60,15 @@ class Indexer:
     """
 
     def __init__(
-        self, config: S3Config, bucket: Bucket, catalog: Catalog, breaker: Breaker, clock_s: Callable[[], float]
+        self,
+        config: S3Config,
+        bucket: Bucket,
+        catalog: Catalog,
+        breakers: tuple[Breaker, Breaker, Breaker],
+        clock_s: Callable[[], float],
     ) -> None:
-        """``breaker``: that of writes."""
-        self._breaker = breaker
+        """``breakers``: those of reads, writes and deletions."""
+        self._read_breaker, self._breaker, self._delete_breaker = breakers
         self._bucket = bucket
         self.catalog = catalog
         self._clock_s = clock_s
@@ -69,31 +78,49 @@ class Indexer:
         self._waiting: dict[int, _Waiting] = {}
         self._waiting_bytes = 0
         self._refused: dict[str, None] = {}  # names of unsound index objects
+        self._taken_s: dict[str, float] = {}  # news that were taken, with the time
         self._merges_again_s = 0.0
+        self._ended = False
         self._learnt: dict[int, frozenset[str]] = {}  # index objects of each partition that were read or written here
 
     # ---- Learning
 
-    def learn(self, partition: int, index: Iterable[Listed], wanted: dict[str, Listed]) -> None:
+    def learn(self, partition: int, index: Collection[Listed], wanted: dict[str, Listed], ends_s: float) -> bool:
         """Add objects that the catalog wants, and that new index objects describe; remove them from ``wanted``.
 
-        ``index`` are all index objects of the partition.
+        ``index`` are all index objects of the partition. Return False if some could not be read now, until ``ends_s``.
         """
         with self._lock:
             read = self._learnt.get(partition, frozenset()) & {listed.name for listed in index}
             self._learnt[partition] = read
+        is_done = True
         for listed in index:
             if not wanted:
-                return
+                return True
             if listed.name in read:
                 continue
-            entries = self._read(listed)
-            self._note_learnt(partition, listed.name)
-            for contents, used_h, _ in entries:
+            if not self._may_read(ends_s):
+                return False
+            try:
+                entries = self._read(listed)
+            except BucketError:
+                is_done = False
+                continue
+            if entries is not None:
+                self._note_learnt(partition, listed.name)
+            for contents, used_h, _ in entries or ():
                 found = wanted.get(contents.name)
                 if found is not None and found.size == contents.size and self._is_readable(contents):
                     self.catalog.learn(contents, found.written_s, used_h)
                     del wanted[contents.name]
+        return is_done
+
+    def _may_read(self, ends_s: float) -> bool:
+        return not self._ended and not self._read_breaker.away and time.monotonic() < ends_s
+
+    def close(self) -> None:
+        """Read and write nothing more."""
+        self._ended = True
 
     def _note_learnt(self, partition: int, name: str) -> None:
         with self._lock:
@@ -107,8 +134,11 @@ class Indexer:
     def _is_readable(self, contents: Contents) -> bool:
         return max(contents.lengths) <= self._record_bytes_max
 
-    def _read(self, listed: Listed) -> list[IndexEntry]:
-        """Return the entries of an index object; none of an unsound one, which is left alone."""
+    def _read(self, listed: Listed) -> list[IndexEntry] | None:
+        """Return the entries of an index object; none of an unsound one, which is left alone.
+
+        None: it is absent or unreadable, and perhaps will not be later. BucketError: the same for all objects.
+        """
         name = parse_index_name(listed.name)
         if name is None or listed.name in self._refused:
             return []
@@ -116,12 +146,14 @@ class Indexer:
             if not 0 < listed.size <= INDEX_BYTES_MAX:
                 raise ColdObjectError(f"it has {listed.size} bytes")
             return parse_index(name, bytes(self._bucket.read(listed.name, 0, listed.size)))
-        except (ColdObjectError, BucketError) as error:
-            if isinstance(error, BucketError) and error.reason not in ("absent", "damaged"):
-                raise
-            if not isinstance(error, BucketError):  # another answer may have other bytes
-                self._refuse(listed.name, error)
+        except ColdObjectError as error:
+            self._refuse(listed.name, error)
             return []
+        except BucketError as error:
+            self._read_breaker.failed(error.reason, error)
+            if error.reason not in ("absent", "damaged", "denied"):
+                raise
+            return None
 
     def _refuse(self, name: str, error: ColdObjectError) -> None:
         with self._lock:
@@ -132,20 +164,46 @@ class Indexer:
             "s3_index_refused name=%s error=%r hint='its objects are learnt from their ends'", name, str(error)
         )
 
-    def take_news(self, listed: Listed) -> None:
-        """Learn what another node has written in a partition of this node, and make it a part of the index."""
-        name, entries = parse_index_name(listed.name), self._read(listed)
-        for contents, used_h, _ in entries:
-            if self._is_readable(contents):
-                self.catalog.add(contents, listed.written_s, used_h)
-        if name is not None and entries:
-            self._replace(name.partition, [(each.used_h, each.footer) for each in entries], [listed.name])
+    def new_of(self, news: Iterable[Listed]) -> list[Listed]:
+        """Return those of ``news`` that were not taken here lately."""
+        now_s = self._clock_s()
+        return [listed for listed in news if self._taken_s.get(listed.name, -inf) + _AGE_S <= now_s]
 
-    def drop_news(self, listed: Listed) -> None:
+    def take_news(self, partition: int, news: Iterable[Listed], ends_s: float) -> bool:
+        """Learn what others have written in a partition of this node; return whether anything was new.
+
+        The news become a part of the index. If that fails they are taken again after an hour.
+        """
+        is_new, size = False, 0
+        entries: dict[bytes, int] = {}
+        taken: list[str] = []
+        for listed in news:
+            size += listed.size
+            if not self._may_read(ends_s) or (taken and size > _NEWS_BYTES_MAX):
+                break
+            try:
+                found = self._read(listed)
+            except BucketError:
+                continue
+            with self._lock:
+                if len(self._taken_s) >= _TAKEN_MAX:
+                    self._taken_s.clear()
+                self._taken_s[listed.name] = self._clock_s()
+            for contents, used_h, footer in found or ():
+                entries[footer] = max(used_h, entries.get(footer, 0))
+                if self._is_readable(contents):
+                    is_new |= self.catalog.add_of_news(contents, listed.written_s, used_h)
+            if found:
+                taken.append(listed.name)
+        if taken:
+            self._replace(partition, [(used_h, footer) for footer, used_h in sorted(entries.items())], taken)
+        return is_new
+
+    def drop_news(self, partition: int, news: Iterable[Listed]) -> None:
         """Delete news that the partition's node has not taken for a long time."""
-        name = parse_index_name(listed.name)
-        if name is not None and time.time() - listed.written_s > _NEWS_S:
-            self._replace(name.partition, (), [listed.name])
+        old = [listed.name for listed in news if time.time() - listed.written_s > _NEWS_S]
+        if old:
+            self._replace(partition, (), old)
 
     # ---- Writing
 
@@ -204,16 +262,24 @@ class Indexer:
         self, partition: int, entries: Collection[tuple[int, bytes]], old: Iterable[str], *, is_news: bool = False
     ) -> bool:
         """Write index objects with these entries, then delete old ones; return whether that was possible."""
-        if not self._writes or self._breaker.away:
+        if not self._writes or self._ended:
             return False
+        breaker = self._breaker
         try:
-            written = self._create(partition, entries, is_news=is_news)
-            for name in set(old) - written:
+            if entries:
+                if breaker.away:
+                    return False
+                written = self._create(partition, entries, is_news=is_news)
+                breaker.succeeded()
+            breaker = self._delete_breaker
+            for name in set(old) - (written if entries else set()):
+                if breaker.away:
+                    return False
                 self._bucket.delete(name)
+                breaker.succeeded()
         except BucketError as error:
-            self._breaker.failed(error.reason, error)
+            breaker.failed(error.reason, error)
             return False
-        self._breaker.succeeded()
         return True
 
     def _create(self, partition: int, entries: Iterable[tuple[int, bytes]], *, is_news: bool = False) -> set[str]:
@@ -242,7 +308,7 @@ class Indexer:
         """Replace a partition's index objects by one with the last use of each object. They have just been listed."""
         small = self.small(index)
         now_s = self._clock_s()
-        if not self._writes or now_s < self._merges_again_s:
+        if not self._writes or self._ended or now_s < self._merges_again_s:
             return
         self.catalog.forget_touches(partition)
         footers: dict[str, tuple[int, bytes]] = {}
@@ -251,11 +317,10 @@ class Indexer:
             for listed in small:
                 if entries := self._read(listed):
                     merged.append(listed.name)
-                for contents, used_h, footer in entries:
+                for contents, used_h, footer in entries or ():
                     if (known_h := self.catalog.used_h(contents.name)) is not None:
                         footers[contents.name] = max(used_h, known_h), footer
-        except BucketError as error:
-            self._breaker.failed(error.reason, error)
+        except BucketError:
             return
         if not self._replace(partition, [footers[name] for name in sorted(footers)], merged):
             self._merges_again_s = now_s + _AGE_S  # perhaps it may not delete; reading all of them has a cost

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from math import inf
 from typing import Final
 
@@ -72,6 +72,7 @@ class BucketLister:
         self._on_listed = on_listed
         self._on_forgotten = on_forgotten
         self._tick_s = -inf
+        self._news: Future[None] | None = None  # the news that are being taken
         self._is_small = True  # one list of the whole bucket takes fewer requests than one of each partition
         self._shares = Shares(int((config.bytes_max or 0) * SWEPT_SHARE))
         self._shares_lock = threading.Lock()
@@ -142,19 +143,19 @@ class BucketLister:
             for partition in self.partitions.follow():
                 self._on_forgotten(partition)
                 self.scanner.forget(partition)
-        due = self.partitions.due()
+        due, done = self.partitions.due(), [True]
         if len(due) <= _BATCH or not self._is_small or not self._scan_due(frozenset(due), ""):
             self._is_small = self._is_small and len(due) <= _BATCH
             done = [*workers.map(lambda each: self._scan_due((each,), folder_of(each)), due[:_BATCH])]
-            if all(done) and len(due) > _BATCH:
+            if all(done) and len(due) > _BATCH and (not self.lists or now_s < self._tick_s):
                 return 0.0
         is_complete = self.partitions.is_complete
         if is_complete:
             self.tried.set()
         if now_s >= self._tick_s:
             self._tick_s = now_s + ttl_s
-            self._tick(is_complete)
-        return max(0.0, self._tick_s - self._clock_s()) if is_complete else min(ttl_s, 1.0)
+            self._tick(is_complete, workers)
+        return max(0.0, self._tick_s - self._clock_s()) if is_complete and all(done) else min(ttl_s, 1.0)
 
     def _scan_due(self, partitions: Collection[int], folder: str) -> bool:
         began_s = self._clock_s()
@@ -162,18 +163,23 @@ class BucketLister:
             is_done = not self.breaker.away and self._scan(partitions, folder, None if folder else _SMALL)
         except BucketError as error:
             self._fail(error)
-            return False
+            is_done = False
         if is_done:
             self.breaker.succeeded()
             self.partitions.note_listed(partitions, began_s)
+        elif folder:
+            self.partitions.note_failed(partitions)
         return is_done
 
-    def _tick(self, is_complete: bool) -> None:
+    def _tick(self, is_complete: bool, workers: ThreadPoolExecutor) -> None:
         """Do what is done once in each interval, with one list for all partitions."""
         self._deletions.delete_some(self._catalog.marked())
         self.scanner.write_index()
-        for listed in self._bucket.list(NEWS_FOLDER):
-            self.scanner.take_news(listed)
+        news = list(self._bucket.list(NEWS_FOLDER))
+        if self._news is None or self._news.done():
+            before, self._news = self._news, workers.submit(self.scanner.take_news, news)  # they may be thousands
+            if before is not None:
+                before.result()
         self._succeed()
         if is_complete:
             self.lists += 1

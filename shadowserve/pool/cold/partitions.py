@@ -13,12 +13,16 @@ _OWN_TIMES: Final = 60
 _FORGOTTEN_TIMES: Final = 10
 """Intervals after which a partition of another node is forgotten if no client has asked for its records."""
 
+_ASKED_MAX: Final = 512
+"""Partitions of other nodes that are listed in each interval; of more, each is listed more rarely after its first list.
+Random keys would cost a list of each partition."""
+
 
 class Partitions:
     """Partitions that the node serves, and those of other nodes while clients ask for them.
 
-    Only :meth:`ask` may be called by any thread; the others are for one thread at a time, except :meth:`note_listed`
-    for different partitions.
+    Any thread may call :meth:`ask` and :meth:`list_again`. The others are for one thread at a time, except
+    :meth:`note_listed` and :meth:`note_failed` for different partitions.
 
     Attributes:
         own: Partitions that the node serves.
@@ -44,6 +48,12 @@ class Partitions:
         if self._due_s.setdefault(partition, now_s) <= now_s:
             self.changed.set()
 
+    def list_again(self, partition: int) -> None:
+        """Let a known partition be due. It does not wait."""
+        if partition in self._due_s:
+            self._due_s[partition] = min(self._due_s[partition], self._clock_s())
+            self.changed.set()
+
     def follow(self) -> list[int]:
         """Find out which partitions the node serves now; return those to forget, as no client asks for them."""
         assert self.serves is not None
@@ -56,7 +66,9 @@ class Partitions:
             self._asked_s[partition] = now_s
             self._due_s[partition] = min(self._due_s[partition], now_s + self._interval_s)
         for partition, asked_s in list(self._asked_s.items()):
-            if now_s - asked_s > _FORGOTTEN_TIMES * self._interval_s:
+            if partition in self.own:  # ask() has overlapped with the change
+                self._asked_s.pop(partition, None)
+            elif now_s - asked_s > _FORGOTTEN_TIMES * self._interval_s:
                 self._asked_s.pop(partition, None)
                 self._due_s.pop(partition, None)
                 forgotten.append(partition)
@@ -76,8 +88,15 @@ class Partitions:
     def note_listed(self, partitions: Iterable[int], began_s: float) -> None:
         """Note that one list has shown these partitions: those of the node are due together again."""
         own_s = self._interval_s * _OWN_TIMES * random.uniform(0.75, 1.25)
+        asked_s = self._interval_s * max(1.0, len(self._asked_s) / _ASKED_MAX)
         for partition in partitions:
-            self._due_s[partition] = began_s + (own_s if partition in self.own else self._interval_s)
+            self._due_s[partition] = began_s + (own_s if partition in self.own else asked_s)
+
+    def note_failed(self, partitions: Iterable[int]) -> None:
+        """Let questions about partitions of other nodes cause no list for a while."""
+        for partition in partitions:
+            if partition not in self.own:
+                self._due_s[partition] = self._clock_s() + min(self._interval_s, 1.0)
 
     @property
     def is_complete(self) -> bool:

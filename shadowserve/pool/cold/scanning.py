@@ -5,7 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Final
 
 from shadowserve.pool.cold.breaker import Breaker
@@ -25,6 +25,8 @@ _OF_ONE_OBJECT: Final = frozenset({"absent", "damaged", "denied"})
 """Failures to read a footer that another try does not change."""
 _LISTED_MIN: Final = 100_000
 """New objects of a list that are examined in any case: some 30 MB."""
+_LISTED_MAX: Final = 500_000
+"""Most new objects of a list; the following lists have the others. They would take some gigabytes."""
 _USE_S: Final = 86_400.0
 """Time after which the last use of objects is written into a partition's index objects."""
 
@@ -72,6 +74,7 @@ class Scanner:
     def close(self) -> None:
         """End lists soon, without a result."""
         self._ended = True
+        self._indexer.close()
         self._footers.shutdown(wait=False, cancel_futures=True)
 
     def scan(self, partitions: Collection[int], folder: str, objects_max: int | None = None) -> bool:
@@ -80,6 +83,8 @@ class Scanner:
         Objects that the list does not have are forgotten, and new ones are added. A list of ``folder`` has all objects
         of the partitions; beyond ``objects_max`` it ends without a result.
         """
+        if self._ended:
+            return False
         number = self._catalog.begin_list(partitions)
         try:
             return self._list(partitions, folder, number, objects_max)
@@ -89,15 +94,16 @@ class Scanner:
     def _list(self, partitions: Collection[int], folder: str, number: int, objects_max: int | None) -> bool:
         found: defaultdict[str, list[Listed]] = defaultdict(list)
         index: defaultdict[int, list[Listed]] = defaultdict(list)
-        news: list[Listed] = []
+        news: defaultdict[int, list[Listed]] = defaultdict(list)
         count = foreign = total = 0
-        first_foreign, listed_max = "", max(self._config.chunks_max, _LISTED_MIN)
+        first_foreign, is_cut = "", False
+        listed_max = min(max(self._config.chunks_max, _LISTED_MIN), _LISTED_MAX)
         for listed in self._bucket.list(folder):
             total += 1
             if self._ended or (objects_max is not None and total > objects_max):
                 return False
             if listed.name.endswith(".ix") and (name := parse_index_name(listed.name)) is not None:
-                (news if name.is_news else index[name.partition]).append(listed)
+                (news if name.is_news else index)[name.partition].append(listed)
             elif (parts := parse_name(listed.name)) is None:
                 foreign, first_foreign = foreign + 1, first_foreign or listed.name
             elif parts.partition in partitions and self._catalog.wants(listed, parts):
@@ -105,6 +111,7 @@ class Scanner:
                 count += 1
                 if count > 1.25 * listed_max:
                     count = _keep_newest(found, listed_max)
+                    is_cut = listed_max < self._config.chunks_max
         self._catalog.end_list(number, partitions)
         self._note_foreign(foreign, first_foreign)
         wanted: defaultdict[int, dict[str, Listed]] = defaultdict(dict)
@@ -114,14 +121,15 @@ class Scanner:
             wanted[partition_in(listed.name)][listed.name] = listed
         ends_s = time.monotonic() + self._config.list_timeout_s
         jobs = [
-            (each, wanted.get(each, {}), index.get(each, []), ends_s)
+            (each, wanted.get(each, {}), index.get(each, []), news.get(each, []), ends_s)
             for each in {**wanted, **index}
             if each in wanted or (each in partitions and self._is_to_merge(each, index[each]))
         ]
-        for listed in news:
-            self.take_news(listed)
         run = map if folder else self._workers.map  # one of a folder runs in such a thread itself
-        return all([*run(lambda job: self._learn_partition(*job), jobs)])
+        is_done = all([*run(lambda job: self._learn_partition(*job), jobs)])
+        if self._partitions.serves is None:
+            self.take_news(chain.from_iterable(news.values()))
+        return is_done and not is_cut
 
     def _note_foreign(self, count: int, name: str) -> None:
         self.foreign = count  # objects under the prefix that ShadowServe has not written
@@ -130,17 +138,13 @@ class Scanner:
             _log.warning("s3_foreign_objects count=%d first=%r hint='they are left alone; move them'", count, name)
 
     def _learn_partition(
-        self, partition: int, wanted: dict[str, Listed], index: Sequence[Listed], ends_s: float
+        self, partition: int, wanted: dict[str, Listed], index: Sequence[Listed], news: Sequence[Listed], ends_s: float
     ) -> bool:
-        """Add new objects of a partition: those of its index objects, then the others by their footers."""
-        try:
-            self._indexer.learn(partition, index, wanted)
-        except BucketError as error:
-            self._read_breaker.failed(error.reason, error)
-            return False
+        """Add new objects of a partition: those of its index objects and news, then the others by their footers."""
+        is_done = self._indexer.learn(partition, (*index, *news), wanted, ends_s)
         if partition in self._partitions.own and self._is_to_merge(partition, index):
             self._merges[partition] = index
-        return all([*self._footers.map(lambda listed: self._learn(listed, ends_s), wanted.values())])
+        return all([is_done, *self._footers.map(lambda listed: self._learn(listed, ends_s), wanted.values())])
 
     def _is_to_merge(self, partition: int, index: Sequence[Listed]) -> bool:
         """Return whether the index objects are many, or have long lacked the last use of their objects."""
@@ -170,18 +174,32 @@ class Scanner:
 
     # ---- Index objects
 
-    def take_news(self, listed: Listed) -> None:
-        """Take news of a partition that the node serves; delete old ones of another."""
-        name = parse_index_name(listed.name)
-        if name is not None and name.partition in self._partitions.own:
-            self._indexer.take_news(listed)
-        elif name is not None:
-            self._indexer.drop_news(listed)
+    def take_news(self, news: Iterable[Listed]) -> None:
+        """Take news of partitions that the node serves, which a list then confirms; delete old ones of others."""
+        ends_s = time.monotonic() + self._config.list_timeout_s
+        of_each: defaultdict[int, list[Listed]] = defaultdict(list)
+        for listed in self._indexer.new_of(news):
+            if (name := parse_index_name(listed.name)) is not None:
+                of_each[name.partition].append(listed)
+
+        def take(partition: int, listed: Sequence[Listed]) -> None:
+            if partition not in self._partitions.own:
+                self._indexer.drop_news(partition, listed)
+            elif self._indexer.take_news(partition, listed, ends_s):
+                self._partitions.list_again(partition)
+
+        list(self._workers.map(take, of_each.keys(), of_each.values()))
+
+    def write_news(self) -> None:
+        """Write what this node has written in partitions of other nodes, which would not learn of it."""
+        due = [each for each in self._indexer.due(self._partitions.own) if each not in self._partitions.own]
+        list(self._workers.map(lambda each: self._indexer.write(each, is_news=True), due))
 
     def write_index(self) -> None:
         """Write index objects of what this node has written, and merge those of partitions that have many."""
-        due = self._indexer.due(self._partitions.own)
-        list(self._workers.map(lambda each: self._indexer.write(each, is_news=each not in self._partitions.own), due))
+        own = self._partitions.own
+        due = self._indexer.due(own)
+        list(self._workers.map(lambda each: self._indexer.write(each, is_news=each not in own), due))
         merges, self._merges = self._merges, {}
         list(self._workers.map(self._indexer.merge, merges.keys(), merges.values()))
 

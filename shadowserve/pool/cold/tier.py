@@ -53,9 +53,10 @@ class ColdTier:
         self._breaker = Breaker("read", clock_s)
         self._reader = ColdReader(config, self._bucket, self._catalog, self._breaker, clock_s)
         self._write_breaker = Breaker("write", clock_s)
-        indexer = Indexer(config, self._bucket, self._catalog, self._write_breaker, clock_s)
-        self._writer = ColdWriter(config, self._bucket, indexer, self._write_breaker, clock_s)
         self._delete_breaker = Breaker("delete", clock_s)
+        breakers = self._breaker, self._write_breaker, self._delete_breaker
+        indexer = Indexer(config, self._bucket, self._catalog, breakers, clock_s)
+        self._writer = ColdWriter(config, self._bucket, indexer, self._write_breaker, clock_s)
         self._deletions = Deletions(config, self._bucket, self._catalog, self._delete_breaker, clock_s)
         partitions = Partitions(serves, config.index_ttl_s, clock_s)
         self._lister = BucketLister(
@@ -72,9 +73,11 @@ class ColdTier:
         )
         self._listed: set[int] = set()  # partitions whose objects are known
         self._delayed_removals = DelayedRemovals(config.timeout_s, clock_s)  # until the first list
-        self._new: list[Ticket] = []  # removals since the last barrier
-        self._in_barrier: list[Ticket] = []
+        self._new: list[tuple[int | None, Ticket]] = []  # removals since the last barrier, with their tenants
+        self._in_barrier: list[tuple[int | None, Ticket]] = []
+        self._removing: set[int | None] = set()  # tenants that have removed something since the last barrier
         self._tenants: dict[int, str] = {DEFAULT_TENANT: ""}
+        self._is_news_left = False
         self._ended = threading.Event()
         self._stepper = threading.Thread(target=self._run_steps, name="s3-step", daemon=True)
         self._pool: Pool
@@ -100,11 +103,12 @@ class ColdTier:
     def hurry(self) -> None:
         """Write everything that waits to be written: the pool is about to close."""
         self._writer.hurry()
+        self._is_news_left = True
 
     @property
     def idle(self) -> bool:
-        """True if nothing waits to be written."""
-        return self._writer.idle
+        """True if nothing waits to be written: records, and after hurry() also news, which are tried once."""
+        return self._writer.idle and not self._is_news_left
 
     def close(self) -> None:
         """End: clients that wait get nothing, and the pool is not used any more once its lock was free. Requests in
@@ -211,11 +215,12 @@ class ColdTier:
 
         The other records of these objects are deleted with them.
         """
+        self._removing.add(address[0])
         record = self._record_of(address)
         if record is None:
             return False
         was_there, ticket = self._remove(address, *record)
-        self._add_to_barrier(ticket)
+        self._add_to_barrier(address[0], ticket)
         return was_there
 
     def _remove(self, address: Address, tenant: str, key: bytes) -> tuple[bool, Ticket | None]:
@@ -239,27 +244,32 @@ class ColdTier:
 
     def cleared(self, tenant: int | None) -> None:
         """Make all records of a tenant, or of all tenants, absent, and delete all their objects from the bucket."""
+        self._removing.add(tenant)
         name = None if tenant is None else self._name_of(tenant)
         if tenant is not None and name is None:
             return
         self._catalog.mark_all(name)
-        self._add_to_barrier(self._writer.cleared(tenant))
-        self._add_to_barrier(self._deletions.clear(name))
+        self._add_to_barrier(tenant, self._writer.cleared(tenant))
+        self._add_to_barrier(tenant, self._deletions.clear(name))
 
-    def _add_to_barrier(self, ticket: Ticket | None) -> None:
+    def _add_to_barrier(self, tenant: int | None, ticket: Ticket | None) -> None:
         if ticket is not None:
             # Keep one failed ticket for the next barrier, which reports the first error.
-            failed = [each for each in self._new if each.failed][:1]
-            self._new = [*failed, *(each for each in self._new if not each.settled), ticket]
+            failed = [each for each in self._new if each[1].failed][:1]
+            self._new = [*failed, *(each for each in self._new if not each[1].settled), (tenant, ticket)]
 
     def barrier(self) -> Ticket | None:
         """Return a ticket that settles when all removed records are gone from the bucket; None if they are.
 
-        An earlier failure is reported to one caller: a client's command calls this in the same hold of the lock.
+        They are those of the tenants that have removed something since the last barrier, or else of all tenants. An
+        earlier failure is reported to one caller: a client's command calls this in the same hold of the lock.
         """
-        waited = [each for each in self._in_barrier if not each.settled]
-        waited += [each for each in self._new if not each.settled or each.failed]
-        self._in_barrier, self._new = [each for each in waited if not each.settled], []
+        removing, self._removing = self._removing | {None}, set()
+        is_of_all = len(removing) == 1
+        waited = [each for tenant, each in self._in_barrier if not each.settled and (is_of_all or tenant in removing)]
+        waited += [each for _, each in self._new if not each.settled or each.failed]
+        self._in_barrier = [each for each in (*self._in_barrier, *self._new) if not each[1].settled]
+        self._new = []
         return Ticket.of(*waited) if waited else None
 
     # ---- Threads
@@ -268,6 +278,9 @@ class ColdTier:
         while not self._ended.wait(_STEP_S):
             self._reader.step()
             self._deletions.step()
+            if self._is_news_left and self._writer.idle:
+                self._lister.scanner.write_news()
+                self._is_news_left = False
             list_breaker = self._lister.breaker
             error = f"the bucket was not listed since the start and may have the key: {list_breaker.last_error}"
             self._delayed_removals.expire(ShadowServeError(error), all_of_them=list_breaker.away)
@@ -305,7 +318,9 @@ class ColdTier:
             written_objects=writer.objects,
             written_bytes=writer.bytes,
             present_objects=writer.present,
-            failed_writes=dict(self._write_breaker.failures + self._delete_breaker.failures),
+            failed_writes=dict(
+                self._write_breaker.failures + self._delete_breaker.failures + self._deletions.list_breaker.failures
+            ),
             waiting_records=writer.gathering.waiting,
             held_back=writer.held_back,
             missed_records=writer.missed + writer.gathering.dropped,
