@@ -153,8 +153,8 @@ def _name_below(service: str, address: str) -> str:
 class Follower:
     """Reads the members every ``interval_s``, and gives changed ones to ``apply``.
 
-    What cannot be read, or has no members, changes nothing. It is counted by ``refused``, and logged once. A member that
-    a DNS answer lacks stays until the next answer: a pod that restarts has no address for a moment.
+    What cannot be read, or has no members, changes nothing. It is counted by ``refused``, and logged once. A member
+    that a DNS answer lacks stays until the next answer: a pod that restarts has no address for a moment.
 
     ``timeout_s`` limits the first read only: the program starts without an answer, and a later read may take longer.
     """

@@ -40,7 +40,7 @@ def members_of(given: members.Given) -> dict[str, float]:
 
 
 def with_members(addresses: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the addresses, those of all nodes in place of a fleet, and the name in their certificates, if it differs."""
+    """Yield the addresses, those of all nodes in place of a fleet, and the name in their certificates if it differs."""
     for where in addresses:
         given = given_members(where)
         name = "" if given is None else members.service_of(given)

@@ -36,7 +36,7 @@ class LinkLoad:
     def microseconds(self, bits_per_s: float) -> int:
         """Return the load, at most ``LOAD_US_MAX``; ``bits_per_s``: configured capacity of the link, 0 if unknown.
 
-        The configured capacity is used if there is one: clients behind slower links of their own lower what is measured.
+        A configured capacity comes first: clients behind slower links of their own lower what is measured.
         """
         rate = bits_per_s / 8 or self._bytes_per_s or _FIRST_BYTES_PER_S
         return min(round(1e6 * (self.replies_bytes + self.layers_bytes) / rate), LOAD_US_MAX)

@@ -52,7 +52,7 @@ def test_replies_and_layers_load_a_node_and_a_client_that_reads_slowly_does_not(
     ann.send("GET", "value")
     got = 0
 
-    def is_idle() -> bool:  # a client that reads a little now and then waits for itself, not for the link
+    def is_idle() -> bool:  # a client that reads little at a time waits for itself, not for the link
         nonlocal got
         got += len(ann.socket.recv(4096))
         return root.call("KV.LOAD") == 0
