@@ -13,6 +13,7 @@ from urllib.parse import unquote
 import click
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.text import Text
 
 from shadowserve import members
@@ -244,7 +245,7 @@ def _rendered(view: Mapping[str, Any], where: str, watcher: Watcher) -> Renderab
     server = f"shadowserve {view['version']}, {view['engine']}"
     if view["other_server"]:
         server = f"{view['other_server']}, not a storage node of ShadowServe: fewer counters"
-    head = f"{where}, {server}, up {view['uptime_s']:.0f} s"
+    head = f"{escape(where)}, {server}, up {view['uptime_s']:.0f} s"
     watched = watcher.watches
     table = table_of("what", since(view))
     if watched:
